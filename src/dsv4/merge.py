@@ -41,7 +41,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | 
     tensors |= {f"lses[{n}]": x for n, x in enumerate(lses)}
     checks.no_tangents(**tensors)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors.values()):
-        return gradients.forward("merge_states", False, list(outs), list(lses), sink)
+        return gradients.training("merge_states", False, list(outs), list(lses), sink)
     return _merged(list(outs), list(lses), sink)
 
 

@@ -132,15 +132,15 @@ TOGETHER = [
 ]
 
 
-def check_sequences_go_together(arch, backward, kernels, name, order, dq, monkeypatch):
+def check_sequences_go_together(arch, kernels, name, order, dq, monkeypatch):
     """One launch for dK and dV and one for dQ, whatever number of sequences there is. kernels: names of the two."""
     import softsm  # here: tests on a GPU use this file too, and do without it
 
     b, want, low = varlen_request(**VARLEN[name])
     b = b if dq else replace(b, dq=None)
-    names = launches.one_by_one(monkeypatch)
+    names = launches.launched(monkeypatch)
     with softsm.use(arch), softsm.checking(races=True, order=order, seed=7) as report:
-        backward(b)
+        launches.run(b)
     assert "nothing found" in str(report), str(report)
     assert names == ["backward_rows", kernels[0], *[kernels[1]] * dq]
     check(b, want, low)

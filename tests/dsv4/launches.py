@@ -1,8 +1,20 @@
-"""For tests of kernels: how many multiprocessors a call sees, and which kernels it launches."""
+"""For tests of kernels: a problem run by them, how many SMs a call sees, and which kernels it launches."""
 
-from dsv4.runtime import dispatch, launch
+from typing import Any
+
+from dsv4.runtime import calls, dispatch
 from dsv4.runtime.driver import DriverLaunch
-from dsv4.runtime.launch import TritonLaunch
+from dsv4.runtime.launch import Ready, TritonLaunch
+from dsv4.runtime.program import tensors_of
+
+
+def run(problem: Any) -> None:
+    """A problem or a request that has its outputs, by the kernels of its GPU or of the emulator in use."""
+    device = problem.q.device
+    target = dispatch.cuda_target(device) if device.type == "cuda" else dispatch.softsm_target()
+    tensors = tensors_of(problem)
+    program = calls.program_of(problem, target, tensors, device)
+    Ready(program, target).run([*tensors.values()], [x.data_ptr() for x in tensors.values()])
 
 
 def num_sms(monkeypatch, count: int) -> None:
@@ -24,17 +36,4 @@ def launched(monkeypatch) -> list[str]:
 
     for way in (TritonLaunch, DriverLaunch):  # in the emulator, on a GPU
         monkeypatch.setattr(way, "run", noting(way.run))
-    return names
-
-
-def one_by_one(monkeypatch) -> list[str]:
-    """The same of those outside of prepared calls."""
-    names: list[str] = []
-    now = launch.now
-
-    def noted(kernel, *rest, **constants):
-        names.append(kernel.__name__)
-        now(kernel, *rest, **constants)
-
-    monkeypatch.setattr(launch, "now", noted)
     return names

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import dsv4
 from dsv4 import reference
 from dsv4.reference import backward as reference_backward
-from dsv4.runtime import gradients
+from dsv4.runtime import calls
 
 D = 64
 FP32 = 2 * FP32_BOUND  # P, and the LSE from which it is taken again
@@ -317,8 +317,14 @@ def test_tangents_are_refused_by_name(name):
 def test_deterministic_is_asked_for_by_the_call_or_by_torch(name, monkeypatch):
     """By torch as it is set when the backward pass runs."""
     tensors, loss = LOSSES[name]()
-    asked, run = [], gradients.run
-    monkeypatch.setattr(gradients, "run", lambda b, *rest: (asked.append(b.deterministic), run(b, *rest)))
+    asked, run = [], calls._in_torch
+
+    def noted(op, problem, outputs):
+        if op.backward:
+            asked.append(problem.deterministic)
+        return run(op, problem, outputs)
+
+    monkeypatch.setattr(calls, "_in_torch", noted)
     value = loss(*tensors)
     want = torch.autograd.grad(value, tensors, retain_graph=True)
     torch.use_deterministic_algorithms(True)

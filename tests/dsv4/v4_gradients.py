@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
+import launches
 import torch
 from dsink import assert_dsink
 
@@ -84,11 +85,11 @@ def check(b, want, low):
         assert_dsink(b.dsink, want.sink, p.out, b.dout, p.lse, p.sink)
 
 
-def check_in_softsm(arch, backward, problem, order="", **options):
+def check_in_softsm(arch, problem, order="", **options):
     """An architecture's kernels against the formulas; with an order of completion, also that nothing races."""
     b, want, low = request(**problem, **options)
     checked = softsm.checking(order=order, seed=7) if order else nullcontext()
     with softsm.use(arch), checked as report:
-        backward(b)
+        launches.run(b)
     assert not report, str(report)
     check(b, want, low)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4.fmha import problem
 from dsv4.fmha.backward import FmhaBackward
-from dsv4.runtime import dispatch, launch
+from dsv4.runtime import calls, dispatch
 from dsv4.runtime.program import Launch
 from dsv4.v4 import problem as v4_problem
 from dsv4.v4.backward import V4Backward
@@ -33,7 +31,7 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str) -> list[Launch]:
         p = problem.varlen(q, k, v, starts, starts) if varlen else problem.dense(q, k, v)
         p = replace(p, out=draw(*one), lse=torch.empty(p.lse_shape, device="meta"))
         b = FmhaBackward(p, draw(*one), dq=draw(*one), dk=draw(*one), dv=draw(*one))
-        found += _collected("fmha", b, arch)
+        found += calls.launches_of(b, dispatch.compile_target(arch))
     return found
 
 
@@ -51,12 +49,5 @@ def v4_launches(heads: int, rope: int, dtype: torch.dtype, arch: str) -> list[La
         p = replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape, device="meta"))
         dq, d_window, d_compressed = (torch.empty_like(x) for x in (q, rows, rows))
         request = V4Backward(p, q, None, dq, d_window, d_compressed, deterministic=deterministic)
-        found += _collected("v4", request, arch)
-    return found
-
-
-def _collected(operation: str, request: Any, arch: str) -> list[Launch]:
-    package = dispatch.ARCHITECTURES[dispatch.compile_target(arch).capability][0]
-    with launch.collecting() as found:
-        importlib.import_module(f"dsv4.{operation}.kernels.{package}.backward").backward(request)
+        found += calls.launches_of(request, dispatch.compile_target(arch))
     return found

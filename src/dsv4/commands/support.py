@@ -56,13 +56,12 @@ def module(column: Column, operation: str, backward: bool) -> Any | None:
 
 def answer(column: Column, one: Any) -> bool | None:
     """Whether this backend runs this problem; None: it has no such operation yet."""
-    backward = isinstance(one, FmhaBackward | V4Backward)
-    found = module(column, one.operation, backward)
+    found = module(column, one.operation, one.backward)
     if found is None:
         return None
     if column.package is None:
         return True  # the CPU path runs whatever passed validation
-    if (one.forward if backward else one).q.dtype not in checks.LOW_PRECISION:
+    if one.q.dtype not in checks.LOW_PRECISION:
         return False  # dispatch refuses it
     return found.supports(one) is None
 

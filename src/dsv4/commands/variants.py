@@ -1,7 +1,7 @@
 """Which launches `dsv4 compile` compiles: problems of each form that has a variant of its own, kind by kind.
 
-Nothing is computed: a problem's tensors are never read, and kernels that are launched one by one are collected
-(runtime/launch.py). A variant depends on types and on what a kernel fixes at compile time, not on how many tokens there
+Nothing is computed: a problem's tensors are never read, and kernels that are launched one by one give their launches to
+a list. A variant depends on types and on what a kernel fixes at compile time, not on how many tokens there
 are; only `index_topk` has variants by the room of a request's block table.
 """
 
@@ -258,24 +258,24 @@ def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
     pages."""
     from dsv4.caches.kernels.pack import write_rows
     from dsv4.compress.kernels import pages
-    from dsv4.runtime import launch
 
     (csa, hca), main, keys = sizes.ratios, sizes.head_dim, sizes.index_dims
     kernels = dispatch.kernel_module("compress", dispatch.compile_target(arch).capability)
     parts = ((csa, main, True), (hca, main, False), (csa, keys, True))
-    with launch.collecting() as found:
-        for part, parameters, numbers in itertools.product(parts, (torch.bfloat16, torch.float32), ROW_NUMBERS):
-            for pool in (None, torch.empty(2, 8, part[1], dtype=torch.bfloat16), _packed(part[1])):
-                kernels.run(_compress_problem(*part, sizes.rope, parameters, pool, numbers))
-        one, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
-        for (m, d, overlap), parameters in itertools.product(parts, (torch.bfloat16, torch.float32)):
-            if (made := _packed(d)) is not None:
-                states, weight = torch.empty(1, 4, 2 * d * (1 + overlap)), torch.empty(d, dtype=parameters)
-                pages.run(states, one, one.int(), one, table, one, weight, torch.empty(16, sizes.rope), made, m, 1e-6)
-        for rows, numbers in itertools.product((torch.bfloat16, torch.float32), ROW_NUMBERS):
-            slots = torch.zeros(1, dtype=numbers)
-            write_rows(Fp8Cache.empty(1, 64), slots, torch.empty(1, 512, dtype=rows))
-            write_rows(IndexCache.empty(1, 64), slots, torch.empty(1, 128, dtype=rows))
+    found: list[Launch] = []
+    for part, parameters, numbers in itertools.product(parts, (torch.bfloat16, torch.float32), ROW_NUMBERS):
+        for pool in (None, torch.empty(2, 8, part[1], dtype=torch.bfloat16), _packed(part[1])):
+            kernels.run(_compress_problem(*part, sizes.rope, parameters, pool, numbers), found.append)
+    one, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
+    cos_sin = torch.empty(16, sizes.rope)
+    for (m, d, overlap), parameters in itertools.product(parts, (torch.bfloat16, torch.float32)):
+        if (made := _packed(d)) is not None:
+            states, weight = torch.empty(1, 4, 2 * d * (1 + overlap)), torch.empty(d, dtype=parameters)
+            pages.run(states, one, one.int(), one, table, one, weight, cos_sin, made, m, 1e-6, found.append)
+    for rows, numbers in itertools.product((torch.bfloat16, torch.float32), ROW_NUMBERS):
+        slots = torch.zeros(1, dtype=numbers)
+        write_rows(Fp8Cache.empty(1, 64), slots, torch.empty(1, 512, dtype=rows), found.append)
+        write_rows(IndexCache.empty(1, 64), slots, torch.empty(1, 128, dtype=rows), found.append)
     return found
 
 
@@ -300,7 +300,6 @@ def model_launches(sizes: Sizes) -> list[Launch]:
     from dsv4.caches.kernels.normed_rows import normed
     from dsv4.compress.kernels.rings import compress_rings
     from dsv4.kernels.hyper_connections import collapse, spread
-    from dsv4.runtime import launch
 
     def bf16(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16)
@@ -308,27 +307,28 @@ def model_launches(sizes: Sizes) -> list[Launch]:
     one = torch.zeros(1, dtype=torch.int64)
     cos_sin, main, keys, h = torch.empty(16, sizes.rope), sizes.head_dim, sizes.index_dims, sizes.streams
     pools: list[Any] = [bf16(2, 8, main), Fp8Cache.empty(1, 64)]
-    with launch.collecting() as found:
-        for d in (sizes.hidden, sizes.q_lora):
-            normed(bf16(1, d), eps=1e-6, weight=bf16(d))
-        normed(bf16(1, sizes.heads, main), eps=1e-6, rope=(cos_sin, one))
-        normed(bf16(1, sizes.index_heads, keys), rope=(cos_sin, one))
-        for pool in pools:
-            normed(bf16(1, main), eps=1e-6, weight=bf16(main), rope=(cos_sin, one), to=pool, slots=one)
-        for m, d, overlap, made in (
-            *((sizes.ratios[0], main, True, pool) for pool in pools),
-            *((sizes.ratios[1], main, False, pool) for pool in pools),
-            (sizes.ratios[0], keys, True, bf16(2, 8, keys)),
-        ):
-            width = d * (1 + overlap)
-            states = torch.empty(2 * m, width), torch.empty(2 * m, width)
-            compress_rings(bf16(1, width), bf16(1, width), bf16(m, width), bf16(d), 1e-6, cos_sin, states,
-                           (one, one, one, one, one), made, one, one)  # fmt: skip
-        streams, mixed = bf16(1, h, sizes.hidden), torch.empty(1, (2 + h) * h)
-        for parameters in (torch.bfloat16, torch.float32):
-            base, scale = (torch.empty(n, dtype=parameters) for n in ((2 + h) * h, 3))
-            collapse(streams, mixed, base, scale, 2, 1e-6, 1e-6)
-        spread(streams, bf16(1, sizes.hidden), torch.empty(1, h), torch.empty(1, h, h))
+    found: list[Launch] = []
+    note: dict[str, Any] = dict(launch=found.append)
+    for d in (sizes.hidden, sizes.q_lora):
+        normed(bf16(1, d), eps=1e-6, weight=bf16(d), **note)
+    normed(bf16(1, sizes.heads, main), eps=1e-6, rope=(cos_sin, one), **note)
+    normed(bf16(1, sizes.index_heads, keys), rope=(cos_sin, one), **note)
+    for pool in pools:
+        normed(bf16(1, main), eps=1e-6, weight=bf16(main), rope=(cos_sin, one), to=pool, slots=one, **note)
+    for m, d, overlap, made in (
+        *((sizes.ratios[0], main, True, pool) for pool in pools),
+        *((sizes.ratios[1], main, False, pool) for pool in pools),
+        (sizes.ratios[0], keys, True, bf16(2, 8, keys)),
+    ):
+        width = d * (1 + overlap)
+        states = torch.empty(2 * m, width), torch.empty(2 * m, width)
+        compress_rings(bf16(1, width), bf16(1, width), bf16(m, width), bf16(d), 1e-6, cos_sin, states,
+                       (one, one, one, one, one), made, one, one, **note)  # fmt: skip
+    streams, mixed = bf16(1, h, sizes.hidden), torch.empty(1, (2 + h) * h)
+    for parameters in (torch.bfloat16, torch.float32):
+        base, scale = (torch.empty(n, dtype=parameters) for n in ((2 + h) * h, 3))
+        collapse(streams, mixed, base, scale, 2, 1e-6, 1e-6, **note)
+    spread(streams, bf16(1, sizes.hidden), torch.empty(1, h), torch.empty(1, h, h), **note)
     return found
 
 

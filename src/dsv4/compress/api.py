@@ -184,8 +184,9 @@ def problem_of(kv: Tensor, gate: Tensor, state: CompressState | None, given: tup
 
 def _reason(p: CompressProblem) -> str | None:
     """None, or why the kernels of the GPU that the tensors are on cannot run the problem."""
-    module = dispatch.module_here("compress", p.kv.device)
-    return "there are none" if module is None else module.supports(p)
+    if not dispatch.has_kernels(p.kv.device):
+        return "there are none"
+    return dispatch.kernel_module("compress", dispatch.cuda_target(p.kv.device).capability).supports(p)
 
 
 def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | None) -> tuple[Any, CompressState]:

@@ -24,7 +24,7 @@ ARGUMENTS = "Tensor kv, Tensor gate, Tensor position_bias, Tensor norm_weight, T
 def call(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
     """-> rows, and kv and gate of the state after them, which have no gradient."""
     arguments = (kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend)
-    return gradients.forward("compress", False, *arguments)
+    return gradients.training("compress", False, *arguments)
 
 
 def _forward(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:

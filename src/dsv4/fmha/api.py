@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from dsv4.fmha import problem
 from dsv4.runtime import checks, operators
-from dsv4.runtime.calls import Operation, Outputs
+from dsv4.runtime.calls import Operation, Shapes
 from dsv4.runtime.plan import Plan
 
 Both = tuple[Tensor, Tensor]  # out, lse
@@ -225,25 +226,25 @@ def _from_operator(build: Callable[..., problem.FmhaProblem]) -> Callable[..., p
     return built
 
 
-def _outputs(arguments: dict[str, Any]) -> Outputs:
+def _outputs(arguments: dict[str, Any]) -> Shapes:
     q = arguments["q"]
-    return Outputs(q.shape, q.dtype, problem.lse_shape(q.shape))
+    return (q.shape, q.dtype), (problem.lse_shape(q.shape), torch.float32)
 
 
 OPERATIONS = {
     op.name: op
     for op in (
         Operation(
-            "fmha", "fmha", ("q", *KV, "sink"), 3, NUMBERS, (4,), _outputs, _from_operator(problem.dense),
-            problem.check_values, same=("same_kv", *KV),
+            "fmha", "fmha", ("q", *KV, "sink"), 3, NUMBERS, ("out", "lse"), _outputs, _from_operator(problem.dense),
+            problem.check_values, (4,), ("same_kv", *KV),
         ),
         Operation(
-            "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), 5, (*NUMBERS, *BOUNDS), (3,),
-            _outputs, _from_operator(problem.varlen), problem.check_values, same=("same_kv", *KV),
+            "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), 5, (*NUMBERS, *BOUNDS),
+            ("out", "lse"), _outputs, _from_operator(problem.varlen), problem.check_values, (3,), ("same_kv", *KV),
         ),
         Operation(
-            "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), 5, NUMBERS, (4,), _outputs,
-            _from_operator(problem.paged), problem.check_values, same=("same_kv", *PAGES),
+            "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), 5, NUMBERS, ("out", "lse"), _outputs,
+            _from_operator(problem.paged), problem.check_values, (4,), ("same_kv", *PAGES),
         ),
     )
 }  # fmt: skip

@@ -1,11 +1,15 @@
-"""A validated request for the gradients of fmha: what every backend receives."""
+"""The gradients of fmha as an operation: its validated request is what every backend receives."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from dsv4.fmha.problem import FmhaProblem
+from dsv4.runtime.calls import Operation, Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,6 +21,8 @@ class FmhaBackward:
     """
 
     operation: ClassVar[str] = "fmha"
+    backward: ClassVar[bool] = True
+    nothing_seen: ClassVar[dict[str, float]] = {"dq": 0.0, "dk": 0.0, "dv": 0.0, "dsink": 0.0}
 
     forward: FmhaProblem
     dout: Tensor  # as out
@@ -26,3 +32,48 @@ class FmhaBackward:
     dv: Tensor | None = None
     dsink: Tensor | None = None  # fp32 [Hq]
     deterministic: bool = False
+
+    q = property(lambda self: self.forward.q)
+
+    def no_keys(self) -> bool:
+        """True when the shapes alone say that every gradient is 0."""
+        return self.forward.no_keys()
+
+
+TENSORS = ("q", "k", "v", "sink", "cu_seqlens_q", "cu_seqlens_k")
+DIFFERENTIABLE = TENSORS[:4]
+OPTIONS = ("max_seqlen_q", "max_seqlen_k", "left", "right", "softmax_scale", "deterministic")
+
+
+def _build(
+    q, k, v, sink, cu_seqlens_q, cu_seqlens_k, out, lse, dout, dlse, max_seqlen_q, max_seqlen_k, left, right,
+    softmax_scale, deterministic,
+) -> FmhaBackward:  # fmt: skip
+    """The forward pass has checked its arguments."""
+    dense = cu_seqlens_q is None
+    forward = FmhaProblem(
+        "dense" if dense else "varlen", q, k, v, left, right,
+        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        q.shape[1] if dense else max_seqlen_q or q.shape[0], k.shape[1] if dense else max_seqlen_k or k.shape[0],
+        sink, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out=out, lse=lse,
+    )  # fmt: skip
+    return FmhaBackward(forward, dout, dlse, deterministic=deterministic)
+
+
+def _shapes(arguments: dict[str, Any]) -> Shapes:
+    given = (arguments[name] for name in DIFFERENTIABLE)
+    return [((0,), torch.float32) if x is None else (x.shape, x.dtype) for x in given]
+
+
+FMHA_BACKWARD = Operation(
+    "fmha_backward", "fmha", (*TENSORS, "out", "lse", "dout", "dlse"), 3, OPTIONS, ("dq", "dk", "dv", "dsink"), _shapes,
+    _build, falls_back=True, backward=True,
+)  # fmt: skip
+
+
+def given(b: FmhaBackward) -> tuple[tuple, tuple, tuple]:
+    """(tensors, options, outputs to be filled) of a request, in the order of the operation."""
+    p = b.forward
+    tensors = (p.q, p.k, p.v, p.sink, p.cu_seqlens_q, p.cu_seqlens_k, p.out, p.lse, b.dout, b.dlse)
+    options = (p.max_seqlen_q, p.max_seqlen_k, p.left, p.right, p.softmax_scale, b.deterministic)
+    return tensors, options, (b.dq, b.dk, b.dv, b.dsink)

@@ -34,6 +34,7 @@ class FmhaProblem:
     """
 
     operation: ClassVar[str] = "fmha"
+    backward: ClassVar[bool] = False
 
     kind: Literal["dense", "varlen", "paged"]
     q: Tensor
@@ -89,8 +90,8 @@ class FmhaProblem:
     nothing_seen: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
 
     def no_keys(self) -> bool:
-        """True when the shapes alone say that no query sees a key."""
-        return self.k.numel() == 0 or self.max_seqlen_k == 0
+        """True when the shapes alone say that there is no query, or none that sees a key."""
+        return self.q.numel() == 0 or self.k.numel() == 0 or self.max_seqlen_k == 0
 
 
 def lse_shape(q_shape: Sequence[int]) -> tuple[int, ...]:

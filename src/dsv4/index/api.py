@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4.caches.index_keys import IndexCache
 from dsv4.index import problem
 from dsv4.runtime import checks, operators
-from dsv4.runtime.calls import Operation, Outputs
+from dsv4.runtime.calls import Operation, Shapes
 from dsv4.runtime.plan import Plan
 
 
@@ -93,9 +93,9 @@ ARGUMENTS = (
 )
 
 
-def _outputs(arguments: dict[str, Any]) -> Outputs:
+def _outputs(arguments: dict[str, Any]) -> Shapes:
     shape = (*arguments["q"].shape[:-2], arguments["topk"])
-    return Outputs(shape, torch.int32, shape)
+    return (shape, torch.int32), (shape, torch.float32)
 
 
 INDEX_TOPK = Operation(
@@ -104,11 +104,11 @@ INDEX_TOPK = Operation(
     ("q", "k", "weights", "positions", "lengths", "block_table", "request_starts"),
     3,
     ("topk", "ratio", "scale", "request_rows"),
-    (3, 4),
+    ("out", "scores"),
     _outputs,
     problem.build,
     problem.check_values,
-    second="scores",
+    (3, 4),
     falls_back=True,
 )
 operators.define_operation(INDEX_TOPK, ARGUMENTS)

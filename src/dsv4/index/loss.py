@@ -58,7 +58,7 @@ def index_loss(
     softmax_scale = shape[2] ** -0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
     scale = d**-0.5 * h**-0.5 if scale is None else checks.number("scale", scale)
     fixed = (x if x is None else x.detach() for x in (attention_q, rows, lse, sink))
-    return gradients.forward("index_loss", False, q, k, weights, indices, *fixed, softmax_scale, scale)[0]
+    return gradients.training("index_loss", False, q, k, weights, indices, *fixed, softmax_scale, scale)[0]
 
 
 def _blocks(q, indices, attention_q):

@@ -31,6 +31,7 @@ class IndexProblem:
     """
 
     operation: ClassVar[str] = "index"
+    backward: ClassVar[bool] = False
 
     q: Tensor  # [N, H, D], or [B, T, H, D] with N = B * T; likewise the first dimension of those marked *
     k: Tensor  # [M, D], or [sequences or pages, rows, D]
@@ -70,8 +71,8 @@ class IndexProblem:
     nothing_seen: ClassVar[dict[str, float]] = {"out": -1, "scores": float("-inf")}
 
     def no_keys(self) -> bool:
-        """True when the shapes alone say that no query sees a row."""
-        return self.max_seqlen_k == 0 or self.k.numel() == 0
+        """True when the shapes alone say that there is no query, or none that sees a row."""
+        return self.q.numel() == 0 or self.max_seqlen_k == 0 or self.k.numel() == 0
 
     def owners(self) -> Tensor:
         """int64 [N]: the sequence of each query; those past the last request have number `sequences`."""

@@ -12,12 +12,15 @@ For one token with streams h [H, D], r = 1 / rms(h), and the projection m = fn h
     h_k <- post_k y + sum_j comb_jk h_j                           y: the output of the block
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.runtime import launch
+from dsv4.runtime import calls
+from dsv4.runtime.program import Launch
 
 COLUMNS = 1024  # of a stream, at a time
 
@@ -76,26 +79,35 @@ def spread_streams(streams_ptr, block_ptr, post_ptr, comb_ptr, out_ptr, dims, H:
 
 
 def collapse(
-    streams: Tensor, mixed: Tensor, base: Tensor, scale: Tensor, iterations: int, norm_eps: float, eps: float
+    streams: Tensor,
+    mixed: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    iterations: int,
+    norm_eps: float,
+    eps: float,
+    launch: Callable[[Launch], None] = calls.launch,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """streams [N, H, D], mixed fp32 [N, (2 + H) H] -> (post fp32 [N, H], comb fp32 [N, H, H], x [N, D])."""
     n, h, d = streams.shape
     post, comb = mixed.new_empty(n, h), mixed.new_empty(n, h, h)
     x = streams.new_empty(n, d)
     if n:
-        launch.now(
-            collapse_streams, (n,), streams, mixed, base, scale, post, comb, x, d, iterations, float(norm_eps),
-            float(eps), H=h, COLUMNS=min(COLUMNS, triton.next_power_of_2(d)), num_warps=4,
-        )  # fmt: skip
+        arguments = [streams, mixed, base, scale, post, comb, x, d, iterations, float(norm_eps), float(eps)]
+        constants = dict(H=h, COLUMNS=min(COLUMNS, triton.next_power_of_2(d)), num_warps=4)
+        launch(Launch(collapse_streams, (n,), arguments, constants))
     return post, comb, x
 
 
-def spread(streams: Tensor, block: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def spread(
+    streams: Tensor, block: Tensor, post: Tensor, comb: Tensor, launch: Callable[[Launch], None] = calls.launch
+) -> Tensor:
     """streams [N, H, D], block [N, D] -> streams [N, H, D]"""
     n, h, d = streams.shape
     out = torch.empty_like(streams)
     columns = min(COLUMNS, triton.next_power_of_2(d))
     if n:
         grid = (n, triton.cdiv(d, columns))
-        launch.now(spread_streams, grid, streams, block, post, comb, out, d, H=h, COLUMNS=columns, num_warps=4)
+        arguments = [streams, block, post, comb, out, d]
+        launch(Launch(spread_streams, grid, arguments, dict(H=h, COLUMNS=columns, num_warps=4)))
     return out

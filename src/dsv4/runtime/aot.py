@@ -20,7 +20,7 @@ from typing import Any
 from dsv4.runtime import dispatch, driver, structs
 from dsv4.runtime.dispatch import ARCHITECTURES, Target
 from dsv4.runtime.driver import Function
-from dsv4.runtime.program import Launch
+from dsv4.runtime.program import Launch, compiled_for
 
 FORMAT = 4
 
@@ -46,6 +46,7 @@ def argument_type(x: Any) -> str:
     """The type of a launch argument as it counts for a variant."""
     if hasattr(x, "block_shape"):
         return f"tensordesc {_dtype(x.base)} {list(x.block_shape)}"
+    x = compiled_for(x)
     if isinstance(x, (bool, int)):
         if not -(1 << 31) <= x < 1 << 31:
             raise ValueError(f"an integer argument is {x}; compiled kernels take 32 bits")
@@ -80,7 +81,7 @@ def source_of(kernel: Any, arguments: list[Any], constants: dict[str, Any], capa
 
     backend = make_backend(GPUTarget("cuda", capability, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(*structs.neutral(arguments), **constants)
+    bound, specialization, options = bind(*map(compiled_for, structs.neutral(arguments)), **constants)
     options, signature, constexprs, attributes = kernel._pack_args(backend, constants, bound, specialization, options)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attributes)
     return source, backend, options

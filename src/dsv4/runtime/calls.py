@@ -4,6 +4,9 @@ The key is everything that validation and `prepare` look at: the options, and th
 alignment of every tensor. Preparing is a pure function of it (program.py sees to that), so what was prepared for a key
 is kept. What a key cannot hold is looked at in every call: values of tensors where they may be read, and whether the
 memory of an output lies apart from the inputs.
+
+`run` is for operations: they are validated, allocate their outputs, and have torch code beside their kernels. `launch`
+is for single kernels inside of dsv4 (rows into caches, norms, the compressor), whose callers have done all that.
 """
 
 from __future__ import annotations
@@ -18,53 +21,52 @@ from torch import Tensor
 
 from dsv4.runtime import checks, dispatch, plan
 from dsv4.runtime.dispatch import Target
-from dsv4.runtime.program import Launch, Layout, Program, tensors_of
+from dsv4.runtime.program import Changing, Launch, Layout, Program, tensors_of
 
 MOST = 4096  # prepared calls kept; the oldest goes first
-
-
-class Outputs(NamedTuple):
-    out: tuple[int, ...]
-    dtype: torch.dtype
-    second: tuple[int, ...]  # fp32
-
-    def layouts(self) -> tuple[Layout, Layout]:
-        return Layout.contiguous(self.out, self.dtype), Layout.contiguous(self.second, torch.float32)
+Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What the runtime knows of an operation. Its problem has fields ``out`` and ``second`` names."""
+    """What the runtime knows of an operation. Its problem has a field for each output."""
 
     name: str  # of the public function and of the torch operator
-    folder: str  # dsv4.<folder>.cpu, dsv4.<folder>.kernels.<arch>.entry
-    tensors: tuple[str, ...]  # its arguments that are tensors, q first, ...
-    required: int  # ... of which the first so many must be there
-    options: tuple[str, ...]  # the others
-    ranks: tuple[int, ...]  # of q
-    outputs: Callable[[dict[str, Any]], Outputs]  # (arguments) -> shapes of the outputs, for a q of such a rank
+    folder: str  # dsv4.<folder>.cpu, dsv4.<folder>.kernels.<arch>.entry; or backward_cpu, backward
+    tensors: tuple[str, ...]  # its arguments that are tensors; the first is there and says on which device
+    required: int  # as many of them, from the first, must be there
+    options: tuple[str, ...]  # the other arguments
+    outputs: tuple[str, ...]  # the first of a forward operation is always wanted
+    shapes: Callable[[dict[str, Any]], Shapes]  # (arguments) -> shape and dtype of each output
     build: Callable[..., Any]  # (**arguments) -> problem; reads no values
-    check_values: Callable[[Any], None]
-    second: str = "lse"  # the optional output
+    check_values: Callable[[Any], None] | None = None
+    ranks: tuple[int, ...] = ()  # of q, for which `shapes` has an answer
     same: tuple[str, str, str] | None = None  # field of the problem: whether these two arguments are the same memory
     falls_back: bool = False  # backend "auto" runs torch code where no kernel serves the problem
+    backward: bool = False
 
     same_places: tuple[int, ...] = field(init=False)  # of those two among the tensors
 
     def __post_init__(self):
         object.__setattr__(self, "same_places", tuple(self.tensors.index(name) for name in (self.same or ())[1:]))
 
+    @property
+    def second(self) -> str:
+        """The optional output of a forward operation."""
+        return self.outputs[1]
+
     def named(self, tensors: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
         """All arguments by their names."""
         return dict(zip(self.tensors, tensors, strict=True)) | dict(zip(self.options, options, strict=True))
 
-    def empty(self, arguments: dict[str, Any], want: bool, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The outputs, to be written; of size 0 where the second is not wanted."""
-        outputs = self.outputs(arguments)
-        device = arguments["q"].device
-        if out is None:
-            out = torch.empty(outputs.out, dtype=outputs.dtype, device=device)
-        return out, torch.empty(outputs.second if want else (0,), dtype=torch.float32, device=device)
+    def empty(self, arguments: dict[str, Any], wanted: Sequence[bool], out: Tensor | None = None) -> list[Tensor]:
+        """The outputs, to be written; of size 0 where one is not wanted."""
+        device = arguments[self.tensors[0]].device
+        made = [
+            torch.empty(shape if want else (0,), dtype=dtype, device=device)
+            for (shape, dtype), want in zip(self.shapes(arguments), wanted)
+        ]
+        return made if out is None else [out, *made[1:]]
 
 
 class Given(NamedTuple):
@@ -72,9 +74,8 @@ class Given(NamedTuple):
 
     tensors: Sequence[Any]  # in the order of the operation
     options: tuple  # likewise
-    want_second: bool
-    out: Tensor | None = None
-    second: Tensor | None = None
+    wanted: tuple[bool, ...]  # outputs
+    outputs: tuple[Tensor | None, ...]  # provided ones, to be written
     scratch: Tensor | None = None
     capacities: tuple[int, ...] | None = None  # of the plan that the scratch memory belongs to
 
@@ -82,12 +83,12 @@ class Given(NamedTuple):
 class Call(NamedTuple):
     """What is prepared for a key."""
 
-    layouts: tuple[Layout, Layout]  # of the outputs
-    like_q: bool  # whether the first has the layout of q: torch.empty_like takes less time
+    allocated: list[tuple[int, int, Layout]]  # (output, which of the tensors it is like or -1, its layout)
+    spans: list[int] | None  # bytes of the tensors and of the provided outputs; None: none is provided
     ready: Any  # launch.Ready; None: torch code
 
 
-_calls: dict[tuple, Call] = {}
+_calls: dict[tuple, Any] = {}
 
 
 def forget() -> None:
@@ -95,62 +96,93 @@ def forget() -> None:
     _calls.clear()
 
 
-def run(op: Operation, given: Given, backend: str) -> tuple[Tensor, Tensor | None]:
-    """-> (out, second output or None)."""
+def run(op: Operation, given: Given, backend: str) -> list[Tensor | None]:
+    """-> the outputs; None where one is not wanted."""
     device = given.tensors[0].device
     found = dispatch.resolve(backend, device)
     if found == "cpu":
         problem = _problem(op, given)
-        op.check_values(problem)
-        _apart(op, given)
-        layouts = op.outputs(op.named(given.tensors, given.options)).layouts()
-        return _in_torch(op, problem, _allocated(layouts, False, given, device))
+        if op.check_values is not None:
+            op.check_values(problem)
+        call = Call(*_outputs_of(op, given), None)
+        layouts, addresses = _layouts((*given.tensors, *given.outputs))
+        return _in_torch(op, problem, _allocated(op, call, given, addresses, device))
     if found == "cuda" and torch.cuda.current_device() == device.index:
-        return _run(op, given, backend, dispatch.cuda_target(device), device)
+        return run_on(op, given, backend, dispatch.cuda_target(device), device)
     with dispatch.entered(found, device) as target:
-        return _run(op, given, backend, target, device)
+        return run_on(op, given, backend, target, device)
 
 
-def _run(
-    op: Operation, given: Given, backend: str, target: Target, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
+def run_on(op: Operation, given: Given, backend: str, target: Target, device: torch.device) -> list[Tensor | None]:
+    """The same on a target that launches go to already."""
     problem = None
-    if checks.values_checked(given.tensors[0]):
+    if op.check_values is not None and checks.values_checked(given.tensors[0]):
         given = _distinct(given)
         problem = _problem(op, given)
         op.check_values(problem)
+    tensors, options, wanted, provided, scratch, capacities = given
     try:
-        key, addresses = _key(op, given, backend, target)
+        layouts, addresses = _layouts((*tensors, *provided, scratch))
     except RuntimeError:  # a tensor without strides or an address: what it is says the problem
         _problem(op, given)
         raise
+    same = op.same is not None and addresses[op.same_places[0]] == addresses[op.same_places[1]]
+    key = (op.name, backend, target, wanted, capacities, same, options, *layouts)
     call = _calls.get(key)
     if call is None:
         if problem is None:
             given = _distinct(given)
             problem = _problem(op, given)
-        call = _prepare(op, given, problem, backend, target, device)
-        if len(_calls) >= MOST:
-            del _calls[next(iter(_calls))]
-        _calls[key] = call
-    _apart(op, given)
-    outputs = _allocated(call.layouts, call.like_q, given, device)
+        call = _kept(key, _prepare(op, given, problem, backend, target, device))
+    outputs = _allocated(op, call, given, addresses, device)
     if call.ready is None:
         return _in_torch(op, problem or _problem(op, given), outputs)
-    out, second = outputs
-    addresses[-3] = out.data_ptr()
-    if second is not None:
-        addresses[-2] = second.data_ptr()
-    call.ready.run([*given.tensors, out, second, given.scratch], addresses)
+    call.ready.run([*tensors, *outputs, scratch], addresses)
     return outputs
 
 
-def _key(op: Operation, given: Given, backend: str, target: Target) -> tuple[tuple, list[int]]:
-    """(key, addresses of the tensors, of the outputs as far as they are provided, and of the plan's memory)."""
-    tensors, options, want_second, *provided, capacities = given
+def launch(one: Launch) -> None:
+    """A single launch on the device that is current, of tensors and numbers. Its outputs are among the tensors."""
+    known: list[Any] = []
+    memory: list[Any] = []
+    addresses: list[int] = []
+    for x in one.arguments:
+        if isinstance(x, Tensor):
+            address = x.data_ptr()
+            known.append((x.dtype, address & 15))
+            memory.append(x)
+            addresses.append(address)
+        elif type(x) is Changing:
+            known.append(Changing)
+            memory.append(x)
+            addresses.append(x)
+        else:
+            known.append(x)
+    device = memory[0].device
+    target = dispatch.cuda_target(device) if device.type == "cuda" else dispatch.softsm_target()
+    key = (one.kernel.fn, target, device, one.grid, *known, *one.constants.items())
+    ready = _calls.get(key)
+    if ready is None:
+        from dsv4.runtime.launch import Ready
+
+        program = Program({f"argument {n}": x if isinstance(x, Tensor) else None for n, x in enumerate(memory)}, device)
+        program.steps.append(replace(one, arguments=program.stand_ins(one.arguments)))
+        ready = _kept(key, Ready(program, target))
+    ready.run(memory, addresses)
+
+
+def _kept(key: tuple, prepared: Any) -> Any:
+    if len(_calls) >= MOST:
+        del _calls[next(iter(_calls))]
+    _calls[key] = prepared
+    return prepared
+
+
+def _layouts(tensors: Sequence[Any]) -> tuple[list[tuple | None], list[int]]:
+    """(what a key holds of the tensors, their addresses; 0 where there is none)."""
     layouts: list[tuple | None] = []
     addresses: list[int] = []
-    for x in (*tensors, *provided):
+    for x in tensors:
         if x is None:
             layouts.append(None)
             addresses.append(0)
@@ -158,8 +190,7 @@ def _key(op: Operation, given: Given, backend: str, target: Target) -> tuple[tup
             address = x.data_ptr()
             layouts.append((x.shape, x.stride(), x.dtype, x.device, address & 15))
             addresses.append(address)
-    begin = op.same is not None and addresses[op.same_places[0]] == addresses[op.same_places[1]]
-    return (op.name, backend, target, want_second, capacities, begin, options, *layouts), addresses
+    return layouts, addresses
 
 
 def _same(a: Tensor, b: Tensor | None) -> bool:
@@ -174,20 +205,21 @@ def _problem(op: Operation, given: Given) -> Any:
     changes: dict[str, Any] = {}
     if given.capacities is not None:
         changes["num_splits"] = given.capacities[0]
+    if given.scratch is not None:
+        changes["scratch"] = given.scratch
     if op.same is not None:
         changes[op.same[0]] = _same(*(given.tensors[place] for place in op.same_places))
-    return replace(problem, scratch=given.scratch, **changes)
+    return replace(problem, **changes)
 
 
 def checked_outputs(op: Operation, given: Given, problem: Any) -> None:
     """ValueError unless the outputs and the plan's memory that the caller provides fit the problem. Reads no values."""
-    outputs = op.outputs(op.named(given.tensors, given.options))
-    if given.out is not None:
-        # a partial result in fp32 (see merge_states)
-        partial = op.second == "lse" and checks.is_tensor(given.out) and given.out.dtype == torch.float32
-        checks.output("out", given.out, outputs.out, torch.float32 if partial else outputs.dtype, {"q": problem.q})
-    if given.second is not None:
-        checks.output(op.second, given.second, outputs.second, torch.float32, {"q": problem.q})
+    shapes = op.shapes(op.named(given.tensors, given.options))
+    for name, x, (shape, dtype) in zip(op.outputs, given.outputs, shapes):
+        if x is not None:
+            # a partial result in fp32 (see merge_states)
+            partial = name == "out" and op.second == "lse" and checks.is_tensor(x) and x.dtype == torch.float32
+            checks.output(name, x, shape, torch.float32 if partial else dtype, {"q": problem.q})
     if given.scratch is not None:
         if given.scratch.device != problem.q.device:
             checks.fail("plan", f"a plan on {given.scratch.device}", f"a plan on {problem.q.device}, the device of q")
@@ -196,53 +228,71 @@ def checked_outputs(op: Operation, given: Given, problem: Any) -> None:
         plan.check(op.name, problem, list(given.capacities))
 
 
-def _apart(op: Operation, given: Given) -> None:
-    """Outputs that the caller provides share no memory with an input, nor with each other."""
-    if given.out is None and given.second is None:
-        return
-    inputs = dict(zip(op.tensors, given.tensors))
-    for name, x in (("out", given.out), (op.second, given.second)):
-        if x is not None:
-            checks.apart(name, x, inputs)
-            inputs[name] = x
+def _outputs_of(op: Operation, given: Given) -> tuple[list[tuple[int, int, Layout]], list[int] | None]:
+    """(outputs that a call allocates, how far its memory reaches), as in a Call."""
+    allocated = []
+    for n, (shape, dtype) in enumerate(op.shapes(op.named(given.tensors, given.options))):
+        if given.wanted[n] and given.outputs[n] is None:
+            layout = Layout.contiguous(shape, dtype)
+            like = (n for n, x in enumerate(given.tensors) if x is not None and layout == Layout.of(x))
+            allocated.append((n, next(like, -1), layout))
+    if all(x is None for x in given.outputs):
+        return allocated, None
+    return allocated, [0 if x is None else checks.span(x) for x in (*given.tensors, *given.outputs)]
 
 
 def _allocated(
-    layouts: tuple[Layout, Layout], like_q: bool, given: Given, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    out, second = given.out, given.second
-    if out is None:
-        out = torch.empty_like(given.tensors[0]) if like_q else layouts[0].empty(device)
-    if second is None and given.want_second:
-        second = layouts[1].empty(device)
-    return out, second
+    op: Operation, call: Call, given: Given, addresses: list[int], device: torch.device
+) -> list[Tensor | None]:
+    """All outputs, whose addresses are there then. Those that the caller provides share no memory with an input, nor
+    with each other."""
+    outputs, first = list(given.outputs), len(given.tensors)
+    if call.spans is not None:
+        for place in range(first, first + len(outputs)):
+            begin, end = addresses[place], addresses[place] + call.spans[place]
+            for other in range(place if begin < end else 0):
+                if begin < addresses[other] + call.spans[other] and addresses[other] < end:
+                    names = (*op.tensors, *op.outputs)
+                    checks.fail(names[place], f"memory that overlaps {names[other]}", "memory apart from every input")
+    for n, like, layout in call.allocated:
+        # torch.empty_like takes less time
+        x = outputs[n] = torch.empty_like(given.tensors[like]) if like >= 0 else layout.empty(device)
+        addresses[first + n] = x.data_ptr()
+    return outputs
 
 
 def _prepare(op: Operation, given: Given, problem: Any, backend: str, target: Target, device: torch.device) -> Call:
-    layouts = op.outputs(op.named(given.tensors, given.options)).layouts()
-    q = given.tensors[0]
-    like_q = layouts[0] == (tuple(q.shape), q.stride(), q.dtype)
-    module = dispatch.kernel_module(op.folder, target.capability)
-    if not op.falls_back and problem.q.dtype not in checks.LOW_PRECISION:
-        accepted = "bfloat16, float16; float32 on backend 'cpu'"
-        checks.fail("q", f"dtype {problem.q.dtype} on backend {target.backend!r}", accepted)
-    reason = module.supports(problem)
-    if reason is not None:
+    allocated, spans = _outputs_of(op, given)
+    refused: Any = None
+    try:
+        module = dispatch.kernel_module(op.folder, target.capability, op.backward)
+    except RuntimeError as why:
+        if not (op.falls_back and backend == "auto"):
+            raise
+        refused = why
+    if refused is None:
+        if not op.falls_back and problem.q.dtype not in checks.LOW_PRECISION:
+            accepted = "bfloat16, float16; float32 on backend 'cpu'"
+            checks.fail("q", f"dtype {problem.q.dtype} on backend {target.backend!r}", accepted)
+        refused = module.supports(problem)
+    if refused is not None:
         if op.falls_back and backend == "auto":
-            return Call(layouts, like_q, None)
-        raise ValueError(f"backend: {target.backend!r} cannot run this {op.folder} problem: {reason}")
+            return Call(allocated, spans, None)
+        what = "compute these gradients" if op.backward else f"run this {op.folder} problem"
+        raise ValueError(f"backend: {target.backend!r} cannot {what}: {refused}")
     from dsv4.runtime.launch import Ready
 
-    stand_ins = _allocated(layouts, False, given, torch.device("meta"))  # for those not provided
-    results = dict(zip(("out", op.second), stand_ins))
-    tensors = dict(zip(op.tensors, given.tensors))
-    program = program_of(replace(problem, **results), target, tensors | results | {"scratch": given.scratch}, device)
-    return Call(layouts, like_q, Ready(program, target))
+    results = dict(zip(op.outputs, given.outputs))
+    for n, _, layout in allocated:
+        results[op.outputs[n]] = layout.empty(torch.device("meta"))
+    tensors = dict(zip(op.tensors, given.tensors)) | results | {"scratch": given.scratch}
+    program = program_of(replace(problem, **results), target, tensors, device)
+    return Call(allocated, spans, Ready(program, target))
 
 
 def _distinct(given: Given) -> Given:
-    """With an object of its own for every tensor: a program tells tensors by identity, and which arguments are the same
-    tensor is not in the key."""
+    """With an object of its own for every tensor: a problem's tensors are told by identity, and which arguments are the
+    same tensor is not in the key."""
     seen: set[int] = set()
     tensors = []
     for x in given.tensors:
@@ -255,9 +305,8 @@ def _distinct(given: Given) -> Given:
 
 def launches_of(problem: Any, target: Target, **options: Any) -> list[Launch]:
     """The launches of a problem that has its outputs. Nothing is compiled, nothing runs. options: of `prepare`."""
-    tensors = tensors_of(problem)
-    program = Program(tensors, problem.q.device)
-    module = dispatch.kernel_module(problem.operation, target.capability)
+    program = Program(tensors_of(problem), problem.q.device)
+    module = dispatch.kernel_module(problem.operation, target.capability, problem.backward)
     module.prepare(program.slots_of(problem), target, program, **options)
     return program.launches
 
@@ -266,28 +315,26 @@ def program_of(problem: Any, target: Target, tensors: dict[str, Tensor | None], 
     """The steps of this problem, whose tensors are among those given. Nothing is compiled, nothing runs."""
     program = Program(tensors, device)
     slots = program.slots_of(problem)
-    if slots.out.numel() == 0:
-        return program
     if slots.no_keys():
         for name, empty in slots.nothing_seen.items():
             if getattr(slots, name) is not None:
                 program.fill(getattr(slots, name), empty)
         return program
-    dispatch.kernel_module(slots.operation, target.capability).prepare(slots, target, program)
+    dispatch.kernel_module(slots.operation, target.capability, slots.backward).prepare(slots, target, program)
     return program
 
 
-def _in_torch(op: Operation, problem: Any, outputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+def _in_torch(op: Operation, problem: Any, outputs: list[Tensor | None]) -> list[Tensor | None]:
     """The CPU backend, or what a GPU runs where there is no kernel for a problem."""
-    out, second = outputs
-    problem = replace(problem, **{"out": out, op.second: second})
-    if out.numel() == 0:
-        return outputs
+    problem = replace(problem, **dict(zip(op.outputs, outputs)))
     if problem.no_keys():
         for name, empty in problem.nothing_seen.items():
             if getattr(problem, name) is not None:
                 getattr(problem, name).fill_(empty)
         return outputs
-    with torch.autocast(out.device.type, enabled=False):  # an fp32 product inside stays one
-        importlib.import_module(f"dsv4.{op.folder}.cpu").forward(problem)
+    with torch.autocast(problem.q.device.type, enabled=False):  # an fp32 product inside stays one
+        if op.backward:
+            importlib.import_module(f"dsv4.{op.folder}.backward_cpu").backward(problem)
+        else:
+            importlib.import_module(f"dsv4.{op.folder}.cpu").forward(problem)
     return outputs

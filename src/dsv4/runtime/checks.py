@@ -7,7 +7,7 @@ tensor values say so and run only where :func:`values_checked` allows.
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -279,22 +279,11 @@ def _overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def apart(name: str, x: Tensor, inputs: Mapping[str, Tensor | None]) -> None:
-    """Reads addresses: refuse an output whose memory range touches an input's."""
-    begin, end = _range(x)
-    for other_name, other in inputs.items():
-        if other is None:
-            continue
-        other_begin, other_end = _range(other)
-        if begin < other_end and other_begin < end:
-            fail(name, f"memory that overlaps {other_name}", "memory apart from every input")
-
-
-def _range(x: Tensor) -> tuple[int, int]:
+def span(x: Tensor) -> int:
+    """Bytes from the address of a tensor to the end of its last element."""
     if x.numel() == 0:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+        return 0
+    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
 
 
 def values_checked(x: Tensor) -> bool:

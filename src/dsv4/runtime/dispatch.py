@@ -1,7 +1,8 @@
 """Where a call runs, and which code runs it there. The path of a kernel is its entry in the dispatch table.
 
-A module ``dsv4.<operation>.kernels.<arch>.entry`` has ``supports(problem) -> str | None`` (None for yes, else the
-reason why not) and ``prepare(problem, target, program)``, which adds its launches to the program (program.py).
+A module ``dsv4.<operation>.kernels.<arch>.entry``, or ``backward`` for gradients, has ``supports(problem) -> str |
+None`` (None for yes, else the reason why not) and ``prepare(problem, target, program)``, which adds its launches to the
+program (program.py).
 The backend "softsm" runs the same kernels on a CPU, through the driver that ``softsm.use`` puts under Triton.
 """
 
@@ -110,19 +111,25 @@ def softsm_arch() -> str:
     return softsm.active_arch() or DEFAULT_SOFTSM_ARCH
 
 
-def kernel_module(operation: str, capability: tuple[int, int]) -> ModuleType:
+def kernel_module(operation: str, capability: tuple[int, int], backward: bool = False) -> ModuleType:
     """The kernels of this architecture; RuntimeError says what is missing."""
     if capability not in ARCHITECTURES:
         have = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
         raise RuntimeError(f"no dsv4 kernels for compute capability {capability[0]}.{capability[1]}; supported: {have}")
     package, arch, _ = ARCHITECTURES[capability]
     refused = too_old(capability)
-    if refused and (settings.aot is None or triton_version() is None):
+    if refused and (triton_version() is None or not _written(backward)):
         raise RuntimeError(refused)
-    folder = f"dsv4.{operation}.kernels.{package}"
-    if operation not in OPERATIONS or importlib.util.find_spec(folder) is None:
-        raise RuntimeError(f"dsv4 has no {operation} kernel for {arch} yet; backend='cpu' runs it on a CPU")
-    return importlib.import_module(f"{folder}.entry")
+    name = f"dsv4.{operation}.kernels.{package}.{'backward' if backward else 'entry'}"
+    if operation not in OPERATIONS or importlib.util.find_spec(name) is None:
+        what = f"{operation} gradient" if backward else operation
+        raise RuntimeError(f"dsv4 has no {what} kernel for {arch} yet; backend='cpu' runs it on a CPU")
+    return importlib.import_module(name)
+
+
+def _written(backward: bool) -> bool:
+    """Whether there are compiled kernels, of gradients too; one that is missing is an error then."""
+    return settings.aot is not None and (not backward or next(settings.aot.glob("backward_*.json"), None) is not None)
 
 
 def too_old(capability: tuple[int, int]) -> str | None:
@@ -136,14 +143,6 @@ def too_old(capability: tuple[int, int]) -> str | None:
         f"dsv4 kernels for {arch} need triton >= {oldest[0]}.{oldest[1]}; {found}. Older ones launch what "
         f"`dsv4 compile --arch {arch}` has written: DSV4_AOT"
     )
-
-
-def module_here(operation: str, device: torch.device) -> ModuleType | None:
-    """The kernels for the GPU that a device is; None where there are none."""
-    try:
-        return kernel_module(operation, torch.cuda.get_device_capability(device))
-    except RuntimeError:
-        return None
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -103,8 +103,8 @@ class TensorMap:
 
     def __init__(self, x: Any, meta: dict[str, Any]):
         rank = len(x.shape)
-        assert x.base.offset == 0 and x.strides[-1] == 1
-        self.index = x.base.index  # into the memory of a call
+        assert x.strides[-1] == 1
+        self.index, self.offset = x.base.index, x.base.offset  # into the memory of a call, bytes from its beginning
         self.type = ctypes.c_int(TMA_TYPES.get(meta["elem_type"], meta["elem_type"]))
         self.rank = ctypes.c_uint(rank)
         self.rest = (
@@ -157,8 +157,8 @@ class DriverLaunch:
             asked = "cuFuncSetAttribute", self.handle, CARVEOUT, carveout(function.shared)
             call(self.driver, self.name, function.device, *asked)
 
-    def run(self, memory: list, addresses: list, stream: int, grid: tuple[int, ...] | None = None) -> None:
-        """addresses: of the memory of a call, or the numbers in their place. grid: where it is not always the same."""
+    def run(self, memory: list, addresses: list, stream: int) -> None:
+        """addresses: of the memory of a call, or the numbers in their place."""
         try:
             block = self.spare.pop()
         except IndexError:
@@ -169,13 +169,11 @@ class DriverLaunch:
             for n, offset in self.moved:
                 values[n] += offset
         self.pack(block.memory, 0, *values)
-        for place, index in block.maps:
-            address = ctypes.c_void_p(addresses[index])
+        for place, index, offset in block.maps:
+            address = ctypes.c_void_p(addresses[index] + offset)
             status = self.driver.cuTensorMapReplaceAddress(place, address)
             if status:
                 self.refused(status, "cuTensorMapReplaceAddress", place, address)
-        if grid is not None:
-            block.set_grid(grid, self.function.clusters)
         block.configuration.stream = stream
         status = self.driver.cuLaunchKernelEx(block.reference, self.handle, block.parameters, None)
         if status:
@@ -218,29 +216,25 @@ class Block:
                 pointers.append(base + number)
                 number += 8
         self.parameters = (ctypes.c_void_p * len(pointers))(*pointers)
-        self.maps: list[tuple[ctypes.c_void_p, int]] = []  # (where it is, index of its tensor in the memory of a call)
+        self.maps: list[tuple[ctypes.c_void_p, int, int]] = []  # (where it is, index and offset of its tensor)
         for n, x in enumerate(launch.maps):
             place = ctypes.c_void_p(base + first_map + MAP_BYTES * n)
-            address = ctypes.c_void_p(addresses[x.index])
+            address = ctypes.c_void_p(addresses[x.index] + x.offset)
             status = launch.driver.cuTensorMapEncodeTiled(place, x.type, x.rank, address, *x.rest)
             if status:
                 launch.refused(status, "cuTensorMapEncodeTiled", place, x.type, x.rank, address, *x.rest)
-            self.maps.append((place, x.index))
+            self.maps.append((place, x.index, x.offset))
         attributes = [Attribute(PROGRAMMATIC, 0, (1,))] if function.dependent else []
         if function.clusters > 1:
             attributes.append(Attribute(CLUSTER_DIMENSION, 0, (function.clusters, 1, 1)))
             attributes.append(Attribute(CLUSTER_POLICY, 0, (SPREAD,)))
         self.attributes = (Attribute * len(attributes))(*attributes)
+        gx, gy, gz = launch.grid  # which counts clusters
         self.configuration = Configuration(
-            0, 0, 0, function.threads, 1, 1, function.shared, None, ctypes.addressof(self.attributes), len(attributes)
-        )
-        self.set_grid(launch.grid, function.clusters)
+            gx * function.clusters, gy, gz, function.threads, 1, 1, function.shared, None,
+            ctypes.addressof(self.attributes), len(attributes),
+        )  # fmt: skip
         self.reference = ctypes.byref(self.configuration)
-
-    def set_grid(self, grid: tuple[int, ...], clusters: int) -> None:
-        """A grid counts clusters."""
-        x, self.configuration.gy, self.configuration.gz = grid
-        self.configuration.gx = x * clusters
 
 
 @cache

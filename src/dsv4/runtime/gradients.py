@@ -7,26 +7,22 @@ Inference does not come here. A public function that sees grad mode and an input
 
 Both are operators with fake kernels, so torch.compile sees both graphs and checkpointing can name them. Their way
 through torch takes longer than the kernels of a small model: where the tensors are plain and nobody has to see the
-operators, `forward` and `backward` below run their kernels without them. The gradient of a gradient is refused by name,
-and so are tangents (forward mode), which torch would silently drop.
+operators, their kernels run without them. The gradient of a gradient is refused by name, and so are tangents (forward
+mode), which torch would silently drop.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4.runtime import dispatch, operators
+from dsv4.runtime import calls, operators
+from dsv4.runtime.calls import Given, Operation
 from dsv4.runtime.operators import LIBRARY
-from dsv4.runtime.settings import settings
 
-# Name of an operation -> its two operators as one function of autograd; the kernel of its backward operator.
+# Name of an operation -> its two operators as one function of autograd.
 _functions: dict[str, type[torch.autograd.Function]] = {}
-_backward_kernels: dict[str, Callable] = {}
 
 
 def define(
@@ -62,10 +58,9 @@ def define(
 
     methods = {"forward": staticmethod(run_and_save), "backward": staticmethod(gradients)}
     _functions[name] = type(name, (torch.autograd.Function,), methods)
-    _backward_kernels[name] = backward[0]
 
 
-def forward(name: str, plain: bool, *arguments: Any) -> Any:
+def training(name: str, plain: bool, *arguments: Any) -> Any:
     """X_training(*arguments). plain: of tensors that are plain, and nobody has to see the operator."""
     if plain:
         return _functions[name].apply(*arguments)
@@ -75,67 +70,95 @@ def forward(name: str, plain: bool, *arguments: Any) -> Any:
     return getattr(torch.ops.dsv4, f"{name}_training")(*arguments)
 
 
-def backward(name: str, tensors: tuple, *rest: Any) -> Any:
-    """X_backward(*tensors, *rest), for autograd; the third tensor is q. In grad mode somebody may ask for the gradient
-    of this gradient."""
-    plain = operators.all_plain(tensors) and not tensors[2].is_meta
-    if torch.is_grad_enabled() or operators.observed() or not plain:
-        return getattr(torch.ops.dsv4, f"{name}_backward")(*tensors, *rest)
-    return _backward_kernels[name](*tensors, *rest)
+def define_operation(
+    name: str,
+    op: Operation,
+    schema: tuple[str, str],
+    forward: Callable[[tuple, tuple], tuple[Operation, tuple, tuple]],
+    inputs_of: dict[str, Callable[[dict[str, Any]], tuple]],
+) -> None:
+    """Register X_training and X_backward for attention, whose gradients are an operation of calls.py.
 
-
-def run(request: Any, device: torch.device, backend: str, torch_module: str) -> None:
-    """Fill the gradients of a request: by the kernels of the backend, or by torch where there are none.
-
-    Kernels are in ``dsv4.<operation>.kernels.<arch>.backward``: ``supports(request)``, ``backward(request)``.
+    op: its tensors are those of X_training, then out, lse, dout and dlse; the first of them have gradients, which are
+    its outputs. schema: of those tensors and of its options. forward(tensors, options) -> (operation, its tensors, its
+    options) of the forward pass. inputs_of: of each such operation, from its arguments to those of X_training.
     """
-    if torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            run(request, device, backend, torch_module)
-        return
-    found = dispatch.resolve(backend, device)
-    kernels = None if found == "cpu" else _kernels(request, device, found)
-    if isinstance(kernels, str) and backend != "auto":
-        raise ValueError(f"backend: {backend!r} cannot compute these gradients: {kernels}")
-    if kernels is None or isinstance(kernels, str):
-        importlib.import_module(torch_module).backward(request)
-    elif found == "cuda" and torch.cuda.current_device() == device.index:
-        kernels.backward(request)
-    else:
-        with dispatch.entered(found, device):
-            kernels.backward(request)
+    count, made = len(op.tensors) - 4, len(op.outputs)
+    deterministic = op.options.index("deterministic")
+    nothing = (None,) * made
 
+    def given(inputs: tuple) -> tuple[Operation, Given]:
+        one, tensors, options = forward(inputs[:count], inputs[count:-1])
+        return one, Given(tensors, options, (True, True), (None, None))
 
-def _kernels(request: Any, device: torch.device, found: str) -> Any:
-    """The module, or why there is none for this request."""
-    if found == "cuda":
-        capability = dispatch.cuda_target(device).capability
-    else:
-        arch = dispatch.softsm_arch()
-        capability = next((c for c, entry in dispatch.ARCHITECTURES.items() if entry[1] == arch), (0, 0))
-    if capability not in dispatch.ARCHITECTURES:
-        return "there are no kernels for this GPU"
-    package, arch, oldest = dispatch.ARCHITECTURES[capability]
-    version = dispatch.triton_version()
-    if version is None or version < oldest and not (found == "cuda" and _written()):
-        return f"they need triton >= {oldest[0]}.{oldest[1]}, or DSV4_AOT with what `dsv4 compile --arch {arch}` wrote"
-    module = _module(package, request.operation)
-    return f"there are no such kernels for {arch} yet" if module is None else module.supports(request) or module
+    def kernel(*inputs: Any) -> tuple:
+        return tuple(calls.run(*given(inputs), inputs[-1]))
 
+    def fake(*inputs: Any) -> tuple:
+        one, (tensors, options, wanted, *_) = given(inputs)
+        arguments = one.named(tensors, options)
+        one.build(**arguments)
+        return tuple(one.empty(arguments, wanted))
 
-@cache
-def _module(package: str, operation: str) -> Any:
-    name = f"dsv4.{operation}.kernels.{package}.backward"
-    return None if importlib.util.find_spec(name) is None else importlib.import_module(name)
+    def save(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:count], *output)
+        ctx.options, ctx.backend = inputs[count:-1], inputs[-1]
 
+    def backward(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> list[Tensor | None]:
+        *saved, backend, asked = rest
+        tensors, options = saved[: count + 2], tuple(saved[count + 2 :])
+        dout = torch.zeros_like(tensors[count]) if dout is None else dout
+        return calls.run(op, Given((*tensors, dout, dlse), options, tuple(asked), nothing), backend)
 
-def _written() -> bool:
-    """Compiled kernels of gradients are there; one that is missing is an error then, as in the forward pass."""
-    return settings.aot is not None and next(settings.aot.glob("backward_*.json"), None) is not None
+    def backward_kernel(*rest: Any) -> tuple[Tensor, ...]:
+        found, device = backward(*rest), rest[2].device
+        return tuple(torch.empty(0, device=device) if x is None else x for x in found)
+
+    def backward_fake(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+        *saved, _, asked = rest
+        tensors, options = saved[: count + 2], saved[count + 2 :]
+        return tuple(op.empty(op.named((*tensors, dout, dlse), options), asked))
+
+    def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+        rest = (None,) * (count - made + len(op.options) + 1)
+        if dout is None and dlse is None:
+            return *nothing, *rest
+        asked, options = ctx.needs_input_grad[:made], ctx.options
+        if torch.are_deterministic_algorithms_enabled():
+            options = (*options[:deterministic], True, *options[deterministic + 1 :])
+        inputs = (dout, dlse, *ctx.saved_tensors)
+        plain = operators.all_plain(inputs) and not inputs[2].is_meta
+        # In grad mode somebody may ask for the gradient of this gradient.
+        if torch.is_grad_enabled() or operators.observed() or not plain:
+            operator = getattr(torch.ops.dsv4, f"{name}_backward")
+            found = operator(*inputs, *options, ctx.backend, list(asked))
+            return *(or_none(x, want) for x, want in zip(found, asked)), *rest
+        return *backward(*inputs, *options, ctx.backend, asked), *rest
+
+    tensors, options = schema
+    outputs = ", ".join(["Tensor"] * made)
+    define(
+        name,
+        f"{tensors}, {options}, str backend",
+        "(Tensor, Tensor)",
+        (kernel, fake),
+        f"Tensor? dout, Tensor? dlse, {tensors}, Tensor out, Tensor lse, {options}, str backend, bool[] asked",
+        f"({outputs})",
+        (backward_kernel, backward_fake),
+        save,
+        gradients,
+    )
+    for one, inputs in inputs_of.items():
+
+        def call(arguments: dict[str, Any], backend: str, plain: bool, inputs: Callable = inputs) -> tuple:
+            return training(name, plain, *inputs(arguments), backend)
+
+        operators.TRAINING[one] = op.tensors[:made], call
 
 
 def gradient_like(x: Tensor | None, want: bool) -> Tensor:
-    """Room for the gradient of x; size 0 where nobody asks, because an operator returns tensors."""
+    """Memory for the gradient of x; size 0 where nobody asks, because an operator returns tensors."""
     if x is None or not want:
         return torch.empty(0, device=None if x is None else x.device)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

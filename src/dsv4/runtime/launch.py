@@ -9,8 +9,6 @@ its name is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -19,10 +17,10 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from dsv4.runtime import aot, dispatch, structs
+from dsv4.runtime import aot, structs
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.driver import DriverLaunch, Function
-from dsv4.runtime.program import Launch, Null, Number, Program, Slot
+from dsv4.runtime.program import Compute, Launch, Null, Number, Program, Slot, compiled_for
 
 
 class Ready:
@@ -33,6 +31,7 @@ class Ready:
         self.device = program.device
         self.watched: list[Any] = []  # the steps where there are hooks
         self.steps: list[Any] = []
+        self.computes = any(isinstance(x, Compute) for x in program.steps)
         for x in program.steps:
             watched, step = ready_launch(x, target) if isinstance(x, Launch) else (x, x)
             self.watched.append(watched)
@@ -40,6 +39,10 @@ class Ready:
 
     def run(self, memory: list[Tensor | None], addresses: list[int]) -> None:
         """Both lists become longer by the workspace buffers."""
+        if self.computes and torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):  # products have the dtypes of their operands
+                self.run(memory, addresses)
+            return
         for buffer in self.buffers:
             x = buffer.empty(self.device)
             memory.append(x)
@@ -55,54 +58,51 @@ class TritonLaunch:
     def __init__(self, name: str, compiled: Any, grid: tuple[int, ...], arguments: list[Any], by_address: bool):
         self.name, self.compiled, self.grid, self.by_address = name, compiled, grid, by_address
         self.template: list[Any] = []
-        self.tensors: list[tuple[int, int, int]] = []  # (place, index into memory, bytes from its beginning)
+        self.tensors: list[tuple[int, Slot]] = []  # (place, what stands there)
         self.numbers: list[tuple[int, int]] = []  # (place, index into memory)
-        self.descriptors: list[tuple[int, int]] = []  # (place, index into memory)
+        self.descriptors: list[tuple[int, Slot]] = []  # (place, its base)
         self.like = arguments if any(isinstance(x, tuple) for x in arguments) else None  # structs, as Triton takes them
         for place, x in enumerate(structs.flat(arguments)):
             if isinstance(x, Slot):
-                self.tensors.append((place, x.index, x.offset))
+                self.tensors.append((place, x))
                 x = None
             elif isinstance(x, Number):
                 self.numbers.append((place, x.index))
             elif isinstance(x, Null):
                 x = 0
             elif hasattr(x, "block_shape"):
-                assert x.base.offset == 0
-                self.descriptors.append((place, x.base.index))
+                self.descriptors.append((place, x.base))
             self.template.append(x)
 
-    def run(self, memory: list, addresses: list, stream: int, grid: tuple[int, ...] | None = None) -> None:
+    def run(self, memory: list, addresses: list, stream: int) -> None:
         arguments = self.template.copy()
-        for place, index, offset in self.tensors:
-            arguments[place] = addresses[index] + offset if self.by_address else _from(memory[index], offset)
+        for place, x in self.tensors:
+            arguments[place] = addresses[x.index] + x.offset if self.by_address else x.tensor(memory)
         for place, index in self.numbers:
             arguments[place] = memory[index]
-        for place, index in self.descriptors:
+        for place, base in self.descriptors:
             arguments[place] = copy(arguments[place])
-            arguments[place].base = memory[index]
+            arguments[place].base = base.tensor(memory)
         if self.like is not None:
             arguments = structs.nested(iter(arguments), self.like)
-        self.compiled[grid or self.grid](*arguments, stream=stream)
+        self.compiled[self.grid](*arguments, stream=stream)
 
 
-def ready_launch(launch: Launch, target: Target, changing: Sequence[Any] = ()) -> tuple[Any, Any]:
+def ready_launch(launch: Launch, target: Target) -> tuple[Any, Any]:
     """(the step where there are hooks, the step where there are none).
 
-    changing: the arguments as the steps get them, with Numbers among them; those of the launch say for which numbers
-    it is compiled. A kernel that needs more than driver.py knows, and a grid of nothing, which Triton does not launch,
-    are Triton's.
+    A kernel that needs more than driver.py knows, and a grid of nothing, which Triton does not launch, are Triton's.
     """
     grid = (*launch.grid, 1, 1)[:3]
     kernel, arguments, constants = launch.kernel, launch.arguments, launch.constants
     found = aot.find(kernel, arguments, constants, target)
     if found is not None:
-        from_file = DriverLaunch(found, grid, changing or arguments)
+        from_file = DriverLaunch(found, grid, arguments)
         return from_file, from_file
-    compiled = kernel.warmup(*structs.neutral(arguments), grid=launch.grid, **constants)
+    compiled = kernel.warmup(*map(compiled_for, structs.neutral(arguments)), grid=launch.grid, **constants)
     # What Triton's own launch passes: every parameter, those fixed at compile time too.
     fixed = [constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]
-    everything = [*(changing or arguments), *fixed]
+    everything = [*arguments, *fixed]
     compiled[grid]  # loads it
     by_triton = TritonLaunch(kernel.__name__, compiled, grid, everything, target.backend == "cuda")
     if target.backend != "cuda":
@@ -115,92 +115,3 @@ def _hooks() -> bool:
     """Whether somebody watches launches: a hook is a chain of functions, or one that was put in its place."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def _from(x: Tensor, offset: int) -> Tensor:
-    return x if offset == 0 else x[offset // x.element_size() :]
-
-
-# Kernels that are launched one by one, outside of prepared calls: gradients, rows into pages, the compressor, the
-# model's norms.
-
-_collected: list[Launch] | None = None
-
-
-@contextmanager
-def collecting() -> Iterator[list[Launch]]:
-    """Within, `now` makes no launch: the list gets it instead, for a compiler."""
-    global _collected
-    launches: list[Launch] = []
-    _collected = launches
-    try:
-        yield launches
-    finally:
-        _collected = None
-
-
-# What is prepared for a single launch, as calls.py has it for a call: (the step where there are hooks, ... are none).
-_prepared: dict[tuple, tuple[Any, Any]] = {}
-MOST = 4096  # the oldest goes first
-WORD = 1 << 31
-
-
-def now(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """kernel[grid](*arguments, **constants). Arguments: tensors on one device, numbers, TensorDescriptors.
-
-    The key is what Triton compiles a kernel for: of a number its type, whether it is 1, and whether 16 divides it.
-    Addresses, numbers and the grid change from launch to launch."""
-    if _collected is not None:
-        _collected.append(Launch(kernel, grid, list(arguments), constants))
-        return
-    memory: list[Any] = []
-    addresses: list[Any] = []
-    known: list[Any] = []
-    structured = any(isinstance(x, tuple) for x in arguments)
-    for x in structs.flat(arguments) if structured else arguments:
-        if isinstance(x, (int, float)):
-            if type(x) is not int:
-                known.append(type(x))
-            elif -WORD <= x < WORD:
-                known.append(1 if x == 1 else 2 if x % 16 else 16)
-            else:
-                known.append((int, x))
-            memory.append(x)
-            addresses.append(x)
-        elif isinstance(x, Tensor):
-            address = x.data_ptr()
-            known.append((x.dtype, address & 15))
-            memory.append(x)
-            addresses.append(address)
-        else:
-            known.append((x.base.dtype, *x.shape, *x.strides, *x.block_shape, x.layout, x.padding))
-            memory.append(x.base)
-            addresses.append(x.base.data_ptr())
-    if 0 in grid:
-        return
-    grid = (*grid, 1, 1)[:3]
-    device = memory[0].device
-    target = dispatch.cuda_target(device) if device.type == "cuda" else dispatch.softsm_target()
-    key = (kernel.fn, target, device, *known, *constants, *constants.values())
-    steps = _prepared.get(key)
-    if steps is None:
-        steps = ready_launch(Launch(kernel, grid, slots(arguments), constants), target, slots(arguments, numbers=True))
-        if len(_prepared) >= MOST:
-            del _prepared[next(iter(_prepared))]
-        _prepared[key] = steps
-    steps[0 if _hooks() else 1].run(memory, addresses, driver.active.get_current_stream(device.index), grid)
-
-
-def slots(arguments: Sequence[Any], numbers: bool = False) -> list[Any]:
-    """With slots in place of tensors, counted in their order, with numbers; and Numbers in place of these."""
-    found: list[Any] = []
-    for index, x in enumerate(structs.flat(arguments)):
-        if isinstance(x, Tensor):
-            x = Slot.of(index, "", x)
-        elif hasattr(x, "block_shape"):
-            base, x = Slot.of(index, "", x.base), copy(x)
-            x.base = base
-        elif numbers:
-            x = Number(index)
-        found.append(x)
-    return structs.nested(iter(found), arguments)

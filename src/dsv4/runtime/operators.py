@@ -22,7 +22,8 @@ from dsv4.runtime.calls import Given, Operation
 from dsv4.runtime.plan import Plan
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
-# Operations with gradients -> the arguments that have one, and call(arguments, return_lse, plain), which records them.
+# Operations with gradients -> the arguments that have one, and call(arguments, backend, plain) -> (out, lse), which
+# records them (gradients.py).
 TRAINING: dict[str, tuple[tuple[str, ...], Callable]] = {}
 
 
@@ -67,21 +68,22 @@ def define_operation(op: Operation, arguments: str) -> None:
 
     def kernel(*args, backend="auto", **kwargs):
         want = kwargs.pop(flag, False)
-        out, second = calls.run(op, given(args, kwargs, want), backend)
+        out, second = calls.run(op, given(args, kwargs, (True, want), (None, None)), backend)
+        assert out is not None
         return out, torch.empty(0, dtype=torch.float32, device=out.device) if second is None else second
 
     def fake(*args, backend="auto", **kwargs):
         want = kwargs.pop(flag, False)
         arguments = named(args, kwargs)
         op.build(**arguments)
-        return op.empty(arguments, want)
+        return tuple(op.empty(arguments, (True, want)))
 
     def provided(args: tuple, kwargs: dict[str, Any]) -> Given:
         out, second = kwargs.pop("out"), kwargs.pop(op.second)
         scratch, capacities = kwargs.pop("scratch", None), kwargs.pop("capacities", None)
         want = second.shape != (0,)
         capacities = None if capacities is None else tuple(capacities)
-        return given(args, kwargs, want, out, second if want else None, scratch, capacities)
+        return given(args, kwargs, (True, want), (out, second if want else None), scratch, capacities)
 
     def kernel_out(*args, backend="auto", **kwargs):
         calls.run(op, provided(args, kwargs), backend)
@@ -121,7 +123,8 @@ def call(
     plain = not observed() and all_plain(tensors, op.required) and not tensors[0].is_meta
     derivatives = checks.derivatives()
     if plain and (out is None or all_plain((out,))) and not (derivatives and _differentiable(tensors, out)):
-        made, second = calls.run(op, Given(tensors, options, want_second, out, None, scratch, capacities), backend)
+        given = Given(tensors, options, (True, want_second), (out, None), scratch, capacities)
+        made, second = calls.run(op, given, backend)
         return (made, second) if want_second else made
     arguments = op.named(tensors, options)
     if not plain:
@@ -134,7 +137,8 @@ def call(
         if training is not None and wanted and out is None and plan is None:
             checks.no_tangents(**arguments)
             checks.forward_only(**{name: x for name, x in arguments.items() if name not in differentiable})
-            return training(arguments | {"backend": backend}, want_second, plain)
+            made, second = training(arguments, backend, plain)
+            return (made, second) if want_second else made
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
     if out is None and plan is None:
         operator = getattr(torch.ops.dsv4, op.name).default
@@ -142,7 +146,7 @@ def call(
         return (made, second) if want_second else made
     if arguments["q"].ndim not in op.ranks:
         op.build(**arguments)  # which names what is wrong
-    made, second = op.empty(arguments, want_second, out)
+    made, second = op.empty(arguments, (True, want_second), out)
     planned = {} if plan is None else dict(scratch=scratch, capacities=capacities)
     operator = getattr(torch.ops.dsv4, f"{op.name}_out").default
     operator(**arguments, **planned, backend=backend, out=made, **{op.second: second})

@@ -1,4 +1,4 @@
-"""What a call does on a GPU, once its shapes are known: memory to allocate, copies, fills and launches.
+"""What a call does on a GPU, once its shapes are known: memory to allocate, copies, fills, launches, torch functions.
 
 `prepare` of an operation (<operation>/kernels/prepare.py) makes a Program from a problem whose tensors are
 Slots: names with a layout, without an address. So a program cannot depend on where tensors lie, nor do any work while
@@ -7,8 +7,8 @@ it is made; everything it may depend on is in the key of the call (calls.py), an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -36,6 +36,7 @@ class Slot:
     device: torch.device
     misaligned: int = 0  # its address modulo 16
     offset: int = 0  # bytes from the beginning of the tensor
+    part: bool = False  # not the whole tensor as it lies
 
     @classmethod
     def of(cls, index: int, name: str, x: Tensor) -> Slot:
@@ -77,7 +78,41 @@ class Slot:
     def view(self, shape: Sequence[int], strides: Sequence[int], skip: int = 0) -> Slot:
         """Part of the same tensor, from `skip` elements on."""
         offset = self.offset + skip * self.element_size()
-        return replace(self, shape=tuple(shape), strides=tuple(strides), offset=offset)
+        return replace(self, shape=tuple(shape), strides=tuple(strides), offset=offset, part=True)
+
+    def seen_as(self, function: Callable[[Tensor], Tensor]) -> Slot:
+        """What a function of torch that makes a view makes of it."""
+        x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        made = function(x)
+        assert made.untyped_storage()._cdata == x.untyped_storage()._cdata, "not a view"
+        offset = self.offset + int(made.storage_offset()) * made.element_size()
+        return replace(self, shape=tuple(made.shape), strides=made.stride(), dtype=made.dtype, offset=offset, part=True)
+
+    def __getitem__(self, place: Any) -> Slot:
+        return self.seen_as(lambda x: x[place])
+
+    def transpose(self, a: int, b: int) -> Slot:
+        return self.seen_as(lambda x: x.transpose(a, b))
+
+    def flatten(self, first: int, last: int) -> Slot:
+        return self.seen_as(lambda x: x.flatten(first, last))
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Slot:
+        return self.seen_as(lambda x: x.unflatten(dim, sizes))
+
+    def bytes_as(self, dtype: torch.dtype) -> Slot:
+        return self.seen_as(lambda x: x.view(dtype))
+
+    def tensor(self, memory: Sequence[Any]) -> Tensor:
+        """The tensor, or the part of one, among those of a call."""
+        x = memory[self.index]
+        if not self.part:
+            return x
+        if x.dtype != self.dtype:
+            first = (x.storage_offset() * x.element_size() + self.offset) // self.dtype.itemsize
+            made = torch.empty(0, dtype=self.dtype, device=x.device)
+            return made.set_(x.untyped_storage(), first, self.shape, self.strides)
+        return x.as_strided(self.shape, self.strides, x.storage_offset() + self.offset // x.element_size())
 
     def words(self, begin: int, size: int, dtype: torch.dtype) -> Slot:
         """Flat memory from element `begin` on, seen as `size` elements of another type, no smaller than its own."""
@@ -105,6 +140,10 @@ class Layout(NamedTuple):
             reach *= max(size, 1)
         return cls(tuple(shape), tuple(reversed(strides)), dtype)
 
+    @classmethod
+    def of(cls, x: Tensor) -> Layout:
+        return cls(tuple(x.shape), x.stride(), x.dtype)
+
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
@@ -119,38 +158,66 @@ class Null:
         return 0
 
 
+class Changing(int):
+    """A 32-bit number that changes from call to call, and on which its kernel does not specialise."""
+
+
 @dataclass(frozen=True)
 class Number:
-    """A number that changes from launch to launch: it is at this index among the tensors of the call."""
+    """Stands for a Changing number: it is at this index among the tensors of the call."""
 
     index: int
 
 
+def compiled_for(x: Any) -> Any:
+    """A kernel does not specialise on a Number: any that is neither 1 nor a multiple of 16 will do."""
+    return 2 if isinstance(x, Number) else x
+
+
 @dataclass(frozen=True)
 class Copy:
-    to: int
+    to: Slot
     source: Slot
 
     def run(self, memory: list, *_: Any) -> None:
-        x, slot = memory[self.source.index], self.source
-        if tuple(x.shape) != slot.shape or x.stride() != slot.strides or slot.offset:  # a part of it
-            x = x.as_strided(slot.shape, slot.strides, x.storage_offset() + slot.offset // x.element_size())
-        memory[self.to].copy_(x)
+        self.to.tensor(memory).copy_(self.source.tensor(memory))
 
 
 @dataclass(frozen=True)
 class Fill:
-    to: int
+    to: Slot
     value: float
 
     def run(self, memory: list, *_: Any) -> None:
-        memory[self.to].fill_(self.value)
+        self.to.tensor(memory).fill_(self.value)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """function(*arguments): what torch does better, or has to be asked in every call. Arguments: Slots, None, and
+    problems with Slots in them; the function gets tensors."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def run(self, memory: list, *_: Any) -> None:
+        self.function(*[with_tensors(x, memory) for x in self.arguments])
+
+
+def with_tensors(x: Any, memory: Sequence[Any]) -> Any:
+    """A slot's tensor, or a problem with tensors in place of its slots."""
+    if isinstance(x, Slot):
+        return x.tensor(memory)
+    if not is_dataclass(x) or isinstance(x, type):
+        return x
+    return replace(x, **{f.name: with_tensors(getattr(x, f.name), memory) for f in fields(x)})
 
 
 @dataclass(frozen=True)
 class Launch:
-    """kernel[grid](*arguments, **constants). Arguments: numbers, Slots, Nulls, TensorDescriptors of Slots, and
-    NamedTuples of numbers, Slots and Nulls (structs.py)."""
+    """kernel[grid](*arguments, **constants). In a program arguments are numbers, Numbers, Slots, Nulls,
+    TensorDescriptors of Slots, and NamedTuples of numbers, Slots and Nulls (structs.py); in a single launch
+    (calls.launch) they are tensors, numbers and Changing numbers."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -168,8 +235,9 @@ class Program:
         self.device = device
         self.inputs = list(tensors)
         self.buffers: list[Layout] = []
-        self.steps: list[Copy | Fill | Launch] = []
-        self._slots = {id(x): Slot.of(i, name, x) for i, (name, x) in enumerate(tensors.items()) if x is not None}
+        self.steps: list[Copy | Fill | Compute | Launch] = []
+        self.slots = [None if x is None else Slot.of(n, name, x) for n, (name, x) in enumerate(tensors.items())]
+        self._by_tensor = {id(x): slot for x, slot in zip(tensors.values(), self.slots)}
 
     def slots_of(self, problem: Any) -> Any:
         """The problem with a slot in place of each of its tensors, which must be those of the call."""
@@ -177,10 +245,22 @@ class Program:
         for field in fields(problem):
             x = getattr(problem, field.name)
             if isinstance(x, Tensor):
-                changed[field.name] = self._slots[id(x)]
+                changed[field.name] = self._by_tensor[id(x)]
             elif isinstance(x, Pages):
-                changed[field.name] = x.with_storage(self._slots[id(x.storage)])
+                changed[field.name] = x.with_storage(self._by_tensor[id(x.storage)])
+            elif is_dataclass(x):
+                changed[field.name] = self.slots_of(x)
         return replace(problem, **changed)
+
+    def stand_ins(self, arguments: Sequence[Any]) -> list[Any]:
+        """Slots and Numbers in place of tensors and Changing numbers, which are those of the call in their order."""
+        found, index = [], 0
+        for x in arguments:
+            if isinstance(x, Tensor) or type(x) is Changing:
+                x = Number(index) if type(x) is Changing else self.slots[index]
+                index += 1
+            found.append(x)
+        return found
 
     def workspace(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Slot:
         layout = Layout.contiguous(shape, dtype)
@@ -201,10 +281,13 @@ class Program:
         return x.view((a * b, *rest), (inner if b > 1 else outer, *strides))
 
     def copy(self, to: Slot, source: Slot) -> None:
-        self.steps.append(Copy(to.index, source))
+        self.steps.append(Copy(to, source))
 
     def fill(self, to: Slot, value: float) -> None:
-        self.steps.append(Fill(to.index, value))
+        self.steps.append(Fill(to, value))
+
+    def compute(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.steps.append(Compute(function, arguments))
 
     def launch(self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **constants: Any) -> None:
         """Arguments and constants by the names of the kernel's parameters; of both a kernel gets what it names, and
@@ -220,7 +303,13 @@ class Program:
 
 
 def tensors_of(problem: Any) -> dict[str, Tensor]:
-    """The tensors of a problem by the names of its fields."""
-    found = {field.name: getattr(problem, field.name) for field in fields(problem)}
-    found = {name: x.storage if isinstance(x, Pages) else x for name, x in found.items()}
-    return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+    """The tensors of a problem by the names of its fields, and of the problem in it."""
+    found: dict[str, Tensor] = {}
+    for field in fields(problem):
+        x = getattr(problem, field.name)
+        x = x.storage if isinstance(x, Pages) else x
+        if isinstance(x, Tensor):
+            found[field.name] = x
+        elif is_dataclass(x):
+            found |= tensors_of(x)
+    return found

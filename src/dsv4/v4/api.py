@@ -2,11 +2,12 @@
 
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from dsv4.caches import kv as caches
 from dsv4.runtime import checks, operators
-from dsv4.runtime.calls import Operation, Outputs
+from dsv4.runtime.calls import Operation, Shapes
 from dsv4.runtime.plan import Plan
 from dsv4.v4 import problem
 from dsv4.v4.problem import Pool
@@ -180,9 +181,9 @@ def _build(
     )
 
 
-def _outputs(arguments: dict[str, Any]) -> Outputs:
+def _outputs(arguments: dict[str, Any]) -> Shapes:
     q = arguments["q"]
-    return Outputs(q.shape, q.dtype, (q.shape[0], q.shape[1]))
+    return (q.shape, q.dtype), ((q.shape[0], q.shape[1]), torch.float32)
 
 
 V4_ATTENTION = Operation(
@@ -198,10 +199,11 @@ V4_ATTENTION = Operation(
         "compressed_rows_per_page", "compressed_page_stride", "compressed_format",
         "softmax_scale", "deterministic",
     ),
-    (3,),
+    ("out", "lse"),
     _outputs,
     _build,
     problem.check_values,
-    same=("same_pools", "window", "compressed"),
+    (3,),
+    ("same_pools", "window", "compressed"),
 )  # fmt: skip
 operators.define_operation(V4_ATTENTION, ARGUMENTS)

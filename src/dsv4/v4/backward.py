@@ -1,10 +1,15 @@
-"""A validated request for the gradients of v4_attention: what every backend receives."""
+"""The gradients of v4_attention as an operation: its validated request is what every backend receives."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from dsv4.caches import kv as caches
+from dsv4.runtime.calls import Operation, Shapes
 from dsv4.v4.problem import V4Problem
 
 
@@ -17,6 +22,8 @@ class V4Backward:
     """
 
     operation: ClassVar[str] = "v4"
+    backward: ClassVar[bool] = True
+    nothing_seen: ClassVar[dict[str, float]] = {"dq": 0.0, "dwindow": 0.0, "dcompressed": 0.0, "dsink": 0.0}
 
     forward: V4Problem
     dout: Tensor  # [N, H, D]
@@ -26,3 +33,47 @@ class V4Backward:
     dcompressed: Tensor | None = None
     dsink: Tensor | None = None  # fp32 [H]
     deterministic: bool = False
+
+    q = property(lambda self: self.forward.q)
+
+    def no_keys(self) -> bool:
+        """True when the shapes alone say that every gradient is 0."""
+        return self.forward.no_keys()
+
+
+TENSORS = (
+    "q", "window", "compressed", "sink", "window_indices", "compressed_indices", "window_lengths",
+    "compressed_lengths", "compressed_block_table", "request_starts", "cos_sin", "positions",
+)  # fmt: skip
+DIFFERENTIABLE = TENSORS[:4]
+# A pool travels as a tensor, and as what makes packed rows of it.
+PAGES = {"rows_per_page": "SymInt", "page_stride": "SymInt", "format": "str"}
+PAGING = {f"{pool}_{name}": kind for pool in ("window", "compressed") for name, kind in PAGES.items()}
+OPTIONS = (*PAGING, "softmax_scale", "deterministic")
+
+
+def _build(
+    *, q, window, compressed, compressed_block_table, softmax_scale, deterministic, dout, dlse, **others
+) -> V4Backward:
+    """The forward pass has checked its arguments."""
+    pages = {pool: [others.pop(f"{pool}_{name}") for name in PAGES] for pool in ("window", "compressed")}
+    forward = V4Problem(
+        q=q,
+        window=caches.from_parts(window, *pages["window"]),
+        compressed=caches.from_parts(compressed, *pages["compressed"]),
+        block_table=compressed_block_table,
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        **others,
+    )
+    return V4Backward(forward, dout, dlse, deterministic=deterministic)
+
+
+def _shapes(arguments: dict[str, Any]) -> Shapes:
+    given = (arguments[name] for name in DIFFERENTIABLE)
+    return [((0,), torch.float32) if x is None else (x.shape, x.dtype) for x in given]
+
+
+V4_BACKWARD = Operation(
+    "v4_attention_backward", "v4", (*TENSORS, "out", "lse", "dout", "dlse"), 2, OPTIONS,
+    ("dq", "dwindow", "dcompressed", "dsink"), _shapes, _build, falls_back=True, backward=True,
+)  # fmt: skip

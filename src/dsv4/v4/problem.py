@@ -31,6 +31,7 @@ class V4Problem:
     """
 
     operation: ClassVar[str] = "v4"
+    backward: ClassVar[bool] = False
 
     q: Tensor
     window: Pool
@@ -81,10 +82,10 @@ class V4Problem:
     nothing_seen: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
 
     def no_keys(self) -> bool:
-        """True when the shapes alone say that no query sees a row."""
+        """True when the shapes alone say that there is no query, or none that sees a row."""
         window = caches.pool_size(self.window) and self.window_indices.shape[1]
         compressed = self.compressed is not None and caches.pool_size(self.compressed) and self.compressed_capacity
-        return not window and not compressed
+        return self.q.numel() == 0 or not window and not compressed
 
 
 def build(

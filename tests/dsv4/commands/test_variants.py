@@ -31,17 +31,13 @@ def recording(arch):
     """{name: kernel} of the launches within. None of them runs: what they would write stays as it is."""
     found: dict[str, str] = {}
 
-    def note(kernel, arguments, constants):
-        found[name(arch, kernel, arguments, constants)] = kernel.__name__
-
-    def ready(one, target, *_):
-        note(one.kernel, one.arguments, one.constants)
+    def ready(one, target):
+        found[name(arch, one.kernel, one.arguments, one.constants)] = one.kernel.__name__
         step = SimpleNamespace(run=lambda *_: None)
         return step, step
 
     calls.forget()
     with pytest.MonkeyPatch.context() as patch, softsm.use(arch), torch.no_grad():
-        patch.setattr(launch, "now", lambda kernel, grid, *arguments, **constants: note(kernel, arguments, constants))
         patch.setattr(launch, "ready_launch", ready)
         patch.setattr(checks, "values_checked", lambda x: False)  # rows that nothing has chosen
         launches.num_sms(patch, dispatch.DEFAULT_NUM_SMS)

@@ -1,8 +1,6 @@
 """Blackwell kernels on a Triton that cannot compile them, launched from files. Runs under every Triton (make
 test-triton): its own names and layouts import and prepare them."""
 
-import importlib
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,9 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 from dsv4.commands import variants  # noqa: E402
-from dsv4.runtime import aot, dispatch, driver, gradients, launch  # noqa: E402
+from dsv4.fmha.backward import FMHA_BACKWARD  # noqa: E402
+from dsv4.runtime import aot, calls, dispatch, driver  # noqa: E402
+from dsv4.runtime.calls import Given  # noqa: E402
 from dsv4.runtime.launch import ready_launch  # noqa: E402
+from dsv4.runtime.program import Changing, Program  # noqa: E402
 from dsv4.runtime.settings import settings  # noqa: E402
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -54,34 +57,44 @@ GRADIENTS = [("fmha-backward", 64, "bf16"), ("fmha-backward", 512, "bf16"), ("v4
 
 @pytest.mark.parametrize("part", PARTS + GRADIENTS, ids=lambda part: " ".join(map(str, part)))
 def test_every_launch_comes_from_a_file(old, part):
+    (old.directory / "backward_rows-0123.json").touch()  # there are compiled gradients
     found = variants.launches(part, variants.Sizes(), "sm_100a")
     assert found
     for x in found:
         old.types[:] = aot.argument_types(x.arguments)
         name = aot.variant(x.kernel.__name__, old.types, x.constants, "sm_100a")
         (old.directory / f"{name}.json").touch()
-        if part in (*GRADIENTS, ("compress",)):  # launched one by one, of tensors
-            x = replace(x, arguments=launch.slots(x.arguments))
+        if part == ("compress",):  # launched one by one, of tensors
+            tensors = [a for a in x.arguments if isinstance(a, torch.Tensor) or type(a) is Changing]
+            program = Program({f"{n}": a if isinstance(a, torch.Tensor) else None for n, a in enumerate(tensors)}, CPU)
+            x = replace(x, arguments=program.stand_ins(x.arguments))
         ready_launch(x, old.target)[1].run([], [0] * 100, 0)
         assert old.done.pop() == (name, (*x.grid, 1, 1)[:3])
 
 
 @pytest.mark.parametrize("operation", ["fmha", "v4"])
-def test_gradients_come_from_files_where_there_are_some(old, monkeypatch, operation):
+def test_gradients_come_from_files_where_there_are_some(old, operation):
     """Without any, torch computes them: a directory of the forward pass alone takes nothing away."""
-    monkeypatch.setattr(dispatch, "cuda_target", lambda device: old.target)
-    kernels = importlib.import_module(f"dsv4.{operation}.kernels.sm100.backward")
-    monkeypatch.setattr(kernels, "supports", lambda request: None)
-    request = SimpleNamespace(operation=operation)
     (old.directory / "fmha_forward-0123.json").touch()
-    with pytest.raises(ValueError, match="these gradients: they need triton >= 3.9, or DSV4_AOT"):
-        gradients.run(request, torch.device("cuda"), "cuda", "nowhere")
+    with pytest.raises(RuntimeError, match="need triton >= 3.9; found 3.7.*DSV4_AOT"):
+        dispatch.kernel_module(operation, (10, 0), backward=True)
     (old.directory / "backward_rows-0123.json").touch()
-    ran = []
-    monkeypatch.setattr(kernels, "backward", ran.append)
-    monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
-    gradients.run(request, torch.device("cuda"), "cuda", "nowhere")
-    assert ran == [request]
+    name = f"dsv4.{operation}.kernels.sm100.backward"
+    assert dispatch.kernel_module(operation, (10, 0), backward=True).__name__ == name
+
+
+def test_torch_computes_gradients_where_there_are_no_kernels_for_them(old, monkeypatch):
+    monkeypatch.setattr(dispatch, "resolve", lambda backend, device: "cuda")
+    monkeypatch.setattr(dispatch, "cuda_target", lambda device: old.target)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: None)
+    x = torch.randn(1, 5, 1, 64)
+    given = (x, x, x, None, None, None, x, torch.zeros(1, 1, 5), x, None)
+    options = (None, None, -1, -1, None, False)
+    wanted, nothing = (True, False, False, False), (None,) * 4
+    dq, *others = calls.run(FMHA_BACKWARD, Given(given, options, wanted, nothing), "auto")
+    assert dq.isfinite().all() and others == [None] * 3
+    with pytest.raises(RuntimeError, match="need triton >= 3.9"):
+        calls.run(FMHA_BACKWARD, Given(given, options, wanted, nothing), "cuda")
 
 
 def test_a_kernel_without_a_file_is_named_and_not_compiled(old):

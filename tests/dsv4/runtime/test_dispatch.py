@@ -91,7 +91,7 @@ def played(monkeypatch):
     active = SimpleNamespace(utils=device, get_current_device=lambda: 0, get_current_stream=lambda number: 0)
     monkeypatch.setattr("triton.runtime.driver._active", active)
 
-    def kernels(operation, capability):
+    def kernels(operation, capability, backward=False):
         def prepare(problem, target, program):
             assert seen.inside is not None and target.num_sms == 3
             seen.problems.append((capability, problem))

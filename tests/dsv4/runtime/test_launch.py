@@ -13,8 +13,8 @@ from triton import knobs
 import dsv4
 import softsm
 from dsv4 import reference
-from dsv4.fmha.kernels.backward import descriptor
-from dsv4.runtime import launch
+from dsv4.runtime import calls, launch
+from dsv4.runtime.program import Changing, Launch
 
 
 def call():
@@ -44,82 +44,67 @@ def test_hooks_of_triton_see_every_launch_of_a_call_that_was_prepared_without_th
     assert seen == [(when, name) for name in names for when in ("enter", "exit")]
 
 
-@triton.jit
-def scaled(x_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["shift"])
+def scaled(x_ptr, y_ptr, n, factor, shift, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n) * factor, mask=at < n)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n) * factor + shift, mask=at < n)
 
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """The list gets every single launch that is prepared."""
+    """The list gets every launch that is prepared."""
     found = []
     ready = launch.ready_launch
-    monkeypatch.setattr(launch, "_prepared", {})
-    monkeypatch.setattr(launch, "ready_launch", lambda given, *rest: found.append(given) or ready(given, *rest))
+    monkeypatch.setattr(launch, "ready_launch", lambda given, target: found.append(given) or ready(given, target))
+    calls.forget()
     with softsm.use("sm_90a"):
         yield found
+    calls.forget()
 
 
-def scale(n, factor, skip=0, dtype=torch.float32, block=32):
-    x = torch.randn(skip + n).to(dtype)[skip:]
+def scale(n=40, factor=3, skip=0, dtype=torch.float32, block=32, shift=0):
+    x = torch.randint(-9, 9, (skip + n,)).to(dtype)[skip:]
     y = torch.full((n + 1,), -1.0, dtype=dtype)
-    launch.now(scaled, (-(-n // block),), x, y, n, factor, BLOCK=block, num_warps=1)
-    assert torch.equal(y[:n], x * factor) and y[n] == -1
+    grid = (-(-n // block),)
+    calls.launch(Launch(scaled, grid, [x, y, n, factor, Changing(shift)], dict(BLOCK=block, num_warps=1)))
+    assert torch.equal(y[:n], x * factor + shift) and y[n] == -1
 
 
-def test_a_single_launch_is_prepared_once_and_finds_other_tensors_numbers_and_grids(prepared):
-    for n, factor in ((40, 3), (41, 5), (70, 3), (3, -9)):
-        scale(n, factor)
+def test_a_single_launch_is_prepared_once_and_finds_other_tensors_and_numbers_that_change(prepared):
+    for shift in (0, 1, 16, -5, 0):
+        scale(shift=shift)
     assert len(prepared) == 1
 
 
 @pytest.mark.parametrize("other", [
-    dict(n=48), dict(n=1), dict(factor=1), dict(factor=32), dict(factor=3.0), dict(skip=1), dict(dtype=torch.float16),
-    dict(block=64),
+    dict(n=48), dict(n=1), dict(factor=1), dict(factor=3.5), dict(skip=1), dict(dtype=torch.float16), dict(block=64),
 ], ids=str)  # fmt: skip
-def test_what_a_kernel_is_compiled_for_is_in_the_key_of_a_single_launch(prepared, other):
-    given = dict(n=40, factor=3)
+def test_what_a_launch_depends_on_is_in_its_key(prepared, other):
     for _ in range(2):
-        scale(**given)
-        scale(**given | other)
+        scale()
+        scale(**other)
     assert len(prepared) == 2
 
 
-def test_numbers_of_64_bits_and_flags_reach_a_kernel(prepared):
-    for number in (1 << 40, 3, True, (1 << 40) + 1, 5):
-        x, y = torch.arange(40, dtype=torch.int64), torch.empty(40, dtype=torch.int64)
-        launch.now(scaled, (2,), x, y, 40, number, BLOCK=32, num_warps=1)
-        assert torch.equal(y, x * number)
-    assert len(prepared) == 4
-
-
-def test_a_grid_of_nothing_is_no_launch(prepared):
-    launch.now(scaled, (0,), torch.randn(4), torch.empty(4), 4, 3, BLOCK=32, num_warps=1)
-    assert prepared == []
-
-
 def test_hooks_of_triton_see_single_launches(prepared, monkeypatch):
-    scale(40, 3)
+    scale()
     seen = []
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda x: seen.append(x.get()["name"]))
-    scale(40, 3)
+    scale()
     assert seen == ["scaled"] and len(prepared) == 1
 
 
-def test_the_oldest_single_launch_goes_when_too_many_are_kept(prepared, monkeypatch):
-    monkeypatch.setattr(launch, "MOST", 2)
+def test_the_oldest_call_goes_when_too_many_are_kept(prepared, monkeypatch):
+    monkeypatch.setattr(calls, "MOST", 2)
     for n in (40, 1, 48, 48, 40):
-        scale(n, 3)
-    assert len(prepared) == 4 and len(launch._prepared) == 2
+        scale(n)
+    assert len(prepared) == 4 and len(calls._calls) == 2
 
 
 def test_no_tensor_of_a_single_launch_is_kept(prepared):
     x, y = torch.randn(40), torch.empty(40)
-    launch.now(scaled, (2,), x, y, 40, 3, BLOCK=32, num_warps=1)
+    calls.launch(Launch(scaled, (2,), [x, y, 40, 3, Changing(0)], dict(BLOCK=32, num_warps=1)))
     kept = [weakref.ref(x), weakref.ref(y)]
     del x, y
     gc.collect()
     assert [x() for x in kept] == [None, None]
-    given = launch.slots([torch.randn(40), descriptor(torch.randn(2, 64, 64).bfloat16(), [1, 64, 64]), 3])
-    assert [x.index for x in (given[0], given[1].base)] == [0, 1] and given[2] == 3

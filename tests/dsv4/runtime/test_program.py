@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from dsv4.runtime.program import Copy, Fill, Program, Slot
+from dsv4.runtime.program import Compute, Copy, Fill, Program, Slot
 
 
 def run(program: Program, tensors: list) -> list:
     memory = tensors + [torch.full(x.shape, -1.0, dtype=x.dtype) for x in program.buffers]
     for step in program.steps:
-        assert isinstance(step, Copy | Fill)
+        assert isinstance(step, Copy | Fill | Compute)
         step.run(memory)
     return memory
 
@@ -47,3 +47,30 @@ def test_slots_answer_like_the_tensors_they_stand_for():
     assert slot.unsqueeze(1).shape == x.unsqueeze(1).shape and slot.numel() == x.numel()
     assert slot.is_contiguous() == x.is_contiguous() and slot.stride() == x.stride()
     assert slot.data_ptr() == x.data_ptr() % 16
+
+
+def test_views_of_a_slot_are_views_of_its_tensor():
+    x = torch.arange(96).view(2, 6, 8).to(torch.int16)[:, 1:]
+    program = Program({"x": x}, x.device)
+    (slot,) = program.slots
+    seen = {
+        "part": (slot[1, 2:4], x[1, 2:4]),
+        "heads": (slot.unflatten(2, (2, 4)).transpose(1, 2), x.unflatten(2, (2, 4)).transpose(1, 2)),
+        "wide": (slot[:, 1:].bytes_as(torch.int64), x[:, 1:].view(torch.int64)),
+        "flat": (slot[:1].flatten(0, 1), x[:1].flatten(0, 1)),
+    }
+    for name, (view, want) in seen.items():
+        got = view.tensor([x])
+        assert torch.equal(got, want) and got.stride() == want.stride() and got.data_ptr() == want.data_ptr(), name
+        assert view.data_ptr() == want.data_ptr() % 16
+    with pytest.raises(AssertionError, match="not a view"):
+        slot.seen_as(torch.clone)
+
+
+def test_a_function_gets_tensors_in_place_of_slots():
+    x, y = torch.arange(6.0), torch.zeros(3)
+    program = Program({"x": x, "y": y}, x.device)
+    program.compute(lambda to, part, nothing: to.copy_(part * 2), program.slots[1], program.slots[0][3:], None)
+    program.fill(program.slots[0][:2], 7)
+    run(program, [x, y])
+    assert y.tolist() == [6, 8, 10] and x.tolist() == [7, 7, 2, 3, 4, 5]

@@ -7,13 +7,16 @@
 Arithmetic is fp32, rounded once.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsv4.caches.formats import PLAIN, RowFormat
 from dsv4.caches.pages import PackedRows
-from dsv4.runtime import launch
+from dsv4.runtime import calls
+from dsv4.runtime.program import Launch
 
 ROWS = 4  # of a program
 
@@ -80,6 +83,7 @@ def normed(
     rope: tuple[Tensor, Tensor] | None = None,
     to: Tensor | PackedRows | None = None,
     slots: Tensor | None = None,
+    launch: Callable[[Launch], None] = calls.launch,
 ) -> Tensor | None:
     """x [N, D] or contiguous [N, H, D] -> a contiguous tensor, or None: the rows [N, D] are now in the pool ``to``.
 
@@ -96,11 +100,13 @@ def normed(
     else:
         out, format, sizes = to, PLAIN, (to.shape[1], to.stride(0), to.stride(1), to.shape[0] * to.shape[1])
     if rows:
-        launch.now(
-            normed_rows, (triton.cdiv(rows, ROWS),), x, x if weight is None else weight, cos_sin, positions, out,
-            x if slots is None else slots,
+        arguments = [
+            x, x if weight is None else weight, cos_sin, positions, out, x if slots is None else slots,
             0.0 if eps is None else float(eps), x.stride(-2), rows, rows // n, cos_sin.shape[0], *sizes,
+        ]  # fmt: skip
+        constants = dict(
             D=d, WIDE=triton.next_power_of_2(d), R=0 if rope is None else cos_sin.shape[1], NORM=eps is not None,
             WEIGHT=weight is not None, FORMAT=format, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
+        launch(Launch(normed_rows, (triton.cdiv(rows, ROWS),), arguments, constants))
     return out if to is None else None

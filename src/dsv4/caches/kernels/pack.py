@@ -6,13 +6,16 @@ A store function takes (out_ptr, y fp32 [n, values], page int64 [n], place int64
 are dropped. It writes byte by byte: pages may lie at any address.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsv4.caches import formats
 from dsv4.caches.pages import PackedRows
-from dsv4.runtime import launch
+from dsv4.runtime import calls
+from dsv4.runtime.program import Launch
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 MIN_SCALE, LEAST = tl.constexpr(formats.Fp8Rows.MIN_SCALE), tl.constexpr(formats.Fp8Keys.LEAST)
@@ -106,13 +109,14 @@ def pack_rows(x_ptr, slots_ptr, out_ptr, count, line, rows, page_rows, page_stri
     store_packed(out_ptr, x.to(tl.float32), slot, rows, page_rows, page_stride, column, FORMAT)
 
 
-def write_rows(cache: PackedRows, slots: Tensor, rows: Tensor) -> None:
+def write_rows(cache: PackedRows, slots: Tensor, rows: Tensor, launch: Callable[[Launch], None] = calls.launch) -> None:
     """Quantise rows [n, values] into the row numbers slots [n]."""
     if len(rows):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         each = max(4, 1024 // cache.format.values)  # of a program
-        launch.now(
-            pack_rows, (triton.cdiv(len(rows), each),), rows, slots.contiguous(), cache.storage, len(rows),
-            rows.stride(0), cache.rows, cache.rows_per_page, cache.page_stride, FORMAT=cache.format, ROWS=each,
-            num_warps=4,
-        )  # fmt: skip
+        arguments = [
+            rows, slots.contiguous(), cache.storage, len(rows), rows.stride(0), cache.rows, cache.rows_per_page,
+            cache.page_stride,
+        ]  # fmt: skip
+        constants = dict(FORMAT=cache.format, ROWS=each, num_warps=4)
+        launch(Launch(pack_rows, (triton.cdiv(len(rows), each),), arguments, constants))

@@ -3,6 +3,8 @@
 The arithmetic is that of dsv4.compress.api, in an order that depends on the row alone.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,7 +12,8 @@ from torch import Tensor
 from dsv4.caches.kernels.pack import store_packed
 from dsv4.caches.pages import PackedRows
 from dsv4.compress.kernels.rows import finished, pooled
-from dsv4.runtime import launch
+from dsv4.runtime import calls
+from dsv4.runtime.program import Launch
 
 
 @triton.jit(do_not_specialize=[
@@ -54,14 +57,18 @@ def paged_rows(state_ptr, token_ptr, request_ptr, position_ptr, table_ptr, slot_
 def run(
     states: Tensor, tokens: Tensor, requests: Tensor, positions: Tensor, block_table: Tensor, slots: Tensor,
     norm_weight: Tensor, cos_sin: Tensor, out: PackedRows, ratio: int, eps: float,
+    launch: Callable[[Launch], None] = calls.launch,
 ) -> None:  # fmt: skip
     """dsv4.compress.pages.compress_pages, checked."""
     d = norm_weight.shape[0]
     overlap = states.shape[2] == 4 * d
-    launch.now(
-        paged_rows, (len(positions),), states, tokens, requests, positions, block_table, slots, norm_weight, cos_sin,
-        out.storage, float(eps), ratio, states.shape[1], states.stride(0), states.stride(1), block_table.stride(0),
-        cos_sin.stride(0), out.rows, out.rows_per_page, out.page_stride,
+    arguments = [
+        states, tokens, requests, positions, block_table, slots, norm_weight, cos_sin, out.storage, float(eps), ratio,
+        states.shape[1], states.stride(0), states.stride(1), block_table.stride(0), cos_sin.stride(0), out.rows,
+        out.rows_per_page, out.page_stride,
+    ]  # fmt: skip
+    constants = dict(
         D=d, R=cos_sin.shape[1], OVERLAP=overlap, FORMAT=out.format, SLOTS=8 if overlap else 16,
         num_warps=max(1, d * (8 if overlap else 16) // 512),  # 16 values to a thread
     )  # fmt: skip
+    launch(Launch(paged_rows, (len(positions),), arguments, constants))

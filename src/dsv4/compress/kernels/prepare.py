@@ -1,4 +1,6 @@
-"""compress, and rows into pools: from checked arguments to one launch each. Shared by all architectures."""
+"""compress: from a checked problem to one launch. Shared by all architectures."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -6,7 +8,8 @@ from torch import Tensor
 from dsv4.caches.formats import PLAIN, RowFormat
 from dsv4.compress.api import CompressProblem
 from dsv4.compress.kernels.rows import compress_rows
-from dsv4.runtime import launch
+from dsv4.runtime import calls
+from dsv4.runtime.program import Changing, Launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -22,7 +25,7 @@ def supports(p: CompressProblem) -> str | None:
     return None
 
 
-def run(p: CompressProblem) -> None:
+def run(p: CompressProblem, launch: Callable[[Launch], None] = calls.launch) -> None:
     """Fill p.rows or the pool, and the new state."""
     kv, gate, bias, norm = (_unit(x) for x in (p.kv, p.gate, p.position_bias, p.norm_weight))
     # Without old tokens nothing is read from there.
@@ -33,15 +36,16 @@ def run(p: CompressProblem) -> None:
     format, target, slots, sizes = _target(p)
     arguments = [
         kv, gate, bias.contiguous(), norm, cos_sin, old_kv, old_gate, p.new_kv, p.new_gate, target, slots, p.eps,
-        kv.shape[1], p.kept, p.base, p.first_window, p.windows, p.drop, p.m, p.d, r, kv.stride(0), kv.stride(1),
-        gate.stride(0), gate.stride(1), rope_line, *sizes,
+        kv.shape[1], p.kept, Changing(p.base), Changing(p.first_window), p.windows, p.drop, p.m, p.d, r,
+        kv.stride(0), kv.stride(1), gate.stride(0), gate.stride(1), rope_line, *sizes,
     ]  # fmt: skip
-    launch.now(
-        compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), *arguments, OVERLAP=p.overlap,
-        ROPE=p.cos_sin is not None, FORMAT=format, D=max(16, 1 << (p.d - 1).bit_length()), SLOTS=8 if p.overlap else 16,
+    constants = dict(
+        OVERLAP=p.overlap, ROPE=p.cos_sin is not None, FORMAT=format, D=max(16, 1 << (p.d - 1).bit_length()),
+        SLOTS=8 if p.overlap else 16, DTYPE=str(p.dtype).removeprefix("torch."),
         # 16 values of a tile to a thread: with 32 there are no registers left to have all its loads under way.
-        DTYPE=str(p.dtype).removeprefix("torch."), num_warps=8 if p.overlap else 16,
+        num_warps=8 if p.overlap else 16,
     )  # fmt: skip
+    launch(Launch(compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), arguments, constants))
 
 
 def _target(p: CompressProblem) -> tuple[RowFormat | None, Tensor, Tensor, tuple[int, int, int, int]]:

@@ -5,6 +5,8 @@ gates with their bias; token t lies at place t % ring of the request's line. A r
 this call, in an order that depends on nothing else: how tokens were cut into calls changes no bit.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +14,8 @@ from torch import Tensor
 from dsv4.caches.formats import format_of
 from dsv4.caches.pages import PackedRows
 from dsv4.compress.kernels.rows import finished, pooled
-from dsv4.runtime import launch
+from dsv4.runtime import calls
+from dsv4.runtime.program import Launch
 
 
 @triton.jit(do_not_specialize=[
@@ -85,7 +88,7 @@ def ring_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, state_kv_ptr, s
 def compress_rings(
     kv: Tensor, gate: Tensor, bias: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor,
     states: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], out: Tensor | PackedRows,
-    positions: Tensor, places: Tensor | None,
+    positions: Tensor, places: Tensor | None, launch: Callable[[Launch], None] = calls.launch,
 ) -> None:  # fmt: skip
     """kv, gate [N, width]; states fp32 [lines * ring, width]; rows: (number, line, begin, start, target), int64 [W].
 
@@ -101,10 +104,12 @@ def compress_rings(
         memory, sizes = out, (out.shape[1], out.stride(0), out.stride(1), out.shape[0] * out.shape[1])
     programs = count + (0 if places is None else kv.shape[0])
     if programs:
-        launch.now(
-            ring_rows, (programs,), kv, gate, bias, norm_weight, cos_sin, *states, *rows, positions,
-            rows[0] if places is None else places, memory, float(eps), count, m, m * (1 + overlap), kv.stride(0),
-            gate.stride(0), *sizes,
+        arguments = [
+            kv, gate, bias, norm_weight, cos_sin, *states, *rows, positions, rows[0] if places is None else places,
+            memory, float(eps), count, m, m * (1 + overlap), kv.stride(0), gate.stride(0), *sizes,
+        ]  # fmt: skip
+        constants = dict(
             D=d, R=cos_sin.shape[1], OVERLAP=overlap, FORMAT=format_of(out), SLOTS=8 if overlap else 16,
             num_warps=8 if overlap else 16,  # 16 values to a thread: registers for all loads of a tile at once
         )  # fmt: skip
+        launch(Launch(ring_rows, (programs,), arguments, constants))

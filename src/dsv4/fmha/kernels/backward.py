@@ -4,9 +4,11 @@ A varlen batch goes to the kernels as it is where they take it (head dims 64 and
 ones of it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,9 +16,11 @@ from torch import Tensor
 
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.kernels.backward_rows import backward_rows
-from dsv4.fmha.kernels.prepare import row_strides
+from dsv4.fmha.kernels.prepare import named, row_strides
+from dsv4.fmha.kernels.tiles import NO_BOUND
+from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.compat import TensorDescriptor, gl
-from dsv4.runtime import launch
+from dsv4.runtime.program import Program, Slot
 
 TILE = 128
 # P is at most 1 and dS is scaled by what bounds it: fp16 has no exponents to lose.
@@ -32,136 +36,208 @@ def supports(b: FmhaBackward) -> str | None:
 class Sequences(NamedTuple):
     """Of a varlen batch that goes to the kernels as a dense batch of one."""
 
-    cu_q: Tensor
-    cu_k: Tensor
+    cu_q: Slot
+    cu_k: Slot
 
     @property
     def count(self) -> int:
-        return len(self.cu_q) - 1
+        return self.cu_q.shape[0] - 1
 
 
-def at_once(b: FmhaBackward, run: Callable[..., None]) -> None:
-    """run(p, q, k, v, dout, lse2, delta, factor, dq, dk, dv, sequences) for a batch of either kind; sequences is None
-    for a dense one. factor: of dS in fp16. A gradient that run makes instead of filling the one it gets must be 0 in
-    rows of no sequence."""
+@dataclass(frozen=True)
+class Packed:
+    """What the kernels of an architecture get: a dense batch, the query heads of a KV head packed into its rows."""
+
+    p: FmhaProblem
+    q: Slot  # [B, Hkv, R, D], R = tokens times group
+    k: Slot  # [B, Hkv, S, D]
+    v: Slot
+    dout: Slot  # as q
+    lse2: Slot  # fp32 [B, Hkv, R]: see backward_rows.py
+    delta: Slot
+    ds_scale: Slot  # fp32 [1], for fp16
+    dq: Slot | None  # as q
+    dk: Slot | None  # as k
+    dv: Slot | None
+    sequences: Sequences | None
+
+    batch = property(lambda self: self.q.shape[0])
+    heads = property(lambda self: self.q.shape[1])
+    rows = property(lambda self: self.q.shape[2])
+    width = property(lambda self: self.q.shape[3])
+    keys = property(lambda self: self.k.shape[2])
+    fp16 = property(lambda self: self.q.dtype == torch.float16)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """As the kernels name them."""
+        p = self.p
+        return dict(
+            rows=self.rows, tokens=self.rows // p.group, keys=self.keys, group=p.group,
+            left=NO_BOUND if p.left < 0 else p.left, right=NO_BOUND if p.right < 0 else p.right, kv_heads=self.heads,
+        )  # fmt: skip
+
+
+Kernels = Callable[[Program, Packed], None]  # those of an architecture
+
+
+def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels) -> None:
+    """A batch of either kind, by kernels that take sequences. A gradient that they make instead of filling the one they
+    get must be 0 in rows of no sequence."""
     p = b.forward
     if p.kind == "dense":
-        dense(b, run, None)
+        prepare_dense(b, program, kernels)
         return
     for x in (b.dq, b.dk, b.dv):
         if x is not None:
-            x.zero_()
-    one = replace(
-        p, kind="dense", q=p.q[None], k=p.k[None], v=p.v[None], out=p.out[None], lse=p.lse.T[None],
+            program.fill(x, 0)
+
+    def one(x: Slot | None) -> Slot | None:
+        return None if x is None else x[None]
+
+    def by_head(x: Slot | None) -> Slot | None:
+        return None if x is None else x.transpose(0, 1)[None]
+
+    dense = replace(
+        p, kind="dense", q=one(p.q), k=one(p.k), v=one(p.v), out=one(p.out), lse=by_head(p.lse),
         max_seqlen_q=p.q.shape[0], max_seqlen_k=p.k.shape[0], cu_seqlens_q=None, cu_seqlens_k=None,
     )  # fmt: skip
-    dlse = None if b.dlse is None else b.dlse.T[None]
-    gradients = (None if x is None else x[None] for x in (b.dq, b.dk, b.dv))
-    dense(FmhaBackward(one, b.dout[None], dlse, *gradients, b.dsink), run, Sequences(p.cu_seqlens_q, p.cu_seqlens_k))
+    gradients = (one(x) for x in (b.dq, b.dk, b.dv))
+    request = FmhaBackward(dense, one(b.dout), by_head(b.dlse), *gradients, b.dsink)
+    prepare_dense(request, program, kernels, Sequences(p.cu_seqlens_q, p.cu_seqlens_k))
 
 
-def dense(b: FmhaBackward, run: Callable[..., None], *sequences: Sequences | None) -> None:
-    p, varlen = b.forward, any(sequences)
+def prepare_dense(b: FmhaBackward, program: Program, kernels: Kernels, sequences: Sequences | None = None) -> None:
+    p = b.forward
     group = p.group
     # Keys before the first window: nobody sees them, they may hold NaN, and their gradient is 0. There are none behind:
     # the last query sees the last key.
-    unseen = 0 if varlen or p.left < 0 else min(max(0, p.max_seqlen_k - p.max_seqlen_q - p.left), p.max_seqlen_k)
+    unseen = 0
+    if sequences is None and p.left >= 0:
+        unseen = min(max(0, p.max_seqlen_k - p.max_seqlen_q - p.left), p.max_seqlen_k)
     k, v, dk, dv = p.k, p.v, b.dk, b.dv
     if unseen:
         for x in (dk, dv):
             if x is not None:
-                x[:, :unseen].zero_()
+                program.fill(x[:, :unseen], 0)
         k, v, dk, dv = (None if x is None else x[:, unseen:] for x in (k, v, dk, dv))
-    dout = addressable(b.dout)
-    lse2, delta, plain = _rows(b, dout)
+    dout = addressable(program, b.dout)
+    lse2, delta, plain = _rows(b, program, dout)
     if b.dsink is not None:
-        lse = p.lse.unflatten(1, (p.kv_heads, group)).transpose(2, 3)  # [B, Hkv, T, G], as plain
-        share = torch.sigmoid(p.sink.view(p.kv_heads, 1, group) - lse)
-        b.dsink.copy_(-(torch.where(lse == float("-inf"), 0, share) * plain.view(lse.shape)).sum((0, 2)).flatten())
+        program.compute(partial(_sum_dsink, p.kv_heads, group), b.dsink, p.sink, p.lse, plain)
     if b.dq is None and b.dk is None and b.dv is None:
         return
-    q, dout = _packed(p.q, group), _packed(dout, group)
-    k, v = addressable(k.transpose(1, 2)), addressable(v.transpose(1, 2))
-    dq = None if b.dq is None else b.dq.transpose(1, 2) if group == 1 else made_like(q, varlen)
+    k, v = (addressable(program, x.transpose(1, 2)) for x in (k, v))
+    ds_scale = lse2  # or unread
+    if p.q.dtype == torch.float16:
+        ds_scale = program.workspace("ds_scale", (1,), torch.float32)
+        program.compute(_find_ds_scale, ds_scale, dout, v, b.dlse, p.lse)
+    q, dout = _packed(program, p.q, group), _packed(program, dout, group)
+    dq = None if b.dq is None else _merged(b.dq, group)
+    if dq is None and b.dq is not None:
+        dq = made_like(program, q, sequences)
     dk, dv = (None if x is None else x.transpose(1, 2) for x in (dk, dv))
-    factor = ds_scale(dout, v, b.dlse, p.lse) if p.q.dtype == torch.float16 else lse2  # or unread
-    run(p, q, k, v, dout, lse2, delta, factor, dq, dk, dv, *sequences)
-    if b.dq is not None and group > 1:
-        into, found = b.dq.unflatten(2, (-1, group)), dq.unflatten(2, (-1, group)).transpose(1, 2)
-        if addressable(b.dq) is b.dq:
-            into, found = into.view(torch.int64), found.view(torch.int64)
-        into.copy_(found)
+    kernels(program, Packed(p, q, k, v, dout, lse2, delta, ds_scale, dq, dk, dv, sequences))
+    if dq is not None and dq.index != b.dq.index:
+        wide = is_addressable(b.dq)
+        found = dq.bytes_as(torch.int64) if wide else dq
+        program.copy(_by_group(b.dq, group, wide), found.unflatten(2, (-1, group)))
 
 
-def made_like(x: Tensor, varlen: bool) -> Tensor:
-    """Room for a gradient; of a varlen batch the kernels write the rows of its sequences only."""
-    return torch.zeros_like(x) if varlen else torch.empty_like(x)
-
-
-def _rows(b: FmhaBackward, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """fp32 [B, Hkv, T * G] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, dO . O."""
-    p = b.forward
-    out = addressable(p.out)
-    rows = p.batch * p.max_seqlen_q * p.q_heads
-    # Of one tensor the second and third part would be aligned or not, and kernels compiled for either.
-    shape = (p.batch, p.kv_heads, p.max_seqlen_q * p.group)
-    lse2, delta, plain = (torch.empty(shape, dtype=torch.float32, device=p.q.device) for _ in range(3))
-    # The LSE of a sequence may begin anywhere, and a kernel would be compiled for that.
-    lse, dlse, sink = (x if x is None or x.data_ptr() % 16 == 0 else x.clone() for x in (p.lse, b.dlse, p.sink))
-    sink, dlse = (lse if x is None else x for x in (sink, dlse))  # or unread
-    arguments = [
-        out, dout, lse, dlse, sink, lse2, delta, plain, rows, p.max_seqlen_q, p.q_heads, p.group,
-        int(p.sink is not None), int(b.dlse is not None), *row_strides(out), *row_strides(dout),
-        lse.stride(0), lse.stride(2), lse.stride(1), dlse.stride(0), dlse.stride(2), dlse.stride(1),
-    ]  # fmt: skip
-    launch.now(backward_rows, (-(-rows // 16),), *arguments, D=p.head_dim, ROWS=16, num_warps=4)
-    return lse2, delta, plain
-
-
-def _packed(x: Tensor, group: int) -> Tensor:
-    """[B, T, Hq, D] as [B, Hkv, T * G, D]; a copy where one stride for the packed rows does not exist."""
-    if group == 1:
-        return addressable(x.transpose(1, 2))
-    x = addressable(x)  # also of an expanded tensor, of which reshape would make a view
-    wide = x.view(torch.int64)  # numbers of two bytes torch copies at a third of the speed
-    packed = wide.unflatten(2, (-1, group)).transpose(1, 2).reshape(x.shape[0], -1, x.shape[1] * group, wide.shape[3])
-    return packed.view(x.dtype)
-
-
-def addressable(x: Tensor) -> Tensor:
-    """What TMA and BLAS can address; else a copy."""
-    *strides, last = x.stride()
-    if last == 1 and x.data_ptr() % 16 == 0:
-        for stride, size in zip(strides, x.shape):
-            if size > 1 and (stride <= 0 or stride % 8):
-                break
-        else:
-            return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@cache
-def _panel(columns: int, rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(columns * 2, 16, rank=rank)
-
-
-def descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """Of an addressable tensor. TensorDescriptor's own checks of that take 6 to 10 us, nine times in a call."""
-    shape = list(x.shape)
-    strides = [stride if size > 1 else TILE for stride, size in zip(x.stride(), shape)]
-    strides[-1] = 1
-    made = object.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides = x, shape, strides
-    made.block_shape, made.layout = block, _panel(block[-1], len(block))
+def made_like(program: Program, x: Slot, sequences: Sequences | None) -> Slot:
+    """Memory for a gradient; of a varlen batch the kernels write the rows of its sequences only."""
+    made = program.workspace("gradient", x.shape, x.dtype)
+    if sequences is not None:
+        program.fill(made, 0)
     return made
 
 
-def ds_scale(dout: Tensor, v: Tensor, dlse: Tensor | None, lse: Tensor) -> Tensor:
-    """For fp16: a power of two that brings |dS| <= 2 |dO| |v| + |dL| near the top of its range. fp32 [1]."""
+def _rows(b: FmhaBackward, program: Program, dout: Slot) -> tuple[Slot, Slot, Slot]:
+    """fp32 [B, Hkv, T * G] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, dO . O."""
+    p = b.forward
+    out = addressable(program, p.out)
+    rows = p.batch * p.max_seqlen_q * p.q_heads
+    shape = (p.batch, p.kv_heads, p.max_seqlen_q * p.group)
+    lse2, delta, plain = (program.workspace(name, shape, torch.float32) for name in ("lse2", "delta", "plain"))
+    # The LSE of a sequence may begin anywhere, and a kernel would be compiled for that.
+    lse, dlse, sink = (x if x is None or x.data_ptr() % 16 == 0 else program.copied(x) for x in (p.lse, b.dlse, p.sink))
+    assert lse is not None
+    sink, dlse = (lse if x is None else x for x in (sink, dlse))  # or unread
+    arguments = dict(
+        out_ptr=out, dout_ptr=dout, lse_ptr=lse, dlse_ptr=dlse, sink_ptr=sink, lse2_ptr=lse2, delta_ptr=delta,
+        plain_ptr=plain, rows=rows, tokens=p.max_seqlen_q, q_heads=p.q_heads, group=p.group,
+        has_sink=int(p.sink is not None), has_dlse=int(b.dlse is not None),
+        **named("stride_o", "bth", row_strides(out)), **named("stride_g", "bth", row_strides(dout)),
+        **named("stride_l", "bht", lse.stride()), **named("stride_d", "bht", dlse.stride()),
+    )  # fmt: skip
+    program.launch(backward_rows, (-(-rows // 16),), arguments, D=p.head_dim, ROWS=16, num_warps=4)
+    return lse2, delta, plain
+
+
+def _sum_dsink(kv_heads: int, group: int, dsink: Tensor, sink: Tensor, lse: Tensor, plain: Tensor) -> None:
+    lse = lse.unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, T, G], as plain
+    share = torch.sigmoid(sink.view(kv_heads, 1, group) - lse)
+    dsink.copy_(-(torch.where(lse == float("-inf"), 0, share) * plain.view(lse.shape)).sum((0, 2)).flatten())
+
+
+def _by_group(x: Slot, group: int, wide: bool) -> Slot:
+    """[B, T, Hq, D] as [B, Hkv, T, G, D]. wide: as numbers of 8 bytes; those of two bytes torch copies at a third of
+    the speed."""
+    return (x.bytes_as(torch.int64) if wide else x).unflatten(2, (-1, group)).transpose(1, 2)
+
+
+def _merged(x: Slot, group: int) -> Slot | None:
+    """[B, T, Hq, D] as [B, Hkv, T * G, D], the same memory; None where there is no one stride for the packed rows."""
+    if group == 1:
+        return x.transpose(1, 2)
+    _, tokens, heads, _ = x.strides
+    if x.shape[2] != group or x.shape[1] > 1 and tokens != group * heads:
+        return None
+    return x.unflatten(2, (1, group)).transpose(1, 2).flatten(2, 3)
+
+
+def _packed(program: Program, x: Slot, group: int) -> Slot:
+    """[B, T, Hq, D] as [B, Hkv, T * G, D], for TMA and BLAS; a copy where one stride for the packed rows does not
+    exist."""
+    if group == 1:
+        return addressable(program, x.transpose(1, 2))
+    x = addressable(program, x)
+    if (merged := _merged(x, group)) is not None:
+        return merged
+    b, t, heads, d = x.shape
+    made = program.workspace(f"packed {x.name}", (b, heads // group, t * group, d), x.dtype)
+    program.copy(made.bytes_as(torch.int64).unflatten(2, (-1, group)), _by_group(x, group, True))
+    return made
+
+
+def is_addressable(x: Slot) -> bool:
+    """Whether TMA and BLAS can address it."""
+    *strides, last = x.strides
+    return (
+        last == 1
+        and x.data_ptr() % 16 == 0
+        and all(size == 1 or stride > 0 and stride % 8 == 0 for stride, size in zip(strides, x.shape))
+    )
+
+
+def addressable(program: Program, x: Slot) -> Slot:
+    """What TMA and BLAS can address; else a copy."""
+    return x if is_addressable(x) else program.copied(x)
+
+
+def descriptor(x: Slot, block: list[int]) -> TensorDescriptor:
+    """Of what is addressable."""
+    strides = [stride if size > 1 else TILE for stride, size in zip(x.strides, x.shape)]
+    layout = gl.NVMMASharedLayout(block[-1] * 2, 16, rank=len(block))
+    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block, layout)
+
+
+def _find_ds_scale(ds_scale: Tensor, dout: Tensor, v: Tensor, dlse: Tensor | None, lse: Tensor) -> None:
+    """For fp16: a power of two that brings |dS| <= 2 |dO| |v| + |dL| near the top of its range."""
     norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in (dout, v))
     # Rows of no sequence and keys that nobody sees may hold anything.
     longest = [torch.where(norm.isfinite(), norm, 0).amax() for norm in norms]
     most = 2 * longest[0] * longest[1]
     if dlse is not None:
         most = most + torch.where(dlse.isfinite() & (lse > float("-inf")), dlse.abs(), 0).amax()
-    return torch.exp2(torch.log2(FP16_MOST / torch.where(most == 0, 1.0, most)).floor()).reshape(1)
+    torch.exp2(torch.log2(FP16_MOST / torch.where(most == 0, 1.0, most)).floor().reshape(1), out=ds_scale)

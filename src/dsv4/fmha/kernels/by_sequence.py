@@ -7,16 +7,22 @@ sees keys up to i + keys - queries, so no row of a sequence sees a key that was 
 filled in is -inf, so it sees nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.fmha.backward import FmhaBackward
-from dsv4.fmha.kernels.backward import TILE, dense
+from dsv4.fmha import backward
+from dsv4.fmha.backward import FMHA_BACKWARD, FmhaBackward
+from dsv4.fmha.kernels.backward import TILE, Kernels, prepare_dense
 from dsv4.fmha.problem import FmhaProblem
+from dsv4.runtime import calls
+from dsv4.runtime.calls import Given
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
 
 SHORT = 8 * TILE  # queries, and keys
 
@@ -36,26 +42,35 @@ class Span(NamedTuple):
         return self.k.stop - self.k.start
 
 
-def by_sequence(b: FmhaBackward, run: Callable[..., None]) -> None:
-    """run(p, q, k, v, dout, lse2, delta, factor, dq, dk, dv) for a dense batch, or for the sequences of a varlen one;
-    what it gets is what a Chain gets."""
+def prepare_by_sequence(b: FmhaBackward, target: Target, program: Program, kernels: Kernels) -> None:
+    """A dense batch; or the sequences of a varlen one, each a call of its own."""
+    if b.forward.kind == "dense":
+        prepare_dense(b, program, kernels)
+    else:
+        program.compute(partial(by_sequence, target), b)
+
+
+def by_sequence(target: Target, b: FmhaBackward) -> None:
     p = b.forward
-    if p.kind == "dense":
-        dense(b, run)
-        return
     for x in (b.dq, b.dk, b.dv, b.dsink):
         if x is not None:
             x.zero_()
     for spans in together(p):
         dsink = None if b.dsink is None else torch.empty_like(b.dsink)
         if len(spans) == 1:
-            dense(_alone(b, spans[0], dsink), run)
+            _dense_call(target, _alone(b, spans[0], dsink))
         else:
             batch = Copies(b, spans, dsink)
-            dense(batch.request, run)
+            _dense_call(target, batch.request)
             batch.give_back()
         if dsink is not None:
             b.dsink.add_(dsink)
+
+
+def _dense_call(target: Target, b: FmhaBackward) -> None:
+    tensors, options, outputs = backward.given(b)
+    wanted = tuple(x is not None for x in outputs)
+    calls.run_on(FMHA_BACKWARD, Given(tensors, options, wanted, outputs), target.backend, target, b.q.device)
 
 
 def together(p: FmhaProblem) -> Iterator[list[Span]]:

@@ -8,18 +8,20 @@ every query sees every key, the products go by pieces of rows (dQ) and of keys (
 sees.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dsv4.fmha.kernels.backward import FP16_P_SCALE, TILE, descriptor
-from dsv4.fmha.kernels.tiles import NO_BOUND
-from dsv4.fmha.problem import FmhaProblem
+from dsv4.fmha.kernels.backward import FP16_P_SCALE, TILE, Packed, descriptor
 from dsv4.kernels.softmax import LOG2E
-from dsv4.runtime import dispatch, launch
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program, Slot
 
 SLAB_BYTES = 1 << 30  # of P and dS together
 # Of rows and of keys, where not everything is seen: with 8 an eighth too much is multiplied. At head dim 256 those
@@ -34,44 +36,47 @@ class Slab:
     pairs: slice
     rows: slice
 
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.pairs.stop - self.pairs.start, self.rows.stop - self.rows.start
+
 
 class Chain:
-    """Slab by slab: scores, then products. q, dout [B, Hkv, R, D], k, v [B, Hkv, S, D]; lse2, delta [B, Hkv, R];
-    ds_scale [1], for fp16."""
+    """Slab by slab: scores, then products."""
 
     kernel: ClassVar[Any]  # backward_scores of the architecture
     stored: ClassVar[list[int]]  # of P and dS at once
     options: ClassVar[dict[str, int]]  # ring slots, registers of the roles
 
-    def __init__(
-        self, p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor,
-        ds_scale: Tensor,
-    ):  # fmt: skip
-        self.p, self.q, self.k, self.v, self.dout, self.lse2, self.delta = p, q, k, v, dout, lse2, delta
-        self.batch, self.heads, self.rows, self.width = q.shape
-        self.keys = k.shape[2]
-        self.masked = p.left >= 0 or p.right >= 0
-        self.fp16 = q.dtype == torch.float16
-        self.ds_scale = ds_scale
+    def __init__(self, target: Target, program: Program, x: Packed):
+        self.target, self.program, self.x, self.p = target, program, x, x.p
+        self.batch, self.heads, self.rows, self.keys = x.batch, x.heads, x.rows, x.keys
+        self.masked = x.p.left >= 0 or x.p.right >= 0
 
-    def run(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
-        slabs = self._slabs()
+    def prepare(self) -> None:
+        x, program, slabs = self.x, self.program, self._slabs()
         cut = slabs[0].rows.stop < self.rows  # rows of a pair in several slabs: dK and dV are summed in fp32
         padded = -(-self.keys // TILE) * TILE
         pairs, rows = slabs[0].pairs.stop, slabs[0].rows.stop
-        buffers = torch.empty(2, pairs, rows, padded, dtype=self.q.dtype, device=self.q.device)
-        sums: dict[str, Tensor] = {}
+        buffers = program.workspace("P and dS", (2, pairs, rows, padded), x.q.dtype)
+        sums = {
+            name: program.workspace(f"sum of d{name}", (1, self.keys, x.width), torch.float32)
+            for name, wanted in (("k", x.dk), ("v", x.dv))
+            if cut and wanted is not None
+        }
         for slab in slabs:
-            p_slab, ds_slab = buffers[:, : slab.pairs.stop - slab.pairs.start, : slab.rows.stop - slab.rows.start]
-            self._scores(slab, p_slab[..., : self.keys], ds_slab[..., : self.keys])
+            p_slab, ds_slab = (buffers[n, : slab.size[0], : slab.size[1]] for n in (0, 1))
+            self._scores(slab, p_slab, ds_slab)
+            if slab.rows.start == 0:
+                for total in sums.values():
+                    program.fill(total, 0)
             for here, place in self._batches(slab.pairs):
-                self._products(p_slab[here], ds_slab[here], place, slab.rows, dq, dk, dv, sums if cut else None)
+                self._products(p_slab[here], ds_slab[here], place, slab.rows, sums)
             if cut and slab.rows.stop == self.rows:
                 n, head = divmod(slab.pairs.start, self.heads)
-                for x, name in ((dk, "k"), (dv, "v")):
-                    if x is not None:
-                        x[n, head : head + 1].copy_(sums[name])
-                sums.clear()
+                for into, name in ((x.dk, "k"), (x.dv, "v")):
+                    if into is not None:
+                        program.copy(into[n, head : head + 1], sums[name])
 
     def _batches(self, pairs: slice) -> Iterator[tuple[slice, tuple]]:
         """What torch can multiply at once, pairs with one stride between them: (which pairs of the slab, where they are
@@ -106,62 +111,58 @@ class Chain:
 
     def _pieces(self, size: int) -> int:
         """Rows, or keys, of a piece."""
-        return size if not self.masked else max(-(-size // PIECES[self.width] // TILE) * TILE, 4 * TILE)
+        return size if not self.masked else max(-(-size // PIECES[self.x.width] // TILE) * TILE, 4 * TILE)
 
-    def _scores(self, slab: Slab, p_slab: Tensor, ds_slab: Tensor) -> None:
-        p, rows = self.p, slab.rows.stop - slab.rows.start
-        pairs = slab.pairs.stop - slab.pairs.start
+    def _scores(self, slab: Slab, p_slab: Slot, ds_slab: Slot) -> None:
+        x, (pairs, rows) = self.x, slab.size
         items = pairs * -(-rows // TILE) * -(-self.keys // TILE)
-        arguments = [
-            self.lse2.flatten(0, 1)[slab.pairs], self.delta.flatten(0, 1)[slab.pairs], self.ds_scale,
-            *(descriptor(x, [1, 1, TILE, 64]) for x in (self.q, self.k, self.dout, self.v)),
-            *(descriptor(x, self.stored) for x in (p_slab, ds_slab)),
-            p.softmax_scale * LOG2E.value, FP16_P_SCALE, self.rows, rows, slab.rows.start, self.rows // p.group,
-            self.keys, p.group, NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right,
-            self._pieces(rows), self._pieces(self.keys), pairs, slab.pairs.start, self.heads,
-        ]  # fmt: skip
-        grid = (min(items, num_sms(self.q.device)),)
-        launch.now(type(self).kernel, grid, *arguments, D=self.width, SCALED=self.fp16, num_warps=4, **self.options)
+        lse2, delta = (y.flatten(0, 1)[slab.pairs] for y in (x.lse2, x.delta))
+        p_keys, ds_keys = (y[..., : self.keys] for y in (p_slab, ds_slab))
+        read = {name: descriptor(y, [1, 1, TILE, 64]) for name, y in
+                (("q_desc", x.q), ("k_desc", x.k), ("dout_desc", x.dout), ("v_desc", x.v))}  # fmt: skip
+        arguments = x.sizes | read | dict(
+            lse2_ptr=lse2, delta_ptr=delta, ds_scale_ptr=x.ds_scale, p_desc=descriptor(p_keys, self.stored),
+            ds_desc=descriptor(ds_keys, self.stored), scale=self.p.softmax_scale * LOG2E.value, p_scale=FP16_P_SCALE,
+            all_rows=self.rows, rows=rows, row_begin=slab.rows.start, row_piece=self._pieces(rows),
+            key_piece=self._pieces(self.keys), pairs=pairs, pair_begin=slab.pairs.start,
+        )  # fmt: skip
+        grid = (min(items, self.target.num_sms),)
+        options = dict(D=x.width, SCALED=x.fp16, num_warps=4, **self.options)
+        self.program.launch(type(self).kernel, grid, arguments, **options)
 
-    def _products(self, p_slab, ds_slab, place: tuple, rows: slice, dq, dk, dv, sums) -> None:
+    def _products(self, p_slab: Slot, ds_slab: Slot, place: tuple, rows: slice, sums: dict[str, Slot]) -> None:
         """Everything of the pairs at a place of [B, Hkv]: p_slab, ds_slab [pairs, rows, padded keys]."""
-        q, dout, k = self.q[place][:, rows], self.dout[place][:, rows], self.k[place]
-        size = rows.stop - rows.start
-        p_alpha = 1 / FP16_P_SCALE if self.fp16 else 1.0
-        if dq is not None:
+        x, size = self.x, rows.stop - rows.start
+        q, dout = x.q[place][:, rows], x.dout[place][:, rows]
+        p_alpha = 1 / FP16_P_SCALE if x.fp16 else 1.0
+        if x.dq is not None:
+            k, dq = x.k[place], x.dq[place][:, rows]
             for begin, end in _ranges(size, self._pieces(size)):
                 first, last = self._keys_of(rows.start + begin, rows.start + end)
-                into = dq[place][:, rows][:, begin:end]
-                self._product(ds_slab[:, begin:end, first:last], k[:, first:last], into, True)
-        for name, target, left, right in (("k", dk, ds_slab, q), ("v", dv, p_slab, dout)):
+                self._product(dq[:, begin:end], ds_slab[:, begin:end, first:last], k[:, first:last], True)
+        for name, target, left, right in (("k", x.dk, ds_slab, q), ("v", x.dv, p_slab, dout)):
             if target is None:
                 continue
-            into = target[place]
-            if sums is not None:
-                into = sums.setdefault(name, torch.zeros(into.shape, dtype=torch.float32, device=q.device))
+            into = sums[name] if sums else target[place]
             for begin, end in _ranges(self.keys, self._pieces(self.keys)):
                 first, last = self._rows_of(begin, end, rows)
-                x, y = left[:, first:last, begin:end].mT, right[:, first:last]
-                self._product(x, y, into[:, begin:end], name == "k", p_alpha, add=sums is not None)
+                turned = left[:, first:last, begin:end].transpose(1, 2)
+                self._product(into[:, begin:end], turned, right[:, first:last], name == "k", p_alpha, add=bool(sums))
 
-    def _product(self, x: Tensor, y: Tensor, into: Tensor, of_ds: bool, alpha: float = 1.0, add: bool = False) -> None:
-        """into = x @ y times what the operands were scaled by; `add`: to what is there, in fp32."""
-        if x.shape[2] == 0:
+    def _product(self, into: Slot, a: Slot, b: Slot, of_ds: bool, alpha: float = 1.0, add: bool = False) -> None:
+        """into = a @ b times what the operands were scaled by; `add`: to what is there, in fp32."""
+        if a.shape[2] == 0:
             if not add:
-                into.zero_()
+                self.program.fill(into, 0)
             return
         alpha = self.p.softmax_scale if of_ds else alpha
-        if x.is_cuda and not add and not (of_ds and self.fp16):
-            torch.baddbmm(into, x, y, beta=0, alpha=alpha, out=into)
-            return
-        total = torch.bmm(x, y, out_dtype=torch.float32) if x.is_cuda else torch.bmm(x.float(), y.float())
-        total *= alpha
-        if of_ds and self.fp16:
-            total /= self.ds_scale
-        if add:
-            into += total
+        scaled = of_ds and self.x.fp16
+        on_gpu = self.program.device.type == "cuda"
+        if on_gpu and not add and not scaled:
+            self.program.compute(partial(_multiply, alpha), into, a, b)
         else:
-            into.copy_(total)
+            ds_scale = self.x.ds_scale if scaled else None
+            self.program.compute(partial(_multiply_in_fp32, alpha, add, on_gpu), into, a, b, ds_scale)
 
     def _keys_of(self, begin: int, end: int) -> tuple[int, int]:
         """The keys that some of the packed rows begin .. end see."""
@@ -180,12 +181,21 @@ class Chain:
         return min(first, size), max(last, min(first, size))
 
 
-def num_sms(device: torch.device) -> int:
-    """Of the GPU, or of the emulator."""
-    if device.type == "meta":  # only compiled
-        return dispatch.DEFAULT_NUM_SMS
-    target = dispatch.cuda_target(device) if device.type == "cuda" else dispatch.softsm_target()
-    return target.num_sms
+def _multiply(alpha: float, into: Tensor, a: Tensor, b: Tensor) -> None:
+    torch.baddbmm(into, a, b, beta=0, alpha=alpha, out=into)
+
+
+def _multiply_in_fp32(
+    alpha: float, add: bool, on_gpu: bool, into: Tensor, a: Tensor, b: Tensor, ds_scale: Tensor | None
+) -> None:
+    total = torch.bmm(a, b, out_dtype=torch.float32) if on_gpu else torch.bmm(a.float(), b.float())
+    total *= alpha
+    if ds_scale is not None:
+        total /= ds_scale
+    if add:
+        into += total
+    else:
+        into.copy_(total)
 
 
 def _ranges(size: int, piece: int) -> list[tuple[int, int]]:

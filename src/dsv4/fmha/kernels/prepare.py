@@ -119,7 +119,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     # What the kernels of combine.py take
     arguments = tensors._asdict() | sizes._asdict()
     arguments |= dict(want_lse=opts.want_lse, q_heads=p.q_heads, last_sequence=p.batch)
-    arguments |= _named("stride_o", row_strides(out)) | _named("stride_l", lse_strides)
+    arguments |= named("stride_o", "bth", row_strides(out)) | named("stride_l", "bth", lse_strides)
     if short:
         prepare_short_merge(p, program, arguments, out, splits, total_q)
     elif split:
@@ -130,8 +130,8 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         program.copy(p.out, out)
 
 
-def _named(prefix: str, strides: tuple[int, ...]) -> dict[str, int]:
-    return {prefix + letter: stride for letter, stride in zip("bth", strides)}
+def named(prefix: str, letters: str, strides: tuple[int, ...]) -> dict[str, int]:
+    return {prefix + letter: stride for letter, stride in zip(letters, strides)}
 
 
 def are_short(p: Any, tokens: int) -> bool:

@@ -6,6 +6,9 @@
 3. fold_rows          summed by row in the order of the lists, some queries at a time
 """
 
+from __future__ import annotations
+
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +16,10 @@ from torch import Tensor
 
 from dsv4.caches import kv as caches
 from dsv4.fmha.kernels.backward import addressable, descriptor
-from dsv4.fmha.kernels.prepare import is_aligned, row_strides
+from dsv4.fmha.kernels.prepare import is_aligned, named, row_strides
 from dsv4.kernels.softmax import LOG2E
-from dsv4.runtime import checks, launch
+from dsv4.runtime import checks
+from dsv4.runtime.program import Program, Slot
 from dsv4.v4.backward import V4Backward
 from dsv4.v4.kernels.backward_rows import fold_rows, number_rows, query_rows
 from dsv4.v4.kernels.prepare import is_packed
@@ -36,130 +40,164 @@ def supports(b: V4Backward) -> str | None:
     return None
 
 
-def run(b: V4Backward, kernel: Any, registers: dict[str, int]) -> None:
+def prepare_listed(b: V4Backward, program: Program, kernel: Any, registers: dict[str, int]) -> None:
     """Fill b.dq, b.dwindow, b.dcompressed and b.dsink, those that are not None. kernel: backward_listed of an
     architecture, and the registers of its roles."""
     p = b.forward
-    window = _flat(p.window)
-    compressed = window if p.compressed is None else _flat(p.compressed)
+    window = _flat(program, p.window)
+    compressed = window if p.compressed is None else _flat(program, p.compressed)
     fp16 = p.q.dtype == torch.float16
-    lse2, delta, share, turned, most, sizes = _rows(b, _longest({window, compressed}) if fp16 else None)
+    longest = None
+    if fp16:
+        longest = program.workspace("longest", (1,), torch.float32)
+        program.compute(_find_longest, longest, window, None if p.compressed is None else compressed)
+    lse2, delta, share, turned, most, sizes = _rows(b, program, longest)
     if b.dsink is not None:
-        torch.sum(share, 0, out=b.dsink)
-    rows, blocks, window_blocks = _listed(p)
+        program.compute(_sum_dsink, b.dsink, share)
+    rows, blocks, window_blocks = _listed(p, program)
     width = rows.shape[1]
-    q, dout = (addressable(x) for x in (p.q, b.dout))
+    q, dout = (addressable(program, x) for x in (p.q, b.dout))
     aligned = b.dq is not None and is_aligned(b.dq)
-    dq = b.dq if aligned else torch.empty(p.q.shape, dtype=p.q.dtype, device=p.q.device)
-    total = caches.pool_size(p.window) + (0 if p.compressed is None else caches.pool_size(p.compressed))
-    sums = torch.zeros(total, 512, dtype=torch.float32, device=p.q.device)
+    dq = b.dq if aligned else program.workspace("dq", p.q.shape, p.q.dtype)
+    split = caches.pool_size(p.window)
+    total = split + (0 if p.compressed is None else caches.pool_size(p.compressed))
+    sums = program.workspace("dkv", (total, 512), torch.float32)
+    program.fill(sums, 0)
     tiles = -(-p.q_heads // 64)
+    boxes = {name: descriptor(x, [1, 64, 64]) for name, x in
+             (("q_desc", q), ("dout_desc", dout), ("turned_desc", turned), ("dq_desc", dq))}  # fmt: skip
+    common: dict[str, Any] = boxes | dict(
+        rows_ptr=rows, blocks_ptr=blocks, lse2_ptr=lse2, delta_ptr=delta, window_ptr=window, compressed_ptr=compressed,
+        scale2=p.softmax_scale * LOG2E.value, scale=p.softmax_scale, heads=p.q_heads, width=width, window_rows=split,
+        window_stride=window.stride(0) // 8, window_blocks=window_blocks, compressed_stride=compressed.stride(0) // 8,
+        most_ptr=most, sizes_ptr=sizes,
+    )  # fmt: skip
     panels = 0 if p.cos_sin is None else turned.shape[-1] // 64
+    options = dict(ATOMIC=not b.deterministic, TURNED=panels, SCALED=fp16, **registers, num_warps=4)
 
-    def listed(target: Tensor, begin: int, count: int, atomic: bool) -> None:
-        launch.now(
-            kernel, (count, tiles), rows, blocks, lse2, delta, window, compressed, target,
-            *(descriptor(x, [1, 64, 64]) for x in (q, dout, turned, dq)), p.softmax_scale * LOG2E.value,
-            p.softmax_scale, p.q_heads, width, caches.pool_size(p.window), window.stride(0) // 8, window_blocks,
-            compressed.stride(0) // 8, begin, count, most, sizes, undo,
-            ATOMIC=atomic, TURNED=panels, SCALED=fp16, **registers, num_warps=4,
-        )  # fmt: skip
+    def listed(target: Slot, undo: Slot, begin: int, count: int) -> None:
+        arguments = common | dict(target_ptr=target, undo_ptr=undo, query_begin=begin, queries=count)
+        program.launch(kernel, (count, tiles), arguments, **options)
 
     undo = lse2  # or unread
     if not b.deterministic:
-        listed(sums, 0, p.batch, True)
+        listed(sums, undo, 0, p.batch)
     else:
         padded = -(-width // 64) * 64
         some = max(1, min(p.batch, STORED_BYTES // (tiles * padded * 1024)))
-        parts = torch.empty(tiles * some * padded, 512, dtype=p.q.dtype, device=p.q.device)
+        parts = program.workspace("parts", (tiles * some * padded, 512), p.q.dtype)
         if fp16:
-            undo = torch.empty(tiles * some * padded // 64, dtype=torch.float32, device=p.q.device)
+            undo = program.workspace("undo", (tiles * some * padded // 64,), torch.float32)
+        places = program.workspace("places", (some * width,), torch.int32)
+        starts = program.workspace("starts", (total + 1,), torch.int32)
         for begin in range(0, p.batch, some):
             count = min(some, p.batch - begin)
-            listed(parts, begin, count, False)
-            _fold(rows[begin : begin + count], parts, undo, sums, tiles, padded)
+            listed(parts, undo, begin, count)
+            program.compute(partial(_order, padded), places[: count * width], starts, rows[begin : begin + count])
+            arguments = dict(parts_ptr=parts, order_ptr=places, starts_ptr=starts, sums_ptr=sums, head_tiles=tiles,
+                             per_tile=count * padded, undo_ptr=undo)  # fmt: skip
+            program.launch(fold_rows, (total,), arguments, SOME=16, SCALED=fp16, num_warps=4)
     if b.dq is not None and not aligned:
-        b.dq.copy_(dq)
-    split = caches.pool_size(p.window)
+        program.copy(b.dq, dq)
     for x, part in ((b.dwindow, sums[:split]), (b.dcompressed, sums[split:])):
         if x is not None:
-            x.copy_(part.view(x.shape))
+            program.copy(x, part if x.ndim == 2 else part.unflatten(0, x.shape[:2]))
 
 
-def _fold(rows: Tensor, parts: Tensor, undo: Tensor, sums: Tensor, tiles: int, padded: int) -> None:
+def _order(padded: int, places: Tensor, starts: Tensor, rows: Tensor) -> None:
+    """Where the contributions of each row lie: places, by row; starts [rows + 1], which of them are a row's."""
     count, width = rows.shape
     place = torch.arange(count, device=rows.device)[:, None] * padded + torch.arange(width, device=rows.device)
-    named, order = rows.flatten().sort(stable=True)  # -1 first: no row's
-    starts = torch.searchsorted(named, torch.arange(len(sums) + 1, dtype=torch.int32, device=rows.device)).int()
-    places = place.flatten()[order].int()
-    scaled = parts.dtype == torch.float16
-    launch.now(fold_rows, (len(sums),), parts, places, starts, sums, tiles, count * padded, undo, SOME=16,
-               SCALED=scaled, num_warps=4)  # fmt: skip
+    found, order = rows.flatten().sort(stable=True)  # -1 first: no row's
+    starts.copy_(torch.searchsorted(found, torch.arange(len(starts), dtype=torch.int32, device=rows.device)))
+    places.copy_(place.flatten()[order])
 
 
-def _longest(pools: set[Tensor]) -> Tensor:
-    """The largest norm of a row, fp32 []. Rows that nobody lists may hold anything."""
-    norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in pools)
-    return torch.stack([torch.where(x.isfinite(), x, 0).amax() for x in norms if x.numel()]).amax()
+def _sum_dsink(dsink: Tensor, share: Tensor) -> None:
+    torch.sum(share, 0, out=dsink)
 
 
-def _rows(b: V4Backward, longest: Tensor | None) -> tuple[Tensor, ...]:
+def _find_longest(longest: Tensor, *pools: Tensor | None) -> None:
+    """The largest norm of a row. Rows that nobody lists may hold anything."""
+    norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in pools if x is not None and x.numel())
+    longest.copy_(torch.stack([torch.where(x.isfinite(), x, 0).amax() for x in norms]).amax())
+
+
+def _rows(b: V4Backward, program: Program, longest: Slot | None) -> tuple[Slot, ...]:
     """fp32 [N, H] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, the terms of dsink.
     The last columns of dO turned as q was, where the output was turned back; else anything. And fp32 [N, H], where the
     norm of the longest row is given: what bounds dS, and if deterministic what a head adds to dKV; else anything."""
     p = b.forward
-    q, out, dout = (addressable(x) for x in (p.q, p.out, b.dout))
-    lse2, delta, share = (torch.empty(p.batch, p.q_heads, device=p.q.device) for _ in range(3))
-    most = lse2 if longest is None else torch.empty_like(lse2)
+    q, out, dout = (addressable(program, x) for x in (p.q, p.out, b.dout))
     stored = longest is not None and b.deterministic
-    sizes = torch.empty_like(lse2) if stored else lse2
+
+    def per_head(name: str) -> Slot:
+        return program.workspace(name, (p.batch, p.q_heads), torch.float32)
+
+    lse2, delta, share = per_head("lse2"), per_head("delta"), per_head("share")
+    most = lse2 if longest is None else per_head("most")
+    sizes = per_head("sizes") if stored else lse2
     turned, columns = dout, 0
     if p.cos_sin is not None:
         columns = max(64, 1 << (p.cos_sin.shape[1] - 1).bit_length())
-        turned = torch.empty(p.batch, p.q_heads, columns, dtype=p.q.dtype, device=p.q.device)
+        turned = program.workspace("turned", (p.batch, p.q_heads, columns), p.q.dtype)
     sink, dlse, cos_sin, positions = (  # or unread
         p.lse if x is None else x for x in (p.sink, b.dlse, p.cos_sin, p.positions)
     )
-    positions = positions.contiguous()
-    launch.now(
-        query_rows, (p.batch, -(-p.q_heads // 16)), out, dout, p.lse, dlse, sink, cos_sin, positions, lse2, delta,
-        share, turned, p.q_heads,
-        int(p.sink is not None), int(b.dlse is not None), *row_strides(out)[1:], *row_strides(dout)[1:],
-        *p.lse.stride(), *dlse.stride(), cos_sin.shape[0], cos_sin.shape[1], cos_sin.stride(0),
-        lse2 if longest is None else longest, most, abs(p.softmax_scale), q, sizes, *row_strides(q)[1:],
-        D=512, ROWS=16, TURNED=columns, SCALED=longest is not None, STORED=stored, num_warps=4,
+    positions = positions if positions.is_contiguous() else program.copied(positions)
+    arguments = dict(
+        out_ptr=out, dout_ptr=dout, lse_ptr=p.lse, dlse_ptr=dlse, sink_ptr=sink, cos_sin_ptr=cos_sin,
+        positions_ptr=positions, lse2_ptr=lse2, delta_ptr=delta, share_ptr=share, turned_ptr=turned, heads=p.q_heads,
+        has_sink=int(p.sink is not None), has_dlse=int(b.dlse is not None),
+        **named("stride_o", "nh", row_strides(out)[1:]), **named("stride_g", "nh", row_strides(dout)[1:]),
+        **named("stride_l", "nh", p.lse.stride()), **named("stride_d", "nh", dlse.stride()),
+        **named("stride_q", "nh", row_strides(q)[1:]), positions=cos_sin.shape[0], rope_width=cos_sin.shape[1],
+        rope_line=cos_sin.stride(0), longest_ptr=lse2 if longest is None else longest, most_ptr=most,
+        scale=abs(p.softmax_scale), q_ptr=q, sizes_ptr=sizes,
     )  # fmt: skip
+    program.launch(query_rows, (p.batch, -(-p.q_heads // 16)), arguments, D=512, ROWS=16, TURNED=columns,
+                   SCALED=longest is not None, STORED=stored, num_warps=4)  # fmt: skip
     return lse2, delta, share, turned, most, sizes
 
 
-def _flat(pool: Tensor) -> Tensor:
+def _flat(program: Program, pool: Slot) -> Slot:
     """[rows, 512] with one stride for all rows; a copy where there is none."""
-    flat = pool.reshape(-1, pool.shape[-1])
-    return flat if is_aligned(flat) else flat.clone(memory_format=torch.contiguous_format)
+    flat = pool if pool.ndim == 2 else program.flattened(pool)
+    return flat if is_aligned(flat) else program.copied(flat)
 
 
-def _listed(p: V4Problem) -> tuple[Tensor, Tensor, int]:
+def _listed(p: V4Problem, program: Program) -> tuple[Slot, Slot, int]:
     """int32 [N, K]: the rows of both pools by one number, compressed ones after the window's; -1 = nothing there. Int32
     [N]: how many blocks of 64 entries to go through. And how many name window rows: no block names both."""
     window_blocks = -(-p.window_indices.shape[1] // 64)
     compressed, lengths, size = p.compressed_indices, p.compressed_lengths, 0
     if p.compressed is not None:
         size = caches.pool_size(p.compressed)
-    if p.block_table is not None and len(p.block_table) and p.compressed is not None and lengths is not None:
-        page, owner = caches.pool_page(p.compressed), requests_of(p)
-        j = torch.arange(p.compressed_capacity, device=p.q.device)
-        lines = p.block_table[owner.clamp_max(p.block_table.shape[0] - 1)]
-        compressed = (lines[:, j // page].long() * page + j % page).int()
-        lengths = lengths * (owner < p.block_table.shape[0])
+    if p.block_table is not None and p.block_table.shape[0] and p.compressed is not None and lengths is not None:
+        compressed = program.workspace("compressed rows", (p.batch, p.compressed_capacity), torch.int32)
+        lengths = program.workspace("their number", (p.batch,), torch.int32)
+        program.compute(_list_pages, p, compressed, lengths)
     elif compressed is None:
         compressed = p.window_indices[:, :0]
     entries = compressed.shape[1]
-    rows = torch.empty(p.batch, window_blocks * 64 + entries, dtype=torch.int32, device=p.q.device)
-    blocks = torch.empty(p.batch, dtype=torch.int32, device=p.q.device)
-    launch.now(
-        number_rows, (p.batch,), p.window_indices, blocks if p.window_lengths is None else p.window_lengths, compressed,
-        blocks if lengths is None else lengths, rows, blocks, p.window_indices.stride(0), p.window_indices.shape[1],
-        window_blocks * 64, int(p.window_lengths is not None), caches.pool_size(p.window), compressed.stride(0),
-        entries, int(lengths is not None), size, CHUNK=256, num_warps=4,
+    rows = program.workspace("rows", (p.batch, window_blocks * 64 + entries), torch.int32)
+    blocks = program.workspace("blocks", (p.batch,), torch.int32)
+    arguments = dict(
+        window_list_ptr=p.window_indices, window_lengths_ptr=blocks if p.window_lengths is None else p.window_lengths,
+        compressed_list_ptr=compressed, compressed_lengths_ptr=blocks if lengths is None else lengths, rows_ptr=rows,
+        blocks_ptr=blocks, window_stride=p.window_indices.stride(0), window_entries=p.window_indices.shape[1],
+        window_padded=window_blocks * 64, has_window_lengths=int(p.window_lengths is not None),
+        window_rows=caches.pool_size(p.window), compressed_stride=compressed.stride(0), compressed_entries=entries,
+        has_compressed_lengths=int(lengths is not None), compressed_rows=size,
     )  # fmt: skip
+    program.launch(number_rows, (p.batch,), arguments, CHUNK=256, num_warps=4)
     return rows, blocks, window_blocks
+
+
+def _list_pages(p: V4Problem, compressed: Tensor, lengths: Tensor) -> None:
+    """The rows that a block table names, as lists, and how many of them a query sees."""
+    page, owner = caches.pool_page(p.compressed), requests_of(p)
+    j = torch.arange(compressed.shape[1], device=compressed.device)
+    lines = p.block_table[owner.clamp_max(p.block_table.shape[0] - 1)]
+    compressed.copy_(lines[:, j // page].long() * page + j % page)
+    torch.mul(p.compressed_lengths, owner < p.block_table.shape[0], out=lengths)

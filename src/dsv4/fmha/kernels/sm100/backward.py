@@ -2,32 +2,34 @@
 
 head dim    kernels                                              products of the size of the scores, workspace
 64, 128     backward_rows, then backward_tiles twice             7, none
-256, 512    backward_rows, then the chain (shared/fmha/chain.py) 5, 1 GiB for P and dS
+256, 512    backward_rows, then the chain (fmha/kernels/chain.py) 5, 1 GiB for P and dS
             with backward_scores of this folder
 """
 
-from torch import Tensor, float16
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 from dsv4.fmha.backward import FmhaBackward
-from dsv4.fmha.kernels.backward import FP16_P_SCALE, Sequences, at_once, descriptor, supports
-from dsv4.fmha.kernels.by_sequence import by_sequence
+from dsv4.fmha.kernels.backward import FP16_P_SCALE, Packed, descriptor, prepare_at_once, supports
+from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.sm100.backward_scores import backward_scores
 from dsv4.fmha.kernels.sm100.backward_tiles import backward_tiles
-from dsv4.fmha.kernels.tiles import NO_BOUND
-from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.softmax import LOG2E
-from dsv4.runtime import launch
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program, Slot
 
-__all__ = ["backward", "supports"]
+__all__ = ["prepare", "supports"]
 
 
-def backward(b: FmhaBackward) -> None:
+def prepare(b: FmhaBackward, target: Target, program: Program) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
     if b.forward.head_dim <= 128:
-        at_once(b, tiles)
+        prepare_at_once(b, program, prepare_tiles)
     else:
-        by_sequence(b, chain)
+        prepare_by_sequence(b, target, program, partial(prepare_chain, target))
 
 
 class BlackwellChain(Chain):
@@ -36,35 +38,32 @@ class BlackwellChain(Chain):
     options = dict(SLOTS=5, SCORE_REGS=208, LOAD_REGS=88)
 
 
-def chain(p: FmhaProblem, *tensors: Tensor) -> None:
-    BlackwellChain(p, *tensors[:7]).run(*tensors[7:])
+def prepare_chain(target: Target, program: Program, x: Packed) -> None:
+    BlackwellChain(target, program, x).prepare()
 
 
-def tiles(
-    p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, factor: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, sequences: Sequences | None,
-) -> None:  # fmt: skip
-    """q, dout, dq [B, Hkv, R, D], R packed rows; k, v, dk, dv [B, Hkv, S, D]; lse2, delta [B, Hkv, R]; factor [1], of
-    dS in fp16."""
-    batch, heads, rows, d = q.shape
-    keys, fp16 = k.shape[2], q.dtype == float16
-    of_rows, of_keys = [[descriptor(x, [1, 1, 128, 64]) for x in pair] for pair in ((q, dout), (k, v))]
-    common = [
-        p.softmax_scale * LOG2E.value, p.softmax_scale, FP16_P_SCALE, rows, rows // p.group, keys, p.group,
-        NO_BOUND if p.left < 0 else p.left, NO_BOUND if p.right < 0 else p.right, heads,
-    ]  # fmt: skip
-    terms = [lse2, delta, factor]
-    count, starts, of_each = 0, (lse2, lse2), lambda n: -(-n // 128)
-    if sequences is not None:
-        count, starts, of_each = sequences.count, sequences, lambda n: n // 128 + sequences.count  # as many as may be
-    options = dict(D=d, SCALED=fp16, VARLEN=sequences is not None, SCORE_REGS=224, WARP_REGS=56, num_warps=4)
-    if dk is not None or dv is not None:
-        if dk is None or dv is None:  # both come from one launch
-            dk, dv = (k.new_empty(k.shape) if x is None else x for x in (dk, dv))
-        grid = (of_each(keys), batch * heads)
-        launch.now(backward_tiles, grid, *terms, dk, dv, *starts, *of_keys, *of_rows, *common, *dk.stride()[:3],
-                   *dv.stride()[:3], count, KEYS=True, **options)  # fmt: skip
-    if dq is not None:
-        grid = (of_each(rows), batch * heads)
-        launch.now(backward_tiles, grid, *terms, dq, dq, *starts, *of_rows, *of_keys, *common, *dq.stride()[:3],
-                   *dq.stride()[:3], count, KEYS=False, **options)  # fmt: skip
+def prepare_tiles(program: Program, x: Packed) -> None:
+    of_rows, of_keys = [[descriptor(y, [1, 1, 128, 64]) for y in pair] for pair in ((x.q, x.dout), (x.k, x.v))]
+    count, starts = 0, (x.lse2, x.lse2)  # or unread
+    if x.sequences is not None:
+        count, starts = x.sequences.count, x.sequences
+    common: dict[str, Any] = x.sizes | dict(
+        lse2_ptr=x.lse2, delta_ptr=x.delta, ds_scale_ptr=x.ds_scale, cu_q_ptr=starts[0], cu_k_ptr=starts[1],
+        scale=x.p.softmax_scale * LOG2E.value, factor=x.p.softmax_scale, p_scale=FP16_P_SCALE, sequences=count,
+    )  # fmt: skip
+    options = dict(D=x.width, SCALED=x.fp16, VARLEN=x.sequences is not None, SCORE_REGS=224, WARP_REGS=56, num_warps=4)
+
+    def launch(rows: int, first: Slot, second: Slot, own: list, other: list, keys: bool) -> None:
+        tiles = -(-rows // 128) if x.sequences is None else rows // 128 + count  # as many as may be
+        arguments = common | dict(ptr0=first, ptr1=second, x0_desc=own[0], x1_desc=own[1], y0_desc=other[0],
+                                  y1_desc=other[1])  # fmt: skip
+        for n, y in enumerate((first, second)):
+            arguments |= {f"{name}{n}": stride for name, stride in zip(("batch", "head", "stride"), y.stride())}
+        program.launch(backward_tiles, (tiles, x.batch * x.heads), arguments, KEYS=keys, **options)
+
+    if x.dk is not None or x.dv is not None:
+        # Both come from one launch.
+        dk, dv = (program.workspace("unwanted", x.k.shape, x.k.dtype) if y is None else y for y in (x.dk, x.dv))
+        launch(x.keys, dk, dv, of_keys, of_rows, True)
+    if x.dq is not None:
+        launch(x.rows, x.dq, x.dq, of_rows, of_keys, False)

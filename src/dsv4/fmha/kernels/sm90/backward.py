@@ -2,54 +2,44 @@
 
 head dim    kernels                                                          products of the size of the scores
 64, 128     backward_rows; backward_keys: dK and dV; backward_dq: dQ         7
-256, 512    backward_rows; the chain (shared/fmha/chain.py)                  5
+256, 512    backward_rows; the chain (fmha/kernels/chain.py)                 5
             with backward_scores of this folder
 """
 
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from functools import partial
+from typing import Any
 
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.kernels.backward import (
     FP16_P_SCALE,
     TILE,
-    Sequences,
-    addressable,
-    at_once,
+    Packed,
     descriptor,
+    is_addressable,
     made_like,
+    prepare_at_once,
     supports,
 )
-from dsv4.fmha.kernels.by_sequence import by_sequence
+from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_scores import backward_scores
-from dsv4.fmha.kernels.tiles import NO_BOUND
-from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.softmax import LOG2E
-from dsv4.runtime import launch
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
 
-__all__ = ["backward", "supports"]
+__all__ = ["prepare", "supports"]
 
 
-def backward(b: FmhaBackward) -> None:
+def prepare(b: FmhaBackward, target: Target, program: Program) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
     if b.forward.head_dim <= 128:
-        at_once(b, tiled)
+        prepare_at_once(b, program, prepare_tiles)
     else:
-        by_sequence(b, chain)
-
-
-def tiled(p: FmhaProblem, *given: Any) -> None:
-    *tensors, sequences = given
-    Tiled(p, *tensors[:7], sequences).run(*tensors[7:])
-
-
-def chain(p: FmhaProblem, *tensors: Any) -> None:
-    HopperChain(p, *tensors[:7]).run(*tensors[7:])
+        prepare_by_sequence(b, target, program, partial(prepare_chain, target))
 
 
 class HopperChain(Chain):
@@ -58,66 +48,53 @@ class HopperChain(Chain):
     options = dict(SLOTS=6, SCORE_REGS=240, LOAD_REGS=24)
 
 
-class Tiled:
-    """Without scores in memory. q, dout [B, Hkv, R, D], k, v [B, Hkv, S, D]; lse2, delta [B, Hkv, R]; factor [1], of dS
-    in fp16."""
+def prepare_chain(target: Target, program: Program, x: Packed) -> None:
+    HopperChain(target, program, x).prepare()
 
-    def __init__(
-        self, p: FmhaProblem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor,
-        factor: Tensor, sequences: Sequences | None,
-    ):  # fmt: skip
-        self.sequences, self.factor = sequences, factor
-        self.p, self.q, self.k, self.v, self.dout, self.lse2, self.delta = p, q, k, v, dout, lse2, delta
-        self.batch, self.heads, self.rows, self.width = q.shape
-        self.keys, self.pairs = k.shape[2], q.shape[0] * q.shape[1]
-        self.fp16 = q.dtype == torch.float16
-        self.q_box, self.dout_box = (descriptor(x, [1, 1, 64, 64]) for x in (q, dout))  # both kernels take them
-        self.sizes = (
-            self.rows, self.rows // p.group, self.keys, p.group, NO_BOUND if p.left < 0 else p.left,
-            NO_BOUND if p.right < 0 else p.right, self.heads,
+
+def prepare_tiles(program: Program, x: Packed) -> None:
+    """Without scores in memory."""
+    wanted = (x.dq, x.dk, x.dv)
+    dq, dk, dv = made = [
+        grad if grad is not None and is_addressable(grad) else made_like(program, like, x.sequences)
+        for grad, like in zip(wanted, (x.q, x.k, x.v))
+    ]
+    starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences, x.sequences.count)  # or unread
+    scale = x.p.softmax_scale
+    common: dict[str, Any] = x.sizes | dict(
+        lse2_ptr=x.lse2, delta_ptr=x.delta, ds_scale_ptr=x.ds_scale, q_desc=descriptor(x.q, [1, 1, 64, 64]),
+        dout_desc=descriptor(x.dout, [1, 1, 64, 64]), **dict(zip(("cu_q_ptr", "cu_k_ptr", "sequences"), starts)),
+        scale2=scale * LOG2E.value, scale=scale, p_scale=FP16_P_SCALE,
+    )  # fmt: skip
+    constants = dict(D=x.width, SLOTS=2, SCALED=x.fp16, VARLEN=x.sequences is not None, num_warps=4)
+    if x.dk is not None or x.dv is not None:
+        k, v, dk_box, dv_box = (descriptor(y, [1, 1, 64, 64]) for y in (x.k, x.v, dk, dv))
+        arguments = common | dict(
+            k_desc=k, v_desc=v, dk_desc=dk_box, dv_desc=dv_box, dk_ptr=dk, dv_ptr=dv, dk_head=dk.stride(1),
+            dk_row=dk.stride(2), dv_head=dv.stride(1), dv_row=dv.stride(2),
         )  # fmt: skip
-        self.constants = dict(D=self.width, SLOTS=2, SCALED=self.fp16, VARLEN=sequences is not None, num_warps=4)
-
-    def run(self, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
-        """dq [B, Hkv, R, D], dk, dv [B, Hkv, S, D]."""
-        made = [x if x is not None and addressable(x) is x else made_like(y, self.sequences is not None)
-                for x, y in ((dq, self.q), (dk, self.k), (dv, self.v))]  # fmt: skip
-        if dk is not None or dv is not None:
-            self._keys(made[1], made[2])
-        if dq is not None:
-            self._rows(made[0])
-        for x, y in zip((dq, dk, dv), made):
-            if x is not None and y is not x:
-                x.copy_(y)
-
-    def _tiles(self, rows: int) -> int:
-        """Of a pair; for sequences as many as there may be."""
-        return -(-rows // TILE) if self.sequences is None else rows // TILE + self.sequences.count
-
-    def _registers(self, of_keys: bool) -> tuple[int, int]:
-        """Of the gradient roles and of load, which needs more for sequences; at head dim 128 dK and dV leave none."""
-        return (240, 24) if self.sequences is None or of_keys and self.width == 128 else (232, 40)
-
-    def _starts(self) -> tuple[Tensor, Tensor, int]:
-        return (self.lse2, self.lse2, 0) if self.sequences is None else (*self.sequences, self.sequences.count)
-
-    def _keys(self, dk: Tensor, dv: Tensor) -> None:
-        scale, (*starts, count) = self.p.softmax_scale, self._starts()
-        roles, load = self._registers(of_keys=True)
-        k, v, *outputs = (descriptor(x, [1, 1, 64, 64]) for x in (self.k, self.v, dk, dv))
-        launch.now(
-            backward_keys, (self._tiles(self.keys) * self.pairs,), self.lse2, self.delta, self.factor,
-            self.q_box, k, self.dout_box, v, *outputs, dk, dv, *starts,
-            scale * LOG2E.value, scale, FP16_P_SCALE, *self.sizes, count, *dk.stride()[1:3], *dv.stride()[1:3],
-            GRADIENT_REGS=roles, LOAD_REGS=load, **self.constants,
+        roles, load = _registers(x, of_keys=True)
+        grid = (_tiles(x, x.keys) * x.batch * x.heads,)
+        program.launch(backward_keys, grid, arguments, GRADIENT_REGS=roles, LOAD_REGS=load, **constants)
+    if x.dq is not None:
+        k, v = (descriptor(y, [1, 1, TILE, 64]) for y in (x.k, x.v))
+        arguments = common | dict(
+            k_desc=k, v_desc=v, dq_desc=descriptor(dq, [1, 1, 64, 64]), dq_ptr=dq, dq_head=dq.stride(1),
+            dq_row=dq.stride(2),
         )  # fmt: skip
+        roles, load = _registers(x, of_keys=False)
+        grid = (_tiles(x, x.rows) * x.batch * x.heads,)
+        program.launch(backward_dq, grid, arguments, DQ_REGS=roles, LOAD_REGS=load, **constants)
+    for grad, found in zip(wanted, made):
+        if grad is not None and found is not grad:
+            program.copy(grad, found)
 
-    def _rows(self, dq: Tensor) -> None:
-        scale, (*starts, count) = self.p.softmax_scale, self._starts()
-        roles, load = self._registers(of_keys=False)
-        k, v = (descriptor(x, [1, 1, TILE, 64]) for x in (self.k, self.v))
-        launch.now(
-            backward_dq, (self._tiles(self.rows) * self.pairs,), self.lse2, self.delta, self.factor,
-            self.q_box, k, self.dout_box, v, descriptor(dq, [1, 1, 64, 64]), dq, *starts, scale * LOG2E.value, scale,
-            *self.sizes, count, *dq.stride()[1:3], DQ_REGS=roles, LOAD_REGS=load, **self.constants,
-        )  # fmt: skip
+
+def _tiles(x: Packed, rows: int) -> int:
+    """Of a pair; for sequences as many as there may be."""
+    return -(-rows // TILE) if x.sequences is None else rows // TILE + x.sequences.count
+
+
+def _registers(x: Packed, of_keys: bool) -> tuple[int, int]:
+    """Of the gradient roles and of load, which needs more for sequences; at head dim 128 dK and dV leave none."""
+    return (240, 24) if x.sequences is None or of_keys and x.width == 128 else (232, 40)

@@ -1,12 +1,14 @@
-"""Gradients of v4_attention on sm_100a: the way of shared/v4/backward.py, with the kernel of this folder."""
+"""Gradients of v4_attention on sm_100a: the way of v4/kernels/backward.py, with the kernel of this folder."""
 
+from dsv4.runtime.dispatch import Target
+from dsv4.runtime.program import Program
 from dsv4.v4.backward import V4Backward
-from dsv4.v4.kernels.backward import run, supports
+from dsv4.v4.kernels.backward import prepare_listed, supports
 from dsv4.v4.kernels.sm100.backward_listed import backward_listed
 
-__all__ = ["backward", "supports"]
+__all__ = ["prepare", "supports"]
 
 
-def backward(b: V4Backward) -> None:
+def prepare(b: V4Backward, target: Target, program: Program) -> None:
     """Fill b.dq, b.dwindow, b.dcompressed and b.dsink, those that are not None."""
-    run(b, backward_listed, dict(ADD_REGS=136, GATHER_REGS=104, MMA_REGS=104))
+    prepare_listed(b, program, backward_listed, dict(ADD_REGS=136, GATHER_REGS=104, MMA_REGS=104))

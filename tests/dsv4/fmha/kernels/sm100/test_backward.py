@@ -19,13 +19,11 @@ from fmha_gradients import (
 
 import softsm
 from dsv4 import suites
-from dsv4.fmha.kernels import chain
-from dsv4.fmha.kernels.sm100 import backward
 
 
 def run(b):
     with softsm.use("sm_100a"):
-        backward.backward(b)
+        launches.run(b)
 
 
 CASES = {
@@ -96,14 +94,14 @@ def test_only_what_is_wanted():
 @pytest.mark.parametrize("name, order, dq", TOGETHER)
 def test_sequences_go_together(name, order, dq, monkeypatch):
     kernels = ("backward_tiles", "backward_tiles")
-    check_sequences_go_together("sm_100a", backward.backward, kernels, name, order, dq, monkeypatch)
+    check_sequences_go_together("sm_100a", kernels, name, order, dq, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 def test_chain_takes_short_sequences_together(name, monkeypatch):
     b, want, low = varlen_request(d=256, **SHORT[name])
-    names = launches.one_by_one(monkeypatch)
+    names = launches.launched(monkeypatch)
     run(b)
     assert names == ["backward_rows", "backward_scores"] * 2
     check(b, want, low)
@@ -122,7 +120,7 @@ def test_no_race_whenever_copies_and_products_complete(d, long, order, all_three
     b, want, low = request(heads=(1, 1), d=d, dtype=BF16 if all_three else FP16, **LONG[long])
     b = b if all_three else replace(b, dk=None, dv=None)
     with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
-        backward.backward(b)
+        launches.run(b)
     assert "nothing found" in str(report), str(report)
     check(b, want, low)
 
@@ -139,10 +137,10 @@ def test_no_race_whenever_copies_and_products_complete(d, long, order, all_three
 )
 def test_no_race_between_the_tiles_of_a_multiprocessor(d, order, monkeypatch):
     """Seven tiles and more for each of two: every slot is filled again and again, every stage of S and dP."""
-    monkeypatch.setattr(chain, "num_sms", lambda device: 2)
+    launches.num_sms(monkeypatch, 2)
     b, want, low = request(t=300, s=520, heads=(1, 1), d=d, causal=True)
     with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
-        backward.backward(b)
+        launches.run(b)
     assert "nothing found" in str(report), str(report)
     check(b, want, low)
 

@@ -21,13 +21,12 @@ from fmha_gradients import (
 
 import softsm
 from dsv4.fmha.kernels import chain
-from dsv4.fmha.kernels.sm90 import backward
 from dsv4.reference import backward as reference_backward
 
 
 def run(b):
     with softsm.use("sm_90a"):
-        backward.backward(b)
+        launches.run(b)
 
 
 CASES = {
@@ -78,7 +77,7 @@ def test_slabs_and_pieces_do_not_show(monkeypatch):
     """A slab of 128 tokens of one head, so that dK and dV are summed; pieces of 128; two multiprocessors."""
     monkeypatch.setattr(chain, "SLAB_BYTES", 0)
     monkeypatch.setattr(chain.Chain, "_pieces", lambda self, size: 128)
-    monkeypatch.setattr(chain, "num_sms", lambda device: 2)
+    launches.num_sms(monkeypatch, 2)
     b, want, low = request(t=300, s=330, heads=(2, 1), d=256, window=(150, 20), batch=2)
     run(b)
     check(b, want, low)
@@ -109,13 +108,13 @@ def test_only_what_is_wanted(d):
 @pytest.mark.parametrize("name, order, dq", TOGETHER)
 def test_sequences_go_together(name, order, dq, monkeypatch):
     kernels = ("backward_keys", "backward_dq")
-    check_sequences_go_together("sm_90a", backward.backward, kernels, name, order, dq, monkeypatch)
+    check_sequences_go_together("sm_90a", kernels, name, order, dq, monkeypatch)
 
 
 @pytest.mark.parametrize("name", SHORT)
 def test_chain_takes_short_sequences_together(name, monkeypatch):
     b, want, low = varlen_request(d=256, **SHORT[name])
-    names = launches.one_by_one(monkeypatch)
+    names = launches.launched(monkeypatch)
     run(b)
     assert names == ["backward_rows", "backward_scores"] * 2
     check(b, want, low)
@@ -146,10 +145,10 @@ ORDERS = ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager",
 def test_no_race_whenever_copies_and_products_complete(order, d, t, s, dtype, monkeypatch):
     """Seven tiles and more for each of two multiprocessors, four slots full and more for a CTA: every slot is filled
     again and again."""
-    monkeypatch.setattr(chain, "num_sms", lambda device: 2)
+    launches.num_sms(monkeypatch, 2)
     b, want, low = request(t=t, s=s, heads=(1, 1), d=d, dtype=dtype, causal=True)
     with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=7) as report:
-        backward.backward(b)
+        launches.run(b)
     assert "nothing found" in str(report), str(report)
     check(b, want, low)
 

@@ -18,9 +18,7 @@ from v4_gradients import (
     check_in_softsm,
 )
 
-from dsv4.v4.kernels.sm100.backward import backward
-
-check = partial(check_in_softsm, "sm_100a", backward)
+check = partial(check_in_softsm, "sm_100a")
 
 
 @pytest.mark.slow
