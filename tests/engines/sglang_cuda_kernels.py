@@ -12,6 +12,7 @@ import types
 from collections import Counter
 from dataclasses import dataclass
 
+import index_values
 import torch
 
 from dsv4 import Fp8Cache, reference
@@ -143,7 +144,7 @@ def rows(arguments, kv, weight, freqs, positions, slots, pages, eps):
 
 @kernel("main_q_indexer_rope_hadamard_quant.forward")
 def index_queries(_, q, out, weights, weights_out, scale, freqs, positions):
-    values, scales = e4m3(turned(q.float(), freqs, positions) @ hadamard())
+    values, scales = index_values.sglang(turned(q.float(), freqs, positions))
     out.copy_(values)
     weights_out.copy_((weights.float() * scale * scales)[..., None])
 
@@ -158,7 +159,7 @@ def compressed_rows(arguments, kv, plan, weight, eps, freqs, slots, pages, decod
     if kv.shape[-1] == 512:
         pool(pages, page).write(to, made)
         return
-    values, scales = e4m3(made @ hadamard())
+    values, scales = index_values.sglang(made)
     cache = IndexCache.from_pages(pages.view(-1, page, 132))
     cache.data_view()[to // page, to % page] = values.view(torch.uint8)
     cache.scale_view()[to // page, to % page] = scales[:, None].view(torch.uint8)
@@ -284,19 +285,6 @@ def turned(x, freqs, positions, inverse=False):
     tail = torch.view_as_complex(x[..., -64:].contiguous().unflatten(-1, (-1, 2)))
     angle = angle.view(len(x), *[1] * (x.ndim - 2), 32)
     return torch.cat([x[..., :-64], torch.view_as_real(tail * angle).flatten(-2)], -1)
-
-
-def hadamard():
-    """Of 128 columns, orthogonal."""
-    h = torch.ones(1, 1)
-    for _ in range(7):
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h * 128**-0.5
-
-
-def e4m3(x):
-    scale = x.abs().amax(-1).clamp_min(1e-4) / 448
-    return (x / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
 def pool(pages, rows):

@@ -131,9 +131,9 @@ def test_every_call_agrees_with_the_oracle(run, cached):
 def test_logprobs_are_those_of_transformers_with_the_same_roundings(run, wanted, plugin):
     """fp32 on both sides, rounded in the same places (FP8 rows, bf16 around one projection): what is left are sums in
     another order, and what they move to the other side of a rounding, as in transformers itself from fp32 to fp64."""
-    wanted.assert_logprobs(run(plugin)["batches"]["logprobs"]["logprobs"][0], "fp8 rows")
+    wanted.assert_logprobs(run(plugin)["batches"]["logprobs"]["logprobs"][0], "vllm")
 
 
 def test_logprobs_without_the_same_roundings_would_fail(wanted):
     with pytest.raises(AssertionError, match="off by"):
-        wanted.assert_logprobs(wanted.said["fp32"]["logprobs"], "fp8 rows")
+        wanted.assert_logprobs(wanted.said["fp32"]["logprobs"], "vllm")

@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+import index_values
 import torch
 
 VOCABULARY = 256
@@ -18,8 +19,9 @@ LONG = {
     "gemma4": (1100,),  # vLLM's cache takes pages of 1024 tokens for this model
 }
 TOKENS = 4  # after each prompt
-# Of prompts, by their length, after which more than one token is certain. Others have their length as seed.
-SEEDS = {"deepseek_v4": {3: 72003, 5: 38005, 40: 6040, 64: 5064, 150: 2150, 256: 3256, 2300: 3300}}
+# Of prompts, by their length, after which tokens are certain; of 2300 at least the first. Others have their length as
+# seed.
+SEEDS = {"deepseek_v4": {3: 72003, 5: 38005, 40: 6040, 64: 5064, 150: 2150, 256: 3256, 2300: 4300}}
 # All experts are taken: which of them are is a choice that a sum in another order changes.
 V4 = dict(
     architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", torch_dtype="bfloat16", vocab_size=VOCABULARY,
@@ -162,10 +164,10 @@ def logits_in_fp64(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     return in_fp64.logits(model, torch.tensor([ids]))[0]
 
 
-def rounded_like_an_engine(first: torch.dtype, say, model: torch.nn.Module, *arguments):
+def rounded_like_an_engine(first: torch.dtype, packed_index, say, model: torch.nn.Module, *arguments):
     """What say(model, *arguments) gives of a DeepSeek-V4 that is rounded where an engine in fp32 is: rows of keys to
-    the FP8 rows of the caches (in vLLM's CPU class to bf16 first), the indexer's queries and keys to e4m3, before and
-    after the grouped projection to bf16."""
+    the FP8 rows of the caches, the indexer's queries and keys to e4m3 (both in vLLM's CPU class to bf16 first), before
+    and after the grouped projection to bf16."""
     from unittest import mock
 
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
@@ -181,8 +183,8 @@ def rounded_like_an_engine(first: torch.dtype, say, model: torch.nn.Module, *arg
         return eager(module, query, rows, rows, *rest, **options)
 
     def e4m3(x):
-        scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448
-        return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+        values, scale = packed_index(x.to(first).to(x.dtype))
+        return values.to(x.dtype) * scale[..., None]
 
     def scores(module, q, keys, hidden):
         return scorer(module, e4m3(q), e4m3(keys), hidden)
@@ -232,8 +234,8 @@ def main(kind: str, directory: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     kinds = {"deepseek_v4": deepseek_v4, "gemma3": gemma3, "gemma4": gemma4, "gemma4_512": gemma4_512}
     model = kinds[kind](folder)
-    engines = {"fp8 rows": torch.bfloat16, "fp8 rows at once": torch.float32} if kind == "deepseek_v4" else {}
-    ways = {n: functools.partial(rounded_like_an_engine, first) for n, first in engines.items()}
+    engines = {"vllm": (torch.bfloat16, index_values.vllm), "sglang": (torch.float32, index_values.sglang)}
+    ways = {n: functools.partial(rounded_like_an_engine, *how) for n, how in engines.items() if kind == "deepseek_v4"}
     said: dict = {"requests": []}
     for length in LENGTHS + LONG.get(kind, ()):
         ids = prompt(length, seed=SEEDS.get(kind, {}).get(length, length))

@@ -7,6 +7,7 @@ in fp32 on the same FP8 rows, so a run without the plug-in is the plug-in's orac
 
 from collections import Counter
 
+import index_values
 import torch
 
 from dsv4 import Fp8Cache, reference
@@ -147,7 +148,7 @@ def compressor(op):
         last, made = finished(state, gather, positions[: len(gather)], weight, eps, cos_sin, m)
         to, made = slots[last][slots[last] >= 0], made[slots[last] >= 0]
         data, scales = index_pages(flat, rows)
-        values, scale = e4m3(made.float())
+        values, scale = index_values.vllm(made.float())
         data[to // rows, to % rows] = values.view(torch.uint8)
         scales[to // rows, to % rows] = scale[:, None].view(torch.uint8)
 
@@ -157,7 +158,7 @@ def indexer(op):
         "Tensor(a!) index_q_fp8, Tensor index_weights, float index_weights_softmax_scale, "
         "float index_weights_head_scale, Tensor(b!) index_weights_out) -> ()")  # fmt: skip
     def quantise(positions, q, cos_sin, out, weights, softmax_scale, head_scale, weights_out):
-        values, scale = e4m3(rope(q.float(), cos_sin, positions).bfloat16().float())
+        values, scale = index_values.vllm(rope(q.float(), cos_sin, positions).bfloat16().float())
         out.copy_(values)
         weights_out.copy_(weights * scale * softmax_scale * head_scale)
 
@@ -202,9 +203,3 @@ def rope(x, cos_sin, positions, sign=1.0):
     even, odd = x[..., -r::2], x[..., x.shape[-1] - r + 1 :: 2]
     turned = torch.stack([even * cos - sign * odd * sin, odd * cos + sign * even * sin], -1).flatten(-2)
     return torch.cat([x[..., :-r], turned], -1)
-
-
-def e4m3(x):
-    """(values, one power-of-two scale for each line)."""
-    scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1).clamp_min(1e-4) / 448)))
-    return (x / scale[..., None]).to(torch.float8_e4m3fn), scale
