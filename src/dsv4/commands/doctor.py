@@ -98,7 +98,7 @@ def setting(name: str) -> Finding:
     """An engine that does not load the plug-in cannot say that its switch has no effect."""
     value, listed = os.environ[name], os.environ.get(PLUGINS.get(name, ""))
     everything = listed is None or (listed == "" and name == "DSV4_SGLANG")  # vLLM reads an empty list as none at all
-    if value == "1" and not everything and "dsv4" not in listed.split(","):
+    if value == "1" and not everything and "dsv4" not in (listed or "").split(","):
         return Finding(name, value, False, f"no effect: {PLUGINS[name]} leaves dsv4 out; add it there")
     return Finding(name, value, True, "set in the environment")
 
