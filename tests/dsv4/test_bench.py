@@ -149,17 +149,6 @@ def test_a_case_without_peer_or_result_is_no_row():
     assert bench.markdown(lone).endswith("|---|---|---|---|---|---|")
 
 
-def test_two_ctas_are_a_row_of_their_own():
-    times = {"dsv4": 4.0, "dsv4 aot": 4.5, "dsv4 aot, two CTAs": 5.0, "torch": 20.0}
-    case = {"case": "prefill", "microseconds": times, "tflops": {who: 100 / us for who, us in times.items()},
-            "terabytes_per_second": {}}  # fmt: skip
-    lines = bench.markdown(RECORD | {"cases": [case], "aot_triton": "3.9.0"}).splitlines()
-    assert lines[-2:] == [
-        "| prefill | 4 us | 25 TFLOP/s | torch | 20 us | 5.00x |",
-        "| prefill, two CTAs (Triton 3.9.0 cubin) | 5 us | 20 TFLOP/s | torch | 20 us | 4.00x |",
-    ]
-
-
 class FakeContest:
     def contenders(self):
         yield "dsv4", lambda: 0.5
