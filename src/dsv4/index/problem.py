@@ -72,7 +72,7 @@ class IndexProblem:
 
     def no_keys(self) -> bool:
         """True when the shapes alone say that there is no query, or none that sees a row."""
-        return self.q.numel() == 0 or self.max_seqlen_k == 0 or self.k.numel() == 0
+        return self.q.shape[0] * self.topk == 0 or self.max_seqlen_k == 0 or self.k.numel() == 0
 
     def owners(self) -> Tensor:
         """int64 [N]: the sequence of each query; those past the last request have number `sequences`."""
