@@ -35,7 +35,7 @@ TRITON_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules te
 # What ruff reads.
 CODE    := src tests benchmarks examples tutorials docs tools
 
-.PHONY: demo test test-slow test-gpu test-triton test-engines docs fuzz lint bench setup clean known-tests
+.PHONY: demo test test-slow test-gpu test-triton test-triton-suite test-engines docs fuzz lint bench setup clean known-tests
 
 demo: $(HERE)/.installed
 	$(HERE)/bin/python -m dsv4 demo
@@ -55,6 +55,13 @@ known-tests:
 
 test-triton: $(VENVT)/.installed
 	$(PYTEST:$(VENV)/%=$(VENVT)/%) -m "not slow and not gpu" $(TRITON_TESTS)
+
+# Triton's own suites in softsm: TRITON_SOURCE is a checkout at the tag of the installed version, SAMPLE a number of tests.
+SAMPLE ?= 0
+test-triton-suite: setup
+	@test -n "$(TRITON_SOURCE)" || { echo "TRITON_SOURCE: a checkout of Triton, e.g. git clone --depth 1 \
+	   --branch v3.9.0 https://github.com/triton-lang/triton"; exit 1; }
+	$(VENV)/bin/python tools/triton_suite.py "$(TRITON_SOURCE)" --sample $(SAMPLE) --workers $(WORKERS)
 
 test-engines: $(VENVE)/.installed
 	DSV4_ENGINES=1 $(VENVE)/bin/python -m pytest tests/engines

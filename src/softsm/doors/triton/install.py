@@ -8,6 +8,7 @@ architecture.
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from softsm import accepted
@@ -84,10 +85,11 @@ class Use(InUse):
         import triton.testing
         from triton.backends import Backend, backends
         from triton.compiler.compiler import AsmDict
+        from triton.runtime import autotuner, cache
         from triton.runtime.autotuner import Autotuner
         from triton.runtime.driver import driver
 
-        from softsm.doors.triton import autotuning
+        from softsm.doors.triton import autotuning, compile_key
         from softsm.doors.triton.backend import SoftsmBackend, on_demand
         from softsm.doors.triton.inductor import BenchOnce
         from softsm.doors.triton.runtime import SoftsmDriver
@@ -101,6 +103,9 @@ class Use(InUse):
         self._patches.set(Autotuner, "do_bench", autotuning.benchmark)
         self._patches.set(AsmDict, "__missing__", on_demand(AsmDict.__missing__))
         self._inductor = BenchOnce()
+        keeper = compile_key.kept(cache.triton_key, Path(triton.__file__).parent)
+        for module in (cache, autotuner):
+            self._patches.set(module, "triton_key", keeper)
 
     def bench_once_in(self, testing) -> None:
         from softsm.doors.triton.runtime import bench_once
