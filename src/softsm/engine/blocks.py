@@ -14,7 +14,6 @@ and diagnostics are the same either way.
 from __future__ import annotations
 
 import functools
-import re
 import threading
 
 import numpy as np
@@ -27,7 +26,6 @@ from softsm.engine.vec_access import ELEMENT, WIDE, WORDS
 from softsm.isa.registry import Micro
 
 SHORTEST = 3  # records; a shorter run gains nothing over its dispatch
-EXCHANGE = re.compile(r"\b(shfl_\w+|xor_lanes|warp_\w+|everywhere|any_lane)\b")  # operations on all lanes together
 NO_LOOP = 1 << 40  # records of a turn of a block that does not turn: more than any quantum has
 _compiling = threading.Lock()
 
@@ -83,7 +81,7 @@ class Blocks:
         hot, cold = numbered()
         self.micros: dict[int, Micro] = dict([*hot, *cold])
         local = np.zeros(max(self.micros) + 2, bool)
-        local[[n for n, m in self.micros.items() if not EXCHANGE.search(m.expression)]] = True
+        local[[n for n, m in self.micros.items() if not m.exchange]] = True
         self.program = program
         self.loads = {} if checking else plain_loads(program)
         self.found = find(program, local, self.loads, self.micros)

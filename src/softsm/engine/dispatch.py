@@ -21,9 +21,10 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
-from softsm.engine import entry, native, selftest, vec
+from softsm.engine import entry, native, selftest
 from softsm.engine import program as pg
 from softsm.engine.vec_access import OPERATION, field
+from softsm.engine.vec_ops import canonical
 from softsm.engine.vec_rows import load_predicate, load_row, store_predicate, store_row
 from softsm.engine.vec_tensor import tensor_access
 from softsm.engine.vec_types import _I32, _I64, FULL, Bits, D, F, I, L, Q, U, Vector, _declare, _splat, building, tomask
@@ -31,8 +32,6 @@ from softsm.isa.registry import MICROS, Micro
 
 GROUP = 40  # cold micro-operations compiled together
 KINDS = {"u": U, "i": I, "f": F, "q": Q, "l": L, "d": D}
-LETTERS = "abcd"
-VOCABULARY = {name: thing for name, thing in vars(vec).items() if callable(thing) or isinstance(thing, int)}
 HOT = 10_000  # executions after which a block is compiled: that takes about as long as interpreting it so often
 BLOCK = ir.FunctionType(_I64, [_I64] * 5)  # of engine/translation.py: R, Q, P, S, most turns; how many it made
 COLD = ir.FunctionType(ir.VoidType(), [_I32] * 6 + [_I64] * 3)  # rd, ra, rb, rc, rx, m, R, Q, P
@@ -48,27 +47,23 @@ def numbered() -> tuple[list[tuple[int, Micro]], list[tuple[int, Micro]]]:
 
 def emit(m: Micro, rd, sources, mask: Bits, files: dict[str, ir.Value]) -> None:
     """Append the code of one micro-operation on the rows rd and `sources`, under the lane mask."""
-    names = {}
-    for letter, kind, row in zip(LETTERS, m.srcs, sources):
+    operands: list[Bits | Vector] = []
+    for kind, row in zip(m.srcs, sources):
         if kind == "p":
-            names[letter] = load_predicate(files["P"], row)
+            operands.append(load_predicate(files["P"], row))
         else:
-            names[letter] = load_row(files["R" if kind in "uif" else "Q"], row, KINDS[kind])
-    value = evaluate(m, names, mask)
+            operands.append(load_row(files["R" if kind in "uif" else "Q"], row, KINDS[kind]))
+    value = evaluate(m, operands, mask)
     if m.dst == "p":
         store_predicate(files["P"], rd, mask, value)
     else:
         store_row(files["R" if m.dst in "uif" else "Q"], rd, mask, value)
 
 
-def evaluate(m: Micro, names: dict, mask):
-    """The value of a micro-operation's expression; `names` are its sources by letter."""
-    return eval(_compiled(m.expression), dict(VOCABULARY), {**names, "m": mask})  # noqa: S307
-
-
-@functools.cache
-def _compiled(expression: str):
-    return compile(expression, f"<{expression}>", "eval")
+def evaluate(m: Micro, sources: list, mask: Bits | None):
+    """The value of a micro-operation under a lane mask, which only those that work on all lanes look at."""
+    value = m.function(*sources, mask) if m.masked else m.function(*sources)
+    return canonical(value) if m.canonical_nan else value
 
 
 # ---------------------------------------------------------------- cold operations

@@ -9,14 +9,14 @@ often. 0: a load is not plain, and nothing was done.
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
 from softsm.engine import program as pg
-from softsm.engine.dispatch import BLOCK, KINDS, LETTERS, evaluate
+from softsm.engine.dispatch import BLOCK, KINDS, evaluate
 from softsm.engine.vec_access import field
 from softsm.engine.vec_ops import canonical
 from softsm.engine.vec_rows import lane_get, lanes, load_row, store_row
@@ -40,9 +40,6 @@ from softsm.engine.vec_types import (
 )
 from softsm.isa.registry import Micro
 
-# They make every NaN the same one in the end, whichever NaN they are given: between them that can wait.
-ANY_NAN = {f"{name}.f32" for name in ("add", "sub", "mul", "fma", "div", "sqrt", "min", "max")}
-
 
 @dataclass(frozen=True)
 class Load:
@@ -61,11 +58,6 @@ class Place:
     memory: ir.Value  # address of the CTA's shared memory
     shift: ir.Value  # i32: what is added to the lanes' addresses
     first: ir.Value  # i64: address of the first lane's words
-
-
-def inside(expression: str) -> str:
-    """canonical(x) -> x."""
-    return expression.removeprefix("canonical(")[:-1]
 
 
 def vector_registers() -> tuple[int, int]:
@@ -275,22 +267,21 @@ class Translation:
     # ---- micro-operations --------------------------------------------------------------------------------------
 
     def step(self, m: Micro, record: np.ndarray) -> None:
-        names: dict[str, Vector | Mask] = {}
-        any_nan = m.name in ANY_NAN
-        for letter, kind, (bank, row) in zip(LETTERS, m.srcs, sources(m, record)):
+        operands: list[Vector | Mask] = []
+        for kind, (bank, row) in zip(m.srcs, sources(m, record)):
             if bank == "P":
-                names[letter] = self.mask(row)
-            elif any_nan and (bank, row) in self.loose:
-                names[letter] = self.loose[bank, row]
+                operands.append(self.mask(row))
+            elif m.canonical_nan and (bank, row) in self.loose:
+                operands.append(self.loose[bank, row])
             else:
-                names[letter] = self.row(bank, row, kind)
+                operands.append(self.row(bank, row, kind))
         rd, guard = int(record[1]), self.guard(record)
-        if any_nan and m.dst == "f" and guard is None:
-            self.loose["R", rd] = evaluate(replace(m, expression=inside(m.expression)), names, None)
+        if m.canonical_nan and guard is None:  # between such operations the one NaN of PTX can wait
+            self.loose["R", rd] = m.function(*operands)
             self.rows.pop(("R", rd), None)
             self.stale["R", rd] = None
             return
-        value = evaluate(m, names, None)
+        value = evaluate(m, operands, None)
         if m.dst == "p":
             if guard is not None:
                 value = (self.mask(rd) & ~guard) | (value & guard)

@@ -1,8 +1,8 @@
 """32-lane values: one register of a whole warp as one LLVM vector.
 
 The functions of the vector vocabulary (see vec.py) are ordinary Python. Called on `Vector`s they append LLVM
-instructions to the function that is being built (`building`), so an expression of `isa/registry.micro` is compiled by
-evaluating it once. Nothing in it may branch on a lane's value.
+instructions to the function that is being built (`building`), so a function of `isa/registry.micro` is compiled by
+calling it once. Nothing in it may branch on a lane's value.
 
 Kinds: `U I F Q L D` are uint32, int32, float32, uint64, int64, float64 per lane; `X` and `XU` two float32 or uint32 per
 lane (.f32x2, or both halves of .f16x2). A comparison gives a `Mask`, one bit per lane. A predicate register or an

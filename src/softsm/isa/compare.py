@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+
+from softsm.engine import vec
 from softsm.isa.floating import flushed
 from softsm.isa.half import parts
 from softsm.isa.half import source as half_source
@@ -10,18 +13,18 @@ from softsm.isa.typed import KIND, Modifiers, operands, signed16, src16, unary
 from softsm.ptx.ast import Pair, Reg, Sink
 
 for _t, _k in (("u32", "u"), ("s32", "i"), ("u64", "q"), ("s64", "l")):
-    micro(f"setp.lt.{_t}", f"p={_k}{_k}", "a < b", hot=True)
-    micro(f"setp.le.{_t}", f"p={_k}{_k}", "a <= b", hot=True)
+    micro(f"setp.lt.{_t}", f"p={_k}{_k}", lambda a, b: a < b, hot=True)
+    micro(f"setp.le.{_t}", f"p={_k}{_k}", lambda a, b: a <= b, hot=True)
     if _t[0] == "u":
-        micro(f"setp.eq.{_t}", f"p={_k}{_k}", "a == b", hot=True)
-        micro(f"setp.ne.{_t}", f"p={_k}{_k}", "a != b", hot=True)
+        micro(f"setp.eq.{_t}", f"p={_k}{_k}", lambda a, b: a == b, hot=True)
+        micro(f"setp.ne.{_t}", f"p={_k}{_k}", lambda a, b: a != b, hot=True)
 for _t, _k in (("f32", "f"), ("f64", "d")):
-    for _op, _sign in (("lt", "<"), ("le", "<="), ("eq", "=="), ("neu", "!=")):
-        micro(f"setp.{_op}.{_t}", f"p={_k}{_k}", f"a {_sign} b", hot=_t == "f32")
-    micro(f"setp.num.{_t}", f"p={_k}{_k}", "(a == a) & (b == b)", hot=_t == "f32")
-    micro(f"setp.ne.{_t}", f"p={_k}{_k}", "(a < b) | (a > b)", hot=_t == "f32")  # ordered: false for NaN
-micro("selp.b32", "u=uup", "sel(c, a, b)", hot=True)
-micro("selp.b64", "q=qqp", "sel(c, a, b)", hot=True)
+    for _op, _compare in (("lt", operator.lt), ("le", operator.le), ("eq", operator.eq), ("neu", operator.ne)):
+        micro(f"setp.{_op}.{_t}", f"p={_k}{_k}", _compare, hot=_t == "f32")
+    micro(f"setp.num.{_t}", f"p={_k}{_k}", lambda a, b: (a == a) & (b == b), hot=_t == "f32")
+    micro(f"setp.ne.{_t}", f"p={_k}{_k}", lambda a, b: (a < b) | (a > b), hot=_t == "f32")  # false for NaN
+micro("selp.b32", "u=uup", lambda a, b, c: vec.sel(c, a, b), hot=True)
+micro("selp.b64", "q=qqp", lambda a, b, c: vec.sel(c, a, b), hot=True)
 
 # comparison -> (micro, operands swapped, result inverted)
 INTEGER_OPS = {

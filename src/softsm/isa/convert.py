@@ -3,66 +3,86 @@ the destination."""
 
 from __future__ import annotations
 
+from functools import partial
+
+from softsm.engine import vec
 from softsm.isa.floating import MODES, ROUNDINGS
 from softsm.isa.registry import MICROS, lowers, micro
 from softsm.isa.small_floats import FOUR, SMALL, convert_small
 from softsm.isa.typed import Modifiers, needs_target, operands, unary
 from softsm.ptx.ast import Imm
 
-micro("cvt.u64.u32", "q=u", "toq(a)", hot=True)
-micro("cvt.s64.s32", "l=i", "tol(a)", hot=True)
-micro("cvt.u32.u64", "u=q", "tou(a)", hot=True)
-micro("lo8", "u=u", "a & 0xff", hot=True)
-micro("cvt.s32.s8", "i=i", "(a << 24) >> 24", hot=True)
-micro("cvt.rn.f32.s32", "f=i", "tof(a)", hot=True)
-micro("cvt.rn.f32.u32", "f=u", "tof(a)", hot=True)
-micro("cvt.rn.f32.s64", "f=l", "tof(a)")
-micro("cvt.rn.f32.u64", "f=q", "tof(a)")
-micro("cvt.rn.f64.s64", "d=l", "tod(a)")
-micro("cvt.rn.f64.u64", "d=q", "tod(a)")
-micro("cvt.rn.f64.s32", "d=i", "tod(a)")
-micro("cvt.rn.f64.u32", "d=u", "tod(a)")
-micro("cvt.odd.f64.s64", "d=l", "odd_double(a)")
-micro("cvt.odd.f64.u64", "d=q", "odd_double(a)")
-micro("cvt.odd.f32.f64", "f=d", "narrow_to_odd(a)")
-micro("cvt.f64.f32", "d=f", "tod(a)", hot=True)  # a NaN keeps its sign and payload, and becomes quiet
-micro("cvt.rn.f32.f64", "f=d", "tof(a)", hot=True)
-micro("sat.f64", "d=d", "saturate(a)")
-micro("cvt.rz.f16.f32", "u=f", "float_to_f16_rz(a)")
-micro("cvt.rm.f16.f32", "u=f", "float_to_f16_rm(a)")
-micro("cvt.rp.f16.f32", "u=f", "float_to_f16_rp(a)")
-micro("cvt.rz.bf16.f32", "u=f", "sel(a == a, asU(a) >> 16, 0x7fff)")
-micro("cvt.rm.bf16.f32", "u=f", "sel(a == a, (asU(a) + ((asU(a) >> 31) * 0xffff)) >> 16, 0x7fff)")
-micro("cvt.rp.bf16.f32", "u=f", "sel(a == a, (asU(a) + ((1 - (asU(a) >> 31)) * 0xffff)) >> 16, 0x7fff)")
-micro("cvt.rna.tf32.f32", "u=f", "sel(a == a, asU(a) + 0x1000, asU(a)) & 0xffffe000", hot=True)  # NaNs are cut too
-micro("cvt.rn.tf32.f32", "u=f", "sel(a == a, (asU(a) + 0xfff + ((asU(a) >> 13) & 1)) & 0xffffe000, 0x7fffe000)")
-micro("cvt.rz.tf32.f32", "u=f", "sel(a == a, asU(a) & 0xffffe000, 0x7fffe000)")
+micro("cvt.u64.u32", "q=u", vec.toq, hot=True)
+micro("cvt.s64.s32", "l=i", vec.tol, hot=True)
+micro("cvt.u32.u64", "u=q", vec.tou, hot=True)
+micro("lo8", "u=u", lambda a: a & 0xFF, hot=True)
+micro("cvt.s32.s8", "i=i", lambda a: (a << 24) >> 24, hot=True)
+micro("cvt.rn.f32.s32", "f=i", vec.tof, hot=True)
+micro("cvt.rn.f32.u32", "f=u", vec.tof, hot=True)
+micro("cvt.rn.f32.s64", "f=l", vec.tof)
+micro("cvt.rn.f32.u64", "f=q", vec.tof)
+micro("cvt.rn.f64.s64", "d=l", vec.tod)
+micro("cvt.rn.f64.u64", "d=q", vec.tod)
+micro("cvt.rn.f64.s32", "d=i", vec.tod)
+micro("cvt.rn.f64.u32", "d=u", vec.tod)
+micro("cvt.odd.f64.s64", "d=l", vec.odd_double)
+micro("cvt.odd.f64.u64", "d=q", vec.odd_double)
+micro("cvt.odd.f32.f64", "f=d", vec.narrow_to_odd)
+micro("cvt.f64.f32", "d=f", vec.tod, hot=True)  # a NaN keeps its sign and payload, and becomes quiet
+micro("cvt.rn.f32.f64", "f=d", vec.tof, hot=True)
+micro("sat.f64", "d=d", vec.saturate)
+micro("cvt.rz.f16.f32", "u=f", vec.float_to_f16_rz)
+micro("cvt.rm.f16.f32", "u=f", vec.float_to_f16_rm)
+micro("cvt.rp.f16.f32", "u=f", vec.float_to_f16_rp)
+micro("cvt.rz.bf16.f32", "u=f", lambda a: vec.sel(a == a, vec.asU(a) >> 16, 0x7FFF))
+
+
+@micro("cvt.rm.bf16.f32", "u=f")
+def bf16_down(a):
+    negative = vec.asU(a) >> 31
+    return vec.sel(a == a, (vec.asU(a) + negative * 0xFFFF) >> 16, 0x7FFF)
+
+
+@micro("cvt.rp.bf16.f32", "u=f")
+def bf16_up(a):
+    positive = 1 - (vec.asU(a) >> 31)
+    return vec.sel(a == a, (vec.asU(a) + positive * 0xFFFF) >> 16, 0x7FFF)
+
+
+@micro("cvt.rna.tf32.f32", "u=f", hot=True)
+def tf32_away(a):
+    return vec.sel(a == a, vec.asU(a) + 0x1000, vec.asU(a)) & 0xFFFFE000  # NaNs are cut too
+
+
+@micro("cvt.rn.tf32.f32", "u=f")
+def tf32_nearest(a):
+    odd = (vec.asU(a) >> 13) & 1
+    return vec.sel(a == a, (vec.asU(a) + 0xFFF + odd) & 0xFFFFE000, 0x7FFFE000)
+
+
+micro("cvt.rz.tf32.f32", "u=f", lambda a: vec.sel(a == a, vec.asU(a) & 0xFFFFE000, 0x7FFFE000))
 # A NaN becomes 0 from f32 to 32 bits and less, the sign bit alone from f64 or to 64 bits.
-micro("cvt.rzi.s32.f32", "i=f", "toi(a)", hot=True)
-micro("cvt.rzi.u32.f32", "u=f", "tou(a)", hot=True)
-micro("cvt.rzi.s32.f64", "i=d", "sel(a == a, toi(a), -0x80000000)")
-micro("cvt.rzi.u32.f64", "u=d", "sel(a == a, tou(a), 0x80000000)")
-micro("cvt.rzi.s64.f64", "l=d", "sel(a == a, tol(a), -0x8000000000000000)")
-micro("cvt.rzi.u64.f64", "q=d", "sel(a == a, toq(a), 0x8000000000000000)")
+micro("cvt.rzi.s32.f32", "i=f", vec.toi, hot=True)
+micro("cvt.rzi.u32.f32", "u=f", vec.tou, hot=True)
+micro("cvt.rzi.s32.f64", "i=d", lambda a: vec.sel(a == a, vec.toi(a), -0x80000000))
+micro("cvt.rzi.u32.f64", "u=d", lambda a: vec.sel(a == a, vec.tou(a), 0x80000000))
+micro("cvt.rzi.s64.f64", "l=d", lambda a: vec.sel(a == a, vec.tol(a), -0x8000000000000000))
+micro("cvt.rzi.u64.f64", "q=d", lambda a: vec.sel(a == a, vec.toq(a), 0x8000000000000000))
 for _k, _t in (("f", "f32"), ("d", "f64")):
-    micro(f"rni.{_t}", f"{_k}={_k}", "vrint(a)")
-    micro(f"rzi.{_t}", f"{_k}={_k}", "vtrunc(a)")
-    micro(f"rmi.{_t}", f"{_k}={_k}", "vfloor(a)")
-    micro(f"rpi.{_t}", f"{_k}={_k}", "vceil(a)")
+    micro(f"rni.{_t}", f"{_k}={_k}", vec.vrint)
+    micro(f"rzi.{_t}", f"{_k}={_k}", vec.vtrunc)
+    micro(f"rmi.{_t}", f"{_k}={_k}", vec.vfloor)
+    micro(f"rpi.{_t}", f"{_k}={_k}", vec.vceil)
 for _r, _mode in MODES.items():
-    micro(f"cvt.{_r}.f32.f64", "f=d", f"canonical(rounded_tof({_mode}, a))")
+    micro(f"cvt.{_r}.f32.f64", "f=d", partial(vec.rounded_tof, _mode), canonical_nan=True)
     for _t, _k in (("s32", "i"), ("u32", "u"), ("s64", "l"), ("u64", "q")):
-        micro(f"cvt.{_r}.f32.{_t}", f"f={_k}", f"rounded_tof({_mode}, a)")
+        micro(f"cvt.{_r}.f32.{_t}", f"f={_k}", partial(vec.rounded_tof, _mode))
         if _k in "lq":
-            micro(f"cvt.{_r}.f64.{_t}", f"d={_k}", f"rounded_tod({_mode}, a)")
-# .relu and .satfinite of converted halves; the other half of the register is left alone.
-for _t, _inf in (("f16x2", 0x7C00), ("bf16x2", 0x7F80)):
-    micro(f"finite.lo.{_t}", "u=u", f"sel((a & 0x7fff) == {_inf}, a - 1, a)")
-    micro(f"finite.hi.{_t}", "u=u", f"sel((a & 0x7fff0000) == {_inf << 16}, a - 0x10000, a)")
-micro("finite.tf32", "u=u", "sel((a & 0x7fffffff) == 0x7f800000, a - 0x2000, a)")
-micro("relu.f32", "u=u", "sel((a > 0x7fffffff) & (a <= 0xff800000), tou(0), a)")
-micro("rs.f16", "u=fu", "to_f16_random(a, b)")
-micro("rs.bf16", "u=fu", "sel(a == a, (asU(a) + b) >> 16, 0x7fff)")  # carry of random bits into the kept ones
+            micro(f"cvt.{_r}.f64.{_t}", f"d={_k}", partial(vec.rounded_tod, _mode))
+micro("finite.tf32", "u=u", lambda a: vec.sel((a & 0x7FFFFFFF) == 0x7F800000, a - 0x2000, a))
+micro("relu.f32", "u=u", lambda a: vec.sel((a > 0x7FFFFFFF) & (a <= 0xFF800000), vec.tou(0), a))
+micro("rs.f16", "u=fu", vec.to_f16_random)
+micro("rs.bf16", "u=fu", lambda a, b: vec.sel(a == a, (vec.asU(a) + b) >> 16, 0x7FFF))  # random bits carry over
 
 INTEGERS = {"u8": 8, "s8": 8, "u16": 16, "s16": 16, "u32": 32, "s32": 32, "u64": 64, "s64": 64}
 FLOATS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}

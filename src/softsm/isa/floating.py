@@ -6,86 +6,101 @@ the same sign; rare combinations are put together from `ftz.f32`, `sat.f32` and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+from softsm.engine import vec
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import Modifiers, lowers_typed, needs_target, operands, unary
 
-micro("add.f32", "f=ff", "canonical(a + b)", hot=True)
-micro("sub.f32", "f=ff", "canonical(a - b)", hot=True)
-micro("mul.f32", "f=ff", "canonical(a * b)", hot=True)
-micro("fma.f32", "f=fff", "canonical(fma(a, b, c))", hot=True)
-micro("div.f32", "f=ff", "canonical(a / b)", hot=True)
-micro("add.ftz.f32", "f=ff", "ftz(canonical(ftz(a) + ftz(b)))", hot=True)
-micro("sub.ftz.f32", "f=ff", "ftz(canonical(ftz(a) - ftz(b)))", hot=True)
-micro("mul.ftz.f32", "f=ff", "ftz(canonical(ftz(a) * ftz(b)))", hot=True)
-micro("fma.ftz.f32", "f=fff", "ftz(canonical(fma(ftz(a), ftz(b), ftz(c))))", hot=True)
-micro("neg.f32", "u=f", "sel(a == a, asU(a) ^ 0x80000000, 0x7fffffff)", hot=True)
-micro("abs.f32", "u=f", "sel(a == a, asU(a) & 0x7fffffff, 0x7fffffff)", hot=True)
-micro("min.f32", "f=ff", "canonical(minnum(a, b))", hot=True)
-micro("max.f32", "f=ff", "canonical(maxnum(a, b))", hot=True)
-micro("nan.f32", "f=fff", "asF(sel((b == b) & (c == c), asU(a), 0x7fffffff))", hot=True)  # .NaN: any NaN wins
-micro("ftz.f32", "f=f", "ftz(a)", hot=True)
-micro("sat.f32", "f=f", "saturate(a)")
-micro("canonical.f32", "f=f", "canonical(a)")
-micro("signs.f32", "u=uuu", "(a & 0x7fffffff) | ((b ^ c) & 0x80000000)")  # .xorsign, and copysign
-micro("ex2.ftz.f32", "f=f", "ex2_ftz(a)", hot=True)
-micro("ex2.f32", "f=f", "ex2(a)", hot=True)
-micro("lg2.f32", "f=f", "log2(a)", hot=True)
-micro("rcp.f32", "f=f", "rcp(a)", hot=True)
-micro("rcp.ftz.f32", "f=f", "ftz(rcp(ftz(a)))", hot=True)
-micro("rsqrt.f32", "f=f", "rsqrt(a)", hot=True)
-micro("sqrt.f32", "f=f", "canonical(vsqrt(a))", hot=True)
-micro("sin.f32", "f=f", "sine(a)")
-micro("cos.f32", "f=f", "cosine(a)")
-micro("tanh.f32", "f=f", "tanh(a)", hot=True)
-micro("add.f32x2", "q=qq", "asQ(canonical(asX(a) + asX(b)))", hot=True)
-micro("sub.f32x2", "q=qq", "asQ(canonical(asX(a) - asX(b)))", hot=True)
-micro("mul.f32x2", "q=qq", "asQ(canonical(asX(a) * asX(b)))", hot=True)
-micro("fma.f32x2", "q=qqq", "asQ(canonical(fma(asX(a), asX(b), asX(c))))", hot=True)
-micro("ftz.f32x2", "q=q", "asQ(ftz2(asX(a)))")
-micro("neg.f32x2", "q=q", "a ^ 0x8000000080000000")
+micro("add.f32", "f=ff", lambda a, b: a + b, canonical_nan=True, hot=True)
+micro("sub.f32", "f=ff", lambda a, b: a - b, canonical_nan=True, hot=True)
+micro("mul.f32", "f=ff", lambda a, b: a * b, canonical_nan=True, hot=True)
+micro("fma.f32", "f=fff", vec.fma, canonical_nan=True, hot=True)
+micro("div.f32", "f=ff", lambda a, b: a / b, canonical_nan=True, hot=True)
+micro("add.ftz.f32", "f=ff", lambda a, b: vec.ftz(vec.canonical(vec.ftz(a) + vec.ftz(b))), hot=True)
+micro("sub.ftz.f32", "f=ff", lambda a, b: vec.ftz(vec.canonical(vec.ftz(a) - vec.ftz(b))), hot=True)
+micro("mul.ftz.f32", "f=ff", lambda a, b: vec.ftz(vec.canonical(vec.ftz(a) * vec.ftz(b))), hot=True)
+micro("fma.ftz.f32", "f=fff", lambda *abc: vec.ftz(vec.canonical(vec.fma(*map(vec.ftz, abc)))), hot=True)
+micro("neg.f32", "u=f", lambda a: vec.sel(a == a, vec.asU(a) ^ 0x80000000, 0x7FFFFFFF), hot=True)
+micro("abs.f32", "u=f", lambda a: vec.sel(a == a, vec.asU(a) & 0x7FFFFFFF, 0x7FFFFFFF), hot=True)
+micro("min.f32", "f=ff", vec.minnum, canonical_nan=True, hot=True)
+micro("max.f32", "f=ff", vec.maxnum, canonical_nan=True, hot=True)
+# .NaN: any NaN wins
+micro("nan.f32", "f=fff", lambda a, b, c: vec.asF(vec.sel((b == b) & (c == c), vec.asU(a), 0x7FFFFFFF)), hot=True)
+micro("ftz.f32", "f=f", vec.ftz, hot=True)
+micro("sat.f32", "f=f", vec.saturate)
+micro("canonical.f32", "f=f", vec.canonical)
+micro("signs.f32", "u=uuu", lambda a, b, c: (a & 0x7FFFFFFF) | ((b ^ c) & 0x80000000))  # .xorsign, and copysign
+micro("ex2.ftz.f32", "f=f", vec.ex2_ftz, hot=True)
+micro("ex2.f32", "f=f", vec.ex2, hot=True)
+micro("lg2.f32", "f=f", vec.log2, hot=True)
+micro("rcp.f32", "f=f", vec.rcp, hot=True)
+micro("rcp.ftz.f32", "f=f", lambda a: vec.ftz(vec.rcp(vec.ftz(a))), hot=True)
+micro("rsqrt.f32", "f=f", vec.rsqrt, hot=True)
+micro("sqrt.f32", "f=f", vec.vsqrt, canonical_nan=True, hot=True)
+micro("sin.f32", "f=f", vec.sine)
+micro("cos.f32", "f=f", vec.cosine)
+micro("tanh.f32", "f=f", vec.tanh, hot=True)
+micro("add.f32x2", "q=qq", lambda a, b: vec.asQ(vec.canonical(vec.asX(a) + vec.asX(b))), hot=True)
+micro("sub.f32x2", "q=qq", lambda a, b: vec.asQ(vec.canonical(vec.asX(a) - vec.asX(b))), hot=True)
+micro("mul.f32x2", "q=qq", lambda a, b: vec.asQ(vec.canonical(vec.asX(a) * vec.asX(b))), hot=True)
+micro("fma.f32x2", "q=qqq", lambda *abc: vec.asQ(vec.canonical(vec.fma(*map(vec.asX, abc)))), hot=True)
+micro("ftz.f32x2", "q=q", lambda a: vec.asQ(vec.ftz2(vec.asX(a))))
+micro("neg.f32x2", "q=q", lambda a: a ^ 0x8000000080000000)
 
-micro("add.f64", "d=dd", "nan64(a + b, a, b)", hot=True)
-micro("mul.f64", "d=dd", "nan64(a * b, a, b)", hot=True)
-micro("fma.f64", "d=ddd", "nan64x3(fma(a, b, c), a, b, c)", hot=True)
-micro("div.f64", "d=dd", "nan64(a / b, a, b)")
-micro("sqrt.f64", "d=d", "nan64(vsqrt(a), a, a)")
-micro("neg.f64", "q=q", "a ^ 0x8000000000000000")
-micro("abs.f64", "q=q", "a & 0x7fffffffffffffff")
-micro("min.f64", "d=dd", "nan64(minnum(a, b), a, b)")
-micro("max.f64", "d=dd", "nan64(maxnum(a, b), a, b)")
-micro("signs.f64", "q=qqq", "(a & 0x7fffffffffffffff) | ((b ^ c) & 0x8000000000000000)")
-micro("rcp.approx.f64", "d=d", "rcp64_approx(a)")
-micro("rsqrt.approx.ftz.f64", "d=d", "rsqrt64_approx(a)")
-micro("rsqrt.f64", "d=d", "nan64(1.0 / vsqrt(a), a, a)")
+micro("add.f64", "d=dd", lambda a, b: vec.nan64(a + b, a, b), hot=True)
+micro("mul.f64", "d=dd", lambda a, b: vec.nan64(a * b, a, b), hot=True)
+micro("fma.f64", "d=ddd", lambda a, b, c: vec.nan64x3(vec.fma(a, b, c), a, b, c), hot=True)
+micro("div.f64", "d=dd", lambda a, b: vec.nan64(a / b, a, b))
+micro("sqrt.f64", "d=d", lambda a: vec.nan64(vec.vsqrt(a), a, a))
+micro("neg.f64", "q=q", lambda a: a ^ 0x8000000000000000)
+micro("abs.f64", "q=q", lambda a: a & 0x7FFFFFFFFFFFFFFF)
+micro("min.f64", "d=dd", lambda a, b: vec.nan64(vec.minnum(a, b), a, b))
+micro("max.f64", "d=dd", lambda a, b: vec.nan64(vec.maxnum(a, b), a, b))
+micro("signs.f64", "q=qqq", lambda a, b, c: (a & 0x7FFFFFFFFFFFFFFF) | ((b ^ c) & 0x8000000000000000))
+micro("rcp.approx.f64", "d=d", vec.rcp64_approx)
+micro("rsqrt.approx.ftz.f64", "d=d", vec.rsqrt64_approx)
+micro("rsqrt.f64", "d=d", lambda a: vec.nan64(1.0 / vec.vsqrt(a), a, a))
 
-MODES = {"rz": "TO_ZERO", "rm": "DOWN", "rp": "UP"}
+MODES = {"rz": vec.TO_ZERO, "rm": vec.DOWN, "rp": vec.UP}
+
+
+def rounded_f64(operate, mode, *sources):
+    value = operate(mode, *sources)
+    return vec.nan64x3(value, *sources) if len(sources) == 3 else vec.nan64(value, sources[0], sources[-1])
+
+
+def rounded_f32x2(operate, mode, *sources):
+    return vec.asQ(vec.canonical(operate(mode, *(vec.asX(x) for x in sources))))
+
+
 for _r, _mode in MODES.items():
-    for _name, _args, _call in (
-        ("add", 2, "rounded_add(%s, a, b)"),
-        ("mul", 2, "rounded_mul(%s, a, b)"),
-        ("div", 2, "rounded_div(%s, a, b)"),
-        ("fma", 3, "rounded_fma(%s, a, b, c)"),
-        ("sqrt", 1, "rounded_sqrt(%s, a)"),
+    for _name, _count, _operate in (
+        ("add", 2, vec.rounded_add),
+        ("mul", 2, vec.rounded_mul),
+        ("div", 2, vec.rounded_div),
+        ("fma", 3, vec.rounded_fma),
+        ("sqrt", 1, vec.rounded_sqrt),
     ):
-        _call = _call % _mode
-        micro(f"{_name}.{_r}.f32", "f=" + "f" * _args, f"canonical({_call})")
-        _nan = {1: "nan64(%s, a, a)", 2: "nan64(%s, a, b)", 3: "nan64x3(%s, a, b, c)"}[_args]
-        micro(f"{_name}.{_r}.f64", "d=" + "d" * _args, _nan % _call)
-    micro(f"add.{_r}.f32x2", "q=qq", f"asQ(canonical(rounded_add({_mode}, asX(a), asX(b))))")
-    micro(f"mul.{_r}.f32x2", "q=qq", f"asQ(canonical(rounded_mul({_mode}, asX(a), asX(b))))")
-    micro(f"fma.{_r}.f32x2", "q=qqq", f"asQ(canonical(rounded_fma({_mode}, asX(a), asX(b), asX(c))))")
+        micro(f"{_name}.{_r}.f32", "f=" + "f" * _count, partial(_operate, _mode), canonical_nan=True)
+        micro(f"{_name}.{_r}.f64", "d=" + "d" * _count, partial(rounded_f64, _operate, _mode))
+        if _name in ("add", "mul", "fma"):
+            micro(f"{_name}.{_r}.f32x2", "q=" + "q" * _count, partial(rounded_f32x2, _operate, _mode))
 
-TESTS = {
-    "finite": "(a & {exp}) != {exp}",
-    "infinite": "(a & {all}) == {exp}",
-    "number": "(a & {all}) <= {exp}",
-    "notanumber": "(a & {all}) > {exp}",
-    "normal": "((a & {exp}) != {exp}) & (((a & {exp}) != 0) | ((a & {all}) == 0))",  # zero counts
-    "subnormal": "((a & {exp}) == 0) & ((a & {all}) != 0)",
+
+TESTS: dict[str, Callable] = {  # inf: the bits of infinity, magnitude: all but the sign
+    "finite": lambda a, inf, magnitude: (a & inf) != inf,
+    "infinite": lambda a, inf, magnitude: (a & magnitude) == inf,
+    "number": lambda a, inf, magnitude: (a & magnitude) <= inf,
+    "notanumber": lambda a, inf, magnitude: (a & magnitude) > inf,
+    # zero counts
+    "normal": lambda a, inf, magnitude: ((a & inf) != inf) & (((a & inf) != 0) | ((a & magnitude) == 0)),
+    "subnormal": lambda a, inf, magnitude: ((a & inf) == 0) & ((a & magnitude) != 0),
 }
-for _test, _text in TESTS.items():
-    micro(f"testp.{_test}.f32", "p=u", _text.format(exp="0x7f800000", all="0x7fffffff"))
-    micro(f"testp.{_test}.f64", "p=q", _text.format(exp="0x7ff0000000000000", all="0x7fffffffffffffff"))
+for _name, _test in TESTS.items():
+    micro(f"testp.{_name}.f32", "p=u", partial(_test, inf=0x7F800000, magnitude=0x7FFFFFFF))
+    micro(f"testp.{_name}.f64", "p=q", partial(_test, inf=0x7FF0000000000000, magnitude=0x7FFFFFFFFFFFFFFF))
 
 ROUNDINGS = ("rn", "rz", "rm", "rp")
 

@@ -6,50 +6,59 @@ more than 2 * 11 + 2), for fma the f32 is rounded to odd first. A NaN result is 
 
 from __future__ import annotations
 
+import operator
+from functools import partial
+
+from softsm.engine import vec
 from softsm.isa.floating import ROUNDINGS, store
 from softsm.isa.registry import micro
 from softsm.isa.typed import Modifiers, lowers_typed, needs_target, operands, src16, unary
 from softsm.memory.box_copy import OOB_NAN
 
-micro("cvt.f32.f16", "f=u", "canonical(half_to_float(a))", hot=True)
-micro("cvt.f32.bf16", "f=u", "bf16_to_float(a)", hot=True)
-micro("cvt.rn.f16.f32", "u=f", "float_to_f16(a)", hot=True)
-micro("cvt.rn.bf16.f32", "u=f", "float_to_bf16(a)", hot=True)
-micro("cvt.rn.bf16x2.f32", "u=ff", "pack_bf16(a, b)", hot=True)
-micro("cvt.rn.f16x2.f32", "u=ff", "float_to_f16(b) | (float_to_f16(a) << 16)", hot=True)
-micro("hi16", "u=u", "a >> 16", hot=True)
-micro("pack.b32", "u=uu", "a | (b << 16)", hot=True)
+micro("cvt.f32.f16", "f=u", lambda a: vec.canonical(vec.half_to_float(a)), hot=True)
+micro("cvt.f32.bf16", "f=u", vec.bf16_to_float, hot=True)
+micro("cvt.rn.f16.f32", "u=f", vec.float_to_f16, hot=True)
+micro("cvt.rn.bf16.f32", "u=f", vec.float_to_bf16, hot=True)
+micro("cvt.rn.bf16x2.f32", "u=ff", vec.pack_bf16, hot=True)
+micro("cvt.rn.f16x2.f32", "u=ff", lambda a, b: vec.float_to_f16(b) | (vec.float_to_f16(a) << 16), hot=True)
+micro("hi16", "u=u", lambda a: a >> 16, hot=True)
+micro("pack.b32", "u=uu", lambda a, b: a | (b << 16), hot=True)
 
-for _op, _sign in (("add", "+"), ("sub", "-"), ("mul", "*")):
-    micro(
-        f"{_op}.f16x2",
-        "u=uu",
-        f"floats_to_halves(canonical(halves_to_floats(a) {_sign} halves_to_floats(b)))",
-        hot=True,
-    )
-    micro(
-        f"{_op}.bf16x2",
-        "u=uu",
-        f"pack_bf16(asF(a & 0xffff0000) {_sign} asF(b & 0xffff0000), bf16_to_float(a) {_sign} bf16_to_float(b))",
-        hot=True,
-    )
-micro("fma.odd.f32", "f=fff", "fma_to_odd(a, b, c)", hot=True)  # a * b + c of halves; the rounding to 16 bits follows
-for _op in ("min", "max"):
-    micro(f"{_op}.f16x2", "u=uu", f"floats_to_halves(canonical({_op}num(halves_to_floats(a), halves_to_floats(b))))")
-    micro(
-        f"{_op}.bf16x2",
-        "u=uu",
-        f"pack_bf16({_op}num(asF(a & 0xffff0000), asF(b & 0xffff0000)), {_op}num(bf16_to_float(a), bf16_to_float(b)))",
-    )
-micro("ftz.f16x2", "u=u", "ftz16(a)")
-for _t, _inf in (("f16x2", 0x7C00), ("bf16x2", 0x7F80)):
-    _high = (_inf << 16) | 0xFFFF  # compared with the whole register: the low half does not matter
+
+def f16x2(operate, a, b):
+    """An operation on floats, on both f16 of a register."""
+    return vec.floats_to_halves(vec.canonical(operate(vec.halves_to_floats(a), vec.halves_to_floats(b))))
+
+
+def bf16x2(operate, a, b):
+    high = operate(vec.asF(a & 0xFFFF0000), vec.asF(b & 0xFFFF0000))
+    return vec.pack_bf16(high, operate(vec.bf16_to_float(a), vec.bf16_to_float(b)))
+
+
+for _op, _operate in (("add", operator.add), ("sub", operator.sub), ("mul", operator.mul), ("min", vec.minnum),
+                      ("max", vec.maxnum)):  # fmt: skip
+    micro(f"{_op}.f16x2", "u=uu", partial(f16x2, _operate), hot=_op not in ("min", "max"))
+    micro(f"{_op}.bf16x2", "u=uu", partial(bf16x2, _operate), hot=_op not in ("min", "max"))
+micro("fma.odd.f32", "f=fff", vec.fma_to_odd, hot=True)  # a * b + c of halves; the rounding to 16 bits follows
+micro("ftz.f16x2", "u=u", vec.ftz16)
+
+
+def halves(t: str, inf: int) -> None:
+    """Operations on one half of a register; infinity has the bits `inf`."""
+    high = (inf << 16) | 0xFFFF  # compared with the whole register: the low half does not matter
     # The halves of a whose counterparts in b are NaN become 0x7fff.
-    micro(f"nan.lo.{_t}", "u=uu", f"sel((b & 0x7fff) > {_inf}, (a & 0xffff0000) | 0x7fff, a)")
-    micro(f"nan.hi.{_t}", "u=uu", f"sel((b & 0x7fffffff) > {_high}, (a & 0xffff) | 0x7fff0000, a)")
+    micro(f"nan.lo.{t}", "u=uu", lambda a, b: vec.sel((b & 0x7FFF) > inf, (a & 0xFFFF0000) | 0x7FFF, a))
+    micro(f"nan.hi.{t}", "u=uu", lambda a, b: vec.sel((b & 0x7FFFFFFF) > high, (a & 0xFFFF) | 0x7FFF0000, a))
     # Negative halves become +0; NaN stays.
-    micro(f"relu.lo.{_t}", "u=u", f"sel(((a & 0x8000) != 0) & ((a & 0x7fff) <= {_inf}), a & 0xffff0000, a)")
-    micro(f"relu.hi.{_t}", "u=u", f"sel((a > 0x7fffffff) & ((a & 0x7fffffff) <= {_high}), a & 0xffff, a)")
+    micro(f"relu.lo.{t}", "u=u", lambda a: vec.sel(((a & 0x8000) != 0) & ((a & 0x7FFF) <= inf), a & 0xFFFF0000, a))
+    micro(f"relu.hi.{t}", "u=u", lambda a: vec.sel((a > 0x7FFFFFFF) & ((a & 0x7FFFFFFF) <= high), a & 0xFFFF, a))
+    # .satfinite of converted halves; the other half of the register is left alone.
+    micro(f"finite.lo.{t}", "u=u", lambda a: vec.sel((a & 0x7FFF) == inf, a - 1, a))
+    micro(f"finite.hi.{t}", "u=u", lambda a: vec.sel((a & 0x7FFF0000) == inf << 16, a - 0x10000, a))
+
+
+halves("f16x2", 0x7C00)
+halves("bf16x2", 0x7F80)
 
 HALVES = ("f16", "f16x2", "bf16", "bf16x2")
 

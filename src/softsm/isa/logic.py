@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
+from softsm.engine import vec
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import KIND, Modifiers, operands, signed16, src16, unary
 from softsm.ptx.ast import Imm, Pair
 
 for _t, _k in (("b32", "u"), ("b64", "q"), ("pred", "p")):
-    micro(f"and.{_t}", f"{_k}={_k}{_k}", "a & b", hot=True)
-    micro(f"or.{_t}", f"{_k}={_k}{_k}", "a | b", hot=True)
-    micro(f"xor.{_t}", f"{_k}={_k}{_k}", "a ^ b", hot=True)
-    micro(f"not.{_t}", f"{_k}={_k}", "~a", hot=True)
+    micro(f"and.{_t}", f"{_k}={_k}{_k}", lambda a, b: a & b, hot=True)
+    micro(f"or.{_t}", f"{_k}={_k}{_k}", lambda a, b: a | b, hot=True)
+    micro(f"xor.{_t}", f"{_k}={_k}{_k}", lambda a, b: a ^ b, hot=True)
+    micro(f"not.{_t}", f"{_k}={_k}", lambda a: ~a, hot=True)
     if _k != "p":
-        micro(f"cnot.{_t}", f"{_k}={_k}", f"sel(a == 0, to{_k}(1), 0)")
-micro("mov.pred", "p=p", "a", hot=True)
-micro("mux.b32", "u=uuu", "(a & c) | (b & ~c)")
+        micro(f"cnot.{_t}", f"{_k}={_k}", lambda a: vec.sel(a == 0, vec.as_vector(1, a.kind), 0))
+micro("mov.pred", "p=p", lambda a: a, hot=True)
+micro("mux.b32", "u=uuu", lambda a, b, c: (a & c) | (b & ~c))
 
-micro("shl.b32", "u=uu", "shl(a, b)", hot=True)
-micro("shr.b32", "u=uu", "shr(a, b)", hot=True)
-micro("shr.s32", "i=iu", "sar(a, b)", hot=True)
-micro("shl.b64", "q=qu", "shl64(a, b)", hot=True)
-micro("shr.b64", "q=qu", "shr64(a, b)", hot=True)
-micro("shr.s64", "l=lu", "sar64(a, b)", hot=True)
+micro("shl.b32", "u=uu", vec.shl, hot=True)
+micro("shr.b32", "u=uu", vec.shr, hot=True)
+micro("shr.s32", "i=iu", vec.sar, hot=True)
+micro("shl.b64", "q=qu", vec.shl64, hot=True)
+micro("shr.b64", "q=qu", vec.shr64, hot=True)
+micro("shr.s64", "l=lu", vec.sar64, hot=True)
 # Amounts known to be below the width, as literals mostly are.
-micro("shl.in.b32", "u=uu", "a << b", hot=True)
-micro("shr.in.b32", "u=uu", "a >> b", hot=True)
-micro("shr.in.s32", "i=ii", "a >> b", hot=True)
-micro("shl.in.b64", "q=qq", "a << b", hot=True)
-micro("shr.in.b64", "q=qq", "a >> b", hot=True)
-micro("shr.in.s64", "l=ll", "a >> b")
-micro("shf.l", "u=uuu", "tou(((toq(b) << 32 | toq(a)) << toq(c & 63)) >> 32)")
-micro("shf.r", "u=uuu", "tou((toq(b) << 32 | toq(a)) >> toq(c & 63))")
-micro("prmt.b32", "u=uuu", "prmt(a, b, c)", hot=True)
-micro("prmt.5410", "u=uu", "(a & 0xffff) | (b << 16)", hot=True)
-micro("prmt.7632", "u=uu", "(a >> 16) | (b & 0xffff0000)", hot=True)
-micro("pick16", "u=qu", "tou(a >> toq((b & 3) << 4)) & 0xffff")  # entry b & 3 of a table of four 16-bit selectors
+micro("shl.in.b32", "u=uu", lambda a, b: a << b, hot=True)
+micro("shr.in.b32", "u=uu", lambda a, b: a >> b, hot=True)
+micro("shr.in.s32", "i=ii", lambda a, b: a >> b, hot=True)
+micro("shl.in.b64", "q=qq", lambda a, b: a << b, hot=True)
+micro("shr.in.b64", "q=qq", lambda a, b: a >> b, hot=True)
+micro("shr.in.s64", "l=ll", lambda a, b: a >> b)
+micro("shf.l", "u=uuu", lambda a, b, c: vec.tou(((vec.toq(b) << 32 | vec.toq(a)) << vec.toq(c & 63)) >> 32))
+micro("shf.r", "u=uuu", lambda a, b, c: vec.tou((vec.toq(b) << 32 | vec.toq(a)) >> vec.toq(c & 63)))
+micro("prmt.b32", "u=uuu", vec.prmt, hot=True)
+micro("prmt.5410", "u=uu", lambda a, b: (a & 0xFFFF) | (b << 16), hot=True)
+micro("prmt.7632", "u=uu", lambda a, b: (a >> 16) | (b & 0xFFFF0000), hot=True)
+# Entry b & 3 of a table of four 16-bit selectors.
+micro("pick16", "u=qu", lambda a, b: vec.tou(a >> vec.toq((b & 3) << 4)) & 0xFFFF)
 
 WIDTHS = ("b16", "b32", "b64", "pred")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from softsm.engine import program as pg
+from softsm.engine import vec
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import KIND, operands, src16, unary
 from softsm.ptx.ast import Sink, Special, Vector
 
-micro("pack.b64", "q=uu", "toq(a) | (toq(b) << 32)", hot=True)
-micro("hi32", "u=q", "tou(a >> 32)", hot=True)
+micro("pack.b64", "q=uu", lambda a, b: vec.toq(a) | (vec.toq(b) << 32), hot=True)
+micro("hi32", "u=q", lambda a: vec.tou(a >> 32), hot=True)
 
 TYPES = ("pred", "b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64", "b128")
 

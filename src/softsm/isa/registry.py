@@ -2,12 +2,14 @@
 
 Two registries:
 
-* `micro(name, signature, expression)`: one line = one operation of the interpreter on 32 lanes. The signature
-  "f=ff" gives the destination and source kinds: u i f = a 32-bit row read as uint32, int32, float32;
-  q l d = a 64-bit row read as uint64, int64, float64; p = a predicate (a lane mask, plain uint32). The expression
-  uses a, b, c, d (the sources), m (the active lanes, uint32) and the names of `softsm.engine.vec`. `hot=True` puts
-  it into the flat dispatch function (at most about 200 of them); the others go into banks of their own, one call
-  further away.
+* `micro(name, signature, function)`: one operation of the interpreter on 32 lanes. The signature "f=ff" gives the
+  destination and source kinds: u i f = a 32-bit row read as uint32, int32, float32; q l d = a 64-bit row read as
+  uint64, int64, float64; p = a predicate (a lane mask, plain uint32); m behind the sources = the active lanes, as
+  another argument. The function takes the sources and is written in the vocabulary of `softsm.engine.vec`; it is called
+  once, on symbolic vectors, to make the code. Without a function, `micro` is a decorator.
+  `hot` puts an operation into the flat dispatch function (at most about 200 of them); the others go into banks of their
+  own, one call further away. `canonical_nan`: a NaN result becomes PTX's, 0x7fffffff, whichever NaN comes out, or goes
+  in. `exchange`: it works on all lanes together, so it cannot be computed for a few of them at a time.
 * `@lowers("add")`: a function `(asm, ins)` which turns one PTX instruction with that base opcode into micro-operations
   (`asm.emit`), or a macro-operation (`asm.macro`: a Python function that runs outside the interpreter loop), or
   refuses it (`asm.refuse(ins, why)`) while the kernel is loaded. Nothing is ever skipped silently.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +29,32 @@ class Micro:
     name: str
     dst: str  # one kind letter
     srcs: str  # up to four kind letters
-    expression: str
+    function: Callable
+    masked: bool  # does it take the active lanes?
     hot: bool
+    canonical_nan: bool
+    exchange: bool
 
 
 MICROS: dict[str, Micro] = {}
 LOWERERS: dict[str, Callable] = {}
 
 
-def micro(name: str, signature: str, expression: str, *, hot: bool = False) -> None:
+def micro(
+    name: str,
+    signature: str,
+    function: Callable | None = None,
+    *,
+    hot: bool = False,
+    canonical_nan: bool = False,
+    exchange: bool = False,
+) -> Callable:
+    if function is None:
+        return partial(micro, name, signature, hot=hot, canonical_nan=canonical_nan, exchange=exchange)
     dst, srcs = signature.split("=")
     assert name not in MICROS, f"micro-operation {name} is defined twice"
-    MICROS[name] = Micro(name, dst, srcs, expression, hot)
+    MICROS[name] = Micro(name, dst, srcs.removesuffix("m"), function, srcs.endswith("m"), hot, canonical_nan, exchange)
+    return function
 
 
 def lowers(*opcodes: str) -> Callable[[Callable], Callable]:

@@ -8,24 +8,37 @@ with e4m3x4 and e2m1x4, and taken to hold for the other formats, which share a f
 
 from __future__ import annotations
 
+from functools import partial
+
+from softsm.engine import vec
 from softsm.isa.registry import micro
 from softsm.isa.typed import needs_target, operands, unary
 from softsm.ptx.ast import Vector
 
 SMALL = {"e4m3x2": 8, "e5m2x2": 8, "e2m3x2": 8, "e3m2x2": 8, "e2m1x2": 4, "ue8m0x2": 8}
-for _name, _bits in SMALL.items():
-    _t = _name.removesuffix("x2")
-    if _t == "ue8m0":
-        micro("to.ue8m0.rz", "u=f", "to_ue8m0(a, 0, 255)")
-        micro("to.ue8m0.rp", "u=f", "to_ue8m0(a, 1, 255)")
-        micro("from.ue8m0x2", "u=u", "from_ue8m0(a & 255) | (from_ue8m0((a >> 8) & 255) << 16)")
-    else:
-        micro(f"to.{_t}", "u=f", f"to_{_t}(a)")
-        micro(f"rs.{_t}", "u=fu", f"to_{_t}(a, b)")
-        micro(f"from.{_name}", "u=u", f"from_{_t}(a) | (from_{_t}(a >> {_bits}) << 16)")
-micro("pack.b8", "u=uu", "a | (b << 8)", hot=True)
-micro("pack.b4", "u=uu", "a | (b << 4)")
-micro("even.b8", "u=u", "(a & 0xff) | ((a >> 8) & 0xff00)")  # bytes 0 and 2
+
+
+def from_pair(decode, bits: int, a):
+    """Two codes of a register -> two halves."""
+    return decode(a) | (decode(a >> bits) << 16)
+
+
+for _t, _bits, _to, _from in (
+    ("e4m3", 8, vec.to_e4m3, vec.from_e4m3),
+    ("e5m2", 8, vec.to_e5m2, vec.from_e5m2),
+    ("e2m3", 8, vec.to_e2m3, vec.from_e2m3),
+    ("e3m2", 8, vec.to_e3m2, vec.from_e3m2),
+    ("e2m1", 4, vec.to_e2m1, vec.from_e2m1),
+):
+    micro(f"to.{_t}", "u=f", _to)
+    micro(f"rs.{_t}", "u=fu", _to)
+    micro(f"from.{_t}x2", "u=u", partial(from_pair, _from, _bits))
+micro("to.ue8m0.rz", "u=f", lambda a: vec.to_ue8m0(a, 0, 255))
+micro("to.ue8m0.rp", "u=f", lambda a: vec.to_ue8m0(a, 1, 255))
+micro("from.ue8m0x2", "u=u", lambda a: vec.from_ue8m0(a & 255) | (vec.from_ue8m0((a >> 8) & 255) << 16))
+micro("pack.b8", "u=uu", lambda a, b: a | (b << 8), hot=True)
+micro("pack.b4", "u=uu", lambda a, b: a | (b << 4))
+micro("even.b8", "u=u", lambda a: (a & 0xFF) | ((a >> 8) & 0xFF00))  # bytes 0 and 2
 FOUR = {"e4m3x4": 8, "e5m2x4": 8, "e2m3x4": 8, "e3m2x4": 8, "e2m1x4": 4}
 
 

@@ -5,8 +5,11 @@ A .sync instruction waits until every living lane of its membermask is there (th
 
 from __future__ import annotations
 
+from functools import partial
+
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
+from softsm.engine import vec
 from softsm.engine.asynchrony import SEEN
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import unary
@@ -14,13 +17,13 @@ from softsm.ptx.ast import Imm, Pair, Sink
 
 SHUFFLES = ("up", "down", "bfly", "idx")
 for _mode in SHUFFLES:
-    micro(f"shfl.{_mode}", "u=uuu", f"shfl_{_mode}(a, b, c)", hot=_mode in ("bfly", "idx"))
-    micro(f"inside.{_mode}", "p=uu", f"{_mode}_inside(a, b)")
+    micro(f"shfl.{_mode}", "u=uuu", getattr(vec, f"shfl_{_mode}"), exchange=True, hot=_mode in ("bfly", "idx"))
+    micro(f"inside.{_mode}", "p=uu", getattr(vec, f"{_mode}_inside"))
 for _step in (1, 2, 4, 8, 16):  # the steps of a reduction over the warp
-    micro(f"shfl.bfly.{_step}", "u=u", f"xor_lanes(a, {_step})", hot=True)
-micro("redux.max.f32", "f=f", "warp_max(a, m)", hot=True)
-micro("redux.min.f32", "f=f", "warp_min(a, m)", hot=True)
-micro("any.nan.f32", "p=f", "everywhere(any_lane((a != a) & m))")
+    micro(f"shfl.bfly.{_step}", "u=u", partial(vec.xor_lanes, k=_step), exchange=True, hot=True)
+micro("redux.max.f32", "f=fm", vec.warp_max, exchange=True, hot=True)
+micro("redux.min.f32", "f=fm", vec.warp_min, exchange=True, hot=True)
+micro("any.nan.f32", "p=fm", lambda a, m: vec.everywhere(vec.any_lane((a != a) & m)), exchange=True)
 VOTES = {"any": ln.V_ANY, "all": ln.V_ALL, "uni": ln.V_UNI, "ballot": ln.V_BALLOT}
 REDUCTIONS = {
     ("add", "u32"): ln.R_ADD,

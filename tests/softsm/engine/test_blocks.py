@@ -14,7 +14,7 @@ ROWS, PREDICATES = 24, 8
 
 def lane_local() -> list:
     hot, cold = dispatch.numbered()
-    return [(n, m) for n, m in hot + cold if not blocks.EXCHANGE.search(m.expression)]
+    return [(n, m) for n, m in hot + cold if not m.exchange]
 
 
 def random_code(part: list, rng: np.random.Generator) -> np.ndarray:

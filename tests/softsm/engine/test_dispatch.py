@@ -57,14 +57,14 @@ def test_every_micro_operation_gives_what_its_signature_says():
     for m in MICROS.values():
         function = ir.Function(ir.Module(), dispatch.COLD, "f")
         with building(ir.IRBuilder(function.append_basic_block("entry"))):
-            names = {}
-            for letter, kind in zip(dispatch.LETTERS, m.srcs):
+            sources: list = []
+            for kind in m.srcs:
                 if kind == "p":
-                    names[letter] = dispatch.Bits(ir.Constant(ir.IntType(32), 5))
+                    sources.append(dispatch.Bits(ir.Constant(ir.IntType(32), 5)))
                 else:
                     k = dispatch.KINDS[kind]
-                    names[letter] = Vector(ir.Constant(k.ir, ir.Undefined), k)
-            value = dispatch.evaluate(m, names, dispatch.Bits(ir.Constant(ir.IntType(32), pg.ALL)))
+                    sources.append(Vector(ir.Constant(k.ir, ir.Undefined), k))
+            value = dispatch.evaluate(m, sources, dispatch.Bits(ir.Constant(ir.IntType(32), pg.ALL)))
             if m.dst == "p":
                 assert not isinstance(value, Vector), m
             else:
