@@ -88,7 +88,8 @@ def test_two_loads_into_the_same_bytes_are_not_ordered():
 
 
 def test_the_kernel_may_not_end_with_a_load_in_flight():
-    holds(lambda keep: tma(LOAD + when(keep, t.wait("bar", 0))), args=MAPPED, code="in-flight")
+    found = holds(lambda keep: tma(LOAD + when(keep, t.wait("bar", 0))), args=MAPPED, code="in-flight")
+    assert "fix: wait for the mbarrier that it signals" in str(found)
 
 
 def test_expect_tx_is_the_bytes_of_the_box():
@@ -185,6 +186,30 @@ def test_a_kernel_waits_for_its_stores_to_have_read():
         return tma(body + t.only("%p0", STORE + when(keep, READ_DONE)))
 
     holds(make, args=MAPPED, code="in-flight")
+    noted = findings(make(False), MAPPED, strict=False)
+    assert not noted and [d.code for d in noted.warnings] == ["in-flight"]
+    assert "wait_group.read" in str(noted.warnings[0]) and not findings(make(True), MAPPED, strict=False).warnings
+
+
+def test_lanes_that_store_the_same_box_make_one_copy():
+    def make(keep):
+        row = "mov.u32 %r50, 0;\n" if keep else "and.b32 %r50, %r2, 1;\n"  # boxes of 32 rows that overlap
+        store = STORE.replace("{0, 0}", "{0, %r50}")
+        body = t.fill("a", 4096, 5) + "fence.proxy.async;\nbar.sync 0;\n"
+        return tma(body + row + t.only("warp 0", store + DONE))
+
+    holds(make, args=MAPPED)
+    holds(make, args=MAPPED, strict=False)
+
+
+def test_bytes_cleared_by_st_bulk_are_read_behind_a_barrier():
+    def make(keep):
+        clear = t.only("%p0", "st.bulk.weak.shared::cta [a], 4096, 0;\n")
+        body = WRITE + "bar.sync 0;\n" + clear + when(keep, "bar.sync 0;\n") + READ
+        return t.kernel(body, "x out", shared=SHARED)
+
+    holds(make, args=[X, OUT])
+    holds(make, args=[X, OUT], strict=False)
 
 
 # -- cp.async ----------------------------------------------------------------------------------------------------------

@@ -347,6 +347,19 @@ def test_dealloc_requires_the_loads_of_other_warps_to_be_over():
     holds(make, args=OUT, code=("in-flight", "tmem-unallocated"))
 
 
+def test_an_address_without_lanes_means_those_of_the_warp():
+    """Hardware ignores the bits of the warp, and kernels leave them out; wrong ones are a mistake at either level."""
+    wait = product() + t.wait("bar", 0) + t.AFTER
+
+    def make(address):
+        return whole(wait + t.load(address, 10, 8) + t.WAIT_LD + t.out("%r10"))
+
+    for order in ("eager", "latest"):
+        assert not findings(make("%r3"), OUT, strict=False, order=order)
+        assert findings(make("%r3"), OUT, order=order).codes() == ["lane-ownership"]
+        assert findings(make("%r3 + 0x200000"), OUT, strict=False, order=order).codes() == ["lane-ownership"]
+
+
 def test_reading_cells_that_nobody_wrote():
     def make(keep):
         body = when(keep, product()) + when(keep, t.wait("bar", 0) + t.AFTER)

@@ -21,16 +21,16 @@ from softsm.report.diagnostics import Diagnostic
 
 TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}
 GENERIC = {"cp.async", "st.async", "red.async"}  # asynchronous, but of the generic proxy
-MUST_END = {
-    *TENSOR,
-    "TMA load",
-    "bulk load",
-    "TMA store (read)",
-    "TMA reduction (read)",
-    "bulk store (read)",
-    "bulk reduction (read)",
-    "bulk copy to a peer",
-}
+STORES = {"TMA store (read)", "TMA reduction (read)", "bulk store (read)", "bulk reduction (read)"}
+MUST_END = {*TENSOR, *STORES, "TMA load", "bulk load", "bulk copy to a peer"}
+
+
+def how_to_wait(op: AsyncOp) -> str:
+    if op.kind in STORES:
+        return "cp.async.bulk.commit_group, and cp.async.bulk.wait_group.read 0 before the exit"
+    if op.kind in TENSOR:
+        return "tcgen05.commit, and a wait for its mbarrier before the exit"
+    return "wait for the mbarrier that it signals before the exit"
 
 
 class Operations:
@@ -223,14 +223,15 @@ class Operations:
                 known |= w.view.clock[self.order.known]
         for number in self.order.unknown(known, np.array(cta.view.outstanding)):
             op = self.get(number)
-            if op is not None:
-                self.checker.report.add(
-                    Diagnostic(
-                        "in-flight",
-                        f"{cta} ends, but nobody waited for this {op.kind}",
-                        (self.checker.findings.party(op.warp, op, "may still be in flight"),),
-                    )
-                )
+            if op is None:
+                continue
+            party = self.checker.findings.party(op.warp, op, "may still be in flight")
+            text = f"{cta} ends, but nobody waited for this {op.kind}"
+            found = Diagnostic("in-flight", text, (party,), how_to_wait(op))
+            if op.kind in STORES and not self.checker.strict:  # kernels that run on GPUs every day do not wait for it
+                self.checker.report.warn(found)
+            else:
+                self.checker.report.add(found)
         cta.view.outstanding = []
 
     def touches_peer(self, w, cta) -> None:

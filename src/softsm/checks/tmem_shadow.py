@@ -439,7 +439,10 @@ def access(S, rows, row, count, store, about, pc):
         if load32(R + row * 128 + 4 * lane) != address:
             return i8(MACRO)
     first, lanes = i8(address & u4(0xFFFF)), i8(load64(S + 8 * S_TENSOR_LANE))
-    if i8(address) - first != lanes or first < i8(load64(columns)) or first + count > i8(load64(columns + 8)):
+    named = i8(address) - first
+    if named == 0 and i8(load64(layout + 8 * SECTIONS)) != STRICT:  # no lanes: the warp's own
+        named = lanes
+    if named != lanes or first < i8(load64(columns)) or first + count > i8(load64(columns + 8)):
         return i8(MACRO)
     table = i8(load64(S + 8 * S_CELLS))
     kind, left, wrong = i8(LOAD), i8(0), i8(1)

@@ -36,7 +36,9 @@ def tensor_access(module: ir.Module, write: bool) -> ir.Function:
         addresses = load_row(R, row, U)
         address = lane_get(addresses, 0)
         differ = any_bit(addresses ^ Vector(_splat(b, address, LANES), U))
-        elsewhere = b.icmp_unsigned("!=", b.zext(b.and_(address, _I32(0xFFFF0000)), _I64), field(S, pg.S_TENSOR_LANE))
+        lanes = b.zext(b.and_(address, _I32(0xFFFF0000)), _I64)  # none: the warp's own, see isa/tensor_memory.py
+        foreign = b.icmp_unsigned("!=", lanes, field(S, pg.S_TENSOR_LANE))
+        elsewhere = b.and_(foreign, b.icmp_unsigned("!=", lanes, _I64(0)))
         first, number = b.zext(b.and_(address, _I32(0xFFFF)), _I64), b.zext(count, _I64)
         low, high = (b.load(b.inttoptr(b.add(columns, _I64(8 * k)), _I64.as_pointer())) for k in range(2))
         outside = b.or_(b.icmp_unsigned("<", first, low), b.icmp_unsigned(">", b.add(first, number), high))

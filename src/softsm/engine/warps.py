@@ -169,7 +169,7 @@ class Cta(Waitable):
         rank, offset = address >> pg.RANK_SHIFT, address & ((1 << pg.RANK_SHIFT) - 1)
         if rank >= len(self.cluster):
             size = len(self.cluster)
-            raise Fault("out-of-bounds", f"shared address {address:#x} names CTA rank {rank}; the cluster has {size}")
+            raise Fault("cluster-rank", f"shared address {address:#x} names CTA rank {rank}; the cluster has {size}")
         return self.cluster[rank], offset
 
     def check_shared(self, offset: int, size: int, what: str) -> None:

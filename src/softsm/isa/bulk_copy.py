@@ -1,4 +1,4 @@
-"""cp.async.bulk between global memory, shared memory and peers, cp.reduce.async.bulk, st.async, red.async.
+"""cp.async.bulk between global memory, shared memory and peers, cp.reduce.async.bulk, st.async, red.async, st.bulk.
 
 A store is two operations, its read of shared memory and its write of global memory, because `wait_group.read` waits
 for the first only. Loads and copies to a peer complete on an mbarrier, by bytes.
@@ -15,6 +15,7 @@ from softsm.isa.copying import global_view, start, waited
 from softsm.isa.mbarriers import Issuer, barrier_at, lanes, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.typed import needs_target
 from softsm.memory.box_copy import combine
+from softsm.ptx.ast import Imm
 
 COMPLETE_TX = "mbarrier::complete_tx::bytes"
 DTYPES = {
@@ -29,6 +30,7 @@ DTYPES = {
     "f32": np.float32,
     "f64": np.float64,
 }
+BULK_STORE_BYTES = 16_777_216  # of one st.bulk
 INTEGER_OPS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
@@ -346,3 +348,32 @@ def do_store_async(w, mask, o):
             barrier.complete_tx(size, who)
 
         start(w, lane, name, effects, signals=(barrier,), writes=(("shared", cta, offset, offset + size),))
+
+
+# -- st.bulk -----------------------------------------------------------------------------------------------------------
+
+
+def store_bulk(asm, ins, mods) -> None:
+    """A thread writes zeros over a stretch of shared memory: a weak store, of the generic proxy."""
+    needs_target(asm, ins, 100)
+    if set(mods) - {"weak", "shared::cta"} or len(ins.operands) != 3:
+        asm.refuse(ins, "expected st.bulk{.weak}{.shared::cta} [a], size, 0")
+    address, size, initial = ins.operands
+    if not isinstance(initial, Imm) or initial.value != 0:
+        asm.refuse(ins, "the initial value must be the constant 0")
+    place = shared_operand(asm, address, "shared::cta" if "shared::cta" in mods else None)
+    asm.macro(do_store_bulk, ins, dst=place, size=asm.src(size, "q"))
+
+
+def do_store_bulk(w, mask, o):
+    for lane in lanes(mask):
+        size, address = int(w.Q[o.size, lane]), shared_address(w, o.dst, lane)
+        if size % 8 or size > BULK_STORE_BYTES:
+            raise w.fault(
+                "copy-size", f"st.bulk: got {size} bytes; multiples of 8 up to {BULK_STORE_BYTES} are accepted"
+            )
+        cta, offset = shared_bytes(w, address, size, "st.bulk", 8)
+        if w.machine.observer is not None:
+            w.machine.observer.accessed_shared(w, cta, offset, offset + size, True, lane=lane)
+        cta.shared[offset : offset + size] = 0
+    w.machine.writes += 1

@@ -6,6 +6,7 @@ import functools
 import math
 import re
 import struct
+from collections.abc import Callable
 
 from softsm.engine import program as pg
 from softsm.engine.warps import Fragment
@@ -206,7 +207,7 @@ def do_vprintf(w, mask, o):
         form = text_at(w, argument(w, lane, o.arguments[0], 8))
         at = argument(w, lane, o.arguments[1], 8)
         read = functools.partial(printf_argument, w, lane, at)
-        w.machine.kernel.print(w.machine, c_format(form, read))
+        w.machine.kernel.print(w.machine, c_format(form, read, functools.partial(text_at, w)))
         for r in o.returns:
             w.local[lane, r : r + 4] = 0
 
@@ -219,7 +220,8 @@ def hex_float(x: float) -> str:
     return f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits}p{exponent}"
 
 
-def c_format(form: str, read) -> str:
+def c_format(form: str, read, text: Callable[[int], str]) -> str:
+    """read(offset, size): bytes of the arguments; text(address): the string there."""
     out, last, pos = [], 0, 0
     for m in re.finditer(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t)?([diuxXoeEfFgGaAcsp%])", form):
         out.append(form[last : m.start()])
@@ -238,6 +240,8 @@ def c_format(form: str, read) -> str:
 
         if width == "*":
             width = str(struct.unpack("<i", take(4))[0])
+        if precision == "*":
+            precision = str(struct.unpack("<i", take(4))[0])
         spec = "%" + flags + (width or "") + (f".{precision}" if precision else "")
         if conv in "eEfFgG":
             out.append((spec + conv) % struct.unpack("<d", take(8))[0])
@@ -247,7 +251,7 @@ def c_format(form: str, read) -> str:
         elif conv == "p":
             out.append(f"{struct.unpack('<Q', take(8))[0]:#x}")
         elif conv == "s":
-            out.append(f"<string at {struct.unpack('<Q', take(8))[0]:#x}>")
+            out.append(f"{spec}s" % text(struct.unpack("<Q", take(8))[0]))
         else:
             size = 8 if length in ("l", "ll", "z", "j", "t") else 4
             code = {8: "q", 4: "i"}[size] if conv in "dic" else {8: "Q", 4: "I"}[size]

@@ -296,12 +296,20 @@ def locate(w, mask: int, o, what: str) -> tuple[int, int, tuple]:
     """(lane, column, regions) of an access, after all its checks."""
     address = same_address(w, mask, o.address, what)
     lane, column = address >> 16, address & 0xFFFF
+    if lane < 32 and not strict(
+        w
+    ):  # hardware ignores the bits that name the warp's quarter, and kernels leave them out
+        lane += 32 * (w.index % 4)
     width = located(w, check_access, w, o, lane, column, what)
     first = ("tmem", w.cta, column, column + width, lane_groups(lane, 32 if o.shape == "32x32b" else 16), o.note)
     if o.shape != "16x32bx2":
         return lane, column, (first,)
     second, at = lane + (o.split >> 16), column + (o.split & 0xFFFF)
     return lane, column, (first, ("tmem", w.cta, at, at + width, lane_groups(second, 16), o.note))
+
+
+def strict(w) -> bool:
+    return w.machine.observer is not None and w.machine.observer.strict
 
 
 def lane_groups(lane: int, count: int) -> int:

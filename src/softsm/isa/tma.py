@@ -214,8 +214,20 @@ def _land(memory, box: Box, targets, who) -> None:
         barrier.complete_tx(box.nbytes, who)
 
 
-def do_store(w, mask, o):
+def copies(w, mask, o) -> list[int]:
+    """Lanes that each make a copy. The instruction is one of the warp: lanes that store the same box are one copy.
+    Reductions are not: what hardware adds for 32 equal lanes has not been measured."""
+    if o.redop or mask & mask - 1 == 0:
+        return lanes(mask)
+    seen: dict[tuple[int, ...], int] = {}
     for lane in lanes(mask):
+        operands = w.Q.item(o.map, lane), w.R.item(o.src, lane), *(w.R.item(row, lane) for row in o.coords)
+        seen.setdefault(operands, lane)
+    return list(seen.values())
+
+
+def do_store(w, mask, o):
+    for lane in copies(w, mask, o):
         box = box_of(w, o, lane)
         if box.map.data_type is DataType.U4_ALIGN16B:
             raise w.fault("tensor-map", f"{box.map.data_type.name} can be loaded, not stored")

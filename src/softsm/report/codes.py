@@ -181,7 +181,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Compare the index of brx.idx with the number of its targets.",
     ),
     "recursion": ("A device function calls itself.", "Write a loop: functions have one frame each here."),
-    "cluster-rank": ("mapa names a CTA that the cluster does not have.", "Use ranks below %cluster_nctarank."),
+    "cluster-rank": (
+        "An access of the shared memory of a CTA that the cluster does not have.",
+        "Give mapa ranks below %cluster_nctarank.",
+    ),
     "unsupported": (
         "An operation with operands that softsm has no semantics for.",
         "docs/isa.md lists the supported instructions.",

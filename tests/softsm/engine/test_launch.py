@@ -120,8 +120,26 @@ def test_printf_of_hexadecimal_floats():
     from softsm.isa.control import c_format
 
     raw = np.array([0.0, -0.0, 1.0, -1.5, 2.0**-1074, float("inf"), float("nan"), 1.0, -1.5]).tobytes()
-    text = c_format("%a " * 6 + "%a %8a|%A", lambda at, n: raw[at : at + n])
+    text = c_format("%a " * 6 + "%a %8a|%A", lambda at, n: raw[at : at + n], str)
     assert text == "0x0p+0 -0x0p+0 0x1p+0 -0x1.8p+0 0x0.0000000000001p-1022 inf nan   0x1p+0|-0X1.8P+0"
+
+
+def test_printf_of_strings(capsys):
+    ptx = """.version 8.0\n.target sm_90a\n.address_size 64
+.extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);
+.global .align 1 .b8 form[] = {37, 115, 32, 61, 32, 37, 45, 54, 46, 50, 115, 37, 100, 10, 0};
+.global .align 1 .b8 name[] = {119, 97, 114, 112, 0};
+.visible .entry k()
+{
+  .reg .b64 %rd<4>; .local .align 8 .b8 list[24];
+  mov.u64 %rd1, name; st.local.u64 [list], %rd1; st.local.u64 [list+8], %rd1; st.local.u32 [list+16], 3;
+  mov.u64 %rd1, form; mov.u64 %rd2, list; cvta.local.u64 %rd2, %rd2;
+  { .param .b64 p0; .param .b64 p1; .param .b32 r0;
+    st.param.b64 [p0], %rd1; st.param.b64 [p1], %rd2; call.uni (r0), vprintf, (p0, p1); }
+  ret;
+}"""
+    softsm.load(ptx).launch(1, 1, [])
+    assert capsys.readouterr().out == "warp = wa    3\n"  # "%s = %-6.2s%d"
 
 
 IN_FLIGHT = """.version 8.0\n.target sm_90a\n.address_size 64

@@ -32,7 +32,7 @@ PARTS = {
     "clusterlaunchcontrol": "try_cancel query_cancel is_canceled get_first_ctaid",
     "griddepcontrol": "launch_dependents wait",
     "createpolicy": "fractional range cvt",
-    "st": "async", "red": "async", "setmaxnreg": "inc dec",
+    "st": "async bulk", "red": "async", "setmaxnreg": "inc dec",
 }  # fmt: skip
 
 

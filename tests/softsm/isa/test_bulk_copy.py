@@ -6,6 +6,9 @@ import pytest
 from copy_texts import DATA, RNG, bulk_load, fails, read_back, source
 from launching import ptx, run, store, wait, words
 
+from softsm.engine.launch import load
+from softsm.errors import Fault, Unsupported
+
 
 def test_bulk_load():
     data = source()
@@ -243,3 +246,41 @@ red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.s32 [
         np.testing.assert_array_equal(got[rank, :, 2], 1 - rank)
         np.testing.assert_array_equal(got[rank, :, 3], lane + 7)
         np.testing.assert_array_equal(got[rank, :, 4], np.maximum(lane, 20))
+
+
+def clearing(size="256", address="%r2", form="st.bulk.weak.shared::cta"):
+    """Thread 0 clears bytes of the shared array that all have written."""
+    body = f"""mov.u32 %r2, data;
+mov.b64 %rd5, {size};
+cvt.u64.u32 %rd6, %r2;
+cvta.shared.u64 %rd6, %rd6;
+mad.lo.u32 %r3, %r1, 16, %r2;
+st.shared.v4.u32 [%r3], {{7, 7, 7, 7}};
+bar.sync 0;
+@%p1 {form} [{address}], %rd5, 0;
+bar.sync 0;
+"""
+    return ptx(body + read_back(128), "out", shared=DATA, target="sm_100a", version="8.6")
+
+
+@pytest.mark.parametrize("form, address", [("st.bulk.weak.shared::cta", "%r2"), ("st.bulk", "%rd6")])
+def test_st_bulk_clears_shared_memory(form, address):
+    got = run(clearing("256", f"{address}+16", form), [words(128)])
+    np.testing.assert_array_equal(got, [7] * 4 + [0] * 64 + [7] * 60)
+
+
+def test_misuse_of_st_bulk():
+    for text, code, match in (
+        (clearing("12"), "copy-size", "12 bytes; multiples of 8"),
+        (clearing("8", "%r2+4"), "misaligned", "multiple of 8"),
+        (clearing("4096"), "out-of-bounds", "st.bulk of 4096 bytes"),
+    ):
+        with pytest.raises(Fault, match=match) as caught:
+            load(text).launch(1, 32, [words(128)])
+        assert caught.value.code == code
+    for text, match in (
+        (clearing().replace("%rd5, 0;", "%rd5, 1;"), "constant 0"),
+        (clearing().replace("sm_100a", "sm_90a"), "sm_100"),
+    ):
+        with pytest.raises(Unsupported, match=match):
+            load(text)

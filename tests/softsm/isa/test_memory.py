@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 from launching import ptx, run, store, words
 
+from softsm.engine.launch import load
+from softsm.errors import Fault
+
 LANES = np.arange(32)
 RNG = np.random.default_rng(3)
 WIDTHS = {"u8": 1, "s8": 1, "b8": 1, "u16": 2, "s16": 2, "b16": 2, "u32": 4, "s32": 4, "b32": 4, "f32": 4, "u64": 8,
@@ -161,6 +164,27 @@ selp.u32 %r7, 1, 0, %p2;
     shared = DATA + ".local .align 4 .b8 mine[4];"
     got = run(ptx(body, "out src", shared=shared), [words(128), data])[0].reshape(32, 4)
     np.testing.assert_array_equal(got, np.stack([LANES, np.full(32, 40), data, np.full(32, 0b1000111)], 1))
+
+
+def test_a_rank_that_the_cluster_does_not_have_is_a_mistake_where_it_is_used():
+    """Kernels compute an address of rank = lane in all lanes, and use it in those that are below the cluster's size."""
+    body = """mov.u32 %r2, data;
+mov.u32 %r10, %cluster_ctarank;
+st.shared.u32 [%r2], %r10;
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+mapa.shared::cluster.u32 %r5, %r2, %r1;
+mov.u32 %r6, 7;
+setp.lt.u32 %p2, %r1, 2;
+@%p2 ld.shared::cluster.u32 %r6, [%r5];
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+""" + store("%r6")
+    text = ptx(body, shared=DATA)
+    np.testing.assert_array_equal(run(text, [words(32)], grid=2, cluster=2), [0, 1] + [7] * 30)
+    with pytest.raises(Fault, match="names CTA rank 2; the cluster has 2") as caught:
+        load(text.replace("%r1, 2;\n@", "%r1, 3;\n@")).launch(2, 32, [words(32)], cluster=2)
+    assert caught.value.code == "cluster-rank"
 
 
 def test_addresses_of_peers():

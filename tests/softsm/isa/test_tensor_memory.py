@@ -55,6 +55,20 @@ def test_loaded_registers_may_be_used_before_the_wait():
     np.testing.assert_array_equal(out, data + 5)
 
 
+def test_an_address_without_lanes_means_those_of_the_warp():
+    body = words_in(8) + f"tcgen05.st.sync.aligned.32x32b.x8.b32 [%r8], {names(100, 8)};\n"
+    body += "tcgen05.wait::st.sync.aligned;\n"
+    body += f"tcgen05.ld.sync.aligned.32x32b.x4.b32 {names(200, 4)}, [%r8];\n"
+    body += f"tcgen05.ld.sync.aligned.16x64b.x4.b32 {names(204, 4)}, [%r9];\n"
+    body += "tcgen05.wait::ld.sync.aligned;\n"
+    data = np.arange(1024, dtype=np.uint32).reshape(128, 8)
+    out = run(kernel(body + words_out(8, 200)), [data, np.zeros_like(data)], block=128)[1]
+    np.testing.assert_array_equal(out[:, :4], data[:, :4])
+    np.testing.assert_array_equal(
+        np.sort(out[:, 4:].reshape(4, -1)), np.sort(data.reshape(4, 32, 8)[:, :16].reshape(4, -1))
+    )
+
+
 def test_a_late_load_sees_what_was_written_after_it():
     """Under 'latest' a load without wait::ld reads what another warp stores afterwards: the bug shows."""
     other = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r9], {%r12};\ntcgen05.wait::st.sync.aligned;\n"
@@ -263,7 +277,7 @@ LD = "tcgen05.ld.sync.aligned.{} {}, [{}];\ntcgen05.wait::ld.sync.aligned;\n"
 
 
 def test_misuse_has_a_name():
-    faults("lane-ownership", LD.format("32x32b.x1.b32", "{%r20}", "%r8"), "may access lanes .* only")
+    faults("lane-ownership", LD.format("32x32b.x1.b32", "{%r20}", "%r8 + 0x200000"), "may access lanes .* only")
     faults("tmem-lane", LD.format("16x64b.x1.b32", "{%r20}", "%r9 + 524288"), "must start at one of")
     faults("tmem-unallocated", LD.format("32x32b.x1.b32", "{%r20}", "%r9 + 128"), "column 128, which is not allocated")
     faults("tmem-bounds", LD.format("32x32b.x2.b32", "{%r20, %r21}", "%r9 + 511"), "there are 512")

@@ -87,7 +87,12 @@ def test_an_earlier_allocation_goes_on_to_work(asked):
 
 def test_lanes_of_another_warp_are_told(asked):
     with pytest.raises(Fault, match="may access lanes"):
-        copied(there_and_back("%r8"), "another warp's")
+        copied(there_and_back("%r8 + 0x200000"), "another warp's")
+
+
+def test_no_lanes_are_the_warps_own(asked):
+    np.testing.assert_array_equal(copied(there_and_back("%r8"), "no lanes"), DATA)
+    assert not asked
 
 
 def test_stores_and_loads_by_turns(asked):
