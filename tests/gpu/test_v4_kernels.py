@@ -44,23 +44,23 @@ class Case:
 
 
 CASES = [
-    Case("v4_few", 128, 16, 512),
-    Case("v4_few", 128, 8, 512, lengths=True),
-    Case("v4_few", 256, 16, 512),  # two rounds of CTAs
-    Case("v4_few", 128, 32, 512),
-    Case("v4_few", 8, 128, 1024),  # four splits
-    Case("v4_few", 2, 128, 1024),
-    Case("v4_few", 3, 64, 512, lengths=True),
-    Case("v4_narrow", 1, 64, 512),
-    Case("v4_narrow", 1, 128, 512, lengths=True),
-    Case("v4_narrow", 1, 64, 512, fp8=False),
-    Case("v4_listed", 128, 64, 512),
-    Case("v4_listed", 128, 128, 512),
-    Case("v4_listed", 32, 128, 1024, lengths=True),
-    Case("v4_listed", 16, 128, 512, deterministic=True),
-    Case("v4_listed", 16, 64, 8192, table=True),  # a step left over is a split by itself
-    Case("v4_listed", 5, 64, 4096, table=True, lengths=True),
-    Case("v4_listed", 64, 64, 512, fp8=False),
+    Case("v4_decode_swap_ab_ws", 128, 16, 512),
+    Case("v4_decode_swap_ab_ws", 128, 8, 512, lengths=True),
+    Case("v4_decode_swap_ab_ws", 256, 16, 512),  # two rounds of CTAs
+    Case("v4_decode_swap_ab_ws", 128, 32, 512),
+    Case("v4_decode_swap_ab_ws", 8, 128, 1024),  # four splits
+    Case("v4_decode_swap_ab_ws", 2, 128, 1024),
+    Case("v4_decode_swap_ab_ws", 3, 64, 512, lengths=True),
+    Case("v4_decode_swap_ab", 1, 64, 512),
+    Case("v4_decode_swap_ab", 1, 128, 512, lengths=True),
+    Case("v4_decode_swap_ab", 1, 64, 512, fp8=False),
+    Case("v4_sparse", 128, 64, 512),
+    Case("v4_sparse", 128, 128, 512),
+    Case("v4_sparse", 32, 128, 1024, lengths=True),
+    Case("v4_sparse", 16, 128, 512, deterministic=True),
+    Case("v4_sparse", 16, 64, 8192, table=True),  # a step left over is a split by itself
+    Case("v4_sparse", 5, 64, 4096, table=True, lengths=True),
+    Case("v4_sparse", 64, 64, 512, fp8=False),
 ]
 
 

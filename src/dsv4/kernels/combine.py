@@ -98,7 +98,7 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
 
     place = Place(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
     if EARLY:
-        dependent.wait_for_grid_before()
+        dependent.wait_on_prior_grid()
     goal = goal_of(place, sink_ptr, VARLEN)
     m = gl.full([SPLITS], -float("inf"), gl.float32, R)
     weights = gl.zeros([SPLITS], gl.float32, R)
@@ -133,7 +133,7 @@ def combine_short(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits
                   D: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
     """One program: one row and COLUMNS of its columns, all of at most SPLITS splits at once. Short partial results.
     Launched while the last splits are being computed."""
-    dependent.wait_for_grid_before()
+    dependent.wait_on_prior_grid()
     if SPLITS <= 16:
         L: gl.constexpr = in_columns(COLUMNS, gl.num_warps())
     else:

@@ -108,7 +108,7 @@ def finish(m, l, sink):
 
 
 @gluon.jit
-def turn_back(o, rope, column, D: gl.constexpr, GAP: gl.constexpr = 0):
+def inverse_rope(o, rope, column, D: gl.constexpr, GAP: gl.constexpr = 0):
     """Interleaved pairs of the last ``width`` of D columns turned back by the query's angle; o has those from `column`
     on, GAP of them left out in its middle. Linear, so that it may precede the normalisation and the merge of splits."""
     line_ptr, width = rope

@@ -45,7 +45,7 @@ SHARED_KB = 164, 196, 228
 RESERVED = 1024
 # Kernels that gather rows by ordinary loads, one CTA per multiprocessor. Rows under way hold lines of the L1, and
 # further ones wait where it has too few: Triton loads kernels so that shared memory gets the most, and the L1 28 KB.
-GATHERING = {"v4_few", "v4_narrow"}
+GATHERING = {"v4_decode_swap_ab_ws", "v4_decode_swap_ab"}
 
 
 class Configuration(ctypes.Structure):

@@ -14,12 +14,12 @@ from torch import Tensor
 from dsv4.index.sizes import index_block, index_share_words, index_words
 from dsv4.runtime import checks
 from dsv4.runtime.splits import (
-    NARROW_HEADS,
-    NARROW_KEYS,
+    DECODE_HEADS,
+    DECODE_KEYS,
     ROWS_PER_TILE,
     choose_splits,
+    decode_splits,
     deterministic_cut,
-    narrow_splits,
 )
 
 OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged", "v4_attention", "index_topk")
@@ -111,8 +111,8 @@ def plan(
     splits = 1 if where.type != "cuda" else _splits(_num_sms(where), **sizes)
     partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads
     if where.type == "cuda" and name == "v4_attention":
-        tiles, blocks = batch * -(-q_heads // NARROW_HEADS), -(-max_seqlen_k // NARROW_KEYS) + 2  # of two lists
-        partials = max(partials, narrow_splits(tiles, _num_sms(where), blocks) * batch * q_heads)
+        tiles, blocks = batch * -(-q_heads // DECODE_HEADS), -(-max_seqlen_k // DECODE_KEYS) + 2  # of two lists
+        partials = max(partials, decode_splits(tiles, _num_sms(where), blocks) * batch * q_heads)
     if deterministic and where.type == "cuda" and name == "v4_attention":
         partials = max(partials, max(deterministic_cut(q_heads, max_seqlen_k)[0], 1) * batch * q_heads)
     if deterministic and where.type == "cuda" and name in ("fmha", "fmha_paged"):

@@ -10,7 +10,7 @@ WHOLE = 4  # rounds of whole tiles from which on keys are not split
 DETERMINISTIC_KEYS = 2048
 DETERMINISTIC_SPLITS = 32
 DETERMINISTIC_ROWS = 1024
-NARROW_HEADS, NARROW_KEYS = 16, 64  # of a thread block of V4 attention where few queries are all there is
+DECODE_HEADS, DECODE_KEYS = 16, 64  # of a thread block of V4 attention where few queries are all there is
 
 
 def choose_splits(tiles: int, num_sms: int, keys: int, merged: bool = True) -> int:
@@ -60,7 +60,7 @@ def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:
     return min(-(-(keys + 2 * STEP) // each), DETERMINISTIC_SPLITS), each  # a range may start within a step
 
 
-def narrow_splits(tiles: int, num_sms: int, blocks: int) -> int:
+def decode_splits(tiles: int, num_sms: int, blocks: int) -> int:
     """Splits of one block of keys or more where latency counts: thread blocks for three quarters of the
     multiprocessors; 0 = there are more tiles than that."""
     places = 3 * num_sms // 4

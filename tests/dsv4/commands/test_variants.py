@@ -119,7 +119,7 @@ def test_v4_attention_and_its_gradients_are_written(arch, dtype, deterministic):
                 q, rows, numbers, rows, numbers, inverse_rope=rope, deterministic=deterministic, backend="softsm"
             )
             torch.autograd.grad(out, [q, rows], torch.zeros_like(out))
-    assert {"query_rows", "number_rows", "backward_listed"} <= set(launched.values())
+    assert {"query_rows", "number_rows", "backward_sparse"} <= set(launched.values())
     missing = set(launched) - written(["v4", "v4-backward"], arch, dtype=dtype)
     assert not missing, [launched[one] for one in missing]
 

@@ -157,7 +157,7 @@ def test_the_driver_takes_the_least_size_that_holds_one_cta(kb, size):
 
 
 def test_kernels_that_gather_by_loads_are_there():
-    assert {entry.v4_few.__name__, entry.v4_narrow.__name__} == driver.GATHERING
+    assert {entry.v4_decode_swap_ab_ws.__name__, entry.v4_decode_swap_ab.__name__} == driver.GATHERING
 
 
 def test_a_stream_is_that_of_the_call(drivers, monkeypatch):

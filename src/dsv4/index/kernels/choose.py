@@ -37,7 +37,7 @@ from dsv4.index.kernels.ranking import (
 )
 from dsv4.index.kernels.scores import FOREVER, GROUP, owner, rows_seen
 from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon
-from dsv4.kernels.dependent import wait_for_grid_before
+from dsv4.kernels.dependent import wait_on_prior_grid
 
 
 @gluon.jit
@@ -322,7 +322,7 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
     sequence, end = owner(query, starts_ptr, requests, tokens, HOW)
     seen = rows_seen(query, count_ptr, ratio, capacity, sequence < requests)
     wanted = gl.minimum(seen, topk)
-    wait_for_grid_before()  # for the scores
+    wait_on_prior_grid()  # for the scores
     own = (n * SHARES + gl.program_id(1)).to(gl.int64) * KEPT
     keep_ptr = kept_ptr + own
     groups_ptr = groups_ptr + own

@@ -1,8 +1,8 @@
-"""Gradients of v4_attention: from a request to launches. Each architecture has a backward_listed of its own.
+"""Gradients of v4_attention: from a request to launches. Each architecture has a backward_sparse of its own.
 
 1. query_rows         delta and the exponent of every (query, head), for fp16 what bounds dS, dO turned as q was
    number_rows        the lists of both pools as one
-2. backward_listed    dQ, and every block's dKV: added to fp32 sums with atomics, or, deterministic, stored and
+2. backward_sparse    dQ, and every block's dKV: added to fp32 sums with atomics, or, deterministic, stored and
 3. fold_rows          summed by row in the order of the lists, some queries at a time
 """
 
@@ -40,8 +40,8 @@ def supports(b: V4Backward) -> str | None:
     return None
 
 
-def prepare_listed(b: V4Backward, program: Program, kernel: Any, registers: dict[str, int]) -> None:
-    """Fill b.dq, b.dwindow, b.dcompressed and b.dsink, those that are not None. kernel: backward_listed of an
+def prepare_sparse(b: V4Backward, program: Program, kernel: Any, registers: dict[str, int]) -> None:
+    """Fill b.dq, b.dwindow, b.dcompressed and b.dsink, those that are not None. kernel: backward_sparse of an
     architecture, and the registers of its roles."""
     p = b.forward
     window = _flat(program, p.window)

@@ -26,7 +26,7 @@ from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
 from dsv4.runtime.splits import choose_splits, deterministic_cut, uneven
-from dsv4.v4.kernels.items import CELLS, LIST, NONE, TABLE, TMA
+from dsv4.v4.kernels.tile_scheduler import CP_ASYNC, LIST, NONE, TABLE, TMA
 from dsv4.v4.problem import V4Problem
 
 HEADS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -61,7 +61,7 @@ def is_packed(p: V4Problem) -> bool:
     return isinstance(p.window, PackedRows) or isinstance(p.compressed, PackedRows)
 
 
-def prepare_listed(
+def prepare_sparse(
     p: V4Problem, target: Target, program: Program, kernel: Any, step: int, options: dict, splits: int = 0,
     short: bool = False,
 ) -> None:  # fmt: skip
@@ -79,8 +79,8 @@ def prepare_listed(
         splits, steps_per_split = _splits(p, target, tiles * ctas, step)
         if "uneven_from" in kernel.arg_names and not p.deterministic and p.num_splits == 0:
             splits, alone, uneven_from = uneven(tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
-    # Deterministic: the way through the combine kernel rounds the sink differently, and how wide the lists are is no
-    # property of a query; so all take that way.
+    # Deterministic: the load through the combine kernel rounds the sink differently, and how wide the lists are is no
+    # property of a query; so all take that load.
     split = splits > 1 or p.deterministic or is_partial(p)
     sign, scale = sign_and_scale(p.softmax_scale)
     q = p.q if is_aligned(p.q) else program.copied(p.q)
@@ -122,12 +122,12 @@ def prepare_listed(
         signed_scale=sign * scale, items=tiles * splits, alone=alone, uneven_from=uneven_from,
         splits_inverse=inverse, splits_shift=shift,
     )  # fmt: skip
-    ways = [CELLS, CELLS]
+    loads = [CP_ASYNC, CP_ASYNC]
     if "window_desc" in kernel.arg_names:
-        ways = _ways(p, window, compressed)
+        loads = _kv_loads(p, window, compressed)
         arguments |= dict(q_desc=_heads(program, q, ctas))
-        for name, way, pool in zip(("window", "compressed"), ways, (window, compressed)):
-            arguments |= _by_tma(name, way, pool.tensor, q, ctas)
+        for name, load, pool in zip(("window", "compressed"), loads, (window, compressed)):
+            arguments |= _by_tma(name, load, pool.tensor, q, ctas)
     grid: tuple[int, ...] = (tiles, splits)
     if "splits_inverse" in kernel.arg_names:
         grid = (tiles // p.batch, p.batch, splits)
@@ -135,8 +135,8 @@ def prepare_listed(
         grid = (min(tiles * splits, target.num_sms // ctas),)
     equal = dict(num_splits=splits - (alone > 0))
     program.launch(
-        kernel, grid, arguments | equal, WINDOW_WAY=ways[0].value, COMPRESSED_WAY=ways[1].value, HOW=how, SIGN=sign,
-        WINDOW_FORMAT=format_of(p.window), WINDOW_UNIT=unit_of(p.window),
+        kernel, grid, arguments | equal, WINDOW_LOAD=loads[0].value, COMPRESSED_LOAD=loads[1].value, KV_INDEX=how,
+        SIGN=sign, WINDOW_FORMAT=format_of(p.window), WINDOW_UNIT=unit_of(p.window),
         COMPRESSED_FORMAT=format_of(p.compressed), COMPRESSED_UNIT=unit_of(p.compressed),
         SPLIT=2 if split and short else split,
         **dict(num_warps=4) | options,
@@ -147,7 +147,7 @@ def prepare_listed(
         if short:
             prepare_short_merge(p, program, arguments | strides | more, out, splits, p.batch)
         else:
-            early = options.get("EARLY", False)
+            early = options.get("PDL_LAUNCH", False)
             prepare_merge(p, program, arguments | strides | more, out, splits, p.batch, early=early)
     if out is not p.out:
         program.copy(p.out, out)
@@ -239,21 +239,21 @@ def comes_by_tma(pool: Any) -> bool:
     return not is_aligned(rows) or _lines_apart(rows) is not None  # what is not aligned gets copied
 
 
-def _ways(p: V4Problem, window: PoolArguments, compressed: PoolArguments) -> list[Any]:
-    """How the rows of the two pools are read: see items.py. Beside packed rows plain ones come by cp.async: with the
-    code for TMA a role would not fit into its registers."""
+def _kv_loads(p: V4Problem, window: PoolArguments, compressed: PoolArguments) -> list[Any]:
+    """How plain rows of the two pools are loaded. Beside packed rows they come by cp.async: with the code for TMA a
+    role would not fit into its registers."""
     packed = is_packed(p)
-    ways = []
+    loads = []
     for pool, rows in ((p.window, window.tensor), (p.compressed, compressed.tensor)):
         by_tma = pool is not None and not packed and _lines_apart(rows) is not None
-        ways.append(TMA if by_tma else CELLS)
-    return ways
+        loads.append(TMA if by_tma else CP_ASYNC)
+    return loads
 
 
-def _by_tma(name: str, way: Any, rows: Slot, q: Slot, ctas: int) -> dict:
-    """The descriptor of a pool's lines and the lines between its pages; where the pool is read in another way, that of
+def _by_tma(name: str, load: Any, rows: Slot, q: Slot, ctas: int) -> dict:
+    """The descriptor of a pool's lines and the lines between its pages; where the pool is read in another load, that of
     a line of q, which nobody reads."""
-    if way is not TMA or rows.numel() == 0:
+    if load is not TMA or rows.numel() == 0:
         rows = q.view((1, 1, q.shape[-1]), (q.shape[-1], q.shape[-1], 1))
     apart = _lines_apart(rows)
     assert apart is not None

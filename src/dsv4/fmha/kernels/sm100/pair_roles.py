@@ -385,7 +385,7 @@ def write(factor, there, out, part, memory, barriers, rope, split, TURN: gl.cons
                 if c == 3:
                     mbarrier.arrive(o_free.index(h), count=1)
                 if TURN:
-                    y = softmax.turn_back(y, rope, first, 512, GAP)
+                    y = softmax.inverse_rope(y, rope, first, 512, GAP)
                 y = y * factor[:, None]
             if split != 0:
                 gl.store(part.ptr + part_offset + first, y, mask=part.here[:, None])

@@ -34,7 +34,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.dependent import let_next_begin
+from dsv4.kernels.dependent import launch_dependents
 
 BOX = gl.constexpr(64)
 DIMS = gl.constexpr(128)
@@ -206,7 +206,7 @@ def index_scores_pages_sm90(q_ptr, keys_desc, k_ptr, weights_ptr, count_ptr, tab
                             HEADS: gl.constexpr, ALONE: gl.constexpr):  # fmt: skip
     """Strides of q and of pages are in units of 16 bytes. Line n of the scores is that of query first_query + n; only
     what a query sees is written, and -inf up to a whole group."""
-    let_next_begin()
+    launch_dependents()
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     EACH: gl.constexpr = QUERIES // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty

@@ -29,7 +29,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.dependent import let_next_begin
+from dsv4.kernels.dependent import launch_dependents
 
 
 @aggregate
@@ -211,7 +211,7 @@ def index_scores_sm90(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_pt
                       WHOLE: gl.constexpr):  # fmt: skip
     """Strides of q and k are in units of 16 bytes. Line n of the scores is that of query first_query + n; only what a
     query sees is written, and -inf up to a whole group."""
-    let_next_begin()
+    launch_dependents()
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CELL: gl.constexpr = 128 // dtype.primitive_bitwidth
     ACC: gl.constexpr = product_layout(gl.num_warps(), HEADS, dtype)

@@ -1,12 +1,12 @@
-"""V4 attention on sm_100a: what the host tells the kernels, which are in listed.py and listed_pair.py."""
+"""V4 attention on sm_100a: what the host tells the kernels, which are in sparse.py and sparse_pair.py."""
 
 from dsv4.caches.formats import PLAIN, format_of
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 from dsv4.v4.kernels import prepare as shared
-from dsv4.v4.kernels import unpack
-from dsv4.v4.kernels.prepare import comes_by_tma, lacks, prepare_listed
-from dsv4.v4.kernels.sm100.listed import v4_listed
+from dsv4.v4.kernels import unpack_pools
+from dsv4.v4.kernels.prepare import comes_by_tma, lacks, prepare_sparse
+from dsv4.v4.kernels.sm100.sparse import v4_sparse
 from dsv4.v4.problem import V4Problem
 
 __all__ = ["prepare", "supports"]
@@ -23,15 +23,15 @@ def supports(p: V4Problem) -> str | None:
 
 
 def prepare(p: V4Problem, target: Target, program: Program) -> None:
-    if p.q_heads % 128 == 0 and unpack.pays(p):  # one CTA converts 64 rows as fast as its products go
-        p = unpack.unpacked(p, program)
+    if p.q_heads % 128 == 0 and unpack_pools.pays(p):  # one CTA converts 64 rows as fast as its products go
+        p = unpack_pools.unpacked(p, program)
     if fits_pair(p):
         # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
-        from dsv4.v4.kernels.sm100.listed_pair import v4_listed_pair
+        from dsv4.v4.kernels.sm100.sparse_pair import v4_sparse_pair
 
-        prepare_listed(p, target, program, v4_listed_pair, PAIR_STEP, dict(num_ctas=2, **PAIR_REGISTERS))
+        prepare_sparse(p, target, program, v4_sparse_pair, PAIR_STEP, dict(num_ctas=2, **PAIR_REGISTERS))
     else:
-        prepare_listed(p, target, program, v4_listed, STEP, REGISTERS)
+        prepare_sparse(p, target, program, v4_sparse, STEP, REGISTERS)
 
 
 def fits_pair(p: V4Problem) -> bool:

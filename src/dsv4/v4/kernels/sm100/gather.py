@@ -1,4 +1,4 @@
-"""The gathering role of listed.py: for each item Q, then rows picked by number, block by block, into the ring.
+"""The gathering role of sparse.py: for each item Q, then rows picked by number, block by block, into the ring.
 
 A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of a plain
 tensor come by TMA, four at a time, if they are equally far apart, else by cp.async; packed rows come through
@@ -26,10 +26,10 @@ from dsv4.kernels.compat import (
     reinterpret,
     tma_load,
 )
-from dsv4.v4.kernels.items import LIST, NONE, TMA, lists_of, place_of
-from dsv4.v4.kernels.rows import scales_begin
+from dsv4.v4.kernels.pool_rows import scales_begin
+from dsv4.v4.kernels.tile_scheduler import LIST, NONE, TMA, index_lists, tile_coord
 
-# Arguments of listed.py and listed_pair.py whose values, or alignment, must not make Triton compile again.
+# Arguments of sparse.py and sparse_pair.py whose values, or alignment, must not make Triton compile again.
 NOT_SPECIALIZED = [
     "want_lse", "items", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride",
     "window_row_stride", "window_gap", "window_width", "window_line", "compressed_rows", "compressed_page_rows",
@@ -69,16 +69,16 @@ class Pools:
 
 
 @gluon.jit
-def numbers_at(lists, block, end, compressed, HOW: gl.constexpr, KEYS: gl.constexpr = 64, L: gl.constexpr = ONE):
+def numbers_at(lists, block, end, compressed, KV_INDEX: gl.constexpr, KEYS: gl.constexpr = 64, L: gl.constexpr = ONE):
     """Row numbers of the entries of a block, -1 past the end of its list, or everywhere from block `end` on."""
     in_window = block < lists.window_blocks
     start = gl.where(in_window, 0, lists.window_blocks)
     place = (block - start) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
     listed = in_window & (place < lists.window_count) & (block < end)
     further = (block >= lists.window_blocks) & (place < lists.count) & (block < end)
-    if HOW == NONE:
+    if KV_INDEX == NONE:
         number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
-    elif HOW == LIST:
+    elif KV_INDEX == LIST:
         list_ptr = gl.where(in_window, lists.window_ptr, lists.line_ptr)
         number = gl.load(list_ptr + place, mask=listed | further, other=-1)
     else:
@@ -234,8 +234,8 @@ def packed_block(pool, number, memory, barriers, at, UNIT: gl.constexpr, FORMAT:
 
 
 @gluon.jit
-def gather_block(pool, number, memory, barriers, at, WAY: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    if WAY == TMA:
+def gather_block(pool, number, memory, barriers, at, LOAD: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+    if LOAD == TMA:
         fetch_block(pool, number, memory, barriers, at)
     elif FORMAT.coded > 0:
         packed_block(pool, number, memory, barriers, at, UNIT, FORMAT)
@@ -244,18 +244,18 @@ def gather_block(pool, number, memory, barriers, at, WAY: gl.constexpr, UNIT: gl
 
 
 @gluon.jit
-def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, HOW: gl.constexpr,
-                WAYS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
+def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, KV_INDEX: gl.constexpr,
+                LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     at = 0  # blocks so far
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, split = place_of(item, sizes.queries, sizes.heads)
-        lists = lists_of(query, window, compressed, requests, HOW)
+        query, first_head, split = tile_coord(item, sizes.queries, sizes.heads)
+        lists = index_lists(query, window, compressed, requests, KV_INDEX)
         blocks = lists.window_blocks + (lists.count + 63) // 64
         begin, end = split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)
-        number = numbers_at(lists, begin, end, pools.compressed, HOW)
+        number = numbers_at(lists, begin, end, pools.compressed, KV_INDEX)
         mbarrier.wait(barriers.q_free, (turn + 1) % 2)
         memory.job.store(gl.full([1], end - begin, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
         mbarrier.expect(barriers.q_ready, 2 * HALF_BYTES)
@@ -263,11 +263,11 @@ def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, i
             tma_load(q_desc, [query, first_head, h * 256], barriers.q_ready,
                      reinterpret(memory.q.index(h), [1, 64, 256], BOX))  # fmt: skip
         for block in range(begin, end):
-            following = numbers_at(lists, block + 1, end, pools.compressed, HOW)
-            if HOW == NONE or block < lists.window_blocks:
-                gather_block(pools.window, number, memory, barriers, at, WAYS[0], UNITS[0], FORMATS[0])
+            following = numbers_at(lists, block + 1, end, pools.compressed, KV_INDEX)
+            if KV_INDEX == NONE or block < lists.window_blocks:
+                gather_block(pools.window, number, memory, barriers, at, LOADS[0], UNITS[0], FORMATS[0])
             else:
-                gather_block(pools.compressed, number, memory, barriers, at, WAYS[1], UNITS[1], FORMATS[1])
+                gather_block(pools.compressed, number, memory, barriers, at, LOADS[1], UNITS[1], FORMATS[1])
             number = following
             at += 1
         turn += 1

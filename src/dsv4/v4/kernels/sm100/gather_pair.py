@@ -1,4 +1,4 @@
-"""The loading roles of listed_pair.py, for two CTAs that share products: plan finds out how many rows each item has and
+"""The loading roles of sparse_pair.py, for two CTAs that share products: plan finds out how many rows each item has and
 loads its Q, gather loads rows picked by number.
 
 K is split by rows over the pair and V by columns (pair_roles.py), so a row comes twice, as K and as V. Rows of a plain
@@ -24,7 +24,6 @@ from dsv4.fmha.kernels.sm100.pair_roles import (
 from dsv4.fmha.kernels.tiles import split_range
 from dsv4.kernels.compat import gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.v4.kernels.arguments import Lists
-from dsv4.v4.kernels.items import NONE, TMA, place_of, share
 from dsv4.v4.kernels.sm100.gather import (
     announce,
     numbers_at,
@@ -34,6 +33,7 @@ from dsv4.v4.kernels.sm100.gather import (
     scale_byte,
     store_panel,
 )
+from dsv4.v4.kernels.tile_scheduler import NONE, TMA, share, tile_coord
 
 # Layouts over two CTAs: a basis of zeros gives both the same, a one halves that dimension.
 ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0], cga_layout=[[0, 0]]))  # a row per thread
@@ -166,9 +166,9 @@ def packed_v(pool, number, memory, barriers, place, use, UNIT: gl.constexpr, FOR
 
 
 @gluon.jit
-def gather_from(pool, number, memory, barriers, place, use, V: gl.constexpr, WAY: gl.constexpr, UNIT: gl.constexpr,
+def gather_from(pool, number, memory, barriers, place, use, V: gl.constexpr, LOAD: gl.constexpr, UNIT: gl.constexpr,
                 FORMAT: gl.constexpr):  # fmt: skip
-    if WAY == TMA:
+    if LOAD == TMA:
         fetch(pool, number, memory, barriers, place, use, V)
     elif V:
         packed_v(pool, number, memory, barriers, place, use, UNIT, FORMAT)
@@ -177,33 +177,35 @@ def gather_from(pool, number, memory, barriers, place, use, V: gl.constexpr, WAY
 
 
 @gluon.jit
-def gather_block(lists, block, number, pools, memory, barriers, place, use, V: gl.constexpr, HOW: gl.constexpr,
-                 WAYS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
+def gather_block(lists, block, number, pools, memory, barriers, place, use, V: gl.constexpr, KV_INDEX: gl.constexpr,
+                 LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """A block of the lists as V, or as K."""
-    if HOW == NONE or block < lists.window_blocks:
-        gather_from(pools.window, number, memory, barriers, place, use, V, WAYS[0], UNITS[0], FORMATS[0])
+    if KV_INDEX == NONE or block < lists.window_blocks:
+        gather_from(pools.window, number, memory, barriers, place, use, V, LOADS[0], UNITS[0], FORMATS[0])
     else:
-        gather_from(pools.compressed, number, memory, barriers, place, use, V, WAYS[1], UNITS[1], FORMATS[1])
+        gather_from(pools.compressed, number, memory, barriers, place, use, V, LOADS[1], UNITS[1], FORMATS[1])
 
 
 @gluon.jit
-def block_v(lists, begin, i, n, number, pools, memory, barriers, at, HOW: gl.constexpr, WAYS: gl.constexpr,
+def block_v(lists, begin, i, n, number, pools, memory, barriers, at, KV_INDEX: gl.constexpr, LOADS: gl.constexpr,
             UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """V of block i of an item of n, whose first is block `begin` of the lists."""
     place, use = place_of_v(i, n)
-    gather_block(lists, begin + i, number, pools, memory, barriers, place, at + use, True, HOW, WAYS, UNITS, FORMATS)
+    gather_block(
+        lists, begin + i, number, pools, memory, barriers, place, at + use, True, KV_INDEX, LOADS, UNITS, FORMATS
+    )
 
 
 @gluon.jit
-def plan_role(q_desc, window, compressed, requests, memory, barriers, items, sizes, HOW: gl.constexpr):
+def plan_role(q_desc, window, compressed, requests, memory, barriers, items, sizes, KV_INDEX: gl.constexpr):
     """What each item has to do, while the others are at the one before; Q, as soon as the scores of that are complete.
     A warp of its own: the loads that lead to the lengths would keep gathers waiting."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=[[0, 0, 1, 0]])
     full = 0  # items so far that have blocks
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, split = place_of(item, sizes.queries, sizes.heads, 128)
-        count, more, line = share(query, window, compressed, requests, HOW)
+        query, first_head, split = tile_coord(item, sizes.queries, sizes.heads, 128)
+        count, more, line = share(query, window, compressed, requests, KV_INDEX)
         begin, end = blocks_of(count, more, split, sizes)
         tell((end - begin, count, more, line.to(gl.int32)), turn, memory, barriers)
         if end > begin:
@@ -225,7 +227,7 @@ def blocks_of(count, more, split, sizes):
 @gluon.jit
 def lists_at(item, turn, window, compressed, memory, barriers, sizes):
     """What plan_role found for an item -> (its lists, first block, end)."""
-    query, _first_head, split = place_of(item, sizes.queries, sizes.heads, 128)
+    query, _first_head, split = tile_coord(item, sizes.queries, sizes.heads, 128)
     _n, count, more, line = job_of(turn, 4, memory, barriers)
     begin, end = blocks_of(count, more, split, sizes)
     window_ptr = window.list_ptr + query.to(gl.int64) * window.line
@@ -234,36 +236,48 @@ def lists_at(item, turn, window, compressed, memory, barriers, sizes):
 
 
 @gluon.jit
-def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, HOW: gl.constexpr,
-                WAYS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
+def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, KV_INDEX: gl.constexpr,
+                LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """The items of this pair, one after the other: K and V as places become free. Row numbers are read two blocks
     ahead, the next item's first before the last V of this one: there is no pause between items."""
     at = 0  # blocks so far
     turn = 0
     lists, begin, end = lists_at(gl.program_id(0), turn, window, compressed, memory, barriers, sizes)
-    number = numbers_at(lists, begin, end, pools.compressed, HOW, KEYS, ONE)
-    following = numbers_at(lists, begin + 1, end, pools.compressed, HOW, KEYS, ONE)
-    later = numbers_at(lists, begin + 2, end, pools.compressed, HOW, KEYS, ONE)
+    number = numbers_at(lists, begin, end, pools.compressed, KV_INDEX, KEYS, ONE)
+    following = numbers_at(lists, begin + 1, end, pools.compressed, KV_INDEX, KEYS, ONE)
+    later = numbers_at(lists, begin + 2, end, pools.compressed, KV_INDEX, KEYS, ONE)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         n = end - begin
         # Numbers of the block before. Not `number` to begin with: Triton would not see that the loop changes it.
         before = gl.full([KEYS], -1, gl.int32, gl.SliceLayout(1, ONE))
         for i in range(0, n):
             rows = pools.window.rows
-            if HOW != NONE:
+            if KV_INDEX != NONE:
                 rows = gl.where(begin + i < lists.window_blocks, rows, pools.compressed.rows)
             there = (number >= 0) & (number < rows)
             bias.index((at + i) % 3).store(gl.where(there, 0.0, -float("inf")).to(gl.bfloat16))
             mbarrier.arrive(bias_ready.index((at + i) % 3), count=1)
             place, use = place_of_k(i)
             gather_block(
-                lists, begin + i, number, pools, memory, barriers, place, at + use, False, HOW, WAYS, UNITS, FORMATS
+                lists,
+                begin + i,
+                number,
+                pools,
+                memory,
+                barriers,
+                place,
+                at + use,
+                False,
+                KV_INDEX,
+                LOADS,
+                UNITS,
+                FORMATS,
             )
             # Here, and none in the first turn: the wait for `number` of the next turn is one for these too.
             if i > 0:
-                later = numbers_at(lists, begin + i + 2, end, pools.compressed, HOW, KEYS, ONE)
+                later = numbers_at(lists, begin + i + 2, end, pools.compressed, KV_INDEX, KEYS, ONE)
             if i > 0:
-                block_v(lists, begin, i - 1, n, before, pools, memory, barriers, at, HOW, WAYS, UNITS, FORMATS)
+                block_v(lists, begin, i - 1, n, before, pools, memory, barriers, at, KV_INDEX, LOADS, UNITS, FORMATS)
             before = number
             number = following
             following = later
@@ -273,11 +287,11 @@ def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, i
             next_lists, next_begin, next_end = lists_at(
                 item + gl.num_programs(0), turn, window, compressed, memory, barriers, sizes
             )
-        number = numbers_at(next_lists, next_begin, next_end, pools.compressed, HOW, KEYS, ONE)
-        following = numbers_at(next_lists, next_begin + 1, next_end, pools.compressed, HOW, KEYS, ONE)
-        later = numbers_at(next_lists, next_begin + 2, next_end, pools.compressed, HOW, KEYS, ONE)
+        number = numbers_at(next_lists, next_begin, next_end, pools.compressed, KV_INDEX, KEYS, ONE)
+        following = numbers_at(next_lists, next_begin + 1, next_end, pools.compressed, KV_INDEX, KEYS, ONE)
+        later = numbers_at(next_lists, next_begin + 2, next_end, pools.compressed, KV_INDEX, KEYS, ONE)
         if n > 0:
-            block_v(lists, begin, n - 1, n, before, pools, memory, barriers, at, HOW, WAYS, UNITS, FORMATS)
+            block_v(lists, begin, n - 1, n, before, pools, memory, barriers, at, KV_INDEX, LOADS, UNITS, FORMATS)
         at += n
         lists = next_lists
         begin = next_begin

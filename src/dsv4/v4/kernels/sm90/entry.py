@@ -1,5 +1,9 @@
-"""V4 attention on sm_90a: which kernel takes a problem, listed.py, narrow.py or few.py, and what the host
-tells it."""
+"""V4 attention on sm_90a: which kernel takes a problem, and what the host tells it.
+
+sparse.py                64 heads per CTA, roles and a ring: throughput
+decode_swap_ab.py        16 or 32 heads per CTA, keys on the rows of the MMA: latency of few queries
+decode_swap_ab_ws.py     the same, warp-specialised: packed rows of few heads
+"""
 
 from typing import Any, NamedTuple
 
@@ -11,13 +15,13 @@ from dsv4.caches.formats import format_of
 from dsv4.fmha.kernels.prepare import is_partial
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
-from dsv4.runtime.splits import NARROW_HEADS, NARROW_KEYS, WHOLE, choose_splits, narrow_splits
+from dsv4.runtime.splits import DECODE_HEADS, DECODE_KEYS, WHOLE, choose_splits, decode_splits
 from dsv4.v4.kernels import prepare as shared
-from dsv4.v4.kernels import unpack
-from dsv4.v4.kernels.prepare import is_packed, lacks, prepare_listed
-from dsv4.v4.kernels.sm90.few import v4_few
-from dsv4.v4.kernels.sm90.listed import v4_listed
-from dsv4.v4.kernels.sm90.narrow import v4_narrow
+from dsv4.v4.kernels import unpack_pools
+from dsv4.v4.kernels.prepare import is_packed, lacks, prepare_sparse
+from dsv4.v4.kernels.sm90.decode_swap_ab import v4_decode_swap_ab
+from dsv4.v4.kernels.sm90.decode_swap_ab_ws import v4_decode_swap_ab_ws
+from dsv4.v4.kernels.sm90.sparse import v4_sparse
 from dsv4.v4.problem import V4Problem
 
 __all__ = ["prepare", "supports"]
@@ -25,8 +29,8 @@ __all__ = ["prepare", "supports"]
 STEP = 128  # rows per step: two blocks of 64
 # Copies need few registers and threads, the unpacking of rows many threads.
 PLAIN = dict(RIGHT_REGS=216, GATHER_REGS=72, GATHER_WARPS=4, RESIDENT=False)
-RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True, PIECES=True)
-PACKED = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False, EARLY=True)
+RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True, REG_STORE=True)
+PACKED = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False, PDL_LAUNCH=True)
 
 
 class Cost(NamedTuple):
@@ -40,26 +44,27 @@ class Cost(NamedTuple):
         return self.start + self.cta * ctas + self.step * steps
 
 
-# Where items are few, latency counts. Options of v4_narrow and its cost, with packed rows and with plain ones.
-OF_16 = dict(HEADS=NARROW_HEADS, KEYS=NARROW_KEYS, num_warps=8, maxnreg=128, EARLY=True)
-OF_32 = dict(HEADS=32, KEYS=NARROW_KEYS, num_warps=4, EARLY=True)
-OF_32_LONG = dict(HEADS=32, KEYS=128, num_warps=8, EARLY=True)
-NARROW = (
+# Where items are few, latency counts. Options of v4_decode_swap_ab and its cost, with packed rows and with plain ones.
+OF_16 = dict(HEADS=DECODE_HEADS, KEYS=DECODE_KEYS, num_warps=8, maxnreg=128, PDL_LAUNCH=True)
+OF_32 = dict(HEADS=32, KEYS=DECODE_KEYS, num_warps=4, PDL_LAUNCH=True)
+OF_32_LONG = dict(HEADS=32, KEYS=128, num_warps=8, PDL_LAUNCH=True)
+SWAP_AB = (
     ((OF_16, Cost(9.3, 0.006, 3.1)), (OF_32, Cost(12.8, 0, 3.7)), (OF_32_LONG, Cost(13.1, 0, 6.5))),
     ((OF_16, Cost(9.3, 0.03, 2.2)), (OF_32_LONG, Cost(10.7, 0.025, 3.8))),
 )
-# Costs and limits of v4_narrow and v4_few were measured while the L1 had 28 KB; with what it has now
-# (runtime/driver.py) both are faster, and would pay for more problems.
-# Where heads are few, the speed at which rows become bf16. Options of v4_few, the most blocks of a CTA for which it was
-# faster, with splits and for all heads and rows of a query in one CTA, and its cost. In several rounds of CTAs costs do
-# not add up like that: with 16 heads it was 7 % faster than v4_listed in two and in four of them.
-FEW_ROUNDS = 4
-FEW_SPLIT = 5  # the most blocks where more than 64 heads are split: v4_listed gathers their rows twice
-FEW = (
-    (dict(HEADS=16, GATHER_REGS=152, num_warps=4, EARLY=True), (18, 18), Cost(10.2, 0.008, 2.2)),
-    (dict(HEADS=32, GATHER_REGS=144, num_warps=4, EARLY=True), (3, 10), Cost(12.9, 0.008, 2.25)),
+# Costs and limits of both decode kernels were measured while the L1 had 28 KB; with what it has now (runtime/driver.py)
+# they are faster, and would pay for more problems.
+# Where heads are few, the speed at which rows become bf16 counts. Options of v4_decode_swap_ab_ws, the most blocks of a
+# CTA for which it was faster, with splits and for all heads and rows of a query in one CTA, and its cost. In several
+# rounds of CTAs costs do not add up like that: with 16 heads it was 7 % faster than v4_sparse in two and in four of
+# them.
+SWAP_AB_WS_ROUNDS = 4
+SWAP_AB_WS_SPLIT = 5  # the most blocks where more than 64 heads are split: v4_sparse gathers their rows twice
+SWAP_AB_WS = (
+    (dict(HEADS=16, GATHER_REGS=152, num_warps=4, PDL_LAUNCH=True), (18, 18), Cost(10.2, 0.008, 2.2)),
+    (dict(HEADS=32, GATHER_REGS=144, num_warps=4, PDL_LAUNCH=True), (3, 10), Cost(12.9, 0.008, 2.25)),
 )
-LISTED = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2)  # of v4_listed, with packed rows and with plain ones
+SPARSE = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2)  # of v4_sparse, with packed rows and with plain ones
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
 
 
@@ -69,64 +74,64 @@ def supports(p: V4Problem) -> str | None:
 
 
 def prepare(p: V4Problem, target: Target, program: Program) -> None:
-    if unpack.pays(p):
-        p = unpack.unpacked(p, program)
-        options = (RESIDENT if resident(p) else PLAIN) | dict(PIECES=True, AFTER=True, launch_pdl=True)
-        prepare_listed(p, target, program, v4_listed, STEP, options)
+    if unpack_pools.pays(p):
+        p = unpack_pools.unpacked(p, program)
+        options = (RESIDENT if resident(p) else PLAIN) | dict(REG_STORE=True, PDL_WAIT=True, launch_pdl=True)
+        prepare_sparse(p, target, program, v4_sparse, STEP, options)
         return
-    small = narrow(p, target)
+    small = decode_kernel(p, target)
     if small is not None:
         kernel, options, splits = small
-        prepare_listed(p, target, program, kernel, NARROW_KEYS, options, splits)
+        prepare_sparse(p, target, program, kernel, DECODE_KEYS, options, splits)
         return
-    options = PACKED if is_packed(p) else RESIDENT if resident(p) else PLAIN | dict(PIECES=many(p, target))
-    prepare_listed(p, target, program, v4_listed, STEP, options, short=True)
+    options = PACKED if is_packed(p) else RESIDENT if resident(p) else PLAIN | dict(REG_STORE=many(p, target))
+    prepare_sparse(p, target, program, v4_sparse, STEP, options, short=True)
 
 
 def many(p: V4Problem, target: Target) -> bool:
-    """Whether CTAs have several items each, all rows of a query: O leaves from registers (PIECES), which is less work
-    than to go through shared memory, and more code."""
+    """Whether CTAs have several work tiles each, all rows of a query: O leaves from registers (REG_STORE), which is
+    less work than to go through shared memory, and more code."""
     whole = not p.deterministic and p.num_splits <= 1 and not is_partial(p)
     return whole and p.batch * -(-p.q_heads // 64) >= WHOLE * target.num_sms
 
 
-def narrow(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
-    """By shapes alone: (v4_narrow or v4_few, its options, splits) where it is faster than v4_listed: for rows that are
-    few, or packed rows of few heads."""
+def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
+    """By shapes alone: (a decode kernel, its options, splits) where it is faster than v4_sparse: for few rows, or
+    packed rows of few heads."""
     pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
     formats = {format_of(pool) for pool in pools}
     if p.deterministic or len(formats) > 1 or p.q.dtype != torch.bfloat16:
         return None
     plain = int(formats == {PLAIN_ROWS})
     places = target.num_sms
-    tiles, steps = p.batch * -(-p.q_heads // 64), -(-_blocks(p, NARROW_KEYS) * NARROW_KEYS // STEP)
+    tiles, steps = p.batch * -(-p.q_heads // 64), -(-_blocks(p, DECODE_KEYS) * DECODE_KEYS // STEP)
     splits = p.num_splits or choose_splits(tiles, places, steps * STEP)
     rounds = -(-tiles * splits // places)
-    best = LISTED[plain].of(min(tiles * splits, places), rounds * -(-steps // splits))
+    best = SPARSE[plain].of(min(tiles * splits, places), rounds * -(-steps // splits))
     found = None
-    for options, cost in NARROW[plain]:
+    for options, cost in SWAP_AB[plain]:
         blocks, tiles = _blocks(p, options["KEYS"]), p.batch * -(-p.q_heads // options["HEADS"])
-        splits = _room(p, narrow_splits(tiles, places, blocks))
+        splits = _room(p, decode_splits(tiles, places, blocks))
         if splits == 0:
             continue
         longest = max(1, -(-blocks // splits))
         splits = max(1, -(-blocks // longest))  # no more than the blocks need
         us = cost.of(tiles * splits, longest)
         if us < best:
-            found, best = (v4_narrow, options, splits), us
-    blocks = _blocks(p, NARROW_KEYS)
-    for options, most, cost in () if plain else FEW:
+            found, best = (v4_decode_swap_ab, options, splits), us
+    blocks = _blocks(p, DECODE_KEYS)
+    for options, most, cost in () if plain else SWAP_AB_WS:
         tiles = p.batch * -(-p.q_heads // options["HEADS"])
-        again = places < tiles <= FEW_ROUNDS * places and p.q_heads <= 16
+        again = places < tiles <= SWAP_AB_WS_ROUNDS * places and p.q_heads <= 16
         if tiles > places and not again or p.block_table is not None:  # by table nothing brings rows into the L2 early
             continue
         splits = _room(p, max(1, min(blocks, places // tiles)))
         longest = max(1, -(-blocks // splits))
         splits = max(1, -(-blocks // longest))
         us = cost.of(tiles * splits, longest)
-        limit = max(most[0], FEW_SPLIT) if p.q_heads > 64 else most[tiles * splits == p.batch]
+        limit = max(most[0], SWAP_AB_WS_SPLIT) if p.q_heads > 64 else most[tiles * splits == p.batch]
         if longest <= limit and (us < best or again and options["HEADS"] == 16):
-            found, best = (v4_few, options, splits), us
+            found, best = (v4_decode_swap_ab_ws, options, splits), us
     return found
 
 

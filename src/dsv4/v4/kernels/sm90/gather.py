@@ -1,4 +1,4 @@
-"""The gathering warps of listed.py, 4 or 8: Q of a query, then rows picked by number, block by block, into the ring.
+"""The gathering warps of sparse.py, 4 or 8: Q of a query, then rows picked by number, block by block, into the ring.
 
 A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of plain
 tensors come by cp.async. Packed rows come through registers, where codes become bf16, except what is bf16 already.
@@ -10,8 +10,7 @@ is -inf: 0 * NaN would be NaN.
 from dsv4.caches.kernels.unpack import EXACT, FEWER, QUICK, half_scales, load_scales
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import Value, aggregate, async_copy, gl, gluon, mbarrier
-from dsv4.v4.kernels.items import LIST, NONE, TABLE, lists_of, place_of
-from dsv4.v4.kernels.rows import (
+from dsv4.v4.kernels.pool_rows import (
     Pool,
     entries,
     load_codes,
@@ -21,8 +20,18 @@ from dsv4.v4.kernels.rows import (
     row_addresses,
     row_offsets,
 )
-from dsv4.v4.kernels.sm90.slots import arrivals, copy_plain, copy_rows, lanes, panels_in, plain_panel, words, write_bias
-from dsv4.v4.kernels.sm90.table import table_blocks, whole_pages
+from dsv4.v4.kernels.sm90.gather_block_table import block_table_blocks, whole_pages
+from dsv4.v4.kernels.sm90.smem_store import (
+    arrivals,
+    copy_plain,
+    copy_rows,
+    lanes,
+    panels_in,
+    plain_panel,
+    words,
+    write_bias,
+)
+from dsv4.v4.kernels.tile_scheduler import LIST, NONE, TABLE, index_lists, tile_coord
 
 # What the job of an item says, in this order.
 BLOCKS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
@@ -44,15 +53,15 @@ class Queries:
 
 
 @gluon.jit
-def numbers_of(lists, block, wanted, pool, entry, HOW: gl.constexpr):
+def numbers_of(lists, block, wanted, pool, entry, KV_INDEX: gl.constexpr):
     """Row numbers of the entries of a block, -1 past the end, or everywhere unless it is wanted."""
     KEYS: gl.constexpr = entry.shape[0]
     in_window = block < lists.window_blocks
     place = block * KEYS - gl.where(in_window, 0, lists.window_blocks * KEYS) + entry
     listed = (place < lists.window_count) & in_window & wanted
-    if HOW == NONE:
+    if KV_INDEX == NONE:
         number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
-    elif HOW == LIST:
+    elif KV_INDEX == LIST:
         listed = listed | ((place < lists.count) & (block >= lists.window_blocks) & wanted)
         number = gl.load(gl.where(in_window, lists.window_ptr, lists.line_ptr) + place, mask=listed, other=-1)
     else:
@@ -78,7 +87,7 @@ def pool_of(pools, in_window):
 
 
 @gluon.jit
-def plain_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr):
+def plain_blocks(number, lists, pools, memory, barriers, first, end, phase, KV_INDEX: gl.constexpr):
     """Blocks [first, end) of plain tensors: copies go to a half block as soon as it is free. number: of the first."""
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
     entry = entries(lanes(gl.num_warps()))
@@ -86,7 +95,7 @@ def plain_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW:
         slot = block % 2 * 2
         pool = pool_of(pools, block < lists.window_blocks)
         offset, there = plain_rows(pool, number)
-        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
+        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, KV_INDEX)
         mbarrier.wait(free.index(slot), phase)
         copy_rows(pool.ptr, offset, there, kv.index(slot), 0)
         async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
@@ -112,17 +121,17 @@ def copy_half(pool, offset, there, memory, barriers, phase, SLOT: gl.constexpr, 
 
 
 @gluon.jit
-def resident_blocks(number, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr):
+def l2_resident_blocks(number, lists, pools, memory, barriers, first, end, phase, KV_INDEX: gl.constexpr):
     """As plain_blocks, an even number of blocks, slots in the order in which resident steps free them."""
     entry = entries(lanes(gl.num_warps()))
-    odd = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
+    odd = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, KV_INDEX)
     for block in range(first, end, 2):
         pool0 = pool_of(pools, block < lists.window_blocks)
         offset0, there0 = plain_rows(pool0, number)
         pool1 = pool_of(pools, block + 1 < lists.window_blocks)
         offset1, there1 = plain_rows(pool1, odd)
-        number = numbers_of(lists, block + 2, block + 2 < end, pools.compressed, entry, HOW)
-        odd = numbers_of(lists, block + 3, block + 3 < end, pools.compressed, entry, HOW)
+        number = numbers_of(lists, block + 2, block + 2 < end, pools.compressed, entry, KV_INDEX)
+        odd = numbers_of(lists, block + 3, block + 3 < end, pools.compressed, entry, KV_INDEX)
         copy_half(pool0, offset0, there0, memory, barriers, phase, 0, False)
         copy_half(pool1, offset1, there1, memory, barriers, phase, 3, False)
         copy_half(pool0, offset0, there0, memory, barriers, phase, 1, True)
@@ -156,7 +165,7 @@ def prefetch_rows(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 @gluon.constexpr_function
 def has_aligned_panels(format):
     """Whether rows begin at multiples of 16 bytes where pages do, seven panels of 64 bytes with one byte of scale each,
-    one of bf16, pages planar: what listed_blocks and table_blocks read."""
+    one of bf16, pages planar: what aligned_blocks and block_table_blocks read."""
     panels = (format.code_bits, format.coded_panels, format.group) == (8, 7, 64)
     return panels and format.data_step % 16 == 0 and not format.interleaved
 
@@ -184,7 +193,7 @@ def ask(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
+def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, phase, KV_INDEX: gl.constexpr,
                UNIT: gl.constexpr, FORMAT: gl.constexpr, PAGES: gl.constexpr = False):  # fmt: skip
     """Blocks [first, end) of packed rows, through registers. number, asked: of the first.
 
@@ -193,17 +202,17 @@ def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, pha
     its first is stored, the first half of a row of the next block as the second is.
 
     By block table, rows come into the L2 a block before that: pages of few rows come slowly from memory. There the
-    cheaper scales (QUICK) would cost five reloads a block, too. Rows by list have listed_blocks, where they can;
-    PAGES: those after the window table_blocks.
+    cheaper scales (QUICK) would cost five reloads a block, too. Rows by list have aligned_blocks, where they can;
+    PAGES: those after the window block_table_blocks.
     """
     kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
-    AHEAD: gl.constexpr = 2 if HOW == TABLE else 1
-    SPEED: gl.constexpr = QUICK if HOW != TABLE else FEWER if PAGES else EXACT
+    AHEAD: gl.constexpr = 2 if KV_INDEX == TABLE else 1
+    SPEED: gl.constexpr = QUICK if KV_INDEX != TABLE else FEWER if PAGES else EXACT
     LAST: gl.constexpr = FORMAT.coded_panels - 6  # panels of codes behind the first six; the rest of the row is bf16
     entry = entries(words(gl.num_warps()))
     following = number
-    if HOW == TABLE:
-        following = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, HOW)
+    if KV_INDEX == TABLE:
+        following = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, KV_INDEX)
         prefetch_rows(pool_of(pools, first + 1 < lists.window_blocks), following, UNIT, FORMAT)
     by_table = end
     if PAGES:
@@ -215,7 +224,7 @@ def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, pha
         mbarrier.wait(free.index(slot), phase)
         tile = kv.index(slot)
         panels_in(tile, 0, 2).store(FORMAT.unpack(asked.x, asked.low, 0, SPEED, FORMAT))
-        later = numbers_of(lists, block + AHEAD, block + AHEAD < end, pools.compressed, entry, HOW)
+        later = numbers_of(lists, block + AHEAD, block + AHEAD < end, pools.compressed, entry, KV_INDEX)
         high = load_scales(asked.ptr, asked.at, asked.there, 4, 4, UNIT, FORMAT)
         z = load_codes(asked.ptr, asked.data, asked.there, 4, 2, UNIT, FORMAT)
         u = load_codes(asked.ptr, asked.data, asked.there, 6, LAST, UNIT, FORMAT)
@@ -227,10 +236,10 @@ def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, pha
         if LAST == 1:
             plain_panel(asked.ptr, asked.data, asked.there, tile, ready.index(slot + 1), UNIT, FORMAT)
         write_bias(bias.index(block % 2), asked.there)
-        if HOW != TABLE:
+        if KV_INDEX != TABLE:
             following = later
         asked = ask(pool_of(pools, block + 1 < lists.window_blocks), following, UNIT, FORMAT)
-        if HOW == TABLE:
+        if KV_INDEX == TABLE:
             following = later
             prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT, FORMAT)
         panels_in(tile, 0, 2).store(FORMAT.unpack(z, high, 0, SPEED, FORMAT))
@@ -238,7 +247,7 @@ def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, pha
         mbarrier.arrive(ready.index(slot + 1), count=1 if LAST == 1 else arrivals(gl.num_warps()))
         phase = phase ^ (block % 2)
     if PAGES:
-        phase = table_blocks(asked, lists, pools.compressed, memory, barriers, by_table, end, phase, UNIT, FORMAT)
+        phase = block_table_blocks(asked, lists, pools.compressed, memory, barriers, by_table, end, phase, UNIT, FORMAT)
     return phase
 
 
@@ -254,14 +263,14 @@ class Listed:
 
 
 @gluon.jit
-def ask_listed(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+def load_first_half_aligned(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     row, at, there = row_addresses(pool, number, spare, UNIT, FORMAT)
     scales = gl.load(at.to(gl.pointer_type(gl.int64), bitcast=True), mask=there, other=0)
     return Listed(row, there, scales, load_codes_unmasked(row, 0, 2), load_codes_unmasked(row, 2, 2))
 
 
 @gluon.jit
-def listed_blocks(number, asked, spare, lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr,
+def aligned_blocks(number, asked, spare, lists, pools, memory, barriers, first, end, phase, KV_INDEX: gl.constexpr,
                   UNIT: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
     """packed_blocks for rows by list at multiples of 16 bytes, with fewer instructions. A row that is not there is
     read at `spare`: any bytes are finite numbers with its scale of 0, and its bias keeps them out."""
@@ -275,7 +284,7 @@ def listed_blocks(number, asked, spare, lists, pools, memory, barriers, first, e
         panels_in(tile, 0, 2).store(FORMAT.unpack(asked.x, low, 0, QUICK, FORMAT))
         z = load_codes_unmasked(asked.row, 4, 2)
         u = load_codes_unmasked(asked.row, 6, 1)
-        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
+        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, KV_INDEX)
         panels_in(tile, 2, 2).store(FORMAT.unpack(asked.y, low, 2, QUICK, FORMAT))
         mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
 
@@ -284,7 +293,7 @@ def listed_blocks(number, asked, spare, lists, pools, memory, barriers, first, e
         rows = gl.multiple_of(asked.row.to(gl.pointer_type(gl.bfloat16), bitcast=True), 16)
         copy_plain(rows, asked.there, tile, ready.index(slot + 1), FORMAT)
         write_bias(bias.index(block % 2), asked.there)
-        asked = ask_listed(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT, FORMAT)
+        asked = load_first_half_aligned(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT, FORMAT)
         panels_in(tile, 0, 2).store(FORMAT.unpack(z, high, 0, QUICK, FORMAT))
         panels_in(tile, 2, 1).store(FORMAT.unpack(u, high, 2, QUICK, FORMAT))
         mbarrier.arrive(ready.index(slot + 1), count=1)
@@ -293,23 +302,25 @@ def listed_blocks(number, asked, spare, lists, pools, memory, barriers, first, e
 
 
 @gluon.jit
-def one_block(lists, pool, memory, barriers, block, phase, HOW: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+def one_block(
+    lists, pool, memory, barriers, block, phase, KV_INDEX: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr
+):
     """A block of a pool, nothing ahead of its time."""
     if FORMAT.coded > 0:
-        number = numbers_of(lists, block, True, pool, entries(words(gl.num_warps())), HOW)
+        number = numbers_of(lists, block, True, pool, entries(words(gl.num_warps())), KV_INDEX)
         asked = ask(pool, number, UNIT, FORMAT)
         phase = packed_blocks(
-            number, asked, lists, Pools(pool, pool), memory, barriers, block, block + 1, phase, HOW, UNIT, FORMAT
+            number, asked, lists, Pools(pool, pool), memory, barriers, block, block + 1, phase, KV_INDEX, UNIT, FORMAT
         )
     else:
-        number = numbers_of(lists, block, True, pool, entries(lanes(gl.num_warps())), HOW)
-        phase = plain_blocks(number, lists, Pools(pool, pool), memory, barriers, block, block + 1, phase, HOW)
+        number = numbers_of(lists, block, True, pool, entries(lanes(gl.num_warps())), KV_INDEX)
+        phase = plain_blocks(number, lists, Pools(pool, pool), memory, barriers, block, block + 1, phase, KV_INDEX)
     return phase
 
 
 @gluon.jit
 def mixed_blocks(
-    lists, pools, memory, barriers, first, end, phase, HOW: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr
+    lists, pools, memory, barriers, first, end, phase, KV_INDEX: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr
 ):
     """Where the rows of the two pools have two formats: block by block."""
     WINDOW_FIRST: gl.constexpr = FORMATS[0].coded > 0
@@ -317,11 +328,13 @@ def mixed_blocks(
     for block in range(first, end):
         if (block < lists.window_blocks) == WINDOW_FIRST:
             pool = window if WINDOW_FIRST else compressed
-            phase = one_block(lists, pool, memory, barriers, block, phase, HOW, UNIT, FORMATS[0 if WINDOW_FIRST else 1])
+            phase = one_block(
+                lists, pool, memory, barriers, block, phase, KV_INDEX, UNIT, FORMATS[0 if WINDOW_FIRST else 1]
+            )
         else:
             other = compressed if WINDOW_FIRST else window
             phase = one_block(
-                lists, other, memory, barriers, block, phase, HOW, UNIT, FORMATS[1 if WINDOW_FIRST else 0]
+                lists, other, memory, barriers, block, phase, KV_INDEX, UNIT, FORMATS[1 if WINDOW_FIRST else 0]
             )
     return phase
 
@@ -338,18 +351,18 @@ def write_job(job, turn, blocks, query, first_head, split):
 
 @gluon.jit
 def gather_role(q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes,
-                HOW: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr,
-                AFTER: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+                KV_INDEX: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr,
+                PDL_WAIT: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free.
-    AFTER: the grid before makes rows, and may still run."""
-    if AFTER:
-        dependent.wait_for_grid_before()
+    PDL_WAIT: the grid before makes rows, and may still run."""
+    if PDL_WAIT:
+        dependent.wait_on_prior_grid()
     LQ: gl.constexpr = lanes(gl.num_warps())
     phase = 1  # the first wait on an untouched barrier passes
     turn = 1
     for item in range(gl.program_id(0), items, stride):
-        query, first_head, split = place_of(item, sizes.queries, sizes.heads)
-        lists = lists_of(query, window, compressed, requests, HOW)
+        query, first_head, split = tile_coord(item, sizes.queries, sizes.heads)
+        lists = index_lists(query, window, compressed, requests, KV_INDEX)
         steps = (lists.window_blocks + (lists.count + 63) // 64 + 1) // 2
         # From uneven_from steps on one that is left over makes no split longer: it is a split by itself.
         shared = steps - (steps >= uneven_from).to(gl.int32)
@@ -358,14 +371,18 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         end = gl.minimum(begin + each, steps)
         FORMAT: gl.constexpr = FORMATS[0]
         L: gl.constexpr = words(gl.num_warps()) if FORMAT.coded > 0 else LQ
-        number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), HOW)
+        number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), KV_INDEX)
         ALIGNED: gl.constexpr = UNIT >= 16 and has_aligned_panels(FORMAT)
-        LISTED: gl.constexpr = HOW != TABLE and ALIGNED
+        LISTED: gl.constexpr = KV_INDEX != TABLE and ALIGNED
         if (
             FORMAT.coded > 0 and FORMAT == FORMATS[1]
         ):  # rows are on their way while the last item's scores are waited for, then Q
             pool = pool_of(pools, begin * 2 < lists.window_blocks)
-            asked = ask_listed(pool, number, q.ptr, UNIT, FORMAT) if LISTED else ask(pool, number, UNIT, FORMAT)
+            asked = (
+                load_first_half_aligned(pool, number, q.ptr, UNIT, FORMAT)
+                if LISTED
+                else ask(pool, number, UNIT, FORMAT)
+            )
         mbarrier.wait(barriers.q_free, turn)
         head = first_head + entries(LQ)
         offset = query.to(gl.int64) * q.stride_n + head.to(gl.int64) * q.stride_h
@@ -376,18 +393,18 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         mbarrier.arrive(barriers.q_ready, count=1)
         turn = turn ^ 1
         if FORMAT != FORMATS[1]:
-            phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, FORMATS, UNIT)
+            phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, KV_INDEX, FORMATS, UNIT)
         elif FORMAT.coded > 0 and LISTED:
-            phase = listed_blocks(
-                number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT, FORMAT
+            phase = aligned_blocks(
+                number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, KV_INDEX, UNIT, FORMAT
             )
         elif FORMAT.coded > 0:
             # Where rows are not split, the assembler would reload values in the loop.
-            PAGES: gl.constexpr = HOW == TABLE and ALIGNED and SPLIT
+            PAGES: gl.constexpr = KV_INDEX == TABLE and ALIGNED and SPLIT
             phase = packed_blocks(
-                number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW, UNIT, FORMAT, PAGES
+                number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, KV_INDEX, UNIT, FORMAT, PAGES
             )
         elif RESIDENT:
-            phase = resident_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)
+            phase = l2_resident_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, KV_INDEX)
         else:
-            phase = plain_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, HOW)
+            phase = plain_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, KV_INDEX)

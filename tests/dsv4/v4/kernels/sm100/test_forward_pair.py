@@ -17,7 +17,7 @@ import dsv4
 from dsv4 import reference
 from dsv4.runtime import calls, dispatch
 from dsv4.v4 import problem
-from dsv4.v4.kernels import unpack
+from dsv4.v4.kernels import unpack_pools
 
 if dispatch.triton_version() < (3, 9):
     pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
@@ -35,10 +35,10 @@ def _same_numbers():
 @pytest.fixture
 def pairs(monkeypatch):
     """The launches of the pair kernel, which converts FP8 rows itself."""
-    monkeypatch.setattr(unpack, "pays", lambda p: False)
+    monkeypatch.setattr(unpack_pools, "pays", lambda p: False)
     launches = launched(monkeypatch)
     yield launches
-    assert set(launches) - {"combine"} == {"v4_listed_pair"}
+    assert set(launches) - {"combine"} == {"v4_sparse_pair"}
 
 
 def wide(problem: dict, heads: int = 128) -> dict:
@@ -176,9 +176,9 @@ def kernels_of(heads: int, window, compressed=None, queries: int = 1, listed: in
 
 def test_fp8_rows_that_are_listed_often_become_bf16_first():
     cache = dsv4.Fp8Cache.empty(1, 64)
-    assert kernels_of(128, cache, queries=6, listed=64) == ["v4_unpack", "v4_listed_pair"]
-    assert kernels_of(128, cache, queries=5, listed=64) == ["v4_listed_pair"]
-    assert kernels_of(64, cache, queries=40, listed=64) == ["v4_listed"]
+    assert kernels_of(128, cache, queries=6, listed=64) == ["v4_unpack", "v4_sparse_pair"]
+    assert kernels_of(128, cache, queries=5, listed=64) == ["v4_sparse_pair"]
+    assert kernels_of(64, cache, queries=40, listed=64) == ["v4_sparse"]
 
 
 @pytest.mark.slow
@@ -193,11 +193,11 @@ def test_rows_that_became_bf16_first_give_the_same_bits(order, monkeypatch):
     )  # fmt: skip
     found = []
     for first in (True, False):
-        monkeypatch.setattr(unpack, "pays", lambda p, first=first: first)
+        monkeypatch.setattr(unpack_pools, "pays", lambda p, first=first: first)
         calls.forget()
         launches = launched(monkeypatch)
         got, asked = run(order, **arguments)
-        assert launches == ["v4_unpack"] * (2 * first) + ["v4_listed_pair"]
+        assert launches == ["v4_unpack"] * (2 * first) + ["v4_sparse_pair"]
         compare(got, asked)
         found.append(got)
     calls.forget()
@@ -209,4 +209,4 @@ def test_other_problems_go_to_one_cta():
     cache = dsv4.Fp8Cache.empty(2, 64)
     odd = torch.zeros(4, 8 * 512 + 64).bfloat16()[:, : 8 * 512].view(4, 8, 512)
     problems = ((64, rows(9)), (192, rows(9)), (128, odd), (128, cache, odd), (128, rows(9), cache))
-    assert [kernel for given in problems for kernel in kernels_of(*given)] == ["v4_listed"] * 5
+    assert [kernel for given in problems for kernel in kernels_of(*given)] == ["v4_sparse"] * 5

@@ -14,7 +14,7 @@ from dsv4.fmha.kernels import prepare
 from dsv4.runtime import calls, checks, dispatch
 from dsv4.v4 import problem
 from dsv4.v4.kernels import prepare as listed_prepare
-from dsv4.v4.kernels import unpack
+from dsv4.v4.kernels import unpack_pools
 from dsv4.v4.kernels.sm90 import entry
 
 SEED = 11
@@ -34,7 +34,7 @@ def numbers(*shape: int, of: int) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def not_few(monkeypatch):
     """Few items take this kernel too, as many do; test_v4_narrow.py has the one that they would take."""
-    monkeypatch.setattr(entry, "narrow", lambda p, target: None)
+    monkeypatch.setattr(entry, "decode_kernel", lambda p, target: None)
     calls.forget()
     yield
     calls.forget()
@@ -60,7 +60,7 @@ def test_two_lists_of_plain_rows_whenever_copies_complete(unpacked, order, monke
     """150 window entries and 70 compressed ones: five blocks, the last of each list in part. Two head tiles. Compressed
     rows are larger, so that maxima grow by more than 8 and O is rescaled in the middle of a list. Quickly, rows that
     the launch before has unpacked: the kernel of the others, which waits for it."""
-    monkeypatch.setattr(unpack, "pays", lambda p: unpacked)
+    monkeypatch.setattr(unpack_pools, "pays", lambda p: unpacked)
     window, compressed = rows(100), torch.full((90, 576), NAN).bfloat16()[:, :512]
     compressed[:60] = 6 * rows(60)
     if unpacked:
@@ -164,7 +164,7 @@ def test_many_partial_results_are_short(order, monkeypatch):
         window_indices=numbers(2, 260, of=130), window_lengths=torch.tensor([260, 90], dtype=torch.int32),
         sink=torch.randn(80), plan=plan,
     )  # fmt: skip
-    assert names == ["v4_listed", "combine_short"]
+    assert names == ["v4_sparse", "combine_short"]
     compare(*compared)
 
 

@@ -4,11 +4,11 @@ from dsv4.kernels.compat import gl, gluon
 from dsv4.v4.kernels.arguments import Lists
 
 NONE, LIST, TABLE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # how compressed rows are named
-CELLS, TMA = gl.constexpr(0), gl.constexpr(2)  # how the rows of a plain pool are read
+CP_ASYNC, TMA = gl.constexpr(0), gl.constexpr(2)  # how the rows of a plain pool are read
 
 
 @gluon.jit
-def place_of(item, queries, heads, TILE: gl.constexpr = 64):
+def tile_coord(item, queries, heads, TILE: gl.constexpr = 64):
     """(query, first head, split) of an item; the head tiles of a query are neighbours: one finds in L2 what the other
     read."""
     head_tiles = (heads + TILE - 1) // TILE
@@ -33,7 +33,7 @@ def request_of(query, requests):
 
 
 @gluon.jit
-def share(query, window, compressed, requests, HOW: gl.constexpr):
+def share(query, window, compressed, requests, KV_INDEX: gl.constexpr):
     """What a query names -> (window rows, compressed rows, its line of the compressed list or of the block table).
 
     window, compressed: Names.
@@ -42,10 +42,10 @@ def share(query, window, compressed, requests, HOW: gl.constexpr):
     window_count = gl.minimum(gl.maximum(count, 0), window.width)
     compressed_count = 0
     line = query.to(gl.int64)
-    if HOW != NONE:
+    if KV_INDEX != NONE:
         count = gl.load(compressed.lengths_ptr + query, mask=compressed.given != 0, other=compressed.width)
         compressed_count = gl.minimum(gl.maximum(count, 0), compressed.width)
-    if HOW == TABLE:
+    if KV_INDEX == TABLE:
         request = request_of(query, requests)
         compressed_count = gl.where(request < requests.count, compressed_count, 0)  # none past the last request
         line = gl.minimum(request, requests.count - 1).to(gl.int64)
@@ -53,9 +53,9 @@ def share(query, window, compressed, requests, HOW: gl.constexpr):
 
 
 @gluon.jit
-def lists_of(query, window, compressed, requests, HOW: gl.constexpr, KEYS: gl.constexpr = 64):
+def index_lists(query, window, compressed, requests, KV_INDEX: gl.constexpr, KEYS: gl.constexpr = 64):
     """KEYS: entries of a block."""
-    count, more, line = share(query, window, compressed, requests, HOW)
+    count, more, line = share(query, window, compressed, requests, KV_INDEX)
     window_ptr = window.list_ptr + query.to(gl.int64) * window.line
     blocks = (count + KEYS - 1) // KEYS
     return Lists(window_ptr, count, blocks, compressed.list_ptr + line * compressed.line, more)

@@ -3,7 +3,7 @@
 Every row is key and value at once, so a block of 64 rows is gathered once, into two slots [64, 256] (halves of the
 head dim), and read as K and as V. Left and right share O as in wide.py: each owns half of its columns, and they hand
 each other P, the running maximum and the rescaling factor. A third group of 4 or 8 warps gathers half blocks 0, 1, 2, 3
-of the next step, as left and right (4 warps each) free them. steps.py has the chart of a step, in two orders.
+of the next step, as left and right (4 warps each) free them. sparse_steps.py has the chart of a step, in two orders.
 
 An item is 64 heads of one query and one split of its rows. A CTA loops over items: while left and right write the
 output of one, Q and the first blocks of the next arrive. gather.py says how.
@@ -11,7 +11,7 @@ output of one, Q and the first blocks of the next arrive. gather.py says how.
 shared memory   bytes               holds
 q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q
 kv              4 x 32768           [64, 256] each: block b of a step, half h at 2b + h
-p0, p1          8192 each           [64, 64]: P of block 0 and 1; unless PIECES, output rows leave through them
+p0, p1          8192 each           [64, 64]: P of block 0 and 1; unless REG_STORE, output rows leave through them
 m0, a0, m1, a1  256 each            fp32 per row: maximum after block 0 and 1, factor 0 and 1
 bias            2 x 256             fp32 per key: what is added to the scores of block 0 and 1
 sums            4 x 256             fp32 per row: sums of left and right, by turns of items
@@ -44,11 +44,11 @@ from dsv4.kernels import dependent, softmax
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.opaque import zero
 from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
-from dsv4.v4.kernels.items import NONE
-from dsv4.v4.kernels.rows import Pool
+from dsv4.v4.kernels.pool_rows import Pool
 from dsv4.v4.kernels.sm90.gather import BLOCKS, FIRST_HEAD, QUERY, SPLIT_NUMBER, Pools, Queries, gather_role
-from dsv4.v4.kernels.sm90.slots import arrivals
-from dsv4.v4.kernels.sm90.steps import SCORES, left_begin, left_resident, left_step, right_resident, right_step
+from dsv4.v4.kernels.sm90.smem_store import arrivals
+from dsv4.v4.kernels.sm90.sparse_steps import SCORES, left_begin, left_resident, left_step, right_resident, right_step
+from dsv4.v4.kernels.tile_scheduler import NONE
 
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -152,7 +152,7 @@ def store_quarter(o, smem, pointers, there):
 
 @gluon.jit
 def end_half(
-    o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr, PIECES: gl.constexpr
+    o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr, REG_STORE: gl.constexpr
 ):
     """Add up the row sums of both warpgroups, write this half of O; left also writes the LSE."""
     rope = output.rope
@@ -170,7 +170,7 @@ def end_half(
     if width > 0:
         position = gl.load(rope.positions_ptr + query).to(gl.int64)
         line_ptr += gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
-        o = softmax.turn_back(o, (line_ptr, width), HALF * 256, 512)
+        o = softmax.inverse_rope(o, (line_ptr, width), HALF * 256, 512)
     l = gl.convert_layout(gl.sum(l, 1), RS)
     memory.sums.index(2 * turn + HALF).store(l)
     mbarrier.arrive(barriers.sum_ready.index(HALF), count=1)
@@ -208,7 +208,7 @@ def end_half(
             gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
                      lse * softmax.LN2, mask=(head < output.heads) & (output.want_lse != 0))  # fmt: skip
         o = o * gl.convert_layout(factor, RO)[:, None]
-        if PIECES:
+        if REG_STORE:
             x = in_pieces(o.to(output.out_ptr.dtype.element_ty))
             LW: gl.constexpr = x.type.layout
             row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
@@ -236,7 +236,7 @@ def end_half(
 
 @gluon.jit
 def half_role(memory, barriers, items, stride, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
-              SIGN: gl.constexpr, N: gl.constexpr, RESIDENT: gl.constexpr, PIECES: gl.constexpr):  # fmt: skip
+              SIGN: gl.constexpr, N: gl.constexpr, RESIDENT: gl.constexpr, REG_STORE: gl.constexpr):  # fmt: skip
     """Left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
@@ -264,7 +264,7 @@ def half_role(memory, barriers, items, stride, scale, output, HALF: gl.constexpr
                 phase = phase ^ 1
             if blocks == 0:
                 mbarrier.arrive(barriers.q_free, count=1)
-        end_half(o, m, l, memory, barriers, blocks, turn, output, HALF, SPLIT, PIECES)
+        end_half(o, m, l, memory, barriers, blocks, turn, output, HALF, SPLIT, REG_STORE)
         turn = turn ^ 1
 
 
@@ -276,7 +276,7 @@ def half_role(memory, barriers, items, stride, scale, output, HALF: gl.constexpr
     "requests", "rope_positions", "rope_width", "rope_line", "num_splits", "tiles_per_split", "stride_qn", "stride_qh",
     "stride_on", "stride_oh", "stride_ln", "stride_lh",
 ])  # fmt: skip
-def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
+def v4_sparse(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
               window_lengths_ptr, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr, starts_ptr, cos_sin_ptr,
               positions_ptr, scale, want_lse, items, alone, uneven_from, queries, heads, window_rows, window_page_rows,
               window_page_stride, window_row_stride, window_inverse, window_shift, window_width, window_line,
@@ -284,21 +284,21 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
               compressed_shift, compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests,
               rope_positions, rope_width, rope_line, num_splits, tiles_per_split, stride_qn, stride_qh, stride_on,
               stride_oh, stride_ln, stride_lh,
-              HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr, COMPRESSED_FORMAT: gl.constexpr,
+              KV_INDEX: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr, COMPRESSED_FORMAT: gl.constexpr,
               WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr,
               RESIDENT: gl.constexpr, RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
-              GATHER_WARPS: gl.constexpr, AFTER: gl.constexpr = False, EARLY: gl.constexpr = False,
-              PIECES: gl.constexpr = False):  # fmt: skip
-    if EARLY:
-        gl.static_assert(not AFTER)  # the grid after the next would not wait for this one: see dependent.py
-        dependent.let_next_begin()
+              GATHER_WARPS: gl.constexpr, PDL_WAIT: gl.constexpr = False, PDL_LAUNCH: gl.constexpr = False,
+              REG_STORE: gl.constexpr = False):  # fmt: skip
+    if PDL_LAUNCH:
+        gl.static_assert(not PDL_WAIT)  # the grid after the next would not wait for this one: see dependent.py
+        dependent.launch_dependents()
     # Two packed pools are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     if WINDOW_FORMAT.coded > 0:
         window_page_stride *= WINDOW_UNIT // UNIT
     if COMPRESSED_FORMAT.coded > 0:
         compressed_page_stride *= COMPRESSED_UNIT // UNIT
-    FORMATS: gl.constexpr = (WINDOW_FORMAT, WINDOW_FORMAT if HOW == NONE else COMPRESSED_FORMAT)
+    FORMATS: gl.constexpr = (WINDOW_FORMAT, WINDOW_FORMAT if KV_INDEX == NONE else COMPRESSED_FORMAT)
     q = Queries(q_ptr, stride_qn, stride_qh)
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
     compressed = Names(
@@ -324,8 +324,8 @@ def v4_listed(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
-        (half_role, (memory, barriers, items, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, PIECES)),
-        (half_role, (memory, barriers, items, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, PIECES)),
-        (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes, HOW,
-                       FORMATS, UNIT, RESIDENT, AFTER, SPLIT)),
+        (half_role, (memory, barriers, items, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
+        (half_role, (memory, barriers, items, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
+        (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes,
+                       KV_INDEX, FORMATS, UNIT, RESIDENT, PDL_WAIT, SPLIT)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

@@ -15,8 +15,8 @@ from dsv4.caches.pages import PackedRows
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import gl, gluon
 from dsv4.runtime.program import Program
+from dsv4.v4.kernels.pool_rows import Pool, entries, load_codes, load_words, rows_and_scales
 from dsv4.v4.kernels.prepare import PoolArguments, unit_of
-from dsv4.v4.kernels.rows import Pool, entries, load_codes, load_words, rows_and_scales
 from dsv4.v4.problem import V4Problem
 
 LISTED = 12  # times that a row must be listed for its conversion ahead of time to pay
@@ -45,7 +45,7 @@ def v4_unpack(out_ptr, ptr, rows, page_rows, page_stride, inverse, shift, UNIT: 
     put(out_ptr, number, there, FORMAT.unpack(x, scales, 0, EXACT, FORMAT), 0)
     put(out_ptr, number, there, FORMAT.unpack(y, scales, 4, EXACT, FORMAT), 4)
     put(out_ptr, number, there, FORMAT.unpack(z, scales, 6, EXACT, FORMAT), 6)
-    dependent.let_next_begin()
+    dependent.launch_dependents()
     if LAST == 1:
         column = FORMAT.coded // 2 + gl.arange(0, 32, layout=gl.SliceLayout(0, W))
         gl.store(out_ptr + number.to(gl.int64)[:, None] * 256 + column[None, :], rest, mask=there[:, None],

@@ -1,6 +1,6 @@
 """V4 attention on sm_90a for few heads per CTA: keys are the rows of the scores.
 
-listed.py has 64 heads per CTA, roles and a ring: right where multiprocessors have more to do than they can. Where one
+sparse.py has 64 heads per CTA, roles and a ring: right where multiprocessors have more to do than they can. Where one
 query or a few are all there is, latency counts. Here the warps of a CTA do one thing after the other for HEADS heads of
 one query and one split of its rows, of which one block is best. Of 16 heads a block has 64 rows, for eight warps; of 32
 heads 64 for four or 128 for eight, where blocks of 64 would be too many for one each::
@@ -18,7 +18,7 @@ q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
 kv              4 x 256 KEYS        [KEYS, 128] each: columns of a block; at the end, of O
 p               2 KEYS HEADS        [KEYS, HEADS]: P^T
 bias            4 KEYS              fp32 per key: what is added to its scores
-tops            HEADS KEYS / 4      fp32 per 16 keys and head: maximum of their scores
+row_max            HEADS KEYS / 4      fp32 per 16 keys and head: maximum of their scores
 
 Rows are asked for after the last fence of a block: the assembler makes a fence wait for loads under way.
 """
@@ -27,34 +27,34 @@ from dsv4.kernels import dependent
 from dsv4.kernels.compat import async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
 from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope
-from dsv4.v4.kernels.items import NONE
-from dsv4.v4.kernels.rows import Pool, entries
+from dsv4.v4.kernels.pool_rows import Pool, entries
 from dsv4.v4.kernels.sm90.gather import Pools, Queries, numbers_of, pool_of
-from dsv4.v4.kernels.sm90.slots import words
-from dsv4.v4.kernels.sm90.transposed import (
+from dsv4.v4.kernels.sm90.smem_store import words
+from dsv4.v4.kernels.sm90.swap_ab import (
     Splits,
     add,
     ask,
     copy_block,
     copy_heads,
+    cta_work,
     finish,
     left_scores,
     make_memory,
     masked,
     output_layout,
-    over_keys,
     partial_sums,
     prefetch_lists,
     right_scores,
     scores_layout,
+    softmax_over_keys,
     unpack_left,
     unpack_right,
-    work_of,
 )
+from dsv4.v4.kernels.tile_scheduler import NONE
 
 
 @gluon.jit
-def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr, HOW: gl.constexpr,
+def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr, KV_INDEX: gl.constexpr,
            SIGN: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
     """Blocks [begin, end) -> quarters of O^T, maximum and sums of the heads. number: of the first block's rows."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -75,7 +75,7 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
         pool, wanted = pool_of(pools, block < lists.window_blocks), number
         if FORMAT.coded > 0:
             rows = ask(pool, wanted, UNIT, FORMAT)
-        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, HOW)
+        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, KV_INDEX)
         at = zero(block)  # else all wgmma descriptors would be kept in registers, and spilled
         if block > begin:
             by = gl.convert_layout(factor, gl.SliceLayout(0, LO))[None, :]
@@ -97,7 +97,7 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
             s = right_scores(left_scores(memory, at, at, HEADS), memory, at, at)
             bias = memory.bias.index(0).load(gl.SliceLayout(1, LS))
             s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-            p, m, factor = over_keys(masked(s, bias, SIGN), m, scale, memory.tops)
+            p, m, factor = softmax_over_keys(masked(s, bias, SIGN), m, scale, memory.row_max)
             l = l * gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, LP)))[None, None, :] + partial_sums(p)
             memory.p.index(0).store(p.to(memory.p.dtype))
             fence_async_shared()
@@ -109,18 +109,18 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
 
 
 @gluon.jit
-def one_item(q, window, compressed, requests, pools, output, scale, splits, HEADS: gl.constexpr, KEYS: gl.constexpr,
-             HOW: gl.constexpr, SIGN: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr,
+def one_tile(q, window, compressed, requests, pools, output, scale, splits, HEADS: gl.constexpr, KEYS: gl.constexpr,
+             KV_INDEX: gl.constexpr, SIGN: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr,
              SPLIT: gl.constexpr):  # fmt: skip
     """Some heads of a query and some blocks of its rows."""
     first_head = gl.program_id(0) * HEADS
-    lists, work = work_of(window, compressed, requests, splits, HOW, KEYS)
+    lists, work = cta_work(window, compressed, requests, splits, KV_INDEX, KEYS)
     begin, end = work.begin, work.end
     # On its way while Q is asked for.
-    number = numbers_of(lists, begin, begin < end, pools.compressed, entries(words(gl.num_warps()), KEYS), HOW)
+    number = numbers_of(lists, begin, begin < end, pools.compressed, entries(words(gl.num_warps()), KEYS), KV_INDEX)
     memory = make_memory(HEADS, KEYS)
     copy_heads(q, work.query, first_head, output.heads, memory.q)
-    o0, o1, o2, o3, m, l = attend(number, lists, begin, end, pools, memory, scale, HEADS, HOW, SIGN, UNIT, FORMAT)
+    o0, o1, o2, o3, m, l = attend(number, lists, begin, end, pools, memory, scale, HEADS, KV_INDEX, SIGN, UNIT, FORMAT)
     finish((o0, o1, o2, o3), m, l, memory, (work.query, first_head, gl.program_id(2)), output, SPLIT)
 
 
@@ -132,29 +132,29 @@ def one_item(q, window, compressed, requests, pools, output, scale, splits, HEAD
     "rope_line", "num_splits", "splits_inverse", "splits_shift", "stride_qn", "stride_qh", "stride_on", "stride_oh",
     "stride_ln", "stride_lh",
 ])  # fmt: skip
-def v4_narrow(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
+def v4_decode_swap_ab(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
               window_lengths_ptr, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr, starts_ptr, cos_sin_ptr,
               positions_ptr, scale, want_lse, queries, heads, window_rows, window_page_rows, window_page_stride,
               window_row_stride, window_inverse, window_shift, window_width, window_line, compressed_rows,
               compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_inverse, compressed_shift,
               compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests, rope_positions,
               rope_width, rope_line, num_splits, splits_inverse, splits_shift, stride_qn, stride_qh, stride_on,
-              stride_oh, stride_ln, stride_lh, HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
+              stride_oh, stride_ln, stride_lh, KV_INDEX: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
               WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr, HEADS: gl.constexpr,
-              KEYS: gl.constexpr = 64, EARLY: gl.constexpr = False):  # fmt: skip
-    if EARLY:
-        dependent.let_next_begin()
+              KEYS: gl.constexpr = 64, PDL_LAUNCH: gl.constexpr = False):  # fmt: skip
+    if PDL_LAUNCH:
+        dependent.launch_dependents()
     # Both pools are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     window_page_stride *= WINDOW_UNIT // UNIT
-    if HOW != NONE:
+    if KV_INDEX != NONE:
         compressed_page_stride *= COMPRESSED_UNIT // UNIT
     q = Queries(q_ptr, stride_qn, stride_qh)
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
     compressed = Names(
         compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
     )
-    prefetch_lists(window, compressed, HOW)
+    prefetch_lists(window, compressed, KV_INDEX)
     pools = Pools(
         Pool(window_ptr, window_rows, window_page_rows, window_page_stride, window_row_stride, window_inverse,
              window_shift),
@@ -165,5 +165,5 @@ def v4_narrow(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
                     queries, heads, rope, want_lse)  # fmt: skip
     splits = Splits(num_splits, splits_inverse, splits_shift)
-    one_item(q, window, compressed, Requests(starts_ptr, starts, requests), pools, output, scale, splits, HEADS, KEYS,
-             HOW, SIGN, UNIT, WINDOW_FORMAT, SPLIT)  # fmt: skip
+    one_tile(q, window, compressed, Requests(starts_ptr, starts, requests), pools, output, scale, splits, HEADS, KEYS,
+             KV_INDEX, SIGN, UNIT, WINDOW_FORMAT, SPLIT)  # fmt: skip

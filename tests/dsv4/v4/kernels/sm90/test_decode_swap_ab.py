@@ -37,15 +37,15 @@ def launch_of(**arguments):
 
 @pytest.fixture
 def check(monkeypatch):
-    """What the narrow kernel gives, races checked, against the definition."""
-    launches.num_sms(monkeypatch, 132)  # with the few that are emulated, v4_listed would take these calls
+    """What the kernel gives, races checked, against the definition."""
+    launches.num_sms(monkeypatch, 132)  # with the few that are emulated, v4_sparse would take these calls
     names = launches.launched(monkeypatch)
 
     def checked(order: str = "latest", **arguments) -> None:
         out = torch.full_like(arguments["q"], NAN)
         with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=SEED) as report:
             got = dsv4.v4_attention(**arguments, out=out, return_lse=True, backend="softsm")
-        assert names[0] == "v4_narrow"
+        assert names[0] == "v4_decode_swap_ab"
         assert not report, str(report)
         assert_agrees(got, reference.v4_attention, **arguments)
 
@@ -96,9 +96,9 @@ def test_rows_by_block_table_and_requests(check):
 @pytest.mark.parametrize("order", ["latest", "eager"])
 @pytest.mark.parametrize("queries, rows, keys", [(8, 640, 128), (5, 576, 64)])
 def test_32_heads_in_a_cta(queries, rows, keys, order, check, monkeypatch):
-    """Where CTAs of 16 would be too many. Blocks of 128 rows where those of 64 would be too many, too. By list v4_few
-    would take these queries; by table it does not, and then this kernel has them."""
-    monkeypatch.setattr(entry, "FEW", ())
+    """Where CTAs of 16 would be too many. Blocks of 128 rows where those of 64 would be too many, too. By list the
+    other decode kernel would take these queries; by table it does not, and then this kernel has them."""
+    monkeypatch.setattr(entry, "SWAP_AB_WS", ())
     lengths = torch.tensor([0, 65, rows, 1, 500, 129, 64, rows], dtype=torch.int32)[:queries]
     lists = numbers(queries, rows, of=5200)
     problem = dict(q=torch.randn(queries, 64, 512).bfloat16(), window=pool(5200), window_indices=lists)
@@ -110,7 +110,7 @@ def test_32_heads_in_a_cta(queries, rows, keys, order, check, monkeypatch):
 @pytest.mark.slow  # a variant of its own, with the same lines for larger tiles
 def test_blocks_of_128_rows(check, monkeypatch):
     """A block of window rows and two of compressed ones, two of them in one CTA; 40 heads are two tiles."""
-    monkeypatch.setattr(entry, "narrow", lambda p, target: (entry.v4_narrow, entry.OF_32_LONG, 2))
+    monkeypatch.setattr(entry, "decode_kernel", lambda p, target: (entry.v4_decode_swap_ab, entry.OF_32_LONG, 2))
     calls.forget()
     check(
         q=torch.randn(1, 40, 512).bfloat16(), window=pool(100), window_indices=numbers(1, 100, of=100),
@@ -124,7 +124,7 @@ def test_blocks_of_128_rows(check, monkeypatch):
 def test_plain_rows_come_when_those_of_the_last_block_are_no_longer_read(order, check, monkeypatch):
     """Two blocks of window rows and three of compressed ones, in two CTAs for each tile of heads; rows apart, NaN
     between them and where no list leads."""
-    monkeypatch.setattr(entry, "narrow", lambda p, target: (entry.v4_narrow, entry.OF_16, 2))
+    monkeypatch.setattr(entry, "decode_kernel", lambda p, target: (entry.v4_decode_swap_ab, entry.OF_16, 2))
     calls.forget()
     window, compressed = torch.full((90, 576), NAN).bfloat16(), torch.full((40, 2, 520), NAN).bfloat16()
     window[:60, :512] = torch.randn(60, 512)
@@ -148,8 +148,8 @@ def test_one_pool_of_any_stride_and_one_without_rows(stride, check):
 
 
 def test_few_items_take_it():
-    """Until v4_few is faster, for two blocks of a CTA and more, or v4_listed; all CTAs run at once, but for 16
-    heads. Deterministic calls do not: a query's result would depend on how many others there are."""
+    """Until v4_decode_swap_ab_ws is faster, for two blocks of a CTA and more, or v4_sparse; all CTAs run at once, but
+    for 16 heads. Deterministic calls do not: a query's result would depend on how many others there are."""
 
     def launch(queries: int, heads: int, rows: int = 640, **options):
         lists = torch.zeros(queries, rows, dtype=torch.int32)
@@ -158,20 +158,20 @@ def test_few_items_take_it():
         found = launch_of(q=q, window=pages, window_indices=lists, **options)
         return found.kernel.__name__, found.constants.get("HEADS"), found.constants.get("KEYS"), found.grid
 
-    assert launch(1, 64) == ("v4_narrow", 16, 64, (4, 1, 10))
-    assert launch(1, 128) == ("v4_narrow", 16, 64, (8, 1, 10))
-    assert launch(1, 1, 0) == ("v4_narrow", 16, 64, (1, 1, 1))
-    assert launch(1, 128, 1152) == ("v4_few", 16, None, (8, 1, 9))
-    assert launch(2, 128, 1152) == ("v4_few", 16, None, (8, 2, 6))
-    assert launch(8, 64) == ("v4_few", 16, None, (4, 8, 4))
-    assert launch(8, 64, 1152) == ("v4_few", 32, None, (2, 8, 6))
-    assert launch(8, 128) == launch(8, 128, 1152) == ("v4_few", 32, None, (4, 8, 4))
-    assert launch(128, 8) == launch(128, 16) == launch(128, 16, 1152) == ("v4_few", 16, None, (1, 128, 1))
-    assert launch(128, 32) == ("v4_few", 32, None, (1, 128, 1))
-    assert launch(512, 16) == ("v4_few", 16, None, (1, 512, 1))
-    assert launch(32, 64)[0] == launch(128, 32, 704)[0] == "v4_listed"
-    assert launch(64, 64)[0] == launch(128, 16, 1216)[0] == launch(256, 32)[0] == launch(600, 16)[0] == "v4_listed"
-    assert launch(1, 64, deterministic=True)[0] == "v4_listed"
+    assert launch(1, 64) == ("v4_decode_swap_ab", 16, 64, (4, 1, 10))
+    assert launch(1, 128) == ("v4_decode_swap_ab", 16, 64, (8, 1, 10))
+    assert launch(1, 1, 0) == ("v4_decode_swap_ab", 16, 64, (1, 1, 1))
+    assert launch(1, 128, 1152) == ("v4_decode_swap_ab_ws", 16, None, (8, 1, 9))
+    assert launch(2, 128, 1152) == ("v4_decode_swap_ab_ws", 16, None, (8, 2, 6))
+    assert launch(8, 64) == ("v4_decode_swap_ab_ws", 16, None, (4, 8, 4))
+    assert launch(8, 64, 1152) == ("v4_decode_swap_ab_ws", 32, None, (2, 8, 6))
+    assert launch(8, 128) == launch(8, 128, 1152) == ("v4_decode_swap_ab_ws", 32, None, (4, 8, 4))
+    assert launch(128, 8) == launch(128, 16) == launch(128, 16, 1152) == ("v4_decode_swap_ab_ws", 16, None, (1, 128, 1))
+    assert launch(128, 32) == ("v4_decode_swap_ab_ws", 32, None, (1, 128, 1))
+    assert launch(512, 16) == ("v4_decode_swap_ab_ws", 16, None, (1, 512, 1))
+    assert launch(32, 64)[0] == launch(128, 32, 704)[0] == "v4_sparse"
+    assert launch(64, 64)[0] == launch(128, 16, 1216)[0] == launch(256, 32)[0] == launch(600, 16)[0] == "v4_sparse"
+    assert launch(1, 64, deterministic=True)[0] == "v4_sparse"
 
 
 def test_few_items_of_plain_rows_take_it():
@@ -181,6 +181,6 @@ def test_few_items_of_plain_rows_take_it():
         found = launch_of(q=q, window=window, window_indices=lists)
         return found.kernel.__name__, found.constants.get("HEADS"), found.constants.get("KEYS"), found.grid
 
-    assert launch(1, 64) == ("v4_narrow", 16, 64, (4, 1, 10))
-    assert launch(8, 64) == ("v4_narrow", 32, 128, (2, 8, 5))
-    assert launch(32, 64)[0] == launch(4096, 64)[0] == launch(1, 64, dtype=torch.float16)[0] == "v4_listed"
+    assert launch(1, 64) == ("v4_decode_swap_ab", 16, 64, (4, 1, 10))
+    assert launch(8, 64) == ("v4_decode_swap_ab", 32, 128, (2, 8, 5))
+    assert launch(32, 64)[0] == launch(4096, 64)[0] == launch(1, 64, dtype=torch.float16)[0] == "v4_sparse"

@@ -11,7 +11,7 @@ import softsm
 from dsv4 import reference
 from dsv4.runtime import calls, dispatch
 from dsv4.v4 import problem
-from dsv4.v4.kernels import unpack
+from dsv4.v4.kernels import unpack_pools
 from dsv4.v4.kernels.sm90 import entry
 
 
@@ -25,8 +25,8 @@ def launches(queries: int, listed: int, rows: int, heads: int = 64, **options) -
 
 
 def test_rows_are_unpacked_where_they_are_listed_often_enough():
-    assert launches(unpack.LISTED, 64, 64) == ["v4_unpack", "v4_listed"]
-    assert "v4_unpack" not in launches(unpack.LISTED - 1, 64, 64)
+    assert launches(unpack_pools.LISTED, 64, 64) == ["v4_unpack", "v4_sparse"]
+    assert "v4_unpack" not in launches(unpack_pools.LISTED - 1, 64, 64)
 
 
 def test_the_copy_is_never_larger_than_q():
@@ -66,8 +66,8 @@ def test_unpacked_rows_give_the_same_bits(page, stride, tabled, monkeypatch):
     )
 
     def run(first: bool, arguments: dict):
-        monkeypatch.setattr(unpack, "pays", lambda p: first)
-        monkeypatch.setattr(entry, "narrow", lambda p, target: None)  # another kernel, which rounds differently
+        monkeypatch.setattr(unpack_pools, "pays", lambda p: first)
+        monkeypatch.setattr(entry, "decode_kernel", lambda p, target: None)  # another kernel, which rounds differently
         calls.forget()
         with softsm.use("sm_90a"), softsm.checking(races=True, order="latest") as report:
             got = dsv4.v4_attention(**arguments, return_lse=True, backend="softsm")
@@ -84,7 +84,7 @@ def test_unpacked_rows_give_the_same_bits(page, stride, tabled, monkeypatch):
 
 def test_a_pool_that_is_window_and_compressed_is_unpacked_once(monkeypatch):
     """Also through another view of its storage."""
-    monkeypatch.setattr(unpack, "pays", lambda p: True)
+    monkeypatch.setattr(unpack_pools, "pays", lambda p: True)
     calls.forget()
     cache, other = (dsv4.Fp8Cache.pack(torch.randn(32, 512), rows_per_page=16) for _ in range(2))
     again = dsv4.Fp8Cache(cache.storage.view_as(cache.storage), 16, cache.page_stride)

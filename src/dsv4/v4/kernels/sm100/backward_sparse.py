@@ -196,7 +196,7 @@ def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALE
     "scale2", "scale", "heads", "width", "window_rows", "window_stride", "window_blocks", "compressed_stride",
     "query_begin", "queries",
 ])  # fmt: skip
-def backward_listed(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
+def backward_sparse(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
                     dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
                     window_blocks, compressed_stride, query_begin, queries, most_ptr, sizes_ptr, undo_ptr,
                     ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, ADD_REGS: gl.constexpr,

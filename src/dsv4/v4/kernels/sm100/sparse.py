@@ -51,9 +51,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
 from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
-from dsv4.v4.kernels.items import place_of
+from dsv4.v4.kernels.sm100.epilogue import angles_of, finish_rows, place_rows
 from dsv4.v4.kernels.sm100.gather import NOT_ALIGNED, NOT_SPECIALIZED, Pool, Pools, gather_role
-from dsv4.v4.kernels.sm100.results import angles_of, finish_rows, place_rows
+from dsv4.v4.kernels.tile_scheduler import tile_coord
 
 
 @aggregate
@@ -219,7 +219,7 @@ def write(place, factor, angles_ptr, there, memory, output, split):
             first = h * 256 + c * 64
             y = gl.zeros([64, 64], gl.float32, LO)
             if there > 0:
-                y = softmax.turn_back(pieces.index(c).load(), rope, first, 512) * factor
+                y = softmax.inverse_rope(pieces.index(c).load(), rope, first, 512) * factor
             if split != 0:
                 gl.store(part_ptr + own + first, y, mask=(own_row < heads)[:, None])
             else:
@@ -236,7 +236,7 @@ def softmax_role(memory, barriers, output, items, scale, split):
     at = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, part = place_of(item, output.queries, output.heads)
+        query, first_head, part = tile_coord(item, output.queries, output.heads)
         n = begin(barriers.q_ready, memory.job, turn)
         mbarrier.arrive(barriers.q_free, count=1)
         m = gl.full([64], -float("inf"), gl.float32, RS)
@@ -258,15 +258,15 @@ def softmax_role(memory, barriers, output, items, scale, split):
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=NOT_ALIGNED)
-def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr, window_list_ptr,
+def v4_sparse(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr, window_list_ptr,
               window_lengths_ptr, compressed_desc, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr,
               starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, items, queries, heads, window_rows,
               window_page_rows, window_page_stride, window_row_stride, window_gap, window_width, window_line,
               compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_gap,
               compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests, rope_positions,
               rope_width, rope_line, num_splits, tiles_per_split, stride_on, stride_oh, stride_ln, stride_lh, split,
-              HOW: gl.constexpr, WINDOW_WAY: gl.constexpr, COMPRESSED_WAY: gl.constexpr, WINDOW_UNIT: gl.constexpr,
-              COMPRESSED_UNIT: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
+              KV_INDEX: gl.constexpr, WINDOW_LOAD: gl.constexpr, COMPRESSED_LOAD: gl.constexpr,
+              WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
               COMPRESSED_FORMAT: gl.constexpr, GATHER_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
     compressed = Names(
@@ -288,8 +288,8 @@ def v4_listed(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window
     barriers = make_barriers()
     gl.warp_specialize([
         (softmax_role, (memory, barriers, output, items, signed_scale, split)),
-        (gather_role, (q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, HOW,
-                       (WINDOW_WAY, COMPRESSED_WAY), (WINDOW_UNIT, COMPRESSED_UNIT),
+        (gather_role, (q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, KV_INDEX,
+                       (WINDOW_LOAD, COMPRESSED_LOAD), (WINDOW_UNIT, COMPRESSED_UNIT),
                        (WINDOW_FORMAT, COMPRESSED_FORMAT))),
         (scores_role, (memory, barriers, items)),
         (values_role, (memory, barriers, items)),

@@ -32,10 +32,10 @@ from dsv4.fmha.kernels.sm100.pair_roles import (
 )
 from dsv4.kernels.compat import gl, gluon, mbarrier
 from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
-from dsv4.v4.kernels.items import place_of
+from dsv4.v4.kernels.sm100.epilogue import angles_of, finish_rows, place_rows
 from dsv4.v4.kernels.sm100.gather import NOT_ALIGNED, NOT_SPECIALIZED, Pool, Pools
 from dsv4.v4.kernels.sm100.gather_pair import gather_role, plan_role
-from dsv4.v4.kernels.sm100.results import angles_of, finish_rows, place_rows
+from dsv4.v4.kernels.tile_scheduler import tile_coord
 
 
 @gluon.jit
@@ -69,7 +69,7 @@ def store_role(memory, barriers, output, items, split):
     at = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, part = place_of(item, output.queries, output.heads, 128)
+        query, first_head, part = tile_coord(item, output.queries, output.heads, 128)
         place = place_rows(query, first_head, part, output, split, 128, gl.SliceLayout(1, LO))
         angles_ptr = angles_of(query, output.rope)
         n = begin(turn, memory, barriers)
@@ -86,15 +86,15 @@ def store_role(memory, barriers, output, items, split):
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=NOT_ALIGNED)
-def v4_listed_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr,
+def v4_sparse_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr,
                    window_list_ptr, window_lengths_ptr, compressed_desc, compressed_ptr, compressed_list_ptr,
                    compressed_lengths_ptr, starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, items,
                    queries, heads, window_rows, window_page_rows, window_page_stride, window_row_stride, window_gap,
                    window_width, window_line, compressed_rows, compressed_page_rows, compressed_page_stride,
                    compressed_row_stride, compressed_gap, compressed_width, compressed_line, window_lengths,
                    compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
-                   tiles_per_split, stride_on, stride_oh, stride_ln, stride_lh, split, HOW: gl.constexpr,
-                   WINDOW_WAY: gl.constexpr, COMPRESSED_WAY: gl.constexpr, WINDOW_UNIT: gl.constexpr,
+                   tiles_per_split, stride_on, stride_oh, stride_ln, stride_lh, split, KV_INDEX: gl.constexpr,
+                   WINDOW_LOAD: gl.constexpr, COMPRESSED_LOAD: gl.constexpr, WINDOW_UNIT: gl.constexpr,
                    COMPRESSED_UNIT: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
                    COMPRESSED_FORMAT: gl.constexpr, GATHER_REGS: gl.constexpr, STORE_REGS: gl.constexpr,
                    WARP_REGS: gl.constexpr):  # fmt: skip
@@ -122,11 +122,11 @@ def v4_listed_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, w
         mbarrier.init(bias_ready.index(i), count=1)
     gl.warp_specialize([
         (softmax_role, (memory, bias, barriers, bias_ready, items, signed_scale)),
-        (gather_role, (window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, HOW,
-                       (WINDOW_WAY, COMPRESSED_WAY), (WINDOW_UNIT, COMPRESSED_UNIT),
+        (gather_role, (window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, KV_INDEX,
+                       (WINDOW_LOAD, COMPRESSED_LOAD), (WINDOW_UNIT, COMPRESSED_UNIT),
                        (WINDOW_FORMAT, COMPRESSED_FORMAT))),
         (store_role, (memory, barriers, output, items, split)),
         (scores_role, (memory, barriers, items)),
         (values_role, (memory, barriers, items)),
-        (plan_role, (q_desc, window, compressed, requests, memory, barriers, items, sizes, HOW)),
+        (plan_role, (q_desc, window, compressed, requests, memory, barriers, items, sizes, KV_INDEX)),
     ], [4, 4, 1, 1, 1], [GATHER_REGS, STORE_REGS, WARP_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

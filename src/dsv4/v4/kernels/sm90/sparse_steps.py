@@ -1,4 +1,4 @@
-"""The steps of listed.py's left and right: S, softmax and both products of two blocks of 64 rows.
+"""The steps of sparse.py's left and right: S, softmax and both products of two blocks of 64 rows.
 
 Two orders. Right may update O with left's P0 while it waits for its own S; that frees all of block 0 early, which
 matters where the rows of the next step come from memory::

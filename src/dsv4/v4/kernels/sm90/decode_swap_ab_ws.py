@@ -1,5 +1,5 @@
 """V4 attention on sm_90a for packed rows and few heads, 16 or 32 per CTA: keys are the rows of the scores, as in
-narrow.py.
+decode_swap_ab.py.
 
 With few heads the products are small, and what counts is how fast rows become bf16. So two groups of four warps gather,
 each into a slot of its own, blocks of 64 rows by turns: while one waits for memory, the other converts. Four warps
@@ -21,7 +21,7 @@ q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
 kv              4 x 2 x 16384       [64, 128] each: columns of a block, by slot; at the end, of O
 p               128 HEADS           [64, HEADS]: P^T
 bias            2 x 256             fp32 per key: what is added to its scores, by slot
-tops            16 HEADS            fp32 per computing warp and head: maximum of its keys' scores
+row_max            16 HEADS            fp32 per computing warp and head: maximum of its keys' scores
 highest         16                  of each computing warp: how far a score is above its maximum, at most
 barriers        8 each
 
@@ -49,15 +49,15 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.opaque import zero
 from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope
-from dsv4.v4.kernels.items import NONE
-from dsv4.v4.kernels.rows import Pool, entries
+from dsv4.v4.kernels.pool_rows import Pool, entries
 from dsv4.v4.kernels.sm90.gather import Pools, Queries, numbers_of, pool_of
-from dsv4.v4.kernels.sm90.slots import words
-from dsv4.v4.kernels.sm90.transposed import (
+from dsv4.v4.kernels.sm90.smem_store import words
+from dsv4.v4.kernels.sm90.swap_ab import (
     Splits,
     add,
     ask,
     copy_heads,
+    cta_work,
     left_scores,
     make_memory,
     masked,
@@ -70,10 +70,10 @@ from dsv4.v4.kernels.sm90.transposed import (
     sink_of_heads,
     unpack_left,
     unpack_right,
-    work_of,
     write_lse,
     write_out,
 )
+from dsv4.v4.kernels.tile_scheduler import NONE
 
 GROUPS = gl.constexpr(2)  # of gathering warps, and slots
 
@@ -94,7 +94,7 @@ def gather_fences(heads):
 
 
 @gluon.constexpr_function
-def for_all():
+def broadcast_layout():
     """A number of each computing warp: every thread has all of them."""
     return gl.DistributedLinearLayout(
         reg_bases=[[1], [2]], lane_bases=[[0]] * 5, warp_bases=[[0], [0]], block_bases=[], shape=[4]
@@ -129,17 +129,17 @@ def add_all(o, memory, slot, at):
 
 
 @gluon.jit
-def gather_role(window, compressed, requests, pools, memory, barriers, splits, GROUP: gl.constexpr, HOW: gl.constexpr,
-                UNIT: gl.constexpr, FORMAT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
+def gather_role(window, compressed, requests, pools, memory, barriers, splits, GROUP: gl.constexpr,
+                KV_INDEX: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
     """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
-    lists, work = work_of(window, compressed, requests, splits, HOW, 64)
+    lists, work = cta_work(window, compressed, requests, splits, KV_INDEX, 64)
     entry = entries(words(gl.num_warps()))
     first = work.begin + GROUP
-    number = numbers_of(lists, first, first < work.end, pools.compressed, entry, HOW)
+    number = numbers_of(lists, first, first < work.end, pools.compressed, entry, KV_INDEX)
     phase = 1  # the first wait on an untouched barrier passes
     for block in range(first, work.end, GROUPS):
         rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT, FORMAT, EXCHANGED=True)
-        number = numbers_of(lists, block + GROUPS, block + GROUPS < work.end, pools.compressed, entry, HOW)
+        number = numbers_of(lists, block + GROUPS, block + GROUPS < work.end, pools.compressed, entry, KV_INDEX)
         mbarrier.wait(barriers.free0.index(GROUP), phase)
         unpack_left(rows, memory, GROUP, FORMAT)
         if FENCE:
@@ -155,7 +155,7 @@ def gather_role(window, compressed, requests, pools, memory, barriers, splits, G
 
 @gluon.jit
 def compute_role(q, window, compressed, requests, memory, highest, barriers, output, scale, splits,
-                 HEADS: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+                 HEADS: gl.constexpr, KV_INDEX: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     LS: gl.constexpr = scores_layout(WARPS, HEADS, 64)
     LO: gl.constexpr = output_layout(WARPS, HEADS)
@@ -163,7 +163,7 @@ def compute_role(q, window, compressed, requests, memory, highest, barriers, out
     first_head = gl.program_id(0) * HEADS
     sink = sink_of_heads(output, first_head, SPLIT, HEADS, per_lane(HEADS))  # early: it comes from memory
     copy_heads(q, gl.program_id(1), first_head, output.heads, memory.q)
-    lists, work = work_of(window, compressed, requests, splits, HOW, 64)
+    lists, work = cta_work(window, compressed, requests, splits, KV_INDEX, 64)
     o0 = gl.zeros([128, HEADS], gl.float32, LO)
     o1 = gl.zeros([128, HEADS], gl.float32, LO)
     o2 = gl.zeros([128, HEADS], gl.float32, LO)
@@ -205,9 +205,9 @@ def compute_role(q, window, compressed, requests, memory, highest, barriers, out
         barrier()
         o0, o1, o2, o3 = add_all((o0, o1, o2, o3), memory, at, at - here)
         again = here + zero(block)  # apart: the descriptors of the products above would be kept
-        if gl.max(highest.load(for_all()), 0).to(gl.float32, bitcast=True) > softmax.RESCALE_ABOVE:
+        if gl.max(highest.load(broadcast_layout()), 0).to(gl.float32, bitcast=True) > softmax.RESCALE_ABOVE:
             o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
-            top = maxima(x, memory.tops, m)
+            top = maxima(x, memory.row_max, m)
             moved = gl.where(top - m > softmax.RESCALE_ABOVE, top, m)
             moved = gl.where(first, gl.maximum(top, softmax.LOWEST), moved)
             factor = gl.where(first, 0.0, gl.exp2(m - moved))  # of a first block nothing is kept
@@ -228,9 +228,9 @@ def compute_role(q, window, compressed, requests, memory, highest, barriers, out
         mbarrier.arrive(barriers.free1.index(here), count=1)
     # Sums of warps through shared memory once, then a head per lane: else every thread would have the logarithms of all
     # its columns to take.
-    memory.tops.store(gl.sum(l, 1))
+    memory.row_max.store(gl.sum(l, 1))
     m = gl.convert_layout(m, per_lane(HEADS))
-    l = gl.convert_layout(gl.sum(memory.tops.load(per_lane(HEADS, 4)), 0), per_lane(HEADS))
+    l = gl.convert_layout(gl.sum(memory.row_max.load(per_lane(HEADS, 4)), 0), per_lane(HEADS))
     place = (work.query, first_head, gl.program_id(2))
     write_out((o0, o1, o2, o3), write_lse(m, l, sink, place, output, SPLIT), memory, place, output, SPLIT)
 
@@ -242,29 +242,29 @@ def compute_role(q, window, compressed, requests, memory, highest, barriers, out
     "compressed_lengths", "starts", "requests", "rope_positions", "rope_width", "rope_line", "num_splits",
     "splits_inverse", "splits_shift", "stride_qn", "stride_qh", "stride_on", "stride_oh", "stride_ln", "stride_lh",
 ])  # fmt: skip
-def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
+def v4_decode_swap_ab_ws(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
            window_lengths_ptr, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr, starts_ptr, cos_sin_ptr,
            positions_ptr, scale, want_lse, queries, heads, window_rows, window_page_rows, window_page_stride,
            window_inverse, window_shift, window_width, window_line, compressed_rows, compressed_page_rows,
            compressed_page_stride, compressed_inverse, compressed_shift, compressed_width, compressed_line,
            window_lengths, compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
            splits_inverse, splits_shift, stride_qn, stride_qh, stride_on, stride_oh, stride_ln, stride_lh,
-           HOW: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr, WINDOW_UNIT: gl.constexpr,
+           KV_INDEX: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr, WINDOW_UNIT: gl.constexpr,
            COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr, HEADS: gl.constexpr, GATHER_REGS: gl.constexpr,
-           EARLY: gl.constexpr = False):  # fmt: skip
-    if EARLY:
-        dependent.let_next_begin()
+           PDL_LAUNCH: gl.constexpr = False):  # fmt: skip
+    if PDL_LAUNCH:
+        dependent.launch_dependents()
     # Both pools are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     window_page_stride *= WINDOW_UNIT // UNIT
-    if HOW != NONE:
+    if KV_INDEX != NONE:
         compressed_page_stride *= COMPRESSED_UNIT // UNIT
     q = Queries(q_ptr, stride_qn, stride_qh)
     window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
     compressed = Names(
         compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
     )
-    prefetch_lists(window, compressed, HOW)
+    prefetch_lists(window, compressed, KV_INDEX)
     pools = Pools(
         Pool(window_ptr, window_rows, window_page_rows, window_page_stride, 0, window_inverse, window_shift),
         Pool(compressed_ptr, compressed_rows, compressed_page_rows, compressed_page_stride, 0, compressed_inverse,
@@ -290,10 +290,10 @@ def v4_few(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr
     barriers = Barriers(ready0, ready1, free0, free1)
     FENCE: gl.constexpr = gather_fences(HEADS)
     gl.warp_specialize([
-        (compute_role, (q, window, compressed, requests, memory, highest, barriers, output, scale, splits, HEADS, HOW,
-                        SIGN, SPLIT)),
-        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 0, HOW, UNIT, WINDOW_FORMAT,
+        (compute_role, (q, window, compressed, requests, memory, highest, barriers, output, scale, splits, HEADS,
+                        KV_INDEX, SIGN, SPLIT)),
+        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 0, KV_INDEX, UNIT, WINDOW_FORMAT,
                        FENCE)),
-        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 1, HOW, UNIT, WINDOW_FORMAT,
+        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 1, KV_INDEX, UNIT, WINDOW_FORMAT,
                        FENCE)),
     ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip

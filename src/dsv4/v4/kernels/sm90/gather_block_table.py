@@ -1,4 +1,4 @@
-"""The gathering warps of listed.py where a block table names packed rows, and a block of 64 is a number of whole pages.
+"""The gathering warps of sparse.py where a block table names packed rows, and a block of 64 is a number of whole pages.
 
 Pages of HCA have two rows, so a block is 32 pages from anywhere. What a thread reads of its page is the same in every
 block. That leaves a product per pointer: 409 instructions a block; packed_blocks in gather.py, which takes rows from
@@ -8,8 +8,8 @@ or a wait for old loads behind the request of new ones, costs more than what is 
 
 from dsv4.caches.kernels.unpack import QUICKEST, half_scales
 from dsv4.kernels.compat import async_copy, cp_async, gl, gluon, mbarrier
-from dsv4.v4.kernels.rows import codes_layout, entries, page_of, scales_begin
-from dsv4.v4.kernels.sm90.slots import arrivals, panels_in, panels_of, write_bias
+from dsv4.v4.kernels.pool_rows import codes_layout, entries, page_of, scales_begin
+from dsv4.v4.kernels.sm90.smem_store import arrivals, panels_in, panels_of, write_bias
 
 
 @gluon.jit
@@ -80,7 +80,7 @@ def prefetch(pointers, wanted):
 
 
 @gluon.jit
-def table_blocks(asked, lists, pool, memory, barriers, first, end, phase, UNIT: gl.constexpr,
+def block_table_blocks(asked, lists, pool, memory, barriers, first, end, phase, UNIT: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
     """Blocks [first, end) of packed rows by block table, where a block is whole pages: packed_blocks with fewer
     instructions. asked: of the first.

@@ -1,7 +1,7 @@
-"""What narrow.py and few.py share: attention of some heads to blocks of rows, with the products transposed.
+"""What decode_swap_ab.py and decode_swap_ab_ws.py share: attention of some heads to blocks of rows, operands swapped.
 
 Keys are the rows of S^T = K Q^T and of P^T, dimensions those of O^T = V^T P^T; heads are the columns, 16 or 32, where
-listed.py pads them to the 64 rows of a wgmma.
+sparse.py pads them to the 64 rows of a wgmma.
 """
 
 from dsv4.caches.kernels.unpack import EXACT
@@ -17,9 +17,9 @@ from dsv4.kernels.compat import (
     reinterpret_as,
     warpgroup_mma,
 )
-from dsv4.v4.kernels.items import LIST, lists_of
-from dsv4.v4.kernels.rows import entries, load_codes, load_words, plain_rows, quotient, rows_and_scales
-from dsv4.v4.kernels.sm90.slots import lanes
+from dsv4.v4.kernels.pool_rows import entries, load_codes, load_words, plain_rows, quotient, rows_and_scales
+from dsv4.v4.kernels.sm90.smem_store import lanes
+from dsv4.v4.kernels.tile_scheduler import LIST, index_lists
 
 
 @aggregate
@@ -32,7 +32,7 @@ class Memory:
     kv3: Value
     p: Value
     bias: Value
-    tops: Value
+    row_max: Value
 
 
 @aggregate
@@ -52,10 +52,10 @@ class Work:
 
 
 @gluon.jit
-def work_of(window, compressed, requests, splits, HOW: gl.constexpr, KEYS: gl.constexpr):
+def cta_work(window, compressed, requests, splits, KV_INDEX: gl.constexpr, KEYS: gl.constexpr):
     """Of this CTA: (the lists of its query, Work). A block has KEYS rows."""
     query, split = gl.program_id(1), gl.program_id(2)
-    lists = lists_of(query, window, compressed, requests, HOW, KEYS)
+    lists = index_lists(query, window, compressed, requests, KV_INDEX, KEYS)
     blocks = lists.window_blocks + (lists.count + KEYS - 1) // KEYS
     # As even as can be, not so many each until none are left: the fewer CTAs have most, the less memory has to do.
     begin = quotient(blocks * split, splits.inverse, splits.shift)
@@ -63,10 +63,10 @@ def work_of(window, compressed, requests, splits, HOW: gl.constexpr, KEYS: gl.co
 
 
 @gluon.jit
-def prefetch_lists(window, compressed, HOW: gl.constexpr):
+def prefetch_lists(window, compressed, KV_INDEX: gl.constexpr):
     """The lines of a query's lists into the L2, while warps and barriers are set up: up to 4096 entries of each."""
     prefetch_lines(window)
-    if HOW == LIST:
+    if KV_INDEX == LIST:
         prefetch_lines(compressed)
 
 
@@ -103,7 +103,7 @@ def scores_layout(warps, heads, keys):
 
 
 @gluon.constexpr_function
-def tops_layout(warps, heads, keys):
+def row_max_layout(warps, heads, keys):
     """[keys / 16, heads]: a thread has all rows of those columns that it has of the scores."""
     down = min(warps, keys // 16)
     wide = heads * down // warps  # columns of a warp
@@ -140,8 +140,8 @@ def make_memory(HEADS: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr = 1
     kv3 = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, KEYS, 128], KV)
     p = gl.allocate_shared_memory(gl.bfloat16, [1, KEYS, HEADS], P)
     bias = gl.allocate_shared_memory(gl.float32, [SLOTS, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tops = gl.allocate_shared_memory(gl.float32, [KEYS // 16, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    return Memory(q, kv0, kv1, kv2, kv3, p, bias, tops)
+    row_max = gl.allocate_shared_memory(gl.float32, [KEYS // 16, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return Memory(q, kv0, kv1, kv2, kv3, p, bias, row_max)
 
 
 @gluon.jit
@@ -260,22 +260,22 @@ def partial_sums(p):
 
 
 @gluon.jit
-def maxima(s, tops, m):
+def maxima(s, row_max, m):
     """Of each column of s, in the layout of m.
 
-    The maxima of 16 keys each, those of a warp, go through tops, and every thread takes the maximum of its columns: one
-    exchange between warps, where a reduction makes two. P waits for it, and shared memory is busy.
+    The maxima of 16 keys each, those of a warp, go through row_max, and every thread takes the maximum of its columns:
+    one exchange between warps, where a reduction makes two. P waits for it, and shared memory is busy.
     """
     KEYS: gl.constexpr = s.shape[0]
     HEADS: gl.constexpr = s.shape[1]
-    tops.store(gl.max(s.reshape([KEYS // 16, 16, HEADS]), 1))
-    return gl.convert_layout(gl.max(tops.load(tops_layout(gl.num_warps(), HEADS, KEYS)), 0), m.type.layout)
+    row_max.store(gl.max(s.reshape([KEYS // 16, 16, HEADS]), 1))
+    return gl.convert_layout(gl.max(row_max.load(row_max_layout(gl.num_warps(), HEADS, KEYS)), 0), m.type.layout)
 
 
 @gluon.jit
-def over_keys(s, m, scale, tops):
+def softmax_over_keys(s, m, scale, row_max):
     """softmax.step with keys as rows: m per column."""
-    m_new = gl.maximum(m, maxima(s, tops, m) * scale)
+    m_new = gl.maximum(m, maxima(s, row_max, m) * scale)
     safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
     return gl.exp2(s * scale - safe[None, :]), m_new, gl.exp2(m - safe)
 
@@ -320,13 +320,13 @@ def put(quarter, place, output, rope, HEADS: gl.constexpr, COLUMN: gl.constexpr,
     if SPLIT:
         x = turned(quarter, HEADS).load(L)
         if rope[1] > 0:
-            x = softmax.turn_back(x, rope, COLUMN, 512)
+            x = softmax.inverse_rope(x, rope, COLUMN, 512)
         head = first_head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
         column = COLUMN + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
         part = (split.to(gl.int64) * output.queries + query) * output.heads + head
         gl.store(output.part_ptr + part[:, None] * 512 + column[None, :], x, mask=(head < output.heads)[:, None])
     elif COLUMN + 128 > 512 - rope[1]:
-        x = softmax.turn_back(turned(quarter, HEADS).load(L), rope, COLUMN, 512)
+        x = softmax.inverse_rope(turned(quarter, HEADS).load(L), rope, COLUMN, 512)
         put_rounded(x.to(output.out_ptr.dtype.element_ty), place, output, COLUMN)
     else:
         WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])

@@ -1,4 +1,4 @@
-"""How the gathering warps of listed.py put rows into a slot of the ring, half a block: which thread has what of a row,
+"""How the gathering warps of sparse.py put rows into a slot of the ring, half a block: which thread has what of a row,
 and who says that it is there.
 
 A slot [64, 256] is four panels of 64 columns. Rows of plain tensors, and what of packed rows is bf16 already, come by
@@ -6,7 +6,7 @@ cp.async; unpacked values come by ordinary stores.
 """
 
 from dsv4.kernels.compat import async_copy, cp_async, gl, gluon, mbarrier, reinterpret, reinterpret_as
-from dsv4.v4.kernels.rows import load_words
+from dsv4.v4.kernels.pool_rows import load_words
 
 
 @gluon.constexpr_function

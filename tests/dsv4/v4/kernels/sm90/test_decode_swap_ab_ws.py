@@ -30,13 +30,13 @@ def check(monkeypatch):
     names = launches.launched(monkeypatch)
 
     def checked(heads: int, splits: int, order: str = "latest", **arguments) -> None:
-        options = next(options for options, *_ in entry.FEW if options["HEADS"] == heads)
-        monkeypatch.setattr(entry, "narrow", lambda p, target: (entry.v4_few, options, splits))
+        options = next(options for options, *_ in entry.SWAP_AB_WS if options["HEADS"] == heads)
+        monkeypatch.setattr(entry, "decode_kernel", lambda p, target: (entry.v4_decode_swap_ab_ws, options, splits))
         calls.forget()
         out = torch.full_like(arguments["q"], NAN)
         with softsm.use("sm_90a"), softsm.checking(races=True, order=order, seed=SEED) as report:
             got = dsv4.v4_attention(**arguments, out=out, return_lse=True, backend="softsm")
-        assert names[0] == "v4_few"
+        assert names[0] == "v4_decode_swap_ab_ws"
         assert not report, str(report)
         assert_agrees(got, reference.v4_attention, **arguments)
 
