@@ -57,14 +57,6 @@ class Where:
 
 
 @gluon.jit
-def advance(slot, phase, SLOTS: gl.constexpr):
-    """The next slot of a ring and the phase of its barrier."""
-    slot = slot + 1
-    phase = gl.where(slot == SLOTS, phase ^ 1, phase)
-    return gl.where(slot == SLOTS, 0, slot), phase
-
-
-@gluon.jit
 def zero_unseen(tile, first_row, seen_first, seen_end, BN: gl.constexpr, D: gl.constexpr):
     """Rows outside [seen_first, seen_end) of a landed tile become 0: P is 0 there, but 0 * NaN is NaN.
 

@@ -3,19 +3,17 @@
 Tiles of 128 query rows times 128 keys; the kernels backward_scores of every architecture loop over them.
 """
 
-from dsv4.fmha.kernels.loads import advance
 from dsv4.fmha.kernels.tiles import end_key, first_key, some_unseen
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.ring import Ring, producer_stage
 
 
 @aggregate
-class Ring:
-    """Slots for chunks of 64 columns: a of Q or dO, b of K or V."""
+class Chunks:
+    """Of 64 columns: a ring of those of Q or dO, and beside each slot the same of K or V."""
 
-    a: Value
+    ring: Ring
     b: Value
-    ready: Value
-    free: Value
 
 
 @aggregate
@@ -124,10 +122,9 @@ def visible(p, row, key, sizes):
 
 
 @gluon.jit
-def load_role(operands, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
+def load_role(operands, chunks, sizes, tiles, pair_begin, kv_heads, CHUNKS: gl.constexpr):
     BOX: gl.constexpr = operands.q_desc.layout
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
+    ring, stage = chunks.ring, producer_stage()
     for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         pair, row, key = locate(item, tiles)
         some, read = needed(row, key, sizes)
@@ -136,11 +133,11 @@ def load_role(operands, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS: gl.con
         row = sizes.row_begin + row
         if some:
             for chunk in range(0, 2 * CHUNKS):
-                mbarrier.wait(ring.free.index(slot), phase)
-                ready = ring.ready.index(slot)
+                ring.acquire(stage)
+                ready = ring.ready_at(stage)
                 mbarrier.expect(ready, 2 * 128 * 64 * 2)
-                rows_here = reinterpret(ring.a.index(slot), [1, 1, 128, 64], BOX)
-                keys_here = reinterpret(ring.b.index(slot), [1, 1, 128, 64], BOX)
+                rows_here = reinterpret(ring.slot(stage), [1, 1, 128, 64], BOX)
+                keys_here = reinterpret(chunks.b.index(stage.index), [1, 1, 128, 64], BOX)
                 if chunk < CHUNKS:
                     tma_load(operands.q_desc, [batch, head, row, chunk * 64], ready, rows_here)
                     tma_load(operands.k_desc, [batch, head, key, chunk * 64], ready, keys_here)
@@ -148,4 +145,4 @@ def load_role(operands, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS: gl.con
                     column = (chunk - CHUNKS) * 64
                     tma_load(operands.dout_desc, [batch, head, row, column], ready, rows_here)
                     tma_load(operands.v_desc, [batch, head, key, column], ready, keys_here)
-                slot, phase = advance(slot, phase, SLOTS)
+                stage = ring.next(stage)

@@ -36,17 +36,11 @@ Tensors and tiles are those of the Hopper kernel, whose needed() and locate() sa
 written as zeros and which are left alone.
 """
 
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    allocate_tensor_memory,
-    tcgen05_commit,
-    tcgen05_mma,
-)
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
 
 from dsv4.fmha.kernels.backward_arguments import Operands
-from dsv4.fmha.kernels.loads import advance
 from dsv4.fmha.kernels.score_tiles import (
-    Ring,
+    Chunks,
     Rows,
     ScoreScales,
     SlabSizes,
@@ -57,59 +51,45 @@ from dsv4.fmha.kernels.score_tiles import (
     tiles_of,
     visible,
 )
-from dsv4.kernels.compat import (
-    Value,
-    aggregate,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-    store_wait,
-    tma_store,
-)
+from dsv4.kernels.compat import aggregate, fence_async_shared, gl, gluon, reinterpret, store_wait, tma_store
+from dsv4.kernels.ring import Ring, Stage, consumer_stage, init_barriers, new_ring
 
 
 @aggregate
-class Stages:
-    """Of S and dP, two each."""
+class Scores:
+    """S and dP, two stages each."""
 
-    s: Value
-    dp: Value
-    s_ready: Value
-    s_free: Value
-    dp_ready: Value
-    dp_free: Value
+    s: Ring
+    dp: Ring
 
 
 @gluon.jit
-def chunks(acc, ring, slot, phase, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
+def multiply(acc, chunks, stage, CHUNKS: gl.constexpr):
     """acc [128, 128] = the products of the next chunks, added up."""
+    ring = chunks.ring
     for chunk in range(0, CHUNKS):
-        mbarrier.wait(ring.ready.index(slot), phase)
-        tcgen05_mma(ring.a.index(slot), ring.b.index(slot).permute((1, 0)), acc, use_acc=chunk > 0)
-        tcgen05_commit(ring.free.index(slot))
-        slot, phase = advance(slot, phase, SLOTS)
-    return slot, phase
+        ring.wait(stage)
+        tcgen05_mma(ring.slot(stage), chunks.b.index(stage.index).permute((1, 0)), acc, use_acc=chunk > 0)
+        ring.release_after_mma(stage)
+        stage = ring.next(stage)
+    return stage
 
 
 @gluon.jit
-def mma_role(ring, stages, sizes, tiles, CHUNKS: gl.constexpr, SLOTS: gl.constexpr):
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+def mma_role(chunks, scores, sizes, tiles, CHUNKS: gl.constexpr):
+    stage = consumer_stage()
     count = gl.to_tensor(0)
     for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         pair, row, key = locate(item, tiles)
         some, read = needed(row, key, sizes)
         if some:
-            i = count % 2
-            before = (count // 2 + 1) % 2  # the first wait on an untouched barrier passes
-            mbarrier.wait(stages.s_free.index(i), before)
-            slot, phase = chunks(stages.s.index(i), ring, slot, phase, CHUNKS, SLOTS)
-            tcgen05_commit(stages.s_ready.index(i))
-            mbarrier.wait(stages.dp_free.index(i), before)
-            slot, phase = chunks(stages.dp.index(i), ring, slot, phase, CHUNKS, SLOTS)
-            tcgen05_commit(stages.dp_ready.index(i))
+            at = Stage(count % 2, (count // 2 + 1) % 2)  # the first wait on an untouched barrier passes
+            scores.s.acquire(at)
+            stage = multiply(scores.s.slot(at), chunks, stage, CHUNKS)
+            scores.s.ready.arrive_after_mma(at.index)
+            scores.dp.acquire(at)
+            stage = multiply(scores.dp.slot(at), chunks, stage, CHUNKS)
+            scores.dp.ready.arrive_after_mma(at.index)
             count += 1
 
 
@@ -124,10 +104,10 @@ def send(x, tile, desc, pair, row, key):
 
 
 @gluon.jit
-def score_role(stages, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.constexpr, SCALED: gl.constexpr):
+def score_role(scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.constexpr, SCALED: gl.constexpr):
     """Keys 64 H .. 64 H + 63 of every tile, one row per thread."""
     DTYPE: gl.constexpr = out.dtype
-    L: gl.constexpr = stages.s.index(0).slice(0, 64).get_reg_layout()
+    L: gl.constexpr = scores.s.slots.index(0).slice(0, 64).get_reg_layout()
     ds_scale = 1.0
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
@@ -137,21 +117,20 @@ def score_role(stages, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.
         some, read = needed(first_row, key, sizes)
         mine = key + H * 64
         if some:
-            i = count % 2
-            phase = (count // 2) % 2
+            at = Stage(count % 2, (count // 2) % 2)
             row = first_row + gl.arange(0, 128, layout=gl.SliceLayout(1, L))
             lse2, delta = row_terms(terms, pair, row, sizes)
-            mbarrier.wait(stages.s_ready.index(i), phase)
-            p = gl.exp2(stages.s.index(i).slice(H * 64, 64).load() * scales.s - lse2[:, None])
-            mbarrier.arrive(stages.s_free.index(i), count=1)
+            scores.s.wait(at)
+            p = gl.exp2(scores.s.slot(at).slice(H * 64, 64).load() * scales.s - lse2[:, None])
+            scores.s.release(at)
             p = visible(p, first_row, mine, sizes)
             if SCALED:
                 send((p * scales.p).to(DTYPE), out.index(0), p_desc, pair, first_row, mine)
             else:
                 send(p.to(DTYPE), out.index(0), p_desc, pair, first_row, mine)
-            mbarrier.wait(stages.dp_ready.index(i), phase)
-            ds = p * (stages.dp.index(i).slice(H * 64, 64).load() - delta[:, None])
-            mbarrier.arrive(stages.dp_free.index(i), count=1)
+            scores.dp.wait(at)
+            ds = p * (scores.dp.slot(at).slice(H * 64, 64).load() - delta[:, None])
+            scores.dp.release(at)
             if SCALED:
                 ds = ds * ds_scale
             send(ds.to(DTYPE), out.index(1), ds_desc, pair, first_row, mine)
@@ -174,39 +153,28 @@ def backward_scores(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc
                     LOAD_REGS: gl.constexpr):  # fmt: skip
     """rows: of the slab, `row_begin` its first; lse2 and delta [pairs of the slab, all_rows]."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     CHUNKS: gl.constexpr = D // 64
     TILE: gl.constexpr = TensorMemoryLayout([128, 128], col_stride=1)
     a = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 128, 64], MATRIX)
     b = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 128, 64], MATRIX)
     left_out = gl.allocate_shared_memory(q_desc.dtype, [2, 128, 64], MATRIX)
     right_out = gl.allocate_shared_memory(q_desc.dtype, [2, 128, 64], MATRIX)
-    s = allocate_tensor_memory(gl.float32, [2, 128, 128], TILE)
-    dp = allocate_tensor_memory(gl.float32, [2, 128, 128], TILE)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    s_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    s_free = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    dp_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    dp_free = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(s_ready.index(i), count=1)
-        mbarrier.init(s_free.index(i), count=2)
-        mbarrier.init(dp_ready.index(i), count=1)
-        mbarrier.init(dp_free.index(i), count=2)
+    s_tiles = allocate_tensor_memory(gl.float32, [2, 128, 128], TILE)
+    dp_tiles = allocate_tensor_memory(gl.float32, [2, 128, 128], TILE)
+    ring = new_ring(a)
+    s = new_ring(s_tiles, 2)
+    dp = new_ring(dp_tiles, 2)
+    init_barriers((ring.ready, ring.free, s.ready, s.free, dp.ready, dp.free))
     tiles = tiles_of(rows, keys, pairs)
     sizes = SlabSizes(rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
-    ring = Ring(a, b, ready, free)
-    stages = Stages(s, dp, s_ready, s_free, dp_ready, dp_free)
+    chunks = Chunks(ring, b)
+    scores = Scores(s, dp)
     terms = Rows(lse2_ptr, delta_ptr, all_rows)
     scales = ScoreScales(scale, p_scale, ds_scale_ptr)
     gl.warp_specialize([
-        (score_role, (stages, left_out, p_desc, ds_desc, terms, sizes, tiles, scales, 0, SCALED)),
-        (score_role, (stages, right_out, p_desc, ds_desc, terms, sizes, tiles, scales, 1, SCALED)),
-        (mma_role, (ring, stages, sizes, tiles, CHUNKS, SLOTS)),
-        (load_role, (operands, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS, SLOTS)),
+        (score_role, (scores, left_out, p_desc, ds_desc, terms, sizes, tiles, scales, 0, SCALED)),
+        (score_role, (scores, right_out, p_desc, ds_desc, terms, sizes, tiles, scales, 1, SCALED)),
+        (mma_role, (chunks, scores, sizes, tiles, CHUNKS)),
+        (load_role, (operands, chunks, sizes, tiles, pair_begin, kv_heads, CHUNKS)),
     ], [4, 1, 1], [SCORE_REGS, LOAD_REGS, LOAD_REGS])  # fmt: skip

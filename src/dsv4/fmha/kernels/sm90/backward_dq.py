@@ -22,19 +22,21 @@ landed          TMA bytes          1 + bytes   load           VARLEN: what reach
 
 from dsv4.fmha.kernels.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
 from dsv4.fmha.kernels.backward_sequences import first_seen, sizes_of, tile_of
-from dsv4.fmha.kernels.loads import advance
 from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, load_next, load_own, make_barriers, scores
 from dsv4.fmha.kernels.tiles import end_key, first_key
-from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.compat import Value, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
+from dsv4.kernels.ring import Barriers, Ring, consumer_stage, producer_stage
 
 
 @aggregate
 class Memory:
     q: Value
     dout: Value
-    k: Value
+    ring: Ring  # of K, and with it v
     v: Value
+    own_ready: Barriers
+    landed: Barriers
 
 
 @gluon.jit
@@ -47,25 +49,24 @@ def keys_of(row, sizes):
 
 
 @gluon.jit
-def load_role(operands, memory, barriers, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr, VARLEN: gl.constexpr):
+def load_role(operands, memory, share, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
     past: gl.constexpr = False
     if VARLEN:
         past = share.own + 128 > sizes.rows
-    landed_phase = load_own(operands.q_desc, operands.dout_desc, memory.q, memory.dout, barriers, past, share,
+    landed_phase = load_own(operands.q_desc, operands.dout_desc, memory.q, memory.dout, memory, past, share,
                             share.first_row, 0, sizes.rows, D)  # fmt: skip
     first, end = keys_of(share.own, sizes)
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
+    ring, stage = memory.ring, producer_stage()
     for key in range(first, end, 128):
-        mbarrier.wait(barriers.free.index(slot), phase)
-        k, v, ready = memory.k.index(slot), memory.v.index(slot), barriers.ready.index(slot)
+        ring.acquire(stage)
+        k, v, ready = ring.slot(stage), memory.v.index(stage.index), ring.ready_at(stage)
         place = share.first_key + key
         foreign: gl.constexpr = False
         if VARLEN:
             foreign = (key < first_seen(sizes)) | (key + 128 > sizes.keys)
-        landed_phase = load_next(operands.k_desc, operands.v_desc, k, v, ready, barriers.landed, landed_phase, foreign,
-                                 share, place, key, first_seen(sizes), sizes.keys, D)  # fmt: skip
-        slot, phase = advance(slot, phase, SLOTS)
+        landed_phase = load_next(operands.k_desc, operands.v_desc, k, v, ready, memory.landed.at(0), landed_phase,
+                                 foreign, share, place, key, first_seen(sizes), sizes.keys, D)  # fmt: skip
+        stage = ring.next(stage)
 
 
 @gluon.jit
@@ -82,36 +83,36 @@ def visible(p, row, key, sizes, LS: gl.constexpr):
 
 
 @gluon.jit
-def step(s, dq, memory, barriers, row, key, slot, phase, turn, lse2, delta, sizes, scales, ds_scale,
-         W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
+def step(s, dq, memory, row, key, stage, turn, lse2, delta, sizes, scales, ds_scale, W: gl.constexpr,
+         D: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
     """128 keys, S of which is under way -> S of the next 128 with MORE."""
-    q, dout, k, v = memory.q, memory.dout, memory.k, memory.v
+    q, dout, ring = memory.q, memory.dout, memory.ring
     LS: gl.constexpr = accumulator(128)
     LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    dp = scores(dout.index(opaque + W), v.index(slot))
+    dp = scores(dout.index(opaque + W), memory.v.index(stage.index))
     p = gl.exp2(s * scales.s - lse2[:, None])
     p = visible(p, row, key, sizes, LS)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     d = p * (dp - delta[:, None])
     if SCALED:
         d = d * ds_scale
-    dq = warpgroup_mma(gl.convert_layout(d.to(q.dtype), LA), k.index(slot), dq, is_async=True)
-    after, after_phase = advance(slot, phase, SLOTS)
+    dq = warpgroup_mma(gl.convert_layout(d.to(q.dtype), LA), ring.slot(stage), dq, is_async=True)
+    after = ring.next(stage)
     if MORE:
-        mbarrier.wait(barriers.ready.index(after), after_phase)
-        s = scores(q.index(opaque + W), k.index(after))
+        ring.wait(after)
+        s = scores(q.index(opaque + W), ring.slot(after))
         dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq,))
     else:
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
-    mbarrier.arrive(barriers.free.index(slot), count=1)
-    return s, dq, after, after_phase
+    ring.release(stage)
+    return s, dq, after
 
 
 @gluon.jit
-def dq_role(memory, barriers, result, terms, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
-            SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def dq_role(memory, result, terms, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
+            SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     """dQ of 64 packed rows."""
     LS: gl.constexpr = accumulator(128)
     row = share.own + 64 * W
@@ -123,18 +124,17 @@ def dq_role(memory, barriers, result, terms, share, sizes, scales, W: gl.constex
         ds_scale = gl.load(scales.ds_ptr)
     dq = gl.zeros([64, D], gl.float32, accumulator(D))
     first, end = keys_of(share.own, sizes)
-    mbarrier.wait(barriers.own_ready, 0)
+    memory.own_ready.wait(0, 0)
     if first < end:
-        slot = gl.to_tensor(0)
-        phase = gl.to_tensor(0)
-        mbarrier.wait(barriers.ready.index(0), 0)
-        s = scores(memory.q.index(W), memory.k.index(0))
+        stage = consumer_stage()
+        memory.ring.wait(stage)
+        s = scores(memory.q.index(W), memory.ring.slot(stage))
         steps = (end - first + 127) // 128
         for turn in range(0, steps - 1):
-            s, dq, slot, phase = step(s, dq, memory, barriers, row, first + turn * 128, slot, phase, turn, lse2, delta,
-                                      sizes, scales, ds_scale, W, D, SLOTS, SCALED, True)  # fmt: skip
-        _, dq, _, _ = step(s, dq, memory, barriers, row, first + (steps - 1) * 128, slot, phase, steps - 1, lse2, delta,
-                           sizes, scales, ds_scale, W, D, SLOTS, SCALED, False)  # fmt: skip
+            s, dq, stage = step(s, dq, memory, row, first + turn * 128, stage, turn, lse2, delta, sizes, scales,
+                                ds_scale, W, D, SCALED, True)  # fmt: skip
+        _, dq, _ = step(s, dq, memory, row, first + (steps - 1) * 128, stage, steps - 1, lse2, delta, sizes, scales,
+                        ds_scale, W, D, SCALED, False)  # fmt: skip
     scale = scales.gradient
     if SCALED:
         scale = scale / ds_scale
@@ -155,7 +155,7 @@ def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_
     dout = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
     k = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
     v = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
-    barriers = make_barriers(SLOTS, VARLEN)
+    ring, own_ready, landed = make_barriers(k, VARLEN)
     tiles = (rows + 127) // 128
     if VARLEN:
         tiles = rows // 128 + sequences
@@ -172,12 +172,12 @@ def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_
         lse2_ptr += first_row
         delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
-    memory = Memory(q, dout, k, v)
+    memory = Memory(q, dout, ring, v, own_ready, landed)
     terms = Terms(lse2_ptr, delta_ptr)
     result = Result(dq_desc, dq_ptr, dq_head, dq_row)
     scales = Scales(scale2, 1.0, scale, ds_scale_ptr)
     gl.warp_specialize([
-        (dq_role, (memory, barriers, result, terms, share, sizes, scales, 0, D, SLOTS, SCALED, VARLEN)),
-        (dq_role, (memory, barriers, result, terms, share, sizes, scales, 1, D, SLOTS, SCALED, VARLEN)),
-        (load_role, (operands, memory, barriers, share, sizes, D, SLOTS, VARLEN)),
+        (dq_role, (memory, result, terms, share, sizes, scales, 0, D, SCALED, VARLEN)),
+        (dq_role, (memory, result, terms, share, sizes, scales, 1, D, SCALED, VARLEN)),
+        (load_role, (operands, memory, share, sizes, D, VARLEN)),
     ], [4, 1], [DQ_REGS, LOAD_REGS])  # fmt: skip

@@ -28,7 +28,7 @@ zeroes what is not the sequence's, and the last tile of a sequence is stored row
 
 from dsv4.fmha.kernels.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
 from dsv4.fmha.kernels.backward_sequences import first_seen, sizes_of, tile_of
-from dsv4.fmha.kernels.loads import advance, zero_unseen
+from dsv4.fmha.kernels.loads import zero_unseen
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -44,6 +44,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma_wait,
 )
 from dsv4.kernels.opaque import zero
+from dsv4.kernels.ring import Barriers, Ring, consumer_stage, init_barriers, new_barriers, new_ring, producer_stage
 
 AT_ONCE = gl.constexpr(4)
 ALL = gl.constexpr(1 << 30)  # past every row
@@ -53,34 +54,25 @@ ALL = gl.constexpr(1 << 30)  # past every row
 class Memory:
     k: Value
     v: Value
-    q: Value
+    ring: Ring  # of Q, and with it dout and stat
     dout: Value
     stat: Value
-
-
-@aggregate
-class Barriers:
-    own_ready: Value
-    ready: Value
-    free: Value
-    landed: Value
+    own_ready: Barriers
+    landed: Barriers
 
 
 @gluon.jit
-def make_barriers(SLOTS: gl.constexpr, VARLEN: gl.constexpr):
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    own_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    landed = own_ready
+def make_barriers(slots, VARLEN: gl.constexpr):
+    """-> ring over the slots, own_ready, landed"""
+    own_ready = new_barriers(1)
+    ring = new_ring(slots, 2)
+    barriers = (own_ready, ring.ready, ring.free)
+    landed = own_ready  # unused
     if VARLEN:
-        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(landed, count=1)
-    mbarrier.init(own_ready, count=1)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    return Barriers(own_ready, ready, free, landed)
+        landed = new_barriers(1)
+        barriers += (landed,)
+    init_barriers(barriers)
+    return ring, own_ready, landed
 
 
 @gluon.constexpr_function
@@ -118,21 +110,21 @@ def load_halves(x_desc, y_desc, x, y, ready, share, first, D: gl.constexpr):
 
 
 @gluon.jit
-def load_own(x_desc, y_desc, x, y, barriers, foreign, share, first, begin, end, D: gl.constexpr):
+def load_own(x_desc, y_desc, x, y, memory, foreign, share, first, begin, end, D: gl.constexpr):
     """The 128 rows from `own` on of the sequence that begins at `first`, by halves; if some are foreign, 0 in rows
     outside of [begin, end) of it -> next phase of landed."""
     landed_phase = gl.to_tensor(0)
     if foreign:
-        load_halves(x_desc, y_desc, x, y, barriers.landed, share, first, D)
-        mbarrier.wait(barriers.landed, 0)
+        load_halves(x_desc, y_desc, x, y, memory.landed.at(0), share, first, D)
+        memory.landed.wait(0, 0)
         for half in gl.static_range(2):
             zero_unseen(x.index(half), share.own + half * 64, begin, end, 64, D)
             zero_unseen(y.index(half), share.own + half * 64, begin, end, 64, D)
         fence_async_shared()  # generic stores -> tensor-core reads
-        mbarrier.arrive(barriers.own_ready, count=1)
+        memory.own_ready.arrive(0)
         landed_phase = landed_phase ^ 1
     else:
-        load_halves(x_desc, y_desc, x, y, barriers.own_ready, share, first, D)
+        load_halves(x_desc, y_desc, x, y, memory.own_ready.at(0), share, first, D)
     return landed_phase
 
 
@@ -158,33 +150,30 @@ def load_next(
 
 
 @gluon.jit
-def load_role(
-    operands, memory, barriers, terms, share, sizes, D: gl.constexpr, SLOTS: gl.constexpr, VARLEN: gl.constexpr
-):
+def load_role(operands, memory, terms, share, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
     ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     foreign: gl.constexpr = False
     if VARLEN:
         foreign = (share.own < first_seen(sizes)) | (share.own + 128 > sizes.keys)
-    landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, barriers, foreign, share,
+    landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, memory, foreign, share,
                             share.first_key, first_seen(sizes), sizes.keys, D)  # fmt: skip
     first, end = rows_of(share.own, sizes)
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(1)  # the first wait on an untouched barrier passes
+    ring, stage = memory.ring, producer_stage()
     for row in range(first, end, 64):
         number = row + gl.arange(0, 64, layout=ROW)
         lse2 = gl.load(terms.lse2_ptr + number, mask=number < sizes.rows, other=float("inf"))
         delta = gl.load(terms.delta_ptr + number, mask=number < sizes.rows, other=0.0)
-        mbarrier.wait(barriers.free.index(slot), phase)
-        memory.stat.index(slot * 2).store(lse2)
-        memory.stat.index(slot * 2 + 1).store(delta)
-        q, dout, ready = memory.q.index(slot), memory.dout.index(slot), barriers.ready.index(slot)
+        ring.acquire(stage)
+        memory.stat.index(stage.index * 2).store(lse2)
+        memory.stat.index(stage.index * 2 + 1).store(delta)
+        q, dout, ready = ring.slot(stage), memory.dout.index(stage.index), ring.ready_at(stage)
         place = share.first_row + row
         past: gl.constexpr = False
         if VARLEN:
             past = row + 64 > sizes.rows
-        landed_phase = load_next(operands.q_desc, operands.dout_desc, q, dout, ready, barriers.landed, landed_phase,
+        landed_phase = load_next(operands.q_desc, operands.dout_desc, q, dout, ready, memory.landed.at(0), landed_phase,
                                  past, share, place, row, 0, sizes.rows, D)  # fmt: skip
-        slot, phase = advance(slot, phase, SLOTS)
+        stage = ring.next(stage)
 
 
 @gluon.jit
@@ -217,39 +206,40 @@ def visible(p, row, key, whole, sizes, LS: gl.constexpr):
 
 
 @gluon.jit
-def step(s, dk, dv, memory, barriers, row, key, slot, phase, turn, whole, sizes, scales, ds_scale,
-         W: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
+def step(s, dk, dv, memory, row, key, stage, turn, whole, sizes, scales, ds_scale, W: gl.constexpr,
+         D: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
     """64 rows, S of which is under way -> S of the next 64 with MORE. turn: number of the step."""
-    k, v, q, dout, stat = memory.k, memory.v, memory.q, memory.dout, memory.stat
+    k, v, ring, stat = memory.k, memory.v, memory.ring, memory.stat
+    q, dout = ring.slot(stage), memory.dout.index(stage.index)
     LS: gl.constexpr = accumulator(64)
     LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
-    lse2 = stat.index(slot * 2).load(gl.SliceLayout(0, LS))
+    lse2 = stat.index(stage.index * 2).load(gl.SliceLayout(0, LS))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
-    dp = scores(v.index(opaque + W), dout.index(slot))
+    dp = scores(v.index(opaque + W), dout)
     p = gl.exp2(s * scales.s - lse2[None, :])
     p = visible(p, row, key, whole, sizes, LS)
     if SCALED:
         p16 = (p * scales.p).to(q.dtype)
     else:
         p16 = p.to(q.dtype)
-    dv = warpgroup_mma(gl.convert_layout(p16, LA), dout.index(slot), dv, is_async=True)
+    dv = warpgroup_mma(gl.convert_layout(p16, LA), dout, dv, is_async=True)
     dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
-    delta = stat.index(slot * 2 + 1).load(gl.SliceLayout(0, LS))
+    delta = stat.index(stage.index * 2 + 1).load(gl.SliceLayout(0, LS))
     d = p * (dp - delta[None, :])
     if SCALED:
         d = d * ds_scale
     d16 = d.to(q.dtype)
-    dk = warpgroup_mma(gl.convert_layout(d16, LA), q.index(slot), dk, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(d16, LA), q, dk, is_async=True)
     dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))  # P's registers are free
-    after, after_phase = advance(slot, phase, SLOTS)
+    after = ring.next(stage)
     if MORE:
-        mbarrier.wait(barriers.ready.index(after), after_phase)
-        s = scores(k.index(opaque + W), q.index(after))
+        ring.wait(after)
+        s = scores(k.index(opaque + W), ring.slot(after))
     NEWER: gl.constexpr = 1 if MORE else 0
     dk = warpgroup_mma_wait(num_outstanding=NEWER, deps=(dk,))
-    mbarrier.arrive(barriers.free.index(slot), count=1)
-    return s, dk, dv, after, after_phase
+    ring.release(stage)
+    return s, dk, dv, after
 
 
 @gluon.jit
@@ -282,8 +272,8 @@ def send(x, tile, desc, share, row, D: gl.constexpr):
 
 
 @gluon.jit
-def gradient_role(memory, barriers, dk_result, dv_result, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
-                  SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def gradient_role(memory, dk_result, dv_result, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
+                  SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys."""
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
     dv = gl.zeros([64, D], gl.float32, accumulator(D))
@@ -292,19 +282,18 @@ def gradient_role(memory, barriers, dk_result, dv_result, share, sizes, scales, 
         ds_scale = gl.load(scales.ds_ptr)
     first, end = rows_of(share.own, sizes)
     mine = share.own + 64 * W
-    mbarrier.wait(barriers.own_ready, 0)
+    memory.own_ready.wait(0, 0)
     if first < end:
-        slot = gl.to_tensor(0)
-        phase = gl.to_tensor(0)
-        mbarrier.wait(barriers.ready.index(0), 0)
-        s = scores(memory.k.index(W), memory.q.index(0))
+        stage = consumer_stage()
+        memory.ring.wait(stage)
+        s = scores(memory.k.index(W), memory.ring.slot(stage))
         steps = (end - first + 63) // 64
         whole = rows_that_see(mine + 63, sizes)[0], rows_that_see(mine, sizes)[1]
         for turn in range(0, steps - 1):
-            s, dk, dv, slot, phase = step(s, dk, dv, memory, barriers, first + turn * 64, mine, slot, phase, turn,
-                                          whole, sizes, scales, ds_scale, W, D, SLOTS, SCALED, True)  # fmt: skip
-        _, dk, dv, _, _ = step(s, dk, dv, memory, barriers, first + (steps - 1) * 64, mine, slot, phase, steps - 1,
-                               whole, sizes, scales, ds_scale, W, D, SLOTS, SCALED, False)  # fmt: skip
+            s, dk, dv, stage = step(s, dk, dv, memory, first + turn * 64, mine, stage, turn, whole, sizes, scales,
+                                    ds_scale, W, D, SCALED, True)  # fmt: skip
+        _, dk, dv, _ = step(s, dk, dv, memory, first + (steps - 1) * 64, mine, stage, steps - 1, whole, sizes, scales,
+                            ds_scale, W, D, SCALED, False)  # fmt: skip
     scale = scales.gradient
     if SCALED:
         dv = dv / scales.p
@@ -332,7 +321,7 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
     q = gl.allocate_shared_memory(DTYPE, [SLOTS, 64, D], TILE)
     dout = gl.allocate_shared_memory(DTYPE, [SLOTS, 64, D], TILE)
     stat = gl.allocate_shared_memory(gl.float32, [SLOTS * 2, 64], FLAT)
-    barriers = make_barriers(SLOTS, VARLEN)
+    ring, own_ready, landed = make_barriers(q, VARLEN)
     tiles = (keys + 127) // 128
     if VARLEN:
         tiles = keys // 128 + sequences
@@ -356,13 +345,13 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
         lse2_ptr += first_row
         delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
-    memory = Memory(k, v, q, dout, stat)
+    memory = Memory(k, v, ring, dout, stat, own_ready, landed)
     terms = Terms(lse2_ptr, delta_ptr)
     dk_result = Result(dk_desc, dk_ptr, dk_head, dk_row)
     dv_result = Result(dv_desc, dv_ptr, dv_head, dv_row)
     scales = Scales(scale2, p_scale, scale, ds_scale_ptr)
     gl.warp_specialize([
-        (gradient_role, (memory, barriers, dk_result, dv_result, share, sizes, scales, 0, D, SLOTS, SCALED, VARLEN)),
-        (gradient_role, (memory, barriers, dk_result, dv_result, share, sizes, scales, 1, D, SLOTS, SCALED, VARLEN)),
-        (load_role, (operands, memory, barriers, terms, share, sizes, D, SLOTS, VARLEN)),
+        (gradient_role, (memory, dk_result, dv_result, share, sizes, scales, 0, D, SCALED, VARLEN)),
+        (gradient_role, (memory, dk_result, dv_result, share, sizes, scales, 1, D, SCALED, VARLEN)),
+        (load_role, (operands, memory, terms, share, sizes, D, VARLEN)),
     ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip

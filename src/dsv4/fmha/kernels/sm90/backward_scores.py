@@ -24,9 +24,8 @@ A tile that nobody sees is skipped, or written as zeros where a product of backw
 """
 
 from dsv4.fmha.kernels.backward_arguments import Operands
-from dsv4.fmha.kernels.loads import advance
 from dsv4.fmha.kernels.score_tiles import (
-    Ring,
+    Chunks,
     Rows,
     ScoreScales,
     SlabSizes,
@@ -41,27 +40,28 @@ from dsv4.kernels.compat import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     reinterpret,
     store_wait,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from dsv4.kernels.ring import consumer_stage, init_barriers, new_ring
 
 
 @gluon.jit
-def chunks(acc, ring, slot, phase, last, begin, end, W: gl.constexpr, SLOTS: gl.constexpr):
+def multiply(acc, chunks, stage, last, begin, end, W: gl.constexpr):
     """acc [64, 128] += chunks begin .. end. The newest product is under way, its slot, `last`, not free; -1: none."""
+    ring = chunks.ring
     for chunk in range(begin, end):
-        mbarrier.wait(ring.ready.index(slot), phase)
-        acc = warpgroup_mma(ring.a.index(slot).slice(64 * W, 64, dim=0), ring.b.index(slot).permute((1, 0)), acc,
+        ring.wait(stage)
+        acc = warpgroup_mma(ring.slot(stage).slice(64 * W, 64, dim=0), chunks.b.index(stage.index).permute((1, 0)), acc,
                             use_acc=chunk > 0, is_async=True)  # fmt: skip
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(ring.free.index(gl.maximum(last, 0)), count=1, pred=last >= 0)
-        last = slot
-        slot, phase = advance(slot, phase, SLOTS)
-    return acc, slot, phase, last
+        ring.free.arrive(gl.maximum(last, 0), last >= 0)
+        last = stage.index
+        stage = ring.next(stage)
+    return acc, stage, last
 
 
 @gluon.jit
@@ -77,16 +77,15 @@ def send(x, tile, desc, pair, row, key):
 
 
 @gluon.jit
-def score_role(ring, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
-               SLOTS: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+def score_role(chunks, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
+               SCALED: gl.constexpr):  # fmt: skip
     """Rows 64 W .. 64 W + 63 of every tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     EARLY: gl.constexpr = 2 if CHUNKS > 2 else 1  # chunks of dP that run under the exponential
     ds_scale = 1.0
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    stage = consumer_stage()
     for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         pair, tile_row, key = locate(item, tiles)
         some, read = needed(tile_row, key, sizes)
@@ -95,18 +94,18 @@ def score_role(ring, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl.c
             row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
             lse2, delta = row_terms(terms, pair, row, sizes)
             s = gl.zeros([64, 128], gl.float32, L)
-            s, slot, phase, last = chunks(s, ring, slot, phase, gl.to_tensor(-1), 0, CHUNKS, W, SLOTS)
+            s, stage, last = multiply(s, chunks, stage, gl.to_tensor(-1), 0, CHUNKS, W)
             dp = gl.zeros([64, 128], gl.float32, L)
-            dp, slot, phase, last = chunks(dp, ring, slot, phase, last, 0, EARLY, W, SLOTS)
+            dp, stage, last = multiply(dp, chunks, stage, last, 0, EARLY, W)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))  # complete long since, but the compiler must see it
             p = visible(gl.exp2(s * scales.s - lse2[:, None]), first_row, key, sizes)
             if SCALED:
                 send((p * scales.p).to(tile.dtype), tile, p_desc, pair, first_row, key)
             else:
                 send(p.to(tile.dtype), tile, p_desc, pair, first_row, key)
-            dp, slot, phase, last = chunks(dp, ring, slot, phase, last, EARLY, CHUNKS, W, SLOTS)
+            dp, stage, last = multiply(dp, chunks, stage, last, EARLY, CHUNKS, W)
             dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
-            mbarrier.arrive(ring.free.index(last), count=1)
+            chunks.ring.free.arrive(last)
             ds = p * (dp - delta[:, None])
             if SCALED:
                 ds = ds * ds_scale
@@ -129,25 +128,21 @@ def backward_scores(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc
                     LOAD_REGS: gl.constexpr):  # fmt: skip
     """rows: of the slab, `row_begin` its first; lse2 and delta [pairs of the slab, all_rows]."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     CHUNKS: gl.constexpr = D // 64
     a = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 128, 64], MATRIX)
     b = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 128, 64], MATRIX)
     left_tile = gl.allocate_shared_memory(q_desc.dtype, [64, 128], MATRIX)
     right_tile = gl.allocate_shared_memory(q_desc.dtype, [64, 128], MATRIX)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BAR)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+    ring = new_ring(a, 2)
+    init_barriers((ring.ready, ring.free))
     tiles = tiles_of(rows, keys, pairs)
     sizes = SlabSizes(rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
-    ring = Ring(a, b, ready, free)
+    chunks = Chunks(ring, b)
     terms = Rows(lse2_ptr, delta_ptr, all_rows)
     scales = ScoreScales(scale, p_scale, ds_scale_ptr)
     gl.warp_specialize([
-        (score_role, (ring, left_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 0, CHUNKS, SLOTS, SCALED)),
-        (score_role, (ring, right_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 1, CHUNKS, SLOTS, SCALED)),
-        (load_role, (operands, ring, sizes, tiles, pair_begin, kv_heads, CHUNKS, SLOTS)),
+        (score_role, (chunks, left_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 0, CHUNKS, SCALED)),
+        (score_role, (chunks, right_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 1, CHUNKS, SCALED)),
+        (load_role, (operands, chunks, sizes, tiles, pair_begin, kv_heads, CHUNKS)),
     ], [4, 1], [SCORE_REGS, LOAD_REGS])  # fmt: skip
