@@ -126,6 +126,44 @@ def test_product_after_load_of_other_warps_requires_a_barrier():
     holds(make, args=OUT, strict=False)
 
 
+USED, COPIED = "add.u32 %r50, %r12, 1;\n", "mov.b32 %r50, %r12;\n"
+BRANCH = "setp.eq.u32 %p5, %r1, 1;\n@%p5 bra ONE;\n{}bra OVER;\nONE:\n{}OVER:\n"
+FILED = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5], {%r12};\n" + t.WAIT_ST
+
+
+@pytest.mark.parametrize(
+    ("use", "complete"),
+    [
+        (USED, True),
+        ("@%p0 " + USED, True),  # its lanes wait whether they execute it or not
+        (COPIED + "add.u32 %r51, %r50, 1;\n", True),
+        ("mov.b64 %rd12, {%r12, %r13};\nmov.b64 {%r50, %r51}, %rd12;\nadd.u32 %r52, %r51, 1;\n", True),
+        (BRANCH.format(USED, "add.u32 %r50, %r13, 2;\n"), True),  # in both branches
+        ("mov.u32 %r60, 0;\nLOOP:\nadd.u32 %r60, %r60, 1;\nsetp.lt.u32 %p5, %r60, 2;\n@%p5 bra LOOP;\n" + USED, True),
+        ("add.u32 %r5, %r4, 8;\n" + FILED, True),
+        (COPIED, False),
+        ("mov.u32 %r12, 1;\n" + USED, False),  # another value by then
+        (BRANCH.format(USED, ""), False),
+        ("", False),
+    ],
+)  # fmt: skip
+def test_a_load_is_complete_when_a_register_of_it_is_used(use, complete):
+    """As hardware has it. PTX, and the strict level, ask for wait::ld."""
+    text = again(use + "bar.sync 0;\n")
+    for order in ("eager", "latest"):
+        found = findings(text, OUT, strict=False, order=order)
+        assert set(found.codes()) == (set() if complete else {"race", "in-flight"}), found
+        assert "race" in findings(text, OUT, order=order).codes()
+
+
+def test_a_use_completes_the_load_that_wrote_the_register_and_no_other():
+    def make(keep):
+        other = t.load("%r4", 20, 4) + ("add.u32 %r51, %r20, 1;\n" if keep else "")
+        return again(other + USED + "bar.sync 0;\n")
+
+    holds(make, args=OUT, strict=False, also=("in-flight",))
+
+
 @pytest.mark.parametrize("missing", ["before", "after"])
 def test_default_level_needs_no_tensor_fences(missing):
     fences = (t.BEFORE if missing != "before" else "") + "bar.sync 0;\n" + (t.AFTER if missing != "after" else "")

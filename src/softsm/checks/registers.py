@@ -5,13 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from softsm.ptx.ast import Instruction, Label, Symbol
+from softsm.ptx.ast import Instruction
+from softsm.ptx.flow import blocks_of
 
 if TYPE_CHECKING:
     from softsm.engine.launch import Kernel
-
-ENDS = ("ret", "exit", "trap")
-
 
 _known: weakref.WeakKeyDictionary[Kernel, list[tuple[Instruction, str]]] = weakref.WeakKeyDictionary()
 
@@ -30,25 +28,19 @@ def undefined(flow: list[tuple], tables: dict[str, tuple[str, ...]]) -> list[tup
     tables: the lists of brx. A guarded write counts as one: only what is never written before is found."""
     names = sorted({name for _, read, written in flow for name in (*read, *written)})
     bit = {name: 1 << i for i, name in enumerate(names)}
-    starts = [0] + [i for i, (item, _, _) in enumerate(flow) if isinstance(item, Label)]
-    starts += [i + 1 for i, (item, _, _) in enumerate(flow) if ends_block(item)]
-    starts = sorted({s for s in starts if s < len(flow)})
-    stops = [*starts[1:], len(flow)]
-    block_of = {flow[s][0].name: b for b, s in enumerate(starts) if isinstance(flow[s][0], Label)}
-    written = [0] * len(starts)
-    follows: list[list[int]] = []
-    for b, (start, stop) in enumerate(zip(starts, stops)):
-        for _, _, names_written in flow[start:stop]:
+    blocks = blocks_of([item for item, _, _ in flow], tables)
+    written = [0] * len(blocks)
+    for b, block in enumerate(blocks):
+        for _, _, names_written in flow[block.start : block.stop]:
             for name in names_written:
                 written[b] |= bit[name]
-        follows.append(successors(flow[stop - 1][0], b, len(starts), block_of, tables))
-    before = [0] * len(starts)
+    before = [0] * len(blocks)
     reached = {0}
     work = [0]
     while work:
         b = work.pop()
         after = before[b] | written[b]
-        for s in follows[b]:
+        for s in blocks[b].follows:
             if s not in reached or after & ~before[s]:
                 reached.add(s)
                 before[s] |= after
@@ -56,25 +48,8 @@ def undefined(flow: list[tuple], tables: dict[str, tuple[str, ...]]) -> list[tup
     found = []
     for b in sorted(reached):
         have = before[b]
-        for item, read, names_written in flow[starts[b] : stops[b]]:
+        for item, read, names_written in flow[blocks[b].start : blocks[b].stop]:
             found += [(item, name) for name in sorted(read) if not have & bit[name]]
             for name in names_written:
                 have |= bit[name]
     return found
-
-
-def ends_block(item) -> bool:
-    return isinstance(item, Instruction) and item.opcode in ("bra", "brx", *ENDS)
-
-
-def successors(last, b: int, count: int, block_of: dict[str, int], tables: dict) -> list[int]:
-    """Blocks that may follow block b, which ends in the instruction `last`."""
-    out = []
-    if isinstance(last, Instruction) and last.opcode == "bra":
-        out = [block_of[last.operands[0].name]] if last.operands[0].name in block_of else []
-    elif isinstance(last, Instruction) and last.opcode == "brx":
-        operand = last.operands[1]
-        targets = tables.get(operand.name, ()) if isinstance(operand, Symbol) or hasattr(operand, "name") else ()
-        return [block_of[name] for name in targets if name in block_of]
-    goes_on = not ends_block(last) or last.guard is not None
-    return out + ([b + 1] if goes_on and b + 1 < count else [])

@@ -29,6 +29,7 @@ from softsm.checks.tmem_shadow import (
     SUMS,
 )
 from softsm.engine import program as pg
+from softsm.engine.asynchrony import AsyncOp
 from softsm.memory.tensor_memory import ACCUMULATOR, STORED, STORED_F32, STORED_PACKED, UNKNOWN
 from softsm.report.diagnostics import Diagnostic
 
@@ -187,10 +188,26 @@ class TensorChecks:
         loads = w.view.unwaited_loads
         return loads[-1] if loads and (issued is None or loads[-1].number > issued.number) else issued
 
-    def loads_used(self, w) -> None:
-        last = self.unwaited_load(w) if self.strict else None
-        if last is not None:
-            self.findings.used_early(w, last)
+    def loads_used(self, w, loads: frozenset[int]) -> None:
+        """The instruction waits for them: complete at the default level, for it and for what it is ordered before."""
+        if self.strict:
+            last = self.unwaited_load(w)
+            if last is not None and last.number > w.view.used_early:
+                w.view.used_early = last.number
+                self.findings.used_early(w, last)
+            return
+        w.view.unwaited_loads = [op for op in w.view.unwaited_loads if not self.used(w, op, loads)]
+        numbers = [w.S.item(pg.S_LOADS + 1 + k) for k in range(w.S.item(pg.S_LOADS))]  # of compiled code
+        left = [number for number in numbers if not self.used(w, self.operations.get(number), loads)]
+        w.S[pg.S_LOADS + 1 : pg.S_LOADS + 1 + len(left)] = left
+        w.S[pg.S_LOADS] = len(left)
+        w.S[pg.S_OWED] = bool(w.view.unwaited_loads or w.view.unwaited_stores)
+
+    def used(self, w, op: AsyncOp | None, loads: frozenset[int]) -> bool:
+        if op is not None and id(op.instruction) in loads:
+            self.order.observe(w, op)
+            return True
+        return op is None
 
     def loads_waited(self, w) -> None:
         self.complete(w, w.view.unwaited_loads, pg.S_LOADS)

@@ -413,8 +413,7 @@ def wait(S, kind, m):
             return i8(MACRO)
         waited(S, S_LOADS if kind == WAIT_LOADS else S_STORES)
     elif kind == FIRST_USE:
-        layout = i8(load64(S + 8 * S_NEXT_OP))
-        if i8(load64(layout + 8 * SECTIONS)) == STRICT and load64(S + 8 * S_LOADS) != np.uint64(0):
+        if load64(S + 8 * S_LOADS) != np.uint64(0):
             return i8(MACRO)
     return i8(0)
 

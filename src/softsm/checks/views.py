@@ -100,6 +100,7 @@ class WarpView:
     initialised: list = field(default_factory=list)  # mbarriers since the last fence.mbarrier_init
     unwaited_loads: list[AsyncOp] = field(default_factory=list)  # tcgen05.ld and st without their wait
     unwaited_stores: list[AsyncOp] = field(default_factory=list)
+    used_early: int = 0  # the last of these loads that was reported
 
     @property
     def epoch(self) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from softsm.engine import program as pg
 from softsm.engine.async_registers import AsyncRegisters, owners_of
 from softsm.engine.shared_rows import shared_rows
+from softsm.engine.tensor_loads import first_uses
 from softsm.errors import PtxError, Unsupported
 from softsm.isa.registry import LOWERERS, MICROS
 from softsm.ptx.ast import Address, Function, Imm, Instruction, Label, Module, Reg, Sink, Special, Symbol, Vector
@@ -405,6 +406,7 @@ class Assembler(AsyncRegisters):
         self.scope = prefix
         saved, self.rows = self.rows, {name: row for name, (_, row) in self.passed.items()}
         self.wgmma_owners = owners_of(function) if self.checking else {}
+        self.tensor_uses = first_uses(function) if self.checking else {}
         # The checker follows copies of a wgmma's registers by their rows.
         self.sharing = {} if self.wgmma_owners else shared_rows(function)
         for item in function.body:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from softsm.engine import program as pg
+from softsm.engine.tensor_loads import Uses
 from softsm.ptx.ast import Function, Imm, Instruction, Reg, Vector
 
 
@@ -28,7 +29,7 @@ class AsyncRegisters:
 
     def __init__(self) -> None:
         self.tmem_pending: set[tuple[str, int]] = set()  # destinations of tcgen05.ld not yet waited for
-        self.tmem_flush = None  # macro function, set by the tensor-memory chapter
+        self.tensor_uses: Uses = {}  # checking: instructions that use registers of a tcgen05.ld first
         self.produced: dict[tuple[str, int], str] = {}  # checking: the type a register was last written as
         # checking: registers of wgmmas not yet waited for, and those they were copied to -> row of the wgmma
         self.wgmma_pending: dict[tuple[str, int], int] = {}
@@ -40,8 +41,8 @@ class AsyncRegisters:
 
     def touches_registers(self, ins: Instruction, start: int) -> None:
         """The instruction has been lowered, to records from `start` on."""
-        if self.tmem_pending and self.touched & self.tmem_pending and ins.opcode != "tcgen05":
-            self.flush_tensor_loads(start, use=True)
+        if not (ins.opcode == "tcgen05" and ins.modifiers[0] in ("ld", "st")):  # they look before they are issued
+            self.settle_tensor_loads(start)
         if self.wgmma_busy and ins.opcode != "wgmma":
             self.settle_products(start, ins.opcode == "mov")
         if self.checking:  # it looks before anything is settled: what is inserted last comes first
@@ -114,9 +115,20 @@ class AsyncRegisters:
         self.instructions.insert(at, self.ins)
         self.fixups = [(i + (i >= at), name, x) for i, name, x in self.fixups]
 
-    def flush_tensor_loads(self, at: int, use: bool = False) -> None:
-        """tcgen05.ld delivers its registers at their first use, or at wait::ld; at a jump at the latest."""
-        if self.tmem_pending and self.tmem_flush is not None:
-            checked = pg.OP_TENSOR_WAIT, 0, pg.FIRST_USE if use else pg.FLUSH
-            self.insert_macro(at, self.tmem_flush, checked if self.checking else (pg.OP_MACRO, 1, 0), use=use)
+    def settle_tensor_loads(self, at: int) -> None:
+        """The current instruction touches registers of a tcgen05.ld: the load delivers them first."""
+        uses = self.tensor_uses.get(id(self.ins))
+        if uses is not None or self.touched & self.tmem_pending:
+            self.flush_tensor_loads(at, uses)
+
+    def flush_tensor_loads(self, at: int, uses: frozenset[int] | None = None) -> None:
+        """tcgen05.ld delivers its registers when one is touched, or at wait::ld; at a jump at the latest. uses: loads
+        whose registers are used, and which are complete then."""
+        from softsm.isa.tensor_memory import flush_tmem_loads
+
+        if self.checking:
+            record = pg.OP_TENSOR_WAIT, 0, pg.FLUSH if uses is None else pg.FIRST_USE
+            self.insert_macro(at, flush_tmem_loads, record, uses=uses)
+        else:
+            self.insert_macro(at, flush_tmem_loads, (pg.OP_MACRO, 1, 0), uses=None)
         self.tmem_pending.clear()

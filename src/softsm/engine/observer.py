@@ -189,8 +189,9 @@ class Observer:
 
     def tensor_freed(self, warp: Warp, column: int, columns: int) -> None: ...
 
-    def tensor_loads_used(self, warp: Warp) -> None:
-        """An instruction uses registers of a tcgen05.ld that the warp may not have waited for."""
+    def tensor_loads_used(self, warp: Warp, loads: frozenset[int]) -> None:
+        """An instruction touches registers of a tcgen05.ld that the warp may not have waited for. loads: the ids of the
+        instructions whose registers it uses; none where it copies them."""
 
     def tensor_loads_waited(self, warp: Warp) -> None: ...
 

@@ -96,7 +96,6 @@ def lower_mma(asm, ins, modifiers) -> None:
             asm.refuse(ins, f"scale-input-d does not go with kind::{kind}")
     if rest:
         raise asm.error("too many operands")
-    isa.settle(asm)
     rare = block or ws or sparse or o["scale_input"] is not None or bool(o["skipped"])
     asm.macro(do_mma, ins, rare=rare, known={}, following=-1, learned=None, which=0, **o)
     if asm.checking and not (rare or ashift or group > 1):  # compiled code may join it to the product before it

@@ -2,7 +2,8 @@
 
 All `tcgen05.*` instructions come through `lower` here; copies, shifts and commit are in isa/tensor_copy.py, the matrix
 product in isa/tcgen05.py. Loads and stores are asynchronous; within one warp st -> ld, st -> st and ld -> st keep their
-order (PTX 9.4), nothing else does. A load delivers its registers at their first use, or at wait::ld.
+order (PTX 9.4), nothing else does. A load delivers its registers at their first use, or at wait::ld; at the
+default level of the race checker it is complete then (engine/tensor_loads.py).
 """
 
 from __future__ import annotations
@@ -69,12 +70,6 @@ def finish(asm, ins, modifiers: list[str], operands: range, *, collective: bool 
 
 def exactly(count: int) -> range:
     return range(count, count + 1)
-
-
-def settle(asm) -> None:
-    """A register that a tcgen05.ld is still to deliver is used here: deliver it first."""
-    if asm.touched & asm.tmem_pending:
-        asm.flush_tensor_loads(len(asm.records), use=True)
 
 
 def rows_index(rows: list[int]) -> slice | np.ndarray:
@@ -259,10 +254,9 @@ def lower_ld(asm, ins, modifiers) -> None:
     expected = tm.REGISTERS[access["shape"]] * access["repeat"]
     if len(rows) != expected:
         raise asm.error(f"expected {expected} destination registers, got {len(rows)}")
-    settle(asm)
+    asm.settle_tensor_loads(len(asm.records))
     asm.macro(do_ld, ins, address=row, rows=rows_index(rows), split=split, note="", **access)
     in_loop(asm, pg.OP_CHECKED_LD if asm.checking else pg.OP_TENSOR_LD, row, rows, access)
-    asm.tmem_flush = flush_tmem_loads
     asm.tmem_pending.update(("R", r) for r in rows)
 
 
@@ -276,7 +270,7 @@ def lower_st(asm, ins, modifiers) -> None:
     expected = tm.REGISTERS[access["shape"]] * access["repeat"]
     if len(rows) != expected:
         raise asm.error(f"expected {expected} source registers, got {len(rows)}")
-    settle(asm)
+    asm.settle_tensor_loads(len(asm.records))
     kinds = {asm.produced.get(("R", r), "") for r in rows} if asm.checking else set()
     note = "f32" if kinds == {"f32"} else "packed" if kinds and all(k.endswith(("x2", "x4")) for k in kinds) else ""
     asm.macro(do_st, ins, address=row, rows=rows_index(rows), split=split, note=note, **access)
@@ -368,8 +362,8 @@ def do_st(w, mask, o):
 def flush_tmem_loads(w, mask=0, o=None):
     """Deliver the registers of this warp's tcgen05.ld: at their first use, or at wait::ld."""
     machine = w.cta.machine
-    if machine.observer is not None and o is not None and o.use:
-        machine.observer.tensor_loads_used(w)
+    if machine.observer is not None and o is not None and o.uses is not None:
+        machine.observer.tensor_loads_used(w, o.uses)
     loads = w.in_flight.tensor_loads
     for op in loads:
         machine.require(op)

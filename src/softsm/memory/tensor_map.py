@@ -1,7 +1,8 @@
 """Tensor maps: what cuTensorMapEncodeTiled, -Im2col and -Im2colWide take, their rules, and our 128-byte image.
 
 The image is softsm's own (hardware's is not documented): programs treat it as opaque, pass it by value, copy it and
-change it with tensormap.replace. A zeroed image is a legal start for tensormap.replace, as it is on hardware.
+change it with tensormap.replace. A host program may bring maps in the form of the hardware, as far as it is known
+(`from_hardware`). A zeroed image is a legal start for tensormap.replace, as it is on hardware.
 
 Dimensions are listed innermost first throughout, as in the CUDA driver's interface. Those of an interleaved map are
 W, [H, [D,]] C, N, where the unit of W is a slice of channels, 16 or 32 bytes, and C counts slices.
@@ -381,18 +382,9 @@ def to_image(m: TensorMap) -> bytes:
         return values + (0,) * (length - len(values))
 
     corners = padded(im2col.lower, 3) + padded(im2col.upper, 3) if im2col else (0,) * 6
+    walk = im2col.wide + 1 if im2col else 0
     flat = (
-        (
-            _MAGIC,
-            m.data_type,
-            m.rank - 1,
-            m.interleave,
-            mode,
-            atomicity,
-            m.l2_promotion,
-            m.oob_fill,
-            im2col.wide + 1 if im2col else 0,
-        )
+        (_MAGIC, m.data_type, m.rank - 1, m.interleave, mode, atomicity, m.l2_promotion, m.oob_fill, walk)
         + (m.base, *padded(m.dims, 5), *padded(m.strides, 4), *padded(m.box, 5), *padded(m.element_strides, 5))
         + (*corners, im2col.channels if im2col else 0, im2col.pixels if im2col else 0)
     )
@@ -404,8 +396,12 @@ def from_image(image: bytes) -> TensorMap:
     """The map an image stands for, checked. ValueError if it is none or breaks a rule."""
     magic, *f = _IMAGE.unpack_from(image)
     if magic != _MAGIC:
-        blank = "it is all zeros" if not any(image) else f"it starts {image[:8].hex()}"
-        raise ValueError(f"the 128 bytes are not a tensor map made by softsm ({blank})")
+        made = from_hardware(image)
+        if made is None:
+            blank = "it is all zeros" if not any(image) else f"it starts {image[:8].hex()}"
+            raise ValueError(f"the 128 bytes are not a tensor map ({blank})")
+        check(made)
+        return made
     kind, rank, interleave, mode, atomicity, promotion, fill, walk, base = *f[:8], f[8]
     rank += 1
     if (mode, atomicity) not in _SPLIT_SWIZZLE:
@@ -417,20 +413,43 @@ def from_image(image: bytes) -> TensorMap:
         spatial = 1 if wide else rank - 2
         im2col = Im2col(tuple(f[28 : 28 + spatial]), tuple(f[31 : 31 + spatial]), f[34], f[35], wide)
     made = TensorMap(
-        DataType(kind),
-        base,
-        tuple(dims[:rank]),
-        tuple(strides[: rank - 1]),
-        tuple(box[:rank]),
-        tuple(steps[:rank]),
-        interleave,
-        Swizzle(_SPLIT_SWIZZLE.index((mode, atomicity))),
-        promotion,
-        Fill(fill),
-        im2col,
-    )
+        DataType(kind), base, tuple(dims[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank]), tuple(steps[:rank]),
+        interleave, Swizzle(_SPLIT_SWIZZLE.index((mode, atomicity))), promotion, Fill(fill), im2col,
+    )  # fmt: skip
     check(made)
     return made
+
+
+def from_hardware(image: bytes) -> TensorMap | None:
+    """A tiled map in the form that an sm_100 GPU reads, which some host programs pack by themselves; else None.
+
+    Read off maps that such programs made; out-of-bounds fill, interleave and im2col are not known. 64 bytes as words:
+    0-1 address; 2 version 2 (bits 0-3), rank - 1 (4-6), element type (7-10), swizzle mode (13-14), tf32 (16), promotion
+    (17-18), swizzle atomicity (19-20), a flag (21); 3-6 strides / 16, with their high bits in 7; 8-12 dimensions - 1;
+    13 element strides - 1 (3 bits each); bytes 55-59 box - 1. Signed integers have the type of unsigned ones."""
+    words = struct.unpack_from("<16I", image)
+    about = words[2]
+    rank, kind = (about >> 4 & 7) + 1, about >> 7 & 15
+    swizzle = about >> 13 & 3, about >> 19 & 3
+    if about & 15 != 2 or rank > 5 or about >> 22 or kind not in _HARDWARE_TYPES or swizzle not in _SPLIT_SWIZZLE:
+        return None
+    return TensorMap(
+        DataType.TFLOAT32 if about >> 16 & 1 else _HARDWARE_TYPES[kind],
+        words[0] | words[1] << 32,
+        tuple(extent + 1 for extent in words[8 : 8 + rank]),
+        tuple((words[3 + i] | (words[7] >> 4 * i & 15) << 32) << 4 for i in range(rank - 1)),
+        tuple(extent + 1 for extent in image[55 : 55 + rank]),
+        tuple((words[13] >> 3 * i & 7) + 1 for i in range(rank)),
+        swizzle=Swizzle(_SPLIT_SWIZZLE.index(swizzle)),
+        l2_promotion=about >> 17 & 3,
+    )
+
+
+_HARDWARE_TYPES = {
+    0: DataType.UINT8, 1: DataType.UINT16, 2: DataType.UINT32, 4: DataType.UINT64, 6: DataType.FLOAT16,
+    7: DataType.FLOAT32, 9: DataType.FLOAT64, 10: DataType.BFLOAT16, 11: DataType.U4_ALIGN8B,
+    12: DataType.U4_ALIGN16B, 13: DataType.U6_ALIGN16B,
+}  # fmt: skip
 
 
 # field of tensormap.replace -> (byte offset, struct format, entries, largest value); rank is stored and given as rank-1
@@ -458,8 +477,11 @@ def replace_field(image: np.ndarray, field: str, ordinal: int, value: int) -> No
         raise ValueError(f"{field}: got {value}; 0..{largest} is accepted")
     magic = int.from_bytes(image[:4].tobytes(), "little")
     if magic != _MAGIC:
-        if image.any():
-            raise ValueError("the 128 bytes are neither a tensor map made by softsm nor all zeros")
+        made = from_hardware(image.tobytes())
+        if made is None and image.any():
+            raise ValueError("the 128 bytes are neither a tensor map nor all zeros")
+        if made is not None:
+            image[:] = np.frombuffer(to_image(made), np.uint8)
         image[:4] = np.frombuffer(_MAGIC.to_bytes(4, "little"), np.uint8)
     if field == "elemtype":
         value = PTX_ELEMTYPE[value]

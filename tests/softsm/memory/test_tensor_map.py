@@ -1,5 +1,8 @@
 """Tensor maps: the driver's rules by field, the image, tensormap.replace."""
 
+import dataclasses
+import struct
+
 import numpy as np
 import pytest
 
@@ -236,6 +239,38 @@ def test_foreign_bytes_are_refused():
         from_image(junk.tobytes())
     with pytest.raises(ValueError, match="neither a tensor map"):
         replace_field(junk, "rank", 0, 1)
+
+
+def hardware_form(rank=2, kind=10, swizzle=(3, 0), base=0x7F00_0000_4000):
+    """bf16 [1000 rows of 512], boxes of 128 x 64, as a host program packs it; the second half is what was there."""
+    mode, atomicity = swizzle
+    about = 2 | rank - 1 << 4 | kind << 7 | mode << 13 | 2 << 17 | atomicity << 19
+    words = base & 0xFFFFFFFF, base >> 32, about, 1024 >> 4, *[0] * 4, 511, 999, *[0] * 6
+    image = bytearray(struct.pack("<16I", *words) + b"\xa5" * 64)
+    image[55:57] = 63, 127
+    return bytes(image)
+
+
+def test_a_map_in_the_form_of_the_hardware():
+    wanted = from_image(encode_tiled(**{**GOOD, "global_address": 0x7F00_0000_4000, "l2_promotion": 2}))
+    assert from_image(hardware_form()) == wanted
+    assert from_image(hardware_form(kind=6, swizzle=(3, 1))).swizzle is Swizzle.B128_ATOM_32B
+    assert from_image(hardware_form(kind=1, swizzle=(0, 0))).data_type.name == "UINT16"
+    image = np.frombuffer(hardware_form(), np.uint8).copy()
+    replace_field(image, "global_address", 0, 0x8000)
+    replace_field(image, "global_dim", 1, 77)
+    assert from_image(image.tobytes()) == dataclasses.replace(wanted, base=0x8000, dims=(512, 77))
+
+
+@pytest.mark.parametrize("change", [dict(rank=6), dict(kind=3), dict(kind=15), dict(swizzle=(2, 1))])
+def test_what_no_program_packs_is_no_map(change):
+    with pytest.raises(ValueError, match="are not a tensor map"):
+        from_image(hardware_form(**change))
+
+
+def test_a_map_in_the_form_of_the_hardware_obeys_the_rules():
+    with pytest.raises(ValueError, match="global_address"):
+        from_image(hardware_form(base=0x4008))
 
 
 def test_replace_address():
