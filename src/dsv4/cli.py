@@ -10,12 +10,34 @@ from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 import dsv4
-from dsv4.commands import bench, compile, demo, doctor, hub, kernels, support, verify
+from dsv4.commands import bench, compile, completion, demo, doctor, hub, kernels, show, support, verify
 from dsv4.runtime import dispatch
 
+
+class Commands(typer.core.TyperGroup):
+    """Every error in one style: `dsv4 COMMAND: what is wrong` on stderr, with exit status 2. The statuses of all
+    commands: 0 nothing wrong, 1 something was found wrong, 2 wrong usage or nothing could run."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        alone = options.pop("standalone_mode", True)
+        try:
+            status = super().main(*args, **options | {"standalone_mode": False})
+        except show.UsageError as problem:
+            # no text: no argument at all, and typer has shown the help
+            if text := problem.format_message():
+                print(f"{problem.ctx.command_path}: {text}" if problem.ctx else text, file=sys.stderr)
+            sys.exit(2)
+        except typer.Abort:
+            print("dsv4: interrupted", file=sys.stderr)
+            sys.exit(130)
+        return sys.exit(status or 0) if alone else status
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Attention for DeepSeek-V4-class models: run it, verify it, ask what this machine can do.",
     no_args_is_help=True,
     add_completion=False,
@@ -40,21 +62,18 @@ def common(
 
 
 def add(name: str, command: Callable[..., None], needs_triton: bool = False) -> None:
-    """A file or directory that cannot be read or written, or a Triton that is needed and missing, ends the command with
-    2 and one line."""
+    """A file or directory that cannot be read or written is wrong usage, and so is a missing Triton."""
 
     @functools.wraps(command)
     def named(*args: Any, **options: Any) -> None:
-        if needs_triton and dispatch.triton_version() is None:
-            print(f"dsv4 {name}: needs Triton, which is not installed: pip install triton", file=sys.stderr)
-            raise typer.Exit(2)
         try:
+            if needs_triton and dispatch.triton_version() is None:
+                show.refuse("needs Triton, which is not installed: pip install triton")
             command(*args, **options)
         except OSError as problem:
             if problem.filename is None:
                 raise
-            print(f"dsv4 {name}: {problem.filename}: {problem.strerror}", file=sys.stderr)
-            raise typer.Exit(2) from None
+            show.refuse(f"{problem.filename}: {problem.strerror}")
 
     app.command(name)(named)
 
@@ -67,6 +86,7 @@ add("bench", bench.bench)
 add("compile", compile.compile, needs_triton=True)
 add("kernels", kernels.kernels, needs_triton=True)
 add("hub", hub.hub)
+add("completion", completion.completion)
 
 
 def main() -> None:

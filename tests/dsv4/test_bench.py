@@ -126,12 +126,12 @@ def test_only_the_peers_that_are_asked_for_are_called(monkeypatch):
 def test_without_a_gpu_it_says_so():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    result = CliRunner().invoke(app, ["bench"])
+    result = CliRunner().invoke(app, ["bench"], prog_name="dsv4")
     assert result.exit_code == 2 and "needs a GPU" in result.output
 
 
 def test_a_suite_that_there_is_not_is_refused_in_words():
-    result = CliRunner().invoke(app, ["bench", "--suite", "moe"])
+    result = CliRunner().invoke(app, ["bench", "--suite", "moe"], prog_name="dsv4")
     assert result.exit_code == 2 and "--suite moe: accepted: dense, v4, index, backward, all" in result.output
 
 
@@ -139,7 +139,7 @@ def test_a_record_that_is_none_is_refused_in_words(tmp_path):
     (tmp_path / "text").write_text("no JSON")
     (tmp_path / "other").write_text("[1]")
     for name in ("text", "other", "absent"):
-        result = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / name)])
+        result = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / name)], prog_name="dsv4")
         assert result.exit_code == 2 and f"dsv4 bench: {tmp_path / name}: " in result.output
 
 

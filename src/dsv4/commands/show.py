@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -16,6 +17,17 @@ from dsv4.suites import Case, Result, Where, run_cases, run_parallel
 # Piped output has no width of its own: give tables room instead of cutting names at 80 columns.
 WIDE = 120
 T = TypeVar("T")
+
+
+if TYPE_CHECKING:
+    from click import UsageError
+else:
+    UsageError = typer.BadParameter.__base__  # of click, or of the copy of click in newer typers
+
+
+def refuse(why: str) -> NoReturn:
+    """Wrong usage, or nothing to work on: one line on stderr, exit status 2 (see dsv4.cli.Commands)."""
+    raise UsageError(why)
 
 
 def console(stderr: bool = False) -> Console:
@@ -35,8 +47,7 @@ def chosen(option: str, values: Sequence[T] | None, accepted: Iterable[T]) -> li
 def file_to_write(option: str, path: Path | None) -> None:
     """Refuse a place where nothing can be written now, not after the work."""
     if path is not None and not path.absolute().parent.is_dir():
-        print(f"{option} {path}: there is no such folder", file=sys.stderr)
-        raise typer.Exit(2)
+        refuse(f"{option} {path}: there is no such folder")
 
 
 def progress() -> Progress:
@@ -71,6 +82,14 @@ def run_with_progress(
     return [found[str(case)] for case in cases]
 
 
+def version_of(package: str) -> str | None:
+    """Of the installed distribution."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2e}"
 
@@ -79,10 +98,10 @@ def mark(ok: bool) -> str:
     return "[green]ok[/]" if ok else "[bold red]FAILED[/]"
 
 
-def closing_line(results: Iterable[Result]) -> int:
+def closing_line(results: Iterable[Result], stderr: bool = False) -> int:
     """Print `N passed, N failed` alone on a line; the exit status: 0 only if something ran and all of it passed."""
     verdicts = [result.ok for result in results]
     passed = sum(verdicts)
     sys.stdout.flush()
-    print(f"{passed} passed, {len(verdicts) - passed} failed", flush=True)
+    print(f"{passed} passed, {len(verdicts) - passed} failed", file=sys.stderr if stderr else None, flush=True)
     return 0 if verdicts and all(verdicts) else 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,6 +24,8 @@ from dsv4.fmha.backward import FmhaBackward
 from dsv4.runtime import checks
 from dsv4.v4 import problem as v4_problem
 from dsv4.v4.backward import V4Backward
+
+from . import show
 
 BEGIN = "<!-- support matrix: made by `dsv4 support --write README.md` -->"
 END = "<!-- end of support matrix -->"
@@ -62,7 +63,7 @@ def answer(column: Column, one: Any) -> bool | None:
     if column.package is None:
         return True  # the CPU path runs whatever passed validation
     if one.q.dtype not in checks.LOW_PRECISION:
-        return False  # dispatch refuses it
+        return False  # dispatch rejects it
     return found.supports(one) is None
 
 
@@ -207,7 +208,6 @@ def support(
     try:
         text = replaced(write.read_text())
     except (OSError, ValueError) as why:
-        print(f"dsv4 support: {write}: {why}", file=sys.stderr)
-        raise typer.Exit(2) from why
+        show.refuse(f"{write}: {why}")
     write.write_text(text)
     print(f"wrote the support matrix into {write}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import dsv4
 from dsv4 import suites
 from dsv4.suites import Result, Where
 
@@ -28,7 +28,9 @@ def verify(
     arch: Annotated[
         str | None, typer.Option(help="sm_100a or sm_90a: the GPU's own, or the one softsm emulates")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write every measurement to this file")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write every measurement to this file; - is stdout")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="repeat a run; without it inputs are fresh")] = None,
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
     head_dim: Annotated[int | None, typer.Option(help="only cases of this head dim")] = None,
@@ -38,20 +40,24 @@ def verify(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="processes; for softsm one per core")] = 1,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="one line per case")] = False,
 ) -> None:
-    """Compare the operations with the fp64 oracle. Exit status 0 only if every case passed; 2 if none could run.
+    """Compare the operations with the fp64 oracle.
 
-    Every output is handed over full of NaN, every run draws fresh inputs; the seed that repeats them is printed.
+    Exit status: 0 if every case passed, 1 if one failed, 2 if none could run.
+
+    Outputs are full of NaN before each call. Inputs are drawn anew in each run; the seed that repeats them is printed.
     """
     try:
         cases = suites.select(suite, match, head_dim)
         where = Where(backend, arch, checked=check).resolve()
     except (ValueError, suites.Unavailable) as problem:
-        refuse(str(problem))
+        show.refuse(str(problem))
     if not cases:
-        refuse(f"no case of suite {suite} matches {match!r}" + (f" at head dim {head_dim}" if head_dim else ""))
-    show.file_to_write("--json", json_file)
+        show.refuse(f"no case of suite {suite} matches {match!r}" + (f" at head dim {head_dim}" if head_dim else ""))
+    to_stdout = json_file == Path("-")
+    if not to_stdout:
+        show.file_to_write("--json", json_file)
     seed = secrets.randbits(31) if seed is None else seed
-    out = show.console()
+    out = show.console(stderr=to_stdout)
     checked = ", races checked" if where.backend == "softsm" and where.checked else ""
     out.print(f"{len(cases)} cases on {where}, seed {seed}{checked}")
 
@@ -63,13 +69,9 @@ def verify(
     out.print(summary(results))
     failures(out, results)
     if json_file is not None:
-        json_file.write_text(json.dumps(report(results, where, seed, suite), indent=1) + "\n")
-    raise typer.Exit(show.closing_line(results))
-
-
-def refuse(why: str) -> None:
-    print(f"dsv4 verify: {why}", file=sys.stderr)
-    raise typer.Exit(2)
+        text = json.dumps(report(results, where, seed, suite), indent=1) + "\n"
+        print(text, end="") if to_stdout else json_file.write_text(text)
+    raise typer.Exit(show.closing_line(results, stderr=to_stdout))
 
 
 def line(result: Result) -> str:
@@ -122,16 +124,17 @@ def finite(value: float) -> float | None:
 
 
 def report(results: list[Result], where: Where, seed: int, suite: str) -> dict[str, Any]:
-    """Everything measured, as JSON. A value that is not finite is null; `ok` still says what became of it."""
-    import triton
-
+    """Everything measured, as JSON; docs/verify.md describes it. A value that is not finite is null, and `ok` is False
+    then."""
     return {
+        "format": 1,
+        "dsv4": dsv4.__version__,
         "suite": suite,
         "backend": where.backend,
         "arch": where.arch,
         "seed": seed,
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": show.version_of("triton"),
         "device": torch.cuda.get_device_name() if where.backend == "cuda" else "cpu",
         "passed": sum(result.ok for result in results),
         "failed": sum(not result.ok for result in results),

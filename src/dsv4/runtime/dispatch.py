@@ -69,10 +69,22 @@ def entered(backend: str, device: torch.device) -> Iterator[Target]:
         with torch.cuda.device(device):
             yield cuda_target(device)
         return
-    import softsm
-
-    with softsm.use(softsm_arch()):
+    with import_softsm().use(softsm_arch()):
         yield softsm_target()
+
+
+def import_softsm() -> ModuleType:
+    """The emulator, which is a distribution of its own and only needed where it is asked for."""
+    try:
+        import softsm
+
+        softsm.use  # noqa: B018  imported on first use; this is where a missing dependency shows
+    except ImportError as why:
+        raise ImportError(
+            f"backend: got 'softsm', but `import softsm` fails: {why}; accepted: 'softsm' after `pip install "
+            "./packages/softsm` in a clone of dsv4, or 'cpu'"
+        ) from why
+    return softsm
 
 
 def cuda_target(device: torch.device) -> Target:
@@ -106,9 +118,7 @@ def compile_target(arch: str) -> Target:
 
 def softsm_arch() -> str:
     """The architecture that softsm emulates now, else the default."""
-    import softsm
-
-    return softsm.active_arch() or DEFAULT_SOFTSM_ARCH
+    return import_softsm().active_arch() or DEFAULT_SOFTSM_ARCH
 
 
 def kernel_module(operation: str, capability: tuple[int, int], backward: bool = False) -> ModuleType:

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dsv4.runtime import dispatch
+
 ARCHS = ("sm_100a", "sm_90a")
 BACKENDS = ("auto", "cuda", "softsm", "cpu")
 
@@ -58,7 +60,7 @@ class Where:
             if self.arch is not None and gpu != self.arch:
                 raise Unavailable(f"backend cuda: this GPU is {gpu or 'neither sm_90 nor sm_100'}, not {self.arch}")
             return Where("cuda", gpu)
-        import_softsm()
+        softsm()
         return replace(self, backend="softsm", arch=self.arch or ARCHS[0])
 
     @property
@@ -69,12 +71,12 @@ class Where:
         """What every call is wrapped in: the emulator for softsm, nothing otherwise."""
         if self.backend != "softsm":
             return contextlib.nullcontext()
-        return self._checked() if self.checked else import_softsm().use(self.arch)
+        return self._checked() if self.checked else softsm().use(self.arch)
 
     @contextlib.contextmanager
     def _checked(self) -> Iterator[None]:
-        softsm = import_softsm()
-        with softsm.use(self.arch), softsm.checking(order="latest") as report:
+        emulator = softsm()
+        with emulator.use(self.arch), emulator.checking(order="latest") as report:
             yield
         if report:
             raise AssertionError(str(report))
@@ -90,17 +92,12 @@ def gpu_arch() -> str | None:
     return {(9, 0): "sm_90a", (10, 0): "sm_100a"}.get(torch.cuda.get_device_capability())
 
 
-def import_softsm() -> Any:
-    """The softsm package, or `Unavailable` with the reason: it is only needed when asked for."""
+def softsm() -> Any:
+    """The emulator, or `Unavailable` with the reason: it is only needed when asked for."""
     try:
-        import softsm
-
-        softsm.use  # noqa: B018  imported on first use; this is where a missing dependency shows
-    except AttributeError as why:
-        raise Unavailable("backend softsm: this softsm cannot run Triton programs (no softsm.use)") from why
-    except Exception as why:  # a broken optional import must not look like a failed case
-        raise Unavailable(f"backend softsm: import softsm failed: {why}") from why
-    return softsm
+        return dispatch.import_softsm()
+    except ImportError as why:
+        raise Unavailable(str(why)) from why
 
 
 class Draw:
