@@ -1,4 +1,5 @@
-"""What DESIGN.md says about files and functions is so: they exist, and an instruction passes them in that order."""
+"""What DESIGN.md says about files and functions is so: they exist, and an instruction passes them in that order. And
+what stands on what in dsv4: no import runs up."""
 
 import ast
 import re
@@ -86,3 +87,69 @@ def test_an_instruction_takes_the_path_described() -> None:
     assert report.codes() == ["uninitialised"]
     # The checked twin of a kernel is assembled when it is launched: both times count once, at the first.
     assert list(called) == list(wanted)
+
+
+# Folders and modules of dsv4 from the bottom: what is in a line imports what is in lines above it, and itself.
+LAYERS = (
+    "runtime", "kernels", "reference", "caches", "fmha", "v4", "index", "compress", "flops", "merge", "elementwise",
+    "distributed", "integrations", "suites", "bench", "commands", "cli", "__main__",
+)  # fmt: skip
+PEERS = {"v4": ("index", "compress"), "index": ("v4", "compress"), "compress": ("v4", "index")}
+PACKAGE = ROOT / "src" / "dsv4"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def imports(name: str) -> set[str]:
+    """The modules of dsv4 that a module names in an import, also inside of functions. Importing a module by its name as
+    text (runtime/dispatch.py) is not one: that is how an operation finds its kernels."""
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {x.name for x in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {base, *(f"{base}.{x.name}" for x in node.names)}
+    return {x for x in found if x in MODULES and x != name and not name.startswith(f"{x}.")}
+
+
+def test_no_import_of_dsv4_runs_up() -> None:
+    assert {name.split(".")[1] for name in MODULES if "." in name} == set(LAYERS)
+    wrong = []
+    for name in MODULES:
+        for other in imports(name):
+            if name == "dsv4" or other == "dsv4":
+                continue  # the public names
+            here, there = name.split(".")[1], other.split(".")[1]
+            if LAYERS.index(there) > LAYERS.index(here) or there in PEERS.get(here, ()):
+                wrong.append(f"{name} imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle_of_modules_in_dsv4() -> None:
+    graph = {name: imports(name) for name in MODULES}
+    while free := [name for name, others in graph.items() if not others]:
+        for name in free:
+            del graph[name]
+        for others in graph.values():
+            others -= set(free)
+    assert not graph, f"in a circle, or above one: {sorted(graph)}"
+
+
+def test_no_folder_of_dsv4_is_a_quarter_of_it() -> None:
+    lines: dict[str, int] = {}
+    for name, path in MODULES.items():
+        folder = name.split(".")[1] if "." in name else "dsv4"
+        lines[folder] = lines.get(folder, 0) + len(path.read_text().splitlines())
+    largest = max(lines, key=lambda folder: lines[folder])
+    assert 4 * lines[largest] < sum(lines.values()), f"{largest}: {lines[largest]} of {sum(lines.values())} lines"

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.caches.kv import Fp8Cache
-from dsv4.v4.problem import Pool
+from dsv4.caches.kv import Fp8Cache, Pool
 
 
 class Numbers:

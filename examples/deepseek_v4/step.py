@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from dsv4.caches import kv as caches
-from dsv4.compress.api import pooled
+from dsv4.caches.kv import Pool
+from dsv4.compress.forward import pooled
 from dsv4.elementwise import Kernels
 from dsv4.index.api import index_topk
 from dsv4.runtime.plan import Plan
 from dsv4.v4.api import v4_attention
-from dsv4.v4.problem import Pool
 
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 

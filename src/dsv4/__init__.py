@@ -13,7 +13,8 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     import dsv4.v4.training  # noqa: F401  these two register operators
     from dsv4.caches.index_keys import IndexCache
     from dsv4.caches.kv import Fp8Cache
-    from dsv4.compress.api import CompressState, compress
+    from dsv4.compress.api import compress
+    from dsv4.compress.problem import CompressState
     from dsv4.flops import register as _register_flops
     from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
     from dsv4.index.api import index_topk

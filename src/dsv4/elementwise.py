@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dsv4.caches import kv
+from dsv4.caches.kv import Pool
 from dsv4.runtime import dispatch
-from dsv4.v4.problem import Pool
 
 
 def choose(backend: str, device: torch.device) -> Torch:

@@ -11,7 +11,7 @@ import index_values
 import torch
 
 from dsv4 import Fp8Cache, reference
-from dsv4.compress.api import pooled
+from dsv4.compress.forward import pooled
 
 
 def define() -> Counter:

@@ -136,7 +136,7 @@ def row_error(states, tokens, requests, positions, table, slots, norm, cos_sin, 
     """The largest error of (up to eight of) the rows that this call made, in units of what packing may change them by:
     half a step of e4m3 and of bf16, or half of the least number of a scale at most twice what the largest value needs.
     """
-    from dsv4.compress.api import pooled
+    from dsv4.compress.forward import pooled
 
     d, lines, width, worst = len(norm), states.shape[1], states.shape[2] // 2, 0.0
     last = (((positions + 1) % ratio == 0) & (tokens >= 0) & (slots >= 0)).nonzero()[:, 0].tolist()

@@ -21,7 +21,7 @@ import dsv4
 from dsv4.bench import peers
 from dsv4.caches.formats import FP8_584
 from dsv4.caches.index_keys import quantize_queries, unpacked
-from dsv4.compress import api as compressor
+from dsv4.compress import forward as compressor
 from dsv4.reference import rope_table
 
 HEADS, DIMS, PAGE = 64, 128, 64

@@ -12,6 +12,7 @@ class and, if kernels are to read it, an `unpack` function; no kernel names one.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,21 +173,15 @@ class Fp8Rows(RowFormat):
 
     @property
     def unpack(self) -> Any:
-        from dsv4.caches.kernels.unpack import unpack_e4m3
-
-        return unpack_e4m3
+        return _kernel("unpack", "unpack_e4m3")
 
     @property
     def unpack_bytes(self) -> Any:
-        from dsv4.caches.kernels.unpack import e4m3_bytes
-
-        return e4m3_bytes
+        return _kernel("unpack", "e4m3_bytes")
 
     @property
     def store(self) -> Any:
-        from dsv4.caches.kernels.pack import store_fp8_row
-
-        return store_fp8_row
+        return _kernel("pack", "store_fp8_row")
 
 
 class Fp8Keys(RowFormat):
@@ -219,9 +214,12 @@ class Fp8Keys(RowFormat):
 
     @property
     def store(self) -> Any:
-        from dsv4.caches.kernels.pack import store_fp8_key
+        return _kernel("pack", "store_fp8_key")
 
-        return store_fp8_key
+
+def _kernel(module: str, name: str) -> Any:
+    """A function of dsv4.caches.kernels, which stand on this module."""
+    return getattr(importlib.import_module(f"dsv4.caches.kernels.{module}"), name)
 
 
 def ceil_log2(x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class Fp8Cache(PackedRows):
 
 # A pool of rows is a tensor [rows, D], a tensor [pages, rows per page, D], or packed rows. Row number r is row
 # r % page of page r // page; a plain [rows, D] has pages of one row.
+Pool = torch.Tensor | PackedRows
 
 
 # An operator takes a pool as a tensor, rows per page, page stride and the name of the format; without a name the

@@ -21,7 +21,7 @@ from torch import Tensor
 from dsv4.caches.index_keys import IndexCache
 from dsv4.caches.kv import Fp8Cache
 from dsv4.caches.pages import ROW_NUMBERS
-from dsv4.compress import api as compressor
+from dsv4.compress import problem as compressor
 from dsv4.fmha import problem
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.index import problem as index_problem
@@ -292,7 +292,8 @@ def _compress_problem(
     kv = torch.empty(1, m, width, dtype=torch.bfloat16)
     bias, weight = torch.empty(m, width, dtype=parameters), torch.empty(d, dtype=parameters)
     slots = None if pool is None else torch.zeros(1, 1, dtype=numbers)
-    return compressor.problem_of(kv, kv, None, (bias, weight, torch.empty(16, rope), 1e-6, kv.dtype), pool, slots)
+    given = compressor.Parameters(bias, weight, torch.empty(16, rope), 1e-6, kv.dtype)
+    return compressor.problem_of(kv, kv, None, given, pool, slots)
 
 
 def model_launches(sizes: Sizes) -> list[Launch]:

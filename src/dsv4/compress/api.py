@@ -9,82 +9,21 @@ gate. Row w pools the slots of its window with a softmax over the slots, separat
 
 then RMSNorm with weight, then RoPE at position m * w. The lightning indexer's keys are the CSA form at width 128.
 
-Bits: a row depends only on its own slots, never on how the tokens were divided into calls. So every reduction here is
-a fixed tree of elementwise operations; torch's own reductions may add in another order for another shape.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4.caches import kv as caches
+from dsv4.caches.kv import Pool
 from dsv4.caches.pages import FLOATS, ROW_NUMBERS, PackedRows
-from dsv4.compress import training
-from dsv4.runtime import checks, dispatch
-from dsv4.v4.problem import Pool
-
-BLOCK_BYTES = 64 << 20  # tokens (fp32) taken at once; a long prompt is cut, which changes no bit
-
-
-class CompressState(NamedTuple):
-    """What a sequence carries from one call to the next. It is never modified in place, so you can go back to an older
-    state (rejected draft tokens).
-
-    kv, gate  [..., t, width]: the tokens that still matter, gate with position_bias added. These are the tokens of the
-              unfinished window, after (CSA) the m tokens of the finished window before it.
-    tokens    tokens seen so far
-    """
-
-    kv: Tensor
-    gate: Tensor
-    tokens: int
-
-
-@dataclass(frozen=True, eq=False)
-class CompressProblem:
-    """One call for the kernels. Tokens are counted from the first one that the old state keeps."""
-
-    operation: ClassVar[str] = "compress"
-
-    kv: Tensor  # [B, L, width]
-    gate: Tensor  # [B, L, width]
-    position_bias: Tensor  # [m, width]
-    norm_weight: Tensor  # [d]
-    cos_sin: Tensor | None
-    old_kv: Tensor | None  # fp32 [B, kept, width]
-    old_gate: Tensor | None
-    seen: int  # tokens before this call
-    eps: float
-    dtype: torch.dtype  # of a row, before it is stored
-    new_kv: Tensor  # fp32 [B, what the state keeps, width], to be filled
-    new_gate: Tensor
-    rows: Tensor | None = None  # [B, windows, d], to be filled; or
-    pool: Pool | None = None  # written to, ...
-    slots: Tensor | None = None  # ... int32 or int64 [B, windows]: in these rows
-
-    q = property(lambda self: self.kv)  # whose device counts
-    d = property(lambda self: self.norm_weight.shape[0])
-    m = property(lambda self: self.position_bias.shape[0])
-    overlap = property(lambda self: self.kv.shape[-1] == 2 * self.d)
-    kept = property(lambda self: 0 if self.old_kv is None else self.old_kv.shape[1])
-    base = property(lambda self: self.seen - self.kept)
-    first_window = property(lambda self: self.seen // self.m)
-    windows = property(lambda self: windows_of(self.seen, self.kv.shape[1], self.m))
-    drop = property(lambda self: self.kept + self.kv.shape[1] - self.new_kv.shape[1])
-
-
-def windows_of(seen: int, tokens: int, m: int) -> int:
-    """Rows that so many tokens finish."""
-    return (seen + tokens) // m - seen // m
-
-
-def state_size(seen: int, m: int, overlap: bool) -> int:
-    """Tokens that the state keeps after so many: the unfinished window, and for CSA the finished one before it."""
-    return seen % m + (m if overlap and seen >= m else 0)
+from dsv4.compress import forward, training
+from dsv4.compress.problem import CompressState, Parameters, state_size, windows_of
+from dsv4.runtime import checks
 
 
 def compress(
@@ -145,141 +84,8 @@ def compress(
             kv, gate, position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype, backend
         )
         return rows, CompressState(new_kv, new_gate, kv.shape[-2])
-    found = "cpu" if kv.is_meta and backend == "auto" else dispatch.resolve(backend, kv.device, "kv")
-    given = (position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype)
-    # What torch.compile traces stays torch code.
-    if found != "cpu" and (backend != "auto" or not torch.compiler.is_compiling()):
-        p = problem_of(kv, gate, state, given, out, slots)
-        if backend != "auto" or _reason(p) is None:
-            return _by_kernel(p, kv, found, out)
-    rows, after = _in_torch(kv, gate, state, given)
-    if out is None:
-        return rows, after
-    assert slots is not None
-    caches.write_rows(out, slots.flatten(), rows.flatten(0, -2))
-    return out, after
-
-
-def problem_of(kv: Tensor, gate: Tensor, state: CompressState | None, given: tuple, out, slots) -> CompressProblem:
-    position_bias, norm_weight, cos_sin, eps, dtype = given
-    old_kv, old_gate, seen = (None, None, 0) if state is None else state
-
-    def batched(x: Tensor | None) -> Tensor | None:
-        return x if x is None or kv.ndim == 3 else x[None]
-
-    kv3, gate3 = (kv, gate) if kv.ndim == 3 else (kv[None], gate[None])
-    b, length, width = kv3.shape
-    d, m = norm_weight.shape[0], position_bias.shape[0]
-    size = state_size(seen + length, m, width == 2 * d)
-    new_kv, new_gate = (torch.empty(b, size, width, dtype=torch.float32, device=kv.device) for _ in "kg")
-    rows = None
-    if out is None:
-        rows = torch.empty(b, windows_of(seen, length, m), d, dtype=dtype, device=kv.device)
-    old_kv, old_gate = (None if x is None or x.shape[-2] == 0 else batched(x) for x in (old_kv, old_gate))
-    return CompressProblem(
-        kv3, gate3, position_bias, norm_weight, cos_sin, old_kv, old_gate, seen, eps, dtype, new_kv, new_gate, rows,
-        out, slots,
-    )  # fmt: skip
-
-
-def _reason(p: CompressProblem) -> str | None:
-    """None, or why the kernels of the GPU that the tensors are on cannot run the problem."""
-    if not dispatch.has_kernels(p.kv.device):
-        return "there are none"
-    return dispatch.kernel_module("compress", dispatch.cuda_target(p.kv.device).capability).supports(p)
-
-
-def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | None) -> tuple[Any, CompressState]:
-    if p.kv.shape[0] and p.windows + p.new_kv.shape[1]:
-        with dispatch.entered(found, kv.device) as target:
-            module = dispatch.kernel_module("compress", target.capability)
-            if (reason := module.supports(p)) is not None:
-                raise ValueError(f"backend: {found!r} cannot run this compress problem: {reason}")
-            module.run(p)
-    rows = p.rows if p.rows is None or kv.ndim == 3 else p.rows[0]
-    new_kv, new_gate = (x if kv.ndim == 3 else x[0] for x in (p.new_kv, p.new_gate))
-    return (rows if out is None else out), CompressState(new_kv, new_gate, p.seen + kv.shape[-2])
-
-
-def _in_torch(kv: Tensor, gate: Tensor, state: CompressState | None, given: tuple) -> tuple[Tensor, CompressState]:
-    position_bias, norm_weight, cos_sin, eps, dtype = given
-    d, m = norm_weight.shape[0], position_bias.shape[0]
-    length, block = kv.shape[-2], max(m, BLOCK_BYTES // max(4 * kv[..., :1, :].numel(), 1))
-    if length > block:
-        parts = []
-        for begin in range(0, length, block):
-            some = slice(begin, begin + block)
-            part, state = _in_torch(kv[..., some, :], gate[..., some, :], state, given)
-            parts.append(part)
-        assert state is not None
-        return torch.cat(parts, -2), state
-    compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
-    overlap = kv.shape[-1] == 2 * d
-    seen = 0 if state is None else state.tokens
-    total = seen + kv.shape[-2]
-    slot = (torch.arange(kv.shape[-2], device=kv.device) + seen) % m
-    new_kv, new_gate = kv.to(compute), gate.to(compute) + position_bias.to(compute)[slot]
-    if state is not None:
-        new_kv, new_gate = torch.cat([state.kv, new_kv], -2), torch.cat([state.gate, new_gate], -2)
-    first = seen // m  # the window of the first unfinished token
-    windows = total // m - first  # finished by these tokens
-    # Tokens at the front that belong to the finished window before `first` (CSA only).
-    before = m if overlap and first > 0 else 0
-    value, logit = _slots(new_kv, new_gate, windows, before, m, d, overlap)
-    positions = torch.arange(first, first + windows, device=kv.device) * m
-    rows = pooled(value, logit, norm_weight, eps, cos_sin, positions)
-    drop = before + (windows - (1 if overlap else 0)) * m if windows else 0  # CSA keeps the last finished window
-    after = CompressState(new_kv[..., drop:, :].clone(), new_gate[..., drop:, :].clone(), total)
-    return rows.to(dtype), after
-
-
-def pooled(
-    value: Tensor, logit: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor | None, positions: Tensor
-) -> Tensor:
-    """Slots [..., n, slots, d] and their gates -> rows [..., n, d], normed, and rotated at positions [n]."""
-    d = value.shape[-1]
-    weight = (logit - logit.amax(-2, keepdim=True)).exp()
-    rows = _tree_sum((weight * value).mT)[..., 0] / _tree_sum(weight.mT)[..., 0]
-    rows = rows * torch.rsqrt(_tree_sum(rows * rows) / d + eps) * norm_weight.to(rows.dtype)
-    return rows if cos_sin is None else _rope(rows, cos_sin, positions)
-
-
-def _slots(kv: Tensor, gate: Tensor, windows: int, before: int, m: int, d: int, overlap: bool) -> tuple[Tensor, Tensor]:
-    """[..., tokens, width] -> [..., windows, slots, d] of both; the first window starts at token `before`."""
-
-    def slots(x: Tensor, missing: float) -> Tensor:
-        own = x[..., before : before + windows * m, :].unflatten(-2, (windows, m))
-        if not overlap:
-            return own
-        a, b = own[..., :d], own[..., d:]
-        if before:
-            earlier = x[..., :m, :d].unsqueeze(-3)
-        else:
-            earlier = torch.full_like(a[..., :1, :, :], missing)  # row 0 of the sequence: no window before it
-        return torch.cat([torch.cat([earlier, a[..., :-1, :, :]], -3), b], -2)
-
-    if windows == 0:
-        none = kv.new_zeros(*kv.shape[:-2], 0, 2 * m if overlap else m, d)
-        return none, none
-    return slots(kv, 0.0), slots(gate, float("-inf"))
-
-
-def _tree_sum(x: Tensor) -> Tensor:
-    """Sum over the last dim, kept with size 1, by halving: the same additions whatever the other dims are."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        pair = x[..., :half] + x[..., half : 2 * half]
-        x = torch.cat([pair, x[..., 2 * half :]], -1) if x.shape[-1] % 2 else pair
-    return x
-
-
-def _rope(rows: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
-    """Rotate the interleaved pairs of the last dims of rows [..., n, d] by the angle of positions [n]."""
-    r = cos_sin.shape[1]
-    cos, sin = cos_sin[positions].to(rows.dtype).chunk(2, -1)  # [n, r / 2]
-    even, odd = rows[..., -r::2], rows[..., rows.shape[-1] - r + 1 :: 2]
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-    return torch.cat([rows[..., :-r], turned], -1)
+    given = Parameters(position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype)
+    return forward.run(kv, gate, state, given, out, slots, backend)
 
 
 def _check(kv, gate, position_bias, norm_weight, cos_sin, state, learning=False) -> tuple[int, int]:

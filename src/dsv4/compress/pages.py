@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.pages import PackedRows
-from dsv4.compress.api import pooled
+from dsv4.compress.forward import pooled
 from dsv4.runtime import checks, dispatch
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.compress import forward
+from dsv4.compress.problem import Parameters, state_size
 from dsv4.runtime import gradients
 
 BLOCK_BYTES = 64 << 20  # of one tensor of slots, in fp32
@@ -28,18 +30,13 @@ def call(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> 
 
 
 def _forward(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
-    from dsv4.compress.api import compress
-
+    given = Parameters(position_bias, norm_weight, cos_sin, eps, dtype)
     with torch.no_grad():
-        rows, state = compress(
-            kv, gate, position_bias, norm_weight, cos_sin=cos_sin, eps=eps, dtype=dtype, backend=backend
-        )
+        rows, state = forward.run(kv, gate, None, given, None, None, backend)
     return rows, state.kv, state.gate
 
 
 def _fake_forward(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
-    from dsv4.compress.api import state_size
-
     d, m, tokens = norm_weight.shape[0], position_bias.shape[0], kv.shape[-2]
     kept = (*kv.shape[:-2], state_size(tokens, m, kv.shape[-1] == 2 * d), kv.shape[-1])
     compute = torch.float64 if kv.dtype == torch.float64 else torch.float32

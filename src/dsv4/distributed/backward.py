@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dsv4.distributed import forward as distributed
-from dsv4.distributed.forward import Setting
+from dsv4.distributed.attend import Setting, attend, cut, ring
+from dsv4.distributed.ranks import gathered_whole, global_rank, piece_numbers, pieces_of, rank_and_size, swapped
 from dsv4.fmha.backward_cpu import sink_terms
 
 
 class Prefill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Setting) -> Any:
-        out, lse = distributed._attend(q, k, v, sink, setting)
+        out, lse = attend(q, k, v, sink, setting)
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.setting = setting
         ctx.set_materialize_grads(False)
@@ -71,8 +71,8 @@ class Queries:
         dlse: Tensor | None, want_q: bool,
     ):  # fmt: skip
         self.setting, self.sink, self.want_q = setting, sink, want_q
-        self.rank, self.size = distributed._place(setting.group)
-        self.pieces = distributed._pieces(q.shape[1], setting.order)
+        self.rank, self.size = rank_and_size(setting.group)
+        self.pieces = pieces_of(q.shape[1], setting.order)
         self.piece = q.shape[1] // self.pieces
         self.tensors = q, out, dout
         self.lse, self.dlse = lse, dlse
@@ -86,12 +86,12 @@ class Queries:
         """fp32 [2, B, T, Hkv, D]: dk and dv of this rank's keys."""
         setting = self.setting
         if setting.method == "gather":
-            whole_k, whole_v = (distributed._unshard(x, 1, setting.order, setting.group) for x in (k, v))
+            whole_k, whole_v = (gathered_whole(x, 1, setting.order, setting.group) for x in (k, v))
             sums = torch.zeros(2, *whole_k.shape, dtype=torch.float32, device=k.device)
             self.add(0, whole_k, whole_v, sums)
             return scattered(sums, 2, setting.order, setting.group)
         sums = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
-        for parts in distributed._ring(k, v, self.pieces, setting.order, setting.group):
+        for parts in ring(k, v, self.pieces, setting.order, setting.group):
             for n, (first, some_k, some_v) in enumerate(parts):
                 self.add(first, some_k, some_v, sums[:, :, n * self.piece : (n + 1) * self.piece])
             sums = passed_on(sums, setting.group)
@@ -100,8 +100,8 @@ class Queries:
     def add(self, first: int, k: Tensor, v: Tensor, sums: Tensor) -> None:
         """Keys `first` .. of the sequence: to sums [2, B, S, Hkv, D], what my queries make of dk and dv; to dq."""
         setting = self.setting
-        for n, number in enumerate(distributed._numbers(self.rank, self.size, setting.order)):
-            seen = distributed.cut(self.piece, k.shape[1], number * self.piece - first, setting.left, setting.right)
+        for n, number in enumerate(piece_numbers(self.rank, self.size, setting.order)):
+            seen = cut(self.piece, k.shape[1], number * self.piece - first, setting.left, setting.right)
             if seen is None:
                 continue
             t, s, window = seen
@@ -125,7 +125,7 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, order: str, group: Any) -> Tensor:
         ctx.where = dim, order, group
-        return distributed._unshard(x, dim, order, group)
+        return gathered_whole(x, dim, order, group)
 
     @staticmethod
     @once_differentiable
@@ -135,22 +135,22 @@ class Unshard(torch.autograd.Function):
 
 def scattered(whole: Tensor, dim: int, order: str, group: Any) -> Tensor:
     """This rank's part of the sum over the ranks of a whole tensor: what unshard brings together, the other way."""
-    _, size = distributed._place(group)
+    _, size = rank_and_size(group)
     if size == 1:
         return whole
-    pieces = whole.chunk(size * distributed._pieces(None, order), dim)
-    send = [torch.cat([pieces[n] for n in distributed._numbers(r, size, order)], dim) for r in range(size)]
-    return distributed._swapped(send, group).float().sum(0).to(whole.dtype)
+    pieces = whole.chunk(size * pieces_of(None, order), dim)
+    send = [torch.cat([pieces[n] for n in piece_numbers(r, size, order)], dim) for r in range(size)]
+    return swapped(send, group).float().sum(0).to(whole.dtype)
 
 
 def passed_on(x: Tensor, group: Any) -> Tensor:
     """x to the next rank, that of the rank before here."""
     import torch.distributed as dist
 
-    rank, size = distributed._place(group)
+    rank, size = rank_and_size(group)
     if size == 1:
         return x
-    after, before = (distributed._global(group, (rank + step) % size) for step in (1, -1))
+    after, before = (global_rank(group, (rank + step) % size) for step in (1, -1))
     there = torch.empty_like(x)
     moves = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, there, before, group)]
     for move in dist.batch_isend_irecv(moves):

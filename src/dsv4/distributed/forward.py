@@ -24,22 +24,23 @@ Bits and tolerances:
 * lse is fp32 throughout, and as exact as that of the partials: within 2^-12 of the largest (or of 1).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsv4.distributed.attend import Setting, attend
+from dsv4.distributed.backward import Prefill, Unshard
+from dsv4.distributed.ranks import exchange, gather, gathered_whole, piece_numbers, pieces_of, rank_and_size
 from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
 from dsv4.merge import merge_states
 from dsv4.runtime import checks
 from dsv4.v4.api import v4_attention
 
 OPERATIONS = (fmha, fmha_paged, fmha_varlen, v4_attention)
-ORDERS = ("zigzag", "contiguous")
 METHODS = ("ring", "gather")
 HEADS = ("all", "mine")
-NOTED = 256  # bytes in which ranks tell each other dtype and shape
 
 
 def decode(
@@ -89,7 +90,7 @@ def merge(
     sink: [H], of all heads. heads="mine": rank r of R gets only heads r H / R .. (r + 1) H / R - 1, with the same
     bits as with all heads; this is what tensor-parallel projections need, with 1 / R of the traffic.
     """
-    rank, size = _place(group)
+    rank, size = rank_and_size(group)
     checks.one_of("heads", heads, HEADS)
     if not checks.is_tensor(out) or out.ndim not in (3, 4):
         checks.fail("out", checks.describe(out), "[B, T, H, D] or [N, H, D]")
@@ -107,8 +108,8 @@ def merge(
     if size == 1:
         return merge_states([out], [lse], sink)
     if heads == "mine":
-        return merge_states(_exchange(out, -2, group, "out"), _exchange(lse, 1, group, "lse"), sink)
-    return merge_states(_gather(out, group, "out"), _gather(lse, group, "lse"), sink)
+        return merge_states(exchange(out, -2, group, "out"), exchange(lse, 1, group, "lse"), sink)
+    return merge_states(gather(out, group, "out"), gather(lse, group, "lse"), sink)
 
 
 def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
@@ -118,7 +119,7 @@ def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
     ``r // (block * size) * block + r % block``. For a pool in pages, block is the page size (or a multiple). Any shape;
     -1 stays -1.
     """
-    rank, size = _place(group)
+    rank, size = rank_and_size(group)
     _whole("indices", indices)
     checks.at_least(1, "block", block)
     mine = (indices >= 0) & (indices // block % size == rank)
@@ -127,7 +128,7 @@ def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
 
 def local_lengths(lengths: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
     """How many of the rows 0 .. length - 1 are this rank's, sharded as by :func:`local_rows`."""
-    rank, size = _place(group)
+    rank, size = rank_and_size(group)
     _whole("lengths", lengths)
     checks.at_least(1, "block", block)
     rounds = lengths // (block * size)
@@ -145,22 +146,11 @@ def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None
 
     Differentiable: the gradient of a rank's part is the sum over the ranks of the gradients of their whole tensors.
     """
-    _, size = _place(group)
-    _pieces(_length(x, dim), order)
+    _, size = rank_and_size(group)
+    pieces_of(_length(x, dim), order)
     if not wants_gradient(x):
-        return _unshard(x, dim, order, group)
-    from dsv4.distributed import backward as distributed_backward
-
-    return distributed_backward.Unshard.apply(x, dim, order, group)
-
-
-def _unshard(x: Tensor, dim: int, order: str, group: Any) -> Tensor:
-    _, size = _place(group)
-    if size == 1:
-        return x.view_as(x)
-    parts = [part.chunk(_pieces(None, order), dim) for part in _gather(x, group)]
-    whole = {n: parts[r][p] for r in range(size) for p, n in enumerate(_numbers(r, size, order))}
-    return torch.cat([whole[n] for n in range(len(whole))], dim)
+        return gathered_whole(x, dim, order, group)
+    return Unshard.apply(x, dim, order, group)
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
@@ -178,12 +168,12 @@ def positions(length: int, *, order: str = "zigzag", group: Any = None, device: 
 
 
 def _positions(name: str, came: str, length: int, order: str, group: Any, device: torch.device | None) -> Tensor:
-    rank, size = _place(group)
-    pieces = _pieces(None, order)
+    rank, size = rank_and_size(group)
+    pieces = pieces_of(None, order)
     if length % (pieces * size):
         checks.fail(name, came, f"a multiple of {pieces * size}, for {size} ranks in {order} order")
     piece = length // (pieces * size)
-    return torch.cat([torch.arange(piece, device=device) + n * piece for n in _numbers(rank, size, order)])
+    return torch.cat([torch.arange(piece, device=device) + n * piece for n in piece_numbers(rank, size, order)])
 
 
 def prefill(
@@ -212,7 +202,7 @@ def prefill(
     Differentiable: every rank calls backward, and gets the gradients of its own q, k and v for the sum of the losses of
     all ranks. For sink, which all ranks have, it gets the part that comes from its own queries.
     """
-    rank, size = _place(group)
+    rank, size = rank_and_size(group)
     left, right = checks.window(window, checks.flag("causal", causal))
     checks.flag("return_lse", return_lse)
     checks.one_of("method", method, METHODS)
@@ -220,141 +210,13 @@ def prefill(
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x, (q.shape[0], q.shape[1], "Hkv", "D"), checks.FLOATS, like=("q", q))
     checks.sink(sink, q.shape[2], ("q", q))
-    _pieces(q.shape[1], order)
+    pieces_of(q.shape[1], order)
     setting = Setting(left, right, softmax_scale, order, method, group, deterministic, backend)
     if wants_gradient(q, k, v, sink):
-        from dsv4.distributed import backward as distributed_backward
-
-        out, lse = distributed_backward.Prefill.apply(q, k, v, sink, setting)
+        out, lse = Prefill.apply(q, k, v, sink, setting)
     else:
-        out, lse = _attend(q, k, v, sink, setting)
+        out, lse = attend(q, k, v, sink, setting)
     return (out, lse) if return_lse else out
-
-
-class Setting(NamedTuple):
-    """What prefill was asked for, beside the tensors."""
-
-    left: int
-    right: int
-    softmax_scale: float | None
-    order: str
-    method: str
-    group: Any
-    deterministic: bool
-    backend: str
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Setting) -> tuple[Tensor, Tensor]:
-    """prefill, its arguments checked -> out, lse."""
-    left, right, softmax_scale, order, method, group, deterministic, backend = setting
-    rank, size = _place(group)
-    pieces = _pieces(q.shape[1], order)
-    piece = q.shape[1] // pieces
-    options: dict[str, Any] = dict(softmax_scale=softmax_scale, deterministic=deterministic, backend=backend)
-    queries = list(zip((n * piece for n in _numbers(rank, size, order)), q.split(piece, 1) if piece else [q]))
-    states = [State(x, q.dtype if method == "gather" else torch.float32) for _, x in queries]
-    if method == "gather":
-        whole_k = _unshard(k, 1, order, group)
-        whole_v = whole_k if v is k else _unshard(v, 1, order, group)
-        rounds: Iterable[list[tuple[int, Tensor, Tensor]]] = [[(0, whole_k, whole_v)]]
-    else:
-        rounds = _ring(k, v, pieces, order, group)
-    for keys in rounds:
-        for (start, x), state in zip(queries, states):
-            for first, some_k, some_v in keys:
-                state.see(x, some_k, some_v, start - first, left, right, options, sink if method == "gather" else None)
-    done = [state.result(q.dtype, sink if method == "ring" else None) for state in states]
-    return torch.cat([x for x, _ in done], 1), torch.cat([x for _, x in done], 2)
-
-
-def cut(t: int, s: int, shift: int, left: int, right: int) -> tuple[int, int, tuple[int, int]] | None:
-    """Of t queries and s keys, query i sees key j iff i + shift - left <= j <= i + shift + right; -1 = no bound ->
-    as many queries and keys, from the first, as count, and fmha's window for them; None: nobody sees anything.
-
-    fmha counts from the bottom right corner, i + S - T, so the corner must lie between the bounds: keys behind the
-    reach of the last query, and queries whose reach begins behind the last key, are cut off; nobody misses them.
-    """
-    if right >= 0:
-        s = min(s, t + shift + right)
-    if left >= 0:
-        t = min(t, s - shift + left)
-    if s <= 0 or t <= 0:
-        return None
-    corner = s - t
-    return t, s, (corner - shift + left if left >= 0 else -1, shift + right - corner if right >= 0 else -1)
-
-
-class State:
-    """What a piece of queries has seen so far. dtype: fp32 where partials are merged, so that the result is rounded
-    once; q's where there is one call."""
-
-    def __init__(self, q: Tensor, dtype: torch.dtype):
-        b, t, heads, _ = q.shape
-        self.out = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
-        self.lse = torch.full((b, heads, t), float("-inf"), dtype=torch.float32, device=q.device)
-        self.parts = 0
-
-    def see(
-        self, q: Tensor, k: Tensor, v: Tensor, shift: int, left: int, right: int, options: dict, sink: Tensor | None
-    ) -> None:
-        """One part of the keys; see cut for what is seen of it."""
-        seen = cut(q.shape[1], k.shape[1], shift, left, right)
-        if seen is None:
-            return
-        t, s, window = seen
-        out = torch.empty(q[:, :t].shape, dtype=self.out.dtype, device=q.device)
-        lse = fmha(q[:, :t], k[:, :s], v[:, :s], window=window, sink=sink, return_lse=True, out=out, **options)[1]
-        if self.parts > 0:
-            out, lse = merge_states([self.out[:, :t], out], [self.lse[:, :, :t], lse])
-        self.out[:, :t], self.lse[:, :, :t] = out, lse
-        self.parts += 1
-
-    def result(self, dtype: torch.dtype, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = (self.out, self.lse) if sink is None else merge_states([self.out], [self.lse], sink)
-        return out.to(dtype), lse
-
-
-def _ring(k: Tensor, v: Tensor, pieces: int, order: str, group: Any) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
-    """For each rank, this one first: its pieces of keys, (position of the first, k, v). The next travel meanwhile."""
-    import torch.distributed as dist
-
-    rank, size = _place(group)
-    here = [k.contiguous()] if v is k else [k.contiguous(), v.contiguous()]
-    for name, x in zip("kv", here):
-        _alike(name, x, group)
-    # Two sets of buffers in turn; not the first keys, which are the caller's and must not be written.
-    buffers = [[torch.empty_like(x) for x in here] for _ in range(min(size - 1, 2))]
-    after, before = (_global(group, (rank + step) % size) for step in (1, -1))
-    for step in range(size):
-        moves: list[Any] = []
-        there = buffers[step % len(buffers)] if step + 1 < size else []
-        if there:
-            moves = [dist.P2POp(dist.isend, x, after, group) for x in here]
-            moves += [dist.P2POp(dist.irecv, x, before, group) for x in there]
-            moves = dist.batch_isend_irecv(moves)
-        numbers = _numbers((rank - step) % size, size, order)
-        piece = k.shape[1] // pieces
-        yield [
-            (n * piece, here[0][:, p * piece : (p + 1) * piece], here[-1][:, p * piece : (p + 1) * piece])
-            for p, n in enumerate(numbers)
-        ]
-        for move in moves:
-            move.wait()
-        here = there
-
-
-def _numbers(rank: int, size: int, order: str) -> tuple[int, ...]:
-    """The pieces of the sequence that a rank has."""
-    return (rank, 2 * size - 1 - rank) if order == "zigzag" else (rank,)
-
-
-def _pieces(tokens: int | None, order: str) -> int:
-    """How many pieces of the sequence a rank has, its tokens being so many."""
-    checks.one_of("order", order, ORDERS)
-    pieces = 2 if order == "zigzag" else 1
-    if tokens is not None and tokens % pieces:
-        checks.fail("order", f"'zigzag' with {tokens} tokens on a rank", "an even number of them, or 'contiguous'")
-    return pieces
 
 
 def _whole(name: str, x: Any) -> None:
@@ -371,70 +233,3 @@ def _length(x: Any, dim: Any) -> int:
     if checks.whole(dim) is None or not -x.ndim <= dim < x.ndim:
         checks.fail("dim", checks.describe(dim), f"an int from {-x.ndim} to {x.ndim - 1}")
     return x.shape[dim]
-
-
-def _alike(name: str, x: Tensor, group: Any) -> None:
-    """Every rank has a tensor of this shape and dtype; else all raise. Where values are checked (see checks): on a GPU
-    it would cost a round over the ranks."""
-    import torch.distributed as dist
-
-    if not checks.values_checked(x):
-        return
-    mine = torch.zeros(NOTED, dtype=torch.uint8)
-    noted = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}".encode()[:NOTED]
-    mine[: len(noted)] = torch.tensor(list(noted), dtype=torch.uint8)
-    mine = mine.to(x.device)
-    all_ranks = [torch.empty_like(mine) for _ in range(_place(group)[1])]
-    dist.all_gather(all_ranks, mine, group=group)
-    for rank, other in enumerate(all_ranks):
-        if not torch.equal(other, mine):
-            theirs = bytes(other.tolist()).rstrip(b"\0").decode()
-            checks.fail(name, f"{checks.describe(x)}, and on rank {rank} of the group {theirs}",
-                        "tensors of one shape and dtype on all ranks")  # fmt: skip
-
-
-def _gather(x: Tensor, group: Any, name: str = "x") -> list[Tensor]:
-    """Every rank's x."""
-    import torch.distributed as dist
-
-    _alike(name, x, group)
-    result = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(_place(group)[1])]
-    dist.all_gather(result, x.contiguous(), group=group)
-    return result
-
-
-def _exchange(x: Tensor, dim: int, group: Any, name: str) -> list[Tensor]:
-    """This rank's share, along dim, of every rank's x."""
-    _alike(name, x, group)
-    return list(_swapped(x.chunk(_place(group)[1], dim), group).unbind())
-
-
-def _swapped(parts: Sequence[Tensor], group: Any) -> Tensor:
-    """Part r to rank r -> what the ranks had for this one, stacked. One tensor: gloo of torch 2.11 takes no lists."""
-    import torch.distributed as dist
-
-    given = torch.stack([*parts])
-    result = torch.empty_like(given)
-    dist.all_to_all_single(result, given, group=group)
-    return result
-
-
-def _place(group: Any) -> tuple[int, int]:
-    """(rank, size) in the group."""
-    import torch.distributed as dist
-
-    accepted = "None or a group of torch.distributed with this rank"
-    if not dist.is_available() or not dist.is_initialized():
-        checks.fail("group", "no process group", f"{accepted}, after init_process_group")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group says so to ranks outside
-        checks.fail("group", "a group that this rank is not in", accepted)
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        checks.fail("group", checks.describe(group), accepted)
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _global(group: Any, rank: int) -> int:
-    """Point-to-point calls name ranks of the world."""
-    import torch.distributed as dist
-
-    return rank if group is None else dist.get_global_rank(group, rank)

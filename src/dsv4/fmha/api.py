@@ -6,6 +6,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from dsv4.fmha import plan as plans
 from dsv4.fmha import problem
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
@@ -236,15 +237,17 @@ OPERATIONS = {
     for op in (
         Operation(
             "fmha", "fmha", ("q", *KV, "sink"), 3, NUMBERS, ("out", "lse"), _outputs, _from_operator(problem.dense),
-            problem.check_values, (4,), ("same_kv", *KV),
+            problem.check_values, (4,), ("same_kv", *KV), plans.reserved, plans.warmup_calls,
         ),
         Operation(
             "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), 5, (*NUMBERS, *BOUNDS),
             ("out", "lse"), _outputs, _from_operator(problem.varlen), problem.check_values, (3,), ("same_kv", *KV),
+            plans.reserved_varlen, plans.warmup_calls,
         ),
         Operation(
             "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), 5, NUMBERS, ("out", "lse"), _outputs,
             _from_operator(problem.paged), problem.check_values, (4,), ("same_kv", *PAGES),
+            plans.reserved, plans.warmup_calls,
         ),
     )
 }  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.index_keys import IndexCache
+from dsv4.index import plan as plans
 from dsv4.index import problem
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
@@ -109,6 +110,8 @@ INDEX_TOPK = Operation(
     problem.build,
     problem.check_values,
     (3, 4),
+    plan=plans.reserved,
+    warmup=plans.warmup_calls,
     falls_back=True,
 )
 operators.define_operation(INDEX_TOPK, ARGUMENTS)

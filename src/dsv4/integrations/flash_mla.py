@@ -30,12 +30,11 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.formats import FP8_584
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.kv import Fp8Cache, Pool
 from dsv4.fmha.api import fmha_paged
 from dsv4.integrations.naming import named
 from dsv4.runtime import checks
 from dsv4.v4.api import v4_attention
-from dsv4.v4.problem import Pool
 
 FP8_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 # of arguments, here and in dsv4.v4_attention

@@ -42,6 +42,8 @@ class Operation:
     check_values: Callable[[Any], None] | None = None
     ranks: tuple[int, ...] = ()  # of q, for which `shapes` has an answer
     same: tuple[str, str, str] | None = None  # field of the problem: whether these two arguments are the same memory
+    plan: Callable[..., tuple[int, int]] | None = None  # what a plan reserves for it (plan.RULES)
+    warmup: Callable[..., Any] | None = None  # calls that compile what it needs (warmup.CALLS)
     falls_back: bool = False  # backend "auto" runs torch code where no kernel serves the problem
     backward: bool = False
 

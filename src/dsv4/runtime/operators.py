@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from dsv4.runtime import calls, checks
+from dsv4.runtime import calls, checks, warmup
+from dsv4.runtime import plan as plans
 from dsv4.runtime.calls import Given, Operation
 from dsv4.runtime.plan import Plan
 
@@ -98,6 +99,8 @@ def define_operation(op: Operation, arguments: str) -> None:
     assert set(defaults) == {*op.tensors, *op.options}, f"{op.name}: {set(defaults) ^ {*op.tensors, *op.options}}"
     more = f"Tensor(c!)? scratch=None, SymInt[]? capacities=None, Tensor(a!) out, Tensor(b!) {op.second}"
     define(f"{op.name}_out({inputs}, {more}) -> ()", kernel_out, fake_out)
+    if op.plan is not None and op.warmup is not None:
+        plans.RULES[op.name], warmup.CALLS[op.name] = op.plan, op.warmup
 
 
 def call(

@@ -6,23 +6,28 @@ change. One plan serves any problem within its capacities, one call at a time.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.index.sizes import index_block, index_share_words, index_words
 from dsv4.runtime import checks
-from dsv4.runtime.splits import (
-    DECODE_HEADS,
-    DECODE_KEYS,
-    ROWS_PER_TILE,
-    choose_splits,
-    decode_splits,
-    deterministic_cut,
-)
 
-OPERATIONS = ("fmha", "fmha_varlen", "fmha_paged", "v4_attention", "index_topk")
+
+class Capacities(NamedTuple):
+    """What a plan is made for: batch sequences of at most so many queries and keys each."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+# Operations that take a plan -> (capacities, SMs of the GPU, whether deterministic calls must fit) -> (KV splits, fp32
+# words of scratch memory). operators.define_operation puts them here.
+RULES: dict[str, Callable[[Capacities, int, bool], tuple[int, int]]] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +98,8 @@ def plan(
     max_seqlen_k keys, where k is v. With False, a GPU rejects such calls if the space is missing.
     """
     name = getattr(operation, "__name__", None)
-    if name not in OPERATIONS:
-        checks.fail("operation", checks.describe(operation), ", ".join(f"dsv4.{o}" for o in OPERATIONS))
+    if name not in RULES:
+        checks.fail("operation", checks.describe(operation), ", ".join(f"dsv4.{o}" for o in RULES))
     sizes = dict(batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     sizes = {key: checks.at_least(1, key, size) for key, size in sizes.items()}
     checks.head_dim("head_dim", head_dim)
@@ -102,34 +107,9 @@ def plan(
     checks.flag("deterministic", deterministic)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     where = checks.device("device", default if device is None else device)
-    if name == "index_topk":
-        words = 0
-        if where.type == "cuda":
-            words = index_block(batch, max_seqlen_k) * index_words(max_seqlen_k)
-            words += _num_sms(where) * index_share_words(max_seqlen_k)
-        return Plan(name, head_dim=head_dim, num_splits=1, scratch=torch.empty(words, device=where), **sizes)
-    splits = 1 if where.type != "cuda" else _splits(_num_sms(where), **sizes)
-    partials = 0 if splits == 1 else splits * batch * max_seqlen_q * q_heads
-    if where.type == "cuda" and name == "v4_attention":
-        tiles, blocks = batch * -(-q_heads // DECODE_HEADS), -(-max_seqlen_k // DECODE_KEYS) + 2  # of two lists
-        partials = max(partials, decode_splits(tiles, _num_sms(where), blocks) * batch * q_heads)
-    if deterministic and where.type == "cuda" and name == "v4_attention":
-        partials = max(partials, max(deterministic_cut(q_heads, max_seqlen_k)[0], 1) * batch * q_heads)
-    if deterministic and where.type == "cuda" and name in ("fmha", "fmha_paged"):
-        group = q_heads // kv_heads
-        for t in range(1, max_seqlen_q + 1):
-            n, _ = deterministic_cut(t * group, max_seqlen_k)
-            if n == 0:
-                break
-            partials = max(partials, n * batch * t * q_heads)
-    scratch = torch.empty(partials * (head_dim + 1), dtype=torch.float32, device=where)
+    splits, words = 1, 0
+    if where.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(where).multi_processor_count
+        splits, words = RULES[name](Capacities(head_dim=head_dim, **sizes), num_sms, deterministic)
+    scratch = torch.empty(words, dtype=torch.float32, device=where)
     return Plan(name, head_dim=head_dim, num_splits=splits, scratch=scratch, **sizes)
-
-
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _splits(num_sms: int, *, batch: int, q_heads: int, kv_heads: int, max_seqlen_q: int, max_seqlen_k: int) -> int:
-    tiles = batch * kv_heads * -(-max_seqlen_q * (q_heads // kv_heads) // ROWS_PER_TILE)
-    return choose_splits(tiles, num_sms, max_seqlen_k)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from dsv4.caches import kv as caches
+from dsv4.caches.kv import Pool
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
 from dsv4.runtime.plan import Plan
+from dsv4.v4 import plan as plans
 from dsv4.v4 import problem
-from dsv4.v4.problem import Pool
 
 
 class V4Options(TypedDict, total=False):
@@ -205,5 +206,7 @@ V4_ATTENTION = Operation(
     problem.check_values,
     (3,),
     ("same_pools", "window", "compressed"),
+    plans.reserved,
+    plans.warmup_calls,
 )  # fmt: skip
 operators.define_operation(V4_ATTENTION, ARGUMENTS)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dsv4.caches import kv as caches
+from dsv4.caches.kv import Pool
 from dsv4.runtime.threads import one_thread
-from dsv4.v4.problem import Pool, V4Problem, requests_of
+from dsv4.v4.problem import V4Problem, requests_of
 
 ROW_BLOCK = 512  # rows of one query in one step
 BLOCK_BYTES = 24 << 20  # gathered rows, scores and sums (fp32) of one step, all its queries together

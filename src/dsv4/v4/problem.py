@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from dsv4.caches import kv as caches
+from dsv4.caches.kv import Pool
 from dsv4.caches.pages import PackedRows
 from dsv4.runtime import checks
-
-Pool = Tensor | PackedRows  # [rows, D], [pages, rows per page, D], or packed rows: an Fp8Cache
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4
-from dsv4.compress import api as compressor
-from dsv4.compress.api import CompressState
+from dsv4.compress import forward as compressor
+from dsv4.compress.problem import CompressState
 
 
 def stepwise(args, cuts):

@@ -24,7 +24,7 @@ from dsink import assert_dsink
 import dsv4
 from dsv4 import reference
 from dsv4.distributed import decode, local_lengths, local_rows, merge, positions, prefill, shard, unshard
-from dsv4.distributed import forward as distributed
+from dsv4.distributed.ranks import ORDERS, gather
 from dsv4.fmha import cpu as cpu_fmha
 from dsv4.reference import backward as reference_backward
 
@@ -38,7 +38,7 @@ def normal(*shape, seed=0, dtype=torch.float32):
 
 def same_on_all(x):
     """Bit for bit."""
-    everywhere = distributed._gather(x, None)
+    everywhere = gather(x, None)
     assert all(torch.equal(x, other) for other in everywhere)
 
 
@@ -135,7 +135,7 @@ def check_rows_are_dealt_out(rank, size):
         for length in (0, 1, 7, 20, 40):
             kept = mine[:length][mine[:length] >= 0]
             assert kept.tolist() == list(range(int(local_lengths(torch.tensor([length]), block=block))))
-        assert torch.equal(sum(distributed._gather((mine >= 0).int(), None)), torch.ones(40).int())
+        assert torch.equal(sum(gather((mine >= 0).int(), None)), torch.ones(40).int())
     assert local_rows(torch.tensor([[-1, -1]])).tolist() == [[-1, -1]]
 
 
@@ -285,7 +285,7 @@ def check_groups(rank, size):
     q, k, v = (normal(1, 8, 2, 64, seed=n) for n in range(3))
     sink = torch.zeros(2)
     want, _ = reference.fmha(q, k, v, causal=True, sink=sink)
-    for order in distributed.ORDERS:
+    for order in ORDERS:
         assert_right(prefill(q, k, v, sink=sink, group=alone, order=order), want, merged=True)
     assert_right(decode(dsv4.fmha, q, k, v, group=alone), reference.fmha(q, k, v)[0])
     other = [dist.new_group([n]) for n in range(size)][(rank + 1) % size]

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import dsv4
 from dsv4 import reference
 from dsv4.distributed import forward as distributed
+from dsv4.distributed.attend import State
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 PATHS = os.pathsep.join(map(str, (WORKER.parents[3] / "src", WORKER.parents[1])))
@@ -81,7 +82,7 @@ def test_a_piece_of_queries_sees_what_it_should(t, s, shift, left, right, split)
     if right >= 0:
         seen &= j <= i + right
     want, want_lse = reference.attend(*(x[0].transpose(0, 1) for x in (q, k, v)), seen, None, 0.125, torch.float64)
-    state = distributed.State(q, torch.float32)
+    state = State(q, torch.float32)
     for begin, end in ((0, split), (split, s)):
         if begin < min(end, s):
             part = slice(begin, min(end, s))

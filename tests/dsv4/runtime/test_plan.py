@@ -8,8 +8,9 @@ import torch
 from agreement import qkv
 
 import dsv4
-from dsv4.runtime.plan import _splits, deterministic_cut
-from dsv4.runtime.splits import choose_splits, uneven
+from dsv4.fmha.plan import splits_of
+from dsv4.runtime.plan import Capacities
+from dsv4.runtime.splits import choose_splits, deterministic_cut, uneven
 
 CAPACITY = dict(batch=2, q_heads=4, kv_heads=2, head_dim=64, max_seqlen_q=3, max_seqlen_k=9, device="cpu")
 
@@ -137,7 +138,7 @@ def test_bad_operation():
 @pytest.mark.parametrize("tiles", [1, 3, 33, 132, 200])
 @pytest.mark.parametrize("keys", [1, 128, 4096, 1 << 20])
 def test_splits_fill_the_machine_and_no_more(tiles, keys):
-    splits = _splits(132, batch=tiles, q_heads=8, kv_heads=1, max_seqlen_q=1, max_seqlen_k=keys)
+    splits = splits_of(Capacities(tiles, 8, 1, 128, 1, keys), 132)
     assert 1 <= splits <= max(1, keys // 32)  # no split of a few keys
     if keys == 1 << 20:
         rounds = tiles * splits / 132

@@ -7,13 +7,13 @@ are dropped. It writes byte by byte: pages may lie at any address.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsv4.caches import formats
-from dsv4.caches.pages import PackedRows
 from dsv4.runtime import calls
 from dsv4.runtime.program import Launch
 
@@ -109,8 +109,8 @@ def pack_rows(x_ptr, slots_ptr, out_ptr, count, line, rows, page_rows, page_stri
     store_packed(out_ptr, x.to(tl.float32), slot, rows, page_rows, page_stride, column, FORMAT)
 
 
-def write_rows(cache: PackedRows, slots: Tensor, rows: Tensor, launch: Callable[[Launch], None] = calls.launch) -> None:
-    """Quantise rows [n, values] into the row numbers slots [n]."""
+def write_rows(cache: Any, slots: Tensor, rows: Tensor, launch: Callable[[Launch], None] = calls.launch) -> None:
+    """Quantise rows [n, values] into the row numbers slots [n] of packed rows (caches/pages.py)."""
     if len(rows):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         each = max(4, 1024 // cache.format.values)  # of a program

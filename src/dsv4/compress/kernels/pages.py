@@ -1,6 +1,6 @@
 """Compressed rows of many requests whose states lie in an engine's pages, as one kernel: pooling, norm, RoPE, place.
 
-The arithmetic is that of dsv4.compress.api, in an order that depends on the row alone.
+The arithmetic is that of dsv4.compress.forward, in an order that depends on the row alone.
 """
 
 from collections.abc import Callable

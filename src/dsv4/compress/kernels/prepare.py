@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.formats import PLAIN, RowFormat
-from dsv4.compress.api import CompressProblem
 from dsv4.compress.kernels.rows import compress_rows
+from dsv4.compress.problem import CompressProblem
 from dsv4.runtime import calls
 from dsv4.runtime.program import Changing, Launch
 

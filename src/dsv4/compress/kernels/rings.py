@@ -1,8 +1,8 @@
 """Compressed rows of many requests at different places, as one kernel: pooling, norm, RoPE, place, and the states.
 
-The rows and their arithmetic are those of dsv4.compress.api. The state of a request is a ring: its last tokens in fp32,
-gates with their bias; token t lies at place t % ring of the request's line. A row is made of tokens of the state and of
-this call, in an order that depends on nothing else: how tokens were cut into calls changes no bit.
+The rows and their arithmetic are those of dsv4.compress.forward. The state of a request is a ring: its last tokens in
+fp32, gates with their bias; token t lies at place t % ring of the request's line. A row is made of tokens of the state
+and of this call, in an order that depends on nothing else: how tokens were cut into calls changes no bit.
 """
 
 from collections.abc import Callable

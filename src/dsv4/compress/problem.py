@@ -1,0 +1,100 @@
+"""What a call of compress knows: the state of a sequence, and the problem that a kernel receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.kv import Pool
+
+
+class CompressState(NamedTuple):
+    """What a sequence carries from one call to the next. It is never modified in place, so you can go back to an older
+    state (rejected draft tokens).
+
+    kv, gate  [..., t, width]: the tokens that still matter, gate with position_bias added. These are the tokens of the
+              unfinished window, after (CSA) the m tokens of the finished window before it.
+    tokens    tokens seen so far
+    """
+
+    kv: Tensor
+    gate: Tensor
+    tokens: int
+
+
+class Parameters(NamedTuple):
+    """What stays the same from call to call of a sequence."""
+
+    position_bias: Tensor  # [m, width]
+    norm_weight: Tensor  # [d]
+    cos_sin: Tensor | None
+    eps: float
+    dtype: torch.dtype  # of a row, before it is stored
+
+
+@dataclass(frozen=True, eq=False)
+class CompressProblem:
+    """One call for the kernels. Tokens are counted from the first one that the old state keeps."""
+
+    operation: ClassVar[str] = "compress"
+
+    kv: Tensor  # [B, L, width]
+    gate: Tensor  # [B, L, width]
+    position_bias: Tensor  # [m, width]
+    norm_weight: Tensor  # [d]
+    cos_sin: Tensor | None
+    old_kv: Tensor | None  # fp32 [B, kept, width]
+    old_gate: Tensor | None
+    seen: int  # tokens before this call
+    eps: float
+    dtype: torch.dtype  # of a row, before it is stored
+    new_kv: Tensor  # fp32 [B, what the state keeps, width], to be filled
+    new_gate: Tensor
+    rows: Tensor | None = None  # [B, windows, d], to be filled; or
+    pool: Pool | None = None  # written to, ...
+    slots: Tensor | None = None  # ... int32 or int64 [B, windows]: in these rows
+
+    q = property(lambda self: self.kv)  # whose device counts
+    d = property(lambda self: self.norm_weight.shape[0])
+    m = property(lambda self: self.position_bias.shape[0])
+    overlap = property(lambda self: self.kv.shape[-1] == 2 * self.d)
+    kept = property(lambda self: 0 if self.old_kv is None else self.old_kv.shape[1])
+    base = property(lambda self: self.seen - self.kept)
+    first_window = property(lambda self: self.seen // self.m)
+    windows = property(lambda self: windows_of(self.seen, self.kv.shape[1], self.m))
+    drop = property(lambda self: self.kept + self.kv.shape[1] - self.new_kv.shape[1])
+
+
+def windows_of(seen: int, tokens: int, m: int) -> int:
+    """Rows that so many tokens finish."""
+    return (seen + tokens) // m - seen // m
+
+
+def state_size(seen: int, m: int, overlap: bool) -> int:
+    """Tokens that the state keeps after so many: the unfinished window, and for CSA the finished one before it."""
+    return seen % m + (m if overlap and seen >= m else 0)
+
+
+def problem_of(kv: Tensor, gate: Tensor, state: CompressState | None, given: Parameters, out, slots) -> CompressProblem:
+    position_bias, norm_weight, cos_sin, eps, dtype = given
+    old_kv, old_gate, seen = (None, None, 0) if state is None else state
+
+    def batched(x: Tensor | None) -> Tensor | None:
+        return x if x is None or kv.ndim == 3 else x[None]
+
+    kv3, gate3 = (kv, gate) if kv.ndim == 3 else (kv[None], gate[None])
+    b, length, width = kv3.shape
+    d, m = norm_weight.shape[0], position_bias.shape[0]
+    size = state_size(seen + length, m, width == 2 * d)
+    new_kv, new_gate = (torch.empty(b, size, width, dtype=torch.float32, device=kv.device) for _ in "kg")
+    rows = None
+    if out is None:
+        rows = torch.empty(b, windows_of(seen, length, m), d, dtype=dtype, device=kv.device)
+    old_kv, old_gate = (None if x is None or x.shape[-2] == 0 else batched(x) for x in (old_kv, old_gate))
+    return CompressProblem(
+        kv3, gate3, position_bias, norm_weight, cos_sin, old_kv, old_gate, seen, eps, dtype, new_kv, new_gate, rows,
+        out, slots,
+    )  # fmt: skip

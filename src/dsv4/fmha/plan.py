@@ -1,0 +1,60 @@
+"""What a plan for fmha, fmha_varlen and fmha_paged reserves, and the calls that warm it up."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dsv4.runtime.plan import Capacities, Plan
+from dsv4.runtime.splits import ROWS_PER_TILE, choose_splits, deterministic_cut
+from dsv4.runtime.warmup import Kinds
+
+WHOLE = 128  # keys: a multiple of every kernel's tile
+
+
+def splits_of(c: Capacities, num_sms: int) -> int:
+    tiles = c.batch * c.kv_heads * -(-c.max_seqlen_q * (c.q_heads // c.kv_heads) // ROWS_PER_TILE)
+    return choose_splits(tiles, num_sms, c.max_seqlen_k)
+
+
+def reserved_varlen(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
+    """(splits, fp32 words of their partial results). Deterministic calls are not split."""
+    splits = splits_of(c, num_sms)
+    partials = 0 if splits == 1 else splits * c.batch * c.max_seqlen_q * c.q_heads
+    return splits, partials * (c.head_dim + 1)
+
+
+def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
+    """The same of dense and paged problems: deterministic calls are cut by their rows and keys."""
+    splits, words = reserved_varlen(c, num_sms, deterministic)
+    for t in range(1, c.max_seqlen_q + 1) if deterministic else ():
+        n, _ = deterministic_cut(t * c.q_heads // c.kv_heads, c.max_seqlen_k)
+        if n == 0:
+            break
+        words = max(words, n * c.batch * t * c.q_heads * (c.head_dim + 1))
+    return splits, words
+
+
+def warmup_calls(made: Plan, q: Tensor, kinds: Kinds) -> Iterator[tuple[tuple, dict]]:
+    """(tensors, options) of a call with one key per sequence, for each kind; dense keys also in whole tiles."""
+    for tensors in _warmup_tensors(made, q, kinds):
+        for causal in (False, True):
+            for deterministic in kinds.deterministic:
+                yield tensors, dict(causal=causal, deterministic=deterministic)
+
+
+def _warmup_tensors(made: Plan, q: Tensor, kinds: Kinds) -> Iterator[tuple]:
+    starts = torch.arange(made.batch + 1, dtype=torch.int32, device=q.device)
+    for same in kinds.same_kv:
+        if made.operation == "fmha_paged":
+            k = q.new_zeros(1, kinds.page_size, made.kv_heads, made.head_dim)
+            table = torch.zeros(made.batch, 1, dtype=torch.int32, device=q.device)
+            yield q, k, k if same else k.clone(), table, torch.ones_like(table[:, 0])
+            continue
+        for keys in (1,) if made.operation == "fmha_varlen" or made.max_seqlen_k < WHOLE else (1, WHOLE):
+            k = q.new_zeros(made.batch, keys, made.kv_heads, made.head_dim)
+            v = k if same else k.clone()
+            if made.operation == "fmha_varlen":
+                yield q.flatten(0, 1), k[:, 0], v[:, 0], starts * made.max_seqlen_q, starts
+            else:
+                yield q, k, v

@@ -1,0 +1,28 @@
+"""What a plan for index_topk reserves, and the calls that warm it up."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dsv4.index.sizes import index_block, index_share_words, index_words
+from dsv4.runtime.plan import Capacities, Plan
+from dsv4.runtime.warmup import Kinds
+
+
+def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
+    """(1, fp32 words): scores of a block of queries, and what those that share a query keep."""
+    scores = index_block(c.batch, c.max_seqlen_k) * index_words(c.max_seqlen_k)
+    return 1, scores + num_sms * index_share_words(c.max_seqlen_k)
+
+
+def warmup_calls(made: Plan, q: Tensor, kinds: Kinds) -> Iterator[tuple[tuple, dict]]:
+    """(tensors, options) of a call in which every query is its own request, and of one with one request."""
+    q = q[:, 0]
+    k, weights = q.new_zeros(1, kinds.page_size, made.head_dim), q[..., 0]
+    lengths = torch.ones(len(q), dtype=torch.int32, device=q.device)
+    table = torch.zeros(len(q), made.max_seqlen_k // kinds.page_size, dtype=torch.int32, device=q.device)
+    starts = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+    for topk in (512, 1024):
+        yield (q, k, weights, topk), dict(lengths=lengths, block_table=table)
+        yield (q, k, weights, topk), dict(lengths=lengths, block_table=table[:1], request_starts=starts)
