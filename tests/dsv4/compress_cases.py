@@ -6,7 +6,7 @@ from compress_inputs import BOUND, KINDS, by_hand, inputs
 import dsv4
 import softsm
 from dsv4 import Fp8Cache, IndexCache
-from dsv4.compress.kernels import prepare as compress_launch
+from dsv4.caches.kernels.pack import write_rows
 
 
 def kernel(arch, **arguments):
@@ -81,7 +81,7 @@ def assert_write(arch, page, stride):
     slots = torch.tensor([3, 0, 11, -1, 7, 10, 4, 5, 9, 1, 2, 8])
     got, want = (Fp8Cache.empty(6, page, page_stride=stride) for _ in "ab")
     with softsm.use(arch), softsm.checking(races=True) as report:
-        compress_launch.write(got, slots, rows)
+        write_rows(got, slots, rows)
     assert not report, str(report)
     want.write(slots, rows)
     finite = torch.ones(want.rows, dtype=torch.bool)

@@ -9,7 +9,7 @@ from dsv4.caches.formats import FP8_584
 from dsv4.caches.kv import Fp8Cache
 from dsv4.fmha.plan import splits_of
 from dsv4.runtime.plan import Capacities, Plan
-from dsv4.runtime.splits import DECODE_HEADS, DECODE_KEYS, deterministic_cut, decode_splits
+from dsv4.runtime.splits import DECODE_HEADS, DECODE_KEYS, decode_splits, deterministic_cut
 from dsv4.runtime.warmup import Kinds
 
 
