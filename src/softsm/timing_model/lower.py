@@ -13,27 +13,29 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from softsm.timing_model import trace as tr
+from softsm.timing_model import machine
+from softsm.timing_model.blocks import Blocks
 from softsm.timing_model.loops import machine_depths
 from softsm.timing_model.sass import Code
+from softsm.timing_model.trace import ClusterTrace
 
 ANCHORS = {
-    tr.WAIT: ("SYNCS.PHASECHK",),
-    tr.ARRIVE: ("SYNCS.ARRIVE", "SYNCS.ATOMS"),
-    tr.LOAD: ("UTMALDG", "UBLKCP", "UBLKRED"),
-    tr.GATHER: ("UTMALDG",),
-    tr.STORE: ("UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"),
-    tr.BULK_COMMIT: ("UTMACMDFLUSH",),
-    tr.BULK_WAIT: ("DEPBAR",),
-    tr.BAR: ("BAR",),
-    tr.CP_ASYNC: ("LDGSTS",),
-    tr.CP_COMMIT: ("LDGDEPBAR",),
-    tr.CP_WAIT: ("DEPBAR",),
-    tr.CP_ARRIVE: ("ARRIVES",),
-    tr.MMA: ("UTCHMMA", "UTCQMMA", "UTCOMMA", "UTCIMMA", "UTCMXQMMA", "UTCCP", "UTCSHIFT", "UTC"),
-    tr.MMA_COMMIT: ("UTCBAR",),
-    tr.CLUSTER_ARRIVE: ("UCGABAR_ARV",),
-    tr.CLUSTER_WAIT: ("UCGABAR_WAIT",),
+    machine.WAIT: ("SYNCS.PHASECHK",),
+    machine.ARRIVAL: ("SYNCS.ARRIVE", "SYNCS.ATOMS"),
+    machine.LOAD: ("UTMALDG", "UBLKCP", "UBLKRED"),
+    machine.GATHER: ("UTMALDG",),
+    machine.BULK_STORE: ("UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"),
+    machine.BULK_COMMIT: ("UTMACMDFLUSH",),
+    machine.BULK_WAIT: ("DEPBAR",),
+    machine.BAR: ("BAR",),
+    machine.CP_ASYNC: ("LDGSTS",),
+    machine.CP_COMMIT: ("LDGDEPBAR",),
+    machine.CP_WAIT: ("DEPBAR",),
+    machine.CP_ARRIVE: ("ARRIVES",),
+    machine.MMA: ("UTCHMMA", "UTCQMMA", "UTCOMMA", "UTCIMMA", "UTCMXQMMA", "UTCCP", "UTCSHIFT", "UTC"),
+    machine.MMA_COMMIT: ("UTCBAR",),
+    machine.CLUSTER_ARRIVE: ("UCGABAR_ARV",),
+    machine.CLUSTER_WAIT: ("UCGABAR_WAIT",),
 }
 KEPT = 1 << 20  # machine instructions of the ways that are kept for a kernel
 OTHERS = ("HGMMA", "QGMMA", "IGMMA", "WARPGROUP.DEPBAR")  # known by the machine code alone
@@ -72,14 +74,14 @@ class Path:
     order: np.ndarray  # the warp's events in the order of the instructions
 
 
-def lowering_of(code: Code, blocks: tr.Blocks) -> Lowering:
+def lowering_of(code: Code, blocks: Blocks) -> Lowering:
     if code.lowering is None:
         code.lowering = Lowering(code, blocks)
     return code.lowering
 
 
 class Lowering:
-    def __init__(self, code: Code, blocks: tr.Blocks):
+    def __init__(self, code: Code, blocks: Blocks):
         self.code, self.blocks = code, blocks
         self.pseudo = len(code.instructions)  # an event without an instruction of its own
         homes: dict[int, list[int]] = defaultdict(list)
@@ -207,7 +209,7 @@ class Lowering:
             if found[n] < 0:
                 before = [found[m] for m in range(n) if found[m] >= 0]
                 same = next((found[m] for m in range(n - 1, -1, -1) if events[m] == (line, kind) and found[m] >= 0), -1)
-                if same >= 0 and kind != tr.BAR:  # nobody comes to a barrier again who waits there
+                if same >= 0 and kind != machine.BAR:  # nobody comes to a barrier again who waits there
                     found[n] = same
                 else:
                     free = [at for at in by_kind[kind] if at not in taken]
@@ -283,7 +285,7 @@ class Lowering:
             np.concatenate([x.order + b for x, b in zip(parts, begins)]),
         )
 
-    def streams(self, cluster: tr.ClusterTrace) -> Streams:
+    def streams(self, cluster: ClusterTrace) -> Streams:
         """Warps of a role mostly go one way, in all CTAs: ways are kept."""
         out = Streams()
         tables: list[np.ndarray] = [np.zeros((0, 4))]

@@ -89,6 +89,33 @@ PARAMETERS = (
     CP_LINE,
     LOAD_LINE,
 ) = range(len(PARAMETERS))
+# Events (trace.py), by their kind; ARRIVE and COMMIT are parameters.
+(
+    INIT,
+    ARRIVAL,
+    WAIT,
+    LOAD,
+    BULK_STORE,
+    BULK_COMMIT,
+    BULK_WAIT,
+    BAR,
+    CP_ASYNC,
+    CP_COMMIT,
+    CP_WAIT,
+    CP_ARRIVE,
+    MMA,
+    MMA_COMMIT,
+    CLUSTER_ARRIVE,
+    CLUSTER_WAIT,
+    GATHER,
+) = range(17)
+# Columns of an mbarrier, with causes of 16 phases; its times: the latest arrival, ends of 16 phases.
+B_PENDING, B_EXPECTED, B_BYTES, B_PHASES, B_CAUSE, B_CAUSES = range(6)
+B_COLUMNS, B_TIMES = 21, 17
+LOG_ROWS, N_BARRIERS, N_ENDING, N_INSTANCES, N_WARPS, N_GROUPS, LOG_ROOM = range(7)  # of State.count
+LOG_COLUMNS = 6
+PIPES, ISSUE_SLOT = 17, 16  # of a scheduler; the last is the issue slot
+ENGINES = 11  # of a multiprocessor
 NEAR, FAR = 96, 480  # instructions that the measured jumps went over
 RING = 64  # products of a warpgroup
 # Columns of the machine instructions (costs.py): whole numbers, and others.
@@ -113,7 +140,7 @@ ON_BARRIER, ON_PRODUCTS, ON_CLUSTER, ON_NAMED = 1_000_000_000, 2_000_000_000, 3_
 
 
 class State(NamedTuple):
-    """The arguments of the replay, in order."""
+    """Everything that the replay reads and changes."""
 
     ints: np.ndarray  # machine instructions: eight columns of each, as above
     values: np.ndarray
@@ -171,7 +198,7 @@ class State(NamedTuple):
     memory: np.ndarray  # tensors: cycles a byte, latencies of loads, of TMA, of a queue, L2_FREE or DEVICE_FREE
     p: np.ndarray
     log: np.ndarray
-    count: np.ndarray  # rows of the log, mbarriers of an instance, instances that must end
+    count: np.ndarray  # rows of the log, mbarriers of an instance, instances that must end, and sizes of all this
 
 
 def filled(size: int, value: float, dtype: type = np.float64) -> np.ndarray:
@@ -191,8 +218,8 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
     def whole(size: int, value: int = 0) -> np.ndarray:
         return filled(size, value, np.int64)
 
-    b_count = np.zeros((instances * barriers, 21), np.int64)
-    b_count[:, :2], b_count[:, 4:] = 1, -1
+    b_count = np.zeros((instances * barriers, B_COLUMNS), np.int64)
+    b_count[:, :B_BYTES], b_count[:, B_CAUSE:] = 1, -1
     table = events.T.astype(np.int64, "C")
     return State(
         ints.ravel(), values.ravel(), filled(n, -1.0), whole(n), np.zeros(n),
@@ -201,9 +228,10 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
         whole(warps, -1), whole(5 * warps), np.zeros(5 * warps), np.zeros(8 * warps), whole(32 * warps),
         np.zeros(64 * warps), *spans.T.astype(np.int64, "C"), nexts.astype(np.int64),
         spans[:, 1] - spans[:, 0], begins.astype(np.float64), filled(instances, -1.0), whole(2 * instances),
-        np.zeros(9 * instances), b_count.ravel(), np.zeros(17 * instances * barriers), np.zeros(512 * instances),
+        np.zeros(9 * instances), b_count.ravel(), np.zeros(B_TIMES * instances * barriers), np.zeros(512 * instances),
         whole(groups * RING), np.zeros(groups * RING), np.zeros(groups * RING), whole(groups), whole(groups),
         np.zeros(groups * RING), whole(groups * RING), whole(2 * groups), whole(groups), whole(sms), np.zeros(sms),
-        np.zeros(11 * sms),
-        np.zeros(17 * 4 * sms), memory.ravel(), p, np.empty(6 * log), np.array([0, barriers, ending]),
+        np.zeros(ENGINES * sms),
+        np.zeros(PIPES * 4 * sms), memory.ravel(), p, np.empty(LOG_COLUMNS * log),
+        np.array([0, barriers, ending, instances, warps, groups, log]),
     )  # fmt: skip

@@ -13,10 +13,11 @@ from softsm.timing_model import machine
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
 from softsm.timing_model.grid import makespan, over_grid
 from softsm.timing_model.lower import Lowering, Path, Streams, kinds_of, lowering_of
+from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import Code, code_of
-from softsm.timing_model.trace import CP_ASYNC, GATHER, LOAD, STORE, ClusterTrace, LaunchTrace
+from softsm.timing_model.trace import ClusterTrace, LaunchTrace
 from softsm.timing_model.work import ENGINES, work_of
 
 SM_SHARED, SM_REGISTERS, SM_THREADS, SM_CTAS = 233_472, 65_536, 2048, 32
@@ -261,7 +262,7 @@ class Model:
         turns = 1
         for w in self.trace.clusters[0].warps:
             visits = [n for n in map(w.blocks.count, stores) if n]
-            bulk = Counter(e[0] for e in w.events if e[1] == STORE)
+            bulk = Counter(e[0] for e in w.events if e[1] == BULK_STORE)
             for found in (visits, bulk.values()):
                 turns = max(turns, min(found, default=1))
         return turns
@@ -324,7 +325,7 @@ class Model:
         state = machine.state(ints, self.costs.values, *flat, events, np.array(rows), np.array(spans_of),
                              np.array(nexts), np.array(begins), groups, barriers, self.cluster, memory, p,
                              log, len(order) - (0 if whole else len(queues)))  # fmt: skip
-        if simulate(*state):
+        if simulate(state):
             raise CannotFollow(self._stuck(state, warps))
         stalls = state.stalls.reshape(-1, machine.REASON_COUNT)
         kept = state.log.reshape(-1, 6)[: state.count[0]]

@@ -1,6 +1,5 @@
 """Parts of a replay (replay.py) that need little of its state: which warp goes next, what code that is not in a
-cache costs, whom an arrival wakes, the log. Numba compiles them into it; what needs many arrays is written out there,
-since a call with fifteen of them takes as long as six instructions.
+cache costs, whom an arrival wakes, the log.
 
 Times of active warps are the leaves of a tree, whose nodes have the earlier time of their two: the earliest is at the
 top, and a warp's new time changes the nodes on its way there.
@@ -8,20 +7,55 @@ top, and a warp's new time changes the nodes on its way there.
 
 from __future__ import annotations
 
-from softsm.engine.native import native
-from softsm.timing_model.machine import COLD, FAR, INF, JUMP_FAR, JUMP_NEAR, LOW, NEAR
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# isort: off
+from softsm.timing_model.machine import (
+    COLD, FAR, INF, JUMP_FAR, JUMP_NEAR, LOG_COLUMNS, LOG_ROOM, LOG_ROWS, LOW, NEAR, ON_PRODUCTS,
+)  # fmt: skip
+
+# isort: on
+
+# Not `native`: it is kept on disk as a part of its callers.
+part = njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-@native(None)
-def plant(tree, leaves, w_time, active, n_active):
+@intrinsic
+def pointers(typingctx, state):
+    """A named tuple of arrays as one of pointers to their first elements: a pointer is one number, an array seven, and
+    references to it are counted."""
+
+    def codegen(context, builder, signature, args):
+        arrays = zip(state.types, cgutils.unpack_tuple(builder, args[0]))
+        found = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    made = types.NamedTuple([types.CPointer(array.dtype) for array in state.types], state.instance_class)
+    return made(state), codegen
+
+
+@part
+def start(s, inst, time, active, n_active):
+    """The warps of a CTA begin. -> how many are active"""
+    for v in range(s.i_first[inst], s.i_after[inst]):
+        s.w_time[v] = time
+        active[n_active] = v
+        n_active += 1
+    return n_active
+
+
+@part
+def plant(s, tree, leaves, active, n_active):
     """All nodes anew."""
     for k in range(leaves):
-        tree[leaves + k] = w_time[active[k]] if k < n_active else INF
+        tree[leaves + k] = s.w_time[active[k]] if k < n_active else INF
     for k in range(leaves - 1, 0, -1):
         tree[k] = min(tree[2 * k], tree[2 * k + 1])
 
 
-@native(None)
+@part
 def change(tree, k, time):
     """One leaf, and what is above it."""
     tree[k] = time
@@ -31,7 +65,7 @@ def change(tree, k, time):
         tree[k] = time
 
 
-@native(None)
+@part
 def earliest(tree, leaves):
     """-> (its place among the active warps, the earliest time of the others)"""
     second = INF
@@ -47,43 +81,56 @@ def earliest(tree, leaves):
     return k - leaves, second
 
 
-@native(None)
-def fetch(before, i, p):
+@part
+def fetch(s, before, i):
     """Cycles until the code of an instruction is there that nobody has run: what follows the one before comes fast,
     what a jump leads to does not."""
     over = abs(i - before - 1) if before >= 0 else FAR
     if over >= NEAR:
-        return p[JUMP_NEAR] + (p[JUMP_FAR] - p[JUMP_NEAR]) * min(1.0, (over - NEAR) / (FAR - NEAR))
-    return p[JUMP_NEAR] * over / NEAR if over > 0 else p[COLD]
+        return s.p[JUMP_NEAR] + (s.p[JUMP_FAR] - s.p[JUMP_NEAR]) * min(1.0, (over - NEAR) / (FAR - NEAR))
+    return s.p[JUMP_NEAR] * over / NEAR if over > 0 else s.p[COLD]
 
 
-@native(None)
-def held(board, first, mask):
+@part
+def held(s, first, mask):
     """When the scoreboards of the mask are down; `first`: of the warp."""
     time = 0.0
     for r in range(6):
-        if mask >> r & 1 and board[first + r] > time:
-            time = board[first + r]
+        if mask >> r & 1 and s.board[first + r] > time:
+            time = s.board[first + r]
     return time
 
 
-@native(None)
-def wake(tag, t, w_tag, w_time, first, after):
+@part
+def wake(s, tag, t, first, after):
     """Warps from first to after that wait for what the tag names go on. -> whether there is one"""
     found = False
     for v in range(first, after):
-        if w_tag[v] == tag:
-            w_tag[v] = -1
-            w_time[v] = t
+        if s.w_tag[v] == tag:
+            s.w_tag[v] = -1
+            s.w_time[v] = t
             found = True
     return found
 
 
-@native(None)
-def note(log, n, w, pos, begin, end, kind, more):
-    """A row of the log, if there is room. -> rows"""
-    if 6 * n >= len(log):
-        return n
-    k = 6 * n
-    log[k], log[k + 1], log[k + 2], log[k + 3], log[k + 4], log[k + 5] = w, pos, begin, end, kind, more
-    return n + 1
+@part
+def wake_for_product(s, g, soon, inst):
+    """The same for warps that wait for products of a warpgroup."""
+    found = False
+    for v in range(s.i_first[inst], s.i_after[inst]):
+        if s.w_tag[v] == ON_PRODUCTS + g:
+            s.w_tag[v] = -1
+            s.w_time[v] = max(soon, s.w_since[v])
+            found = True
+    return found
+
+
+@part
+def note(s, w, pos, begin, end, kind, more):
+    """A row of the log, if there is room."""
+    n = s.count[LOG_ROWS]
+    if n < s.count[LOG_ROOM]:
+        s.count[LOG_ROWS] = n + 1
+        k = LOG_COLUMNS * n
+        s.log[k], s.log[k + 1], s.log[k + 2] = w, pos, begin
+        s.log[k + 3], s.log[k + 4], s.log[k + 5] = end, kind, more

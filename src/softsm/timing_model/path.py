@@ -12,7 +12,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from softsm.timing_model import machine
-from softsm.timing_model import trace as tr
 from softsm.timing_model.machine import LOG_COPY as COPY
 from softsm.timing_model.machine import LOG_PRODUCT as PRODUCT
 from softsm.timing_model.model import Prediction, Run
@@ -87,10 +86,10 @@ def critical_path(p: Prediction) -> tuple[float, list[Link]]:
             what = -1 if event is None else int(event[0])
             flights = log.copies.get((other, pos), [])
             issued = [b for e, b in flights if e <= ended + 1 and b < ended]
-            if what in (tr.LOAD, tr.GATHER) and issued:
+            if what in (machine.LOAD, machine.GATHER) and issued:
                 add("copy", ended - issued[-1])
                 time, barrier, to = issued[-1], "issue", "copy"
-            elif what == tr.MMA_COMMIT:
+            elif what == machine.MMA_COMMIT:
                 add("tensor core", ended - began)
                 time, barrier, to = min(began, ended - 1), "issue", "tensor core"
             else:
@@ -116,6 +115,6 @@ def _barrier(p: Prediction, run: Run, warp: int, pos: int) -> str:
     assert p.trace is not None
     names = p.trace.clusters[run.order[run.warps[warp][0]]].names
     event = run.event(warp, pos)
-    if event is not None and int(event[0]) == tr.WAIT and int(event[1]) < len(names):
+    if event is not None and int(event[0]) == machine.WAIT and int(event[1]) < len(names):
         return names[int(event[1])].partition(" (")[0]
     return "a wait"

@@ -10,9 +10,9 @@ import numpy as np
 from softsm.timing_model import machine
 from softsm.timing_model.follow import branch_on_load, places_of
 from softsm.timing_model.lower import kinds_of
+from softsm.timing_model.machine import WAIT
 from softsm.timing_model.model import Prediction
 from softsm.timing_model.path import critical_path
-from softsm.timing_model.trace import WAIT
 from softsm.timing_model.validated import band, statement
 
 SHOWN = 6

@@ -30,30 +30,29 @@ from softsm.timing_model import address_trace
 from softsm.timing_model.accesses import Access, Instructions, Looks, shifts
 from softsm.timing_model.blocks import Blocks, blocks_of
 from softsm.timing_model.follow import CannotFollow
+from softsm.timing_model.machine import (
+    ARRIVAL,
+    BAR,
+    BULK_COMMIT,
+    BULK_STORE,
+    BULK_WAIT,
+    CLUSTER_ARRIVE,
+    CLUSTER_WAIT,
+    CP_ARRIVE,
+    CP_ASYNC,
+    CP_COMMIT,
+    CP_WAIT,
+    GATHER,
+    INIT,
+    LOAD,
+    MMA,
+    MMA_COMMIT,
+    WAIT,
+)
 
 if TYPE_CHECKING:
     from softsm.timing_model.timer import Timer
 
-# Kinds of events; replay.py has their meaning.
-(
-    INIT,
-    ARRIVE,
-    WAIT,
-    LOAD,
-    STORE,
-    BULK_COMMIT,
-    BULK_WAIT,
-    BAR,
-    CP_ASYNC,
-    CP_COMMIT,
-    CP_WAIT,
-    CP_ARRIVE,
-    MMA,
-    MMA_COMMIT,
-    CLUSTER_ARRIVE,
-    CLUSTER_WAIT,
-    GATHER,
-) = range(17)
 MANY = 24  # jumps from which on arrays are quicker than a loop
 PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
 
@@ -328,7 +327,7 @@ class Tracer(Observer):
             elif what == "expect_tx":
                 entry[1] += amount
         for number, (count, tx) in arrived.items():
-            add((line, ARRIVE, number, count, tx))
+            add((line, ARRIVAL, number, count, tx))
         if name.startswith("cp.async.bulk.commit_group"):
             add((line, BULK_COMMIT, 0, 0, 0))
         elif name.startswith("cp.async.bulk.wait_group"):
@@ -390,7 +389,7 @@ class Tracer(Observer):
             first = next((x for x in self.ops if x.kind == f"{kind} (read)"), None)
             nbytes = sum(r[3] - r[2] for r in first.reads if r[0] == "shared") if first is not None else 0
             trace.traffic[tensor, "write"] += nbytes
-            add((line, STORE, tensor, nbytes, 0))
+            add((line, BULK_STORE, tensor, nbytes, 0))
         elif kind == "tcgen05.mma":
             _, _, m, n, *_ = op.footprint.accumulator
             text = warp.instruction().text

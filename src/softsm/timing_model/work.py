@@ -9,8 +9,8 @@ import numpy as np
 from softsm.timing_model import machine
 from softsm.timing_model.costs import PIPES, Costs
 from softsm.timing_model.lower import Streams
+from softsm.timing_model.machine import GATHER, LOAD, MMA
 from softsm.timing_model.parameters import Gpu
-from softsm.timing_model.trace import GATHER, LOAD, MMA
 
 ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory")
 

@@ -1,8 +1,9 @@
 """Which machine instructions a warp issues for the blocks of PTX that it runs through."""
 
 from softsm.timing_model import sass
+from softsm.timing_model.blocks import Blocks
 from softsm.timing_model.lower import Lowering
-from softsm.timing_model.trace import ARRIVE, BAR, WAIT, Blocks
+from softsm.timing_model.machine import ARRIVAL, BAR, WAIT
 
 PTX_LINES = {1: 0, 2: 1, 3: 1, 4: 2}  # a loop of one block (1) between two others
 BLOCKS = Blocks([0, 1, 3], PTX_LINES, [1, 2, 3, 4], [], loops=[0, 1, 0])
@@ -47,6 +48,6 @@ def test_a_wait_belongs_to_its_first_try_not_to_the_second_behind_all_other_code
         (2, "SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR25], R71"), (2, "@!P2 BRA `(.L_x_5)"), (2, "EXIT"),
     ]  # fmt: skip
     lowering = Lowering(code(rows), Blocks([0], {1: 0, 2: 0, 3: 0}, [1, 2, 3], [], loops=[0]))
-    path = lowering._path([0], [0], [(2, WAIT), (3, ARRIVE)])
+    path = lowering._path([0], [0], [(2, WAIT), (3, ARRIVAL)])
     placed = [path.instructions[n] for n, e in enumerate(path.events.tolist()) if e >= 0]
     assert placed == [0, 2]
