@@ -213,7 +213,7 @@ def time(
     arguments: Annotated[
         list[str] | None, typer.Argument(help="its command line (after -- where softsm has an option of the same name)")
     ] = None,
-    arch: Annotated[str, typer.Option(help="sm_90a or sm_100a; default: SOFTSM, else the GPU's")] = "",
+    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a or sm_103a; default: SOFTSM, else the GPU's")] = "",
     gpu: Annotated[str, typer.Option(help="h200 or b200; default: the architecture's")] = "",
     clock: Annotated[
         float | None, typer.Option(help="GHz of the multiprocessors; default: what the model expects")

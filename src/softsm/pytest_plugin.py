@@ -14,7 +14,7 @@ import warnings
 
 import pytest
 
-ARCHITECTURES = ("sm_90a", "sm_100a")
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 DEFAULT = "sm_100a"
 in_use = pytest.StashKey()
 

@@ -95,7 +95,7 @@ def test_verify_reports_an_exception_by_case(monkeypatch: pytest.MonkeyPatch) ->
         (("--backend", "cpu", "--json", "no/such/folder/report.json"), "no such folder"),
         (("--backend", "tpu"), "accepted: auto, cuda, softsm, cpu"),
         (("--backend", "cpu", "--arch", "sm_90a"), "does not apply"),
-        (("--backend", "softsm", "--arch", "sm_70"), "accepted: sm_100a, sm_90a"),
+        (("--backend", "softsm", "--arch", "sm_70"), "accepted: sm_90a, sm_100a, sm_103a"),
     ],
 )
 def test_verify_that_cannot_run_exits_with_2_and_says_why(arguments, says) -> None:
@@ -204,7 +204,7 @@ def test_a_call_without_softsm_says_how_to_install_it(monkeypatch: pytest.Monkey
 def test_doctor_says_that_blackwell_needs_a_newer_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 6))
     finding = doctor.triton()
-    assert finding.ok and finding.why == "compiles for sm_90a; sm_100a needs triton >= 3.9"
+    assert finding.ok and finding.why == "compiles for sm_90a; sm_100a, sm_103a need triton >= 3.9"
 
 
 def test_doctor_fails_when_what_should_work_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.parametrize("command, says", [
-    ("compile -o x --arch sm_80", "sm_80: accepted: sm_90a, sm_100a"),
+    ("compile -o x --arch sm_80", "sm_80: accepted: sm_90a, sm_100a, sm_103a"),
     ("compile -o x --head-dim 100", "100: accepted: 64, 128, 256, 512"),
     ("compile -o x --dtype fp32", "fp32: accepted: bf16, fp16"),
     ("compile -o x --kind pages", "pages: accepted: dense, varlen, paged, v4"),

@@ -101,7 +101,7 @@ def test_bad_ptx_names_the_line(tmp_path):
     assert done.exit_code == 1 and "PTX line 19" in done.output and "mull" in done.output
 
 
-@pytest.mark.parametrize("arch, capability", [("sm_90a", "(9, 0)"), ("sm_100a", "(10, 0)")])
+@pytest.mark.parametrize("arch, capability", [("sm_90a", "(9, 0)"), ("sm_100a", "(10, 0)"), ("sm_103a", "(10, 3)")])
 def test_program_with_its_own_arguments(tmp_path, arch, capability):
     import torch
 

@@ -15,12 +15,12 @@ from dsv4.runtime import checks, dispatch
 
 from . import show, variants
 
-CAPABILITIES = {arch: capability for capability, (_, arch, _) in dispatch.ARCHITECTURES.items()}
+ARCHS = [entry.name for entry in dispatch.ARCHITECTURES.values()]
 
 
 def compile(  # noqa: A001 - the command's name
     out: Annotated[Path, typer.Option("--out", "-o", help="directory to write to")],
-    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a")] = "sm_90a",
+    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a, sm_103a")] = "sm_90a",
     head_dim: Annotated[list[int] | None, typer.Option(help="64, 128, 256, 512; default all")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp16; default bf16")] = None,
     kind: Annotated[list[str] | None, typer.Option(help=f"{', '.join(variants.KINDS)}; default all")] = None,
@@ -30,7 +30,7 @@ def compile(  # noqa: A001 - the command's name
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
 ) -> None:
     """Compile the kernels ahead of time into a directory; DSV4_AOT=DIR then launches from there, without a compiler."""
-    show.chosen("--arch", [arch], CAPABILITIES)
+    show.chosen("--arch", [arch], ARCHS)
     kinds, dims = show.chosen("--kind", kind, variants.KINDS), show.chosen("--head-dim", head_dim, checks.HEAD_DIMS)
     dtypes = show.chosen("--dtype", dtype or ["bf16"], variants.DTYPES)
     try:

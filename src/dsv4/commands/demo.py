@@ -114,7 +114,7 @@ def best(operation: str) -> tuple[Where, str]:
     if not torch.cuda.is_available():
         return Where("cpu"), ""
     try:
-        dispatch.kernel_module(operation, torch.cuda.get_device_capability())
+        dispatch.kernel_module(operation, dispatch.capability_of())
     except RuntimeError as why:
         return Where("cpu"), f"On the CPU, not on the GPU: {why}"
     return Where("cuda").resolve(), ""

@@ -135,15 +135,14 @@ def settings() -> Iterator[Finding]:
 def triton() -> Finding:
     found = dispatch.triton_version()
     if found is None:
-        return Finding("triton", "not installed", False, "kernels, compiling and softsm need it")
+        return Finding("triton", "not installed", None, "kernels and Triton programs in softsm need it; Linux only")
     text = importlib.import_module("triton").__version__
-    can = [arch for _, arch, oldest in dispatch.ARCHITECTURES.values() if found >= oldest]
-    cannot = [
-        f"{arch} needs triton >= {'.'.join(map(str, oldest))}"
-        for _, arch, oldest in dispatch.ARCHITECTURES.values()
-        if found < oldest
-    ]
-    return Finding("triton", text, bool(can), "; ".join([f"compiles for {', '.join(can) or 'nothing here'}", *cannot]))
+    every = dispatch.ARCHITECTURES.values()
+    why = f"compiles for {', '.join(e.name for e in every if found >= e.triton) or 'nothing here'}"
+    if newer := [entry for entry in every if found < entry.triton]:
+        oldest = ".".join(map(str, min(entry.triton for entry in newer)))
+        why += f"; {', '.join(entry.name for entry in newer)} need triton >= {oldest}"
+    return Finding("triton", text, found >= min(entry.triton for entry in every), why)
 
 
 def device() -> Iterator[Finding]:
@@ -154,9 +153,9 @@ def device() -> Iterator[Finding]:
         yield Finding("gpu", "none that torch sees", None, why)
         return
     for index in range(torch.cuda.device_count()):
-        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        name, capability = torch.cuda.get_device_name(index), dispatch.capability_of(index)
         entry = dispatch.ARCHITECTURES.get(capability)
-        why = f"kernels of {entry[1]}" if entry else "no kernels for this compute capability; backend cpu still works"
+        why = f"kernels of {entry.name}" if entry else "no kernels for this GPU; CPU tensors work"
         yield Finding(f"gpu {index}", f"{name}, {capability[0]}.{capability[1]}", True if entry else None, why)
 
 
@@ -174,13 +173,13 @@ def ptxas() -> Finding:
 
 def backends(run: bool) -> Iterator[Finding]:
     yield trial("cpu", Where("cpu"), True)
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    capability = dispatch.capability_of() if torch.cuda.is_available() else None
     if capability is None:
         yield Finding("cuda", "not here", None, "torch sees no GPU")
     else:
         yield kernels("cuda", Where("cuda"), capability, run=True)
-    for capability, (_, arch, _) in dispatch.ARCHITECTURES.items():
-        yield kernels(f"softsm {arch}", Where("softsm", arch), capability, run)
+    for capability, entry in dispatch.ARCHITECTURES.items():
+        yield kernels(f"softsm {entry.name}", Where("softsm", entry.name), capability, run)
 
 
 def kernels(what: str, where: Where, capability: tuple[int, int], run: bool) -> Finding:

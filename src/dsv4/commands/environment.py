@@ -22,7 +22,7 @@ DSV4 = (
     Variable("DSV4_SGLANG_PARTS", "", "further parts to replace in SGLang: indexer, compressor, insertion"),
 )  # fmt: skip
 SOFTSM = (
-    Variable("SOFTSM", "", "sm_90a or sm_100a: Triton programs of this process run in softsm on that GPU"),
+    Variable("SOFTSM", "", "sm_90a, sm_100a or sm_103a: Triton programs of this process run in softsm"),
     Variable("SOFTSM_CACHE", "~/.cache/softsm", "directory for softsm's own compiled code"),
     Variable("SOFTSM_PROCESSES", "CPU cores", "processes that one launch in softsm may use"),
     Variable("SOFTSM_BUDGET", "20000000000", "warp instructions after which a launch in softsm ends with an error"),

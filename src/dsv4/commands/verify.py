@@ -26,7 +26,7 @@ def verify(
     suite: Annotated[str, typer.Option(help="seeds, fmha, v4, backward or all")] = "all",
     backend: Annotated[str, typer.Option(help="auto, cuda, softsm or cpu")] = "auto",
     arch: Annotated[
-        str | None, typer.Option(help="sm_100a or sm_90a: the GPU's own, or the one softsm emulates")
+        str | None, typer.Option(help="sm_90a, sm_100a or sm_103a: the GPU's own, or the one softsm emulates")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="write every measurement to this file; - is stdout")

@@ -97,7 +97,7 @@ def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any],
 
 def write(directory: Path, kernel: Any, arguments: list[Any], constants: dict[str, Any], arch: str = "sm_90a") -> Path:
     """Compile one variant into DIRECTORY -> its JSON file."""
-    capability = next(10 * major + minor for (major, minor), entry in ARCHITECTURES.items() if entry[1] == arch)
+    capability = next(10 * major + minor for (major, minor), entry in ARCHITECTURES.items() if entry.name == arch)
     compiled = compile_kernel(kernel, arguments, constants, capability)
     cubin = compiled.asm["cubin"]
     types = argument_types(arguments)

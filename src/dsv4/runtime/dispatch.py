@@ -20,8 +20,21 @@ import torch
 from dsv4.runtime import checks
 from dsv4.runtime.settings import settings
 
-# compute capability -> (kernel package, softsm's name of the architecture, oldest Triton that compiles it)
-ARCHITECTURES = {(9, 0): ("sm90", "sm_90a", (3, 6)), (10, 0): ("sm100", "sm_100a", (3, 9))}
+
+class Architecture(NamedTuple):
+    """Kernels for one compute capability."""
+
+    package: str  # dsv4.<operation>.kernels.<package>
+    name: str  # as ptxas and softsm have it
+    triton: tuple[int, int]  # the oldest that compiles them
+    gpus: str
+
+
+ARCHITECTURES = {
+    (9, 0): Architecture("sm90", "sm_90a", (3, 6), "H100, H200, GH200"),
+    (10, 0): Architecture("sm100", "sm_100a", (3, 9), "B200, GB200"),
+    (10, 3): Architecture("sm100", "sm_103a", (3, 9), "B300, GB300"),  # the same PTX but for its .target
+}
 OPERATIONS = ("fmha", "v4", "index", "compress")  # folders of dsv4
 DEFAULT_SOFTSM_ARCH = "sm_100a"
 DEFAULT_NUM_SMS = 132  # assumed where kernels are only compiled
@@ -38,8 +51,8 @@ class Target(NamedTuple):
 
     @property
     def arch(self) -> str:
-        """sm_90a, sm_100a."""
-        return ARCHITECTURES[self.capability][1] if self.capability in ARCHITECTURES else "unknown"
+        """sm_90a, sm_100a, sm_103a."""
+        return ARCHITECTURES[self.capability].name if self.capability in ARCHITECTURES else "unknown"
 
 
 def use_aot(directory: str | Path | None, only: bool = False) -> None:
@@ -93,8 +106,13 @@ def cuda_target(device: torch.device) -> Target:
 
 @cache
 def _cuda_target(device: torch.device, aot: Path | None, aot_only: bool) -> Target:
-    found = torch.cuda.get_device_properties(device)
-    return Target("cuda", (found.major, found.minor), found.multi_processor_count, aot, aot_only)
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return Target("cuda", capability_of(device), count, aot, aot_only)
+
+
+def capability_of(device: torch.device | int | None = None) -> tuple[int, int]:
+    """The compute capability of a GPU; (0, 0) of AMD's, whose numbers mean something else (gfx90a is 9.0)."""
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def softsm_target() -> Target:
@@ -102,7 +120,7 @@ def softsm_target() -> Target:
     from triton.runtime import driver
 
     arch = softsm_arch()
-    capability = next((c for c, entry in ARCHITECTURES.items() if entry[1] == arch), None)
+    capability = next((c for c, entry in ARCHITECTURES.items() if entry.name == arch), None)
     if capability is None:
         raise RuntimeError(f"backend 'softsm': no dsv4 kernels for {arch}")
     active = driver.active
@@ -112,7 +130,7 @@ def softsm_target() -> Target:
 
 def compile_target(arch: str) -> Target:
     """For kernels that are only compiled."""
-    capability = next(capability for capability, entry in ARCHITECTURES.items() if entry[1] == arch)
+    capability = next(capability for capability, entry in ARCHITECTURES.items() if entry.name == arch)
     return Target("cuda", capability, DEFAULT_NUM_SMS)
 
 
@@ -124,9 +142,8 @@ def softsm_arch() -> str:
 def kernel_module(operation: str, capability: tuple[int, int], backward: bool = False) -> ModuleType:
     """The kernels of this architecture; RuntimeError says what is missing."""
     if capability not in ARCHITECTURES:
-        have = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
-        raise RuntimeError(f"no dsv4 kernels for compute capability {capability[0]}.{capability[1]}; supported: {have}")
-    package, arch, _ = ARCHITECTURES[capability]
+        raise RuntimeError(no_kernels(capability))
+    package, arch = ARCHITECTURES[capability][:2]
     refused = too_old(capability)
     if refused and (triton_version() is None or not _written(backward)):
         raise RuntimeError(refused)
@@ -137,14 +154,27 @@ def kernel_module(operation: str, capability: tuple[int, int], backward: bool = 
     return importlib.import_module(name)
 
 
+def no_kernels(capability: tuple[int, int]) -> str:
+    """That this GPU has none, and what there is instead."""
+    number = f"compute capability {capability[0]}.{capability[1]}" if any(capability) else "an AMD GPU"
+    name = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+    have = "; ".join(f"{major}.{minor} ({entry.gpus})" for (major, minor), entry in ARCHITECTURES.items())
+    return (
+        f"backend: got 'cuda' on {name}{number}, for which dsv4 has no kernels; accepted: compute capability {have}; "
+        "or CPU tensors, with backend='cpu'"
+    )
+
+
 def _written(backward: bool) -> bool:
     """Whether there are compiled kernels, of gradients too; one that is missing is an error then."""
     return settings.aot is not None and (not backward or next(settings.aot.glob("backward_*.json"), None) is not None)
 
 
 def too_old(capability: tuple[int, int]) -> str | None:
-    """Why Triton compiles no kernels for this architecture; None where it does. Compiled ones run with any Triton."""
-    _, arch, oldest = ARCHITECTURES.get(capability, ("", "", (0, 0)))
+    """Why this Triton compiles no kernels for a GPU; None where it does. Compiled ones run with any Triton."""
+    if capability not in ARCHITECTURES:
+        return no_kernels(capability)
+    _, arch, oldest, _ = ARCHITECTURES[capability]
     version = triton_version()
     if version is not None and version >= oldest:
         return None
@@ -157,7 +187,7 @@ def too_old(capability: tuple[int, int]) -> str | None:
 
 def has_kernels(device: torch.device) -> bool:
     """Whether there are kernels for the GPU that a device is."""
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
     if triton_version() is None or capability not in ARCHITECTURES:
         return False
     return settings.aot is not None or too_old(capability) is None

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from dsv4.runtime import dispatch
+from dsv4.runtime.checks import BACKENDS
 
-ARCHS = ("sm_100a", "sm_90a")
-BACKENDS = ("auto", "cuda", "softsm", "cpu")
+ARCHS = tuple(entry.name for entry in dispatch.ARCHITECTURES.values())
 
 
 class Unavailable(RuntimeError):
@@ -58,10 +58,12 @@ class Where:
             if not torch.cuda.is_available():
                 raise Unavailable("backend cuda: torch sees no CUDA device here")
             if self.arch is not None and gpu != self.arch:
-                raise Unavailable(f"backend cuda: this GPU is {gpu or 'neither sm_90 nor sm_100'}, not {self.arch}")
+                raise Unavailable(
+                    f"backend cuda: this GPU is {gpu or 'none that dsv4 has kernels for'}, not {self.arch}"
+                )
             return Where("cuda", gpu)
         softsm()
-        return replace(self, backend="softsm", arch=self.arch or ARCHS[0])
+        return replace(self, backend="softsm", arch=self.arch or dispatch.DEFAULT_SOFTSM_ARCH)
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +91,8 @@ def gpu_arch() -> str | None:
     """The architecture of the current CUDA device as kernels are named, None without one they exist for."""
     if not torch.cuda.is_available():
         return None
-    return {(9, 0): "sm_90a", (10, 0): "sm_100a"}.get(torch.cuda.get_device_capability())
+    entry = dispatch.ARCHITECTURES.get(dispatch.capability_of())
+    return entry.name if entry else None
 
 
 def softsm() -> Any:

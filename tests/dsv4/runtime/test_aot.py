@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("triton")
+from dsv4.commands import variants  # noqa: E402
 from dsv4.commands.variants import problems  # noqa: E402
 from dsv4.runtime import aot, calls, dispatch, driver  # noqa: E402
 
@@ -43,6 +44,20 @@ def test_written_files_are_complete_and_named_by_content(compiled, launches):
     assert record["arch"] == "sm_90a" and record["threads"] == 32 and record["entry"] == "combine"
     assert compiled.with_suffix(".cubin").read_bytes()[:4] == b"\x7fELF"
     assert aot.variant("combine", record["arguments"], {**constants, "D": 64}) != compiled.stem
+
+
+@pytest.mark.skipif(
+    (dispatch.triton_version() or (0, 0)) < (3, 9), reason="compiling for Blackwell needs triton >= 3.9"
+)
+@pytest.mark.parametrize("kind", ["combine", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "v4"))])
+def test_ptx_of_a_b300_is_that_of_a_b200(launches, kind):
+    """But for the target, so what is proven of one is proven of the other."""
+    some = launches[1:] if kind == "combine" else variants.launches(
+        variants.wanted([kind], [512], ["bf16"])[0], variants.Sizes(), "sm_100a"
+    )[:1]  # fmt: skip
+    for launch in some:
+        a, b = (aot.compile_kernel(launch.kernel, launch.arguments, launch.constants, n).asm for n in (100, 103))
+        assert b["ptx"].replace("sm_103a", "sm_100a") == a["ptx"] != b["ptx"] and b["cubin"][:4] == b"\x7fELF"
 
 
 def test_a_tampered_cubin_is_refused(compiled):

@@ -52,9 +52,24 @@ def test_old_triton_may_launch_compiled_kernels(monkeypatch, tmp_path, operation
     assert dispatch.kernel_module(operation, (10, 0)).__name__ == f"dsv4.{operation}.kernels.sm100.entry"
 
 
-def test_unknown_architecture_is_named():
-    with pytest.raises(RuntimeError, match=r"compute capability 8\.0; supported: 9\.0, 10\.0"):
-        dispatch.kernel_module("fmha", (8, 0))
+@pytest.mark.parametrize("capability, hip, named", [
+    ((8, 0), None, "NVIDIA A100-SXM4-80GB, compute capability 8.0"),
+    ((9, 0), "7.2", "AMD Instinct MI250X, an AMD GPU"),  # gfx90a, which torch calls 9.0
+])  # fmt: skip
+def test_a_gpu_without_kernels_is_named_and_so_is_the_way_out(monkeypatch, capability, hip, named):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: named.split(",")[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    text = f"backend: got 'cuda' on {named}, for which .* 9.0 .H100, H200, GH200.*10.3 .B300, GB300.*backend='cpu'"
+    with pytest.raises(RuntimeError, match=text):
+        dispatch.kernel_module("fmha", dispatch.capability_of())
+    assert not dispatch.has_kernels(torch.device("cuda"))
+
+
+def test_b300_takes_the_kernels_of_b200():
+    for operation in dispatch.OPERATIONS:
+        assert dispatch.kernel_module(operation, (10, 3)) is dispatch.kernel_module(operation, (10, 0))
 
 
 def test_missing_kernel_is_named():

@@ -210,6 +210,6 @@ def check_device() -> None:
     from dsv4.runtime import dispatch
 
     try:
-        dispatch.kernel_module("v4", torch.cuda.get_device_capability())
+        dispatch.kernel_module("v4", dispatch.capability_of())
     except RuntimeError as why:
-        refuse("the GPU", why, "compute capability 9.0, or 10.0 with Triton 3.9 or DSV4_AOT")
+        refuse("the GPU", why, "compute capability 9.0, or 10.0 and 10.3 with Triton 3.9 or DSV4_AOT")

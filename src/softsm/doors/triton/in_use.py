@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ARCHITECTURES = {"sm_90a": 90, "sm_100a": 100}
+ARCHITECTURES = {"sm_90a": 90, "sm_100a": 100, "sm_103a": 103}
 DEFAULT_ARCH = "sm_100a"
 DEFAULT_SMS = 4
 

@@ -78,4 +78,4 @@ triton.testing.do_bench(lambda: print("call"))
 
 def test_unknown_architecture_is_said_at_once(run):
     done = run("import triton", softsm="sm_75", check=False)
-    assert done.returncode and "SOFTSM: got 'sm_75', accepted are sm_90a, sm_100a" in done.stderr
+    assert done.returncode and "SOFTSM: got 'sm_75', accepted are sm_90a, sm_100a, sm_103a" in done.stderr
