@@ -3,7 +3,7 @@
     with softsm.use("sm_100a"):            # Triton and Gluon programs run here, on CPU tensors
         kernel[grid](x, y, n)
 
-    softsm.load(ptx_text).launch(grid=4, block=128, args=[x, y, n])
+    softsm.load_ptx(text)[4, 128](x, y, n)  # a kernel in PTX
 
 Nothing heavy is imported until one of these names is used.
 """
@@ -18,6 +18,8 @@ _HOME = {
     "use": "softsm.doors.triton.install",
     "active_arch": "softsm.doors.triton.in_use",
     "load": "softsm.engine.launch",
+    "load_ptx": "softsm.doors.ptx",
+    "tensor_map": "softsm.memory.map_argument",
     "gpus": "softsm.engine.gpus",
     "multicast": "softsm.memory.multicast",
     "checking": "softsm.checks.checking",
@@ -27,7 +29,10 @@ _HOME = {
     "errors": "softsm.errors",
 }
 
-__all__ = ["active_arch", "checking", "counting", "errors", "expect_mma", "gpus", "load", "multicast", "timing", "use"]
+__all__ = [
+    "active_arch", "checking", "counting", "errors", "expect_mma", "gpus", "load", "load_ptx", "multicast",
+    "tensor_map", "timing", "use",
+]  # fmt: skip
 
 
 def __getattr__(name: str):

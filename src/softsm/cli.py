@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import os
+import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple, NoReturn
 
 import typer
 
@@ -25,23 +27,35 @@ app = typer.Typer(
 )
 
 
-# Shared by `run`, `check` and `trace`. Options may come before or after the file; options unknown to softsm, and
-# everything after --, go to the program.
+# Shared by `run`, `check`, `trace` and `time`. Options may come before or after the file; options unknown to softsm,
+# and everything after --, go to the program.
 OPTIONS = {"ignore_unknown_options": True}
+KNOWN = tuple("--arch --entry --grid --block --cluster --shared --sms --order --seed --strict --output --json".split())
 File = Annotated[Path, typer.Argument(help="a .ptx file, or a Python program with Triton kernels")]
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        help="for PTX, the kernel's arguments: f32[1024]=random u32=7 x.npy; for Python, its command line (after -- "
-        "where softsm has an option of the same name)"
+        help="the command line of a Python program (after -- where softsm has an option of the same name); for PTX the "
+        "same as --arg"
     ),
 ]
-Arch = Annotated[str, typer.Option(help="target of a Python program; default: SOFTSM, else sm_100a")]
+Arg = Annotated[
+    list[str] | None,
+    typer.Option(help="argument of a PTX kernel, in order: f32[1024]:rand, i32=5, bf16[64,128]:x.npy, map[64,64]:arg0"),
+]
+Arch = Annotated[
+    str, typer.Option(help="GPU to emulate: sm_90a, sm_100a, sm_103a; default: the PTX's .target; SOFTSM, else sm_100a")
+]
 Entry = Annotated[str | None, typer.Option(help="which kernel of the PTX file")]
 Sides = Annotated[str, typer.Option(help="x,y,z")]
+Cluster = Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqnctapercluster, else 1")]
 Block = Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqntid, else 32")]
 Shared = Annotated[int, typer.Option(help="bytes of dynamic shared memory")]
 Sms = Annotated[int, typer.Option(help="SMs to emulate")]
+Save = Annotated[
+    list[str] | None,
+    typer.Option(help="N=file.npy: write the array of argument N, a number or a name, after the run; may be repeated"),
+]
 Order = Annotated[str, typer.Option(help="completion of asynchronous operations: eager, latest, random")]
 Seed = Annotated[int, typer.Option(help="seed of random order and random arguments")]
 Strict = Annotated[bool, typer.Option(help="follow PTX 9.4 literally")]
@@ -68,27 +82,23 @@ def _commands(
 def run(
     file: File,
     arguments: Arguments = None,
+    arg: Arg = None,
     arch: Arch = "",
     entry: Entry = None,
     grid: Sides = "1",
     block: Block = "",
-    cluster: Sides = "1",
+    cluster: Cluster = "",
     shared: Shared = 0,
     sms: Sms = 4,
     order: Order = "eager",
     seed: Seed = 0,
-    save: Annotated[
-        list[str] | None, typer.Option(help="N=file.npy: write array argument N after the run; may be repeated")
-    ] = None,
+    save: Save = None,
 ) -> None:
     """Run a kernel from PTX on arrays made here, or a whole Python program. Nothing is checked: see `softsm check`."""
     _accept(file, arguments, arch, sms, order, ORDERS, seed)
-    if file.suffix == ".py":
-        with _program_errors(file):
-            _program(file, arguments or [], arch, sms, order, seed)
-    else:
-        with _kernel_errors(file):
-            _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, order, seed, save or [])
+    execute = _program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []))
+    with _program_errors(file):
+        execute(order, seed)
     typer.echo(f"nothing was checked; `softsm check {file}` looks for races and misuse", err=True)
 
 
@@ -96,11 +106,12 @@ def run(
 def check(
     file: File,
     arguments: Arguments = None,
+    arg: Arg = None,
     arch: Arch = "",
     entry: Entry = None,
     grid: Sides = "1",
     block: Block = "",
-    cluster: Sides = "1",
+    cluster: Cluster = "",
     shared: Shared = 0,
     sms: Sms = 4,
     order: Annotated[
@@ -108,21 +119,22 @@ def check(
     ] = "all",
     seed: Seed = 0,
     strict: Strict = False,
+    save: Save = None,
+    json: Annotated[bool, typer.Option(help="print JSON (docs/reports.md has the schema)")] = False,
 ) -> None:
     """Run with all checks, once for each order of completion, and print each finding once.
 
-    Exit status 1 if there is a finding, or if the program itself fails."""
+    Exit status 0: nothing found; 1: a finding, or the program itself failed; 2: wrong usage."""
     from softsm.commands.check import Summary
 
     _accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
+    execute = _program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []))
     summary = Summary(seed, strict)
     for chosen, number in summary.runs(order):
-        with summary.run(chosen, number, frames_of=str(file)):
-            if file.suffix == ".py":
-                _program(file, arguments or [], arch, sms, chosen, number)
-            else:
-                _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, chosen, seed, [])
-    typer.echo(str(summary))
+        aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is no JSON
+        with aside, summary.run(chosen, number, frames_of=str(file)):
+            execute(chosen, number if file.suffix == ".py" else seed)
+    typer.echo(summary.json(file) if json else str(summary))
     if summary.failed:
         raise typer.Exit(1)
 
@@ -146,7 +158,7 @@ def explain(
     try:
         show(topic, value, Tile(arch, dtype, major, rows, k, kind))
     except ValueError as problem:
-        _stop(str(problem))
+        _usage(str(problem))
 
 
 @app.command(context_settings=OPTIONS)
@@ -156,11 +168,12 @@ def trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for report.html and the timeline")] = Path(
         "softsm-trace"
     ),
+    arg: Arg = None,
     arch: Arch = "",
     entry: Entry = None,
     grid: Sides = "1",
     block: Block = "",
-    cluster: Sides = "1",
+    cluster: Cluster = "",
     shared: Shared = 0,
     sms: Sms = 4,
     order: Order = "latest",
@@ -173,15 +186,13 @@ def trace(
     from softsm.errors import SoftsmError
 
     _accept(file, arguments, arch, sms, order, ORDERS, seed)
+    execute = _program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared))
     _writable(output)
     made = tracing(output, title=file.name, order=order, seed=seed, strict=strict, check=check)
     made_by = None
     try:
         with _program_errors(file, but=(SoftsmError,)), made as made_by:
-            if file.suffix == ".py":
-                _program(file, arguments or [], arch, sms, order, seed)
-            else:
-                _kernel(file, arguments or [], entry, grid, block, cluster, shared, sms, order, seed, [])
+            execute(order, seed)
     except SoftsmError as problem:
         if made_by is None or not any(d.raised for d in made_by.report):
             typer.echo(str(problem), err=True)
@@ -209,11 +220,17 @@ def _traced(made) -> None:
 
 @app.command(context_settings=OPTIONS)
 def time(
-    file: Annotated[Path, typer.Argument(help="a Python program with Triton or Gluon kernels")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="its command line (after -- where softsm has an option of the same name)")
-    ] = None,
-    arch: Annotated[str, typer.Option(help="sm_90a, sm_100a or sm_103a; default: SOFTSM, else the GPU's")] = "",
+    file: File,
+    arguments: Arguments = None,
+    arg: Arg = None,
+    entry: Entry = None,
+    grid: Sides = "1",
+    block: Block = "",
+    cluster: Cluster = "",
+    shared: Shared = 0,
+    arch: Annotated[
+        str, typer.Option(help="sm_90a, sm_100a or sm_103a; default: the PTX's .target; SOFTSM, else the GPU's")
+    ] = "",
     gpu: Annotated[str, typer.Option(help="h200 or b200; default: the architecture's")] = "",
     clock: Annotated[
         float | None, typer.Option(help="GHz of the multiprocessors; default: what the model expects")
@@ -234,26 +251,26 @@ def time(
 
     for given in (file, compare):
         if given is not None and not given.is_file():
-            _stop(f"there is no file {given}")
-        if given is not None and given.suffix == ".ptx":
-            _stop(f"file: got {given}, accepted are Python programs, which launch the kernels to be timed")
+            _usage(f"there is no file {given}")
     try:
-        target, device = command.target(arch, gpu)
+        target, device = command.target(arch or _target_of(file), gpu)
         if clock is not None:
             accepted.positive("clock", clock)
     except ValueError as problem:
-        _stop(str(problem))
+        _usage(str(problem))
     if output is not None:
         _writable(output)
     if compare_arguments is not None and compare is None:
-        _stop(f"compare_arguments: got {compare_arguments!r}, accepted only with --compare")
+        _usage(f"compare_arguments: got {compare_arguments!r}, accepted only with --compare")
     lines = [arguments or [], (arguments or []) if compare_arguments is None else shlex.split(compare_arguments)]
+    kernel = PtxOptions(entry, grid, block, cluster, shared)
     timers, ends = [], []
     for given, line in zip((file, compare), lines):
         if given is not None:
+            execute = _program_of(given, line, arg, target, int(device["sms"]), kernel, quiet=True)
             aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is no JSON
             with command.timed(device, clock, values) as timer, command.ending(given) as end, aside:
-                _program(given, line, target, int(device["sms"]), "eager", 0)
+                execute("eager", 0)
             timers.append(timer)
             ends.append(end)
     typer.echo(command.shown(timers, json))
@@ -280,7 +297,7 @@ def museum(
     everything = gather()
     unknown = [n for n in numbers or () if n not in everything]
     if unknown:
-        _stop(f"numbers: got {unknown[0]}, there are exhibits {min(everything)} to {max(everything)}")
+        _usage(f"numbers: got {unknown[0]}, there are exhibits {min(everything)} to {max(everything)}")
     failed = 0
     for number in numbers or everything:
         verdict = judge(everything[number])
@@ -298,6 +315,50 @@ def museum(
         raise typer.Exit(1)
 
 
+class PtxOptions(NamedTuple):
+    entry: str | None
+    grid: str
+    block: str
+    cluster: str
+    shared: int
+    save: list[str] = []
+
+
+def _program_of(
+    file: Path,
+    arguments: list[str] | None,
+    arg: list[str] | None,
+    arch: str,
+    sms: int,
+    kernel: PtxOptions,
+    quiet: bool = False,
+) -> Callable[[str, int], None]:
+    """What runs the file: execute(order, seed)."""
+    if file.suffix == ".py":
+        if arg:
+            _usage(f"arg: got {arg[0]!r}, accepted for PTX; options of a program of this name go behind --")
+        return lambda order, seed: _program(file, arguments or [], arch, sms, order, seed)
+    if arguments and arg:
+        _usage(f"arg: got {arg[0]!r} and {arguments[0]!r}, accepted is one of the two ways to give arguments")
+    from softsm.commands.ptx import PtxFile
+
+    given = PtxFile(file, arguments or arg or [], arch, *kernel)
+
+    def execute(order: str, seed: int) -> None:
+        try:
+            given.launch(sms=sms, order=order, seed=seed, quiet=quiet)
+        except ValueError as problem:
+            _usage(f"{file}: {problem}")
+
+    return execute
+
+
+def _target_of(file: Path) -> str:
+    """The architecture that a PTX file names, as far as softsm emulates it."""
+    found = re.search(r"^\s*\.target\s+(sm_\w+)", file.read_text(), re.M) if file.suffix == ".ptx" else None
+    return {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}.get(found[1].rstrip("af"), "") if found else ""
+
+
 def _accept(
     file: Path, arguments: list[str] | None, arch: str, sms: int, order: str, orders: tuple[str, ...], seed: int
 ) -> None:
@@ -305,7 +366,7 @@ def _accept(
     from softsm.doors.triton.in_use import ARCHITECTURES
 
     if not file.is_file():
-        _stop(f"there is no file {file}")
+        _usage(f"there is no file {file}")
     try:
         accepted.one_of("order", order, orders)
         accepted.whole("sms", sms, 1, accepted.MOST_SMS)
@@ -313,10 +374,20 @@ def _accept(
         if arch:
             accepted.one_of("arch", arch, tuple(ARCHITECTURES))
     except ValueError as problem:
-        _stop(str(problem))
-    unknown = [x for x in arguments or () if file.suffix != ".py" and x.startswith("-")]
-    if unknown:
-        _stop(f"{unknown[0]}: there is no such option, and a kernel in PTX has no command line")
+        _usage(str(problem))
+    _no_typos(file, arguments or [])
+
+
+def _no_typos(file: Path, arguments: list[str]) -> None:
+    """An option that softsm does not have, and nearly has, was not meant for the program."""
+    before = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
+    for name in (word.partition("=")[0] for word in arguments):
+        near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
+        meant = near and not name.startswith(near[0]) and (file.suffix != ".py" or name in before)
+        if name.startswith("--") and meant:
+            _usage(f"{name}: there is no such option; did you mean {near[0]}? Options of the program go behind --")
+        if file.suffix != ".py" and name.startswith("-"):
+            _usage(f"{name}: there is no such option, and a kernel in PTX has no command line")
 
 
 def _writable(folder: Path) -> None:
@@ -324,7 +395,7 @@ def _writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        _stop(f"output: got {folder}, accepted is a folder to write to ({problem.strerror})")
+        _usage(f"output: got {folder}, accepted is a folder to write to ({problem.strerror})")
 
 
 def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, seed: int) -> None:
@@ -339,7 +410,7 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, 
     try:
         softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms)
     except ValueError as problem:
-        _stop(str(problem))
+        _usage(str(problem))
     sys.argv = [str(file), *arguments]
     sys.path.insert(0, str(file.resolve().parent))
     with softsm, options(order=order, seed=seed):
@@ -349,11 +420,16 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, 
 @contextmanager
 def _program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """An exception of the program is shown as `python file` would: without the frames that led to it."""
+    from softsm.errors import SoftsmError
+
     try:
         yield
     except (typer.Exit, *but):
         raise
     except Exception as problem:
+        if file.suffix != ".py" and isinstance(problem, SoftsmError):
+            typer.echo(f"{file}: {problem}", err=True)
+            raise typer.Exit(1) from None
         frames = problem.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename != str(file):
             frames = frames.tb_next
@@ -361,69 +437,10 @@ def _program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterat
         raise typer.Exit(1) from None
 
 
-@contextmanager
-def _kernel_errors(file: Path) -> Iterator[None]:
-    from softsm.errors import SoftsmError
-
-    try:
-        yield
-    except (SoftsmError, ValueError) as problem:
-        _stop(f"{file}: {problem}")
-
-
-def _kernel(file, arguments, entry, grid, block, cluster, shared, sms, order, seed, save) -> None:
-    import numpy as np
-    from rich.console import Console
-    from rich.table import Table
-
-    from softsm.arguments import parse_argument
-    from softsm.engine.launch import load
-
-    values = [parse_argument(text, seed + i) for i, text in enumerate(arguments)]
-    targets = dict(_target(text, len(values)) for text in save)
-    kernel = load(file.read_text(), entry)
-    required = accepted.sides("reqntid", kernel.function.directives.get("reqntid", 32))
-    before = [v.copy() if isinstance(v, np.ndarray) else v for v in values]
-    kernel.launch(
-        _dims(grid, "grid"), _dims(block, "block") if block else required, values, shared=shared,
-        cluster=_dims(cluster, "cluster"), sms=sms, order=order, seed=seed)  # fmt: skip
-    table = Table("parameter", "argument", "changed", "first values")
-    for p, text, old, new in zip(kernel.function.params, arguments, before, values):
-        changed = str(int((_bits(old) != _bits(new)).sum())) if isinstance(new, np.ndarray) else ""
-        shown = ", ".join(f"{float(v):g}" for v in np.asarray(new).reshape(-1)[:8])
-        table.add_row(p.name, text, changed, shown)
-    Console().print(table)
-    for index, path in targets.items():
-        try:
-            np.save(path, values[index])
-        except OSError as problem:
-            raise ValueError(f"save: got {path}, accepted is a file to write to ({problem.strerror})") from None
-
-
-def _bits(array):
-    """One row of bytes per element: compares NaNs too."""
-    import numpy as np
-
-    return np.ascontiguousarray(array).reshape(-1).view(f"V{array.dtype.itemsize}")
-
-
-def _dims(text: str, name: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(n) for n in text.replace("x", ",").split(","))
-    except ValueError:
-        raise ValueError(f"{name}: got {text!r}, accepted are up to three numbers such as 4,1,1") from None
-
-
-def _target(text: str, count: int) -> tuple[int, str]:
-    index, equals, path = text.partition("=")
-    if not equals or not index.isdigit() or int(index) >= count:
-        raise ValueError(f"save: got {text!r}, accepted is N=file.npy with N below {count}")
-    return int(index), path
-
-
-def _stop(message: str) -> None:
+def _usage(message: str) -> NoReturn:
+    """The command line is wrong."""
     typer.echo(message, err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(2)
 
 
 def main() -> None:

@@ -3,12 +3,16 @@ Triton."""
 
 from __future__ import annotations
 
+import json
+
+import ml_dtypes
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from softsm.arguments import parse_argument
 from softsm.cli import app
+from softsm.memory.tensor_map import Swizzle, from_image
 
 SCALE = """
 .version 8.6
@@ -84,17 +88,24 @@ def test_out_of_bounds_is_reported_with_its_place(ptx):
     (["nowhere.ptx"], "there is no file nowhere.ptx"),
     (["PTX", "f32[80]"], "scale takes 3"),
     (["--block", "32", "PTX", "f32[80]", "f32=1", "u32=1"], "the kernel requires (64, 1, 1)"),
-    (["--entry", "other", "PTX"], "these entries: scale"),
-    (["--grid", "a", "PTX", "f32[80]", "f32=1", "u32=1"], "grid: got 'a'"),
-    (["PTX", "f33[80]", "f32=1", "u32=1"], "argument: got 'f33[80]'"),
+        (["--grid", "a", "PTX", "f32[80]", "f32=1", "u32=1"], "grid: got 'a'"),
+    (["PTX", "f33[80]", "f32=1", "u32=1"], "argument 0 (x): got 'f33[80]'"),
+    (["PTX", "f32[80]", "f32=1", "u32=x"], "argument 2 (n): 'x' in 'u32=x' is not a number"),
+    (["PTX", "f32[80]", "f64=1", "u32=1"], "args: parameter f has 4 bytes, got 8"),
+    (["PTX", "f32[80]:none.npy", "f32=1", "u32=1"], "argument 0 (x): there is no file none.npy"),
+    (["--arg", "f32[80]", "PTX", "f32=1"], "arg: got 'f32[80]' and 'f32=1'"),
+    (["--arch", "sm_90a", "PTX", "f32[80]", "f32=1", "u32=1", "--cluster", "3"], "multiple of the cluster (3, 1, 1)"),
     (["--save", "7=x.npy", "PTX", "f32[80]", "f32=1", "u32=1"], "save: got '7=x.npy'"),
+    (["--save", "f=x.npy", "PTX", "f32[80]", "f32=1", "u32=1"], "with an array for N: 0 (x)"),
 ])  # fmt: skip
 def test_mistakes_are_named(ptx, words, message):
     done = run(*[ptx if w == "PTX" else w for w in words])
-    assert done.exit_code == 1 and message in done.output
+    assert done.exit_code == 2 and message in done.output
 
 
-def test_bad_ptx_names_the_line(tmp_path):
+def test_bad_ptx_names_the_line(tmp_path, ptx):
+    done = run("--entry", "other", ptx)
+    assert done.exit_code == 1 and "these entries: scale" in done.output
     path = tmp_path / "bad.ptx"
     path.write_text(SCALE.replace("mul.f32 %f3", "mull.f32 %f3"))
     done = run(path, "f32[80]", "f32=1", "u32=1")
@@ -132,17 +143,41 @@ def test_unknown_architecture(tmp_path):
     path = tmp_path / "program.py"
     path.write_text("")
     done = run("--arch", "sm_70", path)
-    assert done.exit_code == 1 and "arch: got 'sm_70'" in done.output
+    assert done.exit_code == 2 and "arch: got 'sm_70'" in done.output
 
 
-def test_argument_forms(tmp_path):
+def test_argument_forms(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     np.save(tmp_path / "x.npy", np.ones(3))
     assert parse_argument(str(tmp_path / "x.npy")).tolist() == [1, 1, 1]
     assert parse_argument("u8[2,3]=7").tolist() == [[7] * 3] * 2
     assert parse_argument("bf16[2]=1.5").astype(float).tolist() == [1.5, 1.5]
     assert parse_argument("s64=-0x10") == -16 and parse_argument("f32=1e-3").dtype == np.float32
+    np.save("half.npy", np.full((2, 3), 0.5, ml_dtypes.bfloat16))
+    for form in ("bf16[2,3]:half.npy", "bf16[2,3]=half.npy"):
+        assert parse_argument(form).astype(float).tolist() == [[0.5] * 3] * 2
+    assert parse_argument("bf16[3]:x.npy").dtype == ml_dtypes.bfloat16
+    with pytest.raises(ValueError, match=r"accepted is the shape of the file, \[3\]"):
+        parse_argument("f32[4]:x.npy")
+    assert parse_argument("f32[8]:rand").ctypes.data % 256 == 0
     first, second = parse_argument("f32[4]=random", 1), parse_argument("f32[4]=random", 1)
     assert np.array_equal(first, second) and parse_argument("u32[4]=random", 1).dtype == np.uint32
+
+
+def test_a_tensor_map_on_the_command_line():
+    array = parse_argument("bf16[256,128]:rand")
+    made = parse_argument("map[64,32;swizzle=64]:arg1", 0, [np.float32(1), array])
+    found = from_image(bytes(made))
+    assert made.array is array and found.base == array.ctypes.data and found.swizzle is Swizzle.B64
+    assert (found.dims, found.strides, found.box) == ((128, 256), (256,), (32, 64))
+    assert parse_argument("map[16]:f32[64]:3").array.tolist() == [3] * 64
+    for text, words in (
+        ("map[64]:arg0", "maps over arrays"), ("map[64,64]:arg2", "arg0 to arg1"), ("map[64]:arg1", "box: got"),
+        ("map[64,64;swizzle=12]:arg1", "swizzles of 0, 32, 64, 128"), ("map:arg1", "accepted are forms"),
+        ("map[64,64;swizzle=32]:arg1", "box_dim"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="^argument: got .*" + words):
+            parse_argument(text, 0, [np.float32(1), array])
 
 
 RACY = """
@@ -205,10 +240,57 @@ def test_check_of_ptx(ptx):
     assert done.output.count("out-of-bounds: ") == 1 and "PTX line 18" in done.output
 
 
+def test_the_command_of_the_documentation(tmp_path, ptx):
+    np.save(tmp_path / "in.npy", np.arange(64.0))
+    words = ["--arch", "sm_90a", "--grid", "1,1,1", "--block", "64,1,1", "--cluster", "1", "--arg",
+             f"f32[64]:{tmp_path}/in.npy", "--arg", "f32=2", "--arg", "i32=64"]  # fmt: skip
+    for command in ("run", "check", "trace"):
+        more = ["-o", tmp_path / "out"] if command == "trace" else ["--save", f"x={tmp_path}/out.npy"]
+        done = softsm_command(command, ptx, *words, *more)
+        assert done.exit_code == 0, done.output
+    assert np.array_equal(np.load(tmp_path / "out.npy"), np.arange(64) * 2)
+    done = softsm_command("check", ptx, *words[2:], "--arch", "sm_100a", "--order", "latest")
+    assert done.exit_code == 0  # .target sm_90 runs there too
+    ptx.write_text(SCALE.replace("sm_90", "sm_90a"))
+    done = softsm_command("check", ptx, *words[2:], "--arch", "sm_100a")
+    assert done.exit_code == 2 and "arch: got 'sm_100a', accepted is what runs the module's .target" in done.output
+
+
+def test_json_of_a_check(ptx, tmp_path):
+    done = softsm_command("check", "--json", "--grid", 2, ptx, "f32[80]", "f32=0.5", "u32=90", "--order", "eager")
+    data = json.loads(done.stdout)
+    assert done.exit_code == 1 and data["schema"] == "softsm.check/1" and data["status"] == "findings"
+    assert (data["level"], data["orders"], data["launches"], data["file"]) == ("default", ["eager"], 1, str(ptx))
+    [found] = data["findings"]
+    assert found["code"] == "out-of-bounds" and found["stopped"] and found["orders"] == ["eager"] and found["fix"]
+    done = softsm_command("check", "--json", ptx, "f32[64]", "f32=0.5", "u32=64", "--order", "eager")
+    assert done.exit_code == 0 and json.loads(done.stdout)["status"] == "clean"
+    (tmp_path / "x.py").write_text("print('hello')\nraise KeyError('x')\n")
+    done = softsm_command("check", "--json", tmp_path / "x.py", "--order", "eager")
+    data = json.loads(done.stdout)
+    assert done.exit_code == 1 and data["status"] == "failed" and "KeyError" in data["failures"][0]["text"]
+
+
+def test_parties_in_json(racy):
+    data = json.loads(softsm_command("check", "--json", racy, "--order", "latest").stdout)
+    party = data["findings"][0]["parties"][0]
+    assert party["source"]["file"].endswith("racy.py") and party["source"]["line"] in (8, 9)
+    assert party["ptx"]["line"] and party["ptx"]["instruction"] and party["who"].startswith("warp")
+
+
+def test_a_typo_is_named(racy, monkeypatch):
+    racy.write_text("import sys\nprint(sys.argv[1:])\n")
+    for words in (["--oder", "latest"], ["--", "--oder", "latest"]):
+        monkeypatch.setattr("sys.argv", ["softsm", "run", str(racy), *words])
+        done = softsm_command("run", racy, *words)
+        assert (done.exit_code == 2 and "did you mean --order?" in done.output) == (words[0] == "--oder")
+
+
 def test_a_program_that_fails_by_itself(tmp_path, racy):
     racy.write_text("import sys\nsys.exit(3)\n")
     done = softsm_command("check", racy, "--order", "latest")
     assert done.exit_code == 1 and "ended with status 3" in done.output
+    assert done.output.splitlines()[-1] == "not checked: the program failed"
     racy.write_text("raise KeyError('x')\n")
     done = softsm_command("check", racy)
     assert done.exit_code == 1 and done.output.count("KeyError: 'x'") == 1 and "runpy" not in done.output
@@ -223,7 +305,7 @@ def test_options_behind_the_file_are_taken(ptx, tmp_path):
     done = softsm_command("run", ptx, "f32[100]=arange", "f32=0.5", "u32=90", "--grid", "2")
     assert done.exit_code == 0 and "│ 89" in done.output, done.output
     done = softsm_command("run", ptx, "f32[100]", "f32=0.5", "u32=90", "--gird", "2")
-    assert done.exit_code == 1 and "--gird: there is no such option" in done.output
+    assert done.exit_code == 2 and "--gird: there is no such option; did you mean --grid?" in done.output
 
 
 def test_behind_two_dashes_everything_is_the_programs(tmp_path, racy):
@@ -235,7 +317,7 @@ def test_behind_two_dashes_everything_is_the_programs(tmp_path, racy):
 @pytest.mark.parametrize("command", ["run", "check", "trace"])
 def test_an_unknown_order_is_one_line(ptx, command):
     done = softsm_command(command, ptx, "--order", "sideways")
-    assert done.exit_code == 1 and len(done.output.splitlines()) == 1
+    assert done.exit_code == 2 and len(done.output.splitlines()) == 1
     assert done.output.startswith("order: got 'sideways', accepted are eager, latest, random")
 
 
@@ -248,7 +330,7 @@ def test_a_wrong_option_is_one_line_and_nothing_runs(racy, tmp_path, command, op
     racy.write_text("raise SystemExit('it ran')\n")
     where = ["-o", tmp_path / "out"] if command == "trace" else []
     done = softsm_command(command, racy, option, WRONG[option], *where)
-    assert done.exit_code == 1 and len(done.output.splitlines()) == 1
+    assert done.exit_code == 2 and len(done.output.splitlines()) == 1
     assert done.output.startswith(f"{option[2:]}: got ") and "accepted are " in done.output
     assert not (tmp_path / "out").exists()
 
@@ -258,17 +340,15 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(racy, ptx,
     (tmp_path / "file").write_text("")
     for command in ("trace", "time"):
         done = softsm_command(command, racy, "-o", tmp_path / "file")
-        assert done.exit_code == 1 and "output: got " in done.output and "it ran" not in done.output
+        assert done.exit_code == 2 and "output: got " in done.output and "it ran" not in done.output
     done = softsm_command("run", ptx, "f32[64]", "f32=2", "u32=64", "--save", f"0={tmp_path}/none/x.npy")
-    assert done.exit_code == 1 and "save: got " in done.output
+    assert done.exit_code == 2 and "save: got " in done.output
 
 
-def test_time_takes_programs(ptx, tmp_path):
-    done = softsm_command("time", ptx)
-    assert done.exit_code == 1 and "accepted are Python programs" in done.output
+def test_time_takes_no_clock_below_zero(tmp_path):
     (tmp_path / "program.py").write_text("")
     done = softsm_command("time", tmp_path / "program.py", "--clock", "-3")
-    assert done.exit_code == 1 and done.output.startswith("clock: got -3.0, accepted are ")
+    assert done.exit_code == 2 and done.output.startswith("clock: got -3.0, accepted are ")
 
 
 @pytest.mark.parametrize("text", ["u32=70000000000", "u32=-1", "u8[8]=300", "f32[99999999999999]"])
@@ -286,7 +366,7 @@ def test_trace_prints_what_it_found(racy, tmp_path):
 def test_options_of_time_behind_the_file_are_taken(tmp_path):
     (tmp_path / "program.py").write_text("raise SystemExit(3)\n")
     result = CliRunner().invoke(app, ["time", str(tmp_path / "program.py"), "--gpu", "b2"])
-    assert result.exit_code == 1 and "gpu: got 'b2', accepted are" in result.output
+    assert result.exit_code == 2 and "gpu: got 'b2', accepted are" in result.output
 
 
 def test_version():

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import typer
+
+from softsm import __version__
 from softsm.checks.checking import checking
 from softsm.errors import SoftsmError
-from softsm.report.codes import depth
-from softsm.report.diagnostics import Diagnostic, launches
+from softsm.report.codes import depth, fix
+from softsm.report.diagnostics import Diagnostic, Party, launches
 
+SCHEMA = "softsm.check/1"  # docs/reports.md; a field that goes or changes its meaning makes another number
 ALL = (("latest", 0), ("eager", 0), ("random", 0), ("random", 1))
 
 
@@ -65,6 +73,8 @@ class Summary:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     self.fail(f"the program ended with status {end.code}", name)
+            except typer.Exit:  # of the command itself
+                raise
             except Exception as problem:
                 self.fail(own_traceback(problem, frames_of), name)
                 self.over = first
@@ -80,9 +90,28 @@ class Summary:
     def fail(self, text: str, order: str) -> None:
         self.failures.setdefault(text.rstrip(), []).append(order)
 
+    def ordered(self) -> list[Found]:
+        """Causes before what they lead to."""
+        return sorted(self.findings.values(), key=lambda f: depth(f.diagnostic.code))
+
+    def json(self, file: Path) -> str:
+        data = {
+            "schema": SCHEMA,
+            "softsm": __version__,
+            "file": str(file),
+            "status": "failed" if self.failures else "findings" if self.findings else "clean",
+            "level": "strict" if self.strict else "default",
+            "orders": self.orders,
+            "launches": self.launches,
+            "findings": [{**as_data(f.diagnostic), "orders": f.orders, "again": f.again} for f in self.ordered()],
+            "warnings": [as_data(warning) for warning in self.warnings.values()],
+            "failures": [{"text": text, "orders": orders} for text, orders in self.failures.items()],
+        }
+        return json.dumps(data, indent=1)
+
     def __str__(self) -> str:
         lines = []
-        for found in sorted(self.findings.values(), key=lambda f: depth(f.diagnostic.code)):
+        for found in self.ordered():
             lines.append(str(found.diagnostic))
             if found.again:
                 lines.append(f"  and {found.again} more between the same source lines")
@@ -94,8 +123,11 @@ class Summary:
         count = len(self.findings)
         found = "nothing found" if not count else "1 finding" if count == 1 else f"{count} findings"
         level = "strict level" if self.strict else "default level"
-        lines.append(f"{found} in {launches(self.launches)}; {level}; orders {', '.join(self.orders)}")
-        if not self.launches and not self.failures:
+        if count or not self.failures:
+            lines.append(f"{found} in {launches(self.launches)}; {level}; orders {', '.join(self.orders)}")
+        if self.failures:
+            lines.append("not checked: the program failed")
+        elif not self.launches:
             lines.append("no kernel was launched")
         return "\n".join(lines)
 
@@ -106,3 +138,24 @@ def own_traceback(problem: Exception, file: str) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename != file:
         frames = frames.tb_next
     return "".join(traceback.format_exception(problem.with_traceback(frames)))
+
+
+def as_data(diagnostic: Diagnostic) -> dict[str, Any]:
+    return {
+        "code": diagnostic.code,
+        "message": diagnostic.message,
+        "fix": diagnostic.fix or fix(diagnostic.code),
+        "stopped": diagnostic.raised,
+        "parties": [party_as_data(party) for party in diagnostic.parties],
+    }
+
+
+def party_as_data(party: Party) -> dict[str, Any]:
+    found = re.fullmatch(r"(.+?):(\d+)(?: in (.+))?", party.source)
+    place = {"file": found[1], "line": int(found[2]), "function": found[3] or ""} if found else None
+    return {
+        "who": party.who,
+        "what": party.what,
+        "source": place,
+        "ptx": {"line": party.ptx_line, "instruction": party.instruction} if party.ptx_line else None,
+    }

@@ -4,7 +4,7 @@
     kernel.launch(grid=(4,), block=(128,), args=[x, y, n], shared=0)
 
 Arguments are NumPy arrays or torch CPU tensors (passed as pointers, their whole storage becomes accessible), ints,
-floats, raw bytes (one parameter each), or anything with `data_ptr()`.
+floats, raw bytes (one parameter each), tensor maps (`softsm.tensor_map`), or anything with `data_ptr()`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from softsm.engine.warps import Cta
 from softsm.errors import Fault, PtxError
 from softsm.memory import multicast
 from softsm.memory.global_memory import GlobalMemory
+from softsm.memory.map_argument import TensorMapArgument
 from softsm.ptx.ast import Function, Module, Symbol
 
 SM_SHARED = 233_472  # bytes of shared memory of an SM of sm_90 and sm_100
@@ -40,7 +41,7 @@ SM_THREADS = 2048
 SM_CTAS = 32
 SPARE_BYTES = 1 << 20  # of register files that a kernel keeps from launch to launch
 BLOCK_SIDES, CLUSTER_SIDES, CLUSTER_CTAS = (1024, 1024, 64), (16, 16, 16), 16
-CHANGES = ("order", "seed", "sms", "budget", "processes", "dependent")  # options of one launch
+CHANGES = ("arch", "order", "seed", "sms", "budget", "processes", "dependent")  # options of one launch
 LANE_IDS = np.arange(32, dtype=np.uint32)
 
 
@@ -212,7 +213,7 @@ class Kernel:
                 f"launch: got {unknown[0]}=, accepted are grid, block, args, shared, cluster, memory, "
                 f"{', '.join(CHANGES)}"
             )
-        chosen = replace(current_options(), arch=self.module.target, **changes)
+        chosen = replace(current_options(), **{"arch": self.module.target, **changes})
         if not all(x.computes for x in chosen.sessions):
             chosen = replace(chosen, sessions=tuple(x for x in chosen.sessions if not x.needs_values))
         for session in chosen.sessions:
@@ -423,8 +424,11 @@ def aligned(shape: tuple[int, int], dtype) -> np.ndarray:
 
 
 def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
-    name, forms = f"args: parameter {p.name}", "are arrays, CPU tensors, numbers and bytes"
+    name, forms = f"args: parameter {p.name}", "are arrays, CPU tensors, numbers, bytes and tensor maps"
     if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    if isinstance(value, TensorMapArgument):
+        argument_bytes(value.array, p, memory)  # what the map points to becomes known
         return bytes(value)
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:

@@ -98,4 +98,4 @@ def test_programs_that_are_compared_may_have_arguments_of_their_own(tmp_path) ->
     done = CliRunner().invoke(app, ["time", "--gpu", "h200", *other, str(tmp_path / "program.py"), "1"])
     assert done.exit_code == 0 and "the second is predicted slower" in done.output, done.output
     done = timed(tmp_path, "launch(1)\n", "--compare-arguments", "4000")
-    assert done.exit_code == 1 and "only with --compare" in done.output
+    assert done.exit_code == 2 and "only with --compare" in done.output

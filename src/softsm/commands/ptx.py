@@ -1,0 +1,102 @@
+"""A kernel from a PTX file, with arguments made here: what `softsm run`, `check`, `trace` and `time` do with one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from softsm import accepted
+from softsm.arguments import Value, parse_argument
+from softsm.doors.ptx import PtxKernel, load_ptx
+from softsm.memory.map_argument import TensorMapArgument
+
+
+@dataclass
+class PtxFile:
+    """A command line. `grid`, `block` and `cluster` are up to three numbers with commas; arguments are as in
+    softsm/arguments.py."""
+
+    file: Path
+    arguments: list[str]
+    arch: str = ""
+    entry: str | None = None
+    grid: str = "1"
+    block: str = ""
+    cluster: str = ""
+    shared: int = 0
+    save: list[str] = field(default_factory=list)
+
+    def load(self) -> PtxKernel:
+        return load_ptx(self.file, self.entry, arch=self.arch)
+
+    def launch(self, *, sms: int, order: str, seed: int, quiet: bool = False) -> None:
+        """Make the arguments, launch, print what changed and write what is to be saved."""
+        kernel = self.load()
+        values = self.values(kernel, seed)
+        targets = [self.target(text, kernel, values) for text in self.save]
+        required = accepted.sides("reqntid", kernel.kernel.function.directives.get("reqntid", 32))
+        before = [array.copy() if array is not None else None for array in map(array_of, values)]
+        shape = (dims(self.grid, "grid"), dims(self.block, "block") if self.block else required)
+        launch = kernel[(*shape, dims(self.cluster, "cluster")) if self.cluster else shape]
+        launch(*values, shared=self.shared, sms=sms, order=order, seed=seed)
+        if not quiet:
+            Console().print(self.table(kernel, before, values))
+        for array, path in targets:
+            try:
+                np.save(path, array)
+            except OSError as problem:
+                raise ValueError(f"save: got {path}, accepted is a file to write to ({problem.strerror})") from None
+
+    def values(self, kernel: PtxKernel, seed: int) -> list[Value]:
+        names, made = kernel.parameters, []
+        if len(self.arguments) != len(names):
+            listed = ", ".join(f"{p.name} .{p.type}" for p in kernel.kernel.function.params)
+            raise ValueError(f"args: got {len(self.arguments)}, {kernel.name} takes {len(names)} ({listed})")
+        for i, (text, name) in enumerate(zip(self.arguments, names)):
+            try:
+                made.append(parse_argument(text, seed + i, made))
+            except ValueError as problem:
+                raise ValueError(f"argument {i} ({name}){str(problem).removeprefix('argument')}") from None
+        return made
+
+    def target(self, text: str, kernel: PtxKernel, values: list[Value]) -> tuple[np.ndarray, str]:
+        which, equals, path = text.partition("=")
+        names = kernel.parameters
+        at = int(which) if which.isdigit() else names.index(which) if which in names else len(values)
+        array = array_of(values[at]) if at < len(values) else None
+        if not equals or array is None:
+            listed = ", ".join(f"{i} ({n})" for i, (n, v) in enumerate(zip(names, values)) if array_of(v) is not None)
+            raise ValueError(f"save: got {text!r}, accepted is N=file.npy with an array for N: {listed or 'none'}")
+        return array, path
+
+    def table(self, kernel: PtxKernel, before: list, values: list[Value]) -> Table:
+        table = Table("parameter", "argument", "changed", "first values")
+        for name, text, old, new in zip(kernel.parameters, self.arguments, before, values):
+            array = array_of(new)
+            changed = str(int((bits(old) != bits(array)).sum())) if array is not None else ""
+            first = np.asarray(new if array is None else array).reshape(-1)[:8]
+            table.add_row(name, text, changed, ", ".join(f"{float(v):g}" for v in first))
+        return table
+
+
+def array_of(value: Value) -> np.ndarray | None:
+    """The array that an argument gives the kernel."""
+    if isinstance(value, TensorMapArgument):
+        return value.array
+    return value if isinstance(value, np.ndarray) else None
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """One row of bytes per element: compares NaNs too."""
+    return np.ascontiguousarray(array).reshape(-1).view(f"V{array.dtype.itemsize}")
+
+
+def dims(text: str, name: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in text.replace("x", ",").split(","))
+    except ValueError:
+        raise ValueError(f"{name}: got {text!r}, accepted are up to three numbers such as 4,1,1") from None

@@ -1,0 +1,91 @@
+"""`softsm.load_ptx(text)[grid, block](...)`: a kernel from PTX, launched as kernels of other languages are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from softsm import accepted
+from softsm.doors.triton.in_use import ARCHITECTURES
+from softsm.engine.launch import Kernel, load
+from softsm.engine.scheduler import Machine
+
+
+class PtxKernel:
+    """A kernel of a PTX module. `kernel[grid, block]` or `kernel[grid, block, cluster]` is what launches it; each is a
+    number or up to three."""
+
+    def __init__(self, kernel: Kernel, arch: str):
+        self.kernel, self.arch = kernel, arch
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.kernel.function.params)
+
+    def __getitem__(self, shape: tuple) -> PtxLaunch:
+        if not isinstance(shape, tuple) or len(shape) not in (2, 3):
+            accepted.refuse("launch", shape, "are [grid, block] and [grid, block, cluster]")
+        return PtxLaunch(self, *shape)
+
+    def __repr__(self) -> str:
+        return f"<PTX kernel {self.name}({', '.join(self.parameters)}) on {self.arch}>"
+
+
+class PtxLaunch:
+    def __init__(self, kernel: PtxKernel, grid: Any, block: Any, cluster: Any = None):
+        self.kernel, self.grid, self.block = kernel, grid, block
+        required = kernel.kernel.function.directives.get("reqnctapercluster", (1, 1, 1))
+        self.cluster = required if cluster is None else cluster
+        if required != (1, 1, 1) and accepted.sides("cluster", self.cluster) != accepted.sides("cluster", required):
+            accepted.refuse("cluster", cluster, f"is {required}, which the kernel requires (.reqnctapercluster)")
+
+    def __call__(self, *args: Any, shared: int = 0, **options: Any) -> Machine | None:
+        """Run the grid to its end.
+
+        Args:
+            args: one for each parameter: an array or a CPU tensor (a pointer), a number, raw bytes, or
+                `softsm.tensor_map(array, box)`.
+            shared: bytes of dynamic shared memory.
+            options: order, seed, sms of this launch.
+        """
+        return self.kernel.kernel.launch(
+            self.grid, self.block, args, shared=shared, cluster=self.cluster, arch=self.kernel.arch, **options
+        )
+
+
+def load_ptx(ptx: str | Path, name: str | None = None, *, arch: str = "") -> PtxKernel:
+    """Load a kernel from PTX.
+
+    Args:
+        ptx: the text, or the path of a file.
+        name: of the kernel; may be left out where the module has one.
+        arch: the GPU to emulate, sm_90a, sm_100a or sm_103a; default: the module's `.target`.
+    """
+    if not isinstance(ptx, (str, Path)):
+        accepted.refuse("ptx", ptx, "are PTX text and the path of a file")
+    text = ptx.read_text() if isinstance(ptx, Path) else ptx
+    kernel = load(text, name)
+    return PtxKernel(kernel, machine_of(kernel.module.target, arch))
+
+
+def machine_of(target: str, arch: str) -> str:
+    """The architecture to emulate for a module made for `target`."""
+    if not arch:
+        return target
+    accepted.one_of("arch", arch, tuple(ARCHITECTURES))
+    made, suffix = _parts(target)
+    number, _ = _parts(arch)
+    family = suffix == "f" and made // 10 == number // 10 and made <= number
+    if made == number or family or (not suffix and made <= number):
+        return arch
+    accepted.refuse("arch", arch, f"is what runs the module's .target {target}")
+
+
+def _parts(target: str) -> tuple[int, str]:
+    found = re.match(r"sm_(\d+)([af]?)", target)
+    return (int(found[1]), found[2]) if found else (0, "")
