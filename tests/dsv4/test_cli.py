@@ -268,7 +268,7 @@ def test_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     ("compile -o x --page-size 0", "--page-size"),
     ("kernels --arch sm_90a", "sm_90a: accepted: sm_100a"),
     ("kernels --operation merge", "merge: accepted: fmha, v4"),
-    ("kernels --way tma", "tma: accepted: rows, pages, cells"),
+    ("kernels --kv-load tma", "tma: accepted: rows, pages, cp_async"),
     ("kernels --head-dim 5", "5: accepted: 64, 128, 256, 512"),
 ])  # fmt: skip
 def test_values_that_an_option_does_not_have(command, says) -> None:

@@ -18,7 +18,7 @@ from . import show
 from .variants import v4_small
 
 DIMS = checks.HEAD_DIMS
-WAYS = ("rows", "pages", "cells")  # how keys are read: see dsv4/fmha/kernels/loads.py
+KV_LOADS = ("rows", "pages", "cp_async")  # how keys are read: see dsv4/fmha/kernels/loads.py
 PATHS = [(d, p_tmem) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
 COLUMNS = (
     "threads | registers | by role | shared memory, bytes | tensor memory, columns | stack, bytes | spills, bytes | "
@@ -39,7 +39,7 @@ the barriers; for pairs of CTAs they are also in `pair_roles.py`.
 
 FIGURES = """\
 P goes through tensor memory or shared memory. Keys: `rows` are dense and varlen tensors, loaded by TMA; `pages` are
-pages of 64 rows, by TMA; `cells` are other pages, by cp.async; `pair` is dense tensors, by TMA, for a pair of CTAs,
+pages of 64 rows, by TMA; `cp_async` are other pages, by cp.async; `pair` is dense tensors, by TMA, for a pair of CTAs,
 with the figures of each CTA. Registers: the number at launch, then what `setmaxnreg` sets in the roles and while
 they idle. Spills: bytes stored / loaded, as the assembler counts them. Spills in main loops: instructions, counted
 in the SASS.
@@ -93,14 +93,14 @@ V4_VARIANTS = (
 def kernels(
     arch: Annotated[str, typer.Option(help="sm_100a")] = "sm_100a",
     head_dim: Annotated[list[int] | None, typer.Option(help="64, 128, 256, 512; default all")] = None,
-    way: Annotated[list[str] | None, typer.Option(help="rows, pages, cells; default all")] = None,
+    kv_load: Annotated[list[str] | None, typer.Option(help="rows, pages, cp_async; default all")] = None,
     operation: Annotated[list[str] | None, typer.Option(help="fmha, v4; default both")] = None,
     write: Annotated[Path | None, typer.Option(help="write the page to this file")] = None,
 ) -> None:
     """Registers, memory and spills of every variant, and the instruction budget of its main loop."""
     show.chosen("--arch", [arch], ["sm_100a"])
     operations = show.chosen("--operation", operation, ("fmha", "v4"))
-    ways, dims = show.chosen("--way", way, WAYS), show.chosen("--head-dim", head_dim, DIMS)
+    ways, dims = show.chosen("--kv-load", kv_load, KV_LOADS), show.chosen("--head-dim", head_dim, DIMS)
     show.file_to_write("--write", write)
     console = show.console()
     rows, v4_rows = [], []
@@ -154,10 +154,10 @@ def v4_launch_of(heads: int, rows: str, named: str) -> Launch:
 
 
 def v4_line(heads: int, rows: str, named: str) -> str:
-    return f"| {heads} | {rows} | {named} | {compiled_cells(v4_launch_of(heads, rows, named))} |"
+    return f"| {heads} | {rows} | {named} | {compiled_columns(v4_launch_of(heads, rows, named))} |"
 
 
-def compiled_cells(launch: Launch) -> str:
+def compiled_columns(launch: Launch) -> str:
     from dsv4.kernels.figures import figures
     from dsv4.runtime import aot
 
@@ -170,7 +170,7 @@ def compiled_cells(launch: Launch) -> str:
 
 def variant_line(head_dim: int, p_tmem: bool | None, how: str) -> str:
     path = "tensor" if p_tmem else "shared"
-    return f"| {head_dim} | {path} | {how} | {compiled_cells(launch_of(head_dim, p_tmem, how))} |"
+    return f"| {head_dim} | {path} | {how} | {compiled_columns(launch_of(head_dim, p_tmem, how))} |"
 
 
 def figures_section(rows: list[str]) -> Iterator[str]:

@@ -10,17 +10,18 @@ LOWEST = gl.constexpr(-3.0e38)  # a running maximum to begin with that is finite
 
 
 @gluon.jit
-def see(s, first_column, row_first, row_end, L: gl.constexpr):
+def apply_mask(s, first_column, row_first, row_end, L: gl.constexpr):
     """Scores of keys that a row does not see become -inf. s: [rows, keys] of keys from first_column on."""
     column = first_column + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))[None, :]
-    seen = (column >= row_first[:, None]) & (column < row_end[:, None])
-    return gl.where(seen, s, -float("inf"))
+    visible = (column >= row_first[:, None]) & (column < row_end[:, None])
+    return gl.where(visible, s, -float("inf"))
 
 
 @gluon.jit
-def see_apart(s, first_column, row_first, row_end, L: gl.constexpr):
-    """``see`` for an accumulator. Its columns are 8 j + 2 t + e, t of the thread: what the thread adds is taken from
-    the bounds, the rest is a constant of each register. ``see`` would hold columns in registers through a loop."""
+def apply_mask_by_register(s, first_column, row_first, row_end, L: gl.constexpr):
+    """``apply_mask`` for an accumulator. Its columns are 8 j + 2 t + e, t of the thread: what the thread adds is taken
+    from the bounds, the rest is a constant of each register. ``apply_mask`` would hold columns in registers through a
+    loop."""
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
     x = s.reshape([M, N // 8, 4, 2])
@@ -32,8 +33,8 @@ def see_apart(s, first_column, row_first, row_end, L: gl.constexpr):
     high = gl.convert_layout(row_end, gl.SliceLayout(1, MT))[:, None] - column
     rest = 8 * gl.arange(0, N // 8, layout=gl.SliceLayout(1, JE))[:, None]
     rest = (rest + gl.arange(0, 2, layout=gl.SliceLayout(0, JE))[None, :])[None, :, :][:, :, None, :]
-    seen = (rest >= low[:, None, :][:, :, :, None]) & (rest < high[:, None, :][:, :, :, None])
-    return gl.convert_layout(gl.where(seen, x, -float("inf")).reshape([M, N]), L)
+    visible = (rest >= low[:, None, :][:, :, :, None]) & (rest < high[:, None, :][:, :, :, None])
+    return gl.convert_layout(gl.where(visible, x, -float("inf")).reshape([M, N]), L)
 
 
 @gluon.jit

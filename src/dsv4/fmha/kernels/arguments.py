@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from dsv4.fmha.kernels.loads import Cells, Where
+from dsv4.fmha.kernels.loads import GlobalRows, Where
 from dsv4.fmha.kernels.tiles import Pages
 from dsv4.kernels.compat import Value, aggregate, gluon
 
@@ -123,16 +123,16 @@ class Source:
 
     k_desc: Value
     v_desc: Value
-    k_cells: Cells
-    v_cells: Cells
+    k_rows: GlobalRows
+    v_rows: GlobalRows
     where: Where
 
 
 @gluon.jit
-def cells_of(tensors, sizes, strides):
+def kv_rows(tensors, sizes, strides):
     """K and V as rows in global memory."""
-    k_cells = Cells(tensors.k_ptr, sizes.total_k, strides.k_page, strides.k_row, strides.k_head)
-    return k_cells, Cells(tensors.v_ptr, sizes.total_k, strides.v_page, strides.v_row, strides.v_head)
+    k_rows = GlobalRows(tensors.k_ptr, sizes.total_k, strides.k_page, strides.k_row, strides.k_head)
+    return k_rows, GlobalRows(tensors.v_ptr, sizes.total_k, strides.v_page, strides.v_row, strides.v_head)
 
 
 @gluon.jit

@@ -112,15 +112,15 @@ def prepare_dense(b: FmhaBackward, program: Program, kernels: Kernels, sequences
     group = p.group
     # Keys before the first window: nobody sees them, they may hold NaN, and their gradient is 0. There are none behind:
     # the last query sees the last key.
-    unseen = 0
+    invisible = 0
     if sequences is None and p.left >= 0:
-        unseen = min(max(0, p.max_seqlen_k - p.max_seqlen_q - p.left), p.max_seqlen_k)
+        invisible = min(max(0, p.max_seqlen_k - p.max_seqlen_q - p.left), p.max_seqlen_k)
     k, v, dk, dv = p.k, p.v, b.dk, b.dv
-    if unseen:
+    if invisible:
         for x in (dk, dv):
             if x is not None:
-                program.fill(x[:, :unseen], 0)
-        k, v, dk, dv = (None if x is None else x[:, unseen:] for x in (k, v, dk, dv))
+                program.fill(x[:, :invisible], 0)
+        k, v, dk, dv = (None if x is None else x[:, invisible:] for x in (k, v, dk, dv))
     dout = addressable(program, b.dout)
     lse2, delta, plain = _rows(b, program, dout)
     if b.dsink is not None:

@@ -40,6 +40,6 @@ def sizes_of(seq, own, whole, cu_q_ptr, cu_k_ptr, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def first_seen(sizes):
+def first_visible(sizes):
     """The first key of the sequence that some query sees; those before may hold NaN."""
     return gl.minimum(gl.maximum(sizes.keys - sizes.tokens - sizes.left, 0), sizes.keys)

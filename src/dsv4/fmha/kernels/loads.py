@@ -6,15 +6,15 @@ BN, or less where pages are smaller than a tile. The swizzle atom is [8, 64] ele
 
 A tile is read in one of four ways:
 
-=====  ====================================  ==========================================================================
-DENSE  dense tensors                         TMA, whose own bounds end the sequence
-ROWS   varlen (and dense) tensors            TMA; what belongs to the next sequence is zeroed after it landed
-PAGES  pages of 8, 16, 24, .. rows           TMA, boxes of a power of two of rows that divides a page, zeroed likewise
-CELLS  pages of any other size               cp.async, 16 bytes per lane, unseen rows filled with zeros
-=====  ====================================  ==========================================================================
+========  ================================  ===========================================================================
+DENSE     dense tensors                     TMA, whose own bounds end the sequence
+ROWS      varlen (and dense) tensors        TMA; what belongs to the next sequence is zeroed after it landed
+PAGES     pages of 8, 16, 24, .. rows       TMA, boxes of a power of two of rows that divides a page, zeroed likewise
+CP_ASYNC  pages of any other size           cp.async, 16 bytes per lane, invisible rows filled with zeros
+========  ================================  ===========================================================================
 """
 
-from dsv4.fmha.kernels.tiles import CELLS, DENSE, PAGES, ROWS
+from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, PAGES, ROWS
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -28,11 +28,11 @@ from dsv4.kernels.compat import (
     tma_load,
 )
 
-__all__ = ["CELLS", "DENSE", "PAGES", "ROWS"]
+__all__ = ["CP_ASYNC", "DENSE", "PAGES", "ROWS"]
 
 
 @aggregate
-class Cells:
+class GlobalRows:
     """K or V as rows in global memory. Strides are in units of 8 elements."""
 
     ptr: Value
@@ -50,15 +50,15 @@ class Where:
     head: Value
     k_start: Value  # first row of the sequence
     keys: Value
-    seen_first: Value  # first key that any query sees
+    visible_first: Value  # first key that any query sees
     landed_end: Value  # first key that must not come from the tensor as it is
     table_ptr: Value
     page_size: Value
 
 
 @gluon.jit
-def zero_unseen(tile, first_row, seen_first, seen_end, BN: gl.constexpr, D: gl.constexpr):
-    """Rows outside [seen_first, seen_end) of a landed tile become 0: P is 0 there, but 0 * NaN is NaN.
+def zero_invisible(tile, first_row, visible_first, visible_end, BN: gl.constexpr, D: gl.constexpr):
+    """Rows outside [visible_first, visible_end) of a landed tile become 0: P is 0 there, but 0 * NaN is NaN.
 
     One warp, 1 KB per step. tile: one ring slot; its row 0 is key first_row.
     """
@@ -68,18 +68,18 @@ def zero_unseen(tile, first_row, seen_first, seen_end, BN: gl.constexpr, D: gl.c
     row = gl.arange(0, 8, layout=gl.SliceLayout(1, L))
     for group in range(0, BN // 8):
         first = first_row + group * 8
-        if (first < seen_first) | (first + 8 > seen_end):
-            keep = (first + row >= seen_first) & (first + row < seen_end)
+        if (first < visible_first) | (first + 8 > visible_end):
+            keep = (first + row >= visible_first) & (first + row < visible_end)
             for panel in range(0, D // 64):
                 atom = atoms.index(panel * (BN // 8) + group)
                 x = gl.zeros([8, 64], tile.dtype, L)
-                if (first + 8 > seen_first) & (first < seen_end):
+                if (first + 8 > visible_first) & (first < visible_end):
                     x = gl.where(keep[:, None], atom.load(L), x)
                 atom.store(x)
 
 
 @gluon.jit
-def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.constexpr, HOW: gl.constexpr):
+def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.constexpr, KV_LOAD: gl.constexpr):
     """TMA of one tile: boxes of [BOX_ROWS, 64] into the slot. Boxes past the last key of a paged one read zeros."""
     outer = where.outer
     BOX_ROWS: gl.constexpr = desc.block_shape[1]
@@ -88,7 +88,7 @@ def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.c
     boxes = reinterpret(tile, [BOXES * (D // 64), 1, BOX_ROWS, 1, 64], BOX)
     for i in gl.static_range(BOXES):
         row = first_row + i * BOX_ROWS
-        if HOW == PAGES:
+        if KV_LOAD == PAGES:
             page = row // where.page_size
             # Table entries past the length are not read; page -1 is out of bounds, which TMA fills with zeros.
             outer = gl.load(where.table_ptr + page, mask=row < where.keys, other=-1)
@@ -100,7 +100,7 @@ def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.c
 
 @gluon.jit
 def fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN: gl.constexpr, D: gl.constexpr,
-         HOW: gl.constexpr):  # fmt: skip
+         KV_LOAD: gl.constexpr):  # fmt: skip
     """One ring slot [BN, D] by TMA: keys from first_row on, columns from ``column`` on; ``ready`` says it may be read.
 
     Rows that belong to another sequence, or to nobody, are zeroed before ``ready``: such a tile lands on the barrier
@@ -108,24 +108,24 @@ def fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN: 
     """
     NBYTES: gl.constexpr = BN * D * 2
     foreign: gl.constexpr = False
-    if HOW != DENSE:
-        foreign = (first_row < where.seen_first) | (first_row + BN > where.landed_end)
+    if KV_LOAD != DENSE:
+        foreign = (first_row < where.visible_first) | (first_row + BN > where.landed_end)
     if foreign:
         mbarrier.expect(landed, NBYTES)
-        issue(desc, tile, landed, where, first_row, column, BN, D, HOW)
+        issue(desc, tile, landed, where, first_row, column, BN, D, KV_LOAD)
         mbarrier.wait(landed, landed_phase)
-        zero_unseen(tile, first_row, where.seen_first, where.keys, BN, D)
+        zero_invisible(tile, first_row, where.visible_first, where.keys, BN, D)
         fence_async_shared()  # generic stores -> tensor-core reads
         mbarrier.arrive(ready, count=1)
         landed_phase = landed_phase ^ 1
     else:
         mbarrier.expect(ready, NBYTES)
-        issue(desc, tile, ready, where, first_row, column, BN, D, HOW)
+        issue(desc, tile, ready, where, first_row, column, BN, D, KV_LOAD)
     return landed_phase
 
 
 @gluon.jit
-def copy_cells(cells, tile, where, first_row, column, BN: gl.constexpr, D: gl.constexpr):
+def cp_async_rows(kv_rows, tile, where, first_row, column, BN: gl.constexpr, D: gl.constexpr):
     """One ring slot [BN, D] by cp.async, one group; rows that nobody sees and of pages that are none are 0."""
     ATOM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
@@ -133,14 +133,14 @@ def copy_cells(cells, tile, where, first_row, column, BN: gl.constexpr, D: gl.co
     col = column + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
     for group in range(0, BN // 8):
         key = first_row + group * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, L))
-        seen = (key >= where.seen_first) & (key < where.keys)
-        page = gl.load(where.table_ptr + key // where.page_size, mask=seen, other=-1)
-        seen = seen & (page >= 0) & (page < cells.pages)
-        offset = page.to(gl.int64) * cells.page_stride + (key % where.page_size).to(gl.int64) * cells.row_stride
-        offset = offset + where.head.to(gl.int64) * cells.head_stride
+        visible = (key >= where.visible_first) & (key < where.keys)
+        page = gl.load(where.table_ptr + key // where.page_size, mask=visible, other=-1)
+        visible = visible & (page >= 0) & (page < kv_rows.pages)
+        offset = page.to(gl.int64) * kv_rows.page_stride + (key % where.page_size).to(gl.int64) * kv_rows.row_stride
+        offset = offset + where.head.to(gl.int64) * kv_rows.head_stride
         for panel in range(0, D // 64):
-            pointers = cells.ptr + offset[:, None] * 8 + (col + panel * 64)[None, :]
-            cp_async(atoms.index(panel * (BN // 8) + group), pointers, mask=seen[:, None])
+            pointers = kv_rows.ptr + offset[:, None] * 8 + (col + panel * 64)[None, :]
+            cp_async(atoms.index(panel * (BN // 8) + group), pointers, mask=visible[:, None])
     async_copy.commit_group()
 
 
@@ -153,14 +153,14 @@ def announce(ready, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def fill_any(desc, cells, tile, ready, landed, landed_phase, where, first_row, column, BN: gl.constexpr,
-             D: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
-    """One ring slot, whichever way its keys are read; cells wait until they have landed."""
-    if HOW == CELLS:
-        copy_cells(cells, tile, where, first_row, column, BN, D)
+def fill_any(desc, kv_rows, tile, ready, landed, landed_phase, where, first_row, column, BN: gl.constexpr,
+             D: gl.constexpr, KV_LOAD: gl.constexpr):  # fmt: skip
+    """One ring slot, whichever way its keys are read; copies by cp.async wait until they have landed."""
+    if KV_LOAD == CP_ASYNC:
+        cp_async_rows(kv_rows, tile, where, first_row, column, BN, D)
         announce(ready, 0)
     else:
-        landed_phase = fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN, D, HOW)
+        landed_phase = fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN, D, KV_LOAD)
     return landed_phase
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsv4.fmha.kernels.arguments import Options, Sizes, Strides, Tensors
-from dsv4.fmha.kernels.tiles import CELLS, DENSE, NO_BOUND, PAGES, ROWS
+from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, NO_BOUND, PAGES, ROWS
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.combine import clear_rest, combine, combine_short
 from dsv4.kernels.compat import TensorDescriptor, gl
@@ -58,7 +58,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
     # has room for is no property of a sequence; so paged ones take that way with one split too.
     split = splits > 1 or tiles_per_split > 0 and p.kind == "paged" or is_partial(p)
-    how, box = _way(p, c)
+    kv_load, box = _kv_load(p, c)
     sign, scale = sign_and_scale(p.softmax_scale)
     q = p.q if is_aligned(p.q) else program.copied(p.q)
     k = _addressable(program, p.k)
@@ -114,7 +114,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         k_is_v=int(v is k),
     )
     structs = dict(tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts)
-    program.launch(kernel, grid, structs, HOW=how, SIGN=sign, SAME_KV=v is k, SPLIT=2 if short else split,
+    program.launch(kernel, grid, structs, KV_LOAD=kv_load, SIGN=sign, SAME_KV=v is k, SPLIT=2 if short else split,
                    num_warps=4, **c.options)  # fmt: skip
     # What the kernels of combine.py take
     arguments = tensors._asdict() | sizes._asdict()
@@ -170,11 +170,11 @@ def prepare_merge(
     )  # fmt: skip
 
 
-def _way(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
+def _kv_load(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
     """(how tiles of keys are read, rows of a TMA box): see loads.py."""
     if p.kind == "paged":
         box = min(p.page_size & -p.page_size, c.box)  # the largest power of two that divides a page and a tile
-        return (PAGES.value, box) if box >= 8 else (CELLS.value, 8)
+        return (PAGES.value, box) if box >= 8 else (CP_ASYNC.value, 8)
     return (DENSE if p.kind == "dense" and not c.dense_as_rows else ROWS).value, c.box
 
 

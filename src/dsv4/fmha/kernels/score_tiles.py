@@ -3,7 +3,7 @@
 Tiles of 128 query rows times 128 keys; the kernels backward_scores of every architecture loop over them.
 """
 
-from dsv4.fmha.kernels.tiles import end_key, first_key, some_unseen
+from dsv4.fmha.kernels.tiles import end_key, first_key, needs_mask
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.ring import Ring, producer_stage
 
@@ -112,12 +112,12 @@ def visible(p, row, key, sizes):
     ROWS: gl.constexpr = p.shape[0]
     KEYS: gl.constexpr = p.shape[1]
     token = (sizes.row_begin + (row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)))) // sizes.group
-    if some_unseen(sizes.row_begin + row, key, sizes, ROWS, KEYS):
+    if needs_mask(sizes.row_begin + row, key, sizes, ROWS, KEYS):
         column = key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, L))[None, :]
-        seen = (column >= first_key(token, sizes.tokens, sizes.keys, sizes.left)[:, None]) & (
+        inside = (column >= first_key(token, sizes.tokens, sizes.keys, sizes.left)[:, None]) & (
             column < end_key(token, sizes.tokens, sizes.keys, sizes.right)[:, None]
         )
-        p = gl.where(seen, p, 0.0)
+        p = gl.where(inside, p, 0.0)
     return p
 
 

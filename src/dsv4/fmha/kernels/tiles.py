@@ -8,7 +8,7 @@ from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
 NO_BOUND = 1 << 30  # what the host passes for a window side of -1
 # How a tile of keys is read: loads.py says what each means.
-DENSE, ROWS, PAGES, CELLS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+DENSE, ROWS, PAGES, CP_ASYNC = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
 @aggregate
@@ -21,7 +21,7 @@ class Pages:
 
 
 @gluon.jit
-def sequence(seq, varlen, tensors, sizes, HOW: gl.constexpr):
+def sequence(seq, varlen, tensors, sizes, KV_LOAD: gl.constexpr):
     """(first query row, queries T, first key row, keys S) of a sequence, clamped so that nothing is out of bounds.
 
     varlen: known at compile time or not.
@@ -29,7 +29,7 @@ def sequence(seq, varlen, tensors, sizes, HOW: gl.constexpr):
     q_start = 0
     k_start = 0
     tokens, keys, total_q, total_k = sizes.tokens, sizes.keys, sizes.total_q, sizes.total_k
-    if HOW >= PAGES:
+    if KV_LOAD >= PAGES:
         keys = gl.minimum(gl.maximum(gl.load(tensors.lengths_ptr + seq), 0), keys)
     elif varlen:
         q_start, tokens, k_start, keys = packed_sequence(seq, tensors.cu_q_ptr, tensors.cu_k_ptr, total_q, total_k)
@@ -59,7 +59,7 @@ def end_key(token, tokens, keys, right):
 
 
 @gluon.jit
-def some_unseen(row, key, sizes, ROWS: gl.constexpr, KEYS: gl.constexpr):
+def needs_mask(row, key, sizes, ROWS: gl.constexpr, KEYS: gl.constexpr):
     """Whether some of ROWS packed rows does not see some of KEYS keys: then scores need a mask."""
     last = gl.minimum((row + ROWS - 1) // sizes.group, sizes.tokens - 1)
     first = first_key(last, sizes.tokens, sizes.keys, sizes.left)
@@ -82,13 +82,13 @@ def split_range(tiles, split, num_splits, tiles_per_split):
 @gluon.jit
 def key_tiles(
     tile_row, tokens, keys, split, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr,
-    HOW: gl.constexpr,
+    KV_LOAD: gl.constexpr,
 ):  # fmt: skip
     """(first key of tile 0, [begin, end)): a split's tiles of BN keys that some of the M rows from tile_row on see."""
     token_last = gl.minimum((tile_row + M - 1) // sizes.group, tokens - 1)
     first = first_key(tile_row // sizes.group, tokens, keys, opts.left)
     end = end_key(token_last, tokens, keys, opts.right)
-    if HOW == PAGES:
+    if KV_LOAD == PAGES:
         first = first // BOX_ROWS * BOX_ROWS  # a TMA box stays within one page
     tiles = (gl.maximum(end - first, 0) + BN - 1) // BN
     tile_begin, tile_end = split_range(tiles, split, sizes.num_splits, sizes.tiles_per_split)
@@ -110,9 +110,9 @@ def bad_pages(pages, begin, end):
 
 
 @aggregate
-class Sight:
-    """What rows see: each row's keys [first, end); the keys that all of them see, which need no mask; the keys of the
-    sequence; its pages, and whether the block table names some that are none, whose keys nobody sees."""
+class MaskBounds:
+    """Of query rows: the keys [first, end) that each sees; those that all of them see, which need no mask; the keys of
+    the sequence; its pages, and whether the block table names some that are none, whose keys no row sees."""
 
     row_first: Value
     row_end: Value
@@ -124,7 +124,7 @@ class Sight:
 
 
 @gluon.jit
-def sight(tile_row, share, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr, RS: gl.constexpr):
+def mask_bounds(tile_row, share, M: gl.constexpr, BN: gl.constexpr, KV_LOAD: gl.constexpr, RS: gl.constexpr):
     """What the M rows from tile_row on see of the CTA's tiles of BN keys. RS: layout of the rows."""
     problem, tiles = share.problem, share.tiles
     group, tokens, keys, left, right = problem.group, problem.tokens, problem.keys, problem.left, problem.right
@@ -135,13 +135,13 @@ def sight(tile_row, share, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr,
     full_first = first_key(token_last, tokens, keys, left)
     full_end = end_key(tile_row // group, tokens, keys, right)
     bad = False
-    if HOW >= PAGES:
+    if KV_LOAD >= PAGES:
         bad = bad_pages(share.pages, tiles.first + tiles.begin * BN, gl.minimum(tiles.first + tiles.end * BN, keys))
-    return Sight(row_first, row_end, full_first, full_end, keys, share.pages, bad)
+    return MaskBounds(row_first, row_end, full_first, full_end, keys, share.pages, bad)
 
 
 @gluon.jit
-def see_pages(s, first_column, keys, pages, L: gl.constexpr):
+def mask_pages(s, first_column, keys, pages, L: gl.constexpr):
     """Scores of keys in pages that are none become -inf. s: [rows, keys] of keys from first_column on."""
     key = first_column + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
     page = gl.load(pages.table_ptr + key // pages.page_size, mask=key < keys, other=0)
@@ -161,8 +161,8 @@ def page_bits(first_column, keys, pages):
 
 
 @gluon.jit
-def see_pages_by_bits(s, first_column, keys, pages, L: gl.constexpr):
-    """As see_pages, where a thread has whole rows of 32, 64 or 128 keys and no registers for as many page numbers."""
+def mask_pages_by_bits(s, first_column, keys, pages, L: gl.constexpr):
+    """As mask_pages, where a thread has whole rows of 32, 64 or 128 keys and no registers for as many page numbers."""
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
     bits = page_bits(first_column, keys, pages)
     for c in gl.static_range(1, s.shape[1] // 32):

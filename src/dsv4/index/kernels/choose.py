@@ -35,7 +35,7 @@ from dsv4.index.kernels.ranking import (
     write_nothing,
     write_rows,
 )
-from dsv4.index.kernels.scores import FOREVER, GROUP, owner, rows_seen
+from dsv4.index.kernels.scores import FOREVER, GROUP, owner, visible_rows
 from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon
 from dsv4.kernels.dependent import wait_on_prior_grid
 
@@ -64,7 +64,7 @@ class Rows:
     scores_ptr: Value
     groups_ptr: Value
     held: Value  # groups
-    seen: Value
+    visible: Value
     LISTED: gl.constexpr
     HIGH: gl.constexpr
 
@@ -119,7 +119,7 @@ class Rows:
     @gluon.jit
     def ordered_piece(self, number):
         x, row, there = self.piece(number)
-        return gl.where(there & (row < self.seen), ordered_of(x), ABSENT), row
+        return gl.where(there & (row < self.visible), ordered_of(x), ABSENT), row
 
     @gluon.jit
     def columns(self, value):
@@ -176,7 +176,7 @@ class Rows:
             step += 1
         highest = gl.to_tensor(FOREVER)
         if at_least > most:
-            highest = self.seen
+            highest = self.visible
             lowest = -1
             while lowest + 1 < highest:
                 middle = lowest + (highest - lowest) // 2
@@ -302,7 +302,7 @@ def sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT: gl.constexpr):
 ])  # fmt: skip
 def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_ptr, scores_ptr, table_ptr, starts_ptr,
                  first_query, topk, capacity, ratio, tokens, requests, pages, page_rows, table_line, source_line,
-                 out_line, scores_line, want_scores, kept_size, HOW: gl.constexpr, POOL: gl.constexpr,
+                 out_line, scores_line, want_scores, kept_size, OWNER: gl.constexpr, POOL: gl.constexpr,
                  GROUPS: gl.constexpr, KEPT: gl.constexpr, WIDTH: gl.constexpr, HIGH: gl.constexpr,
                  SHARES: gl.constexpr):  # fmt: skip
     """One program: the list of query first_query + n.
@@ -319,16 +319,16 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
     LISTED: gl.constexpr = GROUPS > KEPT
     n = gl.program_id(0)
     query = first_query + n
-    sequence, end = owner(query, starts_ptr, requests, tokens, HOW)
-    seen = rows_seen(query, count_ptr, ratio, capacity, sequence < requests)
-    wanted = gl.minimum(seen, topk)
+    sequence, end = owner(query, starts_ptr, requests, tokens, OWNER)
+    visible = visible_rows(query, count_ptr, ratio, capacity, sequence < requests)
+    wanted = gl.minimum(visible, topk)
     wait_on_prior_grid()  # for the scores
     own = (n * SHARES + gl.program_id(1)).to(gl.int64) * KEPT
     keep_ptr = kept_ptr + own
     groups_ptr = groups_ptr + own
     low = gl.to_tensor(ABSENT + 1)
     high = gl.to_tensor(FOREVER)
-    held = (seen + GROUP - 1) // GROUP
+    held = (visible + GROUP - 1) // GROUP
     if 2 * GROUPS > KEPT:  # there may be as many groups as rows are wanted
         EACH: gl.constexpr = min(max(GROUPS // THREADS, 1), 4)
         L: gl.constexpr = items_layout(gl.num_warps(), EACH)
@@ -339,7 +339,7 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
         four = gl.where(group // 4 < source_line, group // 4, 0) * 4 + group % 4
         four = gl.max_contiguous(gl.multiple_of(four, [1, EACH]), [1, EACH])
         ordered = ordered_of(gl.load(maxima_ptr + n.to(gl.int64) * source_line * 4 + four))
-        ordered = gl.where(group * GROUP < seen, ordered, ABSENT)
+        ordered = gl.where(group * GROUP < visible, ordered, ABSENT)
         if held >= wanted:
             low, high = ends_of(ordered)
         taken, count, low = best_of(ordered, group, wanted, wanted + wanted // 8, low, high, held)
@@ -348,7 +348,7 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
             gl.store(groups_ptr + places_of(taken, EACH), group, mask=taken)
             barrier()  # the same CTA reads what it wrote
     line_ptr = source_ptr + n.to(gl.int64) * source_line * 64
-    rows = Rows(line_ptr, groups_ptr, held, seen, LISTED, HIGH)
+    rows = Rows(line_ptr, groups_ptr, held, visible, LISTED, HIGH)
     found = rows.keep(keep_ptr, KEPT, low, FOREVER, False)
     if found > KEPT:
         low, highest = rows.cut(wanted, KEPT, low)
@@ -360,7 +360,8 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
     if SHARES > 1:
         key, place = ranked_share(keep_ptr, KEPT, SHARES)
         write_rows(place, key, place < wanted, place < wanted, query, sequence, out_ptr, out_line, scores_ptr,
-                   scores_line, want_scores, table_ptr, table_line, requests, pages, page_rows, HOW, POOL)  # fmt: skip
+                   scores_line, want_scores, table_ptr, table_line, requests, pages, page_rows, OWNER,
+                   POOL)  # fmt: skip
         if (gl.program_id(1) == 0) & (wanted < topk):
             rest = gl.arange(0, WIDTH, layout=place.type.layout)
             write_nothing(
@@ -369,4 +370,4 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
     else:
         key = sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT)
         write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores,
-                   table_ptr, table_line, requests, pages, page_rows, HOW, POOL, WIDTH)  # fmt: skip
+                   table_ptr, table_line, requests, pages, page_rows, OWNER, POOL, WIDTH)  # fmt: skip

@@ -67,16 +67,16 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
         room += p.batch * shares * index_share_words(p.max_seqlen_k, p.topk) if shares > 1 else 0
         scratch = program.workspace("scratch", (room,), torch.float32)
     step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
-    how, names = _how(p, program)
-    q, k = _rows_of_cells(program, p.q), p.k if p.fp8 else _rows_of_cells(program, p.k)
+    owner, names = _owner(p, program)
+    q, k = _aligned_rows(program, p.q), p.k if p.fp8 else _aligned_rows(program, p.k)
     for first in range(0, p.batch, step):
         count = min(step, p.batch - first)
-        _score(p, target, program, kernel, tiling, how, names | dict(q_ptr=q, k_ptr=k), scratch, first, count)
+        _score(p, target, program, kernel, tiling, owner, names | dict(q_ptr=q, k_ptr=k), scratch, first, count)
         groups = index_line(p.max_seqlen_k) // GROUP
         if "maxima_ptr" in kernel.arg_names and p.topk <= MAX_TOPK_BY_GROUPS and groups <= INDEX_PIECE:
-            _choose(p, target, program, how, names, scratch, first, count)
+            _choose(p, target, program, owner, names, scratch, first, count)
         else:
-            _select(p, program, how, names, scratch, first, count)
+            _select(p, program, owner, names, scratch, first, count)
     for given, written in ((out, p.out), (scores, p.scores)):
         if written is not None and written.index != given.index:
             program.copy(given, written)
@@ -87,7 +87,7 @@ def _in_lines(p: IndexProblem, program: Program) -> IndexProblem:
     changes: dict[str, Any] = {} if p.k.ndim == 3 else {"k": p.k.unsqueeze(0)}
     if p.q.ndim == 4:
         # What has to be copied is copied before its dimensions become one: a copy is one of a whole tensor.
-        q, counts = _rows_of_cells(program, p.q), p.counts if p.counts.is_contiguous() else program.copied(p.counts)
+        q, counts = _aligned_rows(program, p.q), p.counts if p.counts.is_contiguous() else program.copied(p.counts)
         changes |= {"q": program.flattened(q), "weights": program.flattened(p.weights)}
         changes |= {"counts": program.flattened(counts)}
         for name in ("out", "scores"):
@@ -98,7 +98,7 @@ def _in_lines(p: IndexProblem, program: Program) -> IndexProblem:
     return replace(p, **changes)
 
 
-def _how(p: IndexProblem, program: Program) -> tuple[int, dict]:
+def _owner(p: IndexProblem, program: Program) -> tuple[int, dict]:
     """Whose keys a query reads, and the arguments that say so."""
 
     def contiguous(x: Any) -> Any:
@@ -107,12 +107,12 @@ def _how(p: IndexProblem, program: Program) -> tuple[int, dict]:
     table: Any = Null(torch.int32)
     starts: Any = table
     if p.block_table is None:
-        how = ONE if p.k.shape[0] == 1 else BATCH
+        owner = ONE if p.k.shape[0] == 1 else BATCH
     else:
-        how, table = (OWN if p.request_starts is None else STARTS), p.block_table
+        owner, table = (OWN if p.request_starts is None else STARTS), p.block_table
         if p.request_starts is not None:
             starts = contiguous(p.request_starts)
-    return how.value, dict(
+    return owner.value, dict(
         table_ptr=table, starts_ptr=starts, count_ptr=contiguous(p.counts), capacity=p.max_seqlen_k, ratio=p.ratio,
         tokens=max(p.tokens, 1), requests=p.sequences, pages=p.k.shape[0], page_rows=p.k.shape[1],
         table_line=0 if p.block_table is None else p.block_table.stride(0),
@@ -120,12 +120,12 @@ def _how(p: IndexProblem, program: Program) -> tuple[int, dict]:
 
 
 def _score(
-    p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling, how: int, names: dict,
+    p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling, owner: int, names: dict,
     scratch: Slot, first: int, count: int,
 ) -> None:  # fmt: skip
     q, k = names["q_ptr"], names["k_ptr"]
     # Queries of one sequence share the keys that a program reads.
-    each = 1 if how == OWN.value else p.batch // max(p.sequences, 1)
+    each = 1 if owner == OWN.value else p.batch // max(p.sequences, 1)
     heads, dims = max(16, power_of_two(p.q_heads)), max(64, power_of_two(p.head_dim))
     together, residents, options = tiling(each, heads, dims)
     blocks = -(-count // together)
@@ -136,16 +136,16 @@ def _score(
     inverse, shift = inverse_of(p.k.shape[1])
     arguments = names | dict(
         weights_ptr=p.weights, scores_ptr=scratch, factor=float(p.scale), first_query=first,
-        queries=first + count, heads=p.q_heads, dims=p.head_dim, page_stride=_cells(k, 0),
-        row_stride=8 if p.fp8 else _cells(k, 1),
-        page_inverse=inverse, page_shift=shift, stride_qn=_cells(q, 0), stride_qh=_cells(q, 1),
+        queries=first + count, heads=p.q_heads, dims=p.head_dim, page_stride=_stride_16(k, 0),
+        row_stride=8 if p.fp8 else _stride_16(k, 1),
+        page_inverse=inverse, page_shift=shift, stride_qn=_stride_16(q, 0), stride_qh=_stride_16(q, 1),
         stride_wn=p.weights.stride(0), stride_wh=p.weights.stride(1), scores_line=index_line(p.max_seqlen_k),
         maxima_ptr=_maxima(p, scratch, count), maxima_line=index_line(p.max_seqlen_k) // GROUP,
     )  # fmt: skip
     if "keys_desc" in kernel.arg_names:
         arguments["keys_desc"] = _boxes(k, p.fp8)
     program.launch(
-        kernel, (blocks, splits), arguments, HOW=how, QUERIES=together, HEADS=heads, DIMS=dims,
+        kernel, (blocks, splits), arguments, OWNER=owner, QUERIES=together, HEADS=heads, DIMS=dims,
         WHOLE=p.head_dim == dims, ALONE=p.k.shape[1] == 64, **options,
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:
 
 
 def _choose(
-    p: IndexProblem, target: Target, program: Program, how: int, names: dict, scratch: Slot, first: int, count: int
+    p: IndexProblem, target: Target, program: Program, owner: int, names: dict, scratch: Slot, first: int, count: int
 ) -> None:
     """The best rows of the groups that have the greatest maxima, in one launch. What is kept lies behind the maxima."""
     assert p.out is not None
@@ -195,13 +195,13 @@ def _choose(
     )  # fmt: skip
     # Launched early it waits on the multiprocessors for the scores; with lists of 1024 it takes room that they need.
     program.launch(
-        index_choose, (count, shares), arguments, HOW=how, POOL=not p.request_rows, SHARES=shares,
+        index_choose, (count, shares), arguments, OWNER=owner, POOL=not p.request_rows, SHARES=shares,
         GROUPS=index_groups(p.max_seqlen_k), KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), HIGH=high,
         num_warps=warps if kept > 128 else 4, launch_pdl=shares > 1 and kept <= 1024,
     )  # fmt: skip
 
 
-def _select(p: IndexProblem, program: Program, how: int, names: dict, scratch: Slot, first: int, count: int) -> None:
+def _select(p: IndexProblem, program: Program, owner: int, names: dict, scratch: Slot, first: int, count: int) -> None:
     """The best of pieces, until one piece is left. What each round keeps lies behind the scores."""
     assert p.out is not None
     items, line = p.max_seqlen_k, index_line(p.max_seqlen_k)
@@ -223,7 +223,7 @@ def _select(p: IndexProblem, program: Program, how: int, names: dict, scratch: S
             kept_size=kept,
         )  # fmt: skip
         program.launch(
-            index_select, (count, pieces), arguments, HOW=how, POOL=not p.request_rows, FIRST=source is scratch,
+            index_select, (count, pieces), arguments, OWNER=owner, POOL=not p.request_rows, FIRST=source is scratch,
             LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), num_warps=warps,
         )  # fmt: skip
         if last:
@@ -232,12 +232,12 @@ def _select(p: IndexProblem, program: Program, how: int, names: dict, scratch: S
         source, numbers = chosen, chosen_numbers
 
 
-def _rows_of_cells(program: Program, x: Slot) -> Slot:
+def _aligned_rows(program: Program, x: Slot) -> Slot:
     """Rows that 16-byte loads can read."""
     fit = is_aligned(x) and x.stride(-1) == 1 and all(s >= 0 for s in x.stride())
     return x if fit else program.copied(x)
 
 
-def _cells(x: Slot, dim: int) -> int:
+def _stride_16(x: Slot, dim: int) -> int:
     """A stride in units of 16 bytes."""
     return x.stride(dim) * x.element_size() // 16 if x.shape[dim] > 1 else 0

@@ -225,10 +225,10 @@ def falling(key, length, SIZE: gl.constexpr):
 
 @gluon.jit
 def write_rows(place, key, chosen, written, query, sequence, out_ptr, out_line, scores_ptr, scores_line, want_scores,
-               table_ptr, table_line, requests, pages, page_rows, HOW: gl.constexpr, POOL: gl.constexpr):  # fmt: skip
+               table_ptr, table_line, requests, pages, page_rows, OWNER: gl.constexpr, POOL: gl.constexpr):  # fmt: skip
     """The rows of keys at their places in the list of a query, and their scores; -1 where a key is not chosen."""
     row = FOREVER - (key & 0x7FFFFFFF).to(gl.int32)
-    if HOW == OWN or HOW == STARTS:
+    if OWNER == OWN or OWNER == STARTS:
         line = gl.minimum(sequence, requests - 1).to(gl.int64) * table_line
         page = gl.load(table_ptr + line + row // page_rows, mask=chosen, other=-1)
         if POOL:
@@ -249,13 +249,13 @@ def write_nothing(place, written, query, out_ptr, out_line, scores_ptr, scores_l
 
 @gluon.jit
 def write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores, table_ptr,
-               table_line, requests, pages, page_rows, HOW: gl.constexpr, POOL: gl.constexpr,
+               table_line, requests, pages, page_rows, OWNER: gl.constexpr, POOL: gl.constexpr,
                WIDTH: gl.constexpr):  # fmt: skip
     """The first `wanted` of the sorted keys as the list of a query, -1 behind them, and their scores."""
     SIZE: gl.constexpr = key.shape[0]
     place = gl.arange(0, SIZE, layout=key.type.layout)
     write_rows(place, key, place < wanted, place < topk, query, sequence, out_ptr, out_line, scores_ptr, scores_line,
-               want_scores, table_ptr, table_line, requests, pages, page_rows, HOW, POOL)  # fmt: skip
+               want_scores, table_ptr, table_line, requests, pages, page_rows, OWNER, POOL)  # fmt: skip
     if WIDTH > SIZE:  # lists wider than there are rows
         rest = SIZE + gl.arange(0, WIDTH, layout=key.type.layout)
         write_nothing(rest, rest < topk, query, out_ptr, out_line, scores_ptr, scores_line, want_scores)

@@ -21,7 +21,7 @@ GROUP = tl.constexpr(sizes.GROUP)
 
 
 @triton.jit
-def rows_seen(query, count_ptr, ratio, capacity, mask):
+def visible_rows(query, count_ptr, ratio, capacity, mask):
     """Rows that a query sees. ratio 0: the count itself is given, else the position of its token."""
     count = tl.load(count_ptr + query, mask=mask, other=-1).to(tl.int64)
     count = tl.where(ratio > 0, (count + 1) // tl.maximum(ratio, 1), count)
@@ -35,15 +35,15 @@ def relu(x):
 
 
 @triton.jit
-def owner(query, starts_ptr, requests, tokens, HOW: tl.constexpr):
+def owner(query, starts_ptr, requests, tokens, OWNER: tl.constexpr):
     """(the sequence that a query belongs to, where the next one begins); `requests` past the last one."""
-    if HOW == ONE:
+    if OWNER == ONE:
         sequence = query * 0
         end = FOREVER + query * 0
-    elif HOW == BATCH:
+    elif OWNER == BATCH:
         sequence = query // tokens
         end = (sequence + 1) * tokens
-    elif HOW == OWN:
+    elif OWNER == OWN:
         sequence = query
         end = query + 1
     else:
@@ -64,21 +64,21 @@ def owner(query, starts_ptr, requests, tokens, HOW: tl.constexpr):
 
 
 @triton.jit
-def score_rows(first, last, at_once, sequence, query, seen, q, w, factor, split, splits, k_ptr, table_ptr, scores_ptr,
-               maxima_ptr, maxima_line, dims, pages, page_rows, page_stride, row_stride, table_line, scores_line,
-               HOW: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
+def score_rows(first, last, at_once, sequence, query, visible, q, w, factor, split, splits, k_ptr, table_ptr,
+               scores_ptr, maxima_ptr, maxima_line, dims, pages, page_rows, page_stride, row_stride, table_line,
+               scores_line, OWNER: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
                WHOLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """The scores of the queries first .. last - 1, of one sequence; q [DIMS, QUERIES * HEADS]."""
-    seen = tl.where((query >= first) & (query < last), seen, 0)
-    most = tl.max(seen, 0)
+    visible = tl.where((query >= first) & (query < last), visible, 0)
+    most = tl.max(visible, 0)
     tiles = (most + ROWS - 1) // ROWS
     each = (tiles + splits - 1) // splits
     column = tl.arange(0, DIMS)
-    CELL: tl.constexpr = 128 // q.dtype.primitive_bitwidth
+    VEC: tl.constexpr = 128 // q.dtype.primitive_bitwidth
     for tile in range(split * each, tl.minimum((split + 1) * each, tiles)):
         row = tile * ROWS + tl.arange(0, ROWS)
         there = row < most
-        if HOW == ONE or HOW == BATCH:
+        if OWNER == ONE or OWNER == BATCH:
             at = sequence.to(tl.int64) * page_stride + row.to(tl.int64) * row_stride
         else:
             page = tl.load(table_ptr + sequence.to(tl.int64) * table_line + row // page_rows, mask=there, other=-1)
@@ -88,23 +88,23 @@ def score_rows(first, last, at_once, sequence, query, seen, q, w, factor, split,
         if not WHOLE:
             here = here & (column < dims)[None, :]
         # Of what is not there nothing is read: zeros, whose scale is NaN.
-        k = tl.load(k_ptr + at[:, None] * CELL + column[None, :], mask=here, other=0.0)
+        k = tl.load(k_ptr + at[:, None] * VEC + column[None, :], mask=here, other=0.0)
         scale = tl.where(there, 1.0, float("nan"))
-        if CELL == 16:
+        if VEC == 16:
             scales_ptr = k_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
             scale_at = page.to(tl.int64) * page_stride * 4 + page_rows * 32 + row % page_rows
             scale = tl.load(scales_ptr + scale_at, mask=there, other=float("nan"))
         each_head = relu(tl.dot(k, q)) * w[None, :]
         total = tl.sum(tl.reshape(each_head, [ROWS, QUERIES, HEADS]), 2) * (scale * factor)[:, None]
         total = tl.where(total == total, total, -float("inf")) + 0.0  # [ROWS, QUERIES]
-        here = row[:, None] < seen[None, :]
+        here = row[:, None] < visible[None, :]
         line = (query - at_once).to(tl.int64)[None, :]
         total = tl.where(here, total, -float("inf"))
-        written = (seen + GROUP - 1) // GROUP * GROUP
+        written = (visible + GROUP - 1) // GROUP * GROUP
         tl.store(scores_ptr + line * scores_line + row[:, None], total, mask=row[:, None] < written[None, :])
         greatest = tl.reshape(total, [ROWS // GROUP, GROUP, QUERIES])
         group = tile * (ROWS // GROUP) + tl.arange(0, ROWS // GROUP)[:, None]
-        tl.store(maxima_ptr + line * maxima_line + group, tl.max(greatest, 1), mask=group * GROUP < seen[None, :])
+        tl.store(maxima_ptr + line * maxima_line + group, tl.max(greatest, 1), mask=group * GROUP < visible[None, :])
 
 
 @triton.jit(do_not_specialize=[
@@ -115,14 +115,14 @@ def score_rows(first, last, at_once, sequence, query, seen, q, w, factor, split,
 def index_scores(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr, maxima_ptr, factor,
                  first_query, queries, heads, dims, capacity, ratio, tokens, requests, pages, page_rows, page_stride,
                  row_stride, table_line, stride_qn, stride_qh, stride_wn, stride_wh, scores_line, maxima_line,
-                 HOW: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
+                 OWNER: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
                  WHOLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """One program: QUERIES neighbouring queries and a share of the rows that they see.
 
     Strides of q and k are in units of 16 bytes. Line n of the scores is that of query first_query + n; only what a
     query sees is written, and -inf up to a whole group.
     """
-    CELL: tl.constexpr = 128 // q_ptr.dtype.element_ty.primitive_bitwidth
+    VEC: tl.constexpr = 128 // q_ptr.dtype.element_ty.primitive_bitwidth
     k_ptr = k_ptr.to(q_ptr.dtype, bitcast=True)
     begin = first_query + tl.program_id(0) * QUERIES
     split = tl.program_id(1)
@@ -136,24 +136,24 @@ def index_scores(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, sc
     here = given[:, None]
     if not WHOLE:
         here = here & (dim < dims)[None, :]
-    q = tl.load(q_ptr + (n * stride_qn + head * stride_qh)[:, None] * CELL + dim[None, :], mask=here, other=0.0)
+    q = tl.load(q_ptr + (n * stride_qn + head * stride_qh)[:, None] * VEC + dim[None, :], mask=here, other=0.0)
     q = tl.trans(q)
     w = tl.load(weights_ptr + n * stride_wn + head * stride_wh, mask=given, other=0.0).to(tl.float32)
     query = begin + tl.arange(0, QUERIES)
-    seen = rows_seen(query, count_ptr, ratio, capacity, query < stop)
+    visible = visible_rows(query, count_ptr, ratio, capacity, query < stop)
     if QUERIES == 1:
-        sequence, end = owner(begin, starts_ptr, requests, tokens, HOW)
+        sequence, end = owner(begin, starts_ptr, requests, tokens, OWNER)
         if (sequence < requests) & (begin < stop):
-            score_rows(begin, stop, first_query, sequence, query, seen, q, w, factor, split, splits, k_ptr,
+            score_rows(begin, stop, first_query, sequence, query, visible, q, w, factor, split, splits, k_ptr,
                        table_ptr, scores_ptr, maxima_ptr, maxima_line, dims, pages, page_rows, page_stride, row_stride,
-                       table_line, scores_line, HOW, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
+                       table_line, scores_line, OWNER, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
     else:
         first = begin
         while first < stop:  # a block may lie across sequences
-            sequence, end = owner(first, starts_ptr, requests, tokens, HOW)
+            sequence, end = owner(first, starts_ptr, requests, tokens, OWNER)
             last = tl.minimum(end, stop)
             if sequence < requests:
-                score_rows(first, last, first_query, sequence, query, seen, q, w, factor, split, splits, k_ptr,
+                score_rows(first, last, first_query, sequence, query, visible, q, w, factor, split, splits, k_ptr,
                            table_ptr, scores_ptr, maxima_ptr, maxima_line, dims, pages, page_rows, page_stride,
-                           row_stride, table_line, scores_line, HOW, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
+                           row_stride, table_line, scores_line, OWNER, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
             first = last

@@ -20,7 +20,7 @@ from dsv4.index.kernels.ranking import (
     sorting_layout,
     write_list,
 )
-from dsv4.index.kernels.scores import FOREVER, owner, rows_seen
+from dsv4.index.kernels.scores import FOREVER, owner, visible_rows
 from dsv4.kernels.compat import barrier, gl, gluon
 
 
@@ -30,7 +30,7 @@ from dsv4.kernels.compat import barrier, gl, gluon
 ])  # fmt: skip
 def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr, out_ptr, scores_ptr, table_ptr,
                  starts_ptr, first_query, items, topk, capacity, ratio, tokens, requests, pages, page_rows, table_line,
-                 source_line, out_line, scores_line, want_scores, kept_size, HOW: gl.constexpr, POOL: gl.constexpr,
+                 source_line, out_line, scores_line, want_scores, kept_size, OWNER: gl.constexpr, POOL: gl.constexpr,
                  FIRST: gl.constexpr, LAST: gl.constexpr, SIZE: gl.constexpr, KEPT: gl.constexpr,
                  WIDTH: gl.constexpr):  # fmt: skip
     """One program: the best of SIZE items of a query.
@@ -46,14 +46,14 @@ def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr,
     n = gl.program_id(0)
     piece = gl.program_id(1)
     query = first_query + n
-    sequence, end = owner(query, starts_ptr, requests, tokens, HOW)
+    sequence, end = owner(query, starts_ptr, requests, tokens, OWNER)
     row_of = gl.arange(0, SIZE // COLUMNS, layout=gl.SliceLayout(1, L))
     item = piece * SIZE + row_of[:, None] * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
     source = n.to(gl.int64) * source_line
     if FIRST:
-        seen = rows_seen(query, count_ptr, ratio, capacity, sequence < requests)
-        x = gl.load(source_ptr + source + item, mask=item < seen, other=0.0)
-        ordered = gl.where(item < seen, ordered_of(x), ABSENT)
+        visible = visible_rows(query, count_ptr, ratio, capacity, sequence < requests)
+        x = gl.load(source_ptr + source + item, mask=item < visible, other=0.0)
+        ordered = gl.where(item < visible, ordered_of(x), ABSENT)
         number = item
     else:
         ordered = gl.load(source_ptr + source + item, mask=item < items, other=ABSENT)
@@ -79,4 +79,4 @@ def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr,
         number = gl.load(kept_numbers_ptr + keep + place, mask=place < wanted, other=0)
         key = falling(key_of(kept, number), kept_size, KEPT)
         write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores,
-                   table_ptr, table_line, requests, pages, page_rows, HOW, POOL, WIDTH)  # fmt: skip
+                   table_ptr, table_line, requests, pages, page_rows, OWNER, POOL, WIDTH)  # fmt: skip

@@ -59,9 +59,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from dsv4.fmha.kernels.backward_arguments import Sizes
-from dsv4.fmha.kernels.backward_sequences import first_seen, sizes_of, tile_of
-from dsv4.fmha.kernels.loads import zero_unseen
-from dsv4.fmha.kernels.tiles import end_key, first_key, some_unseen
+from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
+from dsv4.fmha.kernels.loads import zero_invisible
+from dsv4.fmha.kernels.tiles import end_key, first_key, needs_mask
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.opaque import zero
 
@@ -150,7 +150,7 @@ def load_y(desc, tile, ready, barriers, landed_phase, share, row, begin, end, D:
         mbarrier.expect(barriers.landed, 128 * D * 2)
         rows_of(desc, tile, barriers.landed, share, share.y_begin + row, D)
         mbarrier.wait(barriers.landed, landed_phase)
-        zero_unseen(tile, row, begin, end, 128, D)
+        zero_invisible(tile, row, begin, end, 128, D)
         fence_async_shared()  # generic stores -> tensor-core reads
         mbarrier.arrive(ready, count=1)
         landed_phase = landed_phase ^ 1
@@ -165,18 +165,18 @@ def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, sizes
               VARLEN: gl.constexpr):  # fmt: skip
     landed_phase = gl.to_tensor(0)
     # Of X and of Y: the rows of the sequence that meet any of the other.
-    x_seen = first_seen(sizes) if KEYS else 0
+    x_visible = first_visible(sizes) if KEYS else 0
     x_end = sizes.keys if KEYS else sizes.rows
-    y_seen = 0 if KEYS else first_seen(sizes)
+    y_visible = 0 if KEYS else first_visible(sizes)
     y_end = sizes.rows if KEYS else sizes.keys
     foreign: gl.constexpr = False
     if VARLEN:
-        foreign = (share.own < x_seen) | (share.own + 128 > x_end)
+        foreign = (share.own < x_visible) | (share.own + 128 > x_end)
     if foreign:
         load_x(x0_desc, x1_desc, memory, barriers.landed, share, D)
         mbarrier.wait(barriers.landed, landed_phase)
-        zero_unseen(memory.x.index(0), share.own, x_seen, x_end, 128, D)
-        zero_unseen(memory.x.index(1), share.own, x_seen, x_end, 128, D)
+        zero_invisible(memory.x.index(0), share.own, x_visible, x_end, 128, D)
+        zero_invisible(memory.x.index(1), share.own, x_visible, x_end, 128, D)
         fence_async_shared()
         mbarrier.arrive(barriers.x_ready, count=1)
         landed_phase = landed_phase ^ 1
@@ -188,10 +188,10 @@ def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, sizes
         row = share.first + j * 128
         mbarrier.wait(barriers.y_free.index(slot), phase)
         landed_phase = load_y(y0_desc, memory.y.index(slot), barriers.y_ready.index(slot), barriers, landed_phase,
-                              share, row, y_seen, y_end, D, VARLEN)  # fmt: skip
+                              share, row, y_visible, y_end, D, VARLEN)  # fmt: skip
         mbarrier.wait(barriers.y_free.index(slot + 1), phase)
         landed_phase = load_y(y1_desc, memory.y.index(slot + 1), barriers.y_ready.index(slot + 1), barriers,
-                              landed_phase, share, row, y_seen, y_end, D, VARLEN)  # fmt: skip
+                              landed_phase, share, row, y_visible, y_end, D, VARLEN)  # fmt: skip
 
 
 @gluon.jit
@@ -262,7 +262,7 @@ def row_number(ptr, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr, OTHER: 
 
 
 @gluon.jit
-def seen(p, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr):
+def zero_masked(p, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr):
     """p [128, 32], from `own` of X and `at` of Y on, with 0 where the row does not see the key."""
     x = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
     y = (at + gl.arange(0, 32, layout=gl.SliceLayout(0, L)))[None, :]
@@ -284,7 +284,7 @@ def probabilities(s, p16, numbers, own, at, masked, sizes, KEYS: gl.constexpr, S
     lse2 = row_number(numbers.lse2_ptr, own, at, sizes, L, KEYS, float("inf"))
     p = gl.exp2(s.load() * numbers.scale - lse2)
     if masked:
-        p = seen(p, own, at, sizes, L, KEYS)
+        p = zero_masked(p, own, at, sizes, L, KEYS)
     if KEYS:
         if SCALED:
             p16.store((p * numbers.p_scale).to(p16.dtype))
@@ -318,7 +318,7 @@ def score_role(memory, barriers, share, sizes, numbers, result, H: gl.constexpr,
         at = first + H * 64  # in Y
         row = first if KEYS else own
         key = own if KEYS else first
-        masked = some_unseen(row, key, sizes, 128, 128)
+        masked = needs_mask(row, key, sizes, 128, 128)
         mbarrier.wait(barriers.s_ready, j % 2)
         # P of the first 32 columns lies where their S was.
         p0 = probabilities(s.index(2 * H), p16.slice(0, 32), numbers, own, at, masked, sizes, KEYS, SCALED)

@@ -42,7 +42,7 @@ landed           TMA bytes                  load             a tile with foreign
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, cells_of, problem_of
+from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, kv_rows, problem_of
 from dsv4.fmha.kernels.sm100 import one_tile, two_tiles
 from dsv4.fmha.kernels.sm100.load_role import load_role
 from dsv4.fmha.kernels.tiles import Pages, first_key, key_tiles, sequence
@@ -132,7 +132,7 @@ def fmha_forward(
     TILES: gl.constexpr,
     SLOTS: gl.constexpr,
     P_TMEM: gl.constexpr,
-    HOW: gl.constexpr,
+    KV_LOAD: gl.constexpr,
     SOFTMAX_REGS: gl.constexpr,
     WARP_REGS: gl.constexpr,
 ):
@@ -140,11 +140,11 @@ def fmha_forward(
     head = gl.program_id(1) % sizes.kv_heads
     split = gl.program_id(1) // sizes.kv_heads
     varlen = sizes.tokens == 0  # as the host says it
-    q_start, tokens, k_start, keys = sequence(seq, varlen, tensors, sizes, HOW)
+    q_start, tokens, k_start, keys = sequence(seq, varlen, tensors, sizes, KV_LOAD)
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
     if tile_row < tokens * sizes.group:
         first, tile_begin, tile_end = key_tiles(
-            tile_row, tokens, keys, split, sizes, opts, k_desc.block_shape[1], BM * TILES, BN, HOW
+            tile_row, tokens, keys, split, sizes, opts, k_desc.block_shape[1], BM * TILES, BN, KV_LOAD
         )
         n = tile_end - tile_begin
 
@@ -166,30 +166,30 @@ def fmha_forward(
         outer = gl.where(varlen, 0, seq)
         # TMA fills what lies past a dense tensor with zeros; elsewhere other rows follow the last key.
         landed_end = keys
-        if HOW == loads.ROWS:
+        if KV_LOAD == loads.ROWS:
             landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
         tiles = Tiles(first, tile_begin, tile_end, part_row)
         pages = Pages(table_ptr, sizes.page_size, sizes.total_k)
         share = Share(here, strides, problem_of(head, tokens, keys, sizes, opts), tiles, pages)
-        seen_first = first_key(0, tokens, keys, opts.left)
-        where = loads.Where(outer, head, k_start, keys, seen_first, landed_end, table_ptr, sizes.page_size)
-        k_cells, v_cells = cells_of(tensors, sizes, strides)
-        source = Source(k_desc, v_desc, k_cells, v_cells, where)
+        visible_first = first_key(0, tokens, keys, opts.left)
+        where = loads.Where(outer, head, k_start, keys, visible_first, landed_end, table_ptr, sizes.page_size)
+        k_rows, v_rows = kv_rows(tensors, sizes, strides)
+        source = Source(k_desc, v_desc, k_rows, v_rows, where)
         sign, k_is_v = opts.sign, opts.k_is_v
         # Tiles of two slots by cp.async would wait for each other: a slot is announced only after the next is free.
-        if TILES == 2 or HOW == loads.CELLS:
+        if TILES == 2 or KV_LOAD == loads.CP_ASYNC:
             k_is_v = 0
         if TILES == 2:
             gl.warp_specialize([
-                (two_tiles.softmax_role, (memory, share, tile_row, sign, is_split, 0, D, P_TMEM, HOW)),
-                (two_tiles.softmax_role, (memory, share, tile_row + BM, sign, is_split, 1, D, P_TMEM, HOW)),
+                (two_tiles.softmax_role, (memory, share, tile_row, sign, is_split, 0, D, P_TMEM, KV_LOAD)),
+                (two_tiles.softmax_role, (memory, share, tile_row + BM, sign, is_split, 1, D, P_TMEM, KV_LOAD)),
                 (two_tiles.mma_role, (memory, n)),
-                (load_role, (source, memory, tiles, k_is_v, D, HOW)),
+                (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
                 (one_tile.correction_role, (memory, share, tile_row, n, is_split, D)),
-                (one_tile.softmax_role, (memory, share, tile_row, sign, D, P_TMEM, HOW)),
+                (one_tile.softmax_role, (memory, share, tile_row, sign, D, P_TMEM, KV_LOAD)),
                 (one_tile.mma_role, (memory, n, k_is_v, D, P_TMEM)),
-                (load_role, (source, memory, tiles, k_is_v, D, HOW)),
+                (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -134,7 +134,7 @@ def softmax_role(arguments, memory, barriers, items):
             mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
             x = s.index(j % 2).load() * scale
             if (column < full_first) | (column + KEYS > full_end):
-                x = softmax.see(x, column, row_first, row_end, LS)
+                x = softmax.apply_mask(x, column, row_first, row_end, LS)
             m, l = softmax_block(by_halves(x), m, l, j, at, memory, barriers)
         hand_over(m, l, turn, memory, barriers)
         at += n

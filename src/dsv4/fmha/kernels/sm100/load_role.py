@@ -22,7 +22,7 @@ def announce_before(ring, stage, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, cells, memory, state, where, row, D: gl.constexpr, HOW: gl.constexpr):
+def load_tile(desc, kv_rows, memory, state, where, row, D: gl.constexpr, KV_LOAD: gl.constexpr):
     """One K or V tile: D // DS ring slots."""
     ring = memory.ring
     BN: gl.constexpr = ring.slots.shape[1]
@@ -30,42 +30,42 @@ def load_tile(desc, cells, memory, state, where, row, D: gl.constexpr, HOW: gl.c
     stage, filled, landed_phase = state.stage, state.filled, state.landed_phase
     for part in gl.static_range(D // DS):
         ring.acquire(stage)
-        if HOW == loads.CELLS:
-            loads.copy_cells(cells, ring.slot(stage), where, row, part * DS, BN, DS)
+        if KV_LOAD == loads.CP_ASYNC:
+            loads.cp_async_rows(kv_rows, ring.slot(stage), where, row, part * DS, BN, DS)
             if filled > 0:  # this slot's copies are under way while the one before is announced
                 announce_before(ring, stage, 1)
         else:
             landed_phase = loads.fill(desc, ring.slot(stage), ring.ready_at(stage), memory.landed.at(0), landed_phase,
-                                      where, row, part * DS, BN, DS, HOW)  # fmt: skip
+                                      where, row, part * DS, BN, DS, KV_LOAD)  # fmt: skip
         stage = ring.next(stage)
         filled += 1
     return Filling(stage, filled, landed_phase)
 
 
 @gluon.jit
-def load_k(state, source, memory, row, D: gl.constexpr, HOW: gl.constexpr):
-    return load_tile(source.k_desc, source.k_cells, memory, state, source.where, row, D, HOW)
+def load_k(state, source, memory, row, D: gl.constexpr, KV_LOAD: gl.constexpr):
+    return load_tile(source.k_desc, source.k_rows, memory, state, source.where, row, D, KV_LOAD)
 
 
 @gluon.jit
-def load_v(state, source, memory, row, D: gl.constexpr, HOW: gl.constexpr):
-    return load_tile(source.v_desc, source.v_cells, memory, state, source.where, row, D, HOW)
+def load_v(state, source, memory, row, D: gl.constexpr, KV_LOAD: gl.constexpr):
+    return load_tile(source.v_desc, source.v_rows, memory, state, source.where, row, D, KV_LOAD)
 
 
 @gluon.jit
-def load_role(source, memory, tiles, k_is_v, D: gl.constexpr, HOW: gl.constexpr):
+def load_role(source, memory, tiles, k_is_v, D: gl.constexpr, KV_LOAD: gl.constexpr):
     """Fills the ring in the order in which the mma role reads it: K0 K1 V0 K2 V1 .., or K0 K1 K2 .. when k is v."""
     BN: gl.constexpr = memory.ring.slots.shape[1]
     state = Filling(producer_stage(), gl.to_tensor(0), gl.to_tensor(0))
     if tiles.begin < tiles.end:
-        state = load_k(state, source, memory, tiles.first + tiles.begin * BN, D, HOW)
+        state = load_k(state, source, memory, tiles.first + tiles.begin * BN, D, KV_LOAD)
         memory.q_ready.wait(0, 0)  # Q of the first tile before more keys: nothing starts without it
     for tile in range(tiles.begin, tiles.end):
         row = tiles.first + tile * BN
         if tile + 1 < tiles.end:
-            state = load_k(state, source, memory, row + BN, D, HOW)
+            state = load_k(state, source, memory, row + BN, D, KV_LOAD)
         if k_is_v == 0:
-            state = load_v(state, source, memory, row, D, HOW)
-    if HOW == loads.CELLS:
+            state = load_v(state, source, memory, row, D, KV_LOAD)
+    if KV_LOAD == loads.CP_ASYNC:
         if state.filled > 0:
             announce_before(memory.ring, state.stage, 0)

@@ -4,7 +4,7 @@ next keys run under the softmax of these; what rescales O is a role of its own."
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma
 
 from dsv4.fmha.kernels.sm100.rows import load_queries, scores, store_p, store_rows
-from dsv4.fmha.kernels.tiles import sight
+from dsv4.fmha.kernels.tiles import mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.ring import consumer_stage
@@ -71,12 +71,12 @@ def mma_role(memory, n, k_is_v, D: gl.constexpr, P_TMEM: gl.constexpr):
 
 
 @gluon.jit
-def step(memory, seen, m, l, j, column, scale, masked, P_TMEM: gl.constexpr, HOW: gl.constexpr):
+def step(memory, bounds, m, l, j, column, scale, masked, P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr):
     """P of one tile of keys -> the rows' maxima and sums. masked: whether some row does not see some of these keys."""
     stage = j % 2
     s = memory.s.index(stage)
     LS: gl.constexpr = s.get_reg_layout()
-    x = scores(s, column, masked, seen, LS, HOW)
+    x = scores(s, column, masked, bounds, LS, KV_LOAD)
     top = gl.max(x, 1) * scale
     # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
     moves = (top - m > softmax.RESCALE_ABOVE) | (j == 0)
@@ -99,27 +99,27 @@ def step(memory, seen, m, l, j, column, scale, masked, P_TMEM: gl.constexpr, HOW
 
 
 @gluon.jit
-def softmax_role(memory, share, tile_row, sign, D: gl.constexpr, P_TMEM: gl.constexpr, HOW: gl.constexpr):
+def softmax_role(memory, share, tile_row, sign, D: gl.constexpr, P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr):
     """Loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
     tiles, scale = share.tiles, share.problem.scale
     BM: gl.constexpr = memory.q.shape[1]
     BN: gl.constexpr = memory.ring.slots.shape[1]
     RS: gl.constexpr = gl.SliceLayout(1, memory.s.index(0).get_reg_layout())
     load_queries(memory, share, tile_row, sign, 0, D, 64)
-    seen = sight(tile_row, share, BM, BN, HOW, RS)
+    bounds = mask_bounds(tile_row, share, BM, BN, KV_LOAD, RS)
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
     for j in range(0, tiles.end - tiles.begin):
         memory.s_ready.wait(j % 2, (j // 2) % 2)
         column = tiles.first + (tiles.begin + j) * BN
-        masked = seen.bad | (column < seen.full_first) | (column + BN > seen.full_end)
+        masked = bounds.bad | (column < bounds.full_first) | (column + BN > bounds.full_end)
         if P_TMEM:  # two copies of the step: a branch around the mask alone would move all scores to other registers
             if masked:
-                m, l = step(memory, seen, m, l, j, column, scale, True, P_TMEM, HOW)
+                m, l = step(memory, bounds, m, l, j, column, scale, True, P_TMEM, KV_LOAD)
             else:
-                m, l = step(memory, seen, m, l, j, column, scale, False, P_TMEM, HOW)
+                m, l = step(memory, bounds, m, l, j, column, scale, False, P_TMEM, KV_LOAD)
         else:
-            m, l = step(memory, seen, m, l, j, column, scale, masked, P_TMEM, HOW)
+            m, l = step(memory, bounds, m, l, j, column, scale, masked, P_TMEM, KV_LOAD)
     last = gl.maximum(tiles.end - tiles.begin, 1) - 1
     memory.stat_free.wait(0, last % 2)
     memory.stat.index(0).store(m)

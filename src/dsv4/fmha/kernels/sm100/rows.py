@@ -3,7 +3,7 @@
 from triton.language import PropagateNan
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.tiles import see_pages_by_bits
+from dsv4.fmha.kernels.tiles import mask_pages_by_bits
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 
@@ -25,14 +25,14 @@ def load_queries(memory, share, tile_row, sign, TILE: gl.constexpr, D: gl.conste
 
 
 @gluon.jit
-def scores(s, first_column, masked, seen, L: gl.constexpr, HOW: gl.constexpr):
+def scores(s, first_column, masked, bounds, L: gl.constexpr, KV_LOAD: gl.constexpr):
     """Some columns of S from tensor memory; those that a row does not see are -inf."""
     x = s.load()
     if masked:
-        x = softmax.see(x, first_column, seen.row_first, seen.row_end, L)
-        if HOW >= loads.PAGES:
-            if seen.bad:
-                x = see_pages_by_bits(x, first_column, seen.keys, seen.pages, L)
+        x = softmax.apply_mask(x, first_column, bounds.row_first, bounds.row_end, L)
+        if KV_LOAD >= loads.PAGES:
+            if bounds.bad:
+                x = mask_pages_by_bits(x, first_column, bounds.keys, bounds.pages, L)
     return x
 
 

@@ -17,7 +17,7 @@ of a tile there is little else than exponentials.
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma
 
 from dsv4.fmha.kernels.sm100.rows import exp2_by_fma, load_queries, scores, store_p, store_rows
-from dsv4.fmha.kernels.tiles import sight
+from dsv4.fmha.kernels.tiles import mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, reinterpret
 from dsv4.kernels.ring import consumer_stage
@@ -116,7 +116,9 @@ def store_some(y, p, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def step(memory, seen, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TMEM: gl.constexpr, HOW: gl.constexpr):
+def step(
+    memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr
+):
     """P of one tile of keys -> the rows' references and sums. masked: whether some row does not see some of them."""
     s, p = memory.s.index(TILE % memory.s.shape[0]), memory.p.index(TILE)
     BM: gl.constexpr = memory.q.shape[1]
@@ -125,13 +127,13 @@ def step(memory, seen, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TME
     LS: gl.constexpr = s.slice(0, C).get_reg_layout()
     parts = s.reinterpret(gl.float32, [BN // C, BM, C], TensorMemoryLayout([BM, C], col_stride=1))
     if P_TMEM:
-        x = scores(s, column, masked, seen, LS, HOW)
+        x = scores(s, column, masked, bounds, LS, KV_LOAD)
         memory.s_read.arrive(TILE)
         top = gl.max(x, 1)
     else:
         top = gl.full([BM], -float("inf"), gl.float32, gl.SliceLayout(1, LS))
         for c in range(0, BN // C):
-            top = gl.maximum(top, gl.max(scores(parts.index(c), column + c * C, masked, seen, LS, HOW), 1))
+            top = gl.maximum(top, gl.max(scores(parts.index(c), column + c * C, masked, bounds, LS, KV_LOAD), 1))
     top = top * scale
     moves = top - m > softmax.RESCALE_ABOVE  # -inf - -inf is NaN, which is not above anything
     some = some_row(moves, TILE)
@@ -163,7 +165,7 @@ def step(memory, seen, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TME
         panels = reinterpret(p, [BN // 64, BM, 64], gl.NVMMASharedLayout.get_default_for([BM, 64], p.dtype))
         for c in range(0, BN // 64):
             for i in gl.static_range(64 // C):
-                x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, masked, seen, LS, HOW)
+                x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, masked, bounds, LS, KV_LOAD)
                 l += gl.sum(store_p(x, scale, safe, panels.index(c).slice(i * C, C, dim=1)), 1)
         memory.s_read.arrive(TILE)
         fence_async_shared()  # P is read by the tensor core
@@ -173,7 +175,7 @@ def step(memory, seen, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TME
 
 @gluon.jit
 def softmax_role(memory, share, tile_row, sign, split, TILE: gl.constexpr, D: gl.constexpr,
-                 P_TMEM: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+                 P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr):  # fmt: skip
     """Rows of one tile, one per thread: loads Q, then P tile by tile, in the end O / l."""
     tiles, scale, pv_done = share.tiles, share.problem.scale, memory.pv_done.at(TILE)
     BM: gl.constexpr = memory.q.shape[1]
@@ -181,19 +183,19 @@ def softmax_role(memory, share, tile_row, sign, split, TILE: gl.constexpr, D: gl
     LS: gl.constexpr = memory.s.index(0).slice(0, BN if P_TMEM else AT_A_TIME).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     load_queries(memory, share, tile_row, sign, TILE, D, 128 if P_TMEM and D == 128 else 64)
-    seen = sight(tile_row, share, BM, BN, HOW, RS)
+    bounds = mask_bounds(tile_row, share, BM, BN, KV_LOAD, RS)
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
     n = tiles.end - tiles.begin
     for j in range(0, n):
         memory.s_ready.wait(TILE, j % 2)
         column = tiles.first + (tiles.begin + j) * BN
-        masked = seen.bad | (column < seen.full_first) | (column + BN > seen.full_end)
+        masked = bounds.bad | (column < bounds.full_first) | (column + BN > bounds.full_end)
         if P_TMEM:  # two copies of the step: a branch around the mask alone would move all scores to other registers
             if masked:
-                m, l = step(memory, seen, m, l, j, column, scale, True, TILE, P_TMEM, HOW)
+                m, l = step(memory, bounds, m, l, j, column, scale, True, TILE, P_TMEM, KV_LOAD)
             else:
-                m, l = step(memory, seen, m, l, j, column, scale, False, TILE, P_TMEM, HOW)
+                m, l = step(memory, bounds, m, l, j, column, scale, False, TILE, P_TMEM, KV_LOAD)
         else:
-            m, l = step(memory, seen, m, l, j, column, scale, masked, TILE, P_TMEM, HOW)
+            m, l = step(memory, bounds, m, l, j, column, scale, masked, TILE, P_TMEM, KV_LOAD)
     store_rows(share, memory.o.index(TILE), pv_done, m, l, tile_row, n, split, D, D if P_TMEM else AT_A_TIME)

@@ -21,7 +21,7 @@ landed          TMA bytes          1 + bytes   load           VARLEN: what reach
 """
 
 from dsv4.fmha.kernels.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
-from dsv4.fmha.kernels.backward_sequences import first_seen, sizes_of, tile_of
+from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, load_next, load_own, make_barriers, scores
 from dsv4.fmha.kernels.tiles import end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_wait
@@ -63,9 +63,9 @@ def load_role(operands, memory, share, sizes, D: gl.constexpr, VARLEN: gl.conste
         place = share.first_key + key
         foreign: gl.constexpr = False
         if VARLEN:
-            foreign = (key < first_seen(sizes)) | (key + 128 > sizes.keys)
+            foreign = (key < first_visible(sizes)) | (key + 128 > sizes.keys)
         landed_phase = load_next(operands.k_desc, operands.v_desc, k, v, ready, memory.landed.at(0), landed_phase,
-                                 foreign, share, place, key, first_seen(sizes), sizes.keys, D)  # fmt: skip
+                                 foreign, share, place, key, first_visible(sizes), sizes.keys, D)  # fmt: skip
         stage = ring.next(stage)
 
 

@@ -27,8 +27,8 @@ zeroes what is not the sequence's, and the last tile of a sequence is stored row
 """
 
 from dsv4.fmha.kernels.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
-from dsv4.fmha.kernels.backward_sequences import first_seen, sizes_of, tile_of
-from dsv4.fmha.kernels.loads import zero_unseen
+from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
+from dsv4.fmha.kernels.loads import zero_invisible
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -118,8 +118,8 @@ def load_own(x_desc, y_desc, x, y, memory, foreign, share, first, begin, end, D:
         load_halves(x_desc, y_desc, x, y, memory.landed.at(0), share, first, D)
         memory.landed.wait(0, 0)
         for half in gl.static_range(2):
-            zero_unseen(x.index(half), share.own + half * 64, begin, end, 64, D)
-            zero_unseen(y.index(half), share.own + half * 64, begin, end, 64, D)
+            zero_invisible(x.index(half), share.own + half * 64, begin, end, 64, D)
+            zero_invisible(y.index(half), share.own + half * 64, begin, end, 64, D)
         fence_async_shared()  # generic stores -> tensor-core reads
         memory.own_ready.arrive(0)
         landed_phase = landed_phase ^ 1
@@ -138,8 +138,8 @@ def load_next(
         mbarrier.expect(landed, 2 * ROWS * D * 2)
         load_pair(x_desc, y_desc, x, y, landed, share, place, D)
         mbarrier.wait(landed, landed_phase)
-        zero_unseen(x, row, begin, end, ROWS, D)
-        zero_unseen(y, row, begin, end, ROWS, D)
+        zero_invisible(x, row, begin, end, ROWS, D)
+        zero_invisible(y, row, begin, end, ROWS, D)
         fence_async_shared()  # generic stores -> tensor-core reads
         mbarrier.arrive(ready, count=1)
         landed_phase = landed_phase ^ 1
@@ -154,9 +154,9 @@ def load_role(operands, memory, terms, share, sizes, D: gl.constexpr, VARLEN: gl
     ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     foreign: gl.constexpr = False
     if VARLEN:
-        foreign = (share.own < first_seen(sizes)) | (share.own + 128 > sizes.keys)
+        foreign = (share.own < first_visible(sizes)) | (share.own + 128 > sizes.keys)
     landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, memory, foreign, share,
-                            share.first_key, first_seen(sizes), sizes.keys, D)  # fmt: skip
+                            share.first_key, first_visible(sizes), sizes.keys, D)  # fmt: skip
     first, end = rows_of(share.own, sizes)
     ring, stage = memory.ring, producer_stage()
     for row in range(first, end, 64):

@@ -5,7 +5,7 @@ HALF: 0 or 1. Shared memory and barriers are those of wide.py and wide_kv.py.
 
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.sm90 import work
-from dsv4.fmha.kernels.tiles import PAGES, ROWS, sight
+from dsv4.fmha.kernels.tiles import PAGES, ROWS, mask_bounds
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, warpgroup_mma
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Barriers, Stage, init_barriers, new_barriers, new_ring
@@ -33,7 +33,7 @@ HALF_O = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 
 
 @gluon.jit
-def make_room(DTYPE: gl.constexpr, HOW: gl.constexpr):
+def make_room(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr):
     """Shared memory and barriers, as wide.py lists them -> Room, ring of half slots for K and V, landed."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], MATRIX)
@@ -47,7 +47,7 @@ def make_room(DTYPE: gl.constexpr, HOW: gl.constexpr):
     sum_ready = new_barriers(2)
     barriers = (q_asked, q_ready, ring.ready, ring.free, p_ready, sum_ready)
     landed = q_ready  # unused
-    if HOW == ROWS or HOW == PAGES:
+    if KV_LOAD == ROWS or KV_LOAD == PAGES:
         landed = new_barriers(1)
         barriers += (landed,)
     init_barriers(barriers)
@@ -55,16 +55,16 @@ def make_room(DTYPE: gl.constexpr, HOW: gl.constexpr):
 
 
 @gluon.jit
-def begin_half(room, tile_row, share, HALF: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr):
+def begin_half(room, tile_row, share, HALF: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr):
     """Load this half's columns of Q -> what the rows see."""
     q, problem, strides = room.q, share.problem, share.strides
     loads.load_rows(share.tensors.q_ptr, q.index(HALF), tile_row, problem.rows, problem.head, problem.group,
                     strides.q_token, strides.q_head, HALF * 256, 64, 256, 256, SIGN, room.q_asked.at(0))  # fmt: skip
     fence_async_shared()
     room.q_ready.arrive(0)
-    seen = sight(tile_row, share, 64, 128, HOW, gl.SliceLayout(1, SCORES))
+    bounds = mask_bounds(tile_row, share, 64, 128, KV_LOAD, gl.SliceLayout(1, SCORES))
     room.q_ready.wait(0, 0)
-    return seen
+    return bounds
 
 
 @gluon.jit

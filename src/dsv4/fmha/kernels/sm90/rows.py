@@ -25,7 +25,7 @@ Three attend roles are for rows_loop.py, which uses the parts of this file.
 
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.sm90 import work
-from dsv4.fmha.kernels.tiles import PAGES, ROWS, sight
+from dsv4.fmha.kernels.tiles import PAGES, ROWS, mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import aggregate, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.ring import Ring, consumer_stage, init_barriers, new_barriers, new_ring, producer_stage
@@ -41,7 +41,7 @@ class KeyValues:
 
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                SAME_KV: gl.constexpr, HOW: gl.constexpr):  # fmt: skip
+                SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr):  # fmt: skip
     """-> q, rings, landed"""
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
@@ -53,7 +53,7 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: 
         v = new_ring(gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], KV), CONSUMERS)
         barriers += (v.ready, v.free)
     landed = k.ready  # unused
-    if HOW == ROWS or HOW == PAGES:
+    if KV_LOAD == ROWS or KV_LOAD == PAGES:
         landed = new_barriers(1)
         barriers += (landed,)
     init_barriers(barriers)
@@ -61,7 +61,7 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: 
 
 
 @gluon.jit
-def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.constexpr, HOW: gl.constexpr):
+def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr):
     """The load role's part of one row tile: its K and V into the rings from ``stage`` on -> where these stand."""
     k, v, where = kv.k, kv.v, source.where
     BN: gl.constexpr = k.slots.shape[1]
@@ -69,19 +69,19 @@ def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.const
     for tile in range(tiles.begin, tiles.end):
         row = tiles.first + tile * BN
         k.acquire(stage)
-        landed_phase = loads.fill_any(source.k_desc, source.k_cells, k.slot(stage), k.ready_at(stage), landed.at(0),
-                                      landed_phase, where, row, 0, BN, D, HOW)  # fmt: skip
+        landed_phase = loads.fill_any(source.k_desc, source.k_rows, k.slot(stage), k.ready_at(stage), landed.at(0),
+                                      landed_phase, where, row, 0, BN, D, KV_LOAD)  # fmt: skip
         if not SAME_KV:
             v.acquire(stage)
-            landed_phase = loads.fill_any(source.v_desc, source.v_cells, v.slot(stage), v.ready_at(stage), landed.at(0),
-                                          landed_phase, where, row, 0, BN, D, HOW)  # fmt: skip
+            landed_phase = loads.fill_any(source.v_desc, source.v_rows, v.slot(stage), v.ready_at(stage), landed.at(0),
+                                          landed_phase, where, row, 0, BN, D, KV_LOAD)  # fmt: skip
         stage = k.next(stage)
     return stage, landed_phase
 
 
 @gluon.jit
-def load_role(source, kv, landed, tiles, SAME_KV: gl.constexpr, HOW: gl.constexpr):
-    load_tiles(producer_stage(), gl.to_tensor(0), source, kv, landed, tiles, SAME_KV, HOW)
+def load_role(source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr):
+    load_tiles(producer_stage(), gl.to_tensor(0), source, kv, landed, tiles, SAME_KV, KV_LOAD)
 
 
 @gluon.jit
@@ -103,7 +103,7 @@ def add_values(o, pa, v, stage, SAME_KV: gl.constexpr):
 
 
 @gluon.jit
-def attend(stage, q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr,
+def attend(stage, q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr,
            SIGN: gl.constexpr):  # fmt: skip
     """The 64 query rows from tile_row on, their first K tile at ``stage`` -> where the rings stand afterwards."""
     tensors, strides, problem, tiles = share.tensors, share.strides, share.problem, share.tiles
@@ -132,7 +132,7 @@ def attend(stage, q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.const
         SIGN,
     )
     fence_async_shared()
-    seen = sight(tile_row, share, 64, BN, HOW, RS)
+    bounds = mask_bounds(tile_row, share, 64, BN, KV_LOAD, RS)
 
     o = gl.zeros([64, D], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
@@ -143,7 +143,7 @@ def attend(stage, q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.const
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         if not SAME_KV:
             k.release(stage)
-        s = work.mask(s, tiles.first + tiles.begin * BN, seen, HOW)
+        s = work.mask(s, tiles.first + tiles.begin * BN, bounds, KV_LOAD)
         p, m, alpha = softmax.step(s, m, scale)
         l = gl.sum(p, 1)
         pa = gl.convert_layout(p.to(q.dtype), LA)
@@ -155,7 +155,7 @@ def attend(stage, q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.const
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             if not SAME_KV:
                 k.release(after)
-            s = work.mask(s, tiles.first + tile * BN, seen, HOW)
+            s = work.mask(s, tiles.first + tile * BN, bounds, KV_LOAD)
             p, m, alpha = softmax.step(s, m, scale)
             l = l * alpha + gl.sum(p, 1)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
@@ -174,9 +174,9 @@ def attend(stage, q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.const
 
 @gluon.jit
 def attend_role(
-    q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr
+    q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr
 ):
-    attend(consumer_stage(), q, tile_row, kv, share, SAME_KV, SPLIT, HOW, SIGN)
+    attend(consumer_stage(), q, tile_row, kv, share, SAME_KV, SPLIT, KV_LOAD, SIGN)
 
 
 @gluon.jit
@@ -191,27 +191,27 @@ def fmha_rows(
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    HOW: gl.constexpr,
+    KV_LOAD: gl.constexpr,
     SIGN: gl.constexpr,
     SAME_KV: gl.constexpr,
     SPLIT: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
-    place = work.place_of(tensors, sizes, opts, k_desc.block_shape[1], 64 * CONSUMERS, BN, HOW)
+    place = work.place_of(tensors, sizes, opts, k_desc.block_shape[1], 64 * CONSUMERS, BN, KV_LOAD)
     tile_row = place.tile_row
     if tile_row < place.rows:
-        q, kv, landed = make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
-        share, source = work.share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, HOW)
+        q, kv, landed = make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD)
+        share, source = work.share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
         if CONSUMERS == 1:
             gl.warp_specialize([
-                (attend_role, (q.index(0), tile_row, kv, share, SAME_KV, SPLIT, HOW, SIGN)),
-                (load_role, (source, kv, landed, share.tiles, SAME_KV, HOW)),
+                (attend_role, (q.index(0), tile_row, kv, share, SAME_KV, SPLIT, KV_LOAD, SIGN)),
+                (load_role, (source, kv, landed, share.tiles, SAME_KV, KV_LOAD)),
             ], [1], [PRODUCER_REGS])  # fmt: skip
         else:
             gl.static_assert(CONSUMERS == 2)
             gl.warp_specialize([
-                (attend_role, (q.index(0), tile_row, kv, share, SAME_KV, SPLIT, HOW, SIGN)),
-                (attend_role, (q.index(1), tile_row + 64, kv, share, SAME_KV, SPLIT, HOW, SIGN)),
-                (load_role, (source, kv, landed, share.tiles, SAME_KV, HOW)),
+                (attend_role, (q.index(0), tile_row, kv, share, SAME_KV, SPLIT, KV_LOAD, SIGN)),
+                (attend_role, (q.index(1), tile_row + 64, kv, share, SAME_KV, SPLIT, KV_LOAD, SIGN)),
+                (load_role, (source, kv, landed, share.tiles, SAME_KV, KV_LOAD)),
             ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -10,10 +10,10 @@ registers meanwhile, since its way through q is taken::
 
     attend w  4 warps   | S, softmax, O += P V ... | ask for Q, O += P V, write O | wait for Q | S (K already there) ...
 
-With EVEN every row sees every key of every tile, and nothing is masked. The order of instructions is ptxas's, which
-has two bad habits: it keeps what a mask compares with in 32 registers through the loop (so `see_apart`), and it puts
-the softmax behind the wait for O += P V (so `softmax.pin`). Then each thread adds up its own part of the row sums, O is
-rescaled only where a maximum grew by more than 8, and at head dim 128 there are registers for Q.
+With EVEN every row sees every key of every tile, and nothing is masked. The order of instructions is ptxas's, which has
+two bad habits: it keeps what a mask compares with in 32 registers through the loop (so `apply_mask_by_register`), and
+it puts the softmax behind the wait for O += P V (so `softmax.pin`). Then each thread adds up its own part of the row
+sums, O is rescaled only where a maximum grew by more than 8, and at head dim 128 there are registers for Q.
 
 There are two attend roles, or three. Shared memory and barriers are those of rows.py; the ring's slot and phase carry
 over from tile to tile. Every item has a tile of keys, if only one that none of its rows sees.
@@ -26,9 +26,9 @@ whose keys are read at one time are few.
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, cells_of, problem_of
+from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, kv_rows, problem_of
 from dsv4.fmha.kernels.sm90 import rows, work
-from dsv4.fmha.kernels.tiles import DENSE, NO_BOUND, Pages, end_key, first_key, sight
+from dsv4.fmha.kernels.tiles import DENSE, NO_BOUND, Pages, end_key, first_key, mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.ring import consumer_stage, producer_stage
@@ -65,8 +65,8 @@ class Keys:
 
     k_desc: Value
     v_desc: Value
-    k_cells: loads.Cells
-    v_cells: loads.Cells
+    k_rows: loads.GlobalRows
+    v_rows: loads.GlobalRows
     pages: Pages
 
 
@@ -131,7 +131,7 @@ def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.conste
     for at in range(begin, end, step):
         seq, head, tile_row, first, tiles = locate(item_of(at, M), scheduler, BN, M)
         where = loads.Where(seq, head, 0, keys, 0, keys, source.pages.table_ptr, source.pages.page_size)
-        here = Source(source.k_desc, source.v_desc, source.k_cells, source.v_cells, where)
+        here = Source(source.k_desc, source.v_desc, source.k_rows, source.v_rows, where)
         stage, landed_phase = rows.load_tiles(
             stage, landed_phase, here, kv, landed, whole(first, tiles), SAME_KV, DENSE
         )
@@ -227,7 +227,7 @@ def attend_item(
     tiles, scale = share.tiles, share.problem.scale
     first, end, step = course(arguments.scheduler, M)
     more = at + step < end
-    seen = sight(tile_row, share, 64, BN, DENSE, RS)
+    bounds = mask_bounds(tile_row, share, 64, BN, DENSE, RS)
     rows_q = q
     if D == 128:
         rows_q = q.load(gl.DotOperandLayout(0, LS, 2))
@@ -236,7 +236,7 @@ def attend_item(
     if not SAME_KV:
         k.release(stage)
     if not EVEN:
-        s = work.mask(s, tiles.first + tiles.begin * BN, seen, DENSE, OWN)
+        s = work.mask(s, tiles.first + tiles.begin * BN, bounds, DENSE, OWN)
     m = gl.full([64], softmax.LOWEST if FINITE else -float("inf"), gl.float32, RS)
     p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
     l = sums(p, OWN)
@@ -250,7 +250,7 @@ def attend_item(
         if not SAME_KV:
             k.release(after)
         if not EVEN:
-            s = work.mask(s, tiles.first + tile * BN, seen, DENSE, OWN)
+            s = work.mask(s, tiles.first + tile * BN, bounds, DENSE, OWN)
         p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
         l = add_sums(l, alpha, p, OWN)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
@@ -310,15 +310,15 @@ def attend_role(
 
 @gluon.jit
 def fmha_rows_loop(tensors, k_desc, v_desc, sizes, strides, opts, D: gl.constexpr, BN: gl.constexpr,
-                   STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr,
+                   STAGES: gl.constexpr, CONSUMERS: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr,
                    SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
                    PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr = False):  # fmt: skip
-    gl.static_assert(HOW == DENSE and not SPLIT)
+    gl.static_assert(KV_LOAD == DENSE and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
     pages = Pages(tensors.table_ptr, sizes.page_size, sizes.total_k)
-    k_cells, v_cells = cells_of(tensors, sizes, strides)
-    source = Keys(k_desc, v_desc, k_cells, v_cells, pages)
-    q, kv, landed = rows.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, HOW)
+    k_rows, v_rows = kv_rows(tensors, sizes, strides)
+    source = Keys(k_desc, v_desc, k_rows, v_rows, pages)
+    q, kv, landed = rows.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD)
     scheduler = tile_scheduler(sizes, opts, M)
     arguments = Arguments(tensors, strides, opts, scheduler, pages)
     if CONSUMERS == 2:

@@ -42,7 +42,7 @@ from dsv4.kernels.ring import Stage
 
 
 @gluon.jit
-def load_role(source, ring, landed, q_asked, tiles, HOW: gl.constexpr):
+def load_role(source, ring, landed, q_asked, tiles, KV_LOAD: gl.constexpr):
     landed_phase = 0
     phase = 1  # the first wait on an untouched barrier passes
     q_asked.wait(0, 0)  # Q would come last if it stood behind a whole ring of K
@@ -50,21 +50,21 @@ def load_role(source, ring, landed, q_asked, tiles, HOW: gl.constexpr):
         for slot in gl.static_range(4):
             ring.acquire(Stage(slot, phase))
             row = tiles.first + step * 128 + slot // 2 * 64
-            landed_phase = loads.fill_any(source.k_desc, source.k_cells, ring.slots.index(slot), ring.ready.at(slot),
+            landed_phase = loads.fill_any(source.k_desc, source.k_rows, ring.slots.index(slot), ring.ready.at(slot),
                                           landed.at(0), landed_phase, source.where, row, slot % 2 * 256, 64, 256,
-                                          HOW)  # fmt: skip
+                                          KV_LOAD)  # fmt: skip
         phase = phase ^ 1
 
 
 @gluon.jit
-def left_step(o, m, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
+def left_step(o, m, l, room, ring, bounds, share, phase, step, KV_LOAD: gl.constexpr):
     """Softmax of block 0, then O[:, :256] with both blocks."""
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     s = scores(room, ring, 0, phase, step)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    s = work.mask(s, share.tiles.first + step * 128, seen, HOW)
+    s = work.mask(s, share.tiles.first + step * 128, bounds, KV_LOAD)
     p, m0, a0 = softmax.step(s, m, share.problem.scale)
     l = l * a0 + gl.sum(p, 1)
     pb = p.to(room.q.dtype)
@@ -85,7 +85,7 @@ def left_step(o, m, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
 
 
 @gluon.jit
-def right_step(o, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
+def right_step(o, l, room, ring, bounds, share, phase, step, KV_LOAD: gl.constexpr):
     """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
     RS: gl.constexpr = l.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
@@ -98,7 +98,7 @@ def right_step(o, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
     ring.wait(Stage(1, phase))
     o = warpgroup_mma(room.p.index(0), ring.slots.index(1), o, is_async=True)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-    s = work.mask(s, share.tiles.first + step * 128 + 64, seen, HOW)
+    s = work.mask(s, share.tiles.first + step * 128 + 64, bounds, KV_LOAD)
     p, m, a1 = softmax.step(s, m0, share.problem.scale)
     l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
     pb = p.to(room.q.dtype)
@@ -114,17 +114,17 @@ def right_step(o, l, room, ring, seen, share, phase, step, HOW: gl.constexpr):
 
 @gluon.jit
 def half_role(
-    room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr
+    room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr
 ):
     """Left (HALF 0) or right (1)."""
-    seen = begin_half(room, tile_row, share, HALF, HOW, SIGN)
+    bounds = begin_half(room, tile_row, share, HALF, KV_LOAD, SIGN)
     o, m, l = nothing_yet()
     phase = 0
     for step in range(share.tiles.begin, share.tiles.end):
         if HALF == 0:
-            o, m, l = left_step(o, m, l, room, ring, seen, share, phase, step, HOW)
+            o, m, l = left_step(o, m, l, room, ring, bounds, share, phase, step, KV_LOAD)
         else:
-            o, m, l = right_step(o, l, room, ring, seen, share, phase, step, HOW)
+            o, m, l = right_step(o, l, room, ring, bounds, share, phase, step, KV_LOAD)
         phase = phase ^ 1
     end_half(o, m, l, room, tile_row, share, HALF, SPLIT)
 
@@ -137,27 +137,27 @@ def fmha_wide(
     sizes,
     strides,
     opts,
-    HOW: gl.constexpr,
+    KV_LOAD: gl.constexpr,
     SIGN: gl.constexpr,
     SAME_KV: gl.constexpr,
     SPLIT: gl.constexpr,
     RIGHT_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
-    place = work.place_of(tensors, sizes, opts, k_desc.block_shape[1], 64, 128, HOW)
+    place = work.place_of(tensors, sizes, opts, k_desc.block_shape[1], 64, 128, KV_LOAD)
     tile_row = place.tile_row
     if tile_row < place.rows:
-        room, ring, landed = make_room(k_desc.dtype, HOW)
-        share, source = work.share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, HOW)
+        room, ring, landed = make_room(k_desc.dtype, KV_LOAD)
+        share, source = work.share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
         if SAME_KV:
             gl.warp_specialize([
-                (half_role, (room, tile_row, ring, share, 0, SPLIT, HOW, SIGN)),
-                (half_role, (room, tile_row, ring, share, 1, SPLIT, HOW, SIGN)),
-                (load_role, (source, ring, landed, room.q_asked, share.tiles, HOW)),
+                (half_role, (room, tile_row, ring, share, 0, SPLIT, KV_LOAD, SIGN)),
+                (half_role, (room, tile_row, ring, share, 1, SPLIT, KV_LOAD, SIGN)),
+                (load_role, (source, ring, landed, room.q_asked, share.tiles, KV_LOAD)),
             ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (wide_kv.half_role, (room, tile_row, ring, share, 0, SPLIT, HOW, SIGN)),
-                (wide_kv.half_role, (room, tile_row, ring, share, 1, SPLIT, HOW, SIGN)),
-                (wide_kv.load_role, (source, ring, landed, room.q_asked, share.tiles, HOW)),
+                (wide_kv.half_role, (room, tile_row, ring, share, 0, SPLIT, KV_LOAD, SIGN)),
+                (wide_kv.half_role, (room, tile_row, ring, share, 1, SPLIT, KV_LOAD, SIGN)),
+                (wide_kv.load_role, (source, ring, landed, room.q_asked, share.tiles, KV_LOAD)),
             ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip

@@ -47,46 +47,55 @@ from dsv4.kernels.ring import Stage
 
 @gluon.jit
 def fill_block(
-    desc, cells, ring, landed, landed_phase, where, row, SLOT: gl.constexpr, PHASE: gl.constexpr, HOW: gl.constexpr
+    desc,
+    kv_rows,
+    ring,
+    landed,
+    landed_phase,
+    where,
+    row,
+    SLOT: gl.constexpr,
+    PHASE: gl.constexpr,
+    KV_LOAD: gl.constexpr,
 ):
     """64 keys from row on into half slots SLOT and SLOT + 1, as each becomes free."""
     for h in range(2):
         ring.acquire(Stage(SLOT + h, PHASE))
-        landed_phase = loads.fill_any(desc, cells, ring.slots.index(SLOT + h), ring.ready.at(SLOT + h), landed.at(0),
-                                      landed_phase, where, row, h * 256, 64, 256, HOW)  # fmt: skip
+        landed_phase = loads.fill_any(desc, kv_rows, ring.slots.index(SLOT + h), ring.ready.at(SLOT + h), landed.at(0),
+                                      landed_phase, where, row, h * 256, 64, 256, KV_LOAD)  # fmt: skip
     return landed_phase
 
 
 @gluon.jit
-def fill_k(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.constexpr, HOW: gl.constexpr):
-    return fill_block(source.k_desc, source.k_cells, ring, landed, phase, source.where, row, SLOT, PHASE, HOW)
+def fill_k(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.constexpr, KV_LOAD: gl.constexpr):
+    return fill_block(source.k_desc, source.k_rows, ring, landed, phase, source.where, row, SLOT, PHASE, KV_LOAD)
 
 
 @gluon.jit
-def fill_v(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.constexpr, HOW: gl.constexpr):
-    return fill_block(source.v_desc, source.v_cells, ring, landed, phase, source.where, row, SLOT, PHASE, HOW)
+def fill_v(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.constexpr, KV_LOAD: gl.constexpr):
+    return fill_block(source.v_desc, source.v_rows, ring, landed, phase, source.where, row, SLOT, PHASE, KV_LOAD)
 
 
 @gluon.jit
-def load_role(source, ring, landed, q_asked, tiles, HOW: gl.constexpr):
+def load_role(source, ring, landed, q_asked, tiles, KV_LOAD: gl.constexpr):
     phase = 0  # of landed
     row = tiles.first + tiles.begin * 128
     q_asked.wait(0, 0)  # as in wide.py
     if tiles.begin < tiles.end:  # the first wait on an untouched barrier passes
-        phase = fill_k(source, ring, landed, phase, row, 0, 1, HOW)
-        phase = fill_v(source, ring, landed, phase, row, 2, 1, HOW)
+        phase = fill_k(source, ring, landed, phase, row, 0, 1, KV_LOAD)
+        phase = fill_v(source, ring, landed, phase, row, 2, 1, KV_LOAD)
     for step in range(tiles.begin, tiles.end):
         row = tiles.first + step * 128 + 64
-        phase = fill_k(source, ring, landed, phase, row, 0, 0, HOW)
+        phase = fill_k(source, ring, landed, phase, row, 0, 0, KV_LOAD)
         if step + 1 < tiles.end:
-            phase = fill_k(source, ring, landed, phase, row + 64, 2, 0, HOW)
-        phase = fill_v(source, ring, landed, phase, row, 0, 1, HOW)
+            phase = fill_k(source, ring, landed, phase, row + 64, 2, 0, KV_LOAD)
+        phase = fill_v(source, ring, landed, phase, row, 0, 1, KV_LOAD)
         if step + 1 < tiles.end:
-            phase = fill_v(source, ring, landed, phase, row + 64, 2, 1, HOW)
+            phase = fill_v(source, ring, landed, phase, row + 64, 2, 1, KV_LOAD)
 
 
 @gluon.jit
-def left_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
+def left_steps(o, m, l, room, ring, bounds, share, KV_LOAD: gl.constexpr):
     """Block 0 of each step and O[:, :256]."""
     kv, tiles = ring.slots, share.tiles
     RS: gl.constexpr = m.type.layout
@@ -97,7 +106,7 @@ def left_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.free.arrive(0)
         ring.free.arrive(1)
-        s = work.mask(s, tiles.first + tiles.begin * 128, seen, HOW)
+        s = work.mask(s, tiles.first + tiles.begin * 128, bounds, KV_LOAD)
         p, m0, a0 = softmax.step(s, m, share.problem.scale, softmax.RESCALE_ABOVE)
         sums = gl.sum(p, 1)
         pb = p.to(room.q.dtype)
@@ -123,7 +132,7 @@ def left_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             ring.free.arrive(2, more)
             ring.free.arrive(3, more)
-            s = work.mask(s, tiles.first + step * 128 + 128, seen, HOW)
+            s = work.mask(s, tiles.first + step * 128 + 128, bounds, KV_LOAD)
             p, m0, a0 = softmax.step(s, m, share.problem.scale, softmax.RESCALE_ABOVE)
             sums = softmax.pin(gl.sum(p, 1))
             pb = p.to(room.q.dtype)
@@ -137,7 +146,7 @@ def left_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
 
 
 @gluon.jit
-def right_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
+def right_steps(o, m, l, room, ring, bounds, share, KV_LOAD: gl.constexpr):
     """Block 1 of each step and O[:, 256:]."""
     kv, tiles = ring.slots, share.tiles
     RS: gl.constexpr = m.type.layout
@@ -154,7 +163,7 @@ def right_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.free.arrive(0)
         ring.free.arrive(1)
-        s = work.mask(s, tiles.first + step * 128 + 64, seen, HOW)
+        s = work.mask(s, tiles.first + step * 128 + 64, bounds, KV_LOAD)
         p, m, a1 = softmax.step(s, m0, share.problem.scale, softmax.RESCALE_ABOVE)
         l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
         pb = p.to(room.q.dtype)
@@ -170,13 +179,13 @@ def right_steps(o, m, l, room, ring, seen, share, HOW: gl.constexpr):
 
 @gluon.jit
 def half_role(
-    room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, HOW: gl.constexpr, SIGN: gl.constexpr
+    room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr
 ):
     """Left (HALF 0) or right (1)."""
-    seen = begin_half(room, tile_row, share, HALF, HOW, SIGN)
+    bounds = begin_half(room, tile_row, share, HALF, KV_LOAD, SIGN)
     o, m, l = nothing_yet()
     if HALF == 0:
-        o, m, l = left_steps(o, m, l, room, ring, seen, share, HOW)
+        o, m, l = left_steps(o, m, l, room, ring, bounds, share, KV_LOAD)
     else:
-        o, m, l = right_steps(o, m, l, room, ring, seen, share, HOW)
+        o, m, l = right_steps(o, m, l, room, ring, bounds, share, KV_LOAD)
     end_half(o, m, l, room, tile_row, share, HALF, SPLIT)

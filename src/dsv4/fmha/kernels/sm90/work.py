@@ -5,9 +5,9 @@ A kernel groups its arguments (shared/fmha/arguments.py), asks `place_of` for it
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, cells_of, problem_of
+from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, kv_rows, problem_of
 from dsv4.fmha.kernels.loads import Where
-from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, see_pages, sequence
+from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, mask_pages, sequence
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
@@ -34,21 +34,21 @@ class Place:
 
 
 @gluon.jit
-def place_of(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, HOW: gl.constexpr):
+def place_of(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, KV_LOAD: gl.constexpr):
     """This CTA's M rows and its tiles of keys, by the grid (row tiles, KV heads x splits, sequences)."""
-    VARLEN: gl.constexpr = HOW == ROWS
+    VARLEN: gl.constexpr = KV_LOAD == ROWS
     seq = gl.program_id(2)
     head = gl.program_id(1) % sizes.kv_heads
     split = gl.program_id(1) // sizes.kv_heads
-    q_start, tokens, k_start, keys = sequence(seq, VARLEN, tensors, sizes, HOW)
+    q_start, tokens, k_start, keys = sequence(seq, VARLEN, tensors, sizes, KV_LOAD)
     rows = tokens * sizes.group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * M  # causal: the longest tiles start first
-    first, begin, end = key_tiles(tile_row, tokens, keys, split, sizes, opts, BOX_ROWS, M, BN, HOW)
+    first, begin, end = key_tiles(tile_row, tokens, keys, split, sizes, opts, BOX_ROWS, M, BN, KV_LOAD)
     return Place(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, begin, end)
 
 
 @gluon.jit
-def share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, HOW: gl.constexpr):
+def share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD: gl.constexpr):
     """-> Share, Source"""
     seq, head, tokens, keys = place.seq, place.head, place.tokens, place.keys
     # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
@@ -61,7 +61,7 @@ def share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, HOW: gl.const
     # Row of the partial results: split-major, then as the rows of q (token, head).
     part_row = place.split.to(gl.int64) * sizes.total_q + place.q_start
     outer = 0
-    if HOW != ROWS:
+    if KV_LOAD != ROWS:
         part_row += seq.to(gl.int64) * tokens
         outer = seq
     here = RowTensors(q_ptr, out_ptr, lse_ptr, tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)
@@ -71,22 +71,22 @@ def share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, HOW: gl.const
     where = Where(
         outer, head, place.k_start, keys, first_key(0, tokens, keys, opts.left), keys, table_ptr, sizes.page_size
     )
-    k_cells, v_cells = cells_of(tensors, sizes, strides)
-    return Share(here, strides, problem, tiles, pages), Source(k_desc, v_desc, k_cells, v_cells, where)
+    k_rows, v_rows = kv_rows(tensors, sizes, strides)
+    return Share(here, strides, problem, tiles, pages), Source(k_desc, v_desc, k_rows, v_rows, where)
 
 
 @gluon.jit
-def mask(s, column, seen, HOW: gl.constexpr, APART: gl.constexpr = False):
+def mask(s, column, bounds, KV_LOAD: gl.constexpr, APART: gl.constexpr = False):
     """Scores [M, BN] of keys from ``column`` on: -inf where a row does not see one."""
     L: gl.constexpr = s.type.layout
-    if (column < seen.full_first) | (column + s.shape[1] > seen.full_end):
+    if (column < bounds.full_first) | (column + s.shape[1] > bounds.full_end):
         if APART:
-            s = softmax.see_apart(s, column, seen.row_first, seen.row_end, L)
+            s = softmax.apply_mask_by_register(s, column, bounds.row_first, bounds.row_end, L)
         else:
-            s = softmax.see(s, column, seen.row_first, seen.row_end, L)
-    if HOW >= PAGES:
-        if seen.bad:
-            s = see_pages(s, column, seen.keys, seen.pages, L)
+            s = softmax.apply_mask(s, column, bounds.row_first, bounds.row_end, L)
+    if KV_LOAD >= PAGES:
+        if bounds.bad:
+            s = mask_pages(s, column, bounds.keys, bounds.pages, L)
     return s
 
 

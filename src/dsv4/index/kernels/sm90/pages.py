@@ -19,7 +19,7 @@ registers: ordinary reads of what TMA writes would need a fence in every step. O
 zeros, and its scales are NaN: its rows are chosen last.
 """
 
-from dsv4.index.kernels.scores import BATCH, GROUP, ONE, owner, relu, rows_seen
+from dsv4.index.kernels.scores import BATCH, GROUP, ONE, owner, relu, visible_rows
 from dsv4.index.kernels.sm90.scores import lanes, page_of, tile_layout
 from dsv4.kernels.compat import (
     Value,
@@ -69,7 +69,7 @@ class Pages:
     stop: Value
     sequence: Value
     ALONE: gl.constexpr  # a page is one box
-    HOW: gl.constexpr
+    OWNER: gl.constexpr
     DTYPE: gl.constexpr
 
     @gluon.jit
@@ -83,7 +83,7 @@ class Pages:
     @gluon.jit
     def number(self, box):
         """The page number of a box, -1 past the share."""
-        if self.HOW == ONE or self.HOW == BATCH:  # a page is a sequence
+        if self.OWNER == ONE or self.OWNER == BATCH:  # a page is a sequence
             return gl.where(box < self.stop, self.sequence, -1)
         page, place = self.where(box)
         return gl.load(self.line_ptr + page, mask=box < self.stop, other=-1)
@@ -121,8 +121,8 @@ def maxima(x):
 
 
 @gluon.jit
-def score_boxes(slot, phase, first, last, base, begin, seen, w, factor, q, ring, ready, pages, scores_ptr, scores_line,
-                maxima_ptr, maxima_line, QUERIES: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
+def score_boxes(slot, phase, first, last, base, begin, visible, w, factor, q, ring, ready, pages, scores_ptr,
+                scores_line, maxima_ptr, maxima_line, QUERIES: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
     """The scores of the queries first .. last - 1, of one sequence; the CTA's own are begin .. begin + QUERIES - 1.
     seen [QUERIES]. -> where the ring stands afterwards, empty."""
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
@@ -132,14 +132,14 @@ def score_boxes(slot, phase, first, last, base, begin, seen, w, factor, q, ring,
     tile = reinterpret_as(ring, q.dtype, [STAGES, BOX, DIMS], tile_layout(q.dtype))
     most = gl.to_tensor(0)
     for i in gl.static_range(PARTS):
-        query = begin + i * EACH + gl.arange(0, EACH, layout=seen[i].type.layout)
-        most = gl.maximum(most, gl.max(gl.where((query >= first) & (query < last), seen[i], 0), 0))
+        query = begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
+        most = gl.maximum(most, gl.max(gl.where((query >= first) & (query < last), visible[i], 0), 0))
     boxes = (most + BOX - 1) // BOX
     each = (boxes + gl.num_programs(1) - 1) // gl.num_programs(1)
     start = gl.program_id(1) * each
     stop = gl.minimum(start + each, boxes)
     pages = Pages(pages.keys_desc, pages.scales_ptr, pages.line_ptr, pages.count, pages.rows, pages.stride,
-                  pages.inverse, pages.shift, stop, pages.sequence, pages.ALONE, pages.HOW, pages.DTYPE)  # fmt: skip
+                  pages.inverse, pages.shift, stop, pages.sequence, pages.ALONE, pages.OWNER, pages.DTYPE)  # fmt: skip
     numbers = ()
     to = slot
     for i in gl.static_range(STAGES):
@@ -156,8 +156,8 @@ def score_boxes(slot, phase, first, last, base, begin, seen, w, factor, q, ring,
     G: gl.constexpr = maxima(gl.zeros([BOX, EACH], gl.float32, T)).type.layout
     outputs = ()
     for i in gl.static_range(PARTS):
-        query = begin + i * EACH + gl.arange(0, EACH, layout=seen[i].type.layout)
-        mine = gl.where((query >= first) & (query < last), seen[i], 0)
+        query = begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
+        mine = gl.where((query >= first) & (query < last), visible[i], 0)
         line = (query - base).to(gl.int64)
         scores_ptrs = scores_ptr + gl.convert_layout(line, gl.SliceLayout(0, T))[None, :] * scores_line
         maxima_ptrs = maxima_ptr + gl.convert_layout(line, gl.SliceLayout(0, G))[None, :] * maxima_line
@@ -202,7 +202,7 @@ def score_boxes(slot, phase, first, last, base, begin, seen, w, factor, q, ring,
 def index_scores_pages_sm90(q_ptr, keys_desc, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr,
                             maxima_ptr, factor, first_query, queries, heads, capacity, ratio, tokens, requests, pages,
                             page_rows, page_inverse, page_shift, page_stride, table_line, stride_qn, stride_qh,
-                            stride_wn, stride_wh, scores_line, maxima_line, HOW: gl.constexpr, QUERIES: gl.constexpr,
+                            stride_wn, stride_wh, scores_line, maxima_line, OWNER: gl.constexpr, QUERIES: gl.constexpr,
                             HEADS: gl.constexpr, ALONE: gl.constexpr):  # fmt: skip
     """Strides of q and of pages are in units of 16 bytes. Line n of the scores is that of query first_query + n; only
     what a query sees is written, and -inf up to a whole group."""
@@ -210,7 +210,7 @@ def index_scores_pages_sm90(q_ptr, keys_desc, k_ptr, weights_ptr, count_ptr, tab
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     EACH: gl.constexpr = QUERIES // PARTS
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    CELL: gl.constexpr = 128 // dtype.primitive_bitwidth
+    VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
     ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, dtype)
     L: gl.constexpr = lanes(gl.num_warps(), dtype)
     q = gl.allocate_shared_memory(dtype, [PARTS, EACH * HEADS, DIMS], tile_layout(dtype))
@@ -221,12 +221,12 @@ def index_scores_pages_sm90(q_ptr, keys_desc, k_ptr, weights_ptr, count_ptr, tab
     begin = first_query + gl.program_id(0) * QUERIES
     end = gl.minimum(begin + QUERIES, queries)
     w = ()
-    seen = ()
+    visible = ()
     for i in gl.static_range(PARTS):
         column = gl.arange(0, EACH * HEADS, layout=gl.SliceLayout(1, L))
         n = (begin + i * EACH + column // HEADS).to(gl.int64)
         head = column % HEADS
-        offset = (n * stride_qn + head * stride_qh)[:, None] * CELL
+        offset = (n * stride_qn + head * stride_qh)[:, None] * VEC
         offset = offset + gl.arange(0, DIMS, layout=gl.SliceLayout(0, L))[None, :]
         q.index(i).store(gl.load(q_ptr + offset, mask=((head < heads) & (n < end))[:, None], other=0.0))
         column = gl.arange(0, EACH * HEADS, layout=gl.SliceLayout(0, ACC))
@@ -235,7 +235,7 @@ def index_scores_pages_sm90(q_ptr, keys_desc, k_ptr, weights_ptr, count_ptr, tab
         weight = gl.load(weights_ptr + n * stride_wn + head * stride_wh, mask=(head < heads) & (n < end), other=0.0)
         w = w + (weight.to(gl.float32),)
         query = begin + i * EACH + gl.arange(0, EACH, layout=gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
-        seen = seen + (rows_seen(query, count_ptr, ratio, capacity, query < end),)
+        visible = visible + (visible_rows(query, count_ptr, ratio, capacity, query < end),)
     fence_async_shared()  # Q by ordinary stores -> tensor-core reads, the barriers -> TMA
     barrier()
     scales_ptr = k_ptr.to(gl.pointer_type(gl.float32), bitcast=True)
@@ -243,13 +243,13 @@ def index_scores_pages_sm90(q_ptr, keys_desc, k_ptr, weights_ptr, count_ptr, tab
     phase = gl.to_tensor(0)
     first = begin
     while first < end:  # the queries of a CTA may belong to several sequences
-        sequence, next_one = owner(first, starts_ptr, requests, tokens, HOW)
+        sequence, next_one = owner(first, starts_ptr, requests, tokens, OWNER)
         last = gl.minimum(next_one, end)
         if sequence < requests:
             line_ptr = table_ptr + sequence.to(gl.int64) * table_line
             of_sequence = Pages(keys_desc, scales_ptr, line_ptr, pages, page_rows, page_stride, page_inverse,
-                                page_shift, 0, sequence, ALONE, HOW, dtype)  # fmt: skip
-            slot, phase = score_boxes(slot, phase, first, last, first_query, begin, seen, w, factor, q, ring, ready,
+                                page_shift, 0, sequence, ALONE, OWNER, dtype)  # fmt: skip
+            slot, phase = score_boxes(slot, phase, first, last, first_query, begin, visible, w, factor, q, ring, ready,
                                       of_sequence, scores_ptr, scores_line, maxima_ptr, maxima_line, QUERIES,
                                       HEADS)  # fmt: skip
         first = last

@@ -15,7 +15,7 @@ barrier; the same barrier says that the products of the tile before are done, so
 is not there has NaN as its scale and is chosen last.
 """
 
-from dsv4.index.kernels.scores import BATCH, GROUP, ONE, owner, relu, rows_seen
+from dsv4.index.kernels.scores import BATCH, GROUP, ONE, owner, relu, visible_rows
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -81,61 +81,61 @@ def page_of(row, inverse, shift):
 
 
 @gluon.jit
-def numbers_of(tile, most, line_ptr, keys, ROWS: gl.constexpr, HOW: gl.constexpr, L: gl.constexpr):
+def numbers_of(tile, most, line_ptr, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.constexpr):
     """Page numbers of the rows of a tile in a layout, -1 past those that are seen."""
     row = tile * ROWS + gl.arange(0, ROWS, layout=L)
-    if HOW == ONE or HOW == BATCH:
+    if OWNER == ONE or OWNER == BATCH:
         return gl.where(row < most, 0, -1)
     return gl.load(line_ptr + page_of(row, keys.inverse, keys.shift), mask=row < most, other=-1)
 
 
 @gluon.jit
-def place_of(tile, keys, ROWS: gl.constexpr, HOW: gl.constexpr, L: gl.constexpr):
+def place_of(tile, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.constexpr):
     """Places of the rows of a tile in their pages."""
     row = tile * ROWS + gl.arange(0, ROWS, layout=L)
-    if HOW == ONE or HOW == BATCH:
+    if OWNER == ONE or OWNER == BATCH:
         return row
     return row - page_of(row, keys.inverse, keys.shift) * keys.page_rows
 
 
 @gluon.jit
 def copy_tile(
-    slot, tile, page, keys, dims, ROWS: gl.constexpr, DIMS: gl.constexpr, WHOLE: gl.constexpr, HOW: gl.constexpr
+    slot, tile, page, keys, dims, ROWS: gl.constexpr, DIMS: gl.constexpr, WHOLE: gl.constexpr, OWNER: gl.constexpr
 ):
     """Rows of a tile -> slot [ROWS, DIMS], one group of copies; rows that are not there become zeros."""
     L: gl.constexpr = lanes(gl.num_warps(), slot.dtype)
-    CELL: gl.constexpr = 128 // slot.dtype.primitive_bitwidth
-    WIDTH: gl.constexpr = 8 * CELL
+    VEC: gl.constexpr = 128 // slot.dtype.primitive_bitwidth
+    WIDTH: gl.constexpr = 8 * VEC
     panels = reinterpret(slot, [DIMS // WIDTH, ROWS, WIDTH], tile_layout(slot.dtype))
-    place = place_of(tile, keys, ROWS, HOW, gl.SliceLayout(1, L))
+    place = place_of(tile, keys, ROWS, OWNER, gl.SliceLayout(1, L))
     there = (page >= 0) & (page < keys.pages)
     at = page.to(gl.int64) * keys.page_stride + place.to(gl.int64) * keys.row_stride
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
-    pointers = keys.ptr + at[:, None] * CELL + column[None, :]
+    pointers = keys.ptr + at[:, None] * VEC + column[None, :]
     for panel in gl.static_range(DIMS // WIDTH):
         if WHOLE:
             cp_async(panels.index(panel), pointers + panel * WIDTH, mask=there[:, None])
         else:  # in cells, so that 16-byte copies stay possible
-            inside = (column // CELL + panel * 8) < dims // CELL
+            inside = (column // VEC + panel * 8) < dims // VEC
             cp_async(panels.index(panel), pointers + panel * WIDTH, mask=there[:, None] & inside[None, :])
     async_copy.commit_group()
 
 
 @gluon.jit
-def scales_of(tile, page, keys, ROWS: gl.constexpr, HOW: gl.constexpr, L: gl.constexpr):
+def scales_of(tile, page, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.constexpr):
     """fp32 [ROWS]: what multiplies the scores of a tile; NaN for rows that are not there."""
     there = (page >= 0) & (page < keys.pages)
     if keys.ptr.dtype.element_ty.primitive_bitwidth == 8:
-        place = place_of(tile, keys, ROWS, HOW, L)
+        place = place_of(tile, keys, ROWS, OWNER, L)
         at = page.to(gl.int64) * keys.page_stride * 4 + keys.page_rows * 32 + place
         return gl.load(keys.ptr.to(gl.pointer_type(gl.float32), bitcast=True) + at, mask=there, other=float("nan"))
     return gl.where(there, 1.0, float("nan"))
 
 
 @gluon.jit
-def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, keys, lines, dims, QUERIES: gl.constexpr,
-               HEADS: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
-               HOW: gl.constexpr):  # fmt: skip
+def score_rows(first, last, base, begin, sequence, visible, w, factor, q, ring, keys, lines, dims,
+               QUERIES: gl.constexpr, HEADS: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr,
+               STAGES: gl.constexpr, WHOLE: gl.constexpr, OWNER: gl.constexpr):  # fmt: skip
     """The scores of the queries first .. last - 1, of one sequence; the CTA's own are begin .. begin + QUERIES - 1."""
     ACC: gl.constexpr = product_layout(gl.num_warps(), HEADS, q.dtype)
     LINE: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -143,23 +143,23 @@ def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, key
     most = gl.to_tensor(0)
     for j in gl.static_range(QUERIES):
         mine = (begin + j >= first) & (begin + j < last)
-        most = gl.maximum(most, gl.where(mine, seen[j], 0))
+        most = gl.maximum(most, gl.where(mine, visible[j], 0))
     tiles = (most + ROWS - 1) // ROWS
     each = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
     start = gl.program_id(1) * each
     stop = gl.minimum(start + each, tiles)
     line_ptr = lines.table_ptr + sequence.to(gl.int64) * lines.table_line
-    if HOW == BATCH:
+    if OWNER == BATCH:
         start_ptr = keys.ptr + sequence.to(gl.int64) * keys.page_stride * 8  # of 16-bit values
         keys = Keys(start_ptr, keys.pages, keys.page_rows, keys.page_stride, keys.row_stride, keys.inverse, keys.shift)
     most = gl.minimum(most, stop * ROWS)  # nothing past this share is read
-    page = numbers_of(start, most, line_ptr, keys, ROWS, HOW, LINE)
-    scale = scales_of(start, page, keys, ROWS, HOW, LINE)
-    page = numbers_of(start + 1, most, line_ptr, keys, ROWS, HOW, LINE)
+    page = numbers_of(start, most, line_ptr, keys, ROWS, OWNER, LINE)
+    scale = scales_of(start, page, keys, ROWS, OWNER, LINE)
+    page = numbers_of(start + 1, most, line_ptr, keys, ROWS, OWNER, LINE)
     for i in gl.static_range(STAGES - 1):
-        from_page = numbers_of(start + i, most, line_ptr, keys, ROWS, HOW, COPY)
-        copy_tile(ring.index(i), start + i, from_page, keys, dims, ROWS, DIMS, WHOLE, HOW)
-    from_page = numbers_of(start + STAGES - 1, most, line_ptr, keys, ROWS, HOW, COPY)
+        from_page = numbers_of(start + i, most, line_ptr, keys, ROWS, OWNER, COPY)
+        copy_tile(ring.index(i), start + i, from_page, keys, dims, ROWS, DIMS, WHOLE, OWNER)
+    from_page = numbers_of(start + STAGES - 1, most, line_ptr, keys, ROWS, OWNER, COPY)
     slot = gl.to_tensor(0)
     for tile in range(start, stop):
         async_copy.wait_group(STAGES - 2)
@@ -172,25 +172,25 @@ def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, key
             products = products + (product,)
         ahead = tile + STAGES - 1
         free = gl.where(slot == 0, STAGES - 1, slot - 1)
-        copy_tile(ring.index(free), ahead, from_page, keys, dims, ROWS, DIMS, WHOLE, HOW)
-        from_page = numbers_of(ahead + 1, most, line_ptr, keys, ROWS, HOW, COPY)
-        next_scale = scales_of(tile + 1, page, keys, ROWS, HOW, LINE)
-        page = numbers_of(tile + 2, most, line_ptr, keys, ROWS, HOW, LINE)
+        copy_tile(ring.index(free), ahead, from_page, keys, dims, ROWS, DIMS, WHOLE, OWNER)
+        from_page = numbers_of(ahead + 1, most, line_ptr, keys, ROWS, OWNER, COPY)
+        next_scale = scales_of(tile + 1, page, keys, ROWS, OWNER, LINE)
+        page = numbers_of(tile + 2, most, line_ptr, keys, ROWS, OWNER, LINE)
         row = tile * ROWS + gl.arange(0, ROWS, layout=LINE)
         for j in gl.static_range(QUERIES):
             product = warpgroup_mma_wait(num_outstanding=QUERIES - 1 - j, deps=(products[j],))
             total = gl.sum(relu(product) * w[j][None, :], 1) * (scale * factor)
             total = gl.where(total == total, total, -float("inf")) + 0.0
             mine = (begin + j >= first) & (begin + j < last)
-            here = (row < seen[j]) & mine
+            here = (row < visible[j]) & mine
             line = (begin - base + j).to(gl.int64)
             total = gl.where(here, total, -float("inf"))
-            written = (seen[j] + GROUP - 1) // GROUP * GROUP
+            written = (visible[j] + GROUP - 1) // GROUP * GROUP
             gl.store(lines.scores_ptr + line * lines.scores_line + row, total, mask=(row < written) & mine)
             greatest = gl.max(gl.reshape(total, [ROWS // GROUP, GROUP]), 1)
             group = tile * (ROWS // GROUP) + gl.arange(0, ROWS // GROUP, layout=greatest.type.layout)
             gl.store(
-                lines.maxima_ptr + line * lines.maxima_line + group, greatest, mask=(group * GROUP < seen[j]) & mine
+                lines.maxima_ptr + line * lines.maxima_line + group, greatest, mask=(group * GROUP < visible[j]) & mine
             )
         scale = next_scale
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
@@ -206,14 +206,14 @@ def score_rows(first, last, base, begin, sequence, seen, w, factor, q, ring, key
 def index_scores_sm90(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr, maxima_ptr, factor,
                       first_query, queries, heads, dims, capacity, ratio, tokens, requests, pages, page_rows,
                       page_inverse, page_shift, page_stride, row_stride, table_line, stride_qn, stride_qh, stride_wn,
-                      stride_wh, scores_line, maxima_line, HOW: gl.constexpr, QUERIES: gl.constexpr,
+                      stride_wh, scores_line, maxima_line, OWNER: gl.constexpr, QUERIES: gl.constexpr,
                       HEADS: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
                       WHOLE: gl.constexpr):  # fmt: skip
     """Strides of q and k are in units of 16 bytes. Line n of the scores is that of query first_query + n; only what a
     query sees is written, and -inf up to a whole group."""
     launch_dependents()
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    CELL: gl.constexpr = 128 // dtype.primitive_bitwidth
+    VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
     ACC: gl.constexpr = product_layout(gl.num_warps(), HEADS, dtype)
     L: gl.constexpr = lanes(gl.num_warps(), dtype)
     k_ptr = k_ptr.to(gl.pointer_type(dtype), bitcast=True)
@@ -227,21 +227,21 @@ def index_scores_sm90(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_pt
     dim = gl.arange(0, DIMS, layout=gl.SliceLayout(0, L))
     acc_head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, ACC))
     w = ()
-    seen = ()
+    visible = ()
     for j in gl.static_range(QUERIES):
         n = (begin + j).to(gl.int64)
-        there = ((head < heads) & (n < end))[:, None] & (dim // CELL < dims // CELL)[None, :]
-        offset = (n * stride_qn + head * stride_qh)[:, None] * CELL + dim[None, :]
+        there = ((head < heads) & (n < end))[:, None] & (dim // VEC < dims // VEC)[None, :]
+        offset = (n * stride_qn + head * stride_qh)[:, None] * VEC + dim[None, :]
         q.index(j).store(gl.load(q_ptr + offset, mask=there, other=0.0))
         weight_ptr = weights_ptr + n * stride_wn + acc_head * stride_wh
         w = w + (gl.load(weight_ptr, mask=(acc_head < heads) & (n < end), other=0.0).to(gl.float32),)
-        seen = seen + (rows_seen(begin + j, count_ptr, ratio, capacity, n < end),)
+        visible = visible + (visible_rows(begin + j, count_ptr, ratio, capacity, n < end),)
     fence_async_shared()  # Q by ordinary stores -> tensor-core reads
     first = begin
     while first < end:  # the queries of a CTA may belong to several sequences
-        sequence, next_one = owner(first, starts_ptr, requests, tokens, HOW)
+        sequence, next_one = owner(first, starts_ptr, requests, tokens, OWNER)
         last = gl.minimum(next_one, end)
         if sequence < requests:
-            score_rows(first, last, first_query, begin, sequence, seen, w, factor, q, ring, keys, lines, dims, QUERIES,
-                       HEADS, DIMS, ROWS, STAGES, WHOLE, HOW)  # fmt: skip
+            score_rows(first, last, first_query, begin, sequence, visible, w, factor, q, ring, keys, lines, dims,
+                       QUERIES, HEADS, DIMS, ROWS, STAGES, WHOLE, OWNER)  # fmt: skip
         first = last

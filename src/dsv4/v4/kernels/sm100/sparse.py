@@ -243,9 +243,9 @@ def softmax_role(memory, barriers, output, items, scale, split):
         l = gl.full([64], 0.0, gl.float32, RS)
         for j in range(at, at + n):
             mbarrier.wait(barriers.ready.index(2 * (j % 2)), (j // 2) % 2)
-            unseen = memory.bias.index(j % 2).load(gl.SliceLayout(0, LS))
+            bias = memory.bias.index(j % 2).load(gl.SliceLayout(0, LS))
             mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
-            x = s.index(j % 2).load() * scale + unseen[None, :]
+            x = s.index(j % 2).load() * scale + bias[None, :]
             m, l = softmax_block(x, m, l, j, at, memory, barriers)
         at += n
         turn += 1

@@ -52,9 +52,9 @@ def softmax_role(memory, bias, barriers, bias_ready, items, scale):
         l = gl.full([128, 2], 0.0, gl.float32, HALF)
         for j in range(at, at + n):
             mbarrier.wait(bias_ready.index(j % 3), (j // 3) % 2)
-            unseen = bias.index(j % 3).load(gl.SliceLayout(0, LS)).to(gl.float32)
+            row_bias = bias.index(j % 3).load(gl.SliceLayout(0, LS)).to(gl.float32)
             mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
-            x = s.index(j % 2).load() * scale + unseen[None, :]
+            x = s.index(j % 2).load() * scale + row_bias[None, :]
             m, l = softmax_block(by_halves(x), m, l, j, at, memory, barriers)
         hand_over(m, l, turn, memory, barriers)
         at += n

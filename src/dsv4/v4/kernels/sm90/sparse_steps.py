@@ -53,11 +53,11 @@ def left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.co
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     s = scores(memory, ready, phase, step, 0, 1)
-    seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
+    bias = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if 2 * step + 2 >= blocks:
         mbarrier.arrive(barriers.q_free, count=1)
-    s = softmax.biased(s, seen[None, :], SIGN)
+    s = softmax.biased(s, bias[None, :], SIGN)
     p, m0, a0 = softmax.step(s, m, scale, softmax.RESCALE_ABOVE)
     l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
     pb = p.to(memory.q.dtype)
@@ -91,7 +91,7 @@ def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.cons
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     s = scores(memory, ready, phase, step, 2, 3)
-    seen = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
+    bias = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
     landed(ready.index(1), phase)
     mbarrier.wait(p_ready.index(0), phase)
     m0 = memory.m0.load(RS)
@@ -104,7 +104,7 @@ def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.cons
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     if 2 * step + 2 >= blocks:
         mbarrier.arrive(barriers.q_free, count=1)
-    s = softmax.biased(s, seen[None, :], SIGN)
+    s = softmax.biased(s, bias[None, :], SIGN)
     p, m, a1 = softmax.step(s, m0, scale, softmax.RESCALE_ABOVE)
     l = softmax.pin(l * gl.convert_layout(a0 * a1, RP)[:, None] + softmax.partial_sums(p))
     pb = p.to(memory.q.dtype)
@@ -126,9 +126,9 @@ def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.cons
 def resident_scores(s, memory, barriers, phase, step, SIGN: gl.constexpr):
     """The second half of S of block 0, whose first half is issued; masked."""
     s = half_scores(s, memory, barriers.ready, phase, step, 1, False)
-    seen = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
+    bias = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    return softmax.biased(s, seen[None, :], SIGN)
+    return softmax.biased(s, bias[None, :], SIGN)
 
 
 @gluon.jit
@@ -193,11 +193,11 @@ def right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: g
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     s = scores(memory, ready, phase, step, 3, 2)
-    seen = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
+    bias = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if step + 1 == steps:
         mbarrier.arrive(barriers.q_free, count=1)
-    s = softmax.biased(s, seen[None, :], SIGN)
+    s = softmax.biased(s, bias[None, :], SIGN)
     mbarrier.wait(m_ready.index(0), phase)
     p, m1, _ = softmax.step(s, memory.m0.load(RS), scale, softmax.RESCALE_ABOVE)
     memory.m1.store(m1)

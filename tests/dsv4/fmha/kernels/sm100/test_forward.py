@@ -40,17 +40,17 @@ from softsm.engine.launch import options
 WHERE = Where("softsm", "sm_100a")
 SEED = 20261115
 BF16, FP16 = torch.bfloat16, torch.float16
-ROWS, CELLS = "rows", "cells"  # how keys are read; a number: pages of so many rows, by TMA
+ROWS, CP_ASYNC = "rows", "cp_async"  # how keys are read; a number: pages of so many rows, by TMA
 
 # (head dim, dtype, P through tensor memory, how): all that the tests compile. P goes through shared memory with two
 # query tiles in flight (64, 128), which no call asks for, and with one (256, 512): `make test` tries head dim 512. Its
 # calls with many rows take another kernel, that of test_fmha_pair.py; among the seeds there are both.
 DIMS = (64, 128, 256, 512)
 PATHS = [(d, p_tmem) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
-QUICK = [(64, BF16, True, ROWS), (128, BF16, True, CELLS), (256, BF16, True, 16), (512, BF16, False, ROWS)]
+QUICK = [(64, BF16, True, ROWS), (128, BF16, True, CP_ASYNC), (256, BF16, True, 16), (512, BF16, False, ROWS)]
 OF_ROWS = [(d, BF16, p_tmem, ROWS) for d, p_tmem in PATHS]
 OF_PAGES = [(64, BF16, True, 16), (128, BF16, True, 16), (256, BF16, True, 16), (512, BF16, False, 16),
-            (64, BF16, True, CELLS), (128, BF16, True, CELLS)]  # fmt: skip
+            (64, BF16, True, CP_ASYNC), (128, BF16, True, CP_ASYNC)]  # fmt: skip
 VARIANTS = [*OF_ROWS, (256, FP16, True, ROWS), *OF_PAGES]
 ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2), ("random", 3)]
 
@@ -64,7 +64,7 @@ def variant(case: Case) -> tuple:
     how: str | int = ROWS
     if "paged" in case.features:
         page = case.make(Draw(0)).args["k_pages"].shape[1]
-        how = min(page & -page, 128 if case.head_dim < 256 else 64) if page % 8 == 0 else CELLS
+        how = min(page & -page, 128 if case.head_dim < 256 else 64) if page % 8 == 0 else CP_ASYNC
     return case.head_dim, case.dtype, default_path(case.head_dim), how
 
 
@@ -98,7 +98,7 @@ def smallest(key: tuple) -> None:
     if how == ROWS:
         call = dense(Draw(0), d, dtype, {"t": 1, "s": 1})
     else:
-        call = paged(Draw(0), d, dtype, page=3 if how == CELLS else how, lengths=[1], heads=1)
+        call = paged(Draw(0), d, dtype, page=3 if how == CP_ASYNC else how, lengths=[1], heads=1)
     with path(p_tmem):
         call.run(WHERE)
 
@@ -218,8 +218,8 @@ def test_features(case: Case, compiled) -> None:
 def test_features_meet_every_way_to_read_keys() -> None:
     assert set(VARIANTS) - {variant(case) for case in FEATURES} <= {
         (d, BF16, p_tmem, ROWS) for d, p_tmem in PATHS if p_tmem != default_path(d)
-    } | {(64, BF16, True, CELLS), (128, BF16, True, CELLS)}
-    assert {d for d, *_ in QUICK} == set(DIMS) and {str(how) for *_, how in QUICK} == {ROWS, CELLS, "16"}
+    } | {(64, BF16, True, CP_ASYNC), (128, BF16, True, CP_ASYNC)}
+    assert {d for d, *_ in QUICK} == set(DIMS) and {str(how) for *_, how in QUICK} == {ROWS, CP_ASYNC, "16"}
     assert {"varlen", "sink", "window", "nan", "strided", "zero", "softmax", "deterministic", "paged"} <= {
         feature for case in FEATURES if variant(case) in QUICK for feature in case.features
     }
@@ -231,7 +231,7 @@ def test_features_meet_every_way_to_read_keys() -> None:
 )
 def test_pages_by_cp_async(d: int, page: int, compiled) -> None:
     """Page sizes that TMA boxes do not tile: shuffled pages, padding between them, NaN in every unused row."""
-    compiled((d, BF16, True, CELLS))
+    compiled((d, BF16, True, CP_ASYNC))
     with softsm.checking(order="latest") as report:
         right(paged(Draw(page), d, BF16, page=page, lengths=[page + 3, 150, 0], t=2, causal=True, page_pad=2))
     assert not report, str(report)
@@ -243,7 +243,7 @@ def test_keys_of_pages_that_are_none_are_unseen(key: tuple, compiled, monkeypatc
     compiled(key)
     d, dtype, _, how = key
     monkeypatch.setattr(checks, "values_checked", lambda x: False)
-    page = 5 if how == CELLS else how
+    page = 5 if how == CP_ASYNC else how
     draw = Draw(page)
     q, (k, v) = draw.normal(3, 2, 2, d, dtype=dtype), (draw.normal(40, page, 1, d, dtype=dtype) for _ in "kv")
     pages = -(-300 // page)
