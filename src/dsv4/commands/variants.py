@@ -134,7 +134,7 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
         yield v4_small(rows, named, heads=128, wide=wide)  # on Blackwell a pair of CTAs takes them
         for splits in (1, 2):  # Hopper: FP8 rows unpacked first, plain ones in L2
             yield v4_small(rows, named, splits, wide=wide, queries=64)
-        yield v4_small(rows, named, wide=wide, queries=528, width=32)  # Hopper: several items of plain rows for a CTA
+        yield v4_small(rows, named, wide=wide, queries=528, width=32)  # Hopper: several tiles of plain rows for a CTA
         if rows == "fp8":
             yield v4_small(rows, named, wide=wide, queries=1300, width=768, room=600)  # unpacked first, not in L2
         if rows in ("fp8", "bf16", "odd pages"):
@@ -142,16 +142,16 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
 
 
 def v4_few_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]:
-    """On Hopper: few items of 16 heads, not split, and split so that each variant of the combine kernel merges them; of
-    32 heads, blocks of 64 and of 128 rows; few heads of many queries; and items that are not few. (queries, heads,
-    splits, blocks of 64 rows)"""
+    """On Hopper: few work tiles of 16 heads, not split, and split so that each variant of the combine kernel merges
+    them; of 32 heads, blocks of 64 and of 128 rows; few heads of many queries; and tiles that are not few. (queries,
+    heads, splits, blocks of 64 rows)"""
     of_16 = ((1, 64, 1, 1), (1, 64, 1, 2), (1, 64, 4, 4), (1, 64, 8, 8), (1, 64, 16, 16), (1, 16, 64, 64))
     of_32 = ((40, 64, 1, 1), (40, 64, 1, 2), (5, 64, 9, 9), (8, 64, 6, 11))
-    # Many partial results are short; few are not.
+    # Many partial results are in fp16; few are not.
     not_few = tuple((132, 64, splits, 2) for splits in (1, 2, 8, 16, 32, 64, 128, 256))
-    not_short = ((40, 64, 2, 12), (10, 64, 8, 40), (5, 64, 16, 80), (1, 64, 64, 600))
+    in_fp32 = ((40, 64, 2, 12), (10, 64, 8, 40), (5, 64, 16, 80), (1, 64, 64, 600))
     few_heads = ((128, 16, 1, 10), (32, 16, 4, 10), (40, 64, 1, 3), (32, 32, 4, 10))
-    for queries, heads, splits, blocks in (*of_16, *of_32, *few_heads, *not_few, *not_short):
+    for queries, heads, splits, blocks in (*of_16, *of_32, *few_heads, *not_few, *in_fp32):
         width = 64 * (blocks if named == "window only" else blocks - 1)
         if width > 0:
             yield v4_small(rows, named, splits, heads, wide, queries, width)

@@ -3,7 +3,7 @@
 A split writes its normalised partial O in fp32 and its LSE in base 2 (-inf where it saw no key, and then O unwritten).
 The splits of a row are added in their order, so the result does not depend on which finished first.
 
-Short partial results are half as long: O in fp16, every half of a row multiplied by a power of two that brings its
+fp16 partial results are half as long: O in fp16, every half of a row multiplied by a power of two that brings its
 largest value to 2^14 .. 2^15, so that nothing overflows and the rounding is an eighth of that to bf16. What undoes it
 lies beside the LSE: (LSE, factor of the left half, of the right half, nothing) in fp32.
 """
@@ -20,7 +20,7 @@ def in_columns(columns, warps):
 
 
 @aggregate
-class Place:
+class OutputRow:
     """Where a row (token, head) of the results is."""
 
     row: Value
@@ -44,17 +44,17 @@ class Goal:
 
 
 @gluon.jit
-def goal_of(place, sink_ptr, VARLEN: gl.constexpr):
-    token = place.row // place.q_heads
-    head = place.row - token * place.q_heads
-    sink = softmax.sink_of(sink_ptr, head, head < place.q_heads) * LOG2E
+def goal_of(output, sink_ptr, VARLEN: gl.constexpr):
+    token = output.row // output.q_heads
+    head = output.row - token * output.q_heads
+    sink = softmax.sink_of(sink_ptr, head, head < output.q_heads) * LOG2E
     batch = 0
     if not VARLEN:
-        batch = token // place.tokens
-        token = token - batch * place.tokens
+        batch = token // output.tokens
+        token = token - batch * output.tokens
     n, token, head = batch.to(gl.int64), token.to(gl.int64), head.to(gl.int64)
-    offset = n * place.stride_ob + token * place.stride_ot + head * place.stride_oh
-    return Goal(offset * 8, n * place.stride_lb + token * place.stride_lt + head * place.stride_lh, sink)
+    offset = n * output.stride_ob + token * output.stride_ot + head * output.stride_oh
+    return Goal(offset * 8, n * output.stride_lb + token * output.stride_lt + head * output.stride_lh, sink)
 
 
 @gluon.jit
@@ -96,10 +96,10 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
         # Rows past the last sequence have no partial results.
         belongs = row // q_heads < gl.load(cu_q_ptr + last_sequence)
 
-    place = Place(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
+    output = OutputRow(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
     if EARLY:
         dependent.wait_on_prior_grid()
-    goal = goal_of(place, sink_ptr, VARLEN)
+    goal = goal_of(output, sink_ptr, VARLEN)
     m = gl.full([SPLITS], -float("inf"), gl.float32, R)
     weights = gl.zeros([SPLITS], gl.float32, R)
     acc = gl.zeros([SPLITS, COLUMNS], gl.float32, L)
@@ -128,10 +128,10 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
     "num_splits", "total_rows", "tokens", "q_heads", "want_lse", "stride_ob", "stride_ot", "stride_oh", "stride_lb",
     "stride_lt", "stride_lh",
 ])  # fmt: skip
-def combine_short(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits, total_rows, tokens, q_heads, want_lse,
+def combine_fp16(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits, total_rows, tokens, q_heads, want_lse,
                   stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
                   D: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
-    """One program: one row and COLUMNS of its columns, all of at most SPLITS splits at once. Short partial results.
+    """One program: one row and COLUMNS of its columns, all of at most SPLITS splits at once. fp16 partial results.
     Launched while the last splits are being computed."""
     dependent.wait_on_prior_grid()
     if SPLITS <= 16:
@@ -142,8 +142,8 @@ def combine_short(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits
     row = gl.program_id(0)
     column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
     half = gl.program_id(1) * COLUMNS // (D // 2)
-    place = Place(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
-    goal = goal_of(place, sink_ptr, False)
+    output = OutputRow(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
+    goal = goal_of(output, sink_ptr, False)
     split = gl.arange(0, SPLITS, layout=R)
     there = split < num_splits
     part = split.to(gl.int64) * total_rows + row

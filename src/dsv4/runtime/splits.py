@@ -41,7 +41,7 @@ def uneven(tiles: int, num_sms: int, steps: int, splits: int) -> tuple[int, int,
     """
     free = num_sms - tiles * splits
     if 1 < splits < MERGED_AT_ONCE and free > 0 and steps % splits == 1:
-        each = -(-tiles // free)  # short items of a thread block; about as long as two steps
+        each = -(-tiles // free)  # short work tiles of a thread block; about as long as two steps
         if each <= MOST_SHORT and 2 * each <= steps // splits:
             return splits + 1, tiles * splits, 2 * each * splits + 1
     return splits, 0, 0x7FFFFFFF

@@ -16,7 +16,7 @@ class Tensors(NamedTuple):
     out_ptr: Value
     lse_ptr: Value
     sink_ptr: Value
-    part_ptr: Value  # of a split: its normalised rows and their LSE in base 2, in fp32 or short (combine.py)
+    part_ptr: Value  # of a split: its normalised rows and their LSE in base 2, in fp32 or fp16 (combine.py)
     part_lse_ptr: Value
     cu_q_ptr: Value  # varlen
     cu_k_ptr: Value
@@ -109,7 +109,7 @@ class Tiles:
 
 
 @aggregate
-class Share:
+class WorkTile:
     tensors: RowTensors
     strides: Value
     problem: Problem

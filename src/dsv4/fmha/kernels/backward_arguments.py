@@ -26,7 +26,7 @@ class Sizes:
 
 
 @aggregate
-class Share:
+class GradientTile:
     """What one CTA has to do: 128 packed rows, or keys, of one sequence and KV head, from `own` on."""
 
     batch: Value

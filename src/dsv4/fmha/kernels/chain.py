@@ -115,7 +115,7 @@ class Chain:
 
     def _scores(self, slab: Slab, p_slab: Slot, ds_slab: Slot) -> None:
         x, (pairs, rows) = self.x, slab.size
-        items = pairs * -(-rows // TILE) * -(-self.keys // TILE)
+        num_tiles = pairs * -(-rows // TILE) * -(-self.keys // TILE)
         lse2, delta = (y.flatten(0, 1)[slab.pairs] for y in (x.lse2, x.delta))
         p_keys, ds_keys = (y[..., : self.keys] for y in (p_slab, ds_slab))
         read = {name: descriptor(y, [1, 1, TILE, 64]) for name, y in
@@ -126,7 +126,7 @@ class Chain:
             all_rows=self.rows, rows=rows, row_begin=slab.rows.start, row_piece=self._pieces(rows),
             key_piece=self._pieces(self.keys), pairs=pairs, pair_begin=slab.pairs.start,
         )  # fmt: skip
-        grid = (min(items, self.target.num_sms),)
+        grid = (min(num_tiles, self.target.num_sms),)
         options = dict(D=x.width, SCALED=x.fp16, num_warps=4, **self.options)
         self.program.launch(type(self).kernel, grid, arguments, **options)
 

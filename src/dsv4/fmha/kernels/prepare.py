@@ -11,7 +11,7 @@ import torch
 from dsv4.fmha.kernels.arguments import Options, Sizes, Strides, Tensors
 from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, NO_BOUND, PAGES, ROWS
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.combine import clear_rest, combine, combine_short
+from dsv4.kernels.combine import clear_rest, combine, combine_fp16
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime import splits as splitting
@@ -19,7 +19,7 @@ from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
 
 MAX_GRID = 65535  # blocks in the second and third dimension of a grid
-SHORT_FROM = 3 << 20  # values of partial results; with 2 M short ones are slower by 2 us on an H200, with 4 M faster
+FP16_PARTIALS_FROM = 3 << 20  # values of partial results; fp16 ones are 2 us slower with 2 M, faster with 4 M (H200)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Tiling:
     loop: bool = False  # one CTA per multiprocessor loops over the row tiles; no splits
     dense_as_rows: bool = False  # dense and varlen problems share a variant
     halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
-    short: bool = False  # the kernel can write short partial results (combine.py)
+    fp16_partials: bool = False  # the kernel can write fp16 partial results (combine.py)
 
     @property
     def ctas(self) -> int:
@@ -73,9 +73,9 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     total_q = p.q.shape[0] if varlen else p.batch * p.max_seqlen_q
     part: Any = Null(torch.float32)
     part_lse = part
-    short = split and c.short and not varlen and are_short(p, splits * total_q)
+    fp16_partials = split and c.fp16_partials and not varlen and use_fp16_partials(p, splits * total_q)
     if split:
-        part, part_lse = partials(p, program, splits, total_q * p.q_heads, short)
+        part, part_lse = partials(p, program, splits, total_q * p.q_heads, fp16_partials)
     unread = Null(torch.int32)
     tensors = Tensors(
         q_ptr=q,
@@ -114,14 +114,14 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         k_is_v=int(v is k),
     )
     structs = dict(tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts)
-    program.launch(kernel, grid, structs, KV_LOAD=kv_load, SIGN=sign, SAME_KV=v is k, SPLIT=2 if short else split,
-                   num_warps=4, **c.options)  # fmt: skip
+    program.launch(kernel, grid, structs, KV_LOAD=kv_load, SIGN=sign, SAME_KV=v is k,
+                   SPLIT=2 if fp16_partials else split, num_warps=4, **c.options)  # fmt: skip
     # What the kernels of combine.py take
     arguments = tensors._asdict() | sizes._asdict()
     arguments |= dict(want_lse=opts.want_lse, q_heads=p.q_heads, last_sequence=p.batch)
     arguments |= named("stride_o", "bth", row_strides(out)) | named("stride_l", "bth", lse_strides)
-    if short:
-        prepare_short_merge(p, program, arguments, out, splits, total_q)
+    if fp16_partials:
+        prepare_fp16_merge(p, program, arguments, out, splits, total_q)
     elif split:
         prepare_merge(p, program, arguments, out, splits, total_q, varlen=varlen)
     elif varlen:
@@ -134,22 +134,22 @@ def named(prefix: str, letters: str, strides: tuple[int, ...]) -> dict[str, int]
     return {prefix + letter: stride for letter, stride in zip(letters, strides)}
 
 
-def are_short(p: Any, tokens: int) -> bool:
-    """Whether partial results are short: many of them, of so many tokens in all. Deterministic: the order of additions
-    must not depend on how many splits there are. fp16: they would be as exact as the results."""
+def use_fp16_partials(p: Any, tokens: int) -> bool:
+    """Whether partial results are in fp16: many of them, of so many tokens in all. Deterministic: the order of
+    additions must not depend on how many splits there are. fp16: they would be as exact as the results."""
     # With a plan its capacity counts, so that calls with fewer sequences take the kernel that was warmed up.
     values = tokens * p.q_heads * p.head_dim if p.scratch is None else p.scratch.numel()
-    return values >= SHORT_FROM and p.q.dtype == torch.bfloat16 and not p.deterministic and not is_partial(p)
+    return values >= FP16_PARTIALS_FROM and p.q.dtype == torch.bfloat16 and not p.deterministic and not is_partial(p)
 
 
-def prepare_short_merge(
+def prepare_fp16_merge(
     p: Any, program: Program, arguments: dict[str, Any], out: Slot, splits: int, total_q: int
 ) -> None:
-    """As prepare_merge, for short partial results."""
+    """As prepare_merge, for fp16 partial results."""
     at_once = max(1 << (splits - 1).bit_length(), 4)
     columns, warps = (p.head_dim // 2, p.head_dim // 256) if at_once <= 16 else (min(128, 8192 // at_once), 4)
     rows = total_q * p.q_heads
-    program.launch(combine_short, (rows, p.head_dim // columns), arguments | dict(out_ptr=out, total_rows=rows),
+    program.launch(combine_fp16, (rows, p.head_dim // columns), arguments | dict(out_ptr=out, total_rows=rows),
                    D=p.head_dim, SPLITS=at_once, COLUMNS=columns, num_warps=warps, launch_pdl=True)  # fmt: skip
 
 
@@ -230,10 +230,10 @@ def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[
     return splitting.choose_splits(tiles, target.num_sms, longest), 0
 
 
-def partials(p: Any, program: Program, splits: int, rows: int, short: bool = False) -> tuple[Slot, Slot]:
-    """fp32 memory for partial O [splits, rows, D] and LSE [splits, rows], or short ones: the plan's, else workspace."""
-    columns = splits * rows * p.head_dim // (2 if short else 1)
-    each = 4 if short else 1
+def partials(p: Any, program: Program, splits: int, rows: int, fp16_partials: bool = False) -> tuple[Slot, Slot]:
+    """fp32 memory for partial O [splits, rows, D] and LSE [splits, rows], or fp16 ones: the plan's, else workspace."""
+    columns = splits * rows * p.head_dim // (2 if fp16_partials else 1)
+    each = 4 if fp16_partials else 1
     size = columns + each * splits * rows
     scratch = p.scratch
     if scratch is not None and scratch.numel() < size:

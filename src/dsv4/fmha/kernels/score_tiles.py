@@ -82,12 +82,12 @@ def needed(row, key, sizes):
 
 
 @gluon.jit
-def locate(item, tiles):
-    """(pair of sequence and KV head, first row, first key) of an item."""
-    line = item // tiles.of_keys
+def locate(tile_id, tiles):
+    """(pair of sequence and KV head, first row, first key) of a work tile."""
+    line = tile_id // tiles.of_keys
     pair = line // tiles.of_rows
     # Each line of tiles begins elsewhere: a CTA that kept to one diagonal would have all of its tiles seen, or none.
-    return pair, (line - pair * tiles.of_rows) * 128, (item + 5 * line) % tiles.of_keys * 128
+    return pair, (line - pair * tiles.of_rows) * 128, (tile_id + 5 * line) % tiles.of_keys * 128
 
 
 @gluon.jit
@@ -125,8 +125,8 @@ def visible(p, row, key, sizes):
 def load_role(operands, chunks, sizes, tiles, pair_begin, kv_heads, CHUNKS: gl.constexpr):
     BOX: gl.constexpr = operands.q_desc.layout
     ring, stage = chunks.ring, producer_stage()
-    for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
-        pair, row, key = locate(item, tiles)
+    for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        pair, row, key = locate(tile_id, tiles)
         some, read = needed(row, key, sizes)
         batch = (pair_begin + pair) // kv_heads
         head = (pair_begin + pair) % kv_heads

@@ -124,9 +124,9 @@ class MaskBounds:
 
 
 @gluon.jit
-def mask_bounds(tile_row, share, M: gl.constexpr, BN: gl.constexpr, KV_LOAD: gl.constexpr, RS: gl.constexpr):
+def mask_bounds(tile_row, work_tile, M: gl.constexpr, BN: gl.constexpr, KV_LOAD: gl.constexpr, RS: gl.constexpr):
     """What the M rows from tile_row on see of the CTA's tiles of BN keys. RS: layout of the rows."""
-    problem, tiles = share.problem, share.tiles
+    problem, tiles = work_tile.problem, work_tile.tiles
     group, tokens, keys, left, right = problem.group, problem.tokens, problem.keys, problem.left, problem.right
     row = tile_row + gl.arange(0, M, layout=RS)
     row_first = first_key(row // group, tokens, keys, left)
@@ -136,8 +136,8 @@ def mask_bounds(tile_row, share, M: gl.constexpr, BN: gl.constexpr, KV_LOAD: gl.
     full_end = end_key(tile_row // group, tokens, keys, right)
     bad = False
     if KV_LOAD >= PAGES:
-        bad = bad_pages(share.pages, tiles.first + tiles.begin * BN, gl.minimum(tiles.first + tiles.end * BN, keys))
-    return MaskBounds(row_first, row_end, full_first, full_end, keys, share.pages, bad)
+        bad = bad_pages(work_tile.pages, tiles.first + tiles.begin * BN, gl.minimum(tiles.first + tiles.end * BN, keys))
+    return MaskBounds(row_first, row_end, full_first, full_end, keys, work_tile.pages, bad)
 
 
 @gluon.jit

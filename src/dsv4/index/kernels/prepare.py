@@ -62,10 +62,10 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     words = index_words(p.max_seqlen_k, p.topk)
     scratch: Any = p.scratch
     if scratch is None or scratch.numel() < words:
-        room = index_block(p.batch, p.max_seqlen_k, p.topk) * words
+        words_needed = index_block(p.batch, p.max_seqlen_k, p.topk) * words
         shares = index_shares(p.batch, target.num_sms)
-        room += p.batch * shares * index_share_words(p.max_seqlen_k, p.topk) if shares > 1 else 0
-        scratch = program.workspace("scratch", (room,), torch.float32)
+        words_needed += p.batch * shares * index_share_words(p.max_seqlen_k, p.topk) if shares > 1 else 0
+        scratch = program.workspace("scratch", (words_needed,), torch.float32)
     step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
     owner, names = _owner(p, program)
     q, k = _aligned_rows(program, p.q), p.k if p.fp8 else _aligned_rows(program, p.k)
@@ -212,9 +212,9 @@ def _select(p: IndexProblem, program: Program, owner: int, names: dict, scratch:
         pieces = -(-items // size)
         last = pieces == 1
         warps = min(max(size // 2048, 4), 8)
-        room = count * pieces * kept
-        chosen, chosen_numbers = (scratch.words(at + n * room, room, torch.int32) for n in (0, 1))
-        at += 2 * room
+        words_needed = count * pieces * kept
+        chosen, chosen_numbers = (scratch.words(at + n * words_needed, words_needed, torch.int32) for n in (0, 1))
+        at += 2 * words_needed
         arguments = names | dict(
             source_ptr=source, numbers_ptr=numbers, kept_ptr=chosen, kept_numbers_ptr=chosen_numbers,
             out_ptr=p.out, scores_ptr=Null(torch.float32) if p.scores is None else p.scores, first_query=first,

@@ -147,8 +147,8 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None) -> tuple[Slot, 
     positions = positions if positions.is_contiguous() else program.copied(positions)
     arguments = dict(
         out_ptr=out, dout_ptr=dout, lse_ptr=p.lse, dlse_ptr=dlse, sink_ptr=sink, cos_sin_ptr=cos_sin,
-        positions_ptr=positions, lse2_ptr=lse2, delta_ptr=delta, share_ptr=share, turned_ptr=turned, heads=p.q_heads,
-        has_sink=int(p.sink is not None), has_dlse=int(b.dlse is not None),
+        positions_ptr=positions, lse2_ptr=lse2, delta_ptr=delta, share_ptr=share, turned_ptr=turned,
+        heads=p.q_heads, has_sink=int(p.sink is not None), has_dlse=int(b.dlse is not None),
         **named("stride_o", "nh", row_strides(out)[1:]), **named("stride_g", "nh", row_strides(dout)[1:]),
         **named("stride_l", "nh", p.lse.stride()), **named("stride_d", "nh", dlse.stride()),
         **named("stride_q", "nh", row_strides(q)[1:]), positions=cos_sin.shape[0], rope_width=cos_sin.shape[1],

@@ -60,7 +60,9 @@ class Target:
 
 
 @gluon.jit
-def share_of(rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC: gl.constexpr):
+def query_and_target(
+    rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC: gl.constexpr
+):
     """-> Query, Target of this CTA, by the grid (queries, tiles of 64 heads)"""
     number = query_begin + gl.program_id(0)
     head = gl.program_id(1) * 64

@@ -11,15 +11,15 @@ from dsv4.caches import kv as caches
 from dsv4.caches.formats import format_of
 from dsv4.caches.pages import PackedRows
 from dsv4.fmha.kernels.prepare import (
-    are_short,
     inverse_of,
     is_aligned,
     is_partial,
     partials,
+    prepare_fp16_merge,
     prepare_merge,
-    prepare_short_merge,
     row_strides,
     sign_and_scale,
+    use_fp16_partials,
 )
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.runtime import checks
@@ -63,14 +63,14 @@ def is_packed(p: V4Problem) -> bool:
 
 def prepare_sparse(
     p: V4Problem, target: Target, program: Program, kernel: Any, step: int, options: dict, splits: int = 0,
-    short: bool = False,
+    fp16_partials: bool = False,
 ) -> None:  # fmt: skip
     """The kernel and, where the rows of a query are split, the combine kernel. The tensors of p are slots.
 
-    An item is 64 heads of a query (or the option HEADS) and a split, twice as many for a pair of CTAs (num_ctas 2). A
-    kernel that names `items` loops over them, one CTA per multiprocessor; another has a CTA for each. step: rows that
-    the kernel takes at a time, what splits are made of; options: further compile-time arguments; splits: how many, 0 =
-    to be chosen here; short: the kernel can write short partial results (combine.py).
+    A work tile is 64 heads of a query (or the option HEADS) and a split, twice as many for a pair of CTAs (num_ctas 2).
+    A kernel that names `num_tiles` loops over them, one CTA per multiprocessor; another has a CTA for each. step: rows
+    that the kernel takes at a time, what splits are made of; options: further compile-time arguments; splits: how many,
+    0 = to be chosen here; fp16_partials: the kernel can write fp16 partial results (combine.py).
     """
     ctas = options.get("num_ctas", 1)
     tiles = p.batch * -(-p.q_heads // (options.get("HEADS", 64) * ctas))
@@ -88,8 +88,8 @@ def prepare_sparse(
     part: Any = Null(torch.float32)
     part_lse = part
     if split:
-        short = short and are_short(p, splits * p.batch)
-        part, part_lse = partials(p, program, splits, p.batch * p.q_heads, short)
+        fp16_partials = fp16_partials and use_fp16_partials(p, splits * p.batch)
+        part, part_lse = partials(p, program, splits, p.batch * p.q_heads, fp16_partials)
     window = PoolArguments.of(program, p.window)
     compressed = window.without_rows() if p.compressed is None else PoolArguments.of(program, p.compressed)
     how, names = _names(p, program)
@@ -119,7 +119,7 @@ def prepare_sparse(
         rope_positions=positions, rope_width=angles, rope_line=angle_line, num_splits=splits,
         tiles_per_split=steps_per_split, stride_qn=stride_qn, stride_qh=stride_qh, stride_on=stride_on,
         stride_oh=stride_oh, stride_ln=stride_ln, stride_lh=stride_lh, sign=sign, split=int(split),
-        signed_scale=sign * scale, items=tiles * splits, alone=alone, uneven_from=uneven_from,
+        signed_scale=sign * scale, num_tiles=tiles * splits, alone=alone, uneven_from=uneven_from,
         splits_inverse=inverse, splits_shift=shift,
     )  # fmt: skip
     loads = [CP_ASYNC, CP_ASYNC]
@@ -131,21 +131,21 @@ def prepare_sparse(
     grid: tuple[int, ...] = (tiles, splits)
     if "splits_inverse" in kernel.arg_names:
         grid = (tiles // p.batch, p.batch, splits)
-    if "items" in kernel.arg_names:
+    if "num_tiles" in kernel.arg_names:
         grid = (min(tiles * splits, target.num_sms // ctas),)
     equal = dict(num_splits=splits - (alone > 0))
     program.launch(
         kernel, grid, arguments | equal, WINDOW_LOAD=loads[0].value, COMPRESSED_LOAD=loads[1].value, KV_INDEX=how,
         SIGN=sign, WINDOW_FORMAT=format_of(p.window), WINDOW_UNIT=unit_of(p.window),
         COMPRESSED_FORMAT=format_of(p.compressed), COMPRESSED_UNIT=unit_of(p.compressed),
-        SPLIT=2 if split and short else split,
+        SPLIT=2 if split and fp16_partials else split,
         **dict(num_warps=4) | options,
     )  # fmt: skip
     if split:
         strides = dict(stride_ob=stride_on, stride_ot=0, stride_lb=stride_ln, stride_lt=0)
         more = dict(cu_q_ptr=Null(torch.int32), tokens=1, q_heads=p.q_heads, last_sequence=p.batch)
-        if short:
-            prepare_short_merge(p, program, arguments | strides | more, out, splits, p.batch)
+        if fp16_partials:
+            prepare_fp16_merge(p, program, arguments | strides | more, out, splits, p.batch)
         else:
             early = options.get("PDL_LAUNCH", False)
             prepare_merge(p, program, arguments | strides | more, out, splits, p.batch, early=early)

@@ -1,4 +1,4 @@
-"""Rows that a query of V4 attention names by number: which item of the work is whose, and how many rows it names."""
+"""Rows that a query of V4 attention names by number: which work tile is whose, and how many rows it names."""
 
 from dsv4.kernels.compat import gl, gluon
 from dsv4.v4.kernels.arguments import Lists
@@ -8,13 +8,13 @@ CP_ASYNC, TMA = gl.constexpr(0), gl.constexpr(2)  # how the rows of a plain pool
 
 
 @gluon.jit
-def tile_coord(item, queries, heads, TILE: gl.constexpr = 64):
-    """(query, first head, split) of an item; the head tiles of a query are neighbours: one finds in L2 what the other
-    read."""
+def tile_coord(tile_id, queries, heads, TILE: gl.constexpr = 64):
+    """(query, first head, split) of a work tile; the head tiles of a query are neighbours: one finds in L2 what the
+    other read."""
     head_tiles = (heads + TILE - 1) // TILE
-    rest = item // head_tiles
+    rest = tile_id // head_tiles
     split = rest // queries
-    return rest - split * queries, (item - rest * head_tiles) * TILE, split
+    return rest - split * queries, (tile_id - rest * head_tiles) * TILE, split
 
 
 @gluon.jit
@@ -33,7 +33,7 @@ def request_of(query, requests):
 
 
 @gluon.jit
-def share(query, window, compressed, requests, KV_INDEX: gl.constexpr):
+def named_rows(query, window, compressed, requests, KV_INDEX: gl.constexpr):
     """What a query names -> (window rows, compressed rows, its line of the compressed list or of the block table).
 
     window, compressed: Names.
@@ -55,7 +55,7 @@ def share(query, window, compressed, requests, KV_INDEX: gl.constexpr):
 @gluon.jit
 def index_lists(query, window, compressed, requests, KV_INDEX: gl.constexpr, KEYS: gl.constexpr = 64):
     """KEYS: entries of a block."""
-    count, more, line = share(query, window, compressed, requests, KV_INDEX)
+    count, more, line = named_rows(query, window, compressed, requests, KV_INDEX)
     window_ptr = window.list_ptr + query.to(gl.int64) * window.line
     blocks = (count + KEYS - 1) // KEYS
     return Lists(window_ptr, count, blocks, compressed.list_ptr + line * compressed.line, more)

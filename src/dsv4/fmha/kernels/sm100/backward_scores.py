@@ -79,8 +79,8 @@ def multiply(acc, chunks, stage, CHUNKS: gl.constexpr):
 def mma_role(chunks, scores, sizes, tiles, CHUNKS: gl.constexpr):
     stage = consumer_stage()
     count = gl.to_tensor(0)
-    for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
-        pair, row, key = locate(item, tiles)
+    for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        pair, row, key = locate(tile_id, tiles)
         some, read = needed(row, key, sizes)
         if some:
             at = Stage(count % 2, (count // 2 + 1) % 2)  # the first wait on an untouched barrier passes
@@ -112,8 +112,8 @@ def score_role(scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
     count = gl.to_tensor(0)
-    for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
-        pair, first_row, key = locate(item, tiles)
+    for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        pair, first_row, key = locate(tile_id, tiles)
         some, read = needed(first_row, key, sizes)
         mine = key + H * 64
         if some:

@@ -89,7 +89,7 @@ class Barriers:
 
 
 @aggregate
-class Share:
+class TileProduct:
     """What one CTA has to do: of X the rows from `own` on, of Y `tiles` tiles from row `first` on."""
 
     batch: Value
@@ -125,30 +125,30 @@ class Result:
 
 
 @gluon.jit
-def rows_of(desc, tile, ready, share, row, D: gl.constexpr):
+def rows_of(desc, tile, ready, work, row, D: gl.constexpr):
     """[128, D] of packed rows from `row` on, in panels of 64 columns."""
     BOX: gl.constexpr = desc.layout
     panels = reinterpret(tile, [D // 64, 1, 1, 128, 64], BOX)
     for panel in gl.static_range(D // 64):
-        tma_load(desc, [share.batch, share.head, row, panel * 64], ready, panels.index(panel))
+        tma_load(desc, [work.batch, work.head, row, panel * 64], ready, panels.index(panel))
 
 
 @gluon.jit
-def load_x(x0_desc, x1_desc, memory, ready, share, D: gl.constexpr):
+def load_x(x0_desc, x1_desc, memory, ready, work, D: gl.constexpr):
     mbarrier.expect(ready, 2 * 128 * D * 2)
-    rows_of(x0_desc, memory.x.index(0), ready, share, share.x_begin + share.own, D)
-    rows_of(x1_desc, memory.x.index(1), ready, share, share.x_begin + share.own, D)
+    rows_of(x0_desc, memory.x.index(0), ready, work, work.x_begin + work.own, D)
+    rows_of(x1_desc, memory.x.index(1), ready, work, work.x_begin + work.own, D)
 
 
 @gluon.jit
-def load_y(desc, tile, ready, barriers, landed_phase, share, row, begin, end, D: gl.constexpr, VARLEN: gl.constexpr):
+def load_y(desc, tile, ready, barriers, landed_phase, work, row, begin, end, D: gl.constexpr, VARLEN: gl.constexpr):
     """A tile of Y from `row` of the sequence on; 0 in rows outside of [begin, end) of it -> next phase of landed."""
     foreign: gl.constexpr = False
     if VARLEN:
         foreign = (row < begin) | (row + 128 > end)
     if foreign:
         mbarrier.expect(barriers.landed, 128 * D * 2)
-        rows_of(desc, tile, barriers.landed, share, share.y_begin + row, D)
+        rows_of(desc, tile, barriers.landed, work, work.y_begin + row, D)
         mbarrier.wait(barriers.landed, landed_phase)
         zero_invisible(tile, row, begin, end, 128, D)
         fence_async_shared()  # generic stores -> tensor-core reads
@@ -156,12 +156,12 @@ def load_y(desc, tile, ready, barriers, landed_phase, share, row, begin, end, D:
         landed_phase = landed_phase ^ 1
     else:
         mbarrier.expect(ready, 128 * D * 2)
-        rows_of(desc, tile, ready, share, share.y_begin + row, D)
+        rows_of(desc, tile, ready, work, work.y_begin + row, D)
     return landed_phase
 
 
 @gluon.jit
-def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, sizes, D: gl.constexpr, KEYS: gl.constexpr,
+def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, work, sizes, D: gl.constexpr, KEYS: gl.constexpr,
               VARLEN: gl.constexpr):  # fmt: skip
     landed_phase = gl.to_tensor(0)
     # Of X and of Y: the rows of the sequence that meet any of the other.
@@ -171,27 +171,27 @@ def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, sizes
     y_end = sizes.rows if KEYS else sizes.keys
     foreign: gl.constexpr = False
     if VARLEN:
-        foreign = (share.own < x_visible) | (share.own + 128 > x_end)
+        foreign = (work.own < x_visible) | (work.own + 128 > x_end)
     if foreign:
-        load_x(x0_desc, x1_desc, memory, barriers.landed, share, D)
+        load_x(x0_desc, x1_desc, memory, barriers.landed, work, D)
         mbarrier.wait(barriers.landed, landed_phase)
-        zero_invisible(memory.x.index(0), share.own, x_visible, x_end, 128, D)
-        zero_invisible(memory.x.index(1), share.own, x_visible, x_end, 128, D)
+        zero_invisible(memory.x.index(0), work.own, x_visible, x_end, 128, D)
+        zero_invisible(memory.x.index(1), work.own, x_visible, x_end, 128, D)
         fence_async_shared()
         mbarrier.arrive(barriers.x_ready, count=1)
         landed_phase = landed_phase ^ 1
     else:
-        load_x(x0_desc, x1_desc, memory, barriers.x_ready, share, D)
-    for j in range(0, share.tiles):
+        load_x(x0_desc, x1_desc, memory, barriers.x_ready, work, D)
+    for j in range(0, work.tiles):
         phase = (j // 2 + 1) % 2  # the first wait on an untouched barrier passes
         slot = 2 * (j % 2)
-        row = share.first + j * 128
+        row = work.first + j * 128
         mbarrier.wait(barriers.y_free.index(slot), phase)
         landed_phase = load_y(y0_desc, memory.y.index(slot), barriers.y_ready.index(slot), barriers, landed_phase,
-                              share, row, y_visible, y_end, D, VARLEN)  # fmt: skip
+                              work, row, y_visible, y_end, D, VARLEN)  # fmt: skip
         mbarrier.wait(barriers.y_free.index(slot + 1), phase)
         landed_phase = load_y(y1_desc, memory.y.index(slot + 1), barriers.y_ready.index(slot + 1), barriers,
-                              landed_phase, share, row, y_visible, y_end, D, VARLEN)  # fmt: skip
+                              landed_phase, work, row, y_visible, y_end, D, VARLEN)  # fmt: skip
 
 
 @gluon.jit
@@ -209,10 +209,10 @@ def accumulate(acc, tile, y, first, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(memory, barriers, share, KEYS: gl.constexpr):
+def mma_role(memory, barriers, work, KEYS: gl.constexpr):
     x, y, s, dp, acc = memory.x, memory.y, memory.s, memory.dp, memory.acc
     DTYPE: gl.constexpr = x.dtype
-    n = share.tiles
+    n = work.tiles
     mbarrier.wait(barriers.x_ready, 0)
     if n > 0:
         mbarrier.wait(barriers.y_ready.index(0), 0)
@@ -304,7 +304,7 @@ def store_ds(p, dp, ds16, numbers, own, at, sizes, KEYS: gl.constexpr, SCALED: g
 
 
 @gluon.jit
-def score_role(memory, barriers, share, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
+def score_role(memory, barriers, work, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
                SCALED: gl.constexpr):  # fmt: skip
     """Columns 64 H .. 64 H + 63 of every tile, 32 at a time: P, then dS; in the end, a half of the result."""
     QUARTERS: gl.constexpr = TensorMemoryLayout([128, 32], col_stride=1)
@@ -312,9 +312,9 @@ def score_role(memory, barriers, share, sizes, numbers, result, H: gl.constexpr,
     dp = memory.dp.reinterpret(gl.float32, [4, 128, 32], QUARTERS)
     p16 = operand(memory.s, H, memory.x.dtype)
     ds16 = operand(memory.dp, H, memory.x.dtype)
-    own = share.own
-    for j in range(0, share.tiles):
-        first = share.first + j * 128
+    own = work.own
+    for j in range(0, work.tiles):
+        first = work.first + j * 128
         at = first + H * 64  # in Y
         row = first if KEYS else own
         key = own if KEYS else first
@@ -328,29 +328,27 @@ def score_role(memory, barriers, share, sizes, numbers, result, H: gl.constexpr,
         store_ds(p0, dp.index(2 * H), ds16.slice(0, 32), numbers, own, at, sizes, KEYS, SCALED)
         store_ds(p1, dp.index(2 * H + 1), ds16.slice(32, 32), numbers, own, at + 32, sizes, KEYS, SCALED)
         mbarrier.arrive(barriers.ds_ready, count=1)
-    if share.tiles > 0:
+    if work.tiles > 0:
         mbarrier.wait(barriers.done, 0)
     if KEYS:
         if H == 0:
-            finish(memory.acc.index(0), result.ptr0, result.stride0, result.factor0, share, sizes.keys, 0, D)
+            finish(memory.acc.index(0), result.ptr0, result.stride0, result.factor0, work, sizes.keys, 0, D)
         else:
-            finish(memory.acc.index(1), result.ptr1, result.stride1, result.factor1, share, sizes.keys, 0, D)
+            finish(memory.acc.index(1), result.ptr1, result.stride1, result.factor1, work, sizes.keys, 0, D)
     else:
-        finish(
-            memory.acc.index(0), result.ptr0, result.stride0, result.factor0, share, sizes.rows, H * (D // 2), D // 2
-        )
+        finish(memory.acc.index(0), result.ptr0, result.stride0, result.factor0, work, sizes.rows, H * (D // 2), D // 2)
 
 
 @gluon.jit
-def finish(acc, ptr, stride, factor, share, rows, BEGIN: gl.constexpr, WIDTH: gl.constexpr):
+def finish(acc, ptr, stride, factor, work, rows, BEGIN: gl.constexpr, WIDTH: gl.constexpr):
     """Columns BEGIN .. of an accumulator [128, D] times factor -> rows of the gradient; 0 where nothing was added."""
     L: gl.constexpr = acc.slice(0, 32).get_reg_layout()
-    row = share.own + gl.arange(0, 128, layout=gl.SliceLayout(1, L))
+    row = work.own + gl.arange(0, 128, layout=gl.SliceLayout(1, L))
     offset = row.to(gl.int64) * stride
     for c in gl.static_range(WIDTH // 32):
         column = BEGIN + c * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))
         x = gl.zeros([128, 32], gl.float32, L)
-        if share.tiles > 0:
+        if work.tiles > 0:
             x = acc.slice(BEGIN + c * 32, 32).load() * factor
         gl.store(ptr + offset[:, None] + column[None, :], x.to(ptr.dtype.element_ty), mask=(row < rows)[:, None])
 
@@ -438,7 +436,7 @@ def backward_tiles(lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, cu_q_ptr, cu_k
         ptr0 += x_begin.to(gl.int64) * stride0
         ptr1 += x_begin.to(gl.int64) * stride1
     first, end = streamed(own, sizes, KEYS)
-    share = Share(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128, x_begin, y_begin)
+    work = TileProduct(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128, x_begin, y_begin)
     ds_scale = 1.0
     factor0 = factor
     factor1 = 1.0
@@ -451,8 +449,8 @@ def backward_tiles(lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, cu_q_ptr, cu_k
     memory = Memory(x, y, s, dp, acc)
     barriers = Barriers(x_ready, y_ready, y_free, landed, s_ready, p_ready, dp_ready, ds_ready, done)
     gl.warp_specialize([
-        (score_role, (memory, barriers, share, sizes, numbers, result, 0, D, KEYS, SCALED)),
-        (score_role, (memory, barriers, share, sizes, numbers, result, 1, D, KEYS, SCALED)),
-        (mma_role, (memory, barriers, share, KEYS)),
-        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, share, sizes, D, KEYS, VARLEN)),
+        (score_role, (memory, barriers, work, sizes, numbers, result, 0, D, KEYS, SCALED)),
+        (score_role, (memory, barriers, work, sizes, numbers, result, 1, D, KEYS, SCALED)),
+        (mma_role, (memory, barriers, work, KEYS)),
+        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, work, sizes, D, KEYS, VARLEN)),
     ], [4, 1, 1], [SCORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

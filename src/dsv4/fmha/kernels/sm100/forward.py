@@ -42,7 +42,7 @@ landed           TMA bytes                  load             a tile with foreign
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, kv_rows, problem_of
+from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
 from dsv4.fmha.kernels.sm100 import one_tile, two_tiles
 from dsv4.fmha.kernels.sm100.load_role import load_role
 from dsv4.fmha.kernels.tiles import Pages, first_key, key_tiles, sequence
@@ -170,7 +170,7 @@ def fmha_forward(
             landed_end = gl.where(varlen, keys, 0x7FFFFFFF)
         tiles = Tiles(first, tile_begin, tile_end, part_row)
         pages = Pages(table_ptr, sizes.page_size, sizes.total_k)
-        share = Share(here, strides, problem_of(head, tokens, keys, sizes, opts), tiles, pages)
+        work_tile = WorkTile(here, strides, problem_of(head, tokens, keys, sizes, opts), tiles, pages)
         visible_first = first_key(0, tokens, keys, opts.left)
         where = loads.Where(outer, head, k_start, keys, visible_first, landed_end, table_ptr, sizes.page_size)
         k_rows, v_rows = kv_rows(tensors, sizes, strides)
@@ -181,15 +181,15 @@ def fmha_forward(
             k_is_v = 0
         if TILES == 2:
             gl.warp_specialize([
-                (two_tiles.softmax_role, (memory, share, tile_row, sign, is_split, 0, D, P_TMEM, KV_LOAD)),
-                (two_tiles.softmax_role, (memory, share, tile_row + BM, sign, is_split, 1, D, P_TMEM, KV_LOAD)),
+                (two_tiles.softmax_role, (memory, work_tile, tile_row, sign, is_split, 0, D, P_TMEM, KV_LOAD)),
+                (two_tiles.softmax_role, (memory, work_tile, tile_row + BM, sign, is_split, 1, D, P_TMEM, KV_LOAD)),
                 (two_tiles.mma_role, (memory, n)),
                 (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (one_tile.correction_role, (memory, share, tile_row, n, is_split, D)),
-                (one_tile.softmax_role, (memory, share, tile_row, sign, D, P_TMEM, KV_LOAD)),
+                (one_tile.correction_role, (memory, work_tile, tile_row, n, is_split, D)),
+                (one_tile.softmax_role, (memory, work_tile, tile_row, sign, D, P_TMEM, KV_LOAD)),
                 (one_tile.mma_role, (memory, n, k_is_v, D, P_TMEM)),
                 (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
             ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

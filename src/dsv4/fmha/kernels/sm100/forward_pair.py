@@ -1,8 +1,8 @@
 """FMHA forward at head dim 512 on sm_100a by pairs of CTAs: 128 packed query rows, 64 of them in each CTA.
 
-Role chart, memory maps and barriers are those of pair_roles.py. An item is 128 rows of one (sequence, KV head), and K
-and V of a block are 128 keys in a row, which TMA brings, K split by rows and V by columns over the pair. Dense tensors
-only, where TMA's own bounds end a sequence.
+Role chart, memory maps and barriers are those of pair_roles.py. A work tile is 128 rows of one (sequence, KV head), and
+K and V of a block are 128 keys in a row, which TMA brings, K split by rows and V by columns over the pair. Dense
+tensors only, where TMA's own bounds end a sequence.
 """
 
 from dsv4.fmha.kernels import loads
@@ -46,15 +46,15 @@ class Arguments:
 
 
 @gluon.jit
-def item_of(item, arguments):
-    """(sequence, KV head, first row, first key, number of blocks) of an item. The tiles of a head are neighbours: one
-    finds in L2 what another read; those with the most keys come first."""
+def tile_coord(tile_id, arguments):
+    """(sequence, KV head, first row, first key, number of blocks) of a work tile. The tiles of a head are neighbours:
+    one finds in L2 what another read; those with the most keys come first."""
     sizes, opts = arguments.sizes, arguments.opts
     tokens, keys, kv_heads, group = sizes.tokens, sizes.keys, sizes.kv_heads, sizes.group
     tiles = (tokens * group + ROWS - 1) // ROWS
-    rest = item // tiles
+    rest = tile_id // tiles
     seq = rest // kv_heads
-    row = (tiles - 1 - (item - rest * tiles)) * ROWS
+    row = (tiles - 1 - (tile_id - rest * tiles)) * ROWS
     token_last = gl.minimum((row + ROWS - 1) // group, tokens - 1)
     first = first_key(row // group, tokens, keys, opts.left)
     end = end_key(token_last, tokens, keys, opts.right)
@@ -62,16 +62,16 @@ def item_of(item, arguments):
 
 
 @gluon.jit
-def load_role(arguments, k_desc, v_desc, memory, barriers, items):
-    """The items of this pair, one after the other: the number of blocks, Q, then K and V as places become free."""
+def load_role(arguments, k_desc, v_desc, memory, barriers, num_tiles):
+    """The work tiles of this pair, one after the other: the number of blocks, Q, then K and V as places become free."""
     kv, k_ready, v_ready, free = memory.kv, barriers.k_ready, barriers.v_ready, barriers.free
     tensors, sizes, strides = arguments.tensors, arguments.sizes, arguments.strides
     group = sizes.group
     at = 0  # blocks so far
-    full = 0  # items so far that have blocks
+    full = 0  # work tiles so far that have blocks
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        seq, head, row, first, n = item_of(item, arguments)
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        seq, head, row, first, n = tile_coord(tile_id, arguments)
         tell((n,), turn, memory, barriers)
         if n > 0:
             mbarrier.wait(barriers.q_free, (full + 1) % 2)
@@ -106,7 +106,7 @@ def load_role(arguments, k_desc, v_desc, memory, barriers, items):
 
 
 @gluon.jit
-def softmax_role(arguments, memory, barriers, items):
+def softmax_role(arguments, memory, barriers, num_tiles):
     """P = exp2(S - m) block by block."""
     s, sizes, opts = memory.s, arguments.sizes, arguments.opts
     tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, opts.left, opts.right
@@ -116,8 +116,8 @@ def softmax_role(arguments, memory, barriers, items):
     HALF: gl.constexpr = gl.SliceLayout(2, by_halves(gl.zeros([ROWS, KEYS], gl.float32, LS)).type.layout)
     at = 0
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        _seq, _head, first_row, first, _n = item_of(item, arguments)
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        _seq, _head, first_row, first, _n = tile_coord(tile_id, arguments)
         n = begin(turn, memory, barriers)
         row = first_row + gl.arange(0, ROWS, layout=RS)
         token = row // group
@@ -143,15 +143,15 @@ def softmax_role(arguments, memory, barriers, items):
 
 
 @gluon.jit
-def store_role(arguments, memory, barriers, items):
-    """O / l -> out, lse of item after item."""
+def store_role(arguments, memory, barriers, num_tiles):
+    """O / l -> out, lse of work tile after work tile."""
     LO: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     tensors, strides = arguments.tensors, arguments.strides
     tokens, group = arguments.sizes.tokens, arguments.sizes.group
     at = 0
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        seq, head, first_row, _first, _n = item_of(item, arguments)
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        seq, head, first_row, _first, _n = tile_coord(tile_id, arguments)
         row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LO))
         token = row // group
         here = row < tokens * group
@@ -187,13 +187,13 @@ def fmha_pair(
 ):
     arguments = Arguments(tensors, sizes, strides, opts)
     tiles = (sizes.tokens * sizes.group + ROWS - 1) // ROWS
-    items = tiles * sizes.kv_heads * (sizes.total_q // gl.maximum(sizes.tokens, 1))
+    num_tiles = tiles * sizes.kv_heads * (sizes.total_q // gl.maximum(sizes.tokens, 1))
     memory = make_memory(k_desc.dtype, 1)
     barriers = make_barriers(4)
     gl.warp_specialize([
-        (softmax_role, (arguments, memory, barriers, items)),
-        (load_role, (arguments, k_desc, v_desc, memory, barriers, items)),
-        (store_role, (arguments, memory, barriers, items)),
-        (scores_role, (memory, barriers, items)),
-        (values_role, (memory, barriers, items)),
+        (softmax_role, (arguments, memory, barriers, num_tiles)),
+        (load_role, (arguments, k_desc, v_desc, memory, barriers, num_tiles)),
+        (store_role, (arguments, memory, barriers, num_tiles)),
+        (scores_role, (memory, barriers, num_tiles)),
+        (values_role, (memory, barriers, num_tiles)),
     ], [4, 4, 1, 1], [LOAD_REGS, STORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

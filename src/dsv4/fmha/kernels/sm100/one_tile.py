@@ -99,14 +99,14 @@ def step(memory, bounds, m, l, j, column, scale, masked, P_TMEM: gl.constexpr, K
 
 
 @gluon.jit
-def softmax_role(memory, share, tile_row, sign, D: gl.constexpr, P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr):
+def softmax_role(memory, work_tile, tile_row, sign, D: gl.constexpr, P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr):
     """Loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
-    tiles, scale = share.tiles, share.problem.scale
+    tiles, scale = work_tile.tiles, work_tile.problem.scale
     BM: gl.constexpr = memory.q.shape[1]
     BN: gl.constexpr = memory.ring.slots.shape[1]
     RS: gl.constexpr = gl.SliceLayout(1, memory.s.index(0).get_reg_layout())
-    load_queries(memory, share, tile_row, sign, 0, D, 64)
-    bounds = mask_bounds(tile_row, share, BM, BN, KV_LOAD, RS)
+    load_queries(memory, work_tile, tile_row, sign, 0, D, 64)
+    bounds = mask_bounds(tile_row, work_tile, BM, BN, KV_LOAD, RS)
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
     for j in range(0, tiles.end - tiles.begin):
@@ -128,7 +128,7 @@ def softmax_role(memory, share, tile_row, sign, D: gl.constexpr, P_TMEM: gl.cons
 
 
 @gluon.jit
-def correction_role(memory, share, tile_row, n, split, D: gl.constexpr):
+def correction_role(memory, work_tile, tile_row, n, split, D: gl.constexpr):
     """Rescales O when a maximum moved, and in the end normalises it and stores it."""
     o, stat, pv_done = memory.o.index(0), memory.stat, memory.pv_done.at(0)
     RO: gl.constexpr = gl.SliceLayout(1, o.slice(0, AT_A_TIME).get_reg_layout())
@@ -145,4 +145,4 @@ def correction_role(memory, share, tile_row, n, split, D: gl.constexpr):
     memory.stat_ready.wait(0, (gl.maximum(n, 1) - 1) % 2)
     m = stat.index(0).load(RO)
     l = stat.index(1).load(RO)
-    store_rows(share, o, pv_done, m, l, tile_row, n, split, D, AT_A_TIME)
+    store_rows(work_tile, o, pv_done, m, l, tile_row, n, split, D, AT_A_TIME)

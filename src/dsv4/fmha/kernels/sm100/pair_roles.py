@@ -3,21 +3,21 @@
 The tensor cores of a pair work on one product of 128 rows: each CTA has 64 rows in all of its 128 lanes, which is the
 full rate, where 64 rows of one CTA alone have half of it. A product takes its right operand in halves: of K the rows
 are split (each CTA holds 64 of 128 keys, all columns), of V the columns (each CTA holds all 128 keys, half of the
-columns). Role chart of one item of three blocks, the same in both CTAs; products are issued by the first::
+columns). Role chart of one work tile of three blocks, the same in both CTAs; products are issued by the first::
 
-    load     4 warps  | Q K0 | K1 |       V0 | K2      | V1   V2  | Q K0 of the next item, as Q is free
-    scores   1 warp   |      | S0 = Q K0^T   | S1      |      S2  | S0 of the next item
+    load     4 warps  | Q K0 | K1 |       V0 | K2      | V1   V2  | Q K0 of the next work tile, as Q is free
+    scores   1 warp   |      | S0 = Q K0^T   | S1      |      S2  | S0 of the next work tile
     values   1 warp   |      |               |         | O = P0 V0 | O += P1 V1 | O += P2 V2
-    softmax  4 warps  |      |               | P0      | P1        | P2         | P0 of the next item ...
+    softmax  4 warps  |      |               | P0      | P1        | P2         | P0 of the next work tile ...
     store    4 warps  |      |               |         |           |            |            | O / l -> out
 
 Load, softmax and store are the kernels' own. A slot is 128 keys of 256 columns, 32 KB in each CTA; two slots make a
-place, which takes K or V of a block. An item of n blocks fills the two places in this order::
+place, which takes K or V of a block. A work tile of n blocks fills the two places in this order::
 
-    place 0     K0 |    V0 |    V1 | ...        V(n-2) |            | K0 of the next item
+    place 0     K0 |    V0 |    V1 | ...        V(n-2) |            | K0 of the next work tile
     place 1        | K1    | K2    | ... K(n-1)        | V(n-1)     |
 
-so that V of its last block and K of the next item's first are there at once.
+so that V of its last block and K of the next work tile's first are there at once.
 
 tensor memory   columns     holds
 s               2 x 64      S of two blocks, fp32 [128, 128]: the second half of the keys in the lanes from 64 on
@@ -28,18 +28,18 @@ q               2 x 32768   [64 rows, 256] each: columns 0-255 and 256-511 of Q
 kv              4 x 32768   slots: K [64 keys, 256] or V [128 keys, 128]
 p               2 x 16384   [64 rows, 128 keys] each: P of block j at j % 2
 stat            128         of the two halves of 64 rows, whether the reference has to move
-rows            2 x 256     references and sums of the 64 rows of an item whose scores are done
-job             4           the number of blocks of the item (V4: and three words more)
+rows            2 x 256     references and sums of the 64 rows of a work tile whose scores are done
+job             4           the number of blocks of the work tile (V4: and three words more)
 barriers        8 each
 
 A barrier of the pair is the first CTA's: both arrive there, and it alone waits. The others are each CTA's own.
 
 barrier        arrives            count   waits             means
-job_ready      load (V4: plan)    1       all others        the number of blocks of the next item is in job
+job_ready      load (V4: plan)    1       all others        the number of blocks of the next work tile is in job
 job_free       all others         4 or 5  load, plan        job has been read
-q_ready        bytes or load,     1       scores            Q of the item is in q
+q_ready        bytes or load,     1       scores            Q of the work tile is in q
                of the pair
-q_free         commit of scores   1       load, plan        the item's scores are complete
+q_free         commit of scores   1       load, plan        the work tile's scores are complete
 k_ready[i]     bytes or load,     1       scores            slot i holds K
                of the pair
 v_ready[i]     the same           1       values            slot i holds V
@@ -49,16 +49,16 @@ s_ready[s]     commit of scores   1       softmax           S is complete
 p_ready[s]     softmax, of the    1       values, scores    P is stored, S is read, O is rescaled for this P V
                pair
 pv_done[s]     commit of values   1       softmax, store    P V is complete: P may be overwritten, O touched
-rows_ready     softmax            1       store             references and sums of an item's rows are in rows
+rows_ready     softmax            1       store             references and sums of a work tile's rows are in rows
 rows_free      store              1       softmax           rows has been read
-o_free[h]      store, of the      1       values            half h of the columns of an item's O has been read
+o_free[h]      store, of the      1       values            half h of the columns of a work tile's O has been read
                pair
 
 A commit arrives in both CTAs. No wait lags two phases behind, K and V having barriers of their own: a slot is filled
 with K again, or with V, after its own last product (k_ready, v_ready); p_ready[s] comes again after softmax has waited
 for pv_done[s], that is, for values, and s_ready[s] after scores has waited for p_ready[s]. Store waits for the last
-pv_done of an item after softmax has waited for the phase before; the phase after is of a product behind the next item's
-first, which overwrites O and waits for o_free.
+pv_done of a work tile after softmax has waited for the phase before; the phase after is of a product behind the next
+work tile's first, which overwrites O and waits for o_free.
 
 What a thread of softmax holds of a row is half of its scores. Its warps exchange no maxima, only whether some row has
 to move (`softmax_block`): loads from shared memory come after those of products, and every exchange costs two barriers.
@@ -182,7 +182,7 @@ def make_barriers(READERS: gl.constexpr):
 
 @gluon.jit
 def place_of_k(i):
-    """(place, how often the item has filled it before) of K of its block i."""
+    """(place, how often the work tile has filled it before) of K of its block i."""
     return gl.minimum(i, 1), gl.maximum(i - 1, 0)
 
 
@@ -193,7 +193,7 @@ def place_of_v(i, n):
 
 @gluon.jit
 def tell(words, turn, memory, barriers):
-    """The number of blocks of the next item, and what else is known of it."""
+    """The number of blocks of the next work tile, and what else is known of it."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])
     mbarrier.wait(barriers.job_free, (turn + 1) % 2)
     for i in gl.static_range(len(words)):
@@ -203,7 +203,7 @@ def tell(words, turn, memory, barriers):
 
 @gluon.jit
 def job_of(turn, WORDS: gl.constexpr, memory, barriers):
-    """What was told of the next item."""
+    """What was told of the next work tile."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])
     mbarrier.wait(barriers.job_ready, turn % 2)
     words = ()
@@ -215,7 +215,7 @@ def job_of(turn, WORDS: gl.constexpr, memory, barriers):
 
 @gluon.jit
 def begin(turn, memory, barriers):
-    """The number of blocks of the next item."""
+    """The number of blocks of the next work tile."""
     return job_of(turn, 1, memory, barriers)[0]
 
 
@@ -242,12 +242,12 @@ def last_values(at, barriers):
 
 
 @gluon.jit
-def scores_role(memory, barriers, items):
+def scores_role(memory, barriers, num_tiles):
     """S = Q K^T of block after block."""
     at = 0  # blocks so far
-    full = 0  # items so far that have blocks
+    full = 0  # work tiles so far that have blocks
     turn = 0
-    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         n = begin(turn, memory, barriers)
         if n > 0:
             mbarrier.wait(barriers.q_ready, full % 2)
@@ -256,7 +256,7 @@ def scores_role(memory, barriers, items):
             if at + i >= 2:
                 mbarrier.wait(barriers.p_ready.index(stage), ((at + i) // 2 - 1) % 2)
             place, _use = place_of_k(i)
-            # Place 0 has had K once per item, place 1 all the others.
+            # Place 0 has had K once per work tile, place 1 all the others.
             phase = gl.where(i == 0, full, at - full + i - 1) % 2
             for h in gl.static_range(2):
                 slot = 2 * place + h
@@ -272,18 +272,18 @@ def scores_role(memory, barriers, items):
 
 
 @gluon.jit
-def values_role(memory, barriers, items):
+def values_role(memory, barriers, num_tiles):
     """O += P V of block after block."""
     at = 0
     full = 0
     turn = 0
-    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         n = begin(turn, memory, barriers)
         for i in range(0, n):
             stage = (at + i) % 2
             mbarrier.wait(barriers.p_ready.index(stage), ((at + i) // 2) % 2)
             place, _use = place_of_v(i, n)
-            # Place 1 has had V once per item, place 0 all the others.
+            # Place 1 has had V once per work tile, place 0 all the others.
             phase = gl.where(i == n - 1, full, at - full + i) % 2
             for h in gl.static_range(2):
                 slot = 2 * place + h
@@ -344,7 +344,7 @@ def softmax_block(x, m, l, at, first, memory, barriers):
 
 @gluon.jit
 def hand_over(m, l, turn, memory, barriers):
-    """References and sums of an item's rows, from softmax to store."""
+    """References and sums of a work tile's rows, from softmax to store."""
     mbarrier.wait(barriers.rows_free, (turn + 1) % 2)
     memory.rows.index(0).store(m)
     memory.rows.index(1).store(gl.sum(l, 1))

@@ -11,14 +11,14 @@ KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 @gluon.jit
-def load_queries(memory, share, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr, AT_A_TIME: gl.constexpr):
+def load_queries(memory, work_tile, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr, AT_A_TIME: gl.constexpr):
     """Rows of one tile -> shared memory."""
-    q, problem, strides = memory.q, share.problem, share.strides
+    q, problem, strides = memory.q, work_tile.problem, work_tile.strides
     BM: gl.constexpr = q.shape[1]
     DS: gl.constexpr = q.shape[2]
     PARTS: gl.constexpr = D // DS
     for part in gl.static_range(PARTS):
-        loads.load_rows(share.tensors.q_ptr, q.index(TILE * PARTS + part), tile_row, problem.rows, problem.head,
+        loads.load_rows(work_tile.tensors.q_ptr, q.index(TILE * PARTS + part), tile_row, problem.rows, problem.head,
                         problem.group, strides.q_token, strides.q_head, part * DS, BM, DS, AT_A_TIME, sign)  # fmt: skip
     fence_async_shared()  # generic stores -> tensor-core reads
     memory.q_ready.arrive(TILE)
@@ -60,9 +60,9 @@ def store_p(x, scale, m, p):
 
 
 @gluon.jit
-def store_rows(share, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr, C: gl.constexpr):
+def store_rows(work_tile, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr, C: gl.constexpr):
     """O of one tile, normalised, and its LSE -> memory, C columns at a time. n: tiles of keys, all in O at pv_done."""
-    tensors, strides, problem = share.tensors, share.strides, share.problem
+    tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
     group, head = problem.group, problem.head
     BM: gl.constexpr = o.shape[0]
     LO: gl.constexpr = o.slice(0, C).get_reg_layout()
@@ -73,7 +73,7 @@ def store_rows(share, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr, C: 
     token = row // group
     q_head = head * group + row % group
     here = row < problem.rows
-    part = (share.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head
+    part = (work_tile.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head
     target = loads.row_offsets(row, head, group, strides.out_token, strides.out_head)
     sink = softmax.sink_of(tensors.sink_ptr, q_head, here & (split == 0))
     factor, lse = softmax.finish(m, l, sink)

@@ -174,16 +174,16 @@ def step(
 
 
 @gluon.jit
-def softmax_role(memory, share, tile_row, sign, split, TILE: gl.constexpr, D: gl.constexpr,
+def softmax_role(memory, work_tile, tile_row, sign, split, TILE: gl.constexpr, D: gl.constexpr,
                  P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr):  # fmt: skip
     """Rows of one tile, one per thread: loads Q, then P tile by tile, in the end O / l."""
-    tiles, scale, pv_done = share.tiles, share.problem.scale, memory.pv_done.at(TILE)
+    tiles, scale, pv_done = work_tile.tiles, work_tile.problem.scale, memory.pv_done.at(TILE)
     BM: gl.constexpr = memory.q.shape[1]
     BN: gl.constexpr = memory.ring.slots.shape[1]
     LS: gl.constexpr = memory.s.index(0).slice(0, BN if P_TMEM else AT_A_TIME).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
-    load_queries(memory, share, tile_row, sign, TILE, D, 128 if P_TMEM and D == 128 else 64)
-    bounds = mask_bounds(tile_row, share, BM, BN, KV_LOAD, RS)
+    load_queries(memory, work_tile, tile_row, sign, TILE, D, 128 if P_TMEM and D == 128 else 64)
+    bounds = mask_bounds(tile_row, work_tile, BM, BN, KV_LOAD, RS)
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
     n = tiles.end - tiles.begin
@@ -198,4 +198,4 @@ def softmax_role(memory, share, tile_row, sign, split, TILE: gl.constexpr, D: gl
                 m, l = step(memory, bounds, m, l, j, column, scale, False, TILE, P_TMEM, KV_LOAD)
         else:
             m, l = step(memory, bounds, m, l, j, column, scale, masked, TILE, P_TMEM, KV_LOAD)
-    store_rows(share, memory.o.index(TILE), pv_done, m, l, tile_row, n, split, D, D if P_TMEM else AT_A_TIME)
+    store_rows(work_tile, memory.o.index(TILE), pv_done, m, l, tile_row, n, split, D, D if P_TMEM else AT_A_TIME)

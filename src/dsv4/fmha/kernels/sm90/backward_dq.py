@@ -20,7 +20,7 @@ free[slot]      left, right        2           load           both have used it
 landed          TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
 """
 
-from dsv4.fmha.kernels.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
+from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Scales, Sizes, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, load_next, load_own, make_barriers, scores
 from dsv4.fmha.kernels.tiles import end_key, first_key
@@ -49,23 +49,23 @@ def keys_of(row, sizes):
 
 
 @gluon.jit
-def load_role(operands, memory, share, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
+def load_role(operands, memory, work, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
     past: gl.constexpr = False
     if VARLEN:
-        past = share.own + 128 > sizes.rows
-    landed_phase = load_own(operands.q_desc, operands.dout_desc, memory.q, memory.dout, memory, past, share,
-                            share.first_row, 0, sizes.rows, D)  # fmt: skip
-    first, end = keys_of(share.own, sizes)
+        past = work.own + 128 > sizes.rows
+    landed_phase = load_own(operands.q_desc, operands.dout_desc, memory.q, memory.dout, memory, past, work,
+                            work.first_row, 0, sizes.rows, D)  # fmt: skip
+    first, end = keys_of(work.own, sizes)
     ring, stage = memory.ring, producer_stage()
     for key in range(first, end, 128):
         ring.acquire(stage)
         k, v, ready = ring.slot(stage), memory.v.index(stage.index), ring.ready_at(stage)
-        place = share.first_key + key
+        place = work.first_key + key
         foreign: gl.constexpr = False
         if VARLEN:
             foreign = (key < first_visible(sizes)) | (key + 128 > sizes.keys)
         landed_phase = load_next(operands.k_desc, operands.v_desc, k, v, ready, memory.landed.at(0), landed_phase,
-                                 foreign, share, place, key, first_visible(sizes), sizes.keys, D)  # fmt: skip
+                                 foreign, work, place, key, first_visible(sizes), sizes.keys, D)  # fmt: skip
         stage = ring.next(stage)
 
 
@@ -111,11 +111,11 @@ def step(s, dq, memory, row, key, stage, turn, lse2, delta, sizes, scales, ds_sc
 
 
 @gluon.jit
-def dq_role(memory, result, terms, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
+def dq_role(memory, result, terms, work, sizes, scales, W: gl.constexpr, D: gl.constexpr,
             SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     """dQ of 64 packed rows."""
     LS: gl.constexpr = accumulator(128)
-    row = share.own + 64 * W
+    row = work.own + 64 * W
     number = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LS))
     lse2 = gl.load(terms.lse2_ptr + number, mask=number < sizes.rows, other=float("inf"))
     delta = gl.load(terms.delta_ptr + number, mask=number < sizes.rows, other=0.0)
@@ -123,7 +123,7 @@ def dq_role(memory, result, terms, share, sizes, scales, W: gl.constexpr, D: gl.
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
     dq = gl.zeros([64, D], gl.float32, accumulator(D))
-    first, end = keys_of(share.own, sizes)
+    first, end = keys_of(work.own, sizes)
     memory.own_ready.wait(0, 0)
     if first < end:
         stage = consumer_stage()
@@ -138,7 +138,7 @@ def dq_role(memory, result, terms, share, sizes, scales, W: gl.constexpr, D: gl.
     scale = scales.gradient
     if SCALED:
         scale = scale / ds_scale
-    finish(dq * scale, memory.q.index(W), result, share, share.first_row, row, sizes.rows, D, VARLEN)
+    finish(dq * scale, memory.q.index(W), result, work, work.first_row, row, sizes.rows, D, VARLEN)
 
 
 @gluon.jit(do_not_specialize=["scale2", "scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads",
@@ -161,14 +161,14 @@ def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_
         tiles = rows // 128 + sequences
     pair = gl.program_id(0) // tiles
     row = (tiles - 1 - (gl.program_id(0) - pair * tiles)) * 128  # of causal ones the longest first
-    share = Share(pair // kv_heads, pair % kv_heads, row, 0, 0)
+    work = GradientTile(pair // kv_heads, pair % kv_heads, row, 0, 0)
     sizes = Sizes(rows, tokens, keys, group, left, right)
     lse2_ptr += pair.to(gl.int64) * rows
     delta_ptr += pair.to(gl.int64) * rows
     if VARLEN:
         seq, row = tile_of(row // 128, cu_q_ptr, sequences, group)
         first_row, first_key, sizes = sizes_of(seq, row, sizes, cu_q_ptr, cu_k_ptr, False)
-        share = Share(0, pair, row, first_row, first_key)
+        work = GradientTile(0, pair, row, first_row, first_key)
         lse2_ptr += first_row
         delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
@@ -177,7 +177,7 @@ def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_
     result = Result(dq_desc, dq_ptr, dq_head, dq_row)
     scales = Scales(scale2, 1.0, scale, ds_scale_ptr)
     gl.warp_specialize([
-        (dq_role, (memory, result, terms, share, sizes, scales, 0, D, SCALED, VARLEN)),
-        (dq_role, (memory, result, terms, share, sizes, scales, 1, D, SCALED, VARLEN)),
-        (load_role, (operands, memory, share, sizes, D, VARLEN)),
+        (dq_role, (memory, result, terms, work, sizes, scales, 0, D, SCALED, VARLEN)),
+        (dq_role, (memory, result, terms, work, sizes, scales, 1, D, SCALED, VARLEN)),
+        (load_role, (operands, memory, work, sizes, D, VARLEN)),
     ], [4, 1], [DQ_REGS, LOAD_REGS])  # fmt: skip

@@ -26,7 +26,7 @@ P is 0 there, because of lse2 or of the mask. VARLEN: one batch of all sequences
 zeroes what is not the sequence's, and the last tile of a sequence is stored row by row.
 """
 
-from dsv4.fmha.kernels.backward_arguments import Operands, Result, Scales, Share, Sizes, Terms
+from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Scales, Sizes, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
 from dsv4.kernels.compat import (
@@ -91,52 +91,52 @@ def rows_of(key, sizes):
 
 
 @gluon.jit
-def load_pair(x_desc, y_desc, x, y, ready, share, row, D: gl.constexpr):
+def load_pair(x_desc, y_desc, x, y, ready, work, row, D: gl.constexpr):
     """Rows from `row` on into tiles x and y, of 64 rows or of 128."""
     BOX: gl.constexpr = x_desc.layout
     ROWS: gl.constexpr = x.shape[0]  # Triton 3.6: a plain int in a list is no argument of a function
     x_panels = reinterpret(x, [D // 64, 1, 1, ROWS, 64], BOX)
     y_panels = reinterpret(y, [D // 64, 1, 1, ROWS, 64], BOX)
     for panel in gl.static_range(D // 64):
-        tma_load(x_desc, [share.batch, share.head, row, panel * 64], ready, x_panels.index(panel))
-        tma_load(y_desc, [share.batch, share.head, row, panel * 64], ready, y_panels.index(panel))
+        tma_load(x_desc, [work.batch, work.head, row, panel * 64], ready, x_panels.index(panel))
+        tma_load(y_desc, [work.batch, work.head, row, panel * 64], ready, y_panels.index(panel))
 
 
 @gluon.jit
-def load_halves(x_desc, y_desc, x, y, ready, share, first, D: gl.constexpr):
+def load_halves(x_desc, y_desc, x, y, ready, work, first, D: gl.constexpr):
     mbarrier.expect(ready, 2 * 128 * D * 2)
     for half in gl.static_range(2):
-        load_pair(x_desc, y_desc, x.index(half), y.index(half), ready, share, first + share.own + half * 64, D)
+        load_pair(x_desc, y_desc, x.index(half), y.index(half), ready, work, first + work.own + half * 64, D)
 
 
 @gluon.jit
-def load_own(x_desc, y_desc, x, y, memory, foreign, share, first, begin, end, D: gl.constexpr):
+def load_own(x_desc, y_desc, x, y, memory, foreign, work, first, begin, end, D: gl.constexpr):
     """The 128 rows from `own` on of the sequence that begins at `first`, by halves; if some are foreign, 0 in rows
     outside of [begin, end) of it -> next phase of landed."""
     landed_phase = gl.to_tensor(0)
     if foreign:
-        load_halves(x_desc, y_desc, x, y, memory.landed.at(0), share, first, D)
+        load_halves(x_desc, y_desc, x, y, memory.landed.at(0), work, first, D)
         memory.landed.wait(0, 0)
         for half in gl.static_range(2):
-            zero_invisible(x.index(half), share.own + half * 64, begin, end, 64, D)
-            zero_invisible(y.index(half), share.own + half * 64, begin, end, 64, D)
+            zero_invisible(x.index(half), work.own + half * 64, begin, end, 64, D)
+            zero_invisible(y.index(half), work.own + half * 64, begin, end, 64, D)
         fence_async_shared()  # generic stores -> tensor-core reads
         memory.own_ready.arrive(0)
         landed_phase = landed_phase ^ 1
     else:
-        load_halves(x_desc, y_desc, x, y, memory.own_ready.at(0), share, first, D)
+        load_halves(x_desc, y_desc, x, y, memory.own_ready.at(0), work, first, D)
     return landed_phase
 
 
 @gluon.jit
 def load_next(
-    x_desc, y_desc, x, y, ready, landed, landed_phase, foreign, share, place, row, begin, end, D: gl.constexpr
+    x_desc, y_desc, x, y, ready, landed, landed_phase, foreign, work, place, row, begin, end, D: gl.constexpr
 ):
     """Rows from `row` of the sequence on, which are those from `place` on of the tensors; otherwise as load_own."""
     ROWS: gl.constexpr = x.shape[0]
     if foreign:
         mbarrier.expect(landed, 2 * ROWS * D * 2)
-        load_pair(x_desc, y_desc, x, y, landed, share, place, D)
+        load_pair(x_desc, y_desc, x, y, landed, work, place, D)
         mbarrier.wait(landed, landed_phase)
         zero_invisible(x, row, begin, end, ROWS, D)
         zero_invisible(y, row, begin, end, ROWS, D)
@@ -145,19 +145,19 @@ def load_next(
         landed_phase = landed_phase ^ 1
     else:
         mbarrier.expect(ready, 2 * ROWS * D * 2)
-        load_pair(x_desc, y_desc, x, y, ready, share, place, D)
+        load_pair(x_desc, y_desc, x, y, ready, work, place, D)
     return landed_phase
 
 
 @gluon.jit
-def load_role(operands, memory, terms, share, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
+def load_role(operands, memory, terms, work, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
     ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     foreign: gl.constexpr = False
     if VARLEN:
-        foreign = (share.own < first_visible(sizes)) | (share.own + 128 > sizes.keys)
-    landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, memory, foreign, share,
-                            share.first_key, first_visible(sizes), sizes.keys, D)  # fmt: skip
-    first, end = rows_of(share.own, sizes)
+        foreign = (work.own < first_visible(sizes)) | (work.own + 128 > sizes.keys)
+    landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, memory, foreign, work,
+                            work.first_key, first_visible(sizes), sizes.keys, D)  # fmt: skip
+    first, end = rows_of(work.own, sizes)
     ring, stage = memory.ring, producer_stage()
     for row in range(first, end, 64):
         number = row + gl.arange(0, 64, layout=ROW)
@@ -167,12 +167,12 @@ def load_role(operands, memory, terms, share, sizes, D: gl.constexpr, VARLEN: gl
         memory.stat.index(stage.index * 2).store(lse2)
         memory.stat.index(stage.index * 2 + 1).store(delta)
         q, dout, ready = ring.slot(stage), memory.dout.index(stage.index), ring.ready_at(stage)
-        place = share.first_row + row
+        place = work.first_row + row
         past: gl.constexpr = False
         if VARLEN:
             past = row + 64 > sizes.rows
         landed_phase = load_next(operands.q_desc, operands.dout_desc, q, dout, ready, memory.landed.at(0), landed_phase,
-                                 past, share, place, row, 0, sizes.rows, D)  # fmt: skip
+                                 past, work, place, row, 0, sizes.rows, D)  # fmt: skip
         stage = ring.next(stage)
 
 
@@ -243,7 +243,7 @@ def step(s, dk, dv, memory, row, key, stage, turn, whole, sizes, scales, ds_scal
 
 
 @gluon.jit
-def finish(x, tile, result, share, first, row, end, D: gl.constexpr, VARLEN: gl.constexpr):
+def finish(x, tile, result, work, first, row, end, D: gl.constexpr, VARLEN: gl.constexpr):
     """x [64, D] to rows from `row` on of a sequence that begins at `first` and has `end` rows."""
     last: gl.constexpr = False
     if VARLEN:
@@ -252,27 +252,27 @@ def finish(x, tile, result, share, first, row, end, D: gl.constexpr, VARLEN: gl.
         L: gl.constexpr = accumulator(D)
         here = row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
         column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-        offset = share.head.to(gl.int64) * result.head + (first + here).to(gl.int64) * result.row
+        offset = work.head.to(gl.int64) * result.head + (first + here).to(gl.int64) * result.row
         place = result.ptr + offset[:, None] + column[None, :]
         gl.store(place, x.to(tile.dtype), mask=(here < end)[:, None])
     else:
-        send(x, tile, result.desc, share, first + row, D)
+        send(x, tile, result.desc, work, first + row, D)
 
 
 @gluon.jit
-def send(x, tile, desc, share, row, D: gl.constexpr):
+def send(x, tile, desc, work, row, D: gl.constexpr):
     """x [64, D] to rows from `row` on, by way of the tile."""
     tile.store(x.to(tile.dtype))
     fence_async_shared()
     BOX: gl.constexpr = desc.layout
     panels = reinterpret(tile, [D // 64, 1, 1, 64, 64], BOX)
     for panel in gl.static_range(D // 64):
-        tma_store(desc, [share.batch, share.head, row, panel * 64], panels.index(panel))
+        tma_store(desc, [work.batch, work.head, row, panel * 64], panels.index(panel))
     store_wait(0)
 
 
 @gluon.jit
-def gradient_role(memory, dk_result, dv_result, share, sizes, scales, W: gl.constexpr, D: gl.constexpr,
+def gradient_role(memory, dk_result, dv_result, work, sizes, scales, W: gl.constexpr, D: gl.constexpr,
                   SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys."""
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
@@ -280,8 +280,8 @@ def gradient_role(memory, dk_result, dv_result, share, sizes, scales, W: gl.cons
     ds_scale = 1.0
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
-    first, end = rows_of(share.own, sizes)
-    mine = share.own + 64 * W
+    first, end = rows_of(work.own, sizes)
+    mine = work.own + 64 * W
     memory.own_ready.wait(0, 0)
     if first < end:
         stage = consumer_stage()
@@ -299,8 +299,8 @@ def gradient_role(memory, dk_result, dv_result, share, sizes, scales, W: gl.cons
         dv = dv / scales.p
         scale = scale / ds_scale
     tile = memory.v.index(W)
-    finish(dv, tile, dv_result, share, share.first_key, mine, sizes.keys, D, VARLEN)
-    finish(dk * scale, tile, dk_result, share, share.first_key, mine, sizes.keys, D, VARLEN)
+    finish(dv, tile, dv_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
+    finish(dk * scale, tile, dk_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
 
 
 @gluon.jit(do_not_specialize=["scale2", "scale", "p_scale", "rows", "tokens", "keys", "group", "left", "right",
@@ -334,14 +334,14 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
     tile = place // width
     pair = begun + (place - tile * width)
     key = tile * 128
-    share = Share(pair // kv_heads, pair % kv_heads, key, 0, 0)
+    work = GradientTile(pair // kv_heads, pair % kv_heads, key, 0, 0)
     sizes = Sizes(rows, tokens, keys, group, left, right)
     lse2_ptr += pair.to(gl.int64) * rows
     delta_ptr += pair.to(gl.int64) * rows
     if VARLEN:
         seq, key = tile_of(tile, cu_k_ptr, sequences, 1)
         first_row, first_key, sizes = sizes_of(seq, key, sizes, cu_q_ptr, cu_k_ptr, True)
-        share = Share(0, pair, key, first_row, first_key)
+        work = GradientTile(0, pair, key, first_row, first_key)
         lse2_ptr += first_row
         delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
@@ -351,7 +351,7 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
     dv_result = Result(dv_desc, dv_ptr, dv_head, dv_row)
     scales = Scales(scale2, p_scale, scale, ds_scale_ptr)
     gl.warp_specialize([
-        (gradient_role, (memory, dk_result, dv_result, share, sizes, scales, 0, D, SCALED, VARLEN)),
-        (gradient_role, (memory, dk_result, dv_result, share, sizes, scales, 1, D, SCALED, VARLEN)),
-        (load_role, (operands, memory, terms, share, sizes, D, VARLEN)),
+        (gradient_role, (memory, dk_result, dv_result, work, sizes, scales, 0, D, SCALED, VARLEN)),
+        (gradient_role, (memory, dk_result, dv_result, work, sizes, scales, 1, D, SCALED, VARLEN)),
+        (load_role, (operands, memory, terms, work, sizes, D, VARLEN)),
     ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip

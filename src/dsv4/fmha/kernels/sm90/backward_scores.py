@@ -86,8 +86,8 @@ def score_role(chunks, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
     stage = consumer_stage()
-    for item in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
-        pair, tile_row, key = locate(item, tiles)
+    for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
+        pair, tile_row, key = locate(tile_id, tiles)
         some, read = needed(tile_row, key, sizes)
         first_row = tile_row + 64 * W
         if some:

@@ -5,10 +5,6 @@ head dim   problems                                    kernel
 =========  ==========================================  ===================
 64 - 256   all but the next                            rows.py
 64 - 256   dense, a row tile for every SM or more      rows_loop.py
-pair.py halves what crosses the L2, but that is not the limit on an H200, where wide_kv.py is the faster one
-(benchmarks/NOTES.md, head dim 512). So it is taken only where the environment asks for it.
-=======
-64 - 256   dense, many row tiles per multiprocessor    rows_loop.py
 512        all                                         wide.py, wide_kv.py
 =========  ==========================================  ===================
 """
@@ -31,7 +27,7 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     if p.head_dim == 512:
         # What the load warp leaves is for left, which holds more where v is a tensor of its own.
         producer = 40 if p.same_kv else 24 if p.kind == "dense" else 32
-        return Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer), short=True)
+        return Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer), fp16_partials=True)
     tiles = -(-rows // 128) * p.kv_heads * p.batch
     # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
     # head dim 64 without a mask, (4, 16, 1024) 57 instead of 53 us; decode was not measured with fewer than four.

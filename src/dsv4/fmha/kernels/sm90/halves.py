@@ -15,7 +15,7 @@ MAXIMUM, FACTOR, SUMS = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
 
 
 @aggregate
-class Room:
+class Memory:
     """What left and right share but for K and V: see wide.py."""
 
     q: Value
@@ -33,8 +33,8 @@ HALF_O = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 
 
 @gluon.jit
-def make_room(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr):
-    """Shared memory and barriers, as wide.py lists them -> Room, ring of half slots for K and V, landed."""
+def make_memory(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr):
+    """Shared memory and barriers, as wide.py lists them -> Memory, ring of half slots for K and V, landed."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], MATRIX)
     kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], MATRIX)
@@ -51,19 +51,19 @@ def make_room(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr):
         landed = new_barriers(1)
         barriers += (landed,)
     init_barriers(barriers)
-    return Room(q, p, stat, q_asked, q_ready, p_ready, sum_ready), ring, landed
+    return Memory(q, p, stat, q_asked, q_ready, p_ready, sum_ready), ring, landed
 
 
 @gluon.jit
-def begin_half(room, tile_row, share, HALF: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr):
+def begin_half(memory, tile_row, work_tile, HALF: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr):
     """Load this half's columns of Q -> what the rows see."""
-    q, problem, strides = room.q, share.problem, share.strides
-    loads.load_rows(share.tensors.q_ptr, q.index(HALF), tile_row, problem.rows, problem.head, problem.group,
-                    strides.q_token, strides.q_head, HALF * 256, 64, 256, 256, SIGN, room.q_asked.at(0))  # fmt: skip
+    q, problem, strides = memory.q, work_tile.problem, work_tile.strides
+    loads.load_rows(work_tile.tensors.q_ptr, q.index(HALF), tile_row, problem.rows, problem.head, problem.group,
+                    strides.q_token, strides.q_head, HALF * 256, 64, 256, 256, SIGN, memory.q_asked.at(0))  # fmt: skip
     fence_async_shared()
-    room.q_ready.arrive(0)
-    bounds = mask_bounds(tile_row, share, 64, 128, KV_LOAD, gl.SliceLayout(1, SCORES))
-    room.q_ready.wait(0, 0)
+    memory.q_ready.arrive(0)
+    bounds = mask_bounds(tile_row, work_tile, 64, 128, KV_LOAD, gl.SliceLayout(1, SCORES))
+    memory.q_ready.wait(0, 0)
     return bounds
 
 
@@ -77,12 +77,12 @@ def nothing_yet():
 
 
 @gluon.jit
-def scores(room, ring, slot, phase, step, there=True):
+def scores(memory, ring, slot, phase, step, there=True):
     """S [64, 64] of the block in slots slot, slot + 1 (halves of the head dim): two groups issued, not waited for.
 
     Without ``there`` nothing comes: the scores are those of whatever lies in the slots.
     """
-    q, kv = room.q, ring.slots
+    q, kv = memory.q, ring.slots
     opaque = zero(step)  # else all 64 wgmma descriptors of a fixed slot would be kept in registers, and spilled
     s = gl.zeros([64, 64], gl.float32, SCORES)
     ring.wait(Stage(slot, phase), there)
@@ -92,28 +92,28 @@ def scores(room, ring, slot, phase, step, there=True):
 
 
 @gluon.jit
-def publish(p, m, a, room, BLOCK: gl.constexpr):
+def publish(p, m, a, memory, BLOCK: gl.constexpr):
     """P, the maximum and the factor of this warpgroup's block for the other one."""
-    room.p.index(BLOCK).store(p)
-    room.stat.index(MAXIMUM + BLOCK).store(m)
-    room.stat.index(FACTOR + BLOCK).store(a)
+    memory.p.index(BLOCK).store(p)
+    memory.stat.index(MAXIMUM + BLOCK).store(m)
+    memory.stat.index(FACTOR + BLOCK).store(a)
     fence_async_shared()
-    room.p_ready.arrive(BLOCK)
+    memory.p_ready.arrive(BLOCK)
 
 
 @gluon.jit
-def published(room, phase, BLOCK: gl.constexpr, RS: gl.constexpr):
+def published(memory, phase, BLOCK: gl.constexpr, RS: gl.constexpr):
     """The maximum and the factor of the other warpgroup's block; its P may be read."""
-    room.p_ready.wait(BLOCK, phase)
-    m = room.stat.index(MAXIMUM + BLOCK).load(RS)
-    return m, room.stat.index(FACTOR + BLOCK).load(RS)
+    memory.p_ready.wait(BLOCK, phase)
+    m = memory.stat.index(MAXIMUM + BLOCK).load(RS)
+    return m, memory.stat.index(FACTOR + BLOCK).load(RS)
 
 
 @gluon.jit
-def end_half(o, m, l, room, tile_row, share, HALF: gl.constexpr, SPLIT: gl.constexpr):
+def end_half(o, m, l, memory, tile_row, work_tile, HALF: gl.constexpr, SPLIT: gl.constexpr):
     """Add up the row sums of both warpgroups, write this half of O."""
-    room.stat.index(SUMS + HALF).store(l)
-    room.sum_ready.arrive(HALF)
-    room.sum_ready.wait(1 - HALF, 0)
-    l = l + room.stat.index(SUMS + 1 - HALF).load(l.type.layout)
-    work.write(o, m, l, room.q.index(HALF), tile_row, share, HALF * 256, 512, SPLIT)
+    memory.stat.index(SUMS + HALF).store(l)
+    memory.sum_ready.arrive(HALF)
+    memory.sum_ready.wait(1 - HALF, 0)
+    l = l + memory.stat.index(SUMS + 1 - HALF).load(l.type.layout)
+    work.write(o, m, l, memory.q.index(HALF), tile_row, work_tile, HALF * 256, 512, SPLIT)

@@ -103,10 +103,10 @@ def add_values(o, pa, v, stage, SAME_KV: gl.constexpr):
 
 
 @gluon.jit
-def attend(stage, q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr,
+def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr,
            SIGN: gl.constexpr):  # fmt: skip
     """The 64 query rows from tile_row on, their first K tile at ``stage`` -> where the rings stand afterwards."""
-    tensors, strides, problem, tiles = share.tensors, share.strides, share.problem, share.tiles
+    tensors, strides, problem, tiles = work_tile.tensors, work_tile.strides, work_tile.problem, work_tile.tiles
     k, v, scale = kv.k, kv.v, problem.scale
     BN: gl.constexpr = k.slots.shape[1]
     D: gl.constexpr = k.slots.shape[2]
@@ -132,7 +132,7 @@ def attend(stage, q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.const
         SIGN,
     )
     fence_async_shared()
-    bounds = mask_bounds(tile_row, share, 64, BN, KV_LOAD, RS)
+    bounds = mask_bounds(tile_row, work_tile, 64, BN, KV_LOAD, RS)
 
     o = gl.zeros([64, D], gl.float32, LO)
     m = gl.full([64], -float("inf"), gl.float32, RS)
@@ -168,15 +168,15 @@ def attend(stage, q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.const
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         v.release(stage)
         stage = k.next(stage)
-    work.write(o, m, l, q, tile_row, share, 0, D, SPLIT)
+    work.write(o, m, l, q, tile_row, work_tile, 0, D, SPLIT)
     return stage
 
 
 @gluon.jit
 def attend_role(
-    q, tile_row, kv, share, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr
+    q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr
 ):
-    attend(consumer_stage(), q, tile_row, kv, share, SAME_KV, SPLIT, KV_LOAD, SIGN)
+    attend(consumer_stage(), q, tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)
 
 
 @gluon.jit
@@ -198,20 +198,20 @@ def fmha_rows(
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
-    place = work.place_of(tensors, sizes, opts, k_desc.block_shape[1], 64 * CONSUMERS, BN, KV_LOAD)
-    tile_row = place.tile_row
-    if tile_row < place.rows:
+    coord = work.block_coord(tensors, sizes, opts, k_desc.block_shape[1], 64 * CONSUMERS, BN, KV_LOAD)
+    tile_row = coord.tile_row
+    if tile_row < coord.rows:
         q, kv, landed = make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD)
-        share, source = work.share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
+        work_tile, source = work.make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
         if CONSUMERS == 1:
             gl.warp_specialize([
-                (attend_role, (q.index(0), tile_row, kv, share, SAME_KV, SPLIT, KV_LOAD, SIGN)),
-                (load_role, (source, kv, landed, share.tiles, SAME_KV, KV_LOAD)),
+                (attend_role, (q.index(0), tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)),
+                (load_role, (source, kv, landed, work_tile.tiles, SAME_KV, KV_LOAD)),
             ], [1], [PRODUCER_REGS])  # fmt: skip
         else:
             gl.static_assert(CONSUMERS == 2)
             gl.warp_specialize([
-                (attend_role, (q.index(0), tile_row, kv, share, SAME_KV, SPLIT, KV_LOAD, SIGN)),
-                (attend_role, (q.index(1), tile_row + 64, kv, share, SAME_KV, SPLIT, KV_LOAD, SIGN)),
-                (load_role, (source, kv, landed, share.tiles, SAME_KV, KV_LOAD)),
+                (attend_role, (q.index(0), tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)),
+                (attend_role, (q.index(1), tile_row + 64, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)),
+                (load_role, (source, kv, landed, work_tile.tiles, SAME_KV, KV_LOAD)),
             ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

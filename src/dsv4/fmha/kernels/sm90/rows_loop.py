@@ -16,17 +16,17 @@ it puts the softmax behind the wait for O += P V (so `softmax.pin`). Then each t
 sums, O is rescaled only where a maximum grew by more than 8, and at head dim 128 there are registers for Q.
 
 There are two attend roles, or three. Shared memory and barriers are those of rows.py; the ring's slot and phase carry
-over from tile to tile. Every item has a tile of keys, if only one that none of its rows sees.
+over from tile to tile. Every work tile has a tile of keys, if only one that none of its rows sees.
 
-CTA c takes items c, c + CTAs, ... of this list: blocks of as many (sequence, head) as have about one tile for every
-CTA, or of one where nothing is causal and all tiles are alike; within a block, the tiles by their place in the
+CTA c takes work tiles c, c + CTAs, ... of this list: blocks of as many (sequence, head) as have about one tile for
+every CTA, or of one where nothing is causal and all tiles are alike; within a block, the tiles by their place in the
 sequence, those of all heads side by side; every other block backwards, the last one from its longest causal tiles on.
-So a CTA gets long and short tiles by turns, those that have one item more than others get the shortest, and the heads
-whose keys are read at one time are few.
+So a CTA gets long and short tiles by turns, those that have one work tile more than others get the shortest, and the
+heads whose keys are read at one time are few.
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, kv_rows, problem_of
+from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
 from dsv4.fmha.kernels.sm90 import rows, work
 from dsv4.fmha.kernels.tiles import DENSE, NO_BOUND, Pages, end_key, first_key, mask_bounds
 from dsv4.kernels import softmax
@@ -43,14 +43,14 @@ class TileScheduler:
     row_tiles: Value  # of a (sequence, KV head)
     pairs: Value  # (sequence, KV head)
     together: Value  # of these in a block
-    items: Value
+    num_tiles: Value
     sizes: Value
     opts: Value
 
 
 @aggregate
 class Arguments:
-    """What an attend role knows of all items."""
+    """What an attend role knows of all work tiles."""
 
     tensors: Value
     strides: Value
@@ -80,14 +80,14 @@ def tile_scheduler(sizes, opts, M: gl.constexpr):
 
 
 @gluon.jit
-def locate(item, scheduler, BN: gl.constexpr, M: gl.constexpr):
-    """(sequence, KV head, first row, first key, key tiles) of an item."""
+def locate(tile_id, scheduler, BN: gl.constexpr, M: gl.constexpr):
+    """(sequence, KV head, first row, first key, key tiles) of a work tile."""
     row_tiles, together, pairs = scheduler.row_tiles, scheduler.together, scheduler.pairs
     sizes, opts = scheduler.sizes, scheduler.opts
     group, tokens, keys = sizes.group, sizes.tokens, sizes.keys
-    block = item // (row_tiles * together)
+    block = tile_id // (row_tiles * together)
     width = gl.minimum(together, pairs - block * together)
-    inner = item - block * row_tiles * together
+    inner = tile_id - block * row_tiles * together
     tile = inner // width
     pair = block * together + inner - tile * width
     tile_row = gl.where(((pairs - 1) // together - block) % 2 == 0, row_tiles - 1 - tile, tile) * M
@@ -98,17 +98,17 @@ def locate(item, scheduler, BN: gl.constexpr, M: gl.constexpr):
 
 @gluon.jit
 def course(scheduler, M: gl.constexpr):
-    """(first, end, step) of what the roles count: with three attend roles turns, with two items, since ptxas makes the
-    better loops of these. Of the other ones it makes, with three, a softmax that takes the two rows of a thread one
+    """(first, end, step) of what the roles count: with three attend roles turns, with two work tiles, since ptxas makes
+    the better loops of these. Of the other ones it makes, with three, a softmax that takes the two rows of a thread one
     after the other, 1103 static cycles a step instead of 966; with two, loops that differ in their speed alone."""
     if M == 192:
-        return 0, (scheduler.items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0), 1
+        return 0, (scheduler.num_tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0), 1
     else:
-        return gl.program_id(0), scheduler.items, gl.num_programs(0)
+        return gl.program_id(0), scheduler.num_tiles, gl.num_programs(0)
 
 
 @gluon.jit
-def item_of(at, M: gl.constexpr):
+def tile_id_at(at, M: gl.constexpr):
     if M == 192:
         return gl.program_id(0) + at * gl.num_programs(0)
     else:
@@ -117,7 +117,7 @@ def item_of(at, M: gl.constexpr):
 
 @gluon.jit
 def whole(first, tiles):
-    """All tiles of keys of an item."""
+    """All tiles of keys of a work tile."""
     return Tiles(first, gl.to_tensor(0), tiles, gl.to_tensor(-1))
 
 
@@ -129,7 +129,7 @@ def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.conste
     keys = scheduler.sizes.keys
     begin, end, step = course(scheduler, M)
     for at in range(begin, end, step):
-        seq, head, tile_row, first, tiles = locate(item_of(at, M), scheduler, BN, M)
+        seq, head, tile_row, first, tiles = locate(tile_id_at(at, M), scheduler, BN, M)
         where = loads.Where(seq, head, 0, keys, 0, keys, source.pages.table_ptr, source.pages.page_size)
         here = Source(source.k_desc, source.v_desc, source.k_rows, source.v_rows, where)
         stage, landed_phase = rows.load_tiles(
@@ -138,11 +138,11 @@ def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.conste
 
 
 @gluon.jit
-def rows_of(item, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr):
-    """-> the first of rows 64 W to 64 W + 63 of an item, their Share"""
+def rows_of(tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr):
+    """-> the first of rows 64 W to 64 W + 63 of a work tile, their WorkTile"""
     tensors, strides, scheduler = arguments.tensors, arguments.strides, arguments.scheduler
     sizes = scheduler.sizes
-    seq, head, tile_row, first, tiles = locate(item, scheduler, BN, M)
+    seq, head, tile_row, first, tiles = locate(tile_id, scheduler, BN, M)
     n = seq.to(gl.int64)
     here = RowTensors(
         tensors.q_ptr + n * strides.q_batch * 8,
@@ -153,17 +153,17 @@ def rows_of(item, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr)
         tensors.part_lse_ptr,
     )
     problem = problem_of(head, sizes.tokens, sizes.keys, sizes, arguments.opts)
-    return tile_row + 64 * W, Share(here, strides, problem, whole(first, tiles), arguments.pages)
+    return tile_row + 64 * W, WorkTile(here, strides, problem, whole(first, tiles), arguments.pages)
 
 
 @gluon.jit
-def ask(q, tile_row, share, SIGN: gl.constexpr):
+def ask(q, tile_row, work_tile, SIGN: gl.constexpr):
     """The query rows from tile_row on are on their way into q."""
-    problem, strides = share.problem, share.strides
+    problem, strides = work_tile.problem, work_tile.strides
     D: gl.constexpr = q.shape[1]
     if SIGN == 1:
         loads.copy_rows(
-            share.tensors.q_ptr,
+            work_tile.tensors.q_ptr,
             q,
             tile_row,
             problem.rows,
@@ -175,8 +175,8 @@ def ask(q, tile_row, share, SIGN: gl.constexpr):
             D,
         )
     else:
-        loads.load_rows(share.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.q_token,
-                        strides.q_head, 0, 64, D, D, SIGN)  # fmt: skip
+        loads.load_rows(work_tile.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group,
+                        strides.q_token, strides.q_head, 0, 64, D, D, SIGN)  # fmt: skip
 
 
 @gluon.jit
@@ -208,8 +208,8 @@ def add_sums(l, alpha, p, OWN: gl.constexpr):
 
 
 @gluon.jit
-def attend_item(
-    stage, q, tile_row, at, arguments, kv, share, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
+def attend_tile(
+    stage, q, tile_row, at, arguments, kv, work_tile, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
     SIGN: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of rows.attend."""
@@ -224,10 +224,10 @@ def attend_item(
     OWN: gl.constexpr = EVEN or D > 64
     ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if D > 64 else 0
     FINITE: gl.constexpr = D == 128 and not EVEN
-    tiles, scale = share.tiles, share.problem.scale
+    tiles, scale = work_tile.tiles, work_tile.problem.scale
     first, end, step = course(arguments.scheduler, M)
     more = at + step < end
-    bounds = mask_bounds(tile_row, share, 64, BN, DENSE, RS)
+    bounds = mask_bounds(tile_row, work_tile, 64, BN, DENSE, RS)
     rows_q = q
     if D == 128:
         rows_q = q.load(gl.DotOperandLayout(0, LS, 2))
@@ -262,7 +262,7 @@ def attend_item(
         pa = gl.convert_layout(p.to(q.dtype), LA)
         stage = after
     if more:
-        next_row, following = rows_of(item_of(at + step, M), arguments, BN, W, M)
+        next_row, following = rows_of(tile_id_at(at + step, M), arguments, BN, W, M)
         barrier()  # every warp has read the last of q
         ask(q, next_row, following, SIGN)
     o = rows.add_values(o, pa, v, stage, SAME_KV)
@@ -271,7 +271,7 @@ def attend_item(
     stage = k.next(stage)
     if OWN:
         l = gl.convert_layout(gl.sum(l, 1), RS)
-    work.write_at_once(o, m, l, tile_row, share, D)
+    work.write_at_once(o, m, l, tile_row, work_tile, D)
     return stage
 
 
@@ -283,12 +283,12 @@ def attend_early(
     BN: gl.constexpr = kv.k.slots.shape[1]
     stage = consumer_stage()
     first, end, step = course(arguments.scheduler, M)
-    first_row, first_share = rows_of(item_of(first, M), arguments, BN, W, M)
-    ask(q, first_row, first_share, SIGN)
+    first_row, first_work_tile = rows_of(tile_id_at(first, M), arguments, BN, W, M)
+    ask(q, first_row, first_work_tile, SIGN)
     arrived(SIGN)
     for at in range(first, end, step):
-        tile_row, share = rows_of(item_of(at, M), arguments, BN, W, M)
-        stage = attend_item(stage, q, tile_row, at, arguments, kv, share, W, M, SAME_KV, SIGN, EVEN)
+        tile_row, work_tile = rows_of(tile_id_at(at, M), arguments, BN, W, M)
+        stage = attend_tile(stage, q, tile_row, at, arguments, kv, work_tile, W, M, SAME_KV, SIGN, EVEN)
         arrived(SIGN)
 
 
@@ -303,9 +303,9 @@ def attend_role(
         attend_early(q, arguments, kv, W, M, SAME_KV, SIGN, EVEN)
     else:
         stage = consumer_stage()
-        for item in range(gl.program_id(0), arguments.scheduler.items, gl.num_programs(0)):
-            tile_row, share = rows_of(item, arguments, BN, W, M)
-            stage = rows.attend(stage, q, tile_row, kv, share, SAME_KV, False, DENSE, SIGN)
+        for tile_id in range(gl.program_id(0), arguments.scheduler.num_tiles, gl.num_programs(0)):
+            tile_row, work_tile = rows_of(tile_id, arguments, BN, W, M)
+            stage = rows.attend(stage, q, tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
 
 
 @gluon.jit

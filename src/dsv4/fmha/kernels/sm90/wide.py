@@ -35,7 +35,7 @@ O_L += P1 V1_L.
 
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.sm90 import wide_kv, work
-from dsv4.fmha.kernels.sm90.halves import begin_half, end_half, make_room, nothing_yet, publish, published, scores
+from dsv4.fmha.kernels.sm90.halves import begin_half, end_half, make_memory, nothing_yet, publish, published, scores
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.ring import Stage
@@ -57,52 +57,52 @@ def load_role(source, ring, landed, q_asked, tiles, KV_LOAD: gl.constexpr):
 
 
 @gluon.jit
-def left_step(o, m, l, room, ring, bounds, share, phase, step, KV_LOAD: gl.constexpr):
+def left_step(o, m, l, memory, ring, bounds, work_tile, phase, step, KV_LOAD: gl.constexpr):
     """Softmax of block 0, then O[:, :256] with both blocks."""
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(room, ring, 0, phase, step)
+    s = scores(memory, ring, 0, phase, step)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    s = work.mask(s, share.tiles.first + step * 128, bounds, KV_LOAD)
-    p, m0, a0 = softmax.step(s, m, share.problem.scale)
+    s = work.mask(s, work_tile.tiles.first + step * 128, bounds, KV_LOAD)
+    p, m0, a0 = softmax.step(s, m, work_tile.problem.scale)
     l = l * a0 + gl.sum(p, 1)
-    pb = p.to(room.q.dtype)
-    publish(pb, m0, a0, room, 0)
+    pb = p.to(memory.q.dtype)
+    publish(pb, m0, a0, memory, 0)
     o = o * gl.convert_layout(a0, RO)[:, None]
     o = warpgroup_mma(gl.convert_layout(pb, LA), ring.slots.index(0), o, is_async=True)
     # Freed before the wait for P1: what comes behind it in the load warp would wait as well.
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     ring.free.arrive(0)
-    m, a1 = published(room, phase, 1, RS)
+    m, a1 = published(memory, phase, 1, RS)
     l = l * a1
     ring.wait(Stage(2, phase))
     o = o * gl.convert_layout(a1, RO)[:, None]
-    o = warpgroup_mma(room.p.index(1), ring.slots.index(2), o, is_async=True)
+    o = warpgroup_mma(memory.p.index(1), ring.slots.index(2), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     ring.free.arrive(2)
     return o, m, l
 
 
 @gluon.jit
-def right_step(o, l, room, ring, bounds, share, phase, step, KV_LOAD: gl.constexpr):
+def right_step(o, l, memory, ring, bounds, work_tile, phase, step, KV_LOAD: gl.constexpr):
     """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
     RS: gl.constexpr = l.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(room, ring, 2, phase, step)
+    s = scores(memory, ring, 2, phase, step)
     # Both groups of S stay under way. ptxas does not see the wait at the loop's end and would wait for all here.
     o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
-    m0, a0 = published(room, phase, 0, RS)
+    m0, a0 = published(memory, phase, 0, RS)
     o = o * gl.convert_layout(a0, RO)[:, None]
     ring.wait(Stage(1, phase))
-    o = warpgroup_mma(room.p.index(0), ring.slots.index(1), o, is_async=True)
+    o = warpgroup_mma(memory.p.index(0), ring.slots.index(1), o, is_async=True)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
-    s = work.mask(s, share.tiles.first + step * 128 + 64, bounds, KV_LOAD)
-    p, m, a1 = softmax.step(s, m0, share.problem.scale)
+    s = work.mask(s, work_tile.tiles.first + step * 128 + 64, bounds, KV_LOAD)
+    p, m, a1 = softmax.step(s, m0, work_tile.problem.scale)
     l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
-    pb = p.to(room.q.dtype)
-    publish(pb, m, a1, room, 1)
+    pb = p.to(memory.q.dtype)
+    publish(pb, m, a1, memory, 1)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     ring.free.arrive(1)
     o = o * gl.convert_layout(a1, RO)[:, None]
@@ -114,19 +114,26 @@ def right_step(o, l, room, ring, bounds, share, phase, step, KV_LOAD: gl.constex
 
 @gluon.jit
 def half_role(
-    room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr
+    memory,
+    tile_row,
+    ring,
+    work_tile,
+    HALF: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KV_LOAD: gl.constexpr,
+    SIGN: gl.constexpr,
 ):
     """Left (HALF 0) or right (1)."""
-    bounds = begin_half(room, tile_row, share, HALF, KV_LOAD, SIGN)
+    bounds = begin_half(memory, tile_row, work_tile, HALF, KV_LOAD, SIGN)
     o, m, l = nothing_yet()
     phase = 0
-    for step in range(share.tiles.begin, share.tiles.end):
+    for step in range(work_tile.tiles.begin, work_tile.tiles.end):
         if HALF == 0:
-            o, m, l = left_step(o, m, l, room, ring, bounds, share, phase, step, KV_LOAD)
+            o, m, l = left_step(o, m, l, memory, ring, bounds, work_tile, phase, step, KV_LOAD)
         else:
-            o, m, l = right_step(o, l, room, ring, bounds, share, phase, step, KV_LOAD)
+            o, m, l = right_step(o, l, memory, ring, bounds, work_tile, phase, step, KV_LOAD)
         phase = phase ^ 1
-    end_half(o, m, l, room, tile_row, share, HALF, SPLIT)
+    end_half(o, m, l, memory, tile_row, work_tile, HALF, SPLIT)
 
 
 @gluon.jit
@@ -144,20 +151,20 @@ def fmha_wide(
     RIGHT_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
-    place = work.place_of(tensors, sizes, opts, k_desc.block_shape[1], 64, 128, KV_LOAD)
-    tile_row = place.tile_row
-    if tile_row < place.rows:
-        room, ring, landed = make_room(k_desc.dtype, KV_LOAD)
-        share, source = work.share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
+    coord = work.block_coord(tensors, sizes, opts, k_desc.block_shape[1], 64, 128, KV_LOAD)
+    tile_row = coord.tile_row
+    if tile_row < coord.rows:
+        memory, ring, landed = make_memory(k_desc.dtype, KV_LOAD)
+        work_tile, source = work.make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
         if SAME_KV:
             gl.warp_specialize([
-                (half_role, (room, tile_row, ring, share, 0, SPLIT, KV_LOAD, SIGN)),
-                (half_role, (room, tile_row, ring, share, 1, SPLIT, KV_LOAD, SIGN)),
-                (load_role, (source, ring, landed, room.q_asked, share.tiles, KV_LOAD)),
+                (half_role, (memory, tile_row, ring, work_tile, 0, SPLIT, KV_LOAD, SIGN)),
+                (half_role, (memory, tile_row, ring, work_tile, 1, SPLIT, KV_LOAD, SIGN)),
+                (load_role, (source, ring, landed, memory.q_asked, work_tile.tiles, KV_LOAD)),
             ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (wide_kv.half_role, (room, tile_row, ring, share, 0, SPLIT, KV_LOAD, SIGN)),
-                (wide_kv.half_role, (room, tile_row, ring, share, 1, SPLIT, KV_LOAD, SIGN)),
-                (wide_kv.load_role, (source, ring, landed, room.q_asked, share.tiles, KV_LOAD)),
+                (wide_kv.half_role, (memory, tile_row, ring, work_tile, 0, SPLIT, KV_LOAD, SIGN)),
+                (wide_kv.half_role, (memory, tile_row, ring, work_tile, 1, SPLIT, KV_LOAD, SIGN)),
+                (wide_kv.load_role, (source, ring, landed, memory.q_asked, work_tile.tiles, KV_LOAD)),
             ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip

@@ -95,22 +95,22 @@ def load_role(source, ring, landed, q_asked, tiles, KV_LOAD: gl.constexpr):
 
 
 @gluon.jit
-def left_steps(o, m, l, room, ring, bounds, share, KV_LOAD: gl.constexpr):
+def left_steps(o, m, l, memory, ring, bounds, work_tile, KV_LOAD: gl.constexpr):
     """Block 0 of each step and O[:, :256]."""
-    kv, tiles = ring.slots, share.tiles
+    kv, tiles = ring.slots, work_tile.tiles
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     if tiles.begin < tiles.end:
-        s = scores(room, ring, 0, 0, tiles.begin)
+        s = scores(memory, ring, 0, 0, tiles.begin)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.free.arrive(0)
         ring.free.arrive(1)
         s = work.mask(s, tiles.first + tiles.begin * 128, bounds, KV_LOAD)
-        p, m0, a0 = softmax.step(s, m, share.problem.scale, softmax.RESCALE_ABOVE)
+        p, m0, a0 = softmax.step(s, m, work_tile.problem.scale, softmax.RESCALE_ABOVE)
         sums = gl.sum(p, 1)
-        pb = p.to(room.q.dtype)
-        publish(pb, m0, a0, room, 0)
+        pb = p.to(memory.q.dtype)
+        publish(pb, m0, a0, memory, 0)
         pa = gl.convert_layout(pb, LA)
         phase = 0
         for step in range(tiles.begin, tiles.end):
@@ -123,51 +123,51 @@ def left_steps(o, m, l, room, ring, bounds, share, KV_LOAD: gl.constexpr):
             ring.wait(Stage(3, 0))
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             ring.free.arrive(2)
-            s = scores(room, ring, 2, 1, step, more)
-            m, a1 = published(room, phase, 1, RS)
+            s = scores(memory, ring, 2, 1, step, more)
+            m, a1 = published(memory, phase, 1, RS)
             l = l * a1
             o = o * gl.convert_layout(a1, RO)[:, None]  # no jump over it: S is under way
             ring.wait(Stage(0, 0))
-            o = warpgroup_mma(room.p.index(1), kv.index(0), o, is_async=True)
+            o = warpgroup_mma(memory.p.index(1), kv.index(0), o, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             ring.free.arrive(2, more)
             ring.free.arrive(3, more)
             s = work.mask(s, tiles.first + step * 128 + 128, bounds, KV_LOAD)
-            p, m0, a0 = softmax.step(s, m, share.problem.scale, softmax.RESCALE_ABOVE)
+            p, m0, a0 = softmax.step(s, m, work_tile.problem.scale, softmax.RESCALE_ABOVE)
             sums = softmax.pin(gl.sum(p, 1))
-            pb = p.to(room.q.dtype)
+            pb = p.to(memory.q.dtype)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             ring.free.arrive(0)
             if more:
-                publish(pb, m0, a0, room, 0)
+                publish(pb, m0, a0, memory, 0)
             pa = gl.convert_layout(pb, LA)
             phase = phase ^ 1
     return o, m, l
 
 
 @gluon.jit
-def right_steps(o, m, l, room, ring, bounds, share, KV_LOAD: gl.constexpr):
+def right_steps(o, m, l, memory, ring, bounds, work_tile, KV_LOAD: gl.constexpr):
     """Block 1 of each step and O[:, 256:]."""
-    kv, tiles = ring.slots, share.tiles
+    kv, tiles = ring.slots, work_tile.tiles
     RS: gl.constexpr = m.type.layout
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     phase = 0
     for step in range(tiles.begin, tiles.end):
-        m0, a0 = published(room, phase, 0, RS)
+        m0, a0 = published(memory, phase, 0, RS)
         o = softmax.rescale(o, a0)
         ring.wait(Stage(3, 0))
-        o = warpgroup_mma(room.p.index(0), kv.index(3), o, is_async=True)
-        s = scores(room, ring, 0, 1, step)
+        o = warpgroup_mma(memory.p.index(0), kv.index(3), o, is_async=True)
+        s = scores(memory, ring, 0, 1, step)
         o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
         ring.free.arrive(3)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         ring.free.arrive(0)
         ring.free.arrive(1)
         s = work.mask(s, tiles.first + step * 128 + 64, bounds, KV_LOAD)
-        p, m, a1 = softmax.step(s, m0, share.problem.scale, softmax.RESCALE_ABOVE)
+        p, m, a1 = softmax.step(s, m0, work_tile.problem.scale, softmax.RESCALE_ABOVE)
         l = softmax.pin(l * (a0 * a1) + gl.sum(p, 1))
-        pb = p.to(room.q.dtype)
-        publish(pb, m, a1, room, 1)
+        pb = p.to(memory.q.dtype)
+        publish(pb, m, a1, memory, 1)
         ring.wait(Stage(1, 0))
         o = softmax.rescale(o, a1)
         o = warpgroup_mma(gl.convert_layout(pb, LA), kv.index(1), o, is_async=True)
@@ -179,13 +179,20 @@ def right_steps(o, m, l, room, ring, bounds, share, KV_LOAD: gl.constexpr):
 
 @gluon.jit
 def half_role(
-    room, tile_row, ring, share, HALF: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr
+    memory,
+    tile_row,
+    ring,
+    work_tile,
+    HALF: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KV_LOAD: gl.constexpr,
+    SIGN: gl.constexpr,
 ):
     """Left (HALF 0) or right (1)."""
-    bounds = begin_half(room, tile_row, share, HALF, KV_LOAD, SIGN)
+    bounds = begin_half(memory, tile_row, work_tile, HALF, KV_LOAD, SIGN)
     o, m, l = nothing_yet()
     if HALF == 0:
-        o, m, l = left_steps(o, m, l, room, ring, bounds, share, KV_LOAD)
+        o, m, l = left_steps(o, m, l, memory, ring, bounds, work_tile, KV_LOAD)
     else:
-        o, m, l = right_steps(o, m, l, room, ring, bounds, share, KV_LOAD)
-    end_half(o, m, l, room, tile_row, share, HALF, SPLIT)
+        o, m, l = right_steps(o, m, l, memory, ring, bounds, work_tile, KV_LOAD)
+    end_half(o, m, l, memory, tile_row, work_tile, HALF, SPLIT)

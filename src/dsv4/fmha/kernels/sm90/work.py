@@ -1,22 +1,22 @@
 """What the kernels of this folder share: a CTA's share of the problem, masks, and what becomes of a finished row.
 
-A kernel groups its arguments (shared/fmha/arguments.py), asks `place_of` for its rows and tiles of keys, and
-`share_of` for what its roles need: Share for those who compute, Source for those who load.
+A kernel groups its arguments (shared/fmha/arguments.py), asks `block_coord` for its rows and tiles of keys, and
+`make_work_tile` for what its roles need: WorkTile for those who compute, Source for those who load.
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import RowTensors, Share, Source, Tiles, kv_rows, problem_of
+from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
 from dsv4.fmha.kernels.loads import Where
 from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, mask_pages, sequence
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
-# SPLIT of a kernel: False, True, or that it writes short partial results
-SHORT = gl.constexpr(2)
+# SPLIT of a kernel: False, True, or that it writes fp16 partial results
+FP16_PARTIALS = gl.constexpr(2)
 
 
 @aggregate
-class Place:
+class BlockCoord:
     """Rows and tiles of keys of a CTA."""
 
     tile_row: Value  # its first row
@@ -34,7 +34,7 @@ class Place:
 
 
 @gluon.jit
-def place_of(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, KV_LOAD: gl.constexpr):
+def block_coord(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, KV_LOAD: gl.constexpr):
     """This CTA's M rows and its tiles of keys, by the grid (row tiles, KV heads x splits, sequences)."""
     VARLEN: gl.constexpr = KV_LOAD == ROWS
     seq = gl.program_id(2)
@@ -44,35 +44,35 @@ def place_of(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: 
     rows = tokens * sizes.group
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * M  # causal: the longest tiles start first
     first, begin, end = key_tiles(tile_row, tokens, keys, split, sizes, opts, BOX_ROWS, M, BN, KV_LOAD)
-    return Place(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, begin, end)
+    return BlockCoord(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, begin, end)
 
 
 @gluon.jit
-def share_of(place, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD: gl.constexpr):
-    """-> Share, Source"""
-    seq, head, tokens, keys = place.seq, place.head, place.tokens, place.keys
+def make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD: gl.constexpr):
+    """-> WorkTile, Source"""
+    seq, head, tokens, keys = coord.seq, coord.head, coord.tokens, coord.keys
     # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
-    q_ptr = tensors.q_ptr + (seq.to(gl.int64) * strides.q_batch + place.q_start.to(gl.int64) * strides.q_token) * 8
+    q_ptr = tensors.q_ptr + (seq.to(gl.int64) * strides.q_batch + coord.q_start.to(gl.int64) * strides.q_token) * 8
     out_ptr = (
-        tensors.out_ptr + (seq.to(gl.int64) * strides.out_batch + place.q_start.to(gl.int64) * strides.out_token) * 8
+        tensors.out_ptr + (seq.to(gl.int64) * strides.out_batch + coord.q_start.to(gl.int64) * strides.out_token) * 8
     )
-    lse_ptr = tensors.lse_ptr + (seq.to(gl.int64) * strides.lse_batch + place.q_start.to(gl.int64) * strides.lse_token)
+    lse_ptr = tensors.lse_ptr + (seq.to(gl.int64) * strides.lse_batch + coord.q_start.to(gl.int64) * strides.lse_token)
     table_ptr = tensors.table_ptr + seq.to(gl.int64) * sizes.table_stride
     # Row of the partial results: split-major, then as the rows of q (token, head).
-    part_row = place.split.to(gl.int64) * sizes.total_q + place.q_start
+    part_row = coord.split.to(gl.int64) * sizes.total_q + coord.q_start
     outer = 0
     if KV_LOAD != ROWS:
         part_row += seq.to(gl.int64) * tokens
         outer = seq
     here = RowTensors(q_ptr, out_ptr, lse_ptr, tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)
     problem = problem_of(head, tokens, keys, sizes, opts)
-    tiles = Tiles(place.first, place.begin, place.end, part_row)
+    tiles = Tiles(coord.first, coord.begin, coord.end, part_row)
     pages = Pages(table_ptr, sizes.page_size, sizes.total_k)
     where = Where(
-        outer, head, place.k_start, keys, first_key(0, tokens, keys, opts.left), keys, table_ptr, sizes.page_size
+        outer, head, coord.k_start, keys, first_key(0, tokens, keys, opts.left), keys, table_ptr, sizes.page_size
     )
     k_rows, v_rows = kv_rows(tensors, sizes, strides)
-    return Share(here, strides, problem, tiles, pages), Source(k_desc, v_desc, k_rows, v_rows, where)
+    return WorkTile(here, strides, problem, tiles, pages), Source(k_desc, v_desc, k_rows, v_rows, where)
 
 
 @gluon.jit
@@ -91,10 +91,10 @@ def mask(s, column, bounds, KV_LOAD: gl.constexpr, APART: gl.constexpr = False):
 
 
 @gluon.jit
-def write(o, m, l, smem, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr):
+def write(o, m, l, smem, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr):
     """Normalise O [M, C], columns from COLUMN on of D, and write it by way of smem; with column 0 also the LSE."""
-    tensors, strides, tiles = share.tensors, share.strides, share.tiles
-    head, group, rows = share.problem.head, share.problem.group, share.problem.rows
+    tensors, strides, tiles = work_tile.tensors, work_tile.strides, work_tile.tiles
+    head, group, rows = work_tile.problem.head, work_tile.problem.group, work_tile.problem.rows
     RS: gl.constexpr = m.type.layout
     LO: gl.constexpr = o.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, LO)
@@ -103,11 +103,11 @@ def write(o, m, l, smem, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr,
     row = tile_row + gl.arange(0, M, layout=RS)
     q_head = head * group + row % group
     token = row // group
-    if SPLIT == SHORT:
-        write_short(o, m, l, tile_row, share, COLUMN, D)
+    if SPLIT == FP16_PARTIALS:
+        write_fp16_partials(o, m, l, tile_row, work_tile, COLUMN, D)
     elif SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         factor, lse = softmax.finish(m, l, gl.full([M], -float("inf"), gl.float32, RS))
-        part = (tiles.part_row + token.to(gl.int64)) * share.problem.q_heads + q_head
+        part = (tiles.part_row + token.to(gl.int64)) * work_tile.problem.q_heads + q_head
         if COLUMN == 0:
             gl.store(tensors.part_lse_ptr + part, lse, mask=row < rows)
         if tiles.begin < tiles.end:
@@ -120,7 +120,12 @@ def write(o, m, l, smem, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr,
         factor, lse = softmax.finish(m, l, sink)
         if COLUMN == 0:
             loads.store_lse(
-                lse * softmax.LN2, tensors.lse_ptr, token, q_head, strides, (row < rows) & (share.problem.want_lse != 0)
+                lse * softmax.LN2,
+                tensors.lse_ptr,
+                token,
+                q_head,
+                strides,
+                (row < rows) & (work_tile.problem.want_lse != 0),
             )
         o = o * gl.convert_layout(factor, RO)[:, None]
         smem.store(o.to(smem.dtype))
@@ -181,9 +186,9 @@ def in_pieces(x):
 
 
 @gluon.jit
-def write_at_once(o, m, l, tile_row, share, D: gl.constexpr):
+def write_at_once(o, m, l, tile_row, work_tile, D: gl.constexpr):
     """Normalise O [64, D] and write it and the LSE, from registers and without a barrier."""
-    tensors, strides, problem = share.tensors, share.strides, share.problem
+    tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     row = tile_row + gl.arange(0, 64, layout=RS)
@@ -204,18 +209,18 @@ def write_at_once(o, m, l, tile_row, share, D: gl.constexpr):
 
 
 @gluon.jit
-def part_rows(tile_row, share, R: gl.constexpr):
+def part_rows(tile_row, work_tile, R: gl.constexpr):
     """-> the rows of the partial results that the 64 rows from tile_row on have, and which of these there are"""
-    problem = share.problem
+    problem = work_tile.problem
     row = tile_row + gl.arange(0, 64, layout=R)
     token = row // problem.group
     q_head = problem.head * problem.group + row - token * problem.group
-    return (share.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head, row < problem.rows
+    return (work_tile.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head, row < problem.rows
 
 
 @gluon.jit
-def short_half(o, norm):
-    """Half of the columns, O [64, D / 2], times norm, as a short partial result: see combine.py -> (values in pieces,
+def half_to_fp16(o, norm):
+    """Half of the columns, O [64, D / 2], times norm, as an fp16 partial result: see combine.py -> (values in pieces,
     what undoes the factor of each row)."""
     # The exponent field e + 127 of the largest value, from 15 on, so that 2^(14 - e) and 2^(e - 14) are normal.
     exponent = gl.maximum((gl.max(gl.abs(o), 1) * norm).to(gl.int32, bitcast=True) >> 23, 15)
@@ -224,21 +229,21 @@ def short_half(o, norm):
 
 
 @gluon.jit
-def write_short(o, m, l, tile_row, share, COLUMN: gl.constexpr, D: gl.constexpr):
-    """Half of the columns, O [64, D / 2], normalised, as a short partial result."""
-    tensors, tiles = share.tensors, share.tiles
+def write_fp16_partials(o, m, l, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.constexpr):
+    """Half of the columns, O [64, D / 2], normalised, as an fp16 partial result."""
+    tensors, tiles = work_tile.tensors, work_tile.tiles
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    part, there = part_rows(tile_row, share, RS)
+    part, there = part_rows(tile_row, work_tile, RS)
     factor, lse = softmax.finish(m, l, gl.full([64], -float("inf"), gl.float32, RS))
     if COLUMN == 0:
         gl.store(tensors.part_lse_ptr + part * 4, lse, mask=there)
     if tiles.begin < tiles.end:
-        x, down = short_half(o, gl.convert_layout(factor, RO))
+        x, down = half_to_fp16(o, gl.convert_layout(factor, RO))
         down = gl.convert_layout(down, RS)
         gl.store(tensors.part_lse_ptr + part * 4 + 1 + COLUMN // (D // 2), down, mask=there)
         LW: gl.constexpr = x.type.layout
-        to, written = part_rows(tile_row, share, gl.SliceLayout(1, LW))
+        to, written = part_rows(tile_row, work_tile, gl.SliceLayout(1, LW))
         column = COLUMN + gl.arange(0, D // 2, layout=gl.SliceLayout(0, LW))
         values_ptr = tensors.part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
         gl.store(values_ptr + to[:, None] * D + column[None, :], x, mask=written[:, None])

@@ -90,7 +90,7 @@ def numbers_of(tile, most, line_ptr, keys, ROWS: gl.constexpr, OWNER: gl.constex
 
 
 @gluon.jit
-def place_of(tile, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.constexpr):
+def place_in_page(tile, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.constexpr):
     """Places of the rows of a tile in their pages."""
     row = tile * ROWS + gl.arange(0, ROWS, layout=L)
     if OWNER == ONE or OWNER == BATCH:
@@ -107,7 +107,7 @@ def copy_tile(
     VEC: gl.constexpr = 128 // slot.dtype.primitive_bitwidth
     WIDTH: gl.constexpr = 8 * VEC
     panels = reinterpret(slot, [DIMS // WIDTH, ROWS, WIDTH], tile_layout(slot.dtype))
-    place = place_of(tile, keys, ROWS, OWNER, gl.SliceLayout(1, L))
+    place = place_in_page(tile, keys, ROWS, OWNER, gl.SliceLayout(1, L))
     there = (page >= 0) & (page < keys.pages)
     at = page.to(gl.int64) * keys.page_stride + place.to(gl.int64) * keys.row_stride
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
@@ -126,7 +126,7 @@ def scales_of(tile, page, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.c
     """fp32 [ROWS]: what multiplies the scores of a tile; NaN for rows that are not there."""
     there = (page >= 0) & (page < keys.pages)
     if keys.ptr.dtype.element_ty.primitive_bitwidth == 8:
-        place = place_of(tile, keys, ROWS, OWNER, L)
+        place = place_in_page(tile, keys, ROWS, OWNER, L)
         at = page.to(gl.int64) * keys.page_stride * 4 + keys.page_rows * 32 + place
         return gl.load(keys.ptr.to(gl.pointer_type(gl.float32), bitcast=True) + at, mask=there, other=float("nan"))
     return gl.where(there, 1.0, float("nan"))

@@ -53,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait
 from dsv4.kernels.opaque import zero
-from dsv4.v4.kernels.backward_arguments import Operands, Pools, Terms, share_of
+from dsv4.v4.kernels.backward_arguments import Operands, Pools, Terms, query_and_target
 from dsv4.v4.kernels.backward_gather import PANEL, gather_role, numbers, send_half
 from dsv4.v4.kernels.backward_scale import dkv_factors, factors, keep_undo
 
@@ -234,7 +234,9 @@ def backward_sparse(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     mbarrier.init(part_ready, count=1)
     mbarrier.init(part_free, count=1)
     mbarrier.init(dq_done, count=1)
-    query, target = share_of(rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC)
+    query, target = query_and_target(
+        rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC
+    )
     operands = Operands(q_desc, dout_desc, turned_desc)
     pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
     terms = Terms(lse2_ptr, delta_ptr, most_ptr, sizes_ptr, scale2, scale)

@@ -1,28 +1,28 @@
-"""What becomes of the rows of an item when its last block is done, for one CTA and for a pair."""
+"""What becomes of the rows of a work tile when its last block is done, for one CTA and for a pair."""
 
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
 
 @aggregate
-class Place:
-    """Of an item's rows: what is known before they are done."""
+class TileRows:
+    """Of a work tile's rows: what is known before they are done."""
 
     query: Value
     first_head: Value
     head: Value  # of each row
     here: Value  # whether it is one
     sink: Value
-    part_row: Value  # of the item's query in the partial results
+    part_row: Value  # of the work tile's query in the partial results
 
 
 @gluon.jit
-def place_rows(query, first_head, part, output, split, ROWS: gl.constexpr, L: gl.constexpr):
+def tile_rows(query, first_head, part, output, split, ROWS: gl.constexpr, L: gl.constexpr):
     head = first_head + gl.arange(0, ROWS, layout=L)
     here = head < output.heads
     sink = softmax.sink_of(output.sink_ptr, head, here & (split == 0))
     part_row = (part.to(gl.int64) * output.queries + query) * output.heads
-    return Place(query, first_head, head, here, sink, part_row)
+    return TileRows(query, first_head, head, here, sink, part_row)
 
 
 @gluon.jit
@@ -34,7 +34,7 @@ def angles_of(query, rope):
 
 @gluon.jit
 def finish_rows(m, l, place, output, split):
-    """Write the LSE of an item's rows, or of its split -> the factor that normalises each row of O."""
+    """Write the LSE of a work tile's rows, or of its split -> the factor that normalises each row of O."""
     factor, lse = softmax.finish(m, l, place.sink)
     if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         gl.store(output.part_lse_ptr + place.part_row + place.head, lse, mask=place.here)

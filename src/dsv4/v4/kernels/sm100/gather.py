@@ -1,4 +1,4 @@
-"""The gathering role of sparse.py: for each item Q, then rows picked by number, block by block, into the ring.
+"""The gathering role of sparse.py: for each work tile Q, then rows picked by number, block by block, into the ring.
 
 A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of a plain
 tensor come by TMA, four at a time, if they are equally far apart, else by cp.async; packed rows come through
@@ -31,7 +31,7 @@ from dsv4.v4.kernels.tile_scheduler import LIST, NONE, TMA, index_lists, tile_co
 
 # Arguments of sparse.py and sparse_pair.py whose values, or alignment, must not make Triton compile again.
 NOT_SPECIALIZED = [
-    "want_lse", "items", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride",
+    "want_lse", "num_tiles", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride",
     "window_row_stride", "window_gap", "window_width", "window_line", "compressed_rows", "compressed_page_rows",
     "compressed_page_stride", "compressed_row_stride", "compressed_gap", "compressed_width", "compressed_line",
     "window_lengths", "compressed_lengths", "starts", "requests", "rope_positions", "rope_width", "rope_line",
@@ -244,14 +244,15 @@ def gather_block(pool, number, memory, barriers, at, LOAD: gl.constexpr, UNIT: g
 
 
 @gluon.jit
-def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, KV_INDEX: gl.constexpr,
+def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, num_tiles, sizes, KV_INDEX: gl.constexpr,
                 LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
-    """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free."""
+    """The work tiles of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes
+    free."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     at = 0  # blocks so far
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, split = tile_coord(item, sizes.queries, sizes.heads)
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        query, first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads)
         lists = index_lists(query, window, compressed, requests, KV_INDEX)
         blocks = lists.window_blocks + (lists.count + 63) // 64
         begin, end = split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)

@@ -1,5 +1,5 @@
-"""The loading roles of sparse_pair.py, for two CTAs that share products: plan finds out how many rows each item has and
-loads its Q, gather loads rows picked by number.
+"""The loading roles of sparse_pair.py, for two CTAs that share products: plan finds out how many rows each work tile
+has and loads its Q, gather loads rows picked by number.
 
 K is split by rows over the pair and V by columns (pair_roles.py), so a row comes twice, as K and as V. Rows of a plain
 tensor come by TMA, four at a time; packed rows come through registers, where they become bf16. A row that is
@@ -33,7 +33,7 @@ from dsv4.v4.kernels.sm100.gather import (
     scale_byte,
     store_panel,
 )
-from dsv4.v4.kernels.tile_scheduler import NONE, TMA, share, tile_coord
+from dsv4.v4.kernels.tile_scheduler import NONE, TMA, named_rows, tile_coord
 
 # Layouts over two CTAs: a basis of zeros gives both the same, a one halves that dimension.
 ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0], cga_layout=[[0, 0]]))  # a row per thread
@@ -189,7 +189,7 @@ def gather_block(lists, block, number, pools, memory, barriers, place, use, V: g
 @gluon.jit
 def block_v(lists, begin, i, n, number, pools, memory, barriers, at, KV_INDEX: gl.constexpr, LOADS: gl.constexpr,
             UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
-    """V of block i of an item of n, whose first is block `begin` of the lists."""
+    """V of block i of a work tile of n, whose first is block `begin` of the lists."""
     place, use = place_of_v(i, n)
     gather_block(
         lists, begin + i, number, pools, memory, barriers, place, at + use, True, KV_INDEX, LOADS, UNITS, FORMATS
@@ -197,15 +197,15 @@ def block_v(lists, begin, i, n, number, pools, memory, barriers, at, KV_INDEX: g
 
 
 @gluon.jit
-def plan_role(q_desc, window, compressed, requests, memory, barriers, items, sizes, KV_INDEX: gl.constexpr):
-    """What each item has to do, while the others are at the one before; Q, as soon as the scores of that are complete.
-    A warp of its own: the loads that lead to the lengths would keep gathers waiting."""
+def plan_role(q_desc, window, compressed, requests, memory, barriers, num_tiles, sizes, KV_INDEX: gl.constexpr):
+    """What each work tile has to do, while the others are at the one before; Q, as soon as the scores of that are
+    complete. A warp of its own: the loads that lead to the lengths would keep gathers waiting."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=[[0, 0, 1, 0]])
-    full = 0  # items so far that have blocks
+    full = 0  # work tiles so far that have blocks
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, split = tile_coord(item, sizes.queries, sizes.heads, 128)
-        count, more, line = share(query, window, compressed, requests, KV_INDEX)
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        query, first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads, 128)
+        count, more, line = named_rows(query, window, compressed, requests, KV_INDEX)
         begin, end = blocks_of(count, more, split, sizes)
         tell((end - begin, count, more, line.to(gl.int32)), turn, memory, barriers)
         if end > begin:
@@ -219,15 +219,15 @@ def plan_role(q_desc, window, compressed, requests, memory, barriers, items, siz
 
 @gluon.jit
 def blocks_of(count, more, split, sizes):
-    """(first, end) of the blocks of an item with so many rows of the window and so many compressed ones."""
+    """(first, end) of the blocks of a work tile with so many rows of the window and so many compressed ones."""
     blocks = (count + KEYS - 1) // KEYS + (more + KEYS - 1) // KEYS
     return split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)
 
 
 @gluon.jit
-def lists_at(item, turn, window, compressed, memory, barriers, sizes):
-    """What plan_role found for an item -> (its lists, first block, end)."""
-    query, _first_head, split = tile_coord(item, sizes.queries, sizes.heads, 128)
+def lists_at(tile_id, turn, window, compressed, memory, barriers, sizes):
+    """What plan_role found for a work tile -> (its lists, first block, end)."""
+    query, _first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads, 128)
     _n, count, more, line = job_of(turn, 4, memory, barriers)
     begin, end = blocks_of(count, more, split, sizes)
     window_ptr = window.list_ptr + query.to(gl.int64) * window.line
@@ -236,17 +236,17 @@ def lists_at(item, turn, window, compressed, memory, barriers, sizes):
 
 
 @gluon.jit
-def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, KV_INDEX: gl.constexpr,
+def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, num_tiles, sizes, KV_INDEX: gl.constexpr,
                 LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
-    """The items of this pair, one after the other: K and V as places become free. Row numbers are read two blocks
-    ahead, the next item's first before the last V of this one: there is no pause between items."""
+    """The work tiles of this pair, one after the other: K and V as places become free. Row numbers are read two blocks
+    ahead, the next work tile's first before the last V of this one: there is no pause between work tiles."""
     at = 0  # blocks so far
     turn = 0
     lists, begin, end = lists_at(gl.program_id(0), turn, window, compressed, memory, barriers, sizes)
     number = numbers_at(lists, begin, end, pools.compressed, KV_INDEX, KEYS, ONE)
     following = numbers_at(lists, begin + 1, end, pools.compressed, KV_INDEX, KEYS, ONE)
     later = numbers_at(lists, begin + 2, end, pools.compressed, KV_INDEX, KEYS, ONE)
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         n = end - begin
         # Numbers of the block before. Not `number` to begin with: Triton would not see that the loop changes it.
         before = gl.full([KEYS], -1, gl.int32, gl.SliceLayout(1, ONE))
@@ -283,9 +283,9 @@ def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, i
             following = later
         turn += 1
         next_lists, next_begin, next_end = lists, begin, begin
-        if item + gl.num_programs(0) < items:
+        if tile_id + gl.num_programs(0) < num_tiles:
             next_lists, next_begin, next_end = lists_at(
-                item + gl.num_programs(0), turn, window, compressed, memory, barriers, sizes
+                tile_id + gl.num_programs(0), turn, window, compressed, memory, barriers, sizes
             )
         number = numbers_at(next_lists, next_begin, next_end, pools.compressed, KV_INDEX, KEYS, ONE)
         following = numbers_at(next_lists, next_begin + 1, next_end, pools.compressed, KV_INDEX, KEYS, ONE)

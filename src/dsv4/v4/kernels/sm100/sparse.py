@@ -11,8 +11,9 @@ head dim), and read as K and as V. Two blocks are in the ring, two S and two P b
 Scores and values issue their products on their own, so that whichever has what it needs goes next: with room for two
 blocks only, a fixed order would leave the tensor core idle while a block is on its way.
 
-An item is 64 heads of one query and one split of its rows. A CTA loops over items: while softmax writes the output of
-one, Q and the first blocks of the next arrive and their scores are computed. gather.py says how rows are gathered.
+A work tile is 64 heads of one query and one split of its rows. A CTA loops over work tiles: while softmax writes the
+output of one, Q and the first blocks of the next arrive and their scores are computed. gather.py says how rows are
+gathered.
 
 tensor memory   columns     holds
 s               2 x 64      S of two blocks, fp32 [64, 64]: 64 rows use half of the 128 lanes
@@ -23,12 +24,12 @@ q               2 x 32768   [64, 256] each: columns 0-255 and 256-511 of Q
 kv              4 x 32768   [64, 256] each: half h of block j at 2 (j % 2) + h
 p               2 x 8192    [64, 64] each: P of block j at j % 2; the output rows leave through it
 bias            2 x 256     fp32 per key: what is added to the scores of block j, at j % 2
-job             4           the number of blocks of the item
+job             4           the number of blocks of the work tile
 barriers        8 each
 
 barrier      arrives            count   waits                     means
-q_ready      gather, bytes      1       scores, values, softmax   Q of the item is in q, its number of blocks in job
-q_free       commit of scores,  3       gather                    the item's scores are complete; job has been read
+q_ready      gather, bytes      1       scores, values, softmax   Q of the work tile is in q, its block count in job
+q_free       commit of scores,  3       gather                    the work tile's scores are complete; job has been read
              values, softmax
 ready[i]     gather, or bytes   1       scores, values, softmax   slot i is filled; even i: the bias of the block too
 free[i]      commit of values   1       gather                    P V has used slot i
@@ -38,7 +39,8 @@ pv_done[s]   commit of values   1       softmax                   P V is complet
 
 No wait lags two phases behind: ready[i] is filled again after free[i], which follows p_ready; p_ready[s] comes again
 after softmax has waited for pv_done[s], that is, for values; and s_ready[s] after scores has waited for p_ready[s].
-The first P V of an item overwrites O: its p_ready comes after softmax has written the output of the item before.
+The first P V of a work tile overwrites O: its p_ready comes after softmax has written the output of the work tile
+before.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -51,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
 from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
-from dsv4.v4.kernels.sm100.epilogue import angles_of, finish_rows, place_rows
+from dsv4.v4.kernels.sm100.epilogue import angles_of, finish_rows, tile_rows
 from dsv4.v4.kernels.sm100.gather import NOT_ALIGNED, NOT_SPECIALIZED, Pool, Pools, gather_role
 from dsv4.v4.kernels.tile_scheduler import tile_coord
 
@@ -117,18 +119,18 @@ def make_barriers():
 
 @gluon.jit
 def begin(q_ready, job, turn):
-    """Q of the next item is there -> its number of blocks."""
+    """Q of the next work tile is there -> its number of blocks."""
     mbarrier.wait(q_ready, turn % 2)
     return gl.max(job.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
-def scores_role(memory, barriers, items):
+def scores_role(memory, barriers, num_tiles):
     """S = Q K^T of block after block."""
     q, kv, s, ready = memory.q, memory.kv, memory.s, barriers.ready
     at = 0  # blocks so far
     turn = 0
-    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         n = begin(barriers.q_ready, memory.job, turn)
         for j in range(at, at + n):
             stage = j % 2
@@ -147,12 +149,12 @@ def scores_role(memory, barriers, items):
 
 
 @gluon.jit
-def values_role(memory, barriers, items):
+def values_role(memory, barriers, num_tiles):
     """O += P V of block after block."""
     kv, p, o, ready = memory.kv, memory.p, memory.o, barriers.ready
     at = 0
     turn = 0
-    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         n = begin(barriers.q_ready, memory.job, turn)
         mbarrier.arrive(barriers.q_free, count=1)
         for j in range(at, at + n):
@@ -228,15 +230,15 @@ def write(place, factor, angles_ptr, there, memory, output, split):
 
 
 @gluon.jit
-def softmax_role(memory, barriers, output, items, scale, split):
-    """P = exp2(S - m) block by block, and in the end of an item O / l -> out, lse."""
+def softmax_role(memory, barriers, output, num_tiles, scale, split):
+    """P = exp2(S - m) block by block, and in the end of a work tile O / l -> out, lse."""
     s, pv_done = memory.s, barriers.pv_done
     LS: gl.constexpr = s.index(0).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     at = 0
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, part = tile_coord(item, output.queries, output.heads)
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        query, first_head, part = tile_coord(tile_id, output.queries, output.heads)
         n = begin(barriers.q_ready, memory.job, turn)
         mbarrier.arrive(barriers.q_free, count=1)
         m = gl.full([64], -float("inf"), gl.float32, RS)
@@ -249,7 +251,7 @@ def softmax_role(memory, barriers, output, items, scale, split):
             m, l = softmax_block(x, m, l, j, at, memory, barriers)
         at += n
         turn += 1
-        place = place_rows(query, first_head, part, output, split, 64, RS)
+        place = tile_rows(query, first_head, part, output, split, 64, RS)
         factor = finish_rows(m, l, place, output, split)
         angles_ptr = angles_of(query, output.rope)
         if n > 0:
@@ -260,7 +262,7 @@ def softmax_role(memory, barriers, output, items, scale, split):
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=NOT_ALIGNED)
 def v4_sparse(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr, window_list_ptr,
               window_lengths_ptr, compressed_desc, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr,
-              starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, items, queries, heads, window_rows,
+              starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, num_tiles, queries, heads, window_rows,
               window_page_rows, window_page_stride, window_row_stride, window_gap, window_width, window_line,
               compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_gap,
               compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests, rope_positions,
@@ -287,10 +289,10 @@ def v4_sparse(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window
     memory = make_memory(q_desc.dtype)
     barriers = make_barriers()
     gl.warp_specialize([
-        (softmax_role, (memory, barriers, output, items, signed_scale, split)),
-        (gather_role, (q_desc, window, compressed, requests, pools, memory, barriers, items, sizes, KV_INDEX,
+        (softmax_role, (memory, barriers, output, num_tiles, signed_scale, split)),
+        (gather_role, (q_desc, window, compressed, requests, pools, memory, barriers, num_tiles, sizes, KV_INDEX,
                        (WINDOW_LOAD, COMPRESSED_LOAD), (WINDOW_UNIT, COMPRESSED_UNIT),
                        (WINDOW_FORMAT, COMPRESSED_FORMAT))),
-        (scores_role, (memory, barriers, items)),
-        (values_role, (memory, barriers, items)),
+        (scores_role, (memory, barriers, num_tiles)),
+        (values_role, (memory, barriers, num_tiles)),
     ], [4, 1, 1], [GATHER_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

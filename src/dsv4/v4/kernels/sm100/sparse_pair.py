@@ -11,7 +11,7 @@ says how it comes. There are beside::
     bias_ready[b]   gather      1       softmax     the bias of a block is there
 
 The bias of block j is overwritten by that of block j + 3: before, gather has filled a slot again whose product followed
-p_ready of block j (with V of block j + 1, or, if j is an item's last, with K or V of a block behind it).
+p_ready of block j (with V of block j + 1, or, if j is a work tile's last, with K or V of a block behind it).
 """
 
 from dsv4.fmha.kernels.sm100.pair_roles import (
@@ -32,21 +32,21 @@ from dsv4.fmha.kernels.sm100.pair_roles import (
 )
 from dsv4.kernels.compat import gl, gluon, mbarrier
 from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
-from dsv4.v4.kernels.sm100.epilogue import angles_of, finish_rows, place_rows
+from dsv4.v4.kernels.sm100.epilogue import angles_of, finish_rows, tile_rows
 from dsv4.v4.kernels.sm100.gather import NOT_ALIGNED, NOT_SPECIALIZED, Pool, Pools
 from dsv4.v4.kernels.sm100.gather_pair import gather_role, plan_role
 from dsv4.v4.kernels.tile_scheduler import tile_coord
 
 
 @gluon.jit
-def softmax_role(memory, bias, barriers, bias_ready, items, scale):
+def softmax_role(memory, bias, barriers, bias_ready, num_tiles, scale):
     """P = exp2(S - m) block by block."""
     s = memory.s
     LS: gl.constexpr = s.index(0).get_reg_layout()
     HALF: gl.constexpr = gl.SliceLayout(2, by_halves(gl.zeros([128, 128], gl.float32, LS)).type.layout)
     at = 0
     turn = 0
-    for _item in range(gl.program_id(0), items, gl.num_programs(0)):
+    for _tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         n = begin(turn, memory, barriers)
         m = gl.full([128], -float("inf"), gl.float32, gl.SliceLayout(1, HALF))
         l = gl.full([128, 2], 0.0, gl.float32, HALF)
@@ -63,14 +63,14 @@ def softmax_role(memory, bias, barriers, bias_ready, items, scale):
 
 
 @gluon.jit
-def store_role(memory, barriers, output, items, split):
-    """O / l -> out, lse of item after item. What it needs beside O is read before O is there."""
+def store_role(memory, barriers, output, num_tiles, split):
+    """O / l -> out, lse of work tile after work tile. What it needs beside O is read before O is there."""
     LO: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     at = 0
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        query, first_head, part = tile_coord(item, output.queries, output.heads, 128)
-        place = place_rows(query, first_head, part, output, split, 128, gl.SliceLayout(1, LO))
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        query, first_head, part = tile_coord(tile_id, output.queries, output.heads, 128)
+        place = tile_rows(query, first_head, part, output, split, 128, gl.SliceLayout(1, LO))
         angles_ptr = angles_of(query, output.rope)
         n = begin(turn, memory, barriers)
         m, l = take_over(turn, memory, barriers)
@@ -88,7 +88,7 @@ def store_role(memory, barriers, output, items, split):
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=NOT_ALIGNED)
 def v4_sparse_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr,
                    window_list_ptr, window_lengths_ptr, compressed_desc, compressed_ptr, compressed_list_ptr,
-                   compressed_lengths_ptr, starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, items,
+                   compressed_lengths_ptr, starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, num_tiles,
                    queries, heads, window_rows, window_page_rows, window_page_stride, window_row_stride, window_gap,
                    window_width, window_line, compressed_rows, compressed_page_rows, compressed_page_stride,
                    compressed_row_stride, compressed_gap, compressed_width, compressed_line, window_lengths,
@@ -121,12 +121,12 @@ def v4_sparse_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, w
     for i in gl.static_range(3):
         mbarrier.init(bias_ready.index(i), count=1)
     gl.warp_specialize([
-        (softmax_role, (memory, bias, barriers, bias_ready, items, signed_scale)),
-        (gather_role, (window, compressed, pools, memory, bias, barriers, bias_ready, items, sizes, KV_INDEX,
+        (softmax_role, (memory, bias, barriers, bias_ready, num_tiles, signed_scale)),
+        (gather_role, (window, compressed, pools, memory, bias, barriers, bias_ready, num_tiles, sizes, KV_INDEX,
                        (WINDOW_LOAD, COMPRESSED_LOAD), (WINDOW_UNIT, COMPRESSED_UNIT),
                        (WINDOW_FORMAT, COMPRESSED_FORMAT))),
-        (store_role, (memory, barriers, output, items, split)),
-        (scores_role, (memory, barriers, items)),
-        (values_role, (memory, barriers, items)),
-        (plan_role, (q_desc, window, compressed, requests, memory, barriers, items, sizes, KV_INDEX)),
+        (store_role, (memory, barriers, output, num_tiles, split)),
+        (scores_role, (memory, barriers, num_tiles)),
+        (values_role, (memory, barriers, num_tiles)),
+        (plan_role, (q_desc, window, compressed, requests, memory, barriers, num_tiles, sizes, KV_INDEX)),
     ], [4, 4, 1, 1, 1], [GATHER_REGS, STORE_REGS, WARP_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

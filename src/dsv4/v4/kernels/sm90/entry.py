@@ -44,7 +44,8 @@ class Cost(NamedTuple):
         return self.start + self.cta * ctas + self.step * steps
 
 
-# Where items are few, latency counts. Options of v4_decode_swap_ab and its cost, with packed rows and with plain ones.
+# Where work tiles are few, latency counts. Options of v4_decode_swap_ab and its cost, with packed rows and with plain
+# ones.
 OF_16 = dict(HEADS=DECODE_HEADS, KEYS=DECODE_KEYS, num_warps=8, maxnreg=128, PDL_LAUNCH=True)
 OF_32 = dict(HEADS=32, KEYS=DECODE_KEYS, num_warps=4, PDL_LAUNCH=True)
 OF_32_LONG = dict(HEADS=32, KEYS=128, num_warps=8, PDL_LAUNCH=True)
@@ -85,7 +86,7 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
         prepare_sparse(p, target, program, kernel, DECODE_KEYS, options, splits)
         return
     options = PACKED if is_packed(p) else RESIDENT if resident(p) else PLAIN | dict(REG_STORE=many(p, target))
-    prepare_sparse(p, target, program, v4_sparse, STEP, options, short=True)
+    prepare_sparse(p, target, program, v4_sparse, STEP, options, fp16_partials=True)
 
 
 def many(p: V4Problem, target: Target) -> bool:

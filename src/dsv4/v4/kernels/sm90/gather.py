@@ -33,7 +33,7 @@ from dsv4.v4.kernels.sm90.smem_store import (
 )
 from dsv4.v4.kernels.tile_scheduler import LIST, NONE, TABLE, index_lists, tile_coord
 
-# What the job of an item says, in this order.
+# What the job of a work tile says, in this order.
 BLOCKS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
@@ -341,7 +341,7 @@ def mixed_blocks(
 
 @gluon.jit
 def write_job(job, turn, blocks, query, first_head, split):
-    """What the others need to know about an item. Two places by turns: an epilogue still reads that of the last."""
+    """What the others need to know about a work tile. Two places by turns: an epilogue still reads that of the last."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     job.index(turn * 4 + BLOCKS).store(gl.full([1], blocks, gl.int32, L))
     job.index(turn * 4 + QUERY).store(gl.full([1], query, gl.int32, L))
@@ -350,18 +350,18 @@ def write_job(job, turn, blocks, query, first_head, split):
 
 
 @gluon.jit
-def gather_role(q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes,
+def gather_role(q, window, compressed, requests, pools, memory, barriers, num_tiles, stride, uneven_from, sizes,
                 KV_INDEX: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr,
                 PDL_WAIT: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
-    """The items of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes free.
-    PDL_WAIT: the grid before makes rows, and may still run."""
+    """The work tiles of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes
+    free. PDL_WAIT: the grid before makes rows, and may still run."""
     if PDL_WAIT:
         dependent.wait_on_prior_grid()
     LQ: gl.constexpr = lanes(gl.num_warps())
     phase = 1  # the first wait on an untouched barrier passes
     turn = 1
-    for item in range(gl.program_id(0), items, stride):
-        query, first_head, split = tile_coord(item, sizes.queries, sizes.heads)
+    for tile_id in range(gl.program_id(0), num_tiles, stride):
+        query, first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads)
         lists = index_lists(query, window, compressed, requests, KV_INDEX)
         steps = (lists.window_blocks + (lists.count + 63) // 64 + 1) // 2
         # From uneven_from steps on one that is left over makes no split longer: it is a split by itself.
@@ -374,9 +374,8 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, items,
         number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), KV_INDEX)
         ALIGNED: gl.constexpr = UNIT >= 16 and has_aligned_panels(FORMAT)
         LISTED: gl.constexpr = KV_INDEX != TABLE and ALIGNED
-        if (
-            FORMAT.coded > 0 and FORMAT == FORMATS[1]
-        ):  # rows are on their way while the last item's scores are waited for, then Q
+        # Rows are on their way while the last work tile's scores are waited for, then Q.
+        if FORMAT.coded > 0 and FORMAT == FORMATS[1]:
             pool = pool_of(pools, begin * 2 < lists.window_blocks)
             asked = (
                 load_first_half_aligned(pool, number, q.ptr, UNIT, FORMAT)

@@ -5,8 +5,8 @@ head dim), and read as K and as V. Left and right share O as in wide.py: each ow
 each other P, the running maximum and the rescaling factor. A third group of 4 or 8 warps gathers half blocks 0, 1, 2, 3
 of the next step, as left and right (4 warps each) free them. sparse_steps.py has the chart of a step, in two orders.
 
-An item is 64 heads of one query and one split of its rows. A CTA loops over items: while left and right write the
-output of one, Q and the first blocks of the next arrive. gather.py says how.
+A work tile is 64 heads of one query and one split of its rows. A CTA loops over work tiles: while left and right write
+the output of one, Q and the first blocks of the next arrive. gather.py says how.
 
 shared memory   bytes               holds
 q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q
@@ -14,13 +14,13 @@ kv              4 x 32768           [64, 256] each: block b of a step, half h at
 p0, p1          8192 each           [64, 64]: P of block 0 and 1; unless REG_STORE, output rows leave through them
 m0, a0, m1, a1  256 each            fp32 per row: maximum after block 0 and 1, factor 0 and 1
 bias            2 x 256             fp32 per key: what is added to the scores of block 0 and 1
-sums            4 x 256             fp32 per row: sums of left and right, by turns of items
-job             2 x 16              of an item, by turns: steps, query, first head, split
+sums            4 x 256             fp32 per row: sums of left and right, by turns of work tiles
+job             2 x 16              of a work tile, by turns: steps, query, first head, split
 barriers        8 each
 
 barrier         arrives                      count       waits          means
-q_ready         gather: copies, itself       threads+1   left, right    Q of the item is in q, and its job
-q_free          left, right                  2           gather         the item's scores are complete: refill q
+q_ready         gather: copies, itself       threads+1   left, right    Q of the work tile is in q, and its job
+q_free          left, right                  2           gather         the work tile's scores are complete: refill q
 ready[2b + h]   gather: copies, itself       threads+1   left, right    half h of block b is in kv; if h = 1, its bias
 free[2b + h]    owner of half h              1           gather         O half h has used block b: refill its half h
 p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
@@ -35,11 +35,12 @@ is overwritten after p_ready[0] of the next step, before which left has waited f
 overwritten after m_ready[1] of the next step, before which right has waited for O_R += P0 V0_R; P1 after m_ready[0] of
 the next step, before which left has waited for O_L += P1 V1_L; the maxima likewise. Left frees slot 2 after it has seen
 slot 0 of the next step, which is filled before. At the end of an
-item sum_ready says that the other's products are complete, so both P are free; each then writes its own first in the
-next item. Sums and jobs have two places: a turn later the other, or gather, may be ahead by one item, not by two.
+work tile sum_ready says that the other's products are complete, so both P are free; each then writes its own first in
+the next work tile. Sums and jobs have two places: a turn later the other, or gather, may be ahead by one work tile, not
+by two.
 """
 
-from dsv4.fmha.kernels.sm90.work import SHORT, in_pieces, short_half
+from dsv4.fmha.kernels.sm90.work import FP16_PARTIALS, half_to_fp16, in_pieces
 from dsv4.kernels import dependent, softmax
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.opaque import zero
@@ -123,13 +124,13 @@ def make_barriers(GATHER_WARPS: gl.constexpr):
 
 @gluon.jit
 def read(job, turn, WHAT: gl.constexpr):
-    """A number that the gathering warps wrote about the item of this turn."""
+    """A number that the gathering warps wrote about the work tile of this turn."""
     return gl.max(job.index(turn * 4 + WHAT).load(ONE), 0)
 
 
 @gluon.jit
 def begin(q_ready, job, turn):
-    """Q of the next item is there -> its number of blocks."""
+    """Q of the next work tile is there -> its number of blocks."""
     mbarrier.wait(q_ready, turn)
     fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
     return read(job, turn, BLOCKS)
@@ -166,7 +167,8 @@ def end_half(
     if not SPLIT:
         sink = softmax.sink_of(output.sink_ptr, head, head < output.heads)
     line_ptr = rope.cos_sin_ptr
-    width = rope.width + zero(query)  # else what the epilogue computes from it would be kept in registers across items
+    # Opaque: what the epilogue computes from it would else be kept in registers across work tiles.
+    width = rope.width + zero(query)
     if width > 0:
         position = gl.load(rope.positions_ptr + query).to(gl.int64)
         line_ptr += gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
@@ -176,14 +178,14 @@ def end_half(
     mbarrier.arrive(barriers.sum_ready.index(HALF), count=1)
     mbarrier.wait(barriers.sum_ready.index(1 - HALF), turn)
     l = l + memory.sums.index(2 * turn + 1 - HALF).load(RS)
-    if SPLIT == SHORT:
+    if SPLIT == FP16_PARTIALS:
         factor, lse = softmax.finish(m, l, sink)
         part_row = (split.to(gl.int64) * output.queries + query) * output.heads
         lse_ptr = output.part_lse_ptr + (part_row + head) * 4
         if HALF == 0:
             gl.store(lse_ptr, lse, mask=head < output.heads)
         if blocks > 0:
-            x, down = short_half(o, gl.convert_layout(factor, RO))
+            x, down = half_to_fp16(o, gl.convert_layout(factor, RO))
             gl.store(lse_ptr + 1 + HALF, gl.convert_layout(down, RS), mask=head < output.heads)
             LW: gl.constexpr = x.type.layout
             row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
@@ -235,14 +237,14 @@ def end_half(
 
 
 @gluon.jit
-def half_role(memory, barriers, items, stride, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
+def half_role(memory, barriers, num_tiles, stride, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
               SIGN: gl.constexpr, N: gl.constexpr, RESIDENT: gl.constexpr, REG_STORE: gl.constexpr):  # fmt: skip
     """Left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
     phase = 0
     turn = 0
-    for _item in range(gl.program_id(0), items, stride):
+    for _tile_id in range(gl.program_id(0), num_tiles, stride):
         blocks = begin(barriers.q_ready, memory.job, turn)
         steps = blocks // 2
         o = gl.zeros([64, 256], gl.float32, LO)
@@ -269,7 +271,7 @@ def half_role(memory, barriers, items, stride, scale, output, HALF: gl.constexpr
 
 
 @gluon.jit(do_not_specialize=[
-    "want_lse", "items", "alone", "uneven_from", "queries", "heads", "window_rows", "window_page_rows",
+    "want_lse", "num_tiles", "alone", "uneven_from", "queries", "heads", "window_rows", "window_page_rows",
     "window_page_stride", "window_row_stride", "window_inverse", "window_shift", "window_width", "window_line",
     "compressed_rows", "compressed_page_rows", "compressed_page_stride", "compressed_row_stride", "compressed_inverse",
     "compressed_shift", "compressed_width", "compressed_line", "window_lengths", "compressed_lengths", "starts",
@@ -278,12 +280,12 @@ def half_role(memory, barriers, items, stride, scale, output, HALF: gl.constexpr
 ])  # fmt: skip
 def v4_sparse(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
               window_lengths_ptr, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr, starts_ptr, cos_sin_ptr,
-              positions_ptr, scale, want_lse, items, alone, uneven_from, queries, heads, window_rows, window_page_rows,
-              window_page_stride, window_row_stride, window_inverse, window_shift, window_width, window_line,
-              compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_inverse,
-              compressed_shift, compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests,
-              rope_positions, rope_width, rope_line, num_splits, tiles_per_split, stride_qn, stride_qh, stride_on,
-              stride_oh, stride_ln, stride_lh,
+              positions_ptr, scale, want_lse, num_tiles, alone, uneven_from, queries, heads, window_rows,
+              window_page_rows, window_page_stride, window_row_stride, window_inverse, window_shift, window_width,
+              window_line, compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride,
+              compressed_inverse, compressed_shift, compressed_width, compressed_line, window_lengths,
+              compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
+              tiles_per_split, stride_qn, stride_qh, stride_on, stride_oh, stride_ln, stride_lh,
               KV_INDEX: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr, COMPRESSED_FORMAT: gl.constexpr,
               WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr,
               RESIDENT: gl.constexpr, RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
@@ -315,8 +317,8 @@ def v4_sparse(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
                     queries, heads, rope, want_lse)  # fmt: skip
     sizes = Sizes(queries, heads, num_splits, tiles_per_split)
-    # The first `alone` CTAs have one item each, the others share what is left: see splits.uneven.
-    items = gl.where(gl.program_id(0) < alone, gl.program_id(0) + 1, items)
+    # The first `alone` CTAs have one work tile each, the others share what is left: see splits.uneven.
+    num_tiles = gl.where(gl.program_id(0) < alone, gl.program_id(0) + 1, num_tiles)
     stride = gl.num_programs(0) - alone
 
     memory = make_memory(q_ptr.dtype.element_ty)
@@ -324,8 +326,8 @@ def v4_sparse(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
-        (half_role, (memory, barriers, items, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
-        (half_role, (memory, barriers, items, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
-        (gather_role, (q, window, compressed, requests, pools, memory, barriers, items, stride, uneven_from, sizes,
+        (half_role, (memory, barriers, num_tiles, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
+        (half_role, (memory, barriers, num_tiles, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
+        (gather_role, (q, window, compressed, requests, pools, memory, barriers, num_tiles, stride, uneven_from, sizes,
                        KV_INDEX, FORMATS, UNIT, RESIDENT, PDL_WAIT, SPLIT)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

@@ -133,7 +133,7 @@ def resident_scores(s, memory, barriers, phase, step, SIGN: gl.constexpr):
 
 @gluon.jit
 def left_begin(memory, barriers, phase, steps, SIGN: gl.constexpr):
-    """S of the first block 0 of an item."""
+    """S of the first block 0 of a work tile."""
     s = gl.zeros([64, 64], gl.float32, SCORES)
     if steps > 0:
         s = half_scores(s, memory, barriers.ready, phase, steps, 0, True)

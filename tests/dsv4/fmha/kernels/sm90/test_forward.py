@@ -79,7 +79,7 @@ def test_short_partial_results_hold_values_of_any_size(monkeypatch):
     with softsm.use("sm_90a"), softsm.checking(races=True) as report:
         out = dsv4.fmha(q, k, v, plan=plan, backend="softsm")
     calls.forget()
-    assert names[-1] == "combine_short"
+    assert names[-1] == "combine_fp16"
     assert "nothing found" in str(report), str(report)
     want, low = reference.fmha(q, k, v)[0], reference.fmha(q, k, v, p_dtype=torch.bfloat16)[0]
     for half in (slice(0, 256), slice(256, 512)):  # in one comparison the first would hide the second
@@ -180,7 +180,7 @@ def test_no_race_whenever_copies_and_products_complete(head_dim, same_kv, order)
 ])  # fmt: skip
 def test_no_slot_is_filled_before_all_have_seen_it(splits, seed, same_kv, monkeypatch):
     """Seven steps of a split at head dim 512. A wait for a filling that the next one has overtaken would not end. Two
-    splits make short partial results: the kernel that the test of their values compiles. A window and a sink too."""
+    splits make fp16 partial results: the kernel that the test of their values compiles. A window and a sink too."""
     monkeypatch.setattr(prepare, "SHORT_FROM", 0)
     calls.forget()
     keys = 850 * splits

@@ -15,18 +15,18 @@ NO = gl.constexpr(NO_BOUND)
 
 @gluon.jit(do_not_specialize=["sequences", "kv_heads", "group", "tokens", "right"])
 def taken(out_ptr, sequences, kv_heads, group, tokens, right, M: gl.constexpr):
-    """What each CTA takes, item by item: (CTA, sequence x head, row tile, tiles of 128 keys)."""
+    """What each CTA takes, tile by tile: (CTA, sequence x head, row tile, tiles of 128 keys)."""
     sizes = Sizes(sequences * tokens, 0, tokens, tokens, kv_heads, group, 1, 0, 1, 0)
     scheduler = rows_loop.tile_scheduler(sizes, Options(1.0, 1, NO, right, 0, 0), M)
-    for item in range(gl.program_id(0), scheduler.items, gl.num_programs(0)):
-        seq, head, tile_row, _, tiles = rows_loop.locate(item, scheduler, 128, M)
-        gl.store(out_ptr + 4 * item, gl.program_id(0))
-        gl.store(out_ptr + 4 * item + 1, seq * kv_heads + head)
-        gl.store(out_ptr + 4 * item + 2, tile_row // M)
-        gl.store(out_ptr + 4 * item + 3, tiles)
+    for tile_id in range(gl.program_id(0), scheduler.num_tiles, gl.num_programs(0)):
+        seq, head, tile_row, _, tiles = rows_loop.locate(tile_id, scheduler, 128, M)
+        gl.store(out_ptr + 4 * tile_id, gl.program_id(0))
+        gl.store(out_ptr + 4 * tile_id + 1, seq * kv_heads + head)
+        gl.store(out_ptr + 4 * tile_id + 2, tile_row // M)
+        gl.store(out_ptr + 4 * tile_id + 3, tiles)
 
 
-def items(sequences, kv_heads, group, tokens, right, rows):
+def num_tiles(sequences, kv_heads, group, tokens, right, rows):
     count = -(-tokens * group // rows) * sequences * kv_heads
     out = torch.full((count, 4), -1, dtype=torch.int32)
     with softsm.use("sm_90a"):
@@ -46,7 +46,7 @@ def items(sequences, kv_heads, group, tokens, right, rows):
 )
 def test_causal_work_is_even_and_every_tile_is_taken_once(sequences, kv_heads, group, tokens, rows, most):
     """A tile costs its keys and about as much as 1.5 tiles of them for its beginning and end."""
-    found = items(sequences, kv_heads, group, tokens, 0, rows)
+    found = num_tiles(sequences, kv_heads, group, tokens, 0, rows)
     tiles = -(-tokens * group // rows)
     assert sorted(map(tuple, found[:, 1:3].tolist())) == [
         (pair, tile) for pair in range(sequences * kv_heads) for tile in range(tiles)
@@ -56,14 +56,14 @@ def test_causal_work_is_even_and_every_tile_is_taken_once(sequences, kv_heads, g
 
 
 def test_few_heads_are_read_at_one_time():
-    """Causal: a round of 132 items lies in two blocks of four heads at most, of 64 heads in all."""
-    found = items(4, 16, 1, 4096, 0, 128)
+    """Causal: a round of 132 tiles lies in two blocks of four heads at most, of 64 heads in all."""
+    found = num_tiles(4, 16, 1, 4096, 0, 128)
     for first in range(0, len(found), CTAS):
         assert len(found[first : first + CTAS, 1].unique()) <= 8
 
 
 @pytest.mark.parametrize("rows", [128, 192])
 def test_without_a_mask_heads_come_one_after_the_other(rows):
-    found = items(4, 16, 1, 4096, NO_BOUND, rows)
+    found = num_tiles(4, 16, 1, 4096, NO_BOUND, rows)
     tiles = -(-4096 // rows)
-    assert found[:, 1].tolist() == [item // tiles for item in range(64 * tiles)]
+    assert found[:, 1].tolist() == [tile_id // tiles for tile_id in range(64 * tiles)]

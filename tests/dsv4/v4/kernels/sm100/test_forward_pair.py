@@ -85,7 +85,7 @@ def test_many_blocks_and_256_heads(pairs, order):
 
 @pytest.mark.parametrize("order", SLOW_ORDERS)
 def test_items_of_one_and_two_blocks_in_turn(pairs, order, monkeypatch):
-    """Places change hands between items while the products of the one before run."""
+    """Places change hands between work tiles while the products of the one before run."""
     num_sms(monkeypatch, 2)
     problem = plain(7, heads=128)
     problem["window_lengths"] = torch.tensor([70, 1, 0, 70, 70, 0, 9], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The Hopper kernel of V4 attention for few items of FP8 rows, on a CPU through softsm."""
+"""The Hopper kernel of V4 attention for few work tiles of FP8 rows, on a CPU through softsm."""
 
 import dataclasses
 

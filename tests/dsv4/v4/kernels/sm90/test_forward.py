@@ -33,7 +33,7 @@ def numbers(*shape: int, of: int) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def not_few(monkeypatch):
-    """Few items take this kernel too, as many do; test_v4_narrow.py has the one that they would take."""
+    """Few work tiles take this kernel too, as many do; test_decode_swap_ab.py has the one that they would take."""
     monkeypatch.setattr(entry, "decode_kernel", lambda p, target: None)
     calls.forget()
     yield
@@ -151,7 +151,7 @@ def test_what_equal_splits_leave_over_is_shared(monkeypatch):
 
 @pytest.mark.slow  # a variant of its own
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
-def test_many_partial_results_are_short(order, monkeypatch):
+def test_many_partial_results_are_in_fp16(order, monkeypatch):
     """Of 80 heads in three splits, for the second query one without rows. The halves of a row have powers of two of
     their own: one is a thousand times larger."""
     monkeypatch.setattr(prepare, "SHORT_FROM", 0)
@@ -164,7 +164,7 @@ def test_many_partial_results_are_short(order, monkeypatch):
         window_indices=numbers(2, 260, of=130), window_lengths=torch.tensor([260, 90], dtype=torch.int32),
         sink=torch.randn(80), plan=plan,
     )  # fmt: skip
-    assert names == ["v4_sparse", "combine_short"]
+    assert names == ["v4_sparse", "combine_fp16"]
     compare(*compared)
 
 
@@ -265,8 +265,8 @@ def test_the_suite(case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
 def test_rows_that_stay_in_the_l2_are_read_in_the_other_order(order, dtype):
-    """Six queries that list 12 rows: one of no rows, one of a single step, the others of four; more items than CTAs.
-    Maxima grow by more than 8 where larger rows begin. Positions are of int64 here."""
+    """Six queries that list 12 rows: one of no rows, one of a single step, the others of four; more work tiles than
+    CTAs. Maxima grow by more than 8 where larger rows begin. Positions are of int64 here."""
     lengths = torch.tensor([270, 270, 0, 128, 190, 270], dtype=torch.int32)
     arguments = dict(
         q=torch.randn(6, 16, 512).to(dtype), window=rows(12).to(dtype), window_indices=numbers(6, 150, of=12),
