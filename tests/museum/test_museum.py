@@ -32,4 +32,4 @@ def test_the_command_prints_one_line_each():
     lines = result.output.splitlines()
     assert len(lines) == 3 and lines[-1] == "2 passed, 0 failed"
     assert lines[0].split()[:4] == ["3", "ok", "default", "misaligned"]
-    assert CliRunner().invoke(app, ["museum", "99"]).exit_code == 1
+    assert CliRunner().invoke(app, ["museum", "99"]).exit_code == 2
