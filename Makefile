@@ -79,6 +79,7 @@ lint: setup
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/mypy
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 bench: setup
 	$(VENV)/bin/python benchmarks/cpu.py

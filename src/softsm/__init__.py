@@ -11,6 +11,19 @@ Nothing heavy is imported until one of these names is used.
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
+    from softsm import errors as errors
+    from softsm.checks.checking import checking as checking
+    from softsm.checks.checking import expect_mma as expect_mma
+    from softsm.doors.triton.in_use import active_arch as active_arch
+    from softsm.doors.triton.install import use as use
+    from softsm.engine.gpus import gpus as gpus
+    from softsm.engine.launch import load as load
+    from softsm.memory.multicast import multicast as multicast
+    from softsm.report.activity import counting as counting
+    from softsm.timing_model.timer import timing as timing
 
 __version__ = "0.2.0"
 
@@ -35,7 +48,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'softsm' has no attribute {name!r}")

@@ -1,0 +1,24 @@
+"""What a user writes, for type checkers: `make lint` gives it to mypy and pyright. Nothing here runs."""
+
+from typing import assert_type
+
+import torch
+from torch import Tensor
+
+import dsv4
+import softsm
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, lse = dsv4.fmha(q, k, v, causal=True, window=(127, 0), sink=torch.zeros(8), return_lse=True)
+    assert_type(lse, Tensor)
+    assert_type(dsv4.fmha(q, k, v, backend="cpu"), Tensor)
+    return out
+
+
+def emulated(ptx: str, x: Tensor) -> str:
+    with softsm.use("sm_90a"), softsm.checking(order="latest") as report:
+        softsm.load(ptx).launch(grid=4, block=128, args=[x, 7])
+    with softsm.timing(), softsm.counting():
+        pass
+    return str(report)
