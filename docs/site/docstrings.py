@@ -1,4 +1,4 @@
-"""For mkdocstrings: docstrings as they are at run time (fmha's rules are joined on there), in Markdown."""
+"""For mkdocstrings: docstrings and signatures as they are at run time (fmha's get their rules and keywords there)."""
 
 import inspect
 import re
@@ -15,10 +15,21 @@ def markdown(text: str) -> str:
     return re.sub(r"::$", ":", text, flags=re.M)
 
 
+def parameter(x: inspect.Parameter) -> griffe.Parameter:
+    default = None if x.default is x.empty else repr(x.default)
+    annotation = inspect.formatannotation(x.annotation).removeprefix("torch.").strip("'")
+    return griffe.Parameter(
+        x.name, annotation=annotation, kind=griffe.ParameterKind(x.kind.description), default=default
+    )
+
+
 class RuntimeDocstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is None:
             return
         if obj.path in ("dsv4.fmha.api.fmha", "dsv4.fmha.api.fmha_varlen", "dsv4.fmha.api.fmha_paged"):
-            obj.docstring.value = inspect.cleandoc(getattr(import_module("dsv4.fmha.api"), obj.name).__doc__)
+            function = getattr(import_module("dsv4.fmha.api"), obj.name)
+            obj.docstring.value = inspect.cleandoc(function.__doc__)
+            obj.parameters = griffe.Parameters(*map(parameter, inspect.signature(function).parameters.values()))
+            obj.overloads = None
         obj.docstring.value = markdown(obj.docstring.value)

@@ -32,8 +32,7 @@ def _values(x: Tensor | None) -> Tensor | None:
 def _fmha_pairs(given: dict[str, Any]) -> int:
     """Over all heads."""
     q = given["q"]
-    left, right = (given[name] if name in given else given[f"window_{name}"] for name in ("left", "right"))
-    right = 0 if given.get("causal") else right
+    left, right = given["window_left"], 0 if given["causal"] else given["window_right"]
     if given.get("cu_seqlens_q") is not None:
         cu_q, cu_k = (_values(given[f"cu_seqlens_{x}"]) for x in "qk")
         if cu_q is None or cu_k is None:

@@ -243,7 +243,8 @@ def scales_twice(real, b):
 
 
 def sees_one_key_more(real, b):
-    real(replace(b, forward=replace(b.forward, right=b.forward.right + 1)))
+    options = b.forward.options._replace(window_right=b.forward.right + 1)
+    real(replace(b, forward=replace(b.forward, options=options)))
 
 
 def gradient_without_the_sink(real, b):

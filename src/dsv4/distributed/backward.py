@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from dsv4.distributed.attend import Setting, attend, cut, ring
 from dsv4.distributed.ranks import gathered_whole, global_rank, piece_numbers, pieces_of, rank_and_size, swapped
 from dsv4.fmha.backward_cpu import sink_terms
+from dsv4.fmha.options import FmhaOptions
 
 
 class Prefill(torch.autograd.Function):
@@ -108,10 +109,11 @@ class Queries:
             rows = slice(n * self.piece, n * self.piece + t)
             q, out, dout = (x[:, rows] for x in self.tensors)
             dlse = None if self.dlse is None else self.dlse[:, :, rows]
+            options = FmhaOptions.of(window, softmax_scale=setting.softmax_scale, deterministic=setting.deterministic)
             dq, dk, dv, _ = torch.ops.dsv4.fmha_backward(
-                dout, dlse, q, k[:, :s], v[:, :s], self.sink, None, None, out, self.lse[:, :, rows], None, None,
-                *window, setting.softmax_scale, setting.deterministic, setting.backend,
-                [self.want_q, True, True, False],
+                dout=dout, dlse=dlse, q=q, k=k[:, :s], v=v[:, :s], sink=self.sink, cu_seqlens_q=None, cu_seqlens_k=None,
+                out=out, lse=self.lse[:, :, rows], **options._asdict(), backend=setting.backend,
+                asked=[self.want_q, True, True, False],
             )  # fmt: skip
             sums[0, :, :s] += dk
             sums[1, :, :s] += dv

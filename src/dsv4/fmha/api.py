@@ -1,21 +1,23 @@
 """Fused multi-head attention: dense, varlen and paged. The maths is in reference.py; the rules are stated here."""
 
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from dsv4.fmha import plan as plans
 from dsv4.fmha import problem
+from dsv4.fmha.options import DOCS, FmhaKeywords, FmhaOptions, VarlenKeywords
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
-from dsv4.runtime.plan import Plan
+from dsv4.runtime.options import set_signature
 
 Both = tuple[Tensor, Tensor]  # out, lse
 Result = Tensor | Both
 
-RULES = """
+RULES = (
+    """
 
     Per sequence with T queries and S keys, query head h reading KV head ``h // (Hq / Hkv)``::
 
@@ -34,103 +36,51 @@ RULES = """
         fmha and fmha_varlen have gradients with respect to q, k, v, sink and lse (first order, reverse mode). With
         out=, plan= or paged keys there are none: an input that requires grad raises an error under grad mode.
 
-    Args:
-        causal, window: see above; both count from the bottom right corner.
-        return_lse: return ``(out, lse)``, lse in fp32.
-        out: tensor to write to and return; its last stride is 1, and it overlaps no input. Its dtype is q's,
-            or fp32 for partial results that are merged (dsv4.merge_states) and rounded once.
-        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with preallocated buffers (CUDA graphs). With a plan and
-            out= nothing is allocated if strides are multiples of 16 bytes; other tensors are copied.
-        deterministic: a sequence gives the same bits in every run and every batch, and on a CPU with any number of
-            threads (it uses one).
-        backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
+    Args:"""
+    + DOCS.rstrip()
+    + """
 
     Raises:
         ValueError: names the argument, the value it got and what is accepted. Checks of tensor values always run
             on a CPU, and on a GPU with DSV4_CHECK=1 in the environment; without them lengths are clamped, and a page
             that does not exist is not read.
 """
+)
 
 
-class Options(TypedDict, total=False):
-    """What the three functions share, for type checkers: the return type depends on return_lse alone."""
-
-    causal: bool
-    window: tuple[int, int]
-    sink: Tensor | None
-    softmax_scale: float | None
-    out: Tensor | None
-    plan: Plan | None
-    deterministic: bool
-    backend: str
-
-
-class VarlenOptions(Options, total=False):
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
+# The keyword arguments are those of FmhaKeywords. The return type depends on return_lse alone.
 
 
 @overload
-def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **_: Unpack[Options]) -> Tensor: ...
+def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **_: Unpack[FmhaKeywords]) -> Tensor: ...
 @overload
-def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **_: Unpack[Options]) -> Both: ...
+def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **_: Unpack[FmhaKeywords]) -> Both: ...
 @overload
-def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **_: Unpack[Options]) -> Result: ...
-def fmha(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    sink: Tensor | None = None,
-    softmax_scale: float | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-    plan: Plan | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
-) -> Result:
+def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **_: Unpack[FmhaKeywords]) -> Result: ...
+def fmha(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Result:
     """Attention of q [B, T, Hq, D] to k, v [B, S, Hkv, D] -> out [B, T, Hq, D], lse [B, Hq, T]."""
-    return _call(
-        "fmha", (q, k, v, sink), (), causal, window, softmax_scale, return_lse, out, plan, deterministic, backend
-    )
+    return _call(FMHA, (q, k, v), (None, None), **keywords)
 
 
 @overload
 def fmha_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    *, return_lse: Literal[False] = ..., **_: Unpack[VarlenOptions],
+    *, return_lse: Literal[False] = ..., **_: Unpack[VarlenKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fmha_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    *, return_lse: Literal[True], **_: Unpack[VarlenOptions],
+    *, return_lse: Literal[True], **_: Unpack[VarlenKeywords],
 ) -> Both: ...  # fmt: skip
 @overload
 def fmha_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    *, return_lse: bool, **_: Unpack[VarlenOptions],
+    *, return_lse: bool, **_: Unpack[VarlenKeywords],
 ) -> Result: ...  # fmt: skip
 def fmha_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    sink: Tensor | None = None,
-    softmax_scale: float | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-    plan: Plan | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
-) -> Result:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **keywords: Any,
+) -> Result:  # fmt: skip
     """Attention within sequences packed end to end: q [total_q, Hq, D], k, v [total_k, Hkv, D].
 
     cu_seqlens_q, cu_seqlens_k: int32 [B + 1], starting at 0, non-decreasing; sequence n has rows cu[n] .. cu[n+1] - 1.
@@ -138,44 +88,26 @@ def fmha_varlen(
     lengths; without them a GPU launch is sized for the worst case. No sequence may be longer.
     -> out [total_q, Hq, D], lse [total_q, Hq].
     """
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
-    bounds = (checks.bound("max_seqlen_q", max_seqlen_q), checks.bound("max_seqlen_k", max_seqlen_k))
-    return _call(
-        "fmha_varlen", tensors, bounds, causal, window, softmax_scale, return_lse, out, plan, deterministic, backend
-    )
+    return _call(FMHA_VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), **keywords)
 
 
 @overload
 def fmha_paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
-    *, return_lse: Literal[False] = ..., **_: Unpack[Options],
+    *, return_lse: Literal[False] = ..., **_: Unpack[FmhaKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def fmha_paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
-    *, return_lse: Literal[True], **_: Unpack[Options],
+    *, return_lse: Literal[True], **_: Unpack[FmhaKeywords],
 ) -> Both: ...  # fmt: skip
 @overload
 def fmha_paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
-    *, return_lse: bool, **_: Unpack[Options],
+    *, return_lse: bool, **_: Unpack[FmhaKeywords],
 ) -> Result: ...  # fmt: skip
 def fmha_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    sink: Tensor | None = None,
-    softmax_scale: float | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-    plan: Plan | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, **keywords: Any
 ) -> Result:
     """Attention of q [B, T, Hq, D] to keys in pages [P, page, Hkv, D] of any size and stride.
 
@@ -183,46 +115,40 @@ def fmha_paged(
     lengths: int32 [B], the number of keys S of each sequence. Table entries past the length are not read.
     -> out [B, T, Hq, D], lse [B, Hq, T].
     """
-    tensors = (q, k_pages, v_pages, block_table, lengths, sink)
-    return _call(
-        "fmha_paged", tensors, (), causal, window, softmax_scale, return_lse, out, plan, deterministic, backend
-    )
+    return _call(FMHA_PAGED, (q, k_pages, v_pages, block_table, lengths), (None, None), **keywords)
 
 
-for _function in (fmha, fmha_varlen, fmha_paged):
+def _call(
+    op: Operation, tensors: tuple, bounds: tuple, /, *, sink=None, return_lse=False, out=None, plan=None,
+    backend="auto", **options: Any,
+) -> Result:  # fmt: skip
+    try:
+        checked = FmhaOptions.checked(*bounds, **options)
+    except TypeError:
+        for name in options.keys() - FmhaKeywords.__annotations__.keys():
+            raise TypeError(f"{op.name}() got an unexpected keyword argument {name!r}") from None
+        raise
+    if return_lse is not False:
+        checks.flag("return_lse", return_lse)
+    return operators.call(op, (*tensors, sink), checked, return_lse, out, plan, checks.backend(backend))
+
+
+for _function, _keywords in ((fmha, FmhaKeywords), (fmha_varlen, VarlenKeywords), (fmha_paged, FmhaKeywords)):
+    set_signature(_function, _keywords, _call, FmhaOptions.checked)
     if _function.__doc__:  # absent under python -OO
         _function.__doc__ = _function.__doc__.rstrip() + RULES
 
 
-def _call(
-    name: str, tensors: tuple, bounds: tuple, causal, window, softmax_scale, return_lse, out, plan, deterministic,
-    backend,
-) -> Result:  # fmt: skip
-    """Here numbers and flags get their types, which the key of a call cannot tell apart; their values are checked, like
-    the tensors, where the problem is built."""
-    left, right = checks.two_ints(window)
-    if checks.flag("causal", causal) and left >= -1 and right >= -1:  # else it is refused as it was given
-        right = 0
-    scale, deterministic = checks.scale(softmax_scale), checks.flag("deterministic", deterministic)
-    options = (False, left, right, scale, deterministic, *bounds)  # causal is folded into the window
-    checks.flag("return_lse", return_lse)
-    return operators.call(OPERATIONS[name], tensors, options, return_lse, out, plan, checks.backend(backend))
-
-
-OPTIONS = (
-    "*, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, Tensor? sink=None, "
-    "float? softmax_scale=None, bool deterministic=False"
-)
 KV, PAGES = ("k", "v"), ("k_pages", "v_pages")
-NUMBERS = ("causal", "window_left", "window_right", "softmax_scale", "deterministic")
 BOUNDS = ("max_seqlen_q", "max_seqlen_k")
 
 
 def _from_operator(build: Callable[..., problem.FmhaProblem]) -> Callable[..., problem.FmhaProblem]:
-    """An operator takes no tuple: the window travels as two numbers."""
+    """Its arguments by name: tensors and fields of the options."""
 
-    def built(*, window_left: int, window_right: int, **arguments: Any) -> problem.FmhaProblem:
-        return build(window=(window_left, window_right), **arguments)
+    def built(**arguments: Any) -> problem.FmhaProblem:
+        fields = {name: arguments.pop(name) for name in FmhaOptions._fields if name in arguments}
+        return build(options=FmhaOptions(**fields), **arguments)
 
     return built
 
@@ -232,30 +158,19 @@ def _outputs(arguments: dict[str, Any]) -> Shapes:
     return (q.shape, q.dtype), (problem.lse_shape(q.shape), torch.float32)
 
 
-OPERATIONS = {
-    op.name: op
-    for op in (
-        Operation(
-            "fmha", "fmha", ("q", *KV, "sink"), 3, NUMBERS, ("out", "lse"), _outputs, _from_operator(problem.dense),
-            problem.check_values, (4,), ("same_kv", *KV), plans.reserved, plans.warmup_calls,
-        ),
-        Operation(
-            "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), 5, (*NUMBERS, *BOUNDS),
-            ("out", "lse"), _outputs, _from_operator(problem.varlen), problem.check_values, (3,), ("same_kv", *KV),
-            plans.reserved_varlen, plans.warmup_calls,
-        ),
-        Operation(
-            "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), 5, NUMBERS, ("out", "lse"), _outputs,
-            _from_operator(problem.paged), problem.check_values, (4,), ("same_kv", *PAGES),
-            plans.reserved, plans.warmup_calls,
-        ),
-    )
-}  # fmt: skip
-TENSORS = {
-    "fmha": "Tensor q, Tensor k, Tensor v",
-    "fmha_varlen": "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None",
-    "fmha_paged": "Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths",
-}
-for _name, _tensors in TENSORS.items():
-    operators.define_operation(OPERATIONS[_name], f"{_tensors}, {OPTIONS}")
+FMHA = Operation(
+    "fmha", "fmha", ("q", *KV, "sink"), 3, FmhaOptions, ("out", "lse"), _outputs, _from_operator(problem.dense),
+    problem.check_values, (4,), ("same_kv", *KV), plans.reserved, plans.warmup_calls, without=BOUNDS,
+)  # fmt: skip
+FMHA_VARLEN = Operation(
+    "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), 5, FmhaOptions, ("out", "lse"), _outputs,
+    _from_operator(problem.varlen), problem.check_values, (3,), ("same_kv", *KV), plans.reserved_varlen,
+    plans.warmup_calls, positional=BOUNDS,
+)  # fmt: skip
+FMHA_PAGED = Operation(
+    "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), 5, FmhaOptions, ("out", "lse"), _outputs,
+    _from_operator(problem.paged), problem.check_values, (4,), ("same_kv", *PAGES), plans.reserved, plans.warmup_calls,
+    without=BOUNDS,
+)  # fmt: skip
+for _operation in (FMHA, FMHA_VARLEN, FMHA_PAGED):
+    operators.define_operation(_operation)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dsv4.fmha.options import FmhaOptions
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.calls import Operation, Shapes
 
@@ -31,9 +32,9 @@ class FmhaBackward:
     dk: Tensor | None = None
     dv: Tensor | None = None
     dsink: Tensor | None = None  # fp32 [Hq]
-    deterministic: bool = False
 
     q = property(lambda self: self.forward.q)
+    deterministic = property(lambda self: self.forward.deterministic)
 
     def no_keys(self) -> bool:
         """True when the shapes alone say that every gradient is 0."""
@@ -42,22 +43,18 @@ class FmhaBackward:
 
 TENSORS = ("q", "k", "v", "sink", "cu_seqlens_q", "cu_seqlens_k")
 DIFFERENTIABLE = TENSORS[:4]
-OPTIONS = ("max_seqlen_q", "max_seqlen_k", "left", "right", "softmax_scale", "deterministic")
 
 
-def _build(
-    q, k, v, sink, cu_seqlens_q, cu_seqlens_k, out, lse, dout, dlse, max_seqlen_q, max_seqlen_k, left, right,
-    softmax_scale, deterministic,
-) -> FmhaBackward:  # fmt: skip
+def _build(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, out, lse, dout, dlse, **fields) -> FmhaBackward:
     """The forward pass has checked its arguments."""
-    dense = cu_seqlens_q is None
+    dense, options = cu_seqlens_q is None, FmhaOptions(**fields).resolved(q.shape[-1])
     forward = FmhaProblem(
-        "dense" if dense else "varlen", q, k, v, left, right,
-        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        q.shape[1] if dense else max_seqlen_q or q.shape[0], k.shape[1] if dense else max_seqlen_k or k.shape[0],
+        "dense" if dense else "varlen", q, k, v, options,
+        q.shape[1] if dense else options.max_seqlen_q or q.shape[0],
+        k.shape[1] if dense else options.max_seqlen_k or k.shape[0],
         sink, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out=out, lse=lse,
     )  # fmt: skip
-    return FmhaBackward(forward, dout, dlse, deterministic=deterministic)
+    return FmhaBackward(forward, dout, dlse)
 
 
 def _shapes(arguments: dict[str, Any]) -> Shapes:
@@ -66,14 +63,13 @@ def _shapes(arguments: dict[str, Any]) -> Shapes:
 
 
 FMHA_BACKWARD = Operation(
-    "fmha_backward", "fmha", (*TENSORS, "out", "lse", "dout", "dlse"), 3, OPTIONS, ("dq", "dk", "dv", "dsink"), _shapes,
-    _build, falls_back=True, backward=True,
+    "fmha_backward", "fmha", (*TENSORS, "out", "lse", "dout", "dlse"), 3, FmhaOptions, ("dq", "dk", "dv", "dsink"),
+    _shapes, _build, falls_back=True, backward=True,
 )  # fmt: skip
 
 
-def given(b: FmhaBackward) -> tuple[tuple, tuple, tuple]:
+def given(b: FmhaBackward) -> tuple[tuple, FmhaOptions, tuple]:
     """(tensors, options, outputs to be filled) of a request, in the order of the operation."""
     p = b.forward
     tensors = (p.q, p.k, p.v, p.sink, p.cu_seqlens_q, p.cu_seqlens_k, p.out, p.lse, b.dout, b.dlse)
-    options = (p.max_seqlen_q, p.max_seqlen_k, p.left, p.right, p.softmax_scale, b.deterministic)
-    return tensors, options, (b.dq, b.dk, b.dv, b.dsink)
+    return tensors, p.options, (b.dq, b.dk, b.dv, b.dsink)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dsv4.fmha.options import FmhaOptions
 from dsv4.runtime import checks
 
 
@@ -40,9 +41,7 @@ class FmhaProblem:
     q: Tensor
     k: Tensor
     v: Tensor
-    left: int
-    right: int  # 0 when causal
-    softmax_scale: float
+    options: FmhaOptions  # resolved
     max_seqlen_q: int  # no sequence has more queries (a bound, not always the true maximum)
     max_seqlen_k: int
     sink: Tensor | None = None  # [Hq] fp32
@@ -52,10 +51,14 @@ class FmhaProblem:
     lengths: Tensor | None = None  # paged: int32 [B]
     out: Tensor | None = None  # filled in by the backend; set before a backend sees the problem
     lse: Tensor | None = None  # fp32, or None when not wanted
-    deterministic: bool = False
     num_splits: int = 0  # from a plan: KV splits to use; 0 = the kernel's choice
     scratch: Tensor | None = None  # from a plan: flat fp32, for the partial results of the splits
     same_kv: bool = False  # k and v lie in the same memory
+
+    left = property(lambda self: self.options.window_left)
+    right = property(lambda self: self.options.window_right)  # 0 when causal
+    softmax_scale = property(lambda self: self.options.softmax_scale)
+    deterministic = property(lambda self: self.options.deterministic)
 
     @property
     def batch(self) -> int:
@@ -99,7 +102,7 @@ def lse_shape(q_shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(q_shape[:2]) if len(q_shape) == 3 else (q_shape[0], q_shape[2], q_shape[1])
 
 
-def _common(q, k, v, causal, window, sink, softmax_scale, deterministic, names=("k", "v")) -> dict:
+def _common(q, k, v, sink, options: FmhaOptions, names=("k", "v")) -> dict:
     """The checks that do not depend on the kind; ranks are already right."""
     d = checks.head_dim("q", q.shape[-1])
     for name, x in zip(names, (k, v)):
@@ -110,33 +113,26 @@ def _common(q, k, v, causal, window, sink, softmax_scale, deterministic, names=(
     if v.shape != k.shape:
         checks.fail(names[1], f"shape {list(v.shape)}", f"shape {list(k.shape)}, as {names[0]}")
     checks.head_ratio(q.shape[-2], k.shape[-2])
-    left, right = checks.window_bounds(*window)
-    return dict(
-        q=q,
-        k=k,
-        v=v,
-        left=left,
-        right=0 if causal else right,
-        sink=checks.sink(sink, q.shape[-2], ("q", q)),
-        softmax_scale=checks.softmax_scale(softmax_scale, d),
-        deterministic=deterministic,
-    )
+    resolved = options.resolved(d)
+    return dict(q=q, k=k, v=v, sink=checks.sink(sink, q.shape[-2], ("q", q)), options=resolved)
 
 
-def dense(q, k, v, *, causal=False, window=(-1, -1), sink=None, softmax_scale=None, deterministic=False) -> FmhaProblem:
+# The builders take an FmhaOptions, or its fields by name, with the window as a pair.
+
+
+def dense(q, k, v, *, sink=None, options: FmhaOptions | None = None, **fields) -> FmhaProblem:
     checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x, ("B", "S", "Hkv", "D"), checks.FLOATS, like=("q", q))
         if x.shape[0] != q.shape[0]:
             checks.fail(name, f"batch {x.shape[0]}", f"batch {q.shape[0]}, as q")
-    common = _common(q, k, v, causal, window, sink, softmax_scale, deterministic)
+    common = _common(q, k, v, sink, options or FmhaOptions.of(**fields))
     return FmhaProblem("dense", max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], **common)
 
 
 def varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, *,
-    causal=False, window=(-1, -1), sink=None, softmax_scale=None, deterministic=False,
-) -> FmhaProblem:  # fmt: skip
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *, sink=None, options: FmhaOptions | None = None, **fields
+) -> FmhaProblem:
     checks.tensor("q", q, ("total_q", "Hq", "D"), checks.FLOATS)
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x, ("total_k", "Hkv", "D"), checks.FLOATS, like=("q", q))
@@ -146,11 +142,12 @@ def varlen(
             checks.fail(name, "no entries", "B + 1 entries")
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         checks.fail("cu_seqlens_k", f"{cu_seqlens_k.shape[0]} entries", f"{cu_seqlens_q.shape[0]}, as cu_seqlens_q")
-    common = _common(q, k, v, causal, window, sink, softmax_scale, deterministic)
+    options = options or FmhaOptions.of(**fields)
+    common = _common(q, k, v, sink, options)
     return FmhaProblem(
         "varlen",
-        max_seqlen_q=_bound("max_seqlen_q", max_seqlen_q, q.shape[0]),
-        max_seqlen_k=_bound("max_seqlen_k", max_seqlen_k, k.shape[0]),
+        max_seqlen_q=_bound("max_seqlen_q", options.max_seqlen_q, q.shape[0]),
+        max_seqlen_k=_bound("max_seqlen_k", options.max_seqlen_k, k.shape[0]),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         **common,
@@ -158,9 +155,8 @@ def varlen(
 
 
 def paged(
-    q, k_pages, v_pages, block_table, lengths, *,
-    causal=False, window=(-1, -1), sink=None, softmax_scale=None, deterministic=False,
-) -> FmhaProblem:  # fmt: skip
+    q, k_pages, v_pages, block_table, lengths, *, sink=None, options: FmhaOptions | None = None, **fields
+) -> FmhaProblem:
     checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         checks.tensor(name, x, ("P", "page", "Hkv", "D"), checks.FLOATS, like=("q", q))
@@ -168,9 +164,7 @@ def paged(
         checks.fail("k_pages", f"shape {list(k_pages.shape)}", "pages of at least one row")
     checks.int32("block_table", block_table, (q.shape[0], "max_pages"), ("q", q))
     checks.int32("lengths", lengths, (q.shape[0],), ("q", q))
-    common = _common(
-        q, k_pages, v_pages, causal, window, sink, softmax_scale, deterministic, names=("k_pages", "v_pages")
-    )
+    common = _common(q, k_pages, v_pages, sink, options or FmhaOptions.of(**fields), ("k_pages", "v_pages"))
     capacity = block_table.shape[1] * k_pages.shape[1]
     return FmhaProblem(
         "paged", max_seqlen_q=q.shape[1], max_seqlen_k=capacity, block_table=block_table, lengths=lengths, **common

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4.caches.index_keys import IndexCache
 from dsv4.index import plan as plans
 from dsv4.index import problem
+from dsv4.index.options import IndexOptions
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
 from dsv4.runtime.plan import Plan
@@ -78,20 +79,8 @@ def index_topk(
         k = k.page_view()
     checks.flag("return_scores", return_scores)
     tensors = (q, k, weights, positions, lengths, block_table, request_starts)
-    options = (
-        problem.width(topk),
-        checks.at_least(1, "ratio", ratio),
-        None if scale is None else checks.number("scale", scale),
-        checks.flag("request_rows", request_rows),
-    )
+    options = IndexOptions.checked(topk, ratio, scale, request_rows)
     return operators.call(INDEX_TOPK, tensors, options, return_scores, out, plan, checks.backend(backend))
-
-
-ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor weights, SymInt topk, *, Tensor? positions=None, SymInt ratio=4, Tensor? lengths=None, "
-    "Tensor? block_table=None, Tensor? request_starts=None, float? scale=None, "
-    "bool request_rows=False"
-)
 
 
 def _outputs(arguments: dict[str, Any]) -> Shapes:
@@ -104,7 +93,7 @@ INDEX_TOPK = Operation(
     "index",
     ("q", "k", "weights", "positions", "lengths", "block_table", "request_starts"),
     3,
-    ("topk", "ratio", "scale", "request_rows"),
+    IndexOptions,
     ("out", "scores"),
     _outputs,
     problem.build,
@@ -113,5 +102,6 @@ INDEX_TOPK = Operation(
     plan=plans.reserved,
     warmup=plans.warmup_calls,
     falls_back=True,
+    positional=("topk",),
 )
-operators.define_operation(INDEX_TOPK, ARGUMENTS)
+operators.define_operation(INDEX_TOPK)

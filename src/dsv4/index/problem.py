@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.formats import INDEX_132
+from dsv4.index.options import checked_topk
 from dsv4.runtime import checks
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -91,13 +92,6 @@ class IndexProblem:
         return counts if self.request_starts is None else counts.masked_fill(self.owners() >= self.sequences, 0)
 
 
-def width(topk) -> int:
-    """topk, checked."""
-    if checks.at_least(0, "topk", topk) >= 1 << 31:
-        checks.fail("topk", topk, "an int below 2**31: row numbers have 32 bits")
-    return topk
-
-
 def build(
     q, k, weights, topk, *, positions=None, ratio=4, lengths=None, block_table=None, request_starts=None, scale=None,
     request_rows=False,
@@ -126,7 +120,7 @@ def build(
             checks.fail("k", f"shape {list(k.shape)}", "pages of at least one row")
         _check_table(block_table, request_starts, q)
     checks.tensor("weights", weights, (*lead, h), FLOATS, like=like, unit_last=False)
-    width(topk)
+    checked_topk(topk)
     checks.at_least(1, "ratio", ratio)
     if checks.flag("request_rows", request_rows) and block_table is None:
         checks.fail("request_rows", True, "False without block_table: the lists name rows of the sequence")

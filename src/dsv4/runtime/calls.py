@@ -35,7 +35,7 @@ class Operation:
     folder: str  # dsv4.<folder>.cpu, dsv4.<folder>.kernels.<arch>.entry; or backward_cpu, backward
     tensors: tuple[str, ...]  # its arguments that are tensors; the first is there and says on which device
     required: int  # as many of them, from the first, must be there
-    options: tuple[str, ...]  # the other arguments
+    options: Any  # class of the other arguments (options.py)
     outputs: tuple[str, ...]  # the first of a forward operation is always wanted
     shapes: Callable[[dict[str, Any]], Shapes]  # (arguments) -> shape and dtype of each output
     build: Callable[..., Any]  # (**arguments) -> problem; reads no values
@@ -46,6 +46,8 @@ class Operation:
     warmup: Callable[..., Any] | None = None  # calls that compile what it needs (warmup.CALLS)
     falls_back: bool = False  # backend "auto" runs torch code where no kernel serves the problem
     backward: bool = False
+    positional: tuple[str, ...] = ()  # arguments that the operator takes by their place, after the required tensors
+    without: tuple[str, ...] = ()  # options that it does not take
 
     same_places: tuple[int, ...] = field(init=False)  # of those two among the tensors
 
@@ -57,9 +59,12 @@ class Operation:
         """The optional output of a forward operation."""
         return self.outputs[1]
 
-    def named(self, tensors: Sequence[Any], options: Sequence[Any]) -> dict[str, Any]:
+    def named(self, tensors: Sequence[Any], options: Any) -> dict[str, Any]:
         """All arguments by their names."""
-        return dict(zip(self.tensors, tensors, strict=True)) | dict(zip(self.options, options, strict=True))
+        found = dict(zip(self.tensors, tensors, strict=True)) | options._asdict()
+        for name in self.without:
+            del found[name]
+        return found
 
     def empty(self, arguments: dict[str, Any], wanted: Sequence[bool], out: Tensor | None = None) -> list[Tensor]:
         """The outputs, to be written; of size 0 where one is not wanted."""
@@ -75,7 +80,7 @@ class Given(NamedTuple):
     """The arguments of one call: those of the operator, but for backend and outputs, and what the caller provides."""
 
     tensors: Sequence[Any]  # in the order of the operation
-    options: tuple  # likewise
+    options: Any  # of the class of the operation: a tuple
     wanted: tuple[bool, ...]  # outputs
     outputs: tuple[Tensor | None, ...]  # provided ones, to be written
     scratch: Tensor | None = None

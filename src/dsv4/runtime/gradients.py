@@ -11,7 +11,7 @@ operators, their kernels run without them. The gradient of a gradient is refused
 mode), which torch would silently drop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from dsv4.runtime import calls, operators
 from dsv4.runtime.calls import Given, Operation
 from dsv4.runtime.operators import LIBRARY
+from dsv4.runtime.options import schema
 
 # Name of an operation -> its two operators as one function of autograd.
 _functions: dict[str, type[torch.autograd.Function]] = {}
@@ -37,11 +38,11 @@ def define(
     gradients: Callable,
 ) -> None:
     """Register X_training and X_backward. forward, backward: (kernel, fake kernel); save(ctx, inputs, output)."""
-    for suffix, schema, (kernel, fake) in (
+    for suffix, text, (kernel, fake) in (
         ("training", f"({arguments}) -> {outputs}", forward),
         ("backward", f"({backward_arguments}) -> {backward_outputs}", backward),
     ):
-        LIBRARY.define(f"{name}_{suffix}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.define(f"{name}_{suffix}{text}", tags=(torch.Tag.pt2_compliant_tag,))
         LIBRARY.impl(f"{name}_{suffix}", kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dsv4::{name}_{suffix}", fake, lib=LIBRARY)
 
@@ -71,32 +72,29 @@ def training(name: str, plain: bool, *arguments: Any) -> Any:
 
 
 def define_operation(
-    name: str,
-    op: Operation,
-    schema: tuple[str, str],
-    forward: Callable[[tuple, tuple], tuple[Operation, tuple, tuple]],
-    inputs_of: dict[str, Callable[[dict[str, Any]], tuple]],
+    name: str, op: Operation, tensors: str, forward: Callable[[dict[str, Any]], Operation], public: Sequence[str]
 ) -> None:
     """Register X_training and X_backward for attention, whose gradients are an operation of calls.py.
 
     op: its tensors are those of X_training, then out, lse, dout and dlse; the first of them have gradients, which are
-    its outputs. schema: of those tensors and of its options. forward(tensors, options) -> (operation, its tensors, its
-    options) of the forward pass. inputs_of: of each such operation, from its arguments to those of X_training.
+    its outputs; its options are those of the forward pass. tensors: their schema. forward: from the tensors by name to
+    the operation of the forward pass, one of the `public` ones.
     """
     count, made = len(op.tensors) - 4, len(op.outputs)
-    deterministic = op.options.index("deterministic")
+    deterministic = op.options._fields.index("deterministic")
     nothing = (None,) * made
 
     def given(inputs: tuple) -> tuple[Operation, Given]:
-        one, tensors, options = forward(inputs[:count], inputs[count:-1])
-        return one, Given(tensors, options, (True, True), (None, None))
+        by_name = dict(zip(op.tensors, inputs[:count]))
+        one = forward(by_name)
+        return one, Given([by_name[x] for x in one.tensors], op.options(*inputs[count:-1]), (True, True), (None, None))
 
     def kernel(*inputs: Any) -> tuple:
         return tuple(calls.run(*given(inputs), inputs[-1]))
 
     def fake(*inputs: Any) -> tuple:
-        one, (tensors, options, wanted, *_) = given(inputs)
-        arguments = one.named(tensors, options)
+        one, (of_one, options, wanted, *_) = given(inputs)
+        arguments = one.named(of_one, options)
         one.build(**arguments)
         return tuple(one.empty(arguments, wanted))
 
@@ -107,7 +105,7 @@ def define_operation(
 
     def backward(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> list[Tensor | None]:
         *saved, backend, asked = rest
-        tensors, options = saved[: count + 2], tuple(saved[count + 2 :])
+        tensors, options = saved[: count + 2], op.options(*saved[count + 2 :])
         dout = torch.zeros_like(tensors[count]) if dout is None else dout
         return calls.run(op, Given((*tensors, dout, dlse), options, tuple(asked), nothing), backend)
 
@@ -117,11 +115,11 @@ def define_operation(
 
     def backward_fake(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         *saved, _, asked = rest
-        tensors, options = saved[: count + 2], saved[count + 2 :]
+        tensors, options = saved[: count + 2], op.options(*saved[count + 2 :])
         return tuple(op.empty(op.named((*tensors, dout, dlse), options), asked))
 
     def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-        rest = (None,) * (count - made + len(op.options) + 1)
+        rest = (None,) * (count - made + len(op.options._fields) + 1)
         if dout is None and dlse is None:
             return *nothing, *rest
         asked, options = ctx.needs_input_grad[:made], ctx.options
@@ -136,7 +134,7 @@ def define_operation(
             return *(or_none(x, want) for x, want in zip(found, asked)), *rest
         return *backward(*inputs, *options, ctx.backend, asked), *rest
 
-    tensors, options = schema
+    options = ", ".join(schema(op.options, defaults=False).values())
     outputs = ", ".join(["Tensor"] * made)
     define(
         name,
@@ -149,11 +147,11 @@ def define_operation(
         save,
         gradients,
     )
-    for one, inputs in inputs_of.items():
 
-        def call(arguments: dict[str, Any], backend: str, plain: bool, inputs: Callable = inputs) -> tuple:
-            return training(name, plain, *inputs(arguments), backend)
+    def call(arguments: dict[str, Any], options: Any, backend: str, plain: bool) -> tuple:
+        return training(name, plain, *(arguments.get(x) for x in op.tensors[:count]), *options, backend)
 
+    for one in public:
         operators.TRAINING[one] = op.tensors[:made], call
 
 

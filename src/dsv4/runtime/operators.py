@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from dsv4.runtime import calls, checks, warmup
 from dsv4.runtime import plan as plans
 from dsv4.runtime.calls import Given, Operation
+from dsv4.runtime.options import schema
 from dsv4.runtime.plan import Plan
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
-# Operations with gradients -> the arguments that have one, and call(arguments, backend, plain) -> (out, lse), which
-# records them (gradients.py).
+# Operations with gradients -> the arguments that have one, and call(arguments, options, backend, plain) -> (out, lse),
+# which records them (gradients.py).
 TRAINING: dict[str, tuple[tuple[str, ...], Callable]] = {}
 
 
@@ -52,10 +53,14 @@ def define(schema: str, kernel: Callable, fake: Callable) -> list[str]:
     return arguments
 
 
-def define_operation(op: Operation, arguments: str) -> None:
-    """Both operators of an operation. arguments: their schema but for `backend` and the outputs."""
-    separator = ", " if "*, " in arguments else ", *, "
-    inputs = f"{arguments}{separator}str backend='auto'"
+def define_operation(op: Operation) -> None:
+    """Both operators of an operation."""
+    parts = {name: f"Tensor {name}" for name in op.tensors[: op.required]}
+    first = [*parts, *op.positional]
+    parts |= {name: f"Tensor? {name}=None" for name in op.tensors[op.required :]}
+    parts |= {name: x for name, x in schema(op.options).items() if name not in op.without}
+    rest = [x for name, x in parts.items() if name not in first]
+    inputs = ", ".join([*(parts[name] for name in first), "*", *rest, "str backend='auto'"])
     flag = f"return_{op.second}"
     defaults: dict[str, Any] = {}
 
@@ -65,7 +70,8 @@ def define_operation(op: Operation, arguments: str) -> None:
 
     def given(args: tuple, kwargs: dict[str, Any], *rest: Any) -> Given:
         by_name = named(args, kwargs)
-        return Given([by_name[name] for name in op.tensors], tuple(by_name[name] for name in op.options), *rest)
+        tensors = [by_name.pop(name) for name in op.tensors]
+        return Given(tensors, op.options(**by_name), *rest)
 
     def kernel(*args, backend="auto", **kwargs):
         want = kwargs.pop(flag, False)
@@ -93,10 +99,8 @@ def define_operation(op: Operation, arguments: str) -> None:
         calls.checked_outputs(op, provided(args, kwargs), op.build(**named(args, kwargs)))
 
     define(f"{op.name}({inputs}, bool {flag}=False) -> (Tensor, Tensor)", kernel, fake)
-    schema = getattr(torch.ops.dsv4, op.name).default._schema
-    defaults.update({a.name: a.default_value for a in schema.arguments if a.name not in ("backend", flag)})
-    # The key of a call is made of these: one that is missing would let different calls share their launches.
-    assert set(defaults) == {*op.tensors, *op.options}, f"{op.name}: {set(defaults) ^ {*op.tensors, *op.options}}"
+    arguments = getattr(torch.ops.dsv4, op.name).default._schema.arguments
+    defaults.update({a.name: a.default_value for a in arguments if a.name not in ("backend", flag)})
     more = f"Tensor(c!)? scratch=None, SymInt[]? capacities=None, Tensor(a!) out, Tensor(b!) {op.second}"
     define(f"{op.name}_out({inputs}, {more}) -> ()", kernel_out, fake_out)
     if op.plan is not None and op.warmup is not None:
@@ -104,7 +108,7 @@ def define_operation(op: Operation, arguments: str) -> None:
 
 
 def call(
-    op: Operation, tensors: Sequence[Any], options: tuple, want_second: bool, out: Tensor | None, plan: Plan | None,
+    op: Operation, tensors: Sequence[Any], options: Any, want_second: bool, out: Tensor | None, plan: Plan | None,
     backend: str,
 ) -> Any:  # fmt: skip
     """The public function, after its checks of numbers and flags -> out, or (out, second output).
@@ -140,7 +144,7 @@ def call(
         if training is not None and wanted and out is None and plan is None:
             checks.no_tangents(**arguments)
             checks.forward_only(**{name: x for name, x in arguments.items() if name not in differentiable})
-            made, second = training(arguments, backend, plain)
+            made, second = training(arguments, options, backend, plain)
             return (made, second) if want_second else made
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
     if out is None and plan is None:

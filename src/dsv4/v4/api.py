@@ -12,9 +12,10 @@ from dsv4.runtime.calls import Operation, Shapes
 from dsv4.runtime.plan import Plan
 from dsv4.v4 import plan as plans
 from dsv4.v4 import problem
+from dsv4.v4.options import V4Options
 
 
-class V4Options(TypedDict, total=False):
+class Keywords(TypedDict, total=False):
     """For type checkers: the return type depends on return_lse alone."""
 
     window_lengths: Tensor | None
@@ -39,7 +40,7 @@ def v4_attention(
     compressed_indices: Tensor | None = ...,
     *,
     return_lse: Literal[False] = ...,
-    **_: Unpack[V4Options],
+    **_: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
 def v4_attention(
@@ -50,7 +51,7 @@ def v4_attention(
     compressed_indices: Tensor | None = ...,
     *,
     return_lse: Literal[True],
-    **_: Unpack[V4Options],
+    **_: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def v4_attention(
@@ -61,7 +62,7 @@ def v4_attention(
     compressed_indices: Tensor | None = ...,
     *,
     return_lse: bool,
-    **_: Unpack[V4Options],
+    **_: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def v4_attention(
     q: Tensor,
@@ -140,30 +141,14 @@ def v4_attention(
         cos_sin, positions = inverse_rope
     if inverse_rope is not None and (cos_sin is None or positions is None):
         checks.fail("inverse_rope", checks.describe(inverse_rope), "None or (cos_sin, positions)")
-    rows, *window_pages = caches.parts_of(window)
-    more_rows, *compressed_pages = caches.parts_of(compressed)
+    rows, *paging = caches.parts_of(window)
+    more_rows, *more_paging = caches.parts_of(compressed)
     tensors = (
         q, rows, window_indices, more_rows, compressed_indices, window_lengths, compressed_lengths,
         compressed_block_table, request_starts, cos_sin, positions, sink,
     )  # fmt: skip
-    options = (
-        *window_pages, *compressed_pages,
-        checks.scale(softmax_scale), checks.flag("deterministic", deterministic),
-    )  # fmt: skip
+    options = V4Options.checked(paging, more_paging, softmax_scale, deterministic)
     return operators.call(V4_ATTENTION, tensors, options, return_lse, out, plan, checks.backend(backend))
-
-
-# The operators. A pool travels as a tensor, rows per page, page stride and format; without one the tensor holds rows,
-# not bytes.
-
-ARGUMENTS = (
-    "Tensor q, Tensor window, Tensor window_indices, Tensor? compressed=None, Tensor? compressed_indices=None, "
-    "*, SymInt window_rows_per_page=0, SymInt window_page_stride=0, str window_format='', "
-    "SymInt compressed_rows_per_page=0, SymInt compressed_page_stride=0, str compressed_format='', "
-    "Tensor? window_lengths=None, Tensor? compressed_lengths=None, Tensor? compressed_block_table=None, "
-    "Tensor? request_starts=None, Tensor? cos_sin=None, Tensor? positions=None, Tensor? sink=None, "
-    "float? softmax_scale=None, bool deterministic=False"
-)
 
 
 def _build(
@@ -195,11 +180,7 @@ V4_ATTENTION = Operation(
         "compressed_block_table", "request_starts", "cos_sin", "positions", "sink",
     ),
     3,
-    (
-        "window_rows_per_page", "window_page_stride", "window_format",
-        "compressed_rows_per_page", "compressed_page_stride", "compressed_format",
-        "softmax_scale", "deterministic",
-    ),
+    V4Options,
     ("out", "lse"),
     _outputs,
     _build,
@@ -208,5 +189,6 @@ V4_ATTENTION = Operation(
     ("same_pools", "window", "compressed"),
     plans.reserved,
     plans.warmup_calls,
+    positional=("compressed", "compressed_indices"),
 )  # fmt: skip
-operators.define_operation(V4_ATTENTION, ARGUMENTS)
+operators.define_operation(V4_ATTENTION)

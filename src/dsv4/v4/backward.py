@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4.caches import kv as caches
 from dsv4.runtime.calls import Operation, Shapes
+from dsv4.v4.options import V4Options
 from dsv4.v4.problem import V4Problem
 
 
@@ -46,10 +47,7 @@ TENSORS = (
     "compressed_lengths", "compressed_block_table", "request_starts", "cos_sin", "positions",
 )  # fmt: skip
 DIFFERENTIABLE = TENSORS[:4]
-# A pool travels as a tensor, and as what makes packed rows of it.
-PAGES = {"rows_per_page": "SymInt", "page_stride": "SymInt", "format": "str"}
-PAGING = {f"{pool}_{name}": kind for pool in ("window", "compressed") for name, kind in PAGES.items()}
-OPTIONS = (*PAGING, "softmax_scale", "deterministic")
+PAGES = ("rows_per_page", "page_stride", "format")  # of a pool
 
 
 def _build(
@@ -74,6 +72,6 @@ def _shapes(arguments: dict[str, Any]) -> Shapes:
 
 
 V4_BACKWARD = Operation(
-    "v4_attention_backward", "v4", (*TENSORS, "out", "lse", "dout", "dlse"), 2, OPTIONS,
+    "v4_attention_backward", "v4", (*TENSORS, "out", "lse", "dout", "dlse"), 2, V4Options,
     ("dq", "dwindow", "dcompressed", "dsink"), _shapes, _build, falls_back=True, backward=True,
 )  # fmt: skip

@@ -185,7 +185,7 @@ def test_each_number_is_checked_once(how, monkeypatch):
     if how == "dense":
         dsv4.fmha(q, k, v, window=(4, 3), **numbers)
     elif how == "varlen":
-        dsv4.fmha_varlen(q[0], k[0], v[0], starts, lengths, max_seqlen_q=3, window=(4, 3), **numbers)
+        dsv4.fmha_varlen(q[0], k[0], v[0], starts, lengths, max_seqlen_q=3, max_seqlen_k=5, window=(4, 3), **numbers)
         types = ["bound", "bound", *types]
     elif how == "paged":
         dsv4.fmha_paged(q, k, v, torch.zeros(1, 1, dtype=torch.int32), lengths[1:], window=(4, 3), **numbers)

@@ -9,6 +9,7 @@ from live_bytes import LiveBytes
 from dsv4 import reference
 from dsv4.fmha import backward_cpu, problem
 from dsv4.fmha.backward import FmhaBackward
+from dsv4.fmha.options import FmhaOptions
 from dsv4.reference import backward as reference_backward
 
 D = 16
@@ -29,7 +30,7 @@ def gradients(q, k, v, dout, dlse=None, *, causal=False, window=(-1, -1), sink=N
         out, lse = reference.fmha_varlen(q, k, v, *cu, **options)
         more = dict(kind="varlen", max_seqlen_q=len(q), max_seqlen_k=len(k), cu_seqlens_q=cu[0], cu_seqlens_k=cu[1])
     p = problem.FmhaProblem(
-        q=q, k=k, v=v, left=left, right=right, softmax_scale=D**-0.5, sink=sink, out=out, lse=lse, **more
+        q=q, k=k, v=v, options=FmhaOptions.of((left, right), softmax_scale=D**-0.5), sink=sink, out=out, lse=lse, **more
     )
     nan = {name: torch.full_like(x, float("nan")) for name, x in zip("qkv", (q, k, v)) if name in wanted}
     b = FmhaBackward(p, dout, dlse, nan.get("q"), nan.get("k"), nan.get("v"))
@@ -102,8 +103,8 @@ def test_memory_is_within_twice_the_forward_pass(monkeypatch):
     q, k, v, out, dout, *given = (torch.randn(1, 2048, 2, 64) for _ in range(8))
     lse = torch.full((1, 2, 2048), 8.0)
     p = problem.FmhaProblem(
-        q=q, k=k, v=v, left=-1, right=0, softmax_scale=0.1, out=out, lse=lse, kind="dense", max_seqlen_q=2048,
-        max_seqlen_k=2048,
+        q=q, k=k, v=v, options=FmhaOptions.of((-1, 0), softmax_scale=0.1), out=out, lse=lse, kind="dense",
+        max_seqlen_q=2048, max_seqlen_k=2048,
     )  # fmt: skip
     with LiveBytes(q, k, v, out, dout, lse, *given) as live:
         backward_cpu.backward(FmhaBackward(p, dout, None, *given))

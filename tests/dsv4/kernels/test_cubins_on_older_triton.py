@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 from dsv4.commands import variants  # noqa: E402
 from dsv4.fmha.backward import FMHA_BACKWARD  # noqa: E402
+from dsv4.fmha.options import FmhaOptions  # noqa: E402
 from dsv4.runtime import aot, calls, dispatch, driver  # noqa: E402
 from dsv4.runtime.calls import Given  # noqa: E402
 from dsv4.runtime.launch import ready_launch  # noqa: E402
@@ -89,7 +90,7 @@ def test_torch_computes_gradients_where_there_are_no_kernels_for_them(old, monke
     monkeypatch.setattr("torch.cuda.current_device", lambda: None)
     x = torch.randn(1, 5, 1, 64)
     given = (x, x, x, None, None, None, x, torch.zeros(1, 1, 5), x, None)
-    options = (None, None, -1, -1, None, False)
+    options = FmhaOptions()
     wanted, nothing = (True, False, False, False), (None,) * 4
     dq, *others = calls.run(FMHA_BACKWARD, Given(given, options, wanted, nothing), "auto")
     assert dq.isfinite().all() and others == [None] * 3

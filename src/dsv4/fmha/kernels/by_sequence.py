@@ -69,6 +69,7 @@ def by_sequence(target: Target, b: FmhaBackward) -> None:
 
 def _dense_call(target: Target, b: FmhaBackward) -> None:
     tensors, options, outputs = backward.given(b)
+    options = options._replace(max_seqlen_q=None, max_seqlen_k=None)  # of the whole batch
     wanted = tuple(x is not None for x in outputs)
     calls.run_on(FMHA_BACKWARD, Given(tensors, options, wanted, outputs), target.backend, target, b.q.device)
 

@@ -272,7 +272,8 @@ def test_deterministic_splits_are_added_in_an_order_that_does_not_depend_on_the_
     found = []
     for pages in (64, 1024):
         table, lengths = torch.zeros(1, pages, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        p = dataclasses.replace(problem.paged(q, k, k, table, lengths), deterministic=True, out=torch.empty_like(q))
+        p = problem.paged(q, k, k, table, lengths, deterministic=True)
+        p = dataclasses.replace(p, out=torch.empty_like(q))
         found.append(calls.launches_of(p, dispatch.compile_target("sm_90a"))[-1])
     assert [launch.kernel.__name__ for launch in found] == ["combine"] * 2
     assert found[0].constants == found[1].constants
@@ -281,14 +282,16 @@ def test_deterministic_splits_are_added_in_an_order_that_does_not_depend_on_the_
 def test_a_deterministic_tiling_does_not_depend_on_the_batch():
     def tilings(build):
         target = dispatch.compile_target("sm_90a")
-        return [fmha.tiling(dataclasses.replace(build(n), deterministic=True), target) for n in (1, 600)]
+        return [fmha.tiling(build(n, deterministic=True), target) for n in (1, 600)]
 
     cu = torch.zeros(2, dtype=torch.int32)
     for d in (64, 128, 256, 512):
-        one, many = tilings(lambda n, d=d: problem.dense(*[torch.empty(n, 500, 1, d, dtype=torch.bfloat16)] * 3))
+        one, many = tilings(
+            lambda n, d=d, **o: problem.dense(*[torch.empty(n, 500, 1, d, dtype=torch.bfloat16)] * 3, **o)
+        )
         assert one == many and not one.loop
         rows = torch.empty(600, 1, d, dtype=torch.bfloat16)
-        one, many = tilings(lambda n, r=rows: problem.varlen(r, r, r, cu, cu, max_seqlen_q=n))
+        one, many = tilings(lambda n, r=rows, **o: problem.varlen(r, r, r, cu, cu, max_seqlen_q=n, **o))
         assert one == many
 
 

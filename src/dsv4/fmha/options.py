@@ -1,0 +1,89 @@
+"""What fmha, fmha_varlen and fmha_paged are asked for, beside their tensors. A new option is a field here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypedDict
+
+from torch import Tensor
+
+from dsv4.runtime import checks
+from dsv4.runtime.plan import Plan
+
+
+class FmhaKeywords(TypedDict, total=False):
+    """The keyword arguments of the public functions, but for return_lse, on which their type depends."""
+
+    causal: bool
+    window: tuple[int, int]
+    sink: Tensor | None
+    softmax_scale: float | None
+    out: Tensor | None
+    plan: Plan | None
+    deterministic: bool
+    backend: str
+
+
+class VarlenKeywords(FmhaKeywords, total=False):
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
+# Of these, in the words of the docstrings.
+DOCS = """
+        causal, window: see above; both count from the bottom right corner.
+        return_lse: return ``(out, lse)``, lse in fp32.
+        out: tensor to write to and return; its last stride is 1, and it overlaps no input. Its dtype is q's,
+            or fp32 for partial results that are merged (dsv4.merge_states) and rounded once.
+        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with preallocated buffers (CUDA graphs). With a plan and
+            out= nothing is allocated if strides are multiples of 16 bytes; other tensors are copied.
+        deterministic: a sequence gives the same bits in every run and every batch, and on a CPU with any number of
+            threads (it uses one).
+        backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
+"""
+
+
+UNBOUNDED = (-1, -1)
+
+
+class FmhaOptions(NamedTuple):
+    causal: bool = False  # the public functions fold it into the window
+    window_left: int = -1
+    window_right: int = -1
+    softmax_scale: float | None = None
+    deterministic: bool = False
+    max_seqlen_q: int | None = None  # varlen
+    max_seqlen_k: int | None = None
+
+    @classmethod
+    def of(cls, window: tuple[int, int] = (-1, -1), **others: Any) -> FmhaOptions:
+        """An operator takes no tuple: the window travels as two numbers."""
+        return cls(window_left=window[0], window_right=window[1], **others)
+
+    @classmethod
+    def checked(
+        cls, max_seqlen_q: Any, max_seqlen_k: Any, /, causal: Any = False, window: Any = UNBOUNDED,
+        softmax_scale: Any = None, deterministic: Any = False,
+    ) -> FmhaOptions:  # fmt: skip
+        """Numbers and flags with their types, which the key of a call cannot tell apart; ValueError where they have
+        none. `resolved` looks at their values."""
+        left, right = UNBOUNDED if window is UNBOUNDED else checks.two_ints(window)
+        if causal is not False and checks.flag("causal", causal) and left >= -1 and right >= -1:
+            right = 0  # else it is refused as it was given
+        if deterministic is not False:
+            checks.flag("deterministic", deterministic)
+        if softmax_scale is not None:
+            softmax_scale = checks.scale(softmax_scale)
+        if max_seqlen_q is not None:
+            max_seqlen_q = checks.bound("max_seqlen_q", max_seqlen_q)
+        if max_seqlen_k is not None:
+            max_seqlen_k = checks.bound("max_seqlen_k", max_seqlen_k)
+        # as cls(...), in half the time
+        return tuple.__new__(cls, (False, left, right, softmax_scale, deterministic, max_seqlen_q, max_seqlen_k))
+
+    def resolved(self, head_dim: int) -> FmhaOptions:
+        """As a backend finds them: nothing is None that has a default. ValueError where a value is wrong."""
+        left, right = checks.window_bounds(self.window_left, self.window_right)
+        scale = checks.softmax_scale(self.softmax_scale, head_dim)
+        return self._replace(
+            causal=False, window_left=left, window_right=0 if self.causal else right, softmax_scale=scale
+        )

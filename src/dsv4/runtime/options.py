@@ -1,0 +1,39 @@
+"""Options of an operation: a NamedTuple whose fields are its arguments that are no tensors.
+
+The one object is the key of a call as far as numbers and flags go, the arguments of the torch operators (`schema`), and
+what a problem keeps of them. A NamedTuple, because one is made and hashed in every call.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+# Annotation -> type in the schema of an operator.
+KINDS = {
+    "bool": "bool", "int": "SymInt", "float": "float", "str": "str", "int | None": "SymInt?", "float | None": "float?",
+}  # fmt: skip
+
+
+def schema(options: Any, defaults: bool = True) -> dict[str, str]:
+    """Name -> its part of an operator's schema. options: a class, in a module that does not evaluate annotations."""
+    found = {}
+    for name, kind in options.__annotations__.items():
+        text = f"{KINDS[getattr(kind, '__forward_arg__', kind)]} {name}"
+        if defaults and name in options._field_defaults:
+            default = options._field_defaults[name]
+            text += f"={default!r}"
+        found[name] = text
+    return found
+
+
+def set_signature(function: Any, keywords: Any, *parts: Callable) -> None:
+    """Let `help` and `inspect` see each keyword argument of a function that takes them as **keywords and hands them on
+    to `parts`, which have their defaults. keywords: a TypedDict, for type checkers."""
+    own = [x for x in inspect.signature(function).parameters.values() if x.kind is not x.VAR_KEYWORD]
+    found = {x.name: x for part in parts for x in inspect.signature(part).parameters.values()}
+    kinds = {name: getattr(x, "__forward_arg__", x) for name, x in keywords.__annotations__.items()}
+    taken = {x.name for x in own}
+    kinds |= {x.name: bool for x in found.values() if x.name.startswith("return_")}
+    more = [found[name].replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+            for name, kind in kinds.items() if name not in taken]  # fmt: skip
+    function.__signature__ = inspect.Signature([*own, *more], return_annotation=function.__annotations__["return"])

@@ -1,0 +1,27 @@
+"""What v4_attention is asked for, beside its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dsv4.runtime import checks
+
+
+class V4Options(NamedTuple):
+    """A pool travels as a tensor, rows per page, page stride and the name of its format; "": the tensor holds rows."""
+
+    window_rows_per_page: int = 0
+    window_page_stride: int = 0
+    window_format: str = ""
+    compressed_rows_per_page: int = 0
+    compressed_page_stride: int = 0
+    compressed_format: str = ""
+    softmax_scale: float | None = None
+    deterministic: bool = False
+
+    @classmethod
+    def checked(cls, window: Sequence, compressed: Sequence, softmax_scale: Any, deterministic: Any) -> V4Options:
+        """Numbers and flags with their types. window, compressed: the paging of these pools."""
+        numbers = (checks.scale(softmax_scale), checks.flag("deterministic", deterministic))
+        return tuple.__new__(cls, (*window, *compressed, *numbers))  # as cls(...), in half the time
