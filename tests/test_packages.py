@@ -78,7 +78,11 @@ def test_a_wheel_holds_its_own_package_and_says_that_it_is_typed(built: Path) ->
         files = zipfile.ZipFile(wheel).namelist()
         assert f"{name}/py.typed" in files
         assert {file.split("/")[0].split("-")[0] for file in files} == {name, *BESIDE[name]}
-    assert "softsm/report/page.html" in zipfile.ZipFile(next(built.glob("softsm-*.whl"))).namelist()
+    names = set(zipfile.ZipFile(next(built.glob("softsm-*.whl"))).namelist())
+    cuda = {
+        f"softsm/doors/cuda/{name}" for name in ("host.cpp", "include/cuda_runtime.h", "toolkit/curand_mtgp32_kernel.h")
+    }
+    assert {"softsm/report/page.html", *cuda} <= names
 
 
 def test_the_source_distribution_has_documents_tutorials_and_tests(built: Path) -> None:

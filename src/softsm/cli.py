@@ -30,12 +30,13 @@ app = typer.Typer(
 # Shared by `run`, `check`, `trace` and `time`. Options may come before or after the file; options unknown to softsm,
 # and everything after --, go to the program.
 OPTIONS = {"ignore_unknown_options": True}
+PROGRAMS = (".py", ".cu")  # with a command line of their own
 KNOWN = tuple("--arch --entry --grid --block --cluster --shared --sms --order --seed --strict --output --json".split())
-File = Annotated[Path, typer.Argument(help="a .ptx file, or a Python program with Triton kernels")]
+File = Annotated[Path, typer.Argument(help="a Python program with Triton kernels, a .ptx file or a .cu program")]
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        help="the command line of a Python program (after -- where softsm has an option of the same name); for PTX the "
+        help="the command line of the program (after -- where softsm has an option of the same name); for PTX the "
         "same as --arg"
     ),
 ]
@@ -46,6 +47,7 @@ Arg = Annotated[
 Arch = Annotated[
     str, typer.Option(help="GPU to emulate: sm_90a, sm_100a, sm_103a; default: the PTX's .target; SOFTSM, else sm_100a")
 ]
+Clang = Annotated[str, typer.Option(help="flags for clang, of a .cu program: '-I include -DNDEBUG'")]
 Entry = Annotated[str | None, typer.Option(help="which kernel of the PTX file")]
 Sides = Annotated[str, typer.Option(help="x,y,z")]
 Cluster = Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqnctapercluster, else 1")]
@@ -89,6 +91,7 @@ def run(
     block: Block = "",
     cluster: Cluster = "",
     shared: Shared = 0,
+    clang_flags: Clang = "",
     sms: Sms = 4,
     order: Order = "eager",
     seed: Seed = 0,
@@ -96,7 +99,9 @@ def run(
 ) -> None:
     """Run a kernel from PTX on arrays made here, or a whole Python program. Nothing is checked: see `softsm check`."""
     _accept(file, arguments, arch, sms, order, ORDERS, seed)
-    execute = _program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []))
+    execute = _program_of(
+        file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags
+    )
     with _program_errors(file):
         execute(order, seed)
     typer.echo(f"nothing was checked; `softsm check {file}` looks for races and misuse", err=True)
@@ -113,6 +118,7 @@ def check(
     block: Block = "",
     cluster: Cluster = "",
     shared: Shared = 0,
+    clang_flags: Clang = "",
     sms: Sms = 4,
     order: Annotated[
         str, typer.Option(help="completion of asynchronous operations: all, eager, latest, random")
@@ -128,12 +134,14 @@ def check(
     from softsm.commands.check import Summary
 
     _accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
-    execute = _program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []))
+    execute = _program_of(
+        file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags
+    )
     summary = Summary(seed, strict)
     for chosen, number in summary.runs(order):
         aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is no JSON
         with aside, summary.run(chosen, number, frames_of=str(file)):
-            execute(chosen, number if file.suffix == ".py" else seed)
+            execute(chosen, number if file.suffix in PROGRAMS else seed)
     typer.echo(summary.json(file) if json else str(summary))
     if summary.failed:
         raise typer.Exit(1)
@@ -175,6 +183,7 @@ def trace(
     block: Block = "",
     cluster: Cluster = "",
     shared: Shared = 0,
+    clang_flags: Clang = "",
     sms: Sms = 4,
     order: Order = "latest",
     seed: Seed = 0,
@@ -186,7 +195,7 @@ def trace(
     from softsm.errors import SoftsmError
 
     _accept(file, arguments, arch, sms, order, ORDERS, seed)
-    execute = _program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared))
+    execute = _program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared), clang_flags)
     _writable(output)
     made = tracing(output, title=file.name, order=order, seed=seed, strict=strict, check=check)
     made_by = None
@@ -228,6 +237,7 @@ def time(
     block: Block = "",
     cluster: Cluster = "",
     shared: Shared = 0,
+    clang_flags: Clang = "",
     arch: Annotated[
         str, typer.Option(help="sm_90a, sm_100a or sm_103a; default: the PTX's .target; SOFTSM, else the GPU's")
     ] = "",
@@ -267,7 +277,7 @@ def time(
     timers, ends = [], []
     for given, line in zip((file, compare), lines):
         if given is not None:
-            execute = _program_of(given, line, arg, target, int(device["sms"]), kernel, quiet=True)
+            execute = _program_of(given, line, arg, target, int(device["sms"]), kernel, clang_flags, quiet=True)
             aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is no JSON
             with command.timed(device, clock, values) as timer, command.ending(given) as end, aside:
                 execute("eager", 0)
@@ -331,12 +341,20 @@ def _program_of(
     arch: str,
     sms: int,
     kernel: PtxOptions,
+    clang_flags: str,
     quiet: bool = False,
 ) -> Callable[[str, int], None]:
     """What runs the file: execute(order, seed)."""
+    if file.suffix in PROGRAMS and arg:
+        _usage(f"arg: got {arg[0]!r}, accepted for PTX; options of a program of this name go behind --")
+    if file.suffix == ".cu":
+        from softsm.commands.cuda import CudaFile
+
+        program = CudaFile(
+            file, arguments or [], arch or os.environ.get("SOFTSM") or "sm_100a", shlex.split(clang_flags)
+        )
+        return lambda order, seed: program.run(sms, order, seed)
     if file.suffix == ".py":
-        if arg:
-            _usage(f"arg: got {arg[0]!r}, accepted for PTX; options of a program of this name go behind --")
         return lambda order, seed: _program(file, arguments or [], arch, sms, order, seed)
     if arguments and arg:
         _usage(f"arg: got {arg[0]!r} and {arguments[0]!r}, accepted is one of the two ways to give arguments")
@@ -383,10 +401,10 @@ def _no_typos(file: Path, arguments: list[str]) -> None:
     before = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
     for name in (word.partition("=")[0] for word in arguments):
         near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
-        meant = near and not name.startswith(near[0]) and (file.suffix != ".py" or name in before)
+        meant = near and not name.startswith(near[0]) and (file.suffix not in PROGRAMS or name in before)
         if name.startswith("--") and meant:
             _usage(f"{name}: there is no such option; did you mean {near[0]}? Options of the program go behind --")
-        if file.suffix != ".py" and name.startswith("-"):
+        if file.suffix not in PROGRAMS and name.startswith("-"):
             _usage(f"{name}: there is no such option, and a kernel in PTX has no command line")
 
 

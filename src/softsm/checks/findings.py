@@ -8,6 +8,7 @@ from softsm.checks import benign_races, grids
 from softsm.checks import shadow as sh
 from softsm.engine import program as pg
 from softsm.errors import Deadlock, Fault
+from softsm.ptx.cplusplus import readable
 from softsm.ptx.roles import function_at, place_of, role_of
 from softsm.report.diagnostics import Diagnostic, Party, Report
 
@@ -213,7 +214,7 @@ class Findings:
         if op is not None and ins.line != op.line:  # a wgmma is issued with its group; name the product
             ins = next((x for x in program.instructions if x.line == op.line), ins)
         loc = place_of(ins)
-        function = (function_at(loc.file, loc.line) or loc.function) if loc else ""
+        function = (function_at(loc.file, loc.line) or readable(loc.function)) if loc else ""
         source = f"{loc.file}:{loc.line}" + (f" in {function}" if function else "") if loc else ""
         role = role_of(ins)
         warp = str(w).replace(" of ", f" ({role}) of ", 1) if role else str(w)

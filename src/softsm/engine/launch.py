@@ -166,6 +166,12 @@ class Kernel:
             if v.space in ("global", "const") and v.initial:
                 self.variables[v.name][:] = np.frombuffer(self.initial_bytes(v).ljust(v.size, b"\0"), np.uint8)
 
+    def share(self, variables: dict[str, np.ndarray]) -> None:
+        """Use these, as other kernels of the module do."""
+        self.variables = variables
+        if "checked" in vars(self):
+            self.checked.variables = variables
+
     def initial_bytes(self, v) -> bytes:
         code = {
             "b8": "B",

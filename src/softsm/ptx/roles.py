@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from softsm.ptx.ast import SourceLoc
+from softsm.ptx.cplusplus import outside
 
 ENDINGS = ("_role", "_partition", "_worker")
 
@@ -112,7 +113,7 @@ def corrected(loc: SourceLoc) -> SourceLoc:
 
 def place_of(ins) -> SourceLoc | None:
     """The place in the source that an instruction comes from."""
-    return None if ins.loc is None else corrected(ins.loc)
+    return None if ins.loc is None else corrected(outside(ins.loc))
 
 
 def entry_at(place) -> str:

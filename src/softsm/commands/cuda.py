@@ -1,0 +1,28 @@
+"""A CUDA C++ program: what `softsm run`, `check`, `trace` and `time` do with one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from softsm.doors.cuda.compile import Program, compiled
+from softsm.doors.cuda.runtime import Runtime
+
+
+@dataclass
+class CudaFile:
+    file: Path
+    arguments: Sequence[str]
+    arch: str
+    flags: Sequence[str]
+
+    @cached_property
+    def program(self) -> Program:
+        return compiled(self.file, self.arch, self.flags)
+
+    def run(self, sms: int, order: str, seed: int) -> None:
+        status = Runtime(self.arch, sms, order=order, seed=seed).call(self.program, [str(self.file), *self.arguments])
+        if status:
+            raise SystemExit(status)

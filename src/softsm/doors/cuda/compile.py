@@ -1,0 +1,113 @@
+"""A CUDA C++ program through clang: its kernels as PTX, its host side as a library with softsm's runtime.
+
+clang needs no CUDA toolkit here: without one, the headers of include/ serve (what they lack is a compile error). With
+CUDA_HOME, or --cuda-path among the flags, those of the toolkit are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from softsm.engine.cache import cache_folder
+from softsm.errors import SoftsmError
+
+HERE = Path(__file__).parent
+OLDEST = 20  # the first clang with sm_100a
+SDK = "12.8"  # the interface between compiler and runtime
+COMMON = ("-x", "cuda", "-std=c++20", "-gline-tables-only", "-Wno-unknown-cuda-version")
+COMMON += ("-Xclang", f"-target-sdk-version={SDK}")
+DEVICE = ("--cuda-device-only", "-O3", "-S")
+HOST = ("--cuda-host-only", "-O1", "-fPIC", "-c")
+LINK = ("-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic", "-Wl,--wrap=exit", "-Wl,--wrap=abort")
+PTX_FEATURE = {"sm_90a": "+ptx80", "sm_100a": "+ptx86", "sm_103a": "+ptx88"}
+
+
+class CompileError(SoftsmError):
+    """clang's own messages."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program: the text of its kernels and the library with softsm_main."""
+
+    ptx: str
+    library: Path
+
+
+def find_clang() -> str:
+    """The newest clang++ of this machine, or the one that SOFTSM_CLANG names."""
+    named = os.environ.get("SOFTSM_CLANG")
+    names = [named] if named else [*(f"clang++-{n}" for n in range(40, OLDEST - 1, -1)), "clang++"]
+    for name in names:
+        found = shutil.which(name)
+        if found and version_of(found) >= OLDEST:
+            return found
+    raise CompileError(
+        f"no clang {OLDEST} or newer was found ({'SOFTSM_CLANG=' + named if named else 'clang++ on the PATH'}); a CUDA "
+        "C++ program needs it: for example `apt install clang-22`, or SOFTSM_CLANG=path of clang++"
+    )
+
+
+def version_of(clang: str) -> int:
+    said = subprocess.run([clang, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"version (\d+)", said)
+    return int(found[1]) if found else 0
+
+
+def headers(flags: Sequence[str]) -> list[str]:
+    """A toolkit's, or softsm's own."""
+    toolkit = ["-idirafter", str(HERE / "toolkit")]  # what it lacks
+    if any(flag.startswith("--cuda-path") for flag in flags):
+        return toolkit
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home and (Path(home) / "include" / "cuda_runtime.h").is_file():
+        return [f"--cuda-path={home}", *toolkit]
+    return ["-nocudainc", "-nocudalib", "-I", str(HERE / "include"), "-include", "cuda_runtime.h"]
+
+
+def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
+    """Compile, or find what was compiled of the same text with the same flags. A file that the source includes is
+    followed by its name and time."""
+    clang = find_clang()
+    common = [clang, *COMMON, f"--cuda-gpu-arch={arch}", *headers(flags), *flags]
+    said = run([*common, "--cuda-host-only", "-M", str(file)])
+    used = sorted({Path(word) for word in said.replace("\\\n", " ").split(":", 1)[1].split()} | {HERE / "host.cpp"})
+    facts = [*common, *(f"{path.resolve()} {path.stat().st_mtime_ns} {path.stat().st_size}" for path in used)]
+    folder = cache_folder() / "cuda" / hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+    if not (folder / "program.so").is_file():
+        build(common, file, arch, folder)
+    return Program((folder / "kernels.ptx").read_text(), folder / "program.so")
+
+
+def build(common: list[str], file: Path, arch: str, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+        at = Path(made)
+        feature = ["-Xclang", "-target-feature", "-Xclang", PTX_FEATURE[arch]]
+        run([*common, *DEVICE, *feature, str(file), "-o", str(at / "kernels.ptx")])
+        # The runtime gets PTX as text, with an end, where a fat binary would be.
+        (at / "embedded").write_bytes((at / "kernels.ptx").read_bytes() + b"\0")
+        embed = ["-Xclang", "-fcuda-include-gpubinary", "-Xclang", str(at / "embedded")]
+        run([*common, *HOST, *embed, str(file), "-o", str(at / "program.o")])
+        run([*common, *HOST, "-Wno-main", str(HERE / "host.cpp"), "-o", str(at / "host.o")])
+        run([common[0], *LINK, str(at / "program.o"), str(at / "host.o"), "-o", str(at / "program.so")])
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(shutil.copytree(at, at / "whole", ignore=shutil.ignore_patterns("whole", "*.o", "embedded")), folder)
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        missing = sorted(set(re.findall(r"undefined reference to `(\w+)", done.stderr)))
+        if missing:
+            raise CompileError(f"softsm's CUDA runtime has no {', '.join(missing)}")
+        raise CompileError(f"clang failed:\n{done.stderr.rstrip()}")
+    return done.stdout

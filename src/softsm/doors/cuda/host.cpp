@@ -1,0 +1,256 @@
+// The CUDA runtime, as far as softsm serves it: linked with the host side of a program, compiled with the same headers.
+// What needs the emulator goes through the table of functions that runtime.py sets before main() runs.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <csetjmp>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+// The order of the members is that of SERVED in runtime.py.
+struct Served {
+    int (*malloc)(void **at, size_t size, int host);
+    int (*free)(void *at);
+    int (*copy)(void *to, const void *from, size_t size, int kind);
+    int (*set)(void *to, int value, size_t size);
+    int (*symbol)(void **at, const void *symbol, size_t end);
+    int (*launch)(const void *kernel, const unsigned *shape, void **args, size_t shared, int dependent);
+    int (*attribute)(int *value, int attribute);
+    int (*encode)(void *map, int type, unsigned rank, void *address, const uint64_t *dims, const uint64_t *strides,
+                  const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill);
+    int (*occupancy)(const void *kernel, int threads, size_t shared);
+    void (*module)(const char *ptx);
+    void (*function)(const void *kernel, const char *name);
+    void (*variable)(const void *symbol, const char *name);
+};
+static Served served;
+static int last;  // the error that cudaGetLastError returns
+
+static cudaError_t done(int status) {
+    if (status) last = status;
+    return (cudaError_t)status;
+}
+
+// ---- before main() -------------------------------------------------------------------------------------------------
+// Constructors register kernels and variables when the library is loaded, before anybody can set the table.
+
+struct Registered { const void *symbol; const char *name; };
+static std::vector<const char *> &modules() { static std::vector<const char *> all; return all; }
+static std::vector<Registered> &functions() { static std::vector<Registered> all; return all; }
+static std::vector<Registered> &variables() { static std::vector<Registered> all; return all; }
+
+API void **__cudaRegisterFatBinary(void *binary) {
+    struct { int magic, version; const char *data; void *rest; } *wrapper = (decltype(wrapper))binary;
+    modules().push_back(wrapper->data);  // the text of the PTX: see compile.py
+    return (void **)binary;
+}
+API void __cudaRegisterFatBinaryEnd(void **) {}
+API void __cudaUnregisterFatBinary(void **) {}
+API void __cudaRegisterFunction(void **, const char *host, char *, const char *name, int, void *, void *, void *,
+                                void *, int *) {
+    functions().push_back({host, name});
+}
+API void __cudaRegisterVar(void **, char *host, char *, const char *name, int, size_t, int, int) {
+    variables().push_back({host, name});
+}
+
+static jmp_buf end;
+static int ended_with;
+extern "C" [[noreturn]] void __wrap_exit(int status) {
+    ended_with = status;
+    longjmp(end, 1);
+}
+extern "C" [[noreturn]] void __wrap_abort() { __wrap_exit(134); }
+extern "C" int main(int, char **);
+
+API int softsm_main(const Served *table, int count, char **words) {
+    served = *table;
+    last = 0;
+    for (auto text : modules()) served.module(text);
+    for (auto &f : functions()) served.function(f.symbol, f.name);
+    for (auto &v : variables()) served.variable(v.symbol, v.name);
+    int status = setjmp(end) ? ended_with : main(count, words);
+    fflush(nullptr);
+    return status;
+}
+API void softsm_flush() { fflush(nullptr); }
+
+// ---- memory --------------------------------------------------------------------------------------------------------
+
+#undef cudaMalloc
+API cudaError_t cudaMalloc(void **at, size_t size) { return done(served.malloc(at, size, 0)); }
+API cudaError_t cudaMallocManaged(void **at, size_t size, unsigned) { return done(served.malloc(at, size, 0)); }
+API cudaError_t cudaMallocAsync(void **at, size_t size, cudaStream_t) { return done(served.malloc(at, size, 0)); }
+API cudaError_t cudaMallocHost(void **at, size_t size) { return done(served.malloc(at, size, 1)); }
+API cudaError_t cudaHostAlloc(void **at, size_t size, unsigned) { return done(served.malloc(at, size, 1)); }
+API cudaError_t cudaFree(void *at) { return done(served.free(at)); }
+API cudaError_t cudaFreeAsync(void *at, cudaStream_t) { return done(served.free(at)); }
+API cudaError_t cudaFreeHost(void *at) { return done(served.free(at)); }
+API cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind) {
+    return done(served.copy(to, from, size, kind));
+}
+API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t) {
+    return done(served.copy(to, from, size, kind));
+}
+API cudaError_t cudaMemset(void *to, int value, size_t size) { return done(served.set(to, value, size)); }
+API cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t) {
+    return done(served.set(to, value, size));
+}
+API cudaError_t cudaGetSymbolAddress(void **at, const void *symbol) { return done(served.symbol(at, symbol, 0)); }
+API cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset,
+                                   cudaMemcpyKind) {
+    void *at;
+    int status = served.symbol(&at, symbol, offset + size);
+    if (!status) memcpy((char *)at + offset, from, size);
+    return done(status);
+}
+API cudaError_t cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, size_t offset, cudaMemcpyKind) {
+    void *at;
+    int status = served.symbol(&at, symbol, offset + size);
+    if (!status) memcpy(to, (char *)at + offset, size);
+    return done(status);
+}
+
+// ---- launches ------------------------------------------------------------------------------------------------------
+
+struct Call { dim3 grid, block; size_t shared; void *stream; };
+static std::vector<Call> calls;
+API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) {
+    calls.push_back({grid, block, shared, stream});
+    return 0;
+}
+API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
+    Call call = calls.back();
+    calls.pop_back();
+    *grid = call.grid, *block = call.block, *shared = call.shared, *(void **)stream = call.stream;
+    return cudaSuccess;
+}
+static cudaError_t launch(const void *kernel, dim3 g, dim3 b, dim3 c, void **args, size_t shared, int dependent) {
+    unsigned shape[] = {g.x, g.y, g.z, b.x, b.y, b.z, c.x, c.y, c.z};
+    return done(served.launch(kernel, shape, args, shared, dependent));
+}
+API cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **args, size_t shared,
+                                 cudaStream_t) {
+    return launch(kernel, grid, block, dim3(0, 0, 0), args, shared, 0);
+}
+API cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid, dim3 block, void **args, size_t shared,
+                                            cudaStream_t) {
+    return launch(kernel, grid, block, dim3(0, 0, 0), args, shared, 0);
+}
+API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **args) {
+    dim3 cluster(0, 0, 0);
+    int dependent = 0;
+    for (unsigned i = 0; i < config->numAttrs; i++) {
+        auto &a = config->attrs[i];
+        if (a.id == cudaLaunchAttributeClusterDimension)
+            cluster = dim3(a.val.clusterDim.x, a.val.clusterDim.y, a.val.clusterDim.z);
+        if (a.id == cudaLaunchAttributeProgrammaticStreamSerialization)
+            dependent = a.val.programmaticStreamSerializationAllowed;
+    }
+    return launch(kernel, config->gridDim, config->blockDim, cluster, args, config->dynamicSmemBytes, dependent);
+}
+API cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
+API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
+    memset(attributes, 0, sizeof *attributes);
+    attributes->maxThreadsPerBlock = 1024;
+    attributes->maxDynamicSharedSizeBytes = 232448;
+    return cudaSuccess;
+}
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *kernel, int threads,
+                                                              size_t shared) {
+    *blocks = served.occupancy(kernel, threads, shared);
+    return cudaSuccess;
+}
+
+// ---- the device ----------------------------------------------------------------------------------------------------
+
+API cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
+API cudaError_t cudaSetDevice(int device) { return done(device ? 101 : 0); }
+API cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
+API cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
+API cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
+API cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+    return done(served.attribute(value, attribute));
+}
+API cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
+    memset(p, 0, sizeof *p);
+    strcpy(p->name, "softsm");
+    auto ask = [](int attribute) { int value = 0; served.attribute(&value, attribute); return value; };
+    p->major = ask(75), p->minor = ask(76), p->multiProcessorCount = ask(16), p->warpSize = 32;
+    p->totalGlobalMem = size_t(1) << 36, p->sharedMemPerBlock = ask(8), p->sharedMemPerBlockOptin = ask(97);
+    p->sharedMemPerMultiprocessor = ask(81), p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = ask(39);
+    p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64, p->regsPerBlock = 65536;
+    p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+    return cudaSuccess;
+}
+
+// ---- streams and events: everything is complete when a call returns ------------------------------------------------
+
+API cudaError_t cudaDeviceSynchronize() { return (cudaError_t)last; }
+API cudaError_t cudaDeviceReset() { return cudaSuccess; }
+API cudaError_t cudaStreamCreate(cudaStream_t *stream) { return *stream = nullptr, cudaSuccess; }
+API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) { return *stream = nullptr, cudaSuccess; }
+API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+API cudaError_t cudaStreamSynchronize(cudaStream_t) { return (cudaError_t)last; }
+API cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+API cudaError_t cudaEventCreate(cudaEvent_t *event) { return *event = nullptr, cudaSuccess; }
+API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { return *event = nullptr, cudaSuccess; }
+API cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+API cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+API cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+API cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { return *ms = 0, cudaSuccess; }
+
+// ---- errors --------------------------------------------------------------------------------------------------------
+
+API cudaError_t cudaPeekAtLastError() { return (cudaError_t)last; }
+API cudaError_t cudaGetLastError() {
+    int status = last;
+    last = status == 719 ? status : 0;  // a kernel that failed stays failed
+    return (cudaError_t)status;
+}
+API const char *cudaGetErrorName(cudaError_t error) {
+    switch (error) {
+        case 0: return "cudaSuccess";
+        case 1: return "cudaErrorInvalidValue";
+        case 2: return "cudaErrorMemoryAllocation";
+        case 9: return "cudaErrorInvalidConfiguration";
+        case 13: return "cudaErrorInvalidSymbol";
+        case 98: return "cudaErrorInvalidDeviceFunction";
+        case 719: return "cudaErrorLaunchFailure";
+        default: return "cudaErrorUnknown";
+    }
+}
+API const char *cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+        case 0: return "no error";
+        case 1: return "invalid argument";
+        case 2: return "out of memory";
+        case 9: return "invalid configuration argument";
+        case 13: return "invalid device symbol";
+        case 98: return "invalid device function";
+        case 719: return "unspecified launch failure";
+        default: return "unknown error";
+    }
+}
+
+// ---- the driver ----------------------------------------------------------------------------------------------------
+
+API CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+                                    const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
+                                    const cuuint32_t *steps, CUtensorMapInterleave interleave,
+                                    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                    CUtensorMapFloatOOBfill fill) {
+    return (CUresult)served.encode(map, type, rank, address, dims, strides, box, steps, interleave, swizzle, promotion,
+                                   fill);
+}
+API cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long,
+                                        cudaDriverEntryPointQueryResult *status) {
+    bool known = !strcmp(name, "cuTensorMapEncodeTiled");
+    *function = known ? (void *)cuTensorMapEncodeTiled : nullptr;
+    if (status) *status = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    return cudaSuccess;
+}

@@ -1,0 +1,256 @@
+"""The CUDA runtime of a program that runs in softsm: memory, variables, launches. host.cpp is its other half.
+
+Device memory is host memory, and everything is complete when a call returns. What a kernel does wrong cannot be raised
+through the program's own frames: the call returns an error, as it would on a GPU, and `call` raises it when the program
+has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from softsm.doors.cuda.compile import Program
+from softsm.engine.launch import CTA_SHARED, SM_SHARED, SM_THREADS, Kernel, load
+from softsm.memory import tensor_map
+from softsm.memory.global_memory import GlobalMemory
+from softsm.ptx.cplusplus import readable
+
+SUCCESS, INVALID_VALUE, NO_MEMORY, INVALID_CONFIGURATION = 0, 1, 2, 9
+INVALID_SYMBOL, INVALID_FUNCTION, LAUNCH_FAILURE = 13, 98, 719
+ALIGNED = 512  # as cudaMalloc does
+MOST_BYTES = 1 << 36
+
+INT, UINT, SIZE, AT, TEXT = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_char_p
+# name: (result, arguments), in the order of `struct Served` in host.cpp
+SERVED: dict[str, tuple[Any, tuple]] = {
+    "malloc": (INT, (AT, SIZE, INT)),
+    "free": (INT, (AT,)),
+    "copy": (INT, (AT, AT, SIZE, INT)),
+    "set": (INT, (AT, INT, SIZE)),
+    "symbol": (INT, (AT, AT, SIZE)),
+    "launch": (INT, (AT, AT, AT, SIZE, INT)),
+    "attribute": (INT, (AT, INT)),
+    "encode": (INT, (AT, INT, UINT, AT, AT, AT, AT, AT, INT, INT, INT, INT)),
+    "occupancy": (INT, (AT, INT, SIZE)),
+    "module": (None, (TEXT,)),
+    "function": (None, (AT, TEXT)),
+    "variable": (None, (AT, TEXT)),
+}
+
+
+def listed(at: int, kind: Any, count: int) -> list[int]:
+    return list((kind * count).from_address(at)) if count else []
+
+
+class Runtime:
+    """Of one run of a program."""
+
+    def __init__(self, arch: str, sms: int, **options: Any):
+        self.arch, self.sms, self.options = arch, sms, options
+        self.kernels: dict[int, Kernel] = {}  # by the address of the host function
+        self.names: dict[int, str] = {}  # of variables, by the address of the host's shadow
+        self.variables: dict[str, np.ndarray] = {}
+        self.live: dict[int, tuple[int, np.ndarray]] = {}  # address -> size, what keeps it
+        self.texts: list[str] = []
+        self.count = 0
+        self.failure: BaseException | None = None
+        self.flush: Callable[[], None] = lambda: None  # what the host has printed comes first
+
+    def served(self, name: str, function: Callable) -> Callable:
+        """What C calls: no exception leaves it."""
+        result = SERVED[name][0]
+
+        def call(*arguments: Any) -> int | None:
+            try:
+                return function(*arguments)
+            except BaseException as problem:
+                self.failure = self.failure or problem
+                return None if result is None else LAUNCH_FAILURE
+
+        return call
+
+    # ---- modules -----------------------------------------------------------------------------------------------
+
+    def module(self, ptx: bytes) -> None:
+        self.texts.append(ptx.decode())
+
+    def function(self, host: int, name: bytes) -> None:
+        entry = re.compile(rf"\.entry\s+{re.escape(name.decode())}\b")
+        kernel = load(next(text for text in self.texts if entry.search(text)), name.decode())
+        if not self.variables:  # fresh for this run, and one set for all kernels of the module
+            kernel.place_variables()
+            self.variables = kernel.variables
+        kernel.share(self.variables)
+        self.kernels[host] = kernel
+
+    def variable(self, host: int, name: bytes) -> None:
+        self.names[host] = name.decode()
+
+    def symbol(self, at: int, host: int, end: int) -> int:
+        array = self.variables.get(self.names.get(host, ""))
+        if array is None:
+            return INVALID_SYMBOL
+        if end > array.nbytes:
+            return INVALID_VALUE
+        AT.from_address(at).value = array.ctypes.data
+        return SUCCESS
+
+    # ---- memory ------------------------------------------------------------------------------------------------
+
+    def malloc(self, at: int, size: int, host: int) -> int:
+        if size > MOST_BYTES:
+            return NO_MEMORY
+        raw = np.empty(size + ALIGNED, np.uint8)
+        start = -(-raw.ctypes.data // ALIGNED) * ALIGNED
+        raw.fill(0xA5)  # what cudaMalloc returns is not zero
+        self.count += 1
+        self.live[start] = size, raw
+        AT.from_address(at).value = start
+        return SUCCESS
+
+    def free(self, at: int | None) -> int:
+        return SUCCESS if not at or self.live.pop(at, None) else INVALID_VALUE
+
+    def holds(self, at: int | None, size: int) -> bool:
+        return at is not None and any(start <= at and at + size <= start + n for start, (n, _) in self.live.items())
+
+    def copy(self, to: int | None, source: int | None, size: int, kind: int) -> int:
+        """kind: cudaMemcpyKind. A device address that no allocation holds is an error, as on a GPU."""
+        device = {1: (to,), 2: (source,), 3: (to, source)}.get(kind, ())
+        symbols = [(a.ctypes.data, a.nbytes) for a in self.variables.values()]
+        for at in device:
+            inside = at is not None and any(s <= at and at + size <= s + n for s, n in symbols)
+            if size and not self.holds(at, size) and not inside:
+                return INVALID_VALUE
+        if size:
+            ctypes.memmove(to, source, size)  # type: ignore[arg-type]
+        return SUCCESS
+
+    def set(self, to: int | None, value: int, size: int) -> int:
+        if size and not self.holds(to, size):
+            return INVALID_VALUE
+        ctypes.memset(to, value & 255, size)  # type: ignore[arg-type]
+        return SUCCESS
+
+    def memory(self) -> GlobalMemory:
+        known = GlobalMemory()
+        for number, (start, (size, raw)) in enumerate(self.live.items()):
+            known.add(start, size, f"allocation {number} (cudaMalloc of {size} bytes)", raw)
+        return known
+
+    # ---- launches ----------------------------------------------------------------------------------------------
+
+    def launch(self, host: int, shape: int, args: int, shared: int, dependent: int) -> int:
+        kernel = self.kernels.get(host)
+        if kernel is None:
+            return INVALID_FUNCTION
+        if self.failure is not None:
+            return LAUNCH_FAILURE
+        sides = listed(shape, UINT, 9)
+        grid, block, cluster = tuple(sides[:3]), tuple(sides[3:6]), tuple(max(n, 1) for n in sides[6:])
+        params = kernel.function.params
+        values = [ctypes.string_at(at, p.size) for at, p in zip(listed(args, ctypes.c_uint64, len(params)), params)]
+        self.flush()
+        try:
+            kernel.launch(
+                grid, block, values, shared=shared, cluster=cluster, memory=self.memory(), arch=self.arch, sms=self.sms,
+                dependent=bool(dependent), **self.options,
+            )  # fmt: skip
+        except ValueError as problem:  # of the launch: too many threads, a grid that clusters do not divide
+            print(f"softsm: {readable(kernel.name)}: {problem}", file=sys.stderr)
+            return INVALID_CONFIGURATION
+        return SUCCESS
+
+    def occupancy(self, host: int, threads: int, shared: int) -> int:
+        return max(1, min(32, SM_THREADS // max(threads, 1), SM_SHARED // max(shared, 1)))
+
+    def attribute(self, at: int, attribute: int) -> int:
+        number = int("".join(c for c in self.arch if c.isdigit()))
+        known = {
+            1: 1024, 8: 49152, 10: 32, 16: self.sms, 39: SM_THREADS, 75: number // 10, 76: number % 10, 81: SM_SHARED,
+            95: 1, 97: CTA_SHARED, 106: 32,
+        }  # fmt: skip
+        if attribute not in known:
+            return INVALID_VALUE
+        INT.from_address(at).value = known[attribute]
+        return SUCCESS
+
+    def encode(self, to, kind, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill) -> int:
+        """cuTensorMapEncodeTiled"""
+        try:
+            image = tensor_map.encode_tiled(
+                kind, rank, address or 0, listed(dims, ctypes.c_uint64, rank),
+                listed(strides, ctypes.c_uint64, rank - 1), listed(box, UINT, rank), listed(steps, UINT, rank),
+                interleave, swizzle, promotion, fill,
+            )  # fmt: skip
+        except ValueError as problem:
+            print(f"softsm: cuTensorMapEncodeTiled: {problem}", file=sys.stderr)
+            return INVALID_VALUE
+        ctypes.memmove(to, image, tensor_map.NBYTES)
+        return SUCCESS
+
+    # ---- the program -------------------------------------------------------------------------------------------
+
+    def call(self, program: Program, words: Sequence[str]) -> int:
+        """main(); its status. What stopped a kernel is raised behind it."""
+        functions = [
+            ctypes.CFUNCTYPE(result, *arguments)(self.served(name, getattr(self, name)))
+            for name, (result, arguments) in SERVED.items()
+        ]
+        table = (AT * len(functions))(*(ctypes.cast(f, AT) for f in functions))
+        listed_words = (TEXT * (len(words) + 1))(*(word.encode() for word in words), None)
+        with tempfile.TemporaryDirectory() as folder, printed() as flush:
+            own = shutil.copy(program.library, Path(folder) / "program.so")  # static variables of its own
+            library = ctypes.CDLL(str(own))
+
+            def flush_all() -> None:
+                library.softsm_flush()
+                flush()
+
+            self.flush = flush_all
+            status = library.softsm_main(table, len(words), listed_words)
+        if self.failure is not None:
+            raise self.failure
+        return status
+
+
+@contextlib.contextmanager
+def printed() -> Iterator[Callable[[], None]]:
+    """What C prints goes where Python's prints go: standard output may be redirected, in Python alone."""
+    sys.stdout.flush()
+    with tempfile.TemporaryFile() as file:
+        saved, at = os.dup(1), 0
+        os.dup2(file.fileno(), 1)
+
+        def flush() -> None:
+            nonlocal at
+            end = os.fstat(file.fileno()).st_size
+            text = os.pread(file.fileno(), end - at, at).decode(errors="replace")
+            at = end
+            forward(text)
+
+        def forward(text: str) -> None:
+            os.dup2(saved, 1)
+            try:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            finally:
+                os.dup2(file.fileno(), 1)
+
+        try:
+            yield flush
+            flush()
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)

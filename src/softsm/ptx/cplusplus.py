@@ -1,0 +1,70 @@
+"""Names and places of C++ programs in reports: demangled, short, and outside the libraries that were inlined."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+
+from softsm.ptx.ast import SourceLoc
+
+LONGEST = 40  # characters of template arguments that are shown
+# Headers whose lines say less than the place that uses them.
+LIBRARIES = re.compile(
+    r"/(cute|cutlass|cccl|cub|thrust|libcudacxx|cuda/std)/|/__clang_cuda|/doors/cuda/include/|/crt/sm_"
+)
+
+
+def outside(place: SourceLoc) -> SourceLoc:
+    """The first place, from the innermost one on, that is not in a library; the innermost if all are."""
+    at: SourceLoc | None = place
+    while at is not None and LIBRARIES.search(at.file):
+        at = at.caller
+    return at or place
+
+
+@functools.lru_cache(maxsize=4096)
+def readable(name: str) -> str:
+    """`void f<128, Config<...>>(int*)` as f<128, Config<...>>; other names as they are."""
+    if not name.startswith("_Z"):
+        return name
+    whole = demangled(name)
+    if not whole:
+        return name
+    start, depth = 0, 0
+    for i, character in enumerate(whole):  # the end of the name: where its arguments begin
+        depth += (character in "<") - (character in ">")
+        if depth == 0 and character == " " and "(" not in whole[:i]:
+            start = i + 1  # behind the type of the result
+        if depth == 0 and character == "(" and not whole.startswith("(anonymous", i):
+            whole = whole[:i]
+            break
+    return shortened(whole[start:])
+
+
+def shortened(name: str) -> str:
+    head, bracket, rest = name.partition("<")
+    return name if len(rest) <= LONGEST or not bracket else f"{head}<{rest[: LONGEST - 3]}...>"
+
+
+def demangled(name: str) -> str:
+    library = _library()
+    if library is None:
+        return ""
+    status = ctypes.c_int()
+    at = library.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
+    if status.value or not at:
+        return ""
+    text = ctypes.string_at(at).decode()
+    ctypes.CDLL(None).free(ctypes.c_void_p(at))
+    return text
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL("libstdc++.so.6")
+        library.__cxa_demangle.restype = ctypes.c_void_p
+    except (OSError, AttributeError):  # a machine without it shows names as they are
+        return None
+    return library

@@ -1,0 +1,42 @@
+"""CUDA C++ through clang: which clang, which headers, what its errors become."""
+
+from pathlib import Path
+
+import pytest
+
+from softsm.doors.cuda import compile as cc
+
+
+def test_a_machine_without_clang_says_what_is_missing(monkeypatch):
+    monkeypatch.setenv("SOFTSM_CLANG", "/nowhere/clang++")
+    with pytest.raises(cc.CompileError, match="no clang 20 or newer was found .*nowhere.*apt install clang-22"):
+        cc.find_clang()
+
+
+def test_headers_are_a_toolkits_where_there_is_one(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert "-nocudainc" in cc.headers([])
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert "-nocudainc" in cc.headers([])  # a folder without headers
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").write_text("")
+    assert cc.headers([])[0] == f"--cuda-path={tmp_path}"
+    assert cc.headers(["--cuda-path=/mine"])[0] == "-idirafter"
+
+
+def test_what_the_runtime_lacks_is_named(monkeypatch):
+    script = 'echo "x.o: undefined reference to \\`cudaGraphLaunch\'" >&2; exit 1'
+    with pytest.raises(cc.CompileError, match="runtime has no cudaGraphLaunch$"):
+        cc.run(["sh", "-c", script])
+    with pytest.raises(cc.CompileError, match="^clang failed:\nx.cu:3: error"):
+        cc.run(["sh", "-c", "echo 'x.cu:3: error' >&2; exit 1"])
+
+
+def test_both_halves_of_the_runtime_have_the_same_functions():
+    from softsm.doors.cuda.runtime import SERVED
+
+    text = (Path(cc.__file__).parent / "host.cpp").read_text()
+    struct = text[text.index("struct Served {") : text.index("static Served served;")]
+    members = [line.split("(*")[1].split(")")[0] for line in struct.splitlines() if "(*" in line]
+    assert members == list(SERVED)

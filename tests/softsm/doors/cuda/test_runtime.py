@@ -1,0 +1,199 @@
+"""CUDA C++ programs in softsm: kernels and main(), through clang. The machine needs clang 20 or newer."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from softsm.cli import app
+from softsm.doors.cuda.compile import CompileError, find_clang
+
+try:
+    find_clang()
+except CompileError as problem:
+    pytest.skip(str(problem), allow_module_level=True)
+
+PROGRAM = r"""
+#include <cuda_runtime.h>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+__device__ int total;
+__constant__ int factors[2];
+static int runs = 0;
+
+template <bool kBarrier> __global__ void reverse(const int *x, int *out) {
+    __shared__ int tile[128];
+    tile[threadIdx.x] = x[threadIdx.x];
+    if (kBarrier) __syncthreads();
+    out[threadIdx.x] = tile[127 - threadIdx.x] * factors[1];
+}
+__global__ void sum(const int *x) {
+    int value = x[threadIdx.x];
+    for (int k = 16; k; k /= 2) value += __shfl_xor_sync(~0u, value, k);
+    if (threadIdx.x % 32 == 0) atomicAdd(&total, value);
+}
+__global__ void ranks(unsigned *out) {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    out[blockIdx.x] = rank;
+    if (blockIdx.x == 3) printf("the last of %d\n", gridDim.x);
+}
+__global__ void past(int *x) { x[threadIdx.x + 100] = 1; }
+
+int main(int count, char **words) {
+    int host[128], got[128], *x, *out, zero = 0;
+    for (int i = 0; i < 128; i++) host[i] = i;
+    const int both[2] = {1, 3};
+    cudaMalloc(&x, sizeof host);
+    cudaMalloc(&out, sizeof host);
+    cudaMemcpy(x, host, sizeof host, cudaMemcpyHostToDevice);
+    cudaMemcpyToSymbol(factors, both, sizeof both);
+    reverse<true><<<1, 128>>>(x, out);
+    cudaMemcpy(got, out, sizeof got, cudaMemcpyDeviceToHost);
+    printf("run %d: %d %d\n", ++runs, got[0], got[127]);
+    sum<<<1, 128>>>(x);
+    cudaMemcpyFromSymbol(&zero, total, sizeof zero);
+    printf("sum %d\n", zero);
+    cudaLaunchConfig_t config = {4, 32, 0, 0, nullptr, 1};
+    cudaLaunchAttribute cluster[1];
+    cluster[0].id = cudaLaunchAttributeClusterDimension;
+    cluster[0].val.clusterDim.x = 2, cluster[0].val.clusterDim.y = 1, cluster[0].val.clusterDim.z = 1;
+    config.attrs = cluster;
+    cudaLaunchKernelEx(&config, ranks, (unsigned *)out);
+    cudaMemcpy(got, out, 16, cudaMemcpyDeviceToHost);
+    printf("ranks %d %d %d %d\n", got[0], got[1], got[2], got[3]);
+    printf("%s\n", cudaGetErrorString(cudaMemcpy(got, out, 1024, cudaMemcpyDeviceToHost)));
+    cudaGetLastError();
+    sum<<<1, 2048>>>(x);
+    printf("%s\n", cudaGetErrorName(cudaGetLastError()));
+    if (count > 1 && !strcmp(words[1], "race")) reverse<false><<<1, 128>>>(x, out);
+    if (count > 1 && !strcmp(words[1], "past")) {
+        past<<<1, 128>>>(x);
+        printf("%s\n", cudaGetErrorName(cudaDeviceSynchronize()));
+    }
+    cudaFree(x);
+    if (count > 1 && !strcmp(words[1], "exit")) exit(7);
+    return 0;
+}
+"""
+SAID = [
+    "run 1: 381 0",
+    "sum 8128",
+    "the last of 4",
+    "ranks 0 1 0 1",
+    "invalid argument",
+    "cudaErrorInvalidConfiguration",
+]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cuda") / "program.cu"
+    path.write_text(PROGRAM)
+    return path
+
+
+def softsm(*words):
+    return CliRunner().invoke(app, [*map(str, words)])
+
+
+def test_a_program_runs(program):
+    for _ in range(2):  # its static variables are new each time
+        done = softsm("run", program)
+        assert done.exit_code == 0 and done.stdout.splitlines() == [
+            x for x in SAID for _ in range(32 if "last" in x else 1)
+        ]
+    done = softsm("run", program, "exit")
+    assert done.exit_code == 7
+
+
+def test_a_race_is_named_with_its_line_and_function(program):
+    done = softsm("check", program, "race", "--json", "--arch", "sm_90a")
+    data = json.loads(done.stdout)
+    assert done.exit_code == 1 and data["launches"] == 4
+    found = data["findings"][0]
+    assert found["code"] == "race"
+    lines = PROGRAM.splitlines()
+    for party in found["parties"]:
+        assert party["source"]["file"].endswith("program.cu") and party["source"]["function"] == "reverse<false>"
+        assert "tile[" in lines[party["source"]["line"] - 1]
+
+
+def test_a_program_without_a_mistake(program):
+    done = softsm("check", program, "--order", "latest")
+    assert done.exit_code == 0 and "nothing found in 3 launches" in done.output, done.output
+
+
+def test_a_fault_reaches_the_program_and_the_report(program):
+    done = softsm("check", program, "past", "--order", "eager")
+    assert done.exit_code == 1 and "cudaErrorLaunchFailure" in done.output
+    line = next(i for i, text in enumerate(PROGRAM.splitlines(), 1) if "void past" in text)
+    for words in ("out-of-bounds: ", "(cudaMalloc of 512 bytes)", f"program.cu:{line}"):
+        assert words in done.output
+
+
+def test_a_source_that_does_not_compile(tmp_path):
+    (tmp_path / "bad.cu").write_text("__global__ void k() { nothing(); }\nint main() { k<<<1, 1>>>(); }\n")
+    done = softsm("run", tmp_path / "bad.cu")
+    assert done.exit_code == 1 and "use of undeclared identifier 'nothing'" in done.output
+    done = softsm("check", tmp_path / "bad.cu")
+    assert done.exit_code == 1 and done.output.splitlines()[-1] == "not checked: the program failed"
+
+
+TMA = r"""
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <cstdio>
+
+__global__ void copy(const __grid_constant__ CUtensorMap map, float *out) {
+    __shared__ alignas(128) float tile[16 * 16];
+    __shared__ alignas(8) unsigned long long barrier;
+    unsigned to = __cvta_generic_to_shared(tile), bar = __cvta_generic_to_shared(&barrier);
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(bar));
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 1024;" ::"r"(bar));
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                     "[%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(8), "r"(2), "r"(bar) : "memory");
+    }
+    __syncthreads();
+    asm volatile("{ .reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;\n@!p bra W; }"
+                 ::"r"(bar) : "memory");
+    out[threadIdx.x] = tile[threadIdx.x];
+}
+int main() {
+    float *x, *out;
+    cudaMallocManaged(&x, 24 * 64 * 4);
+    cudaMallocManaged(&out, 1024);
+    for (int i = 0; i < 24 * 64; i++) x[i] = i;
+    CUtensorMap map;
+    void *encode;
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault);
+    cuuint64_t dims[] = {64, 24}, strides[] = {256};
+    cuuint32_t box[] = {16, 16}, steps[] = {1, 1};
+    CUresult status = ((decltype(&cuTensorMapEncodeTiled))encode)(
+        &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, x, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    copy<<<1, 256>>>(map, out);
+    cudaDeviceProp p;
+    cudaGetDeviceProperties(&p, 0);
+    printf("%d %g %g sm_%d%d\n", status, out[0], out[255], p.major, p.minor);
+}
+"""
+
+
+def test_tensor_maps(tmp_path):
+    (tmp_path / "tma.cu").write_text(TMA)
+    done = softsm("check", tmp_path / "tma.cu", "--order", "latest", "--arch", "sm_100a")
+    assert done.exit_code == 0 and "0 136 1111 sm_100" in done.output, done.output
+
+
+def test_the_page(tmp_path):
+    page = (Path(__file__).parents[4] / "docs" / "cuda.md").read_text()
+    (tmp_path / "sum.cu").write_text(re.search(r'^```cuda title="sum.cu"\n(.*?)^```$', page, re.M | re.S)[1])
+    done = softsm("check", tmp_path / "sum.cu", "--order", "latest")
+    said = re.search(r"^```text\n(.*?)^```$", page, re.M | re.S)[1].splitlines()
+    assert done.exit_code == 1 and set(said) <= set(done.output.splitlines())

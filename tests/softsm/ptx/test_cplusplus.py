@@ -1,0 +1,35 @@
+"""Names and places of C++ programs, as reports show them."""
+
+import pytest
+
+from softsm.ptx.ast import SourceLoc
+from softsm.ptx.cplusplus import demangled, outside, readable
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("_Z4vaddPKfS0_Pfi", "vadd"),
+        ("_Z6reduceILb1EEvPKfPfi", "reduce<true>"),
+        ("_ZN2ns1A3runIiEEvT_", "ns::A::run<int>"),
+        ("attention", "attention"),
+        ("_Znothing", "_Znothing"),
+        (
+            "_Z1fI1AILi128ELi64EESt4pairIS0_S0_ESt6vectorIiSaIiEEEvT_T0_T1_",
+            "f<A<128, 64>, std::pair<A, A>, std::vec...>",
+        ),
+    ],
+)
+def test_names(name, want):
+    if not demangled("_Z1fv"):
+        pytest.skip("this machine has no libstdc++.so.6")
+    assert readable(name) == want
+
+
+def test_places_outside_the_libraries():
+    kernel = SourceLoc("/home/me/gemm.cu", 40, 1, "gemm")
+    wrapper = SourceLoc("/opt/cutlass/include/cute/arch/copy_sm100.hpp", 380, 1, "copy", kernel)
+    inner = SourceLoc("/usr/lib/llvm-22/lib/clang/22/include/__clang_cuda_builtin_vars.h", 66, 1, "x", wrapper)
+    assert outside(inner) is kernel and outside(kernel) is kernel
+    alone = SourceLoc("/opt/cute/x.hpp", 1, 1, "f")
+    assert outside(alone) is alone
