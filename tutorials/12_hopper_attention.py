@@ -7,8 +7,8 @@ that arrangement, and `convert_layout` to it costs no instruction. Only the conv
 
 The price is registers. With 64 rows and 128 keys S takes 64 registers per thread, P 32 while it is in use, and O as
 many as head dim / 2: 32 here, 256 at head dim 512, which is more than a thread has. That is why the library's kernel
-for wide heads (`src/dsv4/fmha/kernels/sm90/wide.py`) gives each of two warpgroups half of O's columns and sends P
-through shared memory after all.
+for wide heads (`src/dsv4/fmha/kernels/sm90/forward_d512.py`) gives each of two warpgroups half of O's columns and
+sends P through shared memory after all.
 
 The loop is the online softmax of chapter 6. O is in registers, so rescaling it is a multiplication, not a round trip
 through tensor memory; that is the one thing that Hopper makes easier.

@@ -20,7 +20,7 @@ OLDEST = "3.6.0"
 SIDE = Path(sys.prefix) / f"triton-{OLDEST}"  # make setup
 PACKAGE = Path(dsv4.__file__).parent
 SCRIPT = Path(__file__).with_name("front_end.py")
-NOT_HERE = {"fmha_pair", "index_scores"}  # clusters of CTAs need Triton 3.9; Blackwell's
+NOT_HERE = {"fmha_forward_pair", "index_scores"}  # clusters of CTAs need Triton 3.9; Blackwell's
 
 
 def entry_points():

@@ -34,7 +34,7 @@ def compiled(written, tmp_path):
 
 
 def test_forward_says_what_it_launches(launches):
-    assert [launch.kernel.__name__ for launch in launches] == ["fmha_rows", "combine"]
+    assert [launch.kernel.__name__ for launch in launches] == ["fmha_forward", "combine"]
 
 
 def test_written_files_are_complete_and_named_by_content(compiled, launches):

@@ -142,7 +142,7 @@ def test_tensor_maps_follow_their_tensors(drivers):
 
 def test_kernels_that_gather_by_loads_leave_the_l1_what_shared_memory_does_not_need(drivers, monkeypatch):
     dense_call()
-    monkeypatch.setattr(driver, "GATHERING", {"fmha_rows"})
+    monkeypatch.setattr(driver, "GATHERING", {"fmha_forward"})
     calls.forget()
     dense_call()
     before, after = drivers
@@ -211,7 +211,7 @@ def test_what_the_driver_refuses_is_an_error_that_names_the_kernel(drivers, name
     dense_call()
     (made,) = drivers
     setattr(made, name, lambda *given: 700)
-    with pytest.raises(RuntimeError, match=rf"^fmha_rows: {name}: an illegal something \(error 700\)$"):
+    with pytest.raises(RuntimeError, match=rf"^fmha_forward: {name}: an illegal something \(error 700\)$"):
         dense_call()
     delattr(made, name)
     dense_call()
@@ -223,7 +223,7 @@ def test_a_context_that_cannot_be_set_is_an_error(drivers, name, status):
     (made,) = drivers
     made.cuLaunchKernelEx = lambda *given: driver.INVALID_CONTEXT
     setattr(made, name, lambda *given: status)
-    with pytest.raises(RuntimeError, match=rf"^fmha_rows: {name}: an illegal something \(error {status}\)$"):
+    with pytest.raises(RuntimeError, match=rf"^fmha_forward: {name}: an illegal something \(error {status}\)$"):
         dense_call()
 
 

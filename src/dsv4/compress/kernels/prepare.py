@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.formats import PLAIN, RowFormat
-from dsv4.compress.kernels.rows import compress_rows
+from dsv4.compress.kernels.compress_rows import compress_rows
 from dsv4.compress.problem import CompressProblem
 from dsv4.runtime import calls
 from dsv4.runtime.program import Changing, Launch

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4.caches.formats import format_of
 from dsv4.caches.pages import PackedRows
-from dsv4.compress.kernels.rows import finished, pooled
+from dsv4.compress.kernels.compress_rows import finished, pooled
 from dsv4.runtime import calls
 from dsv4.runtime.program import Launch
 

@@ -79,8 +79,8 @@ def prepare_sparse(
         splits, steps_per_split = _splits(p, target, tiles * ctas, step)
         if "uneven_from" in kernel.arg_names and not p.deterministic and p.num_splits == 0:
             splits, alone, uneven_from = uneven(tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
-    # Deterministic: the load through the combine kernel rounds the sink differently, and how wide the lists are is no
-    # property of a query; so all take that load.
+    # Deterministic: the way through the combine kernel rounds the sink differently, and how wide the lists are is no
+    # property of a query; so all take that way.
     split = splits > 1 or p.deterministic or is_partial(p)
     sign, scale = sign_and_scale(p.softmax_scale)
     q = p.q if is_aligned(p.q) else program.copied(p.q)
@@ -251,7 +251,7 @@ def _kv_loads(p: V4Problem, window: PoolArguments, compressed: PoolArguments) ->
 
 
 def _by_tma(name: str, load: Any, rows: Slot, q: Slot, ctas: int) -> dict:
-    """The descriptor of a pool's lines and the lines between its pages; where the pool is read in another load, that of
+    """The descriptor of a pool's lines and the lines between its pages; where the pool is read in another way, that of
     a line of q, which nobody reads."""
     if load is not TMA or rows.numel() == 0:
         rows = q.view((1, 1, q.shape[-1]), (q.shape[-1], q.shape[-1], 1))

@@ -52,9 +52,9 @@ def supports(p: FmhaProblem) -> str | None:
 def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | None = None) -> None:
     if p_tmem is None and pairs(p, target):
         # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
-        from dsv4.fmha.kernels.sm100.forward_pair import fmha_pair
+        from dsv4.fmha.kernels.sm100.forward_pair import fmha_forward_pair
 
-        prepare_split(p, target, program, fmha_pair, PAIR)
+        prepare_split(p, target, program, fmha_forward_pair, PAIR)
     else:
         prepare_split(p, target, program, fmha_forward, tiling(p.head_dim, p_tmem))
 

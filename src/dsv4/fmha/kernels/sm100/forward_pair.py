@@ -174,7 +174,7 @@ def store_role(arguments, memory, barriers, num_tiles):
 
 
 @gluon.jit
-def fmha_pair(
+def fmha_forward_pair(
     tensors,
     k_desc,
     v_desc,

@@ -3,7 +3,7 @@ next keys run under the softmax of these; what rescales O is a role of its own."
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma
 
-from dsv4.fmha.kernels.sm100.rows import load_queries, scores, store_p, store_rows
+from dsv4.fmha.kernels.sm100.softmax_parts import load_queries, scores, store_p, store_rows
 from dsv4.fmha.kernels.tiles import mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier

@@ -16,7 +16,7 @@ of a tile there is little else than exponentials.
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma
 
-from dsv4.fmha.kernels.sm100.rows import exp2_by_fma, load_queries, scores, store_p, store_rows
+from dsv4.fmha.kernels.sm100.softmax_parts import exp2_by_fma, load_queries, scores, store_p, store_rows
 from dsv4.fmha.kernels.tiles import mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, reinterpret

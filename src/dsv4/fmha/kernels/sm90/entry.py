@@ -1,20 +1,20 @@
-"""FMHA forward on sm_90a: which kernel and which tile sizes a problem takes; shared/fmha/prepare.py does the rest.
+"""FMHA forward on sm_90a: which kernel and which tile sizes a problem takes; kernels/prepare.py does the rest.
 
-=========  ==========================================  ===================
+=========  ==========================================  ===================================
 head dim   problems                                    kernel
-=========  ==========================================  ===================
-64 - 256   all but the next                            rows.py
-64 - 256   dense, a row tile for every SM or more      rows_loop.py
-512        all                                         wide.py, wide_kv.py
-=========  ==========================================  ===================
+=========  ==========================================  ===================================
+64 - 256   all but the next                            forward.py
+64 - 256   dense, a row tile for every SM or more      forward_persistent.py
+512        all                                         forward_d512.py, forward_d512_kv.py
+=========  ==========================================  ===================================
 """
 
 from dataclasses import replace
 
 from dsv4.fmha.kernels.prepare import Tiling, batch_reason, is_partial, prepare_split
-from dsv4.fmha.kernels.sm90.rows import fmha_rows
-from dsv4.fmha.kernels.sm90.rows_loop import fmha_rows_loop
-from dsv4.fmha.kernels.sm90.wide import fmha_wide
+from dsv4.fmha.kernels.sm90.forward import fmha_forward
+from dsv4.fmha.kernels.sm90.forward_d512 import fmha_forward_d512
+from dsv4.fmha.kernels.sm90.forward_persistent import fmha_forward_persistent
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.runtime.dispatch import Target
@@ -68,5 +68,5 @@ def supports(p: FmhaProblem) -> str | None:
 
 def prepare(p: FmhaProblem, target: Target, program: Program) -> None:
     c = tiling(p, target)
-    kernel = fmha_wide if p.head_dim == 512 else fmha_rows_loop if c.loop else fmha_rows
+    kernel = fmha_forward_d512 if p.head_dim == 512 else fmha_forward_persistent if c.loop else fmha_forward
     prepare_split(p, target, program, kernel, c)

@@ -1,9 +1,10 @@
 """V4 attention on sm_90a: 64 heads of one query token at a time, rows picked by number from one or two pools.
 
 Every row is key and value at once, so a block of 64 rows is gathered once, into two slots [64, 256] (halves of the
-head dim), and read as K and as V. Left and right share O as in wide.py: each owns half of its columns, and they hand
-each other P, the running maximum and the rescaling factor. A third group of 4 or 8 warps gathers half blocks 0, 1, 2, 3
-of the next step, as left and right (4 warps each) free them. sparse_steps.py has the chart of a step, in two orders.
+head dim), and read as K and as V. Left and right share O as in forward_d512.py: each owns half of its columns, and they
+hand each other P, the running maximum and the rescaling factor. A third group of 4 or 8 warps gathers half blocks 0, 1,
+2, 3 of the next step, as left and right (4 warps each) free them. sparse_steps.py has the chart of a step, in two
+orders.
 
 A work tile is 64 heads of one query and one split of its rows. A CTA loops over work tiles: while left and right write
 the output of one, Q and the first blocks of the next arrive. gather.py says how.

@@ -44,7 +44,7 @@ ROWS, CP_ASYNC = "rows", "cp_async"  # how keys are read; a number: pages of so 
 
 # (head dim, dtype, P through tensor memory, how): all that the tests compile. P goes through shared memory with two
 # query tiles in flight (64, 128), which no call asks for, and with one (256, 512): `make test` tries head dim 512. Its
-# calls with many rows take another kernel, that of test_fmha_pair.py; among the seeds there are both.
+# calls with many rows take another kernel, that of test_forward_pair.py; among the seeds there are both.
 DIMS = (64, 128, 256, 512)
 PATHS = [(d, p_tmem) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
 QUICK = [(64, BF16, True, ROWS), (128, BF16, True, CP_ASYNC), (256, BF16, True, 16), (512, BF16, False, ROWS)]

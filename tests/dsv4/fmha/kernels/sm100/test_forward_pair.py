@@ -32,7 +32,7 @@ def pairs(monkeypatch):
     launches = launched(monkeypatch)
     num_sms(monkeypatch, 2)
     yield
-    assert set(launches) == {"fmha_pair"}
+    assert set(launches) == {"fmha_forward_pair"}
 
 
 def tensors(t: int, s: int, heads: int = 2, kv_heads: int = 1, batch: int = 1, dtype=BF16) -> dict:

@@ -14,7 +14,7 @@ from dsv4 import reference, suites
 from dsv4.fmha import problem
 from dsv4.fmha.kernels import prepare
 from dsv4.fmha.kernels.sm90 import entry as fmha
-from dsv4.fmha.kernels.sm90 import rows, rows_loop, wide
+from dsv4.fmha.kernels.sm90 import forward, forward_d512, forward_persistent
 from dsv4.kernels import combine
 from dsv4.runtime import calls, checks, dispatch, splits
 
@@ -299,7 +299,12 @@ def test_a_deterministic_tiling_does_not_depend_on_the_batch():
 @pytest.mark.parametrize("head_dim", [128, 512])
 def test_calls_of_a_size_that_was_warmed_up_compile_nothing(head_dim):
     def compiled():
-        kernels = [rows.fmha_rows, rows_loop.fmha_rows_loop, wide.fmha_wide, combine.combine]
+        kernels = [
+            forward.fmha_forward,
+            forward_persistent.fmha_forward_persistent,
+            forward_d512.fmha_forward_d512,
+            combine.combine,
+        ]
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     sizes = dict(batch=2, q_heads=4, kv_heads=2, head_dim=head_dim, max_seqlen_q=1, max_seqlen_k=64, device="cpu")

@@ -20,7 +20,7 @@ v_ready[s]    as k_ready                    1 + bytes   attend    the V tile is 
 v_free[s]     each attend, once             CONSUMERS   load      O is updated: refill slot s
 landed        load: TMA bytes               1 + bytes   load      a tile with foreign rows is to be zeroed in part
 
-Three attend roles are for rows_loop.py, which uses the parts of this file.
+Three attend roles are for forward_persistent.py, which uses the parts of this file.
 """
 
 from dsv4.fmha.kernels import loads
@@ -180,7 +180,7 @@ def attend_role(
 
 
 @gluon.jit
-def fmha_rows(
+def fmha_forward(
     tensors,
     k_desc,
     v_desc,

@@ -1,6 +1,6 @@
 """What a warpgroup that owns one half of the columns of O [64, 512] does before, between and after its products.
 
-HALF: 0 or 1. Shared memory and barriers are those of wide.py and wide_kv.py.
+HALF: 0 or 1. Shared memory and barriers are those of forward_d512.py and forward_d512_kv.py.
 """
 
 from dsv4.fmha.kernels import loads
@@ -16,7 +16,7 @@ MAXIMUM, FACTOR, SUMS = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
 
 @aggregate
 class Memory:
-    """What left and right share but for K and V: see wide.py."""
+    """What left and right share but for K and V: see forward_d512.py."""
 
     q: Value
     p: Value
@@ -34,7 +34,7 @@ HALF_O = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr):
-    """Shared memory and barriers, as wide.py lists them -> Memory, ring of half slots for K and V, landed."""
+    """Shared memory and barriers, as forward_d512.py lists them -> Memory, ring of half slots for K and V, landed."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], MATRIX)
     kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], MATRIX)

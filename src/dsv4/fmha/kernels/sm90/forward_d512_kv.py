@@ -1,8 +1,8 @@
 """FMHA forward for head dim 512 on sm_90a where k is not v: 64 packed query rows per CTA.
 
-As wide.py: left and right own one half of the columns of O each, keys come in blocks of 64, two per step, left computes
-the scores of block 0 and right those of block 1. Beside Q there is room for two blocks [64, 512] of K or V, and the
-order in which they come decides. Role chart, K0' and V0' being those of the next step::
+As forward_d512.py: left and right own one half of the columns of O each, keys come in blocks of 64, two per step, left
+computes the scores of block 0 and right those of block 1. Beside Q there is room for two blocks [64, 512] of K or V,
+and the order in which they come decides. Role chart, K0' and V0' being those of the next step::
 
     load   1 warp   | K1 | K0' | V1 | V0' ...
     left   4 warps  | O_L += P0 V0_L | S0' = Q K0'^T | O_L += P1 V1_L, softmax 0' -> P0'
@@ -39,7 +39,7 @@ before which left waited for O_L += P1 V1_L.
 
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.sm90 import work
-from dsv4.fmha.kernels.sm90.halves import begin_half, end_half, nothing_yet, publish, published, scores
+from dsv4.fmha.kernels.sm90.d512_halves import begin_half, end_half, nothing_yet, publish, published, scores
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.ring import Stage
@@ -80,7 +80,7 @@ def fill_v(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.const
 def load_role(source, ring, landed, q_asked, tiles, KV_LOAD: gl.constexpr):
     phase = 0  # of landed
     row = tiles.first + tiles.begin * 128
-    q_asked.wait(0, 0)  # as in wide.py
+    q_asked.wait(0, 0)  # as in forward_d512.py
     if tiles.begin < tiles.end:  # the first wait on an untouched barrier passes
         phase = fill_k(source, ring, landed, phase, row, 0, 1, KV_LOAD)
         phase = fill_v(source, ring, landed, phase, row, 2, 1, KV_LOAD)

@@ -3,7 +3,7 @@
 O in fp32 is half of the register file, so each warpgroup owns one half of its columns, left and right. Keys come in
 blocks of 64, two per step: left computes the scores of block 0, right those of block 1, and they hand each other P,
 the running maximum and the rescaling factor through shared memory. Role chart where k is v (MQA latents), and a block
-is loaded once and read as K and as V; wide_kv.py has the roles for a v of its own::
+is loaded once and read as K and as V; forward_d512_kv.py has the roles for a v of its own::
 
     load   1 warp   | blocks of the next step ...
     left   4 warps  | S0 = Q K0^T | softmax 0 -> P0 | O_L += P0 V0_L |           wait P1 | O_L += P1 V1_L
@@ -34,8 +34,16 @@ O_L += P1 V1_L.
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.sm90 import wide_kv, work
-from dsv4.fmha.kernels.sm90.halves import begin_half, end_half, make_memory, nothing_yet, publish, published, scores
+from dsv4.fmha.kernels.sm90 import forward_d512_kv, work
+from dsv4.fmha.kernels.sm90.d512_halves import (
+    begin_half,
+    end_half,
+    make_memory,
+    nothing_yet,
+    publish,
+    published,
+    scores,
+)
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.ring import Stage
@@ -137,7 +145,7 @@ def half_role(
 
 
 @gluon.jit
-def fmha_wide(
+def fmha_forward_d512(
     tensors,
     k_desc,
     v_desc,
@@ -164,7 +172,7 @@ def fmha_wide(
             ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (wide_kv.half_role, (memory, tile_row, ring, work_tile, 0, SPLIT, KV_LOAD, SIGN)),
-                (wide_kv.half_role, (memory, tile_row, ring, work_tile, 1, SPLIT, KV_LOAD, SIGN)),
-                (wide_kv.load_role, (source, ring, landed, memory.q_asked, work_tile.tiles, KV_LOAD)),
+                (forward_d512_kv.half_role, (memory, tile_row, ring, work_tile, 0, SPLIT, KV_LOAD, SIGN)),
+                (forward_d512_kv.half_role, (memory, tile_row, ring, work_tile, 1, SPLIT, KV_LOAD, SIGN)),
+                (forward_d512_kv.load_role, (source, ring, landed, memory.q_asked, work_tile.tiles, KV_LOAD)),
             ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip

@@ -1,4 +1,4 @@
-"""The kernel of rows.py for large dense problems: one CTA per multiprocessor, which loops over row tiles.
+"""The kernel of forward.py for large dense problems: one CTA per multiprocessor, which loops over row tiles.
 
 The load warp runs ahead into the next row tile while the attend roles write their output. Role chart::
 
@@ -15,8 +15,8 @@ two bad habits: it keeps what a mask compares with in 32 registers through the l
 it puts the softmax behind the wait for O += P V (so `softmax.pin`). Then each thread adds up its own part of the row
 sums, O is rescaled only where a maximum grew by more than 8, and at head dim 128 there are registers for Q.
 
-There are two attend roles, or three. Shared memory and barriers are those of rows.py; the ring's slot and phase carry
-over from tile to tile. Every work tile has a tile of keys, if only one that none of its rows sees.
+There are two attend roles, or three. Shared memory and barriers are those of forward.py; the ring's slot and phase
+carry over from tile to tile. Every work tile has a tile of keys, if only one that none of its rows sees.
 
 CTA c takes work tiles c, c + CTAs, ... of this list: blocks of as many (sequence, head) as have about one tile for
 every CTA, or of one where nothing is causal and all tiles are alike; within a block, the tiles by their place in the
@@ -27,7 +27,7 @@ heads whose keys are read at one time are few.
 
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
-from dsv4.fmha.kernels.sm90 import rows, work
+from dsv4.fmha.kernels.sm90 import forward, work
 from dsv4.fmha.kernels.tiles import DENSE, NO_BOUND, Pages, end_key, first_key, mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
@@ -132,7 +132,7 @@ def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.conste
         seq, head, tile_row, first, tiles = locate(tile_id_at(at, M), scheduler, BN, M)
         where = loads.Where(seq, head, 0, keys, 0, keys, source.pages.table_ptr, source.pages.page_size)
         here = Source(source.k_desc, source.v_desc, source.k_rows, source.v_rows, where)
-        stage, landed_phase = rows.load_tiles(
+        stage, landed_phase = forward.load_tiles(
             stage, landed_phase, here, kv, landed, whole(first, tiles), SAME_KV, DENSE
         )
 
@@ -212,7 +212,7 @@ def attend_tile(
     stage, q, tile_row, at, arguments, kv, work_tile, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
     SIGN: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of rows.attend."""
+    """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of forward.attend."""
     k, v = kv.k, kv.v
     BN: gl.constexpr = v.slots.shape[1]
     D: gl.constexpr = v.slots.shape[2]
@@ -231,7 +231,7 @@ def attend_tile(
     rows_q = q
     if D == 128:
         rows_q = q.load(gl.DotOperandLayout(0, LS, 2))
-    s = rows.scores(rows_q, k, stage)
+    s = forward.scores(rows_q, k, stage)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
         k.release(stage)
@@ -244,8 +244,8 @@ def attend_tile(
     o = gl.zeros([64, D], gl.float32, LO)
     for tile in range(tiles.begin + 1, tiles.end):  # stage: of the tile whose P is in pa
         after = k.next(stage)
-        s = rows.scores(rows_q, k, after)
-        o = rows.add_values(o, pa, v, stage, SAME_KV)
+        s = forward.scores(rows_q, k, after)
+        o = forward.add_values(o, pa, v, stage, SAME_KV)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         if not SAME_KV:
             k.release(after)
@@ -265,7 +265,7 @@ def attend_tile(
         next_row, following = rows_of(tile_id_at(at + step, M), arguments, BN, W, M)
         barrier()  # every warp has read the last of q
         ask(q, next_row, following, SIGN)
-    o = rows.add_values(o, pa, v, stage, SAME_KV)
+    o = forward.add_values(o, pa, v, stage, SAME_KV)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     v.release(stage)
     stage = k.next(stage)
@@ -305,11 +305,11 @@ def attend_role(
         stage = consumer_stage()
         for tile_id in range(gl.program_id(0), arguments.scheduler.num_tiles, gl.num_programs(0)):
             tile_row, work_tile = rows_of(tile_id, arguments, BN, W, M)
-            stage = rows.attend(stage, q, tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
+            stage = forward.attend(stage, q, tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
 
 
 @gluon.jit
-def fmha_rows_loop(tensors, k_desc, v_desc, sizes, strides, opts, D: gl.constexpr, BN: gl.constexpr,
+def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, D: gl.constexpr, BN: gl.constexpr,
                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr,
                    SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
                    PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr = False):  # fmt: skip
@@ -318,7 +318,7 @@ def fmha_rows_loop(tensors, k_desc, v_desc, sizes, strides, opts, D: gl.constexp
     pages = Pages(tensors.table_ptr, sizes.page_size, sizes.total_k)
     k_rows, v_rows = kv_rows(tensors, sizes, strides)
     source = Keys(k_desc, v_desc, k_rows, v_rows, pages)
-    q, kv, landed = rows.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD)
+    q, kv, landed = forward.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD)
     scheduler = tile_scheduler(sizes, opts, M)
     arguments = Arguments(tensors, strides, opts, scheduler, pages)
     if CONSUMERS == 2:
