@@ -8,30 +8,49 @@ largest value to 2^14 .. 2^15, so that nothing overflows and the rounding is an 
 lies beside the LSE: (LSE, factor of the left half, of the right half, nothing) in fp32.
 """
 
+from typing import NamedTuple
+
 from dsv4.kernels import dependent, softmax
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.kernels.softmax import LN2, LOG2E
+
+
+class MergeTensors(NamedTuple):
+    any_alignment = ("lse_ptr", "sink_ptr", "cu_q_ptr")
+
+    part_ptr: Value  # [num_splits, total_rows, D]
+    part_lse_ptr: Value
+    out_ptr: Value
+    lse_ptr: Value
+    sink_ptr: Value
+    cu_q_ptr: Value  # varlen
+
+
+class MergeSizes(NamedTuple):
+    num_splits: Value
+    total_q: Value  # query tokens in all
+    total_rows: Value  # (token, head) in all
+    tokens: Value  # of a sequence; 1 where sequences differ (varlen)
+    q_heads: Value
+    last_sequence: Value  # its end in cu_q
+    want_lse: Value
+
+
+class MergeStrides(NamedTuple):
+    """Of out in units of 8 elements."""
+
+    out_batch: Value
+    out_token: Value
+    out_head: Value
+    lse_batch: Value
+    lse_token: Value
+    lse_head: Value
 
 
 @gluon.constexpr_function
 def in_columns(columns, warps):
     """Of [splits, columns]: every thread has all splits of its columns."""
     return gl.BlockedLayout([1, min(4, columns // 32)], [1, 32], [1, warps], [1, 0])
-
-
-@aggregate
-class OutputRow:
-    """Where a row (token, head) of the results is."""
-
-    row: Value
-    tokens: Value
-    q_heads: Value
-    stride_ob: Value
-    stride_ot: Value
-    stride_oh: Value
-    stride_lb: Value
-    stride_lt: Value
-    stride_lh: Value
 
 
 @aggregate
@@ -44,42 +63,45 @@ class Goal:
 
 
 @gluon.jit
-def goal_of(output, sink_ptr, VARLEN: gl.constexpr):
-    token = output.row // output.q_heads
-    head = output.row - token * output.q_heads
-    sink = softmax.sink_of(sink_ptr, head, head < output.q_heads) * LOG2E
+def goal_of(row, tensors, sizes, strides, VARLEN: gl.constexpr):
+    token = row // sizes.q_heads
+    head = row - token * sizes.q_heads
+    sink = softmax.sink_of(tensors.sink_ptr, head, head < sizes.q_heads) * LOG2E
     batch = 0
     if not VARLEN:
-        batch = token // output.tokens
-        token = token - batch * output.tokens
+        batch = token // sizes.tokens
+        token = token - batch * sizes.tokens
     n, token, head = batch.to(gl.int64), token.to(gl.int64), head.to(gl.int64)
-    offset = n * output.stride_ob + token * output.stride_ot + head * output.stride_oh
-    return Goal(offset * 8, n * output.stride_lb + token * output.stride_lt + head * output.stride_lh, sink)
+    offset = n * strides.out_batch + token * strides.out_token + head * strides.out_head
+    return Goal(offset * 8, n * strides.lse_batch + token * strides.lse_token + head * strides.lse_head, sink)
 
 
 @gluon.jit
-def finish(sums, top, total, column, goal, want_lse, out_ptr, lse_ptr):
+def finish(sums, top, total, column, goal, tensors, sizes):
     """Columns of a row whose splits are added up: sums of O and of weights, both relative to the largest LSE, top."""
     safe = gl.where(top == -float("inf"), 0.0, top)
     with_sink = total + gl.exp2(goal.sink - safe)
     nothing = total == 0.0
     factor = gl.where(nothing, 0.0, 1.0 / gl.where(nothing, 1.0, with_sink))
-    gl.store(out_ptr + goal.offset + column, (sums * factor).to(out_ptr.dtype.element_ty))
-    if (want_lse != 0) & (gl.program_id(1) == 0):
+    gl.store(tensors.out_ptr + goal.offset + column, (sums * factor).to(tensors.out_ptr.dtype.element_ty))
+    if (sizes.want_lse != 0) & (gl.program_id(1) == 0):
         lse = gl.where(nothing, -float("inf"), top + gl.log2(gl.where(nothing, 1.0, total))) * LN2
-        gl.store(lse_ptr + goal.lse, lse)
+        gl.store(tensors.lse_ptr + goal.lse, lse)
 
 
-@gluon.jit(do_not_specialize=[
-    "num_splits", "total_rows", "tokens", "q_heads", "last_sequence", "want_lse", "stride_ob", "stride_ot", "stride_oh",
-    "stride_lb", "stride_lt", "stride_lh",
-])  # fmt: skip
-def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_splits, total_rows, tokens, q_heads,
-            last_sequence, want_lse, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
-            D: gl.constexpr, SPLITS: gl.constexpr, VARLEN: gl.constexpr, COLUMNS: gl.constexpr = 64,
-            EARLY: gl.constexpr = False):  # fmt: skip
-    """One program: one row (token, head) and COLUMNS of its columns. part: [num_splits, total_rows, D]. EARLY: launched
-    while the splits are still being computed.
+@gluon.jit
+def combine(
+    tensors,
+    sizes,
+    strides,
+    D: gl.constexpr,
+    SPLITS: gl.constexpr,
+    VARLEN: gl.constexpr,
+    COLUMNS: gl.constexpr = 64,
+    EARLY: gl.constexpr = False,
+):
+    """One program: one row (token, head) and COLUMNS of its columns. EARLY: launched while the splits are still being
+    computed.
 
     SPLITS are added at a time, in an order that depends on SPLITS alone: up to 16 by one thread, which is the fewest
     instructions where rows are many. More splits belong to few rows, so that many threads take part.
@@ -94,22 +116,21 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
     belongs = True
     if VARLEN:
         # Rows past the last sequence have no partial results.
-        belongs = row // q_heads < gl.load(cu_q_ptr + last_sequence)
+        belongs = row // sizes.q_heads < gl.load(tensors.cu_q_ptr + sizes.last_sequence)
 
-    output = OutputRow(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
     if EARLY:
         dependent.wait_on_prior_grid()
-    goal = goal_of(output, sink_ptr, VARLEN)
+    goal = goal_of(row, tensors, sizes, strides, VARLEN)
     m = gl.full([SPLITS], -float("inf"), gl.float32, R)
     weights = gl.zeros([SPLITS], gl.float32, R)
     acc = gl.zeros([SPLITS, COLUMNS], gl.float32, L)
-    for start in range(0, num_splits, SPLITS):
+    for start in range(0, sizes.num_splits, SPLITS):
         split = start + gl.arange(0, SPLITS, layout=R)
-        there = (split < num_splits) & belongs
-        part = split.to(gl.int64) * total_rows + row
-        lse = gl.load(part_lse_ptr + part, mask=there, other=-float("inf"))
+        there = (split < sizes.num_splits) & belongs
+        part = split.to(gl.int64) * sizes.total_rows + row
+        lse = gl.load(tensors.part_lse_ptr + part, mask=there, other=-float("inf"))
         # Read before the LSE is known, so the two do not wait for each other; what no split wrote is dropped here.
-        o = gl.load(part_ptr + part[:, None] * D + column[None, :], mask=there[:, None], other=0.0)
+        o = gl.load(tensors.part_ptr + part[:, None] * D + column[None, :], mask=there[:, None], other=0.0)
         o = gl.where((lse == -float("inf"))[:, None], 0.0, o)
         m_new = gl.maximum(m, lse)
         safe = gl.where(m_new == -float("inf"), 0.0, m_new)
@@ -121,16 +142,11 @@ def combine(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, cu_q_ptr, num_sp
     scale = gl.exp2(m - gl.where(top == -float("inf"), 0.0, top))
     total = gl.sum(weights * scale, 0)
     sums = gl.sum(acc * scale[:, None], 0)
-    finish(sums, top, total, column, goal, want_lse, out_ptr, lse_ptr)
+    finish(sums, top, total, column, goal, tensors, sizes)
 
 
-@gluon.jit(do_not_specialize=[
-    "num_splits", "total_rows", "tokens", "q_heads", "want_lse", "stride_ob", "stride_ot", "stride_oh", "stride_lb",
-    "stride_lt", "stride_lh",
-])  # fmt: skip
-def combine_fp16(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits, total_rows, tokens, q_heads, want_lse,
-                  stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh,
-                  D: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+@gluon.jit
+def combine_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr):
     """One program: one row and COLUMNS of its columns, all of at most SPLITS splits at once. fp16 partial results.
     Launched while the last splits are being computed."""
     dependent.wait_on_prior_grid()
@@ -142,14 +158,13 @@ def combine_fp16(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits,
     row = gl.program_id(0)
     column = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
     half = gl.program_id(1) * COLUMNS // (D // 2)
-    output = OutputRow(row, tokens, q_heads, stride_ob, stride_ot, stride_oh, stride_lb, stride_lt, stride_lh)
-    goal = goal_of(output, sink_ptr, False)
+    goal = goal_of(row, tensors, sizes, strides, False)
     split = gl.arange(0, SPLITS, layout=R)
-    there = split < num_splits
-    part = split.to(gl.int64) * total_rows + row
-    lse = gl.load(part_lse_ptr + part * 4, mask=there, other=-float("inf"))
-    factor = gl.load(part_lse_ptr + part * 4 + 1 + half, mask=there, other=0.0)
-    values_ptr = part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+    there = split < sizes.num_splits
+    part = split.to(gl.int64) * sizes.total_rows + row
+    lse = gl.load(tensors.part_lse_ptr + part * 4, mask=there, other=-float("inf"))
+    factor = gl.load(tensors.part_lse_ptr + part * 4 + 1 + half, mask=there, other=0.0)
+    values_ptr = tensors.part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
     # Read before the LSE is known, so the two do not wait for each other; what no split wrote is dropped here.
     o = gl.load(values_ptr + part[:, None] * D + column[None, :], mask=there[:, None], other=0.0).to(gl.float32)
     written = lse != -float("inf")
@@ -158,20 +173,21 @@ def combine_fp16(part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink_ptr, num_splits,
     total = gl.sum(weight, 0)
     share = gl.where(written, weight * factor, 0.0)
     sums = gl.sum(gl.where(written[:, None], o, 0.0) * share[:, None], 0)
-    finish(sums, top, total, column, goal, want_lse, out_ptr, lse_ptr)
+    finish(sums, top, total, column, goal, tensors, sizes)
 
 
-@gluon.jit(do_not_specialize=["total_q", "q_heads", "last_sequence", "want_lse", "stride_ot", "stride_oh", "stride_lt",
-                              "stride_lh"])  # fmt: skip
-def clear_rest(out_ptr, lse_ptr, cu_q_ptr, total_q, q_heads, last_sequence, want_lse, stride_ot, stride_oh, stride_lt,
-               stride_lh, D: gl.constexpr):  # fmt: skip
+@gluon.jit
+def clear_rest(tensors, sizes, strides, D: gl.constexpr):
     """Rows of a varlen batch past its last sequence: out 0, lse -inf. One program per head, all such tokens."""
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     head = gl.program_id(0)
     column = gl.arange(0, D, layout=L)
-    begin = gl.minimum(gl.maximum(gl.load(cu_q_ptr + last_sequence), 0), total_q)
-    for token in range(begin + gl.program_id(1), total_q, gl.num_programs(1)):
-        offset = token.to(gl.int64) * stride_ot + head.to(gl.int64) * stride_oh
-        gl.store(out_ptr + offset * 8 + column, gl.zeros([D], out_ptr.dtype.element_ty, L))
-        if want_lse != 0:
-            gl.store(lse_ptr + token.to(gl.int64) * stride_lt + head.to(gl.int64) * stride_lh, -float("inf"))
+    begin = gl.minimum(gl.maximum(gl.load(tensors.cu_q_ptr + sizes.last_sequence), 0), sizes.total_q)
+    for token in range(begin + gl.program_id(1), sizes.total_q, gl.num_programs(1)):
+        offset = token.to(gl.int64) * strides.out_token + head.to(gl.int64) * strides.out_head
+        gl.store(tensors.out_ptr + offset * 8 + column, gl.zeros([D], tensors.out_ptr.dtype.element_ty, L))
+        if sizes.want_lse != 0:
+            gl.store(
+                tensors.lse_ptr + token.to(gl.int64) * strides.lse_token + head.to(gl.int64) * strides.lse_head,
+                -float("inf"),
+            )

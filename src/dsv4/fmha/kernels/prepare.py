@@ -11,7 +11,7 @@ import torch
 from dsv4.fmha.kernels.arguments import Options, Sizes, Strides, Tensors
 from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, NO_BOUND, PAGES, ROWS
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.combine import clear_rest, combine, combine_fp16
+from dsv4.kernels.combine import MergeSizes, MergeStrides, MergeTensors, clear_rest, combine, combine_fp16
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime import splits as splitting
@@ -80,8 +80,8 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     tensors = Tensors(
         q_ptr=q,
         out_ptr=Null(p.q.dtype) if is_partial(p) else out,
-        lse_ptr=p.lse if p.lse is not None else Null(torch.float32),
-        sink_ptr=p.sink if p.sink is not None else Null(torch.float32),
+        lse_ptr=or_null(p.lse, torch.float32),
+        sink_ptr=or_null(p.sink, torch.float32),
         part_ptr=part,
         part_lse_ptr=part_lse,
         cu_q_ptr=p.cu_seqlens_q if varlen else unread,
@@ -116,22 +116,52 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     structs = dict(tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts)
     program.launch(kernel, grid, structs, KV_LOAD=kv_load, SIGN=sign, SAME_KV=v is k,
                    SPLIT=2 if fp16_partials else split, num_warps=4, **c.options)  # fmt: skip
-    # What the kernels of combine.py take
-    arguments = tensors._asdict() | sizes._asdict()
-    arguments |= dict(want_lse=opts.want_lse, q_heads=p.q_heads, last_sequence=p.batch)
-    arguments |= named("stride_o", "bth", row_strides(out)) | named("stride_l", "bth", lse_strides)
+    merge_strides = MergeStrides(*row_strides(out), *lse_strides)
+    tokens, cu_q = (1, p.cu_seqlens_q) if varlen else (max(p.max_seqlen_q, 1), None)
+    merge = merge_arguments(p, out, part, part_lse, merge_strides, splits, total_q, tokens, cu_q)
     if fp16_partials:
-        prepare_fp16_merge(p, program, arguments, out, splits, total_q)
+        prepare_fp16_merge(p, program, merge, splits)
     elif split:
-        prepare_merge(p, program, arguments, out, splits, total_q, varlen=varlen)
+        prepare_merge(p, program, merge, splits, varlen=varlen)
     elif varlen:
-        program.launch(clear_rest, (p.q_heads, 4), arguments, D=p.head_dim, num_warps=4)
+        program.launch(clear_rest, (p.q_heads, 4), merge, D=p.head_dim, num_warps=4)
     if out is not p.out:
         program.copy(p.out, out)
 
 
+def merge_arguments(
+    p: Any, out: Slot, part: Slot | Null, part_lse: Slot | Null, strides: MergeStrides, splits: int, total_q: int,
+    tokens: int = 1, cu_q: Slot | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What the kernels of combine.py take. total_q: query tokens in all; tokens: of a sequence."""
+    return dict(
+        tensors=MergeTensors(
+            part_ptr=part,
+            part_lse_ptr=part_lse,
+            out_ptr=out,
+            lse_ptr=or_null(p.lse, torch.float32),
+            sink_ptr=or_null(p.sink, torch.float32),
+            cu_q_ptr=or_null(cu_q, torch.int32),
+        ),
+        sizes=MergeSizes(
+            num_splits=splits,
+            total_q=total_q,
+            total_rows=total_q * p.q_heads,
+            tokens=tokens,
+            q_heads=p.q_heads,
+            last_sequence=p.batch,
+            want_lse=int(p.lse is not None),
+        ),
+        strides=strides,
+    )
+
+
 def named(prefix: str, letters: str, strides: tuple[int, ...]) -> dict[str, int]:
     return {prefix + letter: stride for letter, stride in zip(letters, strides)}
+
+
+def or_null(x: Slot | None, dtype: torch.dtype) -> Slot | Null:
+    return Null(dtype) if x is None else x
 
 
 def use_fp16_partials(p: Any, tokens: int) -> bool:
@@ -142,32 +172,25 @@ def use_fp16_partials(p: Any, tokens: int) -> bool:
     return values >= FP16_PARTIALS_FROM and p.q.dtype == torch.bfloat16 and not p.deterministic and not is_partial(p)
 
 
-def prepare_fp16_merge(
-    p: Any, program: Program, arguments: dict[str, Any], out: Slot, splits: int, total_q: int
-) -> None:
+def prepare_fp16_merge(p: Any, program: Program, merge: dict[str, Any], splits: int) -> None:
     """As prepare_merge, for fp16 partial results."""
     at_once = max(1 << (splits - 1).bit_length(), 4)
     columns, warps = (p.head_dim // 2, p.head_dim // 256) if at_once <= 16 else (min(128, 8192 // at_once), 4)
-    rows = total_q * p.q_heads
-    program.launch(combine_fp16, (rows, p.head_dim // columns), arguments | dict(out_ptr=out, total_rows=rows),
-                   D=p.head_dim, SPLITS=at_once, COLUMNS=columns, num_warps=warps, launch_pdl=True)  # fmt: skip
+    grid = (merge["sizes"].total_rows, p.head_dim // columns)
+    constants = dict(D=p.head_dim, SPLITS=at_once, COLUMNS=columns)
+    program.launch(combine_fp16, grid, merge, **constants, num_warps=warps, launch_pdl=True)
 
 
 def prepare_merge(
-    p: Any, program: Program, arguments: dict[str, Any], out: Slot, splits: int, total_q: int, *, varlen: bool = False,
-    early: bool = False,
-) -> None:  # fmt: skip
-    """The combine kernel into out, with the arguments of the forward kernel. total_q: query tokens in all; early: the
-    forward kernel lets it be launched early."""
+    p: Any, program: Program, merge: dict[str, Any], splits: int, *, varlen: bool = False, early: bool = False
+) -> None:
+    """The combine kernel, with `merge_arguments`. early: the forward kernel lets it be launched early."""
     # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
     at_a_time = 16 if p.deterministic else 4 if splits <= 4 else 8 if splits <= 8 else 16 if splits <= 16 else 64
     columns, warps = (p.head_dim, max(1, p.head_dim // 128)) if at_a_time <= 16 else (32, 4)
-    rows = total_q * p.q_heads
-    arguments = arguments | dict(out_ptr=out, total_rows=rows, tokens=max(arguments["tokens"], 1))
-    program.launch(
-        combine, (rows, p.head_dim // columns), arguments, D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen,
-        COLUMNS=columns, EARLY=early, num_warps=warps, **dict(launch_pdl=True) if early else {},
-    )  # fmt: skip
+    grid = (merge["sizes"].total_rows, p.head_dim // columns)
+    constants = dict(D=p.head_dim, SPLITS=at_a_time, VARLEN=varlen, COLUMNS=columns, EARLY=early)
+    program.launch(combine, grid, merge, **constants, num_warps=warps, **dict(launch_pdl=True) if early else {})
 
 
 def _kv_load(p: FmhaProblem, c: Tiling) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from dsv4.fmha.kernels.prepare import (
     inverse_of,
     is_aligned,
     is_partial,
+    merge_arguments,
     partials,
     prepare_fp16_merge,
     prepare_merge,
@@ -21,6 +22,7 @@ from dsv4.fmha.kernels.prepare import (
     sign_and_scale,
     use_fp16_partials,
 )
+from dsv4.kernels.combine import MergeStrides
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
@@ -142,13 +144,12 @@ def prepare_sparse(
         **dict(num_warps=4) | options,
     )  # fmt: skip
     if split:
-        strides = dict(stride_ob=stride_on, stride_ot=0, stride_lb=stride_ln, stride_lt=0)
-        more = dict(cu_q_ptr=Null(torch.int32), tokens=1, q_heads=p.q_heads, last_sequence=p.batch)
+        strides = MergeStrides(stride_on, 0, stride_oh, stride_ln, 0, stride_lh)
+        merge = merge_arguments(p, out, part, part_lse, strides, splits, p.batch)
         if fp16_partials:
-            prepare_fp16_merge(p, program, arguments | strides | more, out, splits, p.batch)
+            prepare_fp16_merge(p, program, merge, splits)
         else:
-            early = options.get("PDL_LAUNCH", False)
-            prepare_merge(p, program, arguments | strides | more, out, splits, p.batch, early=early)
+            prepare_merge(p, program, merge, splits, early=options.get("PDL_LAUNCH", False))
     if out is not p.out:
         program.copy(p.out, out)
 
