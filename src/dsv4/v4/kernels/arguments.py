@@ -1,11 +1,36 @@
-"""The arguments of V4 attention by group, as kernels of every architecture hand them to their roles."""
+"""The arguments of V4 attention, by what they describe: NamedTuples that prepare.py makes, that kernels of every
+architecture take and hand to their roles as they are. And what kernels make of them, the aggregates."""
+
+from typing import NamedTuple
 
 from dsv4.kernels.compat import Value, aggregate
 
 
-@aggregate
-class Names:
+class Queries(NamedTuple):
+    """Strides are in units of 8 elements."""
+
+    ptr: Value
+    stride_n: Value
+    stride_h: Value
+
+
+class PoolSizes(NamedTuple):
+    """Rows by number. Strides are in units of 8 elements, of packed rows in units of UNIT bytes."""
+
+    ptr: Value
+    rows: Value
+    page_rows: Value
+    page_stride: Value
+    row_stride: Value
+    inverse: Value  # ceil(2^shift / page_rows)
+    shift: Value
+    gap: Value  # by TMA: lines between pages
+
+
+class Names(NamedTuple):
     """How queries name rows of a pool: by a list of numbers each, or by a block table of their request."""
+
+    any_alignment = ("list_ptr", "lengths_ptr")
 
     list_ptr: Value  # int32 lines of a query, or of a request
     line: Value  # from a line to the next
@@ -14,18 +39,20 @@ class Names:
     width: Value  # rows named at most
 
 
-@aggregate
-class Requests:
+class Requests(NamedTuple):
     """Which consecutive queries belong to one request."""
+
+    any_alignment = ("starts_ptr",)
 
     starts_ptr: Value  # int32, one more than requests
     given: Value  # whether there are starts; else every query is a request of its own
     count: Value
 
 
-@aggregate
-class Rope:
+class Rope(NamedTuple):
     """The angle by which the last ``width`` columns of an output row are turned back; width 0: not at all."""
+
+    any_alignment = ("cos_sin_ptr", "positions_ptr")
 
     cos_sin_ptr: Value
     positions_ptr: Value  # of the queries
@@ -34,9 +61,10 @@ class Rope:
     line: Value  # from a line of cos_sin to the next
 
 
-@aggregate
-class Output:
+class Output(NamedTuple):
     """Where results go. Strides of out are in units of 8 elements."""
+
+    any_alignment = ("lse_ptr", "sink_ptr", "part_lse_ptr")
 
     out_ptr: Value
     lse_ptr: Value
@@ -51,14 +79,19 @@ class Output:
     heads: Value
     rope: Rope
     want_lse: Value
+    split: Value  # whether to write partial results, where the kernel's constants do not say it
 
 
-@aggregate
-class Sizes:
+class Sizes(NamedTuple):
     queries: Value
     heads: Value
+    num_tiles: Value  # work tiles in all
     num_splits: Value
     tiles_per_split: Value
+    splits_inverse: Value  # ceil(2^splits_shift / num_splits)
+    splits_shift: Value
+    alone: Value  # CTAs that have one work tile each, the first ones; uneven_from: see splits.uneven
+    uneven_from: Value
 
 
 @aggregate

@@ -21,6 +21,14 @@ class Pool:
 
 
 @gluon.jit
+def pool_in_units(sizes, TIMES: gl.constexpr):
+    """The page stride in a unit that is TIMES smaller."""
+    return Pool(
+        sizes.ptr, sizes.rows, sizes.page_rows, sizes.page_stride * TIMES, sizes.row_stride, sizes.inverse, sizes.shift
+    )
+
+
+@gluon.jit
 def quotient(n, inverse, shift):
     """n // divisor, for 0 <= n < 2^31: what the host knows of the divisor replaces the division."""
     wide = n.to(gl.uint32, bitcast=True).to(gl.uint64) * inverse.to(gl.uint32, bitcast=True).to(gl.uint64)

@@ -15,6 +15,7 @@ from dsv4.fmha.kernels.prepare import (
     is_aligned,
     is_partial,
     merge_arguments,
+    or_null,
     partials,
     prepare_fp16_merge,
     prepare_merge,
@@ -28,6 +29,7 @@ from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
 from dsv4.runtime.splits import choose_splits, deterministic_cut, uneven
+from dsv4.v4.kernels.arguments import Names, Output, PoolSizes, Queries, Requests, Rope, Sizes
 from dsv4.v4.kernels.tile_scheduler import CP_ASYNC, LIST, NONE, TABLE, TMA
 from dsv4.v4.problem import V4Problem
 
@@ -64,22 +66,23 @@ def is_packed(p: V4Problem) -> bool:
 
 
 def prepare_sparse(
-    p: V4Problem, target: Target, program: Program, kernel: Any, step: int, options: dict, splits: int = 0,
-    fp16_partials: bool = False,
+    p: V4Problem, target: Target, program: Program, kernel: Any, step: int, options: dict, splits: int = 0, *,
+    can_be_uneven: bool = False, fp16_partials: bool = False,
 ) -> None:  # fmt: skip
     """The kernel and, where the rows of a query are split, the combine kernel. The tensors of p are slots.
 
     A work tile is 64 heads of a query (or the option HEADS) and a split, twice as many for a pair of CTAs (num_ctas 2).
-    A kernel that names `num_tiles` loops over them, one CTA per multiprocessor; another has a CTA for each. step: rows
-    that the kernel takes at a time, what splits are made of; options: further compile-time arguments; splits: how many,
-    0 = to be chosen here; fp16_partials: the kernel can write fp16 partial results (combine.py).
+    Kernels loop over them, one CTA per multiprocessor; those that are told the number of splits have a CTA for each.
+    step: rows that the kernel takes at a time, what splits are made of; options: further compile-time arguments;
+    splits: how many, 0 = to be chosen here; can_be_uneven: see splits.uneven; fp16_partials: the kernel can write fp16
+    partial results (combine.py).
     """
-    ctas = options.get("num_ctas", 1)
+    ctas, persistent = options.get("num_ctas", 1), splits == 0
     tiles = p.batch * -(-p.q_heads // (options.get("HEADS", 64) * ctas))
     steps_per_split, alone, uneven_from = 0, 0, 0x7FFFFFFF
-    if splits == 0:
+    if persistent:
         splits, steps_per_split = _splits(p, target, tiles * ctas, step)
-        if "uneven_from" in kernel.arg_names and not p.deterministic and p.num_splits == 0:
+        if can_be_uneven and not p.deterministic and p.num_splits == 0:
             splits, alone, uneven_from = uneven(tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
     # Deterministic: the way through the combine kernel rounds the sink differently, and how wide the lists are is no
     # property of a query; so all take that way.
@@ -92,59 +95,70 @@ def prepare_sparse(
     if split:
         fp16_partials = fp16_partials and use_fp16_partials(p, splits * p.batch)
         part, part_lse = partials(p, program, splits, p.batch * p.q_heads, fp16_partials)
-    window = PoolArguments.of(program, p.window)
-    compressed = window.without_rows() if p.compressed is None else PoolArguments.of(program, p.compressed)
-    how, names = _names(p, program)
-    window_names = _lines(program, p.window_indices)
-    positions, angles, angle_line = (1, 0, 0) if p.cos_sin is None else (*p.cos_sin.shape, p.cos_sin.stride(0))
-    _, stride_qn, stride_qh = row_strides(q)
-    _, stride_on, stride_oh = row_strides(out)
-    stride_ln, stride_lh = (0, 0) if p.lse is None else p.lse.stride()
+    window = pool_sizes(program, p.window)
+    compressed = no_rows(window) if p.compressed is None else pool_sizes(program, p.compressed)
+    kv_index, names = _names(p, program)
+    out_strides = row_strides(out)[1:]
+    lse_strides = (0, 0) if p.lse is None else p.lse.stride()
 
-    inverse, shift = inverse_of(splits)
+    def given(x: Slot | None) -> Slot | Null:
+        return Null(torch.int32) if x is None else x if x.is_contiguous() else program.copied(x)
 
-    def given(x: Slot | None, dtype: torch.dtype = torch.int32) -> Slot | Null:
-        return Null(dtype) if x is None else x if x.is_contiguous() else program.copied(x)
+    def named_by(lists: Slot | Null, lengths: Slot | None, width: int) -> Names:
+        line = lists.stride(0) if isinstance(lists, Slot) else 0
+        return Names(lists, line, given(lengths), int(lengths is not None), width)
 
+    positions, width, line = (1, 0, 0) if p.cos_sin is None else (*p.cos_sin.shape, p.cos_sin.stride(0))
+    rope = Rope(or_null(p.cos_sin, torch.float32), given(p.positions), positions, width, line)
+    starts = p.request_starts
     arguments: dict[str, Any] = dict(
-        q_ptr=q, out_ptr=Null(p.q.dtype) if is_partial(p) else out, lse_ptr=given_as(p.lse),
-        sink_ptr=given_as(p.sink), part_ptr=part, part_lse_ptr=part_lse,
-        window_list_ptr=window_names, window_lengths_ptr=given(p.window_lengths), compressed_list_ptr=names,
-        compressed_lengths_ptr=given(p.compressed_lengths), starts_ptr=given(p.request_starts),
-        cos_sin_ptr=given_as(p.cos_sin), positions_ptr=given(p.positions), scale=scale,
-        want_lse=int(p.lse is not None), queries=p.batch, heads=p.q_heads, **window.named("window"),
-        window_width=p.window_indices.shape[1], window_line=window_names.stride(0), **compressed.named("compressed"),
-        compressed_width=p.compressed_capacity, compressed_line=names.stride(0) if isinstance(names, Slot) else 0,
-        window_lengths=int(p.window_lengths is not None), compressed_lengths=int(p.compressed_lengths is not None),
-        starts=int(p.request_starts is not None),
-        requests=p.batch if p.request_starts is None else p.request_starts.shape[0] - 1,
-        rope_positions=positions, rope_width=angles, rope_line=angle_line, num_splits=splits,
-        tiles_per_split=steps_per_split, stride_qn=stride_qn, stride_qh=stride_qh, stride_on=stride_on,
-        stride_oh=stride_oh, stride_ln=stride_ln, stride_lh=stride_lh, sign=sign, split=int(split),
-        signed_scale=sign * scale, num_tiles=tiles * splits, alone=alone, uneven_from=uneven_from,
-        splits_inverse=inverse, splits_shift=shift,
+        q=Queries(q, *row_strides(q)[1:]),
+        window_names=named_by(_lines(program, p.window_indices), p.window_lengths, p.window_indices.shape[1]),
+        compressed_names=named_by(names, p.compressed_lengths, p.compressed_capacity),
+        requests=Requests(given(starts), int(starts is not None), p.batch if starts is None else starts.shape[0] - 1),
+        output=Output(
+            out_ptr=Null(p.q.dtype) if is_partial(p) else out,
+            lse_ptr=or_null(p.lse, torch.float32),
+            sink_ptr=or_null(p.sink, torch.float32),
+            part_ptr=part,
+            part_lse_ptr=part_lse,
+            stride_on=out_strides[0],
+            stride_oh=out_strides[1],
+            stride_ln=lse_strides[0],
+            stride_lh=lse_strides[1],
+            queries=p.batch,
+            heads=p.q_heads,
+            rope=rope,
+            want_lse=int(p.lse is not None),
+            split=int(split),
+        ),
+        sizes=Sizes(
+            p.batch, p.q_heads, tiles * splits, splits - (alone > 0), steps_per_split, *inverse_of(splits), alone,
+            uneven_from,
+        ),
+        scale=scale,
+        signed_scale=sign * scale,
     )  # fmt: skip
     loads = [CP_ASYNC, CP_ASYNC]
     if "window_desc" in kernel.arg_names:
         loads = _kv_loads(p, window, compressed)
-        arguments |= dict(q_desc=_heads(program, q, ctas))
-        for name, load, pool in zip(("window", "compressed"), loads, (window, compressed)):
-            arguments |= _by_tma(name, load, pool.tensor, q, ctas)
-    grid: tuple[int, ...] = (tiles, splits)
-    if "splits_inverse" in kernel.arg_names:
+        window_desc, window = _by_tma(loads[0], window, q, ctas)
+        compressed_desc, compressed = _by_tma(loads[1], compressed, q, ctas)
+        arguments |= dict(q_desc=_heads(program, q, ctas), window_desc=window_desc, compressed_desc=compressed_desc)
+    arguments |= dict(window=window, compressed=compressed)
+    if persistent:
+        grid: tuple[int, ...] = (min(tiles * splits, target.num_sms // ctas),)
+    else:
         grid = (tiles // p.batch, p.batch, splits)
-    if "num_tiles" in kernel.arg_names:
-        grid = (min(tiles * splits, target.num_sms // ctas),)
-    equal = dict(num_splits=splits - (alone > 0))
     program.launch(
-        kernel, grid, arguments | equal, WINDOW_LOAD=loads[0].value, COMPRESSED_LOAD=loads[1].value, KV_INDEX=how,
+        kernel, grid, arguments, WINDOW_LOAD=loads[0].value, COMPRESSED_LOAD=loads[1].value, KV_INDEX=kv_index,
         SIGN=sign, WINDOW_FORMAT=format_of(p.window), WINDOW_UNIT=unit_of(p.window),
         COMPRESSED_FORMAT=format_of(p.compressed), COMPRESSED_UNIT=unit_of(p.compressed),
         SPLIT=2 if split and fp16_partials else split,
         **dict(num_warps=4) | options,
     )  # fmt: skip
     if split:
-        strides = MergeStrides(stride_on, 0, stride_oh, stride_ln, 0, stride_lh)
+        strides = MergeStrides(out_strides[0], 0, out_strides[1], lse_strides[0], 0, lse_strides[1])
         merge = merge_arguments(p, out, part, part_lse, strides, splits, p.batch)
         if fp16_partials:
             prepare_fp16_merge(p, program, merge, splits)
@@ -152,10 +166,6 @@ def prepare_sparse(
             prepare_merge(p, program, merge, splits, early=options.get("PDL_LAUNCH", False))
     if out is not p.out:
         program.copy(p.out, out)
-
-
-def given_as(x: Slot | None, dtype: torch.dtype = torch.float32) -> Slot | Null:
-    return Null(dtype) if x is None else x
 
 
 def _splits(p: V4Problem, target: Target, tiles: int, step: int) -> tuple[int, int]:
@@ -168,32 +178,22 @@ def _splits(p: V4Problem, target: Target, tiles: int, step: int) -> tuple[int, i
     return choose_splits(tiles, target.num_sms, p.max_seqlen_k), 0
 
 
-class PoolArguments:
+def pool_sizes(program: Program, pool: Any) -> PoolSizes:
     """A pool of rows as a kernel is told of it; strides in units of 8 elements, or as `unit_of` says."""
+    if isinstance(pool, PackedRows):
+        page_rows, page_stride = pool.rows_per_page, pool.page_stride // unit_of(pool)
+        return PoolSizes(pool.storage, caches.pool_size(pool), page_rows, page_stride, 0, *inverse_of(page_rows), 0)
+    if not is_aligned(pool if pool.ndim == 3 else pool.unsqueeze(1)):
+        pool = program.copied(pool)
+    if pool.ndim == 2:
+        pool = pool.unsqueeze(1)
+    page, row = (s // 8 if n > 1 else 0 for s, n in zip(pool.stride()[:-1], pool.shape))
+    pages, page_rows, _ = pool.shape
+    return PoolSizes(pool, pages * page_rows, page_rows, page, row, *inverse_of(page_rows), 0)
 
-    def __init__(self, tensor: Slot, rows: int, page_rows: int, page_stride: int, row_stride: int):
-        self.tensor = tensor
-        self.sizes = dict(rows=rows, page_rows=page_rows, page_stride=page_stride, row_stride=row_stride)
 
-    @classmethod
-    def of(cls, program: Program, pool: Any) -> "PoolArguments":
-        if isinstance(pool, PackedRows):
-            return cls(pool.storage, caches.pool_size(pool), pool.rows_per_page, pool.page_stride // unit_of(pool), 0)
-        if not is_aligned(pool if pool.ndim == 3 else pool.unsqueeze(1)):
-            pool = program.copied(pool)
-        if pool.ndim == 2:
-            pool = pool.unsqueeze(1)
-        page, row = (s // 8 if n > 1 else 0 for s, n in zip(pool.stride()[:-1], pool.shape))
-        return cls(pool, pool.shape[0] * pool.shape[1], pool.shape[1], page, row)
-
-    def without_rows(self) -> "PoolArguments":
-        return PoolArguments(self.tensor, 0, 1, 0, 0)
-
-    def named(self, name: str) -> dict[str, Any]:
-        """By the names of the kernels' parameters, with the inverse of the rows per page."""
-        inverse, shift = inverse_of(self.sizes["page_rows"])
-        sizes = {f"{name}_{key}": size for key, size in self.sizes.items()}
-        return sizes | {f"{name}_ptr": self.tensor, f"{name}_inverse": inverse, f"{name}_shift": shift}
+def no_rows(pool: PoolSizes) -> PoolSizes:
+    return PoolSizes(pool.ptr, 0, 1, 0, 0, *inverse_of(1), 0)
 
 
 def _names(p: V4Problem, program: Program) -> tuple[int, Slot | Null]:
@@ -240,20 +240,21 @@ def comes_by_tma(pool: Any) -> bool:
     return not is_aligned(rows) or _lines_apart(rows) is not None  # what is not aligned gets copied
 
 
-def _kv_loads(p: V4Problem, window: PoolArguments, compressed: PoolArguments) -> list[Any]:
+def _kv_loads(p: V4Problem, window: PoolSizes, compressed: PoolSizes) -> list[Any]:
     """How plain rows of the two pools are loaded. Beside packed rows they come by cp.async: with the code for TMA a
     role would not fit into its registers."""
     packed = is_packed(p)
     loads = []
-    for pool, rows in ((p.window, window.tensor), (p.compressed, compressed.tensor)):
+    for pool, rows in ((p.window, window.ptr), (p.compressed, compressed.ptr)):
         by_tma = pool is not None and not packed and _lines_apart(rows) is not None
         loads.append(TMA if by_tma else CP_ASYNC)
     return loads
 
 
-def _by_tma(name: str, load: Any, rows: Slot, q: Slot, ctas: int) -> dict:
-    """The descriptor of a pool's lines and the lines between its pages; where the pool is read in another way, that of
-    a line of q, which nobody reads."""
+def _by_tma(load: Any, pool: PoolSizes, q: Slot, ctas: int) -> tuple[TensorDescriptor, PoolSizes]:
+    """The descriptor of a pool's lines, and the pool with the lines between its pages; where the pool is read in
+    another way, that of a line of q, which nobody reads."""
+    rows: Any = pool.ptr
     if load is not TMA or rows.numel() == 0:
         rows = q.view((1, 1, q.shape[-1]), (q.shape[-1], q.shape[-1], 1))
     apart = _lines_apart(rows)
@@ -261,7 +262,7 @@ def _by_tma(name: str, load: Any, rows: Slot, q: Slot, ctas: int) -> dict:
     pages, page_rows, d = rows.shape
     layout = LINE if ctas == 1 else PAIR_LINE
     desc = TensorDescriptor(rows, [(pages - 1) * apart[1] + page_rows, d], [apart[0], 1], [1, 256], layout)
-    return {f"{name}_desc": desc, f"{name}_gap": apart[1] - page_rows}
+    return desc, pool._replace(gap=apart[1] - page_rows)
 
 
 def unit_of(pool: Any) -> int:

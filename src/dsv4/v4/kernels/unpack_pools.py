@@ -15,8 +15,8 @@ from dsv4.caches.pages import PackedRows
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import gl, gluon
 from dsv4.runtime.program import Program
-from dsv4.v4.kernels.pool_rows import Pool, entries, load_codes, load_words, rows_and_scales
-from dsv4.v4.kernels.prepare import PoolArguments, unit_of
+from dsv4.v4.kernels.pool_rows import entries, load_codes, load_words, rows_and_scales
+from dsv4.v4.kernels.prepare import pool_sizes, unit_of
 from dsv4.v4.problem import V4Problem
 
 LISTED = 12  # times that a row must be listed for its conversion ahead of time to pay
@@ -25,23 +25,21 @@ WARPS = 8
 WORDS = 2  # of 4 bytes that a thread reads at a time
 
 
-@gluon.jit(do_not_specialize=["rows", "page_rows", "page_stride", "inverse", "shift"])
-def v4_unpack(out_ptr, ptr, rows, page_rows, page_stride, inverse, shift, UNIT: gl.constexpr,
-              FORMAT: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
+@gluon.jit
+def v4_unpack(out_ptr, pool, UNIT: gl.constexpr, FORMAT: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr):
     """out: bf16 [rows, 512], written in pairs. The next grid is placed beside the last programs when little is left to
     store."""
     # Threads write 16 bytes side by side, so they read 8: halves of sectors would be written twice.
     W: gl.constexpr = gl.BlockedLayout([1, 4], [2 * WORDS, 16 // WORDS], [gl.num_warps(), 1], [1, 0])
-    pool = Pool(ptr, rows, page_rows, page_stride, 0, inverse, shift)
     number = gl.program_id(0) * ROWS + entries(W, ROWS)
     data, there, scales = rows_and_scales(pool, number, UNIT, FORMAT)
     out_ptr = out_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     LAST: gl.constexpr = FORMAT.coded_panels - 6  # panels of codes behind the first six; the rest of the row is bf16
-    x = load_codes(ptr, data, there, 0, 4, UNIT, FORMAT, WORDS)
-    y = load_codes(ptr, data, there, 4, 2, UNIT, FORMAT, WORDS)
-    z = load_codes(ptr, data, there, 6, LAST, UNIT, FORMAT, WORDS)
+    x = load_codes(pool.ptr, data, there, 0, 4, UNIT, FORMAT, WORDS)
+    y = load_codes(pool.ptr, data, there, 4, 2, UNIT, FORMAT, WORDS)
+    z = load_codes(pool.ptr, data, there, 6, LAST, UNIT, FORMAT, WORDS)
     if LAST == 1:
-        rest = load_words(ptr, data, there, FORMAT.code_bytes // 4, 32, UNIT)
+        rest = load_words(pool.ptr, data, there, FORMAT.code_bytes // 4, 32, UNIT)
     put(out_ptr, number, there, FORMAT.unpack(x, scales, 0, EXACT, FORMAT), 0)
     put(out_ptr, number, there, FORMAT.unpack(y, scales, 4, EXACT, FORMAT), 4)
     put(out_ptr, number, there, FORMAT.unpack(z, scales, 6, EXACT, FORMAT), 6)
@@ -98,10 +96,10 @@ def _one_pool(p: V4Problem) -> bool:
 
 
 def _unpacked(cache: PackedRows, program: Program):
-    pool = PoolArguments.of(program, cache)
-    rows = pool.sizes["rows"]
-    out = program.workspace("rows in bf16", (rows // cache.rows_per_page, cache.rows_per_page, 512), torch.bfloat16)
-    sizes = {name.removeprefix("_"): x for name, x in pool.named("").items()}
-    program.launch(v4_unpack, (-(-rows // ROWS),), sizes | dict(out_ptr=out), UNIT=unit_of(cache),
-                   FORMAT=cache.format, ROWS=ROWS, WORDS=WORDS, num_warps=WARPS)  # fmt: skip
+    pool = pool_sizes(program, cache)
+    shape = (pool.rows // cache.rows_per_page, cache.rows_per_page, 512)
+    out = program.workspace("rows in bf16", shape, torch.bfloat16)
+    constants = dict(UNIT=unit_of(cache), FORMAT=cache.format, ROWS=ROWS, WORDS=WORDS)
+    grid = (-(-pool.rows // ROWS),)
+    program.launch(v4_unpack, grid, dict(pool=pool, out_ptr=out), **constants, num_warps=WARPS)
     return out

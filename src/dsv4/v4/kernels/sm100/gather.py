@@ -29,18 +29,6 @@ from dsv4.kernels.compat import (
 from dsv4.v4.kernels.pool_rows import scales_begin
 from dsv4.v4.kernels.tile_scheduler import LIST, NONE, TMA, index_lists, tile_coord
 
-# Arguments of sparse.py and sparse_pair.py whose values, or alignment, must not make Triton compile again.
-NOT_SPECIALIZED = [
-    "want_lse", "num_tiles", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride",
-    "window_row_stride", "window_gap", "window_width", "window_line", "compressed_rows", "compressed_page_rows",
-    "compressed_page_stride", "compressed_row_stride", "compressed_gap", "compressed_width", "compressed_line",
-    "window_lengths", "compressed_lengths", "starts", "requests", "rope_positions", "rope_width", "rope_line",
-    "num_splits", "tiles_per_split", "stride_on", "stride_oh", "stride_ln", "stride_lh", "split",
-]  # fmt: skip
-NOT_ALIGNED = [
-    "lse_ptr", "sink_ptr", "part_lse_ptr", "window_list_ptr", "window_lengths_ptr", "compressed_list_ptr",
-    "compressed_lengths_ptr", "starts_ptr", "cos_sin_ptr", "positions_ptr",
-]  # fmt: skip
 ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))  # a row per thread
 FOURS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [4, 1], [0, 1]))  # four rows per TMA, shared out by warps
 LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of bf16 per thread
@@ -66,6 +54,16 @@ class Pool:
 class Pools:
     window: Pool
     compressed: Pool
+
+
+@gluon.jit
+def pools_of(window, window_desc, compressed, compressed_desc):
+    return Pools(pool_with(window, window_desc), pool_with(compressed, compressed_desc))
+
+
+@gluon.jit
+def pool_with(sizes, desc):
+    return Pool(sizes.ptr, desc, sizes.rows, sizes.page_rows, sizes.page_stride, sizes.row_stride, sizes.gap)
 
 
 @gluon.jit
@@ -244,14 +242,14 @@ def gather_block(pool, number, memory, barriers, at, LOAD: gl.constexpr, UNIT: g
 
 
 @gluon.jit
-def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, num_tiles, sizes, KV_INDEX: gl.constexpr,
+def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, sizes, KV_INDEX: gl.constexpr,
                 LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """The work tiles of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes
     free."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     at = 0  # blocks so far
     turn = 0
-    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for tile_id in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
         query, first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads)
         lists = index_lists(query, window, compressed, requests, KV_INDEX)
         blocks = lists.window_blocks + (lists.count + 63) // 64

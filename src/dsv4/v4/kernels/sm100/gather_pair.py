@@ -197,13 +197,13 @@ def block_v(lists, begin, i, n, number, pools, memory, barriers, at, KV_INDEX: g
 
 
 @gluon.jit
-def plan_role(q_desc, window, compressed, requests, memory, barriers, num_tiles, sizes, KV_INDEX: gl.constexpr):
+def plan_role(q_desc, window, compressed, requests, memory, barriers, sizes, KV_INDEX: gl.constexpr):
     """What each work tile has to do, while the others are at the one before; Q, as soon as the scores of that are
     complete. A warp of its own: the loads that lead to the lengths would keep gathers waiting."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=[[0, 0, 1, 0]])
     full = 0  # work tiles so far that have blocks
     turn = 0
-    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for tile_id in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
         query, first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads, 128)
         count, more, line = named_rows(query, window, compressed, requests, KV_INDEX)
         begin, end = blocks_of(count, more, split, sizes)
@@ -236,7 +236,7 @@ def lists_at(tile_id, turn, window, compressed, memory, barriers, sizes):
 
 
 @gluon.jit
-def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, num_tiles, sizes, KV_INDEX: gl.constexpr,
+def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, sizes, KV_INDEX: gl.constexpr,
                 LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """The work tiles of this pair, one after the other: K and V as places become free. Row numbers are read two blocks
     ahead, the next work tile's first before the last V of this one: there is no pause between work tiles."""
@@ -246,7 +246,7 @@ def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, n
     number = numbers_at(lists, begin, end, pools.compressed, KV_INDEX, KEYS, ONE)
     following = numbers_at(lists, begin + 1, end, pools.compressed, KV_INDEX, KEYS, ONE)
     later = numbers_at(lists, begin + 2, end, pools.compressed, KV_INDEX, KEYS, ONE)
-    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for tile_id in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
         n = end - begin
         # Numbers of the block before. Not `number` to begin with: Triton would not see that the loop changes it.
         before = gl.full([KEYS], -1, gl.int32, gl.SliceLayout(1, ONE))
@@ -283,7 +283,7 @@ def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, n
             following = later
         turn += 1
         next_lists, next_begin, next_end = lists, begin, begin
-        if tile_id + gl.num_programs(0) < num_tiles:
+        if tile_id + gl.num_programs(0) < sizes.num_tiles:
             next_lists, next_begin, next_end = lists_at(
                 tile_id + gl.num_programs(0), turn, window, compressed, memory, barriers, sizes
             )

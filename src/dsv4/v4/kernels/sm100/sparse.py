@@ -52,9 +52,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
-from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.v4.kernels.sm100.epilogue import angles_of, finish_rows, tile_rows
-from dsv4.v4.kernels.sm100.gather import NOT_ALIGNED, NOT_SPECIALIZED, Pool, Pools, gather_role
+from dsv4.v4.kernels.sm100.gather import gather_role, pools_of
 from dsv4.v4.kernels.tile_scheduler import tile_coord
 
 
@@ -259,38 +258,36 @@ def softmax_role(memory, barriers, output, num_tiles, scale, split):
         write(place, factor, angles_ptr, n, memory, output, split)
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=NOT_ALIGNED)
-def v4_sparse(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr, window_list_ptr,
-              window_lengths_ptr, compressed_desc, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr,
-              starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, num_tiles, queries, heads, window_rows,
-              window_page_rows, window_page_stride, window_row_stride, window_gap, window_width, window_line,
-              compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_gap,
-              compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests, rope_positions,
-              rope_width, rope_line, num_splits, tiles_per_split, stride_on, stride_oh, stride_ln, stride_lh, split,
-              KV_INDEX: gl.constexpr, WINDOW_LOAD: gl.constexpr, COMPRESSED_LOAD: gl.constexpr,
-              WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
-              COMPRESSED_FORMAT: gl.constexpr, GATHER_REGS: gl.constexpr, WARP_REGS: gl.constexpr):  # fmt: skip
-    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
-    compressed = Names(
-        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
-    )
-    requests = Requests(starts_ptr, starts, requests)
-    pools = Pools(
-        Pool(window_ptr, window_desc, window_rows, window_page_rows, window_page_stride, window_row_stride,
-             window_gap),
-        Pool(compressed_ptr, compressed_desc, compressed_rows, compressed_page_rows, compressed_page_stride,
-             compressed_row_stride, compressed_gap),
-    )  # fmt: skip
-    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
-    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
-                    queries, heads, rope, want_lse)  # fmt: skip
-    sizes = Sizes(queries, heads, num_splits, tiles_per_split)
-
+@gluon.jit
+def v4_sparse(
+    q_desc,
+    window_desc,
+    window,
+    window_names,
+    compressed_desc,
+    compressed,
+    compressed_names,
+    requests,
+    output,
+    sizes,
+    signed_scale,
+    KV_INDEX: gl.constexpr,
+    WINDOW_LOAD: gl.constexpr,
+    COMPRESSED_LOAD: gl.constexpr,
+    WINDOW_UNIT: gl.constexpr,
+    COMPRESSED_UNIT: gl.constexpr,
+    WINDOW_FORMAT: gl.constexpr,
+    COMPRESSED_FORMAT: gl.constexpr,
+    GATHER_REGS: gl.constexpr,
+    WARP_REGS: gl.constexpr,
+):
+    pools = pools_of(window, window_desc, compressed, compressed_desc)
     memory = make_memory(q_desc.dtype)
     barriers = make_barriers()
+    num_tiles = sizes.num_tiles
     gl.warp_specialize([
-        (softmax_role, (memory, barriers, output, num_tiles, signed_scale, split)),
-        (gather_role, (q_desc, window, compressed, requests, pools, memory, barriers, num_tiles, sizes, KV_INDEX,
+        (softmax_role, (memory, barriers, output, num_tiles, signed_scale, output.split)),
+        (gather_role, (q_desc, window_names, compressed_names, requests, pools, memory, barriers, sizes, KV_INDEX,
                        (WINDOW_LOAD, COMPRESSED_LOAD), (WINDOW_UNIT, COMPRESSED_UNIT),
                        (WINDOW_FORMAT, COMPRESSED_FORMAT))),
         (scores_role, (memory, barriers, num_tiles)),

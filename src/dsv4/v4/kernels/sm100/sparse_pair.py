@@ -31,9 +31,8 @@ from dsv4.fmha.kernels.sm100.pair_roles import (
     write,
 )
 from dsv4.kernels.compat import gl, gluon, mbarrier
-from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
 from dsv4.v4.kernels.sm100.epilogue import angles_of, finish_rows, tile_rows
-from dsv4.v4.kernels.sm100.gather import NOT_ALIGNED, NOT_SPECIALIZED, Pool, Pools
+from dsv4.v4.kernels.sm100.gather import pools_of
 from dsv4.v4.kernels.sm100.gather_pair import gather_role, plan_role
 from dsv4.v4.kernels.tile_scheduler import tile_coord
 
@@ -85,35 +84,32 @@ def store_role(memory, barriers, output, num_tiles, split):
         write(factor, n, out, partial, memory, barriers, (angles_ptr, output.rope.width), split)
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=NOT_ALIGNED)
-def v4_sparse_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_desc, window_ptr,
-                   window_list_ptr, window_lengths_ptr, compressed_desc, compressed_ptr, compressed_list_ptr,
-                   compressed_lengths_ptr, starts_ptr, cos_sin_ptr, positions_ptr, signed_scale, want_lse, num_tiles,
-                   queries, heads, window_rows, window_page_rows, window_page_stride, window_row_stride, window_gap,
-                   window_width, window_line, compressed_rows, compressed_page_rows, compressed_page_stride,
-                   compressed_row_stride, compressed_gap, compressed_width, compressed_line, window_lengths,
-                   compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
-                   tiles_per_split, stride_on, stride_oh, stride_ln, stride_lh, split, KV_INDEX: gl.constexpr,
-                   WINDOW_LOAD: gl.constexpr, COMPRESSED_LOAD: gl.constexpr, WINDOW_UNIT: gl.constexpr,
-                   COMPRESSED_UNIT: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
-                   COMPRESSED_FORMAT: gl.constexpr, GATHER_REGS: gl.constexpr, STORE_REGS: gl.constexpr,
-                   WARP_REGS: gl.constexpr):  # fmt: skip
-    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
-    compressed = Names(
-        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
-    )
-    requests = Requests(starts_ptr, starts, requests)
-    pools = Pools(
-        Pool(window_ptr, window_desc, window_rows, window_page_rows, window_page_stride, window_row_stride,
-             window_gap),
-        Pool(compressed_ptr, compressed_desc, compressed_rows, compressed_page_rows, compressed_page_stride,
-             compressed_row_stride, compressed_gap),
-    )  # fmt: skip
-    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
-    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
-                    queries, heads, rope, want_lse)  # fmt: skip
-    sizes = Sizes(queries, heads, num_splits, tiles_per_split)
-
+@gluon.jit
+def v4_sparse_pair(
+    q_desc,
+    window_desc,
+    window,
+    window_names,
+    compressed_desc,
+    compressed,
+    compressed_names,
+    requests,
+    output,
+    sizes,
+    signed_scale,
+    KV_INDEX: gl.constexpr,
+    WINDOW_LOAD: gl.constexpr,
+    COMPRESSED_LOAD: gl.constexpr,
+    WINDOW_UNIT: gl.constexpr,
+    COMPRESSED_UNIT: gl.constexpr,
+    WINDOW_FORMAT: gl.constexpr,
+    COMPRESSED_FORMAT: gl.constexpr,
+    GATHER_REGS: gl.constexpr,
+    STORE_REGS: gl.constexpr,
+    WARP_REGS: gl.constexpr,
+):
+    pools = pools_of(window, window_desc, compressed, compressed_desc)
+    num_tiles = sizes.num_tiles
     memory = make_memory(q_desc.dtype, 4)
     bias = gl.allocate_shared_memory(gl.bfloat16, [3, 128], OWN)
     barriers = make_barriers(5)
@@ -122,11 +118,11 @@ def v4_sparse_pair(out_ptr, q_desc, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, w
         mbarrier.init(bias_ready.index(i), count=1)
     gl.warp_specialize([
         (softmax_role, (memory, bias, barriers, bias_ready, num_tiles, signed_scale)),
-        (gather_role, (window, compressed, pools, memory, bias, barriers, bias_ready, num_tiles, sizes, KV_INDEX,
+        (gather_role, (window_names, compressed_names, pools, memory, bias, barriers, bias_ready, sizes, KV_INDEX,
                        (WINDOW_LOAD, COMPRESSED_LOAD), (WINDOW_UNIT, COMPRESSED_UNIT),
                        (WINDOW_FORMAT, COMPRESSED_FORMAT))),
-        (store_role, (memory, barriers, output, num_tiles, split)),
+        (store_role, (memory, barriers, output, num_tiles, output.split)),
         (scores_role, (memory, barriers, num_tiles)),
         (values_role, (memory, barriers, num_tiles)),
-        (plan_role, (q_desc, window, compressed, requests, memory, barriers, num_tiles, sizes, KV_INDEX)),
+        (plan_role, (q_desc, window_names, compressed_names, requests, memory, barriers, sizes, KV_INDEX)),
     ], [4, 4, 1, 1, 1], [GATHER_REGS, STORE_REGS, WARP_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

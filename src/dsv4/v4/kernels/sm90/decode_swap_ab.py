@@ -26,12 +26,10 @@ Rows are asked for after the last fence of a block: the assembler makes a fence 
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
-from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope
-from dsv4.v4.kernels.pool_rows import Pool, entries
-from dsv4.v4.kernels.sm90.gather import Pools, Queries, numbers_of, pool_of
+from dsv4.v4.kernels.pool_rows import entries, pool_in_units
+from dsv4.v4.kernels.sm90.gather import Pools, numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import words
 from dsv4.v4.kernels.sm90.swap_ab import (
-    Splits,
     add,
     ask,
     copy_block,
@@ -109,12 +107,12 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
 
 
 @gluon.jit
-def one_tile(q, window, compressed, requests, pools, output, scale, splits, HEADS: gl.constexpr, KEYS: gl.constexpr,
+def one_tile(q, window, compressed, requests, pools, output, scale, sizes, HEADS: gl.constexpr, KEYS: gl.constexpr,
              KV_INDEX: gl.constexpr, SIGN: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr,
              SPLIT: gl.constexpr):  # fmt: skip
     """Some heads of a query and some blocks of its rows."""
     first_head = gl.program_id(0) * HEADS
-    lists, work = cta_work(window, compressed, requests, splits, KV_INDEX, KEYS)
+    lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, KEYS)
     begin, end = work.begin, work.end
     # On its way while Q is asked for.
     number = numbers_of(lists, begin, begin < end, pools.compressed, entries(words(gl.num_warps()), KEYS), KV_INDEX)
@@ -124,46 +122,35 @@ def one_tile(q, window, compressed, requests, pools, output, scale, splits, HEAD
     finish((o0, o1, o2, o3), m, l, memory, (work.query, first_head, gl.program_id(2)), output, SPLIT)
 
 
-@gluon.jit(do_not_specialize=[
-    "want_lse", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride", "window_row_stride",
-    "window_inverse", "window_shift", "window_width", "window_line", "compressed_rows", "compressed_page_rows",
-    "compressed_page_stride", "compressed_row_stride", "compressed_inverse", "compressed_shift", "compressed_width",
-    "compressed_line", "window_lengths", "compressed_lengths", "starts", "requests", "rope_positions", "rope_width",
-    "rope_line", "num_splits", "splits_inverse", "splits_shift", "stride_qn", "stride_qh", "stride_on", "stride_oh",
-    "stride_ln", "stride_lh",
-])  # fmt: skip
-def v4_decode_swap_ab(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
-              window_lengths_ptr, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr, starts_ptr, cos_sin_ptr,
-              positions_ptr, scale, want_lse, queries, heads, window_rows, window_page_rows, window_page_stride,
-              window_row_stride, window_inverse, window_shift, window_width, window_line, compressed_rows,
-              compressed_page_rows, compressed_page_stride, compressed_row_stride, compressed_inverse, compressed_shift,
-              compressed_width, compressed_line, window_lengths, compressed_lengths, starts, requests, rope_positions,
-              rope_width, rope_line, num_splits, splits_inverse, splits_shift, stride_qn, stride_qh, stride_on,
-              stride_oh, stride_ln, stride_lh, KV_INDEX: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr,
-              WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr, HEADS: gl.constexpr,
-              KEYS: gl.constexpr = 64, PDL_LAUNCH: gl.constexpr = False):  # fmt: skip
+@gluon.jit
+def v4_decode_swap_ab(
+    q,
+    window,
+    window_names,
+    compressed,
+    compressed_names,
+    requests,
+    output,
+    sizes,
+    scale,
+    KV_INDEX: gl.constexpr,
+    SIGN: gl.constexpr,
+    WINDOW_FORMAT: gl.constexpr,
+    WINDOW_UNIT: gl.constexpr,
+    COMPRESSED_UNIT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    HEADS: gl.constexpr,
+    KEYS: gl.constexpr = 64,
+    PDL_LAUNCH: gl.constexpr = False,
+):
     if PDL_LAUNCH:
         dependent.launch_dependents()
+    prefetch_lists(window_names, compressed_names, KV_INDEX)
     # Both pools are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
-    window_page_stride *= WINDOW_UNIT // UNIT
-    if KV_INDEX != NONE:
-        compressed_page_stride *= COMPRESSED_UNIT // UNIT
-    q = Queries(q_ptr, stride_qn, stride_qh)
-    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
-    compressed = Names(
-        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
-    )
-    prefetch_lists(window, compressed, KV_INDEX)
     pools = Pools(
-        Pool(window_ptr, window_rows, window_page_rows, window_page_stride, window_row_stride, window_inverse,
-             window_shift),
-        Pool(compressed_ptr, compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride,
-             compressed_inverse, compressed_shift),
-    )  # fmt: skip
-    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
-    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
-                    queries, heads, rope, want_lse)  # fmt: skip
-    splits = Splits(num_splits, splits_inverse, splits_shift)
-    one_tile(q, window, compressed, Requests(starts_ptr, starts, requests), pools, output, scale, splits, HEADS, KEYS,
-             KV_INDEX, SIGN, UNIT, WINDOW_FORMAT, SPLIT)  # fmt: skip
+        pool_in_units(window, WINDOW_UNIT // UNIT),
+        pool_in_units(compressed, COMPRESSED_UNIT // UNIT if KV_INDEX != NONE else 1),
+    )
+    one_tile(q, window_names, compressed_names, requests, pools, output, scale, sizes, HEADS, KEYS, KV_INDEX, SIGN,
+             UNIT, WINDOW_FORMAT, SPLIT)  # fmt: skip

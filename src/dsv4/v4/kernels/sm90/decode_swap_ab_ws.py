@@ -48,12 +48,10 @@ from dsv4.kernels.compat import (
     warpgroup_mma_wait,
 )
 from dsv4.kernels.opaque import zero
-from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope
-from dsv4.v4.kernels.pool_rows import Pool, entries
-from dsv4.v4.kernels.sm90.gather import Pools, Queries, numbers_of, pool_of
+from dsv4.v4.kernels.pool_rows import entries, pool_in_units
+from dsv4.v4.kernels.sm90.gather import Pools, numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import words
 from dsv4.v4.kernels.sm90.swap_ab import (
-    Splits,
     add,
     ask,
     copy_heads,
@@ -129,10 +127,10 @@ def add_all(o, memory, slot, at):
 
 
 @gluon.jit
-def gather_role(window, compressed, requests, pools, memory, barriers, splits, GROUP: gl.constexpr,
+def gather_role(window, compressed, requests, pools, memory, barriers, sizes, GROUP: gl.constexpr,
                 KV_INDEX: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
     """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
-    lists, work = cta_work(window, compressed, requests, splits, KV_INDEX, 64)
+    lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, 64)
     entry = entries(words(gl.num_warps()))
     first = work.begin + GROUP
     number = numbers_of(lists, first, first < work.end, pools.compressed, entry, KV_INDEX)
@@ -154,7 +152,7 @@ def gather_role(window, compressed, requests, pools, memory, barriers, splits, G
 
 
 @gluon.jit
-def compute_role(q, window, compressed, requests, memory, highest, barriers, output, scale, splits,
+def compute_role(q, window, compressed, requests, memory, highest, barriers, output, scale, sizes,
                  HEADS: gl.constexpr, KV_INDEX: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     LS: gl.constexpr = scores_layout(WARPS, HEADS, 64)
@@ -163,7 +161,7 @@ def compute_role(q, window, compressed, requests, memory, highest, barriers, out
     first_head = gl.program_id(0) * HEADS
     sink = sink_of_heads(output, first_head, SPLIT, HEADS, per_lane(HEADS))  # early: it comes from memory
     copy_heads(q, gl.program_id(1), first_head, output.heads, memory.q)
-    lists, work = cta_work(window, compressed, requests, splits, KV_INDEX, 64)
+    lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, 64)
     o0 = gl.zeros([128, HEADS], gl.float32, LO)
     o1 = gl.zeros([128, HEADS], gl.float32, LO)
     o2 = gl.zeros([128, HEADS], gl.float32, LO)
@@ -235,46 +233,36 @@ def compute_role(q, window, compressed, requests, memory, highest, barriers, out
     write_out((o0, o1, o2, o3), write_lse(m, l, sink, place, output, SPLIT), memory, place, output, SPLIT)
 
 
-@gluon.jit(do_not_specialize=[
-    "want_lse", "queries", "heads", "window_rows", "window_page_rows", "window_page_stride", "window_inverse",
-    "window_shift", "window_width", "window_line", "compressed_rows", "compressed_page_rows", "compressed_page_stride",
-    "compressed_inverse", "compressed_shift", "compressed_width", "compressed_line", "window_lengths",
-    "compressed_lengths", "starts", "requests", "rope_positions", "rope_width", "rope_line", "num_splits",
-    "splits_inverse", "splits_shift", "stride_qn", "stride_qh", "stride_on", "stride_oh", "stride_ln", "stride_lh",
-])  # fmt: skip
-def v4_decode_swap_ab_ws(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
-           window_lengths_ptr, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr, starts_ptr, cos_sin_ptr,
-           positions_ptr, scale, want_lse, queries, heads, window_rows, window_page_rows, window_page_stride,
-           window_inverse, window_shift, window_width, window_line, compressed_rows, compressed_page_rows,
-           compressed_page_stride, compressed_inverse, compressed_shift, compressed_width, compressed_line,
-           window_lengths, compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
-           splits_inverse, splits_shift, stride_qn, stride_qh, stride_on, stride_oh, stride_ln, stride_lh,
-           KV_INDEX: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr, WINDOW_UNIT: gl.constexpr,
-           COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr, HEADS: gl.constexpr, GATHER_REGS: gl.constexpr,
-           PDL_LAUNCH: gl.constexpr = False):  # fmt: skip
+@gluon.jit
+def v4_decode_swap_ab_ws(
+    q,
+    window,
+    window_names,
+    compressed,
+    compressed_names,
+    requests,
+    output,
+    sizes,
+    scale,
+    KV_INDEX: gl.constexpr,
+    SIGN: gl.constexpr,
+    WINDOW_FORMAT: gl.constexpr,
+    WINDOW_UNIT: gl.constexpr,
+    COMPRESSED_UNIT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    HEADS: gl.constexpr,
+    GATHER_REGS: gl.constexpr,
+    PDL_LAUNCH: gl.constexpr = False,
+):
     if PDL_LAUNCH:
         dependent.launch_dependents()
+    prefetch_lists(window_names, compressed_names, KV_INDEX)
     # Both pools are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
-    window_page_stride *= WINDOW_UNIT // UNIT
-    if KV_INDEX != NONE:
-        compressed_page_stride *= COMPRESSED_UNIT // UNIT
-    q = Queries(q_ptr, stride_qn, stride_qh)
-    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
-    compressed = Names(
-        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
-    )
-    prefetch_lists(window, compressed, KV_INDEX)
     pools = Pools(
-        Pool(window_ptr, window_rows, window_page_rows, window_page_stride, 0, window_inverse, window_shift),
-        Pool(compressed_ptr, compressed_rows, compressed_page_rows, compressed_page_stride, 0, compressed_inverse,
-             compressed_shift),
-    )  # fmt: skip
-    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
-    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
-                    queries, heads, rope, want_lse)  # fmt: skip
-    splits = Splits(num_splits, splits_inverse, splits_shift)
-    requests = Requests(starts_ptr, starts, requests)
+        pool_in_units(window, WINDOW_UNIT // UNIT),
+        pool_in_units(compressed, COMPRESSED_UNIT // UNIT if KV_INDEX != NONE else 1),
+    )
     memory = make_memory(HEADS, 64, GROUPS)
     highest = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -290,10 +278,10 @@ def v4_decode_swap_ab_ws(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_p
     barriers = Barriers(ready0, ready1, free0, free1)
     FENCE: gl.constexpr = gather_fences(HEADS)
     gl.warp_specialize([
-        (compute_role, (q, window, compressed, requests, memory, highest, barriers, output, scale, splits, HEADS,
-                        KV_INDEX, SIGN, SPLIT)),
-        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 0, KV_INDEX, UNIT, WINDOW_FORMAT,
-                       FENCE)),
-        (gather_role, (window, compressed, requests, pools, memory, barriers, splits, 1, KV_INDEX, UNIT, WINDOW_FORMAT,
-                       FENCE)),
+        (compute_role, (q, window_names, compressed_names, requests, memory, highest, barriers, output, scale, sizes,
+                        HEADS, KV_INDEX, SIGN, SPLIT)),
+        (gather_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes, 0, KV_INDEX, UNIT,
+                       WINDOW_FORMAT, FENCE)),
+        (gather_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes, 1, KV_INDEX, UNIT,
+                       WINDOW_FORMAT, FENCE)),
     ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip

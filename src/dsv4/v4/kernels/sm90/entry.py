@@ -78,7 +78,7 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
     if unpack_pools.pays(p):
         p = unpack_pools.unpacked(p, program)
         options = (RESIDENT if resident(p) else PLAIN) | dict(REG_STORE=True, PDL_WAIT=True, launch_pdl=True)
-        prepare_sparse(p, target, program, v4_sparse, STEP, options)
+        prepare_sparse(p, target, program, v4_sparse, STEP, options, can_be_uneven=True)
         return
     small = decode_kernel(p, target)
     if small is not None:
@@ -86,7 +86,7 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
         prepare_sparse(p, target, program, kernel, DECODE_KEYS, options, splits)
         return
     options = PACKED if is_packed(p) else RESIDENT if resident(p) else PLAIN | dict(REG_STORE=many(p, target))
-    prepare_sparse(p, target, program, v4_sparse, STEP, options, fp16_partials=True)
+    prepare_sparse(p, target, program, v4_sparse, STEP, options, can_be_uneven=True, fp16_partials=True)
 
 
 def many(p: V4Problem, target: Target) -> bool:

@@ -43,15 +43,6 @@ class Pools:
     compressed: Pool
 
 
-@aggregate
-class Queries:
-    """Strides are in units of 8 elements."""
-
-    ptr: Value
-    stride_n: Value
-    stride_h: Value
-
-
 @gluon.jit
 def numbers_of(lists, block, wanted, pool, entry, KV_INDEX: gl.constexpr):
     """Row numbers of the entries of a block, -1 past the end, or everywhere unless it is wanted."""
@@ -350,9 +341,24 @@ def write_job(job, turn, blocks, query, first_head, split):
 
 
 @gluon.jit
-def gather_role(q, window, compressed, requests, pools, memory, barriers, num_tiles, stride, uneven_from, sizes,
-                KV_INDEX: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr, RESIDENT: gl.constexpr,
-                PDL_WAIT: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def gather_role(
+    q,
+    window,
+    compressed,
+    requests,
+    pools,
+    memory,
+    barriers,
+    num_tiles,
+    stride,
+    sizes,
+    KV_INDEX: gl.constexpr,
+    FORMATS: gl.constexpr,
+    UNIT: gl.constexpr,
+    RESIDENT: gl.constexpr,
+    PDL_WAIT: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
     """The work tiles of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes
     free. PDL_WAIT: the grid before makes rows, and may still run."""
     if PDL_WAIT:
@@ -365,7 +371,7 @@ def gather_role(q, window, compressed, requests, pools, memory, barriers, num_ti
         lists = index_lists(query, window, compressed, requests, KV_INDEX)
         steps = (lists.window_blocks + (lists.count + 63) // 64 + 1) // 2
         # From uneven_from steps on one that is left over makes no split longer: it is a split by itself.
-        shared = steps - (steps >= uneven_from).to(gl.int32)
+        shared = steps - (steps >= sizes.uneven_from).to(gl.int32)
         each = gl.maximum((shared + sizes.num_splits - 1) // sizes.num_splits, sizes.tiles_per_split)
         begin = gl.minimum(split * each, steps)
         end = gl.minimum(begin + each, steps)

@@ -45,9 +45,8 @@ from dsv4.fmha.kernels.sm90.work import FP16_PARTIALS, half_to_fp16, in_pieces
 from dsv4.kernels import dependent, softmax
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.opaque import zero
-from dsv4.v4.kernels.arguments import Names, Output, Requests, Rope, Sizes
-from dsv4.v4.kernels.pool_rows import Pool
-from dsv4.v4.kernels.sm90.gather import BLOCKS, FIRST_HEAD, QUERY, SPLIT_NUMBER, Pools, Queries, gather_role
+from dsv4.v4.kernels.pool_rows import pool_in_units
+from dsv4.v4.kernels.sm90.gather import BLOCKS, FIRST_HEAD, QUERY, SPLIT_NUMBER, Pools, gather_role
 from dsv4.v4.kernels.sm90.smem_store import arrivals
 from dsv4.v4.kernels.sm90.sparse_steps import SCORES, left_begin, left_resident, left_step, right_resident, right_step
 from dsv4.v4.kernels.tile_scheduler import NONE
@@ -271,64 +270,53 @@ def half_role(memory, barriers, num_tiles, stride, scale, output, HALF: gl.const
         turn = turn ^ 1
 
 
-@gluon.jit(do_not_specialize=[
-    "want_lse", "num_tiles", "alone", "uneven_from", "queries", "heads", "window_rows", "window_page_rows",
-    "window_page_stride", "window_row_stride", "window_inverse", "window_shift", "window_width", "window_line",
-    "compressed_rows", "compressed_page_rows", "compressed_page_stride", "compressed_row_stride", "compressed_inverse",
-    "compressed_shift", "compressed_width", "compressed_line", "window_lengths", "compressed_lengths", "starts",
-    "requests", "rope_positions", "rope_width", "rope_line", "num_splits", "tiles_per_split", "stride_qn", "stride_qh",
-    "stride_on", "stride_oh", "stride_ln", "stride_lh",
-])  # fmt: skip
-def v4_sparse(q_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, window_ptr, window_list_ptr,
-              window_lengths_ptr, compressed_ptr, compressed_list_ptr, compressed_lengths_ptr, starts_ptr, cos_sin_ptr,
-              positions_ptr, scale, want_lse, num_tiles, alone, uneven_from, queries, heads, window_rows,
-              window_page_rows, window_page_stride, window_row_stride, window_inverse, window_shift, window_width,
-              window_line, compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride,
-              compressed_inverse, compressed_shift, compressed_width, compressed_line, window_lengths,
-              compressed_lengths, starts, requests, rope_positions, rope_width, rope_line, num_splits,
-              tiles_per_split, stride_qn, stride_qh, stride_on, stride_oh, stride_ln, stride_lh,
-              KV_INDEX: gl.constexpr, SIGN: gl.constexpr, WINDOW_FORMAT: gl.constexpr, COMPRESSED_FORMAT: gl.constexpr,
-              WINDOW_UNIT: gl.constexpr, COMPRESSED_UNIT: gl.constexpr, SPLIT: gl.constexpr,
-              RESIDENT: gl.constexpr, RIGHT_REGS: gl.constexpr, GATHER_REGS: gl.constexpr,
-              GATHER_WARPS: gl.constexpr, PDL_WAIT: gl.constexpr = False, PDL_LAUNCH: gl.constexpr = False,
-              REG_STORE: gl.constexpr = False):  # fmt: skip
+@gluon.jit
+def v4_sparse(
+    q,
+    window,
+    window_names,
+    compressed,
+    compressed_names,
+    requests,
+    output,
+    sizes,
+    scale,
+    KV_INDEX: gl.constexpr,
+    SIGN: gl.constexpr,
+    WINDOW_FORMAT: gl.constexpr,
+    COMPRESSED_FORMAT: gl.constexpr,
+    WINDOW_UNIT: gl.constexpr,
+    COMPRESSED_UNIT: gl.constexpr,
+    SPLIT: gl.constexpr,
+    RESIDENT: gl.constexpr,
+    RIGHT_REGS: gl.constexpr,
+    GATHER_REGS: gl.constexpr,
+    GATHER_WARPS: gl.constexpr,
+    PDL_WAIT: gl.constexpr = False,
+    PDL_LAUNCH: gl.constexpr = False,
+    REG_STORE: gl.constexpr = False,
+):
     if PDL_LAUNCH:
         gl.static_assert(not PDL_WAIT)  # the grid after the next would not wait for this one: see dependent.py
         dependent.launch_dependents()
     # Two packed pools are read in one way, that of the lesser unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
-    if WINDOW_FORMAT.coded > 0:
-        window_page_stride *= WINDOW_UNIT // UNIT
-    if COMPRESSED_FORMAT.coded > 0:
-        compressed_page_stride *= COMPRESSED_UNIT // UNIT
-    FORMATS: gl.constexpr = (WINDOW_FORMAT, WINDOW_FORMAT if KV_INDEX == NONE else COMPRESSED_FORMAT)
-    q = Queries(q_ptr, stride_qn, stride_qh)
-    window = Names(window_list_ptr, window_line, window_lengths_ptr, window_lengths, window_width)
-    compressed = Names(
-        compressed_list_ptr, compressed_line, compressed_lengths_ptr, compressed_lengths, compressed_width
-    )
     pools = Pools(
-        Pool(window_ptr, window_rows, window_page_rows, window_page_stride, window_row_stride, window_inverse,
-             window_shift),
-        Pool(compressed_ptr, compressed_rows, compressed_page_rows, compressed_page_stride, compressed_row_stride,
-             compressed_inverse, compressed_shift),
-    )  # fmt: skip
-    requests = Requests(starts_ptr, starts, requests)
-    rope = Rope(cos_sin_ptr, positions_ptr, rope_positions, rope_width, rope_line)
-    output = Output(out_ptr, lse_ptr, sink_ptr, part_ptr, part_lse_ptr, stride_on, stride_oh, stride_ln, stride_lh,
-                    queries, heads, rope, want_lse)  # fmt: skip
-    sizes = Sizes(queries, heads, num_splits, tiles_per_split)
+        pool_in_units(window, WINDOW_UNIT // UNIT if WINDOW_FORMAT.coded > 0 else 1),
+        pool_in_units(compressed, COMPRESSED_UNIT // UNIT if COMPRESSED_FORMAT.coded > 0 else 1),
+    )
+    FORMATS: gl.constexpr = (WINDOW_FORMAT, WINDOW_FORMAT if KV_INDEX == NONE else COMPRESSED_FORMAT)
     # The first `alone` CTAs have one work tile each, the others share what is left: see splits.uneven.
-    num_tiles = gl.where(gl.program_id(0) < alone, gl.program_id(0) + 1, num_tiles)
-    stride = gl.num_programs(0) - alone
+    num_tiles = gl.where(gl.program_id(0) < sizes.alone, gl.program_id(0) + 1, sizes.num_tiles)
+    stride = gl.num_programs(0) - sizes.alone
 
-    memory = make_memory(q_ptr.dtype.element_ty)
+    memory = make_memory(q.ptr.dtype.element_ty)
     barriers = make_barriers(GATHER_WARPS)
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
         (half_role, (memory, barriers, num_tiles, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
         (half_role, (memory, barriers, num_tiles, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
-        (gather_role, (q, window, compressed, requests, pools, memory, barriers, num_tiles, stride, uneven_from, sizes,
+        (gather_role, (q, window_names, compressed_names, requests, pools, memory, barriers, num_tiles, stride, sizes,
                        KV_INDEX, FORMATS, UNIT, RESIDENT, PDL_WAIT, SPLIT)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

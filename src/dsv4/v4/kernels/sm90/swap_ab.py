@@ -36,13 +36,6 @@ class Memory:
 
 
 @aggregate
-class Splits:
-    count: Value
-    inverse: Value  # ceil(2^shift / count)
-    shift: Value
-
-
-@aggregate
 class Work:
     """What a CTA does: blocks [begin, end) of the rows of a query."""
 
@@ -52,14 +45,14 @@ class Work:
 
 
 @gluon.jit
-def cta_work(window, compressed, requests, splits, KV_INDEX: gl.constexpr, KEYS: gl.constexpr):
+def cta_work(window, compressed, requests, sizes, KV_INDEX: gl.constexpr, KEYS: gl.constexpr):
     """Of this CTA: (the lists of its query, Work). A block has KEYS rows."""
     query, split = gl.program_id(1), gl.program_id(2)
     lists = index_lists(query, window, compressed, requests, KV_INDEX, KEYS)
     blocks = lists.window_blocks + (lists.count + KEYS - 1) // KEYS
     # As even as can be, not so many each until none are left: the fewer CTAs have most, the less memory has to do.
-    begin = quotient(blocks * split, splits.inverse, splits.shift)
-    return lists, Work(query, begin, quotient(blocks * (split + 1), splits.inverse, splits.shift))
+    begin = quotient(blocks * split, sizes.splits_inverse, sizes.splits_shift)
+    return lists, Work(query, begin, quotient(blocks * (split + 1), sizes.splits_inverse, sizes.splits_shift))
 
 
 @gluon.jit
