@@ -1,6 +1,6 @@
 """A hook of mkdocs: pages that are generated, so that each says what the code says, and links between documents.
 
-README, DESIGN, CHANGELOG, CONTRIBUTING, tutorials/README, benchmarks/NOTES     as pages of the site
+README, DESIGN, CHANGELOG, CONTRIBUTING, SECURITY, tutorials/README, benchmarks/NOTES     as pages of the site
 diagnostics/    one page per code, from what `softsm explain CODE` prints
 layouts         pictures of `softsm explain INSTRUCTION`
 tutorials/      the prose and the code of each chapter
@@ -13,6 +13,7 @@ import io
 import json
 import posixpath
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,20 @@ DOCUMENTS = {
     "index.md": "README.md",
     "design.md": "DESIGN.md",
     "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
     "contributing.md": "CONTRIBUTING.md",
     "notes.md": "benchmarks/NOTES.md",
     "tutorials/index.md": "tutorials/README.md",
 }
 FENCE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Addresses come from [project.urls]."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    config.repo_url, config.site_url = urls.get("Repository", ""), urls.get("Documentation", "")
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -2,14 +2,11 @@
 
 import re
 import runpy
-import tomllib
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-import dsv4
-import softsm
 from dsv4.cli import app
 from dsv4.commands import support
 from dsv4.runtime import dispatch
@@ -120,10 +117,3 @@ def test_commands_in_the_readme_exist() -> None:
     targets = set(re.findall(r"^make (\w+)", SHELL, flags=re.M))
     makefile = (ROOT / "Makefile").read_text()
     assert targets and all(re.search(rf"^{target}:", makefile, flags=re.M) for target in targets)
-
-
-def test_one_version_everywhere() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    other = tomllib.loads((ROOT / "packages" / "softsm" / "pyproject.toml").read_text())["project"]["version"]
-    newest = re.search(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
-    assert newest and dsv4.__version__ == softsm.__version__ == newest[1] == version == other

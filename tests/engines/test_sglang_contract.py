@@ -73,7 +73,7 @@ def test_the_backend_whose_start_checks_the_hooks_exists():
 def test_the_names_that_the_dense_backend_is_added_to_exist():
     choices = ast.unparse(source("sglang.srt.arg_groups.choices"))
     assert "add_attention_backend_choices = ATTENTION_BACKEND_CHOICES.extend" in choices
-    for model in ("Gemma4", "GptOssForCausalLM"):  # lists that name backends, where dsv4_dense passes as triton
+    for model in ("Gemma4", "GptOssForCausalLM"):  # lists that name backends, where dsv4_gluon passes as triton
         assert model in ast.unparse(source("sglang.srt.arg_groups.model_hook"))
     assert "attention_backends_of(resolved_view(server_args))" in ast.unparse(
         source("sglang.srt.arg_groups.model_hook")

@@ -33,7 +33,7 @@ def run(checkpoints, serve_sglang, wanted):
     def get(plugin: bool, cached: bool = True) -> dict:
         if (plugin, cached) not in done:
             engine = dict(
-                attention_backend="dsv4_dense" if plugin else "torch_native", chunked_prefill_size=128, page_size=PAGE,
+                attention_backend="dsv4_gluon" if plugin else "torch_native", chunked_prefill_size=128, page_size=PAGE,
                 disable_radix_cache=not cached,
             )  # fmt: skip
             got = serve_sglang(folder, dict(engine=engine, batches=list(batches.values())), plugin)
@@ -95,7 +95,7 @@ def test_two_pools_of_pages(checkpoints, serve_sglang):
     """Tokens and log-probabilities of transformers, and the same tokens when the prompt's pages are cached. Rows that
     have left the window have no page in its pool any more."""
     folder, wanted = checkpoints("gemma4_512")
-    engine = dict(attention_backend="dsv4_dense", chunked_prefill_size=128, page_size=PAGE)
+    engine = dict(attention_backend="dsv4_gluon", chunked_prefill_size=128, page_size=PAGE)
     first = dict(prompts=wanted.prompts(300), tokens=TOKENS, logprobs=True)
     again = dict(prompts=wanted.prompts(300, 150, 5), tokens=TOKENS)
     one, three = serve_sglang(folder, dict(engine=engine, batches=[first, again]), plugin=True)["batches"]

@@ -105,12 +105,12 @@ def refused(said, f, *arguments, **options):
         assert said in str(error), error
     else:
         raise AssertionError(said)
-assert AttentionBackendEnum.DSV4.get_class().__module__ == "dsv4.integrations.vllm.dense"
+assert AttentionBackendEnum.DSV4_GLUON.get_class().__module__ == "dsv4.integrations.vllm.dense"
 layer = AttentionSelectorConfig(64, None, None, None)
-assert CpuPlatform.get_attn_backend_cls(AttentionBackendEnum.DSV4, attn_selector_config=layer) == plugin.DENSE
+assert CpuPlatform.get_attn_backend_cls(AttentionBackendEnum.DSV4_GLUON, attn_selector_config=layer) == plugin.DENSE
 assert CpuPlatform.get_attn_backend_cls(None, attn_selector_config=layer, num_heads=1) != plugin.DENSE
 mla = layer._replace(use_mla=True)
-refused("DSV4 for MLA layers", CpuPlatform.get_attn_backend_cls, AttentionBackendEnum.DSV4, mla)
+refused("DSV4_GLUON for MLA layers", CpuPlatform.get_attn_backend_cls, AttentionBackendEnum.DSV4_GLUON, mla)
 install.on_cuda()
 install.on_cuda()
 def config(backend, version="4"):
@@ -123,7 +123,7 @@ ours, theirs = v4.cuda_class(), flashmla.DeepseekV4FlashMLAAttention
 switched = os.environ["DSV4_VLLM"] == "1"
 select = nvidia._select_dsv4_attn_cls
 for _ in range(2):
-    assert select(config(AttentionBackendEnum.DSV4)) is ours
+    assert select(config(AttentionBackendEnum.DSV4_GLUON)) is ours
     assert select(config(None)) is (ours if switched else theirs)
 if switched:
     refused("FLASHMLA_SPARSE with DSV4_VLLM=1", select, config(AttentionBackendEnum.FLASHMLA_SPARSE))
@@ -131,7 +131,7 @@ if switched:
 else:
     assert select(config(AttentionBackendEnum.FLASHMLA_SPARSE)) is theirs
     nvidia_v41._select_dsv4_attn_cls(config(AttentionBackendEnum.FLASHMLA_SPARSE, "41"))
-refused("got DeepSeek-V4.1", nvidia_v41._select_dsv4_attn_cls, config(AttentionBackendEnum.DSV4, "41"))
+refused("got DeepSeek-V4.1", nvidia_v41._select_dsv4_attn_cls, config(AttentionBackendEnum.DSV4_GLUON, "41"))
 def taken(make):  # by the replaced names; vLLM's own classes take other arguments
     try:
         return bool(make(get_current_vllm_config(), no_such_option=1))
@@ -139,7 +139,7 @@ def taken(make):  # by the replaced names; vLLM's own classes take other argumen
         return False
 Indexer.__init__ = lambda *_, **__: None
 v4.cpu_class = lambda: lambda *_, **__: "ours"
-for backend in (AttentionBackendEnum.DSV4, None):
+for backend in (AttentionBackendEnum.DSV4_GLUON, None):
     with set_current_vllm_config(config(backend)):
         asked = switched or backend is not None
         assert taken(cpu.DeepseekV4CPUAttention) is taken(attention.SparseAttnIndexer) is asked
@@ -191,7 +191,7 @@ def command_line(*options):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     return EngineArgs.from_cli_args(parser.parse_args(["--model", sys.argv[1], "--skip-tokenizer-init", *options]))
 try:
-    ask(attention_config={"backend": "DSV4"})  # parsed before vLLM loads its plug-ins
+    ask(attention_config={"backend": "DSV4_GLUON"})  # parsed before vLLM loads its plug-ins
 except Exception as error:
     assert "Unknown attention backend" in str(error), error
 else:
@@ -200,17 +200,17 @@ load_general_plugins()
 assert ask().attention_config.backend is None and not install.on
 print("left alone")
 for config in (
-    ask(attention_backend="DSV4"),
-    ask(attention_config={"backend": "DSV4"}),
-    ask(attention_config=AttentionConfig(backend="DSV4")),
-    command_line("--attention-backend", "DSV4").create_engine_config(),
-    command_line("--attention-config", json.dumps({"backend": "DSV4"})).create_engine_config(),
-    command_line("--attention-config.backend", "DSV4").create_engine_config(),
+    ask(attention_backend="DSV4_GLUON"),
+    ask(attention_config={"backend": "DSV4_GLUON"}),
+    ask(attention_config=AttentionConfig(backend="DSV4_GLUON")),
+    command_line("--attention-backend", "DSV4_GLUON").create_engine_config(),
+    command_line("--attention-config", json.dumps({"backend": "DSV4_GLUON"})).create_engine_config(),
+    command_line("--attention-config.backend", "DSV4_GLUON").create_engine_config(),
 ):
     assert choice.named(config) and install.on
 for config in (
-    ask(attention_config={"backend_per_kind": {"full_attention": "DSV4"}}),
-    command_line("--attention-config.backend_per_kind.full_attention", "DSV4").create_engine_config(),
+    ask(attention_config={"backend_per_kind": {"full_attention": "DSV4_GLUON"}}),
+    command_line("--attention-config.backend_per_kind.full_attention", "DSV4_GLUON").create_engine_config(),
 ):
     assert choice.kinds(config) == ["full_attention"]
 assert not choice.asks(ask())
@@ -275,13 +275,13 @@ import pickle
 import dsv4.integrations.vllm as plugin
 plugin.register()
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-print(pickle.dumps([AttentionBackendEnum.DSV4, AttentionBackendEnum.FLASH_ATTN]).hex())
+print(pickle.dumps([AttentionBackendEnum.DSV4_GLUON, AttentionBackendEnum.FLASH_ATTN]).hex())
 """
     receive = """
 import pickle, sys
 print([member.name for member in pickle.loads(bytes.fromhex(sys.argv[1]))])
 """
     sent = run(send, "1").stdout.split()[-1]
-    assert run(receive, "1", sent).stdout.endswith("['DSV4', 'FLASH_ATTN']\n")
-    assert run(receive, "", sent).stdout.endswith("['DSV4', 'FLASH_ATTN']\n")
-    assert "DSV4_VLLM: got 0 in a process with --attention-backend DSV4" in run(receive, "0", sent).stderr
+    assert run(receive, "1", sent).stdout.endswith("['DSV4_GLUON', 'FLASH_ATTN']\n")
+    assert run(receive, "", sent).stdout.endswith("['DSV4_GLUON', 'FLASH_ATTN']\n")
+    assert "DSV4_VLLM: got 0 in a process with --attention-backend DSV4_GLUON" in run(receive, "0", sent).stderr

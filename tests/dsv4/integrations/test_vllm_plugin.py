@@ -100,7 +100,7 @@ def test_on_with_other_modules_it_raises_and_never_says_that_it_is_on(monkeypatc
 def test_a_process_that_is_off_refuses_the_name_of_the_backend(monkeypatch):
     """That another process sends it: vLLM's own attention would serve under the name."""
     monkeypatch.setenv("DSV4_VLLM", "0")
-    why = "DSV4_VLLM: got 0 in a process with --attention-backend DSV4; accepted: 1 or unset"
+    why = "DSV4_VLLM: got 0 in a process with --attention-backend DSV4_GLUON; accepted: 1 or unset"
     with pytest.raises(ValueError, match=why):
         install.backend_member()
 
@@ -119,7 +119,7 @@ def configuration(backend=None, kinds=(), model="LlamaForCausalLM", cache_dtype=
     return SimpleNamespace(
         attention_config=SimpleNamespace(
             backend=backend and SimpleNamespace(name=backend),
-            backend_per_kind={kind: SimpleNamespace(name="DSV4") for kind in kinds},
+            backend_per_kind={kind: SimpleNamespace(name="DSV4_GLUON") for kind in kinds},
         ),
         model_config=model and SimpleNamespace(hf_config=hf),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
@@ -171,7 +171,7 @@ def test_the_configuration_switches_it_on_where_it_names_the_backend(configured,
     plugin.register()  # twice is once
     assert said() == ""  # which configuration comes is not known yet
     assert config(None).checked and config("FLASH_ATTN").checked and not installed
-    assert config("DSV4").checked and installed == [1]
+    assert config("DSV4_GLUON").checked and installed == [1]
     assert config(kinds=["full_attention"]).checked and installed == [1, 1]
 
 
@@ -181,13 +181,17 @@ def test_the_configuration_switches_it_on_where_it_names_the_backend(configured,
         (
             "",
             dict(model=V4),
-            "dsv4 is installed and off; DSV4_VLLM=1 or --attention-backend DSV4 switches its attention",
+            "dsv4 is installed and off; DSV4_VLLM=1 or --attention-backend DSV4_GLUON switches its attention",
         ),
-        ("", dict(model=V4, backend="DSV4"), "dsv4 is on: DeepSeek-V4's attention, indexer"),
+        ("", dict(model=V4, backend="DSV4_GLUON"), "dsv4 is on: DeepSeek-V4's attention, indexer"),
         ("1", dict(model=V4), "dsv4 is on: DeepSeek-V4's attention, indexer"),
-        ("", dict(model=DENSE), f"dsv4 is off for {DENSE} (installed); --attention-backend DSV4 switches it on"),
-        ("1", dict(model=DENSE), f"dsv4 is off for {DENSE} (DSV4_VLLM=1 is for DeepSeek-V4); --attention-backend DSV4"),
-        ("1", dict(model=DENSE, backend="DSV4"), "dsv4 is on: dense attention\n"),
+        ("", dict(model=DENSE), f"dsv4 is off for {DENSE} (installed); --attention-backend DSV4_GLUON switches it on"),
+        (
+            "1",
+            dict(model=DENSE),
+            f"dsv4 is off for {DENSE} (DSV4_VLLM=1 is for DeepSeek-V4); --attention-backend DSV4_GLUON",
+        ),
+        ("1", dict(model=DENSE, backend="DSV4_GLUON"), "dsv4 is on: dense attention\n"),
         ("", dict(model=DENSE, kinds=["sliding_window"]), "dsv4 is on: dense attention, of sliding_window layers"),
     ],
 )
@@ -210,7 +214,7 @@ def test_a_draft_models_configuration_is_not_reported(configured, said):
     assert said() == ""
 
 
-@pytest.mark.parametrize("options", [dict(backend="DSV4"), dict(kinds=["mla_attention"]), {}])
+@pytest.mark.parametrize("options", [dict(backend="DSV4_GLUON"), dict(kinds=["mla_attention"]), {}])
 def test_deepseek_v4_1_is_refused_by_name(configured, monkeypatch, said, options):
     """vLLM has classes of its own for it, which look at no name of ours."""
     config, _ = configured
@@ -227,7 +231,7 @@ def test_a_backend_for_one_kind_of_layers_is_refused_for_deepseek_v4(configured)
     """Its layers look at --attention-backend alone."""
     config, _ = configured
     plugin.register()
-    why = "backend_per_kind: got DSV4 for mla_attention of DeepSeek-V4; accepted: dense models; DeepSeek-V4 needs --att"
+    why = "backend_per_kind: got DSV4_GLUON for mla_attention of DeepSeek-V4; accepted: dense models; DeepSeek-V4 needs"
     with pytest.raises(ValueError, match=why):
         config(model=V4, kinds=["mla_attention"])
 
@@ -238,11 +242,11 @@ def test_rows_that_vllm_would_not_make_are_refused(configured, dtype):
     config, _ = configured
     plugin.register()
     config(model=V4, cache_dtype=dtype)  # off
-    config("DSV4", model=DENSE, cache_dtype=dtype)  # the dense backend refuses for itself
+    config("DSV4_GLUON", model=DENSE, cache_dtype=dtype)  # the dense backend refuses for itself
     for accepted in ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"):
-        config("DSV4", model=V4, cache_dtype=accepted)
+        config("DSV4_GLUON", model=V4, cache_dtype=accepted)
     with pytest.raises(ValueError, match=f"--kv-cache-dtype: got {dtype}; accepted: auto, fp8, fp8_e4m3, fp8_ds_mla"):
-        config("DSV4", model=V4, cache_dtype=dtype)
+        config("DSV4_GLUON", model=V4, cache_dtype=dtype)
 
 
 def test_another_backend_contradicts_the_switch(configured, monkeypatch):
@@ -251,7 +255,9 @@ def test_another_backend_contradicts_the_switch(configured, monkeypatch):
     config("FLASHMLA_SPARSE", model=V4)
     monkeypatch.setenv("DSV4_VLLM", "1")
     config("FLASH_ATTN", model=DENSE)
-    with pytest.raises(ValueError, match="--attention-backend: got FLASHMLA_SPARSE with DSV4_VLLM=1; accepted: DSV4"):
+    with pytest.raises(
+        ValueError, match="--attention-backend: got FLASHMLA_SPARSE with DSV4_VLLM=1; accepted: DSV4_GLUON"
+    ):
         config("FLASHMLA_SPARSE", model=V4)
 
 
@@ -259,7 +265,7 @@ def test_another_backend_contradicts_the_switch(configured, monkeypatch):
 def test_each_configuration_decides_for_itself(monkeypatch, switch, ours):
     """An engine that asks for dsv4 changes nothing for the next one of its process."""
     monkeypatch.setenv("DSV4_VLLM", switch)
-    assert choice.v4_is_ours(configuration("DSV4", model=V4))
+    assert choice.v4_is_ours(configuration("DSV4_GLUON", model=V4))
     assert choice.v4_is_ours(configuration(model=V4)) is ours
     assert not choice.v4_is_ours(configuration("FLASHMLA_SPARSE", model=V4))
 
@@ -281,7 +287,7 @@ def test_the_indexer_is_chosen_when_a_layer_makes_it(monkeypatch, named, ours):
     monkeypatch.setenv("DSV4_VLLM_PARTS", named)
     install.the_indexer()
     install.the_indexer()  # twice is once
-    for backend, wanted in (("DSV4", "ours" if ours else "theirs"), (None, "theirs")):
+    for backend, wanted in (("DSV4_GLUON", "ours" if ours else "theirs"), (None, "theirs")):
         building.append(configuration(backend, model=V4))
         assert sys.modules["vllm.models.deepseek_v4"].attention.SparseAttnIndexer() == wanted
 
@@ -295,7 +301,8 @@ def test_draft_layers_follow_those_of_their_target(monkeypatch, layer, ours):
 
 
 @pytest.mark.parametrize(
-    "switch, way", [("", r"\. Drop --attention-backend DSV4 for"), ("1", r"\. DSV4_VLLM=0 gives .* drop --attention-b")]
+    "switch, way",
+    [("", r"\. Drop --attention-backend DSV4_GLUON for"), ("1", r"\. DSV4_VLLM=0 gives .* drop --attention-b")],
 )
 def test_a_refusal_says_how_to_get_vllms_own_attention(monkeypatch, switch, way):
     """Where the option names the backend, DSV4_VLLM=0 alone would end in an unknown name."""
@@ -308,7 +315,7 @@ def test_a_configuration_from_another_process_switches_it_on(configured, monkeyp
     """Before vLLM has called register() in this process, or after."""
     _, installed = configured
     monkeypatch.setattr(install, "backend_name", lambda: None)
-    sys.modules["vllm.v1.attention.backends.registry"].AttentionBackendEnum = {"DSV4": "the member"}
+    sys.modules["vllm.v1.attention.backends.registry"].AttentionBackendEnum = {"DSV4_GLUON": "the member"}
     assert install.backend_member() == "the member" and not installed
     plugin.register()
     assert installed == [1]
@@ -317,7 +324,7 @@ def test_a_configuration_from_another_process_switches_it_on(configured, monkeyp
 
 def test_a_process_that_does_not_load_the_plug_in_refuses_the_name_of_the_backend(configured, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    why = "VLLM_PLUGINS: got 'other' in a process with --attention-backend DSV4; accepted: a list with dsv4, or unset"
+    why = "VLLM_PLUGINS: got 'other' in a process with --attention-backend DSV4_GLUON; accepted: a list with dsv4"
     with pytest.raises(ValueError, match=why):
         install.backend_member()
 

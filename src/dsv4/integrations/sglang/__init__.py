@@ -2,7 +2,7 @@
 
     pip install 'dsv4[sglang]'
     DSV4_SGLANG=1 python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V4-Flash --tp 8
-    DSV4_SGLANG=1 python -m sglang.launch_server --model-path google/gemma-4-31b-it --attention-backend dsv4_dense
+    DSV4_SGLANG=1 python -m sglang.launch_server --model-path google/gemma-4-31b-it --attention-backend dsv4_gluon
 
 SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`register` in every process. Without
 ``DSV4_SGLANG=1`` it only logs that it is off. With it:
@@ -11,7 +11,7 @@ SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`
   schedule stay SGLang's. ``DSV4_SGLANG_PARTS`` names what else is replaced, separated by commas: ``indexer``
   (:func:`dsv4.index_topk`), ``compressor`` (its last step) and ``insertion`` (writing new rows to the pages). They
   have run in a whole engine on a CPU, not on a GPU, and are off by default;
-* ``--attention-backend dsv4_dense`` runs dense models on :func:`dsv4.fmha_paged` (the name ``dsv4`` is SGLang's own,
+* ``--attention-backend dsv4_gluon`` runs dense models on :func:`dsv4.fmha_paged` (the name ``dsv4`` is SGLang's own,
   for its DeepSeek-V4 backend). A dense model without it keeps SGLang's choice.
 
 SGLang logs errors of a plug-in and continues without it. An error in this plug-in therefore ends the process, with the
@@ -30,7 +30,7 @@ SWITCH = "DSV4_SGLANG"
 PARTS_SWITCH = "DSV4_SGLANG_PARTS"
 PARTS = ("indexer", "compressor", "insertion")  # that may be replaced besides the attention
 TESTED = "0.5.23"
-BACKEND = "dsv4_dense"
+BACKEND = "dsv4_gluon"
 
 # "decode", "prefill", "index", "compress", "insert", "dense decode", "dense prefill": of this process
 calls: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""SGLang's dense attention on dsv4.fmha_paged: ``--attention-backend dsv4_dense``.
+"""SGLang's dense attention on dsv4.fmha_paged: ``--attention-backend dsv4_gluon``.
 
 Head dims 64, 128, 256 and 512, GQA, sliding windows with a pool of their own (Gemma 4), sinks (gpt-oss), any
 ``--page-size``; on a GPU 64 or more, for keys are copied page by page. Decode steps are captured in CUDA graphs: the
@@ -45,7 +45,7 @@ class Backend(AttentionBackend):
     def __init__(self, runner: Any) -> None:
         super().__init__()
         if runner.use_mla_backend:
-            refuse("--attention-backend", "dsv4_dense for an MLA model", "dense models; DeepSeek-V4 needs no name")
+            refuse("--attention-backend", "dsv4_gluon for an MLA model", "dense models; DeepSeek-V4 needs no name")
         if runner.model_config.is_encoder_decoder:
             refuse("the model", "an encoder and a decoder", "decoders")
         if runner.server_args.speculative_algorithm is not None:

@@ -67,7 +67,7 @@ def check_hooks(_: Any, model_runner: Any, *__: Any, **___: Any) -> None:
 
 
 def dense_name() -> None:
-    """--attention-backend dsv4_dense names the backend for dense models."""
+    """--attention-backend dsv4_gluon names the backend for dense models."""
     from sglang.srt.arg_groups import choices, model_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 

@@ -1,23 +1,24 @@
 """The plug-in for vLLM: DeepSeek-V4's sparse attention, and dense models with head dims up to 512, on dsv4.
 
     pip install 'dsv4[vllm]'
-    vllm serve deepseek-ai/DeepSeek-V4-Flash --attention-backend DSV4 ...
+    vllm serve deepseek-ai/DeepSeek-V4-Flash --attention-backend DSV4_GLUON ...
 
 vLLM finds it through the entry point ``vllm.general_plugins`` and calls :func:`register` in every process. It is off,
-and says so in the log, until ``DSV4_VLLM=1`` or ``--attention-backend DSV4`` turns it on (``DSV4_VLLM=0`` keeps it
-off). Each configuration decides for itself: of two engines in one process, one may run on dsv4 and the other not. On:
+and says so in the log, until ``DSV4_VLLM=1`` or ``--attention-backend DSV4_GLUON`` turns it on (``DSV4_VLLM=0`` keeps
+it off). Each configuration decides for itself: of two engines in one process, one may run on dsv4 and the other not.
+On:
 
 * DeepSeek-V4 (decode and prefill, MTP layers too) runs on :func:`dsv4.v4_attention`, with any number of heads per rank.
   ``DSV4_VLLM_PARTS`` names what else is replaced, separated by commas: ``indexer`` (:func:`dsv4.index_topk`),
   ``compressor`` (:func:`dsv4.compress.pages.compress_pages`) and ``insertion`` (RoPE of queries and rows, writing rows
   to the pages). The last two were not measured yet. The default is the indexer;
-* ``--attention-backend DSV4`` runs dense models on :func:`dsv4.fmha_paged`, and ``backend_per_kind`` runs the layers
-  of one kind on it. A dense model without either keeps vLLM's choice.
+* ``--attention-backend DSV4_GLUON`` runs dense models on :func:`dsv4.fmha_paged`, and ``backend_per_kind`` runs the
+  layers of one kind on it. A dense model without either keeps vLLM's choice.
 
 Nothing falls back silently. An untested version of vLLM, a changed signature, a GPU without kernels, DeepSeek-V4.1 or
 another ``--attention-backend`` for DeepSeek-V4 raise an error that says how to turn the plug-in off. With
-``DSV4_VLLM=0``, or a version of vLLM that was not tested, vLLM does not know the name DSV4 and raises its own error if
-you use it.
+``DSV4_VLLM=0``, or a version of vLLM that was not tested, vLLM does not know the name DSV4_GLUON and raises its own
+error if you use it.
 """
 
 import logging
@@ -28,7 +29,7 @@ from typing import NoReturn
 SWITCH = "DSV4_VLLM"
 PARTS_SWITCH = "DSV4_VLLM_PARTS"
 PARTS = ("indexer", "compressor", "insertion")  # that may be replaced besides the attention; the first is the default
-BACKEND = "DSV4"
+BACKEND = "DSV4_GLUON"
 DENSE = "dsv4.integrations.vllm.dense.Backend"
 PLUGIN = "dsv4"  # the name of the entry point, in VLLM_PLUGINS
 

@@ -12,12 +12,12 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")  # of DeepSeek-V4: n
 
 
 def named(config: Any) -> bool:
-    """--attention-backend DSV4."""
+    """--attention-backend DSV4_GLUON."""
     return _is_ours(config.attention_config.backend)
 
 
 def kinds(config: Any) -> list[str]:
-    """The kinds of layers that backend_per_kind gives to DSV4."""
+    """The kinds of layers that backend_per_kind gives to DSV4_GLUON."""
     return [kind for kind, backend in config.attention_config.backend_per_kind.items() if _is_ours(backend)]
 
 

@@ -1,4 +1,4 @@
-"""vLLM's dense attention on dsv4.fmha_paged: ``--attention-backend DSV4``.
+"""vLLM's dense attention on dsv4.fmha_paged: ``--attention-backend DSV4_GLUON``.
 
 Head dims 64, 128, 256 and 512, GQA, sliding windows, sinks, any page size. vLLM puts single-token requests first; they
 are one call, and the prompts behind them another, so that a long prompt does not fill up the decodes. Refused by name:

@@ -83,7 +83,7 @@ def by_configuration() -> None:
 
 
 def backend_name() -> None:
-    """--attention-backend DSV4 names the backend for dense models."""
+    """--attention-backend DSV4_GLUON names the backend for dense models."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if BACKEND not in AttentionBackendEnum.__members__:
