@@ -26,6 +26,7 @@ from dsv4.kernels.compat import (
     reinterpret,
     tma_load,
 )
+from dsv4.kernels.ring import Stage
 from dsv4.v4.kernels.pool_rows import scales_begin
 from dsv4.v4.kernels.tile_scheduler import LIST, NONE, TMA, index_lists, tile_coord
 
@@ -95,9 +96,9 @@ def write_bias(bias, there):
 
 
 @gluon.jit
-def fetch_block(pool, number, memory, barriers, at):
+def fetch_block(pool, number, memory, at):
     """One block by TMA, four rows at a time. Line -1 is out of bounds, which TMA fills with zeros."""
-    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    kv, bias = memory.kv, memory.bias
     there = (number >= 0) & (number < pool.rows)
     line = number
     if pool.gap > 0:
@@ -105,17 +106,17 @@ def fetch_block(pool, number, memory, barriers, at):
     line = gl.convert_layout(gl.where(there, line, -1), gl.SliceLayout(1, FOURS))
     for h in gl.static_range(2):
         slot = 2 * (at % 2) + h
-        mbarrier.wait(free.index(slot), (at // 2 + 1) % 2)
+        kv.acquire(Stage(slot, (at // 2 + 1) % 2))
         if h == 0:
             write_bias(bias.index(at % 2), there)
-        mbarrier.expect(ready.index(slot), HALF_BYTES)
-        async_gather(pool.desc, line, h * 256, ready.index(slot), kv.index(slot))
+        mbarrier.expect(kv.ready.at(slot), HALF_BYTES)
+        async_gather(pool.desc, line, h * 256, kv.ready.at(slot), kv.slots.index(slot))
 
 
 @gluon.jit
-def copy_block(pool, number, memory, barriers, at):
+def copy_block(pool, number, memory, at):
     """One block by cp.async; its first half is announced while the second is under way."""
-    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    kv, bias = memory.kv, memory.bias
     number = gl.convert_layout(number, gl.SliceLayout(1, LANES))
     there = (number >= 0) & (number < pool.rows)
     page = number // pool.page_rows
@@ -123,16 +124,16 @@ def copy_block(pool, number, memory, barriers, at):
     pointers = pool.ptr + offset[:, None] * 8 + gl.arange(0, 64, layout=gl.SliceLayout(0, LANES))[None, :]
     for h in gl.static_range(2):
         slot = 2 * (at % 2) + h
-        panels = reinterpret(kv.index(slot), [4, 64, 64], PANEL)
-        mbarrier.wait(free.index(slot), (at // 2 + 1) % 2)
+        panels = reinterpret(kv.slots.index(slot), [4, 64, 64], PANEL)
+        kv.acquire(Stage(slot, (at // 2 + 1) % 2))
         if h == 0:
             write_bias(bias.index(at % 2), there)
         for i in gl.static_range(4):
             cp_async(panels.index(i), pointers + (h * 256 + i * 64), mask=there[:, None])
         async_copy.commit_group()
         if h == 1:
-            loads.announce(ready.index(slot - 1), 1)
-            loads.announce(ready.index(slot), 0)
+            loads.announce(kv.ready.at(slot - 1), 1)
+            loads.announce(kv.ready.at(slot), 0)
 
 
 @gluon.jit
@@ -190,10 +191,10 @@ def row_offsets(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def packed_block(pool, number, memory, barriers, at, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+def packed_block(pool, number, memory, at, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """One block of packed rows. Most of it is asked for before the first wait, so that it comes while slots are busy;
     the last pieces as the first leave the registers."""
-    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    kv, bias = memory.kv, memory.bias
     ptr = pool.ptr
     number = gl.convert_layout(number, gl.SliceLayout(1, LANES8))
     there, data, at_scales = row_offsets(pool, number, UNIT, FORMAT)
@@ -205,8 +206,8 @@ def packed_block(pool, number, memory, barriers, at, UNIT: gl.constexpr, FORMAT:
     x4 = panel_bytes(ptr, data, there, 4, FORMAT)
     slot = 2 * (at % 2)
     phase = (at // 2 + 1) % 2
-    panels = reinterpret(kv.index(slot), [4, 64, 64], PANEL)
-    mbarrier.wait(free.index(slot), phase)
+    panels = reinterpret(kv.slots.index(slot), [4, 64, 64], PANEL)
+    kv.acquire(Stage(slot, phase))
     write_bias(bias.index(at % 2), there)
     store_panel(panels.index(0), x0, scales, 0, FORMAT)
     x5 = panel_bytes(ptr, data, there, 5, FORMAT)
@@ -218,9 +219,9 @@ def packed_block(pool, number, memory, barriers, at, UNIT: gl.constexpr, FORMAT:
     else:
         x7 = panel_bytes(ptr, data, there, 7, FORMAT)
     store_panel(panels.index(3), x3, scales, 3, FORMAT)
-    announce(ready.index(slot))
-    panels = reinterpret(kv.index(slot + 1), [4, 64, 64], PANEL)
-    mbarrier.wait(free.index(slot + 1), phase)
+    announce(kv.ready.at(slot))
+    panels = reinterpret(kv.slots.index(slot + 1), [4, 64, 64], PANEL)
+    kv.acquire(Stage(slot + 1, phase))
     store_panel(panels.index(0), x4, scales, 4, FORMAT)
     store_panel(panels.index(1), x5, scales, 5, FORMAT)
     store_panel(panels.index(2), x6, scales, 6, FORMAT)
@@ -228,21 +229,21 @@ def packed_block(pool, number, memory, barriers, at, UNIT: gl.constexpr, FORMAT:
         panels.index(3).store(x7)
     else:
         store_panel(panels.index(3), x7, scales, 7, FORMAT)
-    announce(ready.index(slot + 1))
+    announce(kv.ready.at(slot + 1))
 
 
 @gluon.jit
-def gather_block(pool, number, memory, barriers, at, LOAD: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+def gather_block(pool, number, memory, at, LOAD: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     if LOAD == TMA:
-        fetch_block(pool, number, memory, barriers, at)
+        fetch_block(pool, number, memory, at)
     elif FORMAT.coded > 0:
-        packed_block(pool, number, memory, barriers, at, UNIT, FORMAT)
+        packed_block(pool, number, memory, at, UNIT, FORMAT)
     else:
-        copy_block(pool, number, memory, barriers, at)
+        copy_block(pool, number, memory, at)
 
 
 @gluon.jit
-def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, sizes, KV_INDEX: gl.constexpr,
+def gather_role(q_desc, window, compressed, requests, pools, memory, sizes, KV_INDEX: gl.constexpr,
                 LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """The work tiles of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes
     free."""
@@ -255,18 +256,18 @@ def gather_role(q_desc, window, compressed, requests, pools, memory, barriers, s
         blocks = lists.window_blocks + (lists.count + 63) // 64
         begin, end = split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)
         number = numbers_at(lists, begin, end, pools.compressed, KV_INDEX)
-        mbarrier.wait(barriers.q_free, (turn + 1) % 2)
+        memory.q_free.wait(0, (turn + 1) % 2)
         memory.job.store(gl.full([1], end - begin, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-        mbarrier.expect(barriers.q_ready, 2 * HALF_BYTES)
+        mbarrier.expect(memory.q_ready.at(0), 2 * HALF_BYTES)
         for h in gl.static_range(2):
-            tma_load(q_desc, [query, first_head, h * 256], barriers.q_ready,
+            tma_load(q_desc, [query, first_head, h * 256], memory.q_ready.at(0),
                      reinterpret(memory.q.index(h), [1, 64, 256], BOX))  # fmt: skip
         for block in range(begin, end):
             following = numbers_at(lists, block + 1, end, pools.compressed, KV_INDEX)
             if KV_INDEX == NONE or block < lists.window_blocks:
-                gather_block(pools.window, number, memory, barriers, at, LOADS[0], UNITS[0], FORMATS[0])
+                gather_block(pools.window, number, memory, at, LOADS[0], UNITS[0], FORMATS[0])
             else:
-                gather_block(pools.compressed, number, memory, barriers, at, LOADS[1], UNITS[1], FORMATS[1])
+                gather_block(pools.compressed, number, memory, at, LOADS[1], UNITS[1], FORMATS[1])
             number = following
             at += 1
         turn += 1

@@ -43,15 +43,11 @@ The first P V of a work tile overwrites O: its p_ready comes after softmax has w
 before.
 """
 
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    allocate_tensor_memory,
-    tcgen05_commit,
-    tcgen05_mma,
-)
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
 
 from dsv4.kernels import softmax
-from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon
+from dsv4.kernels.ring import Barriers, Ring, Stage, init_barriers, new_barriers, new_ring
 from dsv4.v4.kernels.sm100.epilogue import angles_of, finish_rows, tile_rows
 from dsv4.v4.kernels.sm100.gather import gather_role, pools_of
 from dsv4.v4.kernels.tile_scheduler import tile_coord
@@ -59,24 +55,20 @@ from dsv4.v4.kernels.tile_scheduler import tile_coord
 
 @aggregate
 class Memory:
+    """Tensor memory, shared memory and barriers."""
+
     s: Value
     o: Value
     q: Value
-    kv: Value
+    kv: Ring  # slots are half blocks
     p: Value
     bias: Value
     job: Value
-
-
-@aggregate
-class Barriers:
-    q_ready: Value
-    q_free: Value
-    ready: Value
-    free: Value
-    s_ready: Value
-    p_ready: Value
-    pv_done: Value
+    q_ready: Barriers
+    q_free: Barriers
+    s_ready: Barriers
+    p_ready: Barriers
+    pv_done: Barriers
 
 
 @gluon.jit
@@ -85,93 +77,78 @@ def make_memory(DTYPE: gl.constexpr):
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], HALF)
-    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
+    slots = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
     p = gl.allocate_shared_memory(DTYPE, [2, 64, 64], P)
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     job = gl.allocate_shared_memory(gl.int32, [1], FLAT)
     s = allocate_tensor_memory(gl.float32, [2, 64, 64], TensorMemoryLayout([64, 64], col_stride=1))
     o = allocate_tensor_memory(gl.float32, [64, 512], TensorMemoryLayout([64, 256], col_stride=1))
-    return Memory(s, o, q, kv, p, bias, job)
+    q_ready = new_barriers(1)
+    q_free = new_barriers(1, 3)
+    kv = new_ring(slots)
+    s_ready = new_barriers(2)
+    p_ready = new_barriers(2)
+    pv_done = new_barriers(2)
+    init_barriers((q_ready, q_free, kv.ready, kv.free, s_ready, p_ready, pv_done))
+    return Memory(s, o, q, kv, p, bias, job, q_ready, q_free, s_ready, p_ready, pv_done)
 
 
 @gluon.jit
-def make_barriers():
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    s_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    pv_done = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=3)
-    for i in gl.static_range(4):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(s_ready.index(i), count=1)
-        mbarrier.init(p_ready.index(i), count=1)
-        mbarrier.init(pv_done.index(i), count=1)
-    return Barriers(q_ready, q_free, ready, free, s_ready, p_ready, pv_done)
-
-
-@gluon.jit
-def begin(q_ready, job, turn):
+def begin(memory, turn):
     """Q of the next work tile is there -> its number of blocks."""
-    mbarrier.wait(q_ready, turn % 2)
-    return gl.max(job.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    memory.q_ready.wait(0, turn % 2)
+    return gl.max(memory.job.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
-def scores_role(memory, barriers, num_tiles):
+def scores_role(memory, num_tiles):
     """S = Q K^T of block after block."""
-    q, kv, s, ready = memory.q, memory.kv, memory.s, barriers.ready
+    q, kv, s = memory.q, memory.kv, memory.s
     at = 0  # blocks so far
     turn = 0
     for _tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        n = begin(barriers.q_ready, memory.job, turn)
+        n = begin(memory, turn)
         for j in range(at, at + n):
             stage = j % 2
             if j >= 2:
-                mbarrier.wait(barriers.p_ready.index(stage), (j // 2 - 1) % 2)
+                memory.p_ready.wait(stage, (j // 2 - 1) % 2)
             for h in gl.static_range(2):
-                mbarrier.wait(ready.index(2 * stage + h), (j // 2) % 2)
-                tcgen05_mma(q.index(h), kv.index(2 * stage + h).permute((1, 0)), s.index(stage), use_acc=h > 0)
-            tcgen05_commit(barriers.s_ready.index(stage))
+                kv.wait(Stage(2 * stage + h, (j // 2) % 2))
+                tcgen05_mma(q.index(h), kv.slots.index(2 * stage + h).permute((1, 0)), s.index(stage), use_acc=h > 0)
+            memory.s_ready.arrive_after_mma(stage)
         if n > 0:
-            tcgen05_commit(barriers.q_free)
+            memory.q_free.arrive_after_mma(0)
         else:
-            mbarrier.arrive(barriers.q_free, count=1)
+            memory.q_free.arrive(0)
         at += n
         turn += 1
 
 
 @gluon.jit
-def values_role(memory, barriers, num_tiles):
+def values_role(memory, num_tiles):
     """O += P V of block after block."""
-    kv, p, o, ready = memory.kv, memory.p, memory.o, barriers.ready
+    kv, p, o = memory.kv, memory.p, memory.o
     at = 0
     turn = 0
     for _tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        n = begin(barriers.q_ready, memory.job, turn)
-        mbarrier.arrive(barriers.q_free, count=1)
+        n = begin(memory, turn)
+        memory.q_free.arrive(0)
         for j in range(at, at + n):
             stage = j % 2
-            mbarrier.wait(barriers.p_ready.index(stage), (j // 2) % 2)
+            memory.p_ready.wait(stage, (j // 2) % 2)
             for h in gl.static_range(2):
-                mbarrier.wait(ready.index(2 * stage + h), (j // 2) % 2)
-                tcgen05_mma(p.index(stage), kv.index(2 * stage + h), o.slice(h * 256, 256), use_acc=j > at)
-                tcgen05_commit(barriers.free.index(2 * stage + h))
-            tcgen05_commit(barriers.pv_done.index(stage))
+                kv.wait(Stage(2 * stage + h, (j // 2) % 2))
+                tcgen05_mma(p.index(stage), kv.slots.index(2 * stage + h), o.slice(h * 256, 256), use_acc=j > at)
+                kv.free.arrive_after_mma(2 * stage + h)
+            memory.pv_done.arrive_after_mma(stage)
         at += n
         turn += 1
 
 
 @gluon.jit
-def softmax_block(x, m, l, at, first, memory, barriers):
+def softmax_block(x, m, l, at, first, memory):
     """P of block `at` from its scores in base 2 -> (maximum, sum) of each row. O is rescaled where a maximum moved."""
-    p, o, pv_done = memory.p, memory.o, barriers.pv_done
+    p, o = memory.p, memory.o
     LO: gl.constexpr = o.slice(0, 64).get_reg_layout()
     PIECE: gl.constexpr = TensorMemoryLayout([64, 64], col_stride=1)
     stage = at % 2
@@ -182,7 +159,7 @@ def softmax_block(x, m, l, at, first, memory, barriers):
     alpha = gl.where(moves, gl.exp2(m - m_new), 1.0)
     if at > first:
         if gl.min(alpha, 0) < 1.0:
-            mbarrier.wait(pv_done.index(1 - stage), ((at - 1) // 2) % 2)
+            memory.pv_done.wait(1 - stage, ((at - 1) // 2) % 2)
             factor = gl.convert_layout(alpha, gl.SliceLayout(1, LO))[:, None]
             for h in gl.static_range(2):
                 pieces = o.slice(h * 256, 256).reinterpret(gl.float32, [4, 64, 64], PIECE)
@@ -190,10 +167,10 @@ def softmax_block(x, m, l, at, first, memory, barriers):
                     pieces.index(c).store(pieces.index(c).load() * factor)
     y = gl.exp2(x - gl.where(m_new == -float("inf"), 0.0, m_new)[:, None])
     if at >= 2:
-        mbarrier.wait(pv_done.index(stage), (at // 2 - 1) % 2)
+        memory.pv_done.wait(stage, (at // 2 - 1) % 2)
     p.index(stage).store(y.to(p.dtype))
     fence_async_shared()  # P is read by the tensor core
-    mbarrier.arrive(barriers.p_ready.index(stage), count=1)
+    memory.p_ready.arrive(stage)
     return m_new, l * alpha + gl.sum(y, 1)
 
 
@@ -229,32 +206,32 @@ def write(place, factor, angles_ptr, there, memory, output, split):
 
 
 @gluon.jit
-def softmax_role(memory, barriers, output, num_tiles, scale, split):
+def softmax_role(memory, output, num_tiles, scale, split):
     """P = exp2(S - m) block by block, and in the end of a work tile O / l -> out, lse."""
-    s, pv_done = memory.s, barriers.pv_done
+    s, kv = memory.s, memory.kv
     LS: gl.constexpr = s.index(0).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     at = 0
     turn = 0
     for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         query, first_head, part = tile_coord(tile_id, output.queries, output.heads)
-        n = begin(barriers.q_ready, memory.job, turn)
-        mbarrier.arrive(barriers.q_free, count=1)
+        n = begin(memory, turn)
+        memory.q_free.arrive(0)
         m = gl.full([64], -float("inf"), gl.float32, RS)
         l = gl.full([64], 0.0, gl.float32, RS)
         for j in range(at, at + n):
-            mbarrier.wait(barriers.ready.index(2 * (j % 2)), (j // 2) % 2)
+            kv.wait(Stage(2 * (j % 2), (j // 2) % 2))
             bias = memory.bias.index(j % 2).load(gl.SliceLayout(0, LS))
-            mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
+            memory.s_ready.wait(j % 2, (j // 2) % 2)
             x = s.index(j % 2).load() * scale + bias[None, :]
-            m, l = softmax_block(x, m, l, j, at, memory, barriers)
+            m, l = softmax_block(x, m, l, j, at, memory)
         at += n
         turn += 1
         place = tile_rows(query, first_head, part, output, split, 64, RS)
         factor = finish_rows(m, l, place, output, split)
         angles_ptr = angles_of(query, output.rope)
         if n > 0:
-            mbarrier.wait(pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
+            memory.pv_done.wait((at - 1) % 2, ((at - 1) // 2) % 2)
         write(place, factor, angles_ptr, n, memory, output, split)
 
 
@@ -283,13 +260,12 @@ def v4_sparse(
 ):
     pools = pools_of(window, window_desc, compressed, compressed_desc)
     memory = make_memory(q_desc.dtype)
-    barriers = make_barriers()
     num_tiles = sizes.num_tiles
     gl.warp_specialize([
-        (softmax_role, (memory, barriers, output, num_tiles, signed_scale, output.split)),
-        (gather_role, (q_desc, window_names, compressed_names, requests, pools, memory, barriers, sizes, KV_INDEX,
+        (softmax_role, (memory, output, num_tiles, signed_scale, output.split)),
+        (gather_role, (q_desc, window_names, compressed_names, requests, pools, memory, sizes, KV_INDEX,
                        (WINDOW_LOAD, COMPRESSED_LOAD), (WINDOW_UNIT, COMPRESSED_UNIT),
                        (WINDOW_FORMAT, COMPRESSED_FORMAT))),
-        (scores_role, (memory, barriers, num_tiles)),
-        (values_role, (memory, barriers, num_tiles)),
+        (scores_role, (memory, num_tiles)),
+        (values_role, (memory, num_tiles)),
     ], [4, 1, 1], [GATHER_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -36,18 +36,9 @@ heads, where compute takes longer than gather, by gather.
 """
 
 from dsv4.kernels import dependent, softmax
-from dsv4.kernels.compat import (
-    Value,
-    aggregate,
-    async_copy,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from dsv4.kernels.compat import aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
+from dsv4.kernels.ring import Barriers, init_barriers, new_barriers
 from dsv4.v4.kernels.pool_rows import entries, pool_in_units
 from dsv4.v4.kernels.sm90.gather import Pools, numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import words
@@ -77,13 +68,23 @@ GROUPS = gl.constexpr(2)  # of gathering warps, and slots
 
 
 @aggregate
-class Barriers:
-    """By slot. Of halves apart: the compiler puts a barrier of warps between accesses to the same array."""
+class HalfSlots:
+    """Barriers by slot. Of halves apart: the compiler puts a barrier of warps between accesses to the same array."""
 
-    ready0: Value
-    ready1: Value
-    free0: Value
-    free1: Value
+    ready0: Barriers
+    ready1: Barriers
+    free0: Barriers
+    free1: Barriers
+
+
+@gluon.jit
+def make_barriers():
+    ready0 = new_barriers(GROUPS)
+    ready1 = new_barriers(GROUPS)
+    free0 = new_barriers(GROUPS)
+    free1 = new_barriers(GROUPS)
+    init_barriers((ready0, ready1, free0, free1))
+    return HalfSlots(ready0, ready1, free0, free1)
 
 
 @gluon.constexpr_function
@@ -138,16 +139,16 @@ def gather_role(window, compressed, requests, pools, memory, barriers, sizes, GR
     for block in range(first, work.end, GROUPS):
         rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT, FORMAT, EXCHANGED=True)
         number = numbers_of(lists, block + GROUPS, block + GROUPS < work.end, pools.compressed, entry, KV_INDEX)
-        mbarrier.wait(barriers.free0.index(GROUP), phase)
+        barriers.free0.wait(GROUP, phase)
         unpack_left(rows, memory, GROUP, FORMAT)
         if FENCE:
             fence_async_shared()
-        mbarrier.arrive(barriers.ready0.index(GROUP), count=1)
-        mbarrier.wait(barriers.free1.index(GROUP), phase)
+        barriers.ready0.arrive(GROUP)
+        barriers.free1.wait(GROUP, phase)
         unpack_right(rows, memory, GROUP, FORMAT, EXCHANGED=True)
         if FENCE:
             fence_async_shared()
-        mbarrier.arrive(barriers.ready1.index(GROUP), count=1)
+        barriers.ready1.arrive(GROUP)
         phase = phase ^ 1
 
 
@@ -176,13 +177,13 @@ def compute_role(q, window, compressed, requests, memory, highest, barriers, out
         # Opaque, else all wgmma descriptors would be kept in registers, and spilled; apart, else those of S until O.
         at = slot + zero(block)
         keys_at = slot + zero(block)
-        mbarrier.wait(barriers.ready0.index(slot), phase)
+        barriers.ready0.wait(slot, phase)
         if not gather_fences(HEADS):
             fence_async_shared()
         s = left_scores(memory, keys_at, zero(block), HEADS)
         # Behind S: loads of shared memory wait for the stores of the gathering warps.
         bias = memory.bias.index(slot).load(gl.SliceLayout(1, LS))
-        mbarrier.wait(barriers.ready1.index(slot), phase)
+        barriers.ready1.wait(slot, phase)
         if not gather_fences(HEADS):
             fence_async_shared()
         s = right_scores(s, memory, keys_at, zero(block))
@@ -221,9 +222,9 @@ def compute_role(q, window, compressed, requests, memory, highest, barriers, out
             o0, o1, o2, o3 = add_all((o0 * by, o1 * by, o2 * by, o3 * by), memory, again, again - here)
         l = l + sums
         o0, o1 = warpgroup_mma_wait(num_outstanding=2, deps=(o0, o1))
-        mbarrier.arrive(barriers.free0.index(here), count=1)
+        barriers.free0.arrive(here)
         o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
-        mbarrier.arrive(barriers.free1.index(here), count=1)
+        barriers.free1.arrive(here)
     # Sums of warps through shared memory once, then a head per lane: else every thread would have the logarithms of all
     # its columns to take.
     memory.row_max.store(gl.sum(l, 1))
@@ -265,17 +266,7 @@ def v4_decode_swap_ab_ws(
     )
     memory = make_memory(HEADS, 64, GROUPS)
     highest = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    ready0 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
-    ready1 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
-    free0 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
-    free1 = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(ready0.index(i), count=1)
-        mbarrier.init(ready1.index(i), count=1)
-        mbarrier.init(free0.index(i), count=1)
-        mbarrier.init(free1.index(i), count=1)
-    barriers = Barriers(ready0, ready1, free0, free1)
+    barriers = make_barriers()
     FENCE: gl.constexpr = gather_fences(HEADS)
     gl.warp_specialize([
         (compute_role, (q, window_names, compressed_names, requests, memory, highest, barriers, output, scale, sizes,

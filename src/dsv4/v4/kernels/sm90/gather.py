@@ -10,6 +10,7 @@ is -inf: 0 * NaN would be NaN.
 from dsv4.caches.kernels.unpack import EXACT, FEWER, QUICK, half_scales, load_scales
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import Value, aggregate, async_copy, gl, gluon, mbarrier
+from dsv4.kernels.ring import Stage
 from dsv4.v4.kernels.pool_rows import (
     Pool,
     entries,
@@ -78,41 +79,42 @@ def pool_of(pools, in_window):
 
 
 @gluon.jit
-def plain_blocks(number, lists, pools, memory, barriers, first, end, phase, KV_INDEX: gl.constexpr):
+def plain_blocks(number, lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr):
     """Blocks [first, end) of plain tensors: copies go to a half block as soon as it is free. number: of the first."""
-    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    kv, bias = memory.kv, memory.bias
     entry = entries(lanes(gl.num_warps()))
     for block in range(first, end):
         slot = block % 2 * 2
         pool = pool_of(pools, block < lists.window_blocks)
         offset, there = plain_rows(pool, number)
         number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, KV_INDEX)
-        mbarrier.wait(free.index(slot), phase)
-        copy_rows(pool.ptr, offset, there, kv.index(slot), 0)
-        async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
-        mbarrier.arrive(ready.index(slot), count=1)
-        mbarrier.wait(free.index(slot + 1), phase)
-        copy_rows(pool.ptr, offset, there, kv.index(slot + 1), 256)
-        async_copy.mbarrier_arrive(ready.index(slot + 1), increment_count=False)
+        kv.acquire(Stage(slot, phase))
+        copy_rows(pool.ptr, offset, there, kv.slots.index(slot), 0)
+        async_copy.mbarrier_arrive(kv.ready.at(slot), increment_count=False)
+        kv.ready.arrive(slot)
+        kv.acquire(Stage(slot + 1, phase))
+        copy_rows(pool.ptr, offset, there, kv.slots.index(slot + 1), 256)
+        async_copy.mbarrier_arrive(kv.ready.at(slot + 1), increment_count=False)
         write_bias(bias.index(block % 2), there)
-        mbarrier.arrive(ready.index(slot + 1), count=1)
+        kv.ready.arrive(slot + 1)
         phase = phase ^ (block % 2)
     return phase
 
 
 @gluon.jit
-def copy_half(pool, offset, there, memory, barriers, phase, SLOT: gl.constexpr, LAST: gl.constexpr):
+def copy_half(pool, offset, there, memory, phase, SLOT: gl.constexpr, LAST: gl.constexpr):
     """A half block into its slot, as soon as it is free. LAST: the other half is on its way, the bias follows."""
-    mbarrier.wait(barriers.free.index(SLOT), phase)
-    copy_rows(pool.ptr, offset, there, memory.kv.index(SLOT), 256 * (SLOT % 2))
-    async_copy.mbarrier_arrive(barriers.ready.index(SLOT), increment_count=False)
+    kv = memory.kv
+    kv.acquire(Stage(SLOT, phase))
+    copy_rows(pool.ptr, offset, there, kv.slots.index(SLOT), 256 * (SLOT % 2))
+    async_copy.mbarrier_arrive(kv.ready.at(SLOT), increment_count=False)
     if LAST:
         write_bias(memory.bias.index(SLOT // 2), there)
-    mbarrier.arrive(barriers.ready.index(SLOT), count=1)
+    kv.ready.arrive(SLOT)
 
 
 @gluon.jit
-def l2_resident_blocks(number, lists, pools, memory, barriers, first, end, phase, KV_INDEX: gl.constexpr):
+def l2_resident_blocks(number, lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr):
     """As plain_blocks, an even number of blocks, slots in the order in which resident steps free them."""
     entry = entries(lanes(gl.num_warps()))
     odd = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, KV_INDEX)
@@ -123,10 +125,10 @@ def l2_resident_blocks(number, lists, pools, memory, barriers, first, end, phase
         offset1, there1 = plain_rows(pool1, odd)
         number = numbers_of(lists, block + 2, block + 2 < end, pools.compressed, entry, KV_INDEX)
         odd = numbers_of(lists, block + 3, block + 3 < end, pools.compressed, entry, KV_INDEX)
-        copy_half(pool0, offset0, there0, memory, barriers, phase, 0, False)
-        copy_half(pool1, offset1, there1, memory, barriers, phase, 3, False)
-        copy_half(pool0, offset0, there0, memory, barriers, phase, 1, True)
-        copy_half(pool1, offset1, there1, memory, barriers, phase, 2, True)
+        copy_half(pool0, offset0, there0, memory, phase, 0, False)
+        copy_half(pool1, offset1, there1, memory, phase, 3, False)
+        copy_half(pool0, offset0, there0, memory, phase, 1, True)
+        copy_half(pool1, offset1, there1, memory, phase, 2, True)
         phase = phase ^ 1
     return phase
 
@@ -184,7 +186,7 @@ def ask(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, phase, KV_INDEX: gl.constexpr,
+def packed_blocks(number, asked, lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr,
                UNIT: gl.constexpr, FORMAT: gl.constexpr, PAGES: gl.constexpr = False):  # fmt: skip
     """Blocks [first, end) of packed rows, through registers. number, asked: of the first.
 
@@ -196,7 +198,7 @@ def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, pha
     cheaper scales (QUICK) would cost five reloads a block, too. Rows by list have aligned_blocks, where they can;
     PAGES: those after the window block_table_blocks.
     """
-    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    kv, bias = memory.kv, memory.bias
     AHEAD: gl.constexpr = 2 if KV_INDEX == TABLE else 1
     SPEED: gl.constexpr = QUICK if KV_INDEX != TABLE else FEWER if PAGES else EXACT
     LAST: gl.constexpr = FORMAT.coded_panels - 6  # panels of codes behind the first six; the rest of the row is bf16
@@ -212,20 +214,20 @@ def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, pha
     for block in range(first, by_table):
         slot = block % 2 * 2
         # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
-        mbarrier.wait(free.index(slot), phase)
-        tile = kv.index(slot)
+        kv.acquire(Stage(slot, phase))
+        tile = kv.slots.index(slot)
         panels_in(tile, 0, 2).store(FORMAT.unpack(asked.x, asked.low, 0, SPEED, FORMAT))
         later = numbers_of(lists, block + AHEAD, block + AHEAD < end, pools.compressed, entry, KV_INDEX)
         high = load_scales(asked.ptr, asked.at, asked.there, 4, 4, UNIT, FORMAT)
         z = load_codes(asked.ptr, asked.data, asked.there, 4, 2, UNIT, FORMAT)
         u = load_codes(asked.ptr, asked.data, asked.there, 6, LAST, UNIT, FORMAT)
         panels_in(tile, 2, 2).store(FORMAT.unpack(asked.y, asked.low, 2, SPEED, FORMAT))
-        mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
+        mbarrier.arrive(kv.ready.at(slot), count=arrivals(gl.num_warps()))
 
-        mbarrier.wait(free.index(slot + 1), phase)
-        tile = kv.index(slot + 1)
+        kv.acquire(Stage(slot + 1, phase))
+        tile = kv.slots.index(slot + 1)
         if LAST == 1:
-            plain_panel(asked.ptr, asked.data, asked.there, tile, ready.index(slot + 1), UNIT, FORMAT)
+            plain_panel(asked.ptr, asked.data, asked.there, tile, kv.ready.at(slot + 1), UNIT, FORMAT)
         write_bias(bias.index(block % 2), asked.there)
         if KV_INDEX != TABLE:
             following = later
@@ -235,10 +237,10 @@ def packed_blocks(number, asked, lists, pools, memory, barriers, first, end, pha
             prefetch_rows(pool_of(pools, block + 2 < lists.window_blocks), following, UNIT, FORMAT)
         panels_in(tile, 0, 2).store(FORMAT.unpack(z, high, 0, SPEED, FORMAT))
         panels_in(tile, 2, LAST).store(FORMAT.unpack(u, high, 2, SPEED, FORMAT))
-        mbarrier.arrive(ready.index(slot + 1), count=1 if LAST == 1 else arrivals(gl.num_warps()))
+        mbarrier.arrive(kv.ready.at(slot + 1), count=1 if LAST == 1 else arrivals(gl.num_warps()))
         phase = phase ^ (block % 2)
     if PAGES:
-        phase = block_table_blocks(asked, lists, pools.compressed, memory, barriers, by_table, end, phase, UNIT, FORMAT)
+        phase = block_table_blocks(asked, lists, pools.compressed, memory, by_table, end, phase, UNIT, FORMAT)
     return phase
 
 
@@ -261,57 +263,55 @@ def load_first_half_aligned(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.
 
 
 @gluon.jit
-def aligned_blocks(number, asked, spare, lists, pools, memory, barriers, first, end, phase, KV_INDEX: gl.constexpr,
+def aligned_blocks(number, asked, spare, lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr,
                   UNIT: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
     """packed_blocks for rows by list at multiples of 16 bytes, with fewer instructions. A row that is not there is
     read at `spare`: any bytes are finite numbers with its scale of 0, and its bias keeps them out."""
-    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    kv, bias = memory.kv, memory.bias
     entry = entries(words(gl.num_warps()))
     for block in range(first, end):
         slot = block % 2 * 2
         low, high = half_scales(asked.scales, 0), half_scales(asked.scales, 1)
-        mbarrier.wait(free.index(slot), phase)
-        tile = kv.index(slot)
+        kv.acquire(Stage(slot, phase))
+        tile = kv.slots.index(slot)
         panels_in(tile, 0, 2).store(FORMAT.unpack(asked.x, low, 0, QUICK, FORMAT))
         z = load_codes_unmasked(asked.row, 4, 2)
         u = load_codes_unmasked(asked.row, 6, 1)
         number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, KV_INDEX)
         panels_in(tile, 2, 2).store(FORMAT.unpack(asked.y, low, 2, QUICK, FORMAT))
-        mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
+        mbarrier.arrive(kv.ready.at(slot), count=arrivals(gl.num_warps()))
 
-        mbarrier.wait(free.index(slot + 1), phase)
-        tile = kv.index(slot + 1)
+        kv.acquire(Stage(slot + 1, phase))
+        tile = kv.slots.index(slot + 1)
         rows = gl.multiple_of(asked.row.to(gl.pointer_type(gl.bfloat16), bitcast=True), 16)
-        copy_plain(rows, asked.there, tile, ready.index(slot + 1), FORMAT)
+        copy_plain(rows, asked.there, tile, kv.ready.at(slot + 1), FORMAT)
         write_bias(bias.index(block % 2), asked.there)
         asked = load_first_half_aligned(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT, FORMAT)
         panels_in(tile, 0, 2).store(FORMAT.unpack(z, high, 0, QUICK, FORMAT))
         panels_in(tile, 2, 1).store(FORMAT.unpack(u, high, 2, QUICK, FORMAT))
-        mbarrier.arrive(ready.index(slot + 1), count=1)
+        kv.ready.arrive(slot + 1)
         phase = phase ^ (block % 2)
     return phase
 
 
 @gluon.jit
-def one_block(
-    lists, pool, memory, barriers, block, phase, KV_INDEX: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr
-):
+def one_block(lists, pool, memory, block, phase, KV_INDEX: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """A block of a pool, nothing ahead of its time."""
     if FORMAT.coded > 0:
         number = numbers_of(lists, block, True, pool, entries(words(gl.num_warps())), KV_INDEX)
         asked = ask(pool, number, UNIT, FORMAT)
         phase = packed_blocks(
-            number, asked, lists, Pools(pool, pool), memory, barriers, block, block + 1, phase, KV_INDEX, UNIT, FORMAT
+            number, asked, lists, Pools(pool, pool), memory, block, block + 1, phase, KV_INDEX, UNIT, FORMAT
         )
     else:
         number = numbers_of(lists, block, True, pool, entries(lanes(gl.num_warps())), KV_INDEX)
-        phase = plain_blocks(number, lists, Pools(pool, pool), memory, barriers, block, block + 1, phase, KV_INDEX)
+        phase = plain_blocks(number, lists, Pools(pool, pool), memory, block, block + 1, phase, KV_INDEX)
     return phase
 
 
 @gluon.jit
 def mixed_blocks(
-    lists, pools, memory, barriers, first, end, phase, KV_INDEX: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr
+    lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr
 ):
     """Where the rows of the two pools have two formats: block by block."""
     WINDOW_FIRST: gl.constexpr = FORMATS[0].coded > 0
@@ -319,14 +319,10 @@ def mixed_blocks(
     for block in range(first, end):
         if (block < lists.window_blocks) == WINDOW_FIRST:
             pool = window if WINDOW_FIRST else compressed
-            phase = one_block(
-                lists, pool, memory, barriers, block, phase, KV_INDEX, UNIT, FORMATS[0 if WINDOW_FIRST else 1]
-            )
+            phase = one_block(lists, pool, memory, block, phase, KV_INDEX, UNIT, FORMATS[0 if WINDOW_FIRST else 1])
         else:
             other = compressed if WINDOW_FIRST else window
-            phase = one_block(
-                lists, other, memory, barriers, block, phase, KV_INDEX, UNIT, FORMATS[1 if WINDOW_FIRST else 0]
-            )
+            phase = one_block(lists, other, memory, block, phase, KV_INDEX, UNIT, FORMATS[1 if WINDOW_FIRST else 0])
     return phase
 
 
@@ -348,7 +344,6 @@ def gather_role(
     requests,
     pools,
     memory,
-    barriers,
     num_tiles,
     stride,
     sizes,
@@ -388,28 +383,28 @@ def gather_role(
                 if LISTED
                 else ask(pool, number, UNIT, FORMAT)
             )
-        mbarrier.wait(barriers.q_free, turn)
+        memory.q_free.wait(0, turn)
         head = first_head + entries(LQ)
         offset = query.to(gl.int64) * q.stride_n + head.to(gl.int64) * q.stride_h
         for h in gl.static_range(2):
             copy_rows(q.ptr, offset, head < sizes.heads, memory.q.index(h), h * 256)
-        async_copy.mbarrier_arrive(barriers.q_ready, increment_count=False)
+        async_copy.mbarrier_arrive(memory.q_ready.at(0), increment_count=False)
         write_job(memory.job, 1 - turn, (end - begin) * 2, query, first_head, split)
-        mbarrier.arrive(barriers.q_ready, count=1)
+        memory.q_ready.arrive(0)
         turn = turn ^ 1
         if FORMAT != FORMATS[1]:
-            phase = mixed_blocks(lists, pools, memory, barriers, begin * 2, end * 2, phase, KV_INDEX, FORMATS, UNIT)
+            phase = mixed_blocks(lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX, FORMATS, UNIT)
         elif FORMAT.coded > 0 and LISTED:
             phase = aligned_blocks(
-                number, asked, q.ptr, lists, pools, memory, barriers, begin * 2, end * 2, phase, KV_INDEX, UNIT, FORMAT
+                number, asked, q.ptr, lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX, UNIT, FORMAT
             )
         elif FORMAT.coded > 0:
             # Where rows are not split, the assembler would reload values in the loop.
             PAGES: gl.constexpr = KV_INDEX == TABLE and ALIGNED and SPLIT
             phase = packed_blocks(
-                number, asked, lists, pools, memory, barriers, begin * 2, end * 2, phase, KV_INDEX, UNIT, FORMAT, PAGES
+                number, asked, lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX, UNIT, FORMAT, PAGES
             )
         elif RESIDENT:
-            phase = l2_resident_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, KV_INDEX)
+            phase = l2_resident_blocks(number, lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX)
         else:
-            phase = plain_blocks(number, lists, pools, memory, barriers, begin * 2, end * 2, phase, KV_INDEX)
+            phase = plain_blocks(number, lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX)

@@ -8,6 +8,7 @@ or a wait for old loads behind the request of new ones, costs more than what is 
 
 from dsv4.caches.kernels.unpack import QUICKEST, half_scales
 from dsv4.kernels.compat import async_copy, cp_async, gl, gluon, mbarrier
+from dsv4.kernels.ring import Stage
 from dsv4.v4.kernels.pool_rows import codes_layout, entries, page_of, scales_begin
 from dsv4.v4.kernels.sm90.smem_store import arrivals, panels_in, panels_of, write_bias
 
@@ -80,7 +81,7 @@ def prefetch(pointers, wanted):
 
 
 @gluon.jit
-def block_table_blocks(asked, lists, pool, memory, barriers, first, end, phase, UNIT: gl.constexpr,
+def block_table_blocks(asked, lists, pool, memory, first, end, phase, UNIT: gl.constexpr,
                  FORMAT: gl.constexpr):  # fmt: skip
     """Blocks [first, end) of packed rows by block table, where a block is whole pages: packed_blocks with fewer
     instructions. asked: of the first.
@@ -89,7 +90,7 @@ def block_table_blocks(asked, lists, pool, memory, barriers, first, end, phase, 
     pointer. Rows of a block that are not there may be read in the last page, which many CTAs would do at once after
     their last block: so the first half of a row, and what comes into the L2, is asked for only where it is.
     """
-    kv, bias, ready, free = memory.kv, memory.bias, barriers.ready, barriers.free
+    kv, bias = memory.kv, memory.bias
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [1, 0])  # the rows of words()
     R: gl.constexpr = gl.SliceLayout(1, L)
     entry = entries(L)
@@ -116,8 +117,8 @@ def block_table_blocks(asked, lists, pool, memory, barriers, first, end, phase, 
     high = gl.convert_layout(high, R)
     for block in range(first, end):
         slot = block % 2 * 2
-        mbarrier.wait(free.index(slot), phase)
-        tile = kv.index(slot)
+        kv.acquire(Stage(slot, phase))
+        tile = kv.slots.index(slot)
         there = page.to(gl.uint32) < pages
         panels_in(tile, 0, 2).store(FORMAT.unpack(x, low, 0, QUICKEST, FORMAT))
         later = gl.load(line_ptr, mask=left > 128, other=-1)
@@ -127,11 +128,11 @@ def block_table_blocks(asked, lists, pool, memory, barriers, first, end, phase, 
         z = panels_at(now, 4, 2)
         u = panels_at(now, 6, 1)
         panels_in(tile, 2, 2).store(FORMAT.unpack(y, low, 2, QUICKEST, FORMAT))
-        mbarrier.arrive(ready.index(slot), count=arrivals(gl.num_warps()))
+        mbarrier.arrive(kv.ready.at(slot), count=arrivals(gl.num_warps()))
 
-        mbarrier.wait(free.index(slot + 1), phase)
-        tile = kv.index(slot + 1)
-        plain_at(now, there, tile, ready.index(slot + 1), FORMAT)
+        kv.acquire(Stage(slot + 1, phase))
+        tile = kv.slots.index(slot + 1)
+        plain_at(now, there, tile, kv.ready.at(slot + 1), FORMAT)
         write_bias(bias.index(block % 2), there)
         before, page, following = high, following, later
         # Before the loads: it waits for `later`, and so for z and u, which have the same scoreboard.
@@ -148,6 +149,6 @@ def block_table_blocks(asked, lists, pool, memory, barriers, first, end, phase, 
         y = panels_at(now, 2, 2, there)
         panels_in(tile, 0, 2).store(FORMAT.unpack(z, before, 0, QUICKEST, FORMAT))
         panels_in(tile, 2, 1).store(FORMAT.unpack(u, before, 2, QUICKEST, FORMAT))
-        mbarrier.arrive(ready.index(slot + 1), count=1)
+        kv.ready.arrive(slot + 1)
         phase = phase ^ (block % 2)
     return phase

@@ -43,8 +43,9 @@ by two.
 
 from dsv4.fmha.kernels.sm90.work import FP16_PARTIALS, half_to_fp16, in_pieces
 from dsv4.kernels import dependent, softmax
-from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon
 from dsv4.kernels.opaque import zero
+from dsv4.kernels.ring import Barriers, Ring, init_barriers, new_barriers, new_ring
 from dsv4.v4.kernels.pool_rows import pool_in_units
 from dsv4.v4.kernels.sm90.gather import BLOCKS, FIRST_HEAD, QUERY, SPLIT_NUMBER, Pools, gather_role
 from dsv4.v4.kernels.sm90.smem_store import arrivals
@@ -56,8 +57,10 @@ ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @aggregate
 class Memory:
+    """Shared memory and barriers."""
+
     q: Value
-    kv: Value
+    kv: Ring  # slots are half blocks
     bias: Value
     job: Value
     # Apart, not one array: the compiler puts a barrier between accesses that may touch the same allocation.
@@ -68,26 +71,21 @@ class Memory:
     m1: Value
     a1: Value
     sums: Value
-
-
-@aggregate
-class Barriers:
-    q_ready: Value
-    q_free: Value
-    ready: Value
-    free: Value
-    p_ready: Value
-    m_ready: Value
-    sum_ready: Value
+    q_ready: Barriers
+    q_free: Barriers
+    p_ready: Barriers
+    m_ready: Barriers
+    sum_ready: Barriers
 
 
 @gluon.jit
-def make_memory(DTYPE: gl.constexpr):
+def make_memory(DTYPE: gl.constexpr, GATHER_WARPS: gl.constexpr, RESIDENT: gl.constexpr):
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ARRIVALS: gl.constexpr = arrivals(GATHER_WARPS)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], HALF)
-    kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
+    slots = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
     p0 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
     p1 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
     m0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -97,29 +95,18 @@ def make_memory(DTYPE: gl.constexpr):
     bias = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     sums = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
     job = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
-    return Memory(q, kv, bias, job, p0, p1, m0, a0, m1, a1, sums)
-
-
-@gluon.jit
-def make_barriers(GATHER_WARPS: gl.constexpr):
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    q_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    p_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    m_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    sum_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    mbarrier.init(q_ready, count=arrivals(GATHER_WARPS))
-    mbarrier.init(q_free, count=2)
-    for i in gl.static_range(4):
-        mbarrier.init(ready.index(i), count=arrivals(GATHER_WARPS))
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(p_ready.index(i), count=1)
-        mbarrier.init(m_ready.index(i), count=1)
-        mbarrier.init(sum_ready.index(i), count=1)
-    return Barriers(q_ready, q_free, ready, free, p_ready, m_ready, sum_ready)
+    q_ready = new_barriers(1, ARRIVALS)
+    q_free = new_barriers(1, 2)
+    kv = new_ring(slots, 1, ARRIVALS)
+    p_ready = new_barriers(2)
+    sum_ready = new_barriers(2)
+    barriers = (q_ready, q_free, kv.ready, kv.free, p_ready, sum_ready)
+    m_ready = p_ready  # unused
+    if RESIDENT:
+        m_ready = new_barriers(2)
+        barriers += (m_ready,)
+    init_barriers(barriers)
+    return Memory(q, kv, bias, job, p0, p1, m0, a0, m1, a1, sums, q_ready, q_free, p_ready, m_ready, sum_ready)
 
 
 @gluon.jit
@@ -129,11 +116,11 @@ def read(job, turn, WHAT: gl.constexpr):
 
 
 @gluon.jit
-def begin(q_ready, job, turn):
+def begin(memory, turn):
     """Q of the next work tile is there -> its number of blocks."""
-    mbarrier.wait(q_ready, turn)
+    memory.q_ready.wait(0, turn)
     fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
-    return read(job, turn, BLOCKS)
+    return read(memory.job, turn, BLOCKS)
 
 
 @gluon.jit
@@ -152,9 +139,7 @@ def store_quarter(o, smem, pointers, there):
 
 
 @gluon.jit
-def end_half(
-    o, m, l, memory, barriers, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr, REG_STORE: gl.constexpr
-):
+def end_half(o, m, l, memory, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr, REG_STORE: gl.constexpr):
     """Add up the row sums of both warpgroups, write this half of O; left also writes the LSE."""
     rope = output.rope
     LO: gl.constexpr = o.type.layout
@@ -175,8 +160,8 @@ def end_half(
         o = softmax.inverse_rope(o, (line_ptr, width), HALF * 256, 512)
     l = gl.convert_layout(gl.sum(l, 1), RS)
     memory.sums.index(2 * turn + HALF).store(l)
-    mbarrier.arrive(barriers.sum_ready.index(HALF), count=1)
-    mbarrier.wait(barriers.sum_ready.index(1 - HALF), turn)
+    memory.sum_ready.arrive(HALF)
+    memory.sum_ready.wait(1 - HALF, turn)
     l = l + memory.sums.index(2 * turn + 1 - HALF).load(RS)
     if SPLIT == FP16_PARTIALS:
         factor, lse = softmax.finish(m, l, sink)
@@ -237,7 +222,7 @@ def end_half(
 
 
 @gluon.jit
-def half_role(memory, barriers, num_tiles, stride, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
+def half_role(memory, num_tiles, stride, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
               SIGN: gl.constexpr, N: gl.constexpr, RESIDENT: gl.constexpr, REG_STORE: gl.constexpr):  # fmt: skip
     """Left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -245,28 +230,28 @@ def half_role(memory, barriers, num_tiles, stride, scale, output, HALF: gl.const
     phase = 0
     turn = 0
     for _tile_id in range(gl.program_id(0), num_tiles, stride):
-        blocks = begin(barriers.q_ready, memory.job, turn)
+        blocks = begin(memory, turn)
         steps = blocks // 2
         o = gl.zeros([64, 256], gl.float32, LO)
         m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([64, 4], 0.0, gl.float32, LP)
         if RESIDENT and HALF == 0:
-            s = left_begin(memory, barriers, phase, steps, SIGN)
+            s = left_begin(memory, phase, steps, SIGN)
             for step in range(0, steps):
-                o, s, m, l = left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN)
+                o, s, m, l = left_resident(o, s, m, l, memory, phase, step, steps, scale, SIGN)
                 phase = phase ^ 1
         else:
             for step in range(0, steps):
                 if RESIDENT:
-                    o, m, l = right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN)
+                    o, m, l = right_resident(o, m, l, memory, phase, step, steps, scale, SIGN)
                 elif HALF == 0:
-                    o, m, l = left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN)
+                    o, m, l = left_step(o, m, l, memory, phase, step, blocks, scale, SIGN)
                 else:
-                    o, m, l = right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN)
+                    o, m, l = right_step(o, l, memory, phase, step, blocks, scale, SIGN)
                 phase = phase ^ 1
             if blocks == 0:
-                mbarrier.arrive(barriers.q_free, count=1)
-        end_half(o, m, l, memory, barriers, blocks, turn, output, HALF, SPLIT, REG_STORE)
+                memory.q_free.arrive(0)
+        end_half(o, m, l, memory, blocks, turn, output, HALF, SPLIT, REG_STORE)
         turn = turn ^ 1
 
 
@@ -310,13 +295,12 @@ def v4_sparse(
     num_tiles = gl.where(gl.program_id(0) < sizes.alone, gl.program_id(0) + 1, sizes.num_tiles)
     stride = gl.num_programs(0) - sizes.alone
 
-    memory = make_memory(q.ptr.dtype.element_ty)
-    barriers = make_barriers(GATHER_WARPS)
+    memory = make_memory(q.ptr.dtype.element_ty, GATHER_WARPS, RESIDENT)
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
-        (half_role, (memory, barriers, num_tiles, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
-        (half_role, (memory, barriers, num_tiles, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
-        (gather_role, (q, window_names, compressed_names, requests, pools, memory, barriers, num_tiles, stride, sizes,
+        (half_role, (memory, num_tiles, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
+        (half_role, (memory, num_tiles, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
+        (gather_role, (q, window_names, compressed_names, requests, pools, memory, num_tiles, stride, sizes,
                        KV_INDEX, FORMATS, UNIT, RESIDENT, PDL_WAIT, SPLIT)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

@@ -17,46 +17,47 @@ A maximum moves only where it grew by more than 8, so that most factors are 1 an
 """
 
 from dsv4.kernels import softmax
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
+from dsv4.kernels.ring import Stage
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
 @gluon.jit
-def landed(ready, phase):
-    mbarrier.wait(ready, phase)
+def landed(ring, slot, phase):
+    ring.wait(Stage(slot, phase))
     fence_async_shared()
 
 
 @gluon.jit
-def half_scores(s, memory, ready, phase, step, SLOT: gl.constexpr, FIRST: gl.constexpr):
+def half_scores(s, memory, phase, step, SLOT: gl.constexpr, FIRST: gl.constexpr):
     """S [64, 64] += Q K^T with the half of the head dim in a slot: one group issued, not waited for."""
     opaque = zero(step)  # else all 64 wgmma descriptors of a fixed slot would be kept in registers, and spilled
-    landed(ready.index(SLOT), phase)
-    q, k = memory.q.index(opaque + SLOT % 2), memory.kv.index(opaque + SLOT).permute((1, 0))
+    landed(memory.kv, SLOT, phase)
+    q, k = memory.q.index(opaque + SLOT % 2), memory.kv.slots.index(opaque + SLOT).permute((1, 0))
     return warpgroup_mma(q, k, s, use_acc=not FIRST, is_async=True)
 
 
 @gluon.jit
-def scores(memory, ready, phase, step, FIRST: gl.constexpr, SECOND: gl.constexpr):
+def scores(memory, phase, step, FIRST: gl.constexpr, SECOND: gl.constexpr):
     """S of a block, its slots in this order: two groups issued, not waited for."""
-    s = half_scores(gl.zeros([64, 64], gl.float32, SCORES), memory, ready, phase, step, FIRST, True)
-    return half_scores(s, memory, ready, phase, step, SECOND, False)
+    s = half_scores(gl.zeros([64, 64], gl.float32, SCORES), memory, phase, step, FIRST, True)
+    return half_scores(s, memory, phase, step, SECOND, False)
 
 
 @gluon.jit
-def left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr):
+def left_step(o, m, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr):
     """Softmax of block 0, then O[:, :256] with both blocks."""
-    ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
+    kv, p_ready = memory.kv, memory.p_ready
     RS: gl.constexpr = m.type.layout
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(memory, ready, phase, step, 0, 1)
+    s = scores(memory, phase, step, 0, 1)
     bias = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if 2 * step + 2 >= blocks:
-        mbarrier.arrive(barriers.q_free, count=1)
+        memory.q_free.arrive(0)
     s = softmax.biased(s, bias[None, :], SIGN)
     p, m0, a0 = softmax.step(s, m, scale, softmax.RESCALE_ABOVE)
     l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
@@ -65,45 +66,45 @@ def left_step(o, m, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.co
     memory.m0.store(m0)
     memory.a0.store(a0)
     fence_async_shared()
-    mbarrier.arrive(p_ready.index(0), count=1)
+    p_ready.arrive(0)
     o = softmax.rescale(o, a0)
-    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step)), o, is_async=True)
-    landed(ready.index(2), phase)
+    o = warpgroup_mma(gl.convert_layout(pb, LA), kv.slots.index(zero(step)), o, is_async=True)
+    landed(kv, 2, phase)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(free.index(0), count=1)
-    mbarrier.wait(p_ready.index(1), phase)
+    kv.free.arrive(0)
+    p_ready.wait(1, phase)
     m = memory.m1.load(RS)
     a1 = memory.a1.load(RS)
     l = l * gl.convert_layout(a1, RP)[:, None]
     o = softmax.rescale(o, a1)
-    o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
+    o = warpgroup_mma(memory.p1, kv.slots.index(zero(step) + 2), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(free.index(2), count=1)
+    kv.free.arrive(2)
     return o, m, l
 
 
 @gluon.jit
-def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.constexpr):
+def right_step(o, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr):
     """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
-    ready, free, p_ready = barriers.ready, barriers.free, barriers.p_ready
+    kv, p_ready = memory.kv, memory.p_ready
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(memory, ready, phase, step, 2, 3)
+    s = scores(memory, phase, step, 2, 3)
     bias = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
-    landed(ready.index(1), phase)
-    mbarrier.wait(p_ready.index(0), phase)
+    landed(kv, 1, phase)
+    p_ready.wait(0, phase)
     m0 = memory.m0.load(RS)
     a0 = memory.a0.load(RS)
     # O is complete, but the assembler does not see it across the loop, and would wait for S, too: also in front of a
     # jump over the products.
     o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
     o = o * gl.convert_layout(a0, RO)[:, None]
-    o = warpgroup_mma(memory.p0, memory.kv.index(zero(step) + 1), o, is_async=True)
+    o = warpgroup_mma(memory.p0, kv.slots.index(zero(step) + 1), o, is_async=True)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
     if 2 * step + 2 >= blocks:
-        mbarrier.arrive(barriers.q_free, count=1)
+        memory.q_free.arrive(0)
     s = softmax.biased(s, bias[None, :], SIGN)
     p, m, a1 = softmax.step(s, m0, scale, softmax.RESCALE_ABOVE)
     l = softmax.pin(l * gl.convert_layout(a0 * a1, RP)[:, None] + softmax.partial_sums(p))
@@ -112,109 +113,109 @@ def right_step(o, l, memory, barriers, phase, step, blocks, scale, SIGN: gl.cons
     memory.m1.store(m)
     memory.a1.store(a1)
     fence_async_shared()
-    mbarrier.arrive(p_ready.index(1), count=1)
+    p_ready.arrive(1)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(free.index(1), count=1)
+    kv.free.arrive(1)
     o = softmax.rescale(o, a1)
-    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
+    o = warpgroup_mma(gl.convert_layout(pb, LA), kv.slots.index(zero(step) + 3), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(free.index(3), count=1)
+    kv.free.arrive(3)
     return o, m, l
 
 
 @gluon.jit
-def resident_scores(s, memory, barriers, phase, step, SIGN: gl.constexpr):
+def resident_scores(s, memory, phase, step, SIGN: gl.constexpr):
     """The second half of S of block 0, whose first half is issued; masked."""
-    s = half_scores(s, memory, barriers.ready, phase, step, 1, False)
+    s = half_scores(s, memory, phase, step, 1, False)
     bias = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     return softmax.biased(s, bias[None, :], SIGN)
 
 
 @gluon.jit
-def left_begin(memory, barriers, phase, steps, SIGN: gl.constexpr):
+def left_begin(memory, phase, steps, SIGN: gl.constexpr):
     """S of the first block 0 of a work tile."""
     s = gl.zeros([64, 64], gl.float32, SCORES)
     if steps > 0:
-        s = half_scores(s, memory, barriers.ready, phase, steps, 0, True)
-        s = resident_scores(s, memory, barriers, phase, steps, SIGN)
+        s = half_scores(s, memory, phase, steps, 0, True)
+        s = resident_scores(s, memory, phase, steps, SIGN)
     if steps <= 1:
-        mbarrier.arrive(barriers.q_free, count=1)
+        memory.q_free.arrive(0)
     return s
 
 
 @gluon.jit
-def left_resident(o, s, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
+def left_resident(o, s, m, l, memory, phase, step, steps, scale, SIGN: gl.constexpr):
     """Softmax of block 0, whose S is there, O[:, :256] with both blocks, S of the next block 0."""
-    ready, free, p_ready, m_ready = barriers.ready, barriers.free, barriers.p_ready, barriers.m_ready
+    kv, p_ready, m_ready = memory.kv, memory.p_ready, memory.m_ready
     RS: gl.constexpr = m.type.layout
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     p, m0, a0 = softmax.step(s, m, scale, softmax.RESCALE_ABOVE)
     memory.m0.store(m0)
-    mbarrier.arrive(m_ready.index(0), count=1)
+    m_ready.arrive(0)
     l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
     o = softmax.rescale(o, a0)
-    o = warpgroup_mma(gl.convert_layout(p.to(memory.q.dtype), LA), memory.kv.index(zero(step)), o, is_async=True)
-    landed(ready.index(2), phase)
+    o = warpgroup_mma(gl.convert_layout(p.to(memory.q.dtype), LA), kv.slots.index(zero(step)), o, is_async=True)
+    landed(kv, 2, phase)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(free.index(0), count=1)
-    mbarrier.wait(m_ready.index(1), phase)
+    kv.free.arrive(0)
+    m_ready.wait(1, phase)
     m = memory.m1.load(RS)
     a1 = gl.exp2(m0 - gl.where(m == -float("inf"), 0.0, m))
     memory.p0.store((p * a1[:, None]).to(memory.q.dtype))
     fence_async_shared()
-    mbarrier.arrive(p_ready.index(0), count=1)
+    p_ready.arrive(0)
     a1 = softmax.pin(a1)  # P0 first, then O
     l = l * gl.convert_layout(a1, RP)[:, None]
     o = softmax.rescale(o, a1)
-    mbarrier.wait(p_ready.index(1), phase)
+    p_ready.wait(1, phase)
     # The product is issued in either branch: the assembler would not let O under way cross into one.
     if step + 1 < steps:
-        o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
-        s = half_scores(s, memory, ready, phase ^ 1, step, 0, True)
+        o = warpgroup_mma(memory.p1, kv.slots.index(zero(step) + 2), o, is_async=True)
+        s = half_scores(s, memory, phase ^ 1, step, 0, True)
         o = warpgroup_mma_wait(num_outstanding=1, deps=(o,))
-        mbarrier.arrive(free.index(2), count=1)
-        s = resident_scores(s, memory, barriers, phase ^ 1, step, SIGN)
+        kv.free.arrive(2)
+        s = resident_scores(s, memory, phase ^ 1, step, SIGN)
         if step + 2 == steps:
-            mbarrier.arrive(barriers.q_free, count=1)
+            memory.q_free.arrive(0)
     else:
-        o = warpgroup_mma(memory.p1, memory.kv.index(zero(step) + 2), o, is_async=True)
+        o = warpgroup_mma(memory.p1, kv.slots.index(zero(step) + 2), o, is_async=True)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        mbarrier.arrive(free.index(2), count=1)
+        kv.free.arrive(2)
     return o, s, m, l
 
 
 @gluon.jit
-def right_resident(o, m, l, memory, barriers, phase, step, steps, scale, SIGN: gl.constexpr):
+def right_resident(o, m, l, memory, phase, step, steps, scale, SIGN: gl.constexpr):
     """S and softmax of block 1, O[:, 256:] with its own P, then with left's."""
-    ready, free, p_ready, m_ready = barriers.ready, barriers.free, barriers.p_ready, barriers.m_ready
+    kv, p_ready, m_ready = memory.kv, memory.p_ready, memory.m_ready
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(memory, ready, phase, step, 3, 2)
+    s = scores(memory, phase, step, 3, 2)
     bias = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if step + 1 == steps:
-        mbarrier.arrive(barriers.q_free, count=1)
+        memory.q_free.arrive(0)
     s = softmax.biased(s, bias[None, :], SIGN)
-    mbarrier.wait(m_ready.index(0), phase)
+    m_ready.wait(0, phase)
     p, m1, _ = softmax.step(s, memory.m0.load(RS), scale, softmax.RESCALE_ABOVE)
     memory.m1.store(m1)
-    mbarrier.arrive(m_ready.index(1), count=1)
+    m_ready.arrive(1)
     a = gl.exp2(m - gl.where(m1 == -float("inf"), 0.0, m1))
     l = l * gl.convert_layout(a, RP)[:, None] + softmax.partial_sums(p)
     o = softmax.rescale(o, a)
     pb = p.to(memory.q.dtype)
-    o = warpgroup_mma(gl.convert_layout(pb, LA), memory.kv.index(zero(step) + 3), o, is_async=True)
-    mbarrier.wait(ready.index(1), phase)
+    o = warpgroup_mma(gl.convert_layout(pb, LA), kv.slots.index(zero(step) + 3), o, is_async=True)
+    kv.wait(Stage(1, phase))
     memory.p1.store(pb)
     fence_async_shared()  # for P1, and for the rows in slot 1
-    mbarrier.arrive(p_ready.index(1), count=1)
-    mbarrier.wait(p_ready.index(0), phase)
-    o = warpgroup_mma(memory.p0, memory.kv.index(zero(step) + 1), o, is_async=True)
+    p_ready.arrive(1)
+    p_ready.wait(0, phase)
+    o = warpgroup_mma(memory.p0, kv.slots.index(zero(step) + 1), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=1, deps=(o,))
-    mbarrier.arrive(free.index(3), count=1)
+    kv.free.arrive(3)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-    mbarrier.arrive(free.index(1), count=1)
+    kv.free.arrive(1)
     return o, m1, l
