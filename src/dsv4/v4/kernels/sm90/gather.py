@@ -9,7 +9,7 @@ is -inf: 0 * NaN would be NaN.
 
 from dsv4.caches.kernels.unpack import EXACT, FEWER, QUICK, half_scales, load_scales
 from dsv4.kernels import dependent
-from dsv4.kernels.compat import Value, aggregate, async_copy, gl, gluon, mbarrier
+from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, gl, gluon, mbarrier
 from dsv4.kernels.ring import Stage
 from dsv4.v4.kernels.pool_rows import (
     Pool,
@@ -163,6 +163,13 @@ def has_aligned_panels(format):
     return panels and format.data_step % 16 == 0 and not format.interleaved
 
 
+@gluon.constexpr_function
+def reads_aligned(window_format, compressed_format, unit, kv_index):
+    """Whether aligned_blocks reads the rows of both pools."""
+    packed = window_format.coded > 0 and window_format == compressed_format
+    return packed and kv_index != TABLE and unit >= 16 and has_aligned_panels(window_format)
+
+
 @aggregate
 class Asked:
     """Packed rows of a block, the first half on its way: their pool's memory, where they are, scales, codes."""
@@ -263,33 +270,68 @@ def load_first_half_aligned(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.
 
 
 @gluon.jit
-def aligned_blocks(number, asked, spare, lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr,
-                  UNIT: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
+def announce(ready, COUNT: gl.constexpr, SPLIT_SLOTS: gl.constexpr):
+    """All stores are made. Before Triton 3.9 an `arrive` counts as access to all of shared memory, and the compiler
+    puts a barrier of warps before it and another one behind it; not so with `expect`, which arrives once."""
+    if SPLIT_SLOTS:
+        barrier()
+        mbarrier.expect(ready, 0)
+    else:
+        mbarrier.arrive(ready, count=COUNT)
+
+
+@gluon.jit
+def keep_order(x):
+    """What the assembler moves no load or store across. x: any number."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def aligned_blocks(
+    number,
+    asked,
+    spare,
+    lists,
+    pools,
+    memory,
+    first,
+    end,
+    phase,
+    KV_INDEX: gl.constexpr,
+    UNIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SPLIT_SLOTS: gl.constexpr,
+):
     """packed_blocks for rows by list at multiples of 16 bytes, with fewer instructions. A row that is not there is
     read at `spare`: any bytes are finite numbers with its scale of 0, and its bias keeps them out."""
-    kv, bias = memory.kv, memory.bias
+    kv, right, bias = memory.kv, memory.kv_right, memory.bias
+    RIGHT: gl.constexpr = 0 if SPLIT_SLOTS else 2  # first panel of the right half of a slot
     entry = entries(words(gl.num_warps()))
     for block in range(first, end):
         slot = block % 2 * 2
         low, high = half_scales(asked.scales, 0), half_scales(asked.scales, 1)
         kv.acquire(Stage(slot, phase))
-        tile = kv.slots.index(slot)
-        panels_in(tile, 0, 2).store(FORMAT.unpack(asked.x, low, 0, QUICK, FORMAT))
+        panels_in(kv.slots.index(slot), 0, 2).store(FORMAT.unpack(asked.x, low, 0, QUICK, FORMAT))
         z = load_codes_unmasked(asked.row, 4, 2)
         u = load_codes_unmasked(asked.row, 6, 1)
         number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, KV_INDEX)
-        panels_in(tile, 2, 2).store(FORMAT.unpack(asked.y, low, 2, QUICK, FORMAT))
-        mbarrier.arrive(kv.ready.at(slot), count=arrivals(gl.num_warps()))
+        if SPLIT_SLOTS:
+            keep_order(block)
+        panels_in(right.index(slot), RIGHT, 2).store(FORMAT.unpack(asked.y, low, 2, QUICK, FORMAT))
+        announce(kv.ready.at(slot), arrivals(gl.num_warps()), SPLIT_SLOTS)
 
         kv.acquire(Stage(slot + 1, phase))
-        tile = kv.slots.index(slot + 1)
         rows = gl.multiple_of(asked.row.to(gl.pointer_type(gl.bfloat16), bitcast=True), 16)
-        copy_plain(rows, asked.there, tile, kv.ready.at(slot + 1), FORMAT)
+        copy_plain(rows, asked.there, right.index(slot + 1), memory.odd_ready.at(slot + 1), FORMAT)
         write_bias(bias.index(block % 2), asked.there)
         asked = load_first_half_aligned(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT, FORMAT)
-        panels_in(tile, 0, 2).store(FORMAT.unpack(z, high, 0, QUICK, FORMAT))
-        panels_in(tile, 2, 1).store(FORMAT.unpack(u, high, 2, QUICK, FORMAT))
-        kv.ready.arrive(slot + 1)
+        if SPLIT_SLOTS:
+            barrier()  # between the copies to the right half and the stores to it; here: loads are not issued later
+        panels_in(kv.slots.index(slot + 1), 0, 2).store(FORMAT.unpack(z, high, 0, QUICK, FORMAT))
+        panels_in(right.index(slot + 1), RIGHT, 1).store(FORMAT.unpack(u, high, 2, QUICK, FORMAT))
+        announce(memory.odd_ready.at(slot + 1), 1, SPLIT_SLOTS)
         phase = phase ^ (block % 2)
     return phase
 
@@ -353,6 +395,7 @@ def gather_role(
     RESIDENT: gl.constexpr,
     PDL_WAIT: gl.constexpr,
     SPLIT: gl.constexpr,
+    SPLIT_SLOTS: gl.constexpr,
 ):
     """The work tiles of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes
     free. PDL_WAIT: the grid before makes rows, and may still run."""
@@ -374,13 +417,13 @@ def gather_role(
         L: gl.constexpr = words(gl.num_warps()) if FORMAT.coded > 0 else LQ
         number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), KV_INDEX)
         ALIGNED: gl.constexpr = UNIT >= 16 and has_aligned_panels(FORMAT)
-        LISTED: gl.constexpr = KV_INDEX != TABLE and ALIGNED
+        READS_ALIGNED: gl.constexpr = reads_aligned(FORMAT, FORMATS[1], UNIT, KV_INDEX)
         # Rows are on their way while the last work tile's scores are waited for, then Q.
         if FORMAT.coded > 0 and FORMAT == FORMATS[1]:
             pool = pool_of(pools, begin * 2 < lists.window_blocks)
             asked = (
                 load_first_half_aligned(pool, number, q.ptr, UNIT, FORMAT)
-                if LISTED
+                if READS_ALIGNED
                 else ask(pool, number, UNIT, FORMAT)
             )
         memory.q_free.wait(0, turn)
@@ -390,14 +433,13 @@ def gather_role(
             copy_rows(q.ptr, offset, head < sizes.heads, memory.q.index(h), h * 256)
         async_copy.mbarrier_arrive(memory.q_ready.at(0), increment_count=False)
         write_job(memory.job, 1 - turn, (end - begin) * 2, query, first_head, split)
-        memory.q_ready.arrive(0)
+        announce(memory.q_ready.at(0), 1, SPLIT_SLOTS)
         turn = turn ^ 1
         if FORMAT != FORMATS[1]:
             phase = mixed_blocks(lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX, FORMATS, UNIT)
-        elif FORMAT.coded > 0 and LISTED:
-            phase = aligned_blocks(
-                number, asked, q.ptr, lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX, UNIT, FORMAT
-            )
+        elif READS_ALIGNED:
+            phase = aligned_blocks(number, asked, q.ptr, lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX,
+                                   UNIT, FORMAT, SPLIT_SLOTS)  # fmt: skip
         elif FORMAT.coded > 0:
             # Where rows are not split, the assembler would reload values in the loop.
             PAGES: gl.constexpr = KV_INDEX == TABLE and ALIGNED and SPLIT

@@ -29,9 +29,9 @@ def arrivals(warps):
 
 @gluon.jit
 def panels_of(tile):
-    """Panels of 64 columns of a tile [64, 256]."""
+    """Panels of 64 columns of a tile [64, 256] or [64, 128]."""
     PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return reinterpret(tile, [4, 64, 64], PANEL)
+    return reinterpret(tile, [tile.shape[1] // 64, 64, 64], PANEL)
 
 
 @gluon.jit
@@ -46,9 +46,10 @@ def copy_rows(ptr, offset, there, tile, COLUMN: gl.constexpr):
 
 @gluon.jit
 def panels_in(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Panels of a half block as bf16 in pairs: [64, COUNT, 32]."""
+    """Panels of a half block, or of half of one, as bf16 in pairs: [64, COUNT, 32]."""
     PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
-    return reinterpret_as(tile, gl.int32, [4 // COUNT, COUNT, 64, 32], PANEL).index(FIRST // COUNT).permute((1, 0, 2))
+    panels = reinterpret_as(tile, gl.int32, [tile.shape[1] // 64 // COUNT, COUNT, 64, 32], PANEL)
+    return panels.index(FIRST // COUNT).permute((1, 0, 2))
 
 
 @gluon.jit
@@ -58,7 +59,7 @@ def copy_plain(rows, there, tile, ready, FORMAT: gl.constexpr):
     rows = gl.convert_layout(rows, gl.SliceLayout(1, L))
     there = gl.convert_layout(there, gl.SliceLayout(1, L))
     column = FORMAT.code_bytes // 2 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-    cp_async(panels_of(tile).index(3), rows[:, None] + column[None, :], mask=there[:, None])
+    cp_async(panels_of(tile).index(tile.shape[1] // 64 - 1), rows[:, None] + column[None, :], mask=there[:, None])
     async_copy.mbarrier_arrive(ready, increment_count=False)
 
 

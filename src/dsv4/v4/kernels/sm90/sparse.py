@@ -11,7 +11,8 @@ the output of one, Q and the first blocks of the next arrive. gather.py says how
 
 shared memory   bytes               holds
 q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q
-kv              4 x 32768           [64, 256] each: block b of a step, half h at 2b + h
+kv              4 x 32768           [64, 256] each: block b of a step, half h at 2b + h; SPLIT_SLOTS: their columns
+                                    0-127, and kv_right their columns 128-255, 4 x 16384 each
 p0, p1          8192 each           [64, 64]: P of block 0 and 1; unless REG_STORE, output rows leave through them
 m0, a0, m1, a1  256 each            fp32 per row: maximum after block 0 and 1, factor 0 and 1
 bias            2 x 256             fp32 per key: what is added to the scores of block 0 and 1
@@ -23,11 +24,16 @@ barrier         arrives                      count       waits          means
 q_ready         gather: copies, itself       threads+1   left, right    Q of the work tile is in q, and its job
 q_free          left, right                  2           gather         the work tile's scores are complete: refill q
 ready[2b + h]   gather: copies, itself       threads+1   left, right    half h of block b is in kv; if h = 1, its bias
+odd_ready[2b+1] gather: copies, itself       threads+1   left, right    SPLIT_SLOTS: in place of ready[2b + 1]; then
+                                                                        ready[2b] counts 1
 free[2b + h]    owner of half h              1           gather         O half h has used block b: refill its half h
 p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
 m_ready[b]      the block's owner            1           the other      resident: the maximum after block b is written
 sum_ready[h]    owner of half h              1           the other      its row sums are written; its products are done
 
+SPLIT_SLOTS is for packed rows by list with Triton before 3.9, which puts barriers of warps between stores to one
+allocation: with the halves of a slot apart there are three a block instead of seven. The gathering warps store all of a
+half block, meet at a barrier, and one thread arrives (gather.announce).
 Copies write like ordinary stores; those who wait for them, or for unpacked rows, put the fence before the tensor
 core reads.
 The bias of block b is written when both halves of its last use are free: its owner read it before it freed one of them.
@@ -47,9 +53,17 @@ from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Barriers, Ring, init_barriers, new_barriers, new_ring
 from dsv4.v4.kernels.pool_rows import pool_in_units
-from dsv4.v4.kernels.sm90.gather import BLOCKS, FIRST_HEAD, QUERY, SPLIT_NUMBER, Pools, gather_role
+from dsv4.v4.kernels.sm90.gather import BLOCKS, FIRST_HEAD, QUERY, SPLIT_NUMBER, Pools, gather_role, reads_aligned
 from dsv4.v4.kernels.sm90.smem_store import arrivals
-from dsv4.v4.kernels.sm90.sparse_steps import SCORES, left_begin, left_resident, left_step, right_resident, right_step
+from dsv4.v4.kernels.sm90.sparse_steps import (
+    SCORES,
+    half_slot,
+    left_begin,
+    left_resident,
+    left_step,
+    right_resident,
+    right_step,
+)
 from dsv4.v4.kernels.tile_scheduler import NONE
 
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -61,6 +75,8 @@ class Memory:
 
     q: Value
     kv: Ring  # slots are half blocks
+    kv_right: Value  # SPLIT_SLOTS: their right halves
+    odd_ready: Barriers  # of slots 1 and 3; SPLIT_SLOTS: apart from ready, which the compiler would guard together
     bias: Value
     job: Value
     # Apart, not one array: the compiler puts a barrier between accesses that may touch the same allocation.
@@ -79,13 +95,18 @@ class Memory:
 
 
 @gluon.jit
-def make_memory(DTYPE: gl.constexpr, GATHER_WARPS: gl.constexpr, RESIDENT: gl.constexpr):
+def make_memory(DTYPE: gl.constexpr, GATHER_WARPS: gl.constexpr, RESIDENT: gl.constexpr, SPLIT_SLOTS: gl.constexpr):
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ARRIVALS: gl.constexpr = arrivals(GATHER_WARPS)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], HALF)
-    slots = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
+    if SPLIT_SLOTS:
+        slots = gl.allocate_shared_memory(DTYPE, [4, 64, 128], half_slot(DTYPE))
+        kv_right = gl.allocate_shared_memory(DTYPE, [4, 64, 128], half_slot(DTYPE))
+    else:
+        slots = gl.allocate_shared_memory(DTYPE, [4, 64, 256], HALF)
+        kv_right = slots  # unused
     p0 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
     p1 = gl.allocate_shared_memory(DTYPE, [64, 64], P)
     m0 = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -97,16 +118,39 @@ def make_memory(DTYPE: gl.constexpr, GATHER_WARPS: gl.constexpr, RESIDENT: gl.co
     job = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
     q_ready = new_barriers(1, ARRIVALS)
     q_free = new_barriers(1, 2)
-    kv = new_ring(slots, 1, ARRIVALS)
+    kv = new_ring(slots, 1, 1 if SPLIT_SLOTS else ARRIVALS)
     p_ready = new_barriers(2)
     sum_ready = new_barriers(2)
     barriers = (q_ready, q_free, kv.ready, kv.free, p_ready, sum_ready)
+    odd_ready = kv.ready
+    if SPLIT_SLOTS:
+        odd_ready = new_barriers(4, ARRIVALS)
+        barriers += (odd_ready,)
     m_ready = p_ready  # unused
     if RESIDENT:
         m_ready = new_barriers(2)
         barriers += (m_ready,)
     init_barriers(barriers)
-    return Memory(q, kv, bias, job, p0, p1, m0, a0, m1, a1, sums, q_ready, q_free, p_ready, m_ready, sum_ready)
+    return Memory(
+        q,
+        kv,
+        kv_right,
+        odd_ready,
+        bias,
+        job,
+        p0,
+        p1,
+        m0,
+        a0,
+        m1,
+        a1,
+        sums,
+        q_ready,
+        q_free,
+        p_ready,
+        m_ready,
+        sum_ready,
+    )
 
 
 @gluon.jit
@@ -222,8 +266,20 @@ def end_half(o, m, l, memory, blocks, turn, output, HALF: gl.constexpr, SPLIT: g
 
 
 @gluon.jit
-def half_role(memory, num_tiles, stride, scale, output, HALF: gl.constexpr, SPLIT: gl.constexpr,
-              SIGN: gl.constexpr, N: gl.constexpr, RESIDENT: gl.constexpr, REG_STORE: gl.constexpr):  # fmt: skip
+def half_role(
+    memory,
+    num_tiles,
+    stride,
+    scale,
+    output,
+    HALF: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SIGN: gl.constexpr,
+    N: gl.constexpr,
+    RESIDENT: gl.constexpr,
+    REG_STORE: gl.constexpr,
+    SPLIT_SLOTS: gl.constexpr,
+):
     """Left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
@@ -245,9 +301,9 @@ def half_role(memory, num_tiles, stride, scale, output, HALF: gl.constexpr, SPLI
                 if RESIDENT:
                     o, m, l = right_resident(o, m, l, memory, phase, step, steps, scale, SIGN)
                 elif HALF == 0:
-                    o, m, l = left_step(o, m, l, memory, phase, step, blocks, scale, SIGN)
+                    o, m, l = left_step(o, m, l, memory, phase, step, blocks, scale, SIGN, SPLIT_SLOTS)
                 else:
-                    o, m, l = right_step(o, l, memory, phase, step, blocks, scale, SIGN)
+                    o, m, l = right_step(o, l, memory, phase, step, blocks, scale, SIGN, SPLIT_SLOTS)
                 phase = phase ^ 1
             if blocks == 0:
                 memory.q_free.arrive(0)
@@ -280,6 +336,7 @@ def v4_sparse(
     PDL_WAIT: gl.constexpr = False,
     PDL_LAUNCH: gl.constexpr = False,
     REG_STORE: gl.constexpr = False,
+    MAY_SPLIT_SLOTS: gl.constexpr = False,
 ):
     if PDL_LAUNCH:
         gl.static_assert(not PDL_WAIT)  # the grid after the next would not wait for this one: see dependent.py
@@ -295,12 +352,13 @@ def v4_sparse(
     num_tiles = gl.where(gl.program_id(0) < sizes.alone, gl.program_id(0) + 1, sizes.num_tiles)
     stride = gl.num_programs(0) - sizes.alone
 
-    memory = make_memory(q.ptr.dtype.element_ty, GATHER_WARPS, RESIDENT)
+    SPLIT_SLOTS: gl.constexpr = MAY_SPLIT_SLOTS and reads_aligned(FORMATS[0], FORMATS[1], UNIT, KV_INDEX)
+    memory = make_memory(q.ptr.dtype.element_ty, GATHER_WARPS, RESIDENT, SPLIT_SLOTS)
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
-        (half_role, (memory, num_tiles, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
-        (half_role, (memory, num_tiles, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, REG_STORE)),
+        (half_role, (memory, num_tiles, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, REG_STORE, SPLIT_SLOTS)),
+        (half_role, (memory, num_tiles, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, REG_STORE, SPLIT_SLOTS)),
         (gather_role, (q, window_names, compressed_names, requests, pools, memory, num_tiles, stride, sizes,
-                       KV_INDEX, FORMATS, UNIT, RESIDENT, PDL_WAIT, SPLIT)),
+                       KV_INDEX, FORMATS, UNIT, RESIDENT, PDL_WAIT, SPLIT, SPLIT_SLOTS)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

@@ -17,7 +17,7 @@ A maximum moves only where it grew by more than 8, so that most factors are 1 an
 """
 
 from dsv4.kernels import softmax
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Stage
 
@@ -25,35 +25,76 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
 @gluon.jit
-def landed(ring, slot, phase):
-    ring.wait(Stage(slot, phase))
+def landed(memory, phase, SLOT: gl.constexpr):
+    if SLOT % 2 == 1:
+        memory.odd_ready.wait(SLOT, phase)
+    else:
+        memory.kv.wait(Stage(SLOT, phase))
     fence_async_shared()
 
 
+@gluon.constexpr_function
+def half_slot(dtype):
+    """[64, 128]: a slot with SPLIT_SLOTS, whose other columns lie in kv_right."""
+    return gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
+
+
 @gluon.jit
-def half_scores(s, memory, phase, step, SLOT: gl.constexpr, FIRST: gl.constexpr):
-    """S [64, 64] += Q K^T with the half of the head dim in a slot: one group issued, not waited for."""
+def half_scores(s, memory, phase, step, SLOT: gl.constexpr, FIRST: gl.constexpr, SPLIT_SLOTS: gl.constexpr = False):
+    """S [64, 64] += Q K^T with the half of the head dim in a slot: one group issued, or two, not waited for."""
     opaque = zero(step)  # else all 64 wgmma descriptors of a fixed slot would be kept in registers, and spilled
-    landed(memory.kv, SLOT, phase)
-    q, k = memory.q.index(opaque + SLOT % 2), memory.kv.slots.index(opaque + SLOT).permute((1, 0))
-    return warpgroup_mma(q, k, s, use_acc=not FIRST, is_async=True)
+    landed(memory, phase, SLOT)
+    if SPLIT_SLOTS:
+        q = reinterpret(memory.q, [4, 64, 128], half_slot(memory.q.dtype))
+        k = memory.kv.slots.index(opaque + SLOT).permute((1, 0))
+        s = warpgroup_mma(q.index(opaque + SLOT % 2 * 2), k, s, use_acc=not FIRST, is_async=True)
+        k = memory.kv_right.index(opaque + SLOT).permute((1, 0))
+        return warpgroup_mma(q.index(opaque + SLOT % 2 * 2 + 1), k, s, is_async=True)
+    else:
+        q, k = memory.q.index(opaque + SLOT % 2), memory.kv.slots.index(opaque + SLOT).permute((1, 0))
+        return warpgroup_mma(q, k, s, use_acc=not FIRST, is_async=True)
 
 
 @gluon.jit
-def scores(memory, phase, step, FIRST: gl.constexpr, SECOND: gl.constexpr):
-    """S of a block, its slots in this order: two groups issued, not waited for."""
-    s = half_scores(gl.zeros([64, 64], gl.float32, SCORES), memory, phase, step, FIRST, True)
-    return half_scores(s, memory, phase, step, SECOND, False)
+def scores(memory, phase, step, FIRST: gl.constexpr, SECOND: gl.constexpr, SPLIT_SLOTS: gl.constexpr = False):
+    """S of a block, its slots in this order: two groups issued, SPLIT_SLOTS four, not waited for."""
+    s = half_scores(gl.zeros([64, 64], gl.float32, SCORES), memory, phase, step, FIRST, True, SPLIT_SLOTS)
+    return half_scores(s, memory, phase, step, SECOND, False, SPLIT_SLOTS)
 
 
 @gluon.jit
-def left_step(o, m, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr):
+def add(p, memory, slot, o, SPLIT_SLOTS: gl.constexpr):
+    """O [64, 256] += P V with the rows of a slot: one group issued, SPLIT_SLOTS two. Not waited for: `added` does."""
+    if SPLIT_SLOTS:
+        L: gl.constexpr = o.type.layout
+        a, b = gl.split(o.reshape([64, 2, 128]).permute((0, 2, 1)))  # registers change their names
+        a = warpgroup_mma(p, memory.kv.slots.index(slot), gl.convert_layout(a, L), is_async=True)
+        b = warpgroup_mma(p, memory.kv_right.index(slot), gl.convert_layout(b, L), is_async=True)
+        return a, b
+    else:
+        return warpgroup_mma(p, memory.kv.slots.index(slot), o, is_async=True)
+
+
+@gluon.jit
+def added(o, SPLIT_SLOTS: gl.constexpr):
+    """O, when all products are complete."""
+    if SPLIT_SLOTS:
+        a, b = o
+        a, b = warpgroup_mma_wait(num_outstanding=0, deps=(a, b))
+        L: gl.constexpr = a.type.layout
+        return gl.convert_layout(gl.join(a, b).permute((0, 2, 1)).reshape([64, 256]), L)
+    else:
+        return warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+
+
+@gluon.jit
+def left_step(o, m, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr, SPLIT_SLOTS: gl.constexpr):
     """Softmax of block 0, then O[:, :256] with both blocks."""
     kv, p_ready = memory.kv, memory.p_ready
     RS: gl.constexpr = m.type.layout
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(memory, phase, step, 0, 1)
+    s = scores(memory, phase, step, 0, 1, SPLIT_SLOTS)
     bias = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if 2 * step + 2 >= blocks:
@@ -68,41 +109,40 @@ def left_step(o, m, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr):
     fence_async_shared()
     p_ready.arrive(0)
     o = softmax.rescale(o, a0)
-    o = warpgroup_mma(gl.convert_layout(pb, LA), kv.slots.index(zero(step)), o, is_async=True)
-    landed(kv, 2, phase)
-    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    o = add(gl.convert_layout(pb, LA), memory, zero(step), o, SPLIT_SLOTS)
+    landed(memory, phase, 2)
+    o = added(o, SPLIT_SLOTS)
     kv.free.arrive(0)
     p_ready.wait(1, phase)
     m = memory.m1.load(RS)
     a1 = memory.a1.load(RS)
     l = l * gl.convert_layout(a1, RP)[:, None]
     o = softmax.rescale(o, a1)
-    o = warpgroup_mma(memory.p1, kv.slots.index(zero(step) + 2), o, is_async=True)
-    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    o = added(add(memory.p1, memory, zero(step) + 2, o, SPLIT_SLOTS), SPLIT_SLOTS)
     kv.free.arrive(2)
     return o, m, l
 
 
 @gluon.jit
-def right_step(o, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr):
+def right_step(o, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr, SPLIT_SLOTS: gl.constexpr):
     """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
     kv, p_ready = memory.kv, memory.p_ready
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
-    s = scores(memory, phase, step, 2, 3)
+    s = scores(memory, phase, step, 2, 3, SPLIT_SLOTS)
     bias = memory.bias.index(1).load(gl.SliceLayout(0, SCORES))
-    landed(kv, 1, phase)
+    landed(memory, phase, 1)
     p_ready.wait(0, phase)
     m0 = memory.m0.load(RS)
     a0 = memory.a0.load(RS)
     # O is complete, but the assembler does not see it across the loop, and would wait for S, too: also in front of a
     # jump over the products.
-    o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
+    o = warpgroup_mma_wait(num_outstanding=4 if SPLIT_SLOTS else 2, deps=(o,))
     o = o * gl.convert_layout(a0, RO)[:, None]
-    o = warpgroup_mma(memory.p0, kv.slots.index(zero(step) + 1), o, is_async=True)
-    s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+    o = add(memory.p0, memory, zero(step) + 1, o, SPLIT_SLOTS)
+    s = warpgroup_mma_wait(num_outstanding=2 if SPLIT_SLOTS else 1, deps=(s,))
     if 2 * step + 2 >= blocks:
         memory.q_free.arrive(0)
     s = softmax.biased(s, bias[None, :], SIGN)
@@ -114,11 +154,10 @@ def right_step(o, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr):
     memory.a1.store(a1)
     fence_async_shared()
     p_ready.arrive(1)
-    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    o = added(o, SPLIT_SLOTS)
     kv.free.arrive(1)
     o = softmax.rescale(o, a1)
-    o = warpgroup_mma(gl.convert_layout(pb, LA), kv.slots.index(zero(step) + 3), o, is_async=True)
-    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    o = added(add(gl.convert_layout(pb, LA), memory, zero(step) + 3, o, SPLIT_SLOTS), SPLIT_SLOTS)
     kv.free.arrive(3)
     return o, m, l
 
@@ -157,7 +196,7 @@ def left_resident(o, s, m, l, memory, phase, step, steps, scale, SIGN: gl.conste
     l = l * gl.convert_layout(a0, RP)[:, None] + softmax.partial_sums(p)
     o = softmax.rescale(o, a0)
     o = warpgroup_mma(gl.convert_layout(p.to(memory.q.dtype), LA), kv.slots.index(zero(step)), o, is_async=True)
-    landed(kv, 2, phase)
+    landed(memory, phase, 2)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     kv.free.arrive(0)
     m_ready.wait(1, phase)

@@ -113,8 +113,11 @@ def test_fp8_rows_by_block_table_and_requests(page, splits, order):
 
 @pytest.mark.slow  # a variant of its own: the quick tests have FP8 rows by block table
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
-def test_one_cta_takes_lists_of_any_number_of_fp8_blocks(order):
-    """Six blocks, none, one and three, one query after the other: the ring goes on where the last one ended."""
+@pytest.mark.parametrize("split_slots", [False, True], ids=["whole slots", "slots in two parts"])
+def test_one_cta_takes_lists_of_any_number_of_fp8_blocks(split_slots, order, monkeypatch):
+    """Six blocks, none, one and three, one query after the other: the ring goes on where the last one ended.
+    Slots in two parts are what Triton 3.6 takes."""
+    monkeypatch.setitem(entry.PACKED, "MAY_SPLIT_SLOTS", split_slots)
     window, compressed = dsv4.Fp8Cache.pack(rows(100), rows_per_page=64), dsv4.Fp8Cache.pack(rows(90), rows_per_page=64)
     compared = run(
         order, sms=1, q=torch.randn(4, 64, 512).bfloat16(), window=window, window_indices=numbers(4, 150, of=100),
