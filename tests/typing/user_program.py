@@ -13,7 +13,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out, lse = dsv4.fmha(q, k, v, causal=True, window=(127, 0), sink=torch.zeros(8), return_lse=True)
     assert_type(lse, Tensor)
     assert_type(dsv4.fmha(q, k, v, backend="cpu"), Tensor)
+    dsv4.fmha(q, k, v, backend="tpu")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     return out
+
+
+def indexer(q: Tensor, k: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
+    chosen, scores = dsv4.index_topk(q, k, weights, 512, positions=positions, return_scores=True)
+    assert_type(scores, Tensor)
+    assert_type(dsv4.index_topk(q, k, weights, 512, positions=positions), Tensor)
+    return chosen
 
 
 def emulated(ptx: str, x: Tensor) -> str:

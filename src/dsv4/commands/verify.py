@@ -7,7 +7,7 @@ import math
 import secrets
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -17,6 +17,7 @@ from rich.table import Table
 
 import dsv4
 from dsv4 import suites
+from dsv4.runtime.checks import Backend
 from dsv4.suites import Result, Where
 
 from . import show
@@ -48,7 +49,7 @@ def verify(
     """
     try:
         cases = suites.select(suite, match, head_dim)
-        where = Where(backend, arch, checked=check).resolve()
+        where = Where(cast(Backend, backend), arch, checked=check).resolve()
     except (ValueError, suites.Unavailable) as problem:
         show.refuse(str(problem))
     if not cases:

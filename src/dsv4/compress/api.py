@@ -24,6 +24,7 @@ from dsv4.caches.pages import FLOATS, ROW_NUMBERS, PackedRows
 from dsv4.compress import forward, training
 from dsv4.compress.problem import CompressState, Parameters, state_size, windows_of
 from dsv4.runtime import checks
+from dsv4.runtime.checks import Backend
 
 
 def compress(
@@ -38,7 +39,7 @@ def compress(
     dtype: torch.dtype | None = None,
     out: Pool | None = None,
     slots: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Any, CompressState]:
     """Pool the next L tokens of a sequence -> (the rows that they finish [..., n, d], the state after them).
 

@@ -36,6 +36,7 @@ from dsv4.distributed.ranks import exchange, gather, gathered_whole, piece_numbe
 from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
 from dsv4.merge import merge_states
 from dsv4.runtime import checks
+from dsv4.runtime.checks import Backend
 from dsv4.v4.api import v4_attention
 
 OPERATIONS = (fmha, fmha_paged, fmha_varlen, v4_attention)
@@ -190,7 +191,7 @@ def prefill(
     method: str = "ring",
     group: Any = None,
     deterministic: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """dsv4.fmha of a sharded sequence: this rank's q [B, T, Hq, D], k, v [B, T, Hkv, D] -> its out, lse.
 

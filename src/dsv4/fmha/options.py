@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor
 
 from dsv4.runtime import checks
+from dsv4.runtime.checks import Backend
 from dsv4.runtime.plan import Plan
 
 
@@ -20,7 +21,7 @@ class FmhaKeywords(TypedDict, total=False):
     out: Tensor | None
     plan: Plan | None
     deterministic: bool
-    backend: str
+    backend: Backend
 
 
 class VarlenKeywords(FmhaKeywords, total=False):

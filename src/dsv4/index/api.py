@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -13,9 +13,41 @@ from dsv4.index import problem
 from dsv4.index.options import IndexOptions
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
+from dsv4.runtime.checks import Backend
 from dsv4.runtime.plan import Plan
 
+Both = tuple[Tensor, Tensor]  # rows, scores
 
+
+class Keywords(TypedDict, total=False):
+    """For type checkers: the return type depends on return_scores alone."""
+
+    positions: Tensor | None
+    ratio: int
+    lengths: Tensor | None
+    block_table: Tensor | None
+    request_starts: Tensor | None
+    scale: float | None
+    request_rows: bool
+    out: Tensor | None
+    plan: Plan | None
+    backend: Backend
+
+
+@overload
+def index_topk(
+    q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int,
+    *, return_scores: Literal[False] = ..., **_: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def index_topk(
+    q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int,
+    *, return_scores: Literal[True], **_: Unpack[Keywords],
+) -> Both: ...  # fmt: skip
+@overload
+def index_topk(
+    q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int, *, return_scores: bool, **_: Unpack[Keywords]
+) -> Tensor | Both: ...
 def index_topk(
     q: Tensor,
     k: Tensor | IndexCache,
@@ -32,8 +64,8 @@ def index_topk(
     return_scores: bool = False,
     out: Tensor | None = None,
     plan: Plan | None = None,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    backend: Backend = "auto",
+) -> Tensor | Both:
     """The topk compressed rows with the highest index scores, for each query -> int32 [N, topk], -1 = nothing there.
 
     ::

@@ -31,6 +31,7 @@ from dsv4.fmha import problem
 from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
 from dsv4.integrations.naming import named
 from dsv4.runtime import checks
+from dsv4.runtime.checks import Backend
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -50,7 +51,7 @@ def flash_attn_func(
     *,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Result:
     """q [B, T, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv] -> out [B, T, Hq, Dv], as :func:`dsv4.fmha`.
 
@@ -91,7 +92,7 @@ def flash_attn_varlen_func(
     *,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Result:
     """q [total_q, Hq, D], k [total_k, Hkv, D], v [total_k, Hkv, Dv] -> out [total_q, Hq, Dv], as dsv4.fmha_varlen.
 
@@ -152,7 +153,7 @@ def flash_attn_with_kvcache(
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
     deterministic: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q [B, T, Hq, D] to a cache, which may be extended first -> out [B, T, Hq, D], lse [B, Hq, T].
 

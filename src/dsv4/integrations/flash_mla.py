@@ -34,6 +34,7 @@ from dsv4.caches.kv import Fp8Cache, Pool
 from dsv4.fmha.api import fmha_paged
 from dsv4.integrations.naming import named
 from dsv4.runtime import checks
+from dsv4.runtime.checks import Backend
 from dsv4.v4.api import v4_attention
 
 FP8_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
@@ -80,7 +81,7 @@ def flash_mla_with_kvcache(
     *,
     enable_batch_invariant: bool = False,
     out: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Decode -> (out [b, s_q, h_q, 512], lse fp32 [b, h_q, s_q]).
 
@@ -161,7 +162,7 @@ def flash_mla_sparse_fwd(
     *,
     return_max_logits: bool = False,
     out: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Prefill -> (out [s_q, h_q, 512], max_logits fp32 [s_q, h_q] or None, lse fp32 [s_q, h_q]).
 

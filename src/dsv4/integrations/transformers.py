@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dsv4.runtime import checks
+from dsv4.runtime.checks import Backend
 from dsv4.v4.api import v4_attention
 
 NAME = "dsv4"
@@ -58,7 +59,7 @@ class WindowLists:
         return self.by_device[device]
 
 
-def register(name: str = NAME, *, backend: str = "auto") -> None:
+def register(name: str = NAME, *, backend: Backend = "auto") -> None:
     """Make attn_implementation=name work for DeepSeek-V4. It may be called again. backend: as in dsv4.v4_attention."""
     checks.backend(backend)
     note_layers()
@@ -122,7 +123,7 @@ def attention(
     scaling: float,
     dropout: float = 0.0,
     s_aux: Tensor | None = None,  # [H]: the sinks
-    backend: str = "auto",
+    backend: Backend = "auto",
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: (out [B, S, H, D], no weights)."""

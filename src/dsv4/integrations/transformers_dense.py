@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dsv4.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 from dsv4.runtime import checks
+from dsv4.runtime.checks import Backend
 
 NAME = "dsv4_dense"
 ASKED = 4096  # queries that the model's rule is asked about; of more, every so many
@@ -38,7 +39,7 @@ class Visible:
     padding: Tensor | None  # bool [B, keys], False = padding
 
 
-def register(name: str = NAME, *, backend: str = "auto") -> None:
+def register(name: str = NAME, *, backend: Backend = "auto") -> None:
     """Make attn_implementation=name work. It may be called again. backend: as in dsv4.fmha."""
     checks.backend(backend)
     try:
@@ -96,7 +97,7 @@ def attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,  # [Hq]: the sinks
-    backend: str = "auto",
+    backend: Backend = "auto",
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: (out [B, T, Hq, Dv], no weights)."""

@@ -19,15 +19,16 @@ from typing import Any
 
 from dsv4.integrations import flash_attn
 from dsv4.runtime import checks
+from dsv4.runtime.checks import Backend
 
 NAME = "dsv4_flash"
 # Models with a list of the implementations they were tried with fall back to the first of it for other names.
 LISTING = {"gpt_oss": "GptOssPreTrainedModel"}
 
-_answers: dict[str, str] = {}  # name -> backend
+_answers: dict[str, Backend] = {}  # name -> backend
 
 
-def register(name: str = NAME, *, backend: str = "auto") -> None:
+def register(name: str = NAME, *, backend: Backend = "auto") -> None:
     """Make attn_implementation=name work. It may be called again. backend: as in dsv4.fmha."""
     checks.backend(backend)
     if "flash" not in name or "/" in name or "|" in name:

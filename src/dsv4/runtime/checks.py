@@ -8,7 +8,7 @@ tensor values say so and run only where :func:`values_checked` allows.
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch.autograd import forward_ad
 from dsv4.runtime.settings import settings
 
 HEAD_DIMS = (64, 128, 256, 512)
-BACKENDS = ("auto", "cuda", "softsm", "cpu")
+Backend = Literal["auto", "cuda", "softsm", "cpu"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 FLOATS = (*LOW_PRECISION, torch.float32)  # fp32 only on the cpu backend
 NO_BOUND = 1 << 30  # no sequence is longer; kernels add positions and bounds in 32 bits

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.runtime import checks
+from dsv4.runtime.checks import Backend
 from dsv4.runtime.plan import Plan, plan
 
 
@@ -28,7 +29,7 @@ def warmup(
     operation: Callable,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    backend: str = "auto",
+    backend: Backend = "auto",
     page_size: int = 64,
     same_kv: bool | None = None,
     fp8: bool | None = None,

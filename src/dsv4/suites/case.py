@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4.runtime import dispatch
-from dsv4.runtime.checks import BACKENDS
+from dsv4.runtime.checks import BACKENDS, Backend
 
 ARCHS = tuple(entry.name for entry in dispatch.ARCHITECTURES.values())
 
@@ -35,7 +35,7 @@ class Where:
     `checked` (softsm): everything asynchronous completes as late as it may, and what the checkers find is an error.
     """
 
-    backend: str = "auto"
+    backend: Backend = "auto"
     arch: str | None = None
     checked: bool = False
 

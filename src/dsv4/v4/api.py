@@ -9,6 +9,7 @@ from dsv4.caches import kv as caches
 from dsv4.caches.kv import Pool
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
+from dsv4.runtime.checks import Backend
 from dsv4.runtime.plan import Plan
 from dsv4.v4 import plan as plans
 from dsv4.v4 import problem
@@ -28,7 +29,7 @@ class Keywords(TypedDict, total=False):
     out: Tensor | None
     plan: Plan | None
     deterministic: bool
-    backend: str
+    backend: Backend
 
 
 @overload
@@ -82,7 +83,7 @@ def v4_attention(
     out: Tensor | None = None,
     plan: Plan | None = None,
     deterministic: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q [N, H, 512] to listed rows of one or two pools -> out [N, H, 512], lse [N, H].
 
