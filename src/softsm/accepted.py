@@ -40,7 +40,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def positive(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
         refuse(name, value, "are None and positive numbers")
     return float(value)
 

@@ -208,7 +208,7 @@ def trace(
     finally:
         if made_by is not None:
             _traced(made_by)
-    if made_by.report or made_by.failure:
+    if made_by is None or made_by.report or made_by.failure:
         raise typer.Exit(1)
 
 
@@ -440,9 +440,10 @@ def _program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterat
     """An exception of the program is shown as `python file` would: without the frames that led to it."""
     from softsm.errors import SoftsmError
 
+    passed: tuple[type[BaseException], ...] = (typer.Exit, *but)
     try:
         yield
-    except (typer.Exit, *but):
+    except passed:
         raise
     except Exception as problem:
         if file.suffix != ".py" and isinstance(problem, SoftsmError):

@@ -16,7 +16,7 @@ import pytest
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 DEFAULT = "sm_100a"
-in_use = pytest.StashKey()
+in_use: pytest.StashKey = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

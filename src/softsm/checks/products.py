@@ -288,7 +288,9 @@ def logical_d(p, cta, rows: int) -> np.ndarray:
     d = np.empty((rows, p.shape.n), np.uint32)
     for x in blocks(rows, p.shape.n, p.folded):
         column, lane = p.column + x.column, p.lane + x.lane
-        d[x.m : x.m + x.rows, x.n : x.n + x.count] = cta.tmem.cells[column : column + x.count, lane : lane + x.rows].T
+        d[x.m : x.m + x.rows, x.n : x.n + x.columns] = cta.tmem.cells[
+            column : column + x.columns, lane : lane + x.rows
+        ].T
     if p.shape.d == "s32":
         return d.view(np.int32)
     if p.shape.d == "f16":

@@ -121,10 +121,10 @@ class Summary:
             lines.append(f"the program failed under: {', '.join(orders)}\n{text}")
         lines += [f"warning: {w}" for w in self.warnings.values()]
         count = len(self.findings)
-        found = "nothing found" if not count else "1 finding" if count == 1 else f"{count} findings"
+        total = "nothing found" if not count else "1 finding" if count == 1 else f"{count} findings"
         level = "strict level" if self.strict else "default level"
         if count or not self.failures:
-            lines.append(f"{found} in {launches(self.launches)}; {level}; orders {', '.join(self.orders)}")
+            lines.append(f"{total} in {launches(self.launches)}; {level}; orders {', '.join(self.orders)}")
         if self.failures:
             lines.append("not checked: the program failed")
         elif not self.launches:

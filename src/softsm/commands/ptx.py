@@ -52,7 +52,8 @@ class PtxFile:
                 raise ValueError(f"save: got {path}, accepted is a file to write to ({problem.strerror})") from None
 
     def values(self, kernel: PtxKernel, seed: int) -> list[Value]:
-        names, made = kernel.parameters, []
+        names = kernel.parameters
+        made: list[Value] = []
         if len(self.arguments) != len(names):
             listed = ", ".join(f"{p.name} .{p.type}" for p in kernel.kernel.function.params)
             raise ValueError(f"args: got {len(self.arguments)}, {kernel.name} takes {len(names)} ({listed})")

@@ -254,7 +254,7 @@ def prepare(
     shared_reads = [shared_span(b_desc, shape.b_k_major, shape.n // group, shape, "B")]
     if a_desc is not None:
         shared_reads.insert(0, shared_span(a_desc, shape.a_k_major, rows, shape, "A"))
-    wide = max(x.count for x in tm.accumulator_blocks(rows, shape.n, p.folded))
+    wide = max(x.columns for x in tm.accumulator_blocks(rows, shape.n, p.folded))
     footprint = tensor_copy.Footprint(
         "mma", (lane, column, shape.m, shape.n, ws), tuple(x[:2] for x in tensor_reads), ((column, column + wide),)
     )

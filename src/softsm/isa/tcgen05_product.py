@@ -128,7 +128,7 @@ def lane_plan(m: int, n: int, folded: bool, lane: int) -> LanePlan:
             at = lane + x.lane + i
             rows[at] = x.m + i
             quarters[at // 32, 0] |= 1 << at % 32
-            quarters[at // 32, 1:] = x.n, x.count
+            quarters[at // 32, 1:] = x.n, x.columns
     lanes = np.array([int(np.flatnonzero(rows == r)[0]) for r in range(m)])
     return LanePlan(rows, lanes, bool((rows >= 0).sum() > m), quarters)
 

@@ -71,7 +71,7 @@ class Tile(NamedTuple):
     gather: Callable
     word: np.dtype
     base: int
-    index: np.ndarray
+    chunks: np.ndarray
     table: np.ndarray
     place: np.ndarray
     swap: int
@@ -79,12 +79,12 @@ class Tile(NamedTuple):
     def read(self, shared: np.ndarray, out: np.ndarray) -> None:
         """The caller has checked that the tile lies within `shared`."""
         view = shared[: shared.size & ~3].view(self.word)
-        self.gather(view, self.base, self.index, self.table, self.place, out, self.swap)
+        self.gather(view, self.base, self.chunks, self.table, self.place, out, self.swap)
 
     def numbers(self) -> bytes:
         """For `gather_tiles`; holds as long as the tile lives."""
         table = self.table.ctypes.data if self.table.size else 0
-        return np.array([self.word.itemsize, self.base, self.index.ctypes.data, *self.index.shape, table,
+        return np.array([self.word.itemsize, self.base, self.chunks.ctypes.data, *self.chunks.shape, table,
                          self.place.ctypes.data, self.swap]).tobytes()  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def tile(
     gather = {2: gather16, 1: gather8, 4: gather32}[word.itemsize]
     table = decoding(name)
     chunks = swizzle.chunks(descriptor, k_major, *size)
-    return Tile(gather, word, (descriptor.start & ~1023) >> 4, chunks.index, table, place, int(k_major == by_lanes))
+    return Tile(gather, word, (descriptor.start & ~1023) >> 4, chunks.at, table, place, int(k_major == by_lanes))
 
 
 def _gather(shared, floor, descriptor, k_major, rows, k, name, out, place, by_lanes, what) -> None:

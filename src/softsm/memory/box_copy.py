@@ -70,9 +70,10 @@ def _placement(rows: int, row_bytes: int, swizzle: Swizzle, kind: DataType, phas
     pitch = -(-spread // swizzle.span) * swizzle.span if swizzle else spread  # several spans: interleaved alone
     within = (np.arange(spread // chunk)[:, None] * chunk + np.arange(0, data, unit)).ravel()
     address = phase + (np.arange(rows)[:, None] * pitch + within).ravel()
-    forward = (swizzled(address, swizzle) - phase) // unit
+    places = (swizzled(address, swizzle) - phase) // unit
+    forward: np.ndarray | None = places
     dense = pitch == spread and data == chunk
-    inverse = np.argsort(forward) if dense else None
+    inverse = np.argsort(places) if dense else None
     if inverse is not None and not swizzle:
         inverse = forward = None  # the image is the packed rows themselves
     dtype = {16: np.complex128, 8: np.uint64, 4: np.uint32}[unit]

@@ -27,7 +27,7 @@ class Allocation:
     @functools.cached_property
     def bytes(self) -> np.ndarray:
         """uint8 view of the whole allocation. Made at the first use: a program may own thousands of storages."""
-        return np.frombuffer((ctypes.c_uint8 * self.size).from_address(self.start), np.uint8)
+        return np.frombuffer(memoryview((ctypes.c_uint8 * self.size).from_address(self.start)), np.uint8)
 
     @property
     def end(self) -> int:

@@ -89,9 +89,9 @@ def encode(start: int, lbo: int, sbo: int, mode: int, *, blackwell: bool, base_o
 
 
 class Chunks(NamedTuple):
-    """Where the 16-byte chunks of a tile are: index[i, j] in chunks from the descriptor's 1024-byte window."""
+    """Where the 16-byte chunks of a tile are: at[i, j] in chunks from the descriptor's 1024-byte window."""
 
-    index: np.ndarray  # int64 [rows, chunks]: K-major rows = mn; MN-major rows = k
+    at: np.ndarray  # int64 [rows, chunks]: K-major rows = mn; MN-major rows = k
     low: int  # bytes from the window to the first byte touched
     high: int  # and past the last one
 
@@ -160,7 +160,7 @@ def spans(descriptor: Descriptor, k_major: bool, rows: int, count: int, used: in
 
 def addresses(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> np.ndarray:
     """Shared address of every chunk: int64 [rows, count]."""
-    return (chunks(descriptor, k_major, rows, count).index << 4) + (descriptor.start & ~1023)
+    return (chunks(descriptor, k_major, rows, count).at << 4) + (descriptor.start & ~1023)
 
 
 def check_row(descriptor: Descriptor, k_major: bool, size: int, what: str) -> None:
@@ -188,7 +188,7 @@ def locate(
             f"0x{floor:x}..0x{shared.size - 1:x}; descriptor {descriptor}, {'K' if k_major else 'MN'}-major, "
             f"{rows} rows of {16 * count} bytes",
         )
-    return tile.index, window >> 4
+    return tile.at, window >> 4
 
 
 def read(

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -355,7 +356,10 @@ def _check_rank(rank: int, least: int) -> None:
         raise ValueError(f"rank: got {rank}; {least}..5 is accepted")
 
 
-def _enum(kind: type[IntEnum], value: int, name: str) -> IntEnum:
+Kind = TypeVar("Kind", bound=IntEnum)
+
+
+def _enum(kind: type[Kind], value: int, name: str) -> Kind:
     try:
         return kind(int(value))
     except ValueError:

@@ -281,12 +281,12 @@ def shift_down(cells: np.ndarray, lane: int, column: int) -> None:
 
 
 class Block(NamedTuple):
-    """Rows [m, m+rows) and columns [n, n+count) of a matrix lie at lanes lane.. and columns column.. (relative)."""
+    """Rows [m, m+rows) and columns [n, n+columns) of a matrix lie at lanes lane.. and columns column.. (relative)."""
 
     m: int
     rows: int
     n: int
-    count: int
+    columns: int
     lane: int
     column: int
 

@@ -32,7 +32,7 @@ def p_not_awaited(bug: str) -> Program:
         t.kernel(body + t.dealloc(64), "out", shared=WORKERS),
         [np.zeros(160, np.float32)],
         block=160,
-        right=lambda arrays: bug or bool((arrays[0][:128] == 16.0).all()),
+        right=lambda arrays: bool(bug) or bool((arrays[0][:128] == 16.0).all()),
     )
 
 

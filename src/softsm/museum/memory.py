@@ -33,11 +33,12 @@ def tensor_maps(bug: str) -> Program | Report:
     driver accepts: there it is a warning. The alignment of the map itself shows at its first use."""
     data = on_boundary(np.zeros((64, 64), np.uint16))
     base = data.ctypes.data
-    wrong = {
+    mistakes: dict[str, dict] = {
         "strides_in_elements": dict(strides=(64,)),
         "unaligned_base": dict(base=base + 2),
         "wide_box": dict(box=(128, 32)),
-    }.get(bug, {})
+    }
+    wrong = mistakes.get(bug, {})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

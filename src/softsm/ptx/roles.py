@@ -88,7 +88,7 @@ def imported_from(file: str) -> dict[str, tuple[str, ...]]:
         modules = [
             m for name, m in list(sys.modules.items()) if name == ends[0] or node.level and name.endswith(ends[1])
         ]
-        files = tuple(m.__file__ for m in modules if getattr(m, "__file__", None))
+        files = tuple(path for m in modules if (path := getattr(m, "__file__", None)))
         found |= {alias.asname or alias.name: files for alias in node.names}
     return found
 

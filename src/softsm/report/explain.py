@@ -226,14 +226,14 @@ def accumulators() -> RenderableType:
     share = {n: "N", n // 2: "N/2", n // 4: "N/4"}
     for title, m, folded in cases:
         for i, b in enumerate(tm.accumulator_blocks(m, n, folded)):
-            part = b.n // b.count
-            of = "0 .. N-1" if b.count == n else f"{part}*{share[b.count]} .. {part + 1}*{share[b.count]}-1"
+            part = b.n // b.columns
+            of = "0 .. N-1" if b.columns == n else f"{part}*{share[b.columns]} .. {part + 1}*{share[b.columns]}-1"
             table.add_row(
                 title if not i else "",
                 f"{b.m}-{b.m + b.rows - 1}",
                 of,
                 Text(f"{b.lane}-{b.lane + b.rows - 1}", style=COLOURS[i]),
-                f"{b.column} .. {share[b.count]}-1",
+                f"{b.column} .. {share[b.columns]}-1",
                 end_section=False,
             )
         table.add_section()

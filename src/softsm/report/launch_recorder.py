@@ -17,6 +17,7 @@ from softsm.engine.asynchrony import AsyncOp
 from softsm.engine.launch import observing
 from softsm.engine.observer import Observer, Session
 from softsm.engine.scheduler import Machine
+from softsm.engine.warps import Warp
 from softsm.errors import Deadlock, Fault
 from softsm.memory import swizzle
 from softsm.memory.mbarrier import Mbarrier
@@ -63,7 +64,7 @@ class LaunchRecorder(Observer):
         self.lanes: dict[tuple[int, str], list[int]] = defaultdict(
             list
         )  # ends of what is drawn on each row of an engine
-        self.clocks: dict[object, Clock] = {}
+        self.clocks: dict[Warp, Clock] = {}
         self.numbers: dict[object, int] = {}
         self.free_at: dict[int, int] = {}  # SM -> when its last CTA ended
         self.arrivals: dict[object, int] = {}  # what is waited for -> latest arrival
@@ -261,6 +262,7 @@ class LaunchRecorder(Observer):
             time, cause, _ = self.times[id(op)]
             track = self.engine_track(op)
         else:
+            assert running is not None
             clock = self.warp_clock(running)
             time, track = clock.time, clock.track
             self.close_run(clock)
@@ -317,7 +319,7 @@ class LaunchRecorder(Observer):
         if op.kind == "tcgen05.commit":
             number = cause
         else:
-            details = {"at": place(ins), "by": self.recorder.track_name(clock.track)}
+            details: dict[str, str | int] = {"at": place(ins), "by": self.recorder.track_name(clock.track)}
             if moved:
                 details["bytes"] = moved
             end = max(end, start + 1)
@@ -346,7 +348,7 @@ class LaunchRecorder(Observer):
         ends = self.lanes[track.cta, track.kind]
         index = next((i for i, e in enumerate(ends) if e <= start), len(ends))
         ends[index : index + 1] = [end]
-        return track._replace(index=index)
+        return track._replace(number=index)
 
     def busy(self, op: AsyncOp, clock: Clock, moved: int) -> int:
         """Cycles during which the engine can take nothing else."""

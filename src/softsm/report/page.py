@@ -28,7 +28,7 @@ def _escape(text: str) -> str:
 def content(recorder: Recorder, report: Report, title: str, failure: str) -> dict:
     names: dict[str, int] = {}
     tracks = sorted(
-        {s.track for s in recorder.slices}, key=lambda t: (t.launch, t.cta, t.kind != "warp", t.kind, t.index)
+        {s.track for s in recorder.slices}, key=lambda t: (t.launch, t.cta, t.kind != "warp", t.kind, t.number)
     )
     number = {t: i for i, t in enumerate(tracks)}
 
@@ -171,8 +171,9 @@ def _joined(buffers: list[Buffer]) -> list[Buffer]:
     out: list[Buffer] = []
     for b in buffers:
         last = out[-1] if out else None
-        touching = last is not None and b.low <= last.high
-        if touching and (b.low < last.high or (b.high - b.low <= 512 and b.written_by == last.written_by)):
+        if last is not None and (
+            b.low < last.high or (b.low == last.high and b.high - b.low <= 512 and b.written_by == last.written_by)
+        ):
             last.high = max(last.high, b.high)
             last.written_by |= b.written_by
             last.read_by |= b.read_by

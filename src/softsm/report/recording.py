@@ -34,7 +34,7 @@ class Track(NamedTuple):
     launch: int
     cta: int  # number in order of their start
     kind: str  # 'warp', or the name of an engine
-    index: int
+    number: int
 
 
 @dataclass(slots=True)
@@ -159,8 +159,8 @@ class Recorder:
 
     def track_name(self, track: Track) -> str:
         if track.kind == "warp":
-            return f"warp {track.index} {self.role(track)}"
-        return track.kind + (f" {track.index + 1}" if track.index else "")
+            return f"warp {track.number} {self.role(track)}"
+        return track.kind + (f" {track.number + 1}" if track.number else "")
 
     @property
     def ticks(self) -> int:

@@ -46,7 +46,7 @@ class Writer:
             d = self.packet().track_descriptor
             d.uuid = self.ids[track]
             d.thread.pid = parent
-            d.thread.tid = 1000 * parent + ORDER[track.kind] + track.index
+            d.thread.tid = 1000 * parent + ORDER[track.kind] + track.number
             d.thread.thread_name = self.recorder.track_name(track)
         return self.ids[track]
 

@@ -145,6 +145,6 @@ def test_accumulator_layouts(m, n, folded, where):
     seen = {}
     for b in tm.accumulator_blocks(m, n, folded):
         for i in range(b.rows):
-            for j in range(b.count):
+            for j in range(b.columns):
                 seen[b.m + i, b.n + j] = (b.lane + i, b.column + j)
     assert seen == {(i, j): where(i, j) for i in range(m) for j in range(n)}

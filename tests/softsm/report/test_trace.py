@@ -89,7 +89,7 @@ def test_recording_changes_nothing_and_knows_what_happened(order: str) -> None:
     assert recorded.steps == machine.steps == r.launches[0].steps == sum(c.instructions for c in r.clocks.values())
     (barrier,) = r.barriers
     assert (barrier.count, barrier.phases, barrier.arrivals, barrier.bytes) == (1, 1, 1, 1024)
-    assert {t.kind for t in barrier.arrivers} == {"warp", "TMA"} and {t.index for t in barrier.waiters} == {1}
+    assert {t.kind for t in barrier.arrivers} == {"warp", "TMA"} and {t.number for t in barrier.waiters} == {1}
     (copy,) = [s for s in r.slices if s.kind == "copy"]
     (wait,) = [s for s in r.slices if s.name.startswith("wait full")]
     assert copy.details["bytes"] == 1024 and wait.end == copy.end and wait.end - wait.start == barrier.waited > 200

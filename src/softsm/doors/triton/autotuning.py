@@ -23,7 +23,6 @@ def choices(arch: str) -> property:
     return property(get, put)
 
 
-@property
 def benchmark(tuner):
     """`Autotuner.do_bench`: the program's own function if it gave one. Triton remembers the driver's, be it a GPU's."""
     return bench_once if tuner._do_bench is None or tuner.use_cuda_graph else tuner._do_bench

@@ -46,8 +46,9 @@ def on_demand(missing):
             return missing(asm, key)
         from softsm.timing_model.sass import assembled
 
-        arch = re.search(r"^\.target (\w+)", asm["ptx"], re.M)[1]
-        asm[key] = assembled(asm["ptx"], arch)[0]
+        target = re.search(r"^\.target (\w+)", asm["ptx"], re.M)
+        assert target is not None
+        asm[key] = assembled(asm["ptx"], target[1])[0]
         return asm[key]
 
     return made

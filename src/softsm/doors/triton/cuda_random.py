@@ -39,10 +39,11 @@ class Generator(torch.Generator):
     def get_offset(self) -> int:
         return self._offset
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> Generator:
         if offset % 4:
             raise RuntimeError(f"offset: got {offset}, accepted are multiples of 4")
         self._offset = int(offset)
+        return self
 
     def get_state(self) -> torch.Tensor:
         state = torch.tensor([_signed(self._seed), self._offset]).view(torch.uint8)

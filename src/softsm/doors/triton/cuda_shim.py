@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -29,7 +30,7 @@ def _names_device(x: object) -> bool:
     return _is_cuda(x) or isinstance(x, torch.device) or x == "cpu"
 
 
-def _on_cpu(x: object) -> object:
+def _on_cpu(x: Any) -> Any:
     return CPU if _is_cuda(x) else x
 
 

@@ -14,6 +14,9 @@ class InUse:
         self.arch, self.sms, self.shimmed = arch, sms, shimmed
         self.thread = 0
 
+    def _remove(self) -> None:
+        raise NotImplementedError  # install.py
+
 
 stack: list[InUse] = []  # of the thread that owns Triton's driver now
 

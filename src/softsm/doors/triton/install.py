@@ -100,7 +100,7 @@ class Use(InUse):
         driver.set_active(SoftsmDriver(self.arch, self.sms))
         self.bench_once_in(triton.testing)
         self._patches.set(Autotuner, "cache", autotuning.choices(self.arch))
-        self._patches.set(Autotuner, "do_bench", autotuning.benchmark)
+        self._patches.set(Autotuner, "do_bench", property(autotuning.benchmark))
         self._patches.set(AsmDict, "__missing__", on_demand(AsmDict.__missing__))
         self._inductor = BenchOnce()
         keeper = compile_key.kept(cache.triton_key, Path(triton.__file__).parent)
