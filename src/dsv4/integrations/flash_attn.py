@@ -62,7 +62,7 @@ def flash_attn_func(
     checks.flag("return_attn_probs", return_attn_probs)
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.tensor(name, x, ("batch", "seqlen", "heads", "headdim"), checks.FLOATS)
-    wide, width, scale = _padded(q, k, v, softmax_scale)
+    wide, width, scale = padded(q, k, v, softmax_scale)
     with named(sink="learnable_sink", window="window_size"):
         out, lse = fmha(
             *wide, causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), softmax_scale=scale,
@@ -112,7 +112,7 @@ def flash_attn_varlen_func(
     if block_table is None:
         for name, x in (("k", k), ("v", v)):
             checks.tensor(name, x, ("total_k", "heads", "headdim"), checks.FLOATS)
-        wide, width, scale = _padded(q, k, v, softmax_scale)
+        wide, width, scale = padded(q, k, v, softmax_scale)
         with named(sink="learnable_sink", window="window_size"):
             out, lse = fmha_varlen(
                 *wide, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -246,7 +246,7 @@ def _sink(x: Any, s_aux: Any) -> Any:
     return x.float() if checks.is_tensor(x) and x.dtype in checks.LOW_PRECISION else x
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[tuple[Tensor, Tensor, Tensor], int, float]:
+def padded(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[tuple[Tensor, Tensor, Tensor], int, float]:
     """q, k, v of one head dim that dsv4 has, by columns of zeros; the true width of out; the scale of the true D."""
     d, width = q.shape[-1], v.shape[-1]
     if k.shape[-1] != d:

@@ -1,4 +1,4 @@
-"""Every argument of the calls of FlashMLA and flash-attn, each replaced by things that are not meant."""
+"""Every argument of the calls of FlashMLA, flash-attn and torch, each replaced by things that are not meant."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import wrong
 
 from dsv4.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dsv4.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
+from dsv4.integrations.sdpa import scaled_dot_product_attention
 
 
 def ints(*values):
@@ -29,6 +30,9 @@ MLA = dict(head_dim_v=512, num_splits=None, softmax_scale=0.1, attn_sink=torch.z
 CALLS = {
     "flash_attn_func": (flash_attn_func, dict(
         q=torch.randn(2, 3, 4, 64), k=torch.randn(2, 5, 2, 64), v=torch.randn(2, 5, 2, 64), **FLASH)),
+    "scaled_dot_product_attention": (scaled_dot_product_attention, dict(
+        query=torch.randn(2, 4, 3, 64), key=torch.randn(2, 2, 5, 64), value=torch.randn(2, 2, 5, 64), attn_mask=None,
+        dropout_p=0.0, is_causal=True, scale=0.1, enable_gqa=True, sink=torch.zeros(4), backend="cpu")),
     "flash_attn_varlen_func": (flash_attn_varlen_func, dict(
         k=torch.randn(9, 2, 64), v=torch.randn(9, 2, 64), **VARLEN)),
     "flash_attn_varlen_func, pages": (flash_attn_varlen_func, dict(k=PAGES, v=PAGES, block_table=TABLE, **VARLEN)),

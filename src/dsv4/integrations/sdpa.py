@@ -1,0 +1,135 @@
+"""torch's scaled_dot_product_attention on dsv4: the same arguments, layout and result, head dims up to 512.
+
+    from dsv4.integrations.sdpa import scaled_dot_product_attention
+
+    with dsv4.integrations.sdpa.replaced():  # what any library computes with torch's function in this block
+        image = pipeline(prompt)
+
+Masks other than ``is_causal``, and dropout, are rejected by name; within :func:`replaced` such calls run in torch, and
+a warning tells why, once for each reason. ``calls`` counts both.
+
+Gradients, torch.compile, DDP and FSDP work as with :func:`dsv4.fmha`. Head dims other than 64, 128, 256 and 512 are
+padded with columns of zeros, which is exact and costs a copy.
+"""
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.fmha.api import fmha
+from dsv4.integrations.flash_attn import padded
+from dsv4.integrations.naming import named
+from dsv4.runtime import checks, dispatch
+from dsv4.runtime.checks import Backend
+
+calls: Counter[str] = Counter()  # "dsv4", "torch", of this process, within replaced()
+TORCH = torch.nn.functional.scaled_dot_product_attention
+
+
+class Rejected(NamedTuple):
+    """Why a call cannot run here: the parts of an error."""
+
+    argument: str
+    got: str
+    accepted: str
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    sink: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """query [..., Hq, T, D], key [..., Hkv, S, D], value [..., Hkv, S, Dv] -> [..., Hq, T, Dv], as :func:`dsv4.fmha`.
+
+    is_causal counts from the top left corner, as in torch: query i sees the keys 0 .. i, whatever S is.
+    sink, backend: as in dsv4.fmha.
+
+    Example:
+        >>> q = torch.randn(2, 8, 100, 64)  # [batch, heads, tokens, head dim]
+        >>> out = scaled_dot_product_attention(q, q, q, is_causal=True)
+    """
+    if rejected := reason(query, key, value, attn_mask, dropout_p, enable_gqa):
+        checks.fail(*rejected)
+    checks.flag("is_causal", is_causal)
+    checks.flag("enable_gqa", enable_gqa)
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    q, k, v = (_tokens_first(x, lead) for x in (query, key, value))
+    tokens, keys = q.shape[1], k.shape[1]
+    if is_causal and keys > tokens:
+        k, v = k[:, :tokens], v[:, :tokens]
+    wide, width, scale = padded(q, k, v, checks.real("scale", scale, checks.SCALE) if scale is not None else None)
+    window = (-1, max(tokens - keys, 0)) if is_causal else (-1, -1)
+    with named(q="query", k="key", v="value", softmax_scale="scale"):
+        out = fmha(*wide, window=window, sink=sink, softmax_scale=scale, backend=backend)
+    return out[..., :width].transpose(1, 2).reshape(*lead, *out.shape[2:0:-1], width)
+
+
+def reason(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, enable_gqa: bool = False
+) -> Rejected | None:
+    """Why dsv4 cannot compute this; None if it can. Looks at types, shapes and devices only."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not checks.is_tensor(x) or x.ndim < 3:
+            return Rejected(name, checks.describe(x), "a tensor [..., heads, tokens, head dim]")
+        if not 0 < x.shape[-1] <= checks.HEAD_DIMS[-1]:
+            return Rejected(name, f"head dim {x.shape[-1]}", f"a head dim from 1 to {checks.HEAD_DIMS[-1]}")
+    if attn_mask is not None:
+        instead = "None: is_causal=True, or window and fmha_varlen of dsv4 for windows and padding"
+        return Rejected("attn_mask", checks.describe(attn_mask), instead)
+    if not isinstance(dropout_p, (int, float)) or dropout_p != 0:
+        return Rejected("dropout_p", checks.describe(dropout_p), "0.0")
+    heads = query.shape[-3], key.shape[-3]
+    if heads[0] != heads[1] and heads[1] != 1 and not enable_gqa:
+        return Rejected("enable_gqa", f"False with {heads[0]} query heads on {heads[1]} KV heads", "True")
+    if query.is_cuda and not dispatch.has_kernels(query.device):
+        return Rejected("query", f"a tensor on {torch.cuda.get_device_name(query.device)}", "a GPU with dsv4's kernels")
+    if query.dtype not in (checks.LOW_PRECISION if query.is_cuda else checks.FLOATS):
+        return Rejected("query", f"dtype {query.dtype} on {query.device}", "bfloat16 and float16; float32 on a CPU")
+    return None
+
+
+def _tokens_first(x: Tensor, lead: torch.Size) -> Tensor:
+    """[..., heads, tokens, head dim] -> [batch, tokens, heads, head dim]; a view where strides allow it."""
+    return x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:]).transpose(1, 2)
+
+
+@contextlib.contextmanager
+def replaced() -> Iterator[None]:
+    """Within, ``torch.nn.functional.scaled_dot_product_attention`` is dsv4's where dsv4 can compute the call, and
+    torch's where it cannot. A module that imported the function by name before keeps torch's."""
+    functional = torch.nn.functional
+    before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, _either
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+def _either(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    rejected = reason(query, key, value, attn_mask, dropout_p, enable_gqa)
+    calls["torch" if rejected else "dsv4"] += 1
+    if rejected is None:
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )  # fmt: skip
+    warnings.warn(
+        f"dsv4.integrations.sdpa: computed by torch: {rejected.argument}: got {rejected.got}; accepted: "
+        f"{rejected.accepted}", stacklevel=2,
+    )  # fmt: skip
+    return TORCH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
