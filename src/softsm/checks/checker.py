@@ -44,6 +44,7 @@ from softsm.report.diagnostics import Diagnostic, Party
 
 if TYPE_CHECKING:
     from softsm.checks.checking import Checks
+    from softsm.engine.warps import Warp
 
 
 class Share(NamedTuple):
@@ -62,7 +63,7 @@ class Checker(Observer):
         self.warps = -(-(machine.block[0] * machine.block[1] * machine.block[2]) // 32)  # per CTA
         ctas = max(len(machine.sms) * machine.per_sm, machine.cluster_size)
         self.free = [k * self.warps for k in range(ctas)][::-1]  # first slots of CTAs that may start
-        self.agents: dict[int, object] = {}  # 1 + slot -> warp that used it last
+        self.agents: dict[int, Warp] = {}  # 1 + slot -> warp that used it last
         earlier = checks.last[0] if machine.options.dependent and checks.last else None
 
         self.order = Order(machine, strict, ctas * self.warps, clocks)

@@ -104,8 +104,8 @@ def _array(value, name: str) -> np.ndarray | None:
     try:
         if hasattr(value, "detach"):
             value = value.detach().float().numpy()
-        array = np.asarray(value)
-        array = None if np.iscomplexobj(array) else array.astype(np.float32)
+        given = np.asarray(value)
+        array = None if np.iscomplexobj(given) else given.astype(np.float32)
     except (TypeError, ValueError, RuntimeError):  # no numbers; a tensor that is sparse or on another device
         array = None
     if array is None or array.ndim not in (2, 3, 4):

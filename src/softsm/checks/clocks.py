@@ -10,10 +10,9 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from softsm.engine.lanes import i8, load32, load64, store32, store64, u4
-from softsm.engine.native import native
+from softsm.engine.native import intrinsic, native
 from softsm.engine.program import (
     CLOCKS,
     MACRO,

@@ -122,7 +122,7 @@ class Findings:
             if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
                 by_this = w, pc, other_pc, lane
                 reader, load, store, which = by_this if kind == sh.RAW else (them, other_pc, pc, other_lane)
-                if them.cta is w.cta and self.confined(load, store):
+                if them is not None and them.cta is w.cta and self.confined(load, store):
                     self.suspect(reader, found, store, 1 << which if other_lane >= 0 else pg.ALL)
                     continue
             self.report.add(found)

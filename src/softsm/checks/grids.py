@@ -13,7 +13,7 @@ from softsm.checks import shadow as sh
 from softsm.checks.accesses import READ, MemoryAccesses, Touched
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order
-from softsm.engine.asynchrony import AsyncOp
+from softsm.engine.asynchrony import AsyncOp, nothing
 
 KIND = "grid before this one"
 FIX = (
@@ -31,7 +31,14 @@ class GridChecks:
         if earlier is None:
             return
         number = order.number()
-        self.before = operations.by_number[number] = AsyncOp(KIND, None, 0, 0, lambda: None, number=number)
+        self.before = operations.by_number[number] = AsyncOp(
+            KIND,
+            None,  # type: ignore[arg-type]  # no warp of this launch
+            0,
+            0,
+            nothing,
+            number=number,
+        )
         take_in(earlier)
         for start, mine in zip(memory.touched.origins, memory.touched.shadows):
             for other_start, theirs in zip(earlier.origins, earlier.shadows):

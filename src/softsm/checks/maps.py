@@ -37,10 +37,10 @@ class MapChecks:
             for written in self.maps.values():
                 written.released = written.released or self.has_seen(w, written.slot, written.epoch)
             return
-        written = self.maps.get(address)
-        if written is not None and self.has_seen(w, written.slot, written.epoch):
+        found = self.maps.get(address)
+        if found is not None and self.has_seen(w, found.slot, found.epoch):
             slot = w.view.slot
-            written.acquired.append((slot, w.view.epoch))
+            found.acquired.append((slot, w.view.epoch))
 
     def has_seen(self, w, slot: int, epoch: int) -> bool:
         return slot == w.view.slot or int(w.view.clock[slot]) >= epoch

@@ -15,6 +15,7 @@ from softsm.checks.tmem_shadow import ENTRY
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, nothing
 from softsm.engine.mma_chains import Growing
+from softsm.engine.warps import Warp
 from softsm.isa import product_chain
 from softsm.isa.tcgen05 import Work, checked_regions
 from softsm.report.diagnostics import Diagnostic
@@ -43,11 +44,12 @@ class Operations:
         # number: the number, who from where, and the kind. Warps have numbers here, from 1 on.
         self.log = np.zeros((sh.OPS, ENTRY // 8), np.int64)
         self.order.newest[pg.LOG] = address_of(self.log)
-        self.issuers: dict[int, object] = {}
+        self.issuers: dict[int, Warp] = {}
         self.entered = 0
         self.past: deque[tuple[int, list[int]]] = deque()  # (operations so far, numbers of the warps of a CTA)
         self.instructions = checker.machine.program.instructions
         self.operation = tmem_shadow.operation
+        self.races: np.ndarray  # of MemoryAccesses, which are made after this
 
     def enter(self, w) -> int:
         """A warp begins; its number as an issuer."""

@@ -70,10 +70,12 @@ class Expectation:
     def find(self, operand: str, values: np.ndarray) -> str:
         """Where in the expected operand these neighbours along k stand, when they stand at one place."""
         whole = self.a if operand == "a" else self.b
+        assert whole is not None
         places = np.argwhere(whole == values[0])
         for i, value in enumerate(values[1:], 1):
             if len(places) > 1:
-                places = [p for p in places if p[-1] + i < whole.shape[-1] and whole[(*p[:-1], p[-1] + i)] == value]
+                there = [p[-1] + i < whole.shape[-1] and whole[(*p[:-1], p[-1] + i)] == value for p in places]
+                places = places[there]
         if len(places) != 1:
             return ""
         return f"{operand.upper()}[{', '.join(map(str, places[0]))}]"
@@ -107,8 +109,9 @@ class Products:
         )
         op = self.checker.machine.engine.performing
         if self.tap is not None:
+            tile, step = place
             d = np.concatenate([logical_d(p, cta, tcgen05.rows_of(p)) for cta in ctas])
-            self.tap.mma.append(Mma(a.copy(), b.copy(), d, *place, p.column - first, op.line, str(w), w.cta.ctaid))
+            self.tap.mma.append(Mma(a.copy(), b.copy(), d, tile, step, p.column - first, op.line, str(w), w.cta.ctaid))
         for e in self.expectations:
             if e.column is None or e.column == p.column - first:
                 self.compare(e, "a", a, p, ctas, op, place)
@@ -137,9 +140,10 @@ class Products:
             else:
                 place[1] += 1
             if self.tap is not None:
+                tile, step = place
                 last = i == len(chain) - 1 and s.d == "f32"
                 d = results[0].view(np.float32).reshape(s.n, 64).T.copy() if last else np.empty((0, 0), np.float32)
-                self.tap.mma.append(Mma(a.copy(), b.copy(), d, *place, -1, part.line, str(part.warp), cta.ctaid))
+                self.tap.mma.append(Mma(a.copy(), b.copy(), d, tile, step, -1, part.line, str(part.warp), cta.ctaid))
             for e in self.expectations:
                 if e.column is None:
                     self.compare(e, "a", a, part, [cta], self.checker.machine.engine.performing, place)
@@ -158,7 +162,8 @@ class Products:
         else:
             place[1] += 1
         if self.tap is not None:
-            self.tap.mma.append(Mma(a.copy(), b.copy(), d.copy(), *place, -1, w.line(), str(w), w.cta.ctaid))
+            tile, step = place
+            self.tap.mma.append(Mma(a.copy(), b.copy(), d.copy(), tile, step, -1, w.line(), str(w), w.cta.ctaid))
 
     def compare(self, e: Expectation, operand: str, got: np.ndarray, p, ctas, op, place) -> None:
         tile, step = place

@@ -99,7 +99,8 @@ def product(accumulator: tuple) -> int:
 def work(accumulator: tuple, ctas: list, reads: tuple, writes: tuple) -> tuple[np.ndarray, int]:
     """The kind and regions of a product, as `operation` of checks/tmem_shadow.py takes them, and their address: the
     same for all CTAs that issue it."""
-    regions, shared = [], []
+    regions: list[int] = []
+    shared: list[int] = []
     for write, those in ((0, reads), (1, writes)):
         for place, cta, *rest in those:
             if place == "tmem":
@@ -286,7 +287,8 @@ class TensorChecks:
         """Fresh cells: nobody wrote them yet."""
         shadow = self.shadow_of(cta)
         window = slice(None), slice(column, column + columns)
-        for table in (shadow.writer, *shadow.readers, shadow.held):
+        tables: list[np.ndarray] = [shadow.writer, *shadow.readers, shadow.held]
+        for table in tables:
             table[window] = 0
 
     def deallocated(self, w, column: int, columns: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from softsm.checks import shadow as records
 from softsm.checks.byte_ranges import asynchronous
@@ -41,7 +40,7 @@ from softsm.engine.mma_chains import (
     TABLE,
 )
 from softsm.engine.mma_chains import ENTRY as ENTRY_FIELDS
-from softsm.engine.native import native
+from softsm.engine.native import intrinsic, native
 from softsm.engine.program import (
     CLOCKS,
     DISTANCE,

@@ -7,10 +7,9 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from softsm.engine.lanes import load32
-from softsm.engine.native import native
+from softsm.engine.native import intrinsic, native
 
 
 @intrinsic

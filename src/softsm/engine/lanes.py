@@ -11,9 +11,8 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from softsm.engine.native import native
+from softsm.engine.native import intrinsic, native
 from softsm.engine.program import (
     LOCAL_WINDOW,
     S_ALIVE,

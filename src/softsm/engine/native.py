@@ -12,10 +12,11 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
+from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import config
+from numba import config, extending
 from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
@@ -26,6 +27,7 @@ from numba.core.serialize import dumps
 from softsm.engine import cache
 
 _kept: list = []  # engines own the code
+intrinsic: Callable[[Callable], Any] = extending.intrinsic  # what it gives is called without the typing context
 
 # ---------------------------------------------------------------- by Numba
 

@@ -8,6 +8,7 @@ that part until the others arrive. Scheduling is cooperative: a warp runs until 
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class Machine:
             Sm(i, kernel.new_tensor_memory(self), i // self.sms_per_gpu) for i in range(self.gpus * self.sms_per_gpu)
         ]
         nx, ny, nz = (-(-g // c) for g, c in zip(grid, cluster))
-        self.clusters = ((x, y, z) for z in range(nz) for y in range(ny) for x in range(nx))
+        self.clusters: Any = ((x, y, z) for z in range(nz) for y in range(ny) for x in range(nx))
         self.left = nx * ny * nz * self.gpus
         if self.gpus > 1:
             self.clusters = [(*where, gpu) for where in self.clusters for gpu in range(self.gpus)]

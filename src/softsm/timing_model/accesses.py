@@ -158,8 +158,8 @@ class Looks:
                 out[line].space = "store" if stored else "load"
                 out[line].tensors[at] += all_
                 traces[k].traffic[at, "write" if stored else "read"] += round(32 * new * often[line])
-        sums = [np.bincount(of, x, count).astype(int).tolist() for x in (units, asked_lines, missed, nbytes)]
-        for a, n, times, *a_sums in zip(out, looks, often, *sums):
+        totals = [np.bincount(of, x, count).astype(int).tolist() for x in (units, asked_lines, missed, nbytes)]
+        for a, n, times, *a_sums in zip(out, looks, often, *totals):
             if n:
                 a.looks, a.ran = n, round(n * times)
                 a.units, a.lines, a.missed, a.bytes = a_sums

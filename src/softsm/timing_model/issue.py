@@ -275,7 +275,7 @@ def next_product(s):
     """-> when the first of the products that wait begins, and on which multiprocessor"""
     soon = INF
     sm = 0
-    for g in range(s.count[N_GROUPS]):
+    for g in range(s.sizes[N_GROUPS]):
         if s.g_made[g] < s.g_asked[g]:
             x = max(s.g_at[g * RING + s.g_made[g] % RING], s.engines[ENGINES * s.g_home[2 * g] + TENSOR_FREE])
             if x < soon:
@@ -291,7 +291,7 @@ def begin_product(s, soon, sm):
     g = s.turn[sm]
     r = g * RING + s.g_made[g] % RING
     while s.g_home[2 * g] != sm or s.g_made[g] >= s.g_asked[g] or s.g_at[r] > soon:
-        g = (g + 1) % s.count[N_GROUPS]
+        g = (g + 1) % s.sizes[N_GROUPS]
         r = g * RING + s.g_made[g] % RING
     s.turn[sm] = g
     m = 8 * s.s_ins[s.g_pos[r]]

@@ -275,7 +275,8 @@ class Lowering:
             parts.append(self._variant(home, single, tuple(events[begin : ends[n - 1]])))
             begins.append(begin)
         if not parts:
-            return Path(*(np.zeros(0, np.int32) for _ in range(3)), np.zeros(0, np.int64))
+            none = np.zeros(0, np.int32)
+            return Path(none, none, none, np.zeros(0, np.int64))
         first = np.repeat(begins, [len(x.instructions) for x in parts])
         at = np.concatenate([x.events for x in parts])
         return Path(

@@ -112,7 +112,7 @@ PARAMETERS = (
 # Columns of an mbarrier, with causes of 16 phases; its times: the latest arrival, ends of 16 phases.
 B_PENDING, B_EXPECTED, B_BYTES, B_PHASES, B_CAUSE, B_CAUSES = range(6)
 B_COLUMNS, B_TIMES = 21, 17
-LOG_ROWS, N_BARRIERS, N_ENDING, N_INSTANCES, N_WARPS, N_GROUPS, LOG_ROOM = range(7)  # of State.count
+LOG_ROWS, N_BARRIERS, N_ENDING, N_INSTANCES, N_WARPS, N_GROUPS, LOG_ROOM = range(7)  # of State.sizes
 LOG_COLUMNS = 6
 PIPES, ISSUE_SLOT = 17, 16  # of a scheduler; the last is the issue slot
 ENGINES = 11  # of a multiprocessor
@@ -198,12 +198,12 @@ class State(NamedTuple):
     memory: np.ndarray  # tensors: cycles a byte, latencies of loads, of TMA, of a queue, L2_FREE or DEVICE_FREE
     p: np.ndarray
     log: np.ndarray
-    count: np.ndarray  # rows of the log, mbarriers of an instance, instances that must end, and sizes of all this
+    sizes: np.ndarray  # rows of the log, mbarriers of an instance, instances that must end, and sizes of all this
 
 
 def filled(size: int, value: float, dtype: type = np.float64) -> np.ndarray:
     """As np.full, which takes five times as long for a few."""
-    out = np.empty(size, dtype)
+    out: np.ndarray = np.empty(size, dtype)
     out.fill(value)
     return out
 
@@ -221,7 +221,7 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
     b_count = np.zeros((instances * barriers, B_COLUMNS), np.int64)
     b_count[:, :B_BYTES], b_count[:, B_CAUSE:] = 1, -1
     table = events.T.astype(np.int64, "C")
-    return State(
+    return State._make((
         ints.ravel(), values.ravel(), filled(n, -1.0), whole(n), np.zeros(n),
         np.zeros(n * REASON_COUNT), s_ins, s_ev, s_cnt, *table,
         *rows.T.astype(np.int64, "C"), filled(warps, INF), filled(warps, -1.0),
@@ -234,4 +234,4 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
         np.zeros(ENGINES * sms),
         np.zeros(PIPES * 4 * sms), memory.ravel(), p, np.empty(LOG_COLUMNS * log),
         np.array([0, barriers, ending, instances, warps, groups, log]),
-    )  # fmt: skip
+    ))  # fmt: skip

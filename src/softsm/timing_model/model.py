@@ -178,7 +178,7 @@ class Model:
         again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
         for a in trace.access.values():
             if a.space == "load" and a.tensors:
-                tensor = max(a.tensors, key=a.tensors.get)
+                tensor = max(a.tensors, key=lambda n: a.tensors[n])
                 if 0 <= tensor < len(self.sources):
                     s, more = self.sources[tensor], 32 * (a.units - a.missed) * a.times * again
                     s.device *= s.asked / max(s.asked + more, 1.0)
@@ -313,22 +313,23 @@ class Model:
                 warps.append((inst, k))
             groups += top
             spans_of.append((first, len(rows)))
-        nexts, begins = [], []
+        nexts: list[int] = []
+        begins: list[float] = []
         for q in queues:
             base = len(nexts)
             nexts += [base + k + 1 if k + 1 < len(q) else -1 for k in range(len(q))]
             begins += [0.0 if k == 0 else -1.0 for k in range(len(q))]
         events = np.concatenate(tables) if tables else np.zeros((0, 4))
         ints = self.costs.ints
-        flat = (np.concatenate(x) for x in zip(*((way.instructions, way.events, way.counts) for way in ways)))
+        s_ins, s_ev, s_cnt = (np.concatenate(x) for x in zip(*((y.instructions, y.events, y.counts) for y in ways)))
         barriers = max(1, max(len(trace.clusters[n].barriers) for n in order))
-        state = machine.state(ints, self.costs.values, *flat, events, np.array(rows), np.array(spans_of),
+        state = machine.state(ints, self.costs.values, s_ins, s_ev, s_cnt, events, np.array(rows), np.array(spans_of),
                              np.array(nexts), np.array(begins), groups, barriers, self.cluster, memory, p,
                              log, len(order) - (0 if whole else len(queues)))  # fmt: skip
         if simulate(state):
             raise CannotFollow(self._stuck(state, warps))
         stalls = state.stalls.reshape(-1, machine.REASON_COUNT)
-        kept = state.log.reshape(-1, 6)[: state.count[0]]
+        kept = state.log.reshape(-1, 6)[: state.sizes[machine.LOG_ROWS]]
         return Run(self.code, self.lowering, self.streams, trace.clusters, warps, order, state.i_start, state.i_end,
                    stalls, state.issued, kept, state.s_ins, state.s_ev, events,
                    state.w_event, state.fetched)  # fmt: skip

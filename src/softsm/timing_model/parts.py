@@ -7,9 +7,13 @@ top, and a warp's new time changes the nodes on its way there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from softsm.engine.native import intrinsic
 
 # isort: off
 from softsm.timing_model.machine import (
@@ -19,7 +23,8 @@ from softsm.timing_model.machine import (
 # isort: on
 
 # Not `native`: it is kept on disk as a part of its callers.
-part = njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+options: dict = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+part: Callable[[Callable], Any] = njit(forceinline=True, **options)
 
 
 @intrinsic
@@ -128,9 +133,9 @@ def wake_for_product(s, g, soon, inst):
 @part
 def note(s, w, pos, begin, end, kind, more):
     """A row of the log, if there is room."""
-    n = s.count[LOG_ROWS]
-    if n < s.count[LOG_ROOM]:
-        s.count[LOG_ROWS] = n + 1
+    n = s.sizes[LOG_ROWS]
+    if n < s.sizes[LOG_ROOM]:
+        s.sizes[LOG_ROWS] = n + 1
         k = LOG_COLUMNS * n
         s.log[k], s.log[k + 1], s.log[k + 2] = w, pos, begin
         s.log[k + 3], s.log[k + 4], s.log[k + 5] = end, kind, more

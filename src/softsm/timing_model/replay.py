@@ -59,9 +59,9 @@ def simulate(state):
 
 @part
 def run(s):
-    nb, ending, instances = s.count[N_BARRIERS], s.count[N_ENDING], s.count[N_INSTANCES]
+    nb, ending, instances = s.sizes[N_BARRIERS], s.sizes[N_ENDING], s.sizes[N_INSTANCES]
     finished = n_active = place = w = 0  # place: of w among the active warps
-    active = np.zeros(s.count[N_WARPS], np.int64)
+    active = np.zeros(s.sizes[N_WARPS], np.int64)
     for inst in range(instances):
         if s.i_start[inst] >= 0:
             n_active = start(s, inst, s.i_start[inst], active, n_active)

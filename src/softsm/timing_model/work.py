@@ -28,7 +28,10 @@ def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:
     r = machine
     ways = {id(path): path for path in streams.paths}
     often = Counter(map(id, streams.paths))
-    ran = sum(often[k] * np.bincount(path.instructions, minlength=len(costs.ints)) for k, path in ways.items())
+    count = len(costs.ints)
+    ran = np.zeros(count, np.int64)
+    for k, path in ways.items():
+        ran += often[k] * np.bincount(path.instructions, minlength=count)
     kind = costs.ints[:, r.KIND]
     pipe = np.bincount(costs.ints[:, r.PIPE_OF], ran * costs.values[:, r.INTERVAL], len(PIPES)) / 4  # four schedulers
     units = np.bincount(kind, ran * costs.values[:, r.UNITS], r.MEMBAR + 1)

@@ -22,8 +22,10 @@ from softsm.errors import SoftsmError
 HERE = Path(__file__).parent
 OLDEST = 20  # the first clang with sm_100a
 SDK = "12.8"  # the interface between compiler and runtime
-COMMON = ("-x", "cuda", "-std=c++20", "-gline-tables-only", "-Wno-unknown-cuda-version")
-COMMON += ("-Xclang", f"-target-sdk-version={SDK}")
+COMMON = (
+    *("-x", "cuda", "-std=c++20", "-gline-tables-only", "-Wno-unknown-cuda-version"),
+    *("-Xclang", f"-target-sdk-version={SDK}"),
+)
 DEVICE = ("--cuda-device-only", "-O3", "-S")
 HOST = ("--cuda-host-only", "-O1", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic", "-Wl,--wrap=exit", "-Wl,--wrap=abort")

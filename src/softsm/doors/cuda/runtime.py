@@ -120,7 +120,7 @@ class Runtime:
         return SUCCESS
 
     def free(self, at: int | None) -> int:
-        return SUCCESS if not at or self.live.pop(at, None) else INVALID_VALUE
+        return SUCCESS if not at or self.live.pop(at, None) is not None else INVALID_VALUE
 
     def holds(self, at: int | None, size: int) -> bool:
         return at is not None and any(start <= at and at + size <= start + n for start, (n, _) in self.live.items())
