@@ -61,10 +61,10 @@ def scaled_dot_product_attention(
         >>> q = torch.randn(2, 8, 100, 64)  # [batch, heads, tokens, head dim]
         >>> out = scaled_dot_product_attention(q, q, q, is_causal=True)
     """
-    if rejected := reason(query, key, value, attn_mask, dropout_p, enable_gqa):
-        checks.fail(*rejected)
     checks.flag("is_causal", is_causal)
     checks.flag("enable_gqa", enable_gqa)
+    if rejected := reason(query, key, value, attn_mask, dropout_p, enable_gqa):
+        checks.fail(*rejected)
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     q, k, v = (_tokens_first(x, lead) for x in (query, key, value))
     tokens, keys = q.shape[1], k.shape[1]
