@@ -296,19 +296,24 @@ def sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT: gl.constexpr):
     return key
 
 
-@gluon.jit(do_not_specialize=[
-    "first_query", "topk", "capacity", "ratio", "tokens", "requests", "pages", "page_rows", "table_line",
-    "source_line", "out_line", "scores_line", "want_scores", "kept_size",
-])  # fmt: skip
-def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_ptr, scores_ptr, table_ptr, starts_ptr,
-                 first_query, topk, capacity, ratio, tokens, requests, pages, page_rows, table_line, source_line,
-                 out_line, scores_line, want_scores, kept_size, OWNER: gl.constexpr, POOL: gl.constexpr,
-                 GROUPS: gl.constexpr, KEPT: gl.constexpr, WIDTH: gl.constexpr, HIGH: gl.constexpr,
-                 SHARES: gl.constexpr):  # fmt: skip
-    """One program: the list of query first_query + n.
+@gluon.jit
+def index_choose(
+    source,
+    chosen,
+    owners,
+    lists,
+    OWNER: gl.constexpr,
+    POOL: gl.constexpr,
+    GROUPS: gl.constexpr,
+    KEPT: gl.constexpr,
+    WIDTH: gl.constexpr,
+    HIGH: gl.constexpr,
+    SHARES: gl.constexpr,
+):
+    """One program: the list of query first + n.
 
-    source   fp32 scores [queries, 64 * source_line], maxima [queries, 4 * source_line]
-    groups   int32 [queries, SHARES, KEPT], kept alike, or int64: room for the numbers of what is found, or their keys
+    source   fp32 scores [queries, 64 * line], maxima [queries, 4 * line]
+    numbers  int32 [queries, SHARES, KEPT], kept alike, or int64: memory for the numbers of what is found, or their keys
     SHARES   1, or so many CTAs to a query: each finds all rows, and the place in the list of its share of them by
              comparing them with all; a sort takes one CTA three times as long
     GROUPS   a power of two that is not less than the groups of a query
@@ -317,15 +322,16 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
     """
     THREADS: gl.constexpr = gl.num_warps() * 32
     LISTED: gl.constexpr = GROUPS > KEPT
+    topk = lists.topk
     n = gl.program_id(0)
-    query = first_query + n
-    sequence, end = owner(query, starts_ptr, requests, tokens, OWNER)
-    visible = visible_rows(query, count_ptr, ratio, capacity, sequence < requests)
+    query = chosen.first + n
+    sequence, end = owner(query, owners, OWNER)
+    visible = visible_rows(query, owners, sequence < owners.requests)
     wanted = gl.minimum(visible, topk)
     wait_on_prior_grid()  # for the scores
     own = (n * SHARES + gl.program_id(1)).to(gl.int64) * KEPT
-    keep_ptr = kept_ptr + own
-    groups_ptr = groups_ptr + own
+    keep_ptr = chosen.kept_ptr + own
+    groups_ptr = chosen.numbers_ptr + own
     low = gl.to_tensor(ABSENT + 1)
     high = gl.to_tensor(FOREVER)
     held = (visible + GROUP - 1) // GROUP
@@ -336,9 +342,9 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
         group = gl.arange(0, max(GROUPS // WIDE, 1), layout=gl.SliceLayout(1, L))[:, None] * WIDE
         group = group + gl.arange(0, WIDE, layout=gl.SliceLayout(0, L))[None, :]
         # Fours lie within the line of a query.
-        four = gl.where(group // 4 < source_line, group // 4, 0) * 4 + group % 4
+        four = gl.where(group // 4 < source.line, group // 4, 0) * 4 + group % 4
         four = gl.max_contiguous(gl.multiple_of(four, [1, EACH]), [1, EACH])
-        ordered = ordered_of(gl.load(maxima_ptr + n.to(gl.int64) * source_line * 4 + four))
+        ordered = ordered_of(gl.load(source.maxima_ptr + n.to(gl.int64) * source.line * 4 + four))
         ordered = gl.where(group * GROUP < visible, ordered, ABSENT)
         if held >= wanted:
             low, high = ends_of(ordered)
@@ -347,7 +353,7 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
             held = count
             gl.store(groups_ptr + places_of(taken, EACH), group, mask=taken)
             barrier()  # the same CTA reads what it wrote
-    line_ptr = source_ptr + n.to(gl.int64) * source_line * 64
+    line_ptr = source.ptr + n.to(gl.int64) * source.line * 64
     rows = Rows(line_ptr, groups_ptr, held, visible, LISTED, HIGH)
     found = rows.keep(keep_ptr, KEPT, low, FOREVER, False)
     if found > KEPT:
@@ -359,15 +365,10 @@ def index_choose(source_ptr, maxima_ptr, count_ptr, groups_ptr, kept_ptr, out_pt
     barrier()
     if SHARES > 1:
         key, place = ranked_share(keep_ptr, KEPT, SHARES)
-        write_rows(place, key, place < wanted, place < wanted, query, sequence, out_ptr, out_line, scores_ptr,
-                   scores_line, want_scores, table_ptr, table_line, requests, pages, page_rows, OWNER,
-                   POOL)  # fmt: skip
+        write_rows(place, key, place < wanted, place < wanted, query, sequence, owners, lists, OWNER, POOL)
         if (gl.program_id(1) == 0) & (wanted < topk):
             rest = gl.arange(0, WIDTH, layout=place.type.layout)
-            write_nothing(
-                rest, (rest >= wanted) & (rest < topk), query, out_ptr, out_line, scores_ptr, scores_line, want_scores
-            )
+            write_nothing(rest, (rest >= wanted) & (rest < topk), query, lists)
     else:
-        key = sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT)
-        write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores,
-                   table_ptr, table_line, requests, pages, page_rows, OWNER, POOL, WIDTH)  # fmt: skip
+        key = sorted_rows(keep_ptr, line_ptr, found, chosen.kept_size, KEPT)
+        write_list(key, wanted, query, sequence, owners, lists, OWNER, POOL, WIDTH)

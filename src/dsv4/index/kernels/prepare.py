@@ -8,6 +8,7 @@ import torch
 
 from dsv4.caches.formats import INDEX_132
 from dsv4.fmha.kernels.prepare import inverse_of, is_aligned
+from dsv4.index.kernels.arguments import Chosen, Keys, Lists, Owners, Pages, Queries, Scores, Source
 from dsv4.index.kernels.choose import index_choose
 from dsv4.index.kernels.scores import BATCH, ONE, OWN, STARTS
 from dsv4.index.kernels.select import index_select
@@ -67,16 +68,16 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
         words_needed += p.batch * shares * index_share_words(p.max_seqlen_k, p.topk) if shares > 1 else 0
         scratch = program.workspace("scratch", (words_needed,), torch.float32)
     step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
-    owner, names = _owner(p, program)
+    owner, owners = _owners(p, program)
     q, k = _aligned_rows(program, p.q), p.k if p.fp8 else _aligned_rows(program, p.k)
     for first in range(0, p.batch, step):
         count = min(step, p.batch - first)
-        _score(p, target, program, kernel, tiling, owner, names | dict(q_ptr=q, k_ptr=k), scratch, first, count)
+        _score(p, target, program, kernel, tiling, owner, owners, q, k, scratch, first, count)
         groups = index_line(p.max_seqlen_k) // GROUP
-        if "maxima_ptr" in kernel.arg_names and p.topk <= MAX_TOPK_BY_GROUPS and groups <= INDEX_PIECE:
-            _choose(p, target, program, owner, names, scratch, first, count)
+        if p.topk <= MAX_TOPK_BY_GROUPS and groups <= INDEX_PIECE:
+            _choose(p, target, program, owner, owners, scratch, first, count)
         else:
-            _select(p, program, owner, names, scratch, first, count)
+            _select(p, program, owner, owners, scratch, first, count)
     for given, written in ((out, p.out), (scores, p.scores)):
         if written is not None and written.index != given.index:
             program.copy(given, written)
@@ -98,7 +99,7 @@ def _in_lines(p: IndexProblem, program: Program) -> IndexProblem:
     return replace(p, **changes)
 
 
-def _owner(p: IndexProblem, program: Program) -> tuple[int, dict]:
+def _owners(p: IndexProblem, program: Program) -> tuple[int, Owners]:
     """Whose keys a query reads, and the arguments that say so."""
 
     def contiguous(x: Any) -> Any:
@@ -112,18 +113,35 @@ def _owner(p: IndexProblem, program: Program) -> tuple[int, dict]:
         owner, table = (OWN if p.request_starts is None else STARTS), p.block_table
         if p.request_starts is not None:
             starts = contiguous(p.request_starts)
-    return owner.value, dict(
-        table_ptr=table, starts_ptr=starts, count_ptr=contiguous(p.counts), capacity=p.max_seqlen_k, ratio=p.ratio,
-        tokens=max(p.tokens, 1), requests=p.sequences, pages=p.k.shape[0], page_rows=p.k.shape[1],
+    return owner.value, Owners(
+        starts_ptr=starts,
+        count_ptr=contiguous(p.counts),
+        table_ptr=table,
         table_line=0 if p.block_table is None else p.block_table.stride(0),
-    )  # fmt: skip
+        requests=p.sequences,
+        tokens=max(p.tokens, 1),
+        capacity=p.max_seqlen_k,
+        ratio=p.ratio,
+    )
+
+
+def _lists(p: IndexProblem) -> Lists:
+    assert p.out is not None
+    return Lists(
+        ptr=p.out,
+        line=p.out.stride(0),
+        scores_ptr=Null(torch.float32) if p.scores is None else p.scores,
+        scores_line=0 if p.scores is None else p.scores.stride(0),
+        want_scores=int(p.scores is not None),
+        topk=p.topk,
+        pages=Pages(p.k.shape[0], p.k.shape[1]),
+    )
 
 
 def _score(
-    p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling, owner: int, names: dict,
-    scratch: Slot, first: int, count: int,
+    p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling, owner: int, owners: Owners, q: Slot,
+    k: Slot, scratch: Slot, first: int, count: int,
 ) -> None:  # fmt: skip
-    q, k = names["q_ptr"], names["k_ptr"]
     # Queries of one sequence share the keys that a program reads.
     each = 1 if owner == OWN.value else p.batch // max(p.sequences, 1)
     heads, dims = max(16, power_of_two(p.q_heads)), max(64, power_of_two(p.head_dim))
@@ -133,15 +151,29 @@ def _score(
     splits = choose_splits(blocks, places, p.max_seqlen_k, merged=False)
     if "keys_desc" in kernel.arg_names:  # few blocks: a box to a CTA, or as many CTAs as there is room for
         splits = max(splits, min(places // blocks, -(-p.max_seqlen_k // 64)))
-    inverse, shift = inverse_of(p.k.shape[1])
-    arguments = names | dict(
-        weights_ptr=p.weights, scores_ptr=scratch, factor=float(p.scale), first_query=first,
-        queries=first + count, heads=p.q_heads, dims=p.head_dim, page_stride=_stride_16(k, 0),
-        row_stride=8 if p.fp8 else _stride_16(k, 1),
-        page_inverse=inverse, page_shift=shift, stride_qn=_stride_16(q, 0), stride_qh=_stride_16(q, 1),
-        stride_wn=p.weights.stride(0), stride_wh=p.weights.stride(1), scores_line=index_line(p.max_seqlen_k),
-        maxima_ptr=_maxima(p, scratch, count), maxima_line=index_line(p.max_seqlen_k) // GROUP,
-    )  # fmt: skip
+    arguments: dict[str, Any] = dict(
+        queries=Queries(
+            ptr=q,
+            weights_ptr=p.weights,
+            first=first,
+            end=first + count,
+            heads=p.q_heads,
+            dims=p.head_dim,
+            stride_qn=_stride_16(q, 0),
+            stride_qh=_stride_16(q, 1),
+            stride_wn=p.weights.stride(0),
+            stride_wh=p.weights.stride(1),
+        ),
+        keys=Keys(k, *p.k.shape[:2], _stride_16(k, 0), 8 if p.fp8 else _stride_16(k, 1), *inverse_of(p.k.shape[1])),
+        owners=owners,
+        scores=Scores(
+            ptr=scratch,
+            line=index_line(p.max_seqlen_k),
+            maxima_ptr=_maxima(p, scratch, count),
+            maxima_line=index_line(p.max_seqlen_k) // GROUP,
+        ),
+        factor=float(p.scale),
+    )
     if "keys_desc" in kernel.arg_names:
         arguments["keys_desc"] = _boxes(k, p.fp8)
     program.launch(
@@ -169,10 +201,9 @@ def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:
 
 
 def _choose(
-    p: IndexProblem, target: Target, program: Program, owner: int, names: dict, scratch: Slot, first: int, count: int
+    p: IndexProblem, target: Target, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int
 ) -> None:
     """The best rows of the groups that have the greatest maxima, in one launch. What is kept lies behind the maxima."""
-    assert p.out is not None
     line = index_line(p.max_seqlen_k)
     kept = index_kept(p.max_seqlen_k, p.topk)
     at = count * (line + line // GROUP)
@@ -186,13 +217,12 @@ def _choose(
         keys, groups_at = scratch.words(at, size, torch.int32), at + size
     # Few queries: the time of one counts. Many: more of them on a multiprocessor.
     warps, high = (16, 8) if count < 4 * target.num_sms else (8, 4)
-    arguments = names | dict(
-        source_ptr=scratch, maxima_ptr=_maxima(p, scratch, count), source_line=line // LINE_UNIT,
-        kept_ptr=keys, groups_ptr=scratch.words(groups_at, size, torch.int32),
-        out_ptr=p.out, scores_ptr=Null(torch.float32) if p.scores is None else p.scores, first_query=first,
-        topk=p.topk, out_line=p.out.stride(0), scores_line=0 if p.scores is None else p.scores.stride(0),
-        want_scores=int(p.scores is not None), kept_size=kept,
-    )  # fmt: skip
+    arguments = dict(
+        source=Source(scratch, line // LINE_UNIT, _maxima(p, scratch, count), 0, Null(torch.int32)),
+        chosen=Chosen(first, keys, kept, scratch.words(groups_at, size, torch.int32)),
+        owners=owners,
+        lists=_lists(p),
+    )
     # Launched early it waits on the multiprocessors for the scores; with lists of 1024 it takes room that they need.
     program.launch(
         index_choose, (count, shares), arguments, OWNER=owner, POOL=not p.request_rows, SHARES=shares,
@@ -201,9 +231,10 @@ def _choose(
     )  # fmt: skip
 
 
-def _select(p: IndexProblem, program: Program, owner: int, names: dict, scratch: Slot, first: int, count: int) -> None:
+def _select(
+    p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int
+) -> None:
     """The best of pieces, until one piece is left. What each round keeps lies behind the scores."""
-    assert p.out is not None
     items, line = p.max_seqlen_k, index_line(p.max_seqlen_k)
     source, numbers, at = scratch, Null(torch.int32), count * (line + line // GROUP)
     kept = power_of_two(min(p.topk, items))
@@ -215,13 +246,12 @@ def _select(p: IndexProblem, program: Program, owner: int, names: dict, scratch:
         words_needed = count * pieces * kept
         chosen, chosen_numbers = (scratch.words(at + n * words_needed, words_needed, torch.int32) for n in (0, 1))
         at += 2 * words_needed
-        arguments = names | dict(
-            source_ptr=source, numbers_ptr=numbers, kept_ptr=chosen, kept_numbers_ptr=chosen_numbers,
-            out_ptr=p.out, scores_ptr=Null(torch.float32) if p.scores is None else p.scores, first_query=first,
-            items=items, topk=p.topk, source_line=line, out_line=p.out.stride(0),
-            scores_line=0 if p.scores is None else p.scores.stride(0), want_scores=int(p.scores is not None),
-            kept_size=kept,
-        )  # fmt: skip
+        arguments = dict(
+            source=Source(source, line, Null(torch.float32), items, numbers),
+            chosen=Chosen(first, chosen, kept, chosen_numbers),
+            owners=owners,
+            lists=_lists(p),
+        )
         program.launch(
             index_select, (count, pieces), arguments, OWNER=owner, POOL=not p.request_rows, FIRST=source is scratch,
             LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), num_warps=warps,

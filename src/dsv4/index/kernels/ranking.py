@@ -224,38 +224,39 @@ def falling(key, length, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(place, key, chosen, written, query, sequence, out_ptr, out_line, scores_ptr, scores_line, want_scores,
-               table_ptr, table_line, requests, pages, page_rows, OWNER: gl.constexpr, POOL: gl.constexpr):  # fmt: skip
+def write_rows(place, key, chosen, written, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr):
     """The rows of keys at their places in the list of a query, and their scores; -1 where a key is not chosen."""
     row = FOREVER - (key & 0x7FFFFFFF).to(gl.int32)
+    pages = lists.pages
     if OWNER == OWN or OWNER == STARTS:
-        line = gl.minimum(sequence, requests - 1).to(gl.int64) * table_line
-        page = gl.load(table_ptr + line + row // page_rows, mask=chosen, other=-1)
+        line = gl.minimum(sequence, owners.requests - 1).to(gl.int64) * owners.table_line
+        page = gl.load(owners.table_ptr + line + row // pages.rows, mask=chosen, other=-1)
         if POOL:
-            row = page * page_rows + row % page_rows
-        row = gl.where((page >= 0) & (page < pages), row, -1)
+            row = page * pages.rows + row % pages.rows
+        row = gl.where((page >= 0) & (page < pages.count), row, -1)
     row = gl.where(chosen, row, -1)
-    gl.store(out_ptr + query.to(gl.int64) * out_line + place, row, mask=written)
+    gl.store(lists.ptr + query.to(gl.int64) * lists.line + place, row, mask=written)
     score = gl.where(row >= 0, value_of((key >> 32).to(gl.int32)), -float("inf"))
-    gl.store(scores_ptr + query.to(gl.int64) * scores_line + place, score, mask=written & (want_scores != 0))
+    scores_ptr = lists.scores_ptr + query.to(gl.int64) * lists.scores_line
+    gl.store(scores_ptr + place, score, mask=written & (lists.want_scores != 0))
 
 
 @gluon.jit
-def write_nothing(place, written, query, out_ptr, out_line, scores_ptr, scores_line, want_scores):
-    gl.store(out_ptr + query.to(gl.int64) * out_line + place, place * 0 - 1, mask=written)
+def write_nothing(place, written, query, lists):
+    gl.store(lists.ptr + query.to(gl.int64) * lists.line + place, place * 0 - 1, mask=written)
     none = gl.full(place.shape, -float("inf"), gl.float32, place.type.layout)
-    gl.store(scores_ptr + query.to(gl.int64) * scores_line + place, none, mask=written & (want_scores != 0))
+    scores_ptr = lists.scores_ptr + query.to(gl.int64) * lists.scores_line
+    gl.store(scores_ptr + place, none, mask=written & (lists.want_scores != 0))
 
 
 @gluon.jit
-def write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores, table_ptr,
-               table_line, requests, pages, page_rows, OWNER: gl.constexpr, POOL: gl.constexpr,
-               WIDTH: gl.constexpr):  # fmt: skip
+def write_list(
+    key, wanted, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr, WIDTH: gl.constexpr
+):
     """The first `wanted` of the sorted keys as the list of a query, -1 behind them, and their scores."""
     SIZE: gl.constexpr = key.shape[0]
     place = gl.arange(0, SIZE, layout=key.type.layout)
-    write_rows(place, key, place < wanted, place < topk, query, sequence, out_ptr, out_line, scores_ptr, scores_line,
-               want_scores, table_ptr, table_line, requests, pages, page_rows, OWNER, POOL)  # fmt: skip
+    write_rows(place, key, place < wanted, place < lists.topk, query, sequence, owners, lists, OWNER, POOL)
     if WIDTH > SIZE:  # lists wider than there are rows
         rest = SIZE + gl.arange(0, WIDTH, layout=key.type.layout)
-        write_nothing(rest, rest < topk, query, out_ptr, out_line, scores_ptr, scores_line, want_scores)
+        write_nothing(rest, rest < lists.topk, query, lists)

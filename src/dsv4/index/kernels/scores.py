@@ -21,11 +21,11 @@ GROUP = tl.constexpr(sizes.GROUP)
 
 
 @triton.jit
-def visible_rows(query, count_ptr, ratio, capacity, mask):
+def visible_rows(query, owners, mask):
     """Rows that a query sees. ratio 0: the count itself is given, else the position of its token."""
-    count = tl.load(count_ptr + query, mask=mask, other=-1).to(tl.int64)
-    count = tl.where(ratio > 0, (count + 1) // tl.maximum(ratio, 1), count)
-    return tl.minimum(tl.maximum(count, 0), capacity).to(tl.int32)
+    count = tl.load(owners.count_ptr + query, mask=mask, other=-1).to(tl.int64)
+    count = tl.where(owners.ratio > 0, (count + 1) // tl.maximum(owners.ratio, 1), count)
+    return tl.minimum(tl.maximum(count, 0), owners.capacity).to(tl.int32)
 
 
 @triton.jit
@@ -35,43 +35,61 @@ def relu(x):
 
 
 @triton.jit
-def owner(query, starts_ptr, requests, tokens, OWNER: tl.constexpr):
+def owner(query, owners, OWNER: tl.constexpr):
     """(the sequence that a query belongs to, where the next one begins); `requests` past the last one."""
     if OWNER == ONE:
         sequence = query * 0
         end = FOREVER + query * 0
     elif OWNER == BATCH:
-        sequence = query // tokens
-        end = (sequence + 1) * tokens
+        sequence = query // owners.tokens
+        end = (sequence + 1) * owners.tokens
     elif OWNER == OWN:
         sequence = query
         end = query + 1
     else:
         low = query * 0
-        high = requests + 1
+        high = owners.requests + 1
         while low < high:  # how many start at or before the query
             middle = (low + high) // 2
-            if tl.load(starts_ptr + middle) <= query:
+            if tl.load(owners.starts_ptr + middle) <= query:
                 low = middle + 1
             else:
                 high = middle
-        inside = (low > 0) & (low <= requests)
-        end = tl.load(starts_ptr + tl.minimum(low, requests), mask=low <= requests, other=FOREVER)
+        inside = (low > 0) & (low <= owners.requests)
+        end = tl.load(owners.starts_ptr + tl.minimum(low, owners.requests), mask=low <= owners.requests, other=FOREVER)
         # Starts that are not right must not stop the walk over the queries.
         end = tl.maximum(end, query + 1)
-        sequence = tl.where(inside, low - 1, requests)
+        sequence = tl.where(inside, low - 1, owners.requests)
     return sequence, end
 
 
 @triton.jit
-def score_rows(first, last, at_once, sequence, query, visible, q, w, factor, split, splits, k_ptr, table_ptr,
-               scores_ptr, maxima_ptr, maxima_line, dims, pages, page_rows, page_stride, row_stride, table_line,
-               scores_line, OWNER: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
-               WHOLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def score_rows(
+    first,
+    last,
+    sequence,
+    query,
+    visible,
+    q,
+    w,
+    factor,
+    k_ptr,
+    queries,
+    keys,
+    owners,
+    scores,
+    OWNER: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """The scores of the queries first .. last - 1, of one sequence; q [DIMS, QUERIES * HEADS]."""
     visible = tl.where((query >= first) & (query < last), visible, 0)
     most = tl.max(visible, 0)
     tiles = (most + ROWS - 1) // ROWS
+    split, splits = tl.program_id(1), tl.num_programs(1)
     each = (tiles + splits - 1) // splits
     column = tl.arange(0, DIMS)
     VEC: tl.constexpr = 128 // q.dtype.primitive_bitwidth
@@ -79,81 +97,91 @@ def score_rows(first, last, at_once, sequence, query, visible, q, w, factor, spl
         row = tile * ROWS + tl.arange(0, ROWS)
         there = row < most
         if OWNER == ONE or OWNER == BATCH:
-            at = sequence.to(tl.int64) * page_stride + row.to(tl.int64) * row_stride
+            at = sequence.to(tl.int64) * keys.page_stride + row.to(tl.int64) * keys.row_stride
         else:
-            page = tl.load(table_ptr + sequence.to(tl.int64) * table_line + row // page_rows, mask=there, other=-1)
-            there &= (page >= 0) & (page < pages)
-            at = page.to(tl.int64) * page_stride + (row % page_rows).to(tl.int64) * row_stride
+            page = tl.load(
+                owners.table_ptr + sequence.to(tl.int64) * owners.table_line + row // keys.page_rows,
+                mask=there,
+                other=-1,
+            )
+            there &= (page >= 0) & (page < keys.pages)
+            at = page.to(tl.int64) * keys.page_stride + (row % keys.page_rows).to(tl.int64) * keys.row_stride
         here = there[:, None]
         if not WHOLE:
-            here = here & (column < dims)[None, :]
+            here = here & (column < queries.dims)[None, :]
         # Of what is not there nothing is read: zeros, whose scale is NaN.
         k = tl.load(k_ptr + at[:, None] * VEC + column[None, :], mask=here, other=0.0)
         scale = tl.where(there, 1.0, float("nan"))
         if VEC == 16:
             scales_ptr = k_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
-            scale_at = page.to(tl.int64) * page_stride * 4 + page_rows * 32 + row % page_rows
+            scale_at = page.to(tl.int64) * keys.page_stride * 4 + keys.page_rows * 32 + row % keys.page_rows
             scale = tl.load(scales_ptr + scale_at, mask=there, other=float("nan"))
         each_head = relu(tl.dot(k, q)) * w[None, :]
         total = tl.sum(tl.reshape(each_head, [ROWS, QUERIES, HEADS]), 2) * (scale * factor)[:, None]
         total = tl.where(total == total, total, -float("inf")) + 0.0  # [ROWS, QUERIES]
         here = row[:, None] < visible[None, :]
-        line = (query - at_once).to(tl.int64)[None, :]
+        line = (query - queries.first).to(tl.int64)[None, :]
         total = tl.where(here, total, -float("inf"))
         written = (visible + GROUP - 1) // GROUP * GROUP
-        tl.store(scores_ptr + line * scores_line + row[:, None], total, mask=row[:, None] < written[None, :])
+        tl.store(scores.ptr + line * scores.line + row[:, None], total, mask=row[:, None] < written[None, :])
         greatest = tl.reshape(total, [ROWS // GROUP, GROUP, QUERIES])
         group = tile * (ROWS // GROUP) + tl.arange(0, ROWS // GROUP)[:, None]
-        tl.store(maxima_ptr + line * maxima_line + group, tl.max(greatest, 1), mask=group * GROUP < visible[None, :])
+        tl.store(
+            scores.maxima_ptr + line * scores.maxima_line + group,
+            tl.max(greatest, 1),
+            mask=group * GROUP < visible[None, :],
+        )
 
 
-@triton.jit(do_not_specialize=[
-    "first_query", "queries", "heads", "dims", "capacity", "ratio", "tokens", "requests", "pages", "page_rows",
-    "page_stride", "row_stride", "table_line", "stride_qn", "stride_qh", "stride_wn", "stride_wh", "scores_line",
-    "maxima_line",
-])  # fmt: skip
-def index_scores(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr, maxima_ptr, factor,
-                 first_query, queries, heads, dims, capacity, ratio, tokens, requests, pages, page_rows, page_stride,
-                 row_stride, table_line, stride_qn, stride_qh, stride_wn, stride_wh, scores_line, maxima_line,
-                 OWNER: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
-                 WHOLE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+@triton.jit
+def index_scores(
+    queries,
+    keys,
+    owners,
+    scores,
+    factor,
+    OWNER: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """One program: QUERIES neighbouring queries and a share of the rows that they see.
 
-    Strides of q and k are in units of 16 bytes. Line n of the scores is that of query first_query + n; only what a
+    Strides of q and k are in units of 16 bytes. Line n of the scores is that of query first + n; only what a
     query sees is written, and -inf up to a whole group.
     """
-    VEC: tl.constexpr = 128 // q_ptr.dtype.element_ty.primitive_bitwidth
-    k_ptr = k_ptr.to(q_ptr.dtype, bitcast=True)
-    begin = first_query + tl.program_id(0) * QUERIES
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    stop = tl.minimum(begin + QUERIES, queries)
+    VEC: tl.constexpr = 128 // queries.ptr.dtype.element_ty.primitive_bitwidth
+    k_ptr = keys.ptr.to(queries.ptr.dtype, bitcast=True)
+    begin = queries.first + tl.program_id(0) * QUERIES
+    stop = tl.minimum(begin + QUERIES, queries.end)
     column = tl.arange(0, QUERIES * HEADS)
     dim = tl.arange(0, DIMS)
     n = (begin + column // HEADS).to(tl.int64)
     head = column % HEADS
-    given = (n < stop) & (head < heads)
+    given = (n < stop) & (head < queries.heads)
     here = given[:, None]
     if not WHOLE:
-        here = here & (dim < dims)[None, :]
-    q = tl.load(q_ptr + (n * stride_qn + head * stride_qh)[:, None] * VEC + dim[None, :], mask=here, other=0.0)
+        here = here & (dim < queries.dims)[None, :]
+    line = n * queries.stride_qn + head * queries.stride_qh
+    q = tl.load(queries.ptr + line[:, None] * VEC + dim[None, :], mask=here, other=0.0)
     q = tl.trans(q)
-    w = tl.load(weights_ptr + n * stride_wn + head * stride_wh, mask=given, other=0.0).to(tl.float32)
+    weight_ptr = queries.weights_ptr + n * queries.stride_wn + head * queries.stride_wh
+    w = tl.load(weight_ptr, mask=given, other=0.0).to(tl.float32)
     query = begin + tl.arange(0, QUERIES)
-    visible = visible_rows(query, count_ptr, ratio, capacity, query < stop)
+    visible = visible_rows(query, owners, query < stop)
     if QUERIES == 1:
-        sequence, end = owner(begin, starts_ptr, requests, tokens, OWNER)
-        if (sequence < requests) & (begin < stop):
-            score_rows(begin, stop, first_query, sequence, query, visible, q, w, factor, split, splits, k_ptr,
-                       table_ptr, scores_ptr, maxima_ptr, maxima_line, dims, pages, page_rows, page_stride, row_stride,
-                       table_line, scores_line, OWNER, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
+        sequence, end = owner(begin, owners, OWNER)
+        if (sequence < owners.requests) & (begin < stop):
+            score_rows(begin, stop, sequence, query, visible, q, w, factor, k_ptr, queries, keys, owners, scores, OWNER,
+                       QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
     else:
         first = begin
         while first < stop:  # a block may lie across sequences
-            sequence, end = owner(first, starts_ptr, requests, tokens, OWNER)
+            sequence, end = owner(first, owners, OWNER)
             last = tl.minimum(end, stop)
-            if sequence < requests:
-                score_rows(first, last, first_query, sequence, query, visible, q, w, factor, split, splits, k_ptr,
-                           table_ptr, scores_ptr, maxima_ptr, maxima_line, dims, pages, page_rows, page_stride,
-                           row_stride, table_line, scores_line, OWNER, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
+            if sequence < owners.requests:
+                score_rows(first, last, sequence, query, visible, q, w, factor, k_ptr, queries, keys, owners, scores,
+                           OWNER, QUERIES, HEADS, DIMS, WHOLE, ROWS)  # fmt: skip
             first = last

@@ -24,18 +24,23 @@ from dsv4.index.kernels.scores import FOREVER, owner, visible_rows
 from dsv4.kernels.compat import barrier, gl, gluon
 
 
-@gluon.jit(do_not_specialize=[
-    "first_query", "items", "topk", "capacity", "ratio", "tokens", "requests", "pages", "page_rows", "table_line",
-    "source_line", "out_line", "scores_line", "want_scores", "kept_size",
-])  # fmt: skip
-def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr, out_ptr, scores_ptr, table_ptr,
-                 starts_ptr, first_query, items, topk, capacity, ratio, tokens, requests, pages, page_rows, table_line,
-                 source_line, out_line, scores_line, want_scores, kept_size, OWNER: gl.constexpr, POOL: gl.constexpr,
-                 FIRST: gl.constexpr, LAST: gl.constexpr, SIZE: gl.constexpr, KEPT: gl.constexpr,
-                 WIDTH: gl.constexpr):  # fmt: skip
+@gluon.jit
+def index_select(
+    source,
+    chosen,
+    owners,
+    lists,
+    OWNER: gl.constexpr,
+    POOL: gl.constexpr,
+    FIRST: gl.constexpr,
+    LAST: gl.constexpr,
+    SIZE: gl.constexpr,
+    KEPT: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
     """One program: the best of SIZE items of a query.
 
-    source  FIRST: fp32 scores [queries, source_line], an item's number is its place. Else: ordered scores with
+    source  FIRST: fp32 scores [queries, line], an item's number is its place. Else: ordered scores with
             numbers beside them; ABSENT = nothing there.
     kept    [queries, pieces, KEPT]: ordered scores and numbers of the chosen ones, in any order; then ABSENT.
     out     LAST: [queries, topk], falling; row numbers of the pool where there is a block table.
@@ -45,21 +50,21 @@ def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr,
     LINE: gl.constexpr = sorting_layout(KEPT, gl.num_warps())
     n = gl.program_id(0)
     piece = gl.program_id(1)
-    query = first_query + n
-    sequence, end = owner(query, starts_ptr, requests, tokens, OWNER)
+    query = chosen.first + n
+    sequence, end = owner(query, owners, OWNER)
     row_of = gl.arange(0, SIZE // COLUMNS, layout=gl.SliceLayout(1, L))
     item = piece * SIZE + row_of[:, None] * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
-    source = n.to(gl.int64) * source_line
+    line = n.to(gl.int64) * source.line
     if FIRST:
-        visible = visible_rows(query, count_ptr, ratio, capacity, sequence < requests)
-        x = gl.load(source_ptr + source + item, mask=item < visible, other=0.0)
+        visible = visible_rows(query, owners, sequence < owners.requests)
+        x = gl.load(source.ptr + line + item, mask=item < visible, other=0.0)
         ordered = gl.where(item < visible, ordered_of(x), ABSENT)
         number = item
     else:
-        ordered = gl.load(source_ptr + source + item, mask=item < items, other=ABSENT)
-        number = gl.load(numbers_ptr + source + item, mask=item < items, other=0)
+        ordered = gl.load(source.ptr + line + item, mask=item < source.items, other=ABSENT)
+        number = gl.load(source.numbers_ptr + line + item, mask=item < source.items, other=0)
     present = count_of(ordered != ABSENT)
-    wanted = gl.minimum(present, topk)
+    wanted = gl.minimum(present, lists.topk)
     low = gl.to_tensor(ABSENT + 1)  # all that are there
     high = gl.to_tensor(FOREVER)
     if present > wanted:
@@ -68,15 +73,14 @@ def index_select(source_ptr, numbers_ptr, count_ptr, kept_ptr, kept_numbers_ptr,
     # Where they are kept is no matter: they are sorted in the end, and rounds go by their numbers.
     keep = (n.to(gl.int64) * gl.num_programs(1) + piece) * KEPT
     to = places_of(taken, 1)
-    gl.store(kept_ptr + keep + to, ordered, mask=taken)
-    gl.store(kept_numbers_ptr + keep + to, number, mask=taken)
+    gl.store(chosen.kept_ptr + keep + to, ordered, mask=taken)
+    gl.store(chosen.numbers_ptr + keep + to, number, mask=taken)
     place = gl.arange(0, KEPT, layout=LINE)
     if not LAST:
-        gl.store(kept_ptr + keep + place, place * 0 + ABSENT, mask=place >= wanted)
+        gl.store(chosen.kept_ptr + keep + place, place * 0 + ABSENT, mask=place >= wanted)
     else:
         barrier()  # the same CTA reads what it wrote
-        kept = gl.load(kept_ptr + keep + place, mask=place < wanted, other=ABSENT)
-        number = gl.load(kept_numbers_ptr + keep + place, mask=place < wanted, other=0)
-        key = falling(key_of(kept, number), kept_size, KEPT)
-        write_list(key, wanted, query, sequence, topk, out_ptr, out_line, scores_ptr, scores_line, want_scores,
-                   table_ptr, table_line, requests, pages, page_rows, OWNER, POOL, WIDTH)  # fmt: skip
+        kept = gl.load(chosen.kept_ptr + keep + place, mask=place < wanted, other=ABSENT)
+        number = gl.load(chosen.numbers_ptr + keep + place, mask=place < wanted, other=0)
+        key = falling(key_of(kept, number), chosen.kept_size, KEPT)
+        write_list(key, wanted, query, sequence, owners, lists, OWNER, POOL, WIDTH)

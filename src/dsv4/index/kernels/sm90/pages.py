@@ -55,17 +55,13 @@ def parts_of(queries, heads):
 
 
 @aggregate
-class Pages:
+class SequencePages:
     """Pages of a sequence, of which this share has the boxes before `stop`. Strides are in units of 16 bytes."""
 
     keys_desc: Value
     scales_ptr: Value
     line_ptr: Value  # of the block table
-    count: Value
-    rows: Value
-    stride: Value
-    inverse: Value
-    shift: Value
+    keys: Value  # arguments.Keys
     stop: Value
     sequence: Value
     ALONE: gl.constexpr  # a page is one box
@@ -73,12 +69,19 @@ class Pages:
     DTYPE: gl.constexpr
 
     @gluon.jit
+    def until(self, stop):
+        return SequencePages(
+            self.keys_desc, self.scales_ptr, self.line_ptr, self.keys, stop, self.sequence, self.ALONE, self.OWNER,
+            self.DTYPE,
+        )  # fmt: skip
+
+    @gluon.jit
     def where(self, box):
         """(which page of the sequence, from which row on)"""
         if self.ALONE:
             return box, box * 0
-        page = page_of(box * BOX, self.inverse, self.shift)
-        return page, box * BOX - page * self.rows
+        page = page_of(box * BOX, self.keys.inverse, self.keys.shift)
+        return page, box * BOX - page * self.keys.page_rows
 
     @gluon.jit
     def number(self, box):
@@ -94,7 +97,7 @@ class Pages:
         here = box < self.stop
         page, place = self.where(box)
         mbarrier.expect(landed, BOX * DIMS * self.DTYPE.primitive_bitwidth // 8, pred=here)
-        number = gl.where(number < self.count, number, -1)
+        number = gl.where(number < self.keys.pages, number, -1)
         tma_load(self.keys_desc, [number, place, 0], landed, keys, pred=here)
 
     @gluon.jit
@@ -102,10 +105,15 @@ class Pages:
         """fp32 [BOX], NaN where there is no page."""
         if self.DTYPE.primitive_bitwidth != 8:
             one = gl.full([BOX], 1.0, gl.float32, L)
-            return gl.where((number >= 0) & (number < self.count), one, float("nan"))
+            return gl.where((number >= 0) & (number < self.keys.pages), one, float("nan"))
         page, place = self.where(box)
-        at = number.to(gl.int64) * self.stride * 4 + self.rows * 32 + place + gl.arange(0, BOX, layout=L)
-        return gl.load(self.scales_ptr + at, mask=(number >= 0) & (number < self.count), other=float("nan"))
+        at = (
+            number.to(gl.int64) * self.keys.page_stride * 4
+            + self.keys.page_rows * 32
+            + place
+            + gl.arange(0, BOX, layout=L)
+        )
+        return gl.load(self.scales_ptr + at, mask=(number >= 0) & (number < self.keys.pages), other=float("nan"))
 
 
 @gluon.jit
@@ -121,10 +129,26 @@ def maxima(x):
 
 
 @gluon.jit
-def score_boxes(slot, phase, first, last, base, begin, visible, w, factor, q, ring, ready, pages, scores_ptr,
-                scores_line, maxima_ptr, maxima_line, QUERIES: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
+def score_boxes(
+    slot,
+    phase,
+    first,
+    last,
+    begin,
+    visible,
+    w,
+    factor,
+    q,
+    ring,
+    ready,
+    pages,
+    queries,
+    scores,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
+):
     """The scores of the queries first .. last - 1, of one sequence; the CTA's own are begin .. begin + QUERIES - 1.
-    seen [QUERIES]. -> where the ring stands afterwards, empty."""
+    visible [QUERIES]. -> where the ring stands afterwards, empty."""
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     EACH: gl.constexpr = QUERIES // PARTS
     ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, q.dtype)
@@ -138,8 +162,7 @@ def score_boxes(slot, phase, first, last, base, begin, visible, w, factor, q, ri
     each = (boxes + gl.num_programs(1) - 1) // gl.num_programs(1)
     start = gl.program_id(1) * each
     stop = gl.minimum(start + each, boxes)
-    pages = Pages(pages.keys_desc, pages.scales_ptr, pages.line_ptr, pages.count, pages.rows, pages.stride,
-                  pages.inverse, pages.shift, stop, pages.sequence, pages.ALONE, pages.OWNER, pages.DTYPE)  # fmt: skip
+    pages = pages.until(stop)
     numbers = ()
     to = slot
     for i in gl.static_range(STAGES):
@@ -158,9 +181,9 @@ def score_boxes(slot, phase, first, last, base, begin, visible, w, factor, q, ri
     for i in gl.static_range(PARTS):
         query = begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
         mine = gl.where((query >= first) & (query < last), visible[i], 0)
-        line = (query - base).to(gl.int64)
-        scores_ptrs = scores_ptr + gl.convert_layout(line, gl.SliceLayout(0, T))[None, :] * scores_line
-        maxima_ptrs = maxima_ptr + gl.convert_layout(line, gl.SliceLayout(0, G))[None, :] * maxima_line
+        line = (query - queries.first).to(gl.int64)
+        scores_ptrs = scores.ptr + gl.convert_layout(line, gl.SliceLayout(0, T))[None, :] * scores.line
+        maxima_ptrs = scores.maxima_ptr + gl.convert_layout(line, gl.SliceLayout(0, G))[None, :] * scores.maxima_line
         limit = gl.convert_layout(mine, gl.SliceLayout(0, T))[None, :]
         group_limit = gl.convert_layout(mine, gl.SliceLayout(0, G))[None, :]
         outputs = outputs + ((scores_ptrs, maxima_ptrs, limit, (limit + GROUP - 1) // GROUP * GROUP, group_limit),)
@@ -194,22 +217,25 @@ def score_boxes(slot, phase, first, last, base, begin, visible, w, factor, q, ri
     return slot, phase
 
 
-@gluon.jit(do_not_specialize=[
-    "first_query", "queries", "heads", "capacity", "ratio", "tokens", "requests", "pages", "page_rows", "page_inverse",
-    "page_shift", "page_stride", "table_line", "stride_qn", "stride_qh", "stride_wn", "stride_wh", "scores_line",
-    "maxima_line",
-])  # fmt: skip
-def index_scores_pages_sm90(q_ptr, keys_desc, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr,
-                            maxima_ptr, factor, first_query, queries, heads, capacity, ratio, tokens, requests, pages,
-                            page_rows, page_inverse, page_shift, page_stride, table_line, stride_qn, stride_qh,
-                            stride_wn, stride_wh, scores_line, maxima_line, OWNER: gl.constexpr, QUERIES: gl.constexpr,
-                            HEADS: gl.constexpr, ALONE: gl.constexpr):  # fmt: skip
-    """Strides of q and of pages are in units of 16 bytes. Line n of the scores is that of query first_query + n; only
-    what a query sees is written, and -inf up to a whole group."""
+@gluon.jit
+def index_scores_pages_sm90(
+    queries,
+    keys_desc,
+    keys,
+    owners,
+    scores,
+    factor,
+    OWNER: gl.constexpr,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
+    ALONE: gl.constexpr,
+):
+    """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
+    group."""
     launch_dependents()
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     EACH: gl.constexpr = QUERIES // PARTS
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    dtype: gl.constexpr = queries.ptr.dtype.element_ty
     VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
     ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, dtype)
     L: gl.constexpr = lanes(gl.num_warps(), dtype)
@@ -218,38 +244,36 @@ def index_scores_pages_sm90(q_ptr, keys_desc, k_ptr, weights_ptr, count_ptr, tab
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-    begin = first_query + gl.program_id(0) * QUERIES
-    end = gl.minimum(begin + QUERIES, queries)
+    begin = queries.first + gl.program_id(0) * QUERIES
+    end = gl.minimum(begin + QUERIES, queries.end)
     w = ()
     visible = ()
     for i in gl.static_range(PARTS):
         column = gl.arange(0, EACH * HEADS, layout=gl.SliceLayout(1, L))
         n = (begin + i * EACH + column // HEADS).to(gl.int64)
         head = column % HEADS
-        offset = (n * stride_qn + head * stride_qh)[:, None] * VEC
+        offset = (n * queries.stride_qn + head * queries.stride_qh)[:, None] * VEC
         offset = offset + gl.arange(0, DIMS, layout=gl.SliceLayout(0, L))[None, :]
-        q.index(i).store(gl.load(q_ptr + offset, mask=((head < heads) & (n < end))[:, None], other=0.0))
+        q.index(i).store(gl.load(queries.ptr + offset, mask=((head < queries.heads) & (n < end))[:, None], other=0.0))
         column = gl.arange(0, EACH * HEADS, layout=gl.SliceLayout(0, ACC))
         n = (begin + i * EACH + column // HEADS).to(gl.int64)
         head = column % HEADS
-        weight = gl.load(weights_ptr + n * stride_wn + head * stride_wh, mask=(head < heads) & (n < end), other=0.0)
-        w = w + (weight.to(gl.float32),)
+        weight_ptr = queries.weights_ptr + n * queries.stride_wn + head * queries.stride_wh
+        w = w + (gl.load(weight_ptr, mask=(head < queries.heads) & (n < end), other=0.0).to(gl.float32),)
         query = begin + i * EACH + gl.arange(0, EACH, layout=gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
-        visible = visible + (visible_rows(query, count_ptr, ratio, capacity, query < end),)
+        visible = visible + (visible_rows(query, owners, query < end),)
     fence_async_shared()  # Q by ordinary stores -> tensor-core reads, the barriers -> TMA
     barrier()
-    scales_ptr = k_ptr.to(gl.pointer_type(gl.float32), bitcast=True)
+    scales_ptr = keys.ptr.to(gl.pointer_type(gl.float32), bitcast=True)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     first = begin
     while first < end:  # the queries of a CTA may belong to several sequences
-        sequence, next_one = owner(first, starts_ptr, requests, tokens, OWNER)
+        sequence, next_one = owner(first, owners, OWNER)
         last = gl.minimum(next_one, end)
-        if sequence < requests:
-            line_ptr = table_ptr + sequence.to(gl.int64) * table_line
-            of_sequence = Pages(keys_desc, scales_ptr, line_ptr, pages, page_rows, page_stride, page_inverse,
-                                page_shift, 0, sequence, ALONE, OWNER, dtype)  # fmt: skip
-            slot, phase = score_boxes(slot, phase, first, last, first_query, begin, visible, w, factor, q, ring, ready,
-                                      of_sequence, scores_ptr, scores_line, maxima_ptr, maxima_line, QUERIES,
-                                      HEADS)  # fmt: skip
+        if sequence < owners.requests:
+            line_ptr = owners.table_ptr + sequence.to(gl.int64) * owners.table_line
+            pages = SequencePages(keys_desc, scales_ptr, line_ptr, keys, 0, sequence, ALONE, OWNER, dtype)
+            slot, phase = score_boxes(slot, phase, first, last, begin, visible, w, factor, q, ring, ready, pages,
+                                      queries, scores, QUERIES, HEADS)  # fmt: skip
         first = last

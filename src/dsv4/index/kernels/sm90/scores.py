@@ -33,28 +33,21 @@ from dsv4.kernels.dependent import launch_dependents
 
 
 @aggregate
-class Keys:
-    """Rows in pages, or one sequence after the other. Strides are in units of 16 bytes."""
+class KeyRows:
+    """Keys with the pointer of their type, of one sequence where there is no block table."""
 
     ptr: Value
     pages: Value
     page_rows: Value
     page_stride: Value
     row_stride: Value
-    inverse: Value  # ceil(2^shift / page_rows)
+    inverse: Value
     shift: Value
 
 
-@aggregate
-class Lines:
-    """The block table, the scores and their maxima: pointer, and from a line to the next."""
-
-    table_ptr: Value
-    table_line: Value
-    scores_ptr: Value
-    scores_line: Value
-    maxima_ptr: Value
-    maxima_line: Value
+@gluon.jit
+def rows_at(ptr, keys):
+    return KeyRows(ptr, keys.pages, keys.page_rows, keys.page_stride, keys.row_stride, keys.inverse, keys.shift)
 
 
 @gluon.constexpr_function
@@ -115,7 +108,7 @@ def copy_tile(
     for panel in gl.static_range(DIMS // WIDTH):
         if WHOLE:
             cp_async(panels.index(panel), pointers + panel * WIDTH, mask=there[:, None])
-        else:  # in cells, so that 16-byte copies stay possible
+        else:  # in units of 16 bytes, so that 16-byte copies stay possible
             inside = (column // VEC + panel * 8) < dims // VEC
             cp_async(panels.index(panel), pointers + panel * WIDTH, mask=there[:, None] & inside[None, :])
     async_copy.commit_group()
@@ -133,9 +126,28 @@ def scales_of(tile, page, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.c
 
 
 @gluon.jit
-def score_rows(first, last, base, begin, sequence, visible, w, factor, q, ring, keys, lines, dims,
-               QUERIES: gl.constexpr, HEADS: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr,
-               STAGES: gl.constexpr, WHOLE: gl.constexpr, OWNER: gl.constexpr):  # fmt: skip
+def score_rows(
+    first,
+    last,
+    begin,
+    sequence,
+    visible,
+    w,
+    factor,
+    q,
+    ring,
+    keys,
+    queries,
+    owners,
+    scores,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
+    DIMS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WHOLE: gl.constexpr,
+    OWNER: gl.constexpr,
+):
     """The scores of the queries first .. last - 1, of one sequence; the CTA's own are begin .. begin + QUERIES - 1."""
     ACC: gl.constexpr = product_layout(gl.num_warps(), HEADS, q.dtype)
     LINE: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -148,17 +160,17 @@ def score_rows(first, last, base, begin, sequence, visible, w, factor, q, ring, 
     each = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
     start = gl.program_id(1) * each
     stop = gl.minimum(start + each, tiles)
-    line_ptr = lines.table_ptr + sequence.to(gl.int64) * lines.table_line
+    line_ptr = owners.table_ptr + sequence.to(gl.int64) * owners.table_line
     if OWNER == BATCH:
         start_ptr = keys.ptr + sequence.to(gl.int64) * keys.page_stride * 8  # of 16-bit values
-        keys = Keys(start_ptr, keys.pages, keys.page_rows, keys.page_stride, keys.row_stride, keys.inverse, keys.shift)
+        keys = rows_at(start_ptr, keys)
     most = gl.minimum(most, stop * ROWS)  # nothing past this share is read
     page = numbers_of(start, most, line_ptr, keys, ROWS, OWNER, LINE)
     scale = scales_of(start, page, keys, ROWS, OWNER, LINE)
     page = numbers_of(start + 1, most, line_ptr, keys, ROWS, OWNER, LINE)
     for i in gl.static_range(STAGES - 1):
         from_page = numbers_of(start + i, most, line_ptr, keys, ROWS, OWNER, COPY)
-        copy_tile(ring.index(i), start + i, from_page, keys, dims, ROWS, DIMS, WHOLE, OWNER)
+        copy_tile(ring.index(i), start + i, from_page, keys, queries.dims, ROWS, DIMS, WHOLE, OWNER)
     from_page = numbers_of(start + STAGES - 1, most, line_ptr, keys, ROWS, OWNER, COPY)
     slot = gl.to_tensor(0)
     for tile in range(start, stop):
@@ -172,7 +184,7 @@ def score_rows(first, last, base, begin, sequence, visible, w, factor, q, ring, 
             products = products + (product,)
         ahead = tile + STAGES - 1
         free = gl.where(slot == 0, STAGES - 1, slot - 1)
-        copy_tile(ring.index(free), ahead, from_page, keys, dims, ROWS, DIMS, WHOLE, OWNER)
+        copy_tile(ring.index(free), ahead, from_page, keys, queries.dims, ROWS, DIMS, WHOLE, OWNER)
         from_page = numbers_of(ahead + 1, most, line_ptr, keys, ROWS, OWNER, COPY)
         next_scale = scales_of(tile + 1, page, keys, ROWS, OWNER, LINE)
         page = numbers_of(tile + 2, most, line_ptr, keys, ROWS, OWNER, LINE)
@@ -183,14 +195,16 @@ def score_rows(first, last, base, begin, sequence, visible, w, factor, q, ring, 
             total = gl.where(total == total, total, -float("inf")) + 0.0
             mine = (begin + j >= first) & (begin + j < last)
             here = (row < visible[j]) & mine
-            line = (begin - base + j).to(gl.int64)
+            line = (begin - queries.first + j).to(gl.int64)
             total = gl.where(here, total, -float("inf"))
             written = (visible[j] + GROUP - 1) // GROUP * GROUP
-            gl.store(lines.scores_ptr + line * lines.scores_line + row, total, mask=(row < written) & mine)
+            gl.store(scores.ptr + line * scores.line + row, total, mask=(row < written) & mine)
             greatest = gl.max(gl.reshape(total, [ROWS // GROUP, GROUP]), 1)
             group = tile * (ROWS // GROUP) + gl.arange(0, ROWS // GROUP, layout=greatest.type.layout)
             gl.store(
-                lines.maxima_ptr + line * lines.maxima_line + group, greatest, mask=(group * GROUP < visible[j]) & mine
+                scores.maxima_ptr + line * scores.maxima_line + group,
+                greatest,
+                mask=(group * GROUP < visible[j]) & mine,
             )
         scale = next_scale
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
@@ -198,31 +212,34 @@ def score_rows(first, last, base, begin, sequence, visible, w, factor, q, ring, 
     barrier()
 
 
-@gluon.jit(do_not_specialize=[
-    "first_query", "queries", "heads", "dims", "capacity", "ratio", "tokens", "requests", "pages", "page_rows",
-    "page_inverse", "page_shift", "page_stride", "row_stride", "table_line", "stride_qn", "stride_qh", "stride_wn",
-    "stride_wh", "scores_line", "maxima_line",
-])  # fmt: skip
-def index_scores_sm90(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_ptr, scores_ptr, maxima_ptr, factor,
-                      first_query, queries, heads, dims, capacity, ratio, tokens, requests, pages, page_rows,
-                      page_inverse, page_shift, page_stride, row_stride, table_line, stride_qn, stride_qh, stride_wn,
-                      stride_wh, scores_line, maxima_line, OWNER: gl.constexpr, QUERIES: gl.constexpr,
-                      HEADS: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-                      WHOLE: gl.constexpr):  # fmt: skip
-    """Strides of q and k are in units of 16 bytes. Line n of the scores is that of query first_query + n; only what a
-    query sees is written, and -inf up to a whole group."""
+@gluon.jit
+def index_scores_sm90(
+    queries,
+    keys,
+    owners,
+    scores,
+    factor,
+    OWNER: gl.constexpr,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
+    DIMS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
+    group."""
     launch_dependents()
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    dtype: gl.constexpr = queries.ptr.dtype.element_ty
     VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
     ACC: gl.constexpr = product_layout(gl.num_warps(), HEADS, dtype)
     L: gl.constexpr = lanes(gl.num_warps(), dtype)
-    k_ptr = k_ptr.to(gl.pointer_type(dtype), bitcast=True)
-    keys = Keys(k_ptr, pages, page_rows, page_stride, row_stride, page_inverse, page_shift)
-    lines = Lines(table_ptr, table_line, scores_ptr, scores_line, maxima_ptr, maxima_line)
+    rows = rows_at(keys.ptr.to(gl.pointer_type(dtype), bitcast=True), keys)
+    heads, dims = queries.heads, queries.dims
     q = gl.allocate_shared_memory(dtype, [QUERIES, HEADS, DIMS], tile_layout(dtype))
     ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, DIMS], tile_layout(dtype))
-    begin = first_query + gl.program_id(0) * QUERIES
-    end = gl.minimum(begin + QUERIES, queries)
+    begin = queries.first + gl.program_id(0) * QUERIES
+    end = gl.minimum(begin + QUERIES, queries.end)
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, L))
     dim = gl.arange(0, DIMS, layout=gl.SliceLayout(0, L))
     acc_head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, ACC))
@@ -231,17 +248,17 @@ def index_scores_sm90(q_ptr, k_ptr, weights_ptr, count_ptr, table_ptr, starts_pt
     for j in gl.static_range(QUERIES):
         n = (begin + j).to(gl.int64)
         there = ((head < heads) & (n < end))[:, None] & (dim // VEC < dims // VEC)[None, :]
-        offset = (n * stride_qn + head * stride_qh)[:, None] * VEC + dim[None, :]
-        q.index(j).store(gl.load(q_ptr + offset, mask=there, other=0.0))
-        weight_ptr = weights_ptr + n * stride_wn + acc_head * stride_wh
+        offset = (n * queries.stride_qn + head * queries.stride_qh)[:, None] * VEC + dim[None, :]
+        q.index(j).store(gl.load(queries.ptr + offset, mask=there, other=0.0))
+        weight_ptr = queries.weights_ptr + n * queries.stride_wn + acc_head * queries.stride_wh
         w = w + (gl.load(weight_ptr, mask=(acc_head < heads) & (n < end), other=0.0).to(gl.float32),)
-        visible = visible + (visible_rows(begin + j, count_ptr, ratio, capacity, n < end),)
+        visible = visible + (visible_rows(begin + j, owners, n < end),)
     fence_async_shared()  # Q by ordinary stores -> tensor-core reads
     first = begin
     while first < end:  # the queries of a CTA may belong to several sequences
-        sequence, next_one = owner(first, starts_ptr, requests, tokens, OWNER)
+        sequence, next_one = owner(first, owners, OWNER)
         last = gl.minimum(next_one, end)
-        if sequence < requests:
-            score_rows(first, last, first_query, begin, sequence, visible, w, factor, q, ring, keys, lines, dims,
+        if sequence < owners.requests:
+            score_rows(first, last, begin, sequence, visible, w, factor, q, ring, rows, queries, owners, scores,
                        QUERIES, HEADS, DIMS, ROWS, STAGES, WHOLE, OWNER)  # fmt: skip
         first = last

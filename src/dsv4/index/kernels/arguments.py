@@ -1,0 +1,99 @@
+"""What the kernels of the indexer take: NamedTuples that prepare.py makes, by what they describe."""
+
+from typing import Any, NamedTuple
+
+
+class Owners(NamedTuple):
+    """Whose keys a query reads, and how many of their rows it sees."""
+
+    any_alignment = ("starts_ptr", "count_ptr", "table_ptr")
+
+    starts_ptr: Any  # of requests: their first query
+    count_ptr: Any  # of queries: rows, or with a ratio the position of its token
+    table_ptr: Any  # the block table
+    table_line: Any
+    requests: Any  # or sequences
+    tokens: Any  # of a sequence
+    capacity: Any  # rows that a query sees at most
+    ratio: Any  # tokens to a row; 0: counts are rows
+
+
+class Queries(NamedTuple):
+    """Queries [first, end) with their heads and weights. Strides of q are in units of 16 bytes."""
+
+    any_alignment = ("weights_ptr",)
+
+    ptr: Any
+    weights_ptr: Any
+    first: Any
+    end: Any
+    heads: Any
+    dims: Any
+    stride_qn: Any
+    stride_qh: Any
+    stride_wn: Any
+    stride_wh: Any
+
+
+class Keys(NamedTuple):
+    """Rows in pages, or one sequence after the other. Strides are in units of 16 bytes."""
+
+    ptr: Any
+    pages: Any
+    page_rows: Any
+    page_stride: Any
+    row_stride: Any
+    inverse: Any  # ceil(2^shift / page_rows)
+    shift: Any
+
+
+class Scores(NamedTuple):
+    """fp32 scores, and the greatest of every GROUP of them; line 0 is that of the first query."""
+
+    ptr: Any
+    line: Any
+    maxima_ptr: Any
+    maxima_line: Any
+
+
+class Pages(NamedTuple):
+    """How row numbers of the pool follow from a block table."""
+
+    count: Any
+    rows: Any
+
+
+class Lists(NamedTuple):
+    """Where the chosen rows go, and their scores."""
+
+    any_alignment = ("ptr", "scores_ptr")
+
+    ptr: Any
+    line: Any
+    scores_ptr: Any
+    scores_line: Any
+    want_scores: Any
+    topk: Any
+    pages: Pages
+
+
+class Chosen(NamedTuple):
+    """What a round keeps of the queries from `first` on."""
+
+    first: Any
+    kept_ptr: Any
+    kept_size: Any
+    numbers_ptr: Any  # of what is kept; index_choose: of groups, before
+
+
+class Source(NamedTuple):
+    """Scores to choose from: `line` from a query's to the next. Of index_select the items of a line and, after its
+    first round, their numbers."""
+
+    any_alignment = ("numbers_ptr",)
+
+    ptr: Any
+    line: Any
+    maxima_ptr: Any
+    items: Any
+    numbers_ptr: Any
