@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dsv4.fmha.backward import FmhaBackward
-from dsv4.fmha.kernels.backward_rows import backward_rows
-from dsv4.fmha.kernels.prepare import named, row_strides
+from dsv4.fmha.kernels.backward_rows import RowSizes, RowStrides, RowTensors, backward_rows
+from dsv4.fmha.kernels.prepare import row_strides
 from dsv4.fmha.kernels.tiles import NO_BOUND
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.compat import TensorDescriptor, gl
@@ -159,17 +159,30 @@ def _rows(b: FmhaBackward, program: Program, dout: Slot) -> tuple[Slot, Slot, Sl
     rows = p.batch * p.max_seqlen_q * p.q_heads
     shape = (p.batch, p.kv_heads, p.max_seqlen_q * p.group)
     lse2, delta, plain = (program.workspace(name, shape, torch.float32) for name in ("lse2", "delta", "plain"))
-    # The LSE of a sequence may begin anywhere, and a kernel would be compiled for that.
-    lse, dlse, sink = (x if x is None or x.data_ptr() % 16 == 0 else program.copied(x) for x in (p.lse, b.dlse, p.sink))
+    lse, dlse, sink = p.lse, b.dlse, p.sink
     assert lse is not None
     sink, dlse = (lse if x is None else x for x in (sink, dlse))  # or unread
     arguments = dict(
-        out_ptr=out, dout_ptr=dout, lse_ptr=lse, dlse_ptr=dlse, sink_ptr=sink, lse2_ptr=lse2, delta_ptr=delta,
-        plain_ptr=plain, rows=rows, tokens=p.max_seqlen_q, q_heads=p.q_heads, group=p.group,
-        has_sink=int(p.sink is not None), has_dlse=int(b.dlse is not None),
-        **named("stride_o", "bth", row_strides(out)), **named("stride_g", "bth", row_strides(dout)),
-        **named("stride_l", "bht", lse.stride()), **named("stride_d", "bht", dlse.stride()),
-    )  # fmt: skip
+        tensors=RowTensors(
+            out_ptr=out,
+            dout_ptr=dout,
+            lse_ptr=lse,
+            dlse_ptr=dlse,
+            sink_ptr=sink,
+            lse2_ptr=lse2,
+            delta_ptr=delta,
+            plain_ptr=plain,
+        ),
+        sizes=RowSizes(
+            rows=rows,
+            tokens=p.max_seqlen_q,
+            q_heads=p.q_heads,
+            group=p.group,
+            has_sink=int(p.sink is not None),
+            has_dlse=int(b.dlse is not None),
+        ),
+        strides=RowStrides(*row_strides(out), *row_strides(dout), *lse.stride(), *dlse.stride()),
+    )
     program.launch(backward_rows, (-(-rows // 16),), arguments, D=p.head_dim, ROWS=16, num_warps=4)
     return lse2, delta, plain
 

@@ -11,7 +11,9 @@ dL is not 0 both stop at L' = L + 60: of a sink that is farther above the LSE, d
 rather than less.
 """
 
-from dsv4.kernels.compat import gl, gluon
+from typing import NamedTuple
+
+from dsv4.kernels.compat import Value, gl, gluon
 from dsv4.kernels.softmax import LOG2E
 
 FARTHEST = gl.constexpr(60.0)
@@ -42,40 +44,79 @@ def terms(dot, lse, sink, dlse):
     return lse2, delta, plain, share
 
 
-@gluon.jit(do_not_specialize=[
-    "rows", "tokens", "q_heads", "group", "has_sink", "has_dlse", "stride_ob", "stride_ot", "stride_oh", "stride_gb",
-    "stride_gt", "stride_gh", "stride_lb", "stride_lt", "stride_lh", "stride_db", "stride_dt", "stride_dh",
-])  # fmt: skip
-def backward_rows(out_ptr, dout_ptr, lse_ptr, dlse_ptr, sink_ptr, lse2_ptr, delta_ptr, plain_ptr, rows, tokens, q_heads,
-                  group, has_sink, has_dlse, stride_ob, stride_ot, stride_oh, stride_gb, stride_gt, stride_gh,
-                  stride_lb, stride_lt, stride_lh, stride_db, stride_dt, stride_dh,
-                  D: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
+class RowTensors(NamedTuple):
+    any_alignment = ("lse_ptr", "dlse_ptr", "sink_ptr")
+
+    out_ptr: Value
+    dout_ptr: Value
+    lse_ptr: Value
+    dlse_ptr: Value
+    sink_ptr: Value
+    lse2_ptr: Value  # what is made, from here on
+    delta_ptr: Value
+    plain_ptr: Value
+
+
+class RowSizes(NamedTuple):
+    rows: Value
+    tokens: Value
+    q_heads: Value
+    group: Value
+    has_sink: Value
+    has_dlse: Value
+
+
+class RowStrides(NamedTuple):
+    """Of out and dout in units of 8 elements."""
+
+    out_batch: Value
+    out_token: Value
+    out_head: Value
+    dout_batch: Value
+    dout_token: Value
+    dout_head: Value
+    lse_batch: Value
+    lse_head: Value
+    lse_token: Value
+    dlse_batch: Value
+    dlse_head: Value
+    dlse_token: Value
+
+
+@gluon.jit
+def backward_rows(tensors, sizes, strides, D: gl.constexpr, ROWS: gl.constexpr):
     """One program: ROWS rows. A row is (sequence, token, head), heads fastest; results lie by (sequence, KV head,
     token, head of the group). Strides of out and dout in units of 8 elements. plain: dO . O, for dsink."""
     L: gl.constexpr = row_layout(D)
     R: gl.constexpr = gl.SliceLayout(1, L)
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=R)
     column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    there = row < rows
-    line = row // q_heads  # divided in 32 bits: in 64 it took longer than the reading
-    head = row - line * q_heads
-    packed = head // group
-    member = head - packed * group
-    batch = (line // tokens).to(gl.int64)
-    token = line - batch * tokens
+    there = row < sizes.rows
+    line = row // sizes.q_heads  # divided in 32 bits: in 64 it took longer than the reading
+    head = row - line * sizes.q_heads
+    packed = head // sizes.group
+    member = head - packed * sizes.group
+    batch = (line // sizes.tokens).to(gl.int64)
+    token = line - batch * sizes.tokens
     head = head.to(gl.int64)
-    at_out = (batch * stride_ob + token * stride_ot + head * stride_oh) * 8
-    at_dout = (batch * stride_gb + token * stride_gt + head * stride_gh) * 8
-    o = gl.load(out_ptr + at_out[:, None] + column[None, :], mask=there[:, None], other=0.0)
-    do = gl.load(dout_ptr + at_dout[:, None] + column[None, :], mask=there[:, None], other=0.0)
+    at_out = (batch * strides.out_batch + token * strides.out_token + head * strides.out_head) * 8
+    at_dout = (batch * strides.dout_batch + token * strides.dout_token + head * strides.dout_head) * 8
+    o = gl.load(tensors.out_ptr + at_out[:, None] + column[None, :], mask=there[:, None], other=0.0)
+    do = gl.load(tensors.dout_ptr + at_dout[:, None] + column[None, :], mask=there[:, None], other=0.0)
     delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
-    lse = gl.load(lse_ptr + batch * stride_lb + token * stride_lt + head * stride_lh, mask=there, other=-float("inf"))
-    sink = gl.load(sink_ptr + head, mask=there & (has_sink != 0), other=-float("inf"))
+    lse = gl.load(
+        tensors.lse_ptr + batch * strides.lse_batch + token * strides.lse_token + head * strides.lse_head,
+        mask=there,
+        other=-float("inf"),
+    )
+    sink = gl.load(tensors.sink_ptr + head, mask=there & (sizes.has_sink != 0), other=-float("inf"))
     dlse = gl.load(
-        dlse_ptr + batch * stride_db + token * stride_dt + head * stride_dh, mask=there & (has_dlse != 0), other=0.0
+        tensors.dlse_ptr + batch * strides.dlse_batch + token * strides.dlse_token + head * strides.dlse_head,
+        mask=there & (sizes.has_dlse != 0),
+        other=0.0,
     )
     lse2, delta, plain, _ = terms(delta, lse, sink, dlse)
-    place = ((batch * (q_heads // group) + packed) * tokens + token) * group + member
-    gl.store(lse2_ptr + place, lse2, mask=there)
-    gl.store(delta_ptr + place, delta, mask=there)
-    gl.store(plain_ptr + place, plain, mask=there)
+    place = ((batch * (sizes.q_heads // sizes.group) + packed) * sizes.tokens + token) * sizes.group + member
+    gl.store(tensors.lse2_ptr + place, lse2, mask=there)
+    gl.store(tensors.delta_ptr + place, delta, mask=there)
+    gl.store(tensors.plain_ptr + place, plain, mask=there)

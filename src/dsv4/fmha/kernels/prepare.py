@@ -156,10 +156,6 @@ def merge_arguments(
     )
 
 
-def named(prefix: str, letters: str, strides: tuple[int, ...]) -> dict[str, int]:
-    return {prefix + letter: stride for letter, stride in zip(letters, strides)}
-
-
 def or_null(x: Slot | None, dtype: torch.dtype) -> Slot | Null:
     return Null(dtype) if x is None else x
 

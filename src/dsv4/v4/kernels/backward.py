@@ -16,12 +16,13 @@ from torch import Tensor
 
 from dsv4.caches import kv as caches
 from dsv4.fmha.kernels.backward import addressable, descriptor
-from dsv4.fmha.kernels.prepare import is_aligned, named, row_strides
+from dsv4.fmha.kernels.prepare import is_aligned, row_strides
 from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime import checks
 from dsv4.runtime.program import Program, Slot
 from dsv4.v4.backward import V4Backward
-from dsv4.v4.kernels.backward_rows import fold_rows, number_rows, query_rows
+from dsv4.v4.kernels.backward_arguments import Contributions, Lists, Pools, Terms
+from dsv4.v4.kernels.backward_rows import Numbered, RowSizes, RowStrides, RowTensors, fold_rows, number_rows, query_rows
 from dsv4.v4.kernels.prepare import is_packed
 from dsv4.v4.problem import V4Problem, requests_of
 
@@ -67,16 +68,29 @@ def prepare_sparse(b: V4Backward, program: Program, kernel: Any, registers: dict
     boxes = {name: descriptor(x, [1, 64, 64]) for name, x in
              (("q_desc", q), ("dout_desc", dout), ("turned_desc", turned), ("dq_desc", dq))}  # fmt: skip
     common: dict[str, Any] = boxes | dict(
-        rows_ptr=rows, blocks_ptr=blocks, lse2_ptr=lse2, delta_ptr=delta, window_ptr=window, compressed_ptr=compressed,
-        scale2=p.softmax_scale * LOG2E.value, scale=p.softmax_scale, heads=p.q_heads, width=width, window_rows=split,
-        window_stride=window.stride(0) // 8, window_blocks=window_blocks, compressed_stride=compressed.stride(0) // 8,
-        most_ptr=most, sizes_ptr=sizes,
-    )  # fmt: skip
+        pools=Pools(
+            window_ptr=window,
+            window_rows=split,
+            window_stride=window.stride(0) // 8,
+            window_blocks=window_blocks,
+            compressed_ptr=compressed,
+            compressed_stride=compressed.stride(0) // 8,
+        ),
+        terms=Terms(
+            lse2_ptr=lse2,
+            delta_ptr=delta,
+            most_ptr=most,
+            sizes_ptr=sizes,
+            scale2=p.softmax_scale * LOG2E.value,
+            scale=p.softmax_scale,
+        ),
+    )
     panels = 0 if p.cos_sin is None else turned.shape[-1] // 64
     options = dict(ATOMIC=not b.deterministic, TURNED=panels, SCALED=fp16, **registers, num_warps=4)
 
     def listed(target: Slot, undo: Slot, begin: int, count: int) -> None:
-        arguments = common | dict(target_ptr=target, undo_ptr=undo, query_begin=begin, queries=count)
+        lists = Lists(rows, blocks, width, p.q_heads, begin, count)
+        arguments = common | dict(lists=lists, contributions=Contributions(target, undo))
         program.launch(kernel, (count, tiles), arguments, **options)
 
     undo = lse2  # or unread
@@ -146,15 +160,36 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None) -> tuple[Slot, 
     )
     positions = positions if positions.is_contiguous() else program.copied(positions)
     arguments = dict(
-        out_ptr=out, dout_ptr=dout, lse_ptr=p.lse, dlse_ptr=dlse, sink_ptr=sink, cos_sin_ptr=cos_sin,
-        positions_ptr=positions, lse2_ptr=lse2, delta_ptr=delta, share_ptr=share, turned_ptr=turned,
-        heads=p.q_heads, has_sink=int(p.sink is not None), has_dlse=int(b.dlse is not None),
-        **named("stride_o", "nh", row_strides(out)[1:]), **named("stride_g", "nh", row_strides(dout)[1:]),
-        **named("stride_l", "nh", p.lse.stride()), **named("stride_d", "nh", dlse.stride()),
-        **named("stride_q", "nh", row_strides(q)[1:]), positions=cos_sin.shape[0], rope_width=cos_sin.shape[1],
-        rope_line=cos_sin.stride(0), longest_ptr=lse2 if longest is None else longest, most_ptr=most,
-        scale=abs(p.softmax_scale), q_ptr=q, sizes_ptr=sizes,
-    )  # fmt: skip
+        tensors=RowTensors(
+            q_ptr=q,
+            out_ptr=out,
+            dout_ptr=dout,
+            lse_ptr=p.lse,
+            dlse_ptr=dlse,
+            sink_ptr=sink,
+            cos_sin_ptr=cos_sin,
+            positions_ptr=positions,
+            longest_ptr=lse2 if longest is None else longest,
+            lse2_ptr=lse2,
+            delta_ptr=delta,
+            share_ptr=share,
+            turned_ptr=turned,
+            most_ptr=most,
+            sizes_ptr=sizes,
+        ),
+        sizes=RowSizes(
+            heads=p.q_heads,
+            has_sink=int(p.sink is not None),
+            has_dlse=int(b.dlse is not None),
+            positions=cos_sin.shape[0],
+            rope_width=cos_sin.shape[1],
+            rope_line=cos_sin.stride(0),
+            scale=abs(p.softmax_scale),
+        ),
+        strides=RowStrides(
+            *row_strides(q)[1:], *row_strides(out)[1:], *row_strides(dout)[1:], *p.lse.stride(), *dlse.stride()
+        ),
+    )
     program.launch(query_rows, (p.batch, -(-p.q_heads // 16)), arguments, D=512, ROWS=16, TURNED=columns,
                    SCALED=longest is not None, STORED=stored, num_warps=4)  # fmt: skip
     return lse2, delta, share, turned, most, sizes
@@ -183,13 +218,26 @@ def _listed(p: V4Problem, program: Program) -> tuple[Slot, Slot, int]:
     rows = program.workspace("rows", (p.batch, window_blocks * 64 + entries), torch.int32)
     blocks = program.workspace("blocks", (p.batch,), torch.int32)
     arguments = dict(
-        window_list_ptr=p.window_indices, window_lengths_ptr=blocks if p.window_lengths is None else p.window_lengths,
-        compressed_list_ptr=compressed, compressed_lengths_ptr=blocks if lengths is None else lengths, rows_ptr=rows,
-        blocks_ptr=blocks, window_stride=p.window_indices.stride(0), window_entries=p.window_indices.shape[1],
-        window_padded=window_blocks * 64, has_window_lengths=int(p.window_lengths is not None),
-        window_rows=caches.pool_size(p.window), compressed_stride=compressed.stride(0), compressed_entries=entries,
-        has_compressed_lengths=int(lengths is not None), compressed_rows=size,
-    )  # fmt: skip
+        window=Numbered(
+            list_ptr=p.window_indices,
+            lengths_ptr=blocks if p.window_lengths is None else p.window_lengths,
+            has_lengths=int(p.window_lengths is not None),
+            stride=p.window_indices.stride(0),
+            entries=p.window_indices.shape[1],
+            rows=caches.pool_size(p.window),
+        ),
+        compressed=Numbered(
+            list_ptr=compressed,
+            lengths_ptr=blocks if lengths is None else lengths,
+            has_lengths=int(lengths is not None),
+            stride=compressed.stride(0),
+            entries=entries,
+            rows=size,
+        ),
+        rows_ptr=rows,
+        blocks_ptr=blocks,
+        window_padded=window_blocks * 64,
+    )
     program.launch(number_rows, (p.batch,), arguments, CHUNK=256, num_warps=4)
     return rows, blocks, window_blocks
 

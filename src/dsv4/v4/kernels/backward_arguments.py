@@ -1,4 +1,6 @@
-"""The arguments of V4's gradient kernels by group, as they hand them to their roles, and a CTA's share of them."""
+"""What V4's gradient kernels take (NamedTuples, made by backward.py) and hand to their roles."""
+
+from typing import NamedTuple
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
@@ -12,8 +14,7 @@ class Operands:
     turned_desc: Value  # the last columns of dO, turned as q was
 
 
-@aggregate
-class Pools:
+class Pools(NamedTuple):
     """Strides in units of 8 elements."""
 
     window_ptr: Value
@@ -22,6 +23,25 @@ class Pools:
     window_blocks: Value  # of a list: the first name window rows, the others compressed ones
     compressed_ptr: Value
     compressed_stride: Value
+
+
+class Lists(NamedTuple):
+    """Of all queries: the rows of both pools by one number, compressed ones after the window's. The CTAs of a launch
+    have `queries` of them, from query_begin on."""
+
+    rows_ptr: Value  # [N, width], -1 = nothing there
+    blocks_ptr: Value  # [N]: blocks of 64 entries that name something
+    width: Value
+    heads: Value
+    query_begin: Value
+    queries: Value
+
+
+class Contributions(NamedTuple):
+    """dKV: fp32 rows to add to, or what each CTA contributes; for fp16 what undoes the factor of these."""
+
+    ptr: Value
+    undo_ptr: Value
 
 
 @aggregate
@@ -36,8 +56,7 @@ class Query:
     blocks: Value  # of 64 entries that name something
 
 
-@aggregate
-class Terms:
+class Terms(NamedTuple):
     """Of all (query, head): the exponent to subtract, delta, and for fp16 what bounds dS and what is added to dKV.
     What S is multiplied by, in base 2, and dS."""
 
@@ -60,17 +79,17 @@ class Target:
 
 
 @gluon.jit
-def query_and_target(
-    rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC: gl.constexpr
-):
+def query_and_target(lists, contributions, ATOMIC: gl.constexpr):
     """-> Query, Target of this CTA, by the grid (queries, tiles of 64 heads)"""
-    number = query_begin + gl.program_id(0)
+    number = lists.query_begin + gl.program_id(0)
     head = gl.program_id(1) * 64
-    blocks = gl.load(blocks_ptr + number)
-    query = Query(number, head, heads, rows_ptr + number.to(gl.int64) * width, width, blocks)
-    target = Target(target_ptr, 0, undo_ptr)
+    blocks = gl.load(lists.blocks_ptr + number)
+    line = lists.rows_ptr + number.to(gl.int64) * lists.width
+    query = Query(number, head, lists.heads, line, lists.width, blocks)
+    target = Target(contributions.ptr, 0, contributions.undo_ptr)
     if not ATOMIC:
-        padded = (width + 63) // 64 * 64
-        place = gl.program_id(1).to(gl.int64) * queries + gl.program_id(0)
-        target = Target(target_ptr + place * padded * 512, 64 * 512, undo_ptr + place * (padded // 64))
+        padded = (lists.width + 63) // 64 * 64
+        place = gl.program_id(1).to(gl.int64) * lists.queries + gl.program_id(0)
+        undo_ptr = contributions.undo_ptr + place * (padded // 64)
+        target = Target(contributions.ptr + place * padded * 512, 64 * 512, undo_ptr)
     return query, target

@@ -8,9 +8,9 @@ PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwid
 
 
 @gluon.jit
-def gather_role(operands, memory, barriers, pools, query, TURNED: gl.constexpr):
-    """memory: of the kernel, q, dout and kv of which are filled; barriers: q_ready, ready and free of them."""
-    q_ready = barriers.q_ready
+def gather_role(operands, memory, pools, query, TURNED: gl.constexpr):
+    """memory: of the kernel; q, dout and kv of it are filled, q_ready, ready and free say so."""
+    q_ready = memory.q_ready.at(0)
     BOX: gl.constexpr = operands.q_desc.layout
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     mbarrier.expect(q_ready, 2 * 64 * 512 * 2)
@@ -36,13 +36,13 @@ def gather_role(operands, memory, barriers, pools, query, TURNED: gl.constexpr):
         offset = (number - gl.where(in_window, 0, pools.window_rows)).to(gl.int64)
         offset = offset * gl.where(in_window, pools.window_stride, pools.compressed_stride)
         base = gl.where(in_window, pools.window_ptr, pools.compressed_ptr)
-        mbarrier.wait(barriers.free, phase)
+        memory.free.wait(0, phase)
         for half in gl.static_range(2):
             panels = reinterpret(memory.kv.index(half), [4, 64, 64], PANEL)
             for panel in gl.static_range(4):
                 here = base + offset[:, None] * 8 + (half * 256 + panel * 64 + column)[None, :]
                 cp_async(panels.index(panel), here, mask=there[:, None])
-        async_copy.mbarrier_arrive(barriers.ready, increment_count=False)
+        async_copy.mbarrier_arrive(memory.ready.at(0), increment_count=False)
         phase = phase ^ 1
 
 

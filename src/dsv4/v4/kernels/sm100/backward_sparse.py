@@ -44,16 +44,12 @@ The rows are gathered, and what is stored without atomics is laid out, as by the
 filled with zeros, its P is 0, and nothing is added for it.
 """
 
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    allocate_tensor_memory,
-    tcgen05_commit,
-    tcgen05_mma,
-)
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
 
-from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, reinterpret, store_wait
 from dsv4.kernels.opaque import zero
-from dsv4.v4.kernels.backward_arguments import Operands, Pools, Terms, query_and_target
+from dsv4.kernels.ring import Barriers, init_barriers, new_barriers
+from dsv4.v4.kernels.backward_arguments import Operands, query_and_target
 from dsv4.v4.kernels.backward_gather import PANEL, gather_role, numbers, send_half
 from dsv4.v4.kernels.backward_scale import dkv_factors, factors, keep_undo
 
@@ -69,54 +65,50 @@ class Memory:
     dp: Value
     dq: Value
     dkv: Value
-
-
-@aggregate
-class Barriers:
-    q_ready: Value
-    ready: Value
-    free: Value
-    s_ready: Value
-    dp_ready: Value
-    ds_ready: Value
-    used: Value
-    part_ready: Value
-    part_free: Value
-    dq_done: Value
+    q_ready: Barriers
+    ready: Barriers
+    free: Barriers
+    s_ready: Barriers
+    dp_ready: Barriers
+    ds_ready: Barriers
+    used: Barriers
+    part_ready: Barriers
+    part_free: Barriers
+    dq_done: Barriers
 
 
 @gluon.jit
-def mma_role(memory, barriers, query):
+def mma_role(memory, query):
     q, dout, kv, p16, ds16 = memory.q, memory.dout, memory.kv, memory.p16, memory.ds16
-    mbarrier.wait(barriers.q_ready, 0)
+    memory.q_ready.wait(0, 0)
     for block in range(0, query.blocks):
         phase = block % 2
-        mbarrier.wait(barriers.ready, phase)
+        memory.ready.wait(0, phase)
         fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
         at = zero(block)  # else the descriptors of all products would be kept in registers, and spilled
         for h in gl.static_range(2):
             tcgen05_mma(q.index(at + h), kv.index(at + h).permute((1, 0)), memory.s, use_acc=h > 0)
-        tcgen05_commit(barriers.s_ready)
+        memory.s_ready.arrive_after_mma(0)
         for h in gl.static_range(2):
             tcgen05_mma(dout.index(at + h), kv.index(at + h).permute((1, 0)), memory.dp, use_acc=h > 0)
-        tcgen05_commit(barriers.dp_ready)
-        mbarrier.wait(barriers.ds_ready, phase)
+        memory.dp_ready.arrive_after_mma(0)
+        memory.ds_ready.wait(0, phase)
         for h in gl.static_range(2):
             tcgen05_mma(ds16, kv.index(at + h), memory.dq.slice(h * 256, 256), use_acc=block > 0)
-        tcgen05_commit(barriers.free)
+        memory.free.arrive_after_mma(0)
         for h in gl.static_range(2):
-            mbarrier.wait(barriers.part_free, (h + 1) % 2)  # twice in a block; the first wait of all passes
+            memory.part_free.wait(0, (h + 1) % 2)  # twice in a block; the first wait of all passes
             for c in gl.static_range(2):
                 part = memory.dkv.slice(c * 128, 128)
                 tcgen05_mma(p16.permute((1, 0)), dout.index(at + h).slice(c * 128, 128, dim=1), part, use_acc=False)
                 tcgen05_mma(ds16.permute((1, 0)), q.index(at + h).slice(c * 128, 128, dim=1), part, use_acc=True)
-            tcgen05_commit(barriers.part_ready)
-        tcgen05_commit(barriers.used)
-    tcgen05_commit(barriers.dq_done)
+            memory.part_ready.arrive_after_mma(0)
+        memory.used.arrive_after_mma(0)
+    memory.dq_done.arrive_after_mma(0)
 
 
 @gluon.jit
-def score_role(memory, barriers, terms, query, dq_desc, SCALED: gl.constexpr):
+def score_role(memory, terms, query, dq_desc, SCALED: gl.constexpr):
     """P and dS of every block; in the end dQ to memory."""
     p16, ds16, kv = memory.p16, memory.ds16, memory.kv
     L: gl.constexpr = memory.s.get_reg_layout()
@@ -130,18 +122,18 @@ def score_role(memory, barriers, terms, query, dq_desc, SCALED: gl.constexpr):
     for block in range(0, query.blocks):
         phase = block % 2
         there = numbers(query, block, gl.SliceLayout(0, L)) >= 0
-        mbarrier.wait(barriers.s_ready, phase)
+        memory.s_ready.wait(0, phase)
         p = gl.where(there[None, :], gl.exp2(memory.s.load() * terms.scale2 - lse2[:, None]), 0.0)
-        mbarrier.wait(barriers.used, phase ^ 1)  # the first wait on an untouched barrier passes
+        memory.used.wait(0, phase ^ 1)  # the first wait on an untouched barrier passes
         if SCALED:
             p = p * up
         p16.store(p.to(p16.dtype))
-        mbarrier.wait(barriers.dp_ready, phase)
+        memory.dp_ready.wait(0, phase)
         ds = p * (memory.dp.load() - delta[:, None]) * terms.scale
         ds16.store(ds.to(ds16.dtype))
         fence_async_shared()  # generic stores -> tensor-core reads
-        mbarrier.arrive(barriers.ds_ready, count=1)
-    mbarrier.wait(barriers.dq_done, 0)
+        memory.ds_ready.arrive(0)
+    memory.dq_done.wait(0, 0)
     LO: gl.constexpr = memory.dq.slice(0, 64).get_reg_layout()
     for h in gl.static_range(2):
         panels = reinterpret(kv.index(h), [4, 64, 64], PANEL)
@@ -159,7 +151,7 @@ def score_role(memory, barriers, terms, query, dq_desc, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
+def add_role(memory, target, terms, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
     """Every block's dKV: added to the rows it names, or stored beside those of other queries, to be summed later."""
     L: gl.constexpr = memory.dkv.slice(0, 64).get_reg_layout()
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, L)).to(gl.int64)
@@ -175,11 +167,11 @@ def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALE
         first = part % 2 * 256
         rows = numbers(query, block, gl.SliceLayout(1, L))
         there = (rows >= 0)[:, None]
-        mbarrier.wait(barriers.part_ready, part % 2)
+        memory.part_ready.wait(0, part % 2)
         for c in gl.static_range(4):
             x = memory.dkv.slice(c * 64, 64).load()
             if c == 3:
-                mbarrier.arrive(barriers.part_free, count=1)
+                memory.part_free.arrive(0)
             if SCALED:
                 x = x * factor
             column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
@@ -192,19 +184,26 @@ def add_role(memory, barriers, target, terms, query, ATOMIC: gl.constexpr, SCALE
                 gl.store(place, x.to(target.ptr.dtype.element_ty), mask=there)
 
 
-@gluon.jit(do_not_specialize=[
-    "scale2", "scale", "heads", "width", "window_rows", "window_stride", "window_blocks", "compressed_stride",
-    "query_begin", "queries",
-])  # fmt: skip
-def backward_sparse(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
-                    dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
-                    window_blocks, compressed_stride, query_begin, queries, most_ptr, sizes_ptr, undo_ptr,
-                    ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, ADD_REGS: gl.constexpr,
-                    GATHER_REGS: gl.constexpr, MMA_REGS: gl.constexpr):  # fmt: skip
+@gluon.jit
+def backward_sparse(
+    q_desc,
+    dout_desc,
+    turned_desc,
+    dq_desc,
+    lists,
+    pools,
+    terms,
+    contributions,
+    ATOMIC: gl.constexpr,
+    TURNED: gl.constexpr,
+    SCALED: gl.constexpr,
+    ADD_REGS: gl.constexpr,
+    GATHER_REGS: gl.constexpr,
+    MMA_REGS: gl.constexpr,
+):
     """The arguments are those of the Hopper kernel of this name."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
     dout = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
     kv = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
@@ -214,37 +213,43 @@ def backward_sparse(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     dp = allocate_tensor_memory(gl.float32, [64, 64], TensorMemoryLayout([64, 64], col_stride=1))
     dq = allocate_tensor_memory(gl.float32, [64, 512], TensorMemoryLayout([64, 256], col_stride=1))
     dkv = allocate_tensor_memory(gl.float32, [64, 256], TensorMemoryLayout([64, 128], col_stride=1))
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    s_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    dp_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ds_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    used = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    part_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    part_free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    dq_done = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(ready, count=128)
-    mbarrier.init(free, count=1)
-    mbarrier.init(s_ready, count=1)
-    mbarrier.init(dp_ready, count=1)
-    mbarrier.init(ds_ready, count=1)
-    mbarrier.init(used, count=1)
-    mbarrier.init(part_ready, count=1)
-    mbarrier.init(part_free, count=1)
-    mbarrier.init(dq_done, count=1)
-    query, target = query_and_target(
-        rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC
-    )
+    q_ready = new_barriers(1)
+    ready = new_barriers(1, 128)
+    free = new_barriers(1)
+    s_ready = new_barriers(1)
+    dp_ready = new_barriers(1)
+    ds_ready = new_barriers(1)
+    used = new_barriers(1)
+    part_ready = new_barriers(1)
+    part_free = new_barriers(1)
+    dq_done = new_barriers(1)
+    init_barriers((q_ready, ready, free, s_ready, dp_ready, ds_ready, used, part_ready, part_free, dq_done))
+    query, target = query_and_target(lists, contributions, ATOMIC)
     operands = Operands(q_desc, dout_desc, turned_desc)
-    pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
-    terms = Terms(lse2_ptr, delta_ptr, most_ptr, sizes_ptr, scale2, scale)
-    memory = Memory(q, dout, kv, p16, ds16, s, dp, dq, dkv)
-    barriers = Barriers(q_ready, ready, free, s_ready, dp_ready, ds_ready, used, part_ready, part_free, dq_done)
+    memory = Memory(
+        q,
+        dout,
+        kv,
+        p16,
+        ds16,
+        s,
+        dp,
+        dq,
+        dkv,
+        q_ready,
+        ready,
+        free,
+        s_ready,
+        dp_ready,
+        ds_ready,
+        used,
+        part_ready,
+        part_free,
+        dq_done,
+    )
     gl.warp_specialize([
-        (score_role, (memory, barriers, terms, query, dq_desc, SCALED)),
-        (add_role, (memory, barriers, target, terms, query, ATOMIC, SCALED)),
-        (gather_role, (operands, memory, barriers, pools, query, TURNED)),
-        (mma_role, (memory, barriers, query)),
+        (score_role, (memory, terms, query, dq_desc, SCALED)),
+        (add_role, (memory, target, terms, query, ATOMIC, SCALED)),
+        (gather_role, (operands, memory, pools, query, TURNED)),
+        (mma_role, (memory, query)),
     ], [4, 4, 1], [ADD_REGS, GATHER_REGS, MMA_REGS])  # fmt: skip

@@ -37,14 +37,14 @@ from dsv4.kernels.compat import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     reinterpret,
     store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from dsv4.kernels.opaque import zero
-from dsv4.v4.kernels.backward_arguments import Operands, Pools, Terms, query_and_target
+from dsv4.kernels.ring import Barriers, init_barriers, new_barriers
+from dsv4.v4.kernels.backward_arguments import Operands, query_and_target
 from dsv4.v4.kernels.backward_gather import PANEL, gather_role, numbers, send_half
 from dsv4.v4.kernels.backward_scale import dkv_factors, factors, keep_undo
 
@@ -60,16 +60,12 @@ class Memory:
     p16: Value
     ds16: Value
     p32: Value
-
-
-@aggregate
-class Barriers:
-    q_ready: Value
-    ready: Value
-    free: Value
-    p_ready: Value
-    ds_ready: Value
-    used: Value
+    q_ready: Barriers
+    ready: Barriers
+    free: Barriers
+    p_ready: Barriers
+    ds_ready: Barriers
+    used: Barriers
 
 
 @gluon.jit
@@ -141,9 +137,7 @@ def keep(part, rows, target, first):
 
 
 @gluon.jit
-def gradients(
-    dq, memory, barriers, rows, target, block, factor, H: gl.constexpr, ATOMIC: gl.constexpr, SCALED: gl.constexpr
-):
+def gradients(dq, memory, rows, target, block, factor, H: gl.constexpr, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
     """This half of dQ and of dKV of a block. factor: of dKV, SCALED."""
     p16, ds16 = memory.p16, memory.ds16
     place = target.ptr + block * target.step
@@ -158,10 +152,10 @@ def gradients(
         part = warpgroup_mma(ds16.permute((1, 0)), q_panels.index(at), part, is_async=True)
         if piece == 0:
             dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq,))
-            mbarrier.arrive(barriers.free, count=1)
+            memory.free.arrive(0)
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         if piece == 3:
-            mbarrier.arrive(barriers.used, count=1)
+            memory.used.arrive(0)
         if SCALED:
             part = part * factor
         if ATOMIC:
@@ -181,7 +175,7 @@ def end(dq, kv, dq_desc, query, H: gl.constexpr):
 
 
 @gluon.jit
-def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
+def left_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
     """S, P; columns 0-255 of dQ and dKV."""
     heads = query.heads
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
@@ -193,24 +187,24 @@ def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.conste
         if not ATOMIC:
             keep_undo(target, query, undo)
     dq = gl.zeros([64, 256], gl.float32, HALF)
-    mbarrier.wait(barriers.q_ready, 0)
+    memory.q_ready.wait(0, 0)
     phase = 0
     for block in range(0, query.blocks):
         there = numbers(query, block, gl.SliceLayout(0, SCORES)) >= 0
         rows = numbers(query, block, gl.SliceLayout(1, SCORES))
-        mbarrier.wait(barriers.ready, phase)
+        memory.ready.wait(0, phase)
         fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
         s = products(memory.q, memory.kv, block)
         p = gl.where(there[None, :], gl.exp2(s * terms.scale2 - lse2[:, None]), 0.0)
-        mbarrier.wait(barriers.used, phase ^ 1)
+        memory.used.wait(0, phase ^ 1)
         if SCALED:
             p = p * up
         memory.p32.store(p)
         memory.p16.store(p.to(memory.p16.dtype))
         fence_async_shared()
-        mbarrier.arrive(barriers.p_ready, count=1)
-        mbarrier.wait(barriers.ds_ready, phase)
-        dq = gradients(dq, memory, barriers, rows, target, block, factor, 0, ATOMIC, SCALED)
+        memory.p_ready.arrive(0)
+        memory.ds_ready.wait(0, phase)
+        dq = gradients(dq, memory, rows, target, block, factor, 0, ATOMIC, SCALED)
         phase = phase ^ 1
     if SCALED:
         dq = dq * down
@@ -218,7 +212,7 @@ def left_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.conste
 
 
 @gluon.jit
-def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
+def right_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
     """dP, dS; columns 256-511 of dQ and dKV."""
     heads = query.heads
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
@@ -228,34 +222,41 @@ def right_role(memory, barriers, terms, target, dq_desc, query, ATOMIC: gl.const
         _, down = factors(terms, query)
         factor, _ = dkv_factors(terms, query, down, ATOMIC)
     dq = gl.zeros([64, 256], gl.float32, HALF)
-    mbarrier.wait(barriers.q_ready, 0)
+    memory.q_ready.wait(0, 0)
     phase = 0
     for block in range(0, query.blocks):
         rows = numbers(query, block, gl.SliceLayout(1, SCORES))
-        mbarrier.wait(barriers.ready, phase)
+        memory.ready.wait(0, phase)
         fence_async_shared()
         dp = products(memory.dout, memory.kv, block)
-        mbarrier.wait(barriers.p_ready, phase)
+        memory.p_ready.wait(0, phase)
         ds = memory.p32.load(SCORES) * (dp - delta[:, None]) * terms.scale
         memory.ds16.store(ds.to(memory.ds16.dtype))
         fence_async_shared()
-        mbarrier.arrive(barriers.ds_ready, count=1)
-        dq = gradients(dq, memory, barriers, rows, target, block, factor, 1, ATOMIC, SCALED)
+        memory.ds_ready.arrive(0)
+        dq = gradients(dq, memory, rows, target, block, factor, 1, ATOMIC, SCALED)
         phase = phase ^ 1
     if SCALED:
         dq = dq * down
     end(dq, memory.kv, dq_desc, query, 1)
 
 
-@gluon.jit(do_not_specialize=[
-    "scale2", "scale", "heads", "width", "window_rows", "window_stride", "window_blocks", "compressed_stride",
-    "query_begin", "queries",
-])  # fmt: skip
-def backward_sparse(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compressed_ptr, target_ptr, q_desc,
-                    dout_desc, turned_desc, dq_desc, scale2, scale, heads, width, window_rows, window_stride,
-                    window_blocks, compressed_stride, query_begin, queries, most_ptr, sizes_ptr, undo_ptr,
-                    ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr, RIGHT_REGS: gl.constexpr,
-                    GATHER_REGS: gl.constexpr):  # fmt: skip
+@gluon.jit
+def backward_sparse(
+    q_desc,
+    dout_desc,
+    turned_desc,
+    dq_desc,
+    lists,
+    pools,
+    terms,
+    contributions,
+    ATOMIC: gl.constexpr,
+    TURNED: gl.constexpr,
+    SCALED: gl.constexpr,
+    RIGHT_REGS: gl.constexpr,
+    GATHER_REGS: gl.constexpr,
+):
     """rows [N, width] of both pools by one number, compressed rows after the window's: window_blocks blocks of 64
     entries name window rows, the others compressed ones. blocks [N]: how many a query has. target: dkv fp32 [rows, 512]
     to add to; without ATOMIC the contributions [head tiles, queries from query_begin on, width rounded up to 64, 512 in
@@ -264,35 +265,24 @@ def backward_sparse(rows_ptr, blocks_ptr, lse2_ptr, delta_ptr, window_ptr, compr
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
     dout = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
     kv = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
     p16 = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
     ds16 = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
     p32 = gl.allocate_shared_memory(gl.float32, [64, 64], FLAT)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    p_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ds_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    used = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(ready, count=128)
-    mbarrier.init(free, count=2)
-    mbarrier.init(p_ready, count=1)
-    mbarrier.init(ds_ready, count=1)
-    mbarrier.init(used, count=2)
-    query, target = query_and_target(
-        rows_ptr, blocks_ptr, target_ptr, undo_ptr, query_begin, queries, heads, width, ATOMIC
-    )
+    q_ready = new_barriers(1)
+    ready = new_barriers(1, 128)
+    free = new_barriers(1, 2)
+    p_ready = new_barriers(1)
+    ds_ready = new_barriers(1)
+    used = new_barriers(1, 2)
+    init_barriers((q_ready, ready, free, p_ready, ds_ready, used))
+    query, target = query_and_target(lists, contributions, ATOMIC)
     operands = Operands(q_desc, dout_desc, turned_desc)
-    pools = Pools(window_ptr, window_rows, window_stride, window_blocks, compressed_ptr, compressed_stride)
-    terms = Terms(lse2_ptr, delta_ptr, most_ptr, sizes_ptr, scale2, scale)
-    memory = Memory(q, dout, kv, p16, ds16, p32)
-    barriers = Barriers(q_ready, ready, free, p_ready, ds_ready, used)
+    memory = Memory(q, dout, kv, p16, ds16, p32, q_ready, ready, free, p_ready, ds_ready, used)
     gl.warp_specialize([
-        (left_role, (memory, barriers, terms, target, dq_desc, query, ATOMIC, SCALED)),
-        (right_role, (memory, barriers, terms, target, dq_desc, query, ATOMIC, SCALED)),
-        (gather_role, (operands, memory, barriers, pools, query, TURNED)),
+        (left_role, (memory, terms, target, dq_desc, query, ATOMIC, SCALED)),
+        (right_role, (memory, terms, target, dq_desc, query, ATOMIC, SCALED)),
+        (gather_role, (operands, memory, pools, query, TURNED)),
     ], [4, 4], [RIGHT_REGS, GATHER_REGS])  # fmt: skip
