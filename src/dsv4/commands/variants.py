@@ -138,10 +138,10 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
         if rows == "fp8":
             yield v4_small(rows, named, wide=wide, queries=1300, width=768, room=600)  # unpacked first, not in L2
         if rows in ("fp8", "bf16", "odd pages"):
-            yield from v4_few_problems(rows, named, wide)
+            yield from v4_decode_problems(rows, named, wide)
 
 
-def v4_few_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]:
+def v4_decode_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]:
     """On Hopper: few work tiles of 16 heads, not split, and split so that each variant of the combine kernel merges
     them; of 32 heads, blocks of 64 and of 128 rows; few heads of many queries; and tiles that are not few. (queries,
     heads, splits, blocks of 64 rows)"""

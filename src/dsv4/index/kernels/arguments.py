@@ -18,7 +18,7 @@ class Owners(NamedTuple):
     ratio: Any  # tokens to a row; 0: counts are rows
 
 
-class Queries(NamedTuple):
+class IndexQueries(NamedTuple):
     """Queries [first, end) with their heads and weights. Strides of q are in units of 16 bytes."""
 
     any_alignment = ("weights_ptr",)
@@ -35,7 +35,7 @@ class Queries(NamedTuple):
     stride_wh: Any
 
 
-class Keys(NamedTuple):
+class IndexKeys(NamedTuple):
     """Rows in pages, or one sequence after the other. Strides are in units of 16 bytes."""
 
     ptr: Any
@@ -47,7 +47,7 @@ class Keys(NamedTuple):
     shift: Any
 
 
-class Scores(NamedTuple):
+class IndexScores(NamedTuple):
     """fp32 scores, and the greatest of every GROUP of them; line 0 is that of the first query."""
 
     ptr: Any
@@ -56,14 +56,14 @@ class Scores(NamedTuple):
     maxima_line: Any
 
 
-class Pages(NamedTuple):
+class TablePages(NamedTuple):
     """How row numbers of the pool follow from a block table."""
 
     count: Any
     rows: Any
 
 
-class Lists(NamedTuple):
+class TopKLists(NamedTuple):
     """Where the chosen rows go, and their scores."""
 
     any_alignment = ("ptr", "scores_ptr")
@@ -74,7 +74,7 @@ class Lists(NamedTuple):
     scores_line: Any
     want_scores: Any
     topk: Any
-    pages: Pages
+    pages: TablePages
 
 
 class Chosen(NamedTuple):
@@ -86,7 +86,7 @@ class Chosen(NamedTuple):
     numbers_ptr: Any  # of what is kept; index_choose: of groups, before
 
 
-class Source(NamedTuple):
+class ScoreSource(NamedTuple):
     """Scores to choose from: `line` from a query's to the next. Of index_select the items of a line and, after its
     first round, their numbers."""
 

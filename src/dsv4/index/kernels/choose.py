@@ -57,7 +57,7 @@ def groups_layout(warps):
 
 
 @aggregate
-class Rows:
+class GroupRows:
     """Rows of the groups that are looked into: the first ones, or those in a list. In pieces of HIGH lines; they are
     read anew for every pass, from the L1, so they take few registers and little code."""
 
@@ -354,7 +354,7 @@ def index_choose(
             gl.store(groups_ptr + places_of(taken, EACH), group, mask=taken)
             barrier()  # the same CTA reads what it wrote
     line_ptr = source.ptr + n.to(gl.int64) * source.line * 64
-    rows = Rows(line_ptr, groups_ptr, held, visible, LISTED, HIGH)
+    rows = GroupRows(line_ptr, groups_ptr, held, visible, LISTED, HIGH)
     found = rows.keep(keep_ptr, KEPT, low, FOREVER, False)
     if found > KEPT:
         low, highest = rows.cut(wanted, KEPT, low)

@@ -8,7 +8,16 @@ import torch
 
 from dsv4.caches.formats import INDEX_132
 from dsv4.fmha.kernels.prepare import inverse_of, is_aligned
-from dsv4.index.kernels.arguments import Chosen, Keys, Lists, Owners, Pages, Queries, Scores, Source
+from dsv4.index.kernels.arguments import (
+    Chosen,
+    IndexKeys,
+    IndexQueries,
+    IndexScores,
+    Owners,
+    ScoreSource,
+    TablePages,
+    TopKLists,
+)
 from dsv4.index.kernels.choose import index_choose
 from dsv4.index.kernels.scores import BATCH, ONE, OWN, STARTS
 from dsv4.index.kernels.select import index_select
@@ -125,16 +134,16 @@ def _owners(p: IndexProblem, program: Program) -> tuple[int, Owners]:
     )
 
 
-def _lists(p: IndexProblem) -> Lists:
+def _lists(p: IndexProblem) -> TopKLists:
     assert p.out is not None
-    return Lists(
+    return TopKLists(
         ptr=p.out,
         line=p.out.stride(0),
         scores_ptr=Null(torch.float32) if p.scores is None else p.scores,
         scores_line=0 if p.scores is None else p.scores.stride(0),
         want_scores=int(p.scores is not None),
         topk=p.topk,
-        pages=Pages(p.k.shape[0], p.k.shape[1]),
+        pages=TablePages(p.k.shape[0], p.k.shape[1]),
     )
 
 
@@ -152,7 +161,7 @@ def _score(
     if "keys_desc" in kernel.arg_names:  # few blocks: a box to a CTA, or as many CTAs as there is room for
         splits = max(splits, min(places // blocks, -(-p.max_seqlen_k // 64)))
     arguments: dict[str, Any] = dict(
-        queries=Queries(
+        queries=IndexQueries(
             ptr=q,
             weights_ptr=p.weights,
             first=first,
@@ -164,9 +173,11 @@ def _score(
             stride_wn=p.weights.stride(0),
             stride_wh=p.weights.stride(1),
         ),
-        keys=Keys(k, *p.k.shape[:2], _stride_16(k, 0), 8 if p.fp8 else _stride_16(k, 1), *inverse_of(p.k.shape[1])),
+        keys=IndexKeys(
+            k, *p.k.shape[:2], _stride_16(k, 0), 8 if p.fp8 else _stride_16(k, 1), *inverse_of(p.k.shape[1])
+        ),
         owners=owners,
-        scores=Scores(
+        scores=IndexScores(
             ptr=scratch,
             line=index_line(p.max_seqlen_k),
             maxima_ptr=_maxima(p, scratch, count),
@@ -218,7 +229,7 @@ def _choose(
     # Few queries: the time of one counts. Many: more of them on a multiprocessor.
     warps, high = (16, 8) if count < 4 * target.num_sms else (8, 4)
     arguments = dict(
-        source=Source(scratch, line // LINE_UNIT, _maxima(p, scratch, count), 0, Null(torch.int32)),
+        source=ScoreSource(scratch, line // LINE_UNIT, _maxima(p, scratch, count), 0, Null(torch.int32)),
         chosen=Chosen(first, keys, kept, scratch.words(groups_at, size, torch.int32)),
         owners=owners,
         lists=_lists(p),
@@ -247,7 +258,7 @@ def _select(
         chosen, chosen_numbers = (scratch.words(at + n * words_needed, words_needed, torch.int32) for n in (0, 1))
         at += 2 * words_needed
         arguments = dict(
-            source=Source(source, line, Null(torch.float32), items, numbers),
+            source=ScoreSource(source, line, Null(torch.float32), items, numbers),
             chosen=Chosen(first, chosen, kept, chosen_numbers),
             owners=owners,
             lists=_lists(p),

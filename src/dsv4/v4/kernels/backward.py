@@ -21,8 +21,16 @@ from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime import checks
 from dsv4.runtime.program import Program, Slot
 from dsv4.v4.backward import V4Backward
-from dsv4.v4.kernels.backward_arguments import Contributions, Lists, Pools, Terms
-from dsv4.v4.kernels.backward_rows import Numbered, RowSizes, RowStrides, RowTensors, fold_rows, number_rows, query_rows
+from dsv4.v4.kernels.backward_arguments import Contributions, PlainPools, RowLists, Terms
+from dsv4.v4.kernels.backward_rows import (
+    Numbered,
+    QuerySizes,
+    QueryStrides,
+    QueryTensors,
+    fold_rows,
+    number_rows,
+    query_rows,
+)
 from dsv4.v4.kernels.prepare import is_packed
 from dsv4.v4.problem import V4Problem, requests_of
 
@@ -68,7 +76,7 @@ def prepare_sparse(b: V4Backward, program: Program, kernel: Any, registers: dict
     boxes = {name: descriptor(x, [1, 64, 64]) for name, x in
              (("q_desc", q), ("dout_desc", dout), ("turned_desc", turned), ("dq_desc", dq))}  # fmt: skip
     common: dict[str, Any] = boxes | dict(
-        pools=Pools(
+        pools=PlainPools(
             window_ptr=window,
             window_rows=split,
             window_stride=window.stride(0) // 8,
@@ -89,7 +97,7 @@ def prepare_sparse(b: V4Backward, program: Program, kernel: Any, registers: dict
     options = dict(ATOMIC=not b.deterministic, TURNED=panels, SCALED=fp16, **registers, num_warps=4)
 
     def listed(target: Slot, undo: Slot, begin: int, count: int) -> None:
-        lists = Lists(rows, blocks, width, p.q_heads, begin, count)
+        lists = RowLists(rows, blocks, width, p.q_heads, begin, count)
         arguments = common | dict(lists=lists, contributions=Contributions(target, undo))
         program.launch(kernel, (count, tiles), arguments, **options)
 
@@ -160,7 +168,7 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None) -> tuple[Slot, 
     )
     positions = positions if positions.is_contiguous() else program.copied(positions)
     arguments = dict(
-        tensors=RowTensors(
+        tensors=QueryTensors(
             q_ptr=q,
             out_ptr=out,
             dout_ptr=dout,
@@ -177,7 +185,7 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None) -> tuple[Slot, 
             most_ptr=most,
             sizes_ptr=sizes,
         ),
-        sizes=RowSizes(
+        sizes=QuerySizes(
             heads=p.q_heads,
             has_sink=int(p.sink is not None),
             has_dlse=int(b.dlse is not None),
@@ -186,7 +194,7 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None) -> tuple[Slot, 
             rope_line=cos_sin.stride(0),
             scale=abs(p.softmax_scale),
         ),
-        strides=RowStrides(
+        strides=QueryStrides(
             *row_strides(q)[1:], *row_strides(out)[1:], *row_strides(dout)[1:], *p.lse.stride(), *dlse.stride()
         ),
     )

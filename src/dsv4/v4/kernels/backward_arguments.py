@@ -14,7 +14,7 @@ class Operands:
     turned_desc: Value  # the last columns of dO, turned as q was
 
 
-class Pools(NamedTuple):
+class PlainPools(NamedTuple):
     """Strides in units of 8 elements."""
 
     window_ptr: Value
@@ -25,7 +25,7 @@ class Pools(NamedTuple):
     compressed_stride: Value
 
 
-class Lists(NamedTuple):
+class RowLists(NamedTuple):
     """Of all queries: the rows of both pools by one number, compressed ones after the window's. The CTAs of a launch
     have `queries` of them, from query_begin on."""
 
@@ -69,7 +69,7 @@ class Terms(NamedTuple):
 
 
 @aggregate
-class Target:
+class DkvTarget:
     """Where dKV goes: fp32 rows to add to, or room for what this CTA contributes, `step` from block to block. For fp16
     room for what undoes their factor, one for each block."""
 
@@ -80,16 +80,16 @@ class Target:
 
 @gluon.jit
 def query_and_target(lists, contributions, ATOMIC: gl.constexpr):
-    """-> Query, Target of this CTA, by the grid (queries, tiles of 64 heads)"""
+    """-> Query, DkvTarget of this CTA, by the grid (queries, tiles of 64 heads)"""
     number = lists.query_begin + gl.program_id(0)
     head = gl.program_id(1) * 64
     blocks = gl.load(lists.blocks_ptr + number)
     line = lists.rows_ptr + number.to(gl.int64) * lists.width
     query = Query(number, head, lists.heads, line, lists.width, blocks)
-    target = Target(contributions.ptr, 0, contributions.undo_ptr)
+    target = DkvTarget(contributions.ptr, 0, contributions.undo_ptr)
     if not ATOMIC:
         padded = (lists.width + 63) // 64 * 64
         place = gl.program_id(1).to(gl.int64) * lists.queries + gl.program_id(0)
         undo_ptr = contributions.undo_ptr + place * (padded // 64)
-        target = Target(contributions.ptr + place * padded * 512, 64 * 512, undo_ptr)
+        target = DkvTarget(contributions.ptr + place * padded * 512, 64 * 512, undo_ptr)
     return query, target

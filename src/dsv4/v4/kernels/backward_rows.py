@@ -13,7 +13,7 @@ from dsv4.fmha.kernels.backward_rows import row_layout, terms
 from dsv4.kernels.compat import Value, gl, gluon
 
 
-class RowTensors(NamedTuple):
+class QueryTensors(NamedTuple):
     any_alignment = ("lse_ptr", "dlse_ptr", "sink_ptr", "cos_sin_ptr", "positions_ptr")
 
     q_ptr: Value
@@ -33,7 +33,7 @@ class RowTensors(NamedTuple):
     sizes_ptr: Value
 
 
-class RowSizes(NamedTuple):
+class QuerySizes(NamedTuple):
     heads: Value
     has_sink: Value
     has_dlse: Value
@@ -43,7 +43,7 @@ class RowSizes(NamedTuple):
     scale: Value
 
 
-class RowStrides(NamedTuple):
+class QueryStrides(NamedTuple):
     """Of queries and heads; of q, out and dout in units of 8 elements."""
 
     q_n: Value

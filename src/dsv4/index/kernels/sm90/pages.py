@@ -61,7 +61,7 @@ class SequencePages:
     keys_desc: Value
     scales_ptr: Value
     line_ptr: Value  # of the block table
-    keys: Value  # arguments.Keys
+    keys: Value  # arguments.IndexKeys
     stop: Value
     sequence: Value
     ALONE: gl.constexpr  # a page is one box

@@ -39,7 +39,7 @@ HALF_BYTES = gl.constexpr(64 * 256 * 2)
 
 
 @aggregate
-class Pool:
+class TmaPool:
     """Rows by number. Strides are in units of 8 elements, of packed rows in units of UNIT bytes."""
 
     ptr: Value
@@ -52,19 +52,19 @@ class Pool:
 
 
 @aggregate
-class Pools:
-    window: Pool
-    compressed: Pool
+class TmaPools:
+    window: TmaPool
+    compressed: TmaPool
 
 
 @gluon.jit
 def pools_of(window, window_desc, compressed, compressed_desc):
-    return Pools(pool_with(window, window_desc), pool_with(compressed, compressed_desc))
+    return TmaPools(pool_with(window, window_desc), pool_with(compressed, compressed_desc))
 
 
 @gluon.jit
 def pool_with(sizes, desc):
-    return Pool(sizes.ptr, desc, sizes.rows, sizes.page_rows, sizes.page_stride, sizes.row_stride, sizes.gap)
+    return TmaPool(sizes.ptr, desc, sizes.rows, sizes.page_rows, sizes.page_stride, sizes.row_stride, sizes.gap)
 
 
 @gluon.jit

@@ -75,7 +75,7 @@ def prefetch_lines(names):
 
 
 @aggregate
-class Rows:
+class PackedBlock:
     """A block on its way: 16 bytes per thread of the codes; x3 and rest hold the last 128 values, of which rest is
     bf16."""
 
@@ -180,7 +180,7 @@ def ask(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr, EXCHANGED: gl.co
         rest = gl.join(first, second).permute((0, 2, 1)).reshape([64, 32])
     else:
         rest = load_words(ptr, data, there, PLAIN, 32, UNIT)
-    return Rows(x0, x1, x2, x3, rest, scales, there)
+    return PackedBlock(x0, x1, x2, x3, rest, scales, there)
 
 
 @gluon.jit
