@@ -17,10 +17,12 @@ if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
     from softsm import errors as errors
     from softsm.checks.checking import checking as checking
     from softsm.checks.checking import expect_mma as expect_mma
+    from softsm.doors.ptx import load_ptx as load_ptx
     from softsm.doors.triton.in_use import active_arch as active_arch
     from softsm.doors.triton.install import use as use
     from softsm.engine.gpus import gpus as gpus
     from softsm.engine.launch import load as load
+    from softsm.memory.map_argument import tensor_map as tensor_map
     from softsm.memory.multicast import multicast as multicast
     from softsm.report.activity import counting as counting
     from softsm.timing_model.timer import timing as timing

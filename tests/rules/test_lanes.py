@@ -105,6 +105,23 @@ def test_a_copy_of_what_other_lanes_wrote_requires_a_warp_barrier():
         holds(make, args=ARGS, block=32, strict=strict)
 
 
+def test_a_copy_over_what_other_lanes_read_requires_a_warp_barrier():
+    """elect.sync chooses a lane and orders no memory."""
+    copy = (
+        t.expect("bar", 128)
+        + "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd1], 128, [bar];\n"
+    )
+
+    def make(keep, read=OWN + READ):
+        chosen = "elect.sync _|%p4, 0xffffffff;\n" + t.only("%p4", copy) + t.wait("bar", 0)
+        return one_warp(t.init("bar") + WRITE + SYNC + read + when(keep, SYNC) + chosen)
+
+    for strict in (True, False):
+        holds(make, args=ARGS, block=32, strict=strict)
+    alone = t.only("%p0", OWN + READ)  # the lane that copies is the one that read
+    assert not findings(make(False, alone), ARGS, block=32)
+
+
 def test_lanes_also_meet_in_global_memory():
     def make(keep):
         near = "xor.b32 %r45, %r0, 1;\nmul.wide.u32 %rd12, %r45, 4;\nadd.s64 %rd12, %rd2, %rd12;\n"

@@ -369,6 +369,20 @@ def test_other_warps_read_the_allocated_address_after_a_barrier():
     holds(make, args=OUT)
 
 
+def test_a_pair_allocates_behind_a_barrier_of_the_cluster():
+    meet = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
+    ask = "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [place], 32;\n"
+    free = "ld.shared.u32 %r3, [place];\ntcgen05.dealloc.cta_group::2.sync.aligned.b32 %r3, 32;\n"
+
+    def make(keep):
+        body = when(keep, meet) + t.only("warp 0", ask) + meet + t.only("warp 0", free) + meet
+        return t.kernel(body, "out", shared=SHARED)
+
+    holds(make, args=OUT, code="peer-start", grid=2, cluster=2)
+    found = findings(make(False), OUT, strict=False, grid=2, cluster=2)
+    assert not found and [d.code for d in found.warnings] == ["peer-start"]
+
+
 def test_dealloc_requires_the_products_completion():
     def make(keep):
         return whole(product() + when(keep, t.wait("bar", 0) + t.AFTER))

@@ -117,6 +117,7 @@ class BarrierChecks:
     def cluster_passed(self, w, barrier) -> None:
         self.order.acquire(w, barrier)
         np.maximum(w.view.loose, barrier.loose[1], out=w.view.loose)
+        w.cta.view.met = True
 
     def uses_barrier(self, w, barrier, asynchronous: bool = False) -> None:
         """An mbarrier is touched: its initialisation must have happened before, and be visible to the copy engine."""

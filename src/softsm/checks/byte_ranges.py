@@ -27,6 +27,7 @@ from softsm.checks.shadow import (
     RAW,
     READ_BYTES,
     READ_LANE,
+    READ_SEVERAL,
     RECORD,
     STRONG,
     UNINITIALISED,
@@ -50,9 +51,10 @@ from softsm.engine.program import (
 )
 
 
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane):
-    """Have the warps of the CTA read these bytes before somebody else writes them, who has seen `clock`?"""
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane, me, begin):
+    """Have the warps of the CTA read these bytes before somebody else writes them, who has seen `clock`? Of the warp
+    `me` (or 0) it is the lane `lane` that lets them be written, and all lanes have met in the epoch `begin`."""
     readers = load32(at + 40)
     if readers == u4(0):
         return
@@ -60,10 +62,16 @@ def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, 
         if (readers >> u4(r & 31)) & u4(1):
             mine = reads + (r * words + word) * 8
             seen, place = i8(load32(mine)), i8(load32(mine + 4))
-            if seen and touched & (place >> READ_BYTES) & 15:
+            if not seen or not touched & (place >> READ_BYTES) & 15:
+                continue
+            if slot0 + r + 1 == me:
+                read = (place >> READ_LANE) & 63
+                if seen >= begin and read != NOBODY and lane != NOBODY and (place & READ_SEVERAL or read != lane):
+                    records.report(races, WAR, 0, word * 4, pc, me, seen, place & PC, records.both(lane, read))
+            else:
                 found = records.unseen(clock, slot0 + r + 1, seen, records.reader(touched, place), races)
                 if found:
-                    lanes = records.lanes_of(lane, found)
+                    lanes = records.lanes_of(i8(-1) if me else lane, found)
                     records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lanes)
 
 
@@ -143,7 +151,7 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
         if theirs & LIVE:
             records.report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
         if not touched & STRONG:
-            readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane)
+            readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane, i8(0), i8(0))
             records.other_readers(at, word, pc, me, clock, known, newest, races, lane)
         records.written_by(at, me, now, pc, touched, theirs, agent, who, 36)
 
@@ -213,7 +221,7 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
                 continue
             if i8(what >> np.uint64(32)) & LIVE:
                 records.report(races, OVER_BARRIER, 0, here * 4, pc, 0, 0, slot0, -1)
-            readers_of(at, reads, words, warps, slot0, here, i8(15), clock, pc, races, i8(-1))
+            readers_of(at, reads, words, warps, slot0, here, i8(15), clock, pc, races, lane, slot + 1, begin)
             if readers != np.uint64(0) or load32(at + 24):
                 records.other_readers(at, here, pc, 0, clock, known, number, races, -1)
             store64(at, new0)

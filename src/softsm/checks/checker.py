@@ -127,6 +127,7 @@ class Checker(Observer):
             "map_used": self.maps.used,
             "box_loaded": self.boxes.filled,
             "tensor_allocated": self.tensor.allocated,
+            "pair_allocates": self.tensor.pair_allocates,
             "tensor_freed": self.tensor.deallocated,
             "tensor_loads_used": self.tensor.loads_used,
             "tensor_loads_waited": self.tensor.loads_waited,

@@ -291,6 +291,13 @@ class TensorChecks:
         for table in tables:
             table[window] = 0
 
+    def pair_allocates(self, w) -> None:
+        """tcgen05.alloc of a pair needs a peer that runs. Tutorials leave out the barrier and mostly run."""
+        if not w.cta.view.met:
+            text = "tensor memory of a pair of CTAs is allocated, and the peer may not have started"
+            found = Diagnostic("peer-start", text, (self.findings.party(w, None, "allocates in both CTAs"),))
+            self.report.add(found) if self.strict else self.report.warn(found)
+
     def deallocated(self, w, column: int, columns: int) -> None:
         shadow = self.shadow_of(w.cta)
         if not self.busy(w.state, shadow.address, column, column + columns):

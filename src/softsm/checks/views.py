@@ -142,6 +142,7 @@ class CtaView:
     locations: dict[int, object] = field(default_factory=dict)  # strong accesses of its shared memory, by offset
     records: list[tuple[np.ndarray, int]] = field(default_factory=list)  # of mbarriers, and their addresses
     room: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    met: bool = False  # its warps have passed a barrier of the cluster: all CTAs of it run
 
     def watch(self, offset: int, fields: list[int]) -> np.ndarray:
         """A record for the mbarrier at this offset: the compiled loop may answer waits on it."""

@@ -187,6 +187,9 @@ class Observer:
 
     def tensor_allocated(self, cta: Cta, column: int, columns: int) -> None: ...
 
+    def pair_allocates(self, warp: Warp) -> None:
+        """The warp asks for columns in both CTAs of its pair."""
+
     def tensor_freed(self, warp: Warp, column: int, columns: int) -> None: ...
 
     def tensor_loads_used(self, warp: Warp, loads: frozenset[int]) -> None:

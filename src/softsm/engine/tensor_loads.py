@@ -74,22 +74,21 @@ def first_uses(function: Function) -> Uses:
         return {}
     number = {id(load): 1 << i for i, load in enumerate(loads)}
     blocks = blocks_of(body, function.branch_targets)
-    before: list[State | None] = [State()] + [None] * (len(blocks) - 1)
-    work = [0]
+    before = {0: State()}  # of the blocks that are reached
+    reached, work = {0}, [0]
     while work:
         at = work.pop()
         state = before[at].copy()
         for item in body[blocks[at].start : blocks[at].stop]:
             state.step(item, number)
         for following in blocks[at].follows:
-            known = before[following]
-            if known is None:
-                before[following] = state.copy()
-            if known is None or known.join(state):
+            known = before.setdefault(following, State())
+            if known.join(state) or following not in reached:
+                reached.add(following)
                 work.append(following)
     uses: Uses = {}
-    for state, block in zip(before, blocks):
-        for item in body[block.start : block.stop] if state is not None else ():
+    for at, state in before.items():
+        for item in body[blocks[at].start : blocks[at].stop]:
             used = state.step(item, number)
             if used is not None:
                 uses[id(item)] = frozenset(id(loads[i]) for i in range(used.bit_length()) if used >> i & 1)

@@ -133,6 +133,8 @@ def do_alloc(w, mask, o):
     if o.group == 1:
         column = located(w, cta.tmem.allocate, cta, columns, w.line())
     else:
+        if w.machine.observer is not None:
+            w.machine.observer.pair_allocates(w)
         column = located(w, allocate_pair, w, pair, columns)
     if column is None:
         return Blocked(cta.tmem, f"{columns} columns of tensor memory ({taken(cta.tmem)})")

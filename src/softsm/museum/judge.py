@@ -15,7 +15,7 @@ from softsm.memory.tensor_map import TensorMapWarning
 from softsm.museum.exhibits import EXHIBITS, WRONG_VALUES, Exhibit, Program, on_boundary
 from softsm.report.diagnostics import Diagnostic, Report
 
-ROOMS = ("operands", "attention", "tensor", "barriers", "memory")
+ROOMS = ("operands", "attention", "tensor", "barriers", "memory", "upstream")
 ORDERS = (("eager", 0), ("latest", 0), ("random", 1), ("random", 2))
 
 

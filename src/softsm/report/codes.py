@@ -17,6 +17,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Wait for the operation (tcgen05.commit and its mbarrier, cp.async.bulk.wait_group) before "
         "the exit or the dealloc.",
     ),
+    "peer-start": (
+        "A CTA works with its peer before it can know that the peer has started.",
+        "Put barrier.cluster.arrive and barrier.cluster.wait before the first tcgen05.alloc with cta_group::2.",
+    ),
     "peer-exit": (
         "A CTA of a cluster may have ended while another one still accesses its shared memory.",
         "Put barrier.cluster.arrive and barrier.cluster.wait before the exit, or let the CTA wait for the last access.",

@@ -1,0 +1,106 @@
+"""Exhibits from the issue trackers of kernels in production: each is the mistake alone, in a small kernel of our own,
+with the place where it was found or mended."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softsm.museum import text as t
+from softsm.museum.exhibits import Program, exhibit
+
+SHARED = """.shared .align 1024 .b8 a[4096]; .shared .align 8 .b64 full; .shared .align 8 .b64 other;
+.shared .align 4 .b8 buffer[512];"""
+X = np.arange(4096, dtype=np.uint32)
+
+
+def program(body: str, right=None, **launch) -> Program:
+    text = t.kernel(body, "x out", shared=SHARED, target="sm_90a", version="8.6")
+    return Program(text, [X, np.zeros(4096, np.uint32)], right=right, **launch)
+
+
+def place(array: str, to: str, index: str = "%r0") -> str:
+    """Address of a thread's word of a shared array."""
+    return f"mov.u32 %r90, {array};\nmad.lo.u32 {to}, {index}, 4, %r90;\n"
+
+
+@exhibit(30, "row sums overwrite the row maxima that a slower warp still reads", "race")
+def reused_buffer(bug: str) -> Program:
+    """FlashMLA 9241ae3, sm100/decode/head64/kernel.cuh:229 and :309. Threads i and i ^ 64 hold halves of a row and
+    exchange maxima through a buffer in each step of a loop; behind the loop they exchange sums through the same buffer,
+    with no barrier since the last read of a maximum. One named barrier mends it."""
+    exchange = "bar.sync 1, 128;\nld.shared.u32 %r13, [%r12];\nmax.u32 %r14, %r14, %r13;\n"
+    body = place("buffer", "%r11") + "xor.b32 %r10, %r0, 64;\n" + place("buffer", "%r12", "%r10") + "mov.u32 %r14, 0;\n"
+    for step in range(2):
+        body += (
+            "bar.sync 1, 128;\n" * (step > 0) + f"add.u32 %r15, %r0, {step};\nst.shared.u32 [%r11], %r15;\n" + exchange
+        )
+    body += "" if bug else "bar.sync 1, 128;\n"
+    body += "st.shared.u32 [%r11], 7;\nbar.sync 1, 128;\nld.shared.u32 %r16, [%r12];\nadd.u32 %r16, %r16, %r14;\n"
+    i = np.arange(128)
+    right = np.maximum((i ^ 64) + 1, 0) + 7
+    return program(body + t.out("%r16", "%rd2"), None if bug else lambda arrays: bool((arrays[1][:128] == right).all()))
+
+
+@exhibit(31, "one lane arrives for what 32 lanes stored", "race")
+def arrival_of_one(bug: str) -> Program:
+    """NVIDIA/cudnn-frontend#426, the backward indexer for sm_100: a warp stores weights to shared memory, and one
+    elected lane arrives at an mbarrier of count 1. The arrival releases the stores of that lane. Mended by a count of
+    32, and an arrival of every lane."""
+    weights = place("buffer", "%r11") + "mad.wide.u32 %rd10, %r2, 4, %rd1;\nld.global.u32 %r12, [%rd10];\n"
+    weights += "st.shared.u32 [%r11], %r12;\n"
+    weights += t.only("thread 0", t.arrive("full")) if bug else t.arrive("full")
+    use = (
+        t.wait("full", 0)
+        + place("buffer", "%r11", "%r2")
+        + "ld.shared.u32 %r13, [%r11];\n"
+        + t.out("%r13", "%rd2", "%r2")
+    )
+    body = t.init(("full", 1 if bug else 32)) + t.only("warp 0", weights) + t.only("warp 1", use)
+    return program(body, None if bug else lambda arrays: bool((arrays[1][:32] == X[:32]).all()), block=64)
+
+
+@exhibit(32, "a barrier of the whole grid, and more CTAs than fit on the GPU", "deadlock")
+def too_many_ctas(bug: str) -> Program:
+    """sgl-project/sglang#36657: CTAs count arrivals in global memory and spin until all have come. A CTA that has no SM
+    never comes: the grid must not be larger than what is resident (in production another kernel held an SM). Here: 4
+    SMs, and CTAs that fill one each."""
+    count = 8 if bug else 4
+    barrier = "bar.sync 0;\n" + t.only(
+        "%p0",
+        "atom.add.release.gpu.global.u32 %r10, [%rd2], 1;\nSPIN:\nld.acquire.gpu.global.u32 %r11, [%rd2];\n"
+        f"setp.lt.u32 %p4, %r11, {count};\n@%p4 bra SPIN;\n",
+    )
+    tile = ".shared .align 16 .b8 tile[131072];"
+    text = t.kernel(barrier + "bar.sync 0;\n", "x out", shared=tile, target="sm_90a", version="8.6")
+    return Program(text, [X, np.zeros(64, np.uint32)], grid=count, block=32)
+
+
+@exhibit(33, "a copy fills a stage that lanes of the warp still read", "race")
+def stage_reused(bug: str) -> Program:
+    """deepseek-ai/DeepGEMM#389, the combine step of the mega MoE kernels: a warp reads a stage that a copy has filled,
+    and an elected lane issues the next copy into it. elect.sync orders no memory: nothing says that the other lanes
+    have read. Mended there by fence.proxy.async in every lane; bar.warp.sync makes sure that all have come so far."""
+    copy = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd10], 128, [full];\n"
+    elect = "elect.sync _|%p4, 0xffffffff;\n"
+    body, lines = t.init("full"), []
+    body += place("a", "%r11", "%r2") + "mov.u32 %r12, 0;\n"
+    for stage in range(2):
+        issue = f"add.s64 %rd10, %rd1, {128 * stage};\n" + t.expect("full", 128) + copy
+        lines.append(elect + t.only("%p4", issue) + "bar.warp.sync 0xffffffff;\n" + t.wait("full", stage))
+        lines.append("ld.shared.u32 %r13, [%r11];\nadd.u32 %r12, %r12, %r13;\n")
+        if not bug:
+            lines.append("fence.proxy.async.shared::cta;\nbar.warp.sync 0xffffffff;\n")
+    right = X[:32] + X[32:64]
+    body += "".join(lines) + t.out("%r12", "%rd2")
+    return program(body, None if bug else lambda arrays: bool((arrays[1][:32] == right).all()), block=32)
+
+
+@exhibit(34, "a pair of CTAs allocates tensor memory before both have started", "peer-start")
+def early_pair(bug: str) -> Program:
+    """NVIDIA/cutlass#3316, tutorials 04 and 05 of CuTe for Blackwell: tcgen05.alloc with cta_group::2 works on the
+    tensor memory of the peer, which must have been launched. Mended by a cluster barrier before it."""
+    meet = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
+    ask = "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [place], 32;\n"
+    free = "ld.shared.u32 %r10, [place];\ntcgen05.dealloc.cta_group::2.sync.aligned.b32 %r10, 32;\n"
+    body = ("" if bug else meet) + t.only("warp 0", ask) + meet + t.only("warp 0", free) + meet
+    return Program(t.kernel(body, "x", shared=".shared .align 4 .b32 place;"), [X], grid=2, block=64, cluster=2)
