@@ -1,5 +1,7 @@
 """The arguments of FMHA's gradient kernels by group, as they hand them to their roles."""
 
+from typing import NamedTuple
+
 from dsv4.kernels.compat import Value, aggregate
 
 
@@ -62,3 +64,46 @@ class Scales:
     p: Value
     gradient: Value
     ds_ptr: Value  # fp32 [1]
+
+
+class GradientTensors(NamedTuple):
+    """Of the packed rows of all sequences: the exponent to subtract and delta (backward_rows.py); where sequences of a
+    varlen batch begin."""
+
+    any_alignment = ("cu_q_ptr", "cu_k_ptr")
+
+    lse2_ptr: Value
+    delta_ptr: Value
+    cu_q_ptr: Value
+    cu_k_ptr: Value
+
+
+class GradientSizes(NamedTuple):
+    """Of a sequence and KV head, or of all sequences (varlen)."""
+
+    rows: Value  # packed query rows: tokens times group
+    tokens: Value
+    keys: Value
+    group: Value
+    left: Value  # of the window
+    right: Value
+    kv_heads: Value
+    sequences: Value
+
+
+class GradientScales(NamedTuple):
+    """What S is multiplied by before 2^S is taken, P and dS before they are rounded (fp16 only), dQ and dK."""
+
+    s: Value
+    p: Value
+    gradient: Value
+    ds_ptr: Value  # fp32 [1]
+
+
+class Gradient(NamedTuple):
+    """How far its sequences, heads and rows are apart, in elements."""
+
+    ptr: Value
+    batch: Value
+    head: Value
+    row: Value

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4.fmha.kernels.backward import FP16_P_SCALE, TILE, Packed, descriptor
+from dsv4.fmha.kernels.score_tiles import ScoreScales, SlabSizes, SlabTerms
 from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
@@ -120,12 +121,21 @@ class Chain:
         p_keys, ds_keys = (y[..., : self.keys] for y in (p_slab, ds_slab))
         read = {name: descriptor(y, [1, 1, TILE, 64]) for name, y in
                 (("q_desc", x.q), ("k_desc", x.k), ("dout_desc", x.dout), ("v_desc", x.v))}  # fmt: skip
-        arguments = x.sizes | read | dict(
-            lse2_ptr=lse2, delta_ptr=delta, ds_scale_ptr=x.ds_scale, p_desc=descriptor(p_keys, self.stored),
-            ds_desc=descriptor(ds_keys, self.stored), scale=self.p.softmax_scale * LOG2E.value, p_scale=FP16_P_SCALE,
-            all_rows=self.rows, rows=rows, row_begin=slab.rows.start, row_piece=self._pieces(rows),
-            key_piece=self._pieces(self.keys), pairs=pairs, pair_begin=slab.pairs.start,
-        )  # fmt: skip
+        arguments = read | dict(
+            p_desc=descriptor(p_keys, self.stored),
+            ds_desc=descriptor(ds_keys, self.stored),
+            terms=SlabTerms(lse2, delta, self.rows),
+            sizes=SlabSizes(
+                rows=rows,
+                row_begin=slab.rows.start,
+                row_piece=self._pieces(rows),
+                key_piece=self._pieces(self.keys),
+                pairs=pairs,
+                pair_begin=slab.pairs.start,
+                **{name: size for name, size in x.sizes.items() if name != "rows"},
+            ),
+            scales=ScoreScales(self.p.softmax_scale * LOG2E.value, FP16_P_SCALE, x.ds_scale),
+        )
         grid = (min(num_tiles, self.target.num_sms),)
         options = dict(D=x.width, SCALED=x.fp16, num_warps=4, **self.options)
         self.program.launch(type(self).kernel, grid, arguments, **options)

@@ -3,6 +3,8 @@
 Tiles of 128 query rows times 128 keys; the kernels backward_scores of every architecture loop over them.
 """
 
+from typing import NamedTuple
+
 from dsv4.fmha.kernels.tiles import end_key, first_key, needs_mask
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.ring import Ring, producer_stage
@@ -16,8 +18,7 @@ class Chunks:
     b: Value
 
 
-@aggregate
-class Rows:
+class SlabTerms(NamedTuple):
     """Of all pairs of the slab: the exponent to subtract and delta (backward_rows.py), `all` of them for a pair."""
 
     lse2_ptr: Value
@@ -25,8 +26,7 @@ class Rows:
     all: Value
 
 
-@aggregate
-class SlabSizes:
+class SlabSizes(NamedTuple):
     """Of one pair of sequence and KV head, its rows as far as the slab has them."""
 
     rows: Value
@@ -38,6 +38,9 @@ class SlabSizes:
     right: Value
     row_piece: Value  # chain.py's
     key_piece: Value
+    pairs: Value  # of the slab
+    pair_begin: Value
+    kv_heads: Value
 
 
 @aggregate
@@ -49,8 +52,7 @@ class Tiles:
     count: Value
 
 
-@aggregate
-class ScoreScales:
+class ScoreScales(NamedTuple):
     """What S is multiplied by before 2^S is taken; P and dS (at ds_ptr) before they are rounded, fp16 only."""
 
     s: Value
@@ -91,10 +93,10 @@ def locate(tile_id, tiles):
 
 
 @gluon.jit
-def tiles_of(rows, keys, pairs):
-    row_tiles = (rows + 127) // 128
-    key_tiles = (keys + 127) // 128
-    return Tiles(row_tiles, key_tiles, row_tiles * key_tiles * pairs)
+def tiles_of(sizes):
+    row_tiles = (sizes.rows + 127) // 128
+    key_tiles = (sizes.keys + 127) // 128
+    return Tiles(row_tiles, key_tiles, row_tiles * key_tiles * sizes.pairs)
 
 
 @gluon.jit
@@ -122,14 +124,14 @@ def visible(p, row, key, sizes):
 
 
 @gluon.jit
-def load_role(operands, chunks, sizes, tiles, pair_begin, kv_heads, CHUNKS: gl.constexpr):
+def load_role(operands, chunks, sizes, tiles, CHUNKS: gl.constexpr):
     BOX: gl.constexpr = operands.q_desc.layout
     ring, stage = chunks.ring, producer_stage()
     for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         pair, row, key = locate(tile_id, tiles)
         some, read = needed(row, key, sizes)
-        batch = (pair_begin + pair) // kv_heads
-        head = (pair_begin + pair) % kv_heads
+        batch = (sizes.pair_begin + pair) // sizes.kv_heads
+        head = (sizes.pair_begin + pair) % sizes.kv_heads
         row = sizes.row_begin + row
         if some:
             for chunk in range(0, 2 * CHUNKS):

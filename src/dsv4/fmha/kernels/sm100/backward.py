@@ -13,6 +13,7 @@ from typing import Any
 
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.kernels.backward import FP16_P_SCALE, Packed, descriptor, prepare_at_once, supports
+from dsv4.fmha.kernels.backward_arguments import Gradient, GradientScales, GradientSizes, GradientTensors
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.sm100.backward_scores import backward_scores
@@ -47,18 +48,19 @@ def prepare_tiles(program: Program, x: Packed) -> None:
     count, starts = 0, (x.lse2, x.lse2)  # or unread
     if x.sequences is not None:
         count, starts = x.sequences.count, x.sequences
-    common: dict[str, Any] = x.sizes | dict(
-        lse2_ptr=x.lse2, delta_ptr=x.delta, ds_scale_ptr=x.ds_scale, cu_q_ptr=starts[0], cu_k_ptr=starts[1],
-        scale=x.p.softmax_scale * LOG2E.value, factor=x.p.softmax_scale, p_scale=FP16_P_SCALE, sequences=count,
-    )  # fmt: skip
+    common: dict[str, Any] = dict(
+        tensors=GradientTensors(x.lse2, x.delta, *starts),
+        whole=GradientSizes(**x.sizes, sequences=count),
+        scales=GradientScales(x.p.softmax_scale * LOG2E.value, FP16_P_SCALE, x.p.softmax_scale, x.ds_scale),
+    )
     options = dict(D=x.width, SCALED=x.fp16, VARLEN=x.sequences is not None, SCORE_REGS=224, WARP_REGS=56, num_warps=4)
 
     def launch(rows: int, first: Slot, second: Slot, own: list, other: list, keys: bool) -> None:
         tiles = -(-rows // 128) if x.sequences is None else rows // 128 + count  # as many as may be
-        arguments = common | dict(ptr0=first, ptr1=second, x0_desc=own[0], x1_desc=own[1], y0_desc=other[0],
-                                  y1_desc=other[1])  # fmt: skip
-        for n, y in enumerate((first, second)):
-            arguments |= {f"{name}{n}": stride for name, stride in zip(("batch", "head", "stride"), y.stride())}
+        arguments = common | dict(x0_desc=own[0], x1_desc=own[1], y0_desc=other[0], y1_desc=other[1])
+        arguments |= dict(
+            gradient0=Gradient(first, *first.stride()[:3]), gradient1=Gradient(second, *second.stride()[:3])
+        )
         program.launch(backward_tiles, (tiles, x.batch * x.heads), arguments, KEYS=keys, **options)
 
     if x.dk is not None or x.dv is not None:

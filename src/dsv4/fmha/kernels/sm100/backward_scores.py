@@ -39,18 +39,7 @@ written as zeros and which are left alone.
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
 
 from dsv4.fmha.kernels.backward_arguments import Operands
-from dsv4.fmha.kernels.score_tiles import (
-    Chunks,
-    Rows,
-    ScoreScales,
-    SlabSizes,
-    load_role,
-    locate,
-    needed,
-    row_terms,
-    tiles_of,
-    visible,
-)
+from dsv4.fmha.kernels.score_tiles import Chunks, load_role, locate, needed, row_terms, tiles_of, visible
 from dsv4.kernels.compat import aggregate, fence_async_shared, gl, gluon, reinterpret, store_wait, tma_store
 from dsv4.kernels.ring import Ring, Stage, consumer_stage, init_barriers, new_ring
 
@@ -142,16 +131,24 @@ def score_role(scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[
-    "all_rows", "rows", "row_begin", "tokens", "keys", "group", "left", "right", "row_piece", "key_piece", "pairs",
-    "pair_begin", "kv_heads", "scale", "p_scale",
-])  # fmt: skip
-def backward_scores(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, p_desc, ds_desc, scale,
-                    p_scale, all_rows, rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece, pairs,
-                    pair_begin, kv_heads,
-                    D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, SCORE_REGS: gl.constexpr,
-                    LOAD_REGS: gl.constexpr):  # fmt: skip
-    """rows: of the slab, `row_begin` its first; lse2 and delta [pairs of the slab, all_rows]."""
+@gluon.jit
+def backward_scores(
+    q_desc,
+    k_desc,
+    dout_desc,
+    v_desc,
+    p_desc,
+    ds_desc,
+    terms,
+    sizes,
+    scales,
+    D: gl.constexpr,
+    SLOTS: gl.constexpr,
+    SCALED: gl.constexpr,
+    SCORE_REGS: gl.constexpr,
+    LOAD_REGS: gl.constexpr,
+):
+    """terms: lse2 and delta [pairs of the slab, all rows of a pair]."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     CHUNKS: gl.constexpr = D // 64
     TILE: gl.constexpr = TensorMemoryLayout([128, 128], col_stride=1)
@@ -165,16 +162,13 @@ def backward_scores(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc
     s = new_ring(s_tiles, 2)
     dp = new_ring(dp_tiles, 2)
     init_barriers((ring.ready, ring.free, s.ready, s.free, dp.ready, dp.free))
-    tiles = tiles_of(rows, keys, pairs)
-    sizes = SlabSizes(rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
+    tiles = tiles_of(sizes)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     chunks = Chunks(ring, b)
     scores = Scores(s, dp)
-    terms = Rows(lse2_ptr, delta_ptr, all_rows)
-    scales = ScoreScales(scale, p_scale, ds_scale_ptr)
     gl.warp_specialize([
         (score_role, (scores, left_out, p_desc, ds_desc, terms, sizes, tiles, scales, 0, SCALED)),
         (score_role, (scores, right_out, p_desc, ds_desc, terms, sizes, tiles, scales, 1, SCALED)),
         (mma_role, (chunks, scores, sizes, tiles, CHUNKS)),
-        (load_role, (operands, chunks, sizes, tiles, pair_begin, kv_heads, CHUNKS)),
+        (load_role, (operands, chunks, sizes, tiles, CHUNKS)),
     ], [4, 1, 1], [SCORE_REGS, LOAD_REGS, LOAD_REGS])  # fmt: skip

@@ -36,8 +36,8 @@ barriers        8 each
 
 barrier         arrives             count       waits              means
 x_ready         TMA bytes           1           mma                X is there
-y_ready[i]      TMA bytes           1           mma                slot i is filled
-y_free[i]       commit of mma       1           load               the products that read slot i are complete
+y.ready[i]      TMA bytes           1           mma                slot i is filled
+y.free[i]       commit of mma       1           load               the products that read slot i are complete
 landed          TMA bytes           1           load               VARLEN: what reaches into the next sequence is there
 s_ready         commit of mma       1           left, right        S is complete
 p_ready         left, right         2           mma                S is read; KEYS: P is stored
@@ -51,41 +51,32 @@ product; lse2 of rows past the end is +inf, which makes P 0. VARLEN: one batch o
 know; load zeroes what is not the sequence's.
 """
 
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    allocate_tensor_memory,
-    tcgen05_commit,
-    tcgen05_mma,
-)
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
 
-from dsv4.fmha.kernels.backward_arguments import Sizes
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
 from dsv4.fmha.kernels.tiles import end_key, first_key, needs_mask
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.opaque import zero
+from dsv4.kernels.ring import Barriers, Ring, Stage, init_barriers, new_barriers, new_ring
 
 
 @aggregate
 class Memory:
+    """Shared memory, tensor memory and barriers."""
+
     x: Value
-    y: Value
+    y: Ring
     s: Value
     dp: Value
     acc: Value
-
-
-@aggregate
-class Barriers:
-    x_ready: Value
-    y_ready: Value
-    y_free: Value
-    landed: Value
-    s_ready: Value
-    p_ready: Value
-    dp_ready: Value
-    ds_ready: Value
-    done: Value
+    x_ready: Barriers
+    landed: Barriers
+    s_ready: Barriers
+    p_ready: Barriers
+    dp_ready: Barriers
+    ds_ready: Barriers
+    done: Barriers
 
 
 @aggregate
@@ -141,27 +132,28 @@ def load_x(x0_desc, x1_desc, memory, ready, work, D: gl.constexpr):
 
 
 @gluon.jit
-def load_y(desc, tile, ready, barriers, landed_phase, work, row, begin, end, D: gl.constexpr, VARLEN: gl.constexpr):
+def load_y(desc, memory, slot, landed_phase, work, row, begin, end, D: gl.constexpr, VARLEN: gl.constexpr):
     """A tile of Y from `row` of the sequence on; 0 in rows outside of [begin, end) of it -> next phase of landed."""
+    tile = memory.y.slots.index(slot)
     foreign: gl.constexpr = False
     if VARLEN:
         foreign = (row < begin) | (row + 128 > end)
     if foreign:
-        mbarrier.expect(barriers.landed, 128 * D * 2)
-        rows_of(desc, tile, barriers.landed, work, work.y_begin + row, D)
-        mbarrier.wait(barriers.landed, landed_phase)
+        mbarrier.expect(memory.landed.at(0), 128 * D * 2)
+        rows_of(desc, tile, memory.landed.at(0), work, work.y_begin + row, D)
+        memory.landed.wait(0, landed_phase)
         zero_invisible(tile, row, begin, end, 128, D)
         fence_async_shared()  # generic stores -> tensor-core reads
-        mbarrier.arrive(ready, count=1)
+        memory.y.ready.arrive(slot)
         landed_phase = landed_phase ^ 1
     else:
-        mbarrier.expect(ready, 128 * D * 2)
-        rows_of(desc, tile, ready, work, work.y_begin + row, D)
+        mbarrier.expect(memory.y.ready.at(slot), 128 * D * 2)
+        rows_of(desc, tile, memory.y.ready.at(slot), work, work.y_begin + row, D)
     return landed_phase
 
 
 @gluon.jit
-def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, work, sizes, D: gl.constexpr, KEYS: gl.constexpr,
+def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, work, sizes, D: gl.constexpr, KEYS: gl.constexpr,
               VARLEN: gl.constexpr):  # fmt: skip
     landed_phase = gl.to_tensor(0)
     # Of X and of Y: the rows of the sequence that meet any of the other.
@@ -173,25 +165,23 @@ def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, work, sizes,
     if VARLEN:
         foreign = (work.own < x_visible) | (work.own + 128 > x_end)
     if foreign:
-        load_x(x0_desc, x1_desc, memory, barriers.landed, work, D)
-        mbarrier.wait(barriers.landed, landed_phase)
+        load_x(x0_desc, x1_desc, memory, memory.landed.at(0), work, D)
+        memory.landed.wait(0, landed_phase)
         zero_invisible(memory.x.index(0), work.own, x_visible, x_end, 128, D)
         zero_invisible(memory.x.index(1), work.own, x_visible, x_end, 128, D)
         fence_async_shared()
-        mbarrier.arrive(barriers.x_ready, count=1)
+        memory.x_ready.arrive(0)
         landed_phase = landed_phase ^ 1
     else:
-        load_x(x0_desc, x1_desc, memory, barriers.x_ready, work, D)
+        load_x(x0_desc, x1_desc, memory, memory.x_ready.at(0), work, D)
     for j in range(0, work.tiles):
         phase = (j // 2 + 1) % 2  # the first wait on an untouched barrier passes
         slot = 2 * (j % 2)
         row = work.first + j * 128
-        mbarrier.wait(barriers.y_free.index(slot), phase)
-        landed_phase = load_y(y0_desc, memory.y.index(slot), barriers.y_ready.index(slot), barriers, landed_phase,
-                              work, row, y_visible, y_end, D, VARLEN)  # fmt: skip
-        mbarrier.wait(barriers.y_free.index(slot + 1), phase)
-        landed_phase = load_y(y1_desc, memory.y.index(slot + 1), barriers.y_ready.index(slot + 1), barriers,
-                              landed_phase, work, row, y_visible, y_end, D, VARLEN)  # fmt: skip
+        memory.y.acquire(Stage(slot, phase))
+        landed_phase = load_y(y0_desc, memory, slot, landed_phase, work, row, y_visible, y_end, D, VARLEN)
+        memory.y.acquire(Stage(slot + 1, phase))
+        landed_phase = load_y(y1_desc, memory, slot + 1, landed_phase, work, row, y_visible, y_end, D, VARLEN)
 
 
 @gluon.jit
@@ -209,20 +199,21 @@ def accumulate(acc, tile, y, first, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(memory, barriers, work, KEYS: gl.constexpr):
-    x, y, s, dp, acc = memory.x, memory.y, memory.s, memory.dp, memory.acc
+def mma_role(memory, work, KEYS: gl.constexpr):
+    x, ring, s, dp, acc = memory.x, memory.y, memory.s, memory.dp, memory.acc
+    y = ring.slots
     DTYPE: gl.constexpr = x.dtype
     n = work.tiles
-    mbarrier.wait(barriers.x_ready, 0)
+    memory.x_ready.wait(0, 0)
     if n > 0:
-        mbarrier.wait(barriers.y_ready.index(0), 0)
+        ring.wait(Stage(0, 0))
         tcgen05_mma(x.index(0), y.index(0).permute((1, 0)), s, use_acc=False)
-        tcgen05_commit(barriers.s_ready)
-        mbarrier.wait(barriers.y_ready.index(1), 0)
+        memory.s_ready.arrive_after_mma(0)
+        ring.wait(Stage(1, 0))
         tcgen05_mma(x.index(1), y.index(1).permute((1, 0)), dp, use_acc=False)
-        tcgen05_commit(barriers.dp_ready)
+        memory.dp_ready.arrive_after_mma(0)
         if not KEYS:
-            tcgen05_commit(barriers.y_free.index(1))
+            ring.free.arrive_after_mma(1)
         for j in range(0, n):
             at = zero(j)  # else the descriptors of all products would be kept in registers, and spilled
             slot = 2 * (j % 2)
@@ -230,24 +221,24 @@ def mma_role(memory, barriers, work, KEYS: gl.constexpr):
             next_slot = 2 - slot
             next_phase = ((j + 1) // 2) % 2
             begins = (j == 0).to(gl.int32)
-            mbarrier.wait(barriers.p_ready, j % 2)
+            memory.p_ready.wait(0, j % 2)
             if KEYS:
                 accumulate(acc.index(1), s, y.index(slot + 1), begins, DTYPE)
-                tcgen05_commit(barriers.y_free.index(slot + 1))
+                ring.free.arrive_after_mma(slot + 1)
             if more:
-                mbarrier.wait(barriers.y_ready.index(next_slot), next_phase)
+                ring.wait(Stage(next_slot, next_phase))
                 tcgen05_mma(x.index(at), y.index(next_slot).permute((1, 0)), s, use_acc=False)
-                tcgen05_commit(barriers.s_ready)
-            mbarrier.wait(barriers.ds_ready, j % 2)
+                memory.s_ready.arrive_after_mma(0)
+            memory.ds_ready.wait(0, j % 2)
             accumulate(acc.index(0), dp, y.index(slot), begins, DTYPE)
-            tcgen05_commit(barriers.y_free.index(slot))
+            ring.free.arrive_after_mma(slot)
             if more:
-                mbarrier.wait(barriers.y_ready.index(next_slot + 1), next_phase)
+                ring.wait(Stage(next_slot + 1, next_phase))
                 tcgen05_mma(x.index(at + 1), y.index(next_slot + 1).permute((1, 0)), dp, use_acc=False)
-                tcgen05_commit(barriers.dp_ready)
+                memory.dp_ready.arrive_after_mma(0)
                 if not KEYS:
-                    tcgen05_commit(barriers.y_free.index(next_slot + 1))
-        tcgen05_commit(barriers.done)
+                    ring.free.arrive_after_mma(next_slot + 1)
+        memory.done.arrive_after_mma(0)
 
 
 @gluon.jit
@@ -304,7 +295,7 @@ def store_ds(p, dp, ds16, numbers, own, at, sizes, KEYS: gl.constexpr, SCALED: g
 
 
 @gluon.jit
-def score_role(memory, barriers, work, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
+def score_role(memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
                SCALED: gl.constexpr):  # fmt: skip
     """Columns 64 H .. 64 H + 63 of every tile, 32 at a time: P, then dS; in the end, a half of the result."""
     QUARTERS: gl.constexpr = TensorMemoryLayout([128, 32], col_stride=1)
@@ -319,17 +310,17 @@ def score_role(memory, barriers, work, sizes, numbers, result, H: gl.constexpr, 
         row = first if KEYS else own
         key = own if KEYS else first
         masked = needs_mask(row, key, sizes, 128, 128)
-        mbarrier.wait(barriers.s_ready, j % 2)
+        memory.s_ready.wait(0, j % 2)
         # P of the first 32 columns lies where their S was.
         p0 = probabilities(s.index(2 * H), p16.slice(0, 32), numbers, own, at, masked, sizes, KEYS, SCALED)
         p1 = probabilities(s.index(2 * H + 1), p16.slice(32, 32), numbers, own, at + 32, masked, sizes, KEYS, SCALED)
-        mbarrier.arrive(barriers.p_ready, count=1)
-        mbarrier.wait(barriers.dp_ready, j % 2)
+        memory.p_ready.arrive(0)
+        memory.dp_ready.wait(0, j % 2)
         store_ds(p0, dp.index(2 * H), ds16.slice(0, 32), numbers, own, at, sizes, KEYS, SCALED)
         store_ds(p1, dp.index(2 * H + 1), ds16.slice(32, 32), numbers, own, at + 32, sizes, KEYS, SCALED)
-        mbarrier.arrive(barriers.ds_ready, count=1)
+        memory.ds_ready.arrive(0)
     if work.tiles > 0:
-        mbarrier.wait(barriers.done, 0)
+        memory.done.wait(0, 0)
     if KEYS:
         if H == 0:
             finish(memory.acc.index(0), result.ptr0, result.stride0, result.factor0, work, sizes.keys, 0, D)
@@ -369,88 +360,87 @@ def streamed(own, sizes, KEYS: gl.constexpr):
     )
 
 
-@gluon.jit(do_not_specialize=[
-    "scale", "factor", "p_scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads", "batch0", "head0",
-    "stride0", "batch1", "head1", "stride1", "sequences",
-])  # fmt: skip
-def backward_tiles(lse2_ptr, delta_ptr, ds_scale_ptr, ptr0, ptr1, cu_q_ptr, cu_k_ptr, x0_desc, x1_desc, y0_desc,
-                   y1_desc, scale, factor, p_scale, rows, tokens, keys, group, left, right, kv_heads, batch0, head0,
-                   stride0, batch1, head1, stride1, sequences, D: gl.constexpr, KEYS: gl.constexpr,
-                   SCALED: gl.constexpr, VARLEN: gl.constexpr, SCORE_REGS: gl.constexpr,
-                   WARP_REGS: gl.constexpr):  # fmt: skip
-    """Grid: tiles of X, then (sequence, KV head). lse2, delta: fp32 by (sequence, KV head, packed row). factor: what
-    dQ and dK are multiplied by; SCALED (fp16): P was multiplied by p_scale and dS by the number at ds_scale_ptr.
-    VARLEN: rows, tokens and keys of all sequences, which begin where cu_q and cu_k say."""
+@gluon.jit
+def backward_tiles(
+    tensors,
+    x0_desc,
+    x1_desc,
+    y0_desc,
+    y1_desc,
+    gradient0,
+    gradient1,
+    whole,
+    scales,
+    D: gl.constexpr,
+    KEYS: gl.constexpr,
+    SCALED: gl.constexpr,
+    VARLEN: gl.constexpr,
+    SCORE_REGS: gl.constexpr,
+    WARP_REGS: gl.constexpr,
+):
+    """Grid: tiles of X, then (sequence, KV head). lse2, delta: fp32 by (sequence, KV head, packed row). KEYS: gradients
+    of k and v, else of q, twice. SCALED (fp16): P was multiplied by scales.p and dS by the number at scales.ds_ptr.
+    VARLEN: `whole` has rows, tokens and keys of all sequences, which begin where cu_q and cu_k say."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], x0_desc.dtype)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
     OUTPUTS: gl.constexpr = 2 if KEYS else 1
     x = gl.allocate_shared_memory(x0_desc.dtype, [2, 128, D], MATRIX)
     y = gl.allocate_shared_memory(x0_desc.dtype, [4, 128, D], MATRIX)
     s = allocate_tensor_memory(gl.float32, [128, 128], TensorMemoryLayout([128, 128], col_stride=1))
     dp = allocate_tensor_memory(gl.float32, [128, 128], TensorMemoryLayout([128, 128], col_stride=1))
     acc = allocate_tensor_memory(gl.float32, [OUTPUTS, 128, D], TensorMemoryLayout([128, D], col_stride=1))
-    y_ready = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    y_free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    x_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    s_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    p_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    dp_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    ds_ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    done = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    landed = x_ready
+    x_ready = new_barriers(1)
+    ring = new_ring(y)
+    s_ready = new_barriers(1)
+    p_ready = new_barriers(1, 2)
+    dp_ready = new_barriers(1)
+    ds_ready = new_barriers(1, 2)
+    done = new_barriers(1)
+    barriers = (ring.ready, ring.free, x_ready, s_ready, p_ready, dp_ready, ds_ready, done)
+    landed = x_ready  # unused
     if VARLEN:
-        landed = gl.allocate_shared_memory(gl.int64, [1], BAR)
-        mbarrier.init(landed, count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(y_ready.index(i), count=1)
-        mbarrier.init(y_free.index(i), count=1)
-    mbarrier.init(x_ready, count=1)
-    mbarrier.init(s_ready, count=1)
-    mbarrier.init(p_ready, count=2)
-    mbarrier.init(dp_ready, count=1)
-    mbarrier.init(ds_ready, count=2)
-    mbarrier.init(done, count=1)
+        landed = new_barriers(1)
+        barriers += (landed,)
+    init_barriers(barriers)
+    memory = Memory(x, ring, s, dp, acc, x_ready, landed, s_ready, p_ready, dp_ready, ds_ready, done)
 
     pair = gl.program_id(1)
-    batch = pair // kv_heads
-    head = pair - batch * kv_heads
+    batch = pair // whole.kv_heads
+    head = pair - batch * whole.kv_heads
     own = gl.program_id(0) * 128
-    sizes = Sizes(rows, tokens, keys, group, left, right)
-    lse2_ptr += pair.to(gl.int64) * rows
-    delta_ptr += pair.to(gl.int64) * rows
-    ptr0 += batch.to(gl.int64) * batch0 + head.to(gl.int64) * head0
-    ptr1 += batch.to(gl.int64) * batch1 + head.to(gl.int64) * head1
+    sizes = whole
+    lse2_ptr = tensors.lse2_ptr + pair.to(gl.int64) * whole.rows
+    delta_ptr = tensors.delta_ptr + pair.to(gl.int64) * whole.rows
+    ptr0 = gradient0.ptr + (batch.to(gl.int64) * gradient0.batch + head.to(gl.int64) * gradient0.head)
+    ptr1 = gradient1.ptr + (batch.to(gl.int64) * gradient1.batch + head.to(gl.int64) * gradient1.head)
     x_begin = 0
     y_begin = 0
     if VARLEN:
         if KEYS:
-            seq, own = tile_of(gl.program_id(0), cu_k_ptr, sequences, 1)
-            y_begin, x_begin, sizes = sizes_of(seq, own, sizes, cu_q_ptr, cu_k_ptr, True)
+            seq, own = tile_of(gl.program_id(0), tensors.cu_k_ptr, whole.sequences, 1)
+            y_begin, x_begin, sizes = sizes_of(seq, own, whole, tensors.cu_q_ptr, tensors.cu_k_ptr, True)
             lse2_ptr += y_begin
             delta_ptr += y_begin
         else:
-            seq, own = tile_of(gl.program_id(0), cu_q_ptr, sequences, group)
-            x_begin, y_begin, sizes = sizes_of(seq, own, sizes, cu_q_ptr, cu_k_ptr, False)
+            seq, own = tile_of(gl.program_id(0), tensors.cu_q_ptr, whole.sequences, whole.group)
+            x_begin, y_begin, sizes = sizes_of(seq, own, whole, tensors.cu_q_ptr, tensors.cu_k_ptr, False)
             lse2_ptr += x_begin
             delta_ptr += x_begin
-        ptr0 += x_begin.to(gl.int64) * stride0
-        ptr1 += x_begin.to(gl.int64) * stride1
+        ptr0 += x_begin.to(gl.int64) * gradient0.row
+        ptr1 += x_begin.to(gl.int64) * gradient1.row
     first, end = streamed(own, sizes, KEYS)
     work = TileProduct(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128, x_begin, y_begin)
     ds_scale = 1.0
-    factor0 = factor
+    factor0 = scales.gradient
     factor1 = 1.0
     if SCALED:
-        ds_scale = gl.load(ds_scale_ptr)
-        factor0 = factor / ds_scale
-        factor1 = 1.0 / p_scale
-    numbers = Numbers(lse2_ptr, delta_ptr, scale, p_scale, ds_scale)
-    result = Result(ptr0, ptr1, stride0, stride1, factor0, factor1)
-    memory = Memory(x, y, s, dp, acc)
-    barriers = Barriers(x_ready, y_ready, y_free, landed, s_ready, p_ready, dp_ready, ds_ready, done)
+        ds_scale = gl.load(scales.ds_ptr)
+        factor0 = scales.gradient / ds_scale
+        factor1 = 1.0 / scales.p
+    numbers = Numbers(lse2_ptr, delta_ptr, scales.s, scales.p, ds_scale)
+    result = Result(ptr0, ptr1, gradient0.row, gradient1.row, factor0, factor1)
     gl.warp_specialize([
-        (score_role, (memory, barriers, work, sizes, numbers, result, 0, D, KEYS, SCALED)),
-        (score_role, (memory, barriers, work, sizes, numbers, result, 1, D, KEYS, SCALED)),
-        (mma_role, (memory, barriers, work, KEYS)),
-        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, barriers, work, sizes, D, KEYS, VARLEN)),
+        (score_role, (memory, work, sizes, numbers, result, 0, D, KEYS, SCALED)),
+        (score_role, (memory, work, sizes, numbers, result, 1, D, KEYS, SCALED)),
+        (mma_role, (memory, work, KEYS)),
+        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, work, sizes, D, KEYS, VARLEN)),
     ], [4, 1, 1], [SCORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

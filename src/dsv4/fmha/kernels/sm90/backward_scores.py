@@ -24,18 +24,7 @@ A tile that nobody sees is skipped, or written as zeros where a product of backw
 """
 
 from dsv4.fmha.kernels.backward_arguments import Operands
-from dsv4.fmha.kernels.score_tiles import (
-    Chunks,
-    Rows,
-    ScoreScales,
-    SlabSizes,
-    load_role,
-    locate,
-    needed,
-    row_terms,
-    tiles_of,
-    visible,
-)
+from dsv4.fmha.kernels.score_tiles import Chunks, load_role, locate, needed, row_terms, tiles_of, visible
 from dsv4.kernels.compat import (
     fence_async_shared,
     gl,
@@ -117,16 +106,24 @@ def score_role(chunks, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[
-    "all_rows", "rows", "row_begin", "tokens", "keys", "group", "left", "right", "row_piece", "key_piece", "pairs",
-    "pair_begin", "kv_heads", "scale", "p_scale",
-])  # fmt: skip
-def backward_scores(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, p_desc, ds_desc, scale,
-                    p_scale, all_rows, rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece, pairs,
-                    pair_begin, kv_heads,
-                    D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, SCORE_REGS: gl.constexpr,
-                    LOAD_REGS: gl.constexpr):  # fmt: skip
-    """rows: of the slab, `row_begin` its first; lse2 and delta [pairs of the slab, all_rows]."""
+@gluon.jit
+def backward_scores(
+    q_desc,
+    k_desc,
+    dout_desc,
+    v_desc,
+    p_desc,
+    ds_desc,
+    terms,
+    sizes,
+    scales,
+    D: gl.constexpr,
+    SLOTS: gl.constexpr,
+    SCALED: gl.constexpr,
+    SCORE_REGS: gl.constexpr,
+    LOAD_REGS: gl.constexpr,
+):
+    """terms: lse2 and delta [pairs of the slab, all rows of a pair]."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     CHUNKS: gl.constexpr = D // 64
     a = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 128, 64], MATRIX)
@@ -135,14 +132,11 @@ def backward_scores(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc
     right_tile = gl.allocate_shared_memory(q_desc.dtype, [64, 128], MATRIX)
     ring = new_ring(a, 2)
     init_barriers((ring.ready, ring.free))
-    tiles = tiles_of(rows, keys, pairs)
-    sizes = SlabSizes(rows, row_begin, tokens, keys, group, left, right, row_piece, key_piece)
+    tiles = tiles_of(sizes)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     chunks = Chunks(ring, b)
-    terms = Rows(lse2_ptr, delta_ptr, all_rows)
-    scales = ScoreScales(scale, p_scale, ds_scale_ptr)
     gl.warp_specialize([
         (score_role, (chunks, left_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 0, CHUNKS, SCALED)),
         (score_role, (chunks, right_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 1, CHUNKS, SCALED)),
-        (load_role, (operands, chunks, sizes, tiles, pair_begin, kv_heads, CHUNKS)),
+        (load_role, (operands, chunks, sizes, tiles, CHUNKS)),
     ], [4, 1], [SCORE_REGS, LOAD_REGS])  # fmt: skip
