@@ -106,7 +106,7 @@ def _sequence(
     dv: Tensor | None,
 ) -> Tensor:
     """Fill dq, dk, dv -> dsink of these heads."""
-    p = b.forward
+    p, softcap = b.forward, b.forward.options.softcap
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     (t, heads, d), (s, kv_heads) = q.shape, k.shape[:2]
     group, offset = heads // kv_heads, s - t
@@ -142,6 +142,9 @@ def _sequence(
             keys = slice(at, min(at + KEY_BLOCK, last))
             k1, v1 = (x[keys].to(compute).transpose(0, 1) for x in (k, v))  # [h, keys, D]
             score = torch.bmm(q1, k1.mT)
+            if softcap is not None:
+                slope = 1 - score.div_(softcap).tanh_().square()
+                score.mul_(softcap)
             hidden = _hidden(begin + offset, tokens, keys, p.left, p.right, group, q.device)
             if hidden is not None:
                 score.masked_fill_(hidden, NEG_INF)
@@ -153,6 +156,8 @@ def _sequence(
             ds = torch.bmm(dout1, v1.mT).sub_(delta).mul_(prob)
             if dlse1 is not None:
                 ds += score.sub_(alone).exp_().mul_(dlse1)
+            if softcap is not None:
+                ds *= slope
             if sum_q is not None:
                 sum_q.baddbmm_(ds, k1)
             if "k" in sums:

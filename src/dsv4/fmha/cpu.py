@@ -143,7 +143,7 @@ def _attend_block(p: FmhaProblem, some: Sequences, begin: int, end: int, work: t
     for lo in range(first, last, max(some.chunk, 1)):
         k, v = some.read(lo, min(lo + some.chunk, last))
         part = [
-            attend(q, k1, v1, offset - lo, p.left, p.right, p.softmax_scale)
+            attend(q, k1, v1, offset - lo, p.left, p.right, p.softmax_scale, p.options.softcap)
             for q, k1, v1 in zip(queries, _keys(k, group), _keys(v, group), strict=True)
         ]
         results = part if results is None else [merge(a, b) for a, b in zip(results, part, strict=True)]
@@ -197,6 +197,7 @@ def attend(
     left: int,
     right: int,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Query i sees key j iff i+offset-left <= j <= i+offset+right -> out [A, G, T, D], lse [A, G, T] fp32."""
     t, s = q.shape[2], k.shape[2]
@@ -207,12 +208,14 @@ def attend(
     if end - begin < t:
         out, lse = _nothing_seen(q)
         some = slice(begin, end)
-        out[:, :, some], lse[:, :, some] = attend(q[:, :, some], k, v, offset + begin, left, right, scale)
+        out[:, :, some], lse[:, :, some] = attend(q[:, :, some], k, v, offset + begin, left, right, scale, softcap)
         return out, lse
     # Every query sees at least one key from here on; keys that none sees are dropped.
     first = 0 if left < 0 else max(0, offset - left)
     last = s if right < 0 else min(s, t + offset + right)
     k, v, offset, s = k[:, :, first:last], v[:, :, first:last], offset - first, last - first
+    if softcap is not None:
+        return _attend_capped(q, k, v, offset, left, right, scale, softcap)
     open_left = left < 0 or t - 1 + offset - left <= 0
     open_right = right < 0 or offset + right >= s - 1
     if open_left and open_right:
@@ -257,6 +260,26 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
     if splits * part < k.shape[2]:
         pieces.append(_call_flash(q, k[:, :, splits * part :], v[:, :, splits * part :], scale))
     return reduce(merge, pieces)
+
+
+def _attend_capped(q, k, v, offset, left, right, scale, softcap) -> tuple[Tensor, Tensor]:
+    """The flash kernel has no softcap: by products in fp32, a block of scores at a time."""
+    out, lse = _nothing_seen(q)
+    out = out.float()
+    heads = q.shape[0] * q.shape[1]
+    block = max(QUERY_BLOCK, MASK_LIMIT // (QUERY_BLOCK * heads))  # keys
+    for i in range(0, q.shape[2], QUERY_BLOCK):
+        rows = slice(i, i + QUERY_BLOCK)
+        q1, found = q[:, :, rows].float() * (scale / softcap), (out[:, :, rows], lse[:, :, rows])
+        for j in range(0, k.shape[2], block):
+            k1, v1 = (x[:, :, j : j + block].float() for x in (k, v))
+            s = (q1 @ k1.mT).tanh_().mul_(softcap)
+            s += _mask(s.shape[2], s.shape[3], offset + i - j, left, right, s.dtype)
+            part = s.logsumexp(-1)
+            p = s.sub_(torch.where(part == NEG_INF, 0, part)[..., None]).exp_()
+            found = merge(found, (p @ v1, part))
+        out[:, :, rows], lse[:, :, rows] = found
+    return out, lse
 
 
 def _call_flash(q, k, v, scale, *, causal=False, mask=None) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ class FmhaKeywords(TypedDict, total=False):
     window: tuple[int, int]
     sink: Tensor | None
     softmax_scale: float | None
+    softcap: float | None
     out: Tensor | None
     plan: Plan | None
     deterministic: bool
@@ -32,6 +33,8 @@ class VarlenKeywords(FmhaKeywords, total=False):
 # Of these, in the words of the docstrings.
 DOCS = """
         causal, window: see above; both count from the bottom right corner.
+        softcap: scores are softcap * tanh(softmax_scale * (q . k) / softcap), before masks and sink (Gemma 2); None and
+            0 leave them as they are.
         return_lse: return ``(out, lse)``, lse in fp32.
         out: tensor to write to and return; its last stride is 1, and it overlaps no input. Its dtype is q's,
             or fp32 for partial results that are merged (dsv4.merge_states) and rounded once.
@@ -44,6 +47,7 @@ DOCS = """
 
 
 UNBOUNDED = (-1, -1)
+SOFTCAP = "None or a finite number >= 0, where 0 is None"
 
 
 class FmhaOptions(NamedTuple):
@@ -51,6 +55,7 @@ class FmhaOptions(NamedTuple):
     window_left: int = -1
     window_right: int = -1
     softmax_scale: float | None = None
+    softcap: float | None = None  # never 0
     deterministic: bool = False
     max_seqlen_q: int | None = None  # varlen
     max_seqlen_k: int | None = None
@@ -63,7 +68,7 @@ class FmhaOptions(NamedTuple):
     @classmethod
     def checked(
         cls, max_seqlen_q: Any, max_seqlen_k: Any, /, causal: Any = False, window: Any = UNBOUNDED,
-        softmax_scale: Any = None, deterministic: Any = False,
+        softmax_scale: Any = None, softcap: Any = None, deterministic: Any = False,
     ) -> FmhaOptions:  # fmt: skip
         """Numbers and flags with their types, which the key of a call cannot tell apart; ValueError where they have
         none. `resolved` looks at their values."""
@@ -74,17 +79,30 @@ class FmhaOptions(NamedTuple):
             checks.flag("deterministic", deterministic)
         if softmax_scale is not None:
             softmax_scale = checks.scale(softmax_scale)
+        if softcap is not None:
+            softcap = checks.real("softcap", softcap, SOFTCAP)
         if max_seqlen_q is not None:
             max_seqlen_q = checks.bound("max_seqlen_q", max_seqlen_q)
         if max_seqlen_k is not None:
             max_seqlen_k = checks.bound("max_seqlen_k", max_seqlen_k)
-        # as cls(...), in half the time
-        return tuple.__new__(cls, (False, left, right, softmax_scale, deterministic, max_seqlen_q, max_seqlen_k))
+        numbers = (softmax_scale, softcap, deterministic, max_seqlen_q, max_seqlen_k)
+        return tuple.__new__(cls, (False, left, right, *numbers))  # as cls(...), in half the time
 
     def resolved(self, head_dim: int) -> FmhaOptions:
         """As a backend finds them: nothing is None that has a default. ValueError where a value is wrong."""
         left, right = checks.window_bounds(self.window_left, self.window_right)
-        scale = checks.softmax_scale(self.softmax_scale, head_dim)
         return self._replace(
-            causal=False, window_left=left, window_right=0 if self.causal else right, softmax_scale=scale
+            causal=False,
+            window_left=left,
+            window_right=0 if self.causal else right,
+            softmax_scale=checks.softmax_scale(self.softmax_scale, head_dim),
+            softcap=_softcap(self.softcap),
         )
+
+
+def _softcap(x: float | None) -> float | None:
+    if x is None:
+        return None
+    if checks.finite("softcap", x, SOFTCAP) < 0:
+        checks.fail("softcap", checks.describe(x), SOFTCAP)
+    return x or None

@@ -17,8 +17,8 @@ Where the versions of flash-attn differ from each other, or from dsv4:
 * Any page size works. dsv4 chooses ``num_splits`` itself and ignores the argument. With ``deterministic=True`` every
   result is the same on every run (in flash-attn the flag concerns the backward pass, so it is off by default).
 
-Rejected by name, because dsv4 does not support them: dropout_p, softcap, alibi_slopes, cache_leftpad, and gradients
-through flash_attn_with_kvcache.
+Rejected by name, because dsv4 does not support them: dropout_p, alibi_slopes, cache_leftpad, and gradients through
+flash_attn_with_kvcache.
 """
 
 import numbers
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dsv4.fmha import problem
 from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
+from dsv4.fmha.options import FmhaOptions
 from dsv4.integrations.naming import named
 from dsv4.runtime import checks
 from dsv4.runtime.checks import Backend
@@ -58,7 +59,7 @@ def flash_attn_func(
     With return_attn_probs: (out, softmax_lse [B, Hq, T], an empty tensor); flash-attn fills the third only with
     dropout.
     """
-    _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     checks.flag("return_attn_probs", return_attn_probs)
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.tensor(name, x, ("batch", "seqlen", "heads", "headdim"), checks.FLOATS)
@@ -66,7 +67,7 @@ def flash_attn_func(
     with named(sink="learnable_sink", window="window_size"):
         out, lse = fmha(
             *wide, causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), softmax_scale=scale,
-            return_lse=True, deterministic=deterministic, backend=backend,
+            softcap=softcap, return_lse=True, deterministic=deterministic, backend=backend,
         )  # fmt: skip
     out = out[..., :width]
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
@@ -102,12 +103,12 @@ def flash_attn_varlen_func(
 
     With return_attn_probs: (out, softmax_lse [Hq, total_q], an empty tensor).
     """
-    _refuse(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     checks.flag("return_attn_probs", return_attn_probs)
     checks.tensor("q", q, ("total_q", "heads", "headdim"), checks.FLOATS)
     more: dict[str, Any] = dict(
-        causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), deterministic=deterministic,
-        backend=backend,
+        causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), softcap=softcap,
+        deterministic=deterministic, backend=backend,
     )  # fmt: skip
     if block_table is None:
         for name, x in (("k", k), ("v", v)):
@@ -166,7 +167,7 @@ def flash_attn_with_kvcache(
     once. The caller must make sure that the cache has room; on a GPU, where dsv4 does not check values, a position
     outside it is a device error.
     """
-    _refuse(softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse(alibi_slopes=alibi_slopes)
     if cache_leftpad is not None:
         checks.fail("cache_leftpad", checks.describe(cache_leftpad), "None; keys begin with the first row in dsv4")
     for name, flag in (("return_softmax_lse", return_softmax_lse), ("rotary_interleaved", rotary_interleaved)):
@@ -182,15 +183,15 @@ def flash_attn_with_kvcache(
     lengths = _seqlens(cache_seqlens, batch, capacity, like)
     window = _window(window_size)
     options: dict[str, Any] = dict(
-        causal=causal, window=window, sink=_sink(learnable_sink, s_aux), softmax_scale=softmax_scale
+        causal=causal, window=window, sink=_sink(learnable_sink, s_aux), softmax_scale=softmax_scale, softcap=softcap
     )
     names = dict(
         sink="learnable_sink", window="window_size", k_pages="k_cache", v_pages="v_cache", lengths="cache_seqlens"
     )
     with named(**names):
-        typed = dict(causal=checks.flag("causal", causal), window=checks.two_ints(window), sink=options["sink"],
-                     softmax_scale=checks.scale(softmax_scale))  # fmt: skip
-        problem.paged(q, k_cache, v_cache, table, lengths, **typed)  # before anything is written
+        numbers = {name: x for name, x in options.items() if name != "sink"}
+        typed = FmhaOptions.checked(None, None, **numbers)
+        problem.paged(q, k_cache, v_cache, table, lengths, sink=options["sink"], options=typed)  # before any is written
     checks.backend(backend)
     checks.flag("deterministic", deterministic)
     checks.forward_only(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, learnable_sink=learnable_sink, s_aux=s_aux)

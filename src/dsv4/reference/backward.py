@@ -6,6 +6,7 @@ With s_ij = scale q_i.k_j, L_i the LSE (sink excluded) and L'_i = log(e^L_i + e^
     dV_j    = sum_i P_ij dO_i                             dS_ij   = P_ij (dO_i . v_j - delta_i) + e^(s_ij - L_i) dL_i
     dQ_i    = scale sum_j dS_ij k_j                       dK_j    = scale sum_i dS_ij q_i
     dsink   = - sum_i e^(sink - L'_i) delta_i             over all queries of the head
+    softcap:  s_ij = softcap tanh(scale q_i.k_j / softcap), and dS_ij is multiplied by 1 - (s_ij / softcap)^2
 
 They are not autograd through reference.py, which gives NaN for a row that sees nothing; tests compare the two where
 both are defined. ``p_dtype`` rounds what a kernel of that dtype must round: O before delta, P and dS before their
@@ -55,16 +56,18 @@ def attend(
     dlse: Tensor | None,  # [Hq, T]
     compute: torch.dtype,
     p_dtype: torch.dtype | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """One sequence -> dq [Hq, T, D], dk and dv [Hkv, S, D], dsink [Hq]."""
-    out, _ = reference.attend(q, k, v, seen, sink, scale, compute, p_dtype)
+    out, _ = reference.attend(q, k, v, seen, sink, scale, compute, p_dtype, softcap)
     if p_dtype is not None:
         out = out.to(p_dtype).to(compute)
     q, k, v, dout = (x.to(compute) for x in (q, k, v, dout))
     used = seen.any(0)[:, None]  # a row that no query sees may hold NaN
     k, v = torch.where(used, k, 0), torch.where(used, v, 0)
 
-    s = torch.where(seen, over_groups(q, k.mT) * scale, NEG_INF)
+    capped = reference.cap(over_groups(q, k.mT) * scale, softcap)
+    s = torch.where(seen, capped, NEG_INF)
     lse = s.logsumexp(-1)
     empty = lse == NEG_INF
     alone = torch.where(seen & ~empty[..., None], (s - torch.where(empty, 0, lse)[..., None]).exp(), 0)
@@ -75,6 +78,8 @@ def attend(
     ds = p * (over_groups(dout, v.mT) - delta[..., None])
     if dlse is not None:
         ds = ds + alone * torch.where(empty, 0, dlse.to(compute))[..., None]
+    if softcap:
+        ds = ds * (1 - (capped / softcap) ** 2)  # unseen: 0 times a finite number
     ds, p = rounded(ds, p_dtype), rounded(p, p_dtype)
     dq = over_groups(ds, k) * scale
     ds, q, p, dout = (in_groups(x, k.shape[0]) for x in (ds, q, p, dout))
@@ -94,6 +99,7 @@ def fmha(
     window: tuple[int, int] = (-1, -1),
     sink: Tensor | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     compute: torch.dtype = torch.float64,
     p_dtype: torch.dtype | None = None,
 ) -> FmhaGradients:
@@ -105,7 +111,7 @@ def fmha(
     for n in range(q.shape[0]):
         q1, k1, v1, dout1 = (x[n].transpose(0, 1) for x in (q, k, v, dout))
         dlse1 = None if dlse is None else dlse[n]
-        *grads, one_sink = attend(q1, k1, v1, seen, sink, scale, dout1, dlse1, compute, p_dtype)
+        *grads, one_sink = attend(q1, k1, v1, seen, sink, scale, dout1, dlse1, compute, p_dtype, softcap)
         for whole, one in zip((dq, dk, dv), grads, strict=True):
             whole[n] = one.transpose(0, 1)
         if dsink is not None:

@@ -24,13 +24,14 @@ def attend(
     scale: float,
     compute: torch.dtype,
     p_dtype: torch.dtype | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One sequence: softmax(q k^T * scale) v over the keys seen -> out [Hq, T, D], lse [Hq, T] (sink excluded)."""
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
     # A row that no query sees may hold anything: 0 * NaN is NaN, so it leaves before the product.
     v = torch.where(seen.any(0)[:, None], v, 0)
 
-    s = torch.where(seen, over_groups(q, k.mT) * scale, NEG_INF)  # [Hq, T, S]
+    s = torch.where(seen, cap(over_groups(q, k.mT) * scale, softcap), NEG_INF)  # [Hq, T, S]
     top = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], NEG_INF)
     p = (s - torch.where(top == NEG_INF, 0, top)[..., None]).exp()
     p_sum = p.sum(-1)
@@ -39,6 +40,11 @@ def attend(
         p = p.to(p_dtype).to(compute)
     out = over_groups(p, v) / torch.where(p_sum == 0, 1, p_sum)[..., None]
     return apply_sink(out, lse, sink[:, None] if sink is not None else None), lse
+
+
+def cap(s: Tensor, softcap: float | None) -> Tensor:
+    """Between -softcap and softcap; 0 and None: as they are."""
+    return softcap * torch.tanh(s / softcap) if softcap else s
 
 
 def over_groups(x: Tensor, y: Tensor) -> Tensor:
@@ -84,6 +90,7 @@ def fmha(
     window: tuple[int, int] = (-1, -1),
     sink: Tensor | None = None,  # [Hq]
     softmax_scale: float | None = None,
+    softcap: float | None = None,
     compute: torch.dtype = torch.float64,
     p_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -95,7 +102,7 @@ def fmha(
     lse = torch.full((b, hq, t), NEG_INF, dtype=compute, device=q.device)
     for n in range(b):
         q1, k1, v1 = (x[n].transpose(0, 1) for x in (q, k, v))  # [H, tokens, D]
-        o, lse[n] = attend(q1, k1, v1, seen, sink, scale, compute, p_dtype)
+        o, lse[n] = attend(q1, k1, v1, seen, sink, scale, compute, p_dtype, softcap)
         out[n] = o.transpose(0, 1)
     return out, lse
 

@@ -46,6 +46,8 @@ def argument_type(x: Any) -> str:
     """The type of a launch argument as it counts for a variant."""
     if hasattr(x, "block_shape"):
         return f"tensordesc {_dtype(x.base)} {list(x.block_shape)}"
+    if x is None:
+        return "constexpr"
     x = compiled_for(x)
     if isinstance(x, (bool, int)):
         if not -(1 << 31) <= x < 1 << 31:

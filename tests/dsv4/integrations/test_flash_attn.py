@@ -238,7 +238,7 @@ def test_what_it_cannot_do_it_says():
     q, k, v = qkv(2, 3, 8, 4, 2, 64)
     slopes = torch.ones(4)
     everywhere = [
-        ("softcap: got float 30.0; accepted: 0.0", dict(softcap=30.0)),
+        ("softcap: got float -1.0; accepted: None or a finite number >= 0", dict(softcap=-1.0)),
         ("alibi_slopes: got float32 .4.", dict(alibi_slopes=slopes)),
         ("window_size: ", dict(window_size=(-2, 0))),
         ("window_size: ", dict(window_size=3)),
@@ -287,7 +287,7 @@ def test_a_cache_is_not_touched_by_a_call_that_is_refused():
     refused_first = dict(q=q, k_cache=caches[0], v_cache=caches[1], k=new, v=new, cache_seqlens=4)
     for text, change in [
         ("cache_leftpad: ", dict(cache_leftpad=torch.zeros(2).int())),
-        ("softcap: ", dict(softcap=1.0)),
+        ("softcap: ", dict(softcap=-1.0)),
         ("alibi_slopes: ", dict(alibi_slopes=torch.ones(4))),
         ("num_splits: ", dict(num_splits=-1)),
         ("cache_seqlens: got values from 7 to 7; accepted: values from 0 to 6", dict(cache_seqlens=7)),

@@ -121,7 +121,7 @@ def test_what_it_cannot_do_it_says(ids):
     q = torch.zeros(1, 2, 3, 64)
     module, rule = torch.nn.Module(), integration.Visible((-1, 0), None)
     for text, options in [
-        ("softcap: got float 30.0", dict(softcap=30.0)),
+        ("softcap: got float -1.0", dict(softcap=-1.0)),
         ("dropout_p: ", dict(dropout=0.1)),
         ("attention_mask: got Module with .*causal", dict(is_causal=False)),
         ("sliding_window: got 5", dict(sliding_window=5, attention_mask=integration.Visible((7, 0), None))),

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from dsv4.fmha.kernels.loads import GlobalRows, Where
+from dsv4.fmha.kernels.scores import ScoreScale
 from dsv4.fmha.kernels.tiles import Pages
 from dsv4.kernels.compat import Value, aggregate, gluon
 
@@ -62,7 +63,7 @@ class Strides(NamedTuple):
 class Options(NamedTuple):
     """Kernels call them `opts`: Triton has an `options` of its own among their arguments."""
 
-    scale: Value  # positive, in base 2
+    scale: ScoreScale  # positive
     sign: Value  # what Q is multiplied by: 1, -1 or 0
     left: Value  # of the window
     right: Value
@@ -94,8 +95,9 @@ class Problem:
     keys: Value
     left: Value
     right: Value
-    scale: Value
+    scale: Value  # the factor of score_scale
     want_lse: Value
+    score_scale: Value
 
 
 @aggregate
@@ -138,4 +140,4 @@ def kv_rows(tensors, sizes, strides):
 @gluon.jit
 def problem_of(head, tokens, keys, sizes, opts):
     return Problem(head, sizes.group, sizes.kv_heads * sizes.group, tokens * sizes.group, tokens, keys, opts.left,
-                   opts.right, opts.scale, opts.want_lse)  # fmt: skip
+                   opts.right, opts.scale.factor, opts.want_lse, opts.scale)  # fmt: skip

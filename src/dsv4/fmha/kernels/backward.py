@@ -17,9 +17,11 @@ from torch import Tensor
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.kernels.backward_rows import RowSizes, RowStrides, RowTensors, backward_rows
 from dsv4.fmha.kernels.prepare import row_strides
+from dsv4.fmha.kernels.scores import ScoreScale, score_scale
 from dsv4.fmha.kernels.tiles import NO_BOUND
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime.program import Program, Slot
 
 TILE = 128
@@ -67,6 +69,10 @@ class Packed:
     width = property(lambda self: self.q.shape[3])
     keys = property(lambda self: self.k.shape[2])
     fp16 = property(lambda self: self.q.dtype == torch.float16)
+
+    @property
+    def scale(self) -> ScoreScale:
+        return score_scale(self.p, self.p.softmax_scale * LOG2E.value)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from dsv4.fmha.kernels.backward import FP16_P_SCALE, TILE, Packed, descriptor
 from dsv4.fmha.kernels.score_tiles import ScoreScales, SlabSizes, SlabTerms
-from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
@@ -134,7 +133,7 @@ class Chain:
                 pair_begin=slab.pairs.start,
                 **{name: size for name, size in x.sizes.items() if name != "rows"},
             ),
-            scales=ScoreScales(self.p.softmax_scale * LOG2E.value, FP16_P_SCALE, x.ds_scale),
+            scales=ScoreScales(x.scale, FP16_P_SCALE, x.ds_scale),
         )
         grid = (min(num_tiles, self.target.num_sms),)
         options = dict(D=x.width, SCALED=x.fp16, num_warps=4, **self.options)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from dsv4.fmha.kernels.arguments import Options, Sizes, Strides, Tensors
+from dsv4.fmha.kernels.scores import score_scale, sign_and_scale
 from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, NO_BOUND, PAGES, ROWS
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.combine import MergeSizes, MergeStrides, MergeTensors, clear_rest, combine, combine_fp16
 from dsv4.kernels.compat import TensorDescriptor, gl
-from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime import splits as splitting
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
@@ -106,7 +106,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     lse_strides = _lse_strides(p)
     strides = Strides(*row_strides(q), *row_strides(out), *lse_strides, *row_strides(k), *row_strides(v))
     opts = Options(
-        scale=scale,
+        scale=score_scale(p, scale),
         sign=sign,
         left=NO_BOUND if p.left < 0 else p.left,
         right=NO_BOUND if p.right < 0 else p.right,
@@ -195,15 +195,6 @@ def _kv_load(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
         box = min(p.page_size & -p.page_size, c.box)  # the largest power of two that divides a page and a tile
         return (PAGES.value, box) if box >= 8 else (CP_ASYNC.value, 8)
     return (DENSE if p.kind == "dense" and not c.dense_as_rows else ROWS).value, c.box
-
-
-def sign_and_scale(scale: float) -> tuple[int, float]:
-    """(what Q is multiplied by as it is loaded: 1, -1 or 0; a positive scale in base 2): masked scores are -inf, so
-    that a scale of 0 or less would make them NaN or seen."""
-    positive = abs(scale) * LOG2E.value
-    if positive < torch.finfo(torch.float32).tiny:
-        return 0, 1.0
-    return (1 if scale > 0 else -1), positive
 
 
 def splits_keys(p: FmhaProblem, target: Target, c: Tiling) -> bool:

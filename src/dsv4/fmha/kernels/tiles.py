@@ -121,6 +121,7 @@ class MaskBounds:
     keys: Value
     pages: Pages
     bad: Value
+    scale: Value  # ScoreScale
 
 
 @gluon.jit
@@ -137,7 +138,7 @@ def mask_bounds(tile_row, work_tile, M: gl.constexpr, BN: gl.constexpr, KV_LOAD:
     bad = False
     if KV_LOAD >= PAGES:
         bad = bad_pages(work_tile.pages, tiles.first + tiles.begin * BN, gl.minimum(tiles.first + tiles.end * BN, keys))
-    return MaskBounds(row_first, row_end, full_first, full_end, keys, work_tile.pages, bad)
+    return MaskBounds(row_first, row_end, full_first, full_end, keys, work_tile.pages, bad, problem.score_scale)
 
 
 @gluon.jit

@@ -20,9 +20,9 @@ from dsv4.fmha.kernels.prepare import (
     prepare_fp16_merge,
     prepare_merge,
     row_strides,
-    sign_and_scale,
     use_fp16_partials,
 )
+from dsv4.fmha.kernels.scores import sign_and_scale
 from dsv4.kernels.combine import MergeStrides
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.runtime import checks

@@ -18,7 +18,6 @@ from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.sm100.backward_scores import backward_scores
 from dsv4.fmha.kernels.sm100.backward_tiles import backward_tiles
-from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
@@ -51,7 +50,7 @@ def prepare_tiles(program: Program, x: Packed) -> None:
     common: dict[str, Any] = dict(
         tensors=GradientTensors(x.lse2, x.delta, *starts),
         whole=GradientSizes(**x.sizes, sequences=count),
-        scales=GradientScales(x.p.softmax_scale * LOG2E.value, FP16_P_SCALE, x.p.softmax_scale, x.ds_scale),
+        scales=GradientScales(x.scale, FP16_P_SCALE, x.p.softmax_scale, x.ds_scale),
     )
     options = dict(D=x.width, SCALED=x.fp16, VARLEN=x.sequences is not None, SCORE_REGS=224, WARP_REGS=56, num_warps=4)
 

@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayo
 
 from dsv4.fmha.kernels.backward_arguments import Operands
 from dsv4.fmha.kernels.score_tiles import Chunks, load_role, locate, needed, row_terms, tiles_of, visible
+from dsv4.fmha.kernels.scores import probabilities, score_gradient
 from dsv4.kernels.compat import aggregate, fence_async_shared, gl, gluon, reinterpret, store_wait, tma_store
 from dsv4.kernels.ring import Ring, Stage, consumer_stage, init_barriers, new_ring
 
@@ -110,7 +111,7 @@ def score_role(scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.
             row = first_row + gl.arange(0, 128, layout=gl.SliceLayout(1, L))
             lse2, delta = row_terms(terms, pair, row, sizes)
             scores.s.wait(at)
-            p = gl.exp2(scores.s.slot(at).slice(H * 64, 64).load() * scales.s - lse2[:, None])
+            p, s = probabilities(scores.s.slot(at).slice(H * 64, 64).load(), lse2[:, None], scales.s)
             scores.s.release(at)
             p = visible(p, first_row, mine, sizes)
             if SCALED:
@@ -118,7 +119,7 @@ def score_role(scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.
             else:
                 send(p.to(DTYPE), out.index(0), p_desc, pair, first_row, mine)
             scores.dp.wait(at)
-            ds = p * (scores.dp.slot(at).slice(H * 64, 64).load() - delta[:, None])
+            ds = score_gradient(p, scores.dp.slot(at).slice(H * 64, 64).load(), delta[:, None], s, scales.s)
             scores.dp.release(at)
             if SCALED:
                 ds = ds * ds_scale

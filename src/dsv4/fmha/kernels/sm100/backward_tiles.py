@@ -53,6 +53,7 @@ know; load zeroes what is not the sequence's.
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
 
+from dsv4.fmha.kernels import scores
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
 from dsv4.fmha.kernels.tiles import end_key, first_key, needs_mask
@@ -270,10 +271,10 @@ def zero_masked(p, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def probabilities(s, p16, numbers, own, at, masked, sizes, KEYS: gl.constexpr, SCALED: gl.constexpr):
-    """P of 32 columns from S, in fp32; KEYS: also to p16, as the left operand of dV."""
+    """(P of 32 columns from S, in fp32, S for its gradient); KEYS: also P to p16, as the left operand of dV."""
     L: gl.constexpr = s.get_reg_layout()
     lse2 = row_number(numbers.lse2_ptr, own, at, sizes, L, KEYS, float("inf"))
-    p = gl.exp2(s.load() * numbers.scale - lse2)
+    p, score = scores.probabilities(s.load(), lse2, numbers.scale)
     if masked:
         p = zero_masked(p, own, at, sizes, L, KEYS)
     if KEYS:
@@ -281,14 +282,14 @@ def probabilities(s, p16, numbers, own, at, masked, sizes, KEYS: gl.constexpr, S
             p16.store((p * numbers.p_scale).to(p16.dtype))
         else:
             p16.store(p.to(p16.dtype))
-    return p
+    return p, score
 
 
 @gluon.jit
-def store_ds(p, dp, ds16, numbers, own, at, sizes, KEYS: gl.constexpr, SCALED: gl.constexpr):
+def store_ds(p, s, dp, ds16, numbers, own, at, sizes, KEYS: gl.constexpr, SCALED: gl.constexpr):
     """dS of 32 columns, from P and dP."""
     delta = row_number(numbers.delta_ptr, own, at, sizes, dp.get_reg_layout(), KEYS, 0.0)
-    ds = p * (dp.load() - delta)
+    ds = scores.score_gradient(p, dp.load(), delta, s, numbers.scale)
     if SCALED:
         ds = ds * numbers.ds_scale
     ds16.store(ds.to(ds16.dtype))
@@ -312,12 +313,14 @@ def score_role(memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.cons
         masked = needs_mask(row, key, sizes, 128, 128)
         memory.s_ready.wait(0, j % 2)
         # P of the first 32 columns lies where their S was.
-        p0 = probabilities(s.index(2 * H), p16.slice(0, 32), numbers, own, at, masked, sizes, KEYS, SCALED)
-        p1 = probabilities(s.index(2 * H + 1), p16.slice(32, 32), numbers, own, at + 32, masked, sizes, KEYS, SCALED)
+        p0, s0 = probabilities(s.index(2 * H), p16.slice(0, 32), numbers, own, at, masked, sizes, KEYS, SCALED)
+        p1, s1 = probabilities(
+            s.index(2 * H + 1), p16.slice(32, 32), numbers, own, at + 32, masked, sizes, KEYS, SCALED
+        )
         memory.p_ready.arrive(0)
         memory.dp_ready.wait(0, j % 2)
-        store_ds(p0, dp.index(2 * H), ds16.slice(0, 32), numbers, own, at, sizes, KEYS, SCALED)
-        store_ds(p1, dp.index(2 * H + 1), ds16.slice(32, 32), numbers, own, at + 32, sizes, KEYS, SCALED)
+        store_ds(p0, s0, dp.index(2 * H), ds16.slice(0, 32), numbers, own, at, sizes, KEYS, SCALED)
+        store_ds(p1, s1, dp.index(2 * H + 1), ds16.slice(32, 32), numbers, own, at + 32, sizes, KEYS, SCALED)
         memory.ds_ready.arrive(0)
     if work.tiles > 0:
         memory.done.wait(0, 0)

@@ -6,6 +6,7 @@ tensors only, where TMA's own bounds end a sequence.
 """
 
 from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.scores import capped
 from dsv4.fmha.kernels.sm100.pair_roles import (
     KEYS,
     PIECE,
@@ -110,7 +111,7 @@ def softmax_role(arguments, memory, barriers, num_tiles):
     """P = exp2(S - m) block by block."""
     s, sizes, opts = memory.s, arguments.sizes, arguments.opts
     tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, opts.left, opts.right
-    scale = opts.scale * opts.sign.to(gl.float32)
+    scale = opts.scale.factor * opts.sign.to(gl.float32)
     LS: gl.constexpr = s.index(0).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     HALF: gl.constexpr = gl.SliceLayout(2, by_halves(gl.zeros([ROWS, KEYS], gl.float32, LS)).type.layout)
@@ -132,7 +133,7 @@ def softmax_role(arguments, memory, barriers, num_tiles):
         for j in range(at, at + n):
             column = first + (j - at) * KEYS
             mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
-            x = s.index(j % 2).load() * scale
+            x = capped(s.index(j % 2).load(), opts.scale) * scale
             if (column < full_first) | (column + KEYS > full_end):
                 x = softmax.apply_mask(x, column, row_first, row_end, LS)
             m, l = softmax_block(by_halves(x), m, l, j, at, memory, barriers)

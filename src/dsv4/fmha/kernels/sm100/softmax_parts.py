@@ -3,6 +3,7 @@
 from triton.language import PropagateNan
 
 from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.scores import capped
 from dsv4.fmha.kernels.tiles import mask_pages_by_bits
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
@@ -27,7 +28,7 @@ def load_queries(memory, work_tile, tile_row, sign, TILE: gl.constexpr, D: gl.co
 @gluon.jit
 def scores(s, first_column, masked, bounds, L: gl.constexpr, KV_LOAD: gl.constexpr):
     """Some columns of S from tensor memory; those that a row does not see are -inf."""
-    x = s.load()
+    x = capped(s.load(), bounds.scale)
     if masked:
         x = softmax.apply_mask(x, first_column, bounds.row_first, bounds.row_end, L)
         if KV_LOAD >= loads.PAGES:

@@ -27,7 +27,6 @@ from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_scores import backward_scores
-from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 
@@ -60,11 +59,10 @@ def prepare_tiles(program: Program, x: Packed) -> None:
         for grad, like in zip(wanted, (x.q, x.k, x.v))
     ]
     starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences, x.sequences.count)  # or unread
-    scale = x.p.softmax_scale
     common: dict[str, Any] = x.sizes | dict(
         lse2_ptr=x.lse2, delta_ptr=x.delta, ds_scale_ptr=x.ds_scale, q_desc=descriptor(x.q, [1, 1, 64, 64]),
         dout_desc=descriptor(x.dout, [1, 1, 64, 64]), **dict(zip(("cu_q_ptr", "cu_k_ptr", "sequences"), starts)),
-        scale2=scale * LOG2E.value, scale=scale, p_scale=FP16_P_SCALE,
+        scale2=x.scale, scale=x.p.softmax_scale, p_scale=FP16_P_SCALE,
     )  # fmt: skip
     constants = dict(D=x.width, SLOTS=2, SCALED=x.fp16, VARLEN=x.sequences is not None, num_warps=4)
     if x.dk is not None or x.dv is not None:

@@ -22,6 +22,7 @@ landed          TMA bytes          1 + bytes   load           VARLEN: what reach
 
 from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Scales, Sizes, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
+from dsv4.fmha.kernels.scores import probabilities, score_gradient
 from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, load_next, load_own, make_barriers, scores
 from dsv4.fmha.kernels.tiles import end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_wait
@@ -92,10 +93,10 @@ def step(s, dq, memory, row, key, stage, turn, lse2, delta, sizes, scales, ds_sc
     opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     dp = scores(dout.index(opaque + W), memory.v.index(stage.index))
-    p = gl.exp2(s * scales.s - lse2[:, None])
+    p, s = probabilities(s, lse2[:, None], scales.s)
     p = visible(p, row, key, sizes, LS)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
-    d = p * (dp - delta[:, None])
+    d = score_gradient(p, dp, delta[:, None], s, scales.s)
     if SCALED:
         d = d * ds_scale
     dq = warpgroup_mma(gl.convert_layout(d.to(q.dtype), LA), ring.slot(stage), dq, is_async=True)

@@ -29,6 +29,7 @@ zeroes what is not the sequence's, and the last tile of a sequence is stored row
 from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Scales, Sizes, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
+from dsv4.fmha.kernels.scores import probabilities, score_gradient
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -217,7 +218,7 @@ def step(s, dk, dv, memory, row, key, stage, turn, whole, sizes, scales, ds_scal
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
     dp = scores(v.index(opaque + W), dout)
-    p = gl.exp2(s * scales.s - lse2[None, :])
+    p, s = probabilities(s, lse2[None, :], scales.s)
     p = visible(p, row, key, whole, sizes, LS)
     if SCALED:
         p16 = (p * scales.p).to(q.dtype)
@@ -226,7 +227,7 @@ def step(s, dk, dv, memory, row, key, stage, turn, whole, sizes, scales, ds_scal
     dv = warpgroup_mma(gl.convert_layout(p16, LA), dout, dv, is_async=True)
     dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
     delta = stat.index(stage.index * 2 + 1).load(gl.SliceLayout(0, LS))
-    d = p * (dp - delta[None, :])
+    d = score_gradient(p, dp, delta[None, :], s, scales.s)
     if SCALED:
         d = d * ds_scale
     d16 = d.to(q.dtype)

@@ -25,6 +25,7 @@ A tile that nobody sees is skipped, or written as zeros where a product of backw
 
 from dsv4.fmha.kernels.backward_arguments import Operands
 from dsv4.fmha.kernels.score_tiles import Chunks, load_role, locate, needed, row_terms, tiles_of, visible
+from dsv4.fmha.kernels.scores import probabilities, score_gradient
 from dsv4.kernels.compat import (
     fence_async_shared,
     gl,
@@ -87,7 +88,8 @@ def score_role(chunks, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl
             dp = gl.zeros([64, 128], gl.float32, L)
             dp, stage, last = multiply(dp, chunks, stage, last, 0, EARLY, W)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))  # complete long since, but the compiler must see it
-            p = visible(gl.exp2(s * scales.s - lse2[:, None]), first_row, key, sizes)
+            p, s = probabilities(s, lse2[:, None], scales.s)
+            p = visible(p, first_row, key, sizes)
             if SCALED:
                 send((p * scales.p).to(tile.dtype), tile, p_desc, pair, first_row, key)
             else:
@@ -95,7 +97,7 @@ def score_role(chunks, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl
             dp, stage, last = multiply(dp, chunks, stage, last, EARLY, CHUNKS, W)
             dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
             chunks.ring.free.arrive(last)
-            ds = p * (dp - delta[:, None])
+            ds = score_gradient(p, dp, delta[:, None], s, scales.s)
             if SCALED:
                 ds = ds * ds_scale
             send(ds.to(tile.dtype), tile, ds_desc, pair, first_row, key)

@@ -143,7 +143,7 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         if not SAME_KV:
             k.release(stage)
-        s = work.mask(s, tiles.first + tiles.begin * BN, bounds, KV_LOAD)
+        s = work.finish_scores(s, tiles.first + tiles.begin * BN, bounds, KV_LOAD)
         p, m, alpha = softmax.step(s, m, scale)
         l = gl.sum(p, 1)
         pa = gl.convert_layout(p.to(q.dtype), LA)
@@ -155,7 +155,7 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             if not SAME_KV:
                 k.release(after)
-            s = work.mask(s, tiles.first + tile * BN, bounds, KV_LOAD)
+            s = work.finish_scores(s, tiles.first + tile * BN, bounds, KV_LOAD)
             p, m, alpha = softmax.step(s, m, scale)
             l = l * alpha + gl.sum(p, 1)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))

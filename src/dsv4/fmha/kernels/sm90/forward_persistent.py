@@ -235,8 +235,7 @@ def attend_tile(
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
         k.release(stage)
-    if not EVEN:
-        s = work.mask(s, tiles.first + tiles.begin * BN, bounds, DENSE, OWN)
+    s = work.finish_scores(s, tiles.first + tiles.begin * BN, bounds, DENSE, OWN, EVEN)
     m = gl.full([64], softmax.LOWEST if FINITE else -float("inf"), gl.float32, RS)
     p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
     l = sums(p, OWN)
@@ -249,8 +248,7 @@ def attend_tile(
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         if not SAME_KV:
             k.release(after)
-        if not EVEN:
-            s = work.mask(s, tiles.first + tile * BN, bounds, DENSE, OWN)
+        s = work.finish_scores(s, tiles.first + tile * BN, bounds, DENSE, OWN, EVEN)
         p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
         l = add_sums(l, alpha, p, OWN)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))

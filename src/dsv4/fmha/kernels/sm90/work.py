@@ -7,6 +7,7 @@ A kernel groups its arguments (shared/fmha/arguments.py), asks `block_coord` for
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
 from dsv4.fmha.kernels.loads import Where
+from dsv4.fmha.kernels.scores import capped
 from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, mask_pages, sequence
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
@@ -76,14 +77,17 @@ def make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD
 
 
 @gluon.jit
-def mask(s, column, bounds, KV_LOAD: gl.constexpr, APART: gl.constexpr = False):
-    """Scores [M, BN] of keys from ``column`` on: -inf where a row does not see one."""
+def finish_scores(s, column, bounds, KV_LOAD: gl.constexpr, APART: gl.constexpr = False, EVEN: gl.constexpr = False):
+    """Products q . k [M, BN] of keys from ``column`` on -> scores but for their factor: capped, and -inf where a row
+    does not see a key. EVEN: every row sees every key."""
     L: gl.constexpr = s.type.layout
-    if (column < bounds.full_first) | (column + s.shape[1] > bounds.full_end):
-        if APART:
-            s = softmax.apply_mask_by_register(s, column, bounds.row_first, bounds.row_end, L)
-        else:
-            s = softmax.apply_mask(s, column, bounds.row_first, bounds.row_end, L)
+    s = capped(s, bounds.scale)
+    if not EVEN:
+        if (column < bounds.full_first) | (column + s.shape[1] > bounds.full_end):
+            if APART:
+                s = softmax.apply_mask_by_register(s, column, bounds.row_first, bounds.row_end, L)
+            else:
+                s = softmax.apply_mask(s, column, bounds.row_first, bounds.row_end, L)
     if KV_LOAD >= PAGES:
         if bounds.bad:
             s = mask_pages(s, column, bounds.keys, bounds.pages, L)

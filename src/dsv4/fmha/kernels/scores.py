@@ -1,0 +1,70 @@
+"""From q . k to a score, in every kernel of fmha: the numbers that softmax_scale becomes, and what is computed of them.
+
+    forward     score = factor * capped(q . k)        in base 2; masked and exponentiated by the kernels
+    backward    P = 2^(score - lse2)    dS = P (dP - delta) * slope       by q . k, but for softmax_scale
+
+Masks come after. A kernel gets a ScoreScale; a member that is None is known at compile time and costs nothing.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from dsv4.fmha.problem import FmhaProblem
+from dsv4.kernels import softmax
+from dsv4.kernels.compat import Value, gl, gluon
+from dsv4.runtime.checks import LARGEST
+
+
+class ScoreScale(NamedTuple):
+    factor: Value  # in base 2
+    softcap: Value  # None, or what q . k is multiplied by ahead of tanh
+
+
+def sign_and_scale(scale: float) -> tuple[int, float]:
+    """(what Q is multiplied by as it is loaded: 1, -1 or 0; a positive scale in base 2): masked scores are -inf, so
+    that a scale of 0 or less would make them NaN or visible. The gradients mask P instead, and take any scale."""
+    positive = abs(scale) * softmax.LOG2E.value
+    if positive < torch.finfo(torch.float32).tiny:
+        return 0, 1.0
+    return (1 if scale > 0 else -1), positive
+
+
+def score_scale(p: FmhaProblem, scale: float) -> ScoreScale:
+    """scale: of q . k, in base 2."""
+    softcap: Any = p.options.softcap
+    if softcap is None:
+        return ScoreScale(scale, None)
+    inner = scale / softmax.LOG2E.value / softcap
+    return ScoreScale(min(softcap * softmax.LOG2E.value, LARGEST), max(min(inner, LARGEST), -LARGEST))
+
+
+@gluon.jit
+def capped(s, scale):
+    """Of products q . k what is multiplied by the factor: themselves, or tanh(s softcap).
+
+    tanh x = 1 - 2 / (e^2x + 1) has the absolute error of fp32, and the series below 1/4 its relative error, which large
+    caps need. That of tanh.approx is 2^-11: with a cap of 50 it would be 2 % of P.
+    """
+    if scale.softcap is not None:
+        x = s * scale.softcap
+        y = x * x
+        series = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * -0.05396825)))
+        s = gl.where(y < 0.0625, series, 1.0 - 2.0 / (gl.exp2(x * (2 * softmax.LOG2E)) + 1.0))
+    return s
+
+
+@gluon.jit
+def probabilities(s, lse2, scale):
+    """(P, what score_gradient needs of the scores) of products q . k. lse2: as broadcast as they are."""
+    s = capped(s, scale)
+    return gl.exp2(s * scale.factor - lse2), s
+
+
+@gluon.jit
+def score_gradient(p, dp, delta, s, scale):
+    """dS."""
+    ds = p * (dp - delta)
+    if scale.softcap is not None:
+        ds = ds * (1.0 - s * s)
+    return ds
