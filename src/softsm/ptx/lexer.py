@@ -42,6 +42,7 @@ class Source:
         self.text = text
         self._starts = [0, *(m.end() for m in re.finditer("\n", text))]
         self.clean = COMMENT_OR_STRING.sub(self._drop_comment, text)
+        self.has_inlined = "@[ " in text and ".py:" not in text  # C++: comments with the places of inlined lines
         self.files: dict[int, str] = {}
         self.strings: dict[str, str] = {}  # .debug_str labels: names of inlined functions
         if ".section" in self.clean:

@@ -37,6 +37,7 @@ LOC = re.compile(
     r"\s*,\s*inlined_at\s+(\d{1,9})\s+(\d{1,9})\s+(\d{1,9}))?[ \t]*",
     re.ASCII,
 )
+INLINED = re.compile(r"@\[ (.+?):(\d{1,9}):(\d{1,9})")
 STATEMENT = re.compile(
     r"\s*(?:"
     r"(?P<brace>[{}])"
@@ -207,7 +208,7 @@ class _Body:
         self.scope = Scope("" if function.entry else f"@{function.name}", parser.globals)
         self.operands = Operands(parser.module_.functions, function.registers, parser.sizes)
         self.here: SourceLoc | None = None
-        self.locs: dict[str, SourceLoc | None] = {}
+        self.locs: dict[tuple[str, str], SourceLoc | None] = {}
         self.by_place: dict[tuple, SourceLoc] = {}  # for chains of inlined_at
         self.pending: list[tuple[str, Scope, list[tuple[str, int]]]] = []
         function.returns = [self._parameter(v) for v in function.returns]
@@ -348,18 +349,31 @@ class _Body:
 
     def _loc(self, match: re.Match) -> None:
         text = match.group("loc")
-        if text not in self.locs:
-            self.locs[text] = self._read_loc(text, match.start("loc"))
-        self.here = self.locs[text]
+        inlined = self._inlined(match.start("loc")) if self.source.has_inlined else ""
+        if (text, inlined) not in self.locs:
+            self.locs[text, inlined] = self._read_loc(text, match.start("loc"), inlined)
+        self.here = self.locs[text, inlined]
 
-    def _read_loc(self, text: str, at: int) -> SourceLoc | None:
+    def _inlined(self, at: int) -> str:
+        """`@[ kernel.cu:3:7 @[ ... ] ]`: clang has the places that a line was inlined at in a comment alone."""
+        line = self.source.text[at : self.source.text.find("\n", at)]
+        return line[line.find("@[") :] if "@[" in line else ""
+
+    def _callers(self, inlined: str) -> SourceLoc | None:
+        place = None
+        for file, line, column in reversed(INLINED.findall(inlined)):
+            known = next((name for name in self.source.files.values() if name.endswith(file)), file)
+            place = SourceLoc(known, int(line), int(column), self.function.name, place)
+        return place
+
+    def _read_loc(self, text: str, at: int, inlined_at: str = "") -> SourceLoc | None:
         found = LOC.fullmatch(text.rstrip(" \t\r;"))
         if found is None:
             raise self.source.error("expected '.loc file line column'", at)
         file, line, column, label, skip, *inlined = found.groups()
         if not int(line):  # the compiler's own code: no line of the program
             return None
-        function, caller = self.function.name, None
+        function, caller = self.function.name, self._callers(inlined_at)
         if label is not None:
             function = self.source.strings.get(label, "")[int(skip[:9]) if skip else 0 :]
             place = int(inlined[0]), int(inlined[1]), int(inlined[2])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from softsm.ptx import parse
 from softsm.ptx.ast import SourceLoc
 from softsm.ptx.cplusplus import demangled, outside, readable
 
@@ -33,3 +34,24 @@ def test_places_outside_the_libraries():
     assert outside(inner) is kernel and outside(kernel) is kernel
     alone = SourceLoc("/opt/cute/x.hpp", 1, 1, "f")
     assert outside(alone) is alone
+
+
+def test_clang_has_places_of_inlined_lines_in_comments():
+    text = """.version 8.0\n.target sm_90a\n.address_size 64
+.visible .entry k()
+{
+.reg .b32 %r<2>;
+.loc 1 66 27  // /clang/__clang_cuda_builtin_vars.h:66:27 @[ lib.cuh:9:2 @[ kernel.cu:3:71 ] ]
+mov.u32 %r1, %tid.x;
+.loc 2 5 1  // kernel.cu:5:1
+ret;
+}
+.file 1 "/clang/__clang_cuda_builtin_vars.h"
+.file 2 "/home/me/kernel.cu"
+"""
+    first, last = parse(text).functions["k"].body
+    chain = [first.loc, first.loc.caller, first.loc.caller.caller]
+    assert [(at.file, at.line) for at in chain] == [
+        ("/clang/__clang_cuda_builtin_vars.h", 66), ("lib.cuh", 9), ("/home/me/kernel.cu", 3)
+    ]  # fmt: skip
+    assert last.loc.caller is None and outside(first.loc).file == "lib.cuh"

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from softsm.doors.cuda import sources
 from softsm.engine.cache import cache_folder
 from softsm.errors import SoftsmError
 
@@ -66,7 +67,7 @@ def version_of(clang: str) -> int:
 
 def headers(flags: Sequence[str]) -> list[str]:
     """A toolkit's, or softsm's own."""
-    toolkit = ["-idirafter", str(HERE / "toolkit")]  # what it lacks
+    toolkit = ["-idirafter", str(HERE / "toolkit"), "-include", "softsm_toolkit.h"]  # what it lacks
     if any(flag.startswith("--cuda-path") for flag in flags):
         return toolkit
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -79,20 +80,21 @@ def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
     """Compile, or find what was compiled of the same text with the same flags. A file that the source includes is
     followed by its name and time."""
     clang = find_clang()
-    common = [clang, *COMMON, f"--cuda-gpu-arch={arch}", *headers(flags), *flags]
+    common = [clang, *COMMON, f"--cuda-gpu-arch={arch}", *headers(flags), *sources.macros(arch), *flags]
     said = run([*common, "--cuda-host-only", "-M", str(file)])
     used = sorted({Path(word) for word in said.replace("\\\n", " ").split(":", 1)[1].split()} | {HERE / "host.cpp"})
     facts = [*common, *(f"{path.resolve()} {path.stat().st_mtime_ns} {path.stat().st_size}" for path in used)]
     folder = cache_folder() / "cuda" / hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
     if not (folder / "program.so").is_file():
-        build(common, file, arch, folder)
+        build(common, file, arch, folder, used)
     return Program((folder / "kernels.ptx").read_text(), folder / "program.so")
 
 
-def build(common: list[str], file: Path, arch: str, folder: Path) -> None:
+def build(common: list[str], file: Path, arch: str, folder: Path, used: Sequence[Path]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
         at = Path(made)
+        common = [*common, *sources.corrected(used, at)]
         feature = ["-Xclang", "-target-feature", "-Xclang", PTX_FEATURE[arch]]
         run([*common, *DEVICE, *feature, str(file), "-o", str(at / "kernels.ptx")])
         # The runtime gets PTX as text, with an end, where a fat binary would be.
@@ -102,7 +104,12 @@ def build(common: list[str], file: Path, arch: str, folder: Path) -> None:
         run([*common, *HOST, "-Wno-main", str(HERE / "host.cpp"), "-o", str(at / "host.o")])
         run([common[0], *LINK, str(at / "program.o"), str(at / "host.o"), "-o", str(at / "program.so")])
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(shutil.copytree(at, at / "whole", ignore=shutil.ignore_patterns("whole", "*.o", "embedded")), folder)
+        os.replace(
+            shutil.copytree(
+                at, at / "whole", ignore=shutil.ignore_patterns("whole", "*.o", "embedded", "overlay.yaml", "*-*")
+            ),
+            folder,
+        )
 
 
 def run(command: list[str]) -> str:

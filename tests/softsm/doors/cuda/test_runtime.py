@@ -197,3 +197,40 @@ def test_the_page(tmp_path):
     done = softsm("check", tmp_path / "sum.cu", "--order", "latest")
     said = re.search(r"^```text\n(.*?)^```$", page, re.M | re.S)[1].splitlines()
     assert done.exit_code == 1 and set(said) <= set(done.output.splitlines())
+
+
+LIBRARY = r"""
+#pragma once
+__device__ inline void put(int *dst, int value) { *dst = value; }
+__device__ inline void prefetch(unsigned dst_addr, const void *src_addr) {
+    asm volatile("{ .reg .b64 a; mov.b64 a, %1; }"
+    :
+    : "r"(dst_addr)  "l"(src_addr));
+}
+"""
+USER = r"""
+#include <cute/arch/copy_sm100.hpp>
+__global__ void racy(int *out) {
+    __shared__ int tile[64];
+    prefetch(0, out);
+    put(&tile[threadIdx.x], threadIdx.x);
+    out[threadIdx.x] = tile[63 - threadIdx.x];
+}
+int main() {
+    int *out;
+    cudaMalloc(&out, 256);
+    racy<<<1, 64>>>(out);
+}
+"""
+
+
+def test_a_library_is_corrected_and_named_by_its_user(tmp_path):
+    """What clang does not take of CUTLASS is corrected in a copy; a place in it is shown as the line that calls it."""
+    (tmp_path / "cute" / "arch").mkdir(parents=True)
+    (tmp_path / "cute" / "arch" / "copy_sm100.hpp").write_text(LIBRARY)
+    (tmp_path / "user.cu").write_text(USER)
+    done = softsm("check", tmp_path / "user.cu", "--clang-flags", f"-I {tmp_path}", "--order", "latest", "--json")
+    race = next(found for found in json.loads(done.stdout)["findings"] if found["code"] == "race")
+    lines = {USER.splitlines()[party["source"]["line"] - 1].strip() for party in race["parties"]}
+    assert {party["source"]["file"] for party in race["parties"]} == {str(tmp_path / "user.cu")}
+    assert lines == {"put(&tile[threadIdx.x], threadIdx.x);", "out[threadIdx.x] = tile[63 - threadIdx.x];"}

@@ -1,0 +1,57 @@
+"""Published sources that clang does not take as they are: what it reads instead.
+
+The files stay untouched. Where one of these is included, clang gets a corrected copy in its place (-ivfsoverlay).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+# end of a path: [(what stands there, what is meant)]
+CORRECTIONS: dict[str, list[tuple[str, str]]] = {
+    # CUTLASS 4.x: a comma is missing between two operands of asm; nvcc does not look at this text.
+    "cute/arch/copy_sm100.hpp": [(r'"r"\(dst_addr\)\s+"l"\(src_addr\)', '"r"(dst_addr), "l"(src_addr)')],
+    # DeepGEMM: `template` is missing in front of a member of a dependent type.
+    "deep_gemm/epilogue/sm100_store_cd.cuh": [
+        (r"epilogue_type_t::apply_index_n<", "epilogue_type_t::template apply_index_n<")
+    ],
+    "deep_gemm/epilogue/sm100_store_cd_swap_ab.cuh": [
+        (r"epilogue_type_t::apply_index_n<", "epilogue_type_t::template apply_index_n<")
+    ],
+}
+
+
+def macros(arch: str) -> list[str]:
+    """CUTLASS asks for the version of nvcc, and does not expect Blackwell from clang."""
+    number = arch.removeprefix("sm_").rstrip("af")
+    nvcc = ["-D__CUDACC_VER_MAJOR__=12", "-D__CUDACC_VER_MINOR__=9", "-D__CUDACC_VER_BUILD__=0"]
+    if number == "90":
+        return nvcc
+    on = [f"-DCUTLASS_ARCH_MMA_SM{number}_SUPPORTED=1"]
+    for name in (f"SM{number}_ENABLED", f"SM{number}A_ENABLED"):
+        on += ["-Xarch_device", f"-DCUTLASS_ARCH_MMA_{name}=1"]
+    return [*nvcc, *on]
+
+
+def corrected(files: Iterable[Path], folder: Path) -> list[str]:
+    """Flags that let clang read corrected copies, which are written to the folder, of those files that need it."""
+    roots = []
+    for file in files:
+        known = next((rules for end, rules in CORRECTIONS.items() if file.as_posix().endswith(end)), None)
+        if known is None:
+            continue
+        text = new = file.read_text()
+        for wrong, right in known:
+            new = re.sub(wrong, right, new)
+        if new != text:
+            copy = folder / f"{len(roots)}-{file.name}"
+            copy.write_text(new)
+            roots.append({"type": "file", "name": str(file.resolve()), "external-contents": str(copy)})
+    if not roots:
+        return []
+    overlay = folder / "overlay.yaml"
+    overlay.write_text(json.dumps({"version": 0, "use-external-names": False, "roots": roots}))
+    return ["-ivfsoverlay", str(overlay)]

@@ -1,0 +1,16 @@
+// Device functions that a CUDA toolkit leaves to its own compiler: pairs of f32 in one instruction (sm_100).
+#pragma once
+#define SOFTSM_PAIR(name, code)                                                                                  \
+    static __device__ __forceinline__ float2 name(float2 x, float2 y) {                                          \
+        unsigned long long out, a = __builtin_bit_cast(unsigned long long, x);                                   \
+        asm(code " %0, %1, %2;" : "=l"(out) : "l"(a), "l"(__builtin_bit_cast(unsigned long long, y)));           \
+        return __builtin_bit_cast(float2, out);                                                                  \
+    }
+SOFTSM_PAIR(__fadd2_rn, "add.rn.f32x2")
+SOFTSM_PAIR(__fmul2_rn, "mul.rn.f32x2")
+#undef SOFTSM_PAIR
+static __device__ __forceinline__ float2 __ffma2_rn(float2 x, float2 y, float2 z) {
+    unsigned long long out, a = __builtin_bit_cast(unsigned long long, x), b = __builtin_bit_cast(unsigned long long, y);
+    asm("fma.rn.f32x2 %0, %1, %2, %3;" : "=l"(out) : "l"(a), "l"(b), "l"(__builtin_bit_cast(unsigned long long, z)));
+    return __builtin_bit_cast(float2, out);
+}
