@@ -220,7 +220,7 @@ def main(
     for label, x in chosen.items():
         results[label] = measured(label, x, texts)
         print(f"{len(results)}/{len(chosen)} {label}: {x.kernel.__name__}", file=sys.stderr, flush=True)
-    text = json.dumps({"triton": triton.__version__, "variants": results}, indent=1, sort_keys=True) + "\n"
+    text = json.dumps({"triton": triton.__version__, "variants": results}, indent=1, sort_keys=True, default=str) + "\n"
     print(text) if output is None else output.write_text(text)
 
 

@@ -61,6 +61,12 @@ def new_barriers(N: gl.constexpr, COUNT: gl.constexpr = 1):
     return Barriers(gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout()), COUNT)
 
 
+@gluon.jit
+def new_pair_barriers(N: gl.constexpr, COUNT: gl.constexpr = 1, TWO_CTAS: gl.constexpr = False):
+    """The same for a pair of CTAs: one in each, or with TWO_CTAS one for both, in the first."""
+    return Barriers(mbarrier.allocate_mbarrier(batch=N, two_ctas=TWO_CTAS), COUNT)
+
+
 @gluon.constexpr_function
 def _most(kinds):
     return max(x.bars.shape[0] for x in kinds)

@@ -18,7 +18,6 @@ from dsv4.fmha.kernels.sm100.pair_roles import (
     last_scores,
     last_slots,
     last_values,
-    make_barriers,
     make_memory,
     place_of_k,
     place_of_v,
@@ -63,9 +62,9 @@ def tile_coord(tile_id, arguments):
 
 
 @gluon.jit
-def load_role(arguments, k_desc, v_desc, memory, barriers, num_tiles):
+def load_role(arguments, k_desc, v_desc, memory, num_tiles):
     """The work tiles of this pair, one after the other: the number of blocks, Q, then K and V as places become free."""
-    kv, k_ready, v_ready, free = memory.kv, barriers.k_ready, barriers.v_ready, barriers.free
+    kv, k_ready, v_ready = memory.kv, memory.k_ready, memory.v_ready
     tensors, sizes, strides = arguments.tensors, arguments.sizes, arguments.strides
     group = sizes.group
     at = 0  # blocks so far
@@ -73,41 +72,41 @@ def load_role(arguments, k_desc, v_desc, memory, barriers, num_tiles):
     turn = 0
     for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         seq, head, row, first, n = tile_coord(tile_id, arguments)
-        tell((n,), turn, memory, barriers)
+        tell((n,), turn, memory)
         if n > 0:
-            mbarrier.wait(barriers.q_free, (full + 1) % 2)
+            memory.q_free.wait(0, (full + 1) % 2)
             for h in gl.static_range(2):
                 loads.load_rows(tensors.q_ptr + seq.to(gl.int64) * strides.q_batch * 8, memory.q.index(h), row,
                                 sizes.tokens * group, head, group, strides.q_token, strides.q_head, h * 256, ROWS,
                                 256, 64, 1)  # fmt: skip
             fence_async_shared()  # generic stores -> tensor-core reads
-            mbarrier.arrive(barriers.q_ready, count=1)
+            memory.q_ready.arrive(0)
             full += 1
         for i in range(0, gl.where(n > 0, n + 1, 0)):
             if i < n:
                 place, use = place_of_k(i)
                 for h in gl.static_range(2):
                     slot = 2 * place + h
-                    mbarrier.wait(free.index(slot), (at + use + 1) % 2)
-                    mbarrier.expect(k_ready.index(slot), SLOT_BYTES)
-                    tma_load(k_desc, [seq, first + i * KEYS, head, h * 256], k_ready.index(slot),
+                    memory.free.wait(slot, (at + use + 1) % 2)
+                    mbarrier.expect(k_ready.at(slot), SLOT_BYTES)
+                    tma_load(k_desc, [seq, first + i * KEYS, head, h * 256], k_ready.at(slot),
                              reinterpret(kv.index(slot), [1, KEYS, 1, 256], k_desc.layout))  # fmt: skip
             if i > 0:
                 place, use = place_of_v(i - 1, n)
                 for h in gl.static_range(2):
                     slot = 2 * place + h
-                    mbarrier.wait(free.index(slot), (at + use + 1) % 2)
-                    mbarrier.expect(v_ready.index(slot), SLOT_BYTES)
-                    tma_load(v_desc, [seq, first + (i - 1) * KEYS, head, h * 256], v_ready.index(slot),
+                    memory.free.wait(slot, (at + use + 1) % 2)
+                    mbarrier.expect(v_ready.at(slot), SLOT_BYTES)
+                    tma_load(v_desc, [seq, first + (i - 1) * KEYS, head, h * 256], v_ready.at(slot),
                              reinterpret(kv.index(slot), [1, KEYS, 1, 256], v_desc.layout))  # fmt: skip
         at += n
         turn += 1
-    last_scores(full, barriers)
-    last_slots(at, barriers)
+    last_scores(full, memory)
+    last_slots(at, memory)
 
 
 @gluon.jit
-def softmax_role(arguments, memory, barriers, num_tiles):
+def softmax_role(arguments, memory, num_tiles):
     """P = exp2(S - m) block by block."""
     s, sizes, opts = memory.s, arguments.sizes, arguments.opts
     tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, opts.left, opts.right
@@ -119,7 +118,7 @@ def softmax_role(arguments, memory, barriers, num_tiles):
     turn = 0
     for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         _seq, _head, first_row, first, _n = tile_coord(tile_id, arguments)
-        n = begin(turn, memory, barriers)
+        n = begin(turn, memory)
         row = first_row + gl.arange(0, ROWS, layout=RS)
         token = row // group
         row_first = first_key(token, tokens, keys, left)
@@ -132,19 +131,19 @@ def softmax_role(arguments, memory, barriers, num_tiles):
         l = gl.full([ROWS, 2], 0.0, gl.float32, HALF)
         for j in range(at, at + n):
             column = first + (j - at) * KEYS
-            mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
+            memory.s_ready.wait(j % 2, (j // 2) % 2)
             x = capped(s.index(j % 2).load(), opts.scale) * scale
             if (column < full_first) | (column + KEYS > full_end):
                 x = softmax.apply_mask(x, column, row_first, row_end, LS)
-            m, l = softmax_block(by_halves(x), m, l, j, at, memory, barriers)
-        hand_over(m, l, turn, memory, barriers)
+            m, l = softmax_block(by_halves(x), m, l, j, at, memory)
+        hand_over(m, l, turn, memory)
         at += n
         turn += 1
-    last_values(at, barriers)
+    last_values(at, memory)
 
 
 @gluon.jit
-def store_role(arguments, memory, barriers, num_tiles):
+def store_role(arguments, memory, num_tiles):
     """O / l -> out, lse of work tile after work tile."""
     LO: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     tensors, strides = arguments.tensors, arguments.strides
@@ -158,8 +157,8 @@ def store_role(arguments, memory, barriers, num_tiles):
         here = row < tokens * group
         q_head = head * group + row - token * group
         sink = softmax.sink_of(tensors.sink_ptr, q_head, here)
-        n = begin(turn, memory, barriers)
-        m, l = take_over(turn, memory, barriers)
+        n = begin(turn, memory)
+        m, l = take_over(turn, memory)
         factor, lse = softmax.finish(m, l, sink)
         lse_row = seq.to(gl.int64) * strides.lse_batch + token.to(gl.int64) * strides.lse_token
         lse_row = lse_row + q_head.to(gl.int64) * strides.lse_head
@@ -167,11 +166,11 @@ def store_role(arguments, memory, barriers, num_tiles):
         at += n
         turn += 1
         if n > 0:
-            mbarrier.wait(barriers.pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
+            memory.pv_done.wait((at - 1) % 2, ((at - 1) // 2) % 2)
         offset = loads.row_offsets(row, head, group, strides.out_token, strides.out_head)
         out = Target(tensors.out_ptr + seq.to(gl.int64) * strides.out_batch * 8, offset, here)
         nowhere = Target(tensors.lse_ptr, row, row < 0)
-        write(factor, n, out, nowhere, memory, barriers, (tensors.lse_ptr, 0), 0, False)
+        write(factor, n, out, nowhere, memory, (tensors.lse_ptr, 0), 0, False)
 
 
 @gluon.jit
@@ -189,12 +188,11 @@ def fmha_forward_pair(
     arguments = Arguments(tensors, sizes, strides, opts)
     tiles = (sizes.tokens * sizes.group + ROWS - 1) // ROWS
     num_tiles = tiles * sizes.kv_heads * (sizes.total_q // gl.maximum(sizes.tokens, 1))
-    memory = make_memory(k_desc.dtype, 1)
-    barriers = make_barriers(4)
+    memory = make_memory(k_desc.dtype, 1, 4, False)
     gl.warp_specialize([
-        (softmax_role, (arguments, memory, barriers, num_tiles)),
-        (load_role, (arguments, k_desc, v_desc, memory, barriers, num_tiles)),
-        (store_role, (arguments, memory, barriers, num_tiles)),
-        (scores_role, (memory, barriers, num_tiles)),
-        (values_role, (memory, barriers, num_tiles)),
+        (softmax_role, (arguments, memory, num_tiles)),
+        (load_role, (arguments, k_desc, v_desc, memory, num_tiles)),
+        (store_role, (arguments, memory, num_tiles)),
+        (scores_role, (memory, num_tiles)),
+        (values_role, (memory, num_tiles)),
     ], [4, 4, 1, 1], [LOAD_REGS, STORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

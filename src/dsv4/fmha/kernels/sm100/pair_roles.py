@@ -64,15 +64,11 @@ What a thread of softmax holds of a row is half of its scores. Its warps exchang
 to move (`softmax_block`): loads from shared memory come after those of products, and every exchange costs two barriers.
 """
 
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    allocate_tensor_memory,
-    tcgen05_commit,
-    tcgen05_mma,
-)
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
 
 from dsv4.kernels import softmax
-from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, reinterpret
+from dsv4.kernels.ring import Barriers, init_barriers, new_pair_barriers
 
 KEYS = gl.constexpr(128)
 # Layouts over two CTAs: a basis of zeros gives both the same, a one halves that dimension.
@@ -95,6 +91,8 @@ GAP = gl.constexpr(96)  # a piece of O is 32 columns and, as many columns furthe
 
 @aggregate
 class Memory:
+    """Tensor memory, shared memory and barriers."""
+
     s: Value
     o: Value
     q: Value
@@ -103,23 +101,21 @@ class Memory:
     stat: Value
     rows: Value
     job: Value
-
-
-@aggregate
-class Barriers:
-    job_ready: Value
-    job_free: Value
-    q_ready: Value
-    q_free: Value
-    k_ready: Value
-    v_ready: Value
-    free: Value
-    s_ready: Value
-    p_ready: Value
-    pv_done: Value
-    rows_ready: Value
-    rows_free: Value
-    o_free: Value
+    bias: Value  # V4: see sparse_pair.py
+    bias_ready: Barriers
+    job_ready: Barriers
+    job_free: Barriers
+    q_ready: Barriers
+    q_free: Barriers
+    k_ready: Barriers
+    v_ready: Barriers
+    free: Barriers
+    s_ready: Barriers
+    p_ready: Barriers
+    pv_done: Barriers
+    rows_ready: Barriers
+    rows_free: Barriers
+    o_free: Barriers
 
 
 @aggregate
@@ -132,7 +128,8 @@ class Target:
 
 
 @gluon.jit
-def make_memory(DTYPE: gl.constexpr, WORDS: gl.constexpr):
+def make_memory(DTYPE: gl.constexpr, WORDS: gl.constexpr, READERS: gl.constexpr, BIAS: gl.constexpr):
+    """WORDS of a job, which READERS roles read; BIAS: for V4."""
     S: gl.constexpr = TensorMemoryLayout([64, 128], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
     O: gl.constexpr = TensorMemoryLayout([64, 256], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
     q = gl.allocate_shared_memory(DTYPE, [2, 128, 256], SLOT_K)
@@ -143,41 +140,66 @@ def make_memory(DTYPE: gl.constexpr, WORDS: gl.constexpr):
     job = gl.allocate_shared_memory(gl.int32, [WORDS, 1], OWN)
     s = allocate_tensor_memory(gl.float32, [2, 128, 128], S)
     o = allocate_tensor_memory(gl.float32, [2, 128, 256], O)
-    return Memory(s, o, q, kv, p, stat, rows, job)
-
-
-@gluon.jit
-def make_barriers(READERS: gl.constexpr):
-    job_ready = mbarrier.allocate_mbarrier()
-    job_free = mbarrier.allocate_mbarrier()
-    q_ready = mbarrier.allocate_mbarrier(two_ctas=True)
-    q_free = mbarrier.allocate_mbarrier()
-    k_ready = mbarrier.allocate_mbarrier(batch=4, two_ctas=True)
-    v_ready = mbarrier.allocate_mbarrier(batch=4, two_ctas=True)
-    free = mbarrier.allocate_mbarrier(batch=4)
-    s_ready = mbarrier.allocate_mbarrier(batch=2)
-    p_ready = mbarrier.allocate_mbarrier(batch=2, two_ctas=True)
-    pv_done = mbarrier.allocate_mbarrier(batch=2)
-    rows_ready = mbarrier.allocate_mbarrier()
-    rows_free = mbarrier.allocate_mbarrier()
-    o_free = mbarrier.allocate_mbarrier(batch=2, two_ctas=True)
-    mbarrier.init(job_ready, count=1)
-    mbarrier.init(job_free, count=READERS)
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(q_free, count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(s_ready.index(i), count=1)
-        mbarrier.init(p_ready.index(i), count=1)
-        mbarrier.init(pv_done.index(i), count=1)
-        mbarrier.init(o_free.index(i), count=1)
-    mbarrier.init(rows_ready, count=1)
-    mbarrier.init(rows_free, count=1)
-    return Barriers(job_ready, job_free, q_ready, q_free, k_ready, v_ready, free, s_ready, p_ready, pv_done, rows_ready,
-                    rows_free, o_free)  # fmt: skip
+    job_ready = new_pair_barriers(1)
+    job_free = new_pair_barriers(1, READERS)
+    q_ready = new_pair_barriers(1, 1, True)
+    q_free = new_pair_barriers(1)
+    k_ready = new_pair_barriers(4, 1, True)
+    v_ready = new_pair_barriers(4, 1, True)
+    free = new_pair_barriers(4)
+    s_ready = new_pair_barriers(2)
+    p_ready = new_pair_barriers(2, 1, True)
+    pv_done = new_pair_barriers(2)
+    rows_ready = new_pair_barriers(1)
+    rows_free = new_pair_barriers(1)
+    o_free = new_pair_barriers(2, 1, True)
+    barriers = (
+        job_ready,
+        job_free,
+        q_ready,
+        q_free,
+        k_ready,
+        v_ready,
+        free,
+        s_ready,
+        p_ready,
+        pv_done,
+        rows_ready,
+        rows_free,
+        o_free,
+    )
+    bias = job  # unused
+    bias_ready = job_ready
+    if BIAS:
+        bias = gl.allocate_shared_memory(gl.bfloat16, [3, 128], OWN)
+        bias_ready = new_pair_barriers(3)
+        barriers += (bias_ready,)
+    init_barriers(barriers)
+    return Memory(
+        s,
+        o,
+        q,
+        kv,
+        p,
+        stat,
+        rows,
+        job,
+        bias,
+        bias_ready,
+        job_ready,
+        job_free,
+        q_ready,
+        q_free,
+        k_ready,
+        v_ready,
+        free,
+        s_ready,
+        p_ready,
+        pv_done,
+        rows_ready,
+        rows_free,
+        o_free,
+    )
 
 
 @gluon.jit
@@ -192,114 +214,114 @@ def place_of_v(i, n):
 
 
 @gluon.jit
-def tell(words, turn, memory, barriers):
+def tell(words, turn, memory):
     """The number of blocks of the next work tile, and what else is known of it."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])
-    mbarrier.wait(barriers.job_free, (turn + 1) % 2)
+    memory.job_free.wait(0, (turn + 1) % 2)
     for i in gl.static_range(len(words)):
         memory.job.index(i).store(gl.full([1], words[i], gl.int32, L))
-    mbarrier.arrive(barriers.job_ready, count=1)
+    memory.job_ready.arrive(0)
 
 
 @gluon.jit
-def job_of(turn, WORDS: gl.constexpr, memory, barriers):
+def job_of(turn, WORDS: gl.constexpr, memory):
     """What was told of the next work tile."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])
-    mbarrier.wait(barriers.job_ready, turn % 2)
+    memory.job_ready.wait(0, turn % 2)
     words = ()
     for i in gl.static_range(WORDS):
         words = words + (gl.max(memory.job.index(i).load(L), 0),)
-    mbarrier.arrive(barriers.job_free, count=1)
+    memory.job_free.arrive(0)
     return words
 
 
 @gluon.jit
-def begin(turn, memory, barriers):
+def begin(turn, memory):
     """The number of blocks of the next work tile."""
-    return job_of(turn, 1, memory, barriers)[0]
+    return job_of(turn, 1, memory)[0]
 
 
 @gluon.jit
-def last_scores(full, barriers):
+def last_scores(full, memory):
     """The last commits arrive in both CTAs: neither may be gone before. At the end of the warp that loads Q."""
     if full > 0:
-        mbarrier.wait(barriers.q_free, (full - 1) % 2)
+        memory.q_free.wait(0, (full - 1) % 2)
 
 
 @gluon.jit
-def last_slots(at, barriers):
+def last_slots(at, memory):
     """The same at the end of the warps that load K and V."""
     if at > 0:
         for slot in gl.static_range(4):
-            mbarrier.wait(barriers.free.index(slot), (at - 1) % 2)
+            memory.free.wait(slot, (at - 1) % 2)
 
 
 @gluon.jit
-def last_values(at, barriers):
+def last_values(at, memory):
     """The same for a commit that softmax had no need to wait for."""
     if at > 1:
-        mbarrier.wait(barriers.pv_done.index(at % 2), (at // 2 - 1) % 2)
+        memory.pv_done.wait(at % 2, (at // 2 - 1) % 2)
 
 
 @gluon.jit
-def scores_role(memory, barriers, num_tiles):
+def scores_role(memory, num_tiles):
     """S = Q K^T of block after block."""
     at = 0  # blocks so far
     full = 0  # work tiles so far that have blocks
     turn = 0
     for _tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        n = begin(turn, memory, barriers)
+        n = begin(turn, memory)
         if n > 0:
-            mbarrier.wait(barriers.q_ready, full % 2)
+            memory.q_ready.wait(0, full % 2)
         for i in range(0, n):
             stage = (at + i) % 2
             if at + i >= 2:
-                mbarrier.wait(barriers.p_ready.index(stage), ((at + i) // 2 - 1) % 2)
+                memory.p_ready.wait(stage, ((at + i) // 2 - 1) % 2)
             place, _use = place_of_k(i)
             # Place 0 has had K once per work tile, place 1 all the others.
             phase = gl.where(i == 0, full, at - full + i - 1) % 2
             for h in gl.static_range(2):
                 slot = 2 * place + h
-                mbarrier.wait(barriers.k_ready.index(slot), phase)
+                memory.k_ready.wait(slot, phase)
                 k = memory.kv.index(slot).permute((1, 0))
                 tcgen05_mma(memory.q.index(h), k, memory.s.index(stage), use_acc=h > 0)
-                tcgen05_commit(barriers.free.index(slot))
-            tcgen05_commit(barriers.s_ready.index(stage))
-            tcgen05_commit(barriers.q_free, pred=i == n - 1)
+                memory.free.arrive_after_mma(slot)
+            memory.s_ready.arrive_after_mma(stage)
+            memory.q_free.arrive_after_mma(0, i == n - 1)
         at += n
         full += gl.minimum(n, 1)
         turn += 1
 
 
 @gluon.jit
-def values_role(memory, barriers, num_tiles):
+def values_role(memory, num_tiles):
     """O += P V of block after block."""
     at = 0
     full = 0
     turn = 0
     for _tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        n = begin(turn, memory, barriers)
+        n = begin(turn, memory)
         for i in range(0, n):
             stage = (at + i) % 2
-            mbarrier.wait(barriers.p_ready.index(stage), ((at + i) // 2) % 2)
+            memory.p_ready.wait(stage, ((at + i) // 2) % 2)
             place, _use = place_of_v(i, n)
             # Place 1 has had V once per work tile, place 0 all the others.
             phase = gl.where(i == n - 1, full, at - full + i) % 2
             for h in gl.static_range(2):
                 slot = 2 * place + h
-                mbarrier.wait(barriers.v_ready.index(slot), phase)
+                memory.v_ready.wait(slot, phase)
                 if i == 0:
-                    mbarrier.wait(barriers.o_free.index(h), (full + 1) % 2)
+                    memory.o_free.wait(h, (full + 1) % 2)
                 v = reinterpret(memory.kv.index(slot), [128, 256], SLOT_V)
                 tcgen05_mma(memory.p.index(stage), v, memory.o.index(h), use_acc=i > 0)
-                tcgen05_commit(barriers.free.index(slot))
-            tcgen05_commit(barriers.pv_done.index(stage))
+                memory.free.arrive_after_mma(slot)
+            memory.pv_done.arrive_after_mma(stage)
         at += n
         full += gl.minimum(n, 1)
         turn += 1
     if full > 0:  # both CTAs arrive at the first one's barrier, which may not be gone before
         for h in gl.static_range(2):
-            mbarrier.wait(barriers.o_free.index(h), (full - 1) % 2)
+            memory.o_free.wait(h, (full - 1) % 2)
 
 
 @gluon.jit
@@ -309,13 +331,13 @@ def by_halves(x):
 
 
 @gluon.jit
-def softmax_block(x, m, l, at, first, memory, barriers):
+def softmax_block(x, m, l, at, first, memory):
     """P of block `at` from its scores in base 2 (by halves) -> (reference of each row, sum of each half).
 
     The warps ask each other only whether some row has to move: what a thread holds says whether its half does. Then the
     halves exchange their maxima, and O is rescaled.
     """
-    p, o, stat, pv_done = memory.p, memory.o, memory.stat, barriers.pv_done
+    p, o, stat = memory.p, memory.o, memory.stat
     LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     stage = at % 2
     grown = gl.max(x, 2)
@@ -327,7 +349,7 @@ def softmax_block(x, m, l, at, first, memory, barriers):
         m = gl.where(moves, top, m)
         l *= alpha[:, None]
         if at > first:
-            mbarrier.wait(pv_done.index(1 - stage), ((at - 1) // 2) % 2)
+            memory.pv_done.wait(1 - stage, ((at - 1) // 2) % 2)
             factor = gl.convert_layout(alpha, gl.SliceLayout(1, LO))[:, None]
             for h in gl.static_range(2):
                 pieces = o.index(h).reinterpret(gl.float32, [4, 128, 64], PIECE)
@@ -335,41 +357,41 @@ def softmax_block(x, m, l, at, first, memory, barriers):
                     pieces.index(c).store(pieces.index(c).load() * factor)
     y = gl.exp2(x - gl.where(m == -float("inf"), 0.0, m)[:, None, None])
     if at >= 2:
-        mbarrier.wait(pv_done.index(stage), (at // 2 - 1) % 2)
+        memory.pv_done.wait(stage, (at // 2 - 1) % 2)
     p.index(stage).store(y.to(p.dtype).reshape([128, 128]))
     fence_async_shared()  # P is read by the tensor core
-    mbarrier.arrive(barriers.p_ready.index(stage), count=1)
+    memory.p_ready.arrive(stage)
     return m, l + gl.sum(y, 2)
 
 
 @gluon.jit
-def hand_over(m, l, turn, memory, barriers):
+def hand_over(m, l, turn, memory):
     """References and sums of a work tile's rows, from softmax to store."""
-    mbarrier.wait(barriers.rows_free, (turn + 1) % 2)
+    memory.rows_free.wait(0, (turn + 1) % 2)
     memory.rows.index(0).store(m)
     memory.rows.index(1).store(gl.sum(l, 1))
-    mbarrier.arrive(barriers.rows_ready, count=1)
+    memory.rows_ready.arrive(0)
 
 
 @gluon.jit
-def take_over(turn, memory, barriers):
+def take_over(turn, memory):
     """-> (reference, sum) of each row, as O comes from tensor memory."""
     L: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
-    mbarrier.wait(barriers.rows_ready, turn % 2)
+    memory.rows_ready.wait(0, turn % 2)
     m = memory.rows.index(0).load(gl.SliceLayout(1, L))
     l = memory.rows.index(1).load(gl.SliceLayout(1, L))
-    mbarrier.arrive(barriers.rows_free, count=1)
+    memory.rows_free.arrive(0)
     return m, l
 
 
 @gluon.jit
-def write(factor, there, out, part, memory, barriers, rope, split, TURN: gl.constexpr = True):
+def write(factor, there, out, part, memory, rope, split, TURN: gl.constexpr = True):
     """O times a factor per row -> out, or fp32 -> part; zeros where nobody wrote O (`there` is 0). A thread has 32
     columns of a row and stores them as they are: shared memory has no room to turn them in.
 
     Rows of all are as O comes from tensor memory.
     """
-    o, o_free = memory.o, barriers.o_free
+    o = memory.o
     LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LO))
     column += column // 32 * GAP
@@ -383,7 +405,7 @@ def write(factor, there, out, part, memory, barriers, rope, split, TURN: gl.cons
             if there > 0:
                 y = pieces.index(c).load()
                 if c == 3:
-                    mbarrier.arrive(o_free.index(h), count=1)
+                    memory.o_free.arrive(h)
                 if TURN:
                     y = softmax.inverse_rope(y, rope, first, 512, GAP)
                 y = y * factor[:, None]

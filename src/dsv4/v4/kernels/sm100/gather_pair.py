@@ -54,25 +54,25 @@ def lines_of(pool, number):
 
 
 @gluon.jit
-def fetch(pool, number, memory, barriers, place, use, V: gl.constexpr):
+def fetch(pool, number, memory, place, use, V: gl.constexpr):
     """Rows as V, or as K."""
     FOURS: gl.constexpr = FOURS_V if V else FOURS_K
-    ready = barriers.v_ready if V else barriers.k_ready
+    ready = memory.v_ready if V else memory.k_ready
     line = gl.convert_layout(lines_of(pool, number), gl.SliceLayout(1, FOURS))
     for h in gl.static_range(2):
         slot = 2 * place + h
-        mbarrier.wait(barriers.free.index(slot), (use + 1) % 2)
-        mbarrier.expect(ready.index(slot), SLOT_BYTES)
+        memory.free.wait(slot, (use + 1) % 2)
+        mbarrier.expect(ready.at(slot), SLOT_BYTES)
         to = memory.kv.index(slot)
         if V:
             to = reinterpret(to, [KEYS, 256], SLOT_V)
-        async_gather(pool.desc, line, h * 256, ready.index(slot), to)
+        async_gather(pool.desc, line, h * 256, ready.at(slot), to)
 
 
 @gluon.jit
-def packed_k(pool, number, memory, barriers, place, use, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+def packed_k(pool, number, memory, place, use, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """Half of the rows, all columns. Most is asked for before the first wait, the rest as the first leave registers."""
-    kv, k_ready, free = memory.kv, barriers.k_ready, barriers.free
+    kv, k_ready = memory.kv, memory.k_ready
     ptr = pool.ptr
     there, data, at = row_offsets(pool, gl.convert_layout(number, gl.SliceLayout(1, LANES_K)), UNIT, FORMAT)
     scales = load_scales(ptr, at, there, 0, 8, UNIT, FORMAT)
@@ -82,7 +82,7 @@ def packed_k(pool, number, memory, barriers, place, use, UNIT: gl.constexpr, FOR
     x3 = panel_bytes(ptr, data, there, 3, FORMAT)
     slot = 2 * place
     panels = reinterpret(kv.index(slot), [4, KEYS, 64], SLOT_K)
-    mbarrier.wait(free.index(slot), (use + 1) % 2)
+    memory.free.wait(slot, (use + 1) % 2)
     store_panel(panels.index(0), x0, scales, 0, FORMAT)
     x4 = panel_bytes(ptr, data, there, 4, FORMAT)
     store_panel(panels.index(1), x1, scales, 1, FORMAT)
@@ -91,14 +91,14 @@ def packed_k(pool, number, memory, barriers, place, use, UNIT: gl.constexpr, FOR
     x6 = panel_bytes(ptr, data, there, 6, FORMAT)
     store_panel(panels.index(3), x3, scales, 3, FORMAT)
     rest = plain_panel(ptr, data, there, UNIT, FORMAT)
-    announce(k_ready.index(slot))
+    announce(k_ready.at(slot))
     panels = reinterpret(kv.index(slot + 1), [4, KEYS, 64], SLOT_K)
-    mbarrier.wait(free.index(slot + 1), (use + 1) % 2)
+    memory.free.wait(slot + 1, (use + 1) % 2)
     store_panel(panels.index(0), x4, scales, 4, FORMAT)
     store_panel(panels.index(1), x5, scales, 5, FORMAT)
     store_panel(panels.index(2), x6, scales, 6, FORMAT)
     panels.index(3).store(rest)
-    announce(k_ready.index(slot + 1))
+    announce(k_ready.at(slot + 1))
 
 
 @gluon.jit
@@ -138,9 +138,9 @@ def v_plain(ptr, data, there, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def packed_v(pool, number, memory, barriers, place, use, UNIT: gl.constexpr, FORMAT: gl.constexpr):
+def packed_v(pool, number, memory, place, use, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """All rows, half of the columns: of each 256, the first CTA's two panels and the second's."""
-    kv, v_ready, free = memory.kv, barriers.v_ready, barriers.free
+    kv, v_ready = memory.kv, memory.v_ready
     ptr = pool.ptr
     number = gl.convert_layout(number, gl.SliceLayout(1, gl.SliceLayout(2, LANES_V)))[:, None]
     number = number + gl.zeros([KEYS, 2], gl.int32, gl.SliceLayout(2, LANES_V))
@@ -150,54 +150,52 @@ def packed_v(pool, number, memory, barriers, place, use, UNIT: gl.constexpr, FOR
     x1 = v_values(ptr, data, there, 1, FORMAT)
     slot = 2 * place
     panels = reinterpret(kv.index(slot), [2, KEYS, 128], SLOT_V)
-    mbarrier.wait(free.index(slot), (use + 1) % 2)
+    memory.free.wait(slot, (use + 1) % 2)
     panels.index(0).store(v_bf16(x0, scales, 0, FORMAT).reshape([KEYS, 128]))
     x4 = v_values(ptr, data, there, 4, FORMAT)
     panels.index(1).store(v_bf16(x1, scales, 1, FORMAT).reshape([KEYS, 128]))
     x5 = v_values(ptr, data, there, 5, FORMAT)
-    announce(v_ready.index(slot))
+    announce(v_ready.at(slot))
     panels = reinterpret(kv.index(slot + 1), [2, KEYS, 128], SLOT_V)
-    mbarrier.wait(free.index(slot + 1), (use + 1) % 2)
+    memory.free.wait(slot + 1, (use + 1) % 2)
     panels.index(0).store(v_bf16(x4, scales, 4, FORMAT).reshape([KEYS, 128]))
     y = v_bf16(x5, scales, 5, FORMAT)
     rest = v_plain(ptr, data, there, UNIT, FORMAT)
     panels.index(1).store(gl.where(v_columns(5) < FORMAT.coded, y, rest).reshape([KEYS, 128]))
-    announce(v_ready.index(slot + 1))
+    announce(v_ready.at(slot + 1))
 
 
 @gluon.jit
-def gather_from(pool, number, memory, barriers, place, use, V: gl.constexpr, LOAD: gl.constexpr, UNIT: gl.constexpr,
+def gather_from(pool, number, memory, place, use, V: gl.constexpr, LOAD: gl.constexpr, UNIT: gl.constexpr,
                 FORMAT: gl.constexpr):  # fmt: skip
     if LOAD == TMA:
-        fetch(pool, number, memory, barriers, place, use, V)
+        fetch(pool, number, memory, place, use, V)
     elif V:
-        packed_v(pool, number, memory, barriers, place, use, UNIT, FORMAT)
+        packed_v(pool, number, memory, place, use, UNIT, FORMAT)
     else:
-        packed_k(pool, number, memory, barriers, place, use, UNIT, FORMAT)
+        packed_k(pool, number, memory, place, use, UNIT, FORMAT)
 
 
 @gluon.jit
-def gather_block(lists, block, number, pools, memory, barriers, place, use, V: gl.constexpr, KV_INDEX: gl.constexpr,
+def gather_block(lists, block, number, pools, memory, place, use, V: gl.constexpr, KV_INDEX: gl.constexpr,
                  LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """A block of the lists as V, or as K."""
     if KV_INDEX == NONE or block < lists.window_blocks:
-        gather_from(pools.window, number, memory, barriers, place, use, V, LOADS[0], UNITS[0], FORMATS[0])
+        gather_from(pools.window, number, memory, place, use, V, LOADS[0], UNITS[0], FORMATS[0])
     else:
-        gather_from(pools.compressed, number, memory, barriers, place, use, V, LOADS[1], UNITS[1], FORMATS[1])
+        gather_from(pools.compressed, number, memory, place, use, V, LOADS[1], UNITS[1], FORMATS[1])
 
 
 @gluon.jit
-def block_v(lists, begin, i, n, number, pools, memory, barriers, at, KV_INDEX: gl.constexpr, LOADS: gl.constexpr,
+def block_v(lists, begin, i, n, number, pools, memory, at, KV_INDEX: gl.constexpr, LOADS: gl.constexpr,
             UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """V of block i of a work tile of n, whose first is block `begin` of the lists."""
     place, use = place_of_v(i, n)
-    gather_block(
-        lists, begin + i, number, pools, memory, barriers, place, at + use, True, KV_INDEX, LOADS, UNITS, FORMATS
-    )
+    gather_block(lists, begin + i, number, pools, memory, place, at + use, True, KV_INDEX, LOADS, UNITS, FORMATS)
 
 
 @gluon.jit
-def plan_role(q_desc, window, compressed, requests, memory, barriers, sizes, KV_INDEX: gl.constexpr):
+def plan_role(q_desc, window, compressed, requests, memory, sizes, KV_INDEX: gl.constexpr):
     """What each work tile has to do, while the others are at the one before; Q, as soon as the scores of that are
     complete. A warp of its own: the loads that lead to the lengths would keep gathers waiting."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=[[0, 0, 1, 0]])
@@ -207,14 +205,16 @@ def plan_role(q_desc, window, compressed, requests, memory, barriers, sizes, KV_
         query, first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads, 128)
         count, more, line = named_rows(query, window, compressed, requests, KV_INDEX)
         begin, end = blocks_of(count, more, split, sizes)
-        tell((end - begin, count, more, line.to(gl.int32)), turn, memory, barriers)
+        tell((end - begin, count, more, line.to(gl.int32)), turn, memory)
         if end > begin:
-            mbarrier.wait(barriers.q_free, (full + 1) % 2)
-            mbarrier.expect(barriers.q_ready, 2 * SLOT_BYTES)
-            tma_load(q_desc, [query, 0, first_head, 0], barriers.q_ready, reinterpret(memory.q, [1, 8, 128, 64], BOX))
+            memory.q_free.wait(0, (full + 1) % 2)
+            mbarrier.expect(memory.q_ready.at(0), 2 * SLOT_BYTES)
+            tma_load(
+                q_desc, [query, 0, first_head, 0], memory.q_ready.at(0), reinterpret(memory.q, [1, 8, 128, 64], BOX)
+            )
             full += 1
         turn += 1
-    last_scores(full, barriers)
+    last_scores(full, memory)
 
 
 @gluon.jit
@@ -225,10 +225,10 @@ def blocks_of(count, more, split, sizes):
 
 
 @gluon.jit
-def lists_at(tile_id, turn, window, compressed, memory, barriers, sizes):
+def lists_at(tile_id, turn, window, compressed, memory, sizes):
     """What plan_role found for a work tile -> (its lists, first block, end)."""
     query, _first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads, 128)
-    _n, count, more, line = job_of(turn, 4, memory, barriers)
+    _n, count, more, line = job_of(turn, 4, memory)
     begin, end = blocks_of(count, more, split, sizes)
     window_ptr = window.list_ptr + query.to(gl.int64) * window.line
     line_ptr = compressed.list_ptr + line.to(gl.int64) * compressed.line
@@ -236,13 +236,13 @@ def lists_at(tile_id, turn, window, compressed, memory, barriers, sizes):
 
 
 @gluon.jit
-def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, sizes, KV_INDEX: gl.constexpr,
+def gather_role(window, compressed, pools, memory, sizes, KV_INDEX: gl.constexpr,
                 LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
     """The work tiles of this pair, one after the other: K and V as places become free. Row numbers are read two blocks
     ahead, the next work tile's first before the last V of this one: there is no pause between work tiles."""
     at = 0  # blocks so far
     turn = 0
-    lists, begin, end = lists_at(gl.program_id(0), turn, window, compressed, memory, barriers, sizes)
+    lists, begin, end = lists_at(gl.program_id(0), turn, window, compressed, memory, sizes)
     number = numbers_at(lists, begin, end, pools.compressed, KV_INDEX, KEYS, ONE)
     following = numbers_at(lists, begin + 1, end, pools.compressed, KV_INDEX, KEYS, ONE)
     later = numbers_at(lists, begin + 2, end, pools.compressed, KV_INDEX, KEYS, ONE)
@@ -255,29 +255,17 @@ def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, s
             if KV_INDEX != NONE:
                 rows = gl.where(begin + i < lists.window_blocks, rows, pools.compressed.rows)
             there = (number >= 0) & (number < rows)
-            bias.index((at + i) % 3).store(gl.where(there, 0.0, -float("inf")).to(gl.bfloat16))
-            mbarrier.arrive(bias_ready.index((at + i) % 3), count=1)
+            memory.bias.index((at + i) % 3).store(gl.where(there, 0.0, -float("inf")).to(gl.bfloat16))
+            memory.bias_ready.arrive((at + i) % 3)
             place, use = place_of_k(i)
             gather_block(
-                lists,
-                begin + i,
-                number,
-                pools,
-                memory,
-                barriers,
-                place,
-                at + use,
-                False,
-                KV_INDEX,
-                LOADS,
-                UNITS,
-                FORMATS,
+                lists, begin + i, number, pools, memory, place, at + use, False, KV_INDEX, LOADS, UNITS, FORMATS
             )
             # Here, and none in the first turn: the wait for `number` of the next turn is one for these too.
             if i > 0:
                 later = numbers_at(lists, begin + i + 2, end, pools.compressed, KV_INDEX, KEYS, ONE)
             if i > 0:
-                block_v(lists, begin, i - 1, n, before, pools, memory, barriers, at, KV_INDEX, LOADS, UNITS, FORMATS)
+                block_v(lists, begin, i - 1, n, before, pools, memory, at, KV_INDEX, LOADS, UNITS, FORMATS)
             before = number
             number = following
             following = later
@@ -285,15 +273,15 @@ def gather_role(window, compressed, pools, memory, bias, barriers, bias_ready, s
         next_lists, next_begin, next_end = lists, begin, begin
         if tile_id + gl.num_programs(0) < sizes.num_tiles:
             next_lists, next_begin, next_end = lists_at(
-                tile_id + gl.num_programs(0), turn, window, compressed, memory, barriers, sizes
+                tile_id + gl.num_programs(0), turn, window, compressed, memory, sizes
             )
         number = numbers_at(next_lists, next_begin, next_end, pools.compressed, KV_INDEX, KEYS, ONE)
         following = numbers_at(next_lists, next_begin + 1, next_end, pools.compressed, KV_INDEX, KEYS, ONE)
         later = numbers_at(next_lists, next_begin + 2, next_end, pools.compressed, KV_INDEX, KEYS, ONE)
         if n > 0:
-            block_v(lists, begin, n - 1, n, before, pools, memory, barriers, at, KV_INDEX, LOADS, UNITS, FORMATS)
+            block_v(lists, begin, n - 1, n, before, pools, memory, at, KV_INDEX, LOADS, UNITS, FORMATS)
         at += n
         lists = next_lists
         begin = next_begin
         end = next_end
-    last_slots(at, barriers)
+    last_slots(at, memory)

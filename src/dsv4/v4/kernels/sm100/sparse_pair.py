@@ -15,14 +15,12 @@ p_ready of block j (with V of block j + 1, or, if j is a work tile's last, with 
 """
 
 from dsv4.fmha.kernels.sm100.pair_roles import (
-    OWN,
     PIECE,
     Target,
     begin,
     by_halves,
     hand_over,
     last_values,
-    make_barriers,
     make_memory,
     scores_role,
     softmax_block,
@@ -30,7 +28,7 @@ from dsv4.fmha.kernels.sm100.pair_roles import (
     values_role,
     write,
 )
-from dsv4.kernels.compat import gl, gluon, mbarrier
+from dsv4.kernels.compat import gl, gluon
 from dsv4.v4.kernels.sm100.epilogue import angles_of, finish_rows, tile_rows
 from dsv4.v4.kernels.sm100.gather import pools_of
 from dsv4.v4.kernels.sm100.gather_pair import gather_role, plan_role
@@ -38,7 +36,7 @@ from dsv4.v4.kernels.tile_scheduler import tile_coord
 
 
 @gluon.jit
-def softmax_role(memory, bias, barriers, bias_ready, num_tiles, scale):
+def softmax_role(memory, num_tiles, scale):
     """P = exp2(S - m) block by block."""
     s = memory.s
     LS: gl.constexpr = s.index(0).get_reg_layout()
@@ -46,23 +44,23 @@ def softmax_role(memory, bias, barriers, bias_ready, num_tiles, scale):
     at = 0
     turn = 0
     for _tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        n = begin(turn, memory, barriers)
+        n = begin(turn, memory)
         m = gl.full([128], -float("inf"), gl.float32, gl.SliceLayout(1, HALF))
         l = gl.full([128, 2], 0.0, gl.float32, HALF)
         for j in range(at, at + n):
-            mbarrier.wait(bias_ready.index(j % 3), (j // 3) % 2)
-            row_bias = bias.index(j % 3).load(gl.SliceLayout(0, LS)).to(gl.float32)
-            mbarrier.wait(barriers.s_ready.index(j % 2), (j // 2) % 2)
+            memory.bias_ready.wait(j % 3, (j // 3) % 2)
+            row_bias = memory.bias.index(j % 3).load(gl.SliceLayout(0, LS)).to(gl.float32)
+            memory.s_ready.wait(j % 2, (j // 2) % 2)
             x = s.index(j % 2).load() * scale + row_bias[None, :]
-            m, l = softmax_block(by_halves(x), m, l, j, at, memory, barriers)
-        hand_over(m, l, turn, memory, barriers)
+            m, l = softmax_block(by_halves(x), m, l, j, at, memory)
+        hand_over(m, l, turn, memory)
         at += n
         turn += 1
-    last_values(at, barriers)
+    last_values(at, memory)
 
 
 @gluon.jit
-def store_role(memory, barriers, output, num_tiles, split):
+def store_role(memory, output, num_tiles, split):
     """O / l -> out, lse of work tile after work tile. What it needs beside O is read before O is there."""
     LO: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     at = 0
@@ -71,17 +69,17 @@ def store_role(memory, barriers, output, num_tiles, split):
         query, first_head, part = tile_coord(tile_id, output.queries, output.heads, 128)
         place = tile_rows(query, first_head, part, output, split, 128, gl.SliceLayout(1, LO))
         angles_ptr = angles_of(query, output.rope)
-        n = begin(turn, memory, barriers)
-        m, l = take_over(turn, memory, barriers)
+        n = begin(turn, memory)
+        m, l = take_over(turn, memory)
         factor = finish_rows(m, l, place, output, split)
         at += n
         turn += 1
         if n > 0:
-            mbarrier.wait(barriers.pv_done.index((at - 1) % 2), ((at - 1) // 2) % 2)
+            memory.pv_done.wait((at - 1) % 2, ((at - 1) // 2) % 2)
         out = Target(output.out_ptr + query.to(gl.int64) * output.stride_on * 8,
                      place.head.to(gl.int64) * output.stride_oh * 8, place.here)  # fmt: skip
         partial = Target(output.part_ptr + place.part_row * 512, place.head * 512, place.here)
-        write(factor, n, out, partial, memory, barriers, (angles_ptr, output.rope.width), split)
+        write(factor, n, out, partial, memory, (angles_ptr, output.rope.width), split)
 
 
 @gluon.jit
@@ -110,19 +108,14 @@ def v4_sparse_pair(
 ):
     pools = pools_of(window, window_desc, compressed, compressed_desc)
     num_tiles = sizes.num_tiles
-    memory = make_memory(q_desc.dtype, 4)
-    bias = gl.allocate_shared_memory(gl.bfloat16, [3, 128], OWN)
-    barriers = make_barriers(5)
-    bias_ready = mbarrier.allocate_mbarrier(batch=3)
-    for i in gl.static_range(3):
-        mbarrier.init(bias_ready.index(i), count=1)
+    memory = make_memory(q_desc.dtype, 4, 5, True)
     gl.warp_specialize([
-        (softmax_role, (memory, bias, barriers, bias_ready, num_tiles, signed_scale)),
-        (gather_role, (window_names, compressed_names, pools, memory, bias, barriers, bias_ready, sizes, KV_INDEX,
+        (softmax_role, (memory, num_tiles, signed_scale)),
+        (gather_role, (window_names, compressed_names, pools, memory, sizes, KV_INDEX,
                        (WINDOW_LOAD, COMPRESSED_LOAD), (WINDOW_UNIT, COMPRESSED_UNIT),
                        (WINDOW_FORMAT, COMPRESSED_FORMAT))),
-        (store_role, (memory, barriers, output, num_tiles, output.split)),
-        (scores_role, (memory, barriers, num_tiles)),
-        (values_role, (memory, barriers, num_tiles)),
-        (plan_role, (q_desc, window_names, compressed_names, requests, memory, barriers, sizes, KV_INDEX)),
+        (store_role, (memory, output, num_tiles, output.split)),
+        (scores_role, (memory, num_tiles)),
+        (values_role, (memory, num_tiles)),
+        (plan_role, (q_desc, window_names, compressed_names, requests, memory, sizes, KV_INDEX)),
     ], [4, 4, 1, 1, 1], [GATHER_REGS, STORE_REGS, WARP_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
