@@ -5,14 +5,19 @@ diagnostics/    one page per code, from what `softsm explain CODE` prints
 layouts         pictures of `softsm explain INSTRUCTION`
 tutorials/      the prose and the code of each chapter
 commands        every command with its options
+report.html     a live report of softsm trace
 plots           tables and plots of benchmarks/results/*.json
 """
 
 import ast
 import io
 import json
+import os
 import posixpath
 import re
+import subprocess
+import sys
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for make in (diagnostics, layouts, tutorials, commands, plots):
         for name, content in make():
             files.append(File.generated(config, name, content=content))
+    files.append(File.generated(config, "report.html", content=report()))
     for path in RESULTS.iterdir():
         if path.suffix in (".json", ".svg", ".txt"):
             files.append(File.generated(config, f"benchmarks/results/{path.name}", abs_src_path=str(path)))
@@ -72,6 +78,12 @@ def filled(nav: Any, names: list[str]) -> Any:
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
     """Links that are right in the repository lead to the pages of the site."""
     here = page.file.src_uri
+    if here == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+        title, rest = markdown.split("\n", 1)
+        markdown = f"{title}\n\n{first_screen(markdown)}\n{rest}"
+    if here == "notes.md":  # the lab book would be the answer to most searches
+        page.meta["search"] = {"exclude": True}
     source = DOCUMENTS.get(here, f"docs/{here}")
     pages = {document: name for name, document in DOCUMENTS.items()}
 
@@ -84,6 +96,31 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
         return f"]({posixpath.relpath(name, posixpath.dirname(here) or '.')}{anchor})"
 
     return "".join(part if part.startswith("`") else LINK.sub(lead, part) for part in FENCE.split(markdown))
+
+
+def first_screen(readme: str) -> str:
+    """A number and a report, both from the README, and where to go on."""
+    row = re.search(r"^\| v4 decode fp8 \| (\d+) \| (\S+) \| (\S+) \| \S+ \| (\S+) \| (\S+) \|$", readme, flags=re.M)
+    report = re.search(r"^```text\n.*?\n(race: .*?)\n.*?^```$", readme, flags=re.M | re.S)
+    assert row and report, "README.md: the row of v4 decode fp8 or the report of a race is missing"
+    cases, peer, slowest, median, fastest = row.groups()
+    return f"""<div class="first">
+<div>
+<p class="number">{median}</p>
+<p>the speed of {peer} in a DeepSeek-V4 decode step with FP8 rows: median of {cases} cases on an H200, from {slowest} to
+{fastest}. Kernels in Python, no build step.</p>
+<p><a class="md-button md-button--primary" href="install/">I have a Hopper GPU</a></p>
+</div>
+<div>
+<div class="language-text highlight"><pre><code>{report[1]}
+  this   warp 0 of CTA (1, 0, 0) reads, count.py:9
+  other  warp 0 of CTA (0, 0, 0) wrote, count.py:9
+  fix: use atomics, or split the work into two launches</code></pre></div>
+<p>Found without a GPU. <a href="report.html">Open a live report with its timeline</a>.</p>
+<p><a class="md-button md-button--primary" href="softsm/">I write kernels</a></p>
+</div>
+</div>
+"""
 
 
 # ---- softsm --------------------------------------------------------------------------------------------------------
@@ -104,6 +141,23 @@ def diagnostics() -> Iterator[tuple[str, str]]:
     table = "\n".join(rows)
     intro = "Each finding of softsm has one of these codes. `softsm explain CODE` prints the same text."
     yield "diagnostics/index.md", f"# Diagnostics\n\n{intro}\n\n| code | meaning |\n|---|---|\n{table}\n"
+
+
+def report() -> str:
+    """What `softsm trace` writes of the Gluon example on softsm's first page, without its wait."""
+    text = (ROOT / "docs" / "softsm.md").read_text()
+    (code,) = (x for x in re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S) if "tma.async_load" in x)
+    kernel, _, rest = code.partition("\nwith softsm.use")
+    launch = re.search(r"^    (copy\[.*WAIT=False\))$", rest, flags=re.M)
+    assert launch, "docs/softsm.md: the Gluon example has no launch without its wait"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "missing_wait.py").write_text(f"{kernel}\n{launch[1]}\n")
+        command = "-m softsm trace --arch sm_90a -o out missing_wait.py".split()
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
+        written = Path(folder) / "out" / "report.html"
+        assert written.exists(), done.stdout + done.stderr
+        return written.read_text()
 
 
 def layouts() -> Iterator[tuple[str, str]]:
@@ -182,7 +236,7 @@ def plots() -> Iterator[tuple[str, str]]:
         "From `benchmarks/results`. Every row compares calls of one run on one GPU. 1.00x is as fast as the best peer; "
         "less is slower.",
     ]
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(RESULTS.glob("*.json"), key=by_operation):
         record = json.loads(path.read_text())
         if not summary.is_record(record):
             continue
@@ -191,6 +245,15 @@ def plots() -> Iterator[tuple[str, str]]:
         parts.append(f"## {path.stem}\n\n`dsv4 bench --from benchmarks/results/{path.name}` prints this table.")
         parts.append(f"![Speed relative to the best peer]({name})\n\n{bench.markdown(record)}")
     yield "plots.md", "\n\n".join(parts) + "\n"
+
+
+OPERATIONS = ("dense", "v4", "index", "backward")
+
+
+def by_operation(path: Path) -> tuple[int, str]:
+    """Attention first, gradients last."""
+    named = [n for n, operation in enumerate(OPERATIONS) if operation in path.stem]
+    return (named or [len(OPERATIONS)])[0], path.stem
 
 
 def drawn(draw: Callable[[Any], None]) -> str:

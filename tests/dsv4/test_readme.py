@@ -28,6 +28,7 @@ EXAMPLES += [
         [
             ROOT / "CONTRIBUTING.md",
             *(page for page in (ROOT / "docs").glob("*.md") if page.stem not in FRAGMENTS),
+            ROOT / "docs" / "api" / "dsv4.md",
             ROOT / "packages" / "dsv4.md",
             ROOT / "packages" / "softsm" / "README.md",
         ]

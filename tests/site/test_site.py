@@ -84,7 +84,42 @@ def test_no_page_complains_or_is_wider_than_a_phone(tab: browser.Browser, addres
     assert not tab.complaints
 
 
-@pytest.mark.parametrize(("words", "leads_to"), [("deadlock", "diagnostics/deadlock/"), ("warmup", "graphs/")])
+WIDE = 1400
+FULL_PAGES = "- install/ hardware/ dense/ sdpa/ softsm/ attention/ serving/".replace("-", "")
+
+
+@pytest.mark.parametrize("page", FULL_PAGES.split(" "))
+def test_no_code_is_cut_off_in_a_wide_window(tab: browser.Browser, address: str, page: str) -> None:
+    tab.open(f"{address}/{page}", width=WIDE)
+    cut = "[...document.querySelectorAll('pre > code')].filter(x => x.scrollWidth > x.clientWidth + 1)"
+    assert not tab.value(f"{cut}.map(x => x.innerText.slice(0, 100))")
+
+
+def test_the_first_screen_has_a_number_a_report_and_two_ways_on(tab: browser.Browser, address: str) -> None:
+    tab.open(f"{address}/", width=WIDE)
+    assert re.fullmatch(r"\d\.\d\dx", tab.value("document.querySelector('.first .number').innerText"))
+    assert tab.value("document.querySelector('.first').getBoundingClientRect().bottom") < 800
+    for link in tab.value("[...document.querySelectorAll('.first a')].map(a => a.href)"):
+        tab.open(link)
+        assert not [x for x in tab.complaints if "favicon" not in x] and tab.value("document.title")
+
+
+def test_the_reference_has_types_and_examples_and_no_internals(site: Path) -> None:
+    page = (site / "api" / "dsv4" / "index.html").read_text()
+    assert "Tensor" in page and len(re.findall(r'id="dsv4[\w.]*"', page)) >= 20
+    for name in ("wants_gradient", "Setting", "cut"):
+        assert f'id="dsv4.distributed.{name}"' not in page
+
+
+SEARCHES = {
+    "deadlock": "diagnostics/deadlock/", "warmup": "graphs/", "SDPA": "sdpa/", "RTX 5090": "hardware/",
+    "A100": "hardware/",
+    "macOS": "hardware/", "B300": "hardware/", "contribute": "contributing/", "DSV4_AOT": "environment/",
+    "SOFTSM_CACHE": "environment/",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "leads_to"), SEARCHES.items())
 def test_search_finds(tab: browser.Browser, address: str, words: str, leads_to: str) -> None:
     tab.open(f"{address}/")
     tab.value(
