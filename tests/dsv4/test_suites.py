@@ -87,7 +87,20 @@ def test_fmha_covers_every_head_dim_dtype_and_feature() -> None:
         (d, dtype) for d in (64, 128, 256, 512) for dtype in (torch.bfloat16, torch.float16)
     }
     words = set().union(*(case.features for case in cases))
-    assert {"causal", "window", "sink", "gqa", "mqa", "varlen", "paged", "strided", "zero", "nan", "merge"} <= words
+    assert {
+        "causal",
+        "window",
+        "sink",
+        "gqa",
+        "mqa",
+        "varlen",
+        "paged",
+        "strided",
+        "zero",
+        "nan",
+        "merge",
+        "softcap",
+    } <= words
 
 
 def test_v4_covers_drafts_of_one_to_four_tokens_and_every_layer_kind() -> None:
@@ -343,7 +356,7 @@ def test_auto_is_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_places_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="backend is 'tpu'; accepted: auto, cuda, softsm, cpu"):
         Where("tpu").resolve()
-    with pytest.raises(ValueError, match="arch is 'sm_80'; accepted: sm_100a, sm_90a"):
+    with pytest.raises(ValueError, match="arch is 'sm_80'; accepted: sm_90a, sm_100a, sm_103a"):
         Where("softsm", "sm_80").resolve()
     with pytest.raises(ValueError, match="does not apply to backend cpu"):
         Where("cpu", "sm_90a").resolve()

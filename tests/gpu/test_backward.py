@@ -53,6 +53,7 @@ MASKS = {
     "window-to-the-left": dict(t=900, s=900, heads=(2, 2), window=(64, 0)),
     "group-of-8-sink-dlse": dict(t=130, s=400, heads=(8, 1), causal=True, sink=True, dlse=True, batch=2),
     "group-of-3": dict(t=200, s=200, heads=(6, 2), softmax_scale=-0.1),
+    "softcap": dict(t=300, s=400, heads=(4, 2), causal=True, sink=True, dlse=True, softcap=1.5),
     "small": dict(t=70, s=90, heads=(2, 1), causal=True, sink=True),
     "one-query": dict(t=1, s=1000, heads=(4, 4)),
 }
@@ -68,11 +69,12 @@ def test_fmha(d, dtype, name):
     assert_same_bits_again(b)
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("d", [64, 128, 256, 512])
-def test_varlen(d):
+def test_varlen(d, softcap):
     """An empty sequence, one without queries, one without a row to spare; NaN in keys that nobody sees."""
     starts = [0, 200, 200, 201, 457], [0, 300, 380, 381, 637]
-    b, want, low = fmha_gradients.varlen_request(*starts, heads=2, d=d, device="cuda")
+    b, want, low = fmha_gradients.varlen_request(*starts, heads=2, d=d, device="cuda", softcap=softcap)
     run(b)
     fmha_gradients.check(b, want, low)
 

@@ -240,6 +240,9 @@ def backward() -> list[Case]:
     turns = cycle([(HEAD_DIMS[(i + i // 8) % 4], fmha_cases.DTYPES[(i // 4 + i) % 2]) for i in range(32)])
     for (name, maker, features), (d, dtype) in zip(dense_forms(), turns):
         add(name, maker, features, d, dtype)
+    capped = of(partial(fmha_cases.with_sink, size=size, sink="random", causal=True, softcap=0.7), lse=True)
+    for n, d in enumerate(HEAD_DIMS):
+        add("softcap", capped, {"softcap"}, d, fmha_cases.DTYPES[n % 2])
     for forms, dtype in ((v4_forms(), torch.bfloat16), (v4_halves(), torch.float16)):
         cases += [Case("backward", f"v4-{name}", make, 512, dtype, frozenset(words)) for name, make, words in forms]
     return cases

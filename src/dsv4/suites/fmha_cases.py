@@ -313,6 +313,17 @@ def pageds() -> Iterator[tuple[str, Maker, set[str]]]:
     yield "paged-repeatable", replaced(split, repeat=True), {"paged", "deterministic"}
 
 
+def softcaps() -> Iterator[tuple[str, Maker, set[str]]]:
+    """Caps that most scores come near."""
+    size, small = {"t": 77, "s": 133, "kv_heads": 2}, {"t": 1, "s": 300, "heads": 8, "kv_heads": 1}
+    yield "softcap", partial(with_sink, size=size, sink="random", causal=True, softcap=0.7), {"softcap", "sink"}
+    yield "softcap-decode", partial(dense, size=small, softcap=0.7), {"softcap", "mqa"}
+    lengths = [(30, 60), (61, 61), (2, 250)]
+    yield "softcap-varlen", partial(varlen, lengths=lengths, window=(31, 0), softcap=0.7), {"softcap", "varlen"}
+    yield "softcap-paged", partial(paged, page=16, lengths=[40, 100], softcap=0.7), {"softcap", "paged"}
+    yield "softcap-large", partial(dense, size=size, softcap=1e6), {"softcap"}
+
+
 def fmha() -> list[Case]:
     """The suite, in a fixed order."""
     cases = []
@@ -325,7 +336,7 @@ def fmha() -> list[Case]:
         add(name, maker, features, d, dtype)
     # Dtypes turn once per round of head dims, and the head dims shift, so no feature group sees only one pairing.
     turns = cycle([(HEAD_DIMS[(i + i // 8) % 4], DTYPES[(i // 4 + i) % 2]) for i in range(32)])
-    for group in (masks, sinks, sizes, layouts, varlens, pageds, merge_specials):
+    for group in (masks, sinks, sizes, layouts, varlens, pageds, merge_specials, softcaps):
         for (name, maker, features), (d, dtype) in zip(group(), turns):
             add(name, maker, features, d, dtype)
     return cases

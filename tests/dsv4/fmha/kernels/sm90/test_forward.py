@@ -67,7 +67,7 @@ def test_split_keys_are_merged_in_order(head_dim, same_kv):
 
 def test_short_partial_results_hold_values_of_any_size(monkeypatch):
     """Many partial results of head dim 512 are 16 bits wide; each half of a row has its own power of two."""
-    monkeypatch.setattr(prepare, "SHORT_FROM", 0)
+    monkeypatch.setattr(prepare, "FP16_PARTIALS_FROM", 0)
     calls.forget()
     q, k = torch.randn(1, 1, 8, 512).bfloat16(), torch.randn(1, 300, 1, 512).bfloat16()
     size = torch.cat([torch.full((256,), 1e30), torch.full((256,), 1e-30)])
@@ -181,7 +181,7 @@ def test_no_race_whenever_copies_and_products_complete(head_dim, same_kv, order)
 def test_no_slot_is_filled_before_all_have_seen_it(splits, seed, same_kv, monkeypatch):
     """Seven steps of a split at head dim 512. A wait for a filling that the next one has overtaken would not end. Two
     splits make fp16 partial results: the kernel that the test of their values compiles. A window and a sink too."""
-    monkeypatch.setattr(prepare, "SHORT_FROM", 0)
+    monkeypatch.setattr(prepare, "FP16_PARTIALS_FROM", 0)
     calls.forget()
     keys = 850 * splits
     q, k = torch.randn(1, 64, 1, 512).bfloat16(), torch.randn(1, keys, 1, 512).bfloat16()

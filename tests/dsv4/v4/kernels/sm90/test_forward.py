@@ -157,7 +157,7 @@ def test_what_equal_splits_leave_over_is_shared(monkeypatch):
 def test_many_partial_results_are_in_fp16(order, monkeypatch):
     """Of 80 heads in three splits, for the second query one without rows. The halves of a row have powers of two of
     their own: one is a thousand times larger."""
-    monkeypatch.setattr(prepare, "SHORT_FROM", 0)
+    monkeypatch.setattr(prepare, "FP16_PARTIALS_FROM", 0)
     names = launches.launched(monkeypatch)
     size = torch.tensor([1024.0, 1.0]).repeat_interleave(256)
     plan = dsv4.plan(dsv4.v4_attention, batch=2, q_heads=80, kv_heads=1, head_dim=512, max_seqlen_k=300, device="cpu")
