@@ -11,7 +11,7 @@ from softsm.ptx.ast import SourceLoc
 LONGEST = 40  # characters of template arguments that are shown
 # Headers whose lines say less than the place that uses them.
 LIBRARIES = re.compile(
-    r"/(cute|cutlass|cccl|cub|thrust|libcudacxx|cuda/std)/|/__clang_cuda|/doors/cuda/include/|/crt/sm_"
+    r"(^|/)(include|cccl|libcudacxx)/(cute|cutlass|cub|thrust|cuda|cccl)/|/__clang_cuda|/doors/cuda/include/|/crt/sm_"
 )
 
 

@@ -32,7 +32,9 @@ def test_places_outside_the_libraries():
     wrapper = SourceLoc("/opt/cutlass/include/cute/arch/copy_sm100.hpp", 380, 1, "copy", kernel)
     inner = SourceLoc("/usr/lib/llvm-22/lib/clang/22/include/__clang_cuda_builtin_vars.h", 66, 1, "x", wrapper)
     assert outside(inner) is kernel and outside(kernel) is kernel
-    alone = SourceLoc("/opt/cute/x.hpp", 1, 1, "f")
+    example = SourceLoc("/opt/cutlass/examples/cute/tutorial/x.cu", 9, 1, "f")
+    assert outside(SourceLoc("include/cute/algorithm/copy.hpp", 59, 1, "f", example)) is example
+    alone = SourceLoc("/opt/include/cute/x.hpp", 1, 1, "f")
     assert outside(alone) is alone
 
 

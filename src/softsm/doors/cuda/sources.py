@@ -38,7 +38,7 @@ def macros(arch: str) -> list[str]:
 
 def corrected(files: Iterable[Path], folder: Path) -> list[str]:
     """Flags that let clang read corrected copies, which are written to the folder, of those files that need it."""
-    roots = []
+    roots: list[dict[str, str]] = []
     for file in files:
         known = next((rules for end, rules in CORRECTIONS.items() if file.as_posix().endswith(end)), None)
         if known is None:
