@@ -1,6 +1,6 @@
 """Speed on the GPU at hand: ours and every peer that can be imported, in one process, on the same tensors.
 
-    timing      CUDA-graph replays by turns (ours, theirs, ours, ...), a cold L2 before each, the clock after each
+    timing      alternating CUDA-graph replays (ours, theirs, ours, ...), a cold L2 before each, the clock after each
     peers       who can be imported here, and their calls
     dense       fmha beside torch, FFPA and flash-attn
     v4          v4_attention beside FlashMLA

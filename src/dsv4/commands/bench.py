@@ -99,7 +99,7 @@ def run(
     from dsv4 import bench as measuring
     from dsv4.bench import peers
 
-    warnings.filterwarnings("ignore", module="dsv4.bench")  # torch says at length why a backend refuses
+    warnings.filterwarnings("ignore", module="dsv4.bench")  # torch warns at length about backends that it cannot use
     out, begin, failed = show.console(), time.monotonic(), False
     ceilings = measuring.ceilings()
     record: dict[str, Any] = {
@@ -132,7 +132,7 @@ def run(
 
 
 def rows(case: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One line for everyone who has a time, the fastest peer last; and who refused."""
+    """One line for each that has a time, the fastest peer last; then those that failed."""
     us = case["microseconds"]
     lines = []
     for who in sorted(us, key=lambda who: (not who.startswith("dsv4"), -us[who])):

@@ -53,7 +53,7 @@ class Prefill(torch.autograd.Function):
 
 
 class OnlyOnce(torch.autograd.Function):
-    """A gradient as it is, with its inputs: its own gradient is refused by name, as that of every operation here."""
+    """A gradient as it is, with its inputs: its own gradient is rejected by name, as that of every operation here."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *inputs: Any) -> Tensor:

@@ -155,7 +155,7 @@ def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd is to record; a tangent, which nothing here carries on, is refused."""
+    """Whether autograd is to record; a tangent is rejected, because nothing here propagates it."""
     if not checks.derivatives():
         return False
     checks.no_tangents(**{f"input {n}": x for n, x in enumerate(tensors)})

@@ -74,7 +74,7 @@ class FmhaOptions(NamedTuple):
         none. `resolved` looks at their values."""
         left, right = UNBOUNDED if window is UNBOUNDED else checks.two_ints(window)
         if causal is not False and checks.flag("causal", causal) and left >= -1 and right >= -1:
-            right = 0  # else it is refused as it was given
+            right = 0  # else it is rejected as it was given
         if deterministic is not False:
             checks.flag("deterministic", deterministic)
         if softmax_scale is not None:

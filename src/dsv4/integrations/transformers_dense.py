@@ -62,7 +62,7 @@ def visible(
     use_vmap: bool = False,
     **_: Any,
 ) -> Visible:
-    """The mask function: refuses a rule that is not causal with a window of local_size keys, or none."""
+    """The mask function. It rejects rules other than causal attention with a window of local_size keys, or none."""
     last_query, last_key = int(q_offset) + q_length, int(kv_offset) + kv_length
     if last_query != last_key:
         came = f"keys up to {last_key} for queries up to {last_query}"

@@ -3,7 +3,7 @@
 `dsv4 compile -o DIR` writes them. With ``DSV4_AOT=DIR`` in the environment (or `dispatch.use_aot`) every launch whose
 variant is in DIR takes it from there; the others are compiled as usual. A variant is named by the kernel
 and by everything that was fixed at compile time; its file also carries the hash of the kernel sources, and one over the
-whole record with the cubin. A file that is incomplete, stale or changed since it was written is refused by name. The
+whole record with the cubin. A file that is incomplete, stale or changed since it was written is rejected by name. The
 hash finds accidents; against somebody who can write to the directory there is no protection.
 """
 

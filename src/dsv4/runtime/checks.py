@@ -232,7 +232,7 @@ def derivatives() -> bool:
 
 
 def forward_only(**tensors: Tensor | None) -> None:
-    """What has no derivative refuses an input that wants one, instead of silently cutting it off."""
+    """Reject an input that requires a derivative, for an operation that has none."""
     if not derivatives():
         return
     if torch.is_grad_enabled():

@@ -7,7 +7,7 @@ Inference does not come here. A public function that sees grad mode and an input
 
 Both are operators with fake kernels, so torch.compile sees both graphs and checkpointing can name them. Their way
 through torch takes longer than the kernels of a small model: where the tensors are plain and nobody has to see the
-operators, their kernels run without them. The gradient of a gradient is refused by name, and so are tangents (forward
+operators, their kernels run without them. The gradient of a gradient is rejected by name, and so are tangents (forward
 mode), which torch would silently drop.
 """
 

@@ -6,7 +6,7 @@ For each public function X of calls.Operation there are two operators::
     torch.ops.dsv4.X_out(..., scratch, capacities, out, lse) -> ()      writes out, and lse unless its size is 0
 
 Both are `calls.run`. Neither has a gradient: where one will be asked for, `call` takes the training operators instead
-(gradients.py), and what has none refuses inputs that require grad.
+(gradients.py), and operations without one reject inputs that require grad.
 """
 
 from collections.abc import Callable, Sequence
@@ -162,7 +162,7 @@ def call(
 
 def all_plain(tensors: Sequence[Any], required: int = 0) -> bool:
     """Are all None, or tensors that are no subclass and no lazy view? The first so many must be there. What is nested,
-    sparse or on another device is refused where the call is prepared."""
+    sparse or on another device is rejected where the call is prepared."""
     for x in tensors[:required]:
         if type(x) not in TENSORS or x.is_neg():
             return False

@@ -14,8 +14,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "in-flight": (
         "The kernel ends, or frees tensor memory, while an asynchronous operation may still use it.",
-        "Wait for the operation (tcgen05.commit and its mbarrier, cp.async.bulk.wait_group) before "
-        "the exit or the dealloc.",
+        "Wait for the operation before the exit or the dealloc: for a TMA load its mbarrier, for a TMA store "
+        "cp.async.bulk.wait_group, for a tensor-core operation tcgen05.commit and its mbarrier.",
     ),
     "peer-start": (
         "A CTA works with its peer before it can know that the peer has started.",

@@ -33,7 +33,7 @@ def flash_mla_with_kvcache(
     *,
     use_legacy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As SGLang's: DeepSeek-V4's rows of 584 bytes, others are refused by name."""
+    """As SGLang's, for DeepSeek-V4's rows of 584 bytes; others are rejected by name."""
     for name, x in (("descale_q", descale_q), ("descale_k", descale_k), ("kv_format", kv_format)):
         if x is not None:
             checks.fail(name, checks.describe(x), "None: rows of DeepSeek-V4")

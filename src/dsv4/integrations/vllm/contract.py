@@ -1,5 +1,5 @@
 """What the plug-in takes for granted in vLLM, as data: a version, parameters and fields. Checked before anything is
-replaced, so that a newer vLLM is refused with the difference in words and never served with wrong arguments."""
+replaced, so that a newer vLLM is rejected with the difference in words, and never called with wrong arguments."""
 
 import importlib
 import inspect
