@@ -15,6 +15,8 @@ from dsv4.v4 import plan as plans
 from dsv4.v4 import problem
 from dsv4.v4.options import V4Options
 
+Both = tuple[Tensor, Tensor]  # out, lse
+
 
 class Keywords(TypedDict, total=False):
     """For type checkers: the return type depends on return_lse alone."""
@@ -34,37 +36,19 @@ class Keywords(TypedDict, total=False):
 
 @overload
 def v4_attention(
-    q: Tensor,
-    window: Pool,
-    window_indices: Tensor,
-    compressed: Pool | None = ...,
-    compressed_indices: Tensor | None = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **_: Unpack[Keywords],
-) -> Tensor: ...
+    q: Tensor, window: Pool, window_indices: Tensor, compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ..., *, return_lse: Literal[False] = ..., **_: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
 @overload
 def v4_attention(
-    q: Tensor,
-    window: Pool,
-    window_indices: Tensor,
-    compressed: Pool | None = ...,
-    compressed_indices: Tensor | None = ...,
-    *,
-    return_lse: Literal[True],
-    **_: Unpack[Keywords],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, window: Pool, window_indices: Tensor, compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ..., *, return_lse: Literal[True], **_: Unpack[Keywords],
+) -> Both: ...  # fmt: skip
 @overload
 def v4_attention(
-    q: Tensor,
-    window: Pool,
-    window_indices: Tensor,
-    compressed: Pool | None = ...,
-    compressed_indices: Tensor | None = ...,
-    *,
-    return_lse: bool,
-    **_: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, window: Pool, window_indices: Tensor, compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ..., *, return_lse: bool, **_: Unpack[Keywords],
+) -> Tensor | Both: ...  # fmt: skip
 def v4_attention(
     q: Tensor,
     window: Pool,
@@ -84,7 +68,7 @@ def v4_attention(
     plan: Plan | None = None,
     deterministic: bool = False,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Both:
     """Attention of q [N, H, 512] to listed rows of one or two pools -> out [N, H, 512], lse [N, H].
 
     Every row is both key and value (MQA with K = V). For each query n and head h, over the rows k_i that n lists::
