@@ -13,6 +13,7 @@ from pathlib import Path
 import typer
 
 from softsm.errors import SoftsmError
+from softsm.ptx.cplusplus import readable
 from softsm.timing_model import report
 from softsm.timing_model.parameters import GPUS, Gpu, gpu_for
 from softsm.timing_model.timer import Timer, timing
@@ -110,7 +111,7 @@ def timelines(timer: Timer, folder: Path) -> list[Path]:
     for n, p in enumerate(timer.predictions):
         recorder = recorded(p)
         path = folder / f"{n}-{p.kernel}.html"
-        title = f"{p.kernel} on {p.gpu.name}: predicted {p.us:.4g} us, in nanoseconds"
+        title = f"{readable(p.kernel)} on {p.gpu.name}: predicted {p.us:.4g} us, in nanoseconds"
         path.write_text(page(recorder, Report(), title))
         out.append(path)
         try:

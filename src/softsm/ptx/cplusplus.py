@@ -30,7 +30,7 @@ def readable(name: str) -> str:
         return name
     whole = demangled(name)
     if not whole:
-        return name
+        return spelled(name)
     start, depth = 0, 0
     for i, character in enumerate(whole):  # the end of the name: where its arguments begin
         depth += (character in "<") - (character in ">")
@@ -40,6 +40,17 @@ def readable(name: str) -> str:
             whole = whole[:i]
             break
     return shortened(whole[start:])
+
+
+def spelled(name: str) -> str:
+    """The plain parts of a mangled name that the library does not take: _ZL11gemm_deviceI... is gemm_device<...>."""
+    found = re.match(r"_Z(L|N[KVRO]*)?(?=\d)", name)
+    at, parts = found.end() if found else len(name), []
+    while (length := re.compile(r"\d+").match(name, at)) and (not parts or name.startswith("_ZN")):
+        end = length.end() + int(length[0])
+        parts.append(name[length.end() : end])
+        at = end
+    return "::".join(parts) + "<...>" * (name[at : at + 1] == "I") if parts else name
 
 
 def shortened(name: str) -> str:

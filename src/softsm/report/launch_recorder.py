@@ -21,6 +21,7 @@ from softsm.engine.warps import Warp
 from softsm.errors import Deadlock, Fault
 from softsm.memory import swizzle
 from softsm.memory.mbarrier import Mbarrier
+from softsm.ptx.cplusplus import readable
 from softsm.ptx.roles import role_of
 from softsm.report.recording import (
     ENGINES,
@@ -76,8 +77,8 @@ class LaunchRecorder(Observer):
         sizes = {v.name: v.size for v in (*kernel.module.variables, *kernel.function.variables)}
         places = {n: (at, sizes.get(n, 0)) for n, at in machine.program.shared_variables.items()}
         self.record = Launch(
-            kernel.name, machine.arch, machine.grid, machine.block, machine.cluster_shape, machine.shared_limit,
-            machine.options.order, kernel.module.source, start, start, variables=places,
+            readable(kernel.name), machine.arch, machine.grid, machine.block, machine.cluster_shape,
+            machine.shared_limit, machine.options.order, kernel.module.source, start, start, variables=places,
         )  # fmt: skip
         self.index = len(r.launches)
         r.launches.append(self.record)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from softsm.ptx.cplusplus import readable
 from softsm.timing_model import machine
 from softsm.timing_model.follow import branch_on_load, places_of
 from softsm.timing_model.lower import kinds_of
@@ -131,7 +132,7 @@ def text(p: Prediction) -> str:
     digits = 2 if p.gpu.arch.startswith("sm_10") else 4
     limit = p.limit
     lines = [
-        f"{p.kernel} on {p.gpu.name}: {_round(p.us, digits)} us predicted "
+        f"{readable(p.kernel)} on {p.gpu.name}: {_round(p.us, digits)} us predicted "
         f"({_round(p.us * low, digits)} to {_round(p.us * high, digits)}), "
         f"{_round(p.cycles / 1e3, digits)} k cycles at {p.clock:.2f} GHz",
         f"  {p.ctas} CTA{'s' * (p.ctas != 1)} of {p.threads} threads, {p.resident} on a multiprocessor, "
@@ -176,7 +177,10 @@ def compare(one: list[Prediction], other: list[Prediction], first: float, second
     else:
         verdict = f"the second is predicted {'slower' if ratio > 1 else 'faster'} by {abs(ratio - 1):.0%}"
     a, b = max(one, key=lambda p: p.body_us), max(other, key=lambda p: p.body_us)
-    lines = [f"first {first:.4g} us, second {second:.4g} us: {verdict}", f"  {'':16s}{a.kernel:>24s}{b.kernel:>24s}"]
+    lines = [
+        f"first {first:.4g} us, second {second:.4g} us: {verdict}",
+        f"  {'':16s}{readable(a.kernel):>24s}{readable(b.kernel):>24s}",
+    ]
     for k in a.busy:
         if max(a.busy[k], b.busy.get(k, 0)) >= 0.01:
             lines.append(f"  {k:16s}{a.busy[k]:>24.0%}{b.busy.get(k, 0):>24.0%}")

@@ -4,7 +4,7 @@ import pytest
 
 from softsm.ptx import parse
 from softsm.ptx.ast import SourceLoc
-from softsm.ptx.cplusplus import demangled, outside, readable
+from softsm.ptx.cplusplus import demangled, outside, readable, spelled
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,12 @@ def test_names(name, want):
     if not demangled("_Z1fv"):
         pytest.skip("this machine has no libstdc++.so.6")
     assert readable(name) == want
+
+
+def test_names_that_the_library_does_not_take():
+    assert spelled("_ZL11gemm_deviceI13SharedStorageINbroken") == "gemm_device<...>"
+    assert spelled("_ZN9deep_gemm9gemm_implIXbroken") == "deep_gemm::gemm_impl<...>"
+    assert spelled("_Z4vaddPKfbroken") == "vadd" and spelled("_Znothing") == "_Znothing"
 
 
 def test_places_outside_the_libraries():

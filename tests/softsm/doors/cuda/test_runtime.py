@@ -1,5 +1,6 @@
 """CUDA C++ programs in softsm: kernels and main(), through clang. The machine needs clang 20 or newer."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -134,6 +135,12 @@ def test_a_fault_reaches_the_program_and_the_report(program):
     line = next(i for i, text in enumerate(PROGRAM.splitlines(), 1) if "void past" in text)
     for words in ("out-of-bounds: ", "(cudaMalloc of 512 bytes)", f"program.cu:{line}"):
         assert words in done.output
+
+
+def test_trace_has_readable_names(program, tmp_path):
+    done = softsm("trace", program, "-o", tmp_path)
+    page = html.unescape((tmp_path / "report.html").read_text())
+    assert done.exit_code == 0 and "reverse<true>" in page
 
 
 def test_a_source_that_does_not_compile(tmp_path):
