@@ -20,6 +20,11 @@ def draw(*shape, dtype, seed, device="cpu"):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
+def deterministic(b):
+    """The same request, with the same bits in every run."""
+    return replace(b, forward=replace(b.forward, options=b.forward.options._replace(deterministic=True)))
+
+
 def request(t, s, heads, d, dtype=BF16, device="cpu", sink=False, dlse=False, batch=1, **options):
     """Inputs with their forward pass, gradients of NaN; and what the formulas give, exactly and rounded."""
     q, dout = (draw(batch, t, heads[0], d, dtype=dtype, seed=n, device=device) for n in (0, 1))
@@ -133,7 +138,7 @@ TOGETHER = [
 
 
 def check_sequences_go_together(arch, kernels, name, order, dq, monkeypatch):
-    """One launch for dK and dV and one for dQ, whatever number of sequences there is. kernels: names of the two."""
+    """Two launches, of `kernels`, whatever number of sequences there is: dK and dV, then dQ or the rest of it."""
     import softsm  # here: tests on a GPU use this file too, and do without it
 
     b, want, low = varlen_request(**VARLEN[name])

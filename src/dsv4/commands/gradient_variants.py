@@ -17,7 +17,8 @@ from dsv4.v4.backward import V4Backward
 
 
 def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str) -> list[Launch]:
-    """Of fmha and fmha_varlen, whatever the mask, the sink or the group; at head dims 256 and 512 they have the same
+    """Of fmha and fmha_varlen, whatever the mask, the sink or the group, with dQ summed in any order or always in the
+    same one; at head dims 256 and 512 they have the same
     kernels."""
     found = []
     for varlen in (False, True) if head_dim <= 128 else (False,):
@@ -30,8 +31,10 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str) -> list[Launch]:
         q, k, v = (draw(*one) for _ in range(3))
         p = problem.varlen(q, k, v, starts, starts) if varlen else problem.dense(q, k, v)
         p = replace(p, out=draw(*one), lse=torch.empty(p.lse_shape, device="meta"))
-        b = FmhaBackward(p, draw(*one), dq=draw(*one), dk=draw(*one), dv=draw(*one))
-        found += calls.launches_of(b, dispatch.compile_target(arch))
+        for deterministic in (False, True):
+            p = replace(p, options=p.options._replace(deterministic=deterministic))
+            b = FmhaBackward(p, draw(*one), None, draw(*one), draw(*one), draw(*one))
+            found += calls.launches_of(b, dispatch.compile_target(arch))
     return found
 
 

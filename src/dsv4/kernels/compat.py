@@ -3,6 +3,7 @@
 from typing import Any
 
 import triton
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,8 +19,8 @@ from triton.language import core
 
 __all__ = [
     "TRITON_VERSION", "TensorDescriptor", "Value", "aggregate", "async_copy", "barrier", "cp_async",
-    "fence_async_shared", "gl", "gluon", "mbarrier", "reinterpret", "reinterpret_as", "store_wait", "tma_load",
-    "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+    "fence_async_shared", "gl", "gluon", "mbarrier", "reinterpret", "reinterpret_as", "store_wait", "tma_add",
+    "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 store_wait = tma.store_wait
@@ -42,6 +43,18 @@ tma_load = _first(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _first(tma, "async_store", "async_copy_shared_to_global")
 cp_async = _first(async_copy, "async_load", "async_copy_global_to_shared")
 barrier = _first(gl, "barrier", "thread_barrier")
+
+if hasattr(tma, "async_atomic_add"):
+    tma_add = tma.async_atomic_add
+else:  # 3.6 has the operation but no name for it
+
+    @gl._core.builtin
+    def tma_add(tensor_desc, coord, src, _semantic=None):
+        """Add a tile of shared memory to global memory, element by element and in no order."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
+
 
 # The type of an aggregate's field that is no aggregate: a number, pointer, descriptor, barrier, known when compiled or
 # not. Every kernel has its own mixture of them.

@@ -48,10 +48,13 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """What the kernels of an architecture get: a dense batch, the query heads of a KV head packed into its rows."""
+    """What the kernels of an architecture get: a dense batch, the query heads of a KV head packed into its rows.
+
+    BY_TMA: q, dout and dq may have two dimensions, tokens and group, for the rows: TMA packs them as it copies.
+    """
 
     p: FmhaProblem
-    q: Slot  # [B, Hkv, R, D], R = tokens times group
+    q: Slot  # [B, Hkv, R, D], R = tokens times group; or [B, Hkv, T, G, D]
     k: Slot  # [B, Hkv, S, D]
     v: Slot
     dout: Slot  # as q
@@ -65,8 +68,8 @@ class Packed:
 
     batch = property(lambda self: self.q.shape[0])
     heads = property(lambda self: self.q.shape[1])
-    rows = property(lambda self: self.q.shape[2])
-    width = property(lambda self: self.q.shape[3])
+    rows = property(lambda self: self.p.max_seqlen_q * self.p.group)
+    width = property(lambda self: self.q.shape[-1])
     keys = property(lambda self: self.k.shape[2])
     fp16 = property(lambda self: self.q.dtype == torch.float16)
 
@@ -87,12 +90,12 @@ class Packed:
 Kernels = Callable[[Program, Packed], None]  # those of an architecture
 
 
-def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels) -> None:
+def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels, by_tma: bool = False) -> None:
     """A batch of either kind, by kernels that take sequences. A gradient that they make instead of filling the one they
     get must be 0 in rows of no sequence."""
     p = b.forward
     if p.kind == "dense":
-        prepare_dense(b, program, kernels)
+        prepare_dense(b, program, kernels, by_tma=by_tma)
         return
     for x in (b.dq, b.dk, b.dv):
         if x is not None:
@@ -110,10 +113,12 @@ def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels) -> None
     )  # fmt: skip
     gradients = (one(x) for x in (b.dq, b.dk, b.dv))
     request = FmhaBackward(dense, one(b.dout), by_head(b.dlse), *gradients, b.dsink)
-    prepare_dense(request, program, kernels, Sequences(p.cu_seqlens_q, p.cu_seqlens_k))
+    prepare_dense(request, program, kernels, Sequences(p.cu_seqlens_q, p.cu_seqlens_k), by_tma)
 
 
-def prepare_dense(b: FmhaBackward, program: Program, kernels: Kernels, sequences: Sequences | None = None) -> None:
+def prepare_dense(
+    b: FmhaBackward, program: Program, kernels: Kernels, sequences: Sequences | None = None, by_tma: bool = False
+) -> None:
     p = b.forward
     group = p.group
     # Keys before the first window: nobody sees them, they may hold NaN, and their gradient is 0. There are none behind:
@@ -138,21 +143,45 @@ def prepare_dense(b: FmhaBackward, program: Program, kernels: Kernels, sequences
     if p.q.dtype == torch.float16:
         ds_scale = program.workspace("ds_scale", (1,), torch.float32)
         program.compute(_find_ds_scale, ds_scale, dout, v, b.dlse, p.lse)
-    q, dout = _packed(program, p.q, group), _packed(program, dout, group)
-    dq = None if b.dq is None else _merged(b.dq, group)
-    if dq is None and b.dq is not None:
-        dq = made_like(program, q, sequences)
     dk, dv = (None if x is None else x.transpose(1, 2) for x in (dk, dv))
-    kernels(program, Packed(p, q, k, v, dout, lse2, delta, ds_scale, dq, dk, dv, sequences))
-    if dq is not None and dq.index != b.dq.index:
-        wide = is_addressable(b.dq)
-        found = dq.bytes_as(torch.int64) if wide else dq
-        program.copy(_by_group(b.dq, group, wide), found.unflatten(2, (-1, group)))
+    terms = (lse2, delta, ds_scale)
+    if by_tma and 64 % group == 0 and group > 1:
+        q, dout = (_by_head(addressable(program, x), group) for x in (p.q, dout))
+    else:
+        q, dout = _packed(program, p.q, group), _packed(program, dout, group)
+    dq = None if b.dq is None else _by_head(b.dq, group)
+    if by_tma or dq is None:
+        kernels(program, Packed(p, q, k, v, dout, *terms, dq, dk, dv, sequences))
+        return
+    rows = rows_of_dq(program, dq, sequences)
+    kernels(program, Packed(p, q, k, v, dout, *terms, rows, dk, dv, sequences))
+    keep_dq(program, dq, rows)
 
 
-def made_like(program: Program, x: Slot, sequences: Sequences | None) -> Slot:
+def rows_of_dq(program: Program, dq: Slot, sequences: Sequences | None) -> Slot:
+    """dq [B, Hkv, T, G, D] as [B, Hkv, R, D]: the same memory, or some that keep_dq copies from."""
+    b, heads, tokens, group, d = dq.shape
+    if (merged := _merged(dq)) is not None:
+        return merged
+    return made_like(program, (b, heads, tokens * group, d), dq.dtype, sequences)
+
+
+def keep_dq(program: Program, dq: Slot, rows: Slot) -> None:
+    """What rows_of_dq has made, when it is filled."""
+    if dq.index != rows.index:
+        _copy_by_head(program, dq, rows.unflatten(2, (-1, dq.shape[3])))
+
+
+def _copy_by_head(program: Program, to: Slot, source: Slot) -> None:
+    """As numbers of 8 bytes where both allow it; those of two bytes torch copies at a third of the speed."""
+    if is_addressable(to) and is_addressable(source):
+        to, source = (x.bytes_as(torch.int64) for x in (to, source))
+    program.copy(to, source)
+
+
+def made_like(program: Program, shape: tuple[int, ...], dtype: torch.dtype, sequences: Sequences | None) -> Slot:
     """Memory for a gradient; of a varlen batch the kernels write the rows of its sequences only."""
-    made = program.workspace("gradient", x.shape, x.dtype)
+    made = program.workspace("gradient", shape, dtype)
     if sequences is not None:
         program.fill(made, 0)
     return made
@@ -199,33 +228,29 @@ def _sum_dsink(kv_heads: int, group: int, dsink: Tensor, sink: Tensor, lse: Tens
     dsink.copy_(-(torch.where(lse == float("-inf"), 0, share) * plain.view(lse.shape)).sum((0, 2)).flatten())
 
 
-def _by_group(x: Slot, group: int, wide: bool) -> Slot:
-    """[B, T, Hq, D] as [B, Hkv, T, G, D]. wide: as numbers of 8 bytes; those of two bytes torch copies at a third of
-    the speed."""
-    return (x.bytes_as(torch.int64) if wide else x).unflatten(2, (-1, group)).transpose(1, 2)
+def _by_head(x: Slot, group: int) -> Slot:
+    """[B, T, Hq, D] as [B, Hkv, T, G, D]."""
+    return x.unflatten(2, (-1, group)).transpose(1, 2)
 
 
-def _merged(x: Slot, group: int) -> Slot | None:
-    """[B, T, Hq, D] as [B, Hkv, T * G, D], the same memory; None where there is no one stride for the packed rows."""
-    if group == 1:
-        return x.transpose(1, 2)
-    _, tokens, heads, _ = x.strides
-    if x.shape[2] != group or x.shape[1] > 1 and tokens != group * heads:
+def _merged(x: Slot) -> Slot | None:
+    """[B, Hkv, T, G, D] as [B, Hkv, T * G, D], the same memory; None where there is no one stride for the rows."""
+    _, _, tokens, group, _ = x.shape
+    if tokens > 1 and group > 1 and x.stride(2) != group * x.stride(3):
         return None
-    return x.unflatten(2, (1, group)).transpose(1, 2).flatten(2, 3)
+    return x.flatten(2, 3)
 
 
 def _packed(program: Program, x: Slot, group: int) -> Slot:
     """[B, T, Hq, D] as [B, Hkv, T * G, D], for TMA and BLAS; a copy where one stride for the packed rows does not
     exist."""
-    if group == 1:
-        return addressable(program, x.transpose(1, 2))
     x = addressable(program, x)
-    if (merged := _merged(x, group)) is not None:
+    by_head = _by_head(x, group)
+    if (merged := _merged(by_head)) is not None:
         return merged
     b, t, heads, d = x.shape
     made = program.workspace(f"packed {x.name}", (b, heads // group, t * group, d), x.dtype)
-    program.copy(made.bytes_as(torch.int64).unflatten(2, (-1, group)), _by_group(x, group, True))
+    _copy_by_head(program, made.unflatten(2, (-1, group)), by_head)
     return made
 
 
@@ -242,6 +267,11 @@ def is_addressable(x: Slot) -> bool:
 def addressable(program: Program, x: Slot) -> Slot:
     """What TMA and BLAS can address; else a copy."""
     return x if is_addressable(x) else program.copied(x)
+
+
+def rows_descriptor(x: Slot, rows: int) -> TensorDescriptor:
+    """Of packed rows, which TMA packs where they have two dimensions."""
+    return descriptor(x, [1, 1, rows, 64] if x.ndim == 4 else [1, 1, rows // x.shape[3], x.shape[3], 64])
 
 
 def descriptor(x: Slot, block: list[int]) -> TensorDescriptor:

@@ -1,7 +1,8 @@
-"""Gradients of fmha on sm_90a, without atomics: the same bits on every run.
+"""Gradients of fmha on sm_90a.
 
 head dim    kernels                                                          products of the size of the scores
-64, 128     backward_rows; backward_keys: dK and dV; backward_dq: dQ         7
+64, 128     backward_rows; backward_keys: dK, dV and a sum of dQ; round_dq   5, dQ by atomics
+            deterministic: backward_keys: dK and dV; backward_dq: dQ         7, the same bits in every run
 256, 512    backward_rows; the chain (fmha/kernels/chain.py)                 5
             with backward_scores of this folder
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.kernels.backward import (
     FP16_P_SCALE,
@@ -18,8 +21,11 @@ from dsv4.fmha.kernels.backward import (
     Packed,
     descriptor,
     is_addressable,
+    keep_dq,
     made_like,
     prepare_at_once,
+    rows_descriptor,
+    rows_of_dq,
     supports,
 )
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
@@ -27,6 +33,8 @@ from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_scores import backward_scores
+from dsv4.fmha.kernels.sm90.dq_sum import round_dq
+from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 
@@ -36,7 +44,7 @@ __all__ = ["prepare", "supports"]
 def prepare(b: FmhaBackward, target: Target, program: Program) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
     if b.forward.head_dim <= 128:
-        prepare_at_once(b, program, prepare_tiles)
+        prepare_at_once(b, program, prepare_tiles, by_tma=True)
     else:
         prepare_by_sequence(b, target, program, partial(prepare_chain, target))
 
@@ -53,39 +61,58 @@ def prepare_chain(target: Target, program: Program, x: Packed) -> None:
 
 def prepare_tiles(program: Program, x: Packed) -> None:
     """Without scores in memory."""
-    wanted = (x.dq, x.dk, x.dv)
-    dq, dk, dv = made = [
-        grad if grad is not None and is_addressable(grad) else made_like(program, like, x.sequences)
-        for grad, like in zip(wanted, (x.q, x.k, x.v))
+    wanted = (x.dk, x.dv)
+    dk, dv = made = [
+        grad if grad is not None and is_addressable(grad) else made_like(program, like.shape, like.dtype, x.sequences)
+        for grad, like in zip(wanted, (x.k, x.v))
     ]
     starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences, x.sequences.count)  # or unread
     common: dict[str, Any] = x.sizes | dict(
-        lse2_ptr=x.lse2, delta_ptr=x.delta, ds_scale_ptr=x.ds_scale, q_desc=descriptor(x.q, [1, 1, 64, 64]),
-        dout_desc=descriptor(x.dout, [1, 1, 64, 64]), **dict(zip(("cu_q_ptr", "cu_k_ptr", "sequences"), starts)),
+        lse2_ptr=x.lse2, delta_ptr=x.delta, ds_scale_ptr=x.ds_scale, q_desc=rows_descriptor(x.q, 64),
+        dout_desc=rows_descriptor(x.dout, 64), **dict(zip(("cu_q_ptr", "cu_k_ptr", "sequences"), starts)),
         scale2=x.scale, scale=x.p.softmax_scale, p_scale=FP16_P_SCALE,
     )  # fmt: skip
     constants = dict(D=x.width, SLOTS=2, SCALED=x.fp16, VARLEN=x.sequences is not None, num_warps=4)
-    if x.dk is not None or x.dv is not None:
+    row_tiles = _tiles(x, x.rows) * x.batch * x.heads
+    of_keys = x.dk is not None or x.dv is not None
+    add_dq = of_keys and x.dq is not None and not x.p.deterministic
+    if of_keys:
+        rows = 128 if add_dq and x.width == 64 else 64
         k, v, dk_box, dv_box = (descriptor(y, [1, 1, 64, 64]) for y in (x.k, x.v, dk, dv))
+        dq_sum, dq_box = x.lse2, dk_box  # unread
+        if add_dq:
+            dq_sum = program.workspace("sum of dq", (row_tiles * x.width * 4, 32), torch.float32)
+            program.fill(dq_sum, 0)
+            dq_box = TensorDescriptor(dq_sum, list(dq_sum.shape), [32, 1], [128, 32], gl.NVMMASharedLayout(128, 32))
         arguments = common | dict(
-            k_desc=k, v_desc=v, dk_desc=dk_box, dv_desc=dv_box, dk_ptr=dk, dv_ptr=dv, dk_head=dk.stride(1),
+            q_desc=rows_descriptor(x.q, rows), dout_desc=rows_descriptor(x.dout, rows), k_desc=k, v_desc=v,
+            dq_desc=dq_box, dk_desc=dk_box, dv_desc=dv_box, dk_ptr=dk, dv_ptr=dv, dk_head=dk.stride(1),
             dk_row=dk.stride(2), dv_head=dv.stride(1), dv_row=dv.stride(2),
         )  # fmt: skip
-        roles, load = _registers(x, of_keys=True)
-        grid = (_tiles(x, x.keys) * x.batch * x.heads,)
-        program.launch(backward_keys, grid, arguments, GRADIENT_REGS=roles, LOAD_REGS=load, **constants)
-    if x.dq is not None:
+        registers, load = _registers(x, of_keys=True)
+        program.launch(
+            backward_keys, (_tiles(x, x.keys) * x.batch * x.heads,), arguments, ADD_DQ=add_dq, ROWS=rows,
+            GRADIENT_REGS=registers, LOAD_REGS=load, **constants,
+        )  # fmt: skip
+        if add_dq:
+            strides = dict(zip(("dq_batch", "dq_head", "dq_token", "dq_member"), x.dq.stride()))
+            program.launch(round_dq, (row_tiles,), common | strides | dict(sum_ptr=dq_sum, dq_ptr=x.dq), **constants)
+        for grad, found in zip(wanted, made):
+            if grad is not None and found is not grad:
+                program.copy(grad, found)
+    if x.dq is not None and not add_dq:
+        dq = rows_of_dq(program, x.dq, x.sequences)
+        target = dq if is_addressable(dq) else made_like(program, dq.shape, dq.dtype, x.sequences)
         k, v = (descriptor(y, [1, 1, TILE, 64]) for y in (x.k, x.v))
         arguments = common | dict(
-            k_desc=k, v_desc=v, dq_desc=descriptor(dq, [1, 1, 64, 64]), dq_ptr=dq, dq_head=dq.stride(1),
-            dq_row=dq.stride(2),
+            k_desc=k, v_desc=v, dq_desc=descriptor(target, [1, 1, 64, 64]), dq_ptr=target, dq_head=target.stride(1),
+            dq_row=target.stride(2),
         )  # fmt: skip
-        roles, load = _registers(x, of_keys=False)
-        grid = (_tiles(x, x.rows) * x.batch * x.heads,)
-        program.launch(backward_dq, grid, arguments, DQ_REGS=roles, LOAD_REGS=load, **constants)
-    for grad, found in zip(wanted, made):
-        if grad is not None and found is not grad:
-            program.copy(grad, found)
+        registers, load = _registers(x, of_keys=False)
+        program.launch(backward_dq, (row_tiles,), arguments, DQ_REGS=registers, LOAD_REGS=load, **constants)
+        if target is not dq:
+            program.copy(dq, target)
+        keep_dq(program, x.dq, dq)
 
 
 def _tiles(x: Packed, rows: int) -> int:

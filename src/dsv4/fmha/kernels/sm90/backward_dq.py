@@ -156,7 +156,7 @@ def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_
     dout = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
     k = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
     v = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
-    ring, own_ready, landed = make_barriers(k, VARLEN)
+    ring, own_ready, landed, _ = make_barriers(k, VARLEN, False)
     tiles = (rows + 127) // 128
     if VARLEN:
         tiles = rows // 128 + sequences

@@ -1,25 +1,37 @@
-"""dK and dV of attention on sm_90a, head dims 64 and 128: a CTA owns 128 keys and goes through the rows. No atomics.
+"""dK, dV and, with ADD_DQ, dQ of attention on sm_90a, head dims 64 and 128: a CTA owns 128 keys and goes through the
+rows.
 
     S^T = K Q^T    P^T = 2^(S^T scale - lse2) where seen    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
-    dV += P^T dO   dK += dS^T Q
+    dV += P^T dO   dK += dS^T Q    dQ = dS K
 
-dQ is backward_dq.py's: seven products in all instead of five. Role chart of a step, 64 packed rows::
+With ADD_DQ there are five products, and dQ of the 128 keys is added to an fp32 sum in memory (dq_sum.py), in no order:
+the last bits of dQ differ from run to run. Without it there are no atomics; backward_dq.py finds dQ and computes S and
+dP again: seven products. Role chart of a step, ROWS packed rows::
 
     load    1 warp  | Q, dO, lse2, delta of the next rows
-    left    4 warps | keys 0-63:  P, dP under it | dV under way | dS | dK, and S of the next rows
+    left    4 warps | keys 0-63:  P, dP under it | dV under way | dS | dK | half of the last dQ | next S, dQ to memory
     right   4 warps | keys 64-127: the same; while one takes the exponential the other keeps the tensor cores busy
 
-shared memory   bytes               holds
-k, v            2 x 128 x D x 2     [2, 64, D] each: the keys of left and right; v in the end dV, then dK
-q, dout         SLOTS x 64 x D x 2  [SLOTS, 64, D] each
-stat            SLOTS x 512         [SLOTS x 2, 64]: lse2 and delta of the rows, fp32
+A product of dQ takes the dS of left and right; left computes columns 0-63 of it at head dim 128, rows 0-63 at 64. It is
+that of the step before, so neither role waits for the other's dS of this step.
+
+shared memory   bytes                 holds
+k, v            2 x 128 x D x 2       [2, 64, D] each: the keys of left and right; v in the end dV, then dK
+q, dout         SLOTS x ROWS x D x 2  [SLOTS, ROWS, D] each
+stat            SLOTS x ROWS x 8      [SLOTS x 2, ROWS]: lse2 and delta of the rows, fp32
+ds              2 x 128 x ROWS x 2    [2 x 2, 64, ROWS]: ADD_DQ: dS^T of left and of right, two steps
+dq              2 x 64 x 64 x 4       [2, 128, 32]: ADD_DQ: the halves of dQ on their way to memory, fp32
 barriers        8 each
 
-barrier       arrives            count       waits          means
-own_ready     load: TMA bytes    1 + bytes   left, right    K and V are there
-ready[slot]   load: TMA bytes    1 + bytes   left, right    Q, dO and stat are in the slot
-free[slot]    left, right        2           load           both have used it
-landed        TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
+barrier         arrives            count       waits          means
+own_ready       load: TMA bytes    1 + bytes   left, right    K and V are there
+ready[slot]     load: TMA bytes    1 + bytes   left, right    Q, dO and stat are in the slot
+free[slot]      left, right        2           load           both have used it
+ds_ready[slot]  left, right        2           left, right    dS of both is in the slot
+landed          TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
+
+Step n writes slot n & 1 of ds, which the product of step n - 1 (that of dS n - 2) reads: both roles have done it when
+they have released what they read in step n - 1, so that free[slot] says it too. This is why SLOTS is 2 with ADD_DQ.
 
 Tensors are [batch, KV head, packed row, column] as in backward_scores.py. TMA fills what lies past the end with zeros;
 P is 0 there, because of lse2 or of the mask. VARLEN: one batch of all sequences, whose ends TMA does not know; load
@@ -30,6 +42,7 @@ from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result,
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
+from dsv4.fmha.kernels.sm90.dq_sum import DqSum, add_block
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -60,20 +73,26 @@ class Memory:
     stat: Value
     own_ready: Barriers
     landed: Barriers
+    ds: Value  # ADD_DQ
+    ds_ready: Barriers
 
 
 @gluon.jit
-def make_barriers(slots, VARLEN: gl.constexpr):
-    """-> ring over the slots, own_ready, landed"""
+def make_barriers(slots, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):
+    """-> ring over the slots, own_ready, landed, ds_ready"""
     own_ready = new_barriers(1)
     ring = new_ring(slots, 2)
     barriers = (own_ready, ring.ready, ring.free)
     landed = own_ready  # unused
+    ds_ready = own_ready
     if VARLEN:
         landed = new_barriers(1)
         barriers += (landed,)
+    if ADD_DQ:
+        ds_ready = new_barriers(2, 2)
+        barriers += (ds_ready,)
     init_barriers(barriers)
-    return ring, own_ready, landed
+    return ring, own_ready, landed, ds_ready
 
 
 @gluon.constexpr_function
@@ -83,24 +102,34 @@ def accumulator(columns):
 
 
 @gluon.jit
-def rows_of(key, sizes):
-    """[first, end) of the tiles of 64 packed rows that see some of 128 keys."""
+def rows_of(key, sizes, ROWS: gl.constexpr):
+    """[first, end) of the tiles of packed rows that see some of 128 keys."""
     offset = sizes.keys - sizes.tokens
     first = gl.maximum(key - offset - sizes.right, 0)
     end = gl.minimum(gl.minimum(key + 128, sizes.keys) - offset + sizes.left, sizes.tokens)
-    return first * sizes.group // 64 * 64, end * sizes.group
+    return first * sizes.group // ROWS * ROWS, end * sizes.group
+
+
+@gluon.jit
+def load_tile(desc, tile, ready, work, row, D: gl.constexpr):
+    """Rows from `row` on, of 64 or of 128; where they have two dimensions, tokens and group, TMA packs them."""
+    BOX: gl.constexpr = desc.layout
+    ROWS: gl.constexpr = tile.shape[0]  # Triton 3.6: a plain int in a list is no argument of a function
+    GROUP: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
+    if len(desc.block_shape) == 5:
+        panels = reinterpret(tile, [D // 64, 1, 1, ROWS // GROUP, GROUP, 64], BOX)
+        for panel in gl.static_range(D // 64):
+            tma_load(desc, [work.batch, work.head, row // GROUP, 0, panel * 64], ready, panels.index(panel))
+    else:
+        panels = reinterpret(tile, [D // 64, 1, 1, ROWS, 64], BOX)
+        for panel in gl.static_range(D // 64):
+            tma_load(desc, [work.batch, work.head, row, panel * 64], ready, panels.index(panel))
 
 
 @gluon.jit
 def load_pair(x_desc, y_desc, x, y, ready, work, row, D: gl.constexpr):
-    """Rows from `row` on into tiles x and y, of 64 rows or of 128."""
-    BOX: gl.constexpr = x_desc.layout
-    ROWS: gl.constexpr = x.shape[0]  # Triton 3.6: a plain int in a list is no argument of a function
-    x_panels = reinterpret(x, [D // 64, 1, 1, ROWS, 64], BOX)
-    y_panels = reinterpret(y, [D // 64, 1, 1, ROWS, 64], BOX)
-    for panel in gl.static_range(D // 64):
-        tma_load(x_desc, [work.batch, work.head, row, panel * 64], ready, x_panels.index(panel))
-        tma_load(y_desc, [work.batch, work.head, row, panel * 64], ready, y_panels.index(panel))
+    load_tile(x_desc, x, ready, work, row, D)
+    load_tile(y_desc, y, ready, work, row, D)
 
 
 @gluon.jit
@@ -158,10 +187,11 @@ def load_role(operands, memory, terms, work, sizes, D: gl.constexpr, VARLEN: gl.
         foreign = (work.own < first_visible(sizes)) | (work.own + 128 > sizes.keys)
     landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, memory, foreign, work,
                             work.first_key, first_visible(sizes), sizes.keys, D)  # fmt: skip
-    first, end = rows_of(work.own, sizes)
+    ROWS: gl.constexpr = memory.stat.shape[1]
+    first, end = rows_of(work.own, sizes, ROWS)
     ring, stage = memory.ring, producer_stage()
-    for row in range(first, end, 64):
-        number = row + gl.arange(0, 64, layout=ROW)
+    for row in range(first, end, ROWS):
+        number = row + gl.arange(0, ROWS, layout=ROW)
         lse2 = gl.load(terms.lse2_ptr + number, mask=number < sizes.rows, other=float("inf"))
         delta = gl.load(terms.delta_ptr + number, mask=number < sizes.rows, other=0.0)
         ring.acquire(stage)
@@ -171,7 +201,7 @@ def load_role(operands, memory, terms, work, sizes, D: gl.constexpr, VARLEN: gl.
         place = work.first_row + row
         past: gl.constexpr = False
         if VARLEN:
-            past = row + 64 > sizes.rows
+            past = row + ROWS > sizes.rows
         landed_phase = load_next(operands.q_desc, operands.dout_desc, q, dout, ready, memory.landed.at(0), landed_phase,
                                  past, work, place, row, 0, sizes.rows, D)  # fmt: skip
         stage = ring.next(stage)
@@ -197,22 +227,42 @@ def rows_that_see(key, sizes):
 
 @gluon.jit
 def visible(p, row, key, whole, sizes, LS: gl.constexpr):
-    """P^T [64 keys, 64 rows], 0 where the row does not see the key. whole: [first, end) of the rows that see all of
+    """P^T [64 keys, rows], 0 where the row does not see the key. whole: [first, end) of the rows that see all of
     them; found once, because finding the token of a row takes a division."""
-    if (row < whole[0]) | (row + 64 > whole[1]):
-        number = row + gl.arange(0, 64, layout=gl.SliceLayout(0, LS))[None, :]
+    ROWS: gl.constexpr = p.shape[1]
+    if (row < whole[0]) | (row + ROWS > whole[1]):
+        number = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LS))[None, :]
         first, end = rows_that_see(key + gl.arange(0, 64, layout=gl.SliceLayout(1, LS)), sizes)
         p = gl.where((number >= first[:, None]) & (number < end[:, None]), p, 0.0)
     return p
 
 
 @gluon.jit
-def step(s, dk, dv, memory, row, key, stage, turn, whole, sizes, scales, ds_scale, W: gl.constexpr,
-         D: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
-    """64 rows, S of which is under way -> S of the next 64 with MORE. turn: number of the step."""
+def multiply_by_keys(memory, turn, opaque, W: gl.constexpr, D: gl.constexpr):
+    """dS of both roles in step `turn` times all keys -> the half of dQ that is role W's, [64, 64], under way."""
+    PANEL: gl.constexpr = memory.k.layout
+    ROWS: gl.constexpr = memory.stat.shape[1]
+    keys = reinterpret(memory.k, [2 * (D // 64), 64, 64], PANEL)
+    ds = reinterpret(memory.ds, [4 * (ROWS // 64), 64, 64], PANEL)
+    slot = turn & 1
+    memory.ds_ready.wait(slot, turn >> 1 & 1)
+    dq = gl.zeros([64, 64], gl.float32, accumulator(64))
+    for side in gl.static_range(2):
+        left = ds.index((slot * 2 + side) * (ROWS // 64) + (W if ROWS == 128 else 0)).permute((1, 0))
+        right = keys.index(opaque + side * (D // 64) + (W if D == 128 else 0))
+        dq = warpgroup_mma(left, right, dq, use_acc=side > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def step(s, dk, dv, memory, dq_sum, row, key, stage, turn, more, whole, sizes, scales, ds_scale, W: gl.constexpr,
+         D: gl.constexpr, SCALED: gl.constexpr, ADD_DQ: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
+    """The rows from `row` on, S of which is under way -> S of the next ones; if there are no more, of the same, for
+    nothing. turn: number of the step. ADD_DQ: dQ of the rows before, unless they are the FIRST."""
     k, v, ring, stat = memory.k, memory.v, memory.ring, memory.stat
+    ROWS: gl.constexpr = stat.shape[1]
     q, dout = ring.slot(stage), memory.dout.index(stage.index)
-    LS: gl.constexpr = accumulator(64)
+    LS: gl.constexpr = accumulator(ROWS)
     LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     lse2 = stat.index(stage.index * 2).load(gl.SliceLayout(0, LS))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
@@ -224,22 +274,41 @@ def step(s, dk, dv, memory, row, key, stage, turn, whole, sizes, scales, ds_scal
         p16 = (p * scales.p).to(q.dtype)
     else:
         p16 = p.to(q.dtype)
-    dv = warpgroup_mma(gl.convert_layout(p16, LA), dout, dv, is_async=True)
-    dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
+    # With 128 rows, P and dP leave no registers for a product of P that is under way.
+    EARLY: gl.constexpr = ROWS == 64
+    if EARLY:
+        dv = warpgroup_mma(gl.convert_layout(p16, LA), dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
+    else:
+        dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
     delta = stat.index(stage.index * 2 + 1).load(gl.SliceLayout(0, LS))
     d = score_gradient(p, dp, delta[None, :], s, scales.s)
     if SCALED:
         d = d * ds_scale
     d16 = d.to(q.dtype)
+    if not EARLY:
+        dv = warpgroup_mma(gl.convert_layout(p16, LA), dout, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(d16, LA), q, dk, is_async=True)
     dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))  # P's registers are free
+    if ADD_DQ:
+        if not FIRST:
+            ring.free.wait((turn - 1) & 1, (turn - 1) >> 1 & 1)  # the other role has multiplied what lies there
+        memory.ds.index((turn & 1) * 2 + W).store(d16)
+        fence_async_shared()  # generic stores -> tensor-core reads
+        memory.ds_ready.arrive(turn & 1)
+        if not FIRST:
+            dq = multiply_by_keys(memory, turn - 1, opaque, W, D)
     after = ring.next(stage)
-    if MORE:
-        ring.wait(after)
-        s = scores(k.index(opaque + W), ring.slot(after))
-    NEWER: gl.constexpr = 1 if MORE else 0
-    dk = warpgroup_mma_wait(num_outstanding=NEWER, deps=(dk,))
-    ring.release(stage)
+    ring.wait(after, pred=more)
+    s = scores(k.index(opaque + W), ring.slots.index(gl.where(more, after.index, stage.index)))
+    if ADD_DQ and not FIRST:
+        dq, dk = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dk))
+        store_wait(0)  # dQ's tile has been read; ahead of the barrier that release begins with
+        ring.release(stage)
+        add_block(dq, dq_sum, (row // 64 - ROWS // 64) * (D // 64) + W, W)
+    else:
+        dk = warpgroup_mma_wait(num_outstanding=1, deps=(dk,))
+        ring.release(stage)
     return s, dk, dv, after
 
 
@@ -273,28 +342,41 @@ def send(x, tile, desc, work, row, D: gl.constexpr):
 
 
 @gluon.jit
-def gradient_role(memory, dk_result, dv_result, work, sizes, scales, W: gl.constexpr, D: gl.constexpr,
-                  SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def gradient_role(memory, dq_sum, dk_result, dv_result, work, sizes, scales, W: gl.constexpr, D: gl.constexpr,
+                  SCALED: gl.constexpr, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys."""
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
     dv = gl.zeros([64, D], gl.float32, accumulator(D))
     ds_scale = 1.0
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
-    first, end = rows_of(work.own, sizes)
+    ROWS: gl.constexpr = memory.stat.shape[1]
+    first, end = rows_of(work.own, sizes, ROWS)
     mine = work.own + 64 * W
     memory.own_ready.wait(0, 0)
     if first < end:
         stage = consumer_stage()
         memory.ring.wait(stage)
         s = scores(memory.k.index(W), memory.ring.slot(stage))
-        steps = (end - first + 63) // 64
+        steps = (end - first + ROWS - 1) // ROWS
         whole = rows_that_see(mine + 63, sizes)[0], rows_that_see(mine, sizes)[1]
-        for turn in range(0, steps - 1):
-            s, dk, dv, stage = step(s, dk, dv, memory, first + turn * 64, mine, stage, turn, whole, sizes, scales,
-                                    ds_scale, W, D, SCALED, True)  # fmt: skip
-        _, dk, dv, _ = step(s, dk, dv, memory, first + (steps - 1) * 64, mine, stage, steps - 1, whole, sizes, scales,
-                            ds_scale, W, D, SCALED, False)  # fmt: skip
+        if ADD_DQ:
+            s, dk, dv, stage = step(s, dk, dv, memory, dq_sum, first, mine, stage, gl.to_tensor(0), steps > 1, whole,
+                                    sizes, scales, ds_scale, W, D, SCALED, True, True)  # fmt: skip
+            for turn in range(1, steps):
+                s, dk, dv, stage = step(s, dk, dv, memory, dq_sum, first + turn * ROWS, mine, stage, turn,
+                                        turn + 1 < steps, whole, sizes, scales, ds_scale, W, D, SCALED, True,
+                                        False)  # fmt: skip
+            dq = multiply_by_keys(memory, steps - 1, zero(steps), W, D)
+            dq, s = warpgroup_mma_wait(num_outstanding=0, deps=(dq, s))
+            store_wait(0)
+            add_block(dq, dq_sum, (first // 64 + (steps - 1) * (ROWS // 64)) * (D // 64) + W, W)
+        else:
+            for turn in range(0, steps):
+                s, dk, dv, stage = step(s, dk, dv, memory, dq_sum, first + turn * ROWS, mine, stage, turn,
+                                        turn + 1 < steps, whole, sizes, scales, ds_scale, W, D, SCALED, False,
+                                        False)  # fmt: skip
+            warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     scale = scales.gradient
     if SCALED:
         dv = dv / scales.p
@@ -306,23 +388,29 @@ def gradient_role(memory, dk_result, dv_result, work, sizes, scales, W: gl.const
 
 @gluon.jit(do_not_specialize=["scale2", "scale", "p_scale", "rows", "tokens", "keys", "group", "left", "right",
                               "kv_heads", "sequences", "dk_head", "dk_row", "dv_head", "dv_row"])  # fmt: skip
-def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, dk_ptr,
-                  dv_ptr, cu_q_ptr, cu_k_ptr, scale2, scale, p_scale, rows, tokens, keys, group, left, right, kv_heads,
-                  sequences, dk_head, dk_row, dv_head, dv_row,
+def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dq_desc, dk_desc, dv_desc,
+                  dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, scale2, scale, p_scale, rows, tokens, keys, group, left, right,
+                  kv_heads, sequences, dk_head, dk_row, dv_head, dv_row,
                   D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr,
+                  ROWS: gl.constexpr, ADD_DQ: gl.constexpr,
                   GRADIENT_REGS: gl.constexpr, LOAD_REGS: gl.constexpr):  # fmt: skip
     """One program: 128 keys of a pair of sequence and KV head. lse2, delta [pairs, rows]. p_scale, ds_scale: what P and
     dS are multiplied by in fp16. VARLEN: rows, tokens and keys of all sequences, which begin where cu_q and cu_k say.
-    dk_head, dk_row, ...: strides of dk and dv, which only VARLEN uses."""
+    dk_head, dk_row, ...: strides of dk and dv, which only VARLEN uses. dq_desc: the sum of dq_sum.py."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
     v = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
-    q = gl.allocate_shared_memory(DTYPE, [SLOTS, 64, D], TILE)
-    dout = gl.allocate_shared_memory(DTYPE, [SLOTS, 64, D], TILE)
-    stat = gl.allocate_shared_memory(gl.float32, [SLOTS * 2, 64], FLAT)
-    ring, own_ready, landed = make_barriers(q, VARLEN)
+    q = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, D], TILE)
+    dout = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, D], TILE)
+    stat = gl.allocate_shared_memory(gl.float32, [SLOTS * 2, ROWS], FLAT)
+    ds = stat  # unused
+    dq_tiles = stat
+    if ADD_DQ:
+        ds = gl.allocate_shared_memory(DTYPE, [4, 64, ROWS], TILE)
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)
+    ring, own_ready, landed, ds_ready = make_barriers(q, VARLEN, ADD_DQ)
     tiles = (keys + 127) // 128
     if VARLEN:
         tiles = keys // 128 + sequences
@@ -337,22 +425,26 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
     key = tile * 128
     work = GradientTile(pair // kv_heads, pair % kv_heads, key, 0, 0)
     sizes = Sizes(rows, tokens, keys, group, left, right)
+    first_block = pair * ((rows + 127) // 128) * (D // 32)
     lse2_ptr += pair.to(gl.int64) * rows
     delta_ptr += pair.to(gl.int64) * rows
     if VARLEN:
         seq, key = tile_of(tile, cu_k_ptr, sequences, 1)
+        first_block = pair * (rows // 128 + sequences)
         first_row, first_key, sizes = sizes_of(seq, key, sizes, cu_q_ptr, cu_k_ptr, True)
+        first_block = (first_block + first_row // 128 + seq) * (D // 32)
         work = GradientTile(0, pair, key, first_row, first_key)
         lse2_ptr += first_row
         delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
-    memory = Memory(k, v, ring, dout, stat, own_ready, landed)
+    memory = Memory(k, v, ring, dout, stat, own_ready, landed, ds, ds_ready)
+    dq_sum = DqSum(dq_desc, dq_tiles, first_block)
     terms = Terms(lse2_ptr, delta_ptr)
     dk_result = Result(dk_desc, dk_ptr, dk_head, dk_row)
     dv_result = Result(dv_desc, dv_ptr, dv_head, dv_row)
     scales = Scales(scale2, p_scale, scale, ds_scale_ptr)
     gl.warp_specialize([
-        (gradient_role, (memory, dk_result, dv_result, work, sizes, scales, 0, D, SCALED, VARLEN)),
-        (gradient_role, (memory, dk_result, dv_result, work, sizes, scales, 1, D, SCALED, VARLEN)),
+        (gradient_role, (memory, dq_sum, dk_result, dv_result, work, sizes, scales, 0, D, SCALED, VARLEN, ADD_DQ)),
+        (gradient_role, (memory, dq_sum, dk_result, dv_result, work, sizes, scales, 1, D, SCALED, VARLEN, ADD_DQ)),
         (load_role, (operands, memory, terms, work, sizes, D, VARLEN)),
     ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip

@@ -15,6 +15,7 @@ from fmha_gradients import (
     check_a_large_gradient_of_the_lse,
     check_sequences_go_together,
     check_sinks_far_above_the_lse,
+    deterministic,
     request,
     varlen_request,
 )
@@ -107,7 +108,7 @@ def test_only_what_is_wanted(d):
 @pytest.mark.slow  # the kernels of dense batches are quick here, those of sequences with Blackwell's
 @pytest.mark.parametrize("name, order, dq", TOGETHER)
 def test_sequences_go_together(name, order, dq, monkeypatch):
-    kernels = ("backward_keys", "backward_dq")
+    kernels = ("backward_keys", "round_dq")
     check_sequences_go_together("sm_90a", kernels, name, order, dq, monkeypatch)
 
 
@@ -155,3 +156,17 @@ def test_no_race_whenever_copies_and_products_complete(order, d, t, s, dtype, mo
 
 def test_a_sink_far_above_the_lse_leaves_the_gradient_of_the_lse():
     check_sinks_far_above_the_lse(run)
+
+
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_a_sum_of_dq_changes_neither_dk_nor_dv(d):
+    """With deterministic=True dQ has a kernel of its own, and the same bits in every run."""
+    b, want, low = request(t=300, s=200, heads=(2, 1), d=d, causal=True)
+    sure = deterministic(b)
+    first, *others = (replace(x, dq=b.dq.clone(), dk=b.dk.clone(), dv=b.dv.clone()) for x in (b, sure, sure))
+    for x in (first, *others):
+        run(x)
+        check(x, want, low)
+    for x in others:
+        assert torch.equal(x.dk, first.dk) and torch.equal(x.dv, first.dv)
+    assert torch.equal(others[0].dq, others[1].dq)

@@ -1,0 +1,73 @@
+"""dQ as a sum in memory: CTAs that own keys add their share of it, then one kernel rounds it.
+
+The sum is fp32 and lies in blocks of 64 rows and 64 columns, each [128, 32] in the order in which a warpgroup holds its
+accumulator: a thread has 16 adjacent bytes, so shared memory is written without bank conflicts, and a block is one
+16 KB box for TMA. Element (row, column) of a block, with row = 16 warp + 8 half + r, column = 8 eighth + 2 c + pair, is
+number (((warp 8 + eighth) 8 + r) 4 + c) 4 + 2 half + pair.
+
+The blocks of a pair of sequence and KV head follow one another by rows, then columns; a pair has room for whole tiles
+of 128 rows. VARLEN: the tiles of a sequence begin where backward_sequences.tile_of says.
+"""
+
+from dsv4.fmha.kernels.backward_arguments import Sizes
+from dsv4.fmha.kernels.backward_sequences import sizes_of, tile_of
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, tma_add
+
+BLOCK = gl.constexpr([128, 32])  # 64 x 64 elements
+
+
+@aggregate
+class DqSum:
+    desc: Value  # of [blocks x 128, 32], fp32
+    tiles: Value  # shared memory [2, 128, 32]: one of each warpgroup
+    first: Value  # block of the pair or sequence
+
+
+@gluon.jit
+def add_block(x, dq_sum, block, W: gl.constexpr):
+    """x [64, 64], the accumulator of warpgroup W, to a block. TMA reads its tile while the caller goes on; store_wait
+    must be called before the next call."""
+    tile = dq_sum.tiles.index(W)
+    x = x.reshape([4, 2, 8, 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape(BLOCK)
+    tile.store(x)
+    fence_async_shared()
+    tma_add(dq_sum.desc, [(dq_sum.first + block) * 128, 0], tile)
+
+
+@gluon.jit(do_not_specialize=["scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads", "sequences",
+                              "dq_batch", "dq_head", "dq_token", "dq_member"])  # fmt: skip
+def round_dq(sum_ptr, dq_ptr, ds_scale_ptr, cu_q_ptr, cu_k_ptr, scale, rows, tokens, keys, group, left, right, kv_heads,
+             sequences, dq_batch, dq_head, dq_token, dq_member,
+             D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+    """One program: 128 packed rows of a pair of sequence and KV head, to dq
+    [batch, KV head, token, head of the group, column]."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tiles = (rows + 127) // 128
+    if VARLEN:
+        tiles = rows // 128 + sequences
+    pair = gl.program_id(0) // tiles
+    tile = gl.program_id(0) - pair * tiles
+    sum_ptr += gl.program_id(0).to(gl.int64) * (128 * D)
+    row, end = tile * 128, rows
+    dq_ptr += (pair // kv_heads).to(gl.int64) * dq_batch + (pair % kv_heads).to(gl.int64) * dq_head
+    if VARLEN:
+        seq, row = tile_of(tile, cu_q_ptr, sequences, group)
+        whole = Sizes(rows, tokens, keys, group, left, right)
+        first_row, _, sizes = sizes_of(seq, row, whole, cu_q_ptr, cu_k_ptr, False)
+        end = sizes.rows
+        dq_ptr += (first_row // group).to(gl.int64) * dq_token
+    if SCALED:
+        scale = scale / gl.load(ds_scale_ptr)
+    line = gl.arange(0, 128, layout=gl.SliceLayout(1, LOAD)) * 32
+    word = gl.arange(0, 32, layout=gl.SliceLayout(0, LOAD))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
+    for half in gl.static_range(2):
+        here = row + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
+        token = here // group
+        place = token.to(gl.int64) * dq_token + (here - token * group).to(gl.int64) * dq_member
+        for panel in gl.static_range(D // 64):
+            x = gl.load(sum_ptr + (half * (D // 64) + panel) * 4096 + line[:, None] + word[None, :])
+            x = x.reshape([4, 8, 8, 4, 2, 2]).permute([0, 4, 2, 1, 3, 5]).reshape([64, 64])
+            x = gl.convert_layout((x * scale).to(dq_ptr.dtype.element_ty), STORE)
+            gl.store(dq_ptr + place[:, None] + panel * 64 + column[None, :], x, mask=(here < end)[:, None])
