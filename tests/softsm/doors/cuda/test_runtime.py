@@ -233,10 +233,12 @@ int main() {
 
 def test_a_library_is_corrected_and_named_by_its_user(tmp_path):
     """What clang does not take of CUTLASS is corrected in a copy; a place in it is shown as the line that calls it."""
-    (tmp_path / "cute" / "arch").mkdir(parents=True)
-    (tmp_path / "cute" / "arch" / "copy_sm100.hpp").write_text(LIBRARY)
+    (tmp_path / "include" / "cute" / "arch").mkdir(parents=True)
+    (tmp_path / "include" / "cute" / "arch" / "copy_sm100.hpp").write_text(LIBRARY)
     (tmp_path / "user.cu").write_text(USER)
-    done = softsm("check", tmp_path / "user.cu", "--clang-flags", f"-I {tmp_path}", "--order", "latest", "--json")
+    done = softsm(
+        "check", tmp_path / "user.cu", "--clang-flags", f"-I {tmp_path}/include", "--order", "latest", "--json"
+    )
     race = next(found for found in json.loads(done.stdout)["findings"] if found["code"] == "race")
     lines = {USER.splitlines()[party["source"]["line"] - 1].strip() for party in race["parties"]}
     assert {party["source"]["file"] for party in race["parties"]} == {str(tmp_path / "user.cu")}
