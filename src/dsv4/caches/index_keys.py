@@ -37,7 +37,7 @@ class IndexCache(PackedRows):
     page_stride    bytes from page to page; default: rows_per_page * 132 rounded up to 16
 
     A page is planar, as those of vLLM and DeepGEMM: [ R x 128 B data | R x 4 B scales | padding ].
-    :class:`dsv4.caches.formats.Fp8Keys` says what the bytes of a key mean.
+    :class:`dsv4.caches.formats.Fp8Keys` defines the bytes of a key.
 
     >>> cache = IndexCache.pack(keys, rows_per_page=64)                       # keys [n, 128], bf16 or fp32
     >>> q8, w = quantize_queries(q, weights)                                  # q [N, H, 128]

@@ -20,8 +20,8 @@ class Fp8Cache(PackedRows):
     rows_per_page  rows in one page: 64 for CSA, 2 for HCA, 64 or 256 for the window
     page_stride    bytes from page to page; default: rows_per_page * 584 rounded up to 576
 
-    A page is planar: [ R x 576 B data | R x 8 B scales | padding ]. :class:`dsv4.caches.formats.Fp8Rows` says what the
-    bytes of a row mean.
+    A page is planar: [ R x 576 B data | R x 8 B scales | padding ]. :class:`dsv4.caches.formats.Fp8Rows` defines the
+    bytes of a row.
 
     >>> cache = Fp8Cache.pack(rows, rows_per_page=64)       # rows [n, 512], bf16 or fp32
     >>> cache.unpack()[: len(rows)]                         # bf16, as the kernels see them

@@ -1,4 +1,4 @@
-"""Rows as bytes in pages: what Fp8Cache and IndexCache are. formats.py says what the bytes of a row mean.
+"""Rows as bytes in pages: what Fp8Cache and IndexCache are. formats.py defines the bytes of a row.
 
 page p starts at byte p * page_stride; row r is row r % R of page r // R
 """
@@ -20,12 +20,12 @@ ROW_NUMBERS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Pages of rows in one flat uint8 tensor; a view, it owns nothing that the tensor does not.
+    """Pages of rows in one flat uint8 tensor. It is a view: the tensor owns the memory.
 
     storage        uint8 [bytes], contiguous
     rows_per_page  rows in one page
     page_stride    bytes from page to page; default: the format's
-    format_name    says what the bytes of a row mean: of formats.FORMATS; a class for one format has it as its default
+    format_name    a key of formats.FORMATS, the meaning of the bytes of a row; a class for one format has a default
     """
 
     storage: Tensor
@@ -50,7 +50,7 @@ class PackedRows:
 
     @classmethod
     def stride_for(cls, rows_per_page: int) -> int:
-        """Bytes from one page to the next when nothing else is asked for."""
+        """The default number of bytes from one page to the next."""
         return FORMATS[cls.format_name].default_stride(rows_per_page)
 
     @classmethod
@@ -86,8 +86,8 @@ class PackedRows:
     def from_pages(cls, pages: Tensor, *, format: RowFormat | None = None) -> Self:
         """The caches of serving engines, [pages, rows, bytes] or [pages, rows, 1, bytes], without a copy.
 
-        Any one-byte dtype. Their shape speaks of the bytes of a row, whatever their order inside a page. The stride
-        of dim 0 is the page stride.
+        The dtype may be any of one byte. The last size is the bytes of a row, whatever their order inside a page. The
+        stride of dim 0 is the page stride.
         """
         name = format.name if format else cls.format_name
         width = FORMATS[name].row_bytes

@@ -90,7 +90,7 @@ def compress(
 
 
 def _check(kv, gate, position_bias, norm_weight, cos_sin, state, learning=False) -> tuple[int, int]:
-    """(d, m), after looking at everything but values."""
+    """Check everything but values -> (d, m)."""
     if not checks.is_tensor(kv) or kv.ndim not in (2, 3):
         checks.fail("kv", checks.describe(kv), "a tensor [L, width] or [B, L, width]")
     batch, width = tuple(kv.shape[:-2]), kv.shape[-1]

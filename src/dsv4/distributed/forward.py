@@ -20,7 +20,7 @@ Bits and tolerances:
 * :func:`prefill` with method="ring" merges fp32 partials and rounds once, as one call does.
 * :func:`decode` differs from the unsharded call by rounding: every partial is rounded to q's dtype, their weighted
   average is computed in fp32, and the result is rounded once more. The weights are not negative and add up to 1, so
-  merging adds at most half a unit in the last place of the largest partial. :func:`merge` takes fp32 partials too.
+  merging adds at most half a unit in the last place of the largest partial. :func:`merge` accepts fp32 partials too.
 * lse is fp32 throughout, and as exact as that of the partials: within 2^-12 of the largest (or of 1).
 """
 

@@ -1,4 +1,4 @@
-"""What fmha, fmha_varlen and fmha_paged are asked for, beside their tensors. A new option is a field here."""
+"""The options of fmha, fmha_varlen and fmha_paged: all arguments but tensors. A new option is a field here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4.runtime.plan import Plan
 
 
 class FmhaKeywords(TypedDict, total=False):
-    """The keyword arguments of the public functions, but for return_lse, on which their type depends."""
+    """The keyword arguments of the public functions. return_lse is missing because the return type depends on it."""
 
     causal: bool
     window: tuple[int, int]
@@ -62,7 +62,7 @@ class FmhaOptions(NamedTuple):
 
     @classmethod
     def of(cls, window: tuple[int, int] = (-1, -1), **others: Any) -> FmhaOptions:
-        """An operator takes no tuple: the window travels as two numbers."""
+        """The options from an operator's arguments: an operator accepts no tuple, so the window is two numbers."""
         return cls(window_left=window[0], window_right=window[1], **others)
 
     @classmethod
@@ -70,8 +70,8 @@ class FmhaOptions(NamedTuple):
         cls, max_seqlen_q: Any, max_seqlen_k: Any, /, causal: Any = False, window: Any = UNBOUNDED,
         softmax_scale: Any = None, softcap: Any = None, deterministic: Any = False,
     ) -> FmhaOptions:  # fmt: skip
-        """Numbers and flags with their types, which the key of a call cannot tell apart; ValueError where they have
-        none. `resolved` looks at their values."""
+        """Check the types of numbers and flags, which the key of a call cannot tell apart; ValueError if one is
+        wrong. `resolved` looks at their values."""
         left, right = UNBOUNDED if window is UNBOUNDED else checks.two_ints(window)
         if causal is not False and checks.flag("causal", causal) and left >= -1 and right >= -1:
             right = 0  # else it is rejected as it was given
@@ -89,7 +89,7 @@ class FmhaOptions(NamedTuple):
         return tuple.__new__(cls, (False, left, right, *numbers))  # as cls(...), in half the time
 
     def resolved(self, head_dim: int) -> FmhaOptions:
-        """As a backend finds them: nothing is None that has a default. ValueError where a value is wrong."""
+        """The options with every default filled in, as backends read them. ValueError if a value is wrong."""
         left, right = checks.window_bounds(self.window_left, self.window_right)
         return self._replace(
             causal=False,

@@ -103,9 +103,9 @@ def index_topk(
 
     Rows of k that no query sees may contain NaN or inf. Scores are computed in fp32 (fp64 for fp64 q, on a CPU); scores
     that differ by less than their rounding may come in either order. Only one block of queries is in memory at a time.
-    The kernels take bf16 and fp16 (the same for q and k), up to 128 heads, head dims up to 256 that are multiples of 8,
-    and topk up to 4096; FP8 keys if pages begin at multiples of 16 bytes. Hopper's tensor cores sum e4m3 products with
-    about 14 bits, the CPU in fp32.
+    The kernels accept bf16 and fp16 (the same for q and k), up to 128 heads, head dims up to 256 that are multiples of
+    8, and topk up to 4096; FP8 keys if pages begin at multiples of 16 bytes. Hopper's tensor cores sum e4m3 products
+    with about 14 bits, the CPU in fp32.
     """
     if isinstance(k, IndexCache):
         k = k.page_view()

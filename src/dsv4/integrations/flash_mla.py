@@ -57,7 +57,7 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*_: Any, **__: Any) -> tuple[FlashMLASchedMeta, None]:
-    """(an empty object, None), whatever is passed."""
+    """Return (an empty object, None), whatever the arguments are."""
     return FlashMLASchedMeta(), None
 
 
@@ -92,7 +92,7 @@ def flash_mla_with_kvcache(
 
     Without: dense, all ``cache_seqlens[n]`` rows of k_cache [blocks, rows, h_k, 512] (bf16 or fp16; both key and
     value) that block_table int32 [b, blocks] names; causal counts from the bottom right. This is
-    :func:`dsv4.fmha_paged`, and takes attn_sink too.
+    :func:`dsv4.fmha_paged`, and accepts attn_sink too.
 
     tile_scheduler_metadata is ignored. enable_batch_invariant: a query gives the same bits in every batch.
     out, backend: as in dsv4.

@@ -15,7 +15,7 @@ from dsv4.runtime import checks
 
 
 class Capacities(NamedTuple):
-    """What a plan is made for: batch sequences of at most so many queries and keys each."""
+    """The largest problem of a plan: `batch` sequences with at most so many queries and keys each."""
 
     batch: int
     q_heads: int

@@ -12,7 +12,7 @@ from dsv4.runtime.plan import Plan, plan
 
 
 class Kinds(NamedTuple):
-    """Of calls that are wanted."""
+    """The kinds of calls to run."""
 
     page_size: int
     same_kv: tuple[bool, ...]  # whether k is v
@@ -37,10 +37,10 @@ def warmup(
 ) -> Plan:
     """Make the plan for these capacities and run the operation with it, to compile what calls of that size need.
 
-    Takes the arguments of :func:`plan`, and the dtype and backend of later calls. Which kernel a call uses depends on
-    whether there is a causal mask, whether dense keys fill whole tiles, whether deterministic is set (if the plan has
-    space for that), whether k is v and, for v4_attention, whether rows are FP8 (only with bf16) and how compressed rows
-    are listed. Each combination is run once; same_kv and fp8 restrict this to one kind. page_size: rows per page
+    It accepts the arguments of :func:`plan`, and the dtype and backend of later calls. Which kernel a call uses depends
+    on whether there is a causal mask, whether dense keys fill whole tiles, whether deterministic is set (if the plan
+    has space for it), whether k is v and, for v4_attention, whether rows are FP8 (only with bf16) and how compressed
+    rows are listed. Each combination is run once; same_kv and fp8 restrict this to one kind. page_size: rows per page
     (fmha_paged, index_topk and Fp8Cache). index_topk is run with pages, for lists of 512 and 1024. Returns the plan.
     """
     made = plan(operation, **capacities)
