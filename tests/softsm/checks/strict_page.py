@@ -43,6 +43,7 @@ register dependencies after `tcgen05.ld`. It overwrites mbarriers that are no lo
 | 14 | strict | a box outside its tensor is legal and loads zeros, which programs that mask the tile rely on |
 | 27 | strict | programs may produce NaN in fully masked rows and replace it later, which is not a mistake |
 | 29 | values | like 12 |
+| 34 | strict | tutorials of CuTe allocate without the barrier and mostly run; the default level warns |
 
 1, 2, 7 and 18 need `softsm.expect_mma`, at either level: PTX does not say which element was intended. 8 is reported
 with `expect_mma`, or at the strict level without it, like 14.
