@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from dsv4.fmha.options import FmhaOptions
@@ -193,12 +192,4 @@ def check_values(p: FmhaProblem) -> None:
                 )
     elif p.lengths is not None and p.block_table is not None:
         checks.in_range("lengths", p.lengths, 0, p.max_seqlen_k)
-        pages = p.k.shape[0]
-        used = (
-            torch.arange(p.block_table.shape[1], device=p.q.device) * p.page_size < p.lengths[:, None]
-        )  # [B, max_pages]
-        bad = used & ((p.block_table < 0) | (p.block_table >= pages))
-        if bool(bad.any()):
-            n, j = (int(e) for e in bad.nonzero()[0])
-            accepted = f"page numbers from 0 to {pages - 1} in the pages that lengths reaches"
-            checks.fail("block_table", f"{int(p.block_table[n, j])} at [{n}, {j}]", accepted)
+        checks.page_numbers("block_table", p.block_table, p.page_size, p.lengths, p.k.shape[0], "lengths reaches")

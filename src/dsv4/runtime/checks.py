@@ -307,6 +307,25 @@ def in_range(name: str, x: Tensor, low: int, high: int) -> None:
         fail(name, f"values from {least} to {most}", f"values from {low} to {high}")
 
 
+def request_starts(x: Any, requests: int, queries: int, like: tuple[str, Tensor]) -> None:
+    """Of a block table with so many lines: needed unless it has one for each query."""
+    if x is not None:
+        int32("request_starts", x, (requests + 1,), like)
+    elif requests != queries:
+        accepted = f"int32 [{requests + 1}], needed when the block table has not one line per query ({queries})"
+        fail("request_starts", None, accepted)
+
+
+def page_numbers(name: str, table: Tensor, page: int, rows: Tensor, pages: int, seen: str) -> None:
+    """Reads values: rows [R] of each line of a block table are in pages that exist. seen: which pages these are."""
+    first_row = torch.arange(table.shape[1], device=table.device) * page
+    bad = (first_row < rows[:, None]) & ((table < 0) | (table >= pages))
+    if bool(bad.any()):
+        r, j = (int(e) for e in bad.nonzero()[0])
+        accepted = f"page numbers from 0 to {pages - 1} in the pages that {seen}"
+        fail(name, f"{int(table[r, j])} at [{r}, {j}]", accepted)
+
+
 def cumulative(name: str, x: Tensor, total: int, total_name: str) -> None:
     """Reads values: starts at 0, never falls, ends within the tensor it divides."""
     if int(x[0]) != 0:

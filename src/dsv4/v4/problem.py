@@ -101,7 +101,6 @@ def build(
     checks.int32("window_indices", window_indices, (n, "Kw"), like)
     if window_lengths is not None:
         checks.int32("window_lengths", window_lengths, (n,), like)
-    requests = None
     if compressed is None:
         for name, x in (
             ("compressed_indices", compressed_indices),
@@ -119,16 +118,13 @@ def build(
             checks.int32("compressed_indices", compressed_indices, (n, "Kc"), like)
         else:
             checks.int32("compressed_block_table", compressed_block_table, ("R", "pages"), like)
-            requests = compressed_block_table.shape[0]
             if compressed_lengths is None:
                 checks.fail("compressed_lengths", None, f"int32 [{n}], needed with compressed_block_table")
-            if request_starts is None and requests != n:
-                accepted = f"int32 [{requests + 1}], needed when the block table has not one line per query ({n})"
-                checks.fail("request_starts", None, accepted)
+            checks.request_starts(request_starts, compressed_block_table.shape[0], n, like)
         if compressed_lengths is not None:
             checks.int32("compressed_lengths", compressed_lengths, (n,), like)
     if request_starts is not None:
-        checks.int32("request_starts", request_starts, ("R + 1" if requests is None else requests + 1,), like)
+        checks.int32("request_starts", request_starts, ("R + 1",), like)
         if request_starts.shape[0] == 0:
             checks.fail("request_starts", "no entries", "R + 1 entries")
     cos_sin, positions = _rope(inverse_rope, n, d, like)
@@ -200,12 +196,8 @@ def check_values(p: V4Problem) -> None:
         longest = torch.zeros(p.block_table.shape[0] + 1, dtype=torch.int32, device=p.q.device)
         owner = requests_of(p)  # R, past the last request, is the spare place
         longest.scatter_reduce_(0, owner, p.compressed_lengths, "amax")
-        first_row = torch.arange(p.block_table.shape[1], device=p.q.device) * page
-        bad = (first_row < longest[:-1, None]) & ((p.block_table < 0) | (p.block_table >= pages))
-        if bool(bad.any()):
-            r, j = (int(e) for e in bad.nonzero()[0])
-            accepted = f"page numbers from 0 to {pages - 1} in the pages that compressed_lengths reaches"
-            checks.fail("compressed_block_table", f"{int(p.block_table[r, j])} at [{r}, {j}]", accepted)
+        seen = "compressed_lengths reaches"
+        checks.page_numbers("compressed_block_table", p.block_table, page, longest[:-1], pages, seen)
     if p.positions is not None and p.cos_sin is not None:
         checks.in_range("inverse_rope[1] (positions)", p.positions, 0, p.cos_sin.shape[0] - 1)
 
