@@ -26,8 +26,21 @@ COLUMNS = 1024  # of a stream, at a time
 
 
 @triton.jit(do_not_specialize=["dims", "iterations"])
-def collapse_streams(streams_ptr, mixed_ptr, base_ptr, scale_ptr, post_ptr, comb_ptr, out_ptr, dims, iterations,
-                     norm_eps, eps, H: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def collapse_streams(
+    streams_ptr,
+    mixed_ptr,
+    base_ptr,
+    scale_ptr,
+    post_ptr,
+    comb_ptr,
+    out_ptr,
+    dims,
+    iterations,
+    norm_eps,
+    eps,
+    H: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """One program: one token. streams [tokens, H, dims], contiguous like everything else."""
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, H)

@@ -22,10 +22,30 @@ ROWS = 4  # of a program
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "positions", "page_rows", "page_stride", "row_stride", "pool_rows"])
-def normed_rows(x_ptr, weight_ptr, cos_sin_ptr, positions_ptr, out_ptr, slots_ptr, eps, line, rows, heads,
-                positions, page_rows, page_stride, row_stride, pool_rows, D: tl.constexpr, WIDE: tl.constexpr,
-                R: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, FORMAT: tl.constexpr,
-                ROWS: tl.constexpr):  # fmt: skip
+def normed_rows(
+    x_ptr,
+    weight_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    out_ptr,
+    slots_ptr,
+    eps,
+    line,
+    rows,
+    heads,
+    positions,
+    page_rows,
+    page_stride,
+    row_stride,
+    pool_rows,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """One program: ROWS of x [rows, D], `line` elements apart, of which `heads` neighbours share a position. The other
     strides are in elements of out.
 

@@ -99,8 +99,9 @@ def store_packed(out_ptr, y, slot, rows, page_rows, page_stride, column, FORMAT:
 
 
 @triton.jit(do_not_specialize=["count", "line", "rows", "page_rows", "page_stride"])
-def pack_rows(x_ptr, slots_ptr, out_ptr, count, line, rows, page_rows, page_stride, FORMAT: tl.constexpr,
-              ROWS: tl.constexpr):  # fmt: skip
+def pack_rows(
+    x_ptr, slots_ptr, out_ptr, count, line, rows, page_rows, page_stride, FORMAT: tl.constexpr, ROWS: tl.constexpr
+):
     """One program: ROWS of the rows x [count, values], `line` elements apart."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, FORMAT.values)

@@ -19,8 +19,21 @@ def store_plain(row, target_ptr, slot, rows, page_rows, page_stride, row_stride,
 
 
 @triton.jit
-def tokens_at(token, column, there, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr, bias_row, kept, stride_kv,
-              stride_gate, width):  # fmt: skip
+def tokens_at(
+    token,
+    column,
+    there,
+    kv_ptr,
+    gate_ptr,
+    bias_ptr,
+    old_kv_ptr,
+    old_gate_ptr,
+    bias_row,
+    kept,
+    stride_kv,
+    stride_gate,
+    width,
+):
     """(kv, gate with its bias) in fp32 of tokens [n, 1], counted from the first kept one; columns [1, D]."""
     fresh = there & (token >= kept)
     old = there & (token < kept)
@@ -64,11 +77,44 @@ def finished(row, norm_ptr, cos_sin_ptr, position, line, eps, column, D: tl.cons
     "tokens", "kept", "base", "first_window", "windows", "drop", "m", "d", "r", "stride_kvb", "stride_kv",
     "stride_gateb", "stride_gate", "rope_line", "rows", "page_rows", "page_stride", "row_stride",
 ])  # fmt: skip
-def compress_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, old_kv_ptr, old_gate_ptr, new_kv_ptr, new_gate_ptr,
-                  target_ptr, slots_ptr, eps, tokens, kept, base, first_window, windows, drop, m, d, r, stride_kvb,
-                  stride_kv, stride_gateb, stride_gate, rope_line, rows, page_rows, page_stride, row_stride,
-                  OVERLAP: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr, D: tl.constexpr,
-                  SLOTS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+def compress_rows(
+    kv_ptr,
+    gate_ptr,
+    bias_ptr,
+    norm_ptr,
+    cos_sin_ptr,
+    old_kv_ptr,
+    old_gate_ptr,
+    new_kv_ptr,
+    new_gate_ptr,
+    target_ptr,
+    slots_ptr,
+    eps,
+    tokens,
+    kept,
+    base,
+    first_window,
+    windows,
+    drop,
+    m,
+    d,
+    r,
+    stride_kvb,
+    stride_kv,
+    stride_gateb,
+    stride_gate,
+    rope_line,
+    rows,
+    page_rows,
+    page_stride,
+    row_stride,
+    OVERLAP: tl.constexpr,
+    ROPE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """One program: a finished window of a sequence, or a token that the new state keeps.
 
     Tokens of a sequence are `kept` old ones (fp32, contiguous, gates with their bias) and `tokens` new ones; the first

@@ -19,10 +19,32 @@ from dsv4.runtime.program import Launch
 @triton.jit(do_not_specialize=[
     "m", "state_page", "state_stride", "state_line", "table_line", "rope_line", "rows", "page_rows", "page_stride",
 ])  # fmt: skip
-def paged_rows(state_ptr, token_ptr, request_ptr, position_ptr, table_ptr, slot_ptr, norm_ptr, cos_sin_ptr, out_ptr,
-               eps, m, state_page, state_stride, state_line, table_line, rope_line, rows, page_rows, page_stride,
-               D: tl.constexpr, R: tl.constexpr, OVERLAP: tl.constexpr, FORMAT: tl.constexpr,
-               SLOTS: tl.constexpr):  # fmt: skip
+def paged_rows(
+    state_ptr,
+    token_ptr,
+    request_ptr,
+    position_ptr,
+    table_ptr,
+    slot_ptr,
+    norm_ptr,
+    cos_sin_ptr,
+    out_ptr,
+    eps,
+    m,
+    state_page,
+    state_stride,
+    state_line,
+    table_line,
+    rope_line,
+    rows,
+    page_rows,
+    page_stride,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """One program: a token; it makes a row if it ends a window and has a place for it."""
     n = tl.program_id(0)
     position = tl.load(position_ptr + n)
@@ -55,10 +77,19 @@ def paged_rows(state_ptr, token_ptr, request_ptr, position_ptr, table_ptr, slot_
 
 
 def run(
-    states: Tensor, tokens: Tensor, requests: Tensor, positions: Tensor, block_table: Tensor, slots: Tensor,
-    norm_weight: Tensor, cos_sin: Tensor, out: PackedRows, ratio: int, eps: float,
+    states: Tensor,
+    tokens: Tensor,
+    requests: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    out: PackedRows,
+    ratio: int,
+    eps: float,
     launch: Callable[[Launch], None] = calls.launch,
-) -> None:  # fmt: skip
+) -> None:
     """dsv4.compress.pages.compress_pages, checked."""
     d = norm_weight.shape[0]
     overlap = states.shape[2] == 4 * d

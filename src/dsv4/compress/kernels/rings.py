@@ -21,10 +21,38 @@ from dsv4.runtime.program import Launch
 @triton.jit(do_not_specialize=[
     "rows", "m", "ring", "stride_kv", "stride_gate", "page_rows", "page_stride", "row_stride", "pool_rows",
 ])  # fmt: skip
-def ring_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, state_kv_ptr, state_gate_ptr, number_ptr, line_ptr,
-              begin_ptr, start_ptr, target_ptr, position_ptr, place_ptr, out_ptr, eps, rows, m, ring, stride_kv,
-              stride_gate, page_rows, page_stride, row_stride, pool_rows, D: tl.constexpr, R: tl.constexpr,
-              OVERLAP: tl.constexpr, FORMAT: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+def ring_rows(
+    kv_ptr,
+    gate_ptr,
+    bias_ptr,
+    norm_ptr,
+    cos_sin_ptr,
+    state_kv_ptr,
+    state_gate_ptr,
+    number_ptr,
+    line_ptr,
+    begin_ptr,
+    start_ptr,
+    target_ptr,
+    position_ptr,
+    place_ptr,
+    out_ptr,
+    eps,
+    rows,
+    m,
+    ring,
+    stride_kv,
+    stride_gate,
+    page_rows,
+    page_stride,
+    row_stride,
+    pool_rows,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """One program: a row, or a token that goes into its state (programs `rows` and up).
 
     Row i is row number[i] of a request whose tokens from begin[i] on are tokens start[i] .. of this call; it goes to
@@ -86,10 +114,19 @@ def ring_rows(kv_ptr, gate_ptr, bias_ptr, norm_ptr, cos_sin_ptr, state_kv_ptr, s
 
 
 def compress_rings(
-    kv: Tensor, gate: Tensor, bias: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor,
-    states: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], out: Tensor | PackedRows,
-    positions: Tensor, places: Tensor | None, launch: Callable[[Launch], None] = calls.launch,
-) -> None:  # fmt: skip
+    kv: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    states: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    out: Tensor | PackedRows,
+    positions: Tensor,
+    places: Tensor | None,
+    launch: Callable[[Launch], None] = calls.launch,
+) -> None:
     """kv, gate [N, width]; states fp32 [lines * ring, width]; rows: (number, line, begin, start, target), int64 [W].
 
     places int64 [N]: where the tokens go in the states, for a call in which no request has more than one (then no row

@@ -99,8 +99,19 @@ def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.c
 
 
 @gluon.jit
-def fill(desc, tile, ready, landed, landed_phase, where, first_row, column, BN: gl.constexpr, D: gl.constexpr,
-         KV_LOAD: gl.constexpr):  # fmt: skip
+def fill(
+    desc,
+    tile,
+    ready,
+    landed,
+    landed_phase,
+    where,
+    first_row,
+    column,
+    BN: gl.constexpr,
+    D: gl.constexpr,
+    KV_LOAD: gl.constexpr,
+):
     """One ring slot [BN, D] by TMA: keys from first_row on, columns from ``column`` on; ``ready`` says it may be read.
 
     Rows that belong to another sequence, or to nobody, are zeroed before ``ready``: such a tile lands on the barrier
@@ -153,8 +164,20 @@ def announce(ready, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def fill_any(desc, kv_rows, tile, ready, landed, landed_phase, where, first_row, column, BN: gl.constexpr,
-             D: gl.constexpr, KV_LOAD: gl.constexpr):  # fmt: skip
+def fill_any(
+    desc,
+    kv_rows,
+    tile,
+    ready,
+    landed,
+    landed_phase,
+    where,
+    first_row,
+    column,
+    BN: gl.constexpr,
+    D: gl.constexpr,
+    KV_LOAD: gl.constexpr,
+):
     """One ring slot, whichever way its keys are read; copies by cp.async wait until they have landed."""
     if KV_LOAD == CP_ASYNC:
         cp_async_rows(kv_rows, tile, where, first_row, column, BN, D)
@@ -179,8 +202,22 @@ def pieces_of_rows(ctas):
 
 
 @gluon.jit
-def load_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column,
-              N: gl.constexpr, C: gl.constexpr, AT_A_TIME: gl.constexpr, sign, asked=None):  # fmt: skip
+def load_rows(
+    q_ptr,
+    smem,
+    first_row,
+    rows,
+    head,
+    group,
+    stride_token8,
+    stride_head8,
+    column,
+    N: gl.constexpr,
+    C: gl.constexpr,
+    AT_A_TIME: gl.constexpr,
+    sign,
+    asked=None,
+):
     """Packed query rows [first_row, first_row + N), columns [column, column + C) -> smem; rows past the end are 0.
 
     AT_A_TIME columns: with 64 few registers do, and each warp still reads whole 128-byte pieces of rows. sign: -1, 0

@@ -81,9 +81,17 @@ def split_range(tiles, split, num_splits, tiles_per_split):
 
 @gluon.jit
 def key_tiles(
-    tile_row, tokens, keys, split, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr,
+    tile_row,
+    tokens,
+    keys,
+    split,
+    sizes,
+    opts,
+    BOX_ROWS: gl.constexpr,
+    M: gl.constexpr,
+    BN: gl.constexpr,
     KV_LOAD: gl.constexpr,
-):  # fmt: skip
+):
     """(first key of tile 0, [begin, end)): a split's tiles of BN keys that some of the M rows from tile_row on see."""
     token_last = gl.minimum((tile_row + M - 1) // sizes.group, tokens - 1)
     first = first_key(tile_row // sizes.group, tokens, keys, opts.left)

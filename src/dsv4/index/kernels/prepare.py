@@ -148,9 +148,19 @@ def _lists(p: IndexProblem) -> TopKLists:
 
 
 def _score(
-    p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling, owner: int, owners: Owners, q: Slot,
-    k: Slot, scratch: Slot, first: int, count: int,
-) -> None:  # fmt: skip
+    p: IndexProblem,
+    target: Target,
+    program: Program,
+    kernel: Any,
+    tiling: Tiling,
+    owner: int,
+    owners: Owners,
+    q: Slot,
+    k: Slot,
+    scratch: Slot,
+    first: int,
+    count: int,
+) -> None:
     # Queries of one sequence share the keys that a program reads.
     each = 1 if owner == OWN.value else p.batch // max(p.sequences, 1)
     heads, dims = max(16, power_of_two(p.q_heads)), max(64, power_of_two(p.head_dim))

@@ -103,8 +103,16 @@ def codes_layout(warps, panels, panel_words, words=4):
 
 
 @gluon.jit
-def load_codes(ptr, data, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr,
-               FORMAT: gl.constexpr, WORDS: gl.constexpr = 4):  # fmt: skip
+def load_codes(
+    ptr,
+    data,
+    there,
+    FIRST: gl.constexpr,
+    PANELS: gl.constexpr,
+    UNIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    WORDS: gl.constexpr = 4,
+):
     """The codes of 64 x PANELS values of each row, WORDS a thread: int32 [rows, PANELS, words of a panel]."""
     N: gl.constexpr = FORMAT.panel_words
     L: gl.constexpr = codes_layout(gl.num_warps(), PANELS, N, WORDS)

@@ -66,9 +66,17 @@ def is_packed(p: V4Problem) -> bool:
 
 
 def prepare_sparse(
-    p: V4Problem, target: Target, program: Program, kernel: Any, step: int, options: dict, splits: int = 0, *,
-    can_be_uneven: bool = False, fp16_partials: bool = False,
-) -> None:  # fmt: skip
+    p: V4Problem,
+    target: Target,
+    program: Program,
+    kernel: Any,
+    step: int,
+    options: dict,
+    splits: int = 0,
+    *,
+    can_be_uneven: bool = False,
+    fp16_partials: bool = False,
+) -> None:
     """The kernel and, where the rows of a query are split, the combine kernel. The tensors of p are slots.
 
     A work tile is 64 heads of a query (or the option HEADS) and a split, twice as many for a pair of CTAs (num_ctas 2).

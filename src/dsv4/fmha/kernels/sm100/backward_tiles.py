@@ -154,8 +154,9 @@ def load_y(desc, memory, slot, landed_phase, work, row, begin, end, D: gl.conste
 
 
 @gluon.jit
-def load_role(x0_desc, x1_desc, y0_desc, y1_desc, memory, work, sizes, D: gl.constexpr, KEYS: gl.constexpr,
-              VARLEN: gl.constexpr):  # fmt: skip
+def load_role(
+    x0_desc, x1_desc, y0_desc, y1_desc, memory, work, sizes, D: gl.constexpr, KEYS: gl.constexpr, VARLEN: gl.constexpr
+):
     landed_phase = gl.to_tensor(0)
     # Of X and of Y: the rows of the sequence that meet any of the other.
     x_visible = first_visible(sizes) if KEYS else 0
@@ -296,8 +297,9 @@ def store_ds(p, s, dp, ds16, numbers, own, at, sizes, KEYS: gl.constexpr, SCALED
 
 
 @gluon.jit
-def score_role(memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
-               SCALED: gl.constexpr):  # fmt: skip
+def score_role(
+    memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, SCALED: gl.constexpr
+):
     """Columns 64 H .. 64 H + 63 of every tile, 32 at a time: P, then dS; in the end, a half of the result."""
     QUARTERS: gl.constexpr = TensorMemoryLayout([128, 32], col_stride=1)
     s = memory.s.reinterpret(gl.float32, [4, 128, 32], QUARTERS)

@@ -79,8 +79,15 @@ def s_buffers(d, p_tmem):
 
 
 @gluon.jit
-def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TILES: gl.constexpr,
-                SLOTS: gl.constexpr, P_TMEM: gl.constexpr):  # fmt: skip
+def make_memory(
+    DTYPE: gl.constexpr,
+    D: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    TILES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    P_TMEM: gl.constexpr,
+):
     DS: gl.constexpr = min(D, 256)
     STAGES: gl.constexpr = 2  # of S and P: one per tile, or two of the one tile
     P_ROWS: gl.constexpr = 8 if P_TMEM else BM

@@ -174,8 +174,17 @@ def step(
 
 
 @gluon.jit
-def softmax_role(memory, work_tile, tile_row, sign, split, TILE: gl.constexpr, D: gl.constexpr,
-                 P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr):  # fmt: skip
+def softmax_role(
+    memory,
+    work_tile,
+    tile_row,
+    sign,
+    split,
+    TILE: gl.constexpr,
+    D: gl.constexpr,
+    P_TMEM: gl.constexpr,
+    KV_LOAD: gl.constexpr,
+):
     """Rows of one tile, one per thread: loads Q, then P tile by tile, in the end O / l."""
     tiles, scale, pv_done = work_tile.tiles, work_tile.problem.scale, memory.pv_done.at(TILE)
     BM: gl.constexpr = memory.q.shape[1]

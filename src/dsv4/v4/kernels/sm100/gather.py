@@ -243,8 +243,19 @@ def gather_block(pool, number, memory, at, LOAD: gl.constexpr, UNIT: gl.constexp
 
 
 @gluon.jit
-def gather_role(q_desc, window, compressed, requests, pools, memory, sizes, KV_INDEX: gl.constexpr,
-                LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
+def gather_role(
+    q_desc,
+    window,
+    compressed,
+    requests,
+    pools,
+    memory,
+    sizes,
+    KV_INDEX: gl.constexpr,
+    LOADS: gl.constexpr,
+    UNITS: gl.constexpr,
+    FORMATS: gl.constexpr,
+):
     """The work tiles of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes
     free."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)

@@ -166,8 +166,9 @@ def packed_v(pool, number, memory, place, use, UNIT: gl.constexpr, FORMAT: gl.co
 
 
 @gluon.jit
-def gather_from(pool, number, memory, place, use, V: gl.constexpr, LOAD: gl.constexpr, UNIT: gl.constexpr,
-                FORMAT: gl.constexpr):  # fmt: skip
+def gather_from(
+    pool, number, memory, place, use, V: gl.constexpr, LOAD: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr
+):
     if LOAD == TMA:
         fetch(pool, number, memory, place, use, V)
     elif V:
@@ -177,8 +178,20 @@ def gather_from(pool, number, memory, place, use, V: gl.constexpr, LOAD: gl.cons
 
 
 @gluon.jit
-def gather_block(lists, block, number, pools, memory, place, use, V: gl.constexpr, KV_INDEX: gl.constexpr,
-                 LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
+def gather_block(
+    lists,
+    block,
+    number,
+    pools,
+    memory,
+    place,
+    use,
+    V: gl.constexpr,
+    KV_INDEX: gl.constexpr,
+    LOADS: gl.constexpr,
+    UNITS: gl.constexpr,
+    FORMATS: gl.constexpr,
+):
     """A block of the lists as V, or as K."""
     if KV_INDEX == NONE or block < lists.window_blocks:
         gather_from(pools.window, number, memory, place, use, V, LOADS[0], UNITS[0], FORMATS[0])
@@ -187,8 +200,20 @@ def gather_block(lists, block, number, pools, memory, place, use, V: gl.constexp
 
 
 @gluon.jit
-def block_v(lists, begin, i, n, number, pools, memory, at, KV_INDEX: gl.constexpr, LOADS: gl.constexpr,
-            UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
+def block_v(
+    lists,
+    begin,
+    i,
+    n,
+    number,
+    pools,
+    memory,
+    at,
+    KV_INDEX: gl.constexpr,
+    LOADS: gl.constexpr,
+    UNITS: gl.constexpr,
+    FORMATS: gl.constexpr,
+):
     """V of block i of a work tile of n, whose first is block `begin` of the lists."""
     place, use = place_of_v(i, n)
     gather_block(lists, begin + i, number, pools, memory, place, at + use, True, KV_INDEX, LOADS, UNITS, FORMATS)
@@ -236,8 +261,17 @@ def lists_at(tile_id, turn, window, compressed, memory, sizes):
 
 
 @gluon.jit
-def gather_role(window, compressed, pools, memory, sizes, KV_INDEX: gl.constexpr,
-                LOADS: gl.constexpr, UNITS: gl.constexpr, FORMATS: gl.constexpr):  # fmt: skip
+def gather_role(
+    window,
+    compressed,
+    pools,
+    memory,
+    sizes,
+    KV_INDEX: gl.constexpr,
+    LOADS: gl.constexpr,
+    UNITS: gl.constexpr,
+    FORMATS: gl.constexpr,
+):
     """The work tiles of this pair, one after the other: K and V as places become free. Row numbers are read two blocks
     ahead, the next work tile's first before the last V of this one: there is no pause between work tiles."""
     at = 0  # blocks so far

@@ -52,8 +52,20 @@ from dsv4.v4.kernels.tile_scheduler import NONE
 
 
 @gluon.jit
-def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr, KV_INDEX: gl.constexpr,
-           SIGN: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
+def attend(
+    number,
+    lists,
+    begin,
+    end,
+    pools,
+    memory,
+    scale,
+    HEADS: gl.constexpr,
+    KV_INDEX: gl.constexpr,
+    SIGN: gl.constexpr,
+    UNIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+):
     """Blocks [begin, end) -> quarters of O^T, maximum and sums of the heads. number: of the first block's rows."""
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = memory.kv0.shape[1]
@@ -107,9 +119,23 @@ def attend(number, lists, begin, end, pools, memory, scale, HEADS: gl.constexpr,
 
 
 @gluon.jit
-def one_tile(q, window, compressed, requests, pools, output, scale, sizes, HEADS: gl.constexpr, KEYS: gl.constexpr,
-             KV_INDEX: gl.constexpr, SIGN: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr,
-             SPLIT: gl.constexpr):  # fmt: skip
+def one_tile(
+    q,
+    window,
+    compressed,
+    requests,
+    pools,
+    output,
+    scale,
+    sizes,
+    HEADS: gl.constexpr,
+    KEYS: gl.constexpr,
+    KV_INDEX: gl.constexpr,
+    SIGN: gl.constexpr,
+    UNIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
     """Some heads of a query and some blocks of its rows."""
     first_head = gl.program_id(0) * HEADS
     lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, KEYS)

@@ -128,8 +128,20 @@ def add_all(o, memory, slot, at):
 
 
 @gluon.jit
-def gather_role(window, compressed, requests, pools, memory, barriers, sizes, GROUP: gl.constexpr,
-                KV_INDEX: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr, FENCE: gl.constexpr):  # fmt: skip
+def gather_role(
+    window,
+    compressed,
+    requests,
+    pools,
+    memory,
+    barriers,
+    sizes,
+    GROUP: gl.constexpr,
+    KV_INDEX: gl.constexpr,
+    UNIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    FENCE: gl.constexpr,
+):
     """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
     lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, 64)
     entry = entries(words(gl.num_warps()))
@@ -153,8 +165,22 @@ def gather_role(window, compressed, requests, pools, memory, barriers, sizes, GR
 
 
 @gluon.jit
-def compute_role(q, window, compressed, requests, memory, highest, barriers, output, scale, sizes,
-                 HEADS: gl.constexpr, KV_INDEX: gl.constexpr, SIGN: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+def compute_role(
+    q,
+    window,
+    compressed,
+    requests,
+    memory,
+    highest,
+    barriers,
+    output,
+    scale,
+    sizes,
+    HEADS: gl.constexpr,
+    KV_INDEX: gl.constexpr,
+    SIGN: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
     WARPS: gl.constexpr = gl.num_warps()
     LS: gl.constexpr = scores_layout(WARPS, HEADS, 64)
     LO: gl.constexpr = output_layout(WARPS, HEADS)

@@ -193,8 +193,20 @@ def ask(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def packed_blocks(number, asked, lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr,
-               UNIT: gl.constexpr, FORMAT: gl.constexpr, PAGES: gl.constexpr = False):  # fmt: skip
+def packed_blocks(
+    number,
+    asked,
+    lists,
+    pools,
+    memory,
+    first,
+    end,
+    phase,
+    KV_INDEX: gl.constexpr,
+    UNIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    PAGES: gl.constexpr = False,
+):
     """Blocks [first, end) of packed rows, through registers. number, asked: of the first.
 
     The assembler gives all loads whose values are used in a later basic block one scoreboard: a wait for one is a wait

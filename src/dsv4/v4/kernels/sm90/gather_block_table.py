@@ -81,8 +81,7 @@ def prefetch(pointers, wanted):
 
 
 @gluon.jit
-def block_table_blocks(asked, lists, pool, memory, first, end, phase, UNIT: gl.constexpr,
-                 FORMAT: gl.constexpr):  # fmt: skip
+def block_table_blocks(asked, lists, pool, memory, first, end, phase, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     """Blocks [first, end) of packed rows by block table, where a block is whole pages: packed_blocks with fewer
     instructions. asked: of the first.
 
