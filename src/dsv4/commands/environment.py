@@ -25,6 +25,7 @@ SOFTSM = (
     Variable("SOFTSM", "", "sm_90a, sm_100a or sm_103a: Triton programs of this process run in softsm"),
     Variable("SOFTSM_CACHE", "~/.cache/softsm", "directory for softsm's own compiled code"),
     Variable("SOFTSM_PROCESSES", "CPU cores", "processes that one launch in softsm may use"),
+    Variable("SOFTSM_CLANG", "newest on PATH", "the clang++ that compiles CUDA C++ programs for softsm"),
     Variable("SOFTSM_BUDGET", "20000000000", "warp instructions after which a launch in softsm ends with an error"),
 )
 OTHERS = (
@@ -34,6 +35,8 @@ OTHERS = (
     Variable("TRITON_DEFAULT_FP_FUSION", "1", "Triton: fused multiply-add; dsv4's kernels are tested with 1"),
     Variable("TRITON_INTERPRET", "0", "Triton: its interpreter, which does not run Gluon kernels"),
     Variable("CUDA_VISIBLE_DEVICES", "all", "CUDA: the GPUs that torch sees"),
+    Variable("CUDA_HOME", "", "CUDA toolkit whose headers softsm gives to clang; without it softsm has its own"),
+    Variable("CUDA_PATH", "", "the same, if CUDA_HOME is not set"),
     Variable("XDG_CACHE_HOME", "~/.cache", "parent of softsm's cache, if SOFTSM_CACHE is not set"),
 )
 EVERY = (*DSV4, *SOFTSM, *OTHERS)
