@@ -11,6 +11,7 @@ import difflib
 import importlib
 import struct
 from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -101,12 +102,12 @@ class Assembler(AsyncRegisters):
         self.shared_rows: dict[tuple[str, int], int] = {}
         self.const_rows: dict[tuple[str, int], int] = {}
         self.specials: dict[str, tuple[str, int]] = {}
-        self.parameters: dict[tuple[int, int], tuple[str, int]] = {}
+        self.parameters: dict[tuple[int, int, bool, bool], int] = {}
         self.symbol_rows: dict[tuple[str, str, int], int] = {}
         self.labels: dict[str, int] = {}
         self.fixups: list[tuple[int, str, Instruction]] = []
-        self.branch_tables: list[tuple[int, list[str]]] = []
-        self.ins: Instruction | None = None
+        self.branch_tables: list[list[str]] = []
+        self.ins: Any = None  # the current instruction
         self.touched: set[tuple[str, int]] = set()  # rows the current instruction reads or writes
         self.named: set[tuple[str, int]] = set()  # rows of registers, and those that not only arithmetic touches
         self.exposed: set[tuple[str, int]] = set()
@@ -380,7 +381,7 @@ class Assembler(AsyncRegisters):
     def error(self, message: str) -> PtxError:
         return PtxError(f"{message} (in `{self.ins.text}`)", self.ins.line, self.ins.column)
 
-    def refuse(self, ins: Instruction, why: str):
+    def refuse(self, ins: Instruction, why: str) -> NoReturn:
         raise Unsupported(f"{ins.name}: {why} (in `{ins.text}`)", ins.line, ins.column)
 
     # ---- the whole function ------------------------------------------------------------------------------------
@@ -463,7 +464,7 @@ class Assembler(AsyncRegisters):
         code = np.array(self.records, np.uint32).reshape(-1, 8)
         pool = np.array(self.pool or [0], np.int32)
         symbol_rows = [(bank, row, name, offset) for (bank, name, offset), row in self.symbol_rows.items()]
-        constants = {"R": {}, "Q": {}, "P": {}}
+        constants: dict[str, dict[int, int]] = {"R": {}, "Q": {}, "P": {}}
         for (bank, bits), row in self.const_rows.items():
             constants[bank][row] = bits
         return pg.Program(

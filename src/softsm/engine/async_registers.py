@@ -8,6 +8,7 @@ the race checker is told. Types of registers and the flow of values are noted he
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from softsm.engine import program as pg
 from softsm.engine.tensor_loads import Uses
@@ -26,6 +27,20 @@ def owners_of(function: Function) -> dict[str, str]:
 
 class AsyncRegisters:
     """The part of the assembler that knows them."""
+
+    # of the assembler itself
+    checking: bool
+    ins: Any
+    rows: dict[str, int]
+    records: list[list[int]]
+    instructions: list[Instruction]
+    macros: list[pg.MacroCall]
+    fixups: list[tuple[int, str, Instruction]]
+    touched: set[tuple[str, int]]
+    flow: list[tuple]
+    read: set[str]
+    written: set[str]
+    current_function: Function
 
     def __init__(self) -> None:
         self.tmem_pending: set[tuple[str, int]] = set()  # destinations of tcgen05.ld not yet waited for

@@ -59,7 +59,7 @@ def find(
     heads = set(jump_targets(program).tolist())
     found = []
     for start, end in zip(cuts[::2].tolist(), cuts[1::2].tolist()):
-        edges, written = [start], set()
+        edges, written = [start], set[int]()
         for at in range(start, end):
             load = loads.get(at)
             if at in heads or load is not None and load.address in written:

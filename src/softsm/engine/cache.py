@@ -32,10 +32,8 @@ def cache_folder() -> pathlib.Path:
     chosen = os.environ.get("SOFTSM_CACHE")
     if chosen:
         return pathlib.Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    if not base:
-        base = pathlib.Path.home() / ("Library/Caches" if platform.system() == "Darwin" else ".cache")
-    return pathlib.Path(base) / "softsm"
+    home = pathlib.Path.home() / ("Library/Caches" if platform.system() == "Darwin" else ".cache")
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or home) / "softsm"
 
 
 def made_cache_folder() -> pathlib.Path:
@@ -122,9 +120,9 @@ def _meaning(thing: object) -> tuple[str, Iterable[object]]:
     inner = getattr(thing, "py_func", None) or getattr(thing, "_defn", None)  # Numba's functions and intrinsics
     if inner is not None:
         return repr(getattr(thing, "declared", None)), (inner,)
-    inner = getattr(thing, "__wrapped__", None) or getattr(thing, "fget", None)
-    if inner is not None or isinstance(thing, (staticmethod, classmethod)):
-        return "wrapper", (inner or thing.__func__,)
+    inner = getattr(thing, "__wrapped__", None) or getattr(thing, "fget", None)  # functools, staticmethod; property
+    if inner is not None:
+        return "wrapper", (inner,)
     kind = type(thing)
     home = getattr(thing, "__module__", None) or kind.__module__
     name = f"{home}.{getattr(thing, '__qualname__', kind.__qualname__)}"

@@ -93,7 +93,7 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
             if hasattr(e.who, "warp") and e.what not in ("init", "increment")
         }
         late = [w for w in living if came.get((w.cta.ctaid, w.index), barrier.phase) < barrier.phase]
-        found = []
+        found: list[tuple] = []
         for cta in machine.live:
             for arrival in text.of(barrier, cta):
                 if bool(barrier.pending) == arrival.bytes:  # what is missing: arrivals, or bytes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -55,7 +55,7 @@ def lane_by_lane(watch: Watch | None) -> Native:
     """The native function for memory and exchange between lanes, one lane after the other. It returns 0, or a status
     and above it the lanes it is about (0 = the active ones)."""
     checking = watch is not None
-    given = watch or [None] * len(Watch._fields)
+    given: Any = watch or [None] * len(Watch._fields)
     note, quiet, collide, keep_lines, register_lines, answer_wait, members, tick, access, wait, product = given
 
     @native("i8(u4, u4, u4, u4, u4, u4, u4, i8, i8)", c=True, effort=2 if checking else 3)

@@ -8,6 +8,8 @@ allocations returns SLOW and is done (or refused with a message) in Python.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -39,7 +41,7 @@ SIGNED, WIDE = 1 << 8, 1 << 9
 
 def _raw(width: int, name: str):
     llvm = ir.IntType(width)
-    numba_type = {8: types.uint8, 16: types.uint16, 32: types.uint32, 64: types.uint64}[width]
+    numba_type: Any = {8: types.uint8, 16: types.uint16, 32: types.uint32, 64: types.uint64}[width]
 
     def load(typingctx, address):
         def codegen(context, builder, signature, args):

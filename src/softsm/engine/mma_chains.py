@@ -8,6 +8,8 @@ issued.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from softsm.engine import program as pg
@@ -63,7 +65,8 @@ class Growing:
     """Products in flight that others may join, of one launch; `together` are those of Python."""
 
     def __init__(self, order, tables: Tables, longest: int):
-        self.tables, self.together = tables, None
+        self.tables = tables
+        self.together: Any = None
         self.fields = np.zeros(G_FIRST + G_FIELDS * longest, np.int64)
         order.newest[pg.GROWING], order.newest[pg.PRODUCTS] = self.fields.ctypes.data, tables.rows.ctypes.data
 

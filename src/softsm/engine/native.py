@@ -16,7 +16,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import config, extending
+from numba import config as numba_config
+from numba import extending
 from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
@@ -26,6 +27,7 @@ from numba.core.serialize import dumps
 
 from softsm.engine import cache
 
+config: Any = numba_config  # sets its names itself
 _kept: list = []  # engines own the code
 intrinsic: Callable[[Callable], Any] = extending.intrinsic  # what it gives is called without the typing context
 
@@ -44,6 +46,8 @@ def native(signature: str | None, *, python: bool = False, c: bool = False, effo
 class Native(CPUDispatcher):
     """A function of Numba's that knows its signature before it is compiled."""
 
+    __name__: str
+
     def __init__(self, function: Callable, signature: str | None, python: bool, c: bool, effort: int):
         options = {"nopython": True, "nogil": True, "error_model": "numpy"}
         super().__init__(
@@ -61,10 +65,14 @@ class Native(CPUDispatcher):
         # Numba's lock first: a thread that has it may be about to wait for the other one.
         with global_compiler_lock, nullcontext() if known else cache.compiling(self.__name__), optimised(self.effort):
             if self.declared and self.overloads:  # another thread was first
-                return next(iter(self.overloads.values())).entry_point
+                return self.made().entry_point
             entry = super().compile(signature)
             self.disable_compile(self.declared is not None)
             return entry
+
+    def made(self) -> Any:
+        """Numba's CompileResult, whose fields have no types."""
+        return next(iter(self.overloads.values()))
 
     def ready(self) -> None:
         if not self.overloads:
@@ -73,7 +81,7 @@ class Native(CPUDispatcher):
     @property
     def address(self) -> int:
         self.ready()
-        (made,) = self.overloads.values()
+        made = self.made()
         return made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name)
 
 

@@ -22,7 +22,7 @@ import threading
 import traceback
 import warnings
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -146,7 +146,8 @@ class Division:
                 children.append(Child(self, share, before))
             told: dict[Connection, Outcome] = {}
             while len(told) < len(children):
-                for connection in wait([c.connection for c in children if c.connection not in told]):
+                for ready in wait([c.connection for c in children if c.connection not in told]):
+                    connection = cast(Connection, ready)
                     outcome = connection.recv()
                     if outcome is None:
                         return None

@@ -161,7 +161,7 @@ class Program:
     constants_q: dict[int, int]
     constants_p: dict[int, int]
     specials: dict[str, tuple[str, int]]  # name -> ('R' | 'Q' | 'P', row)
-    parameters: dict[tuple[int, int], tuple[str, int]]  # (byte offset, bytes) -> ('R' | 'Q', row), sign-extended size
+    parameters: dict[tuple[int, int, bool, bool], int]  # (byte offset, bytes, signed, in file Q) -> row
     symbol_rows: list[tuple[str, int, str, int]]  # (bank, row, symbol, offset)
     shared_variables: dict[str, int]  # name -> offset in the CTA's window
     shared_static: int  # bytes of statically declared shared memory

@@ -55,6 +55,7 @@ class Machine:
         self.in_step = options.order == "eager" and not kernel.checking
         self.watch = DeadlockWatch(self)
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
+        self.allocation_table: np.ndarray  # by kernel.launch_rows
         self.launch_rows = [kernel.launch_rows(self, buffer) for buffer in parameters]
         self.macro_at = kernel.macro_at
         self.run_code = kernel.interpreter()
@@ -219,7 +220,7 @@ class Machine:
             fragment.pc = warp.pc = pc
             if engine.postponed is not None and (status != pg.MACRO or pc != engine.postponed.following):
                 engine.settle()
-            if notes is not None and notes.item(0):
+            if notes is not None and observer is not None and notes.item(0):
                 observer.take_notes(warp)
             if multi:
                 fragment.steps += steps
@@ -260,10 +261,11 @@ class Machine:
                 return
 
     def followed_macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> bool:
-        call = self.macro_at[pc]
-        self.follower.executing(warp, fragment, call, lanes)
+        call, follower = self.macro_at[pc], self.follower
+        assert follower is not None
+        follower.executing(warp, fragment, call, lanes)
         vain = self.macro(warp, fragment, pc, lanes)
-        self.follower.executed(warp, fragment, call, lanes)
+        follower.executed(warp, fragment, call, lanes)
         return vain
 
     def macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> bool:
@@ -369,7 +371,8 @@ class Machine:
         """The launch is over, or has failed: nothing in here is part of a circle any more."""
         for cta in self.live:
             cta.forget()
-        self.live, self.current, self.watch, self.division = [], None, None, None
+        self.live, self.current = [], None
+        self.watch = self.division = self.execute = None  # type: ignore[assignment]
         self.ready.clear()
         self.engine.pending.clear()
         self.engine.signalling.clear()
@@ -377,4 +380,4 @@ class Machine:
             sm.tmem = None
         if self.observer is not None:
             self.observer.closed()
-        self.observer = self.engine.observer = self.follower = self.execute = None
+        self.observer = self.engine.observer = self.follower = None

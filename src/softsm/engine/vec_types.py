@@ -100,7 +100,7 @@ class Vector:
     """One value per lane."""
 
     __slots__ = ("kind", "value")
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, value: ir.Value, kind: Kind):
         self.value, self.kind = value, kind

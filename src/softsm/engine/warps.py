@@ -28,11 +28,12 @@ class Fragment:
         self.steps = 0  # run while the warp was divergent: after TURN of them another fragment has its turn
 
     def unblock(self) -> None:
-        if self.blocked.done:
+        blocked = self.blocked
+        if blocked is not None and blocked.done:
             self.pc += 1
             observer = self.warp.cta.machine.observer
-            if observer is not None and not self.blocked.told:
-                observer.acquired(self.warp, self.blocked.on)
+            if observer is not None and not blocked.told:
+                observer.acquired(self.warp, blocked.on)
         self.blocked = None
         self.warp.cta.machine.make_ready(self.warp)
 
@@ -98,7 +99,8 @@ class Warp:
 
     def forget(self) -> None:
         """See Cta.forget."""
-        self.fragments, self.fragment, self.in_flight = [], None, None
+        self.fragments, self.in_flight = [], None
+        self.fragment = None  # type: ignore[assignment]
         self.R = self.Q = self.P = self.S = self.local = None
 
 

@@ -84,7 +84,8 @@ def do_cp_async(w, mask, o):
     def effects(plan=plan) -> None:  # the default keeps the plan alive
         move(at, n, size)
 
-    reads = writes = ()
+    reads: tuple = ()
+    writes: tuple = ()
     if machine.kernel.checking:
         to = plan[0, :n] - w.cta.shared.ctypes.data
         writes = tuple(("shared", w.cta, int(x), int(x) + size) for x in to)

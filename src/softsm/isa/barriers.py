@@ -34,6 +34,9 @@ class Arrivals(Waitable):
         """What a warp waits for here, when a report is written."""
         return self.describe()
 
+    def describe(self) -> str:
+        raise NotImplementedError
+
     def came(self, key: int, mask: int) -> tuple[int, int]:
         """(lanes of the mask whose generation is over, lanes that still wait)."""
         over = waiting = 0

@@ -41,7 +41,11 @@ def clusterlaunchcontrol(asm, ins):
         handle = asm.register(answer, "Q")
         if mods[1:-1] == ["is_canceled", "pred"]:
             return asm.macro(do_is_canceled, ins, dst=asm.dst(target, "p"), handle=handle)
-        axes = {"get_first_ctaid::x": (0,), "get_first_ctaid::y": (1,), "get_first_ctaid::z": (2,)}
+        axes: dict[str, tuple[int, ...]] = {
+            "get_first_ctaid::x": (0,),
+            "get_first_ctaid::y": (1,),
+            "get_first_ctaid::z": (2,),
+        }
         axes["get_first_ctaid"] = (0, 1, 2, 3)
         if mods[1] in axes and mods[2:-1] in (["b32"], ["v4", "b32"]):
             items = target.items if isinstance(target, Vector) else (target,)

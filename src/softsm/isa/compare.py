@@ -104,7 +104,7 @@ def compare(asm, ins, op: str, t: str, a, b, ftz: bool) -> list[int]:
         rows = [half_source(asm, x, t) for x in (a, b)]
         if ftz:
             rows = [unary(asm, "ftz.f16x2", "u", r) for r in rows]
-        pairs = list(zip(*(parts(asm, r, t) for r in rows)))
+        pairs = [list(x) for x in zip(*(parts(asm, r, t) for r in rows))]
     wide, out = "f64" if t == "f64" else "f32", []
     for x, y in pairs:
         row = unary(asm, f"setp.{name}.{wide}", "p", *((y, x) if swap else (x, y)))

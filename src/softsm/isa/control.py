@@ -7,13 +7,17 @@ import math
 import re
 import struct
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from softsm.engine import program as pg
 from softsm.engine.warps import Fragment
 from softsm.errors import Fault
 from softsm.isa.mbarriers import uniform
 from softsm.isa.registry import lowers
-from softsm.ptx.ast import Call, Imm, Reg, Symbol
+from softsm.ptx.ast import Call, Imm, Instruction, Reg, Symbol
+
+if TYPE_CHECKING:
+    from softsm.engine.assemble import Assembler
 
 MOVE = {"R": "mov.b32", "Q": "mov.b64", "P": "mov.pred"}
 KIND = {"R": "u", "Q": "q", "P": "p"}
@@ -72,7 +76,7 @@ def ret(asm, ins):
 
 
 @lowers("call")
-def call(asm, ins):
+def call(asm: Assembler, ins: Instruction):
     if set(ins.modifiers) - {"uni"}:
         asm.refuse(ins, "call takes only .uni")
     c: Call = ins.operands[0]
@@ -246,8 +250,8 @@ def c_format(form: str, read, text: Callable[[int], str]) -> str:
         if conv in "eEfFgG":
             out.append((spec + conv) % struct.unpack("<d", take(8))[0])
         elif conv in "aA":
-            text = hex_float(struct.unpack("<d", take(8))[0])
-            out.append(f"%{flags.replace('0', '')}{width or ''}s" % (text.upper() if conv == "A" else text))
+            digits = hex_float(struct.unpack("<d", take(8))[0])
+            out.append(f"%{flags.replace('0', '')}{width or ''}s" % (digits.upper() if conv == "A" else digits))
         elif conv == "p":
             out.append(f"{struct.unpack('<Q', take(8))[0]:#x}")
         elif conv == "s":

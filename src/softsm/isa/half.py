@@ -215,8 +215,9 @@ def min_max(asm, ins):
     rows = [source(asm, x, t) for x in (a, b)]
     if ftz:
         rows = [unary(asm, "ftz.f16x2", "u", r) for r in rows]
-    signs = unary(asm, "xor.b32", "u", *rows) if xorsign else None
+    signs = -1
     if xorsign:
+        signs = unary(asm, "xor.b32", "u", *rows)
         rows = [unary(asm, "and.b32", "u", r, asm.const(0x7FFF7FFF, "u")) for r in rows]
     packed = f"{base(t)}x2"
     row = unary(asm, f"{ins.opcode}.{packed}", "u", *rows)

@@ -102,16 +102,14 @@ def decode(value: int, kind: str, group: int = 1, ws: bool = False, sparse: bool
     types = _TYPES[kind]
     a = types.get(value >> 7 & 7)
     b = types.get(value >> 10 & (3 if kind in ("mxf4", "mxf4nvf4") else 7))
-    for name, found, bits in (("A", a, "7-9"), ("B", b, "10-12")):
-        if found is None:
-            code = value >> (7 if name == "A" else 10) & 7
-            accepted = ", ".join(f"{c} = {t}" for c, t in types.items())
-            raise wrong(f"type {code} of {name} in bits {bits}; accepted are {accepted}")
-    if block:
-        d = "f32"
-    else:
-        d = _RESULTS[kind].get(value >> 4 & 3)
-        if d is None:
+    if a is None or b is None:
+        name, first = ("A", 7) if a is None else ("B", 10)
+        accepted = ", ".join(f"{c} = {t}" for c, t in types.items())
+        raise wrong(f"type {value >> first & 7} of {name} in bits {first}-{first + 2}; accepted are {accepted}")
+    d = "f32"
+    if not block:
+        d = _RESULTS[kind].get(value >> 4 & 3, "")
+        if not d:
             accepted = ", ".join(f"{c} = {t}" for c, t in _RESULTS[kind].items())
             raise wrong(f"type {value >> 4 & 3} of D in bits 4-5; accepted are {accepted}")
         if kind == "f16" and (a != b or (a == "bf16" and d != "f32")):

@@ -14,6 +14,7 @@ import numpy as np
 
 from softsm import formats
 from softsm.engine import program as pg
+from softsm.engine.warps import Cta
 from softsm.isa.mbarriers import located, shared_address, shared_operand
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_memory import exactly, finish, rows_index, take
@@ -22,7 +23,7 @@ from softsm.isa.typed import needs_target
 SPACES = ("shared", "shared::cta")
 
 
-def row_addresses(w, place: tuple[int, bool], count: int, what: str) -> tuple[object, np.ndarray]:
+def row_addresses(w, place: tuple[int, bool], count: int, what: str) -> tuple[Cta, np.ndarray]:
     """(CTA, shared offsets of the rows), from the first `count` threads; 16-byte alignment and bounds checked."""
     row, generic = place
     if generic:

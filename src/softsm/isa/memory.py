@@ -6,6 +6,8 @@ happens to an address comes to `memory_event`, which either completes the access
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from softsm.engine import lanes as ln
@@ -15,7 +17,10 @@ from softsm.errors import Fault
 from softsm.isa import bulk_copy
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
-from softsm.ptx.ast import Address, Sink, Symbol, Vector
+from softsm.ptx.ast import Address, Instruction, Sink, Symbol, Vector
+
+if TYPE_CHECKING:
+    from softsm.engine.assemble import Assembler
 
 SPACES = {
     "global": ln.GLOBAL,
@@ -76,7 +81,7 @@ def is_hint(modifier: str) -> bool:
     return modifier in CACHE or modifier in ORDERING or modifier.startswith(("L1::", "L2::"))
 
 
-def split(asm, ins):
+def split(asm: Assembler, ins: Instruction):
     """-> (space, elements, element type) of a load or store; refuses what it does not know."""
     space, count, type_ = ln.GENERIC, 1, None
     named = ""
@@ -253,7 +258,7 @@ PACKED = ("f16", "bf16", "f16x2", "bf16x2", "b16")
 
 
 @lowers("atom", "red")
-def atom(asm, ins):
+def atom(asm: Assembler, ins: Instruction):
     if "async" in ins.modifiers:
         return bulk_copy.reduce_async(asm, ins)
     space, op, type_, count = ln.GENERIC, None, None, 1
@@ -339,7 +344,8 @@ def do_packed_atomic(w, mask, o):
             elif o.op == "exch":
                 cell[:] = b
             elif o.op == "cas" and o.type == "b128":
-                full = raw.view(np.uint64).copy() if i == 0 else full  # noqa: F821 - set for i == 0
+                if i == 0:
+                    full = raw.view(np.uint64).copy()
                 expected = [int(w.Q[r, lane]) for r in o.sources[0]]
                 if [int(x) for x in full] == expected:
                     cell[:] = w.Q[o.sources[1][i], lane]
@@ -427,7 +433,7 @@ def memory_event(machine, w, fragment, lanes: int) -> None:
     for lane in range(32):
         if not lanes >> lane & 1:
             continue
-        new = None
+        new: Any = None
         if op not in LOADS:
             bank = w.Q if fmt & ln.WIDE else w.R
             parts = [bank[int(pool[rd + i]), lane : lane + 1].view(np.uint8)[:unit] for i in range(count)]

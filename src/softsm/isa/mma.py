@@ -7,6 +7,7 @@ f64. Sparse products (mma.sp): all but f64 and b1. Register maps are in isa/frag
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +16,10 @@ from softsm.isa.mbarriers import located
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_kernels import warp_product
 from softsm.isa.tensor_memory import take
-from softsm.ptx.ast import Imm
+from softsm.ptx.ast import Imm, Instruction
+
+if TYPE_CHECKING:
+    from softsm.engine.assemble import Assembler
 
 # element type -> shapes (m, k); n is always 8
 SHAPES = {
@@ -41,7 +45,7 @@ def alike(a: str, b: str) -> bool:
 
 
 @lowers("mma")
-def lower(asm, ins) -> None:
+def lower(asm: Assembler, ins: Instruction) -> None:
     modifiers = list(ins.modifiers)
     sparse = take(asm, ins, modifiers, "sp", "sp::ordered_metadata", optional=True)
     if any(x.startswith("kind::") or x == "block_scale" for x in modifiers):
@@ -81,9 +85,9 @@ def lower(asm, ins) -> None:
     d_rows, a_rows, b_rows, c_rows = (np.array(x) for x in operands)
     if a in TABLED and c == d == "f32":
         per = fragments.PER_REGISTER[a]
-        rows = np.array([*operands[1], *operands[2], *operands[3], *operands[0]])
+        every = np.array([*operands[1], *operands[2], *operands[3], *operands[0]])
         tables = [kernel_table(x) for x in (a, b)]
-        asm.macro(do_float, ins, rows=rows, a_count=len(a_rows), d_count=len(d_rows), per=per, tables=tables, m=m,
+        asm.macro(do_float, ins, rows=every, a_count=len(a_rows), d_count=len(d_rows), per=per, tables=tables, m=m,
                   types=(d, a, b, c))  # fmt: skip
     else:
         asm.macro(do_any, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, m=m, types=(d, a, b, c), bitwise=bitwise,

@@ -72,16 +72,14 @@ def pack(asm, ins, t: str, d, items) -> None:
     rows = [src16(asm, x) if bits == 16 else asm.src(x, "u") for x in items]
     if bits == 8:
         rows = [unary(asm, "lo8", "u", r) for r in rows]
-        pairs = [("pack.b8", rows[k], rows[k + 1]) for k in range(0, len(rows), 2)]
-        rows, last = pairs, ("pack.b32" if len(pairs) == 2 else None)
+        pack, last = "pack.b8", "pack.b32"
     elif bits == 16:
-        pairs = [("pack.b32", rows[k], rows[k + 1]) for k in range(0, len(rows), 2)]
-        rows, last = pairs, ("pack.b64" if len(pairs) == 2 else None)
+        pack, last = "pack.b32", "pack.b64"
     else:
         return asm.emit("pack.b64", asm.dst(d, "q"), *rows)
-    if last is None:
-        return asm.emit(rows[0][0], asm.dst(d, "u"), *rows[0][1:])
-    halves = [unary(asm, name, "u", x, y) for name, x, y in rows]
+    if len(rows) == 2:
+        return asm.emit(pack, asm.dst(d, "u"), *rows)
+    halves = [unary(asm, pack, "u", *rows[k : k + 2]) for k in (0, 2)]
     asm.emit(last, asm.dst(d, "q" if last == "pack.b64" else "u"), *halves)
 
 

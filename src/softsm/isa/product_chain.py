@@ -30,7 +30,7 @@ class Room(threading.local):
         steps = LONGEST * max(K_OF_KIND.values())
         self.a, self.b = np.empty((steps, 128), np.uint32), np.empty((256, steps), np.uint32)
         tiles = np.empty(2 * LONGEST * tensor_kernels.TILE, np.int64)
-        self.tiles = memoryview(tiles).cast("B")
+        self.tiles = tiles.data.cast("B")
         self.at_a, self.at_b, self.at_tiles = address(self.a), address(self.b), address(tiles)
 
 
@@ -73,7 +73,8 @@ class Chain:
         k, n = p.shape.k, p.shape.n
         count, total, own = len(parts), len(parts) * k, n // len(ctas)
         gather = tensor_kernels.gather_tiles
-        tiles = b"".join([x.tiles[0] for _, x in parts] + [x.tiles[1] for _, x in parts])
+        both = [x.tiles for _, x in parts if x.tiles is not None]  # all have them if the first has
+        tiles = b"".join([a for a, _ in both] + [b for _, b in both])
         room.tiles[: len(tiles)] = tiles
         to_a, to_b, of_a = room.at_a, room.at_b, room.at_tiles
         of_b = of_a + len(tiles) // 2
@@ -114,6 +115,7 @@ class Together:
         op, in_flight = self.op, w.in_flight
         return (
             plan is not None
+            and op is not None
             and not op.done
             and op.warp is w
             and op.lane == thread

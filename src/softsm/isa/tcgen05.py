@@ -8,7 +8,9 @@ computes is in isa/tcgen05_product.py. With .ashift a product is followed by a t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -68,7 +70,7 @@ def lower_mma(asm, ins, modifiers) -> None:
         asm.refuse(ins, ".ashift takes A from tensor memory, without .ws, .block_scale, collector::a::fill and ::use")
     metadata = asm.address_row(rest.pop(0), "u") if sparse else None
     idesc = rest.pop(0)
-    o = {"kind": kind, "group": group, "ws": ws, "blocks": blocks, "a_tensor": isinstance(a, Address)}
+    o: dict[str, Any] = {"kind": kind, "group": group, "ws": ws, "blocks": blocks, "a_tensor": isinstance(a, Address)}
     o["sparse"], o["metadata"], o["ashift"] = sparse, metadata, ashift
     o["d"] = asm.address_row(d, "u")
     o["a"] = asm.address_row(a, "u") if o["a_tensor"] else asm.src(a, "q")
@@ -159,7 +161,8 @@ def issue(w, thread: int, work: Work, ctas: list) -> None:
     tapped = observer is not None and observer.operands
     # The race checker asks for regions only where peers can be touched; who follows each event looks at all of them.
     alone = len(w.cta.cluster) == 1 and machine.follower is None
-    together = None
+    together: product_chain.Together | None = None
+    effects: Callable[[], None]
     if plan is not None and not tapped:
         if alone and engine.order == "latest":
             effects = together = product_chain.Together(engine, product, plan, ctas)

@@ -262,21 +262,21 @@ def perform(p: Product, ctas: list) -> None:
         multiply(p, plan, ctas)
         return
     b_all = operand_b(p, ctas)
-    plan = lane_plan(rows_of(p), s.n, p.folded, p.lane)
+    own = lane_plan(rows_of(p), s.n, p.folded, p.lane)
     for index, cta in enumerate(ctas):
         cells = cta.tmem.cells
-        a, b = operand_a(p, cta, plan), b_all
-        quarters = plan.quarters
+        a, b = operand_a(p, cta, own), b_all
+        quarters = own.quarters
         if any(p.skipped):
             quarters = quarters.copy()
             quarters[:, 0] &= ~np.array(p.skipped[4 * index : 4 * index + 4], np.int64)
         if s.scale:
-            a, b = scale_operands(p, cells, a, b, plan)
+            a, b = scale_operands(p, cells, a, b, own)
         aside = None
         if s.sparse and not np.isfinite(b).all():
             left = a if b.dtype == np.float64 else a[:-2].reshape(s.k, 128).view(np.float32)
             b = b.copy()
-            aside = sparsity.set_aside(left.T, given_columns(p, cta, plan), b)
+            aside = sparsity.set_aside(left.T, given_columns(p, cta, own), b)
         if b.dtype == np.float64:
             update(cells, b @ a, p, quarters)
         elif s.d == "f32":

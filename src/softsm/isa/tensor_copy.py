@@ -68,7 +68,8 @@ def issue(
     w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=(), product=None
 ) -> AsyncOp:
     """Start an asynchronous operation of one thread. product: see AsyncOp."""
-    machine, in_flight, after = w.cta.machine, w.in_flight, ()
+    machine, in_flight = w.cta.machine, w.in_flight
+    after: tuple[AsyncOp, ...] = ()
     pending = in_flight.tensor_ops
     if pending and pending[0][0].done:
         pending = in_flight.tensor_ops = [entry for entry in pending if not entry[0].done]

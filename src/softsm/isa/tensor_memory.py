@@ -9,6 +9,7 @@ default level of the race checker it is complete then (engine/tensor_loads.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,13 +19,16 @@ from softsm.errors import Fault
 from softsm.isa.mbarriers import agreed, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.registry import lowers
 from softsm.memory import tensor_memory as tm
-from softsm.ptx.ast import Imm
+from softsm.ptx.ast import Imm, Instruction
+
+if TYPE_CHECKING:
+    from softsm.engine.assemble import Assembler
 
 FORMS: dict[str, Callable] = {}  # first modifier -> lowering
 
 
 @lowers("tcgen05")
-def lower(asm, ins) -> None:
+def lower(asm: Assembler, ins: Instruction) -> None:
     target = asm.module.target
     if not target.startswith(("sm_100", "sm_101", "sm_103", "sm_110")):
         asm.refuse(ins, f"tensor memory needs .target sm_100a, the module says {target}")

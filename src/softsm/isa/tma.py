@@ -61,7 +61,7 @@ def lower(asm, ins, reduction: bool, mods: list[str]):
     if "multicast::cluster" in left and spaces[0] == "shared::cta":
         asm.refuse(ins, ".multicast::cluster needs a destination in .shared::cluster")
     target, tensor, barrier, *more = operands
-    offsets = []
+    offsets: list[int] = []
     if mode.startswith("im2col"):
         offsets = asm.vector_rows(more.pop(0), "u") if more and isinstance(more[0], Vector) else []
         if mode in _WIDE and len(offsets) != 2:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from softsm.isa.registry import LOWERERS
-from softsm.ptx.ast import Imm
+from softsm.ptx.ast import Imm, Instruction
+
+if TYPE_CHECKING:
+    from softsm.engine.assemble import Assembler
 
 KIND = {
     "u32": "u",
@@ -46,7 +50,7 @@ def lowers_typed(opcode: str, *types: str) -> Callable[[Callable], Callable]:
             table[t] = function
         if opcode not in LOWERERS:
 
-            def dispatch(asm, ins):
+            def dispatch(asm: Assembler, ins: Instruction) -> None:
                 chosen = table.get(ins.modifiers[-1]) if ins.modifiers else None
                 if chosen is None:
                     asm.refuse(ins, f"{opcode} takes the types {', '.join('.' + t for t in table)}")

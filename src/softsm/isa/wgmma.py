@@ -13,6 +13,7 @@ v%2.
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +28,10 @@ from softsm.isa.tensor_memory import exactly, finish, take
 from softsm.isa.wgmma_product import Chain, Part, Shape, chains_of, check_footprints, perform, write_registers
 from softsm.memory import swizzle
 from softsm.memory.swizzle import Descriptor
-from softsm.ptx.ast import Imm, Vector
+from softsm.ptx.ast import Imm, Instruction, Vector
+
+if TYPE_CHECKING:
+    from softsm.engine.assemble import Assembler
 
 KNOWN_GROUPS = 4096  # chains of products that one instruction keeps
 FLOATS = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}  # A and B types -> k
@@ -62,7 +66,7 @@ def lower(asm, ins) -> None:
         asm.refuse(ins, "no such wgmma operation")
 
 
-def lower_mma(asm, ins, modifiers) -> None:
+def lower_mma(asm: Assembler, ins: Instruction, modifiers) -> None:
     sparse = modifiers[:1] == ["sp"]
     modifiers = modifiers[sparse:]
     if modifiers[:2] != ["sync", "aligned"] or len(modifiers) < 6:
@@ -112,6 +116,7 @@ def lower_mma(asm, ins, modifiers) -> None:
     count = n // 4 if d == "f16" else n // 2
     if len(rows) != count:
         raise asm.error(f"D of {modifiers[2]} in {d} takes {count} registers, got {len(rows)}")
+    a_source: np.ndarray | int
     if from_registers:
         a_rows = asm.vector_rows(a_operand, "u")
         if len(a_rows) != 4:
@@ -261,7 +266,7 @@ def do_wait(w, mask, o):
             return Blocked(state.group, "the other warps of the warpgroup to commit the same wgmma group")
     for number in range(state.waited, last):
         batch = state.group.batches[number]
-        for op in batch.ops:
+        for op in batch.ops or ():
             w.machine.require(op)
             if w.machine.observer is not None:
                 w.machine.observer.waited(w, op)
@@ -326,6 +331,7 @@ def issue(w, batch: Batch, chain: list[tuple[Part, ...]], plan: Chain, earlier: 
             w.machine.observer.warpgroup_product(w, chain, results)
 
     multiply = AsyncOp("wgmma", w, 0, line, effects, earlier, reads=reads)
+    assert batch.ops is not None
     batch.ops.append(w.machine.issue(multiply))
     writes = []
     for i, part in enumerate(chain[0]):

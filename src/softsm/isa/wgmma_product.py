@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from softsm.engine import program as pg
+from softsm.engine.warps import Warp
 from softsm.isa import fragments, sparsity, tensor_core, tensor_kernels
 from softsm.isa.tensor_product import multiply_add
 from softsm.memory import swizzle
@@ -42,7 +43,7 @@ class Shape(NamedTuple):
 class Part(NamedTuple):
     """One warp's share of one wgmma.mma_async."""
 
-    warp: object
+    warp: Warp
     line: int
     shape: Shape
     d_rows: np.ndarray
@@ -80,7 +81,8 @@ def chains_of(parts: list[Part]) -> tuple[Chain, ...]:
 
 
 def chain_of(parts: list[Part], first: int, end: int) -> Chain:
-    a, b, spans, k = [], [], [], 0
+    a: list[tensor_core.Tile | np.ndarray] = []
+    b, spans, k = [], [], 0
     low, high = 1 << 30, 0
     for part in parts[first:end]:
         s = part.shape
@@ -89,8 +91,10 @@ def chain_of(parts: list[Part], first: int, end: int) -> Chain:
             begin, past = swizzle.footprint(source, k_major, rows, count)
             low, high = min(low, begin), max(high, past)
         if s.d == "f32":
-            from_shared = isinstance(part.a, Descriptor)
-            a.append(tensor_core.tile(part.a, s.a_k_major, 64, s.given, s.a, ROWS, True) if from_shared else part.a)
+            if isinstance(part.a, Descriptor):
+                a.append(tensor_core.tile(part.a, s.a_k_major, 64, s.given, s.a, ROWS, True))
+            else:
+                a.append(part.a)
             b.append(tensor_core.tile(part.b, s.b_k_major, s.n, s.k, s.b, np.arange(k, k + s.k), False))
         k += s.k
     table = np.concatenate(spans)

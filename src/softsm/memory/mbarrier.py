@@ -29,7 +29,7 @@ class BarrierEvent(NamedTuple):
     phase: int
     what: str  # 'init', 'arrive', 'drop', 'expect_tx', 'complete_tx', 'increment'
     amount: int
-    who: object
+    who: Any
 
 
 class BarrierObserver(Protocol):

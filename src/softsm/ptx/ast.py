@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 _LISTS = re.compile(r"\{\s*([^\s,{}]+),(?:[^,{}]+,){5,}\s*([^\s,{}]+)\s*\}")  # of more than six
 
@@ -67,8 +68,8 @@ class Vector:
 class Pair:
     """`a|b`, as in `setp.lt.s32 %p1|%p2, ...`, `elect.sync %r1|%p1, ...`, `shfl.sync.idx.b32 %r1|%p1, ...`."""
 
-    first: object
-    second: object
+    first: Any
+    second: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Call:
     """Operands of `call`: (returns), callee, (arguments). callee is a Symbol or, for indirect calls, a Reg."""
 
     returns: tuple[str, ...]
-    callee: object
+    callee: Any
     arguments: tuple
     prototype: str | None = None
 

@@ -122,6 +122,8 @@ def test_printf_of_hexadecimal_floats():
     raw = np.array([0.0, -0.0, 1.0, -1.5, 2.0**-1074, float("inf"), float("nan"), 1.0, -1.5]).tobytes()
     text = c_format("%a " * 6 + "%a %8a|%A", lambda at, n: raw[at : at + n], str)
     assert text == "0x0p+0 -0x0p+0 0x1p+0 -0x1.8p+0 0x0.0000000000001p-1022 inf nan   0x1p+0|-0X1.8P+0"
+    raw = np.array([1.0]).tobytes() + np.array([7], np.uint64).tobytes()
+    assert c_format("%a %s", lambda at, n: raw[at : at + n], "string at {}".format) == "0x1p+0 string at 7"
 
 
 def test_printf_of_strings(capsys):
