@@ -50,7 +50,8 @@ class Sequences(NamedTuple):
 class Packed:
     """What the kernels of an architecture get: a dense batch, the query heads of a KV head packed into its rows.
 
-    BY_TMA: q, dout and dq may have two dimensions, tokens and group, for the rows: TMA packs them as it copies.
+    Kernels that ask for it (by_tma) get q, dout and dq with two dimensions, tokens and group, for the rows where TMA
+    can pack them as it copies, and a sum of dQ.
     """
 
     p: FmhaProblem
@@ -65,6 +66,7 @@ class Packed:
     dk: Slot | None  # as k
     dv: Slot | None
     sequences: Sequences | None
+    dq_sum: Slot | None = None  # fp32, zeroed, for dQ in any order: whole tiles of 128 rows, flat
 
     batch = property(lambda self: self.q.shape[0])
     heads = property(lambda self: self.q.shape[1])
@@ -133,7 +135,11 @@ def prepare_dense(
                 program.fill(x[:, :invisible], 0)
         k, v, dk, dv = (None if x is None else x[:, invisible:] for x in (k, v, dk, dv))
     dout = addressable(program, b.dout)
-    lse2, delta, plain = _rows(b, program, dout)
+    dq_sum = None
+    if by_tma and b.dq is not None and (dk is not None or dv is not None) and not p.deterministic:
+        tiles = row_tiles(p.max_seqlen_q * group, sequences) * p.batch * p.kv_heads
+        dq_sum = program.workspace("sum of dq", (tiles * TILE * p.head_dim,), torch.float32)
+    lse2, delta, plain = _rows(b, program, dout, dq_sum)
     if b.dsink is not None:
         program.compute(partial(_sum_dsink, p.kv_heads, group), b.dsink, p.sink, p.lse, plain)
     if b.dq is None and b.dk is None and b.dv is None:
@@ -151,11 +157,16 @@ def prepare_dense(
         q, dout = _packed(program, p.q, group), _packed(program, dout, group)
     dq = None if b.dq is None else _by_head(b.dq, group)
     if by_tma or dq is None:
-        kernels(program, Packed(p, q, k, v, dout, *terms, dq, dk, dv, sequences))
+        kernels(program, Packed(p, q, k, v, dout, *terms, dq, dk, dv, sequences, dq_sum))
         return
     rows = rows_of_dq(program, dq, sequences)
     kernels(program, Packed(p, q, k, v, dout, *terms, rows, dk, dv, sequences))
     keep_dq(program, dq, rows)
+
+
+def row_tiles(rows: int, sequences: Sequences | None) -> int:
+    """Of a pair of sequence and KV head; for sequences as many as there may be."""
+    return -(-rows // TILE) if sequences is None else rows // TILE + sequences.count
 
 
 def rows_of_dq(program: Program, dq: Slot, sequences: Sequences | None) -> Slot:
@@ -187,8 +198,9 @@ def made_like(program: Program, shape: tuple[int, ...], dtype: torch.dtype, sequ
     return made
 
 
-def _rows(b: FmhaBackward, program: Program, dout: Slot) -> tuple[Slot, Slot, Slot]:
-    """fp32 [B, Hkv, T * G] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, dO . O."""
+def _rows(b: FmhaBackward, program: Program, dout: Slot, dq_sum: Slot | None) -> tuple[Slot, Slot, Slot]:
+    """fp32 [B, Hkv, T * G] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, dO . O. With
+    them dq_sum is zeroed."""
     p = b.forward
     out = addressable(program, p.out)
     rows = p.batch * p.max_seqlen_q * p.q_heads
@@ -207,6 +219,7 @@ def _rows(b: FmhaBackward, program: Program, dout: Slot) -> tuple[Slot, Slot, Sl
             lse2_ptr=lse2,
             delta_ptr=delta,
             plain_ptr=plain,
+            zero_ptr=lse2 if dq_sum is None else dq_sum,
         ),
         sizes=RowSizes(
             rows=rows,
@@ -214,6 +227,7 @@ def _rows(b: FmhaBackward, program: Program, dout: Slot) -> tuple[Slot, Slot, Sl
             q_heads=p.q_heads,
             group=p.group,
             has_sink=int(p.sink is not None),
+            zeros=0 if dq_sum is None else dq_sum.numel() // (16 * p.head_dim),
             has_dlse=int(b.dlse is not None),
         ),
         strides=RowStrides(*row_strides(out), *row_strides(dout), *lse.stride(), *dlse.stride()),

@@ -55,6 +55,7 @@ class RowTensors(NamedTuple):
     lse2_ptr: Value  # what is made, from here on
     delta_ptr: Value
     plain_ptr: Value
+    zero_ptr: Value  # fp32, or unused
 
 
 class RowSizes(NamedTuple):
@@ -64,6 +65,7 @@ class RowSizes(NamedTuple):
     group: Value
     has_sink: Value
     has_dlse: Value
+    zeros: Value  # blocks of ROWS x D to be zeroed: the sum of dQ
 
 
 class RowStrides(NamedTuple):
@@ -120,3 +122,7 @@ def backward_rows(tensors, sizes, strides, D: gl.constexpr, ROWS: gl.constexpr):
     gl.store(tensors.lse2_ptr + place, lse2, mask=there)
     gl.store(tensors.delta_ptr + place, delta, mask=there)
     gl.store(tensors.plain_ptr + place, plain, mask=there)
+    line = gl.arange(0, ROWS, layout=R) * D
+    for block in range(gl.program_id(0), sizes.zeros, gl.num_programs(0)):
+        at = tensors.zero_ptr + block.to(gl.int64) * (ROWS * D) + line[:, None] + column[None, :]
+        gl.store(at, gl.zeros([ROWS, D], gl.float32, L))

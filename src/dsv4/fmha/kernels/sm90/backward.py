@@ -12,8 +12,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.kernels.backward import (
     FP16_P_SCALE,
@@ -24,6 +22,7 @@ from dsv4.fmha.kernels.backward import (
     keep_dq,
     made_like,
     prepare_at_once,
+    row_tiles,
     rows_descriptor,
     rows_of_dq,
     supports,
@@ -73,17 +72,16 @@ def prepare_tiles(program: Program, x: Packed) -> None:
         scale2=x.scale, scale=x.p.softmax_scale, p_scale=FP16_P_SCALE,
     )  # fmt: skip
     constants = dict(D=x.width, SLOTS=2, SCALED=x.fp16, VARLEN=x.sequences is not None, num_warps=4)
-    row_tiles = _tiles(x, x.rows) * x.batch * x.heads
+    of_rows = (row_tiles(x.rows, x.sequences) * x.batch * x.heads,)
     of_keys = x.dk is not None or x.dv is not None
-    add_dq = of_keys and x.dq is not None and not x.p.deterministic
+    add_dq = x.dq_sum is not None
     if of_keys:
         rows = 128 if add_dq and x.width == 64 else 64
         k, v, dk_box, dv_box = (descriptor(y, [1, 1, 64, 64]) for y in (x.k, x.v, dk, dv))
-        dq_sum, dq_box = x.lse2, dk_box  # unread
-        if add_dq:
-            dq_sum = program.workspace("sum of dq", (row_tiles * x.width * 4, 32), torch.float32)
-            program.fill(dq_sum, 0)
-            dq_box = TensorDescriptor(dq_sum, list(dq_sum.shape), [32, 1], [128, 32], gl.NVMMASharedLayout(128, 32))
+        dq_box = dk_box  # unread
+        if x.dq_sum is not None:
+            lines = x.dq_sum.view((x.dq_sum.numel() // 32, 32), (32, 1))
+            dq_box = TensorDescriptor(lines, list(lines.shape), [32, 1], [128, 32], gl.NVMMASharedLayout(128, 32))
         arguments = common | dict(
             q_desc=rows_descriptor(x.q, rows), dout_desc=rows_descriptor(x.dout, rows), k_desc=k, v_desc=v,
             dq_desc=dq_box, dk_desc=dk_box, dv_desc=dv_box, dk_ptr=dk, dv_ptr=dv, dk_head=dk.stride(1),
@@ -91,12 +89,12 @@ def prepare_tiles(program: Program, x: Packed) -> None:
         )  # fmt: skip
         registers, load = _registers(x, of_keys=True)
         program.launch(
-            backward_keys, (_tiles(x, x.keys) * x.batch * x.heads,), arguments, ADD_DQ=add_dq, ROWS=rows,
+            backward_keys, (row_tiles(x.keys, x.sequences) * x.batch * x.heads,), arguments, ADD_DQ=add_dq, ROWS=rows,
             GRADIENT_REGS=registers, LOAD_REGS=load, **constants,
         )  # fmt: skip
         if add_dq:
             strides = dict(zip(("dq_batch", "dq_head", "dq_token", "dq_member"), x.dq.stride()))
-            program.launch(round_dq, (row_tiles,), common | strides | dict(sum_ptr=dq_sum, dq_ptr=x.dq), **constants)
+            program.launch(round_dq, of_rows, common | strides | dict(sum_ptr=x.dq_sum, dq_ptr=x.dq), **constants)
         for grad, found in zip(wanted, made):
             if grad is not None and found is not grad:
                 program.copy(grad, found)
@@ -109,15 +107,10 @@ def prepare_tiles(program: Program, x: Packed) -> None:
             dq_row=target.stride(2),
         )  # fmt: skip
         registers, load = _registers(x, of_keys=False)
-        program.launch(backward_dq, (row_tiles,), arguments, DQ_REGS=registers, LOAD_REGS=load, **constants)
+        program.launch(backward_dq, of_rows, arguments, DQ_REGS=registers, LOAD_REGS=load, **constants)
         if target is not dq:
             program.copy(dq, target)
         keep_dq(program, x.dq, dq)
-
-
-def _tiles(x: Packed, rows: int) -> int:
-    """Of a pair; for sequences as many as there may be."""
-    return -(-rows // TILE) if x.sequences is None else rows // TILE + x.sequences.count
 
 
 def _registers(x: Packed, of_keys: bool) -> tuple[int, int]:
