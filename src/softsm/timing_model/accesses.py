@@ -48,8 +48,8 @@ class Access:
 
 
 def wavefronts(addresses: np.ndarray, size: int) -> np.ndarray:
-    """Of accesses [n, 32] to shared memory: a bank serves one word at a time; wide accesses go by halves or quarters of
-    the warp, 128 bytes together. Lanes that are off have the address of one that is on."""
+    """Wavefronts of accesses [n, 32] to shared memory: a bank serves one word at a time; wide accesses go by halves or
+    quarters of the warp, 128 bytes together. Lanes that are off have the address of one that is on."""
     bits = 4 if size >= 16 else 3 if size == 8 else 2
     per = 128 >> bits
     units = (addresses >> bits).reshape(len(addresses), -1, per)
@@ -93,7 +93,7 @@ class Instructions:
 
 
 class Looks:
-    """Of one run."""
+    """The sampled accesses of one run."""
 
     def __init__(self, instructions: Instructions) -> None:
         self.instructions = instructions
@@ -186,7 +186,7 @@ def turns_of(warps: np.ndarray) -> np.ndarray:
 def sectors_of(
     ends: np.ndarray | None, addresses: Callable[[], np.ndarray], store: np.ndarray, cta: np.ndarray, turn: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Of accesses [n, 32] to global memory: sectors, those that the CTA had not asked for before, lines of 128 bytes.
+    """What accesses [n, 32] to global memory take: sectors, sectors new to the CTA, lines of 128 bytes.
     ends: addresses of the first and the last lane, where no sector between them is left out. The warps of a CTA run in
     step on a GPU, while the emulator takes one after the other: the first of every warp come first, then the second."""
     fresh = None
@@ -219,7 +219,7 @@ def apart(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ranges_first_asked(sectors: np.ndarray, units: np.ndarray) -> np.ndarray | None:
-    """As first_asked, where a load asks for neighbours, and loads ask for the same ones or for others; else None."""
+    """Like first_asked, where a load asks for neighbours, and loads ask for the same ones or for others; else None."""
     first, last = sectors[:, 0], sectors[:, -1]
     order = first.argsort(kind="stable")
     begins, ends = first[order], last[order]

@@ -34,7 +34,7 @@ class Engines:
 
 @functools.cache
 def engines_of(arch: str) -> Engines:
-    """Of the GPU of an architecture; of the H200 for those that the model has none of."""
+    """The engines of an architecture's GPU; those of the H200 if the model does not know it."""
     g = gpu_for(None, "sm_100a" if arch.startswith("sm_10") else "sm_90a")
     return Engines(
         g.name,

@@ -10,7 +10,7 @@ from softsm.timing_model.trace import LaunchTrace
 
 
 def over_grid(trace: LaunchTrace, known: list[tuple[int, float]]) -> np.ndarray:
-    """Of every cluster of the grid, between those that were looked at: by its first coordinate if that tells."""
+    """A value for every cluster of the grid, from the sampled ones: by its first coordinate if that tells."""
     first = -(-trace.grid[0] // trace.cluster[0])
     every, numbers = np.arange(trace.total), np.array([n for n, _ in known])
     values = np.array([v for _, v in known])

@@ -66,7 +66,7 @@ def depths(count: int, edges: Iterable[tuple[int, int]], entries: Iterable[int])
 
 
 def machine_depths(code: Code) -> list[int]:
-    """Of the blocks of a kernel's machine code. Blocks that nothing leads to are entries."""
+    """The loop depth of each block of a kernel's machine code. Blocks that nothing leads to are entries."""
     block_at = {block[0]: n for n, block in enumerate(code.blocks)}
     targets = {name: block_at[i] for name, i in code.labels.items() if i in block_at}
     edges: list[tuple[int, int]] = []

@@ -44,7 +44,7 @@ ALL = tuple(sorted({op for ops in ANCHORS.values() for op in ops} | set(OTHERS))
 
 @dataclass
 class Streams:
-    """Of each warp of a cluster: its way, and the number of its first event; the events of all warps."""
+    """What the warps of a cluster do: the path and first event of each warp, and the events of all."""
 
     paths: list[Path] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Streams:
 
 
 def kinds_of(streams: list[Streams]) -> list[int]:
-    """Of each cluster the first that does the same: the same instructions, and events of the same sizes."""
+    """Maps each cluster to the first one that issues the same instructions and events of the same sizes."""
 
     def one_way(a: Path, b: Path) -> bool:
         return a is b or np.array_equal(a.instructions, b.instructions) and np.array_equal(a.events, b.events)
@@ -209,7 +209,7 @@ class Lowering:
             if found[n] < 0:
                 before = [found[m] for m in range(n) if found[m] >= 0]
                 same = next((found[m] for m in range(n - 1, -1, -1) if events[m] == (line, kind) and found[m] >= 0), -1)
-                if same >= 0 and kind != machine.BAR:  # nobody comes to a barrier again who waits there
+                if same >= 0 and kind != machine.BAR:  # a warp that waits at a barrier cannot reach it again
                     found[n] = same
                 else:
                     free = [at for at in by_kind[kind] if at not in taken]

@@ -202,7 +202,7 @@ class State(NamedTuple):
 
 
 def filled(size: int, value: float, dtype: type = np.float64) -> np.ndarray:
-    """As np.full, which takes five times as long for a few."""
+    """Like np.full, which takes five times as long for small arrays."""
     out: np.ndarray = np.empty(size, dtype)
     out.fill(value)
     return out

@@ -209,7 +209,7 @@ class Model:
             )
 
     def l1_share(self) -> float:
-        """Of the sectors that a CTA asks for again, those still in L1: its share of what shared memory leaves."""
+        """The share of the sectors a CTA asks for again that L1 still holds: L1 is what shared memory leaves."""
         loads = [a for a in self.trace.access.values() if a.space == "load"]
         once = sum(32 * a.missed * a.times for a in loads) / len(self.trace.clusters)
         room = max(0.0, SM_L1 - self.occupancy * self.trace.shared)

@@ -170,7 +170,7 @@ BLACKWELL = HOPPER | {
     "clock.loaded": _p(1.85, "GHz", "stated, not measured", "D", 1.35, 1.965),
     "bar.sync": _p(22, "cycles", QRC, "B"),
     "latency.lds": _p(29, "cycles", QRC, "B"),
-    # Products and threads share no register ports; nobody has measured it.
+    # Products and threads share no register ports; not measured.
     "product.delay": _p(0.0, CLOSE, TMEM, "C", 0.0, 0.24),
 }
 GPUS = {"h200": Gpu("H200", "sm_90a", 1.98, HOPPER), "b200": Gpu("B200", "sm_100a", 1.965, BLACKWELL)}

@@ -88,7 +88,7 @@ def earliest(tree, leaves):
 
 @part
 def fetch(s, before, i):
-    """Cycles until the code of an instruction is there that nobody has run: what follows the one before comes fast,
+    """Cycles to fetch an instruction that no warp has run yet: what follows the one before comes fast,
     what a jump leads to does not."""
     over = abs(i - before - 1) if before >= 0 else FAR
     if over >= NEAR:

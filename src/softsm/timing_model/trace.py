@@ -108,7 +108,7 @@ class LaunchTrace:
     dependent: bool = False  # launched early: it may begin before the grid before it has ended
 
     def lines(self) -> list[int]:
-        """Of the PTX, that some CTA ran."""
+        """PTX lines that at least one CTA ran."""
         visited = {b for c in self.clusters for w in c.warps for b in w.blocks}
         return [n for n, b in self.blocks.of_line.items() if b in visited]
 

@@ -13,7 +13,7 @@ def band(p) -> tuple[float, float]:
     """Factors around a prediction."""
     wide = NINE_OF_TEN
     if p.gpu.arch.startswith("sm_10"):
-        wide = max(wide, 0.30)  # rates of others' microbenchmarks, a clock that nobody has measured
+        wide = max(wide, 0.30)  # rates of others' microbenchmarks, a clock that was not measured
     return 1 / (1 + wide), 1 + wide
 
 
