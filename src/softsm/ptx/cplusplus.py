@@ -45,7 +45,8 @@ def readable(name: str) -> str:
 def spelled(name: str) -> str:
     """The plain parts of a mangled name that the library does not take: _ZL11gemm_deviceI... is gemm_device<...>."""
     found = re.match(r"_Z(L|N[KVRO]*)?(?=\d)", name)
-    at, parts = found.end() if found else len(name), []
+    at = found.end() if found else len(name)
+    parts: list[str] = []
     while (length := re.compile(r"\d+").match(name, at)) and (not parts or name.startswith("_ZN")):
         end = length.end() + int(length[0])
         parts.append(name[length.end() : end])
