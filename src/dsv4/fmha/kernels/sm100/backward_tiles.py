@@ -36,8 +36,8 @@ barriers        8 each
 
 barrier         arrives             count       waits              means
 x_ready         TMA bytes           1           mma                X is there
-y.ready[i]      TMA bytes           1           mma                slot i is filled
-y.free[i]       commit of mma       1           load               the products that read slot i are complete
+ready[i]        TMA bytes           1           mma                slot i is filled
+free[i]         commit of mma       1           load               the products that read slot i are complete
 landed          TMA bytes           1           load               VARLEN: what reaches into the next sequence is there
 s_ready         commit of mma       1           left, right        S is complete
 p_ready         left, right         2           mma                S is read; KEYS: P is stored

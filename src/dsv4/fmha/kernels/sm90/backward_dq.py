@@ -23,11 +23,11 @@ landed          TMA bytes          1 + bytes   load           VARLEN: what reach
 from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Scales, Sizes, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
-from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, load_next, load_own, make_barriers, scores
+from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, load_next, load_own, scores
 from dsv4.fmha.kernels.tiles import end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
-from dsv4.kernels.ring import Barriers, Ring, consumer_stage, producer_stage
+from dsv4.kernels.ring import Barriers, Ring, consumer_stage, init_barriers, new_barriers, new_ring, producer_stage
 
 
 @aggregate
@@ -156,7 +156,14 @@ def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_
     dout = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
     k = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
     v = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
-    ring, own_ready, landed, _ = make_barriers(k, VARLEN, False)
+    own_ready = new_barriers(1)
+    ring = new_ring(k, 2)
+    barriers = (own_ready, ring.ready, ring.free)
+    landed = own_ready  # unused
+    if VARLEN:
+        landed = new_barriers(1)
+        barriers += (landed,)
+    init_barriers(barriers)
     tiles = (rows + 127) // 128
     if VARLEN:
         tiles = rows // 128 + sequences

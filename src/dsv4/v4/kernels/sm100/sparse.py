@@ -31,8 +31,8 @@ barrier      arrives            count   waits                     means
 q_ready      gather, bytes      1       scores, values, softmax   Q of the work tile is in q, its block count in job
 q_free       commit of scores,  3       gather                    the work tile's scores are complete; job has been read
              values, softmax
-ready[i]     gather, or bytes   1       scores, values, softmax   slot i is filled; even i: the bias of the block too
-free[i]      commit of values   1       gather                    P V has used slot i
+kv_ready[i]  gather, or bytes   1       scores, values, softmax   slot i is filled; even i: the bias of the block too
+kv_free[i]   commit of values   1       gather                    P V has used slot i
 s_ready[s]   commit of scores   1       softmax                   S is complete
 p_ready[s]   softmax            1       values, scores            P is stored, S is read, O is rescaled for this P V
 pv_done[s]   commit of values   1       softmax                   P V is complete: P may be overwritten, O touched

@@ -21,12 +21,12 @@ job             2 x 16              of a work tile, by turns: steps, query, firs
 barriers        8 each
 
 barrier         arrives                      count       waits          means
-q_ready         gather: copies, itself       threads+1   left, right    Q of the work tile is in q, and its job
+q_ready         gather: copies, itself       ARRIVALS    left, right    Q of the work tile is in q, and its job
 q_free          left, right                  2           gather         the work tile's scores are complete: refill q
-ready[2b + h]   gather: copies, itself       threads+1   left, right    half h of block b is in kv; if h = 1, its bias
-odd_ready[2b+1] gather: copies, itself       threads+1   left, right    SPLIT_SLOTS: in place of ready[2b + 1]; then
-                                                                        ready[2b] counts 1
-free[2b + h]    owner of half h              1           gather         O half h has used block b: refill its half h
+kv_ready[i]     gather: copies, itself       FILLS       left, right    i = 2b + h: half h of block b is in kv, and with
+                                                                        h = 1 its bias
+odd_ready[i]    gather: copies, itself       ARRIVALS    left, right    SPLIT_SLOTS: in place of kv_ready[2b + 1]
+kv_free[i]      owner of half h              1           gather         O half h has used block b: refill its half h
 p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
 m_ready[b]      the block's owner            1           the other      resident: the maximum after block b is written
 sum_ready[h]    owner of half h              1           the other      its row sums are written; its products are done
@@ -118,7 +118,8 @@ def make_memory(DTYPE: gl.constexpr, GATHER_WARPS: gl.constexpr, RESIDENT: gl.co
     job = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
     q_ready = new_barriers(1, ARRIVALS)
     q_free = new_barriers(1, 2)
-    kv = new_ring(slots, 1, 1 if SPLIT_SLOTS else ARRIVALS)
+    FILLS: gl.constexpr = 1 if SPLIT_SLOTS else ARRIVALS
+    kv = new_ring(slots, 1, FILLS)
     p_ready = new_barriers(2)
     sum_ready = new_barriers(2)
     barriers = (q_ready, q_free, kv.ready, kv.free, p_ready, sum_ready)
