@@ -61,7 +61,7 @@ class OnlyOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError("dsv4.distributed.forward.prefill: double backward is not supported")
+        raise NotImplementedError("dsv4.distributed.prefill: double backward is not supported")
 
 
 class Queries:
