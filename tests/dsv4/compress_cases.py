@@ -1,7 +1,7 @@
 """Problems for the compress kernel and for rows into pages; shared by the tests of all architectures."""
 
 import torch
-from compress_inputs import BOUND, KINDS, by_hand, inputs
+from compress_inputs import BOUND, KINDS, by_hand, inputs, some
 
 import dsv4
 import softsm
@@ -22,13 +22,12 @@ def assert_any_steps(arch, kind, tokens, ends, dtype=torch.bfloat16, batch=()):
     once, state = kernel(arch, **args, dtype=torch.float32)
     _, want_state = dsv4.compress(**args)
     for line in [()] if not batch else [(b,) for b in range(batch[0])]:
-        one = {name: args[name][line] for name in ("kv", "gate")}
-        want = by_hand(kind, **args | one)
+        want = by_hand(kind, **args | some(args, *line))
         assert once[line].shape == want.shape
         assert not len(want) or (once[line] - want).abs().max() <= BOUND
     parts, steps, begin = [], None, 0
     for end in [*ends, tokens]:
-        part = {name: args[name][..., begin:end, :] for name in ("kv", "gate")}
+        part = some(args, ..., slice(begin, end), slice(None))
         rows, steps = kernel(arch, **args | part, state=steps, dtype=torch.float32)
         parts.append(rows)
         begin = end

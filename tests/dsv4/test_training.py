@@ -389,6 +389,22 @@ def test_compress(width, batched, monkeypatch):
         assert torch.equal(dsv4.compress(kv, gate, bias, weight, cos_sin=tables)[0], rows)
 
 
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_compress_without_position_bias(ratio):
+    """V4.1's rows: of one token, without a gate, and of two."""
+    kv, gate, weight = leaves(*(draw(*x).double() for x in ((7, 6), (7, 6), (6,))))
+    zeros, tables = torch.zeros(ratio, 6).double(), reference.rope_table(20, 4).double()
+    given = (kv, weight) if ratio == 1 else (kv, gate, weight)
+    rows, _ = dsv4.compress(kv, None if ratio == 1 else gate, None, weight, ratio=ratio, cos_sin=tables)
+    drows = draw(*rows.shape, seed=5).double()
+    got = torch.autograd.grad(rows, given, drows)
+    args = [x.detach()[None] for x in (kv, gate)]
+    want = reference_backward.compress(*args, zeros, weight.detach(), drows[None], cos_sin=tables)
+    want = (want[0], want[3]) if ratio == 1 else (want[0], want[1], want[3])
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b.view(a.shape), rtol=1e-10, atol=1e-12)  # fp64: 2^-53 a rounding
+
+
 @pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12)])
 def test_compress_of_no_tokens(shape):
     kv, gate, bias, weight = leaves(*(draw(*x) for x in (shape, shape, (4, 12), (6,))))

@@ -191,7 +191,7 @@ def compressing(d: int, m: int, overlap: bool, tokens: int) -> tuple[Callable[[]
     if tokens == 1:
         _, state = dsv4.compress(bf16(4 * m - 1, width), bf16(4 * m - 1, width), **rest)
     kv, gate = bf16(tokens, width), bf16(tokens, width)
-    given = (*rest.values(), 1e-6, kv.dtype)
+    given = compressor.Parameters(**rest, eps=1e-6, dtype=kv.dtype, m=m)
     return lambda: dsv4.compress(kv, gate, **rest, state=state), lambda: compressor._in_torch(kv, gate, state, given)
 
 

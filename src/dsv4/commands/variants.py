@@ -292,7 +292,7 @@ def _compress_problem(
     kv = torch.empty(1, m, width, dtype=torch.bfloat16)
     bias, weight = torch.empty(m, width, dtype=parameters), torch.empty(d, dtype=parameters)
     slots = None if pool is None else torch.zeros(1, 1, dtype=numbers)
-    given = compressor.Parameters(bias, weight, torch.empty(16, rope), 1e-6, kv.dtype)
+    given = compressor.Parameters(bias, weight, torch.empty(16, rope), 1e-6, kv.dtype, m)
     return compressor.problem_of(kv, kv, None, given, pool, slots)
 
 

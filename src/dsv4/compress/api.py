@@ -1,4 +1,5 @@
-"""Compressed rows of DeepSeek-V4: every m tokens become one row, all at once or step by step, with the same bits.
+"""Compressed rows of DeepSeek-V4 and V4.1: every m tokens become one row, all at once or step by step, with the same
+bits.
 
 Per token j of a sequence the model projects its hidden state to kv_j and gate_j; position_bias[j % m] is added to the
 gate. Row w pools the slots of its window with a softmax over the slots, separately for every channel:
@@ -8,7 +9,7 @@ gate. Row w pools the slots of its window with a softmax over the slots, separat
                         and the second half (b) of the m tokens of window w; row 0 has only its own m slots
 
 then RMSNorm with weight, then RoPE at position m * w. The lightning indexer's keys are the CSA form at width 128.
-
+DeepSeek-V4.1 has the HCA form with m = 2, and with m = 1, both without position_bias; a row of one token needs no gate.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from dsv4.runtime.checks import Backend
 
 def compress(
     kv: Tensor,
-    gate: Tensor,
-    position_bias: Tensor,
+    gate: Tensor | None,
+    position_bias: Tensor | None,
     norm_weight: Tensor,
     *,
+    ratio: int | None = None,
     cos_sin: Tensor | None = None,
     state: CompressState | None = None,
     eps: float = 1e-6,
@@ -49,8 +51,10 @@ def compress(
 
     Args:
         kv, gate: [L, width] or [B, L, width], the projections of the tokens, without position_bias. width = d is HCA,
-            width = 2d is CSA (a-half first). All B sequences are at the same position.
-        position_bias: [m, width]; m is the compression ratio.
+            width = 2d is CSA (a-half first). All B sequences are at the same position. gate may be None for HCA with a
+            ratio of 1, whose softmax has one slot.
+        position_bias: [m, width]; m is the compression ratio. None: there is none, and
+        ratio: says m.
         norm_weight: [d], the weight of the RMSNorm.
         cos_sin: fp32 [positions, r], r/2 cosines then r/2 sines (dsv4.reference.rope_table); row w is rotated at m * w.
             None leaves RoPE to the caller.
@@ -70,7 +74,7 @@ def compress(
         and out is None
         and any(isinstance(x, Tensor) and x.requires_grad for x in (kv, gate, position_bias, norm_weight))
     )
-    d, m = _check(kv, gate, position_bias, norm_weight, cos_sin, state, learning)
+    d, m = _check(kv, gate, position_bias, norm_weight, ratio, cos_sin, state, learning)
     if dtype is not None:
         checks.dtype("dtype", dtype, FLOATS)
     eps = checks.number("eps", eps, "a finite number >= 0")
@@ -82,29 +86,39 @@ def compress(
     _check_target(out, slots, kv, d, n)
     if learning:
         rows, new_kv, new_gate = training.call(
-            kv, gate, position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype, backend
+            kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype or kv.dtype, backend
         )
         return rows, CompressState(new_kv, new_gate, kv.shape[-2])
-    given = Parameters(position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype)
+    given = Parameters(position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype, m)
     return forward.run(kv, gate, state, given, out, slots, backend)
 
 
-def _check(kv, gate, position_bias, norm_weight, cos_sin, state, learning=False) -> tuple[int, int]:
+def _check(kv, gate, position_bias, norm_weight, ratio, cos_sin, state, learning=False) -> tuple[int, int]:
     """Check everything but values -> (d, m)."""
     if not checks.is_tensor(kv) or kv.ndim not in (2, 3):
         checks.fail("kv", checks.describe(kv), "a tensor [L, width] or [B, L, width]")
     batch, width = tuple(kv.shape[:-2]), kv.shape[-1]
     like = ("kv", kv)
     checks.tensor("kv", kv, tuple(kv.shape), FLOATS, unit_last=False)
-    checks.tensor("gate", gate, tuple(kv.shape), FLOATS, like=like, unit_last=False)
+    if gate is not None:
+        checks.tensor("gate", gate, tuple(kv.shape), FLOATS, like=like, unit_last=False)
     checks.tensor("norm_weight", norm_weight, ("d",), FLOATS, like=like, unit_last=False)
     d = norm_weight.shape[0]
     if d == 0 or width not in (d, 2 * d):
         checks.fail("kv", f"width {width} with norm_weight [{d}]", "width d (HCA) or 2 d (CSA), norm_weight [d]")
-    checks.tensor("position_bias", position_bias, ("m", width), FLOATS, like=like, unit_last=False)
-    m = position_bias.shape[0]
-    if m == 0:
-        checks.fail("position_bias", "shape [0, ...]", f"shape [m, {width}], m >= 1")
+    if position_bias is not None:
+        checks.tensor("position_bias", position_bias, ("m", width), FLOATS, like=like, unit_last=False)
+        m = position_bias.shape[0]
+        if m == 0:
+            checks.fail("position_bias", "shape [0, ...]", f"shape [m, {width}], m >= 1")
+        if ratio is not None and checks.whole(ratio) != m:
+            checks.fail("ratio", ratio, f"None, or {m} with this position_bias")
+    elif ratio is None:
+        checks.fail("ratio", None, "an int >= 1 without position_bias")
+    else:
+        m = checks.at_least(1, "ratio", ratio)
+    if gate is None and (m != 1 or width != d or position_bias is not None):
+        checks.fail("gate", None, "a tensor, unless a row is one token: width d, ratio 1, no position_bias")
     given = dict(kv=kv, gate=gate, position_bias=position_bias, norm_weight=norm_weight)
     (checks.no_tangents if learning else checks.forward_only)(**given)
     checks.forward_only(cos_sin=cos_sin)

@@ -20,8 +20,8 @@ BLOCK_BYTES = 64 << 20  # tokens (fp32) taken at once; a long prompt is cut, whi
 
 
 def run(
-    kv: Tensor, gate: Tensor, state: CompressState | None, given: Parameters, out: Pool | None, slots: Tensor | None,
-    backend: str,
+    kv: Tensor, gate: Tensor | None, state: CompressState | None, given: Parameters, out: Pool | None,
+    slots: Tensor | None, backend: str,
 ) -> tuple[Any, CompressState]:  # fmt: skip
     found = "cpu" if kv.is_meta and backend == "auto" else dispatch.resolve(backend, kv.device, "kv")
     # What torch.compile traces stays torch code.
@@ -56,15 +56,17 @@ def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | None) -> 
     return (rows if out is None else out), CompressState(new_kv, new_gate, p.seen + kv.shape[-2])
 
 
-def _in_torch(kv: Tensor, gate: Tensor, state: CompressState | None, given: Parameters) -> tuple[Tensor, CompressState]:
-    position_bias, norm_weight, cos_sin, eps, dtype = given
-    d, m = norm_weight.shape[0], position_bias.shape[0]
+def _in_torch(
+    kv: Tensor, gate: Tensor | None, state: CompressState | None, given: Parameters
+) -> tuple[Tensor, CompressState]:
+    position_bias, norm_weight, cos_sin, eps, dtype, m = given
+    d = norm_weight.shape[0]
     length, block = kv.shape[-2], max(m, BLOCK_BYTES // max(4 * kv[..., :1, :].numel(), 1))
     if length > block:
         parts = []
         for begin in range(0, length, block):
             some = slice(begin, begin + block)
-            part, state = _in_torch(kv[..., some, :], gate[..., some, :], state, given)
+            part, state = _in_torch(kv[..., some, :], None if gate is None else gate[..., some, :], state, given)
             parts.append(part)
         assert state is not None
         return torch.cat(parts, -2), state
@@ -72,8 +74,11 @@ def _in_torch(kv: Tensor, gate: Tensor, state: CompressState | None, given: Para
     overlap = kv.shape[-1] == 2 * d
     seen = 0 if state is None else state.tokens
     total = seen + kv.shape[-2]
-    slot = (torch.arange(kv.shape[-2], device=kv.device) + seen) % m
-    new_kv, new_gate = kv.to(compute), gate.to(compute) + position_bias.to(compute)[slot]
+    new_kv = kv.to(compute)
+    new_gate = torch.zeros_like(new_kv) if gate is None else gate.to(compute)
+    if position_bias is not None:
+        slot = (torch.arange(kv.shape[-2], device=kv.device) + seen) % m
+        new_gate = new_gate + position_bias.to(compute)[slot]
     if state is not None:
         new_kv, new_gate = torch.cat([state.kv, new_kv], -2), torch.cat([state.gate, new_gate], -2)
     first = seen // m  # the window of the first unfinished token

@@ -28,11 +28,12 @@ class CompressState(NamedTuple):
 class Parameters(NamedTuple):
     """What stays the same from call to call of a sequence."""
 
-    position_bias: Tensor  # [m, width]
+    position_bias: Tensor | None  # [m, width]
     norm_weight: Tensor  # [d]
     cos_sin: Tensor | None
     eps: float
     dtype: torch.dtype  # of a row, before it is stored
+    m: int  # the ratio
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +43,11 @@ class CompressProblem:
     operation: ClassVar[str] = "compress"
 
     kv: Tensor  # [B, L, width]
-    gate: Tensor  # [B, L, width]
-    position_bias: Tensor  # [m, width]
+    gate: Tensor | None  # [B, L, width]; None with a ratio of 1: a row is its token
+    position_bias: Tensor | None  # [m, width]
     norm_weight: Tensor  # [d]
     cos_sin: Tensor | None
+    m: int  # tokens of a window
     old_kv: Tensor | None  # fp32 [B, kept, width]
     old_gate: Tensor | None
     seen: int  # tokens before this call
@@ -59,7 +61,6 @@ class CompressProblem:
 
     q = property(lambda self: self.kv)  # whose device counts
     d = property(lambda self: self.norm_weight.shape[0])
-    m = property(lambda self: self.position_bias.shape[0])
     overlap = property(lambda self: self.kv.shape[-1] == 2 * self.d)
     kept = property(lambda self: 0 if self.old_kv is None else self.old_kv.shape[1])
     base = property(lambda self: self.seen - self.kept)
@@ -78,16 +79,18 @@ def state_size(seen: int, m: int, overlap: bool) -> int:
     return seen % m + (m if overlap and seen >= m else 0)
 
 
-def problem_of(kv: Tensor, gate: Tensor, state: CompressState | None, given: Parameters, out, slots) -> CompressProblem:
-    position_bias, norm_weight, cos_sin, eps, dtype = given
+def problem_of(
+    kv: Tensor, gate: Tensor | None, state: CompressState | None, given: Parameters, out, slots
+) -> CompressProblem:
+    position_bias, norm_weight, cos_sin, eps, dtype, m = given
     old_kv, old_gate, seen = (None, None, 0) if state is None else state
 
     def batched(x: Tensor | None) -> Tensor | None:
         return x if x is None or kv.ndim == 3 else x[None]
 
-    kv3, gate3 = (kv, gate) if kv.ndim == 3 else (kv[None], gate[None])
+    kv3 = kv if kv.ndim == 3 else kv[None]
     b, length, width = kv3.shape
-    d, m = norm_weight.shape[0], position_bias.shape[0]
+    d = norm_weight.shape[0]
     size = state_size(seen + length, m, width == 2 * d)
     new_kv, new_gate = (torch.empty(b, size, width, dtype=torch.float32, device=kv.device) for _ in "kg")
     rows = None
@@ -95,6 +98,6 @@ def problem_of(kv: Tensor, gate: Tensor, state: CompressState | None, given: Par
         rows = torch.empty(b, windows_of(seen, length, m), d, dtype=dtype, device=kv.device)
     old_kv, old_gate = (None if x is None or x.shape[-2] == 0 else batched(x) for x in (old_kv, old_gate))
     return CompressProblem(
-        kv3, gate3, position_bias, norm_weight, cos_sin, old_kv, old_gate, seen, eps, dtype, new_kv, new_gate, rows,
-        out, slots,
+        kv3, batched(gate), position_bias, norm_weight, cos_sin, m, old_kv, old_gate, seen, eps, dtype, new_kv,
+        new_gate, rows, out, slots,
     )  # fmt: skip

@@ -20,24 +20,26 @@ from dsv4.runtime import gradients
 
 BLOCK_BYTES = 64 << 20  # of one tensor of slots, in fp32
 
-ARGUMENTS = "Tensor kv, Tensor gate, Tensor position_bias, Tensor norm_weight, Tensor? cos_sin, float eps"
+ARGUMENTS = "Tensor kv, Tensor? gate, Tensor? position_bias, Tensor norm_weight, Tensor? cos_sin, float eps, SymInt m"
 
 
-def call(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
+def call(kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
     """-> rows, and kv and gate of the state after them, which have no gradient."""
-    arguments = (kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend)
+    arguments = (kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backend)
     return gradients.training("compress", False, *arguments)
 
 
-def _forward(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
-    given = Parameters(position_bias, norm_weight, cos_sin, eps, dtype)
+def _forward(kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
+    given = Parameters(position_bias, norm_weight, cos_sin, eps, dtype, m)
     with torch.no_grad():
         rows, state = forward.run(kv, gate, None, given, None, None, backend)
     return rows, state.kv, state.gate
 
 
-def _fake_forward(kv, gate, position_bias, norm_weight, cos_sin, eps, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
-    d, m, tokens = norm_weight.shape[0], position_bias.shape[0], kv.shape[-2]
+def _fake_forward(
+    kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backend
+) -> tuple[Tensor, Tensor, Tensor]:
+    d, tokens = norm_weight.shape[0], kv.shape[-2]
     kept = (*kv.shape[:-2], state_size(tokens, m, kv.shape[-1] == 2 * d), kv.shape[-1])
     compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
     new_kv, new_gate = (torch.empty(kept, dtype=compute, device=kv.device) for _ in "kg")
@@ -48,41 +50,58 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*inputs[:5])
-    ctx.eps = inputs[5]
+    ctx.eps, ctx.m = inputs[5:7]
 
 
 def _gradients(ctx: Any, drows: Tensor | None, *_: Any) -> tuple:
     if drows is None:
-        return (None,) * 8
+        return (None,) * 9
     asked = list(ctx.needs_input_grad[:4])
-    grads = torch.ops.dsv4.compress_backward(drows, *ctx.saved_tensors, ctx.eps, asked)
-    return *(gradients.or_none(x, want) for x, want in zip(grads, asked)), None, None, None, None
+    grads = torch.ops.dsv4.compress_backward(drows, *ctx.saved_tensors, ctx.eps, ctx.m, asked)
+    return *(gradients.or_none(x, want) for x, want in zip(grads, asked)), *(None,) * 5
 
 
-def _backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, asked) -> tuple[Tensor, ...]:
+def _backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, asked) -> tuple[Tensor, ...]:
     compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
-    d, m = norm_weight.shape[0], position_bias.shape[0]
+    d = norm_weight.shape[0]
     overlap, windows = kv.shape[-1] == 2 * d, kv.shape[-2] // m
-    dbias, dweight = (torch.zeros(x.shape, dtype=compute, device=kv.device) for x in (position_bias, norm_weight))
-    dkv, dgate = (torch.zeros_like(x) for x in (kv, gate))
+    # What is not there has a gradient of no size, which nobody asks for.
+    nothing = kv.new_zeros(0)
+    bias = nothing if position_bias is None else position_bias
+    dbias, dweight = (torch.zeros(x.shape, dtype=compute, device=kv.device) for x in (bias, norm_weight))
+    dkv, dgate = torch.zeros_like(kv), nothing if gate is None else torch.zeros_like(gate)
     slots = 2 * m if overlap else m
     block = max(1, BLOCK_BYTES // max(4 * slots * d * max(kv.shape[:-2].numel(), 1), 1))
     for begin in range(0, windows, block):
         end = min(begin + block, windows)
         _windows(
-            drows, kv, gate, position_bias, norm_weight, cos_sin, eps, begin, end, dkv, dgate, dbias, dweight, compute
+            drows,
+            kv,
+            gate,
+            position_bias,
+            norm_weight,
+            cos_sin,
+            eps,
+            m,
+            begin,
+            end,
+            dkv,
+            dgate,
+            dbias,
+            dweight,
+            compute,
         )
-    made = (dkv, dgate, dbias.to(position_bias.dtype), dweight.to(norm_weight.dtype))
+    made = (dkv, dgate, dbias.to(bias.dtype), dweight.to(norm_weight.dtype))
     return tuple(x if want else gradients.gradient_like(x, False) for x, want in zip(made, asked))
 
 
 def _windows(
-    drows, kv, gate, position_bias, norm_weight, cos_sin, eps, begin, end, dkv, dgate, dbias, dweight, compute
+    drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, begin, end, dkv, dgate, dbias, dweight, compute
 ) -> None:
     """Windows begin .. end: their share of dkv and dgate is written, of dbias and dweight added."""
-    d, m = norm_weight.shape[0], position_bias.shape[0]
+    d = norm_weight.shape[0]
     overlap = kv.shape[-1] == 2 * d
-    bias, weight = position_bias.to(compute), norm_weight.to(compute)
+    weight = norm_weight.to(compute)
 
     def own(x: Tensor, first: int, last: int, half: slice) -> Tensor:
         return x[..., first * m : last * m, half].unflatten(-2, (last - first, m))
@@ -93,7 +112,9 @@ def _windows(
     values, logits = [], []
     for first, last, half, missing in halves:
         value = own(kv, first, last, half).to(compute)
-        logit = own(gate, first, last, half).to(compute) + bias[:, half]
+        logit = torch.zeros_like(value) if gate is None else own(gate, first, last, half).to(compute)
+        if position_bias is not None:
+            logit = logit + position_bias[:, half].to(compute)
         if missing:
             shape = (*value.shape[:-3], 1, m, d)
             value = torch.cat([value.new_zeros(shape), value], -3)
@@ -115,10 +136,11 @@ def _windows(
     of_gate = of_value * (c - y.unsqueeze(-2))
     at = 0
     for first, last, half, missing in halves:
-        for whole, x in ((dkv, of_value), (dgate, of_gate)):
+        for whole, x in ((dkv, of_value), (dgate, of_gate)) if gate is not None else ((dkv, of_value),):
             part = x[..., missing:, at : at + m, :]
             whole[..., first * m : last * m, half] = part.flatten(-3, -2).to(whole.dtype)
-        dbias[:, half] += of_gate[..., missing:, at : at + m, :].flatten(0, -3).sum(0)
+        if position_bias is not None:
+            dbias[:, half] += of_gate[..., missing:, at : at + m, :].flatten(0, -3).sum(0)
         at += m
 
 
@@ -130,9 +152,9 @@ def _turned_back(rows: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([rows[..., :-r], turned], -1)
 
 
-def _fake_backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, asked) -> tuple[Tensor, ...]:
+def _fake_backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, asked) -> tuple[Tensor, ...]:
     given = (kv, gate, position_bias, norm_weight)
-    return tuple(gradients.gradient_like(x, want) for x, want in zip(given, asked))
+    return tuple(gradients.gradient_like(kv if x is None else x, want) for x, want in zip(given, asked))
 
 
 gradients.define(

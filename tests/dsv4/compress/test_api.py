@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compress_inputs import BOUND, KINDS, by_hand, inputs
+from compress_inputs import BOUND, KINDS, by_hand, inputs, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ def stepwise(args, cuts):
     ends = [*cuts, args["kv"].shape[-2]]
     state, rows, begin = None, [], 0
     for end in ends:
-        part = {k: args[k][..., begin:end, :] for k in ("kv", "gate")}
+        part = some(args, ..., slice(begin, end), slice(None))
         more, state = dsv4.compress(**args | part, state=state)
         rows.append(more)
         begin = end
@@ -32,7 +32,7 @@ def test_rows_are_those_of_the_loop(kind, tokens):
     want = by_hand(kind, **args)
     assert rows.shape == want.shape and rows.dtype == torch.float32 and state.tokens == tokens
     assert not len(want) or (rows - want).abs().max() <= BOUND
-    rows64, _ = dsv4.compress(**args | {"kv": args["kv"].double(), "gate": args["gate"].double()})
+    rows64, _ = dsv4.compress(**args | {k: None if x is None else x.double() for k, x in some(args).items()})
     assert rows64.dtype == torch.float64
     assert torch.allclose(rows64, want, rtol=1e-12, atol=1e-12)  # fp64: 2^-53 a rounding
 
@@ -111,6 +111,16 @@ def test_the_state_is_as_small_as_the_window():
     assert dsv4.compress(**args)[1].kv.shape == (4, 1024)  # the window before, for its a-half
     args = inputs("hca", 4095)
     assert dsv4.compress(**args)[1].kv.shape == (127, 512)
+    assert dsv4.compress(**inputs("pair", 4095))[1].kv.shape == (1, 512)
+    assert dsv4.compress(**inputs("token", 4095))[1].kv.shape == (0, 512)
+
+
+def test_without_position_bias_the_ratio_is_given():
+    """The same bits as with a bias of zeros."""
+    args = inputs("small csa", 20) | dict(position_bias=None)
+    rows, state = dsv4.compress(**args, ratio=3)
+    want, its_state = dsv4.compress(**args | dict(position_bias=torch.zeros(3, 12)), ratio=3)
+    assert torch.equal(rows, want) and torch.equal(state.gate, its_state.gate)
 
 
 def test_rows_come_in_the_asked_dtype_and_without_rope_when_there_is_no_table():
@@ -160,6 +170,11 @@ BAD = {
     "gate device": ({"gate": torch.zeros(10, 12, device="meta")}, "gate"),
     "bias width": ({"position_bias": torch.zeros(3, 6)}, "position_bias"),
     "bias empty": ({"position_bias": torch.zeros(0, 12)}, "position_bias"),
+    "neither bias nor ratio": ({"position_bias": None}, "ratio"),
+    "ratio 0": ({"position_bias": None, "ratio": 0}, "ratio"),
+    "another ratio": ({"ratio": 4}, "ratio"),
+    "no gate, many tokens": ({"gate": None}, "gate"),
+    "no gate, overlap": ({"gate": None, "position_bias": None, "ratio": 1}, "gate"),
     "norm rank": ({"norm_weight": torch.zeros(2, 6)}, "norm_weight"),
     "table odd": ({"cos_sin": torch.zeros(99, 3)}, "cos_sin"),
     "table wide": ({"cos_sin": torch.zeros(99, 8)}, "cos_sin"),

@@ -33,6 +33,8 @@ def tokens_at(
     stride_kv,
     stride_gate,
     width,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
 ):
     """(kv, gate with its bias) in fp32 of tokens [n, 1], counted from the first kept one; columns [1, D]."""
     fresh = there & (token >= kept)
@@ -41,11 +43,15 @@ def tokens_at(
     after = (token - kept).to(tl.int64)
     # One of the two is 0. A choice by predicate in place of the sums makes the compiler wait for every load in turn.
     old_kv = tl.load(old_kv_ptr + before, mask=old, other=0.0)
-    old_gate = tl.load(old_gate_ptr + before, mask=old, other=0.0)
     kv = tl.load(kv_ptr + after * stride_kv + column, mask=fresh, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + after * stride_gate + column, mask=fresh, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + bias_row * width + column, mask=fresh, other=0.0).to(tl.float32)
-    return kv + old_kv, gate + bias + old_gate
+    gate = tl.zeros_like(kv)
+    if GATED:
+        old_gate = tl.load(old_gate_ptr + before, mask=old, other=0.0)
+        gate = tl.load(gate_ptr + after * stride_gate + column, mask=fresh, other=0.0).to(tl.float32)
+        if BIASED:
+            gate += tl.load(bias_ptr + bias_row * width + column, mask=fresh, other=0.0).to(tl.float32)
+        gate += old_gate
+    return kv + old_kv, gate
 
 
 @triton.jit
@@ -114,11 +120,14 @@ def compress_rows(
     D: tl.constexpr,
     SLOTS: tl.constexpr,
     DTYPE: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
 ):
     """One program: a finished window of a sequence, or a token that the new state keeps.
 
     Tokens of a sequence are `kept` old ones (fp32, contiguous, gates with their bias) and `tokens` new ones; the first
     of them is token `base`. The new state has all from `drop` on. FORMAT: of the pool that rows go to; None: to lines.
+    Not GATED: rows of one token; not BIASED: gates as they are.
     """
     b = tl.program_id(1).to(tl.int64)
     width = d * 2 if OVERLAP else d
@@ -146,7 +155,8 @@ def compress_rows(
                 there = (slot < slots) & (line < d)
                 at = line + slot * 0
             kv, gate = tokens_at(token, at, there, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr,
-                                 tl.where(slot < m, slot, slot - m), kept, stride_kv, stride_gate, width)  # fmt: skip
+                                 tl.where(slot < m, slot, slot - m), kept, stride_kv, stride_gate, width, GATED,
+                                 BIASED)  # fmt: skip
             gate = tl.where(there, gate, -float("inf"))
             top, total, row = pooled(top, total, row, gate, kv)
         row = tl.where(column < d, row / total, 0.0)
@@ -182,6 +192,6 @@ def compress_rows(
         for half in tl.static_range(2 if OVERLAP else 1):
             at = half * d + column
             kv, gate = tokens_at(token, at, column < d, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr,
-                                 (base + token) % m, kept, stride_kv, stride_gate, width)  # fmt: skip
+                                 (base + token) % m, kept, stride_kv, stride_gate, width, GATED, BIASED)  # fmt: skip
             tl.store(new_kv_ptr + to + at, kv, mask=column < d)
             tl.store(new_gate_ptr + to + at, gate, mask=column < d)

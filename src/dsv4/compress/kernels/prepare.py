@@ -27,23 +27,27 @@ def supports(p: CompressProblem) -> str | None:
 
 def run(p: CompressProblem, launch: Callable[[Launch], None] = calls.launch) -> None:
     """Fill p.rows or the pool, and the new state."""
-    kv, gate, bias, norm = (_unit(x) for x in (p.kv, p.gate, p.position_bias, p.norm_weight))
+    kv, norm = _unit(p.kv), _unit(p.norm_weight)
+    gate = kv if p.gate is None else _unit(p.gate)  # kv: not read, here and below
+    bias = kv if p.position_bias is None else p.position_bias.contiguous()
     # Without old tokens nothing is read from there.
     old_kv = p.new_kv if p.old_kv is None else p.old_kv.contiguous()
     old_gate = p.new_gate if p.old_gate is None else p.old_gate.contiguous()
-    cos_sin = kv if p.cos_sin is None else _unit(p.cos_sin)  # kv: not read
+    cos_sin = kv if p.cos_sin is None else _unit(p.cos_sin)
     r, rope_line = (0, 0) if p.cos_sin is None else (cos_sin.shape[1], cos_sin.stride(0))
     format, target, slots, sizes = _target(p)
     arguments = [
-        kv, gate, bias.contiguous(), norm, cos_sin, old_kv, old_gate, p.new_kv, p.new_gate, target, slots, p.eps,
+        kv, gate, bias, norm, cos_sin, old_kv, old_gate, p.new_kv, p.new_gate, target, slots, p.eps,
         kv.shape[1], p.kept, Changing(p.base), Changing(p.first_window), p.windows, p.drop, p.m, p.d, r,
         kv.stride(0), kv.stride(1), gate.stride(0), gate.stride(1), rope_line, *sizes,
     ]  # fmt: skip
+    slots_at_once = 8 if p.overlap else min(16, 1 << (p.m - 1).bit_length())
     constants = dict(
         OVERLAP=p.overlap, ROPE=p.cos_sin is not None, FORMAT=format, D=max(16, 1 << (p.d - 1).bit_length()),
-        SLOTS=8 if p.overlap else 16, DTYPE=str(p.dtype).removeprefix("torch."),
+        SLOTS=slots_at_once, DTYPE=str(p.dtype).removeprefix("torch."), GATED=p.gate is not None,
+        BIASED=p.position_bias is not None,
         # 16 values of a tile to a thread: with 32 there are no registers left to have all its loads under way.
-        num_warps=8 if p.overlap else 16,
+        num_warps=8 if p.overlap else max(slots_at_once, 4),
     )  # fmt: skip
     launch(Launch(compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), arguments, constants))
 

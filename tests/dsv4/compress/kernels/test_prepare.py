@@ -17,6 +17,11 @@ def test_steps_give_the_bits_of_one_call(arch):
     compress_cases.assert_any_steps(arch, "indexer", 27, (1, 2, 7, 8, 9, 25))
 
 
+@pytest.mark.parametrize("kind", ["pair", "token"])
+def test_rows_of_two_tokens_and_of_one(arch, kind):
+    compress_cases.assert_any_steps(arch, kind, 9, (1, 4))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", compress_cases.KINDS)
