@@ -1,8 +1,10 @@
 """How well softsm's timing model predicts an H200.
 
-    python benchmarks/timing.py --measure --json FILE     # on the GPU: the validation cases, with clocks
+    python benchmarks/timing.py --measure --json FILE     # on the GPU: the development cases, with clocks
     python benchmarks/timing.py --predict --json FILE     # anywhere: the same cases in softsm
     python benchmarks/timing.py --table MEASURED PREDICTED
+    python benchmarks/timing.py --seed N --predict ...    # the same with cases drawn at random (timing_drawn.py):
+                                                          # a fresh seed is predicted and committed, then measured
     python benchmarks/timing.py --predict --gpu b200 --json FILE     # the sm_100a kernels; then --blackwell FILE
 
 Measured: median of CUDA-graph replays between events, the L2 emptied before each (as dsv4 bench does). The clock of the
@@ -25,24 +27,34 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != HERE]  # benchmarks/softsm.py is not the package
 sys.path.append(str(HERE))
 
-WORKERS = 10  # processes that compile
+WORKERS, COMPILING = 14, 45  # processes that compile, seconds at most
 
 
-def measure(path: Path, only: str, repeats: int, limit: float) -> None:
+def cases(seeds: list[int] | None, gpu: str = "h200") -> list:
+    if seeds:
+        from timing_drawn import draw
+
+        return [case for seed in seeds for case in draw(seed)]
+    import timing_cases
+
+    return timing_cases.CASES if gpu == "h200" else timing_cases.BLACKWELL
+
+
+def measure(path: Path, seeds: list[int] | None, only: str, repeats: int, limit: float) -> None:
     import torch
-    from timing_cases import CASES
 
     sys.path.append(str(HERE / "microbench"))
     import device as devices
     from synchronisation import spin
 
     begin = time.time()
-    command = [sys.executable, __file__, "--only", only, "--compile"]
+    drawn = ["--seed", *map(str, seeds)] if seeds else []
+    command = [sys.executable, __file__, *drawn, "--only", only, "--compile"]
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     workers = [subprocess.Popen([*command, f"{k}/{WORKERS}"], **quiet) for k in range(WORKERS)]
     for w in workers:
         try:
-            w.wait(max(1, 70 - (time.time() - begin)))
+            w.wait(max(1, COMPILING - (time.time() - begin)))
         except subprocess.TimeoutExpired:
             w.kill()
     print(f"compiled in {time.time() - begin:.0f} s", flush=True)
@@ -50,7 +62,7 @@ def measure(path: Path, only: str, repeats: int, limit: float) -> None:
     flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
     probe = spin()
     found: dict[str, dict] = {}
-    for case in (c for c in CASES if re.search(only, c.name)):
+    for case in (c for c in cases(seeds) if re.search(only, c.name)):
         if time.time() - begin > limit:
             found[case.name] = {"error": "no time left"}
             continue
@@ -111,32 +123,32 @@ def one(torch, gpu, flush, probe: str, call, repeats: int) -> dict:
     }
 
 
-def compile_part(part: str, only: str) -> None:
-    from timing_cases import CASES
-
+def compile_part(part: str, seeds: list[int] | None, only: str) -> None:
     k, n = map(int, part.split("/"))
-    for case in [c for c in CASES if re.search(only, c.name)][k::n]:
+    for case in [c for c in cases(seeds) if re.search(only, c.name)][k::n]:
         try:
             case.make("cuda")()
         except Exception as why:  # the measuring process will say so
             print(case.name, why)
 
 
-def predict(path: Path, only: str, gpu: str, part: str, traces: Path | None) -> None:
+def predict(path: Path, seeds: list[int] | None, only: str, gpu: str, part: str, traces: Path | None) -> None:
     """Without a GPU. Results are added to the file, so that a run may be cut short and taken up again. Traces that are
     kept make the next run with another model a matter of a second each."""
-    import timing_cases
     import torch
 
     import softsm
     from softsm.timing_model.parameters import GPUS
     from softsm.timing_model.timer import Timer
 
-    timing_cases.SMS = int(GPUS[gpu]["sms"])
-    cases = timing_cases.CASES if gpu == "h200" else timing_cases.BLACKWELL
+    sms = int(GPUS[gpu]["sms"])
+    if not seeds:
+        import timing_cases
+
+        timing_cases.SMS = sms
     k, n = map(int, part.split("/"))
     found: dict[str, dict] = json.loads(path.read_text())["cases"] if path.exists() else {}
-    for case in [c for c in cases if re.search(only, c.name)][k::n]:
+    for case in [c for c in cases(seeds, gpu) if re.search(only, c.name)][k::n]:
         if case.name in found:
             continue
         begin = time.time()
@@ -148,7 +160,7 @@ def predict(path: Path, only: str, gpu: str, part: str, traces: Path | None) -> 
                     timer.traced(trace)
             else:
                 torch.manual_seed(0)  # paths that depend on values are the same in every run
-                with softsm.use(GPUS[gpu].arch, sms=timing_cases.SMS), softsm.timing(gpu, values=case.values) as timer:
+                with softsm.use(GPUS[gpu].arch, sms=sms), softsm.timing(gpu, values=case.values) as timer:
                     case.make("cpu")()
                 if kept is not None:
                     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -179,12 +191,10 @@ def row(timer) -> dict:
 LAUNCH_BOUND = 20.0  # us: below it the worst case does not count
 
 
-def judged(measured: dict, predicted: dict) -> tuple[list[tuple], dict]:
+def judged(measured: dict, predicted: dict, seeds: list[int] | None) -> tuple[list[tuple], dict]:
     """-> rows (case, measured, predicted, error), figures"""
-    from timing_cases import CASES
-
     rows = []
-    for case in CASES:
+    for case in cases(seeds):
         m, p = measured.get(case.name, {}), predicted.get(case.name, {})
         if "us" in m and "us" in p:
             rows.append((case, m["us"], p["us"], p["us"] / m["us"] - 1, p.get("bound", "")))
@@ -209,8 +219,8 @@ def judged(measured: dict, predicted: dict) -> tuple[list[tuple], dict]:
     }
 
 
-def table(measured: Path, predicted: Path) -> str:
-    rows, figures = judged(json.loads(measured.read_text())["cases"], json.loads(predicted.read_text())["cases"])
+def table(measured: Path, predicted: Path, seeds: list[int] | None) -> str:
+    rows, figures = judged(*(json.loads(f.read_text())["cases"] for f in (measured, predicted)), seeds)
     lines = ["| case | measured, us | predicted, us | error | bound by |", "|---|---:|---:|---:|---|"]
     lines += [f"| {c.name} | {m:.1f} | {p:.1f} | {e:+.1%} | {b} |" for c, m, p, e, b in rows]
     groups: dict[str, list[float]] = {}
@@ -327,6 +337,7 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, default=Path("timing.json"))
+    parser.add_argument("--seed", type=int, nargs="+", metavar="N", help="cases drawn at random")
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--limit", type=float, default=120, help="seconds, for --measure")
@@ -346,13 +357,13 @@ def main() -> int:
     elif given.blackwell:
         print(blackwell(given.blackwell))
     elif given.table:
-        print(table(*given.table))
+        print(table(*given.table, given.seed))
     elif given.predict:
-        predict(given.json, given.only, given.gpu, given.part, given.traces)
+        predict(given.json, given.seed, given.only, given.gpu, given.part, given.traces)
     elif given.compile:
-        compile_part(given.compile, given.only)
+        compile_part(given.compile, given.seed, given.only)
     elif given.measure:
-        measure(given.json, given.only, given.repeats, given.limit)
+        measure(given.json, given.seed, given.only, given.repeats, given.limit)
     return 0
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from timing_case import Call, Case, values
 from timing_foreign import cases as foreign
 
 import dsv4
@@ -18,29 +19,6 @@ from dsv4.index.sizes import GROUP, index_block, index_line, index_share_words, 
 from dsv4.runtime import plan as plans
 
 SMS = 132
-Call = Callable[[], Any]
-
-
-def values(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    if device == "cuda":
-        return torch.randn(shape, device=device, dtype=dtype)
-    n = 1
-    for s in shape:
-        n *= s
-    part = torch.randn(min(n, 1 << 18)).to(dtype)
-    out = torch.empty(n, dtype=dtype)
-    for first in range(0, n, part.numel()):
-        out[first : first + part.numel()] = part[: n - first]
-    return out.view(shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    name: str
-    group: str  # for the table
-    make: Callable[[str], Call]
-    variants: str = ""  # cases with the same word here compute the same: their order counts
-    values: bool = False  # whether products are computed: a later launch depends on them
 
 
 def fmha(batch: int, q_heads: int, kv_heads: int, queries: int, keys: int, d: int, causal=False, same=False) -> Case:

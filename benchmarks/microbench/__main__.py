@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import device as devices
 from copies import Copies
 from dependents import Dependents
+from everyday import Everyday
 from instructions import OPERATIONS, Instructions
 from memory import Memory
 from overlap import Overlap
@@ -32,7 +33,7 @@ from synchronisation import Synchronisation
 from turns import Turns
 
 GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips, Turns,
-                               Dependents)}  # fmt: skip
+                               Dependents, Everyday)}  # fmt: skip
 
 
 def measure(group: str, path: Path) -> None:

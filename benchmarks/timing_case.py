@@ -1,0 +1,33 @@
+"""A case of the timing model: what makes its inputs on a device and gives back the call that is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+def values(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    if device == "cuda":
+        return torch.randn(shape, device=device, dtype=dtype)
+    n = 1
+    for s in shape:
+        n *= s
+    part = torch.randn(min(n, 1 << 18)).to(dtype)
+    out = torch.empty(n, dtype=dtype)
+    for first in range(0, n, part.numel()):
+        out[first : first + part.numel()] = part[: n - first]
+    return out.view(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    group: str  # for the table
+    make: Callable[[str], Call]
+    variants: str = ""  # cases with the same word here compute the same: their order counts
+    values: bool = False  # whether products are computed: a later launch depends on them
