@@ -12,7 +12,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     import dsv4.fmha.training
     import dsv4.v4.training  # noqa: F401  these two register operators
     from dsv4.caches.index_keys import IndexCache
-    from dsv4.caches.kv import Fp8Cache
+    from dsv4.caches.kv import Fp8Cache, Mxfp8Cache, Nvfp4Cache
     from dsv4.compress.api import compress
     from dsv4.compress.problem import CompressState
     from dsv4.flops import register as _register_flops
@@ -25,13 +25,15 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     from dsv4.v4.api import v4_attention
 
     # Tensors with a few numbers beside them: torch.load(..., weights_only=True) may make them.
-    torch.serialization.add_safe_globals([Fp8Cache, IndexCache, Plan, CompressState])
+    torch.serialization.add_safe_globals([Fp8Cache, Mxfp8Cache, Nvfp4Cache, IndexCache, Plan, CompressState])
     _register_flops()
 
 __version__ = "0.2.0"
 __all__ = [
     "Fp8Cache",
     "IndexCache",
+    "Mxfp8Cache",
+    "Nvfp4Cache",
     "Plan",
     "compress",
     "fmha",

@@ -3,7 +3,7 @@
     timing      alternating CUDA-graph replays (ours, theirs, ours, ...), a cold L2 before each, the clock after each
     peers       who can be imported here, and their calls
     dense       fmha beside torch, FFPA and flash-attn
-    v4          v4_attention beside FlashMLA
+    v4, v41     v4_attention beside FlashMLA, with rows of V4 and of V4.1
     index       index_topk beside DeepGEMM's logits and torch.topk; compress and the writing of rows beside torch
     backward    the gradients of fmha beside torch, FFPA and flash-attn; those of v4_attention
     drawn       cases of every suite, drawn at random by a seed
@@ -22,10 +22,11 @@ SUITES = ("dense", "v4", "index", "backward")
 
 def cases(suite: str, seed: int | None = None, count: int = 20) -> list[Case]:
     """The cases of a suite, or of all; with a seed, so many drawn at random of each."""
-    from dsv4.bench import backward, dense, drawn, index, v4
+    from dsv4.bench import backward, dense, drawn, index, v4, v41
 
     if seed is not None:
         return [case for name in (SUITES if suite == "all" else (suite,)) for case in drawn.cases(name, seed, count)]
     modules = {"dense": dense, "v4": v4, "index": index, "backward": backward}
     by_name: dict[str, list[Case]] = {name: [*module.CASES] for name, module in modules.items()}
+    by_name["v4"] += v41.CASES
     return [case for name in (SUITES if suite == "all" else (suite,)) for case in by_name[name]]

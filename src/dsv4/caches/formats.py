@@ -13,7 +13,7 @@ class and, if kernels are to read it, an `unpack` function; no kernel names one.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 
 PANEL = 64  # values that kernels unpack at a time
 E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what codes 0 to 7 mean; 8 more is minus that
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +110,8 @@ class RowFormat:
 
     @property
     def unpack_bytes(self) -> Any:
-        """Gluon: (bytes of the codes of a panel [..., 64 codes], the panel's scales of each row) -> bf16 [..., 64]."""
+        """Gluon: (bytes of the codes of a panel [..., 64 codes], int32: the panel's scales of each row, FORMAT) -> bf16
+        [..., 64]."""
         raise NotImplementedError
 
     @property
@@ -184,6 +187,79 @@ class Fp8Rows(RowFormat):
         return _kernel("pack", "store_fp8_row")
 
 
+class Mxfp8Rows(RowFormat):
+    """KV rows of DeepSeek-V4.1's window: 512 e4m3, RoPE applied to the last 64 of them, one scale for every 32.
+
+    512 x e4m3   values / scale                                        512 B   data row
+     16 x ue8m0  scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))         16 B   scale row
+
+    Rows of V3.2 without RoPE have 528 bytes, too, and mean something else: 4 scales in fp32.
+    """
+
+    LEAST = 1e-4  # an all-zero group still gets a scale
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """A group that holds a NaN or an infinity gets the ue8m0 NaN (255) as its scale and reads back as NaN."""
+        groups = rows.float().unflatten(1, (self.groups, self.group))
+        target = groups.abs().amax(-1).clamp_min(self.LEAST) / E4M3_MAX
+        scales = torch.where(torch.isfinite(target), ceil_log2(target) + 127, 255).to(torch.uint8)
+        codes = (groups / scales.view(torch.float8_e8m0fnu).float()[..., None]).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8).flatten(1), scales
+
+    def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """e4m3 times a power of two is exact in bf16."""
+        codes = data.contiguous().view(torch.float8_e4m3fn).to(dtype).unflatten(1, (self.groups, self.group))
+        return (codes * scales.contiguous().view(torch.float8_e8m0fnu).to(dtype)[..., None]).flatten(1)
+
+    @property
+    def unpack(self) -> Any:
+        return _kernel("unpack", "unpack_e4m3")
+
+    @property
+    def unpack_bytes(self) -> Any:
+        return _kernel("unpack", "e4m3_bytes")
+
+    @property
+    def store(self) -> Any:
+        return _kernel("pack", "store_mxfp8_row")
+
+
+class Nvfp4Rows(RowFormat):
+    """Compressed KV rows of DeepSeek-V4.1: 512 e2m1, RoPE applied to the last 64 of them, one scale for every 16.
+
+    512 x e2m1   values / scale, two to a byte, the first in its low bits          256 B   data row
+     32 x e4m3   scale = amax / 6, between 2 ** -9 and 448                          32 B   scale row
+
+    There is no scale of the whole tensor. Larger values than 6 * 448 become 6 * 448.
+    """
+
+    LEAST = 2.0**-9  # the smallest e4m3; a group of zeros has it, too
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """A group that holds a NaN or an infinity gets the e4m3 NaN (127) as its scale and reads back as NaN."""
+        groups = rows.float().unflatten(1, (self.groups, self.group))
+        target = groups.abs().amax(-1) / E2M1_MAX
+        scales = target.clamp(self.LEAST, E4M3_MAX).where(torch.isfinite(target), torch.nan).to(torch.float8_e4m3fn)
+        return encode_e2m1((groups / scales.float()[..., None]).flatten(1)), scales.view(torch.uint8)
+
+    def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The product has 6 significant bits: exact in bf16 and in fp16."""
+        groups = decode_e2m1(data).to(dtype).unflatten(1, (self.groups, self.group))
+        return (groups * scales.contiguous().view(torch.float8_e4m3fn).to(dtype)[..., None]).flatten(1)
+
+    @property
+    def unpack(self) -> Any:
+        return _kernel("unpack", "unpack_e2m1")
+
+    @property
+    def unpack_bytes(self) -> Any:
+        return _kernel("unpack", "e2m1_bytes")
+
+    @property
+    def store(self) -> Any:
+        return _kernel("pack", "store_nvfp4_row")
+
+
 class Fp8Keys(RowFormat):
     """Keys of the lightning indexer: 128 e4m3 and one scale. Readers take any positive scale, not only powers of two.
 
@@ -228,9 +304,34 @@ def ceil_log2(x: Tensor) -> Tensor:
     return exponent - (mantissa == 0.5).to(exponent.dtype)
 
 
+def encode_e2m1(x: Tensor) -> Tensor:
+    """fp32 [..., 2 n] -> uint8 [..., n], two to a byte, the first in its low bits. The nearest, ties to the even code;
+    what is beyond 6 becomes 6; the sign of zero is kept; NaN becomes 0."""
+    size = x.abs()
+    code = torch.signbit(x).to(torch.uint8) << 3
+    for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):  # between codes i and i + 1
+        code += size >= middle if i % 2 else size > middle
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def decode_e2m1(data: Tensor) -> Tensor:
+    """uint8 [..., n] -> fp32 [..., 2 n]"""
+    table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=data.device)
+    return table[torch.stack([data & 15, data >> 4], -1).flatten(-2).int()]
+
+
+def interleaved(planar: RowFormat) -> RowFormat:
+    """The same rows, each with its scales behind it; pages follow each other without padding."""
+    return replace(planar, name=f"{planar.name}_interleaved", stride_unit=1, interleaved=True)
+
+
 PLAIN = PlainRows("plain", values=512, coded=0, code_bits=0, group=PANEL, scale_bytes=0, stride_unit=1)
 # Pages at multiples of 576 bytes: the tensor maps of the Blackwell kernels need that.
 FP8_584 = Fp8Rows("fp8_584", values=512, coded=448, code_bits=8, group=64, scale_bytes=8, stride_unit=576)
+MXFP8_528 = Mxfp8Rows("mxfp8_528", values=512, coded=512, code_bits=8, group=32, scale_bytes=16, stride_unit=512)
+NVFP4_288 = Nvfp4Rows("nvfp4_288", values=512, coded=512, code_bits=4, group=16, scale_bytes=32, stride_unit=256)
+MXFP8_528_INTERLEAVED = interleaved(MXFP8_528)
+NVFP4_288_INTERLEAVED = interleaved(NVFP4_288)
 INDEX_132 = Fp8Keys("index_132", values=128, coded=128, code_bits=8, group=128, scale_bytes=4, stride_unit=16)
 
 

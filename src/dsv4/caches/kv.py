@@ -1,14 +1,14 @@
-"""KV rows of DeepSeek-V4 as bytes, and pools of rows, packed or plain."""
+"""KV rows of DeepSeek-V4 and V4.1 as bytes, and pools of rows, packed or plain."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dsv4.caches.formats import FP8_584
+from dsv4.caches.formats import FORMATS, FP8_584, MXFP8_528, NVFP4_288, Fp8Rows, Mxfp8Rows, Nvfp4Rows, RowFormat
 from dsv4.caches.pages import PackedRows
 
 
@@ -28,6 +28,51 @@ class Fp8Cache(PackedRows):
     """
 
     format_name: str = FP8_584.name
+    kind: ClassVar[type[RowFormat]] = Fp8Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp8Cache(PackedRows):
+    """Pages of DeepSeek-V4.1's 528-byte rows in one flat uint8 tensor. It is a view: the tensor owns the memory.
+
+    storage        uint8 [bytes], contiguous; page p starts at byte p * page_stride
+    rows_per_page  rows in one page
+    page_stride    bytes from page to page; default: rows_per_page * 528 rounded up to 512, interleaved not rounded
+    format_name    "mxfp8_528", planar: [ R x 512 B data | R x 16 B scales | padding ]; "mxfp8_528_interleaved": each
+                   row's scales follow its data
+
+    :class:`dsv4.caches.formats.Mxfp8Rows` defines the bytes of a row. The class says what they are: rows of V3.2 have
+    528 bytes, too.
+
+    >>> window = Mxfp8Cache.pack(rows, rows_per_page=32)                          # rows [n, 512], bf16 or fp32
+    >>> Mxfp8Cache.from_pages(pages, format=MXFP8_528_INTERLEAVED)                # of dsv4.caches.formats
+    """
+
+    format_name: str = MXFP8_528.name
+    kind: ClassVar[type[RowFormat]] = Mxfp8Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Nvfp4Cache(PackedRows):
+    """Pages of DeepSeek-V4.1's 288-byte rows in one flat uint8 tensor. It is a view: the tensor owns the memory.
+
+    storage        uint8 [bytes], contiguous; page p starts at byte p * page_stride
+    rows_per_page  rows in one page
+    page_stride    bytes from page to page; default: rows_per_page * 288 rounded up to 256, interleaved not rounded
+    format_name    "nvfp4_288", planar: [ R x 256 B data | R x 32 B scales | padding ]; "nvfp4_288_interleaved": each
+                   row's scales follow its data
+
+    :class:`dsv4.caches.formats.Nvfp4Rows` defines the bytes of a row.
+
+    >>> compressed = Nvfp4Cache.pack(rows, rows_per_page=64)                      # rows [n, 512], bf16 or fp32
+    >>> dsv4.v4_attention(q, window, window_indices, compressed, compressed_indices)
+    """
+
+    format_name: str = NVFP4_288.name
+    kind: ClassVar[type[RowFormat]] = Nvfp4Rows
+
+
+CACHES = (Fp8Cache, Mxfp8Cache, Nvfp4Cache)
 
 
 # A pool of rows is a tensor [rows, D], a tensor [pages, rows per page, D], or packed rows. Row number r is row
@@ -48,7 +93,7 @@ def parts_of(pool: Any) -> tuple[Any, int, int, str]:
 def from_parts(storage: Any, rows_per_page: int, page_stride: int, name: str) -> Any:
     if storage is None or not name:
         return storage
-    cls = Fp8Cache if name == FP8_584.name else PackedRows
+    cls = next((cache for cache in CACHES if isinstance(FORMATS[name], cache.kind)), PackedRows)
     return cls(storage, rows_per_page, page_stride, name)
 
 

@@ -6,7 +6,7 @@ page p starts at byte p * page_stride; row r is row r % R of page r // R
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -32,11 +32,13 @@ class PackedRows:
     rows_per_page: int
     page_stride: int = -1
     format_name: str = ""
+    kind: ClassVar[type[RowFormat]] = RowFormat  # of the formats that a class takes
 
     def __post_init__(self) -> None:
         checks.tensor("storage", self.storage, ("bytes",), (torch.uint8,))
-        if self.format_name not in FORMATS:
-            checks.fail("format_name", repr(self.format_name), ", ".join(FORMATS))
+        if not isinstance(FORMATS.get(self.format_name), self.kind):
+            names = [name for name, format in FORMATS.items() if isinstance(format, self.kind)]
+            checks.fail("format_name", repr(self.format_name), ", ".join(names))
         rows = checks.at_least(1, "rows_per_page", self.rows_per_page)
         used = rows * self.format.row_bytes
         stride = self.format.default_stride(rows) if checks.whole(self.page_stride) == -1 else self.page_stride

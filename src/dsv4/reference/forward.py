@@ -151,7 +151,7 @@ def fmha_paged(
 
 def v4_attention(
     q: Tensor,  # [N, H, 512]
-    window,  # [rows, 512], [pages, rows per page, 512], or an Fp8Cache; each row is key and value
+    window,  # [rows, 512], [pages, rows per page, 512], or packed rows; each row is key and value
     window_indices: Tensor,  # [N, K] row numbers, -1 = nothing there
     compressed=None,  # the second pool of rows, same forms
     compressed_indices: Tensor | None = None,  # [N, K2]
@@ -216,7 +216,7 @@ def pool_rows(pool) -> Tensor | None:
 
 
 def rows_per_page(pool) -> int:
-    """A [pages, rows, 512] tensor says it in its shape, an Fp8Cache by name; plain [rows, 512] has pages of one row."""
+    """A [pages, rows, 512] tensor says it in its shape, packed rows by name; plain [rows, 512] has pages of one row."""
     if isinstance(pool, Tensor):
         return pool.shape[1] if pool.ndim == 3 else 1
     return pool.rows_per_page

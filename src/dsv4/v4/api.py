@@ -84,8 +84,9 @@ def v4_attention(
         HCA   v4_attention(q, window, window_indices, compressed, compressed_block_table=..., compressed_lengths=...)
 
     Args:
-        window, compressed: a pool of rows: a tensor [rows, 512] of q's dtype, a tensor [pages, page, 512], or an
-            :class:`dsv4.Fp8Cache`. Row number r is row ``r % page`` of page ``r // page``.
+        window, compressed: a pool of rows: a tensor [rows, 512] of q's dtype, a tensor [pages, page, 512], or packed
+            rows: a :class:`dsv4.Fp8Cache` (V4), a :class:`dsv4.Mxfp8Cache` or a :class:`dsv4.Nvfp4Cache` (V4.1). Each
+            pool may be of another kind. Row number r is row ``r % page`` of page ``r // page``.
         window_indices, compressed_indices: int32 [N, K] of row numbers in any order, -1 = nothing there. A row
             listed twice counts twice.
         window_lengths, compressed_lengths: int32 [N], how many entries of each list are used; later ones are
@@ -108,12 +109,12 @@ def v4_attention(
         backend: "auto" (by the device of q), "cuda", "softsm" (the GPU kernels, emulated), "cpu".
 
     Rules:
-        bfloat16 and float16 everywhere. Only on the cpu backend: float32, head dims 64, 128 and 256, and an Fp8Cache
+        bfloat16 and float16 everywhere. Only on the cpu backend: float32, head dims 64, 128 and 256, and packed rows
         with a q that is not bfloat16. The last dimension has stride 1; all other strides are arbitrary. out has q's
         dtype, unless out= is fp32.
         For a query that lists no row, out is 0 and lse is -inf, with or without a sink.
         Rows that no query lists may contain NaN or inf; rows that are listed must be finite.
-        Gradients exist with respect to q, the rows of both pools (not of an Fp8Cache), sink and lse (first order,
+        Gradients exist with respect to q, the rows of both pools (not of packed rows), sink and lse (first order,
         reverse mode). With out= or plan=, an input that requires grad raises an error under grad mode.
 
     Raises:

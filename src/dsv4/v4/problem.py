@@ -15,6 +15,8 @@ from dsv4.caches.kv import Pool
 from dsv4.caches.pages import PackedRows
 from dsv4.runtime import checks
 
+CACHE_NAMES = ", ".join(cache.__name__ for cache in caches.CACHES)
+
 
 @dataclass(frozen=True, eq=False)
 class V4Problem:
@@ -156,11 +158,12 @@ def _pool(name: str, x, q: Tensor) -> None:
             checks.fail(name, f"{kind} on {x.device}", f"the device of q, {q.device}")
         return
     if not checks.is_tensor(x):
-        checks.fail(name, checks.describe(x), f"a tensor [rows, {d}] or [pages, rows per page, {d}], or an Fp8Cache")
+        accepted = f"a tensor [rows, {d}] or [pages, rows per page, {d}], or an {CACHE_NAMES}"
+        checks.fail(name, checks.describe(x), accepted)
     shape = ("pages", "rows per page", d) if x.ndim == 3 else ("rows", d)
     checks.tensor(name, x, shape, checks.FLOATS, like=("q", q))
     if x.dtype != q.dtype:
-        checks.fail(name, f"dtype {x.dtype}", f"dtype {q.dtype}, as q, or an Fp8Cache")
+        checks.fail(name, f"dtype {x.dtype}", f"dtype {q.dtype}, as q, or an {CACHE_NAMES}")
     if x.ndim == 3 and x.shape[1] == 0:
         checks.fail(name, f"shape {list(x.shape)}", "pages of at least one row")
 

@@ -18,7 +18,9 @@ from dsv4.runtime import calls
 from dsv4.runtime.program import Launch
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
+E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
 MIN_SCALE, LEAST = tl.constexpr(formats.Fp8Rows.MIN_SCALE), tl.constexpr(formats.Fp8Keys.LEAST)
+LEAST_MXFP8, LEAST_NVFP4 = tl.constexpr(formats.Mxfp8Rows.LEAST), tl.constexpr(formats.Nvfp4Rows.LEAST)
 
 
 @triton.jit
@@ -73,6 +75,58 @@ def store_fp8_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.c
     group = tl.arange(0, WIDE // GROUP)
     scale = tl.where(group[None, :] < CODED // GROUP, scale, 0)
     tl.store(out_ptr + scales[:, None] + group[None, :], scale.to(tl.uint8), mask=kept)
+
+
+@triton.jit
+def largest_of_groups(y, GROUP: tl.constexpr):
+    """[n, groups]; infinity for a group with a NaN."""
+    size = tl.where(y == y, tl.abs(y), float("inf"))
+    return tl.max(tl.reshape(size, [y.shape[0], y.shape[1] // GROUP, GROUP]), 2)
+
+
+@triton.jit
+def store_codes_and_scales(out_ptr, codes, scales, page, place, page_rows, kept, FORMAT: tl.constexpr):
+    """Rows that are codes alone: codes uint8 [n, data bytes], scales uint8 [n, scale bytes]."""
+    byte = tl.arange(0, FORMAT.data_bytes)[None, :]
+    tl.store(out_ptr + data_at(page, place, FORMAT)[:, None] + byte, codes, mask=kept[:, None])
+    byte = tl.arange(0, FORMAT.scale_bytes)[None, :]
+    tl.store(out_ptr + scales_at(page, place, page_rows, FORMAT)[:, None] + byte, scales, mask=kept[:, None])
+
+
+@triton.jit
+def store_mxfp8_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
+    """As formats.Mxfp8Rows.quantize makes them."""
+    largest = largest_of_groups(y, FORMAT.group)
+    scale = ue8m0(tl.div_rn(tl.maximum(largest, LEAST_MXFP8), E4M3_MAX))
+    small = tl.reshape(y, [y.shape[0], FORMAT.groups, FORMAT.group]) * inverse_of(scale)[:, :, None]
+    codes = tl.reshape(small, [y.shape[0], FORMAT.values]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    store_codes_and_scales(out_ptr, codes, scale.to(tl.uint8), page, place, page_rows, kept, FORMAT)
+
+
+@triton.jit
+def e2m1(x):
+    """Codes int32 of fp32 numbers, as formats.encode_e2m1 makes them."""
+    size = tl.abs(x)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
+    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    return code + (size > 5.0).to(tl.int32) + ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def store_nvfp4_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
+    """As formats.Nvfp4Rows.quantize makes them."""
+    largest = largest_of_groups(y, FORMAT.group)
+    target = tl.minimum(tl.maximum(tl.div_rn(largest, E2M1_MAX), LEAST_NVFP4), E4M3_MAX)
+    scale = target.to(tl.float8e4nv)
+    value = scale.to(tl.float32)[:, :, None]
+    groups = tl.reshape(y, [y.shape[0], FORMAT.groups, FORMAT.group])
+    # Divided, not multiplied by a reciprocal, which would move ties.
+    groups, value = tl.broadcast(groups, value)
+    codes = tl.reshape(e2m1(tl.div_rn(groups, value)), [y.shape[0], FORMAT.data_bytes, 2])
+    low, high = tl.split(codes)
+    # A group with a NaN or an infinity gets the scale 127, which is NaN.
+    scale = tl.where(largest < float("inf"), scale.to(tl.uint8, bitcast=True), 127).to(tl.uint8)
+    store_codes_and_scales(out_ptr, (low | (high << 4)).to(tl.uint8), scale, page, place, page_rows, kept, FORMAT)
 
 
 @triton.jit

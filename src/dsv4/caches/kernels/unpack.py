@@ -28,16 +28,20 @@ def _bytes_as(ptr, there, N: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def load_scales(ptr, at, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Scale bytes of each row, of PANELS panels from FIRST on: an integer of 32 or 64 bits, or two of 64. at: where the
-    scales of a row begin, a multiple of UNIT bytes up to 8."""
+    """Scale bytes of each row, of PANELS panels from FIRST on: an integer of 32 or 64 bits, or several of 64. at: where
+    the scales of a row begin, a multiple of UNIT bytes up to 8."""
     EACH: gl.constexpr = panel_scale_bytes(FORMAT)
     BEGIN: gl.constexpr = FIRST * EACH
     SIZE: gl.constexpr = PANELS * EACH
     USED: gl.constexpr = min(SIZE, FORMAT.groups - BEGIN)
-    gl.static_assert(SIZE == 4 or SIZE == 8 or SIZE == 16)
-    if SIZE == 16:
-        return (load_scales(ptr, at, there, FIRST, PANELS // 2, UNIT, FORMAT),
-                load_scales(ptr, at, there, FIRST + PANELS // 2, PANELS // 2, UNIT, FORMAT))  # fmt: skip
+    gl.static_assert(SIZE == 4 or SIZE == 8 or SIZE == 16 or SIZE == 32)
+    if SIZE > 8:
+        low = load_scales(ptr, at, there, FIRST, PANELS // 2, UNIT, FORMAT)
+        high = load_scales(ptr, at, there, FIRST + PANELS // 2, PANELS // 2, UNIT, FORMAT)
+        if SIZE == 32:
+            return low[0], low[1], high[0], high[1]
+        else:
+            return low, high
     else:
         dtype: gl.constexpr = gl.int32 if SIZE == 4 else gl.int64
         if UNIT >= 8:
@@ -48,10 +52,8 @@ def load_scales(ptr, at, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT:
 
 @gluon.jit
 def half_scales(scales, HALF: gl.constexpr):
-    """Of the scales of 8 panels, those of the first 4 or of the last 4."""
-    if isinstance(scales, gl.tuple):
-        return scales[HALF]
-    elif HALF == 0:
+    """Of the scales of 8 panels in an integer of 64 bits, those of the first 4 or of the last 4."""
+    if HALF == 0:
         return scales.to(gl.int32)
     else:
         return (scales >> 32).to(gl.int32)
@@ -62,12 +64,36 @@ def panel_scales(x, scales, FIRST: gl.constexpr, FORMAT: gl.constexpr):
     """The scale bytes of each row and panel of x, panels from FIRST on: int32 [rows, panels, 1]."""
     EACH: gl.constexpr = panel_scale_bytes(FORMAT)
     L: gl.constexpr = x.type.layout
+    panel = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
     if isinstance(scales, gl.tuple):
-        return panel_scales(x, scales[FIRST * EACH // 8], FIRST % (8 // EACH), FORMAT)
+        # Panels are numbers that the compiler knows: it takes one of the integers.
+        PER: gl.constexpr = 8 // EACH
+        found = _bytes_of_panels(scales[0], panel, EACH, L)
+        for i in gl.static_range(1, len(scales)):
+            others = _bytes_of_panels(scales[i], panel - i * PER, EACH, L)
+            found = gl.where((panel // PER == i)[None, :, None], others, found)
+        return found
     else:
-        panel = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
-        scales = gl.convert_layout(scales, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-        return (scales >> (8 * EACH * panel.to(scales.dtype))[None, :, None]).to(gl.int32) & ((1 << (8 * EACH)) - 1)
+        return _bytes_of_panels(scales, panel, EACH, L)
+
+
+@gluon.jit
+def _bytes_of_panels(scales, panel, EACH: gl.constexpr, L: gl.constexpr):
+    scales = gl.convert_layout(scales, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    found = (scales >> (8 * EACH * panel.to(scales.dtype))[None, :, None]).to(gl.int32)
+    if EACH < 4:
+        found = found & ((1 << (8 * EACH)) - 1)
+    return found
+
+
+@gluon.jit
+def word_scales(x, scales, FIRST: gl.constexpr, FORMAT: gl.constexpr):
+    """The scale of each word of x, a byte: int32 [rows, panels, words], or [rows, panels, 1] where a panel has one."""
+    s = panel_scales(x, scales, FIRST, FORMAT)
+    if panel_scale_bytes(FORMAT) > 1:
+        word = gl.arange(0, x.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, x.type.layout)))[None, None, :]
+        s = (s >> (word * (32 // FORMAT.code_bits) // FORMAT.group * 8)) & 255
+    return s
 
 
 # The four bytes of a word, each S EEEE MMM, as S 0000EEEE MMM0000: low and high bytes made on their own, then
@@ -106,10 +132,10 @@ def _conversion(exact):
 
 @gluon.jit
 def unpack_e4m3(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.constexpr):
-    """e4m3 times one ue8m0 for each panel."""
-    gl.static_assert(FORMAT.code_bits == 8 and panel_scale_bytes(FORMAT) == 1)
+    """e4m3 times ue8m0."""
+    gl.static_assert(FORMAT.code_bits == 8)
     # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN. Twice, for pairs.
-    s = panel_scales(x, scales, FIRST, FORMAT)
+    s = word_scales(x, scales, FIRST, FORMAT)
     if SPEED == QUICKEST:
         s = gl.maximum(s * 0x800080, 0x400040)
     elif SPEED == QUICK:
@@ -125,8 +151,80 @@ def unpack_e4m3(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
     return gl.join(a, b).reshape([x.shape[0], x.shape[1], 32])
 
 
+# The eight codes of a word, each S EE M, in pairs as S 000000EE M000000: each byte, and that byte with its low code
+# moved up, below eight copies of their signs; shifted and masked. As bf16 that is the value times 2^-126, subnormals
+# too. 2^126 times a scale may not fit, so the factor is 2^119, and the scale comes times 2^7.
+E2M1_PAIRS = gl.constexpr("""{
+    .reg .b32 up, factor;
+    shl.b32 up, $4, 4;
+    prmt.b32 $0, up, $4, 0xc480;
+    prmt.b32 $1, up, $4, 0xd591;
+    prmt.b32 $2, up, $4, 0xe6a2;
+    prmt.b32 $3, up, $4, 0xf7b3;
+    shl.b32 $0, $0, 2;
+    shl.b32 $1, $1, 2;
+    shl.b32 $2, $2, 2;
+    shl.b32 $3, $3, 2;
+    and.b32 $0, $0, 0x81c081c0;
+    and.b32 $1, $1, 0x81c081c0;
+    and.b32 $2, $2, 0x81c081c0;
+    and.b32 $3, $3, 0x81c081c0;
+    mov.b32 factor, 0x7b007b00;
+    mul.rn.bf16x2 $0, $0, factor;
+    mul.rn.bf16x2 $1, $1, factor;
+    mul.rn.bf16x2 $2, $2, factor;
+    mul.rn.bf16x2 $3, $3, factor;
+    mul.rn.bf16x2 $0, $0, $5;
+    mul.rn.bf16x2 $1, $1, $5;
+    mul.rn.bf16x2 $2, $2, $5;
+    mul.rn.bf16x2 $3, $3, $5;
+}""")
+
+
 @gluon.jit
-def e4m3_bytes(x, s):
-    """e4m3 as bytes [..., 64], times one ue8m0 for each row: s int32 [...]."""
+def unpack_e2m1(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.constexpr):
+    """e2m1 times e4m3 for every 16, which is not negative."""
+    gl.static_assert(FORMAT.code_bits == 4 and FORMAT.group == 16)
+    # The bits of an e4m3 in the place of a bf16's are its value times 2^-120: the product with 2^127 is 2^7 times it.
+    byte = word_scales(x, scales, FIRST, FORMAT)
+    s = gl.inline_asm_elementwise(
+        "{ .reg .b32 factor; mov.b32 factor, 0x7f007f00; mul.rn.bf16x2 $0, $1, factor; }",
+        "=r,r", [byte * 0x100010], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    if SPEED == EXACT:
+        s = gl.where(byte == 127, 0x7FC07FC0, s)
+    x, s = gl.broadcast(x, s)
+    a, b, c, d = gl.inline_asm_elementwise(
+        E2M1_PAIRS, "=&r,=&r,=&r,=&r,r,r", [x, s], dtype=(gl.int32,) * 4, is_pure=True, pack=1
+    )
+    return gl.join(gl.join(a, c), gl.join(b, d)).reshape([x.shape[0], x.shape[1], 32])
+
+
+@gluon.jit
+def e4m3_bytes(x, s, FORMAT: gl.constexpr):
+    """e4m3 as bytes [..., 64], times ue8m0: s int32 [...] has those of a panel."""
+    s = _byte_scales(x, s, FORMAT)
     s = gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return x.to(gl.float8e4nv, bitcast=True).to(gl.bfloat16) * gl.expand_dims(s, -1)
+    return x.to(gl.float8e4nv, bitcast=True).to(gl.bfloat16) * s
+
+
+@gluon.jit
+def e2m1_bytes(x, s, FORMAT: gl.constexpr):
+    """e2m1 as bytes [rows, 32], two codes each, times e4m3: s int32 [rows] has the four scales of a panel."""
+    code = gl.join(x & 15, x >> 4).reshape([x.shape[0], 64]).to(gl.int32)
+    # As bf16 the value times 2^-126.
+    value = (((code & 7) << 6) | ((code & 8) << 12)).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    s = _byte_scales(code, s, FORMAT).to(gl.int8).to(gl.float8e4nv, bitcast=True).to(gl.bfloat16)
+    return value * 2.0**126 * s
+
+
+@gluon.jit
+def _byte_scales(codes, s, FORMAT: gl.constexpr):
+    """One byte of the scales s of a panel for each of its codes [..., 64]."""
+    s = gl.expand_dims(s, -1)
+    if panel_scale_bytes(FORMAT) > 1:
+        L: gl.constexpr = codes.type.layout
+        gl.static_assert(len(codes.shape) == 2)
+        column = gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
+        s = gl.convert_layout(s, L) >> (column // FORMAT.group * 8)
+    return s & 255

@@ -111,11 +111,11 @@ def load_codes(
     PANELS: gl.constexpr,
     UNIT: gl.constexpr,
     FORMAT: gl.constexpr,
-    WORDS: gl.constexpr = 4,
+    THREADS: gl.constexpr = 4,
 ):
-    """The codes of 64 x PANELS values of each row, WORDS a thread: int32 [rows, PANELS, words of a panel]."""
+    """The codes of 64 x PANELS values of each row, by so many threads: int32 [rows, PANELS, words of a panel]."""
     N: gl.constexpr = FORMAT.panel_words
-    L: gl.constexpr = codes_layout(gl.num_warps(), PANELS, N, WORDS)
+    L: gl.constexpr = codes_layout(gl.num_warps(), PANELS, N, N // THREADS)
     R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
     data = gl.convert_layout(data, R)[:, None, None]
     there = gl.convert_layout(there, R)[:, None, None]

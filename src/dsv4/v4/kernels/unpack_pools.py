@@ -22,22 +22,22 @@ from dsv4.v4.problem import V4Problem
 LISTED = 12  # times that a row must be listed for its conversion ahead of time to pay
 ROWS = 32  # of a program
 WARPS = 8
-WORDS = 2  # of 4 bytes that a thread reads at a time
+THREADS = 8  # that read 64 values of a row
 
 
 @gluon.jit
-def v4_unpack(out_ptr, pool, UNIT: gl.constexpr, FORMAT: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr):
+def v4_unpack(out_ptr, pool, UNIT: gl.constexpr, FORMAT: gl.constexpr, ROWS: gl.constexpr, THREADS: gl.constexpr):
     """out: bf16 [rows, 512], written in pairs. The next grid is placed beside the last programs when little is left to
     store."""
-    # Threads write 16 bytes side by side, so they read 8: halves of sectors would be written twice.
-    W: gl.constexpr = gl.BlockedLayout([1, 4], [2 * WORDS, 16 // WORDS], [gl.num_warps(), 1], [1, 0])
+    # Threads write 16 bytes side by side: halves of sectors would be written twice.
+    W: gl.constexpr = gl.BlockedLayout([1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0])
     number = gl.program_id(0) * ROWS + entries(W, ROWS)
     data, there, scales = rows_and_scales(pool, number, UNIT, FORMAT)
     out_ptr = out_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     LAST: gl.constexpr = FORMAT.coded_panels - 6  # panels of codes behind the first six; the rest of the row is bf16
-    x = load_codes(pool.ptr, data, there, 0, 4, UNIT, FORMAT, WORDS)
-    y = load_codes(pool.ptr, data, there, 4, 2, UNIT, FORMAT, WORDS)
-    z = load_codes(pool.ptr, data, there, 6, LAST, UNIT, FORMAT, WORDS)
+    x = load_codes(pool.ptr, data, there, 0, 4, UNIT, FORMAT, THREADS)
+    y = load_codes(pool.ptr, data, there, 4, 2, UNIT, FORMAT, THREADS)
+    z = load_codes(pool.ptr, data, there, 6, LAST, UNIT, FORMAT, THREADS)
     if LAST == 1:
         rest = load_words(pool.ptr, data, there, FORMAT.code_bytes // 4, 32, UNIT)
     put(out_ptr, number, there, FORMAT.unpack(x, scales, 0, EXACT, FORMAT), 0)
@@ -99,7 +99,7 @@ def _unpacked(cache: PackedRows, program: Program):
     pool = pool_sizes(program, cache)
     shape = (pool.rows // cache.rows_per_page, cache.rows_per_page, 512)
     out = program.workspace("rows in bf16", shape, torch.bfloat16)
-    constants = dict(UNIT=unit_of(cache), FORMAT=cache.format, ROWS=ROWS, WORDS=WORDS)
+    constants = dict(UNIT=unit_of(cache), FORMAT=cache.format, ROWS=ROWS, THREADS=THREADS)
     grid = (-(-pool.rows // ROWS),)
     program.launch(v4_unpack, grid, dict(pool=pool, out_ptr=out), **constants, num_warps=WARPS)
     return out

@@ -34,6 +34,7 @@ ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))  # a row p
 FOURS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [4, 1], [0, 1]))  # four rows per TMA, shared out by warps
 LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of bf16 per thread
 LANES8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))  # 16 bytes of codes per thread
+LANES4 = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # as many codes of 4 bits
 PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 HALF_BYTES = gl.constexpr(64 * 256 * 2)
 
@@ -139,8 +140,11 @@ def copy_block(pool, number, memory, at):
 @gluon.jit
 def panel_bytes(ptr, data, there, INDEX: gl.constexpr, FORMAT: gl.constexpr):
     """The codes of a panel of 64 values of each row, as bytes."""
-    gl.static_assert(FORMAT.code_bits == 8)
-    column = INDEX * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, data.type.layout.parent))
+    BYTES: gl.constexpr = FORMAT.panel_words * 4
+    if FORMAT.code_bits == 4:
+        data = gl.convert_layout(data, gl.SliceLayout(1, LANES4), assert_trivial=True)
+        there = gl.convert_layout(there, gl.SliceLayout(1, LANES4), assert_trivial=True)
+    column = INDEX * BYTES + gl.arange(0, BYTES, layout=gl.SliceLayout(0, data.type.layout.parent))
     return gl.load(ptr + data[:, None] + column[None, :], mask=there[:, None], other=0)
 
 
@@ -163,14 +167,17 @@ def plain_panel(ptr, data, there, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 @gluon.jit
 def store_panel(panel, x, scales, INDEX: gl.constexpr, FORMAT: gl.constexpr):
     """64 values of each row as bf16."""
-    panel.store(FORMAT.unpack_bytes(x, scale_byte(scales, 8 * INDEX, FORMAT)))
+    panel.store(FORMAT.unpack_bytes(x, scales_of_panel(scales, INDEX, FORMAT), FORMAT))
 
 
 @gluon.jit
-def scale_byte(scales, bit, FORMAT: gl.constexpr):
-    """The scale of each row that begins at this bit."""
-    gl.static_assert(panel_scale_bytes(FORMAT) == 1)
-    return (scales >> bit).to(gl.int32) & 255
+def scales_of_panel(scales, panel, FORMAT: gl.constexpr):
+    """The scales of a panel of each row, the first in the lowest byte: int32."""
+    EACH: gl.constexpr = panel_scale_bytes(FORMAT)
+    if isinstance(scales, gl.tuple):
+        return (scales[panel * EACH // 8] >> (panel * EACH % 8 * 8)).to(gl.int32)
+    else:
+        return (scales >> (8 * EACH * panel)).to(gl.int32)
 
 
 @gluon.jit

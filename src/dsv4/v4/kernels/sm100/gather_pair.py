@@ -30,7 +30,7 @@ from dsv4.v4.kernels.sm100.gather import (
     panel_bytes,
     plain_panel,
     row_offsets,
-    scale_byte,
+    scales_of_panel,
     store_panel,
 )
 from dsv4.v4.kernels.tile_scheduler import NONE, TMA, named_rows, tile_coord
@@ -119,7 +119,7 @@ def v_values(ptr, data, there, INDEX: gl.constexpr, FORMAT: gl.constexpr):
 @gluon.jit
 def v_bf16(x, scales, INDEX: gl.constexpr, FORMAT: gl.constexpr):
     second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LANES_V)))
-    return FORMAT.unpack_bytes(x, scale_byte(scales, (8 * INDEX + 16 * second)[None, :], FORMAT))
+    return FORMAT.unpack_bytes(x, scales_of_panel(scales, (INDEX + 2 * second)[None, :], FORMAT), FORMAT)
 
 
 @gluon.jit

@@ -52,6 +52,12 @@ from dsv4.v4.kernels.tile_scheduler import NONE
 
 
 @gluon.jit
+def unpack(rows, memory, FORMAT: gl.constexpr):
+    unpack_left(rows, memory, 0, FORMAT)
+    unpack_right(rows, memory, 0, FORMAT)
+
+
+@gluon.jit
 def attend(
     number,
     lists,
@@ -64,9 +70,12 @@ def attend(
     KV_INDEX: gl.constexpr,
     SIGN: gl.constexpr,
     UNIT: gl.constexpr,
-    FORMAT: gl.constexpr,
+    FORMATS: gl.constexpr,
 ):
-    """Blocks [begin, end) -> quarters of O^T, maximum and sums of the heads. number: of the first block's rows."""
+    """Blocks [begin, end) -> quarters of O^T, maximum and sums of the heads. number: of the first block's rows. Where
+    the pools have two formats, rows are asked for when there is room for them: registers have a type."""
+    FORMAT: gl.constexpr = FORMATS[0]
+    ONE: gl.constexpr = FORMAT == FORMATS[1]
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = memory.kv0.shape[1]
     LS: gl.constexpr = scores_layout(WARPS, HEADS, KEYS)
@@ -83,7 +92,7 @@ def attend(
     # A turn more than blocks: every part of the code is there once.
     for block in range(begin, end + 1):
         pool, wanted = pool_of(pools, block < lists.window_blocks), number
-        if FORMAT.coded > 0:
+        if FORMAT.coded > 0 and ONE:
             rows = ask(pool, wanted, UNIT, FORMAT)
         number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, KV_INDEX)
         at = zero(block)  # else all wgmma descriptors would be kept in registers, and spilled
@@ -96,9 +105,13 @@ def attend(
             o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
             barrier()
         if block < end:
-            if FORMAT.coded > 0:
-                unpack_left(rows, memory, 0, FORMAT)
-                unpack_right(rows, memory, 0, FORMAT)
+            if not ONE:
+                if block < lists.window_blocks:
+                    unpack(ask(pools.window, wanted, UNIT, FORMAT), memory, FORMAT)
+                else:
+                    unpack(ask(pools.compressed, wanted, UNIT, FORMATS[1]), memory, FORMATS[1])
+            elif FORMAT.coded > 0:
+                unpack(rows, memory, FORMAT)
             else:
                 copy_block(pool, wanted, memory, 0)
             async_copy.wait_group(0)  # Q, plain rows
@@ -133,7 +146,7 @@ def one_tile(
     KV_INDEX: gl.constexpr,
     SIGN: gl.constexpr,
     UNIT: gl.constexpr,
-    FORMAT: gl.constexpr,
+    FORMATS: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
     """Some heads of a query and some blocks of its rows."""
@@ -144,7 +157,7 @@ def one_tile(
     number = numbers_of(lists, begin, begin < end, pools.compressed, entries(words(gl.num_warps()), KEYS), KV_INDEX)
     memory = make_memory(HEADS, KEYS)
     copy_heads(q, work.query, first_head, output.heads, memory.q)
-    o0, o1, o2, o3, m, l = attend(number, lists, begin, end, pools, memory, scale, HEADS, KV_INDEX, SIGN, UNIT, FORMAT)
+    o0, o1, o2, o3, m, l = attend(number, lists, begin, end, pools, memory, scale, HEADS, KV_INDEX, SIGN, UNIT, FORMATS)
     finish((o0, o1, o2, o3), m, l, memory, (work.query, first_head, gl.program_id(2)), output, SPLIT)
 
 
@@ -162,6 +175,7 @@ def v4_decode_swap_ab(
     KV_INDEX: gl.constexpr,
     SIGN: gl.constexpr,
     WINDOW_FORMAT: gl.constexpr,
+    COMPRESSED_FORMAT: gl.constexpr,
     WINDOW_UNIT: gl.constexpr,
     COMPRESSED_UNIT: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -178,5 +192,6 @@ def v4_decode_swap_ab(
         pool_in_units(window, WINDOW_UNIT // UNIT),
         pool_in_units(compressed, COMPRESSED_UNIT // UNIT if KV_INDEX != NONE else 1),
     )
+    FORMATS: gl.constexpr = (WINDOW_FORMAT, WINDOW_FORMAT if KV_INDEX == NONE else COMPRESSED_FORMAT)
     one_tile(q, window_names, compressed_names, requests, pools, output, scale, sizes, HEADS, KEYS, KV_INDEX, SIGN,
-             UNIT, WINDOW_FORMAT, SPLIT)  # fmt: skip
+             UNIT, FORMATS, SPLIT)  # fmt: skip

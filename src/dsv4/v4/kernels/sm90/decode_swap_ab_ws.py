@@ -139,18 +139,48 @@ def gather_role(
     GROUP: gl.constexpr,
     KV_INDEX: gl.constexpr,
     UNIT: gl.constexpr,
-    FORMAT: gl.constexpr,
+    FORMATS: gl.constexpr,
     FENCE: gl.constexpr,
 ):
-    """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
+    """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored. Where
+    the pools have two formats, those of the window in a loop of their own."""
     lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, 64)
     entry = entries(words(gl.num_warps()))
     first = work.begin + GROUP
     number = numbers_of(lists, first, first < work.end, pools.compressed, entry, KV_INDEX)
     phase = 1  # the first wait on an untouched barrier passes
-    for block in range(first, work.end, GROUPS):
+    if FORMATS[0] != FORMATS[1]:
+        middle = gl.minimum(lists.window_blocks, work.end)
+        number, phase = gather_blocks(number, phase, lists, pools, memory, barriers, first, middle, work.end, GROUP,
+                                      KV_INDEX, UNIT, FORMATS[0], FENCE)  # fmt: skip
+        first += gl.maximum(middle - first + GROUPS - 1, 0) // GROUPS * GROUPS
+    gather_blocks(number, phase, lists, pools, memory, barriers, first, work.end, work.end, GROUP, KV_INDEX, UNIT,
+                  FORMATS[1], FENCE)  # fmt: skip
+
+
+@gluon.jit
+def gather_blocks(
+    number,
+    phase,
+    lists,
+    pools,
+    memory,
+    barriers,
+    first,
+    end,
+    last,
+    GROUP: gl.constexpr,
+    KV_INDEX: gl.constexpr,
+    UNIT: gl.constexpr,
+    FORMAT: gl.constexpr,
+    FENCE: gl.constexpr,
+):
+    """Blocks of one format, every second one of [first, end); number: of the first; last: the end of all blocks. ->
+    (the numbers of the next block, phase)"""
+    entry = entries(words(gl.num_warps()))
+    for block in range(first, end, GROUPS):
         rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT, FORMAT, EXCHANGED=True)
-        number = numbers_of(lists, block + GROUPS, block + GROUPS < work.end, pools.compressed, entry, KV_INDEX)
+        number = numbers_of(lists, block + GROUPS, block + GROUPS < last, pools.compressed, entry, KV_INDEX)
         barriers.free0.wait(GROUP, phase)
         unpack_left(rows, memory, GROUP, FORMAT)
         if FENCE:
@@ -162,6 +192,7 @@ def gather_role(
             fence_async_shared()
         barriers.ready1.arrive(GROUP)
         phase = phase ^ 1
+    return number, phase
 
 
 @gluon.jit
@@ -274,6 +305,7 @@ def v4_decode_swap_ab_ws(
     KV_INDEX: gl.constexpr,
     SIGN: gl.constexpr,
     WINDOW_FORMAT: gl.constexpr,
+    COMPRESSED_FORMAT: gl.constexpr,
     WINDOW_UNIT: gl.constexpr,
     COMPRESSED_UNIT: gl.constexpr,
     SPLIT: gl.constexpr,
@@ -294,11 +326,12 @@ def v4_decode_swap_ab_ws(
     highest = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = make_barriers()
     FENCE: gl.constexpr = gather_fences(HEADS)
+    FORMATS: gl.constexpr = (WINDOW_FORMAT, WINDOW_FORMAT if KV_INDEX == NONE else COMPRESSED_FORMAT)
     gl.warp_specialize([
         (compute_role, (q, window_names, compressed_names, requests, memory, highest, barriers, output, scale, sizes,
                         HEADS, KV_INDEX, SIGN, SPLIT)),
         (gather_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes, 0, KV_INDEX, UNIT,
-                       WINDOW_FORMAT, FENCE)),
+                       FORMATS, FENCE)),
         (gather_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes, 1, KV_INDEX, UNIT,
-                       WINDOW_FORMAT, FENCE)),
+                       FORMATS, FENCE)),
     ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip

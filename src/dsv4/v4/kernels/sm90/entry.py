@@ -105,7 +105,7 @@ def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
     packed rows of few heads."""
     pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
     formats = {format_of(pool) for pool in pools}
-    if p.deterministic or len(formats) > 1 or p.q.dtype != torch.bfloat16:
+    if p.deterministic or len(formats) > 1 and PLAIN_ROWS in formats or p.q.dtype != torch.bfloat16:
         return None
     plain = int(formats == {PLAIN_ROWS})
     places = target.num_sms

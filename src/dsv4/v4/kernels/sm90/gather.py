@@ -349,35 +349,28 @@ def aligned_blocks(
 
 
 @gluon.jit
-def one_block(lists, pool, memory, block, phase, KV_INDEX: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """A block of a pool, nothing ahead of its time."""
+def blocks_of_pool(
+    lists, pool, memory, first, end, phase, KV_INDEX: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr
+):
+    """Blocks [first, end) of one pool, nothing of them ahead of its time."""
     if FORMAT.coded > 0:
-        number = numbers_of(lists, block, True, pool, entries(words(gl.num_warps())), KV_INDEX)
+        number = numbers_of(lists, first, first < end, pool, entries(words(gl.num_warps())), KV_INDEX)
         asked = ask(pool, number, UNIT, FORMAT)
-        phase = packed_blocks(
-            number, asked, lists, Pools(pool, pool), memory, block, block + 1, phase, KV_INDEX, UNIT, FORMAT
-        )
+        return packed_blocks(number, asked, lists, Pools(pool, pool), memory, first, end, phase, KV_INDEX, UNIT, FORMAT)
     else:
-        number = numbers_of(lists, block, True, pool, entries(lanes(gl.num_warps())), KV_INDEX)
-        phase = plain_blocks(number, lists, Pools(pool, pool), memory, block, block + 1, phase, KV_INDEX)
-    return phase
+        number = numbers_of(lists, first, first < end, pool, entries(lanes(gl.num_warps())), KV_INDEX)
+        return plain_blocks(number, lists, Pools(pool, pool), memory, first, end, phase, KV_INDEX)
 
 
 @gluon.jit
 def mixed_blocks(
     lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr
 ):
-    """Where the rows of the two pools have two formats: block by block."""
-    WINDOW_FIRST: gl.constexpr = FORMATS[0].coded > 0
-    window, compressed = pools.window, pools.compressed
-    for block in range(first, end):
-        if (block < lists.window_blocks) == WINDOW_FIRST:
-            pool = window if WINDOW_FIRST else compressed
-            phase = one_block(lists, pool, memory, block, phase, KV_INDEX, UNIT, FORMATS[0 if WINDOW_FIRST else 1])
-        else:
-            other = compressed if WINDOW_FIRST else window
-            phase = one_block(lists, other, memory, block, phase, KV_INDEX, UNIT, FORMATS[1 if WINDOW_FIRST else 0])
-    return phase
+    """Where the rows of the two pools have two formats: those of the window, then the others. What the next block is
+    asked for ahead of its time ends with a pool; slots are full then, and their readers busy."""
+    middle = gl.minimum(gl.maximum(first, lists.window_blocks), end)
+    phase = blocks_of_pool(lists, pools.window, memory, first, middle, phase, KV_INDEX, UNIT, FORMATS[0])
+    return blocks_of_pool(lists, pools.compressed, memory, middle, end, phase, KV_INDEX, UNIT, FORMATS[1])
 
 
 @gluon.jit

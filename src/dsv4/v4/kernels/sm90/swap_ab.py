@@ -4,7 +4,7 @@ Keys are the rows of S^T = K Q^T and of P^T, dimensions those of O^T = V^T P^T; 
 sparse.py pads them to the 64 rows of a wgmma.
 """
 
-from dsv4.caches.kernels.unpack import EXACT
+from dsv4.caches.kernels.unpack import EXACT, FEWER
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import (
     Value,
@@ -208,13 +208,20 @@ def pairs_in(quarter, FIRST: gl.constexpr, COUNT: gl.constexpr):
     return panels.permute((1, 0, 2))
 
 
+@gluon.constexpr_function
+def speed_of(format):
+    """Signed bytes for rows that are codes alone."""
+    return FEWER.value if format.coded_panels == 8 else EXACT.value
+
+
 @gluon.jit
 def unpack_left(rows, memory, slot, FORMAT: gl.constexpr):
     """The first 256 columns of a block, codes -> bf16 -> kv, and the bias: first, else it waits for a register that a
     store before it has not read yet."""
+    SPEED: gl.constexpr = speed_of(FORMAT)
     memory.bias.index(slot).store(gl.where(rows.there, 0.0, -float("inf")))
-    pairs_in(memory.kv0.index(slot), 0, 2).store(FORMAT.unpack(rows.x0, rows.scales, 0, EXACT, FORMAT))
-    pairs_in(memory.kv1.index(slot), 0, 2).store(FORMAT.unpack(rows.x1, rows.scales, 2, EXACT, FORMAT))
+    pairs_in(memory.kv0.index(slot), 0, 2).store(FORMAT.unpack(rows.x0, rows.scales, 0, SPEED, FORMAT))
+    pairs_in(memory.kv1.index(slot), 0, 2).store(FORMAT.unpack(rows.x1, rows.scales, 2, SPEED, FORMAT))
 
 
 @gluon.jit
@@ -223,9 +230,10 @@ def unpack_right(rows, memory, slot, FORMAT: gl.constexpr, EXCHANGED: gl.constex
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     LAST: gl.constexpr = exchanged() if EXCHANGED else SWIZZLED
     KEYS: gl.constexpr = memory.kv3.shape[1]
-    pairs_in(memory.kv2.index(slot), 0, 2).store(FORMAT.unpack(rows.x2, rows.scales, 4, EXACT, FORMAT))
+    SPEED: gl.constexpr = speed_of(FORMAT)
+    pairs_in(memory.kv2.index(slot), 0, 2).store(FORMAT.unpack(rows.x2, rows.scales, 4, SPEED, FORMAT))
     LAST_CODED: gl.constexpr = FORMAT.coded_panels - 6
-    pairs_in(memory.kv3.index(slot), 0, LAST_CODED).store(FORMAT.unpack(rows.x3, rows.scales, 6, EXACT, FORMAT))
+    pairs_in(memory.kv3.index(slot), 0, LAST_CODED).store(FORMAT.unpack(rows.x3, rows.scales, 6, SPEED, FORMAT))
     if LAST_CODED == 1:
         reinterpret_as(memory.kv3.index(slot), gl.int32, [2, KEYS, 32], LAST).index(1).store(rows.rest)
 
