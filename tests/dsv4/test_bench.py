@@ -14,6 +14,7 @@ from dsv4 import bench as measuring
 from dsv4.bench import backward, clock, drawn, measured, peers, summary, timing
 from dsv4.bench.dense import DenseCase
 from dsv4.bench.v4 import V4Case
+from dsv4.bench.v41 import V41Case, V41Contest
 from dsv4.cli import app
 from dsv4.commands import bench
 
@@ -71,6 +72,16 @@ def test_flops_and_bytes_of_a_case():
     assert DenseCase("x", 1, 1, 1, 1, 5, 64, same_kv=True).bytes == 2 * 64 * (5 + 2)
     assert V4Case(2, 64, 128, 512, True).flops == 4 * 2 * 64 * 640 * 512
     assert V4Case(2, 64, 128, 512, True).bytes == 2 * 640 * 584
+
+
+@pytest.mark.parametrize("queries, other", [(3, "dsv4 584"), (513, "dsv4 bf16")])
+def test_rows_of_v41_are_judged_by_their_own_values(queries, other):
+    contest = V41Contest(V41Case(queries, 2, 5, 6, 100), "cpu")
+    results = {name: call() for name, call in contest.contenders()}
+    assert [*results] == ["dsv4", other]
+    assert all(contest.error(name, result) < 1 for name, result in results.items())
+    assert contest.error("dsv4", results[other]) > 1
+    assert contest.case.bytes == queries * (5 * 528 + 6 * 288)
 
 
 def test_gradients_are_checked_before_they_are_timed():

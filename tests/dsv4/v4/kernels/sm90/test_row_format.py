@@ -1,6 +1,7 @@
 """The Hopper kernels of V4 attention read rows of a format that they do not know, on a CPU through softsm."""
 
 import launches
+import pytest
 import torch
 from agreement import assert_agrees
 from toy_format import TOY
@@ -12,6 +13,7 @@ from dsv4.caches.pages import PackedRows
 from dsv4.runtime import calls
 
 
+@pytest.mark.slow  # test_v41_rows.py has the quick test of rows that are codes alone
 def test_a_toy_format(monkeypatch):
     """All values are codes, scales of 32 values lie behind each row: neither is so in an Fp8Cache."""
     torch.manual_seed(0)
