@@ -91,10 +91,11 @@ def test_an_instruction_takes_the_path_described() -> None:
 
 # Folders and modules of dsv4 from the bottom: what is in a line imports what is in lines above it, and itself.
 LAYERS = (
-    "runtime", "kernels", "reference", "caches", "fmha", "v4", "index", "compress", "flops", "merge", "elementwise",
-    "distributed", "integrations", "suites", "bench", "commands", "cli", "__main__",
+    "runtime", "kernels", "reference", "caches", "fmha", "v4", "index", "compress", "moe", "flops", "merge",
+    "elementwise", "distributed", "integrations", "suites", "bench", "commands", "cli", "__main__",
 )  # fmt: skip
-PEERS = {"v4": ("index", "compress"), "index": ("v4", "compress"), "compress": ("v4", "index")}
+BESIDE = ("v4", "index", "compress", "moe")
+PEERS = {one: tuple(x for x in BESIDE if x != one) for one in BESIDE}
 PACKAGE = ROOT / "src" / "dsv4"
 
 

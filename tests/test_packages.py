@@ -131,7 +131,7 @@ import importlib, triton  # which imports the backends that are installed, softs
 sys.modules["softsm"] = None
 import torch, dsv4
 for arch in ("sm90", "sm100"):
-    for operation in ("fmha", "v4", "index", "compress"):
+    for operation in ("fmha", "v4", "index", "compress", "moe"):
         importlib.import_module(f"dsv4.{{operation}}.kernels.{{arch}}.entry")
 import dsv4.integrations.flash_mla, dsv4.integrations.flash_attn, dsv4.distributed
 q = torch.randn(2, 4, 512)

@@ -10,7 +10,8 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     import torch
 
     import dsv4.fmha.training
-    import dsv4.v4.training  # noqa: F401  these two register operators
+    import dsv4.moe.training
+    import dsv4.v4.training  # noqa: F401  these three register operators
     from dsv4.caches.index_keys import IndexCache
     from dsv4.caches.kv import Fp8Cache, Mxfp8Cache, Nvfp4Cache
     from dsv4.compress.api import compress
@@ -20,16 +21,21 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     from dsv4.index.api import index_topk
     from dsv4.index.loss import index_loss
     from dsv4.merge import merge_states
+    from dsv4.moe.api import moe, moe_route
+    from dsv4.moe.experts import Fp4Experts, Spread
     from dsv4.runtime.plan import Plan, plan
     from dsv4.runtime.warmup import warmup
     from dsv4.v4.api import v4_attention
 
     # Tensors with a few numbers beside them: torch.load(..., weights_only=True) may make them.
-    torch.serialization.add_safe_globals([Fp8Cache, Mxfp8Cache, Nvfp4Cache, IndexCache, Plan, CompressState])
+    torch.serialization.add_safe_globals(
+        [Fp4Experts, Fp8Cache, Mxfp8Cache, Nvfp4Cache, IndexCache, Plan, CompressState, Spread]
+    )
     _register_flops()
 
 __version__ = "0.2.0"
 __all__ = [
+    "Fp4Experts",
     "Fp8Cache",
     "IndexCache",
     "Mxfp8Cache",
@@ -42,6 +48,8 @@ __all__ = [
     "index_loss",
     "index_topk",
     "merge_states",
+    "moe",
+    "moe_route",
     "plan",
     "v4_attention",
     "warmup",

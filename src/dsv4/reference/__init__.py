@@ -1,5 +1,6 @@
-"""The oracle: every operation (forward.py) and every gradient (backward.py) in plain torch."""
+"""The oracle: every operation (forward.py, experts.py) and every gradient (backward.py) in plain torch."""
 
+from dsv4.reference.experts import moe, moe_route
 from dsv4.reference.forward import (
     apply_rope,
     attend,
@@ -24,6 +25,8 @@ __all__ = [
     "fmha_varlen",
     "listed",
     "merge_states",
+    "moe",
+    "moe_route",
     "pool_rows",
     "request_of",
     "rope_table",

@@ -35,7 +35,7 @@ ARCHITECTURES = {
     (10, 0): Architecture("sm100", "sm_100a", (3, 9), "B200, GB200"),
     (10, 3): Architecture("sm100", "sm_103a", (3, 9), "B300, GB300"),  # the same PTX but for its .target
 }
-OPERATIONS = ("fmha", "v4", "index", "compress")  # folders of dsv4
+OPERATIONS = ("fmha", "v4", "index", "compress", "moe")  # folders of dsv4
 DEFAULT_SOFTSM_ARCH = "sm_100a"
 DEFAULT_NUM_SMS = 132  # assumed where kernels are only compiled
 

@@ -77,7 +77,9 @@ def define_operation(op: Operation) -> None:
         want = kwargs.pop(flag, False)
         out, second = calls.run(op, given(args, kwargs, (True, want), (None, None)), backend)
         assert out is not None
-        return out, torch.empty(0, dtype=torch.float32, device=out.device) if second is None else second
+        if second is None:
+            second = torch.empty(0, dtype=op.shapes(named(args, kwargs))[1][1], device=out.device)
+        return out, second
 
     def fake(*args, backend="auto", **kwargs):
         want = kwargs.pop(flag, False)
@@ -151,7 +153,7 @@ def call(
         operator = getattr(torch.ops.dsv4, op.name).default
         made, second = operator(**arguments, backend=backend, **{f"return_{op.second}": want_second})
         return (made, second) if want_second else made
-    if arguments["q"].ndim not in op.ranks:
+    if arguments[op.tensors[0]].ndim not in op.ranks:
         op.build(**arguments)  # which names what is wrong
     made, second = op.empty(arguments, (True, want_second), out)
     planned = {} if plan is None else dict(scratch=scratch, capacities=capacities)

@@ -1,0 +1,161 @@
+"""The FP4 weights of the experts of a layer, from a checkpoint's tensors byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.moe import formats
+from dsv4.runtime import checks
+
+BYTES = (torch.int8, torch.uint8)
+E8M0 = (torch.float8_e8m0fnu, torch.uint8)
+E4M3 = (torch.float8_e4m3fn,)
+CODES = "int8 or uint8 with two E2M1 codes to a byte"
+
+
+class Spread(NamedTuple):
+    """How far apart the exponents of a row's scales are, over groups that are not all zeros."""
+
+    rows: int
+    greatest: int
+    over_11: int  # rows that e4m3 does not hold as normal numbers beside one factor
+    over_14: int  # nor as subnormal numbers
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows, exponents spread by up to {self.greatest}; "
+            f"{self.over_11} rows by more than 11, {self.over_14} by more than 14"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Fp4Experts:
+    """Weights of E experts in MXFP4 or NVFP4, in the tiles that the kernels read (formats.py). Nothing is rounded: the
+    bytes of the checkpoint come back from :meth:`unpack`. Make one with :meth:`pack`.
+
+    w13, w2                   uint8 [E, tiles of rows, tiles of columns, 256, 64]: gate and up, down
+    w13_scales, w2_scales     uint8 [..., 256, 4] (E8M0) or float8_e4m3fn [..., 256, 8]
+    w13_factors, w2_factors   fp32 [E, rows]: what multiplies a row: of MXFP4 a power of two that follows from its
+                              scales, of NVFP4 the tensor's fp32 scale
+
+    In w13 a tile has 128 rows of w1, then the same 128 of w3, both in the order of formats.POSITIONS.
+    """
+
+    w13: Tensor
+    w2: Tensor
+    w13_scales: Tensor
+    w2_scales: Tensor
+    w13_factors: Tensor
+    w2_factors: Tensor
+    format: str
+    spread: Spread
+
+    @property
+    def experts(self) -> int:
+        return self.w13.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.w13.shape[2] * formats.TILE_COLUMNS
+
+    @property
+    def intermediate(self) -> int:
+        return self.w2.shape[2] * formats.TILE_COLUMNS
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
+
+    def to(self, device: torch.device | str) -> Fp4Experts:
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)[:6]})
+
+    @classmethod
+    def pack(
+        cls, w1: Tensor, w1_scale: Tensor, w3: Tensor, w3_scale: Tensor, w2: Tensor, w2_scale: Tensor,
+        *, w1_global: Tensor | None = None, w3_global: Tensor | None = None, w2_global: Tensor | None = None,
+    ) -> Fp4Experts:  # fmt: skip
+        """From tensors as in a checkpoint, the experts stacked.
+
+        Args:
+            w1, w3: gate and up, int8 or uint8 [E, I, H / 2]; w2: down, [E, H, I / 2]. Two E2M1 codes to a byte, the
+                low one first. I is a multiple of 128, H of 256.
+            w1_scale, w3_scale, w2_scale: MXFP4: float8_e8m0fnu or uint8, one for 32 columns. NVFP4: float8_e4m3fn, one
+                for 16 columns.
+            w1_global, w3_global, w2_global: NVFP4 only: fp32 [E], the scale of a tensor ("weight_scale_2").
+
+        An E8M0 byte of 255, which is NaN, is rejected.
+        """
+        if not checks.is_tensor(w1) or w1.ndim != 3:
+            checks.fail("w1", checks.describe(w1), f"a tensor [E, I, H / 2], {CODES}")
+        e, i, h = w1.shape[0], w1.shape[1], 2 * w1.shape[2]
+        if not e or not i or not h or i % 128 or h % 256:
+            checks.fail("w1", f"shape {list(w1.shape)}", "[E, I, H / 2], I a multiple of 128, H of 256")
+        nvfp4 = checks.is_tensor(w1_scale) and w1_scale.dtype == torch.float8_e4m3fn
+        group, dtypes = (16, E4M3) if nvfp4 else (32, E8M0)
+        given: dict[str, tuple[Any, Any, Any, int, int]] = {
+            "w1": (w1, w1_scale, w1_global, i, h),
+            "w3": (w3, w3_scale, w3_global, i, h),
+            "w2": (w2, w2_scale, w2_global, h, i),
+        }
+        packed: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, (codes, scales, whole, rows, columns) in given.items():
+            checks.tensor(name, codes, (e, rows, columns // 2), BYTES, like=("w1", w1), unit_last=False)
+            shape = (e, rows, columns // group)
+            checks.tensor(f"{name}_scale", scales, shape, dtypes, like=("w1", w1), unit_last=False)
+            if nvfp4:
+                checks.tensor(f"{name}_global", whole, (e,), (torch.float32,), like=("w1", w1), unit_last=False)
+            elif whole is not None:
+                checks.fail(f"{name}_global", checks.describe(whole), "None with E8M0 scales")
+            packed[name] = codes.contiguous().view(torch.uint8), scales.contiguous().view(torch.uint8)
+            if not nvfp4 and checks.values_checked(scales) and bool((packed[name][1] == 255).any()):
+                checks.fail(f"{name}_scale", "a byte of 255, which is NaN", "bytes from 0 to 254")
+        gate_up = [formats.interleaved(a, b) for a, b in zip(packed["w1"], packed["w3"])]
+        each = formats.TILE_COLUMNS // group
+        tiles = []
+        spreads = []
+        for (codes, scales), names in ((gate_up, ("w1", "w3")), (packed["w2"], ("w2",))):
+            if nvfp4:
+                scales_of = [given[name][2][:, None].expand(e, given[name][3]) for name in names]
+                factors = (
+                    scales_of[0] if len(names) == 1 else formats.interleaved(*(x[..., None] for x in scales_of))[..., 0]
+                )
+            else:
+                factors, spread = formats.row_factors(codes, scales)
+                spreads.append(spread)
+            made = formats.scales_to_tiles(scales, each)
+            made = made.view(torch.float8_e4m3fn) if nvfp4 else made
+            tiles.append((formats.to_tiles(codes), made, factors.contiguous()))
+        (w13, w13_scales, w13_factors), (w2_tiles, w2_scales, w2_factors) = tiles
+        report = _report(torch.cat([x.flatten() for x in spreads])) if spreads else Spread(e * (2 * i + h), 0, 0, 0)
+        return cls(w13, w2_tiles, w13_scales, w2_scales, w13_factors, w2_factors, "nvfp4" if nvfp4 else "mxfp4", report)
+
+    def unpack(self) -> dict[str, Tensor]:
+        """The tensors that :meth:`pack` takes, by their names, uint8 and (NVFP4) float8_e4m3fn and fp32."""
+        made: dict[str, Tensor] = {}
+        codes = formats.from_tiles(self.w13)
+        scales = formats.scales_from_tiles(self.w13_scales.view(torch.uint8))
+        made["w1"], made["w3"] = formats.apart(codes)
+        made["w1_scale"], made["w3_scale"] = formats.apart(scales)
+        made["w2"] = formats.from_tiles(self.w2)
+        made["w2_scale"] = formats.scales_from_tiles(self.w2_scales.view(torch.uint8))
+        if self.format == "nvfp4":
+            for name in ("w1", "w3", "w2"):
+                made[f"{name}_scale"] = made[f"{name}_scale"].contiguous().view(torch.float8_e4m3fn)
+            made["w1_global"], made["w3_global"] = (x[:, 0, 0] for x in formats.apart(self.w13_factors[..., None]))
+            made["w2_global"] = self.w2_factors[:, 0]
+        return made
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """(w1 above w3 [E, 2 I, H], w2 [E, H, I]) as numbers; fp64 and, of MXFP4 in its range, bf16 are exact."""
+        w13 = formats.dequantize(self.w13, self.w13_scales, self.w13_factors, dtype)
+        w2 = formats.dequantize(self.w2, self.w2_scales, self.w2_factors, dtype)
+        return torch.cat(formats.apart(w13), -2), w2
+
+
+def _report(spread: Tensor) -> Spread:
+    numbers = (spread.max(), (spread > 11).sum(), (spread > 14).sum())
+    return Spread(spread.numel(), *(int(x) for x in numbers))

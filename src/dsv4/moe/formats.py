@@ -1,0 +1,135 @@
+"""Numbers of the experts: FP4 codes, their scales, FP8 activations, and the order in which kernels read them.
+
+E2M1 codes 0 to 7 are 0, .5, 1, 1.5, 2, 3, 4, 6, codes 8 to 15 the negatives; of two codes in a byte the low one comes
+first. MXFP4 has one E8M0 scale for 32 codes, 2^(byte - 127). NVFP4 has one E4M3 scale for 16 codes, and an fp32 scale
+for a tensor.
+
+Activations are e4m3 with one power of two for 128 columns (or for a whole row): the least that clips none,
+2^ceil(log2(max(amax, 1e-4) / 448)), from the bits of the fp32 product amax * (1 / 448).
+
+Tiles. Kernels read weights by tiles of 256 rows and 128 columns. A row of a tile is 4 groups of 32 columns, 16 bytes
+each, in the order of the checkpoint, but for the sign bits of each word of 8 codes (SIGNS): those of values 0 to 3 are
+bits 7, 15, 23, 31, those of values 4 to 7 are bits 3, 11, 19, 27. So `prmt` and one mask decode four values at once.
+Tensor cores take the columns of activations in the order of POSITIONS, so that a thread has one group of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP = 128  # columns of activations with one scale
+TILE_ROWS, TILE_COLUMNS = 256, 128
+E4M3_MAX = 448.0
+LEAST = 1e-4  # amax of zeros
+MAX_SPREAD = 11  # exponents of a row's groups that e4m3 holds exactly, as normal numbers, beside one factor
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# (bit in a checkpoint, bit in a tile) of the signs of 8 values
+SIGNS = tuple((4 * i + 3, 8 * i + 7 if i < 4 else 8 * (i - 4) + 3) for i in range(8))
+
+# POSITIONS[p]: the column of a group of 128 that lies at p.
+POSITIONS = tuple(32 * (p % 16 // 4) + 8 * (p // 32) + 4 * (p % 32 // 16) + p % 4 for p in range(GROUP))
+
+
+def positions(device: torch.device | None = None) -> Tensor:
+    return torch.tensor(POSITIONS, device=device)
+
+
+def in_kernel_order(x: Tensor) -> Tensor:
+    """Columns [..., k] by groups of 128 in the order of POSITIONS."""
+    return x.unflatten(-1, (-1, GROUP))[..., positions(x.device)].flatten(-2)
+
+
+def fp4_values(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Bytes [..., n] of two codes -> values [..., 2 n]."""
+    table = torch.tensor((*FP4_VALUES, *(-x for x in FP4_VALUES)), dtype=dtype, device=codes.device)
+    codes = codes.view(torch.uint8)
+    return table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()]
+
+
+def scale_values(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """E8M0 bytes (uint8 or float8_e8m0fnu) or E4M3 -> numbers; fp64 holds every one."""
+    if scales.dtype == torch.float8_e4m3fn:
+        return scales.to(dtype)
+    return scales.view(torch.float8_e8m0fnu).to(dtype)
+
+
+def fp8_scale(amax: Tensor) -> Tensor:
+    """fp32, a power of two."""
+    target = amax.float().clamp_min(LEAST) * torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device=amax.device)
+    bits = target.view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    return (exponent << 23).view(torch.float32)
+
+
+def quantize(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
+    """x [..., k] -> (e4m3 [..., k], fp32 [..., k / group])."""
+    x = x.float().unflatten(-1, (-1, group))
+    scale = fp8_scale(x.abs().amax(-1))
+    return (x / scale[..., None]).to(torch.float8_e4m3fn).flatten(-2), scale
+
+
+def _moved(words: Tensor, moves: list[tuple[int, int]]) -> Tensor:
+    moved = words & 0x77777777
+    for source, to in moves:
+        moved |= (words >> source & 1) << to
+    return moved
+
+
+def to_tiles(rows: Tensor) -> Tensor:
+    """Codes of checkpoint order, uint8 [..., R, K / 2], -> uint8 [..., R / 256, K / 128, 256, 64]."""
+    tiles = rows.unflatten(-1, (-1, TILE_COLUMNS // 2)).unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2)
+    return _moved(tiles.contiguous().view(torch.int32), list(SIGNS)).view(torch.uint8)
+
+
+def from_tiles(tiles: Tensor) -> Tensor:
+    """The inverse of to_tiles."""
+    words = _moved(tiles.contiguous().view(torch.int32), [(to, source) for source, to in SIGNS])
+    return words.view(torch.uint8).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
+def scales_to_tiles(scales: Tensor, each: int) -> Tensor:
+    """uint8 [..., R, K / 128 * each] -> [..., R / 256, K / 128, 256, each]."""
+    return scales.unflatten(-1, (-1, each)).unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2).contiguous()
+
+
+def scales_from_tiles(tiles: Tensor) -> Tensor:
+    """The inverse of scales_to_tiles."""
+    return tiles.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
+def dequantize(tiles: Tensor, scales: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of tiles [..., R, K] as numbers. factors: of E8M0 scales they follow from these, and are not looked at."""
+    values = fp4_values(from_tiles(tiles), dtype)
+    numbers = scale_values(scales_from_tiles(scales.view(torch.uint8)).contiguous().view(scales.dtype), dtype)
+    values *= numbers.repeat_interleave(values.shape[-1] // numbers.shape[-1], -1)
+    return values if scales.dtype == torch.uint8 else values.mul_(factors.to(dtype)[..., None])
+
+
+def interleaved(a: Tensor, b: Tensor) -> Tensor:
+    """Rows [..., I, n] of gate and up by blocks of 128, each in the order of POSITIONS -> [..., 2 I, n]."""
+    order = positions(a.device)
+    blocks = [x.unflatten(-2, (-1, GROUP))[..., order, :] for x in (a, b)]
+    return torch.cat(blocks, -2).flatten(-3, -2)
+
+
+def apart(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of interleaved."""
+    order = positions(x.device).argsort()
+    gate, up = x.unflatten(-2, (-1, 2, GROUP))[..., order, :].unbind(-3)
+    return gate.flatten(-3, -2), up.flatten(-3, -2)
+
+
+def row_factors(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Of MXFP4 rows, codes [..., R, K / 2] and scale bytes [..., R, K / 32]: (fp32 [..., R], spread int32 [..., R]).
+
+    The factor is 2^(base - 133), base the greatest byte of the row's groups that are not all zeros, but at least 7;
+    e4m3 holds a group's codes times 2^(byte - base + 6). spread: how far the least byte of these groups is below the
+    greatest.
+    """
+    used = ((codes.unflatten(-1, (-1, 16)) & 0x77) != 0).any(-1)
+    byte = scales.int()
+    greatest = torch.where(used, byte, 0).amax(-1)
+    least = torch.where(used, byte, 255).amin(-1)
+    spread = (greatest - least).clamp_min(0)
+    return (greatest.clamp_min(7) - 6 << 23).view(torch.float32), spread

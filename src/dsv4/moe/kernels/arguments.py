@@ -1,0 +1,90 @@
+"""What the kernels of the experts take: NamedTuples that prepare.py makes, by what they describe."""
+
+from typing import Any, NamedTuple
+
+
+class SortedRows(NamedTuple):
+    """One row for each slot of a token that has an expert, in the order of experts, then of tokens."""
+
+    any_alignment = ("starts_ptr", "slot_ptr", "weight_ptr")
+
+    starts_ptr: Any  # int32 [experts + 1]: first row of each expert
+    slot_ptr: Any  # int32 [rows]: token * topk + slot
+    weight_ptr: Any  # fp32 [rows]
+    experts: Any
+
+
+class WeightTiles(NamedTuple):
+    """Beside the descriptors: a factor of every row of weights, and how the tiles of an expert are counted."""
+
+    factor_ptr: Any  # fp32 [experts, blocks, 256]
+    blocks: Any  # tiles of 256 rows
+    steps: Any  # of 128 columns
+
+
+class Hidden(NamedTuple):
+    """What product 1 writes: e4m3 [rows, width], positions of a group of 128 as in formats.POSITIONS, and scales."""
+
+    any_alignment = ("scale_ptr",)
+
+    ptr: Any
+    scale_ptr: Any  # fp32 [width / 128, scale_line]
+    width: Any
+    scale_line: Any
+    limit: Any  # of SwiGLU
+
+
+class SlotOutputs(NamedTuple):
+    """What product 2 writes: bf16 [tokens * topk, width], a row for each slot."""
+
+    ptr: Any
+    width: Any
+
+
+class Choice(NamedTuple):
+    """What the router chose: [tokens, topk], contiguous."""
+
+    any_alignment = ("ids_ptr", "weights_ptr")
+
+    ids_ptr: Any
+    weights_ptr: Any
+    slots: Any  # tokens * topk
+    experts: Any
+
+
+class SortOutputs(NamedTuple):
+    any_alignment = ("starts_ptr", "slot_ptr", "weight_ptr", "row_ptr")
+
+    starts_ptr: Any  # as in SortedRows
+    slot_ptr: Any
+    weight_ptr: Any
+    row_ptr: Any  # int32 [tokens * topk]: the row of each slot, -1 for none
+
+
+class Activations(NamedTuple):
+    """x as it is, and rows in the order of experts as e4m3 with scales."""
+
+    any_alignment = ("ids_ptr", "starts_ptr", "row_ptr", "scale_ptr")
+
+    ptr: Any  # [tokens, width]
+    line: Any  # from a token to the next
+    width: Any
+    ids_ptr: Any
+    starts_ptr: Any
+    row_ptr: Any
+    topk: Any
+    to_ptr: Any  # e4m3 [rows, width]
+    scale_ptr: Any  # fp32 [width / 128, scale_line]
+    scale_line: Any
+
+
+class Sums(NamedTuple):
+    """Outputs of slots, and what becomes of them."""
+
+    slots_ptr: Any  # [tokens * topk, width]
+    row_ptr: Any
+    topk: Any
+    width: Any
+    shared_ptr: Any  # [tokens, width]
+    out_ptr: Any
+    out_line: Any

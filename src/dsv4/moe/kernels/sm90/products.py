@@ -1,0 +1,370 @@
+"""Both products of the experts on sm_90a: FP4 weights, FP8 activations with one scale per row and 128 columns.
+
+A tile is 256 rows of weights of one expert and N rows of activations, whose products are sums over all columns, 128 at
+a step. Weights are operand A of wgmma, decoded from FP4 to e4m3 in registers; activations are operand B. CTAs are
+persistent; tiles of one expert follow each other, those with the same weights first (the second finds them in L2)::
+
+    load      tile 0, step 0 | step 1 | ... | tile 1, step 0 ...             one warp, TMA, as far ahead as the ring is
+    compute   a = FP4 -> e4m3 of rows 0-127   | products of rows 128-255 of the step before
+              b = FP4 -> e4m3 of rows 128-255 | products of rows 0-127
+              sums += products * scale of the row of activations (fp32; the tensor core keeps about 14 bits)
+
+Product 1: rows 0-127 are the gate of 128 channels, rows 128-255 are up of the same ones; so a CTA has a whole group of
+128 hidden values, which it rounds to e4m3 with one scale. Product 2: 256 channels of the output.
+
+Decoding. Four e4m3 bytes of {0, .5, 1, 1.5} and of {2, 3, 4, 6}, times the group's power of two, are two words, `low`
+and `high`; `prmt` picks one byte per value by its three bits of magnitude, and signs are or-ed in. Weights lie so
+(formats.py) that a thread reads 16 bytes of one row and one group of 32 columns, and needs two such words for it.
+Columns lie in the order of formats.POSITIONS, in weights and activations alike.
+
+shared memory   bytes of a stage    holds
+values          16384               FP4 [256 rows, 4 groups, 16 bytes]
+offsets         1024                E8M0 bytes [256 rows, 4 groups]
+x               128 N               e4m3 [N, 128], with the 128-byte swizzle
+x_scales        4 max(N, 32)        fp32, N of them used
+tile            32                  of the first step of a tile: its expert, block and rows
+
+barrier         arrives     count   waits       means
+ready[s]        TMA         1       compute     stage s is filled: load expects the bytes of its four copies
+free[s]         compute     1       load        stage s has been read, and its products are complete
+"""
+
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret_as,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from dsv4.kernels.ring import Barriers, consumer_stage, init_barriers, new_barriers, next_stage, producer_stage
+
+ROWS = gl.constexpr(256)  # of weights to a tile
+STEP = gl.constexpr(128)  # columns
+DECODE = gl.constexpr("""{ .reg .b32 sel, up, w4, p0, p1;
+and.b32 sel, $2, 0x77777777; prmt.b32 p0, $3, $7, sel; shr.u32 up, sel, 16;
+prmt.b32 p1, $3, $7, up; lop3.b32 $0, $2, 0x80808080, p0, 0xEA;
+shl.b32 w4, $2, 4; lop3.b32 $1, w4, 0x80808080, p1, 0xEA; }""")
+
+
+@gluon.constexpr_function
+def scales_width(w, parts):
+    """Scales that a copy brings, a power of two: 128 bytes at least, as copies begin at multiples of that in shared
+    memory."""
+    return max(1 << (w * parts - 1).bit_length(), 32)
+
+
+@aggregate
+class Stages:
+    """The ring: five buffers to a stage."""
+
+    values: Value
+    offsets: Value
+    x: Value
+    x_scales: Value
+    tile: Value
+    ready: Barriers
+    free: Barriers
+
+
+@aggregate
+class Schedule:
+    """Of every expert: tiles of rows of activations up to its last, and its rows. All warps have all experts."""
+
+    ends: Value
+    begins: Value
+    stops: Value
+    index: Value
+    blocks: Value
+    total: Value
+
+    @gluon.jit
+    def at(self, tile, N: gl.constexpr):
+        """-> expert, block of weights, first row of activations, past the expert's last, and what is added to the
+        number of a row for the place of its scales."""
+        done = self.ends * self.blocks <= tile
+        expert = gl.sum(done.to(gl.int32), 0)
+        before = gl.max(gl.where(done, self.ends, 0), 0)
+        mine = self.index == expert
+        begin = gl.sum(gl.where(mine, self.begins, 0), 0)
+        stop = gl.sum(gl.where(mine, self.stops, 0), 0)
+        parts = (stop - begin + N - 1) // N
+        local = tile - before * self.blocks
+        block = local // parts
+        return expert, block, begin + (local - block * parts) * N, stop, scale_shift(begin, expert)
+
+
+@gluon.jit
+def scale_shift(begin, expert):
+    """TMA reads 16 bytes at multiples of 16: the scales of every expert begin at a multiple of 4."""
+    return (begin + 3) // 4 * 4 + 4 * expert - begin
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def schedule_of(rows, blocks, N: gl.constexpr, EXPERTS: gl.constexpr):
+    L: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [gl.num_warps()], [0])
+    index = gl.arange(0, EXPERTS, layout=L)
+    there = index < rows.experts
+    begins = gl.load(rows.starts_ptr + index, mask=there, other=0)
+    stops = gl.load(rows.starts_ptr + index + 1, mask=there, other=0)
+    ends = gl.associative_scan((stops - begins + N - 1) // N, 0, plus)
+    return Schedule(ends, begins, stops, index, blocks, gl.max(ends, 0) * blocks)
+
+
+@gluon.constexpr_function
+def numbers_layout(warps):
+    """int32 [8]: every thread has all of them."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [4]], lane_bases=[[0]] * 5, warp_bases=[[0]] * (warps.bit_length() - 1), block_bases=[],
+        shape=[8],
+    )  # fmt: skip
+
+
+@gluon.jit
+def write_tile(to, expert, block, first, stop, shift):
+    """What the computing warps have to know of a tile: in the stage of its first step."""
+    n = gl.arange(0, 8, layout=numbers_layout(gl.num_warps()))
+    x = gl.where(n == 0, expert, gl.where(n == 1, block, gl.where(n == 2, first, gl.where(n == 3, stop, shift))))
+    to.store(x)
+
+
+@gluon.jit
+def number(x, i):
+    n = gl.arange(0, 8, layout=numbers_layout(gl.num_warps()))
+    return gl.sum(gl.where(n == i, x, 0), 0)
+
+
+@gluon.jit
+def load_role(values_desc, offsets_desc, x_desc, x_scales_desc, stages, rows, weights, PARTS: gl.constexpr,
+              EXPERTS: gl.constexpr):  # fmt: skip
+    W: gl.constexpr = stages.x.shape[1]
+    N: gl.constexpr = W * PARTS
+    schedule = schedule_of(rows, weights.blocks, N, EXPERTS)
+    BYTES: gl.constexpr = ROWS * 64 + ROWS * 4 + N * STEP + scales_width(W, PARTS) * 4
+    stage = producer_stage()
+    for tile in range(gl.program_id(0), schedule.total, gl.num_programs(0)):
+        expert, block, first, stop, shift = schedule.at(tile, N)
+        place = (expert * weights.blocks + block) * weights.steps
+        for step in range(weights.steps):
+            stages.free.wait(stage.index, stage.phase)
+            ready = stages.ready.at(stage.index)
+            if step == 0:
+                write_tile(stages.tile.index(stage.index), expert, block, first, stop, shift)
+            mbarrier.expect(ready, BYTES)
+            tma_load(values_desc, [(place + step) * 16, 0], ready, stages.values.index(stage.index))
+            for part in gl.static_range(PARTS):
+                to = stages.x.index(stage.index * PARTS + part)
+                tma_load(x_desc, [first + W * part, step * STEP], ready, to)
+            tma_load(offsets_desc, [place + step, 0], ready, stages.offsets.index(stage.index))
+            tma_load(x_scales_desc, [step, first + shift], ready, stages.x_scales.index(stage.index))
+            stage = next_stage(stage, stages.values.shape[0])
+
+
+@gluon.constexpr_function
+def bytes_layout(warps):
+    """uint8 [16 warps, 4 groups, 16 bytes]: 16 bytes of two rows to a thread, as operand A of wgmma needs them."""
+    warp_bases = [[16 << i, 0, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=warp_bases, block_bases=[], shape=[16 * warps, 4, 16],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def product_layout(warps, n):
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, n, 32])
+
+
+@gluon.jit
+def decoded(stages, at, base, HALF: gl.constexpr, W: gl.constexpr):
+    """Rows 128 HALF to 128 HALF + 127 of a stage as e4m3, operand A. base: of each row, the byte of offset 0."""
+    WARPS: gl.constexpr = gl.num_warps()
+    M: gl.constexpr = 16 * WARPS
+    L: gl.constexpr = bytes_layout(WARPS)
+    PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    values = reinterpret_as(stages.values.index(at), gl.uint8, [2, M, 4, 16], PLAIN3)
+    offsets = reinterpret_as(stages.offsets.index(at), gl.uint8, [2, M, 4], PLAIN2)
+    w = values.index(HALF).load(L)
+    # Groups of zeros may have any byte.
+    o = gl.maximum(offsets.index(HALF).load(gl.SliceLayout(2, L)).to(gl.int32) - base[:, None], 1)
+    zeros = gl.zeros([M, 4, 16], gl.int32, L)
+    low = (o * 0x08080800 + 0x0C080000)[:, :, None] + zeros
+    high = (o * 0x08080808 + 0x1C181410)[:, :, None] + zeros
+    a, b = gl.inline_asm_elementwise(
+        DECODE, "=&r,=&r,r,r,r,r,r,r,r,r,r", [w, low, high], dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True, pack=4
+    )
+    # [row, group, word, byte, half] -> [row, word, half, group, byte]
+    x = gl.join(a, b).reshape((M, 4, 4, 4, 2)).permute((0, 2, 4, 1, 3)).reshape((M, 128))
+    LA: gl.constexpr = gl.DotOperandLayout(0, product_layout(WARPS, W), 4)
+    return gl.convert_layout(x, LA, assert_trivial=True)
+
+
+@gluon.jit
+def multiply(a, stages, at, PART: gl.constexpr, PARTS: gl.constexpr):
+    """With rows W PART to W PART + W - 1 of activations: issued, not waited for."""
+    W: gl.constexpr = stages.x.shape[1]
+    zero = gl.zeros([16 * gl.num_warps(), W], gl.float32, product_layout(gl.num_warps(), W))
+    x = stages.x.index(at * PARTS + PART).permute((1, 0))
+    return warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_step(sums, a, stages, stage, base0, base1, PARTS: gl.constexpr, AHEAD: gl.constexpr):
+    """The products of one step, whose rows 0-127 are decoded. AHEAD: decode those of the next step while the last
+    product runs -> (sums, these, the next stage)."""
+    W: gl.constexpr = stages.x.shape[1]
+    LP: gl.constexpr = product_layout(gl.num_warps(), W)
+    at = stage.index
+    scales = stages.x_scales.index(at).reshape([stages.x_scales.shape[2]])
+    pending = multiply(a, stages, at, 0, PARTS)
+    b = decoded(stages, at, base1, 1, W)
+    after = next_stage(stage, stages.values.shape[0])
+    new = ()
+    for unit in gl.static_range(2 * PARTS):  # the sums of one while the tensor core makes the next
+        if unit + 1 == 2 * PARTS and AHEAD:
+            stages.ready.wait(after.index, after.phase)
+            a = decoded(stages, after.index, base0, 0, W)
+        product = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
+        if unit + 1 < PARTS:
+            pending = multiply(a, stages, at, unit + 1, PARTS)
+        elif unit + 1 < 2 * PARTS:
+            pending = multiply(b, stages, at, unit + 1 - PARTS, PARTS)
+        scale = scales.slice(W * (unit % PARTS), W).load(gl.SliceLayout(0, LP))
+        if unit + 1 == 2 * PARTS:
+            stages.free.arrive(at)
+        new = new + (sums[unit] + product * scale[None, :],)
+    return new, a, after
+
+
+@gluon.jit
+def tile_sums(stages, stage, steps, base0, base1, PARTS: gl.constexpr, AHEAD: gl.constexpr):
+    """(sums of rows 0-127 by parts, then of rows 128-255; stage after the tile)."""
+    W: gl.constexpr = stages.x.shape[1]
+    zero = gl.zeros([16 * gl.num_warps(), W], gl.float32, product_layout(gl.num_warps(), W))
+    sums = ()
+    for _ in gl.static_range(2 * PARTS):
+        sums = sums + (zero,)
+    if AHEAD:
+        a = decoded(stages, stage.index, base0, 0, W)
+        for _ in range(steps - 1):
+            sums, a, stage = add_step(sums, a, stages, stage, base0, base1, PARTS, True)
+        sums, a, stage = add_step(sums, a, stages, stage, base0, base1, PARTS, False)
+    else:
+        for _ in range(steps):
+            stages.ready.wait(stage.index, stage.phase)
+            a = decoded(stages, stage.index, base0, 0, W)
+            sums, a, stage = add_step(sums, a, stages, stage, base0, base1, PARTS, False)
+    return sums, stage
+
+
+@gluon.jit
+def scale_of(amax):
+    """2^e, the least with amax / 448 <= 2^e; e from the bits of the fp32 product, as in formats.py."""
+    bits = (gl.maximum(amax, 1e-4) * (1.0 / 448.0)).to(gl.int32, bitcast=True)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(gl.int32)
+    return exponent
+
+
+@gluon.jit
+def write_hidden(gate, up, block, first, stop, shift, rows, out):
+    """SwiGLU, times the weight of the slot, as e4m3 with one scale per row of activations."""
+    LP: gl.constexpr = gate.type.layout
+    LN: gl.constexpr = gl.SliceLayout(0, LP)
+    M: gl.constexpr = gate.shape[0]
+    N: gl.constexpr = gate.shape[1]
+    row = first + gl.arange(0, N, layout=LN)
+    weight = gl.load(rows.weight_ptr + row, mask=row < stop, other=0.0)
+    g = gl.minimum(gate.to(gl.bfloat16).to(gl.float32), out.limit)
+    u = gl.minimum(gl.maximum(up.to(gl.bfloat16).to(gl.float32), -out.limit), out.limit)
+    h = g / (1.0 + gl.exp(-g)) * u * weight[None, :]
+    h = h.to(gl.bfloat16).to(gl.float32)
+    exponent = scale_of(gl.max(gl.abs(h), 0))
+    inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    scale = (exponent << 23).to(gl.float32, bitcast=True)
+    gl.store(out.scale_ptr + block * out.scale_line + row + shift, scale, mask=row < stop)
+    q = (h * inverse[None, :]).to(gl.float8e4nv)
+    LO: gl.constexpr = gl.BlockedLayout([16, 1], [8, 4], [1, gl.num_warps()], [0, 1])
+    q = gl.convert_layout(q, LO)
+    channel = block * M + gl.arange(0, M, layout=gl.SliceLayout(1, LO))
+    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, LO))
+    at = row.to(gl.int64) * out.width
+    gl.store(out.ptr + at[None, :] + channel[:, None], q, mask=(row < stop)[None, :])
+
+
+@gluon.jit
+def write_slots(sums, channel, first, stop, rows, out):
+    """128 channels of the outputs of slots."""
+    M: gl.constexpr = sums.shape[0]
+    N: gl.constexpr = sums.shape[1]
+    LO: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, gl.num_warps()], [0, 1])
+    y = gl.convert_layout(sums.to(out.ptr.dtype.element_ty), LO)
+    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, LO))
+    slot = gl.load(rows.slot_ptr + row, mask=row < stop, other=0)
+    at = slot.to(gl.int64) * out.width + channel
+    column = gl.arange(0, M, layout=gl.SliceLayout(1, LO))
+    gl.store(out.ptr + at[None, :] + column[:, None], y, mask=(row < stop)[None, :])
+
+
+@gluon.jit
+def compute_role(stages, rows, weights, out, FIRST: gl.constexpr, PARTS: gl.constexpr, EXPERTS: gl.constexpr,
+                 AHEAD: gl.constexpr):  # fmt: skip
+    WARPS: gl.constexpr = gl.num_warps()
+    M: gl.constexpr = 16 * WARPS
+    W: gl.constexpr = stages.x.shape[1]
+    LM: gl.constexpr = gl.SliceLayout(1, product_layout(WARPS, W))
+    # The same rows in the layout of bytes.
+    LB: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, bytes_layout(WARPS)))
+    total = schedule_of(rows, weights.blocks, W * PARTS, EXPERTS).total
+    stage = consumer_stage()
+    for _ in range(gl.program_id(0), total, gl.num_programs(0)):
+        stages.ready.wait(stage.index, stage.phase)
+        x = stages.tile.index(stage.index).load(numbers_layout(WARPS))
+        expert, block, first, stop, shift = number(x, 0), number(x, 1), number(x, 2), number(x, 3), number(x, 4)
+        factors = weights.factor_ptr + (expert * weights.blocks + block) * ROWS
+        # A factor is 2^(base - 133); the offset of byte `base` is 12.
+        base0 = (gl.load(factors + gl.arange(0, M, layout=LB)).to(gl.int32, bitcast=True) >> 23) - 6
+        base1 = (gl.load(factors + M + gl.arange(0, M, layout=LB)).to(gl.int32, bitcast=True) >> 23) - 6
+        sums, stage = tile_sums(stages, stage, weights.steps, base0, base1, PARTS, AHEAD)
+        factor0 = gl.load(factors + gl.arange(0, M, layout=LM))
+        factor1 = gl.load(factors + M + gl.arange(0, M, layout=LM))
+        for part in gl.static_range(PARTS):
+            row = first + W * part
+            part0 = sums[part] * factor0[:, None]
+            part1 = sums[PARTS + part] * factor1[:, None]
+            if FIRST:
+                write_hidden(part0, part1, block, row, stop, shift, rows, out)
+            else:
+                write_slots(part0, block * ROWS, row, stop, rows, out)
+                write_slots(part1, block * ROWS + M, row, stop, rows, out)
+
+
+@gluon.jit
+def moe_product_sm90(
+    values_desc, offsets_desc, x_desc, x_scales_desc, rows, weights, out, FIRST: gl.constexpr, W: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr, AHEAD: gl.constexpr = True,
+    LOAD_REGS: gl.constexpr = 48,
+):  # fmt: skip
+    """EXPERTS: a power of two, at least as many as there are and 32."""
+    values = gl.allocate_shared_memory(gl.int32, [STAGES, 16, 256], values_desc.layout)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, W, STEP], x_desc.layout)
+    offsets = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 256], offsets_desc.layout)
+    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, scales_width(W, PARTS)], x_scales_desc.layout)
+    tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = new_barriers(STAGES)
+    free = new_barriers(STAGES)
+    init_barriers((ready, free))
+    stages = Stages(values, offsets, x, x_scales, tile, ready, free)
+    gl.warp_specialize([
+        (compute_role, (stages, rows, weights, out, FIRST, PARTS, EXPERTS, AHEAD)),
+        (load_role, (values_desc, offsets_desc, x_desc, x_scales_desc, stages, rows, weights, PARTS, EXPERTS)),
+    ], [1], [LOAD_REGS])  # fmt: skip

@@ -1,0 +1,40 @@
+"""What moe and moe_route are asked for, beside their tensors."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+from dsv4.runtime import checks
+
+Activations = Literal["fp8_128", "fp8_token", "bf16"]
+ACTIVATIONS: tuple[str, ...] = get_args(Activations)
+FORMATS = ("mxfp4", "nvfp4", "bf16")  # of weights
+
+
+class MoeOptions(NamedTuple):
+    activations: str = "fp8_128"
+    limit: float = 10.0
+    format: str = "mxfp4"
+    spread: int = 0  # of the exponents of a row of weights, at most
+    deterministic: bool = False
+
+    @classmethod
+    def checked(cls, activations: Any, limit: Any, format: str, spread: int, deterministic: Any) -> MoeOptions:
+        checks.one_of("activations", activations, ACTIVATIONS)
+        limit = checks.number("limit", limit, "a finite number > 0")
+        if limit <= 0:
+            checks.fail("limit", limit, "a finite number > 0")
+        return cls(activations, limit, format, spread, checks.flag("deterministic", deterministic))
+
+
+class RouteOptions(NamedTuple):
+    topk: int = 6
+    scale: float = 1.5
+    eps: float = 1e-20
+
+    @classmethod
+    def checked(cls, topk: Any, scale: Any, eps: Any) -> RouteOptions:
+        eps = checks.number("eps", eps, "a finite number >= 0")
+        if eps < 0:
+            checks.fail("eps", eps, "a finite number >= 0")
+        return cls(checks.at_least(1, "topk", topk), checks.number("scale", scale), eps)

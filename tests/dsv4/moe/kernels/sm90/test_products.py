@@ -1,0 +1,65 @@
+"""The experts' kernels on a CPU, through softsm."""
+
+import moe_cases
+import pytest
+import torch
+
+import dsv4
+import softsm
+from dsv4.moe.kernels.sm90 import entry
+from dsv4.runtime import calls
+
+NAN = float("nan")
+
+
+def kernel(experts, given, order="random", **options):
+    """Races checked; the outputs were NaN before."""
+    out = torch.full_like(given["x"], NAN)
+    with softsm.use("sm_90a"), softsm.checking(races=True, order=order) as report:
+        found = dsv4.moe(**given, experts=experts, out=out, backend="softsm", **options)
+    assert not report.codes(), str(report)
+    return found
+
+
+def test_experts_with_many_rows_with_few_and_with_none():
+    """Two tiles of rows of one expert, a row that is nobody's, an expert that nobody takes; each token has its bits in
+    another batch."""
+    experts, given = moe_cases.layer(h=256).experts, moe_cases.tokens(9, k=2)
+    given["ids"][:] = torch.tensor([0, 3])
+    given["ids"][4] = torch.tensor([-1, 1])
+    out, slots = kernel(experts, given, return_slots=True)
+    moe_cases.assert_right(out, slots, experts, given)
+    assert not slots[4, 0].any()
+    some = torch.tensor([8, 4])
+    alone = kernel(experts, {name: x[some] for name, x in given.items()}, order="latest")
+    assert torch.equal(alone, out[some])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiling", [(16, 1), (64, 1), (32, 3)])
+def test_wider_tiles(tiling, monkeypatch):
+    monkeypatch.setattr(entry, "TILINGS", ((float("inf"), *tiling),))
+    calls.forget()
+    experts, given = moe_cases.layer(e=3, h=512, i=256).experts, moe_cases.tokens(40, h=512, e=3, k=2)
+    given["ids"][5:, 0] = 2
+    given["ids"][5:, 1] = 0
+    shared = (torch.randn(2 * 128, 512) * 0.05).bfloat16(), (torch.randn(512, 128) * 0.1).bfloat16()
+    out = kernel(experts, given, order="latest", shared=shared)
+    moe_cases.assert_right(out, None, experts, given, shared=shared)
+    assert torch.equal(out, kernel(experts, given, shared=shared))
+    calls.forget()
+
+
+def test_what_the_kernels_do_not_take():
+    given = moe_cases.tokens(3)
+    experts = moe_cases.layer(nvfp4=True).experts
+    wide = moe_cases.layer(low=100, high=126).experts
+    for one, options, says in (
+        (experts, {}, "weights in nvfp4"), (wide, {}, "exponents that spread by"),
+        (moe_cases.layer().experts, dict(activations="fp8_token"), "activations 'fp8_token'"),
+    ):  # fmt: skip
+        with (
+            softsm.use("sm_90a"),
+            pytest.raises(ValueError, match=f"^backend: 'softsm' cannot run this moe problem: .*{says}"),
+        ):
+            dsv4.moe(**given, experts=one, backend="softsm", **options)

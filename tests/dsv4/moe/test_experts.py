@@ -1,0 +1,74 @@
+import moe_cases
+import pytest
+import torch
+
+from dsv4 import Fp4Experts
+
+
+@pytest.mark.parametrize("nvfp4", [False, True])
+def test_the_bytes_of_the_checkpoint_come_back(nvfp4):
+    given, experts = moe_cases.layer(e=2, h=512, i=256, nvfp4=nvfp4)
+    back = experts.unpack()
+    assert back.keys() == given.keys()
+    for name, x in given.items():
+        assert torch.equal(back[name].contiguous().view(torch.uint8), x.contiguous().view(torch.uint8)), name
+    assert (experts.experts, experts.hidden, experts.intermediate) == (2, 512, 256)
+    assert experts.format == ("nvfp4" if nvfp4 else "mxfp4")
+
+
+def test_int8_and_e8m0_as_a_checkpoint_has_them():
+    given, experts = moe_cases.layer()
+    named = {n: x.view(torch.float8_e8m0fnu if "scale" in n else torch.int8) for n, x in given.items()}
+    assert torch.equal(Fp4Experts.pack(**named).w13, experts.w13)
+
+
+@pytest.mark.parametrize("nvfp4", [False, True])
+def test_numbers(nvfp4):
+    given, experts = moe_cases.layer(e=2, nvfp4=nvfp4)
+    values = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    w13, w2 = experts.dequantize(torch.float64)
+    for name, got, row, column in (("w1", w13, 3, 77), ("w3", w13, 128 + 3, 200), ("w2", w2, 250, 101)):
+        own = row % 128 if name == "w3" else row
+        code = int(given[name][1, own, column // 2]) >> 4 * (column % 2) & 15
+        scale = given[f"{name}_scale"][1, own, column // (16 if nvfp4 else 32)]
+        factor = float(scale) * float(given[f"{name}_global"][1]) if nvfp4 else 2.0 ** (int(scale) - 127)
+        assert got[1, row, column].item() == pytest.approx((-1) ** (code >> 3) * values[code & 7] * factor, rel=1e-15)
+
+
+def test_rows_whose_exponents_spread_are_reported():
+    given, _ = moe_cases.layer(e=1, low=120, high=121)
+    given["w3_scale"][0, 5, 1] = 120 - 12
+    given["w2_scale"][0, 7, 0] = 120 - 15
+    found = Fp4Experts.pack(**given).spread
+    assert found == (2 * 128 + 256, 15, 2, 1)
+    assert "2 rows by more than 11, 1 by more than 14" in str(found)
+
+
+@pytest.mark.parametrize("name, change, says", [
+    ("w1", lambda x: x[:, :100], "I a multiple of 128"), ("w1", lambda x: x[..., :60], "H of 256"),
+    ("w1", lambda x: x[0], "a tensor"), ("w3", lambda x: x[:, :-1], "shape"),
+    ("w2", lambda x: x.float(), "int8, uint8"),
+    ("w2_scale", lambda x: x[..., :-1], "shape"), ("w3_scale", lambda x: x.float(), "float8_e8m0fnu, uint8"),
+    ("w1_scale", lambda x: x.index_fill(1, torch.tensor([3]), 255), "0 to 254"),
+    ("w1_global", lambda x: torch.ones(4), "None with E8M0"),
+])  # fmt: skip
+def test_errors_name_the_tensor(name, change, says):
+    given = moe_cases.layer().given
+    given[name] = change(given.get(name))
+    with pytest.raises(ValueError, match=rf"^{name}: got .*; accepted: .*{says}"):
+        Fp4Experts.pack(**given)
+
+
+def test_nvfp4_needs_the_scales_of_tensors():
+    given = moe_cases.layer(nvfp4=True).given
+    del given["w2_global"]
+    with pytest.raises(ValueError, match="^w2_global: got"):
+        Fp4Experts.pack(**given)
+
+
+def test_saved_and_loaded(tmp_path):
+    experts = moe_cases.layer().experts
+    torch.save(experts, tmp_path / "experts")
+    back = torch.load(tmp_path / "experts", weights_only=True)
+    assert torch.equal(back.w2_scales, experts.w2_scales) and back.spread == experts.spread
+    assert back.to("cpu").nbytes == experts.nbytes

@@ -1,0 +1,53 @@
+"""Small layers of experts: weights as a checkpoint has them, tokens, and the comparison with the oracle."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4 import Fp4Experts, reference
+
+
+class Layer(NamedTuple):
+    given: dict[str, Tensor]  # what Fp4Experts.pack takes
+    experts: Fp4Experts
+
+
+def layer(e: int = 4, h: int = 256, i: int = 128, nvfp4: bool = False, low: int = 118, high: int = 126) -> Layer:
+    """Codes and scales of which every one may come."""
+    given = {}
+    for name, rows, columns in (("w1", i, h), ("w3", i, h), ("w2", h, i)):
+        given[name] = torch.randint(0, 256, (e, rows, columns // 2), dtype=torch.uint8)
+        if nvfp4:
+            given[f"{name}_scale"] = (torch.rand(e, rows, columns // 16) + 0.1).to(torch.float8_e4m3fn)
+            given[f"{name}_global"] = torch.rand(e) * 0.05 + 0.01
+        else:
+            given[f"{name}_scale"] = torch.randint(low, high, (e, rows, columns // 32), dtype=torch.uint8)
+    return Layer(given, Fp4Experts.pack(**given))
+
+
+def tokens(t: int, h: int = 256, e: int = 4, k: int = 3, dtype=torch.bfloat16) -> dict[str, Tensor]:
+    """x, ids (different ones of a token) and weights."""
+    ids = torch.rand(t, e).argsort(-1)[:, :k].int()
+    return dict(x=torch.randn(t, h).to(dtype), ids=ids, weights=torch.rand(t, k) * 0.7 + 0.1)
+
+
+def relative(x: Tensor, want: Tensor) -> float:
+    return float((x.double() - want).norm() / want.norm())
+
+
+def assert_right(out: Tensor, slots: Tensor | None, experts: Fp4Experts, given: dict, recipe="fp8_128", **more) -> None:
+    """Not farther from the truth than the oracle that rounds where the model does, and next to that one: what rounds
+    elsewhere, or not at all, is as far from it as it is from the truth."""
+    w13, w2 = experts.dequantize(torch.float64)
+    arguments = (given["x"], w13, w2, given["ids"], given["weights"])
+    truth = reference.moe(*arguments, **more)
+    low = reference.moe(*arguments, dtype=given["x"].dtype, recipe=recipe, **more)
+    pairs = [(out, low[0].to(out.dtype).double(), truth[0])]
+    pairs += [] if slots is None else [(slots, low[1], truth[1])]
+    for got, rounded, exact in pairs:
+        cost = relative(rounded, exact)
+        assert relative(got, exact) <= 1.5 * cost, f"off by {relative(got, exact):.2e}, the oracle by {cost:.2e}"
+        assert relative(got, rounded) <= 0.3 * cost, (
+            f"{relative(got, rounded):.2e} from the oracle, whose cost is {cost:.2e}"
+        )
