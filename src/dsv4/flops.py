@@ -102,7 +102,25 @@ def _index_loss(given: dict[str, Any]) -> int:
     return 2 * given["indices"].numel() * per_row
 
 
+def _mlps(given: dict[str, Any]) -> tuple[int, int]:
+    """Multiplications of one of an MLP's three matrices: by experts, and by the shared expert."""
+    (tokens, hidden), w2 = given["x"].shape, given["w2"]
+    inner = w2.shape[2] * (1 if given["format"] == "bf16" else 128)
+    shared = 0 if given["shared_w2"] is None else tokens * given["shared_w2"].numel()
+    return _listed(given["ids"], None) * hidden * inner, shared
+
+
+def _moe_backward(given: dict[str, Any]) -> int:
+    x, w13, w2, weights, shared_w13, shared_w2 = given["asked"]
+    experts, shared = _mlps(given)
+    count = experts * (3 + 2 * x + 2 * w13 + w2) if x or w13 or w2 or weights else 0  # gate, up and dh, then gradients
+    return 2 * (count + (shared * (3 + 2 * x + 2 * shared_w13 + shared_w2) if x or shared_w13 or shared_w2 else 0))
+
+
 FORMULAS = {
+    ("moe", "moe_out", "moe_training"): lambda given: 6 * sum(_mlps(given)),
+    ("moe_backward",): _moe_backward,
+    ("moe_route", "moe_route_out"): lambda given: 2 * given["x"].shape[0] * given["gate"].numel(),
     ("fmha", "fmha_out", "fmha_varlen", "fmha_varlen_out", "fmha_paged", "fmha_paged_out", "fmha_training"): (
         lambda given: 4 * _fmha_pairs(given) * given["q"].shape[-1]
     ),

@@ -32,6 +32,16 @@ def test_every_operator_has_a_formula():
     assert ours and all(getattr(torch.ops.dsv4, x) in flop_registry for x in ours)
 
 
+def test_experts():
+    x, ids = torch.randn(5, 64, requires_grad=True), torch.tensor([[0, 2], [1, -1], [2, 1], [0, 1], [-1, -1]])
+    weights = torch.randn(3, 64, 64), torch.randn(3, 64, 32)
+    shared = torch.randn(32, 64), torch.randn(64, 16)
+    got, out = counted(lambda: dsv4.moe(x, weights, ids, torch.rand(5, 2), activations="bf16", shared=shared))
+    assert got == 6 * 64 * (7 * 32 + 5 * 16)
+    assert backward(out) == 10 * 64 * (7 * 32 + 5 * 16)  # gate, up, dh, and dx by two matrices
+    assert counted(lambda: dsv4.moe_route(x.detach(), torch.randn(9, 64)))[0] == 2 * 5 * 9 * 64
+
+
 bounds = st.sampled_from([-1, 0, 1, 3, 10, 99])
 
 

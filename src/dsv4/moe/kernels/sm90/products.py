@@ -351,7 +351,7 @@ def compute_role(stages, rows, weights, out, FIRST: gl.constexpr, PARTS: gl.cons
 @gluon.jit
 def moe_product_sm90(
     values_desc, offsets_desc, x_desc, x_scales_desc, rows, weights, out, FIRST: gl.constexpr, W: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr, AHEAD: gl.constexpr = True,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr, AHEAD: gl.constexpr = False,
     LOAD_REGS: gl.constexpr = 48,
 ):  # fmt: skip
     """EXPERTS: a power of two, at least as many as there are and 32."""
