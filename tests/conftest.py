@@ -156,6 +156,9 @@ class Cost:
 
 
 EMULATOR = """
+import gc
+
+gc.disable()
 import softsm
 from softsm.checks.lane_operation import lane_operation
 softsm.load(".version 8.7 .target sm_100a .address_size 64 .visible .entry nothing() { ret; }").launch(grid=1, block=32)
@@ -168,6 +171,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     kernels, then what finds races. A test that needs it sooner waits for it; a broken one is reported by its tests."""
     if not getattr(session.config.option, "numprocesses", None):
         return
+    # Numba asks the terminal for its colours at every type that it tries.
+    os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     beside = subprocess.Popen([sys.executable, "-c", EMULATOR], env=env, stderr=subprocess.DEVNULL)
     session.config.pluginmanager.get_plugin("cost").beside = beside

@@ -22,6 +22,7 @@ from softsm.errors import StepBudget
 
 QUANTUM = 20_000
 TURN = 512
+SEEN_COST = 32  # in instructions of a quantum: a loop that polls by acquire loads ends its turn sooner
 NEVER = 1 << 30  # a pc that no program reaches
 
 
@@ -233,8 +234,7 @@ class Machine:
                     for hook in warp.cta.lane_hooks:
                         hook(warp)
             if status == pg.MACRO:
-                if self.execute(warp, fragment, pc, lanes):
-                    quantum = 0
+                quantum -= self.execute(warp, fragment, pc, lanes)
             elif status == pg.EXITED:
                 warp.fragments.remove(fragment)
                 if not warp.fragments:
@@ -260,22 +260,22 @@ class Machine:
                 self.watch.quantum_used(warp)
                 return
 
-    def followed_macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> bool:
+    def followed_macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> int:
         call, follower = self.macro_at[pc], self.follower
         assert follower is not None
         follower.executing(warp, fragment, call, lanes)
-        vain = self.macro(warp, fragment, pc, lanes)
+        cost = self.macro(warp, fragment, pc, lanes)
         follower.executed(warp, fragment, call, lanes)
-        return vain
+        return cost
 
-    def macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> bool:
-        """Execute a macro-operation. True if it only asked in vain: then it is the others' turn."""
+    def macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> int:
+        """Execute a macro-operation -> what it costs of the quantum: all of it if it asked in vain."""
         call = self.macro_at[pc]
         if call.aligned and lanes != warp.alive:
             missing = warp.alive & ~fragment.mask
             if missing:
                 self.park(warp, fragment, warp.alive)
-                return False
+                return 0
             raise warp.fault(
                 "divergent",
                 "an .aligned instruction is executed by all threads of the warp, but its "
@@ -287,7 +287,7 @@ class Machine:
             fragment.pc = pc + 1
         elif result is POLLED or result is SEEN:
             fragment.pc = pc + 1
-            return result is POLLED
+            return QUANTUM if result is POLLED else SEEN_COST
         elif isinstance(result, int):
             fragment.pc = result
             if len(warp.fragments) > 1:
@@ -296,7 +296,7 @@ class Machine:
             fragment.blocked = result
             result.on.waiters.append(fragment)
         warp.spins = 0
-        return False
+        return 0
 
     def choose(self, warp: Warp) -> tuple[Fragment | None, int]:
         """Of several fragments the one to run next, and the pc at which it meets another one."""

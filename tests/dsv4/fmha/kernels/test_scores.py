@@ -16,6 +16,7 @@ from dsv4.fmha.kernels.scores import score_scale
 
 ARCHS = ["sm_90a", "sm_100a"]
 SOFTCAP = 1.5
+QUICK = ("sm_90a", 64, False)
 slow = pytest.mark.slow
 
 
@@ -23,13 +24,15 @@ def poisoned(p):
     return replace(p, out=torch.full_like(p.q, float("nan")), lse=torch.full(p.lse_shape, float("nan")))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+SIZES = [(64, False), (128, False), (256, False), (512, False), (512, True)]
+
+
 @pytest.mark.parametrize(
-    "d, same_kv",
-    [(64, False), *(pytest.param(d, bool(same), marks=slow) for d, same in ((128, 0), (256, 0), (512, 0), (512, 1)))],
+    "arch, d, same_kv", [QUICK, *(pytest.param(a, *x, marks=slow) for a in ARCHS for x in SIZES if (a, *x) != QUICK)]
 )
 def test_split_keys(arch, d, same_kv):
-    """Two splits: the cap is inside of each."""
+    """Two splits: the cap is inside of each. On sm_100a the kernel that reads pages by cp.async has a quick test of it
+    (sm100/test_forward.py)."""
     q, k, v = (3 * x for x in qkv(1, 6, 150, 4, 2, d, torch.bfloat16))
     v, options = k if same_kv else v, dict(causal=True, softcap=SOFTCAP, sink=torch.randn(4))
     p = replace(poisoned(problem.dense(q, k, v, **options)), num_splits=2, same_kv=same_kv)
@@ -75,9 +78,9 @@ VARLEN = dict(starts_q=(0, 20, 50), starts_k=(0, 60, 100), heads=2, kv_heads=1, 
 DENSE = dict(t=40, s=70, heads=(2, 1), causal=True, sink=True, dlse=True, softcap=SOFTCAP)
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=slow)])
+@slow  # sm90/test_backward.py has quick gradients with softcap, and quick ones of sequences
+@pytest.mark.parametrize("arch", ARCHS)
 def test_gradients_of_a_varlen_batch(arch):
-    """Nothing else that is quick compiles dQ's varlen kernel of sm_90a."""
     check(arch, *fmha_gradients.varlen_request(**VARLEN))
 
 

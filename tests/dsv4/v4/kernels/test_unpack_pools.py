@@ -38,19 +38,39 @@ def test_deterministic_calls_do_not_depend_on_how_many_queries_there_are():
     assert "v4_unpack" not in launches(256, 64, 64, deterministic=True)
 
 
+def scaled_rows(count: int) -> torch.Tensor:
+    """Scales from 2^-12 to 2^12."""
+    return torch.randn(count, 512) * torch.exp2(torch.randint(-12, 13, (count, 1)))
+
+
+def test_a_query_that_lists_one_row_gets_its_bits(monkeypatch):
+    """Its weight is 1. Rows of the window, and of another pool in pages of 2."""
+    monkeypatch.setattr(unpack_pools, "pays", lambda p: True)
+    calls.forget()
+    window, compressed = scaled_rows(70), scaled_rows(30)
+    pools = [dsv4.Fp8Cache.pack(x, rows_per_page=n) for x, n in ((window, 16), (compressed, 2))]
+    lists = torch.tensor([[0], [17], [69], [-1], [-1]]).int(), torch.tensor([[-1], [-1], [-1], [1], [29]]).int()
+    q = torch.randn(5, 16, 512).bfloat16() / 64
+    with softsm.use("sm_90a"), softsm.checking() as report:
+        out = dsv4.v4_attention(q, pools[0], lists[0], pools[1], lists[1], backend="softsm")
+    calls.forget()
+    assert report.launches == 3 and not report, str(report)
+    rows = [x.unpack() for x in pools]
+    want = torch.stack([rows[int(a[0] < 0)][int(max(a[0], b[0]))] for a, b in zip(*lists)])
+    assert torch.equal(out, want[:, None].expand_as(out))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "stride"),
-    [
-        pytest.param(16, None, id="by 16 bytes"),
-        *(pytest.param(*x, id=n, marks=pytest.mark.slow) for x, n in (((2, 1176), "by 8"), ((5, 2925), "by 1"))),
-    ],
+    [pytest.param(*x, id=n) for x, n in (((16, None), "by 16 bytes"), ((2, 1176), "by 8"), ((5, 2925), "by 1"))],
 )
-@pytest.mark.parametrize("tabled", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tabled", [True, False])
 def test_unpacked_rows_give_the_same_bits(page, stride, tabled, monkeypatch):
-    """Scales from 2^-12 to 2^12, rows that are not there, a last page in part; two pools in one call. Rows that are not
-    unpacked are those of a block table, a kernel that test_v4.py compiles, or of lists, which is one more."""
+    """Rows that are not there, a last page in part; two pools in one call. Rows that are not unpacked are those of a
+    block table or of lists."""
     torch.manual_seed(3)
-    rows = torch.randn(70, 512) * torch.exp2(torch.randint(-12, 13, (70, 1)))
+    rows = scaled_rows(70)
     table = torch.randint(0, 15, (2, 25), dtype=torch.int32)
     common = dict(
         q=torch.randn(2, 16, 512).bfloat16() / 64,

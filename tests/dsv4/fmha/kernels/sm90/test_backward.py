@@ -24,6 +24,8 @@ import softsm
 from dsv4.fmha.kernels import chain
 from dsv4.reference import backward as reference_backward
 
+SOFTCAP = 1.5
+
 
 def run(b):
     with softsm.use("sm_90a"):
@@ -98,14 +100,21 @@ def test_products_of_a_slab_take_every_pair_once(heads, begin, end):
 
 @pytest.mark.parametrize("d", [64, 256])
 def test_only_what_is_wanted(d):
+    """At head dim 64 by the kernels of deterministic gradients, with softcap."""
     for name in ("dq", "dk", "dv"):
-        b, want, low = request(t=140, s=130, heads=(1, 1), d=d)
+        b, want, low = request(t=140, s=130, heads=(2, 1), d=d, softcap=SOFTCAP if d == 64 else 0.0)
         b = replace(b, **{other: None for other in ("dq", "dk", "dv") if other != name})
         run(b)
         check(b, want, low)
 
 
-@pytest.mark.slow  # the kernels of dense batches are quick here, those of sequences with Blackwell's
+def test_a_varlen_batch():
+    b, want, low = varlen_request(starts_q=(0, 20, 50), starts_k=(0, 60, 100), heads=2, kv_heads=1)
+    run(b)
+    check(b, want, low)
+
+
+@pytest.mark.slow  # Blackwell's are quick
 @pytest.mark.parametrize("name, order, dq", TOGETHER)
 def test_sequences_go_together(name, order, dq, monkeypatch):
     kernels = ("backward_keys", "round_dq")
@@ -158,15 +167,26 @@ def test_a_sink_far_above_the_lse_leaves_the_gradient_of_the_lse():
     check_sinks_far_above_the_lse(run)
 
 
-@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
-def test_a_sum_of_dq_changes_neither_dk_nor_dv(d):
-    """With deterministic=True dQ has a kernel of its own, and the same bits in every run."""
-    b, want, low = request(t=300, s=200, heads=(2, 1), d=d, causal=True)
-    sure = deterministic(b)
-    first, *others = (replace(x, dq=b.dq.clone(), dk=b.dk.clone(), dv=b.dv.clone()) for x in (b, sure, sure))
-    for x in (first, *others):
+def copies(b, count):
+    return [replace(b, dq=b.dq.clone(), dk=b.dk.clone(), dv=b.dv.clone()) for _ in range(count)]
+
+
+def test_deterministic_gradients_have_the_same_bits_in_every_run():
+    """dQ has a kernel of its own then. With softcap, as test_only_what_is_wanted has it."""
+    b, want, low = request(t=300, s=200, heads=(2, 1), d=64, causal=True, softcap=SOFTCAP)
+    first, again = copies(deterministic(b), 2)
+    for x in (first, again):
         run(x)
         check(x, want, low)
-    for x in others:
-        assert torch.equal(x.dk, first.dk) and torch.equal(x.dv, first.dv)
-    assert torch.equal(others[0].dq, others[1].dq)
+    assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_sum_of_dq_changes_neither_dk_nor_dv(d):
+    b, want, low = request(t=300, s=200, heads=(2, 1), d=d, causal=True)
+    (summed,), (sure,) = copies(b, 1), copies(deterministic(b), 1)
+    for x in (summed, sure):
+        run(x)
+        check(x, want, low)
+    assert torch.equal(summed.dk, sure.dk) and torch.equal(summed.dv, sure.dv)

@@ -131,11 +131,15 @@ def test_tiles_that_every_row_sees_are_not_masked(head_dim, order):
     assert (grown > 8).any() and (grown < 8).any()
 
 
-@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
-def test_rows_that_see_few_keys_or_none_of_a_tile(order):
-    """Head dim 128, more queries than keys, windows: rows that see nothing, that begin late, that end early."""
-    q = torch.randn(1, 500, 1, 128).bfloat16()
-    k, v = (torch.randn(1, 260, 1, 128).bfloat16() for _ in "kv")
+@pytest.mark.parametrize(
+    "head_dim, order",
+    [(64, "latest"), *(pytest.param(d, o, marks=pytest.mark.slow) for d in (64, 128) for o in ORDERS
+                       if (d, o) != (64, "latest"))],
+)  # fmt: skip
+def test_rows_that_see_few_keys_or_none_of_a_tile(head_dim, order):
+    """More queries than keys, windows: rows that see nothing, that begin late, that end early."""
+    q = torch.randn(1, 500, 1, head_dim).bfloat16()
+    k, v = (torch.randn(1, 260, 1, head_dim).bfloat16() for _ in "kv")
     one = dispatch.compile_target("sm_90a")._replace(num_sms=1)
     assert fmha.tiling(problem.dense(q, k, v, causal=True), one).loop
     for window in ((-1, 0), (90, 20)):
