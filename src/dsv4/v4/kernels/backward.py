@@ -49,9 +49,11 @@ def supports(b: V4Backward) -> str | None:
     return None
 
 
-def prepare_sparse(b: V4Backward, program: Program, kernel: Any, registers: dict[str, int]) -> None:
+def prepare_sparse(
+    b: V4Backward, program: Program, kernel: Any, registers: dict[str, int], order_of_registers: bool = False
+) -> None:
     """Fill b.dq, b.dwindow, b.dcompressed and b.dsink, those that are not None. kernel: backward_sparse of an
-    architecture, and the registers of its roles."""
+    architecture, and the registers of its roles. order_of_registers: it adds to dKV with columns in another order."""
     p = b.forward
     window = _flat(program, p.window)
     compressed = window if p.compressed is None else _flat(program, p.compressed)
@@ -122,8 +124,15 @@ def prepare_sparse(b: V4Backward, program: Program, kernel: Any, registers: dict
     if b.dq is not None and not aligned:
         program.copy(b.dq, dq)
     for x, part in ((b.dwindow, sums[:split]), (b.dcompressed, sums[split:])):
-        if x is not None:
+        if x is not None and order_of_registers and not b.deterministic:
+            program.compute(_reorder, x, part)
+        elif x is not None:
             program.copy(x, part if x.ndim == 2 else part.unflatten(0, x.shape[:2]))
+
+
+def _reorder(x: Tensor, sums: Tensor) -> None:
+    """x: the sums, which have their columns in the order of the tensor core's registers (add() of sm90's kernel)."""
+    x.unflatten(-1, (32, 2, 4, 2)).copy_(sums.view(*x.shape[:-1], 32, 4, 2, 2).transpose(-3, -2))
 
 
 def _order(padded: int, places: Tensor, starts: Tensor, rows: Tensor) -> None:

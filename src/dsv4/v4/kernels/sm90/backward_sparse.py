@@ -3,31 +3,35 @@
     S = Q K^T    P = 2^(S scale2 - lse2)    dP = dO K^T    dS = scale P (dP - delta)
     dQ += dS K                               dKV[rows of the block] += P^T dO + dS^T Q
 
-fp16: P and dS are multiplied by a power of two before they are rounded (shared/v4/backward_scale.py), results divided.
+fp16: P and dS are multiplied by a power of two before they are rounded (backward_scale.py), results divided.
 
-Role chart of a block::
+Role chart::
 
-    gather  4 warps | rows of the next block, as soon as dQ has used this one's ...
-    left    4 warps | S, P -> P32, P16       |         wait dS | dQ_L += dS K_L | dKV, columns 0-255, added to memory
-    right   4 warps | dP    | wait P32 | dS  |                 | dQ_R += dS K_R | dKV, columns 256-511
+    gather  4 warps | rows of block i + 1, as soon as both halves of dQ have used block i's ...
+    scores  4 warps | S, dP of block i | P, dS -> P16, dS16 | dQ, columns 0-255 += dS K
+    keys    4 warps | dQ, columns 256-511 += dS K of block i - 1 | its dKV, in eight pieces of 64 columns, to memory
+
+`keys` sends one piece of dKV to memory while the tensor cores work on the next; the last piece of a block goes out
+while they work on the first of the next block. With two slots for P and dS, `scores` is a block ahead. Adding dKV to
+memory is what binds: 128 KB of each block, beside 64 KB of rows that are read. P and dS are in the registers of one
+role until they are rounded, so that dS is made from the unrounded P.
 
 shared memory   bytes        holds
 q, dout         2 x 65536    [2, 64, 256] each: halves of the columns
 kv              65536        [2, 64, 256]: the block's rows; at the end dQ on its way out
-p16, ds16       2 x 8192     [64, 64]: heads times rows
-p32             16384        [64, 64]: P in fp32, because dS is made from the unrounded P
+p16, ds16       4 x 8192     [2, 64, 64] each: heads times rows, of two blocks
 barriers        8 each
 
-barrier    arrives             count       waits          means
-q_ready    gather: TMA bytes   1 + bytes   left, right    Q and dO are there
-ready      gather: copies      128         left, right    the block is in kv
-free       left, right         2           gather         S, dP and dQ have used the block
-p_ready    left                1           right          P32 and P16 are written
-ds_ready   right               1           left           dS16 is written
-used       left, right         2           left           dKV has used P16 and dS16
+barrier    arrives             count       waits           means
+q_ready    gather: TMA bytes   1 + bytes   scores, keys    Q and dO are there
+ready      gather: copies      128         scores          the block is in kv
+free       scores, keys        2           gather          S, dP and dQ have used the block
+ds_ready   scores              1           keys            P16 and dS16 are written, S and dP are complete
+used       keys                1           scores          dKV has used P16 and dS16
 
-right writes dS16 after p_ready, before which left has waited for `used`: nobody reads the old one. At the end each
-owner of a half writes its dQ over its half of kv: S and dP of the last block were complete before p_ready and ds_ready.
+`keys` reads kv after ds_ready, which follows `ready` and the fence behind it in `scores`. At the end each owner of a
+half writes its dQ over its half of kv: S and dP of the last block were complete before ds_ready, and no other role
+reads that half.
 A row number of -1 is filled with zeros, its P is 0, and nothing is added for it.
 """
 
@@ -59,57 +63,65 @@ class Memory:
     kv: Value
     p16: Value
     ds16: Value
-    p32: Value
     q_ready: Barriers
     ready: Barriers
     free: Barriers
-    p_ready: Barriers
     ds_ready: Barriers
     used: Barriers
 
 
 @gluon.jit
 def products(x, kv, step):
-    """x [2, 64, 256] times the block's rows, transposed: [64 heads, 64 rows]."""
+    """x [2, 64, 256] times the block's rows, transposed: [64 heads, 64 rows]. Two products, not waited for."""
     opaque = zero(step)  # else all wgmma descriptors of a fixed slot would be kept in registers, and spilled
     s = gl.zeros([64, 64], gl.float32, SCORES)
     s = warpgroup_mma(x.index(opaque), kv.index(opaque).permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma(x.index(opaque + 1), kv.index(opaque + 1).permute((1, 0)), s, is_async=True)
-    return warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+    return warpgroup_mma(x.index(opaque + 1), kv.index(opaque + 1).permute((1, 0)), s, is_async=True)
 
 
-# Of a lane's eight numbers two are columns c, c + 1 of row r, two the same of row r + 8, four those of columns c + 8,
-# c + 9. Neighbouring lanes exchange, so that each has four columns of each row, and adds them at once: half as many
-# requests as with pairs. $10, $12: the rows' places, 0 = none; $18: the column, in bytes.
-ADD = gl.constexpr("""{
-.reg .pred odd, there; .reg .b32 lane, x, y, a, b, c, d; .reg .b64 place, column;
-mov.u32 lane, %laneid; and.b32 lane, lane, 1; setp.ne.b32 odd, lane, 0;
-cvt.u64.u32 column, $18; mov.b32 $0, 0; mov.b32 $1, 0;
-selp.b32 x, $2, $6, odd; selp.b32 y, $3, $7, odd;
-shfl.sync.bfly.b32 x, x, 1, 31, -1; shfl.sync.bfly.b32 y, y, 1, 31, -1;
-selp.b32 a, x, $2, odd; selp.b32 b, y, $3, odd; selp.b32 c, $6, x, odd; selp.b32 d, $7, y, odd;
-setp.ne.b64 there, $10, 0; add.s64 place, $10, column;
-@there red.global.add.v4.f32 [place], {a, b, c, d};
-selp.b32 x, $4, $8, odd; selp.b32 y, $5, $9, odd;
-shfl.sync.bfly.b32 x, x, 1, 31, -1; shfl.sync.bfly.b32 y, y, 1, 31, -1;
-selp.b32 a, x, $4, odd; selp.b32 b, y, $5, odd; selp.b32 c, $8, x, odd; selp.b32 d, $9, y, odd;
-setp.ne.b64 there, $12, 0; add.s64 place, $12, column;
-@there red.global.add.v4.f32 [place], {a, b, c, d};
-}""")
+def _add_asm() -> str:
+    """PTX that adds 64 columns of two rows by whole lines of 128 bytes.
+
+    Of a lane's 32 numbers, $8 on, two belong to row r, two to row r + 8, and so on. Lanes l and l ^ 4 have rows r and
+    r ^ 1. Both send the second half of a line of theirs, so that together they add the line of the even row and then
+    that of the odd one. $40, $42: places of the even row of r and of r + 8; $72, $74: of the odd one; 0 = none.
+    """
+    lines = [
+        "{ .reg .pred second, at_even, at_odd; .reg .b32 lane, x<4>, a<4>, b<4>; .reg .b64 here, across, even, odd;",
+        *(f"mov.b32 ${i}, 0;" for i in range(8)),
+        "mov.u32 lane, %laneid; and.b32 x0, lane, 4; setp.ne.b32 second, x0, 0;",
+        "and.b32 x1, lane, 3; shl.b32 x1, x1, 4; shl.b32 x0, x0, 4; or.b32 x0, x0, x1; xor.b32 x1, x0, 64;",
+        "cvt.u64.u32 here, x0; cvt.u64.u32 across, x1;",
+    ]
+    for eight in range(2):  # row r, row r + 8
+        for row, offset, first in (("even", "here", 40), ("odd", "across", 72)):
+            place = f"${first + 2 * eight}"
+            lines.append(f"setp.ne.b64 at_{row}, {place}, 0; add.s64 {row}, {place}, {offset};")
+        for line in range(2):
+            own = [8 + line * 16 + tile * 4 + eight * 2 + k for tile in range(2) for k in range(2)]
+            for k, i in enumerate(own):
+                lines.append(f"shfl.sync.bfly.b32 x{k}, ${i + 8}, 4, 31, -1;")
+                lines.append(f"selp.b32 a{k}, x{k}, ${i}, second; selp.b32 b{k}, ${i}, x{k}, second;")
+            for row, x in (("even", "a"), ("odd", "b")):
+                values = f"{{{x}0, {x}1, {x}2, {x}3}}"
+                lines.append(f"@at_{row} red.global.add.v4.f32 [{row} + {line * 128}], {values};")
+    return "\n".join(lines) + "\n}"
+
+
+ADD = gl.constexpr(_add_asm())
+ADD_REGISTERS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 32 + ["l"] * 64))
 
 
 @gluon.jit
-def add(part, rows, target, first):
-    """target[rows, first .. first + 64] += part; rows of -1 take nothing."""
-    place = gl.where(rows >= 0, target.to(gl.int64) + rows.to(gl.int64) * 2048, 0)[:, None]
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
-    # the first column of a lane's four: among the first eight of sixteen, odd lanes among the second
-    column = (first + column // 16 * 16 + column // 2 % 2 * 8 + column // 4 % 2 * 4)[None, :]
-    part, place = gl.broadcast(part, place)
-    part, column = gl.broadcast(part, column * 4)
-    gl.inline_asm_elementwise(
-        ADD, "=r,=r" + ",r" * 8 + ",l" * 8 + ",r" * 8, [part, place, column], dtype=gl.int8, is_pure=False, pack=8
-    )
+def add(part, places, first):
+    """64 columns of dKV, from `first` on, to their rows in memory. They stay in the order of registers: of 16 columns a
+    lane's c, c + 1, c + 8, c + 9 are neighbours. Whole lines pay: 3.8 instead of 3.1 TB/s."""
+    even, odd = places
+    even = gl.where(even != 0, even + first * 4, 0)[:, None]
+    odd = gl.where(odd != 0, odd + first * 4, 0)[:, None]
+    part, even = gl.broadcast(part, even)
+    part, odd = gl.broadcast(part, odd)
+    gl.inline_asm_elementwise(ADD, ADD_REGISTERS, [part, even, odd], dtype=gl.int8, is_pure=False, pack=32)
 
 
 # Of a lane's sixteen numbers, in pairs, those of rows r and r + 8 alternate. $12, $14: the rows' places, 0 = none; $28:
@@ -123,46 +135,61 @@ setp.ne.b64 there, $14, 0; add.s64 place, $14, column; @there st.global.v4.b32 [
 
 
 @gluon.jit
-def keep(part, rows, target, first):
-    """part to target, in the order of registers: a lane's eight columns c, c + 1, c + 8, ..., c + 25 of 32 are
-    neighbours in memory. Nothing of rows of -1."""
-    slot = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    place = gl.where(rows >= 0, target.to(gl.int64) + slot * 1024, 0)[:, None]
+def keep(part, places, first, DTYPE: gl.constexpr):
+    """part to its places, in the order of registers: a lane's eight columns c, c + 1, c + 8, ..., c + 25 of 32 are
+    neighbours in memory."""
+    place, _ = places
+    place = place[:, None]
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
     column = (first + column // 32 * 32 + column // 2 % 4 * 8)[None, :]
-    part, place = gl.broadcast(part.to(target.dtype.element_ty), place)
+    part, place = gl.broadcast(part.to(DTYPE), place)
     part, column = gl.broadcast(part, column * 2)
     gl.inline_asm_elementwise(KEEP, "=r,=r,=r,=r" + ",r" * 8 + ",l" * 16 + ",r" * 16, [part, place, column],
                               dtype=gl.int8, is_pure=False, pack=16)  # fmt: skip
 
 
 @gluon.jit
-def gradients(dq, memory, rows, target, block, factor, H: gl.constexpr, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
-    """This half of dQ and of dKV of a block. factor: of dKV, SCALED."""
-    p16, ds16 = memory.p16, memory.ds16
-    place = target.ptr + block * target.step
-    opaque = zero(block)
-    dq = warpgroup_mma(ds16, memory.kv.index(opaque + H), dq, is_async=True)
-    q_panels = reinterpret(memory.q.index(H), [4, 64, 64], PANEL)
-    dout_panels = reinterpret(memory.dout.index(H), [4, 64, 64], PANEL)
-    for piece in gl.static_range(4):
-        part = gl.zeros([64, 64], gl.float32, SCORES)
-        at = zero(block) + piece
-        part = warpgroup_mma(p16.permute((1, 0)), dout_panels.index(at), part, use_acc=False, is_async=True)
-        part = warpgroup_mma(ds16.permute((1, 0)), q_panels.index(at), part, is_async=True)
-        if piece == 0:
-            dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq,))
-            memory.free.arrive(0)
-        part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-        if piece == 3:
-            memory.used.arrive(0)
-        if SCALED:
-            part = part * factor
-        if ATOMIC:
-            add(part, rows, place, H * 256 + piece * 64)
-        else:
-            keep(part, rows, place, H * 256 + piece * 64)
-    return dq
+def places_of(query, target, block, ATOMIC: gl.constexpr):
+    """Where a block's dKV goes, 0 = nowhere. ATOMIC: the rows to add to, of an even entry and of the odd one after it.
+    Else the rows of this block's contribution, twice."""
+    entry = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+    base = target.ptr.to(gl.int64)
+    if ATOMIC:
+        entry = block * 64 + entry
+        even, odd = entry & -2, entry | 1
+        even = gl.load(query.line + even, mask=even < query.width, other=-1)
+        odd = gl.load(query.line + odd, mask=odd < query.width, other=-1)
+        even = gl.where(even >= 0, base + even.to(gl.int64) * 2048, 0)
+        odd = gl.where(odd >= 0, base + odd.to(gl.int64) * 2048, 0)
+        return even, odd
+    else:
+        rows = numbers(query, block, gl.SliceLayout(1, SCORES))
+        place = base + (block * target.step).to(gl.int64) * 2 + entry * 1024
+        place = gl.where(rows >= 0, place, 0)
+        return place, place
+
+
+@gluon.jit
+def moved(x):
+    """x in other registers than a product's: before it reads those, ptxas waits for every product in flight (C7517)."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def nowhere():
+    none = gl.zeros([64], gl.int64, gl.SliceLayout(1, SCORES))
+    return none, none
+
+
+@gluon.jit
+def send(part, places, piece, factor, target, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
+    """A piece of dKV to memory."""
+    if SCALED:
+        part = part * factor
+    if ATOMIC:
+        add(part, places, piece * 64)
+    else:
+        keep(part, places, piece * 64, target.ptr.dtype.element_ty)
 
 
 @gluon.jit
@@ -175,67 +202,94 @@ def end(dq, kv, dq_desc, query, H: gl.constexpr):
 
 
 @gluon.jit
-def left_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
-    """S, P; columns 0-255 of dQ and dKV."""
+def scores_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
+    """S, dP, P, dS; columns 0-255 of dQ."""
     heads = query.heads
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    lse2 = gl.load(terms.lse2_ptr + query.number.to(gl.int64) * heads + row, mask=row < heads, other=float("inf"))
-    up, down, factor = 1.0, 1.0, 1.0
+    place = query.number.to(gl.int64) * heads + row
+    lse2 = gl.load(terms.lse2_ptr + place, mask=row < heads, other=float("inf"))
+    delta = gl.load(terms.delta_ptr + place, mask=row < heads, other=0.0)
+    up, down = 1.0, 1.0
     if SCALED:
         up, down = factors(terms, query)
-        factor, undo = dkv_factors(terms, query, down, ATOMIC)
         if not ATOMIC:
+            _, undo = dkv_factors(terms, query, down, ATOMIC)
             keep_undo(target, query, undo)
     dq = gl.zeros([64, 256], gl.float32, HALF)
     memory.q_ready.wait(0, 0)
-    phase = 0
     for block in range(0, query.blocks):
         there = numbers(query, block, gl.SliceLayout(0, SCORES)) >= 0
-        rows = numbers(query, block, gl.SliceLayout(1, SCORES))
-        memory.ready.wait(0, phase)
+        slot = block & 1
+        memory.ready.wait(0, slot)
         fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
         s = products(memory.q, memory.kv, block)
+        dp = products(memory.dout, memory.kv, block)
+        s = warpgroup_mma_wait(num_outstanding=2, deps=(s,))
         p = gl.where(there[None, :], gl.exp2(s * terms.scale2 - lse2[:, None]), 0.0)
-        memory.used.wait(0, phase ^ 1)
         if SCALED:
             p = p * up
-        memory.p32.store(p)
-        memory.p16.store(p.to(memory.p16.dtype))
+        memory.used.wait(slot, (block >> 1 & 1) ^ 1)
+        memory.p16.index(slot).store(p.to(memory.p16.dtype))
+        dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
+        ds = (p * (dp - delta[:, None]) * terms.scale).to(memory.ds16.dtype)
+        memory.ds16.index(slot).store(ds)
         fence_async_shared()
-        memory.p_ready.arrive(0)
-        memory.ds_ready.wait(0, phase)
-        dq = gradients(dq, memory, rows, target, block, factor, 0, ATOMIC, SCALED)
-        phase = phase ^ 1
+        memory.ds_ready.arrive(slot)
+        a = gl.convert_layout(ds, gl.DotOperandLayout(0, HALF, 2))
+        dq = warpgroup_mma(a, memory.kv.index(zero(block)), dq, is_async=True)
+        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+        memory.free.arrive(0)
     if SCALED:
         dq = dq * down
     end(dq, memory.kv, dq_desc, query, 0)
 
 
 @gluon.jit
-def right_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
-    """dP, dS; columns 256-511 of dQ and dKV."""
-    heads = query.heads
-    row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    delta = gl.load(terms.delta_ptr + query.number.to(gl.int64) * heads + row, mask=row < heads, other=0.0)
+def piece_of_dkv(memory, slot, at):
+    """64 columns of dKV, those of panel `at`, in two products. Issued, not waited for."""
+    q_panels = reinterpret(memory.q, [8, 64, 64], PANEL)
+    dout_panels = reinterpret(memory.dout, [8, 64, 64], PANEL)
+    part = gl.zeros([64, 64], gl.float32, SCORES)
+    p = memory.p16.index(slot).permute((1, 0))
+    part = warpgroup_mma(p, dout_panels.index(at), part, use_acc=False, is_async=True)
+    ds = memory.ds16.index(slot).permute((1, 0))
+    return warpgroup_mma(ds, q_panels.index(at), part, is_async=True)
+
+
+@gluon.jit
+def keys_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
+    """dKV; columns 256-511 of dQ."""
     down, factor = 1.0, 1.0
     if SCALED:
         _, down = factors(terms, query)
         factor, _ = dkv_factors(terms, query, down, ATOMIC)
     dq = gl.zeros([64, 256], gl.float32, HALF)
+    last = gl.zeros([64, 64], gl.float32, SCORES)  # the last piece of the block before
+    last_places = nowhere()
     memory.q_ready.wait(0, 0)
-    phase = 0
     for block in range(0, query.blocks):
-        rows = numbers(query, block, gl.SliceLayout(1, SCORES))
-        memory.ready.wait(0, phase)
-        fence_async_shared()
-        dp = products(memory.dout, memory.kv, block)
-        memory.p_ready.wait(0, phase)
-        ds = memory.p32.load(SCORES) * (dp - delta[:, None]) * terms.scale
-        memory.ds16.store(ds.to(memory.ds16.dtype))
-        fence_async_shared()
-        memory.ds_ready.arrive(0)
-        dq = gradients(dq, memory, rows, target, block, factor, 1, ATOMIC, SCALED)
-        phase = phase ^ 1
+        slot = block & 1
+        opaque = zero(block)
+        places = places_of(query, target, block, ATOMIC)
+        memory.ds_ready.wait(slot, block >> 1 & 1)
+        part = piece_of_dkv(memory, slot, opaque)
+        dq = warpgroup_mma(memory.ds16.index(slot), memory.kv.index(opaque + 1), dq, is_async=True)
+        send(last, last_places, 7, factor, target, ATOMIC, SCALED)
+        for piece in gl.static_range(7):
+            following = piece_of_dkv(memory, slot, opaque + (piece + 1))
+            if piece == 0:
+                part = warpgroup_mma_wait(num_outstanding=3, deps=(part,))
+            elif piece == 1:
+                dq, part = warpgroup_mma_wait(num_outstanding=2, deps=(dq, part))
+                memory.free.arrive(0)
+            else:
+                part = warpgroup_mma_wait(num_outstanding=2, deps=(part,))
+            send(part, places, piece, factor, target, ATOMIC, SCALED)
+            part = following
+        last = moved(warpgroup_mma_wait(num_outstanding=0, deps=(part,)))
+        memory.used.arrive(slot)
+        last_places = places
+    send(last, last_places, 7, factor, target, ATOMIC, SCALED)
     if SCALED:
         dq = dq * down
     end(dq, memory.kv, dq_desc, query, 1)
@@ -254,35 +308,33 @@ def backward_sparse(
     ATOMIC: gl.constexpr,
     TURNED: gl.constexpr,
     SCALED: gl.constexpr,
-    RIGHT_REGS: gl.constexpr,
+    KEYS_REGS: gl.constexpr,
     GATHER_REGS: gl.constexpr,
 ):
     """rows [N, width] of both pools by one number, compressed rows after the window's: window_blocks blocks of 64
-    entries name window rows, the others compressed ones. blocks [N]: how many a query has. target: dkv fp32 [rows, 512]
-    to add to; without ATOMIC the contributions [head tiles, queries from query_begin on, width rounded up to 64, 512 in
-    the order of keep()], to be summed later. The last TURNED panels of 64 columns of dO are those of turned. SCALED
-    (fp16): most and sizes [N, H], and undo [head tiles, queries, blocks]: what undoes the contributions' factor."""
+    entries name window rows, the others compressed ones. blocks [N]: how many a query has. target: dkv fp32 [rows, 512
+    in the order of add()] to add to; without ATOMIC the contributions [head tiles, queries from query_begin on, width
+    rounded up to 64, 512 in the order of keep()], to be summed later. The last TURNED panels of 64 columns of dO are
+    those of turned. SCALED (fp16): most and sizes [N, H], and undo [head tiles, queries, blocks]: what undoes the
+    contributions' factor."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
     dout = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
     kv = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)
-    p16 = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
-    ds16 = gl.allocate_shared_memory(DTYPE, [64, 64], TILE)
-    p32 = gl.allocate_shared_memory(gl.float32, [64, 64], FLAT)
+    p16 = gl.allocate_shared_memory(DTYPE, [2, 64, 64], TILE)
+    ds16 = gl.allocate_shared_memory(DTYPE, [2, 64, 64], TILE)
     q_ready = new_barriers(1)
     ready = new_barriers(1, 128)
     free = new_barriers(1, 2)
-    p_ready = new_barriers(1)
-    ds_ready = new_barriers(1)
-    used = new_barriers(1, 2)
-    init_barriers((q_ready, ready, free, p_ready, ds_ready, used))
+    ds_ready = new_barriers(2)
+    used = new_barriers(2)
+    init_barriers((q_ready, ready, free, ds_ready, used))
     query, target = query_and_target(lists, contributions, ATOMIC)
     operands = Operands(q_desc, dout_desc, turned_desc)
-    memory = Memory(q, dout, kv, p16, ds16, p32, q_ready, ready, free, p_ready, ds_ready, used)
+    memory = Memory(q, dout, kv, p16, ds16, q_ready, ready, free, ds_ready, used)
     gl.warp_specialize([
-        (left_role, (memory, terms, target, dq_desc, query, ATOMIC, SCALED)),
-        (right_role, (memory, terms, target, dq_desc, query, ATOMIC, SCALED)),
+        (scores_role, (memory, terms, target, dq_desc, query, ATOMIC, SCALED)),
+        (keys_role, (memory, terms, target, dq_desc, query, ATOMIC, SCALED)),
         (gather_role, (operands, memory, pools, query, TURNED)),
-    ], [4, 4], [RIGHT_REGS, GATHER_REGS])  # fmt: skip
+    ], [4, 4], [KEYS_REGS, GATHER_REGS])  # fmt: skip
