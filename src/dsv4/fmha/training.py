@@ -14,4 +14,4 @@ def _forward(tensors: dict[str, Any]) -> Operation:
     return FMHA if tensors["cu_seqlens_q"] is None else FMHA_VARLEN
 
 
-gradients.define_operation("fmha", FMHA_BACKWARD, TENSORS, _forward, ("fmha", "fmha_varlen"))
+gradients.define_operation("fmha", FMHA_BACKWARD, TENSORS, _forward, (FMHA, FMHA_VARLEN))

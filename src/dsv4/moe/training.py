@@ -12,6 +12,7 @@ has the gradient 1. FP4 weights are constants.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from dsv4.moe.api import MOE
 from dsv4.moe.options import MoeOptions
 from dsv4.moe.problem import MoeProblem
 from dsv4.runtime import calls, checks, gradients, operators
+from dsv4.runtime.calls import Operation
 from dsv4.runtime.options import schema
 
 DIFFERENTIABLE = ("x", "w13", "w2", "weights", "shared_w13", "shared_w2")
@@ -35,11 +37,11 @@ ARGUMENTS = ", ".join(
 )
 
 
-def call(arguments: dict[str, Any], options: MoeOptions, backend: str, plain: bool) -> tuple[Tensor, Tensor]:
+def call(op: Operation, tensors: Sequence, options: MoeOptions, backend: str, plain: bool) -> tuple[Tensor, Tensor]:
     if options.activations != "bf16":
         got = f"{options.activations!r} with an input that requires grad"
         checks.fail("activations", got, "'bf16' for a gradient, or a call under torch.no_grad()")
-    return gradients.training("moe", plain, *(arguments[x] for x in MOE.tensors), *options, backend)
+    return gradients.training("moe", plain, *tensors, *options, backend)
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, ...]:
@@ -145,4 +147,4 @@ gradients.define(
     _save,
     _gradients,
 )
-operators.TRAINING["moe"] = DIFFERENTIABLE, call
+operators.TRAINING["moe"] = operators.Training(PLACES, call)

@@ -187,17 +187,11 @@ def _kept(key: tuple, prepared: Any) -> Any:
 
 def _layouts(tensors: Sequence[Any]) -> tuple[list[tuple | None], list[int]]:
     """(what a key holds of the tensors, their addresses; 0 where there is none)."""
-    layouts: list[tuple | None] = []
-    addresses: list[int] = []
-    for x in tensors:
-        if x is None:
-            layouts.append(None)
-            addresses.append(0)
-        else:
-            address = x.data_ptr()
-            layouts.append((x.shape, x.stride(), x.dtype, x.device, address & 15))
-            addresses.append(address)
-    return layouts, addresses
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    return [
+        None if x is None else (x.shape, x.stride(), x.dtype, x.device, address & 15)
+        for x, address in zip(tensors, addresses)
+    ], addresses
 
 
 def _same(a: Tensor, b: Tensor | None) -> bool:

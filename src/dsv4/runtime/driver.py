@@ -2,8 +2,9 @@
 
 `cuLaunchKernelEx` takes pointers to the parameters of a kernel. A Block has both, and the tensor maps and the
 configuration of the launch: of all that, the addresses of tensors and the stream change from call to call. So a launch
-is one `pack_into`, one call of the driver for each tensor map, and one for the kernel. (Triton's launcher reads every
-argument anew, also those that were fixed at compile time, and encodes tensor maps from lists.)
+is one `pack_into`, one call of the driver for each tensor map whose address has changed, and one for the kernel.
+(Triton's launcher reads every argument anew, also those that were fixed at compile time, and encodes tensor maps from
+lists.)
 
 A Block belongs to one launch at a time: threads take one of the spare ones, or make another, and put it back.
 """
@@ -169,11 +170,14 @@ class DriverLaunch:
             for n, offset in self.moved:
                 values[n] += offset
         self.pack(block.memory, 0, *values)
-        for place, index, offset in block.maps:
-            address = ctypes.c_void_p(addresses[index] + offset)
-            status = self.driver.cuTensorMapReplaceAddress(place, address)
-            if status:
-                self.refused(status, "cuTensorMapReplaceAddress", place, address)
+        for n, (place, index, offset) in enumerate(block.maps):
+            address = addresses[index] + offset
+            if address != block.mapped[n]:
+                pointer = ctypes.c_void_p(address)
+                status = self.driver.cuTensorMapReplaceAddress(place, pointer)
+                if status:
+                    self.refused(status, "cuTensorMapReplaceAddress", place, pointer)
+                block.mapped[n] = address
         block.configuration.stream = stream
         status = self.driver.cuLaunchKernelEx(block.reference, self.handle, block.parameters, None)
         if status:
@@ -217,6 +221,7 @@ class Block:
                 number += 8
         self.parameters = (ctypes.c_void_p * len(pointers))(*pointers)
         self.maps: list[tuple[ctypes.c_void_p, int, int]] = []  # (where it is, index and offset of its tensor)
+        self.mapped: list[int] = []  # the address in each: an allocator often returns the one of the call before
         for n, x in enumerate(launch.maps):
             place = ctypes.c_void_p(base + first_map + MAP_BYTES * n)
             address = ctypes.c_void_p(addresses[x.index] + x.offset)
@@ -224,6 +229,7 @@ class Block:
             if status:
                 launch.refused(status, "cuTensorMapEncodeTiled", place, x.type, x.rank, address, *x.rest)
             self.maps.append((place, x.index, x.offset))
+            self.mapped.append(addresses[x.index] + x.offset)
         attributes = [Attribute(PROGRAMMATIC, 0, (1,))] if function.dependent else []
         if function.clusters > 1:
             attributes.append(Attribute(CLUSTER_DIMENSION, 0, (function.clusters, 1, 1)))

@@ -72,7 +72,7 @@ def training(name: str, plain: bool, *arguments: Any) -> Any:
 
 
 def define_operation(
-    name: str, op: Operation, tensors: str, forward: Callable[[dict[str, Any]], Operation], public: Sequence[str]
+    name: str, op: Operation, tensors: str, forward: Callable[[dict[str, Any]], Operation], public: Sequence[Operation]
 ) -> None:
     """Register X_training and X_backward for attention, whose gradients are an operation of calls.py.
 
@@ -81,58 +81,80 @@ def define_operation(
     the operation of the forward pass, one of the `public` ones.
     """
     count, made = len(op.tensors) - 4, len(op.outputs)
-    deterministic = op.options._fields.index("deterministic")
     nothing = (None,) * made
 
-    def given(inputs: tuple) -> tuple[Operation, Given]:
-        by_name = dict(zip(op.tensors, inputs[:count]))
-        one = forward(by_name)
-        return one, Given([by_name[x] for x in one.tensors], op.options(*inputs[count:-1]), (True, True), (None, None))
+    def run(one: Operation, tensors: Sequence, options: Any, backend: str) -> tuple:
+        of_one = [tensors[op.tensors.index(name)] for name in one.tensors]
+        return tuple(calls.run(one, Given(of_one, options, (True, True), (None, None)), backend))
 
     def kernel(*inputs: Any) -> tuple:
-        return tuple(calls.run(*given(inputs), inputs[-1]))
+        tensors = inputs[:count]
+        return run(forward(dict(zip(op.tensors, tensors))), tensors, op.options(*inputs[count:-1]), inputs[-1])
 
     def fake(*inputs: Any) -> tuple:
-        one, (of_one, options, wanted, *_) = given(inputs)
-        arguments = one.named(of_one, options)
+        by_name = dict(zip(op.tensors, inputs[:count]))
+        one = forward(by_name)
+        arguments = one.named([by_name[x] for x in one.tensors], op.options(*inputs[count:-1]))
         one.build(**arguments)
-        return tuple(one.empty(arguments, wanted))
+        return tuple(one.empty(arguments, (True, True)))
+
+    def keep(ctx: Any, tensors: Sequence, output: tuple, options: Any, backend: str) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output)
+        ctx.options, ctx.backend = options, backend
 
     def save(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:count], *output)
-        ctx.options, ctx.backend = inputs[count:-1], inputs[-1]
+        keep(ctx, inputs[:count], output, op.options(*inputs[count:-1]), inputs[-1])
 
-    def backward(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> list[Tensor | None]:
+    def backward(
+        dout: Tensor | None, dlse: Tensor | None, saved: Sequence, options: Any, backend: str, asked: Sequence[bool]
+    ) -> list[Tensor | None]:
+        dout = torch.zeros_like(saved[count]) if dout is None else dout
+        return calls.run(op, Given((*saved, dout, dlse), options, tuple(asked), nothing), backend)
+
+    def backward_kernel(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         *saved, backend, asked = rest
-        tensors, options = saved[: count + 2], op.options(*saved[count + 2 :])
-        dout = torch.zeros_like(tensors[count]) if dout is None else dout
-        return calls.run(op, Given((*tensors, dout, dlse), options, tuple(asked), nothing), backend)
-
-    def backward_kernel(*rest: Any) -> tuple[Tensor, ...]:
-        found, device = backward(*rest), rest[2].device
-        return tuple(torch.empty(0, device=device) if x is None else x for x in found)
+        found = backward(dout, dlse, saved[: count + 2], op.options(*saved[count + 2 :]), backend, asked)
+        return tuple(torch.empty(0, device=saved[0].device) if x is None else x for x in found)
 
     def backward_fake(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         *saved, _, asked = rest
         tensors, options = saved[: count + 2], op.options(*saved[count + 2 :])
         return tuple(op.empty(op.named((*tensors, dout, dlse), options), asked))
 
-    def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-        rest = (None,) * (count - made + len(op.options._fields) + 1)
+    def gradients_of(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
         if dout is None and dlse is None:
-            return *nothing, *rest
-        asked, options = ctx.needs_input_grad[:made], ctx.options
+            return nothing
+        options, saved = ctx.options, ctx.saved_tensors
         if torch.are_deterministic_algorithms_enabled():
-            options = (*options[:deterministic], True, *options[deterministic + 1 :])
-        inputs = (dout, dlse, *ctx.saved_tensors)
-        plain = operators.all_plain(inputs) and not inputs[2].is_meta
+            options = options._replace(deterministic=True)
+        plain = operators.all_plain(saved) and operators.all_plain((dout, dlse)) and not saved[0].is_meta
         # In grad mode somebody may ask for the gradient of this gradient.
         if torch.is_grad_enabled() or operators.observed() or not plain:
             operator = getattr(torch.ops.dsv4, f"{name}_backward")
-            found = operator(*inputs, *options, ctx.backend, list(asked))
-            return *(or_none(x, want) for x, want in zip(found, asked)), *rest
-        return *backward(*inputs, *options, ctx.backend, asked), *rest
+            found = operator(dout, dlse, *saved, *options, ctx.backend, list(asked))
+            return [or_none(x, want) for x, want in zip(found, asked)]
+        return backward(dout, dlse, saved, options, ctx.backend, asked)
+
+    def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+        rest = (None,) * (count - made + len(op.options._fields) + 1)
+        return *gradients_of(ctx, dout, dlse, ctx.needs_input_grad[:made]), *rest
+
+    class Recorded(torch.autograd.Function):
+        """Both operators as one function of autograd, for plain tensors; torch looks at each of its arguments."""
+
+        @staticmethod
+        def forward(ctx: Any, one: Operation, options: Any, backend: str, *tensors: Any) -> tuple:
+            output = run(one, tensors, options, backend)
+            keep(ctx, tensors, output, options, backend)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+            found = gradients_of(ctx, dout, dlse, ctx.needs_input_grad[3 : 3 + made])
+            return None, None, None, *found, *(None,) * (count - made)
 
     options = ", ".join(schema(op.options, defaults=False).values())
     outputs = ", ".join(["Tensor"] * made)
@@ -148,11 +170,15 @@ def define_operation(
         gradients,
     )
 
-    def call(arguments: dict[str, Any], options: Any, backend: str, plain: bool) -> tuple:
-        return training(name, plain, *(arguments.get(x) for x in op.tensors[:count]), *options, backend)
+    def call(one: Operation, tensors: Sequence, options: Any, backend: str, plain: bool) -> tuple:
+        ordered = [tensors[one.tensors.index(x)] if x in one.tensors else None for x in op.tensors[:count]]
+        if plain:
+            return Recorded.apply(one, options, backend, *ordered)
+        return training(name, plain, *ordered, *options, backend)
 
     for one in public:
-        operators.TRAINING[one] = op.tensors[:made], call
+        places = tuple(n for n, x in enumerate(one.tensors) if x in op.tensors[:made])
+        operators.TRAINING[one.name] = operators.Training(places, call)
 
 
 def gradient_like(x: Tensor | None, want: bool) -> Tensor:

@@ -9,6 +9,7 @@ its name is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
@@ -20,14 +21,13 @@ from triton.runtime import driver
 from dsv4.runtime import aot, structs
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.driver import DriverLaunch, Function
-from dsv4.runtime.program import Compute, Launch, Null, Number, Program, Slot, compiled_for
+from dsv4.runtime.program import Compute, Launch, Layout, Null, Number, Program, Slot, compiled_for
 
 
 class Ready:
     """run(tensors) allocates the workspace and takes the steps. Holds no tensor: any number of threads may run it."""
 
     def __init__(self, program: Program, target: Target):
-        self.buffers = program.buffers
         self.device = program.device
         self.watched: list[Any] = []  # the steps where there are hooks
         self.steps: list[Any] = []
@@ -36,6 +36,10 @@ class Ready:
             watched, step = ready_launch(x, target) if isinstance(x, Launch) else (x, x)
             self.watched.append(watched)
             self.steps.append(step)
+        self.separate = [(buffer, -1) for buffer in program.buffers]  # where there are hooks
+        tensors = {index - len(program.inputs) for x in self.steps for index in as_tensors(x)}
+        self.buffers, size = together(program.buffers, tensors)  # (layout, offset in the shared memory or -1)
+        self.shared = Layout.contiguous((size,), torch.uint8) if size else None
 
     def run(self, memory: list[Tensor | None], addresses: list[int]) -> None:
         """Both lists become longer by the workspace buffers."""
@@ -43,13 +47,42 @@ class Ready:
             with torch.autocast(self.device.type, enabled=False):  # products have the dtypes of their operands
                 self.run(memory, addresses)
             return
-        for buffer in self.buffers:
-            x = buffer.empty(self.device)
-            memory.append(x)
-            addresses.append(x.data_ptr())
+        steps, buffers = (self.watched, self.separate) if _hooks() else (self.steps, self.buffers)
+        shared, base = None, 0
+        if self.shared is not None:
+            shared = self.shared.empty(self.device)
+            base = shared.data_ptr()
+        for buffer, offset in buffers:
+            if offset < 0:
+                x = buffer.empty(self.device)
+                memory.append(x)
+                addresses.append(x.data_ptr())
+            else:
+                memory.append(shared)
+                addresses.append(base + offset)
         stream = driver.active.get_current_stream(self.device.index)
-        for step in self.watched if _hooks() else self.steps:
+        for step in steps:
             step.run(memory, addresses, stream)
+
+
+ALIGNMENT = 512  # of what torch allocates on a GPU
+
+
+def together(buffers: list[Layout], tensors: set[int]) -> tuple[list[tuple[Layout, int]], int]:
+    """-> (buffers with their offsets in one allocation, its size): every allocation takes microseconds.
+    `tensors`: buffers that a step needs as tensors; they get -1, memory of their own."""
+    found, size = [], 0
+    for n, buffer in enumerate(buffers):
+        found.append((buffer, -1 if n in tensors else size))
+        if n not in tensors:
+            size += -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
+    return found, size
+
+
+def as_tensors(step: Any) -> Iterator[int]:
+    """Indices of the memory that a step needs as tensors: a launch of the driver needs addresses alone."""
+    if not isinstance(step, DriverLaunch):
+        yield from (slot.index for slot in step.slots())
 
 
 class TritonLaunch:
@@ -73,6 +106,10 @@ class TritonLaunch:
             elif hasattr(x, "block_shape"):
                 self.descriptors.append((place, x.base))
             self.template.append(x)
+
+    def slots(self) -> Iterator[Slot]:
+        """Those whose tensors it needs."""
+        yield from (slot for _, slot in (self.descriptors if self.by_address else self.tensors + self.descriptors))
 
     def run(self, memory: list, addresses: list, stream: int) -> None:
         arguments = self.template.copy()

@@ -10,7 +10,7 @@ Both are `calls.run`. Neither has a gradient: where one will be asked for, `call
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,16 @@ from dsv4.runtime.options import schema
 from dsv4.runtime.plan import Plan
 
 LIBRARY = torch.library.Library("dsv4", "DEF")
-# Operations with gradients -> the arguments that have one, and call(arguments, options, backend, plain) -> (out, lse),
-# which records them (gradients.py).
-TRAINING: dict[str, tuple[tuple[str, ...], Callable]] = {}
+
+
+class Training(NamedTuple):
+    """How an operation is called where gradients are asked for (gradients.py)."""
+
+    differentiable: tuple[int, ...]  # places of the tensors that have a gradient
+    call: Callable  # (operation, tensors, options, backend, plain) -> (out, lse), which autograd records
+
+
+TRAINING: dict[str, Training] = {}  # by the name of the operation
 
 
 def define(schema: str, kernel: Callable, fake: Callable) -> list[str]:
@@ -135,20 +142,19 @@ def call(
         given = Given(tensors, options, (True, want_second), (out, None), scratch, capacities)
         made, second = calls.run(op, given, backend)
         return (made, second) if want_second else made
-    arguments = op.named(tensors, options)
     if not plain:
-        op.build(**arguments)  # ValueError where one that should be a tensor is none
+        op.build(**op.named(tensors, options))  # ValueError where one that should be a tensor is none
     if derivatives:
-        differentiable, training = TRAINING.get(op.name, ((), None))
-        wanted = torch.is_grad_enabled() and any(
-            isinstance(arguments[name], Tensor) and arguments[name].requires_grad for name in differentiable
-        )
-        if training is not None and wanted and out is None and plan is None:
-            checks.no_tangents(**arguments)
-            checks.forward_only(**{name: x for name, x in arguments.items() if name not in differentiable})
-            made, second = training(arguments, options, backend, plain)
+        training = TRAINING.get(op.name) if out is None and plan is None and torch.is_grad_enabled() else None
+        if training is not None and any(_wants_gradient(tensors[n]) for n in training.differentiable):
+            if len(training.differentiable) < len(tensors):
+                places = training.differentiable
+                checks.forward_only(**{op.tensors[n]: x for n, x in enumerate(tensors) if n not in places})
+            checks.no_tangents(**dict(zip(op.tensors, tensors)))
+            made, second = training.call(op, tensors, options, backend, plain)
             return (made, second) if want_second else made
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
+    arguments = op.named(tensors, options)
     if out is None and plan is None:
         operator = getattr(torch.ops.dsv4, op.name).default
         made, second = operator(**arguments, backend=backend, **{f"return_{op.second}": want_second})
@@ -172,6 +178,10 @@ def all_plain(tensors: Sequence[Any], required: int = 0) -> bool:
         if x is not None and (type(x) not in TENSORS or x.is_neg()):
             return False
     return True
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _differentiable(tensors: Sequence[Tensor | None], out: Tensor | None) -> bool:

@@ -7,7 +7,8 @@ it is made; everything it may depend on is in the key of the call (calls.py), an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -144,6 +145,10 @@ class Layout(NamedTuple):
     def of(cls, x: Tensor) -> Layout:
         return cls(tuple(x.shape), x.stride(), x.dtype)
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
@@ -179,6 +184,9 @@ class Copy:
     to: Slot
     source: Slot
 
+    def slots(self) -> Iterator[Slot]:
+        yield from (self.to, self.source)
+
     def run(self, memory: list, *_: Any) -> None:
         self.to.tensor(memory).copy_(self.source.tensor(memory))
 
@@ -187,6 +195,9 @@ class Copy:
 class Fill:
     to: Slot
     value: float
+
+    def slots(self) -> Iterator[Slot]:
+        yield self.to
 
     def run(self, memory: list, *_: Any) -> None:
         self.to.tensor(memory).fill_(self.value)
@@ -200,8 +211,21 @@ class Compute:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
+    def slots(self) -> Iterator[Slot]:
+        for x in self.arguments:
+            yield from slots_in(x)
+
     def run(self, memory: list, *_: Any) -> None:
         self.function(*[with_tensors(x, memory) for x in self.arguments])
+
+
+def slots_in(x: Any) -> Iterator[Slot]:
+    """A slot itself, or those of a problem."""
+    if isinstance(x, Slot):
+        yield x
+    elif is_dataclass(x) and not isinstance(x, type):
+        for f in fields(x):
+            yield from slots_in(getattr(x, f.name))
 
 
 def with_tensors(x: Any, memory: Sequence[Any]) -> Any:

@@ -10,4 +10,4 @@ from dsv4.v4.backward import TENSORS, V4_BACKWARD
 REQUIRED = ("q", "window", "window_indices")
 SCHEMA = ", ".join(f"Tensor{'' if name in REQUIRED else '?'} {name}" for name in TENSORS)
 
-gradients.define_operation("v4_attention", V4_BACKWARD, SCHEMA, lambda tensors: V4_ATTENTION, ("v4_attention",))
+gradients.define_operation("v4_attention", V4_BACKWARD, SCHEMA, lambda tensors: V4_ATTENTION, (V4_ATTENTION,))

@@ -5,6 +5,8 @@ import ctypes
 from threading import Thread
 from types import SimpleNamespace
 
+import fmha_gradients
+import launches
 import pytest
 import torch
 from agreement import assert_agrees
@@ -12,7 +14,7 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference
-from dsv4.runtime import calls, driver, launch, structs
+from dsv4.runtime import calls, driver, launch, program, structs
 from dsv4.runtime.program import Number, Slot
 from dsv4.v4.kernels.sm90 import entry
 from softsm.memory import tensor_map
@@ -60,9 +62,9 @@ class Driver:
             else:
                 values.append(ctypes.string_at(pointer, p.size))
         memory = GlobalMemory()
-        for x in [x for call in self.tensors for x in call if x is not None]:
-            storage = x.untyped_storage()
-            memory.add(storage.data_ptr(), storage.nbytes(), f"{list(x.shape)}", storage)
+        storages = {x.data_ptr(): x.untyped_storage() for call in self.tensors for x in call if x is not None}
+        for storage in {x.data_ptr(): x for x in storages.values()}.values():
+            memory.add(storage.data_ptr(), storage.nbytes(), f"{storage.nbytes()} bytes", storage)
         grid = configuration.gx, configuration.gy, configuration.gz
         self.kernel.launch(grid, configuration.bx, values, shared=configuration.shared, memory=memory)
         return 0
@@ -138,6 +140,24 @@ def test_tensor_maps_follow_their_tensors(drivers):
     for _ in range(3):
         dense_call()
     assert [len(x.maps) for x in drivers] == [2]  # encoded once, in one block
+
+
+def test_tensor_maps_of_the_same_addresses_are_left_as_they_are(drivers):
+    q, k, v = (torch.randn(1, n, 1, 64).bfloat16() for n in (2, 9, 9))
+    first = dsv4.fmha(q, k, v, backend="softsm")
+    drivers[0].cuTensorMapReplaceAddress = lambda *given: 700
+    assert torch.equal(dsv4.fmha(q, k, v, backend="softsm"), first)
+
+
+def test_the_workspace_of_a_call_is_one_allocation(drivers, monkeypatch):
+    """Three launches with four buffers, one of which the first launch zeroes for the second to add to."""
+    allocated = []
+    empty = program.Layout.empty
+    monkeypatch.setattr(program.Layout, "empty", lambda self, device: allocated.append(self) or empty(self, device))
+    b, want, low = fmha_gradients.request(t=70, s=90, heads=(2, 1), d=64)
+    launches.run(b)
+    fmha_gradients.check(b, want, low)
+    assert [x.configurations[0].gx for x in drivers] == [9, 1, 2] and len(allocated) == 1
 
 
 def test_kernels_that_gather_by_loads_leave_the_l1_what_shared_memory_does_not_need(drivers, monkeypatch):
