@@ -18,7 +18,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     from dsv4.compress.problem import CompressState
     from dsv4.flops import register as _register_flops
     from dsv4.fmha.api import fmha, fmha_paged, fmha_varlen
-    from dsv4.index.api import index_topk
+    from dsv4.index.api import index_blocks, index_topk
     from dsv4.index.loss import index_loss
     from dsv4.merge import merge_states
     from dsv4.moe.api import moe, moe_route
@@ -45,6 +45,7 @@ __all__ = [
     "fmha",
     "fmha_paged",
     "fmha_varlen",
+    "index_blocks",
     "index_loss",
     "index_topk",
     "merge_states",

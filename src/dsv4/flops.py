@@ -80,6 +80,8 @@ def _index_pairs(given: dict[str, Any]) -> int:
     if positions is not None:
         lengths = (positions + 1) // given["ratio"]
     queries = q.shape[:-2].numel()
+    if (blocks := given.get("blocks")) is not None:
+        most = min(most, blocks.shape[-1] * 8)
     return (queries * most if lengths is None else int(lengths.clamp(0, most).sum())) * q.shape[-2]
 
 
@@ -129,7 +131,9 @@ FORMULAS = {
         lambda given: 4 * sum(_v4_rows(given)) * given["q"].shape[1:].numel()
     ),
     ("v4_attention_backward",): _v4_backward,
-    ("index_topk", "index_topk_out"): lambda given: 2 * _index_pairs(given) * given["q"].shape[-1],
+    ("index_topk", "index_topk_out", "index_blocks", "index_blocks_out"): (
+        lambda given: 2 * _index_pairs(given) * given["q"].shape[-1] * (1 if given["q_scales"] is None else 2)
+    ),
     ("index_loss_training",): _index_loss,
     ("index_loss_backward",): lambda given: 6 * given["indices"].numel() * given["q"].shape[1:].numel(),
     # no matrix products

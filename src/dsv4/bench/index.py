@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import dsv4
-from dsv4.bench import peers
+from dsv4.bench import index_fp4, peers
 from dsv4.caches.formats import FP8_584
 from dsv4.caches.index_keys import quantize_queries, unpacked
 from dsv4.compress import forward as compressor
@@ -211,6 +211,7 @@ SIZES = (
 
 CASES: list[Any] = [
     *(IndexCase(*sizes, fp8) for fp8 in (True, False) for sizes in SIZES),
+    *index_fp4.CASES,
     *(
         SmallCase(f"compress {kind} {tokens} tokens", lambda sizes=sizes, tokens=tokens: compressing(*sizes, tokens),
                   4.0 * tokens * sizes[0] * (1 + sizes[2]))

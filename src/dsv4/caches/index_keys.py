@@ -1,6 +1,7 @@
 """Keys of the lightning indexer as bytes, and its queries.
 
-Queries are e4m3, as the keys are. Their scales are folded into the weights of the heads: :func:`quantize_queries`.
+Queries of FP8 keys are e4m3, as the keys are. Their scales are folded into the weights of the heads:
+:func:`quantize_queries`. Those of FP4 keys are that, or FP4 with scales of their own: :func:`quantize_queries_fp4`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.formats import INDEX_132
+from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.caches.pages import FLOATS, PackedRows
 from dsv4.runtime import checks
 
@@ -28,20 +30,36 @@ def quantize_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return small, weights.float() * scale
 
 
+def quantize_queries_fp4(q: Tensor) -> tuple[Tensor, Tensor]:
+    """q [..., H, 128] -> (uint8 [..., H, 64], two e2m1 to a byte, int32 [..., H], four ue8m0 each, the first lowest).
+
+    The bytes are those of an FP4 key. index_topk takes them as q and q_scales.
+    """
+    if not checks.is_tensor(q) or q.ndim < 2:
+        checks.fail("q", checks.describe(q), f"a tensor [..., H, {INDEX_68.values}]")
+    checks.tensor("q", q, (*q.shape[:-1], INDEX_68.values), FLOATS, unit_last=False)
+    codes, scales = INDEX_68.quantize(q)
+    return codes, scales.contiguous().view(torch.int32)[..., 0]
+
+
 @dataclass(frozen=True, eq=False)
 class IndexCache(PackedRows):
-    """Pages of 132-byte index keys in one flat uint8 tensor. It is a view: the tensor owns the memory.
+    """Pages of index keys in one flat uint8 tensor. It is a view: the tensor owns the memory.
 
     storage        uint8 [bytes], contiguous; page p starts at byte p * page_stride
     rows_per_page  rows in one page: 64 in engines
-    page_stride    bytes from page to page; default: rows_per_page * 132 rounded up to 16
+    page_stride    bytes from page to page; default: the bytes of the keys rounded up to 16
+    format_name    "index_132", FP8 keys; or "index_68", the FP4 keys of DeepSeek-V4.1
 
-    A page is planar, as those of vLLM and DeepGEMM: [ R x 128 B data | R x 4 B scales | padding ].
-    :class:`dsv4.caches.formats.Fp8Keys` defines the bytes of a key.
+    A page is planar, as those of vLLM and DeepGEMM: [ R x 128 B (or 64 B) data | R x 4 B scales | padding ].
+    :class:`dsv4.caches.formats.Fp8Keys` and :class:`dsv4.caches.mxfp4_keys.Mxfp4Keys` define the bytes of a key.
 
     >>> cache = IndexCache.pack(keys, rows_per_page=64)                       # keys [n, 128], bf16 or fp32
     >>> q8, w = quantize_queries(q, weights)                                  # q [N, H, 128]
     >>> dsv4.index_topk(q8, cache, w, 512, lengths=lengths, block_table=table)
+    >>> cache = IndexCache.pack(keys, format=INDEX_68)                        # of dsv4.caches.mxfp4_keys
+    >>> q4, scales = quantize_queries_fp4(q)
+    >>> dsv4.index_topk(q4, cache, weights, 512, q_scales=scales, lengths=lengths, block_table=table)
     """
 
     format_name: str = INDEX_132.name

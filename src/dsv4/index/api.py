@@ -1,4 +1,9 @@
-"""The lightning indexer of CSA layers: which compressed rows a query attends to."""
+"""The lightning indexer: which compressed rows a query attends to, and in two levels, for several layers.
+
+In DeepSeek-V4.1 one layer calls :func:`index_blocks`, which also gives the blocks of rows with the best scores. The
+layers after it have queries of their own and the same keys; they call :func:`index_topk` with these blocks, and no
+other rows are scored.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from torch import Tensor
 from dsv4.caches.index_keys import IndexCache
 from dsv4.index import plan as plans
 from dsv4.index import problem
-from dsv4.index.options import IndexOptions
+from dsv4.index.options import BlockOptions, IndexOptions
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
 from dsv4.runtime.checks import Backend
@@ -29,6 +34,9 @@ class Keywords(TypedDict, total=False):
     request_starts: Tensor | None
     scale: float | None
     request_rows: bool
+    q_scales: Tensor | None
+    bf16_scores: bool
+    blocks: Tensor | None
     out: Tensor | None
     plan: Plan | None
     backend: Backend
@@ -61,6 +69,9 @@ def index_topk(
     request_starts: Tensor | None = None,
     scale: float | None = None,
     request_rows: bool = False,
+    q_scales: Tensor | None = None,
+    bf16_scores: bool = False,
+    blocks: Tensor | None = None,
     return_scores: bool = False,
     out: Tensor | None = None,
     plan: Plan | None = None,
@@ -74,7 +85,8 @@ def index_topk(
         visible(n)  = floor((positions[n] + 1) / ratio)                       row s ends with token ratio * (s + 1) - 1
 
     With FP8 keys, q[n, h] . k[s] is the product of the e4m3 values, the sum is multiplied by the scale of key s, and
-    the scales of the queries are folded into the weights.
+    the scales of the queries are folded into the weights. With FP4 keys it is the product of the values, scales
+    included.
 
     Each list is sorted by descending score. For equal scores (ReLU makes exact zeros) the lower row comes first, and is
     chosen if there is room for only one. A query that sees fewer than topk rows gets all of them, then -1.
@@ -83,7 +95,8 @@ def index_topk(
         q: [N, H, D] with k [M, D] and weights [N, H]: one sequence; or [B, T, H, D] with [B, M, D] and [B, T, H]: a
             batch, which gives [B, T, topk]. RoPE is already applied. weights may be negative.
             Or q e4m3 [N, H, 128] with k an :class:`dsv4.IndexCache`, block_table, and weights that include the scales
-            of q: ``dsv4.caches.index_keys.quantize_queries`` makes both.
+            of q: ``dsv4.caches.index_keys.quantize_queries`` makes both. With FP4 keys q may be FP4 too, uint8
+            [N, H, 64], with q_scales: ``quantize_queries_fp4`` makes both, and the weights stay as they are.
         topk: width of the lists (512 for V4-Flash, 1024 for V4-Pro).
         positions: int32 or int64 [N] (or [B, T]), the token position of each query. Or
         lengths: int32 or int64 [N] (or [B, T]), the number of rows that each query sees, instead of positions.
@@ -96,6 +109,12 @@ def index_topk(
         scale: default D ** -0.5 * H ** -0.5, as in the model. Any positive scale gives the same choice; 0 makes all
             scores equal, and a negative scale chooses the lowest.
         request_rows: with a block table, the lists contain rows of the request (j above), as engines store them.
+        q_scales: int32 [N, H], of FP4 queries: four ue8m0, for 32 values each, the first in the lowest byte.
+        bf16_scores: round as V4.1's reference does: each q . k, each product with its weight (bf16, too), and their sum
+            become bf16. Scores are equal more often then.
+        blocks: int32 [N, B], from :func:`index_blocks`: only rows 8 b .. 8 b + 7 of these blocks of the request are
+            scored; -1 is nothing, and no block comes twice. If the numbers rise, of equal scores the lower row comes
+            first, else the one that is earlier in the list. A row whose score is NaN is not listed.
         return_scores: also return the scores of the chosen rows, fp32 [N, topk], -inf where the index is -1.
         out: write the lists here (int32; the last stride is 1) and return it.
         plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with preallocated buffers (CUDA graphs).
@@ -104,15 +123,52 @@ def index_topk(
     Rows of k that no query sees may contain NaN or inf. Scores are computed in fp32 (fp64 for fp64 q, on a CPU); scores
     that differ by less than their rounding may come in either order. Only one block of queries is in memory at a time.
     The kernels accept bf16 and fp16 (the same for q and k), up to 128 heads, head dims up to 256 that are multiples of
-    8, and topk up to 4096; FP8 keys if pages begin at multiples of 16 bytes. Hopper's tensor cores sum e4m3 products
-    with about 14 bits, the CPU in fp32.
+    8, and topk up to 4096; FP8 and FP4 keys if pages begin at multiples of 16 bytes, FP4 keys in pages of a multiple of
+    8 rows. Hopper's tensor cores sum e4m3 products with about 14 bits, the CPU in fp32. The kernels turn an FP4 key, or
+    query, into e4m3 under its greatest scale; of a group whose scale is less than 2 ** -14 of it nothing is left.
     """
     if isinstance(k, IndexCache):
         k = k.page_view()
     checks.flag("return_scores", return_scores)
-    tensors = (q, k, weights, positions, lengths, block_table, request_starts)
-    options = IndexOptions.checked(topk, ratio, scale, request_rows)
+    tensors = (q, k, weights, positions, lengths, block_table, request_starts, q_scales, blocks)
+    options = IndexOptions.checked(topk, ratio, scale, request_rows, bf16_scores)
     return operators.call(INDEX_TOPK, tensors, options, return_scores, out, plan, checks.backend(backend))
+
+
+def index_blocks(
+    q: Tensor,
+    k: Tensor | IndexCache,
+    weights: Tensor,
+    topk: int,
+    topk_blocks: int = 2048,
+    *,
+    positions: Tensor | None = None,
+    ratio: int = 4,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+    request_starts: Tensor | None = None,
+    scale: float | None = None,
+    request_rows: bool = False,
+    q_scales: Tensor | None = None,
+    bf16_scores: bool = False,
+    out: Tensor | None = None,
+    plan: Plan | None = None,
+    backend: Backend = "auto",
+) -> Both:
+    """The lists of :func:`index_topk`, and the best blocks of rows -> (int32 [N, topk], int32 [N, topk_blocks]).
+
+    Block b is rows 8 b .. 8 b + 7 of a sequence or request. Its score is the greatest one of its rows that the query
+    sees; the last block that it sees is always kept. The numbers of the kept blocks rise; -1 comes behind them. For
+    equal scores the lower block is kept.
+
+    The arguments are those of index_topk, with q [N, H, D]; its last paragraph applies. Plans are made for this
+    function.
+    """
+    if isinstance(k, IndexCache):
+        k = k.page_view()
+    tensors = (q, k, weights, positions, lengths, block_table, request_starts, q_scales)
+    options = BlockOptions.checked(topk, topk_blocks, ratio, scale, request_rows, bf16_scores)
+    return operators.call(INDEX_BLOCKS, tensors, options, True, out, plan, checks.backend(backend))
 
 
 def _outputs(arguments: dict[str, Any]) -> Shapes:
@@ -120,10 +176,15 @@ def _outputs(arguments: dict[str, Any]) -> Shapes:
     return (shape, torch.int32), (shape, torch.float32)
 
 
+def _block_outputs(arguments: dict[str, Any]) -> Shapes:
+    lead = arguments["q"].shape[:-2]
+    return ((*lead, arguments["topk"]), torch.int32), ((*lead, arguments["topk_blocks"]), torch.int32)
+
+
 INDEX_TOPK = Operation(
     "index_topk",
     "index",
-    ("q", "k", "weights", "positions", "lengths", "block_table", "request_starts"),
+    ("q", "k", "weights", "positions", "lengths", "block_table", "request_starts", "q_scales", "blocks"),
     3,
     IndexOptions,
     ("out", "scores"),
@@ -136,4 +197,21 @@ INDEX_TOPK = Operation(
     falls_back=True,
     positional=("topk",),
 )
+INDEX_BLOCKS = Operation(
+    "index_blocks",
+    "index",
+    ("q", "k", "weights", "positions", "lengths", "block_table", "request_starts", "q_scales"),
+    3,
+    BlockOptions,
+    ("out", "blocks"),
+    _block_outputs,
+    problem.build,
+    problem.check_values,
+    (3,),
+    plan=plans.reserved_for_blocks,
+    warmup=plans.warmup_calls,
+    falls_back=True,
+    positional=("topk", "topk_blocks"),
+)
 operators.define_operation(INDEX_TOPK)
+operators.define_operation(INDEX_BLOCKS)

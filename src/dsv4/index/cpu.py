@@ -1,4 +1,4 @@
-"""index_topk in torch: the CPU backend, and what a GPU runs where there is no kernel for a problem."""
+"""index_topk and index_blocks in torch: the CPU backend, and what a GPU runs where there is no kernel for a problem."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from dsv4.caches import index_keys as cache
-from dsv4.index.problem import IndexProblem
+from dsv4.caches.mxfp4_keys import INDEX_68
+from dsv4.index.problem import BLOCK, IndexProblem
 
 BLOCK_BYTES = 32 << 20  # scores held at once
 
 
 def forward(p: IndexProblem) -> None:
-    """Fill p.out and p.scores."""
+    """Fill p.out, p.scores and p.blocks."""
     if p.q.ndim == 3:
         _forward(p if p.k.ndim == 3 else replace(p, k=p.k[None]))
         return
@@ -37,6 +38,8 @@ def _forward(p: IndexProblem) -> None:
     p.out.fill_(-1)
     if p.scores is not None:
         p.scores.fill_(float("-inf"))
+    if p.blocks is not None:
+        p.blocks.fill_(-1)
     m, h = p.max_seqlen_k, p.q_heads
     compute = torch.float64 if p.q.dtype == torch.float64 else torch.float32
     step = max(1, BLOCK_BYTES // max(1, (h + 8) * m * 4))  # 8: sums, comparisons, counts
@@ -48,16 +51,29 @@ def _forward(p: IndexProblem) -> None:
             some = slice(first, min(first + step, end))
             seen = visible[some]
             with torch.autocast(p.q.device.type, enabled=False):  # bf16 scores would choose other rows
-                per_head = (p.q[some].to(compute).flatten(0, 1) @ keys).relu_().view(len(seen), h, m)
+                per_head = (_queries(p, some).to(compute).flatten(0, 1) @ keys).relu_().view(len(seen), h, m)
                 w = p.weights[some].to(compute)  # [t', H]
                 # The scale comes last, so that scores of whole numbers are exact up to one factor.
-                total = torch.bmm(w[:, None], per_head)[:, 0]  # [t', M]
+                if p.bf16_scores:
+                    total = (rounded(per_head) * rounded(w)[..., None]).bfloat16().to(compute).sum(1)
+                    total = rounded(total)
+                else:
+                    total = torch.bmm(w[:, None], per_head)[:, 0]  # [t', M]
                 total = total * (p.scale if key_scales is None else key_scales * p.scale)
             hidden = torch.arange(m, device=p.q.device) >= seen[:, None]
             # NaN, from a query that means nothing, would break the counting below.
             total = total.masked_fill_(hidden | total.isnan(), float("-inf"))
-            chosen, score = lowest_index_topk(total, min(p.topk, m))
+            if p.blocks is not None:
+                kept = kept_blocks(total, seen, p.topk_blocks)
+                p.blocks[some, : kept.shape[1]] = kept
+            rows = None
+            if p.among is not None:
+                total, rows = _within(total, p.among[some])
+            chosen, score = lowest_index_topk(total, min(p.topk, total.shape[1]))
             absent = torch.arange(chosen.shape[1], device=p.q.device) >= seen[:, None]
+            if rows is not None:
+                absent |= score == float("-inf")
+                chosen = rows.gather(1, chosen)
             if names is not None:
                 chosen = names[chosen]
                 absent |= chosen < 0
@@ -94,7 +110,42 @@ def _sequences(p: IndexProblem, visible: Tensor) -> Iterator[tuple[int, int, Ten
         if p.fp8:
             some, scales = cache.unpacked(some)
             some, scales = some.float(), scales.flatten()
+        elif p.fp4:
+            pages_of = cache.IndexCache.from_pages(some.contiguous(), format=INDEX_68)
+            some = pages_of.unpack(torch.float32).view(len(line), page, INDEX_68.values)
         yield begin, end, some.flatten(0, 1).masked_fill(bad[:, None], float("nan")), scales, names
+
+
+def _queries(p: IndexProblem, some: slice) -> Tensor:
+    if p.q_scales is None:
+        return p.q[some]
+    scales = p.q_scales[some].contiguous()[..., None].view(torch.uint8)
+    return INDEX_68.dequantize(p.q[some], scales, torch.float32)
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
+
+
+def kept_blocks(scores: Tensor, seen: Tensor, most: int) -> Tensor:
+    """int32 [n, up to most]: of scores [n, m], -inf past what is seen, the blocks with the greatest ones, rising, then
+    -1. The last block that is seen comes first; of equal ones the lower; one without a score is not kept."""
+    n, m = scores.shape
+    best = torch.nn.functional.pad(scores, (0, -m % BLOCK), value=float("-inf")).unflatten(1, (-1, BLOCK)).amax(-1)
+    number = torch.arange(best.shape[1], device=scores.device)
+    best = best.masked_fill(number == (seen[:, None] - 1).div(BLOCK, rounding_mode="floor"), float("inf"))
+    kept, score = lowest_index_topk(best, min(most, best.shape[1]))
+    kept = kept.masked_fill(score == float("-inf"), best.shape[1]).sort(-1).values
+    return kept.masked_fill(kept == best.shape[1], -1).int()
+
+
+def _within(scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores [n, m] -> (those of the rows in blocks [n, B], -inf where there is none; these rows), [n, B * BLOCK]."""
+    m = scores.shape[1]
+    rows = (blocks.long()[..., None] * BLOCK + torch.arange(BLOCK, device=scores.device)).flatten(1)
+    there = (rows >= 0) & (rows < m)
+    rows = rows.clamp(0, m - 1)
+    return scores.gather(1, rows).masked_fill(~there, float("-inf")), rows
 
 
 def lowest_index_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
-"""What a plan for index_topk reserves, and the calls that warm it up."""
+"""What a plan for index_topk or index_blocks reserves, and the calls that warm it up."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from dsv4.index.sizes import index_block, index_share_words, index_words
+from dsv4.index.sizes import MAX_TOPK, block_words, index_block, index_share_words, index_words
 from dsv4.runtime.plan import Capacities, Plan
 from dsv4.runtime.warmup import Kinds
 
@@ -14,6 +14,12 @@ def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int
     """(1, fp32 words): scores of a block of queries, and what those that share a query keep."""
     scores = index_block(c.batch, c.max_seqlen_k) * index_words(c.max_seqlen_k)
     return 1, scores + num_sms * index_share_words(c.max_seqlen_k)
+
+
+def reserved_for_blocks(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
+    """The same, and what the choice of blocks needs."""
+    splits, words = reserved(c, num_sms, deterministic)
+    return splits, words + index_block(c.batch, c.max_seqlen_k) * block_words(c.max_seqlen_k, MAX_TOPK)
 
 
 def warmup_calls(made: Plan, q: Tensor, kinds: Kinds) -> Iterator[tuple[tuple, dict]]:

@@ -1,4 +1,4 @@
-"""A validated index_topk problem: what every backend receives.
+"""A validated problem of index_topk or index_blocks: what every backend receives.
 
 :func:`build` reads no tensor values; :func:`check_values` does, where `checks.values_checked` allows.
 """
@@ -11,12 +11,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dsv4.caches.formats import INDEX_132
+from dsv4.caches.formats import INDEX_132, RowFormat
+from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.index.options import checked_topk
+from dsv4.index.sizes import BLOCK
 from dsv4.runtime import checks
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+PACKED = {x.row_bytes: x for x in (INDEX_132, INDEX_68)}  # keys as bytes; their widths differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,8 @@ class IndexProblem:
 
     * k [1, M, D]: those of the one sequence; k [B, M, D]: of sequence n // tokens
     * with a block table k [pages, page, D]: of request r, row j is row j % page of page block_table[r, j // page].
+
+    With `among`, only rows of these blocks count; of `topk_blocks` blocks those with the greatest scores are kept.
 
     Without value checks (on a GPU) numbers may be wrong: clamp counts, take a page that is not there for rows that are
     chosen last and named -1, read nothing out of bounds.
@@ -47,6 +52,11 @@ class IndexProblem:
     out: Tensor | None = None  # * int32 [N, topk]; set before a backend sees the problem
     scores: Tensor | None = None  # * fp32 [N, topk], or None when not wanted
     request_rows: bool = False  # lists name rows of the request, not of the pool
+    q_scales: Tensor | None = None  # int32 [N, H]: q is FP4, uint8 [N, H, D / 2]
+    bf16_scores: bool = False
+    among: Tensor | None = None  # int32 [N, blocks]: blocks of BLOCK rows of the request, -1 = nothing
+    topk_blocks: int = 0
+    blocks: Tensor | None = None  # int32 [N, topk_blocks]
     num_splits: int = 0  # from a plan; not looked at
     scratch: Tensor | None = None  # from a plan: flat fp32
 
@@ -54,9 +64,20 @@ class IndexProblem:
     batch = property(lambda self: self.q.shape[0] * (self.q.shape[1] if self.q.ndim == 4 else 1))
     q_heads = property(lambda self: self.q.shape[-2])
     kv_heads = property(lambda self: 1)
-    head_dim = property(lambda self: self.q.shape[-1])
+    head_dim = property(lambda self: self.q.shape[-1] if self.format is None else self.format.values)
     max_seqlen_q = property(lambda self: 1)
-    fp8 = property(lambda self: self.k.dtype == torch.uint8)  # q is e4m3, k the pages of an IndexCache
+    fp8 = property(lambda self: self.format is INDEX_132)
+    fp4 = property(lambda self: self.format is INDEX_68)
+
+    @property
+    def format(self) -> RowFormat | None:
+        """Of the keys where they are bytes, the pages of an IndexCache; q is e4m3 then, or FP4."""
+        return PACKED[self.k.shape[-1]] if self.k.dtype == torch.uint8 else None
+
+    @property
+    def columns(self) -> int:
+        """Scores of a query at most: of the rows that it may see, or of those in blocks."""
+        return self.max_seqlen_k if self.among is None else self.among.shape[1] * BLOCK
 
     @property
     def max_seqlen_k(self) -> int:
@@ -69,11 +90,11 @@ class IndexProblem:
             return self.block_table.shape[0]
         return self.k.shape[0] if self.k.ndim == 3 else 1
 
-    nothing_seen: ClassVar[dict[str, float]] = {"out": -1, "scores": float("-inf")}
+    nothing_seen: ClassVar[dict[str, float]] = {"out": -1, "scores": float("-inf"), "blocks": -1}
 
     def no_keys(self) -> bool:
         """True when the shapes alone say that there is no query, or none that sees a row."""
-        return self.q.shape[0] * self.topk == 0 or self.max_seqlen_k == 0 or self.k.numel() == 0
+        return self.q.shape[0] * self.topk == 0 or self.max_seqlen_k * self.columns == 0 or self.k.numel() == 0
 
     def owners(self) -> Tensor:
         """int64 [N]: the sequence of each query; those past the last request have number `sequences`."""
@@ -94,19 +115,26 @@ class IndexProblem:
 
 def build(
     q, k, weights, topk, *, positions=None, ratio=4, lengths=None, block_table=None, request_starts=None, scale=None,
-    request_rows=False,
+    request_rows=False, q_scales=None, bf16_scores=False, blocks=None, topk_blocks=0,
 ) -> IndexProblem:  # fmt: skip
-    """Check the arguments of dsv4.index_topk and give them their places."""
+    """Check the arguments of dsv4.index_topk, or of dsv4.index_blocks, and give them their places."""
     if not checks.is_tensor(q) or q.ndim not in (3, 4):
         checks.fail("q", checks.describe(q), "a tensor [N, H, D] or [B, T, H, D]")
     lead, h, d = tuple(q.shape[:-2]), q.shape[-2], q.shape[-1]
     like = ("q", q)
-    fp8 = checks.is_tensor(k) and k.dtype == torch.uint8
-    checks.tensor("q", q, tuple(q.shape), (torch.float8_e4m3fn,) if fp8 else FLOATS, unit_last=False)
+    packed = checks.is_tensor(k) and k.dtype == torch.uint8
+    if q_scales is not None:
+        checks.tensor("q", q, tuple(q.shape), (torch.uint8,), unit_last=False)
+        if not packed or k.shape[-1] != INDEX_68.row_bytes:
+            checks.fail("q_scales", checks.describe(q_scales), "None, unless the keys are FP4")
+        checks.tensor("q_scales", q_scales, (*lead, h), (torch.int32,), like=like, unit_last=False)
+        d = 2 * d
+    else:
+        checks.tensor("q", q, tuple(q.shape), (torch.float8_e4m3fn,) if packed else FLOATS, unit_last=False)
     if d == 0:
         checks.fail("q", f"shape {list(q.shape)}", "a head dim of at least 1")
-    if fp8:
-        _check_pages(q, k, block_table)
+    if packed:
+        _check_pages(q, d, k, block_table)
         _check_table(block_table, request_starts, q)
     elif block_table is None:
         checks.tensor("k", k, (*lead[:-1], "M", d), FLOATS, like=like, unit_last=False)
@@ -126,6 +154,11 @@ def build(
         checks.fail("request_rows", True, "False without block_table: the lists name rows of the sequence")
     if (positions is None) == (lengths is None):
         checks.fail("positions, lengths", "neither" if lengths is None else "both", "one of them")
+    checks.flag("bf16_scores", bf16_scores)
+    if blocks is not None:
+        checks.tensor("blocks", blocks, (*lead, "B"), (torch.int32,), like=like, unit_last=False)
+    if q.ndim == 4 and (blocks is not None or topk_blocks):
+        checks.fail("q", f"shape {list(q.shape)}", "shape [N, H, D] with blocks")
     name, counts = ("positions", positions) if lengths is None else ("lengths", lengths)
     checks.tensor(name, counts, lead, INTEGERS, like=like, unit_last=False)
     return IndexProblem(
@@ -140,14 +173,21 @@ def build(
         block_table=block_table,
         request_starts=request_starts,
         request_rows=request_rows,
+        q_scales=q_scales,
+        bf16_scores=bf16_scores,
+        among=blocks,
+        topk_blocks=topk_blocks,
     )
 
 
-def _check_pages(q: Tensor, k: Tensor, block_table) -> None:
-    """Pages of an IndexCache: uint8 [pages, page, 132], the bytes of a page one after the other."""
-    values, row_bytes = INDEX_132.values, INDEX_132.row_bytes
-    if q.ndim != 3 or q.shape[2] != values:
-        checks.fail("q", f"shape {list(q.shape)}", f"shape [N, H, {values}] with an IndexCache")
+def _check_pages(q: Tensor, d: int, k: Tensor, block_table) -> None:
+    """Pages of an IndexCache: uint8 [pages, page, 132 or 68], the bytes of a page one after the other."""
+    if k.shape[-1] not in PACKED:
+        checks.fail("k", f"shape {list(k.shape)}", f"keys of {' or '.join(str(x) for x in PACKED)} bytes")
+    values, row_bytes = PACKED[k.shape[-1]].values, k.shape[-1]
+    if q.ndim != 3 or d != values:
+        accepted = f"shape [N, H, {values}] with an IndexCache, or [N, H, {values // 2}] with q_scales"
+        checks.fail("q", f"shape {list(q.shape)}", accepted)
     checks.tensor("k", k, ("pages", "page", row_bytes), (torch.uint8,), like=("q", q), unit_last=False)
     if k.shape[1] == 0 or (k.stride(1), k.stride(2)) != (row_bytes, 1):
         got = f"shape {list(k.shape)}, strides {list(k.stride())}"
@@ -166,6 +206,8 @@ def check_values(p: IndexProblem) -> None:
     m = p.max_seqlen_k
     # A position needs the rows that end at or before it to be there.
     checks.in_range(*(("positions", p.counts, 0, (m + 1) * p.ratio - 2) if p.ratio else ("lengths", p.counts, 0, m)))
+    if p.among is not None:
+        checks.in_range("blocks", p.among, -1, -(-m // BLOCK) - 1)
     if p.request_starts is not None:
         checks.cumulative("request_starts", p.request_starts, p.batch, "q")
     if p.block_table is None:

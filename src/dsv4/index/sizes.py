@@ -9,6 +9,8 @@ INDEX_BYTES = 256 << 20
 GROUP = 16
 LINE_UNIT = 4 * GROUP
 MAX_TOPK_BY_GROUPS = 1024
+BLOCK = 8  # rows of a block, of those that index_blocks keeps
+HELD = 32  # scores that a thread of the choice may have in registers
 # CTAs that find the places of one query's rows together; with fewer, one that sorts is as fast.
 LEAST_SHARES, MOST_SHARES = 16, 64
 
@@ -41,6 +43,17 @@ def index_words(capacity: int, topk: int = MAX_TOPK) -> int:
         items = pieces * kept
     by_groups = index_kept(capacity, min(topk, MAX_TOPK_BY_GROUPS))
     return index_line(capacity) + index_line(capacity) // GROUP + 2 * max(rounds, by_groups)
+
+
+def block_words(capacity: int, kept: int) -> int:
+    """fp32 words that index_blocks needs for a query beside those of index_topk: the greatest score of every block of
+    8 rows, and what the rounds of its choice keep, two words each."""
+    items = index_line(capacity) // BLOCK
+    words, kept = items, power_of_two(max(min(kept, items), 1))
+    while items > max(INDEX_PIECE, kept):
+        items = -(-items // INDEX_PIECE) * kept
+        words += 2 * items
+    return -(-words // 4) * 4 + 4  # it begins at a multiple of 16 bytes
 
 
 def index_groups(capacity: int) -> int:

@@ -130,6 +130,17 @@ def store_nvfp4_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl
 
 
 @triton.jit
+def store_mxfp4_key(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
+    """As mxfp4_keys.Mxfp4Keys.quantize makes them."""
+    largest = largest_of_groups(y, FORMAT.group)
+    scale = ue8m0(tl.div_rn(tl.maximum(largest, FORMAT.LEAST), E2M1_MAX))
+    small = tl.reshape(y, [y.shape[0], FORMAT.groups, FORMAT.group]) * inverse_of(scale)[:, :, None]
+    low, high = tl.split(tl.reshape(e2m1(small), [y.shape[0], FORMAT.data_bytes, 2]))
+    codes = (low | (high << 4)).to(tl.uint8)
+    store_codes_and_scales(out_ptr, codes, scale.to(tl.uint8), page, place, page_rows, kept, FORMAT)
+
+
+@triton.jit
 def store_fp8_key(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
     """As formats.Fp8Keys.quantize makes them."""
     # A key with a NaN or an infinity gets a NaN as its scale.

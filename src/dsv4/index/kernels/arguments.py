@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 class Owners(NamedTuple):
     """Whose keys a query reads, and how many of their rows it sees."""
 
-    any_alignment = ("starts_ptr", "count_ptr", "table_ptr")
+    any_alignment = ("starts_ptr", "count_ptr", "table_ptr", "among_ptr")
 
     starts_ptr: Any  # of requests: their first query
     count_ptr: Any  # of queries: rows, or with a ratio the position of its token
@@ -16,15 +16,19 @@ class Owners(NamedTuple):
     tokens: Any  # of a sequence
     capacity: Any  # rows that a query sees at most
     ratio: Any  # tokens to a row; 0: counts are rows
+    among_ptr: Any  # blocks that a query looks into, of which `among` are listed
+    among_line: Any
+    among: Any
 
 
 class IndexQueries(NamedTuple):
     """Queries [first, end) with their heads and weights. Strides of q are in units of 16 bytes."""
 
-    any_alignment = ("weights_ptr",)
+    any_alignment = ("weights_ptr", "scales_ptr")
 
     ptr: Any
     weights_ptr: Any
+    scales_ptr: Any  # of FP4 queries
     first: Any
     end: Any
     heads: Any
@@ -33,6 +37,8 @@ class IndexQueries(NamedTuple):
     stride_qh: Any
     stride_wn: Any
     stride_wh: Any
+    stride_sn: Any
+    stride_sh: Any
 
 
 class IndexKeys(NamedTuple):
@@ -48,12 +54,14 @@ class IndexKeys(NamedTuple):
 
 
 class IndexScores(NamedTuple):
-    """fp32 scores, and the greatest of every GROUP of them; line 0 is that of the first query."""
+    """fp32 scores, and the greatest of every GROUP of them, and of every BLOCK; line 0 is that of the first query."""
 
     ptr: Any
     line: Any
     maxima_ptr: Any
     maxima_line: Any
+    blocks_ptr: Any
+    blocks_line: Any
 
 
 class TablePages(NamedTuple):
@@ -75,6 +83,16 @@ class TopKLists(NamedTuple):
     want_scores: Any
     topk: Any
     pages: TablePages
+
+
+class BlockLists(NamedTuple):
+    """Where the kept blocks go, at most so many."""
+
+    any_alignment = ("ptr",)
+
+    ptr: Any
+    line: Any
+    most: Any
 
 
 class Chosen(NamedTuple):

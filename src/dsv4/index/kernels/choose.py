@@ -9,7 +9,9 @@ cut need not be exact, a few rows more are no matter. So one CTA per query, or, 
     sorts     these, and writes the first topk as the list; a share counts for some of them how many are greater, and
               writes each to its place
 
-and of the other scores nothing is read. select.py does without maxima what this does with them, for wider lists.
+and of the other scores nothing is read. select.py does without maxima what this does with them, for wider lists. Where
+all scores fit into registers, HELD to a thread, the cut is found among them at once: with hardly more groups than rows
+are wanted, maxima say little.
 Scores are fp32 without NaN and -0; behind the last row that is seen, up to a whole group, they are -inf.
 
 Loads have no masks, so that all of them are under way at once: a predicate each would be more than there are. What is
@@ -18,8 +20,10 @@ not there is read from a place that is.
 
 from dsv4.index.kernels.ranking import (
     ABSENT,
+    LOWEST,
     best_of,
     between,
+    count_of,
     ends_of,
     falling,
     items_layout,
@@ -35,7 +39,7 @@ from dsv4.index.kernels.ranking import (
     write_nothing,
     write_rows,
 )
-from dsv4.index.kernels.scores import FOREVER, GROUP, owner, visible_rows
+from dsv4.index.kernels.scores import FOREVER, GROUP, owner, visible_columns, visible_rows
 from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon
 from dsv4.kernels.dependent import wait_on_prior_grid
 
@@ -297,41 +301,48 @@ def sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT: gl.constexpr):
 
 
 @gluon.jit
-def index_choose(
+def keep_best(keep_ptr, line_ptr, fours, visible, wanted, SIZE: gl.constexpr, KEPT: gl.constexpr, AMONG: gl.constexpr):
+    """Store the numbers, or the keys, of the `wanted` best of SIZE scores and of at most KEPT -> how many there are."""
+    EACH: gl.constexpr = 4
+    WIDE: gl.constexpr = EACH * gl.num_warps() * 32
+    L: gl.constexpr = items_layout(gl.num_warps(), EACH)
+    row = gl.arange(0, max(SIZE // WIDE, 1), layout=gl.SliceLayout(1, L))[:, None] * WIDE
+    row = row + gl.arange(0, WIDE, layout=gl.SliceLayout(0, L))[None, :]
+    at = gl.where(row // EACH < fours, row // EACH, 0) * EACH + row % EACH
+    at = gl.max_contiguous(gl.multiple_of(at, [1, EACH]), [1, EACH])
+    ordered = gl.where(row < visible, ordered_of(gl.load(line_ptr + at)), ABSENT)
+    if AMONG:  # the rows of the last block that nobody sees would be the least end of a search by values
+        ordered = gl.where(ordered > LOWEST, ordered, ABSENT)
+        visible = count_of(ordered != ABSENT)
+        wanted = gl.minimum(wanted, visible)
+    low = gl.to_tensor(ABSENT + 1)
+    high = gl.to_tensor(FOREVER)
+    if visible > KEPT:
+        low, high = ends_of(ordered)
+    taken, found, low = best_of(ordered, row, wanted, KEPT, low, high, visible)
+    if keep_ptr.dtype.element_ty == gl.int64:
+        gl.store(keep_ptr + places_of(taken, EACH), key_of(ordered, row), mask=taken)
+    else:
+        gl.store(keep_ptr + places_of(taken, EACH), row, mask=taken)
+    return found
+
+
+@gluon.jit
+def keep_of_groups(
+    keep_ptr,
+    groups_ptr,
+    line_ptr,
     source,
-    chosen,
-    owners,
-    lists,
-    OWNER: gl.constexpr,
-    POOL: gl.constexpr,
+    n,
+    visible,
+    wanted,
     GROUPS: gl.constexpr,
     KEPT: gl.constexpr,
-    WIDTH: gl.constexpr,
     HIGH: gl.constexpr,
-    SHARES: gl.constexpr,
 ):
-    """One program: the list of query first + n.
-
-    source   fp32 scores [queries, 64 * line], maxima [queries, 4 * line]
-    numbers  int32 [queries, SHARES, KEPT], kept alike, or int64: memory for the numbers of what is found, or their keys
-    SHARES   1, or so many CTAs to a query: each finds all rows, and the place in the list of its share of them by
-             comparing them with all; a sort takes one CTA three times as long
-    GROUPS   a power of two that is not less than the groups of a query
-    KEPT     a power of two, = kept_size: twice topk, the most rows that are sorted and groups that are looked into
-    HIGH     a thread reads so many times 16 bytes at once
-    """
+    """The same of the groups with the greatest maxima, whose numbers go to groups_ptr."""
     THREADS: gl.constexpr = gl.num_warps() * 32
     LISTED: gl.constexpr = GROUPS > KEPT
-    topk = lists.topk
-    n = gl.program_id(0)
-    query = chosen.first + n
-    sequence, end = owner(query, owners, OWNER)
-    visible = visible_rows(query, owners, sequence < owners.requests)
-    wanted = gl.minimum(visible, topk)
-    wait_on_prior_grid()  # for the scores
-    own = (n * SHARES + gl.program_id(1)).to(gl.int64) * KEPT
-    keep_ptr = chosen.kept_ptr + own
-    groups_ptr = chosen.numbers_ptr + own
     low = gl.to_tensor(ABSENT + 1)
     high = gl.to_tensor(FOREVER)
     held = (visible + GROUP - 1) // GROUP
@@ -353,22 +364,70 @@ def index_choose(
             held = count
             gl.store(groups_ptr + places_of(taken, EACH), group, mask=taken)
             barrier()  # the same CTA reads what it wrote
-    line_ptr = source.ptr + n.to(gl.int64) * source.line * 64
     rows = GroupRows(line_ptr, groups_ptr, held, visible, LISTED, HIGH)
     found = rows.keep(keep_ptr, KEPT, low, FOREVER, False)
     if found > KEPT:
         low, highest = rows.cut(wanted, KEPT, low)
         found = rows.keep(keep_ptr, KEPT, low, highest, True)
+    return found
+
+
+@gluon.jit
+def index_choose(
+    source,
+    chosen,
+    owners,
+    lists,
+    OWNER: gl.constexpr,
+    POOL: gl.constexpr,
+    AMONG: gl.constexpr,
+    GROUPS: gl.constexpr,
+    KEPT: gl.constexpr,
+    WIDTH: gl.constexpr,
+    HIGH: gl.constexpr,
+    HELD: gl.constexpr,
+    SHARES: gl.constexpr,
+):
+    """One program: the list of query first + n.
+
+    source   fp32 scores [queries, 64 * line], maxima [queries, 4 * line]
+    numbers  int32 [queries, SHARES, KEPT], kept alike, or int64: memory for the numbers of what is found, or their keys
+    SHARES   1, or so many CTAs to a query: each finds all rows, and the place in the list of its share of them by
+             comparing them with all; a sort takes one CTA three times as long
+    GROUPS   a power of two that is not less than the groups of a query
+    KEPT     a power of two, = kept_size: twice topk, the most rows that are sorted and groups that are looked into
+    HIGH     a thread reads so many times 16 bytes at once
+    HELD     scores that a thread may have in registers
+    """
+    THREADS: gl.constexpr = gl.num_warps() * 32
+    topk = lists.topk
+    n = gl.program_id(0)
+    query = chosen.first + n
+    sequence, end = owner(query, owners, OWNER)
+    visible = visible_rows(query, owners, sequence < owners.requests)
+    wanted = gl.minimum(visible, topk)
+    visible = visible_columns(visible, owners, AMONG)
+    if AMONG:
+        wanted = gl.minimum(visible, wanted)
+    wait_on_prior_grid()  # for the scores
+    own = (n * SHARES + gl.program_id(1)).to(gl.int64) * KEPT
+    keep_ptr = chosen.kept_ptr + own
+    groups_ptr = chosen.numbers_ptr + own
+    line_ptr = source.ptr + n.to(gl.int64) * source.line * 64
+    if GROUPS * GROUP <= HELD * THREADS:
+        found = keep_best(keep_ptr, line_ptr, source.line * 16, visible, wanted, GROUPS * GROUP, KEPT, AMONG)
+    else:
+        found = keep_of_groups(keep_ptr, groups_ptr, line_ptr, source, n, visible, wanted, GROUPS, KEPT, HIGH)
     if SHARES > 1:  # what is below all, so that the whole list can be read without asking
         place = gl.arange(0, KEPT, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         gl.store(keep_ptr + place, gl.full([KEPT], -(2**63), gl.int64, place.type.layout), mask=place >= found)
     barrier()
     if SHARES > 1:
         key, place = ranked_share(keep_ptr, KEPT, SHARES)
-        write_rows(place, key, place < wanted, place < wanted, query, sequence, owners, lists, OWNER, POOL)
+        write_rows(place, key, place < wanted, place < wanted, query, sequence, owners, lists, OWNER, POOL, AMONG)
         if (gl.program_id(1) == 0) & (wanted < topk):
             rest = gl.arange(0, WIDTH, layout=place.type.layout)
             write_nothing(rest, (rest >= wanted) & (rest < topk), query, lists)
     else:
         key = sorted_rows(keep_ptr, line_ptr, found, chosen.kept_size, KEPT)
-        write_list(key, wanted, query, sequence, owners, lists, OWNER, POOL, WIDTH)
+        write_list(key, wanted, query, sequence, owners, lists, OWNER, POOL, AMONG, WIDTH)

@@ -1,4 +1,4 @@
-"""index_topk from a validated problem to a program. Shared by all architectures."""
+"""index_topk and index_blocks from a validated problem to a program. Shared by all architectures."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +9,7 @@ import torch
 from dsv4.caches.formats import INDEX_132
 from dsv4.fmha.kernels.prepare import inverse_of, is_aligned
 from dsv4.index.kernels.arguments import (
+    BlockLists,
     Chosen,
     IndexKeys,
     IndexQueries,
@@ -18,16 +19,20 @@ from dsv4.index.kernels.arguments import (
     TablePages,
     TopKLists,
 )
+from dsv4.index.kernels.blocks import index_blocks_kernel
 from dsv4.index.kernels.choose import index_choose
-from dsv4.index.kernels.scores import BATCH, ONE, OWN, STARTS
+from dsv4.index.kernels.scores import BATCH, FP4_BOTH, FP4_KEYS, HIGHEST, ONE, OWN, SAME, STARTS
 from dsv4.index.kernels.select import index_select
 from dsv4.index.problem import IndexProblem
 from dsv4.index.sizes import (
+    BLOCK,
     GROUP,
+    HELD,
     INDEX_PIECE,
     LINE_UNIT,
     MAX_TOPK,
     MAX_TOPK_BY_GROUPS,
+    block_words,
     index_block,
     index_groups,
     index_kept,
@@ -45,17 +50,22 @@ from dsv4.runtime.splits import choose_splits
 
 def supports(p: IndexProblem) -> str | None:
     """None, or why these kernels cannot run the problem."""
-    if p.fp8:
+    if p.format is not None:
         if p.k.stride(0) % 16 and p.k.shape[0] > 1 or p.k.data_ptr() % 16:
             return f"FP8 pages {p.k.stride(0)} bytes apart; the GPU kernels take pages at multiples of 16 bytes"
+        if p.fp4 and p.k.shape[1] % BLOCK:
+            return f"FP4 pages of {p.k.shape[1]} rows; the GPU kernels take multiples of {BLOCK}"
     elif p.q.dtype not in (torch.bfloat16, torch.float16) or p.k.dtype != p.q.dtype:
         return f"q {p.q.dtype} and k {p.k.dtype}; the GPU kernels take torch.bfloat16 or torch.float16, both alike"
     if p.head_dim > 256 or p.head_dim % 8:
         return f"head dim {p.head_dim}; the GPU kernels take multiples of 8 up to 256"
     if not 0 < p.q_heads <= 128:
         return f"{p.q_heads} heads; the GPU kernels take up to 128"
-    if p.topk > MAX_TOPK:
-        return f"topk {p.topk}; the GPU kernels take up to {MAX_TOPK}"
+    for name, size in (("topk", p.topk), ("topk_blocks", p.topk_blocks)):
+        if size > MAX_TOPK:
+            return f"{name} {size}; the GPU kernels take up to {MAX_TOPK}"
+    if p.among is not None and p.among.shape[1] > MAX_TOPK:
+        return f"{p.among.shape[1]} blocks; the GPU kernels take up to {MAX_TOPK}"
     if max(p.max_seqlen_k, p.k.numel() // p.k.shape[-1]) > 2**31 - 1 - INDEX_PIECE:
         return f"{p.max_seqlen_k} rows; row numbers have 32 bits"
     return None
@@ -69,24 +79,32 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     """Scores, then the choice, of as many queries at a time as there is room for. The tensors of p are slots."""
     out, scores = p.out, p.scores
     p = _in_lines(p, program)
-    words = index_words(p.max_seqlen_k, p.topk)
+    words = index_words(p.columns, p.topk)
+    if p.topk_blocks:
+        words += block_words(p.columns, p.topk_blocks)
     scratch: Any = p.scratch
     if scratch is None or scratch.numel() < words:
-        words_needed = index_block(p.batch, p.max_seqlen_k, p.topk) * words
+        words_needed = index_block(p.batch, p.columns, p.topk) * words
         shares = index_shares(p.batch, target.num_sms)
-        words_needed += p.batch * shares * index_share_words(p.max_seqlen_k, p.topk) if shares > 1 else 0
+        words_needed += p.batch * shares * index_share_words(p.columns, p.topk) if shares > 1 else 0
         scratch = program.workspace("scratch", (words_needed,), torch.float32)
     step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
     owner, owners = _owners(p, program)
-    q, k = _aligned_rows(program, p.q), p.k if p.fp8 else _aligned_rows(program, p.k)
+    q, k = _aligned_rows(program, p.q), _aligned_rows(program, p.k) if p.format is None else p.k
     for first in range(0, p.batch, step):
         count = min(step, p.batch - first)
-        _score(p, target, program, kernel, tiling, owner, owners, q, k, scratch, first, count)
-        groups = index_line(p.max_seqlen_k) // GROUP
+        # What the choice of blocks reads and keeps lies behind all else.
+        behind = 0
+        if p.topk_blocks:
+            behind = (scratch.numel() - count * block_words(p.columns, p.topk_blocks)) // 4 * 4
+        _score(p, target, program, kernel, tiling, owner, owners, q, k, scratch, first, count, behind)
+        groups = index_line(p.columns) // GROUP
         if p.topk <= MAX_TOPK_BY_GROUPS and groups <= INDEX_PIECE:
-            _choose(p, target, program, owner, owners, scratch, first, count)
+            _choose(p, target, program, owner, owners, scratch, first, count, behind)
         else:
             _select(p, program, owner, owners, scratch, first, count)
+        if p.topk_blocks:
+            _keep_blocks(p, program, owner, owners, scratch, first, count, behind)
     for given, written in ((out, p.out), (scores, p.scores)):
         if written is not None and written.index != given.index:
             program.copy(given, written)
@@ -122,6 +140,9 @@ def _owners(p: IndexProblem, program: Program) -> tuple[int, Owners]:
         owner, table = (OWN if p.request_starts is None else STARTS), p.block_table
         if p.request_starts is not None:
             starts = contiguous(p.request_starts)
+    among: Any = p.among
+    if among is not None and among.stride(-1) != 1 and among.shape[-1] > 1:
+        among = program.copied(among)
     return owner.value, Owners(
         starts_ptr=starts,
         count_ptr=contiguous(p.counts),
@@ -131,6 +152,9 @@ def _owners(p: IndexProblem, program: Program) -> tuple[int, Owners]:
         tokens=max(p.tokens, 1),
         capacity=p.max_seqlen_k,
         ratio=p.ratio,
+        among_ptr=Null(torch.int32) if among is None else among,
+        among_line=0 if among is None else among.stride(0),
+        among=0 if p.among is None else p.among.shape[1],
     )
 
 
@@ -160,20 +184,22 @@ def _score(
     scratch: Slot,
     first: int,
     count: int,
+    behind: int,
 ) -> None:
-    # Queries of one sequence share the keys that a program reads.
-    each = 1 if owner == OWN.value else p.batch // max(p.sequences, 1)
+    # Queries of one sequence share the keys that a program reads, unless each looks into blocks of its own.
+    each = 1 if owner == OWN.value or p.among is not None else p.batch // max(p.sequences, 1)
     heads, dims = max(16, power_of_two(p.q_heads)), max(64, power_of_two(p.head_dim))
     together, residents, options = tiling(each, heads, dims)
     blocks = -(-count // together)
     places = residents * target.num_sms
-    splits = choose_splits(blocks, places, p.max_seqlen_k, merged=False)
-    if "keys_desc" in kernel.arg_names:  # few blocks: a box to a CTA, or as many CTAs as there is room for
-        splits = max(splits, min(places // blocks, -(-p.max_seqlen_k // 64)))
+    splits = choose_splits(blocks, places, p.columns, merged=False)
+    if "ALONE" in kernel.arg_names or p.fp4:  # few blocks: a box to a CTA, or as many CTAs as there is room for
+        splits = max(splits, min(places // blocks, -(-p.columns // 64)))
     arguments: dict[str, Any] = dict(
         queries=IndexQueries(
             ptr=q,
             weights_ptr=p.weights,
+            scales_ptr=Null(torch.int32) if p.q_scales is None else p.q_scales,
             first=first,
             end=first + count,
             heads=p.q_heads,
@@ -182,24 +208,38 @@ def _score(
             stride_qh=_stride_16(q, 1),
             stride_wn=p.weights.stride(0),
             stride_wh=p.weights.stride(1),
+            stride_sn=0 if p.q_scales is None else p.q_scales.stride(0),
+            stride_sh=0 if p.q_scales is None else p.q_scales.stride(1),
         ),
         keys=IndexKeys(
-            k, *p.k.shape[:2], _stride_16(k, 0), 8 if p.fp8 else _stride_16(k, 1), *inverse_of(p.k.shape[1])
+            k,
+            *p.k.shape[:2],
+            _stride_16(k, 0),
+            _stride_16(k, 1) if p.format is None else p.format.data_step // 16,
+            *inverse_of(p.k.shape[1]),
         ),
         owners=owners,
         scores=IndexScores(
             ptr=scratch,
-            line=index_line(p.max_seqlen_k),
+            line=index_line(p.columns),
             maxima_ptr=_maxima(p, scratch, count),
-            maxima_line=index_line(p.max_seqlen_k) // GROUP,
+            maxima_line=index_line(p.columns) // GROUP,
+            blocks_ptr=_block_maxima(p, scratch, count, behind) if p.topk_blocks else Null(torch.float32),
+            blocks_line=index_line(p.columns) // BLOCK,
         ),
-        factor=float(p.scale),
+        # FP4 keys were multiplied by a power of two.
+        factor=float(p.scale) * (2.0**-HIGHEST.value if p.fp4 else 1.0),
     )
     if "keys_desc" in kernel.arg_names:
         arguments["keys_desc"] = _boxes(k, p.fp8)
+    fp4 = SAME if not p.fp4 else FP4_KEYS if p.q_scales is None else FP4_BOTH
+    constants = dict(
+        WHOLE=p.head_dim == dims, ALONE=p.k.shape[1] == 64, FP4=fp4.value, AMONG=p.among is not None,
+        BLOCKS=p.topk_blocks > 0, BF16=p.bf16_scores, TILED=p.k.shape[1] % 64 == 0 and p.among is None,
+    )  # fmt: skip
     program.launch(
-        kernel, (blocks, splits), arguments, OWNER=owner, QUERIES=together, HEADS=heads, DIMS=dims,
-        WHOLE=p.head_dim == dims, ALONE=p.k.shape[1] == 64, **options,
+        kernel, (blocks, splits), arguments, OWNER=owner, QUERIES=together, HEADS=heads, DIMS=dims, **constants,
+        **options,
     )  # fmt: skip
 
 
@@ -217,19 +257,24 @@ def _boxes(k: Slot, fp8: bool) -> TensorDescriptor:
 
 def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:
     """Behind the scores."""
-    line = index_line(p.max_seqlen_k)
+    line = index_line(p.columns)
     return scratch.words(count * line, count * line // GROUP, torch.float32)
 
 
+def _block_maxima(p: IndexProblem, scratch: Slot, count: int, behind: int) -> Slot:
+    return scratch.words(behind, count * (index_line(p.columns) // BLOCK), torch.float32)
+
+
 def _choose(
-    p: IndexProblem, target: Target, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int
-) -> None:
+    p: IndexProblem, target: Target, program: Program, owner: int, owners: Owners, scratch: Slot, first: int,
+    count: int, behind: int,
+) -> None:  # fmt: skip
     """The best rows of the groups that have the greatest maxima, in one launch. What is kept lies behind the maxima."""
-    line = index_line(p.max_seqlen_k)
-    kept = index_kept(p.max_seqlen_k, p.topk)
+    line = index_line(p.columns)
+    kept = index_kept(p.columns, p.topk)
     at = count * (line + line // GROUP)
     shares = index_shares(count, target.num_sms)
-    if at + count * shares * index_share_words(p.max_seqlen_k, p.topk) > scratch.numel():  # a plan for others
+    if at + count * shares * index_share_words(p.columns, p.topk) > (behind or scratch.numel()):  # a plan for others
         shares = 1
     size = count * shares * kept
     if shares > 1:
@@ -246,9 +291,9 @@ def _choose(
     )
     # Launched early it waits on the multiprocessors for the scores; with lists of 1024 it takes room that they need.
     program.launch(
-        index_choose, (count, shares), arguments, OWNER=owner, POOL=not p.request_rows, SHARES=shares,
-        GROUPS=index_groups(p.max_seqlen_k), KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), HIGH=high,
-        num_warps=warps if kept > 128 else 4, launch_pdl=shares > 1 and kept <= 1024,
+        index_choose, (count, shares), arguments, OWNER=owner, POOL=not p.request_rows, AMONG=p.among is not None,
+        SHARES=shares, GROUPS=index_groups(p.columns), KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), HIGH=high,
+        HELD=HELD, num_warps=warps if kept > 128 else 4, launch_pdl=shares > 1 and kept <= 1024,
     )  # fmt: skip
 
 
@@ -256,7 +301,7 @@ def _select(
     p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int
 ) -> None:
     """The best of pieces, until one piece is left. What each round keeps lies behind the scores."""
-    items, line = p.max_seqlen_k, index_line(p.max_seqlen_k)
+    items, line = p.columns, index_line(p.columns)
     source, numbers, at = scratch, Null(torch.int32), count * (line + line // GROUP)
     kept = power_of_two(min(p.topk, items))
     while True:
@@ -274,13 +319,45 @@ def _select(
             lists=_lists(p),
         )
         program.launch(
-            index_select, (count, pieces), arguments, OWNER=owner, POOL=not p.request_rows, FIRST=source is scratch,
-            LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), num_warps=warps,
+            index_select, (count, pieces), arguments, OWNER=owner, POOL=not p.request_rows, AMONG=p.among is not None,
+            FIRST=source is scratch, LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)),
+            num_warps=warps,
         )  # fmt: skip
         if last:
             return
         items = line = pieces * kept
         source, numbers = chosen, chosen_numbers
+
+
+def _keep_blocks(
+    p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int, behind: int
+) -> None:
+    """The best blocks of pieces, until one piece is left. What each round keeps lies behind the blocks' maxima."""
+    assert p.blocks is not None
+    items = line = index_line(p.columns) // BLOCK
+    source, numbers, at = _block_maxima(p, scratch, count, behind), Null(torch.int32), behind + count * items
+    kept, started = power_of_two(min(p.topk_blocks, items)), False
+    while True:
+        size = max(kept, min(power_of_two(items), INDEX_PIECE), 128)
+        pieces = -(-items // size)
+        last = pieces == 1
+        words = 0 if last else count * pieces * kept
+        held, held_numbers = (scratch.words(at + n * words, words, torch.int32) for n in (0, 1))
+        at += 2 * words
+        arguments = dict(
+            source=ScoreSource(source, line, Null(torch.float32), items, numbers),
+            chosen=Chosen(first, held, kept, held_numbers),
+            owners=owners,
+            lists=BlockLists(p.blocks, p.blocks.stride(0), p.topk_blocks),
+        )
+        program.launch(
+            index_blocks_kernel, (count, pieces), arguments, OWNER=owner, FIRST=not started, LAST=last, SIZE=size,
+            KEPT=power_of_two(p.topk_blocks) if last else kept, num_warps=16 if size > 4096 else 4,
+        )  # fmt: skip
+        if last:
+            return
+        items = line = pieces * kept
+        source, numbers, started = held, held_numbers, True
 
 
 def _aligned_rows(program: Program, x: Slot) -> Slot:

@@ -7,10 +7,11 @@ THREADS]: a column belongs to one thread, so sums and scans along it cost no exc
 import triton
 import triton.language as tl
 
-from dsv4.index.kernels.scores import FOREVER, OWN, STARTS
+from dsv4.index.kernels.scores import FOREVER, OWN, STARTS, row_of
 from dsv4.kernels.compat import gl, gluon
 
 ABSENT = tl.constexpr(-(2**31))
+LOWEST = tl.constexpr(-0x7F800000 - 1)  # of -inf, as ordered bits
 
 
 @gluon.constexpr_function
@@ -224,9 +225,14 @@ def falling(key, length, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(place, key, chosen, written, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr):
+def write_rows(
+    place, key, chosen, written, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr,
+    AMONG: gl.constexpr,
+):  # fmt: skip
     """The rows of keys at their places in the list of a query, and their scores; -1 where a key is not chosen."""
-    row = FOREVER - (key & 0x7FFFFFFF).to(gl.int32)
+    row = row_of(FOREVER - (key & 0x7FFFFFFF).to(gl.int32), query, owners, chosen, AMONG)
+    if AMONG:  # columns that are no rows score -inf
+        chosen = chosen & (row >= 0) & ((key >> 32).to(gl.int32) > LOWEST)
     pages = lists.pages
     if OWNER == OWN or OWNER == STARTS:
         line = gl.minimum(sequence, owners.requests - 1).to(gl.int64) * owners.table_line
@@ -251,12 +257,13 @@ def write_nothing(place, written, query, lists):
 
 @gluon.jit
 def write_list(
-    key, wanted, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr, WIDTH: gl.constexpr
-):
+    key, wanted, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr, AMONG: gl.constexpr,
+    WIDTH: gl.constexpr,
+):  # fmt: skip
     """The first `wanted` of the sorted keys as the list of a query, -1 behind them, and their scores."""
     SIZE: gl.constexpr = key.shape[0]
     place = gl.arange(0, SIZE, layout=key.type.layout)
-    write_rows(place, key, place < wanted, place < lists.topk, query, sequence, owners, lists, OWNER, POOL)
+    write_rows(place, key, place < wanted, place < lists.topk, query, sequence, owners, lists, OWNER, POOL, AMONG)
     if WIDTH > SIZE:  # lists wider than there are rows
         rest = SIZE + gl.arange(0, WIDTH, layout=key.type.layout)
         write_nothing(rest, rest < lists.topk, query, lists)

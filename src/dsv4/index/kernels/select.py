@@ -20,7 +20,7 @@ from dsv4.index.kernels.ranking import (
     sorting_layout,
     write_list,
 )
-from dsv4.index.kernels.scores import FOREVER, owner, visible_rows
+from dsv4.index.kernels.scores import FOREVER, owner, visible_columns, visible_rows
 from dsv4.kernels.compat import barrier, gl, gluon
 
 
@@ -32,6 +32,7 @@ def index_select(
     lists,
     OWNER: gl.constexpr,
     POOL: gl.constexpr,
+    AMONG: gl.constexpr,
     FIRST: gl.constexpr,
     LAST: gl.constexpr,
     SIZE: gl.constexpr,
@@ -56,7 +57,7 @@ def index_select(
     item = piece * SIZE + row_of[:, None] * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
     line = n.to(gl.int64) * source.line
     if FIRST:
-        visible = visible_rows(query, owners, sequence < owners.requests)
+        visible = visible_columns(visible_rows(query, owners, sequence < owners.requests), owners, AMONG)
         x = gl.load(source.ptr + line + item, mask=item < visible, other=0.0)
         ordered = gl.where(item < visible, ordered_of(x), ABSENT)
         number = item
@@ -83,4 +84,4 @@ def index_select(
         kept = gl.load(chosen.kept_ptr + keep + place, mask=place < wanted, other=ABSENT)
         number = gl.load(chosen.numbers_ptr + keep + place, mask=place < wanted, other=0)
         key = falling(key_of(kept, number), chosen.kept_size, KEPT)
-        write_list(key, wanted, query, sequence, owners, lists, OWNER, POOL, WIDTH)
+        write_list(key, wanted, query, sequence, owners, lists, OWNER, POOL, AMONG, WIDTH)

@@ -1,6 +1,8 @@
-"""index_topk on sm_90a: the scores by the kernels in scores.py and pages.py, the choice by the shared ones."""
+"""The indexer on sm_90a: the scores by the kernels in fp4.py, pages.py and scores.py, the choice by the shared ones."""
 
 from dsv4.index.kernels.prepare import prepare_topk, supports
+from dsv4.index.kernels.scores import index_scores
+from dsv4.index.kernels.sm90.fp4 import index_scores_fp4_sm90
 from dsv4.index.kernels.sm90.pages import BOX, DIMS, index_scores_pages_sm90
 from dsv4.index.kernels.sm90.scores import index_scores_sm90
 from dsv4.index.problem import IndexProblem
@@ -13,7 +15,11 @@ SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes besid
 
 
 def prepare(p: IndexProblem, target: Target, program: Program) -> None:
-    if comes_in_boxes(p):
+    if p.fp4:
+        prepare_topk(p, target, program, index_scores_fp4_sm90, fp4_tiling)
+    elif p.among is not None or p.topk_blocks or p.bf16_scores:  # DeepSeek-V4.1 has these with FP4 keys
+        prepare_topk(p, target, program, index_scores, plain_tiling)
+    elif comes_in_boxes(p):
         prepare_topk(p, target, program, index_scores_pages_sm90, boxes_tiling if p.fp8 else wide_boxes_tiling)
     else:
         prepare_topk(p, target, program, index_scores_sm90, fp8_tiling if p.fp8 else tiling)
@@ -27,6 +33,16 @@ def comes_in_boxes(p: IndexProblem) -> bool:
         return True
     positive = all(stride > 0 for size, stride in zip(p.k.shape, p.k.stride()) if size > 1)
     return p.head_dim == DIMS.value and positive
+
+
+def fp4_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """Queries of a sequence share keys, once they are unpacked."""
+    together = 4 if each >= 4 and heads <= 64 else 2 if each >= 2 and heads <= 64 else 1
+    return together, 4 if together * heads <= 64 else 2, dict(num_warps=4)
+
+
+def plain_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    return 1, 2, dict(ROWS=128 if dims <= 128 else 64, num_warps=4, num_stages=2)
 
 
 def boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:

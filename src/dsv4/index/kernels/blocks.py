@@ -1,0 +1,90 @@
+"""The best blocks of a query, exactly, for every architecture: those with the greatest maxima, and the last one.
+
+A thread has neighbouring blocks in registers, so what is taken can be stored in the order of the blocks. More blocks
+than fit into a CTA are chosen in rounds: the best of every piece, then the best of those. Of equal ones the lower block
+wins in every round, so in the end.
+"""
+
+from dsv4.index.kernels.ranking import ABSENT, LOWEST, best_of, count_of, ends_of, ordered_of, so_far
+from dsv4.index.kernels.scores import BLOCK, FOREVER, owner, visible_rows
+from dsv4.kernels.compat import gl, gluon
+
+
+@gluon.constexpr_function
+def neighbours_layout(each, warps):
+    """[each, threads]: a column to a thread."""
+    return gl.BlockedLayout([min(each, 4), 1], [1, 32], [1, warps], [0, 1])
+
+
+@gluon.jit
+def rising_places(taken):
+    """Places from 0 on for the items that are taken, in their order."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    one = taken.to(gl.int32)
+    column = gl.convert_layout(gl.sum(one, 0), LINE)
+    before = gl.convert_layout(so_far(column) - column, gl.SliceLayout(0, taken.type.layout))
+    return before[None, :] + so_far(one) - 1
+
+
+@gluon.jit
+def index_blocks_kernel(
+    source,
+    chosen,
+    owners,
+    lists,
+    OWNER: gl.constexpr,
+    FIRST: gl.constexpr,
+    LAST: gl.constexpr,
+    SIZE: gl.constexpr,
+    KEPT: gl.constexpr,
+):
+    """One program: the best of SIZE items of a query.
+
+    source  FIRST: fp32 maxima [queries, line], an item's number is its place. Else: ordered scores with numbers beside
+            them; ABSENT = nothing there.
+    kept    [queries, pieces, KEPT]: ordered scores and numbers of the chosen ones, rising; then ABSENT and -1.
+    lists   LAST: int32 [queries, most], rising, then -1.
+    """
+    THREADS: gl.constexpr = gl.num_warps() * 32
+    EACH: gl.constexpr = SIZE // THREADS
+    L: gl.constexpr = neighbours_layout(EACH, gl.num_warps())
+    n = gl.program_id(0)
+    piece = gl.program_id(1)
+    query = chosen.first + n
+    sequence, end = owner(query, owners, OWNER)
+    visible = visible_rows(query, owners, sequence < owners.requests)
+    newest = (visible + BLOCK - 1) // BLOCK - 1
+    item = gl.arange(0, EACH, layout=gl.SliceLayout(1, L))[:, None]
+    item = piece * SIZE + item + gl.arange(0, THREADS, layout=gl.SliceLayout(0, L))[None, :] * EACH
+    line = n.to(gl.int64) * source.line
+    if FIRST:
+        x = gl.load(source.ptr + line + item, mask=item <= newest, other=0.0)
+        ordered = ordered_of(x)
+        ordered = gl.where((item <= newest) & (ordered > LOWEST), ordered, ABSENT)
+        number = item
+    else:
+        ordered = gl.load(source.ptr + line + item, mask=item < source.items, other=ABSENT)
+        number = gl.load(source.numbers_ptr + line + item, mask=item < source.items, other=-1)
+    pinned = (number == newest) & (newest >= 0)
+    ordered = gl.where(pinned, ABSENT, ordered)
+    present = count_of(ordered != ABSENT)
+    wanted = gl.minimum(present, lists.most - 1)
+    low = gl.to_tensor(ABSENT + 1)  # all that are there
+    high = gl.to_tensor(FOREVER)
+    if present > wanted:
+        low, high = ends_of(ordered)
+    taken, present, low = best_of(ordered, number, wanted, wanted, low, high, present)
+    taken = (taken & (wanted > 0)) | pinned
+    to = rising_places(taken)
+    found = count_of(taken)
+    rest = gl.arange(0, KEPT, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    if LAST:
+        list_ptr = lists.ptr + query.to(gl.int64) * lists.line
+        gl.store(list_ptr + to, number, mask=taken)
+        gl.store(list_ptr + rest, rest * 0 - 1, mask=(rest >= found) & (rest < lists.most))
+    else:
+        keep = (n.to(gl.int64) * gl.num_programs(1) + piece) * KEPT
+        gl.store(chosen.kept_ptr + keep + to, ordered, mask=taken)
+        gl.store(chosen.numbers_ptr + keep + to, number, mask=taken)
+        gl.store(chosen.kept_ptr + keep + rest, rest * 0 + ABSENT, mask=rest >= found)
+        gl.store(chosen.numbers_ptr + keep + rest, rest * 0 - 1, mask=rest >= found)

@@ -1,0 +1,403 @@
+"""Index scores of FP4 keys on Hopper, of all rows that a query sees or of those in listed blocks.
+
+    score(n, s) = factor * scale[s] * sum_h weights[n, h] * relu(q[n, h] . k[s])
+
+One CTA: QUERIES neighbouring queries, and a share of their scores, ROWS at a time. Keys go from global memory to
+registers, where they become the left operand of the product: nothing of them is in shared memory, and warps meet at no
+barrier. All warps do the same::
+
+    load      keys of tile i + 2, 16 bytes per thread and row | page numbers of tile i + 3, blocks of tile i + 4
+    unpack    e2m1 to e4m3, by a table for each row and group | 11 instructions for 8 values
+    product   S = K_i [Q_0 .. Q_j]^T, two wgmmas of 64 dims   | keys are its rows, heads of the queries its columns
+    sum       relu, times weights, over the heads             | and the greatest one of every GROUP rows, and BLOCK
+
+The order of the dims is free, if it is the same in q and k. A thread of the left operand has four bytes at columns 4 t,
+16 + 4 t, 32 + 4 t and 48 + 4 t of its rows, t = lane % 4. So these columns are the 32 dims of group t: one scale, one
+load, one table::
+
+    column 16 i + 4 t + b   is dim 32 t + 8 i + b in the first product, and dim 32 t + 8 i + 4 + b in the second
+
+A table has the e4m3 codes of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, times 2^shift; `prmt` looks four codes up at once. shift is
+how far a group's scale is below the greatest of its key, plus HIGHEST; scores.py says what is exact. Eight neighbouring
+rows lie one after the other in a page (`supports` sees to it): a warp reads 512 bytes at a time.
+
+Shared memory: Q [2][QUERIES * HEADS, 64], with the 64-byte swizzle. A row of a page that is not there, or past what is
+seen, has NaN as its scale and is chosen last.
+"""
+
+from dsv4.index.kernels.scores import (
+    BLOCK,
+    FP4_BOTH,
+    GROUP,
+    HIGHEST,
+    bf16,
+    greatest_of_four,
+    owner,
+    power_of_two,
+    relu,
+    row_of,
+    visible_columns,
+    visible_rows,
+)
+from dsv4.index.kernels.sm90.pages import parts_of, product_layout
+from dsv4.index.kernels.sm90.scores import page_of
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from dsv4.kernels.dependent import launch_dependents
+
+ROWS = gl.constexpr(64)
+DIMS = gl.constexpr(128)
+E4M3 = gl.constexpr(gl.float8e4nv)
+
+
+@gluon.constexpr_function
+def codes_layout(rows, warps):
+    """[rows, 4 groups, 4 words, 4 bytes]: a group of a row to a thread, rows r and r + 8 of every 16."""
+    down = [[8 << i, 0, 0, 0] for i in range((rows // 8).bit_length() - 1)]
+    across = (down[1:] + [[0, 0, 0, 0]] * 2)[: warps.bit_length() - 1]
+    rest = down[:1] + down[1 + len(across) :]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], *rest],
+        lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=across, block_bases=[], shape=[rows, 4, 4, 4],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def query_layout():
+    return gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+
+
+@gluon.jit
+def tables(shift):
+    """e4m3 of 0, 0.5, 1, 1.5, and of 2, 3, 4, 6, times 2^shift, four bytes each; 0 below 2^-8. From 2^-6 on down some
+    are subnormal, whose codes are not 8 apart."""
+    low = gl.where(shift >= -5, 0x3C383000 + shift * 0x08080800, 0x0C080400 >> gl.minimum(gl.maximum(-6 - shift, 0), 2))
+    high = gl.where(shift >= -7, 0x4C484440 + shift * 0x08080808, 0x0C080604)
+    return gl.where(shift < -8, 0, low), gl.where(shift < -8, 0, high)
+
+
+@gluon.jit
+def unpacked(words, low, high, ROWS: gl.constexpr):
+    """words [ROWS, 4 groups, 4] of 8 codes, tables of the groups [ROWS, 4] -> (e4m3 [ROWS, 64] of the first four codes
+    of every word, of the last four), columns in the order above."""
+    zero = gl.zeros([ROWS, 4, 4, 4], gl.int32, codes_layout(ROWS, gl.num_warps()))
+    words = words[:, :, :, None] + zero
+    low = low[:, :, None, None] + zero
+    high = high[:, :, None, None] + zero
+    first, last = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 codes, minus, sign;
+        and.b32 codes, $2, 0x77777777;
+        mov.b32 minus, 0x80808080;
+        prmt.b32 $0, $6, $10, codes;
+        prmt.b32 sign, minus, minus, $2;
+        shl.b32 sign, sign, 1;
+        lop3.b32 $0, sign, minus, $0, 0xEA;
+        shr.u32 codes, codes, 16;
+        shr.u32 sign, $2, 16;
+        prmt.b32 $1, $6, $10, codes;
+        prmt.b32 sign, minus, minus, sign;
+        shl.b32 sign, sign, 1;
+        lop3.b32 $1, sign, minus, $1, 0xEA;
+        }""",
+        "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r", [words, low, high], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4,
+    )  # fmt: skip
+    return in_columns(first, ROWS), in_columns(last, ROWS)
+
+
+@gluon.jit
+def in_columns(codes, ROWS: gl.constexpr):
+    return gl.reshape(gl.permute(codes, (0, 2, 1, 3)), [ROWS, 64]).to(E4M3, bitcast=True)
+
+
+@aggregate
+class BlockKeys:
+    """Keys of a request, of which a query sees `most`; `columns` scores in all."""
+
+    keys: Value  # arguments.IndexKeys
+    owners: Value
+    line_ptr: Value  # of the block table
+    query: Value
+    most: Value
+    columns: Value
+    TILED: gl.constexpr  # a tile lies in one page
+    AMONG: gl.constexpr
+    L: gl.constexpr  # of words [ROWS, 4, 4]
+
+    @gluon.jit
+    def rows(self, tile):
+        """Rows of a tile, below 0 where there is none; TILED: its first one."""
+        if self.TILED:
+            return gl.where(tile * ROWS < self.columns, tile * ROWS, -1)
+        else:
+            column = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, self.L)))
+            row = row_of(column, self.query, self.owners, column < self.columns, self.AMONG)
+            return gl.where(row < self.most, row, -1)
+
+    @gluon.jit
+    def pages(self, row):
+        """(Their page numbers, -1 where there is no page; their places there.)"""
+        page = page_of(row, self.keys.inverse, self.keys.shift)
+        number = gl.load(self.line_ptr + page, mask=row >= 0, other=-1)
+        return gl.where(number < self.keys.pages, number, -1), row - page * self.keys.page_rows
+
+    @gluon.jit
+    def load(self, page, place):
+        """(words of codes [ROWS, 4, 4], scales of the groups, ue8m0 [ROWS, 4])"""
+        keys = self.keys
+        begin = page.to(gl.int64) * keys.page_stride
+        words_ptr = keys.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+        group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, self.L)))
+        word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, self.L)))
+        word = group[None, :, None] * 4 + word[None, None, :]
+        if self.TILED:
+            row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, self.L)))
+            there = (row >= 0) & (page >= 0)
+            words_ptr = words_ptr + (begin + place * 4) * 4
+            words = gl.load(words_ptr + (row[:, None, None] * 16 + word), mask=there[:, None, None], other=0)
+            scales_ptr = keys.ptr + (begin * 16 + keys.page_rows * 64 + place * 4)
+            scales = gl.load(scales_ptr + (row[:, None] * 4 + group[None, :]), mask=there[:, None], other=255)
+        else:
+            there = page >= 0
+            at = (begin + place * 4)[:, None, None] * 4 + word
+            words = gl.load(words_ptr + at, mask=there[:, None, None], other=0)
+            at = (begin * 16 + keys.page_rows * 64 + place * 4)[:, None] + group[None, :]
+            scales = gl.load(keys.ptr + at, mask=there[:, None], other=255)
+        return words, scales.to(gl.int32)
+
+
+@gluon.jit
+def sums(x, QUERIES: gl.constexpr, HEADS: gl.constexpr):
+    """[ROWS, QUERIES * HEADS] over the heads -> [ROWS, QUERIES]"""
+    return gl.sum(gl.reshape(x, [ROWS, QUERIES, HEADS]), 2)
+
+
+@gluon.jit
+def maxima(x, EACH: gl.constexpr):
+    """[ROWS, QUERIES], the greatest of every EACH rows"""
+    return gl.max(gl.reshape(x, [ROWS // EACH, EACH, x.shape[1]]), 1)
+
+
+@aggregate
+class Outputs:
+    """Where the scores of the CTA's queries go, of which first .. last - 1 belong to the sequence at hand."""
+
+    scores: Value
+    owners: Value
+    queries: Value
+    first: Value
+    last: Value
+    begin: Value
+    factor: Value
+    QUERIES: gl.constexpr
+    HEADS: gl.constexpr
+    AMONG: gl.constexpr
+    BLOCKS: gl.constexpr
+    BF16: gl.constexpr
+
+
+@gluon.jit
+def score_tile(tile, row, words, exponents, visible, w, q, source, after, to):
+    """The scores of a tile, and the keys of another that comes later: `after`, its pages and places."""
+    QUERIES: gl.constexpr = to.QUERIES
+    HEADS: gl.constexpr = to.HEADS
+    PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
+    EACH: gl.constexpr = QUERIES // PARTS
+    ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, E4M3)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
+    # Layouts of scores and of maxima
+    T: gl.constexpr = sums(gl.zeros([ROWS, EACH * HEADS], gl.float32, ACC), EACH, HEADS).type.layout
+    G: gl.constexpr = maxima(gl.zeros([ROWS, EACH], gl.float32, T), GROUP).type.layout
+    B: gl.constexpr = maxima(gl.zeros([ROWS, EACH], gl.float32, T), BLOCK).type.layout
+    highest = gl.max(exponents, 1)
+    low, high = tables(exponents - highest[:, None] + HIGHEST)
+    some, others = unpacked(words, low, high, ROWS)
+    some, others = gl.convert_layout(some, LEFT), gl.convert_layout(others, LEFT)
+    products = ()
+    for i in gl.static_range(PARTS):
+        zero = gl.zeros([ROWS, EACH * HEADS], gl.float32, ACC)
+        half = warpgroup_mma(some, q.index(2 * i).permute((1, 0)), zero, use_acc=False, is_async=True)
+        products = products + (warpgroup_mma(others, q.index(2 * i + 1).permute((1, 0)), half, is_async=True),)
+    words, exponents = source.load(after[0], after[1])
+    factors = gl.convert_layout(power_of_two(highest) * to.factor, gl.SliceLayout(1, T))[:, None]
+    column = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))[:, None]
+    rows = column
+    if not source.TILED:
+        rows = gl.convert_layout(row, gl.SliceLayout(1, T))[:, None]
+    group = tile * (ROWS // GROUP) + gl.arange(0, ROWS // GROUP, layout=gl.SliceLayout(1, G))[:, None]
+    scores = to.scores
+    for i in gl.static_range(PARTS):
+        product = warpgroup_mma_wait(num_outstanding=2 * (PARTS - 1 - i), deps=(products[i],))
+        if to.BF16:
+            total = bf16(sums(bf16(relu(bf16(product)) * w[i][None, :]), EACH, HEADS)) * factors
+        else:
+            total = sums(relu(product) * w[i][None, :], EACH, HEADS) * factors
+        total = gl.where(total == total, total, -float("inf")) + 0.0
+        query = to.begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
+        mine = gl.where((query >= to.first) & (query < to.last), visible[i], 0)
+        seen = visible_columns(mine, to.owners, to.AMONG)
+        line = (query - to.queries.first).to(gl.int64)
+        at = gl.convert_layout(line, gl.SliceLayout(0, T))[None, :]
+        limit = gl.convert_layout(mine, gl.SliceLayout(0, T))[None, :]
+        written = gl.convert_layout((seen + GROUP - 1) // GROUP * GROUP, gl.SliceLayout(0, T))[None, :]
+        if source.TILED:
+            total = gl.where(rows < limit, total, -float("inf"))
+        else:
+            total = gl.where((rows >= 0) & (rows < limit), total, -float("inf"))
+        gl.store(scores.ptr + at * scores.line + column, total, mask=column < written)
+        at = gl.convert_layout(line, gl.SliceLayout(0, G))[None, :]
+        limit = gl.convert_layout(seen, gl.SliceLayout(0, G))[None, :]
+        gl.store(scores.maxima_ptr + at * scores.maxima_line + group, maxima(total, GROUP), mask=group * GROUP < limit)
+        if to.BLOCKS:
+            block = tile * (ROWS // BLOCK) + gl.arange(0, ROWS // BLOCK, layout=gl.SliceLayout(1, B))[:, None]
+            at = gl.convert_layout(line, gl.SliceLayout(0, B))[None, :]
+            limit = gl.convert_layout(seen, gl.SliceLayout(0, B))[None, :]
+            gl.store(scores.blocks_ptr + at * scores.blocks_line + block, maxima(total, BLOCK),
+                     mask=block * BLOCK < limit)  # fmt: skip
+    return words, exponents
+
+
+@gluon.jit
+def score_tiles(sequence, visible, w, q, keys, to, TILED: gl.constexpr):
+    """The scores of the queries of one sequence. visible [QUERIES]."""
+    PARTS: gl.constexpr = parts_of(to.QUERIES, to.HEADS)
+    EACH: gl.constexpr = to.QUERIES // PARTS
+    WORDS: gl.constexpr = gl.SliceLayout(3, codes_layout(ROWS, gl.num_warps()))
+    owners = to.owners
+    most = gl.to_tensor(0)
+    for i in gl.static_range(PARTS):
+        query = to.begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
+        most = gl.maximum(most, gl.max(gl.where((query >= to.first) & (query < to.last), visible[i], 0), 0))
+    columns = visible_columns(most, owners, to.AMONG)
+    tiles = (columns + ROWS - 1) // ROWS
+    # An even number for each: two tiles are held, and take turns.
+    each = (tiles + 2 * gl.num_programs(1) - 1) // (2 * gl.num_programs(1)) * 2
+    start = gl.program_id(1) * each
+    stop = gl.minimum(start + each, tiles)
+    line_ptr = owners.table_ptr + sequence.to(gl.int64) * owners.table_line
+    columns = gl.minimum(columns, stop * ROWS)  # nothing past this share is read
+    source = BlockKeys(keys, owners, line_ptr, to.first, most, columns, TILED, to.AMONG, WORDS)
+    row_0 = source.rows(start)
+    row_1 = source.rows(start + 1)
+    row_2 = source.rows(start + 2)
+    row_3 = source.rows(start + 3)
+    row_4 = source.rows(start + 4)
+    row_5 = source.rows(start + 5)
+    page_0, place_0 = source.pages(row_0)
+    page_1, place_1 = source.pages(row_1)
+    page_2, place_2 = source.pages(row_2)
+    page_3, place_3 = source.pages(row_3)
+    words_0, exponents_0 = source.load(page_0, place_0)
+    words_1, exponents_1 = source.load(page_1, place_1)
+    for tile in range(start, stop, 2):
+        words_0, exponents_0 = score_tile(
+            tile, row_0, words_0, exponents_0, visible, w, q, source, (page_2, place_2), to
+        )
+        page_2, place_2 = source.pages(row_4)
+        row_0, row_2, row_4 = row_2, row_4, source.rows(tile + 6)
+        words_1, exponents_1 = score_tile(
+            tile + 1, row_1, words_1, exponents_1, visible, w, q, source, (page_3, place_3), to
+        )
+        page_3, place_3 = source.pages(row_5)
+        row_1, row_3, row_5 = row_3, row_5, source.rows(tile + 7)
+
+
+@gluon.jit
+def load_queries(q, begin, end, queries, QUERIES: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr):
+    """Queries begin .. begin + QUERIES - 1 to both halves of q, dims in the order of the keys."""
+    SIZE: gl.constexpr = QUERIES * HEADS
+    if FP4 == FP4_BOTH:
+        L: gl.constexpr = gl.SliceLayout(3, codes_layout(SIZE, gl.num_warps()))
+        column = gl.arange(0, SIZE, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+        n = (begin + column // HEADS).to(gl.int64)
+        head = column % HEADS
+        there = (head < queries.heads) & (n < end)
+        group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+        word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        line = n * queries.stride_qn + head * queries.stride_qh
+        at = line[:, None, None] * 4 + (group[None, :, None] * 4 + word[None, None, :])
+        words_ptr = queries.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+        words = gl.load(words_ptr + at, mask=there[:, None, None], other=0)
+        scale_ptr = queries.scales_ptr + n * queries.stride_sn + head * queries.stride_sh
+        scales = gl.load(scale_ptr, mask=there, other=0)
+        shift = ((scales[:, None] >> (group[None, :] * 8)) & 255) - greatest_of_four(scales)[:, None] + HIGHEST
+        low, high = tables(shift)
+        first, last = unpacked(words, low, high, SIZE)
+        q.index(0).store(first)
+        q.index(1).store(last)
+    else:
+        B: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
+        column = gl.arange(0, SIZE, layout=gl.SliceLayout(1, B))
+        n = (begin + column // HEADS).to(gl.int64)
+        head = column % HEADS
+        there = (head < queries.heads) & (n < end)
+        at = gl.arange(0, 64, layout=gl.SliceLayout(0, B))
+        dim = at // 4 % 4 * 32 + at // 16 * 8 + at % 4
+        line = (n * queries.stride_qn + head * queries.stride_qh)[:, None] * 16 + dim[None, :]
+        for half in gl.static_range(2):
+            q.index(half).store(gl.load(queries.ptr + line + 4 * half, mask=there[:, None], other=0.0))
+
+
+@gluon.jit
+def index_scores_fp4_sm90(
+    queries,
+    keys,
+    owners,
+    scores,
+    factor,
+    OWNER: gl.constexpr,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
+    FP4: gl.constexpr,
+    AMONG: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    BF16: gl.constexpr,
+    TILED: gl.constexpr,
+):
+    """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
+    group. AMONG: the scores of the rows of listed blocks, in their order, of one query. BLOCKS: the greatest scores of
+    blocks, too. BF16: rounded as the reference model does."""
+    launch_dependents()
+    PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
+    EACH: gl.constexpr = QUERIES // PARTS
+    ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, E4M3)
+    q = gl.allocate_shared_memory(E4M3, [2 * PARTS, EACH * HEADS, DIMS // 2], query_layout())
+    begin = queries.first + gl.program_id(0) * QUERIES
+    end = gl.minimum(begin + QUERIES, queries.end)
+    w = ()
+    visible = ()
+    for i in gl.static_range(PARTS):
+        load_queries(q.slice(2 * i, 2), begin + i * EACH, end, queries, EACH, HEADS, FP4)
+        column = gl.arange(0, EACH * HEADS, layout=gl.SliceLayout(0, ACC))
+        n = (begin + i * EACH + column // HEADS).to(gl.int64)
+        head = column % HEADS
+        there = (head < queries.heads) & (n < end)
+        weight_ptr = queries.weights_ptr + n * queries.stride_wn + head * queries.stride_wh
+        weight = gl.load(weight_ptr, mask=there, other=0.0).to(gl.float32)
+        if BF16:
+            weight = bf16(weight)
+        if FP4 == FP4_BOTH:
+            scale_ptr = queries.scales_ptr + n * queries.stride_sn + head * queries.stride_sh
+            weight *= power_of_two(greatest_of_four(gl.load(scale_ptr, mask=there, other=0))) * 0.015625  # 2^-HIGHEST
+        w = w + (weight,)
+        query = begin + i * EACH + gl.arange(0, EACH, layout=gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
+        visible = visible + (visible_rows(query, owners, query < end),)
+    fence_async_shared()  # Q by ordinary stores -> tensor-core reads
+    barrier()
+    first = begin
+    while first < end:  # the queries of a CTA may belong to several sequences
+        sequence, next_one = owner(first, owners, OWNER)
+        last = gl.minimum(next_one, end)
+        if sequence < owners.requests:
+            to = Outputs(scores, owners, queries, first, last, begin, factor, QUERIES, HEADS, AMONG, BLOCKS, BF16)
+            score_tiles(sequence, visible, w, q, keys, to, TILED)
+        first = last
