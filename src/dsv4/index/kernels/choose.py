@@ -9,9 +9,9 @@ cut need not be exact, a few rows more are no matter. So one CTA per query, or, 
     sorts     these, and writes the first topk as the list; a share counts for some of them how many are greater, and
               writes each to its place
 
-and of the other scores nothing is read. select.py does without maxima what this does with them, for wider lists. Where
-all scores fit into registers, HELD to a thread, the cut is found among them at once: with hardly more groups than rows
-are wanted, maxima say little.
+and of the other scores nothing is read. select.py does without maxima what this does with them, for wider lists. With
+hardly more groups than rows are wanted, maxima say little: then the cut is found among all scores, which are so few that
+registers hold them, HELD to a thread.
 Scores are fp32 without NaN and -0; behind the last row that is seen, up to a whole group, they are -inf.
 
 Loads have no masks, so that all of them are under way at once: a predicate each would be more than there are. What is
@@ -414,8 +414,15 @@ def index_choose(
     keep_ptr = chosen.kept_ptr + own
     groups_ptr = chosen.numbers_ptr + own
     line_ptr = source.ptr + n.to(gl.int64) * source.line * 64
-    if GROUPS * GROUP <= HELD * THREADS:
-        found = keep_best(keep_ptr, line_ptr, source.line * 16, visible, wanted, GROUPS * GROUP, KEPT, AMONG)
+    SIZE: gl.constexpr = min(GROUPS * GROUP, HELD * THREADS)
+    if 2 * GROUPS <= KEPT and SIZE == GROUPS * GROUP:
+        found = keep_best(keep_ptr, line_ptr, source.line * 16, visible, wanted, SIZE, KEPT, AMONG)
+    elif SIZE > 0:
+        found = gl.to_tensor(0)
+        if (visible <= SIZE) & ((visible + GROUP - 1) // GROUP * 2 < wanted * 3):
+            found = keep_best(keep_ptr, line_ptr, source.line * 16, visible, wanted, SIZE, KEPT, AMONG)
+        else:
+            found = keep_of_groups(keep_ptr, groups_ptr, line_ptr, source, n, visible, wanted, GROUPS, KEPT, HIGH)
     else:
         found = keep_of_groups(keep_ptr, groups_ptr, line_ptr, source, n, visible, wanted, GROUPS, KEPT, HIGH)
     if SHARES > 1:  # what is below all, so that the whole list can be read without asking

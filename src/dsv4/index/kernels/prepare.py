@@ -193,8 +193,11 @@ def _score(
     blocks = -(-count // together)
     places = residents * target.num_sms
     splits = choose_splits(blocks, places, p.columns, merged=False)
-    if "ALONE" in kernel.arg_names or p.fp4:  # few blocks: a box to a CTA, or as many CTAs as there is room for
-        splits = max(splits, min(places // blocks, -(-p.columns // 64)))
+    if "ALONE" in kernel.arg_names or p.fp4 and "STAGES" in options:
+        # few blocks: a tile to a CTA, or as many CTAs as there is room for
+        splits = max(splits, min(places // blocks, -(-p.columns // (128 if p.fp4 else 64))))
+        if blocks * splits < 0.85 * places and p.columns >= splits * 2048:  # or many more, which end at different times
+            splits *= 4
     arguments: dict[str, Any] = dict(
         queries=IndexQueries(
             ptr=q,

@@ -38,7 +38,7 @@ def comes_in_boxes(p: IndexProblem) -> bool:
 def fp4_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
     """Queries of a sequence share keys, once they are unpacked."""
     together = 4 if each >= 4 and heads <= 64 else 2 if each >= 2 and heads <= 64 else 1
-    return together, 4 if together * heads <= 64 else 2, dict(num_warps=4)
+    return together, 4 if together * heads <= 64 else 2, dict(STAGES=4, num_warps=4)
 
 
 def plain_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:

@@ -44,7 +44,9 @@ from dsv4.index.kernels.sm90.scores import page_of
 from dsv4.kernels.compat import (
     Value,
     aggregate,
+    async_copy,
     barrier,
+    cp_async,
     fence_async_shared,
     gl,
     gluon,
@@ -53,7 +55,7 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.dependent import launch_dependents
 
-ROWS = gl.constexpr(64)
+ROWS = gl.constexpr(128)
 DIMS = gl.constexpr(128)
 E4M3 = gl.constexpr(gl.float8e4nv)
 
@@ -68,6 +70,20 @@ def codes_layout(rows, warps):
         reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], *rest],
         lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
         warp_bases=across, block_bases=[], shape=[rows, 4, 4, 4],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def words_layout(rows, warps):
+    """[rows, 16 words], with the same words to a thread."""
+    codes = codes_layout(rows, warps)
+
+    def flat(bases):
+        return [[row, 4 * group + word] for row, group, word, byte in bases if byte == 0]
+
+    return gl.DistributedLinearLayout(
+        reg_bases=flat(codes.reg_bases), lane_bases=flat(codes.lane_bases), warp_bases=flat(codes.warp_bases),
+        block_bases=[], shape=[rows, 16],
     )  # fmt: skip
 
 
@@ -120,6 +136,17 @@ def in_columns(codes, ROWS: gl.constexpr):
 
 
 @aggregate
+class Places:
+    """Where the rows of a tile are: page numbers, -1 where there is no page, and places there. TILED: numbers and
+    places of the first rows of its halves. Else: of every row, twice the same."""
+
+    page: Value
+    place: Value
+    second_page: Value
+    second_place: Value
+
+
+@aggregate
 class BlockKeys:
     """Keys of a request, of which a query sees `most`; `columns` scores in all."""
 
@@ -129,50 +156,56 @@ class BlockKeys:
     query: Value
     most: Value
     columns: Value
-    TILED: gl.constexpr  # a tile lies in one page
+    TILED: gl.constexpr  # half a tile lies in one page
     AMONG: gl.constexpr
-    L: gl.constexpr  # of words [ROWS, 4, 4]
+    L: gl.constexpr  # of words [ROWS, 16]
 
     @gluon.jit
     def rows(self, tile):
-        """Rows of a tile, below 0 where there is none; TILED: its first one."""
+        """Rows of a tile, below 0 where there is none; TILED: the first one."""
         if self.TILED:
-            return gl.where(tile * ROWS < self.columns, tile * ROWS, -1)
+            return tile * ROWS
         else:
-            column = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, self.L)))
+            column = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, self.L))
             row = row_of(column, self.query, self.owners, column < self.columns, self.AMONG)
             return gl.where(row < self.most, row, -1)
 
     @gluon.jit
-    def pages(self, row):
-        """(Their page numbers, -1 where there is no page; their places there.)"""
+    def page(self, row, there):
         page = page_of(row, self.keys.inverse, self.keys.shift)
-        number = gl.load(self.line_ptr + page, mask=row >= 0, other=-1)
+        number = gl.load(self.line_ptr + page, mask=there, other=-1)
         return gl.where(number < self.keys.pages, number, -1), row - page * self.keys.page_rows
 
     @gluon.jit
-    def load(self, page, place):
-        """(words of codes [ROWS, 4, 4], scales of the groups, ue8m0 [ROWS, 4])"""
-        keys = self.keys
-        begin = page.to(gl.int64) * keys.page_stride
-        words_ptr = keys.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-        group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, self.L)))
-        word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, self.L)))
-        word = group[None, :, None] * 4 + word[None, None, :]
+    def places(self, row):
         if self.TILED:
-            row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, self.L)))
-            there = (row >= 0) & (page >= 0)
-            words_ptr = words_ptr + (begin + place * 4) * 4
-            words = gl.load(words_ptr + (row[:, None, None] * 16 + word), mask=there[:, None, None], other=0)
-            scales_ptr = keys.ptr + (begin * 16 + keys.page_rows * 64 + place * 4)
-            scales = gl.load(scales_ptr + (row[:, None] * 4 + group[None, :]), mask=there[:, None], other=255)
+            page, place = self.page(row, row < self.columns)
+            half = row + ROWS // 2
+            second_page, second_place = self.page(half, half < self.columns)
+            return Places(page, place, second_page, second_place)
         else:
-            there = page >= 0
-            at = (begin + place * 4)[:, None, None] * 4 + word
-            words = gl.load(words_ptr + at, mask=there[:, None, None], other=0)
-            at = (begin * 16 + keys.page_rows * 64 + place * 4)[:, None] + group[None, :]
-            scales = gl.load(keys.ptr + at, mask=there[:, None], other=255)
-        return words, scales.to(gl.int32)
+            page, place = self.page(row, row >= 0)
+            return Places(page, place, page, place)
+
+    @gluon.jit
+    def copy(self, slot, scales, places):
+        """Start the copy of a tile, one group of copies; of what is not there nothing is read."""
+        keys = self.keys
+        words_ptr = keys.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+        if self.TILED:
+            row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, self.L))
+            first = row < ROWS // 2
+            page = gl.where(first, places.page, places.second_page)
+            begin = gl.where(first, places.page.to(gl.int64), places.second_page.to(gl.int64)) * keys.page_stride
+            place = gl.where(first, places.place, places.second_place) + row % (ROWS // 2)
+        else:
+            page = places.page
+            begin = page.to(gl.int64) * keys.page_stride
+            place = places.place
+        word = gl.arange(0, 16, layout=gl.SliceLayout(0, self.L))
+        cp_async(slot, words_ptr + ((begin + place * 4)[:, None] * 4 + word[None, :]), mask=(page >= 0)[:, None])
+        cp_async(scales, words_ptr + (begin * 4 + keys.page_rows * 16 + place), mask=page >= 0)
+        async_copy.commit_group()
 
 
 @gluon.jit
@@ -206,8 +239,8 @@ class Outputs:
 
 
 @gluon.jit
-def score_tile(tile, row, words, exponents, visible, w, q, source, after, to):
-    """The scores of a tile, and the keys of another that comes later: `after`, its pages and places."""
+def score_tile(tile, rows, words, scales, visible, w, q, to, TILED: gl.constexpr):
+    """The scores of a tile: words of codes [ROWS, 4, 4], scales of the keys, four each."""
     QUERIES: gl.constexpr = to.QUERIES
     HEADS: gl.constexpr = to.HEADS
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
@@ -218,8 +251,10 @@ def score_tile(tile, row, words, exponents, visible, w, q, source, after, to):
     T: gl.constexpr = sums(gl.zeros([ROWS, EACH * HEADS], gl.float32, ACC), EACH, HEADS).type.layout
     G: gl.constexpr = maxima(gl.zeros([ROWS, EACH], gl.float32, T), GROUP).type.layout
     B: gl.constexpr = maxima(gl.zeros([ROWS, EACH], gl.float32, T), BLOCK).type.layout
-    highest = gl.max(exponents, 1)
-    low, high = tables(exponents - highest[:, None] + HIGHEST)
+    highest = greatest_of_four(scales)
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, words.type.layout)))
+    shift = ((scales[:, None] >> (group[None, :] * 8)) & 255) - highest[:, None] + HIGHEST
+    low, high = tables(shift)
     some, others = unpacked(words, low, high, ROWS)
     some, others = gl.convert_layout(some, LEFT), gl.convert_layout(others, LEFT)
     products = ()
@@ -227,12 +262,12 @@ def score_tile(tile, row, words, exponents, visible, w, q, source, after, to):
         zero = gl.zeros([ROWS, EACH * HEADS], gl.float32, ACC)
         half = warpgroup_mma(some, q.index(2 * i).permute((1, 0)), zero, use_acc=False, is_async=True)
         products = products + (warpgroup_mma(others, q.index(2 * i + 1).permute((1, 0)), half, is_async=True),)
-    words, exponents = source.load(after[0], after[1])
     factors = gl.convert_layout(power_of_two(highest) * to.factor, gl.SliceLayout(1, T))[:, None]
     column = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))[:, None]
-    rows = column
-    if not source.TILED:
-        rows = gl.convert_layout(row, gl.SliceLayout(1, T))[:, None]
+    if TILED:
+        rows = column
+    else:
+        rows = gl.convert_layout(rows, gl.SliceLayout(1, T))[:, None]
     group = tile * (ROWS // GROUP) + gl.arange(0, ROWS // GROUP, layout=gl.SliceLayout(1, G))[:, None]
     scores = to.scores
     for i in gl.static_range(PARTS):
@@ -249,10 +284,7 @@ def score_tile(tile, row, words, exponents, visible, w, q, source, after, to):
         at = gl.convert_layout(line, gl.SliceLayout(0, T))[None, :]
         limit = gl.convert_layout(mine, gl.SliceLayout(0, T))[None, :]
         written = gl.convert_layout((seen + GROUP - 1) // GROUP * GROUP, gl.SliceLayout(0, T))[None, :]
-        if source.TILED:
-            total = gl.where(rows < limit, total, -float("inf"))
-        else:
-            total = gl.where((rows >= 0) & (rows < limit), total, -float("inf"))
+        total = gl.where((rows >= 0) & (rows < limit), total, -float("inf"))
         gl.store(scores.ptr + at * scores.line + column, total, mask=column < written)
         at = gl.convert_layout(line, gl.SliceLayout(0, G))[None, :]
         limit = gl.convert_layout(seen, gl.SliceLayout(0, G))[None, :]
@@ -263,15 +295,15 @@ def score_tile(tile, row, words, exponents, visible, w, q, source, after, to):
             limit = gl.convert_layout(seen, gl.SliceLayout(0, B))[None, :]
             gl.store(scores.blocks_ptr + at * scores.blocks_line + block, maxima(total, BLOCK),
                      mask=block * BLOCK < limit)  # fmt: skip
-    return words, exponents
 
 
 @gluon.jit
-def score_tiles(sequence, visible, w, q, keys, to, TILED: gl.constexpr):
+def score_tiles(sequence, visible, w, q, ring, scales, keys, to, TILED: gl.constexpr, STAGES: gl.constexpr):
     """The scores of the queries of one sequence. visible [QUERIES]."""
     PARTS: gl.constexpr = parts_of(to.QUERIES, to.HEADS)
     EACH: gl.constexpr = to.QUERIES // PARTS
-    WORDS: gl.constexpr = gl.SliceLayout(3, codes_layout(ROWS, gl.num_warps()))
+    CODES: gl.constexpr = gl.SliceLayout(3, codes_layout(ROWS, gl.num_warps()))
+    WORDS: gl.constexpr = words_layout(ROWS, gl.num_warps())
     owners = to.owners
     most = gl.to_tensor(0)
     for i in gl.static_range(PARTS):
@@ -279,36 +311,31 @@ def score_tiles(sequence, visible, w, q, keys, to, TILED: gl.constexpr):
         most = gl.maximum(most, gl.max(gl.where((query >= to.first) & (query < to.last), visible[i], 0), 0))
     columns = visible_columns(most, owners, to.AMONG)
     tiles = (columns + ROWS - 1) // ROWS
-    # An even number for each: two tiles are held, and take turns.
-    each = (tiles + 2 * gl.num_programs(1) - 1) // (2 * gl.num_programs(1)) * 2
+    each = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
     start = gl.program_id(1) * each
     stop = gl.minimum(start + each, tiles)
     line_ptr = owners.table_ptr + sequence.to(gl.int64) * owners.table_line
     columns = gl.minimum(columns, stop * ROWS)  # nothing past this share is read
     source = BlockKeys(keys, owners, line_ptr, to.first, most, columns, TILED, to.AMONG, WORDS)
-    row_0 = source.rows(start)
-    row_1 = source.rows(start + 1)
-    row_2 = source.rows(start + 2)
-    row_3 = source.rows(start + 3)
-    row_4 = source.rows(start + 4)
-    row_5 = source.rows(start + 5)
-    page_0, place_0 = source.pages(row_0)
-    page_1, place_1 = source.pages(row_1)
-    page_2, place_2 = source.pages(row_2)
-    page_3, place_3 = source.pages(row_3)
-    words_0, exponents_0 = source.load(page_0, place_0)
-    words_1, exponents_1 = source.load(page_1, place_1)
-    for tile in range(start, stop, 2):
-        words_0, exponents_0 = score_tile(
-            tile, row_0, words_0, exponents_0, visible, w, q, source, (page_2, place_2), to
-        )
-        page_2, place_2 = source.pages(row_4)
-        row_0, row_2, row_4 = row_2, row_4, source.rows(tile + 6)
-        words_1, exponents_1 = score_tile(
-            tile + 1, row_1, words_1, exponents_1, visible, w, q, source, (page_3, place_3), to
-        )
-        page_3, place_3 = source.pages(row_5)
-        row_1, row_3, row_5 = row_3, row_5, source.rows(tile + 7)
+    for i in gl.static_range(STAGES - 1):
+        source.copy(ring.index(i), scales.index(i), source.places(source.rows(start + i)))
+    places = source.places(source.rows(start + STAGES - 1))
+    ahead = source.rows(start + STAGES)
+    slot = gl.to_tensor(0)
+    for tile in range(start, stop):
+        rows = source.rows(tile)
+        async_copy.wait_group(STAGES - 2)
+        barrier()
+        words = gl.convert_layout(gl.reshape(ring.index(slot).load(WORDS), [ROWS, 4, 4]), CODES)
+        word = scales.index(slot).load(gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
+        free = gl.where(slot == 0, STAGES - 1, slot - 1)
+        source.copy(ring.index(free), scales.index(free), places)
+        places = source.places(ahead)
+        ahead = source.rows(tile + STAGES + 1)
+        score_tile(tile, rows, words, word, visible, w, q, to, TILED)
+        slot = gl.where(slot == STAGES - 1, 0, slot + 1)
+    async_copy.wait_group(0)
+    barrier()
 
 
 @gluon.jit
@@ -362,6 +389,7 @@ def index_scores_fp4_sm90(
     BLOCKS: gl.constexpr,
     BF16: gl.constexpr,
     TILED: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
     group. AMONG: the scores of the rows of listed blocks, in their order, of one query. BLOCKS: the greatest scores of
@@ -371,6 +399,8 @@ def index_scores_fp4_sm90(
     EACH: gl.constexpr = QUERIES // PARTS
     ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, E4M3)
     q = gl.allocate_shared_memory(E4M3, [2 * PARTS, EACH * HEADS, DIMS // 2], query_layout())
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, DIMS // 8], gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     begin = queries.first + gl.program_id(0) * QUERIES
     end = gl.minimum(begin + QUERIES, queries.end)
     w = ()
@@ -399,5 +429,5 @@ def index_scores_fp4_sm90(
         last = gl.minimum(next_one, end)
         if sequence < owners.requests:
             to = Outputs(scores, owners, queries, first, last, begin, factor, QUERIES, HEADS, AMONG, BLOCKS, BF16)
-            score_tiles(sequence, visible, w, q, keys, to, TILED)
+            score_tiles(sequence, visible, w, q, ring, words, keys, to, TILED, STAGES)
         first = last
