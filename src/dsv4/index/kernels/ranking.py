@@ -230,9 +230,9 @@ def write_rows(
     AMONG: gl.constexpr,
 ):  # fmt: skip
     """The rows of keys at their places in the list of a query, and their scores; -1 where a key is not chosen."""
+    if AMONG:  # columns that are no rows score -inf, and there may be fewer keys than are chosen
+        chosen = chosen & ((key >> 32).to(gl.int32) > LOWEST)
     row = row_of(FOREVER - (key & 0x7FFFFFFF).to(gl.int32), query, owners, chosen, AMONG)
-    if AMONG:  # columns that are no rows score -inf
-        chosen = chosen & (row >= 0) & ((key >> 32).to(gl.int32) > LOWEST)
     pages = lists.pages
     if OWNER == OWN or OWNER == STARTS:
         line = gl.minimum(sequence, owners.requests - 1).to(gl.int64) * owners.table_line

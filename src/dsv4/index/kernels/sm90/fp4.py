@@ -189,7 +189,7 @@ class BlockKeys:
 
     @gluon.jit
     def copy(self, slot, scales, places):
-        """Start the copy of a tile, one group of copies; of what is not there nothing is read."""
+        """Start the copy of a tile, one group of copies; of what is not there nothing is read -> 1 for such rows."""
         keys = self.keys
         words_ptr = keys.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
         if self.TILED:
@@ -206,6 +206,7 @@ class BlockKeys:
         cp_async(slot, words_ptr + ((begin + place * 4)[:, None] * 4 + word[None, :]), mask=(page >= 0)[:, None])
         cp_async(scales, words_ptr + (begin * 4 + keys.page_rows * 16 + place), mask=page >= 0)
         async_copy.commit_group()
+        return (page < 0).to(gl.int32)
 
 
 @gluon.jit
@@ -317,8 +318,9 @@ def score_tiles(sequence, visible, w, q, ring, scales, keys, to, TILED: gl.const
     line_ptr = owners.table_ptr + sequence.to(gl.int64) * owners.table_line
     columns = gl.minimum(columns, stop * ROWS)  # nothing past this share is read
     source = BlockKeys(keys, owners, line_ptr, to.first, most, columns, TILED, to.AMONG, WORDS)
+    gone = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WORDS))  # bits: of the last tile that was asked for, and before
     for i in gl.static_range(STAGES - 1):
-        source.copy(ring.index(i), scales.index(i), source.places(source.rows(start + i)))
+        gone = gone * 2 + source.copy(ring.index(i), scales.index(i), source.places(source.rows(start + i)))
     places = source.places(source.rows(start + STAGES - 1))
     ahead = source.rows(start + STAGES)
     slot = gl.to_tensor(0)
@@ -329,7 +331,8 @@ def score_tiles(sequence, visible, w, q, ring, scales, keys, to, TILED: gl.const
         words = gl.convert_layout(gl.reshape(ring.index(slot).load(WORDS), [ROWS, 4, 4]), CODES)
         word = scales.index(slot).load(gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
         free = gl.where(slot == 0, STAGES - 1, slot - 1)
-        source.copy(ring.index(free), scales.index(free), places)
+        gone = gone * 2 + source.copy(ring.index(free), scales.index(free), places)
+        word = gl.where(gl.convert_layout((gone >> (STAGES - 1)) & 1, word.type.layout) == 0, word, -1)  # NaN
         places = source.places(ahead)
         ahead = source.rows(tile + STAGES + 1)
         score_tile(tile, rows, words, word, visible, w, q, to, TILED)
