@@ -10,8 +10,8 @@ cut need not be exact, a few rows more are no matter. So one CTA per query, or, 
               writes each to its place
 
 and of the other scores nothing is read. select.py does without maxima what this does with them, for wider lists. With
-hardly more groups than rows are wanted, maxima say little: then the cut is found among all scores, which are so few that
-registers hold them, HELD to a thread.
+hardly more groups than rows are wanted, maxima say little: then the cut is found among all scores, which are so few
+that registers hold them, HELD to a thread.
 Scores are fp32 without NaN and -0; behind the last row that is seen, up to a whole group, they are -inf.
 
 Loads have no masks, so that all of them are under way at once: a predicate each would be more than there are. What is
