@@ -13,6 +13,7 @@ import softsm
 from dsv4 import bench as measuring
 from dsv4.bench import backward, clock, drawn, measured, peers, summary, timing
 from dsv4.bench.dense import DenseCase
+from dsv4.bench.moe import FLASH, MoeCase
 from dsv4.bench.v4 import V4Case
 from dsv4.bench.v41 import V41Case, V41Contest
 from dsv4.cli import app
@@ -72,6 +73,14 @@ def test_flops_and_bytes_of_a_case():
     assert DenseCase("x", 1, 1, 1, 1, 5, 64, same_kv=True).bytes == 2 * 64 * (5 + 2)
     assert V4Case(2, 64, 128, 512, True).flops == 4 * 2 * 64 * 640 * 512
     assert V4Case(2, 64, 128, 512, True).bytes == 2 * 640 * 584
+
+
+def test_bytes_of_experts():
+    """One token reads the weights of its experts; many read those of all."""
+    one, many = MoeCase(FLASH, 1), MoeCase(FLASH, 10_000)
+    assert FLASH.expert_bytes == 13_369_344 and one.flops == 6 * 6 * 4096 * 2048
+    assert one.bytes == pytest.approx(6 * 13_369_344, rel=0.02) and many.bytes == pytest.approx(256 * 13_369_344)
+    assert MoeCase(FLASH, 128, zipf=True).bytes < 0.8 * MoeCase(FLASH, 128).bytes
 
 
 @pytest.mark.parametrize("queries, other", [(3, "dsv4 584"), (513, "dsv4 bf16")])
@@ -142,8 +151,8 @@ def test_without_a_gpu_it_says_so():
 
 
 def test_a_suite_that_there_is_not_is_refused_in_words():
-    result = CliRunner().invoke(app, ["bench", "--suite", "moe"], prog_name="dsv4")
-    assert result.exit_code == 2 and "--suite moe: accepted: dense, v4, index, backward, all" in result.output
+    result = CliRunner().invoke(app, ["bench", "--suite", "gemm"], prog_name="dsv4")
+    assert result.exit_code == 2 and "--suite gemm: accepted: dense, v4, index, moe, backward, all" in result.output
 
 
 def test_a_record_that_is_none_is_refused_in_words(tmp_path):

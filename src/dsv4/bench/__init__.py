@@ -5,6 +5,7 @@
     dense       fmha beside torch, FFPA and flash-attn
     v4, v41     v4_attention beside FlashMLA, with rows of V4 and of V4.1
     index       index_topk beside DeepGEMM's logits and torch.topk; compress and the writing of rows beside torch
+    moe         a layer of FP4 experts beside torch's grouped products
     backward    the gradients of fmha beside torch, FFPA and flash-attn; those of v4_attention
     drawn       cases of every suite, drawn at random by a seed
     measured    one case: every contender is checked first, then timed; as JSON
@@ -17,16 +18,16 @@ from dsv4.bench.timing import ceilings, time_call, time_calls
 
 __all__ = ["SUITES", "Case", "Measured", "cases", "ceilings", "measure", "time_call", "time_calls"]
 
-SUITES = ("dense", "v4", "index", "backward")
+SUITES = ("dense", "v4", "index", "moe", "backward")
 
 
 def cases(suite: str, seed: int | None = None, count: int = 20) -> list[Case]:
     """The cases of a suite, or of all; with a seed, so many drawn at random of each."""
-    from dsv4.bench import backward, dense, drawn, index, v4, v41
+    from dsv4.bench import backward, dense, drawn, index, moe, v4, v41
 
     if seed is not None:
         return [case for name in (SUITES if suite == "all" else (suite,)) for case in drawn.cases(name, seed, count)]
-    modules = {"dense": dense, "v4": v4, "index": index, "backward": backward}
+    modules = {"dense": dense, "v4": v4, "index": index, "moe": moe, "backward": backward}
     by_name: dict[str, list[Case]] = {name: [*module.CASES] for name, module in modules.items()}
     by_name["v4"] += v41.CASES
     return [case for name in (SUITES if suite == "all" else (suite,)) for case in by_name[name]]

@@ -14,6 +14,7 @@ from typing import Any
 from dsv4.bench.backward import BackwardCase, V4BackwardCase
 from dsv4.bench.dense import DenseCase
 from dsv4.bench.index import PAGE, IndexCase
+from dsv4.bench.moe import FLASH, MoeCase
 from dsv4.bench.v4 import V4Case
 
 MOST_FLOPS = 2.5e13  # of a forward pass
@@ -81,4 +82,10 @@ def index(draw: random.Random) -> IndexCase:
     return IndexCase(between(draw, 1, 200), each, keys, draw.choice((512, 1024)), fp8=True)
 
 
-DRAW: dict[str, Callable[[random.Random], Any]] = {"dense": dense, "v4": v4, "index": index, "backward": backward}
+def moe(draw: random.Random) -> MoeCase:
+    return MoeCase(FLASH, between(draw, 1, 10_000), draw.random() < 0.4)
+
+
+DRAW: dict[str, Callable[[random.Random], Any]] = {
+    "dense": dense, "v4": v4, "index": index, "moe": moe, "backward": backward,
+}  # fmt: skip

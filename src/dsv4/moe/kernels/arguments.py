@@ -53,26 +53,25 @@ class Choice(NamedTuple):
 
 
 class SortOutputs(NamedTuple):
-    any_alignment = ("starts_ptr", "slot_ptr", "weight_ptr", "row_ptr")
+    any_alignment = ("starts_ptr", "slot_ptr", "weight_ptr", "row_ptr", "place_ptr")
 
     starts_ptr: Any  # as in SortedRows
     slot_ptr: Any
     weight_ptr: Any
     row_ptr: Any  # int32 [tokens * topk]: the row of each slot, -1 for none
+    place_ptr: Any  # int32 [tokens * topk]: where the scales of that row are
 
 
 class Activations(NamedTuple):
     """x as it is, and rows in the order of experts as e4m3 with scales."""
 
-    any_alignment = ("ids_ptr", "starts_ptr", "row_ptr", "scale_ptr")
+    any_alignment = ("row_ptr", "place_ptr", "scale_ptr")
 
     ptr: Any  # [tokens, width]
     line: Any  # from a token to the next
     width: Any
-    ids_ptr: Any
-    starts_ptr: Any
     row_ptr: Any
-    topk: Any
+    place_ptr: Any
     to_ptr: Any  # e4m3 [rows, width]
     scale_ptr: Any  # fp32 [width / 128, scale_line]
     scale_line: Any
@@ -83,8 +82,39 @@ class Sums(NamedTuple):
 
     slots_ptr: Any  # [tokens * topk, width]
     row_ptr: Any
-    topk: Any
     width: Any
     shared_ptr: Any  # [tokens, width]
     out_ptr: Any
     out_line: Any
+
+
+class Logits(NamedTuple):
+    """x [tokens, width] and gate [experts, width], and the logits of all, chunk by chunk."""
+
+    any_alignment = ("logits_ptr",)
+
+    ptr: Any
+    line: Any
+    gate_ptr: Any
+    gate_line: Any
+    tokens: Any
+    experts: Any
+    width: Any
+    logits_ptr: Any  # fp32 [chunks or 1, tokens, experts]
+
+
+class Rules(NamedTuple):
+    """How experts are chosen, and where the choice goes."""
+
+    any_alignment = ("bias_ptr", "bias_vl_ptr", "image_ptr", "table_ptr", "token_ids_ptr", "ids_ptr", "weights_ptr")
+
+    bias_ptr: Any
+    bias_vl_ptr: Any
+    image_ptr: Any
+    table_ptr: Any
+    vocabulary: Any
+    token_ids_ptr: Any
+    ids_ptr: Any
+    weights_ptr: Any
+    eps: Any
+    scale: Any

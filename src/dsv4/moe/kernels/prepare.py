@@ -12,21 +12,28 @@ from dsv4.moe.kernels.arguments import (
     Activations,
     Choice,
     Hidden,
+    Logits,
+    Rules,
     SlotOutputs,
     SortedRows,
     SortOutputs,
     Sums,
     WeightTiles,
 )
-from dsv4.moe.kernels.rows import COLUMNS, moe_rows, moe_sort, moe_sum
+from dsv4.moe.kernels.route import CHUNKS, moe_choose, moe_logits
+from dsv4.moe.kernels.rows import COLUMNS, moe_rows, moe_sort, moe_sort_rows, moe_sum
 from dsv4.moe.problem import MoeProblem, RouteProblem
+from dsv4.runtime.checks import LOW_PRECISION
 from dsv4.runtime.program import Null, Program, Slot
+
+SORTED_AT_ONCE = 1024  # slots
+FEW_TOKENS = 128  # up to which programs share the sum of a logit
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:
     """None, or why these kernels cannot run the problem."""
     if isinstance(p, RouteProblem):
-        return "routing is torch code so far"
+        return supports_route(p)
     if p.format != "mxfp4":
         return f"weights in {p.format}; the GPU kernels take MXFP4"
     if p.activations != "fp8_128":
@@ -76,12 +83,20 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     if p.slots is not None:
         program.fill(y, 0.0)
     choice = Choice(ids, weights, slots, p.experts)
-    program.launch(
-        moe_sort, (p.experts,), dict(choice=choice, to=SortOutputs(starts, slot_of, row_weight, row_of)), num_warps=4
-    )
+    place_of = ints("scales of slot", slots)
+    to = SortOutputs(starts, slot_of, row_weight, row_of, place_of)
     parts = -(-p.hidden // COLUMNS.value)
-    given = Activations(p.x, p.x.stride(0), p.hidden, ids, starts, row_of, p.topk, x_rows, x_scales, line)
-    program.launch(moe_rows, (p.tokens, parts), dict(x=given), num_warps=4)
+    given = Activations(p.x, p.x.stride(0), p.hidden, row_of, place_of, x_rows, x_scales, line)
+    # The first launch is a plain one: what it and the next ones read is complete when it begins.
+    if slots <= SORTED_AT_ONCE:
+        piece = max(64, 1 << (slots - 1).bit_length())
+        program.launch(
+            moe_sort_rows, (p.experts + p.tokens * parts,), dict(choice=choice, to=to, x=given, parts=parts),
+            TOPK=p.topk, PIECE=piece, num_warps=4,
+        )  # fmt: skip
+    else:
+        program.launch(moe_sort, (p.experts,), dict(choice=choice, to=to), PIECE=8192, num_warps=8)
+        program.launch(moe_rows, (p.tokens, parts), dict(x=given), TOPK=p.topk, num_warps=4, launch_pdl=True)
     rows = SortedRows(starts, slot_of, row_weight, p.experts)
     blocks = p.intermediate // formats.GROUP
     hidden = Hidden(h_rows, h_scales, p.intermediate, line, p.limit)
@@ -94,10 +109,56 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     if p.shared_w13 is not None:
         shared = program.workspace("shared", (p.tokens, p.hidden), p.x.dtype)
         program.compute(_shared, p, shared)
-    sums = Sums(y, row_of, p.topk, p.hidden, shared, p.out, p.out.stride(0))
-    program.launch(moe_sum, (p.tokens, parts), dict(sums=sums), SHARED=p.shared_w13 is not None, num_warps=4)
+    sums = Sums(y, row_of, p.hidden, shared, p.out, p.out.stride(0))
+    program.launch(
+        moe_sum, (p.tokens, parts), dict(sums=sums), TOPK=p.topk, SHARED=p.shared_w13 is not None, num_warps=4,
+        launch_pdl=True,
+    )  # fmt: skip
     if p.slots is not None and y is not p.slots:
         program.copy(p.slots, y)
+
+
+def supports_route(p: RouteProblem) -> str | None:
+    if p.x.dtype not in LOW_PRECISION or p.gate.dtype != p.x.dtype:
+        return (
+            f"x {p.x.dtype} and gate {p.gate.dtype}; the GPU kernels take torch.bfloat16 or torch.float16, both alike"
+        )
+    if p.gate.shape[0] > 1024:
+        return f"{p.gate.shape[0]} experts; the GPU kernels take up to 1024"
+    return None
+
+
+def prepare_route(p: RouteProblem, program: Program) -> None:
+    """The tensors of p are slots."""
+    (tokens, width), experts = p.x.shape, p.gate.shape[0]
+    few = tokens <= FEW_TOKENS
+    logits = program.workspace("logits", (CHUNKS.value if few else 1, tokens, experts), torch.float32)
+    x = Logits(p.x, p.x.stride(0), p.gate, p.gate.stride(0), tokens, experts, width, logits)
+    tile, columns = (16, 32) if few else (32, 64)
+    program.launch(
+        moe_logits, (-(-tokens // tile), -(-experts // columns), CHUNKS.value if few else 1), dict(x=x), SHARED=few,
+        TOKENS=tile, EXPERTS=columns, num_warps=4,
+    )  # fmt: skip
+    assert p.ids is not None and p.weights is not None
+    ids = p.ids if p.ids.is_contiguous() else program.workspace("ids", p.ids.shape, torch.int32)
+
+    def given(y: Any, dtype: torch.dtype) -> Any:
+        if y is None:
+            return Null(dtype)
+        return y if y.is_contiguous() else program.copied(y)
+
+    rules = Rules(
+        given(p.bias, torch.float32), given(p.bias_vl, torch.float32), given(p.image, torch.bool),
+        given(p.table, torch.int32), 0 if p.table is None else p.table.shape[0], given(p.token_ids, torch.int32), ids,
+        p.weights, float(p.eps), float(p.scale),
+    )  # fmt: skip
+    program.launch(
+        moe_choose, (tokens,), dict(x=x, choice=rules), SHARED=few, TOPK=p.topk,
+        EXPERTS=max(32, 1 << (experts - 1).bit_length()), BIAS=p.bias is not None, IMAGE=p.image is not None,
+        TABLE=p.table is not None, num_warps=1, launch_pdl=True,
+    )  # fmt: skip
+    if ids is not p.ids:
+        program.copy(p.ids, ids)
 
 
 def _shared(p: MoeProblem, to: torch.Tensor) -> None:

@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from dsv4.kernels.compat import TensorDescriptor, gl
-from dsv4.moe.kernels.prepare import Product, prepare_moe, rows_per_expert, supports
+from dsv4.moe.kernels.prepare import Product, prepare_moe, prepare_route, rows_per_expert, supports
 from dsv4.moe.kernels.sm90.products import STEP, moe_product_sm90, scales_width
-from dsv4.moe.problem import MoeProblem
+from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
 __all__ = ["prepare", "supports"]
 
-SHARED_BYTES = 200 << 10  # for stages; the rest is for exchanges between warps
-# Expected rows of an expert up to -> (rows of activations to a product, products to a tile)
-TILINGS = ((8.5, 8, 1), (16.5, 16, 1), (32.5, 32, 1), (64.5, 64, 1), (96.5, 32, 3), (float("inf"), 32, 4))
+SHARED_BYTES = 192 << 10  # for stages; the rest is for exchanges between warps
+MOST_STAGES = 10
 
 
-MORE: dict = {}
+class Tiling(NamedTuple):
+    w: int  # rows of activations to a product
+    parts: int = 1  # products to a tile
+    eager: bool = True  # a product is begun before the one before it is added: as far as registers allow
 
 
-def prepare(p: MoeProblem, target: Target, program: Program, tiling: tuple[int, int] | None = None, **more) -> None:
+# Rows of an expert that are expected, up to -> tiling
+TILINGS = (
+    (8.5, Tiling(8)),
+    (16.5, Tiling(16)),
+    (32.5, Tiling(32)),
+    (64.5, Tiling(64)),
+    (float("inf"), Tiling(64, 2, eager=False)),
+)
+
+
+def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> None:
+    if isinstance(p, RouteProblem):
+        prepare_route(p, program)
+        return
     expected = rows_per_expert(p)
-    w, parts = tiling or next((w, parts) for most, w, parts in TILINGS if expected <= most)
+    w, parts, eager = next(tiling for most, tiling in TILINGS if expected <= most)
+    stages = min(SHARED_BYTES // stage_bytes(w, parts), MOST_STAGES)
+    slots = p.tokens * p.topk
+    most_tiles = min(slots, p.experts + slots // (w * parts))
 
     def multiply(product: Product) -> None:
-        stages = min(SHARED_BYTES // stage_bytes(w, parts), 12)
-        experts = max(32, 1 << (p.experts - 1).bit_length())
-        tiles = min(p.tokens * p.topk, p.experts + p.tokens * p.topk // (w * parts)) * product.weights.blocks
         program.launch(
-            moe_product_sm90, (min(target.num_sms, tiles),), descriptors(product, w, parts), FIRST=product.first,
-            W=w, PARTS=parts, STAGES=stages, EXPERTS=experts, num_warps=8, **(more or MORE),
+            moe_product_sm90, (min(target.num_sms, most_tiles * product.weights.blocks),),
+            descriptors(product, w, parts), FIRST=product.first, W=w, PARTS=parts, STAGES=stages,
+            EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), EAGER=eager, num_warps=4, launch_pdl=True,
         )  # fmt: skip
 
     prepare_moe(p, program, multiply)

@@ -4,13 +4,16 @@ A tile is 256 rows of weights of one expert and N rows of activations, whose pro
 a step. Weights are operand A of wgmma, decoded from FP4 to e4m3 in registers; activations are operand B. CTAs are
 persistent; tiles of one expert follow each other, those with the same weights first (the second finds them in L2)::
 
-    load      tile 0, step 0 | step 1 | ... | tile 1, step 0 ...             one warp, TMA, as far ahead as the ring is
-    compute   a = FP4 -> e4m3 of rows 0-127   | products of rows 128-255 of the step before
-              b = FP4 -> e4m3 of rows 128-255 | products of rows 0-127
-              sums += products * scale of the row of activations (fp32; the tensor core keeps about 14 bits)
+    load        tile 0, step 0 | step 1 | ... | tile 1, step 0 ...           one warp, TMA, as far ahead as the ring is
+    compute 0   a = FP4 -> e4m3 of 64 rows      |
+                b = FP4 -> e4m3 of 64 more rows | products of a       |
+                                                                      | products of b | sums of a
+                sums += products * scale of the row of activations (fp32; the tensor core keeps about 14 bits)
+    compute 1   the same for the other 128 rows: it decodes while the tensor core works for compute 0
 
 Product 1: rows 0-127 are the gate of 128 channels, rows 128-255 are up of the same ones; so a CTA has a whole group of
-128 hidden values, which it rounds to e4m3 with one scale. Product 2: 256 channels of the output.
+128 hidden values, which it rounds to e4m3 with one scale; each compute role has 64 of them, and tells the other its
+maxima. Product 2: 256 channels of the output.
 
 Decoding. Four e4m3 bytes of {0, .5, 1, 1.5} and of {2, 3, 4, 6}, times the group's power of two, are two words, `low`
 and `high`; `prmt` picks one byte per value by its three bits of magnitude, and signs are or-ed in. Weights lie so
@@ -23,10 +26,13 @@ offsets         1024                E8M0 bytes [256 rows, 4 groups]
 x               128 N               e4m3 [N, 128], with the 128-byte swizzle
 x_scales        4 max(N, 32)        fp32, N of them used
 tile            32                  of the first step of a tile: its expert, block and rows
+tops            16 N in all         fp32 [2, 2, N]: of tiles by turns and compute roles, the greatest hidden value
+ends            4 EXPERTS in all    int32: tiles of rows of activations up to each expert's last
 
 barrier         arrives     count   waits       means
 ready[s]        TMA         1       compute     stage s is filled: load expects the bytes of its four copies
-free[s]         compute     1       load        stage s has been read, and its products are complete
+free[s]         compute     2       load        stage s has been read, and its products are complete
+told            compute     2       compute     both have written their maxima of a tile
 """
 
 from dsv4.kernels.compat import (
@@ -40,6 +46,7 @@ from dsv4.kernels.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from dsv4.kernels.dependent import launch_dependents, wait_on_prior_grid
 from dsv4.kernels.ring import Barriers, consumer_stage, init_barriers, new_barriers, next_stage, producer_stage
 
 ROWS = gl.constexpr(256)  # of weights to a tile
@@ -70,33 +77,6 @@ class Stages:
     free: Barriers
 
 
-@aggregate
-class Schedule:
-    """Of every expert: tiles of rows of activations up to its last, and its rows. All warps have all experts."""
-
-    ends: Value
-    begins: Value
-    stops: Value
-    index: Value
-    blocks: Value
-    total: Value
-
-    @gluon.jit
-    def at(self, tile, N: gl.constexpr):
-        """-> expert, block of weights, first row of activations, past the expert's last, and what is added to the
-        number of a row for the place of its scales."""
-        done = self.ends * self.blocks <= tile
-        expert = gl.sum(done.to(gl.int32), 0)
-        before = gl.max(gl.where(done, self.ends, 0), 0)
-        mine = self.index == expert
-        begin = gl.sum(gl.where(mine, self.begins, 0), 0)
-        stop = gl.sum(gl.where(mine, self.stops, 0), 0)
-        parts = (stop - begin + N - 1) // N
-        local = tile - before * self.blocks
-        block = local // parts
-        return expert, block, begin + (local - block * parts) * N, stop, scale_shift(begin, expert)
-
-
 @gluon.jit
 def scale_shift(begin, expert):
     """TMA reads 16 bytes at multiples of 16: the scales of every expert begin at a multiple of 4."""
@@ -108,15 +88,38 @@ def plus(a, b):
     return a + b
 
 
+@gluon.constexpr_function
+def experts_layout(experts, warps):
+    """int32 [experts]: every warp has all of them."""
+    return gl.BlockedLayout([experts // 32], [32], [warps], [0])
+
+
 @gluon.jit
-def schedule_of(rows, blocks, N: gl.constexpr, EXPERTS: gl.constexpr):
-    L: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [gl.num_warps()], [0])
-    index = gl.arange(0, EXPERTS, layout=L)
-    there = index < rows.experts
-    begins = gl.load(rows.starts_ptr + index, mask=there, other=0)
-    stops = gl.load(rows.starts_ptr + index + 1, mask=there, other=0)
-    ends = gl.associative_scan((stops - begins + N - 1) // N, 0, plus)
-    return Schedule(ends, begins, stops, index, blocks, gl.max(ends, 0) * blocks)
+def write_schedule(ends, rows, N: gl.constexpr):
+    """-> tiles of rows of activations of all experts."""
+    EXPERTS: gl.constexpr = ends.shape[0]
+    expert = gl.arange(0, EXPERTS, layout=experts_layout(EXPERTS, gl.num_warps()))
+    there = expert < rows.experts
+    begin = gl.load(rows.starts_ptr + expert, mask=there, other=0)
+    stop = gl.load(rows.starts_ptr + expert + 1, mask=there, other=0)
+    sums = gl.associative_scan((stop - begin + N - 1) // N, 0, plus)
+    ends.store(sums)
+    return gl.max(sums, 0)
+
+
+@gluon.jit
+def tile_at(tile, ends, rows, blocks, N: gl.constexpr):
+    """-> expert, block of weights, first row of activations, past the expert's last, and what is added to the number of
+    a row for the place of its scales."""
+    all_ends = ends.load(experts_layout(ends.shape[0], gl.num_warps()))
+    done = all_ends * blocks <= tile
+    expert = gl.sum(done.to(gl.int32), 0)
+    local = tile - gl.max(gl.where(done, all_ends, 0), 0) * blocks
+    begin = gl.load(rows.starts_ptr + expert)
+    stop = gl.load(rows.starts_ptr + expert + 1)
+    parts = (stop - begin + N - 1) // N
+    block = local // parts
+    return expert, block, begin + (local - block * parts) * N, stop, scale_shift(begin, expert)
 
 
 @gluon.constexpr_function
@@ -143,15 +146,14 @@ def number(x, i):
 
 
 @gluon.jit
-def load_role(values_desc, offsets_desc, x_desc, x_scales_desc, stages, rows, weights, PARTS: gl.constexpr,
-              EXPERTS: gl.constexpr):  # fmt: skip
+def load_role(values_desc, offsets_desc, x_desc, x_scales_desc, stages, ends, tiles, rows, weights,
+              PARTS: gl.constexpr):  # fmt: skip
     W: gl.constexpr = stages.x.shape[1]
     N: gl.constexpr = W * PARTS
-    schedule = schedule_of(rows, weights.blocks, N, EXPERTS)
     BYTES: gl.constexpr = ROWS * 64 + ROWS * 4 + N * STEP + scales_width(W, PARTS) * 4
     stage = producer_stage()
-    for tile in range(gl.program_id(0), schedule.total, gl.num_programs(0)):
-        expert, block, first, stop, shift = schedule.at(tile, N)
+    for tile in range(gl.program_id(0), tiles * weights.blocks, gl.num_programs(0)):
+        expert, block, first, stop, shift = tile_at(tile, ends, rows, weights.blocks, N)
         place = (expert * weights.blocks + block) * weights.steps
         for step in range(weights.steps):
             stages.free.wait(stage.index, stage.phase)
@@ -185,18 +187,18 @@ def product_layout(warps, n):
 
 
 @gluon.jit
-def decoded(stages, at, base, HALF: gl.constexpr, W: gl.constexpr):
-    """Rows 128 HALF to 128 HALF + 127 of a stage as e4m3, operand A. base: of each row, the byte of offset 0."""
+def decoded(stages, at, base, PLACE: gl.constexpr, W: gl.constexpr):
+    """Rows 64 PLACE to 64 PLACE + 63 of a stage as e4m3, operand A. base: of each row, the byte of offset 0."""
     WARPS: gl.constexpr = gl.num_warps()
     M: gl.constexpr = 16 * WARPS
     L: gl.constexpr = bytes_layout(WARPS)
     PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    values = reinterpret_as(stages.values.index(at), gl.uint8, [2, M, 4, 16], PLAIN3)
-    offsets = reinterpret_as(stages.offsets.index(at), gl.uint8, [2, M, 4], PLAIN2)
-    w = values.index(HALF).load(L)
+    values = reinterpret_as(stages.values.index(at), gl.uint8, [4, M, 4, 16], PLAIN3)
+    offsets = reinterpret_as(stages.offsets.index(at), gl.uint8, [4, M, 4], PLAIN2)
+    w = values.index(PLACE).load(L)
     # Groups of zeros may have any byte.
-    o = gl.maximum(offsets.index(HALF).load(gl.SliceLayout(2, L)).to(gl.int32) - base[:, None], 1)
+    o = gl.maximum(offsets.index(PLACE).load(gl.SliceLayout(2, L)).to(gl.int32) - base[:, None], 1)
     zeros = gl.zeros([M, 4, 16], gl.int32, L)
     low = (o * 0x08080800 + 0x0C080000)[:, :, None] + zeros
     high = (o * 0x08080808 + 0x1C181410)[:, :, None] + zeros
@@ -219,51 +221,37 @@ def multiply(a, stages, at, PART: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def add_step(sums, a, stages, stage, base0, base1, PARTS: gl.constexpr, AHEAD: gl.constexpr):
-    """The products of one step, whose rows 0-127 are decoded. AHEAD: decode those of the next step while the last
-    product runs -> (sums, these, the next stage)."""
+def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.constexpr, PARTS: gl.constexpr,
+              EAGER: gl.constexpr):  # fmt: skip
+    """(sums of 64 of rows 0-127 by parts, then of 64 of rows 128-255; stage after the tile). USED: the parts that have
+    rows."""
     W: gl.constexpr = stages.x.shape[1]
     LP: gl.constexpr = product_layout(gl.num_warps(), W)
-    at = stage.index
-    scales = stages.x_scales.index(at).reshape([stages.x_scales.shape[2]])
-    pending = multiply(a, stages, at, 0, PARTS)
-    b = decoded(stages, at, base1, 1, W)
-    after = next_stage(stage, stages.values.shape[0])
-    new = ()
-    for unit in gl.static_range(2 * PARTS):  # the sums of one while the tensor core makes the next
-        if unit + 1 == 2 * PARTS and AHEAD:
-            stages.ready.wait(after.index, after.phase)
-            a = decoded(stages, after.index, base0, 0, W)
-        product = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
-        if unit + 1 < PARTS:
-            pending = multiply(a, stages, at, unit + 1, PARTS)
-        elif unit + 1 < 2 * PARTS:
-            pending = multiply(b, stages, at, unit + 1 - PARTS, PARTS)
-        scale = scales.slice(W * (unit % PARTS), W).load(gl.SliceLayout(0, LP))
-        if unit + 1 == 2 * PARTS:
-            stages.free.arrive(at)
-        new = new + (sums[unit] + product * scale[None, :],)
-    return new, a, after
-
-
-@gluon.jit
-def tile_sums(stages, stage, steps, base0, base1, PARTS: gl.constexpr, AHEAD: gl.constexpr):
-    """(sums of rows 0-127 by parts, then of rows 128-255; stage after the tile)."""
-    W: gl.constexpr = stages.x.shape[1]
-    zero = gl.zeros([16 * gl.num_warps(), W], gl.float32, product_layout(gl.num_warps(), W))
+    zero = gl.zeros([16 * gl.num_warps(), W], gl.float32, LP)
     sums = ()
-    for _ in gl.static_range(2 * PARTS):
+    for _ in gl.static_range(2 * USED):
         sums = sums + (zero,)
-    if AHEAD:
-        a = decoded(stages, stage.index, base0, 0, W)
-        for _ in range(steps - 1):
-            sums, a, stage = add_step(sums, a, stages, stage, base0, base1, PARTS, True)
-        sums, a, stage = add_step(sums, a, stages, stage, base0, base1, PARTS, False)
-    else:
-        for _ in range(steps):
-            stages.ready.wait(stage.index, stage.phase)
-            a = decoded(stages, stage.index, base0, 0, W)
-            sums, a, stage = add_step(sums, a, stages, stage, base0, base1, PARTS, False)
+    for _ in range(steps):
+        at = stage.index
+        stages.ready.wait(at, stage.phase)
+        scales = stages.x_scales.index(at).reshape([stages.x_scales.shape[2]])
+        a = decoded(stages, at, base0, G, W)
+        pending = multiply(a, stages, at, 0, PARTS)
+        new = ()
+        for unit in gl.static_range(2 * USED):  # the sums of one while the tensor core makes the next
+            if unit == USED - 1:
+                b = decoded(stages, at, base1, 2 + G, W)
+            product = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
+            if EAGER and unit + 1 < 2 * USED:
+                pending = multiply(a if unit + 1 < USED else b, stages, at, (unit + 1) % USED, PARTS)
+            scale = scales.slice(W * (unit % USED), W).load(gl.SliceLayout(0, LP))
+            if unit + 1 == 2 * USED:
+                stages.free.arrive(at)
+            new = new + (sums[unit] + product * scale[None, :],)
+            if not EAGER and unit + 1 < 2 * USED:
+                pending = multiply(a if unit + 1 < USED else b, stages, at, (unit + 1) % USED, PARTS)
+        sums = new
+        stage = next_stage(stage, stages.values.shape[0])
     return sums, stage
 
 
@@ -276,26 +264,31 @@ def scale_of(amax):
 
 
 @gluon.jit
-def write_hidden(gate, up, block, first, stop, shift, rows, out):
-    """SwiGLU, times the weight of the slot, as e4m3 with one scale per row of activations."""
-    LP: gl.constexpr = gate.type.layout
-    LN: gl.constexpr = gl.SliceLayout(0, LP)
-    M: gl.constexpr = gate.shape[0]
-    N: gl.constexpr = gate.shape[1]
-    row = first + gl.arange(0, N, layout=LN)
+def hidden_values(gate, up, first, stop, rows, out):
+    """SwiGLU times the weight of the slot, rounded as the model rounds it."""
+    LN: gl.constexpr = gl.SliceLayout(0, gate.type.layout)
+    row = first + gl.arange(0, gate.shape[1], layout=LN)
     weight = gl.load(rows.weight_ptr + row, mask=row < stop, other=0.0)
     g = gl.minimum(gate.to(gl.bfloat16).to(gl.float32), out.limit)
     u = gl.minimum(gl.maximum(up.to(gl.bfloat16).to(gl.float32), -out.limit), out.limit)
-    h = g / (1.0 + gl.exp(-g)) * u * weight[None, :]
-    h = h.to(gl.bfloat16).to(gl.float32)
-    exponent = scale_of(gl.max(gl.abs(h), 0))
+    return (g / (1.0 + gl.exp(-g)) * u * weight[None, :]).to(gl.bfloat16).to(gl.float32)
+
+
+@gluon.jit
+def write_hidden(h, top, block, first, stop, shift, out, G: gl.constexpr):
+    """As e4m3 with one scale per row of activations. top: the greatest of 128 values of each."""
+    LN: gl.constexpr = gl.SliceLayout(0, h.type.layout)
+    M: gl.constexpr = h.shape[0]
+    N: gl.constexpr = h.shape[1]
+    exponent = scale_of(top)
     inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
-    scale = (exponent << 23).to(gl.float32, bitcast=True)
-    gl.store(out.scale_ptr + block * out.scale_line + row + shift, scale, mask=row < stop)
-    q = (h * inverse[None, :]).to(gl.float8e4nv)
-    LO: gl.constexpr = gl.BlockedLayout([16, 1], [8, 4], [1, gl.num_warps()], [0, 1])
-    q = gl.convert_layout(q, LO)
-    channel = block * M + gl.arange(0, M, layout=gl.SliceLayout(1, LO))
+    if G == 0:
+        row = first + gl.arange(0, N, layout=LN)
+        scale = (exponent << 23).to(gl.float32, bitcast=True)
+        gl.store(out.scale_ptr + block * out.scale_line + row + shift, scale, mask=row < stop)
+    LO: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, gl.num_warps()], [0, 1])
+    q = gl.convert_layout((h * inverse[None, :]).to(gl.float8e4nv), LO)
+    channel = block * 2 * M + G * M + gl.arange(0, M, layout=gl.SliceLayout(1, LO))
     row = first + gl.arange(0, N, layout=gl.SliceLayout(0, LO))
     at = row.to(gl.int64) * out.width
     gl.store(out.ptr + at[None, :] + channel[:, None], q, mask=(row < stop)[None, :])
@@ -303,10 +296,10 @@ def write_hidden(gate, up, block, first, stop, shift, rows, out):
 
 @gluon.jit
 def write_slots(sums, channel, first, stop, rows, out):
-    """128 channels of the outputs of slots."""
+    """64 channels of the outputs of slots."""
     M: gl.constexpr = sums.shape[0]
     N: gl.constexpr = sums.shape[1]
-    LO: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, gl.num_warps()], [0, 1])
+    LO: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
     y = gl.convert_layout(sums.to(out.ptr.dtype.element_ty), LO)
     row = first + gl.arange(0, N, layout=gl.SliceLayout(0, LO))
     slot = gl.load(rows.slot_ptr + row, mask=row < stop, other=0)
@@ -316,55 +309,99 @@ def write_slots(sums, channel, first, stop, rows, out):
 
 
 @gluon.jit
-def compute_role(stages, rows, weights, out, FIRST: gl.constexpr, PARTS: gl.constexpr, EXPERTS: gl.constexpr,
-                 AHEAD: gl.constexpr):  # fmt: skip
+def compute_tile(stages, stage, x, turn, tops, told, rows, weights, out, G: gl.constexpr, FIRST: gl.constexpr,
+                 USED: gl.constexpr, PARTS: gl.constexpr, EAGER: gl.constexpr):  # fmt: skip
+    """One tile, of whose PARTS parts of rows of activations the first ones are used -> the stage after it."""
     WARPS: gl.constexpr = gl.num_warps()
     M: gl.constexpr = 16 * WARPS
     W: gl.constexpr = stages.x.shape[1]
-    LM: gl.constexpr = gl.SliceLayout(1, product_layout(WARPS, W))
+    LP: gl.constexpr = product_layout(WARPS, W)
+    LM: gl.constexpr = gl.SliceLayout(1, LP)
     # The same rows in the layout of bytes.
     LB: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, bytes_layout(WARPS)))
-    total = schedule_of(rows, weights.blocks, W * PARTS, EXPERTS).total
-    stage = consumer_stage()
-    for _ in range(gl.program_id(0), total, gl.num_programs(0)):
-        stages.ready.wait(stage.index, stage.phase)
-        x = stages.tile.index(stage.index).load(numbers_layout(WARPS))
-        expert, block, first, stop, shift = number(x, 0), number(x, 1), number(x, 2), number(x, 3), number(x, 4)
-        factors = weights.factor_ptr + (expert * weights.blocks + block) * ROWS
-        # A factor is 2^(base - 133); the offset of byte `base` is 12.
-        base0 = (gl.load(factors + gl.arange(0, M, layout=LB)).to(gl.int32, bitcast=True) >> 23) - 6
-        base1 = (gl.load(factors + M + gl.arange(0, M, layout=LB)).to(gl.int32, bitcast=True) >> 23) - 6
-        sums, stage = tile_sums(stages, stage, weights.steps, base0, base1, PARTS, AHEAD)
-        factor0 = gl.load(factors + gl.arange(0, M, layout=LM))
-        factor1 = gl.load(factors + M + gl.arange(0, M, layout=LM))
-        for part in gl.static_range(PARTS):
-            row = first + W * part
+    expert, block, first, stop, shift = number(x, 0), number(x, 1), number(x, 2), number(x, 3), number(x, 4)
+    factors = weights.factor_ptr + (expert * weights.blocks + block) * ROWS + G * M
+    # A factor is 2^(base - 133); the offset of byte `base` is 12.
+    base0 = (gl.load(factors + gl.arange(0, M, layout=LB)).to(gl.int32, bitcast=True) >> 23) - 6
+    base1 = (gl.load(factors + 2 * M + gl.arange(0, M, layout=LB)).to(gl.int32, bitcast=True) >> 23) - 6
+    sums, stage = tile_sums(stages, stage, weights.steps, base0, base1, G, USED, PARTS, EAGER)
+    factor0 = gl.load(factors + gl.arange(0, M, layout=LM))
+    factor1 = gl.load(factors + 2 * M + gl.arange(0, M, layout=LM))
+    if FIRST:
+        hidden = ()
+        for part in gl.static_range(USED):
             part0 = sums[part] * factor0[:, None]
-            part1 = sums[PARTS + part] * factor1[:, None]
-            if FIRST:
-                write_hidden(part0, part1, block, row, stop, shift, rows, out)
+            part1 = sums[USED + part] * factor1[:, None]
+            h = hidden_values(part0, part1, first + W * part, stop, rows, out)
+            tops.index(turn * 2 + G).slice(W * part, W).store(gl.max(gl.abs(h), 0))
+            hidden = hidden + (h,)
+        told.arrive(0)
+        told.wait(0, turn)
+        for part in gl.static_range(USED):
+            other = tops.index(turn * 2 + 1 - G).slice(W * part, W).load(gl.SliceLayout(0, LP))
+            top = gl.maximum(gl.max(gl.abs(hidden[part]), 0), other)
+            write_hidden(hidden[part], top, block, first + W * part, stop, shift, out, G)
+    else:
+        for part in gl.static_range(USED):
+            row, channel = first + W * part, block * ROWS + G * M
+            write_slots(sums[part] * factor0[:, None], channel, row, stop, rows, out)
+            write_slots(sums[USED + part] * factor1[:, None], channel + 2 * M, row, stop, rows, out)
+    return stage
+
+
+@gluon.jit
+def compute_role(stages, tops, told, tiles, rows, weights, out, G: gl.constexpr, FIRST: gl.constexpr,
+                 PARTS: gl.constexpr, EAGER: gl.constexpr):  # fmt: skip
+    """Rows 64 G to 64 G + 63 of both halves of every tile."""
+    W: gl.constexpr = stages.x.shape[1]
+    stage = consumer_stage()
+    turn = gl.to_tensor(0)
+    for _ in range(gl.program_id(0), tiles * weights.blocks, gl.num_programs(0)):
+        stages.ready.wait(stage.index, stage.phase)
+        x = stages.tile.index(stage.index).load(numbers_layout(gl.num_warps()))
+        if PARTS == 1:
+            stage = compute_tile(stages, stage, x, turn, tops, told, rows, weights, out, G, FIRST, 1, 1, EAGER)
+        else:
+            if number(x, 3) - number(x, 2) <= W * (PARTS - 1):
+                stage = compute_tile(
+                    stages, stage, x, turn, tops, told, rows, weights, out, G, FIRST, PARTS - 1, PARTS, EAGER
+                )
             else:
-                write_slots(part0, block * ROWS, row, stop, rows, out)
-                write_slots(part1, block * ROWS + M, row, stop, rows, out)
+                stage = compute_tile(
+                    stages, stage, x, turn, tops, told, rows, weights, out, G, FIRST, PARTS, PARTS, EAGER
+                )
+        turn = turn ^ 1
 
 
 @gluon.jit
 def moe_product_sm90(
     values_desc, offsets_desc, x_desc, x_scales_desc, rows, weights, out, FIRST: gl.constexpr, W: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr, AHEAD: gl.constexpr = False,
-    LOAD_REGS: gl.constexpr = 48,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr, COMPUTE_REGS: gl.constexpr = 240,
+    LOAD_REGS: gl.constexpr = 24, EAGER: gl.constexpr = True,
 ):  # fmt: skip
     """EXPERTS: a power of two, at least as many as there are and 32."""
+    launch_dependents()
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values = gl.allocate_shared_memory(gl.int32, [STAGES, 16, 256], values_desc.layout)
     x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, W, STEP], x_desc.layout)
     offsets = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 256], offsets_desc.layout)
     x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, scales_width(W, PARTS)], x_scales_desc.layout)
-    tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], PLAIN)
+    ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], PLAIN)
+    tops = gl.allocate_shared_memory(gl.float32, [4, scales_width(W, PARTS)], PLAIN)
     ready = new_barriers(STAGES)
-    free = new_barriers(STAGES)
-    init_barriers((ready, free))
+    free = new_barriers(STAGES, 2)
+    if FIRST:
+        told = new_barriers(1, 2)
+        init_barriers((ready, free, told))
+    else:
+        told = free
+        init_barriers((ready, free))
     stages = Stages(values, offsets, x, x_scales, tile, ready, free)
+    wait_on_prior_grid()
+    tiles = write_schedule(ends, rows, W * PARTS)
     gl.warp_specialize([
-        (compute_role, (stages, rows, weights, out, FIRST, PARTS, EXPERTS, AHEAD)),
-        (load_role, (values_desc, offsets_desc, x_desc, x_scales_desc, stages, rows, weights, PARTS, EXPERTS)),
-    ], [1], [LOAD_REGS])  # fmt: skip
+        (compute_role, (stages, tops, told, tiles, rows, weights, out, 0, FIRST, PARTS, EAGER)),
+        (compute_role, (stages, tops, told, tiles, rows, weights, out, 1, FIRST, PARTS, EAGER)),
+        (load_role, (values_desc, offsets_desc, x_desc, x_scales_desc, stages, ends, tiles, rows, weights, PARTS)),
+    ], [4, 1], [COMPUTE_REGS, LOAD_REGS])  # fmt: skip

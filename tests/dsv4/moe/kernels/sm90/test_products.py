@@ -36,9 +36,9 @@ def test_experts_with_many_rows_with_few_and_with_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiling", [(16, 1), (64, 1), (32, 3)])
+@pytest.mark.parametrize("tiling", [(16, 1, False), (64, 1), (8, 3)])
 def test_wider_tiles(tiling, monkeypatch):
-    monkeypatch.setattr(entry, "TILINGS", ((float("inf"), *tiling),))
+    monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(*tiling)),))
     calls.forget()
     experts, given = moe_cases.layer(e=3, h=512, i=256).experts, moe_cases.tokens(40, h=512, e=3, k=2)
     given["ids"][5:, 0] = 2
