@@ -30,8 +30,8 @@ TILINGS = (
     (8.5, Tiling(8)),
     (16.5, Tiling(16)),
     (32.5, Tiling(32)),
-    (64.5, Tiling(64)),
-    (float("inf"), Tiling(64, 2, eager=False)),
+    (64.5, Tiling(64, eager=False)),
+    (float("inf"), Tiling(128, eager=False)),
 )
 
 
