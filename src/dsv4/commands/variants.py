@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,6 +158,12 @@ def v4_decode_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]
             yield v4_small(rows, named, splits, heads, wide, queries, width)
 
 
+@cache
+def unset_pages(count: int) -> torch.Tensor:
+    """Memory of pages of 64 FP8 rows; problems see views of it, each of them a tensor of its own."""
+    return torch.empty(count * Fp8Cache.stride_for(64), dtype=torch.uint8)
+
+
 def v4_small(
     rows: str,
     named: str,
@@ -175,7 +182,7 @@ def v4_small(
 
     def pool(fp8: bool) -> Any:
         if fp8:
-            return Fp8Cache.empty(room if width else 2, 64)
+            return Fp8Cache(unset_pages(room if width else 2).view(-1), 64)
         count = 4 if queries == 64 else 512  # 4: every row is listed often
         pages = torch.empty(count, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=dtype)
         return pages[:, : 8 * 512].view(count, 8, 512)

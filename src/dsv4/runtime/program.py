@@ -10,19 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@runtime_checkable
-class Pages(Protocol):
-    """Rows as bytes in one flat tensor: what a program has to know of a cache (dsv4.caches)."""
-
-    storage: Any
-
-    def with_storage(self, storage: Any) -> Any: ...
+def is_pages(x: Any) -> bool:
+    """Rows as bytes in one flat tensor, its `storage` (dsv4.caches)."""
+    return hasattr(x, "with_storage")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -270,7 +266,7 @@ class Program:
             x = getattr(problem, field.name)
             if isinstance(x, Tensor):
                 changed[field.name] = self._by_tensor[id(x)]
-            elif isinstance(x, Pages):
+            elif is_pages(x):
                 changed[field.name] = x.with_storage(self._by_tensor[id(x.storage)])
             elif is_dataclass(x):
                 changed[field.name] = self.slots_of(x)
@@ -331,7 +327,7 @@ def tensors_of(problem: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for field in fields(problem):
         x = getattr(problem, field.name)
-        x = x.storage if isinstance(x, Pages) else x
+        x = x.storage if is_pages(x) else x
         if isinstance(x, Tensor):
             found[field.name] = x
         elif is_dataclass(x):
