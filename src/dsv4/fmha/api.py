@@ -6,8 +6,8 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from dsv4.fmha import head_dims, problem
 from dsv4.fmha import plan as plans
-from dsv4.fmha import problem
 from dsv4.fmha.options import DOCS, FmhaKeywords, FmhaOptions, VarlenKeywords
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
@@ -27,9 +27,11 @@ RULES = (
         lse_i = log(sum_seen e^(s_ij))                     natural log, without the sink
 
     Rules:
-        Head dim D is 64, 128, 256 or 512; Hq is a multiple of Hkv; q, k, v share dtype and device. bfloat16 and
-        float16 everywhere, float32 on the cpu backend. The last dimension has stride 1; all other strides
-        are arbitrary.
+        Hq is a multiple of Hkv; q, k, v share dtype and device. bfloat16 and float16 everywhere, float32 on the cpu
+        backend. The last dimension has stride 1; all other strides are arbitrary.
+        The kernels have head dims 64, 128, 256 and 512. fmha and fmha_varlen accept every head dim D from 1 to 512, and
+        values of another head dim Dv, which out then has: q, k, v are copied with columns of zeros up to the next of
+        the four. fmha_paged does not copy its cache and accepts the four.
         sink: fp32 [Hq], the logit of a key whose value is 0; -inf = none, +inf = out 0.
         For a query that sees no key, out is 0 and lse is -inf, with or without a sink.
         Rows of k and v that no query of the sequence sees may contain NaN or inf; rows that are seen must be finite.
@@ -58,7 +60,7 @@ def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **_: Unp
 @overload
 def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **_: Unpack[FmhaKeywords]) -> Result: ...
 def fmha(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Result:
-    """Attention of q [B, T, Hq, D] to k, v [B, S, Hkv, D] -> out [B, T, Hq, D], lse [B, Hq, T]."""
+    """Attention of q [B, T, Hq, D] to k [B, S, Hkv, D] and v [B, S, Hkv, Dv] -> out [B, T, Hq, Dv], lse [B, Hq, T]."""
     return _call(FMHA, (q, k, v), (None, None), **keywords)
 
 
@@ -81,12 +83,12 @@ def fmha_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **keywords: Any,
 ) -> Result:  # fmt: skip
-    """Attention within sequences packed end to end: q [total_q, Hq, D], k, v [total_k, Hkv, D].
+    """Attention within sequences packed end to end: q [total_q, Hq, D], k [total_k, Hkv, D], v [total_k, Hkv, Dv].
 
     cu_seqlens_q, cu_seqlens_k: int32 [B + 1], starting at 0, non-decreasing; sequence n has rows cu[n] .. cu[n+1] - 1.
     Rows of q past the last sequence give out 0, lse -inf. max_seqlen_q, max_seqlen_k: upper bounds on the sequence
     lengths; without them a GPU launch is sized for the worst case. No sequence may be longer.
-    -> out [total_q, Hq, D], lse [total_q, Hq].
+    -> out [total_q, Hq, Dv], lse [total_q, Hq].
     """
     return _call(FMHA_VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), **keywords)
 
@@ -130,7 +132,23 @@ def _call(
         raise
     if return_lse is not False:
         checks.flag("return_lse", return_lse)
-    return operators.call(op, (*tensors, sink), checked, return_lse, out, plan, checks.backend(backend))
+    backend = checks.backend(backend)
+    if head_dims.needs_padding(tensors[0], tensors[2]) and op is not FMHA_PAGED:
+        return _padded(op, (*tensors, sink), checked, return_lse, out, plan, backend)
+    return operators.call(op, (*tensors, sink), checked, return_lse, out, plan, backend)
+
+
+def _padded(op: Operation, tensors: tuple, options: FmhaOptions, return_lse: bool, out, plan, backend: str) -> Result:
+    q, k, v = tensors[:3]
+    wide, options = head_dims.padded(tensors, options)
+    if out is not None:
+        checks.tensor("out", out, (*q.shape[:-1], v.shape[-1]), (q.dtype,), like=("q", q), unit_last=False)
+        checks.holds_its_values("out", out)
+        checks.forward_only(q=q, k=k, v=v, sink=tensors[-1], out=out)
+    made, lse = operators.call(op, wide, options, True, None, plan, backend)
+    made = made[..., : v.shape[-1]]
+    made = made.contiguous() if out is None else out.copy_(made)
+    return (made, lse) if return_lse else made
 
 
 for _function, _keywords in ((fmha, FmhaKeywords), (fmha_varlen, VarlenKeywords), (fmha_paged, FmhaKeywords)):

@@ -63,13 +63,11 @@ def flash_attn_func(
     checks.flag("return_attn_probs", return_attn_probs)
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.tensor(name, x, ("batch", "seqlen", "heads", "headdim"), checks.FLOATS)
-    wide, width, scale = padded(q, k, v, softmax_scale)
     with named(sink="learnable_sink", window="window_size"):
         out, lse = fmha(
-            *wide, causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), softmax_scale=scale,
-            softcap=softcap, return_lse=True, deterministic=deterministic, backend=backend,
+            q, k, v, causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux),
+            softmax_scale=softmax_scale, softcap=softcap, return_lse=True, deterministic=deterministic, backend=backend,
         )  # fmt: skip
-    out = out[..., :width]
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
@@ -113,13 +111,11 @@ def flash_attn_varlen_func(
     if block_table is None:
         for name, x in (("k", k), ("v", v)):
             checks.tensor(name, x, ("total_k", "heads", "headdim"), checks.FLOATS)
-        wide, width, scale = padded(q, k, v, softmax_scale)
         with named(sink="learnable_sink", window="window_size"):
             out, lse = fmha_varlen(
-                *wide, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-                softmax_scale=scale, return_lse=True, **more,
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+                softmax_scale=softmax_scale, return_lse=True, **more,
             )  # fmt: skip
-        out = out[..., :width]
     else:
         if max_seqlen_k is not None:
             checks.at_least(0, "max_seqlen_k", max_seqlen_k, checks.BOUND)
@@ -245,20 +241,6 @@ def _sink(x: Any, s_aux: Any) -> Any:
         checks.fail("s_aux", checks.describe(s_aux), "None together with learnable_sink")
     x = s_aux if x is None else x
     return x.float() if checks.is_tensor(x) and x.dtype in checks.LOW_PRECISION else x
-
-
-def padded(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[tuple[Tensor, Tensor, Tensor], int, float]:
-    """q, k, v of one head dim that dsv4 has, by columns of zeros; the true width of out; the scale of the true D."""
-    d, width = q.shape[-1], v.shape[-1]
-    if k.shape[-1] != d:
-        checks.fail("k", f"head dim {k.shape[-1]}", f"head dim {d}, as q")
-    largest = checks.HEAD_DIMS[-1]
-    for name, n in (("q", d), ("v", width)):
-        if not 0 < n <= largest:
-            checks.fail(name, f"head dim {n}", f"a head dim from 1 to {largest}")
-    wide = next(n for n in checks.HEAD_DIMS if n >= max(d, width))
-    q, k, v = (x if x.shape[-1] == wide else torch.nn.functional.pad(x, (0, wide - x.shape[-1])) for x in (q, k, v))
-    return (q, k, v), width, d**-0.5 if scale is None else scale
 
 
 def _varlen_paged(

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from dsv4.fmha.api import fmha
-from dsv4.integrations.flash_attn import padded
 from dsv4.integrations.naming import named
 from dsv4.runtime import checks, dispatch
 from dsv4.runtime.checks import Backend
@@ -70,11 +69,12 @@ def scaled_dot_product_attention(
     tokens, keys = q.shape[1], k.shape[1]
     if is_causal and keys > tokens:
         k, v = k[:, :tokens], v[:, :tokens]
-    wide, width, scale = padded(q, k, v, checks.real("scale", scale, checks.SCALE) if scale is not None else None)
+    if scale is not None:
+        scale = checks.real("scale", scale, checks.SCALE)
     window = (-1, max(tokens - keys, 0)) if is_causal else (-1, -1)
     with named(q="query", k="key", v="value", softmax_scale="scale"):
-        out = fmha(*wide, window=window, sink=sink, softmax_scale=scale, backend=backend)
-    return out[..., :width].transpose(1, 2).reshape(*lead, *out.shape[2:0:-1], width)
+        out = fmha(q, k, v, window=window, sink=sink, softmax_scale=scale, backend=backend)
+    return out.transpose(1, 2).reshape(*lead, *out.shape[2:0:-1], out.shape[-1])
 
 
 def reason(

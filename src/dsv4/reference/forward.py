@@ -84,7 +84,7 @@ def visible(t: int, s: int, causal: bool, window: tuple[int, int], device=None) 
 def fmha(
     q: Tensor,  # [B, T, Hq, D]
     k: Tensor,  # [B, S, Hkv, D]
-    v: Tensor,  # [B, S, Hkv, D]
+    v: Tensor,  # [B, S, Hkv, Dv]
     *,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
@@ -94,11 +94,11 @@ def fmha(
     compute: torch.dtype = torch.float64,
     p_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, T, Hq, D], lse [B, Hq, T]."""
+    """out [B, T, Hq, Dv], lse [B, Hq, T]."""
     b, t, hq, d = q.shape
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     seen = visible(t, k.shape[1], causal, window, q.device)
-    out = torch.zeros(b, t, hq, d, dtype=compute, device=q.device)
+    out = torch.zeros(b, t, hq, v.shape[3], dtype=compute, device=q.device)
     lse = torch.full((b, hq, t), NEG_INF, dtype=compute, device=q.device)
     for n in range(b):
         q1, k1, v1 = (x[n].transpose(0, 1) for x in (q, k, v))  # [H, tokens, D]
@@ -110,14 +110,14 @@ def fmha(
 def fmha_varlen(
     q: Tensor,  # [total_q, Hq, D]
     k: Tensor,  # [total_k, Hkv, D]
-    v: Tensor,  # [total_k, Hkv, D]
+    v: Tensor,  # [total_k, Hkv, Dv]
     cu_seqlens_q: Tensor,  # [B + 1]: sequence n owns rows cu[n] .. cu[n+1]
     cu_seqlens_k: Tensor,  # [B + 1]
     **options,
 ) -> tuple[Tensor, Tensor]:
-    """out [total_q, Hq, D], lse [total_q, Hq]. Rows past the last sequence: out 0, lse -inf."""
+    """out [total_q, Hq, Dv], lse [total_q, Hq]. Rows past the last sequence: out 0, lse -inf."""
     compute = options.get("compute", torch.float64)
-    out = torch.zeros(q.shape, dtype=compute, device=q.device)
+    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=compute, device=q.device)
     lse = torch.full(q.shape[:2], NEG_INF, dtype=compute, device=q.device)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for n in range(len(starts_q) - 1):

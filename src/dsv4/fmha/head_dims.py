@@ -1,0 +1,48 @@
+"""Head dims that no kernel has, and values narrower or wider than keys: columns of zeros up to the next head dim.
+
+A zero column adds nothing to a score, and gives a column of out that is cut off. Padding copies q, k and v once, so it
+is for dense and varlen calls; a paged cache would be copied whole, and its head dim has to be one of the kernels'.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.fmha.options import FmhaOptions
+from dsv4.runtime import checks
+
+
+def needs_padding(q: Any, v: Any) -> bool:
+    """Looks at shapes alone; what is no tensor is rejected later, by name."""
+    if not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim and v.ndim):
+        return False
+    return q.shape[-1] != v.shape[-1] or q.shape[-1] not in checks.HEAD_DIMS
+
+
+def padded(tensors: Sequence[Any], options: FmhaOptions) -> tuple[tuple[Any, ...], FmhaOptions]:
+    """(q, k, v, ...) with q, k, v of one head dim that the kernels have; the options with the scale of the true one."""
+    q, k, v = tensors[:3]
+    d, width = q.shape[-1], v.shape[-1]
+    checks.tensor("k", k, ("...",) * q.ndim, checks.FLOATS)
+    if k.shape[-1] != d:
+        if k.shape[-1] == width:
+            checks.fail("q", f"head dim {d}", f"head dim {width}, as k and v")
+        checks.fail("k", f"head dim {k.shape[-1]}", f"head dim {d}, as q")
+    largest = checks.HEAD_DIMS[-1]
+    for name, n in (("q", d), ("v", width)):
+        if not 0 < n <= largest:
+            checks.fail(name, f"head dim {n}", f"a head dim from 1 to {largest}")
+    if v.shape[:-1] != k.shape[:-1]:
+        checks.fail("v", f"shape {list(v.shape)}", f"shape {[*k.shape[:-1], width]}, as k but for the head dim")
+    wide = next(n for n in checks.HEAD_DIMS if n >= max(d, width))
+    wide_k = _widened(k, wide)
+    wide_v = wide_k if v is k else _widened(v, wide)  # K = V has kernels of its own
+    if options.softmax_scale is None:
+        options = options._replace(softmax_scale=d**-0.5)
+    return (_widened(q, wide), wide_k, wide_v, *tensors[3:]), options
+
+
+def _widened(x: Tensor, wide: int) -> Tensor:
+    return x if x.shape[-1] == wide else torch.nn.functional.pad(x, (0, wide - x.shape[-1]))
