@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import softsm
 from dsv4 import bench as measuring
+from dsv4 import reference
 from dsv4.bench import backward, clock, drawn, measured, peers, summary, timing
 from dsv4.bench.dense import DenseCase
 from dsv4.bench.moe import FLASH, MoeCase
@@ -18,6 +19,7 @@ from dsv4.bench.v4 import V4Case
 from dsv4.bench.v41 import V41Case, V41Contest
 from dsv4.cli import app
 from dsv4.commands import bench
+from dsv4.reference import backward as reference_backward
 
 ROOT = Path(__file__).parents[2]
 RECORDS = summary.records(ROOT / "benchmarks/results")
@@ -128,6 +130,23 @@ def test_gradients_of_ffpa_are_compared_in_the_layout_of_each_of_its_kernels(mon
     calls = {name: call for name, call in contest.contenders() if name.startswith("FFPA")}
     assert all(contest.error(name, call()) <= 1 for name, call in calls.items())
     assert asked == {"cutedsl": (False, True), "triton": (True, False)}
+
+
+def test_v4_gradients_of_a_peer_are_those_of_one_pool_and_a_turned_dout(monkeypatch):
+    def wrapper(q, kv, out, dout, lse, sink, indices, softmax_scale):
+        found = reference_backward.v4_attention(q, kv, indices, dout=dout, sink=sink, softmax_scale=softmax_scale)
+        assert torch.allclose(out.float(), reference.v4_attention(q, kv, indices, sink=sink)[0].float(), atol=0.05)
+        return {"dq": found.q, "d_sink": found.sink, "dkv": found.window}
+
+    only = {"cuDNN frontend": SimpleNamespace(sparse_attention_backward_wrapper=wrapper)}
+    monkeypatch.setattr(peers, "module", only.get)
+    contest = backward.V4BackwardContest(backward.V4BackwardCase(10, 4, 6, 8), "cpu", 10)
+    calls = dict(contest.contenders())
+    assert [*calls] == ["dsv4", "dsv4 deterministic", "cuDNN frontend"]
+    found = calls["cuDNN frontend"]()
+    assert contest.error("cuDNN frontend", found) <= 1
+    ours = calls["dsv4"]()
+    assert [x.shape for x in found] == [ours[0].shape, ours[1].shape, torch.cat(ours[2:]).shape]
 
 
 def test_slow_calls_have_fewer_turns_evenly_spread():

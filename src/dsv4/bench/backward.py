@@ -165,6 +165,19 @@ class V4BackwardContest:
                 return dsv4.v4_attention(q, *given, sink=sink, inverse_rope=self.rope, deterministic=sure)
 
             yield name, peers.gradients(forward, (self.q, self.sink, *self.rows), self.dout)
+        yield from self._peers()
+
+    def _peers(self) -> peers.Calls:
+        """They have one pool and do not turn the output back, so they get dO turned as q was: what we do ourselves."""
+        first = 0
+        lists = []
+        for rows, listed in zip(self.rows, self.lists):
+            lists.append(listed + first)
+            first += rows.shape[0]
+        pool, indices = torch.cat(self.rows), torch.cat(lists, 1)
+        out, lse = dsv4.v4_attention(self.q, pool, indices, sink=self.sink, return_lse=True)
+        dout = reference.apply_rope(self.dout, self.rope[0], self.rope[1]).to(self.dout.dtype)
+        yield from peers.v4_backward(self.q, pool, indices, self.sink, out, lse, dout)
 
     def error(self, name: str, result: Any) -> float:
         """Of dq of the first queries: the gradients of rows are sums over all of them, and agree or do not with it."""

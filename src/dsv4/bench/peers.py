@@ -14,6 +14,8 @@ Nothing of theirs is part of this package. To bring one to a GPU machine, unpack
 | flash-attn | flash-attn, flash-attn-3 (built) | flash_attn, flash_attn_interface | dense, head dims to 256 |
 | FlashAttention-4 | flash-attn-4 4.0.0b36, nvidia-cutlass-dsl 4.6.2 and its -libs-base, -libs-core, -libs-cu13, | | |
 | | quack-kernels 0.6.4, apache-tvm-ffi 0.1.15, einops | flash_attn.cute | dense, head dims to 256 |
+| cuDNN frontend | nvidia-cudnn-frontend 1.32.0, nvidia-cutlass-dsl 4.8.1 and its libs, | | |
+| | apache-tvm-ffi, cuda-bindings | cudnn | gradients of V4 attention; no inverse RoPE |
 
 The modules of nvidia-cutlass-dsl are two folders down: PYTHONPATH needs peers/nvidia_cutlass_dsl/dsl_packages, too.
 """
@@ -39,6 +41,7 @@ PEERS = {
     "flash-attn 3": (("flash_attn_interface",), ("flash-attn-3", "flash_attn_3")),
     "flash-attn": (("flash_attn",), ("flash-attn",)),
     "FlashAttention-4": (("flash_attn.cute",), ("flash-attn-4",)),
+    "cuDNN frontend": (("cudnn.deepseek_sparse_attention",), ("nvidia-cudnn-frontend",)),
 }
 TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
          "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
@@ -176,6 +179,22 @@ def dense_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) 
             )  # fmt: skip
     for name, flash in flash_attentions(d):
         yield name, gradients(lambda q, k, v, flash=flash: flash(q, k, v, causal=causal), (q, k, v), dout)
+
+
+def v4_backward(q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Calls:
+    """Gradients of V4 attention: q, out, dout [N, H, 512], kv [rows, 512], indices [N, K], lse [N, H] without the sink
+    -> dq, dsink, dkv. The peer takes a finished forward pass, not autograd's."""
+    cudnn = module("cuDNN frontend")
+    if cudnn is None:
+        return
+
+    def call() -> tuple[Tensor, Tensor, Tensor]:
+        found = cudnn.sparse_attention_backward_wrapper(
+            q, kv, out, dout, lse, sink, indices, softmax_scale=q.shape[-1] ** -0.5
+        )
+        return found["dq"], found["d_sink"], found["dkv"]
+
+    yield "cuDNN frontend", call
 
 
 def _first(x: Any) -> Tensor:
