@@ -30,8 +30,7 @@ def fmha(batch: int, q_heads: int, kv_heads: int, queries: int, keys: int, d: in
         sizes = dict(batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_seqlen_q=queries, max_seqlen_k=keys)
         plan = dsv4.plan(dsv4.fmha, head_dim=d, device=q.device, **sizes)
         if device == "cpu":  # as many splits as a GPU would get
-            splits = plans._splits(SMS, **sizes)
-            words = splits * batch * queries * q_heads * (d + 1) if splits > 1 else 0
+            splits, words = plans.RULES["fmha"](plans.Capacities(head_dim=d, **sizes), SMS, True)
             plan = dataclasses.replace(plan, num_splits=splits, scratch=torch.empty(words))
         return lambda: dsv4.fmha(q, k, v, causal=causal, plan=plan, out=out, backend=backend(device))
 

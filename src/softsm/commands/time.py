@@ -14,7 +14,7 @@ import typer
 
 from softsm.errors import SoftsmError
 from softsm.ptx.cplusplus import readable
-from softsm.timing_model import report
+from softsm.timing_model import compare, report
 from softsm.timing_model.parameters import GPUS, Gpu, gpu_for
 from softsm.timing_model.timer import Timer, timing
 
@@ -67,16 +67,22 @@ def ending(file: Path) -> Iterator[End]:
 def shown(timers: list[Timer], as_json: bool) -> str:
     if as_json:
         runs = [{"us": round(t.us, 2), "launches": [report.as_dict(p) for p in t.predictions]} for t in timers]
-        return json.dumps(runs if len(runs) > 1 else runs[0], indent=1)
+        if len(timers) == 2:
+            return json.dumps({"runs": runs, **compare.as_dict(*_both(timers))}, indent=1)
+        return json.dumps(runs[0], indent=1)
     lines = []
     for t in timers:
         lines += launches([report.text(p) for p in t.predictions]) or ["no launches"]
         if len(t.predictions) > 1:
             lines.append(f"{len(t.predictions)} launches in a row: {t.us:.4g} us")
     if len(timers) == 2:
-        lines.append(report.compare(timers[0].predictions, timers[1].predictions, timers[0].us, timers[1].us))
+        lines.append(compare.compare(*_both(timers)))
     lines.append(report.notice(timers[0].predictions))
     return "\n".join(lines)
+
+
+def _both(timers: list[Timer]) -> tuple[list, list, float, float]:
+    return timers[0].predictions, timers[1].predictions, timers[0].us, timers[1].us
 
 
 def launches(texts: list[str]) -> list[str]:

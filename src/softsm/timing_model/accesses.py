@@ -167,10 +167,11 @@ class Looks:
 
     def _executed(self) -> list[float]:
         """How many executions a look at each PTX line stands for."""
-        known, left = self.instructions, self.notes.left
-        if left.min() >= 0:  # all were looked at
+        known = self.instructions
+        of, looks, left = (x[known.there] for x in (known.of, known.looks, self.notes.left))
+        if left.min(initial=0) >= 0:  # all were looked at
             return [1.0] * len(known.lines)
-        ran, seen = (np.bincount(known.of, known.looks - x) for x in (left, np.maximum(left, 0)))
+        ran, seen = (np.bincount(of, looks - x) for x in (left, np.maximum(left, 0)))
         return (ran / np.maximum(seen, 1)).tolist()
 
 

@@ -135,6 +135,7 @@ INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, COMPUTES, PORT_CYCLES, LINES = range(8)
     MMA_LAST,
     LAST_LOAD,
 ) = range(11)
+ANY = -2  # of State.i_next: whichever has not begun
 # Tags of warps that wait for something without a time.
 ON_BARRIER, ON_PRODUCTS, ON_CLUSTER, ON_NAMED = 1_000_000_000, 2_000_000_000, 3_000_000_000, 4_000_000_000
 
@@ -171,7 +172,7 @@ class State(NamedTuple):
     board: np.ndarray  # when each of 8 scoreboards is down again
     w_groups: np.ndarray  # 32 of products, as numbers
     w_ends: np.ndarray  # 32 of cp.async, 16 of bulk written, 16 of bulk read
-    i_first: np.ndarray  # instances: warps, the one that follows, warps left
+    i_first: np.ndarray  # instances: warps, the one that follows (-1: none, or ANY), warps left
     i_after: np.ndarray
     i_next: np.ndarray
     i_left: np.ndarray

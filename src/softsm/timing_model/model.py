@@ -275,15 +275,20 @@ class Model:
         served = 1 + (self.together(s, active) - 1) * g["l2.coincide"]
         return max(alone, min(g["l2.merged"], served * alone))
 
-    def replay(self, queues: list[list[int]], clock: float, active: int, log: int = 0, whole: bool = True) -> Run:
+    def replay(self, queues: list[list[int]], clock: float, active: int, log: int = 0, whole: bool = True,
+               more: int = -1) -> Run:  # fmt: skip
         """queues: for each slot of the multiprocessor the traces that run in it, one after the other. If not whole,
-        the last of them begins in each slot and need not end."""
+        the last of them begins in each slot and need not end. With `more`, each slot has one trace, and so many others
+        like the first take the place of whichever ends."""
         trace = self.trace
         memory, write = self.memory(clock, active)
         p = parameters_of(self.gpu)
         p[machine.STORE_CYCLE], p[machine.SM_BYTE] = write, 1 / self.gpu["sm.rate"]
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]
+        if more >= 0:
+            order += order[:1] * more
+            places += [n % len(queues) for n in range(more)]
         each = -(-trace.threads // 32)
         ways: list[Path] = []
         tables, placed, events_of = [], {}, {}
@@ -319,6 +324,8 @@ class Model:
             base = len(nexts)
             nexts += [base + k + 1 if k + 1 < len(q) else -1 for k in range(len(q))]
             begins += [0.0 if k == 0 else -1.0 for k in range(len(q))]
+        if more >= 0:
+            nexts, begins = [machine.ANY] * len(order), begins + [-1.0] * more
         events = np.concatenate(tables) if tables else np.zeros((0, 4))
         ints = self.costs.ints
         s_ins, s_ev, s_cnt = (np.concatenate(x) for x in zip(*((y.instructions, y.events, y.counts) for y in ways)))
@@ -399,11 +406,37 @@ class Model:
             resident = each
         else:
             resident = self.occupancy
+            if self._alike():
+                return self._in_waves(f, log, whole)
             queues = self._queues(resident, -(-total // slots))
             whole |= {n for q in queues for n in q[:-1]} < {n for q in queues for n in q}
             run = self.replay(queues, f, self.sms, log, whole)
             cycles = self._schedule(run, queues, slots)
         return self._prediction(run, cycles, f, resident, total / slots)
+
+    def _alike(self) -> bool:
+        """Whether one trace stands for the grid: the others do as much, but perhaps the last, at the edge."""
+        kinds = set(self.kinds if len(self.kinds) < 3 else self.kinds[:-1])
+        sizes = [sum(len(x.instructions) for x in self.streams[n].paths) for n in kinds]
+        return max(sizes) <= 1.02 * min(sizes)
+
+    def _in_waves(self, f: float, log: int, whole: bool) -> Prediction:
+        """CTAs that are alike: whichever place gets free takes the next. What a multiprocessor does in three turns of
+        its places, and in the last, goes on for as long as it has CTAs. Not by how long each takes: some get ahead of
+        the others that share its pipes."""
+        resident, slots = self.occupancy, self.sms // self.cluster
+        many = -(-self.trace.total // slots)
+        looked = min(many, 3 * resident + many % resident) if whole else min(many, 3 * resident)
+        ended = looked if whole else looked - resident
+        one = self.kinds[len(self.kinds) // 2]
+        run = self.replay([[one]] * resident, f, self.sms, log, whole, looked - resident)
+        begun = np.sort(run.start)
+        cycles = float(run.end.max() if whole else begun[-1])
+        left = many - looked if whole else many - ended
+        if left > 0:
+            turn = begun[-1] - begun[-1 - resident] if not whole else begun[3 * resident - 1] - begun[2 * resident - 1]
+            cycles += left / resident * float(turn)
+        return self._prediction(run, cycles, f, resident, self.trace.total / self.slots)
 
     def _queues(self, resident: int, waves: int) -> list[list[int]]:
         """Kinds of clusters (traces) in each slot of a multiprocessor, in turn. Each is once neither the first of its
@@ -461,7 +494,8 @@ class Model:
         }
         # Nothing is faster than what it must do, and no memory is busy before the first request has got there.
         first = {"L2": g["load.l2"] * 1e-3, "device memory": g["load.hbm"] * 1e-3}
-        body = g["cta.start"] + max(cycles * us, *(took + first.get(name, 0.0) for name, took in roofline.items()))
+        least = max(*needs.values(), *(took + first.get(name, 0.0) for name, took in roofline.items()))
+        body = g["cta.start"] + max(cycles * us, least)
         busy = {name: took / body for name, took in (needs | roofline).items()}
         share = {k: v / body for k, v in roofline.items()}
         top = max(share, key=lambda k: share[k])

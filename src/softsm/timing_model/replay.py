@@ -18,7 +18,7 @@ from softsm.engine.native import native
 
 # isort: off
 from softsm.timing_model.machine import (
-    BAR, BULK_COMMIT, BULK_STORE, CLUSTER_ARRIVE, CP_ASYNC, CP_COMMIT, CTA_GAP, ENGINES, GATHER, INF, KIND, LOAD,
+    ANY, BAR, BULK_COMMIT, BULK_STORE, CLUSTER_ARRIVE, CP_ASYNC, CP_COMMIT, CTA_GAP, ENGINES, GATHER, INF, KIND, LOAD,
     LOG_COPY, LOG_PRODUCT, LOW, MMA, N_BARRIERS, N_ENDING, N_INSTANCES, N_WARPS, ON_CLUSTER, PIPES, PORT_CYCLES,
     PRODUCT, SETS, TENSOR_FREE, TRY_WAIT, UNITS, WAIT, WRITE_FREE,
 )  # fmt: skip
@@ -60,11 +60,12 @@ def simulate(state):
 @part
 def run(s):
     nb, ending, instances = s.sizes[N_BARRIERS], s.sizes[N_ENDING], s.sizes[N_INSTANCES]
-    finished = n_active = place = w = 0  # place: of w among the active warps
+    finished = n_active = place = w = following = 0  # place: of w among the active warps
     active = np.zeros(s.sizes[N_WARPS], np.int64)
     for inst in range(instances):
         if s.i_start[inst] >= 0:
             n_active = start(s, inst, s.i_start[inst], active, n_active)
+            following = inst + 1
     leaves = 1
     while leaves < n_active:
         leaves *= 2
@@ -117,6 +118,9 @@ def run(s):
             if s.i_left[inst] == 0:
                 s.i_end[inst] = max(t, s.engines[en + WRITE_FREE])
                 n = s.i_next[inst]
+                if n == ANY:  # the first that has not begun
+                    n = following if following < instances else -1
+                    following += 1
                 if n >= 0 or ending == instances:
                     finished += 1
                 if n >= 0:

@@ -164,28 +164,5 @@ def _round(x: float, digits: int) -> str:
     return f"{float(f'{x:.{digits}g}'):g}"
 
 
-def compare(one: list[Prediction], other: list[Prediction], first: float, second: float) -> str:
-    """Two runs side by side; first and second: their times in us."""
-    if not one or not other:
-        return "nothing to compare: a run without launches"
-    low, high = band(one[0])
-    width = max(high - 1, 1 - low)
-    ratio = second / first
-    # Errors of one model on two variants mostly agree: half of the band tells them apart.
-    if abs(ratio - 1) < width / 2:
-        verdict = f"not told apart ({ratio - 1:+.1%}, band {width:.0%})"
-    else:
-        verdict = f"the second is predicted {'slower' if ratio > 1 else 'faster'} by {abs(ratio - 1):.0%}"
-    a, b = max(one, key=lambda p: p.body_us), max(other, key=lambda p: p.body_us)
-    lines = [
-        f"first {first:.4g} us, second {second:.4g} us: {verdict}",
-        f"  {'':16s}{readable(a.kernel):>24s}{readable(b.kernel):>24s}",
-    ]
-    for k in a.busy:
-        if max(a.busy[k], b.busy.get(k, 0)) >= 0.01:
-            lines.append(f"  {k:16s}{a.busy[k]:>24.0%}{b.busy.get(k, 0):>24.0%}")
-    return "\n".join([*lines, *(f"  {name}: {s}" for name, p in (("first", a), ("second", b)) for s in stalls(p, 3))])
-
-
 def notice(predictions: list[Prediction]) -> str:
     return statement(predictions[0].gpu) if predictions else ""

@@ -97,5 +97,11 @@ def test_programs_that_are_compared_may_have_arguments_of_their_own(tmp_path) ->
     (tmp_path / "program.py").write_text(PROGRAM + "launch(int(sys.argv[1]))\n")
     done = CliRunner().invoke(app, ["time", "--gpu", "h200", *other, str(tmp_path / "program.py"), "1"])
     assert done.exit_code == 0 and "the second is predicted slower" in done.output, done.output
+    assert "line   PTX line 12: " in done.output, done.output
+    done = CliRunner().invoke(app, ["time", "--gpu", "h200", "--json", *other, str(tmp_path / "program.py"), "1"])
+    found = json.loads(done.output)
+    assert [len(run["launches"]) for run in found["runs"]] == [1, 1] and "slower" in found["verdict"]
+    assert found["differences"][0]["kind"] == "line"
+    assert all(d["second_us"] > d["first_us"] for d in found["differences"])
     done = timed(tmp_path, "launch(1)\n", "--compare-arguments", "4000")
     assert done.exit_code == 2 and "only with --compare" in done.output

@@ -56,6 +56,14 @@ def test_twice_the_work_takes_twice_the_time_and_a_second_wave_too() -> None:
     assert many.waves == pytest.approx(3) and many.cycles > 2.5 * one.cycles
 
 
+def test_many_waves_of_a_full_pipe_take_what_the_pipe_needs() -> None:
+    """Of CTAs that share a pipe some get ahead of the others: how long those took says nothing of the rest."""
+    body = "".join(f"  max.f32 %f{4 + i % 4}, %f1, %f{4 + (i + 1) % 4};\n" for i in range(32))
+    body += "  min.f32 %f1, %f4, %f5;\n"
+    p = predicted(body, 100, grid=132 * 8 * 7)
+    assert 0.9 < p.busy["alu"] <= 1.0, p.busy
+
+
 def test_words_say_gpu_clock_band_and_what_waits() -> None:
     p = predicted("  ex2.approx.ftz.f32 %f1, %f1;\n" * 16)
     text = report.text(p)

@@ -1,0 +1,102 @@
+"""Two runs side by side: which engine, which wait, which line takes longer in one than in the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from softsm.ptx.cplusplus import readable
+from softsm.timing_model import report
+from softsm.timing_model.follow import places_of
+from softsm.timing_model.model import Prediction
+from softsm.timing_model.validated import band
+
+LEAST = 0.01  # of the longer run: differences below it are left out
+EVERY = 10_000  # stalls: all of them
+
+
+@dataclass
+class Difference:
+    """What takes so many us in either run. Engines work side by side and waits overlap: they do not add up."""
+
+    kind: str  # engine, wait or line
+    what: str
+    first: float
+    second: float
+
+    def __str__(self) -> str:
+        more = self.second - self.first
+        return f"{self.kind:6s} {self.what}: {self.first:.4g} us, {self.second:.4g} us ({more:+.4g})"
+
+
+def longest(run: list[Prediction]) -> Prediction:
+    return max(run, key=lambda p: p.body_us)
+
+
+def differences(one: list[Prediction], other: list[Prediction]) -> list[Difference]:
+    """Of the longest launch of each run, the largest first."""
+    a, b = longest(one), longest(other)
+    out = [Difference("engine", k, float(a.busy[k] * a.body_us), float(b.busy.get(k, 0.0) * b.body_us)) for k in a.busy]
+    for kind, of in (("wait", _waits), ("line", _lines)):
+        found = [of(p) for p in (a, b)]
+        out += [Difference(kind, what, *(x.get(what, 0.0) for x in found)) for what in found[0] | found[1]]
+    least = LEAST * max(a.body_us, b.body_us)
+    large = [d for d in out if abs(d.second - d.first) >= least]
+    return sorted(large, key=lambda d: -abs(d.second - d.first))
+
+
+def _waits(p: Prediction) -> dict[str, float]:
+    """What a warp waits for, by role and source line -> us of its time."""
+    out: dict[str, float] = {}
+    for s in report.stalls(p, EVERY):
+        what = str(s).rpartition(": ")[0]
+        out[what] = out.get(what, 0.0) + s.cycles / max(s.total, 1.0) * p.body_us
+    return out
+
+
+def _lines(p: Prediction) -> dict[str, float]:
+    """Source lines -> us that a warp spends there, waits included: the mean of all warps."""
+    run, trace = p.run, p.trace
+    if run is None or trace is None:
+        return {}
+    places = places_of(trace.source, trace.name)
+    out: dict[str, float] = defaultdict(float)
+    scale = p.body_us / max(float(np.mean(run.end - run.start)), 1.0) / len(run.warps)
+    spent = run.stalls.sum(1)
+    for i in np.flatnonzero(run.issued[:-1]).tolist():
+        ins = run.code.instructions[i]
+        cycles = spent[i] + run.issued[i] * max(ins.stall, 1)
+        out[places.get(ins.line, f"PTX line {ins.line}")] += float(cycles) * scale
+    return out
+
+
+def verdict(one: list[Prediction], other: list[Prediction], first: float, second: float) -> str:
+    """Errors of one model on two variants mostly agree: half of the band tells them apart."""
+    width = max(max(high - 1, 1 - low) for low, high in (band(longest(run)) for run in (one, other)))
+    ratio = second / first
+    if abs(ratio - 1) < width / 2:
+        return f"not told apart ({ratio - 1:+.1%}, band {width:.0%})"
+    return f"the second is predicted {'slower' if ratio > 1 else 'faster'} by {abs(ratio - 1):.0%}"
+
+
+def compare(one: list[Prediction], other: list[Prediction], first: float, second: float) -> str:
+    """first and second: times of the runs in us."""
+    if not one or not other:
+        return "nothing to compare: a run without launches"
+    lines = [f"first {first:.4g} us, second {second:.4g} us: {verdict(one, other, first, second)}"]
+    names = [readable(longest(run).kernel) for run in (one, other)]
+    which = names[0] if names[0] == names[1] else f"{names[0]} and {names[1]}"
+    found = differences(one, other)
+    if found:
+        lines.append(f"  where {which} differ, the first and the second (they overlap and do not add up):")
+    return "\n".join([*lines, *(f"    {d}" for d in found[: 2 * report.SHOWN])])
+
+
+def as_dict(one: list[Prediction], other: list[Prediction], first: float, second: float) -> dict:
+    if not one or not other:
+        return {"verdict": "nothing to compare: a run without launches", "differences": []}
+    rows = [{"kind": d.kind, "what": d.what, "first_us": round(d.first, 2), "second_us": round(d.second, 2)}
+            for d in differences(one, other)]  # fmt: skip
+    return {"verdict": verdict(one, other, first, second), "differences": rows}
