@@ -17,8 +17,9 @@ from softsm.timing_model import address_trace
 SHARED_ACCESS = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)
 GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
 STORES = (pg.OP_STG, pg.OP_ST)
+WAYS, SPACES = ("read", "write", "atomic"), ("load", "store", "atomic")
 LOOKS = 400  # at the addresses of one instruction
-L1_BYTES, SECTOR = 200 << 10, 32
+L1_BYTES, NEAR_BYTES, SECTOR = 200 << 10, 12 << 10, 32  # what a CTA finds in L1 if it is alone; in any case
 ALIGNED = 512  # bytes: the addresses that PyTorch's allocator gives on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
 AT_ONCE = 512  # loads that are looked at together at first
@@ -37,8 +38,11 @@ class Access:
     units: int = 0  # wavefronts of shared memory, or sectors of 32 bytes
     lines: int = 0  # of 128 bytes
     missed: int = 0  # sectors that the CTA had not asked for before
+    distant: int = 0  # ... that it had asked for, but more than NEAR_BYTES before
+    missing: int = 0  # looks with sectors of the one kind, and of the other
+    again: int = 0
     bytes: int = 0
-    space: str = "shared"
+    space: str = "shared"  # or load, store, atomic
     tensors: dict = field(default_factory=_counts)
 
     @property
@@ -83,8 +87,8 @@ class Instructions:
         self.generic = np.isin(ops, (pg.OP_LD, pg.OP_ST))
         self.any_generic = bool(self.generic.any())
         self.store = np.isin(ops, STORES)
-        atomic = np.isin(ops, (pg.OP_ATOM_G, pg.OP_ATOM_S))
-        self.size = np.where(atomic, 4, np.maximum(1, forms >> 4 & 15) << (forms & 3))
+        self.atomic = np.isin(ops, (pg.OP_ATOM_G, pg.OP_ATOM_S))
+        self.size = np.where(self.atomic, 4, np.maximum(1, forms >> 4 & 15) << (forms & 3))
         self.offset = np.where(offsets >> 31 != 0, offsets - (1 << 32), offsets)
         line = np.array([ins.line for ins in program.instructions])
         self.lines = np.unique(line[self.there])  # those with memory instructions
@@ -127,7 +131,7 @@ class Looks:
         shared = known.shared[records]
         if known.any_generic:
             shared |= known.generic[records] & (first >= pg.SHARED_WINDOW)
-        units, missed, asked_lines = np.zeros((3, len(rows)), np.int64)
+        units, missed, distant, asked_lines = np.zeros((4, len(rows)), np.int64)
         for size in set(sizes[shared].tolist()):
             those = (shared & (sizes == size)).nonzero()[0]
             units[those] = wavefronts(addresses(those), size)
@@ -139,30 +143,33 @@ class Looks:
         if len(those):
             tensor = np.searchsorted(starts, first[those], "right") - 1
             shift = shifts(starts)[tensor]
-            store = known.store[records[those]]
+            atomic = known.atomic[records[those]]
+            store = known.store[records[those]] | atomic
             cta = np.array(ctas)[warps[those]]
             step, ends = steps[those], None
             if (active[those] == pg.ALL).all() and 0 <= step.min() and step.max() <= SECTOR:
                 ends = (first[those] + shift)[:, None] + 31 * np.outer(step, (0, 1))
-            units[those], missed[those], asked_lines[those] = sectors_of(
+            units[those], missed[those], distant[those], asked_lines[those] = sectors_of(
                 ends, lambda: addresses(those) + shift[:, None], store, cta, turns_of(warps)[those]
             )
             tensors = len(starts) + 1
-            keys = ((of[those] * tensors + tensor + 1) * 2 + store) * len(traces) + cta
+            keys = ((of[those] * tensors + tensor + 1) * 3 + store + atomic) * len(traces) + cta
             asked = np.bincount(keys, units[those])
             found = asked.nonzero()[0]
-            sums = found, asked[found], np.bincount(keys, missed[those])[found]
-            for key, all_, new in zip(*(x.astype(int).tolist() for x in sums)):
+            sums = found, asked[found], *(np.bincount(keys, x[those])[found] for x in (missed, asked_lines))
+            for key, all_, new, lines in zip(*(x.astype(int).tolist() for x in sums)):
                 key, k = divmod(key, len(traces))
-                line, at, stored = key // 2 // tensors, key // 2 % tensors - 1, key % 2
-                out[line].space = "store" if stored else "load"
+                line, at, way = key // 3 // tensors, key // 3 % tensors - 1, WAYS[key % 3]
+                out[line].space = SPACES[key % 3]
                 out[line].tensors[at] += all_
-                traces[k].traffic[at, "write" if stored else "read"] += round(32 * new * often[line])
-        totals = [np.bincount(of, x, count).astype(int).tolist() for x in (units, asked_lines, missed, nbytes)]
+                traces[k].traffic[at, way] += round(32 * new * often[line])
+                traces[k].traffic[at, f"{way} lines"] += round(lines * new / all_ * often[line])
+        looked = units, asked_lines, missed, distant, missed > 0, distant > 0, nbytes
+        totals = [np.bincount(of, x, count).astype(int).tolist() for x in looked]
         for a, n, times, *a_sums in zip(out, looks, often, *totals):
             if n:
                 a.looks, a.ran = n, round(n * times)
-                a.units, a.lines, a.missed, a.bytes = a_sums
+                a.units, a.lines, a.missed, a.distant, a.missing, a.again, a.bytes = a_sums
         return {line: a for line, a in zip(known.lines.tolist(), out) if a is not None}
 
     def _executed(self) -> list[float]:
@@ -187,7 +194,8 @@ def turns_of(warps: np.ndarray) -> np.ndarray:
 def sectors_of(
     ends: np.ndarray | None, addresses: Callable[[], np.ndarray], store: np.ndarray, cta: np.ndarray, turn: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """What accesses [n, 32] to global memory take: sectors, sectors new to the CTA, lines of 128 bytes.
+    """What accesses [n, 32] to global memory take: sectors, sectors new to the CTA, those asked for long ago, lines of
+    128 bytes.
     ends: addresses of the first and the last lane, where no sector between them is left out. The warps of a CTA run in
     step on a GPU, while the emulator takes one after the other: the first of every warp come first, then the second."""
     fresh = None
@@ -198,7 +206,7 @@ def sectors_of(
         sectors, fresh = apart(addresses())
         of_line = sectors >> 2
         units, lines = fresh.sum(1), 1 + (of_line[:, 1:] != of_line[:, :-1]).sum(1)
-    missed = units.copy()
+    missed, distant = units.copy(), np.zeros_like(units)
     for k in np.bincount(cta).nonzero()[0].tolist():
         mine = (~store & (cta == k)).nonzero()[0]
         mine = mine[turn[mine].argsort(kind="stable")]
@@ -207,8 +215,9 @@ def sectors_of(
             if fresh is None:
                 sectors, fresh = apart(addresses())
             found = first_asked(sectors[mine], fresh[mine])
-        missed[mine] = found
-    return units, missed, lines
+        missed[mine], near = found
+        distant[mine] = np.maximum(near - missed[mine], 0)
+    return units, missed, distant, lines
 
 
 def apart(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -219,7 +228,7 @@ def apart(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return sectors, fresh
 
 
-def ranges_first_asked(sectors: np.ndarray, units: np.ndarray) -> np.ndarray | None:
+def ranges_first_asked(sectors: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Like first_asked, where a load asks for neighbours, and loads ask for the same ones or for others; else None."""
     first, last = sectors[:, 0], sectors[:, -1]
     order = first.argsort(kind="stable")
@@ -240,8 +249,8 @@ def ranges_first_asked(sectors: np.ndarray, units: np.ndarray) -> np.ndarray | N
     return filled_again(len(order), new_from)
 
 
-def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> np.ndarray:
-    """How many of the sectors of each load [n, 32] the loads before it had not asked for."""
+def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many of the sectors of each load [n, 32] the loads before it had not asked for: ever, and lately."""
     units = fresh.sum(1)
 
     def new_from(begin: int, end: int) -> np.ndarray:
@@ -252,17 +261,23 @@ def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> np.ndarray:
     return filled_again(len(sectors), new_from)
 
 
-def filled_again(loads: int, new_from: Callable[[int, int], np.ndarray]) -> np.ndarray:
-    """The sectors that each load brings into L1, which begins anew when it is full; new_from: of the loads from one on
-    up to another, if it were empty there and held all of them."""
+def filled_again(loads: int, new_from: Callable[[int, int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The sectors that each load brings into an L1 of L1_BYTES, and into one of NEAR_BYTES."""
+    missed = filled(loads, new_from, L1_BYTES)
+    return missed, missed if 32 * missed.sum() <= NEAR_BYTES else filled(loads, new_from, NEAR_BYTES)
+
+
+def filled(loads: int, new_from: Callable[[int, int], np.ndarray], room: int) -> np.ndarray:
+    """The sectors that each load brings into a cache that begins anew when it is full; new_from: of the loads from one
+    on up to another, if it were empty there and held all of them."""
     out = np.zeros(loads, np.int64)
     begin, many = 0, AT_ONCE
     while begin < loads:
         end = min(begin + many, loads)
         found = new_from(begin, end)
         held = SECTOR * found.cumsum()
-        if held[-1] > L1_BYTES:
-            end = begin + int((held > L1_BYTES).argmax()) + 1
+        if held[-1] > room:
+            end = begin + int((held > room).argmax()) + 1
         elif end < loads:  # it is not full yet
             many *= 4
             continue

@@ -115,6 +115,10 @@ LATENCIES = (
     ("REDUX", "latency.redux"),
     ("F2FP", "latency.pack"),
     ("SYNCS.PHASECHK", "mbarrier.try"),
+    ("MEMBAR.ALL.GPU", "membar.gpu"),
+    ("MEMBAR.SC.GPU", "membar.gpu"),
+    ("MEMBAR.ALL.SYS", "membar.gpu"),
+    ("MEMBAR.SC.SYS", "membar.gpu"),
 )
 
 
@@ -144,9 +148,11 @@ def _kind(ins: Sass) -> tuple[int, float, float, float]:
         return machine.PLAIN, 0, 0, 0  # never executed: ptxas puts three before cp.async
     if op.startswith(("LDS", "STS", "ATOMS")):
         return machine.SHARED, _width(op) / 4, float(op.startswith("LD")), 0
-    if op.startswith(("LDG.", "LD.", "ATOMG", "ATOM.")):
-        return machine.READ, 32 * _width(op), 0, 0
-    if op.startswith(("STG", "ST.", "RED")) and not op.startswith("REDUX"):
+    if op.startswith(("ATOMG", "ATOM.", "RED")) and not op.startswith("REDUX"):
+        return machine.ATOMIC, 32 * _width(op), 0, 0
+    if op.startswith(("LDG.", "LD.")):
+        return machine.READ, 32 * _width(op), 1, 0
+    if op.startswith(("STG", "ST.")):
         return machine.WRITE, 32 * _width(op), 0, 0
     if op.startswith(("LDL", "STL")):
         return machine.READ if op.startswith("LDL") else machine.WRITE, 0, 0, 0
@@ -169,6 +175,8 @@ def _interval(op: str, pipe: str, gpu: Gpu) -> float:
         return gpu["membar"]
     if op.startswith(("STS", "STG")) and _width(op) > 4:
         return gpu["interval.store.128" if _width(op) == 16 else "interval.store.64"]
+    if op.startswith("IMAD.HI"):
+        return 2 * gpu["interval.imad"]
     if op.startswith("HMMA") and "1688" in op and "16816" not in op:
         return gpu["interval.hmma"] / 2
     return gpu[f"interval.{pipe}"]
@@ -199,14 +207,15 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
             units = gpu[narrow]
         values[i] = (_interval(op, name, gpu), latency_of(op, gpu, name), units, extra, _beside(op, name, gpu),
                      name in COMPUTES, port, 0)  # fmt: skip
-        if kind in (r.SHARED, r.READ, r.WRITE) and not op.startswith(("LDL", "STL")):
+        if kind in (r.SHARED, r.READ, r.WRITE, r.ATOMIC) and not op.startswith(("LDL", "STL")):
             accesses.append((i, ins.line, _width(op)))
     products = any(ins.opcode.startswith((*WARPGROUP_PRODUCTS, "UTC")) for ins in code.instructions)
     return Costs(ints, values, accesses, products)
 
 
-def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
-    """l1: share of the sectors asked for again that are found in L1."""
+def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list[float] | None = None) -> Costs:
+    """l1: share of the sectors asked for again that are found in L1; changing: how much longer than a store atomic
+    operations on each tensor take."""
     r = machine
     fixed = code.costs.get(gpu.name)
     if fixed is None:
@@ -223,10 +232,17 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0) -> Costs:
             if found.space == "shared":
                 values[i, r.UNITS] = max(found.units / each, values[i, r.UNITS])
         elif kind == r.READ:
-            fetched = found.missed + (1 - l1) * (found.units - found.missed)
-            values[i, r.UNITS], values[i, r.LINES] = 32 * fetched / each, found.lines / each
+            fetched, often = (
+                a + (1 - l1) * b for a, b in ((found.missed, found.distant), (found.missing, found.again))
+            )
+            often = min(often, found.looks)  # the others find all of it in L1
+            values[i, r.UNITS] = 32 * fetched / max(often, 1e-9) * found.looks / each
+            values[i, r.EXTRA], values[i, r.LINES] = often / found.looks, found.lines / each
             if found.tensors:
                 ints[i, r.TENSOR] = max(found.tensors, key=found.tensors.get)
         else:
-            values[i, r.UNITS] = 32 * found.units / each
+            values[i, r.UNITS], values[i, r.LINES] = 32 * found.units / each, found.lines / each
+            if kind == r.ATOMIC and found.tensors:
+                tensor = max(found.tensors, key=found.tensors.get)
+                values[i, r.UNITS] *= changing[tensor] if changing and 0 <= tensor < len(changing) else 1.0
     return Costs(ints, values, fixed.accesses, fixed.products)

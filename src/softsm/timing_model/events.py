@@ -76,9 +76,10 @@ def load(s, t, e, kind, en):
         x = max(t + s.p[TMA_ISSUE], s.engines[en + TMA_FREE]) + gap
         s.engines[en + TMA_FREE] = x
         q = en + int(s.memory[5 * c + 4])
-        y = max(x, s.engines[q]) + size * s.memory[5 * c]
+        half = 0.5 * s.memory[5 * c + 2]
+        y = max(x + half, s.engines[q]) + size * s.memory[5 * c]
         s.engines[q] = y
-        landed = max(x + s.memory[5 * c + 2] + size * s.p[SM_BYTE], y + s.memory[5 * c + 3])
+        landed = max(x + s.memory[5 * c + 2] + size * s.p[SM_BYTE], y + half)
         s.engines[en + LAST_LOAD] = landed
     return landed
 
@@ -115,9 +116,10 @@ def copy_lanes(s, w, t, m, e, en):
     if size > 0:
         c = 5 * s.e_a[e]
         q = en + int(s.memory[c + 4])
-        x = max(t, s.engines[q]) + size * s.memory[c]
+        half = 0.5 * s.memory[c + 1]
+        x = max(t + half, s.engines[q]) + size * s.memory[c]
         s.engines[q] = x
-        y = max(t + s.memory[c + 1] + size * s.p[SM_BYTE], x + s.memory[c + 3])
+        y = max(t + s.memory[c + 1] + size * s.p[SM_BYTE], x + half)
         s.w_last[5 * w] = max(s.w_last[5 * w], y)
 
 

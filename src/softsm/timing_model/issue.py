@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # isort: off
 from softsm.timing_model.machine import (
+    ATOMIC, ATOMIC_LATENCY,
     BARRIER, BESIDE, BRANCH, BULK_WAIT, B_CAUSES, B_COLUMNS, B_PHASES, B_TIMES, CLUSTER_WAIT, CODE, COMPUTES, COPIES,
     CP_WAIT, DEPENDS, ENGINES, EXTRA, HOLDS, INF, INTERVAL, ISSUE, ISSUE_SLOT, KIND, L1_LATENCY, LATENCY, LDS_BESIDE,
     LINES, LOAD_LINE, LOW, LSU_FREE, LSU_QUEUE, MEMBAR, NAMED, N_GROUPS, ON_BARRIER, ON_CLUSTER, ON_PRODUCTS,
@@ -88,7 +89,7 @@ def stalled(s, w, t, pos, i, k, slot, en):
     if x > te:
         te = x
         reason = ISSUE
-    if k == SHARED or k == READ:
+    if k == SHARED or k == READ or k == ATOMIC:
         x = s.engines[en + LSU_FREE] - s.p[LSU_QUEUE]
         if x > te:
             te = x
@@ -207,23 +208,30 @@ def results(s, w, t, i, k, m, sm, en):
         done = x + u + s.values[m + LATENCY]
         s.w_last[5 * w + 4] = max(s.w_last[5 * w + 4], done)
     elif k == READ:
-        read = max(t, s.engines[en + LSU_FREE]) + max(1.0, u / 128.0, s.values[m + LINES] * s.p[LOAD_LINE])
+        read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LINES] * s.p[LOAD_LINE])
         s.engines[en + LSU_FREE] = read
         done = t + s.p[L1_LATENCY]
-        s.asked[i] += u  # where most lanes hit L1, every so many loads fetch a sector
-        if s.asked[i] >= 31.9:
-            u = s.asked[i]
-            s.asked[i] = 0.0
+        s.asked[i] += s.values[m + EXTRA]  # every so many of these loads fetch something, the others hit L1
+        if s.asked[i] >= 0.999 and u > 0.0:
+            s.asked[i] -= 1.0
             c = 5 * s.ints[m + TENSOR]
             q = en + int(s.memory[c + 4])
-            x = max(t, s.engines[q]) + u * s.memory[c]
+            half = 0.5 * s.memory[c + 1]
+            x = max(t + half, s.engines[q]) + u * s.memory[c]
             s.engines[q] = x
-            done = max(t + s.memory[c + 1] + u * s.p[SM_BYTE], x + s.memory[c + 3])
+            done = max(t + s.memory[c + 1] + u * s.p[SM_BYTE], x + half)
         s.w_last[5 * w + 4] = max(s.w_last[5 * w + 4], done)
     elif k == WRITE:
         read = max(t, s.engines[en + LSU_FREE]) + max(1.0, u / 128.0)
         s.engines[en + LSU_FREE] = read
         s.engines[en + WRITE_FREE] = max(t, s.engines[en + WRITE_FREE]) + u * s.p[STORE_CYCLE]
+    elif k == ATOMIC:
+        read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LINES] * s.p[LOAD_LINE])
+        s.engines[en + LSU_FREE] = read
+        x = max(t, s.engines[en + WRITE_FREE]) + u * s.p[STORE_CYCLE]
+        s.engines[en + WRITE_FREE] = x
+        done = x + s.p[ATOMIC_LATENCY]
+        s.w_last[5 * w + 4] = max(s.w_last[5 * w + 4], done)
     elif k == TENSOR_READ or k == TENSOR_WRITE:
         x = max(t, s.engines[en + TM_FREE]) + u / s.p[TMEM_RATE]
         s.engines[en + TM_FREE] = x
@@ -233,7 +241,7 @@ def results(s, w, t, i, k, m, sm, en):
     elif k == TAKEN:
         after = max(after, t + s.p[BRANCH])
     elif k == MEMBAR:  # waits for the loads of the warp
-        done = max(t + s.values[m + INTERVAL], s.w_last[5 * w + 4])
+        done = max(t + max(s.values[m + INTERVAL], s.values[m + LATENCY]), s.w_last[5 * w + 4])
         read = done
         after = done
     return done, read, after

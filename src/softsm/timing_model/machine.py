@@ -11,7 +11,7 @@ import numpy as np
 INF = 1e18
 LOW = 0xFFFFFFFF  # with it LLVM knows that an index is not below zero, and leaves out what Python does with one that is
 # Kinds of machine instructions.
-PLAIN, SHARED, READ, WRITE, PRODUCT, PRODUCT_WAIT, TENSOR_READ, TENSOR_WRITE, TAKEN, MEMBAR = range(10)
+PLAIN, SHARED, READ, WRITE, PRODUCT, PRODUCT_WAIT, TENSOR_READ, TENSOR_WRITE, TAKEN, MEMBAR, ATOMIC = range(11)
 # Reasons to wait.
 REASONS = ("registers", "pipe", "issue", "barrier", "products", "copies", "bar.sync", "shared memory", "code")
 DEPENDS, PIPE, ISSUE, BARRIER, PRODUCTS, COPIES, NAMED, PORT, CODE = range(9)
@@ -53,6 +53,7 @@ PARAMETERS = (
     "code.far",
     "copy.line",
     "load.line",
+    "atomic.latency",
 )
 (
     PRODUCT_TAIL,
@@ -88,6 +89,7 @@ PARAMETERS = (
     JUMP_FAR,
     CP_LINE,
     LOAD_LINE,
+    ATOMIC_LATENCY,
 ) = range(len(PARAMETERS))
 # Events (trace.py), by their kind; ARRIVE and COMMIT are parameters.
 (
@@ -147,7 +149,7 @@ class State(NamedTuple):
     values: np.ndarray
     fetched: np.ndarray  # when their code is there, or -1
     issued: np.ndarray
-    asked: np.ndarray  # bytes that loads have still to fetch
+    asked: np.ndarray  # loads that have still to fetch something
     stalls: np.ndarray  # reasons of each, one after the other
     s_ins: np.ndarray  # ways: machine instruction, first event, counted from the warp's first, or -1, events
     s_ev: np.ndarray

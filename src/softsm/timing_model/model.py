@@ -17,12 +17,14 @@ from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import Code, code_of
-from softsm.timing_model.trace import ClusterTrace, LaunchTrace
+from softsm.timing_model.trace import SM_SHARED, ClusterTrace, LaunchTrace
 from softsm.timing_model.work import ENGINES, work_of
 
-SM_SHARED, SM_REGISTERS, SM_THREADS, SM_CTAS = 233_472, 65_536, 2048, 32
+SM_REGISTERS, SM_THREADS, SM_CTAS = 65_536, 2048, 32
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
 ROW = 2048  # bytes
+SCATTERED = 40  # bytes of a line: below it, lanes read words here and there
+SLICES = (1, 16, 256, 4096), (1.0, 4.2, 27.5, 59.0)  # lines that atomics go to -> slices of L2 that do them
 BATCH = 16  # rows that a warp waits for together, at least
 QUEUE = 3, 6  # CTAs in a row that the replay looks at: at least, at most
 
@@ -34,9 +36,26 @@ class Source:
     name: str
     size: int
     asked: float = 0.0  # bytes, whole grid
+    lines: float = 0.0  # of 128 bytes that those are in, whole or not
     written: float = 0.0
+    atomic: float = 0.0  # bytes of sectors that atomic operations change
     device: float = 0.0  # share that comes from device memory
     random: bool = False
+
+    @property
+    def piece(self) -> float:
+        """Bytes of a line that are asked for together."""
+        return min(128.0, self.asked / self.lines) if self.lines else 128.0
+
+    @property
+    def granules(self) -> float:
+        """What L2 does for what is asked for: it answers 64 bytes at a time."""
+        return max(1.0, 64 / self.piece)
+
+    @property
+    def changed(self) -> float:
+        """Bytes that leave L2 at last: sectors that are written in parts are whole there."""
+        return min(self.size, self.written + self.atomic)
 
 
 @dataclass
@@ -60,6 +79,7 @@ class Prediction:
     run: Run | None = None
     trace: LaunchTrace | None = None
     sources: list[Source] = field(default_factory=list)
+    kept: float | None = None  # share of rows read twice that a cache still has; None: there are none
     body_us: float = 0.0  # without the launch
     lets_in_us: float | None = None  # when it lets a dependent grid begin
     waits_us: float | None = None  # when one that was launched early waits for the grid before it
@@ -133,8 +153,12 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
             if 0 <= tensor < len(out):
                 if way == "read":
                     out[tensor].asked += n * scale
-                else:
+                elif way == "read lines":
+                    out[tensor].lines += n * scale
+                elif way == "write":
                     out[tensor].written += n * scale
+                elif way == "atomic":
+                    out[tensor].atomic += n * scale
         for tensor, starts in c.starts.items():
             if len(starts) > 24 and 0 <= tensor < len(out):
                 steps = np.diff(np.array(starts))
@@ -143,6 +167,7 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
     l2, held = gpu["l2.bytes"], gpu["l2.held"]
     for s in out:
         if s.asked:
+            s.random |= s.piece < SCATTERED
             s.device = min(1.0, s.size / s.asked)
             if s.random and s.size > held:
                 unique = s.size * (1 - np.exp(-s.asked / s.size))
@@ -159,6 +184,11 @@ def parameters_of(gpu: Gpu) -> np.ndarray:
     return np.array([gpu[name] if name else 0.0 for name in machine.PARAMETERS])
 
 
+def within(value: float, low: float, high: float) -> float:
+    """1 up to low, 0 from high on."""
+    return float(np.clip((high - value) / (high - low), 0.0, 1.0))
+
+
 class Model:
     def __init__(self, trace: LaunchTrace, gpu: Gpu, recent: dict[str, float] | None = None):
         self.trace, self.gpu = trace, gpu
@@ -167,22 +197,28 @@ class Model:
         self.lowering = lowering_of(self.code, trace.blocks)
         self.streams = [self.lowering.streams(c) for c in trace.clusters]
         self.occupancy = occupancy(trace, self.code)
-        self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share())
         self.cluster = trace.cluster[0] * trace.cluster[1] * trace.cluster[2]
         self.turns = self._turns()
         self.sources = sources_of(trace, gpu, recent or {})
         self.sms = int(gpu["sms"])
+        changing = [self.gpu["hbm.write"] / self.atomic_rate(s) for s in self.sources]
+        self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing)
         self._unknown_tensors()
         self.kinds = kinds_of(self.streams)
         self.device_use = 0.0  # share of its rate that device memory is used with: it answers later the busier it is
         again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
+        found = self.l2_finds_again()
+        twice = any(a.space == "load" and 4 * a.distant > a.units for a in trace.access.values())
+        self.kept = min(1.0, self.l1_share() + found) if twice else None
         for a in trace.access.values():
             if a.space == "load" and a.tensors:
                 tensor = max(a.tensors, key=lambda n: a.tensors[n])
                 if 0 <= tensor < len(self.sources):
-                    s, more = self.sources[tensor], 32 * (a.units - a.missed) * a.times * again
-                    s.device *= s.asked / max(s.asked + more, 1.0)
+                    s, more = self.sources[tensor], 32 * a.distant * a.times * again
+                    device = s.device * s.asked + (1 - found) * more
+                    s.lines *= 1 + more / max(s.asked, 1.0)
                     s.asked += more
+                    s.device = device / max(s.asked, 1.0)
 
     def _unknown_tensors(self) -> None:
         """Loads that no tensor is known for get the number behind the last."""
@@ -208,22 +244,32 @@ class Model:
                 "for this kernel"
             )
 
-    def l1_share(self) -> float:
-        """The share of the sectors a CTA asks for again that L1 still holds: L1 is what shared memory leaves."""
+    def _once(self) -> float:
+        """Bytes that a CTA loads, each once."""
         loads = [a for a in self.trace.access.values() if a.space == "load"]
-        once = sum(32 * a.missed * a.times for a in loads) / len(self.trace.clusters)
-        room = max(0.0, SM_L1 - self.occupancy * self.trace.shared)
-        return min(1.0, room / max(once * self.occupancy, 1.0))
+        return sum(32 * a.missed * a.times for a in loads) / len(self.trace.clusters)
+
+    def l1_share(self) -> float:
+        """The share of the sectors a CTA asks for again that L1 still holds: L1 is what shared memory leaves. It
+        forgets what was used longest ago, so rows that are read twice are found whole or not at all."""
+        room = max(1.0, SM_L1 - self.occupancy * self.trace.shared)
+        return within(self._once() * self.occupancy / room, 0.6, 1.1)
+
+    def l2_finds_again(self) -> float:
+        """The same for L2 and what L1 did not hold: all CTAs that run together fill it."""
+        written = sum(s.written for s in self.sources) / self.trace.total / self.cluster
+        ctas = min(self.trace.total * self.cluster, self.sms * self.occupancy)
+        return within(ctas * (self._once() + written) / self.gpu["l2.bytes"], 0.6, 1.2)
 
     def memory(self, clock: float, active: int) -> tuple[np.ndarray, float]:
         """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
         g = self.gpu
-        slow = g["hbm.busy"] * self.device_use**2
+        slow = g["hbm.busy"] * self.device_use**3
 
         def row(s: Source) -> list[float]:
-            per = max(1 / g["sm.rate"], clock / self.l2_share(s, active))
+            per = max(1 / g["sm.rate"], clock * s.granules / self.l2_share(s, active))
             if s.device:
-                per = max(per, s.device * active * clock / g["hbm.rate"])
+                per = max(per, s.device * active * clock * self.device_cost(s) / g["hbm.rate"])
             # Who asks together waits together: for device memory, if the line is not in L2 yet.
             far = min(1.0, s.device * self.together(s, active))
             if s.random:  # a wait is for many rows: the slowest counts
@@ -239,10 +285,21 @@ class Model:
         write = active * clock / g["hbm.write"]
         return np.array(rows), max(write, 1 / g["sm.write"])
 
-    def drained(self, written: float) -> float:
+    def device_cost(self, s: Source) -> float:
+        """What a byte from device memory takes more than in a stream, if pieces of a line are read here and there."""
+        return max(1.0, self.gpu["hbm.piece"] / s.piece) if s.random else 1.0
+
+    def drained(self) -> float:
         """Bytes that device memory takes while the kernel runs. A stream of stores is as slow into L2 as beyond it
         (benchmarks/microbench); little is kept there."""
+        written = sum(s.changed for s in self.sources)
         return written if written > 0.25 * self.gpu["l2.bytes"] else 0.0
+
+    def atomic_rate(self, s: Source) -> float:
+        """Bytes/ns of sectors that L2 changes: each slice one after another, and few lines are in few slices."""
+        lines = max(1.0, s.size / 128)
+        slices = np.exp(np.interp(np.log(lines), np.log(SLICES[0]), np.log(SLICES[1])))
+        return 32 * self.gpu["atomic.slice"] * float(slices)
 
     def together(self, s: Source, active: int) -> float:
         """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together. In a
@@ -272,7 +329,8 @@ class Model:
         step (benchmarks/microbench) is the upper bound, of 64 that are not the L2 answers one in 2.8."""
         g = self.gpu
         alone = g["l2.rate"] / active
-        served = 1 + (self.together(s, active) - 1) * g["l2.coincide"]
+        whole = (s.piece / 128) ** 2  # pieces of a line are asked for at different times
+        served = 1 + (self.together(s, active) - 1) * g["l2.coincide"] * whole
         return max(alone, min(g["l2.merged"], served * alone))
 
     def replay(self, queues: list[list[int]], clock: float, active: int, log: int = 0, whole: bool = True,
@@ -486,11 +544,15 @@ class Model:
         us = 1e-3 / f
         sms = self.sms
         needs = dict(zip(ENGINES, (self.work / sms * us).tolist()))
-        device = sum(s.asked * s.device for s in self.sources)
-        written = sum(s.written for s in self.sources)
+        read = sum(s.asked * s.granules / self.l2_share(s, sms) / sms for s in self.sources)
+        written = sum(s.written for s in self.sources) / g["hbm.write"]
+        changed = sum(s.atomic / self.atomic_rate(s) for s in self.sources)
+        device = sum(s.asked * s.device * self.device_cost(s) + min(s.atomic, s.size) for s in self.sources)
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {
-            "L2": (sum(s.asked / self.l2_share(s, sms) / sms for s in self.sources) + written / g["hbm.write"]) * 1e-3,
-            "device memory": (device + self.drained(written)) / g["hbm.rate"] * 1e-3,
+            "L2": max(read, written) * 1e-3,  # answers and stores go different ways
+            "atomics": changed * 1e-3,
+            "device memory": (device / g["hbm.rate"] + self.drained() / g["hbm.mixed"]) * 1e-3,
+            "CTA launches": trace.total * self.cluster / g["cta.rate"] * 1e-3,
         }
         # Nothing is faster than what it must do, and no memory is busy before the first request has got there.
         first = {"L2": g["load.l2"] * 1e-3, "device memory": g["load.hbm"] * 1e-3}
@@ -521,6 +583,7 @@ class Model:
             run,
             trace,
             self.sources,
+            self.kept,
             body,
             self._us_of(run.reached("PREEXIT"), f),
             self._us_of(run.reached("ACQBULK"), f) if trace.dependent else None,

@@ -45,6 +45,9 @@ OURS = "benchmarks/microbench, H200, 2026-11-15"
 STRIPS = "benchmarks/microbench, group strips, H200, 2026-11-16"
 TURNS = "benchmarks/microbench, groups products and turns, H200, 2026-11-16"
 OVERLAP = "benchmarks/microbench, group overlap, H200, 2026-11-16"
+GLUON = "Triton's Gluon tutorials 02, 06, 08 and 11, B200 (benchmarks/timing.py --published)"
+EVERYDAY = "benchmarks/microbench, group everyday, H200, 2026-11-17"
+DRAWN = "benchmarks/timing.py --seed 1 2, kernels that wait for one load after another, H200, 2026-11-17"
 DEPENDENTS = "benchmarks/microbench, group dependents, H200, 2026-11-16"
 CLOSE = "cycles a product is held up by an instruction within two cycles of the one before"
 
@@ -109,20 +112,26 @@ HOPPER = {
     "tma.hbm": _p(390.0, "ns", OURS, "B", 330, 410),
     "tma.port": _p(0.0, "share", OURS, "A", 0, 1),
     "load.l1": _p(34, "cycles", LU, "B"),
-    "load.l2": _p(140.0, "ns", OURS, "B", 130, 170),
-    "load.hbm": _p(330.0, "ns", OVERLAP, "A", 320, 345),  # one after another
-    "hbm.busy": _p(370.0, "ns, times the square of its use", OURS, "B", 320, 410),  # gathers: 443 at 53 %, 575 at 82 %
+    "load.l2": _p(170.0, "ns", DRAWN, "B", 130, 210),
+    "load.hbm": _p(415.0, "ns", DRAWN, "B", 320, 430),  # 330 of one lane alone, one after another
+    "hbm.busy": _p(250.0, "ns, times the cube of its use", OURS, "B", 188, 290),  # gathers: 443 at 53 %, 575 at 82 %
     "sm.rate": _p(107.0, "bytes/cycle", OURS, "A", 98, 120),
     "l2.rate": _p(9100.0, "bytes/ns", OURS, "A", 8500, 10100),
     "hbm.rate": _p(4600.0, "bytes/ns", OURS, "A", 4400, 4650),
     "hbm.write": _p(4400.0, "bytes/ns", OURS, "A", 4350, 4760),
+    "hbm.mixed": _p(4100.0, "bytes/ns written beside reads", DRAWN, "B", 4000, 4400),
+    "hbm.piece": _p(104.0, "bytes that a sector takes which is read alone", DRAWN, "B", 64, 110),
+    "atomic.slice": _p(1.8, "sectors/ns of a slice of L2", EVERYDAY, "A", 1.6, 1.9),
+    "atomic.latency": _p(495.0, "cycles", EVERYDAY, "B", 450, 570),
+    "membar.gpu": _p(750.0, "cycles", EVERYDAY, "B", 600, 800),
+    "cta.rate": _p(1.66, "CTAs/ns of the GPU", DRAWN, "A", 1.6, 1.7),
     "l2.bytes": _p(60e6, "bytes", "driver", "A"),
     "l2.held": _p(26e6, "bytes that random reads find again", STRIPS, "A", 23e6, 29e6),  # both halves hold it
     "launch": _p(3.9, "us", OVERLAP, "A", 3.6, 4.1),  # 4.0 to 4.4 with an empty kernel, which has cta.start too
     "launch.next": _p(1.2, "us", OVERLAP, "A", 1.1, 1.3),
     "launch.dependent": _p(0.7, "us", DEPENDENTS, "A", 0.6, 0.9),  # 1.4 to 1.5 in order, cta.start included
     "cta.start": _p(0.3, "us", OURS, "C", 0.1, 0.9),
-    "cta.gap": _p(500.0, "cycles", OVERLAP, "A", 470, 570),
+    "cta.gap": _p(350.0, "cycles", DRAWN, "B", 300, 570),
     "branch": _p(5.0, "cycles", OURS, "B", 4, 12),
     "cluster.barrier": _p(900, "cycles", HUT, "C"),
     "remote": _p(200, "cycles", LU, "B"),
@@ -164,16 +173,25 @@ BLACKWELL = HOPPER | {
     "sm.rate": _p(80, "bytes/cycle", SA, "B", 64, 130),
     "l2.rate": _p(20500, "bytes/ns", "TileSight, arXiv 2607.22432", "B", 12000, 22500),
     "hbm.rate": _p(7100, "bytes/ns", SA, "A", 7000, 7300),
-    "hbm.write": _p(6500, "bytes/ns", SA, "C", 5500, 7300),
+    "hbm.write": _p(7000, "bytes/ns", GLUON, "B", 6500, 7300),
     "l2.bytes": _p(126e6, "bytes", "driver", "A"),
     "l2.held": _p(55e6, "bytes that random reads find again", "the H200's share of l2.bytes", "D", 50e6, 126e6),
-    "clock.loaded": _p(1.85, "GHz", "stated, not measured", "D", 1.35, 1.965),
+    "hbm.mixed": _p(7200, "bytes/ns written beside reads", GLUON, "B", 6900, 7300),
+    "cta.rate": _p(1.86, "CTAs/ns of the GPU", "the H200's, by the number of SMs", "D", 1.6, 2.0),
+    # The clock falls with the use of the tensor cores, most of all in runs as long as those of a benchmark.
+    "clock.loaded": _p(1.2, "GHz", GLUON, "B", 1.15, 1.35),
+    "clock.full": _p(1.0, "tensor-core use", GLUON, "B", 0.75, 1.0),
     "bar.sync": _p(22, "cycles", QRC, "B"),
     "latency.lds": _p(29, "cycles", QRC, "B"),
     # Products and threads share no register ports; not measured.
     "product.delay": _p(0.0, CLOSE, TMEM, "C", 0.0, 0.24),
 }
-GPUS = {"h200": Gpu("H200", "sm_90a", 1.98, HOPPER), "b200": Gpu("B200", "sm_100a", 1.965, BLACKWELL)}
+GB200 = BLACKWELL | {"sms": _p(152, "count", "driver", "A")}
+GPUS = {
+    "h200": Gpu("H200", "sm_90a", 1.98, HOPPER),
+    "b200": Gpu("B200", "sm_100a", 1.965, BLACKWELL),
+    "gb200": Gpu("GB200", "sm_100a", 2.062, GB200),
+}
 
 
 def gpu_for(name: str | None, arch: str) -> Gpu:

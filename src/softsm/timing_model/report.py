@@ -14,7 +14,7 @@ from softsm.timing_model.lower import kinds_of
 from softsm.timing_model.machine import WAIT
 from softsm.timing_model.model import Prediction
 from softsm.timing_model.path import critical_path
-from softsm.timing_model.validated import band, statement
+from softsm.timing_model.validated import band, doubts, statement
 
 SHOWN = 6
 NEEDS = {"registers": "an operand", "pipe": "its pipe", "issue": "an issue slot", "shared memory": "shared memory",
@@ -119,6 +119,7 @@ def as_dict(p: Prediction) -> dict:
         "kernel": p.kernel, "gpu": p.gpu.name, "grid": list(p.grid), "threads": p.threads, "ctas": p.ctas,
         "resident": p.resident, "waves": round(p.waves, 2), "cycles": round(p.cycles), "clock_ghz": round(p.clock, 3),
         "us": round(p.us, 2), "us_low": round(p.us * low, 2), "us_high": round(p.us * high, 2),
+        "less_certain": [d.words for d in doubts(p)],
         "without_launch_us": round(p.body_us, 2), "bound": p.bound,
         "busy": {k: round(float(v), 3) for k, v in p.busy.items()},
         "roofline_us": {k: round(float(v), 2) for k, v in p.roofline.items()},
@@ -143,6 +144,7 @@ def text(p: Prediction) -> str:
     ]
     if words := doubt(p):
         lines.append(f"  {words}")
+    lines += [f"  less certain: {d.words} (within {d.width:.0%})" for d in doubts(p)]
     waits = stalls(p)
     if waits:
         lines.append("  longest waits of a warp:")

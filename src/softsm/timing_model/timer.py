@@ -27,7 +27,7 @@ class Timer(Session):
 
     def __init__(self, gpu: str | None = None, clock: float | None = None, samples: int = 3, values: bool = False):
         self.gpu_name, self.clock, self.most, self.values = gpu, clock, samples, values
-        self.sms = 132
+        self.sms = int(GPUS[gpu or "h200"]["sms"])
         self.predictions: list[Prediction] = []
         self.written: dict[str, float] = {}
 
@@ -77,7 +77,7 @@ def timing(
     """Time every launch inside.
 
     Args:
-        gpu: "h200" or "b200"; default: the one with the program's architecture.
+        gpu: "h200", "b200" or "gb200"; default: the one with the program's architecture.
         clock: GHz of the multiprocessors; default: what the model expects.
         samples: how many clusters of a large grid run, up to three.
         values: compute matrix products, for kernels whose control flow depends on them.

@@ -53,6 +53,7 @@ from softsm.timing_model.machine import (
 if TYPE_CHECKING:
     from softsm.timing_model.timer import Timer
 
+SM_SHARED = 233_472  # bytes
 MANY = 24  # jumps from which on arrays are quicker than a loop
 PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
 
@@ -82,7 +83,8 @@ class ClusterTrace:
     barriers: dict = field(default_factory=dict)  # (rank, offset) -> number
     names: list[str] = field(default_factory=list)
     instructions: int = 0
-    traffic: dict = field(default_factory=Counter)  # (tensor, 'read' | 'write') -> bytes
+    # (tensor, 'read', 'write' or 'atomic') -> bytes; (tensor, 'read lines') -> lines of 128 bytes, whole or not
+    traffic: dict = field(default_factory=Counter)
     starts: dict = field(default_factory=_lists)  # tensor -> addresses asked for, in order
 
 
@@ -194,7 +196,23 @@ class Tracer(Observer):
 
     def launched(self, machine: Machine) -> None:
         nx, ny, _ = (-(-g // c) for g, c in zip(machine.grid, machine.cluster_shape))
-        machine.clusters = iter([(i % nx, i // nx % ny, i // (nx * ny)) for i in self.samples])
+
+        def place(i: int) -> tuple[int, int, int]:
+            return i % nx, i // nx % ny, i // (nx * ny)
+
+        if any(c.instruction.name.startswith("clusterlaunchcontrol.try_cancel") for c in self.kernel.program.macros):
+            # The clusters that find room take the places of all others: one of them stands for each other.
+            together = max(1, SM_SHARED // max(machine.shared_limit, 1)) * self.timer.sms // machine.cluster_size
+            taken = iter(range(together, self.total, together))
+            shape = machine.cluster_shape
+
+            def try_cancel(gpu: int) -> tuple[int, ...] | None:
+                at = next(taken, None)
+                return None if at is None else tuple(x * c for x, c in zip(place(at), shape))
+
+            machine.try_cancel = try_cancel
+            self.samples, self.total = [0], min(self.total, together)
+        machine.clusters = iter([place(i) for i in self.samples])
         machine.left = len(self.samples)
         machine.run_code = self._run
         # Zeros where accumulators are read that no product was written to: branches may depend on them.
@@ -366,29 +384,32 @@ class Tracer(Observer):
             sectors, lines_asked = (len({a + shift >> bits for a in addresses}) for bits in (5, 7))
             if sectors:
                 trace.traffic[tensor, "read"] += 32 * sectors
+                trace.traffic[tensor, "read lines"] += lines_asked
                 if len(trace.starts[tensor]) < 4096:
                     trace.starts[tensor].append(addresses[0])
             add((line, CP_ASYNC, tensor, 32 * sectors, lines_asked))
             return
         barriers = [(b, amount) for what, b, amount, by in self.arrivals if by is op and what == "complete_tx"]
         if kind.startswith(("TMA load", "bulk load")):
-            tensor, address, gathered = self._source(op.reads)
+            tensor, address, gathered, row = self._source(op.reads)
             nbytes = barriers[0][1] if barriers else 0
             trace.traffic[tensor, "read"] += nbytes
+            trace.traffic[tensor, "read lines"] += -(-nbytes // min(row, 128))
             if len(trace.starts[tensor]) < 4096:
                 trace.starts[tensor].append(address)
             for n, (barrier, amount) in enumerate(barriers):
                 if barrier in self.known:
                     add((line, GATHER if gathered else LOAD, self.known[barrier], amount, tensor if n == 0 else -2))
-        elif kind.endswith("to a peer") or kind.endswith(".async"):
+        elif kind.endswith(("to a peer", ".async", "try_cancel")):
             for barrier, amount in barriers:
                 if barrier in self.known:
                     add((line, LOAD, self.known[barrier], amount, -2))
         elif kind.startswith(("TMA", "bulk")) and not kind.endswith("(read)"):
-            tensor, _, _ = self._source(op.writes)
+            tensor, _, _, row = self._source(op.writes)
             first = next((x for x in self.ops if x.kind == f"{kind} (read)"), None)
             nbytes = sum(r[3] - r[2] for r in first.reads if r[0] == "shared") if first is not None else 0
             trace.traffic[tensor, "write"] += nbytes
+            trace.traffic[tensor, "write lines"] += -(-nbytes // min(row, 128))
             add((line, BULK_STORE, tensor, nbytes, 0))
         elif kind == "tcgen05.mma":
             _, _, m, n, *_ = op.footprint.accumulator
@@ -402,7 +423,8 @@ class Tracer(Observer):
                 if by is op and what == "arrive" and barrier in self.known:
                     add((line, MMA_COMMIT, self.known[barrier], 1, 0))
 
-    def _source(self, regions) -> tuple[int, int, bool]:
+    def _source(self, regions) -> tuple[int, int, bool, int]:
+        """tensor, address, whether rows are gathered, bytes of a row"""
         for region in regions:
             if region[0] == "tensor":
                 box = region[1]
@@ -410,14 +432,12 @@ class Tracer(Observer):
                 address = box.map.base
                 for c, stride in zip(coords[1:], box.map.strides):
                     address += c * stride
-                return (
-                    self._tensor(box.map.base),
-                    address + coords[0] * box.map.data_type.bits // 8,
-                    box.rows is not None,
-                )
+                bits = box.map.data_type.bits
+                row = max(1, box.map.box[0] * bits // 8)
+                return self._tensor(box.map.base), address + coords[0] * bits // 8, box.rows is not None, row
             if region[0] == "global":
-                return self._tensor(region[1]), region[1], False
-        return -1, 0, False
+                return self._tensor(region[1]), region[1], False, 128
+        return -1, 0, False, 128
 
     def ended(self, failure: BaseException | None) -> None:
         machine = self.machine

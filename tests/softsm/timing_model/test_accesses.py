@@ -27,13 +27,20 @@ def test_wavefronts(stride, size, wanted) -> None:
 def test_a_sector_is_fetched_by_the_load_that_asks_first() -> None:
     sectors = np.array([[1, 2, 2, 3], [3, 4, 5, 5], [1, 2, 3, 4]])
     fresh = np.array([[True, True, False, True], [True, True, True, False], [True] * 4])
-    assert accesses.first_asked(sectors, fresh).tolist() == [3, 2, 0]
+    assert accesses.first_asked(sectors, fresh)[0].tolist() == [3, 2, 0]
 
 
 def test_l1_begins_anew_when_it_is_full(monkeypatch) -> None:
     monkeypatch.setattr(accesses, "L1_BYTES", 3 * 32)
     sectors = np.array([[1, 2], [3, 4], [1, 2], [1, 2]])
-    assert accesses.first_asked(sectors, np.ones((4, 2), bool)).tolist() == [2, 2, 2, 0]
+    assert accesses.first_asked(sectors, np.ones((4, 2), bool))[0].tolist() == [2, 2, 2, 0]
+
+
+def test_what_was_asked_for_long_ago_is_told_from_what_was_lately(monkeypatch) -> None:
+    monkeypatch.setattr(accesses, "NEAR_BYTES", 3 * 32)
+    addresses = 32 * np.array([[1, 2], [3, 4], [1, 2], [1, 2]])
+    every = accesses.sectors_of(None, lambda: addresses, np.zeros(4, bool), np.zeros(4, int), np.arange(4))
+    assert [x.tolist() for x in every] == [[2] * 4, [2, 2, 0, 0], [0, 0, 2, 0], [1, 2, 1, 1]]
 
 
 def test_warps_of_a_cta_ask_in_step() -> None:
@@ -41,7 +48,7 @@ def test_warps_of_a_cta_ask_in_step() -> None:
     addresses = 32 * np.array([[1, 1], [2, 2], [2, 2], [1, 1]])  # warp 0 asks for 1, then 2; warp 1 for 2, then 1
     turn = accesses.turns_of(np.array([0, 0, 1, 1]))
     assert turn.tolist() == [0, 1, 0, 1]
-    units, missed, _ = accesses.sectors_of(None, lambda: addresses, np.zeros(4, bool), np.zeros(4, int), turn)
+    units, missed, _, _ = accesses.sectors_of(None, lambda: addresses, np.zeros(4, bool), np.zeros(4, int), turn)
     assert units.tolist() == [1, 1, 1, 1]
     assert missed.tolist() == [1, 0, 1, 0]
 
@@ -55,7 +62,7 @@ def test_sectors_of_loads_side_by_side_and_of_others(step) -> None:
     addresses, turn = starts[:, None] + offsets, accesses.turns_of(np.arange(12) // 6)
     ends = addresses[:, [0, -1]] if step in (0, 4, 16, 32) else None
     store, cta = np.arange(12) == 5, np.zeros(12, int)
-    units, missed, lines = accesses.sectors_of(ends, addresses.copy, store, cta, turn)
+    units, missed, _, lines = accesses.sectors_of(ends, addresses.copy, store, cta, turn)
     asked: set[int] = set()
     for n in sorted(range(12), key=lambda n: int(turn[n])):
         mine = set((addresses[n] >> 5).tolist())
@@ -75,6 +82,6 @@ def test_ranges_begin_anew_as_sectors_do_when_l1_is_full(monkeypatch, kept) -> N
     monkeypatch.setattr(accesses, "L1_BYTES", 8 * 32 * kept)
     first = 8 * np.random.default_rng(kept).integers(0, 5, 40)
     sectors = first[:, None] + np.arange(8)
-    wanted = accesses.first_asked(sectors, np.ones(sectors.shape, bool))
+    wanted, _ = accesses.first_asked(sectors, np.ones(sectors.shape, bool))
     found = accesses.ranges_first_asked(sectors[:, [0, -1]], np.full(40, 8))
-    assert found is not None and found.tolist() == wanted.tolist()
+    assert found is not None and found[0].tolist() == wanted.tolist()
