@@ -7,7 +7,7 @@ class SoftsmError(RuntimeError):
     """Base class of everything softsm raises about a program."""
 
     def __reduce__(self):
-        """As it is, message and attributes: errors travel between processes."""
+        """Keep message and attributes: errors travel between processes."""
         return _rebuilt, (type(self), self.args, self.__dict__)
 
 

@@ -66,7 +66,7 @@ class BackwardContest:
         yield from peers.dense_backward(*inputs, self.dout, self.case.causal)
 
     def error(self, name: str, result: Any) -> float:
-        """Of the last sequence's first and last KV heads, against fp32; the worst of dq, dk and dv."""
+        """The error of the last sequence's first and last KV heads, against fp32; the worst of dq, dk and dv."""
         case, worst = self.case, 0.0
         group = case.q_heads // case.kv_heads
         for head in (0, case.kv_heads - 1):
@@ -180,7 +180,8 @@ class V4BackwardContest:
         yield from peers.v4_backward(self.q, pool, indices, self.sink, out, lse, dout)
 
     def error(self, name: str, result: Any) -> float:
-        """Of dq of the first queries: the gradients of rows are sums over all of them, and agree or do not with it."""
+        """The error of dq of the first queries. The gradients of rows are sums over all queries: they agree if dq
+        does."""
         some = slice(0, self.compared)
         given = [x for rows, lists in zip(self.rows, self.lists) for x in (rows, lists[some])]
         want = reference_backward.v4_attention(

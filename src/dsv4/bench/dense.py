@@ -39,7 +39,7 @@ class DenseCase:
 
     @property
     def flops(self) -> float:
-        """Of the two products; with a causal mask only what is seen."""
+        """The FLOPs of the two products; with a causal mask only those of visible scores."""
         t, s = self.queries, self.keys
         pairs = t * s - (t * (t - 1) // 2 if self.causal else 0)
         return 4.0 * self.batch * self.q_heads * pairs * self.head_dim
@@ -95,7 +95,7 @@ class DenseContest:
         return call
 
     def error(self, name: str, result: Any) -> float:
-        """Of the last sequence's first and last query heads, against fp32."""
+        """The error of the last sequence's first and last query heads, against fp32."""
         case, worst = self.case, 0.0
         if result.shape != self.q.shape:
             raise RuntimeError(f"{name}: a result of shape {list(result.shape)}")

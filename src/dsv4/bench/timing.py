@@ -24,7 +24,8 @@ SECONDS, FEWEST = 1.0, 5  # of all replays of a call; but so many at least
 
 @dataclass(frozen=True)
 class Sample:
-    """Of the replays of one call: the median, the quartiles, the median clock right after them, and how many."""
+    """The times of the replays of one call: the median, the quartiles, the median clock right after them, and how
+    many."""
 
     microseconds: float
     low: float

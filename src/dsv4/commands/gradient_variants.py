@@ -17,9 +17,8 @@ from dsv4.v4.backward import V4Backward
 
 
 def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str) -> list[Launch]:
-    """Of fmha and fmha_varlen, whatever the mask, the sink or the group, with dQ summed in any order or always in the
-    same one; at head dims 256 and 512 they have the same
-    kernels."""
+    """The launches of fmha's and fmha_varlen's gradients, whatever the mask, the sink or the group, with dQ summed in
+    any order or always in the same one; at head dims 256 and 512 they have the same kernels."""
     found = []
     for varlen in (False, True) if head_dim <= 128 else (False,):
 
@@ -39,8 +38,8 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str) -> list[Launch]:
 
 
 def v4_launches(heads: int, rope: int, dtype: torch.dtype, arch: str) -> list[Launch]:
-    """Of v4_attention: added up in any order or always in the same one, rotated back or not, positions of 32 and 64
-    bits."""
+    """The launches of v4_attention's gradients: added up in any order or always in the same one, rotated back or not,
+    positions of 32 and 64 bits."""
     found = []
     for deterministic, positions in itertools.product((False, True), (None, torch.int32, torch.int64)):
         q, rows = (torch.empty(n, dtype=dtype, device="meta") for n in ((1, heads, 512), (64, 512)))

@@ -135,7 +135,7 @@ def predicted_section(path: Path) -> str:
 
 
 def launch_of(head_dim: int, p_tmem: bool | None, how: str, dtype: torch.dtype = torch.bfloat16) -> Launch:
-    """As a call would launch it; nothing runs."""
+    """The launch that a call would make; nothing runs."""
     q = torch.empty(1, 256, 1, head_dim, dtype=dtype)
     if how in ("rows", "pair"):
         k = torch.empty(1, 256, 1, head_dim, dtype=dtype)

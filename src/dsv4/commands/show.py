@@ -83,7 +83,7 @@ def run_with_progress(
 
 
 def version_of(package: str) -> str | None:
-    """Of the installed distribution."""
+    """The version of the installed distribution."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -42,7 +42,7 @@ PHASES = ("prefill", "large", "decode", "split")  # many rows; so many that bloc
 
 
 class Sizes(NamedTuple):
-    """Of a DeepSeek-V4; the defaults are V4-Flash's."""
+    """The sizes of a DeepSeek-V4 model; the defaults are V4-Flash's."""
 
     hidden: int = 4096
     q_lora: int = 1024
@@ -102,7 +102,7 @@ def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> 
 
 
 def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
-    """Of one part of `wanted`."""
+    """The launches of one part of `wanted`."""
     from . import gradient_variants  # with Triton, which the command line must do without
 
     kind, *rest = part

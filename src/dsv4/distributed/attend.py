@@ -49,10 +49,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Settin
 
 def cut(t: int, s: int, shift: int, left: int, right: int) -> tuple[int, int, tuple[int, int]] | None:
     """Of t queries and s keys, query i sees key j iff i + shift - left <= j <= i + shift + right; -1 = no bound ->
-    as many queries and keys, from the first, as count, and fmha's window for them; None: nobody sees anything.
+    as many queries and keys, from the first, as count, and fmha's window for them; None if no query sees a key.
 
     fmha counts from the bottom right corner, i + S - T, so the corner must lie between the bounds: keys behind the
-    reach of the last query, and queries whose reach begins behind the last key, are cut off; nobody misses them.
+    reach of the last query, and queries whose reach begins behind the last key, are cut off: they change nothing.
     """
     if right >= 0:
         s = min(s, t + shift + right)
@@ -95,7 +95,8 @@ class State:
 
 
 def ring(k: Tensor, v: Tensor, pieces: int, order: str, group: Any) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
-    """For each rank, this one first: its pieces of keys, (position of the first, k, v). The next travel meanwhile."""
+    """Yield the pieces of keys of each rank, this one first: (position of the first, k, v). The next ones travel
+    meanwhile."""
     import torch.distributed as dist
 
     rank, size = rank_and_size(group)

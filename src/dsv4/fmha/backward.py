@@ -17,8 +17,8 @@ from dsv4.runtime.calls import Operation, Shapes
 class FmhaBackward:
     """forward has out and lse, as the forward pass left them. dq, dk, dv and dsink are to be filled; None = not wanted.
 
-    dout is the gradient of out, dlse that of lse (None: nobody used it). Kind dense or varlen; rows of no sequence get
-    gradient 0, and so do keys that nobody sees.
+    dout is the gradient of out, dlse that of lse (None: it was not used). Kind dense or varlen; rows of no sequence get
+    gradient 0, and so do keys that no query sees.
     """
 
     operation: ClassVar[str] = "fmha"

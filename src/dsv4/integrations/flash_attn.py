@@ -335,7 +335,7 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, table: Tensor, plac
     page = table.long().gather(1, (places // size).long())
     if checks.values_checked(page):
         checks.in_range("block_table", page, 0, k_cache.shape[0] - 1)
-    # Indexing counts negative numbers from the end: page -1 must not be the last page of somebody else.
+    # Indexing counts negative numbers from the end: page -1 must not be the last page of another sequence.
     page = page.masked_fill(page < 0, k_cache.shape[0])
     row = (places % size).long()
     k_cache[page, row] = k

@@ -37,7 +37,7 @@ class MergeSizes(NamedTuple):
 
 
 class MergeStrides(NamedTuple):
-    """Of out in units of 8 elements."""
+    """The strides of out, in units of 8 elements."""
 
     out_batch: Value
     out_token: Value

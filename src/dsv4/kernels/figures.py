@@ -68,7 +68,7 @@ def assembled(ptx: str, arch: str) -> tuple[str, str]:
 
 
 def figures(compiled: Any, arch: str) -> Figures:
-    """Of a kernel that `triton.compile` made for ``arch`` (sm_100a, sm_90a)."""
+    """The figures of a kernel that `triton.compile` made for ``arch`` (sm_100a, sm_90a)."""
     ptx = compiled.asm["ptx"]
     said, sass = assembled(ptx, arch)
     lines = instructions(sass)

@@ -4,7 +4,7 @@
 variant is in DIR takes it from there; the others are compiled as usual. A variant is named by the kernel
 and by everything that was fixed at compile time; its file also carries the hash of the kernel sources, and one over the
 whole record with the cubin. A file that is incomplete, stale or changed since it was written is rejected by name. The
-hash finds accidents; against somebody who can write to the directory there is no protection.
+hash finds accidents; it does not protect against people who can write to the directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT = 4
 
 @cache
 def source_hash() -> str:
-    """Of all kernel source files: a cubin made from others is stale."""
+    """The hash of all kernel source files: a cubin made from others is stale."""
     here = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(here.glob("**/kernels/**/*.py")):
@@ -59,7 +59,7 @@ def argument_type(x: Any) -> str:
 
 
 def argument_types(arguments: Sequence[Any]) -> list[str]:
-    """Of all launch arguments, the members of structs one by one."""
+    """The types of all launch arguments, with the members of structs one by one."""
     return [argument_type(x) for x in structs.flat(structs.neutral(arguments))]
 
 

@@ -308,7 +308,7 @@ def in_range(name: str, x: Tensor, low: int, high: int) -> None:
 
 
 def request_starts(x: Any, requests: int, queries: int, like: tuple[str, Tensor]) -> None:
-    """Of a block table with so many lines: needed unless it has one for each query."""
+    """Check the request starts of a block table: they are needed unless it has one line for each query."""
     if x is not None:
         int32("request_starts", x, (requests + 1,), like)
     elif requests != queries:

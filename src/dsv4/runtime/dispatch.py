@@ -116,7 +116,7 @@ def capability_of(device: torch.device | int | None = None) -> tuple[int, int]:
 
 
 def softsm_target() -> Target:
-    """Of the emulator in use now."""
+    """The target of the emulator that is in use."""
     from triton.runtime import driver
 
     arch = softsm_arch()
@@ -129,7 +129,7 @@ def softsm_target() -> Target:
 
 
 def compile_target(arch: str) -> Target:
-    """For kernels that are only compiled."""
+    """The target of kernels that are only compiled."""
     capability = next(capability for capability, entry in ARCHITECTURES.items() if entry.name == arch)
     return Target("cuda", capability, DEFAULT_NUM_SMS)
 

@@ -81,7 +81,7 @@ class Function(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Any, device: int) -> Function | None:
-        """Of what Triton compiled and loaded; None where its launch needs what is not known here."""
+        """From what Triton compiled and loaded; None if its launch needs something that this module does not know."""
         meta, types = compiled.metadata, tuple(structs.flat(compiled.src.signature.values()))
         descriptors = tuple(getattr(meta, "tensordesc_meta", None) or ())
         if meta.global_scratch_size or meta.profile_scratch_size or meta.launch_cooperative_grid or meta.num_ctas > 8:
@@ -189,8 +189,8 @@ class DriverLaunch:
 
 
 def carveout(shared: int) -> int:
-    """What leaves the L1 as much as one CTA with so many bytes can. In percent, rounded down: the driver takes the
-    least size that is no less."""
+    """The percentage of shared memory that leaves the L1 as much as a CTA with this many bytes allows. Rounded down:
+    the driver uses the smallest size that is not less."""
     size = next(kb for kb in SHARED_KB if 1024 * kb >= shared + RESERVED)
     return 100 * size // SHARED_KB[-1]
 

@@ -6,7 +6,7 @@ Inference does not come here. A public function that sees grad mode and an input
     torch.ops.dsv4.X_backward(...)   the gradients, called by autograd
 
 Both are operators with fake kernels, so torch.compile sees both graphs and checkpointing can name them. Their way
-through torch takes longer than the kernels of a small model: where the tensors are plain and nobody has to see the
+through torch takes longer than the kernels of a small model: where the tensors are plain and nothing has to see the
 operators, their kernels run without them. The gradient of a gradient is rejected by name, and so are tangents (forward
 mode), which torch would silently drop.
 """
@@ -62,7 +62,7 @@ def define(
 
 
 def training(name: str, plain: bool, *arguments: Any) -> Any:
-    """X_training(*arguments). plain: of tensors that are plain, and nobody has to see the operator."""
+    """X_training(*arguments). plain: the tensors are plain, and nothing has to see the operator."""
     if plain:
         return _functions[name].apply(*arguments)
     if torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling():
@@ -131,7 +131,7 @@ def define_operation(
         if torch.are_deterministic_algorithms_enabled():
             options = options._replace(deterministic=True)
         plain = operators.all_plain(saved) and operators.all_plain((dout, dlse)) and not saved[0].is_meta
-        # In grad mode somebody may ask for the gradient of this gradient.
+        # In grad mode a program may ask for the gradient of this gradient.
         if torch.is_grad_enabled() or operators.observed() or not plain:
             operator = getattr(torch.ops.dsv4, f"{name}_backward")
             found = operator(dout, dlse, *saved, *options, ctx.backend, list(asked))
@@ -182,7 +182,7 @@ def define_operation(
 
 
 def gradient_like(x: Tensor | None, want: bool) -> Tensor:
-    """Memory for the gradient of x; size 0 where nobody asks, because an operator returns tensors."""
+    """Memory for the gradient of x; size 0 where it is not wanted, because an operator returns tensors."""
     if x is None or not want:
         return torch.empty(0, device=None if x is None else x.device)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

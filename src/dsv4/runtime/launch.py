@@ -149,6 +149,6 @@ def ready_launch(launch: Launch, target: Target) -> tuple[Any, Any]:
 
 
 def _hooks() -> bool:
-    """Whether somebody watches launches: a hook is a chain of functions, or one that was put in its place."""
+    """Whether launches are watched: a hook is a chain of functions, or one that was put in its place."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -123,7 +123,7 @@ def call(
     """The public function, after its checks of numbers and flags -> out, or (out, second output).
 
     tensors, options: the operator's arguments but backend, in the order of the operation. A call of plain tensors that
-    nobody else has to see goes on at once; others go through the operator, whose kernel is the same `calls.run`.
+    nothing else has to see continues directly; others go through the operator, whose kernel is the same `calls.run`.
     """
     if out is not None:
         if not checks.is_tensor(out):
@@ -169,8 +169,8 @@ def call(
 
 
 def all_plain(tensors: Sequence[Any], required: int = 0) -> bool:
-    """Are all None, or tensors that are no subclass and no lazy view? The first so many must be there. What is nested,
-    sparse or on another device is rejected where the call is prepared."""
+    """Are all None, or tensors that are no subclass and no lazy view? The first `required` must be there. What is
+    nested, sparse or on another device is rejected where the call is prepared."""
     for x in tensors[:required]:
         if type(x) not in TENSORS or x.is_neg():
             return False
@@ -198,7 +198,7 @@ TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def observed() -> bool:
-    """Whether somebody has to see the operator: a compiler, a dispatch mode, a transform of torch.func."""
+    """Whether something has to see the operator: a compiler, a dispatch mode, a transform of torch.func."""
     return (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()

@@ -15,7 +15,7 @@ from dsv4.runtime import checks
 
 
 class Capacities(NamedTuple):
-    """The largest problem of a plan: `batch` sequences with at most so many queries and keys each."""
+    """The largest problem of a plan: `batch` sequences with at most these numbers of queries and keys each."""
 
     batch: int
     q_heads: int
@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """As the operators take them, in the order of CAPACITIES."""
+        """The capacities as the operators accept them, in the order of CAPACITIES."""
         return (self.num_splits, self.batch, self.q_heads, self.kv_heads, self.head_dim, self.max_seqlen_q,
                 self.max_seqlen_k)  # fmt: skip
 

@@ -123,7 +123,7 @@ class Slot:
 
 
 class Layout(NamedTuple):
-    """Of contiguous memory that a call allocates. torch.empty_strided takes half the time of torch.empty."""
+    """The layout of contiguous memory that a call allocates. torch.empty_strided takes half the time of torch.empty."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -18,7 +18,7 @@ NEUTRAL, NEUTRAL_64 = (1 << 31) - 1, (1 << 62) - 1
 
 
 class Pointer:
-    """Of a type, and aligned to nothing."""
+    """A pointer to a type, without a known alignment."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype

@@ -29,7 +29,7 @@ INPUTS = ("q", "k", "v", "window", "compressed", "sink")  # what may have a grad
 
 @dataclass
 class Gradients:
-    """`dsv4.<op>(**args)` and its gradients for dout and dlse (None: nobody asks for lse)."""
+    """`dsv4.<op>(**args)` and its gradients for dout and dlse (None: lse is not used)."""
 
     op: str
     args: dict[str, Any]
@@ -79,7 +79,7 @@ class Gradients:
         return checks
 
     def unseen(self, oracle: Callable[..., Any]) -> dict[str, Tensor]:
-        """Queries that see nothing and keys that nobody sees. Not read off the gradient itself: that of a query which
+        """Queries that see nothing and keys that no query sees. Not read off the gradient itself: that of a query which
         sees one key is 0 too, but as a difference."""
         dlse = torch.ones_like(lse_like(self.args["q"]))  # dS = P alone: no term cancels another
         probe = oracle(**self.args, dout=torch.zeros_like(self.dout), dlse=dlse)._asdict()
@@ -95,7 +95,7 @@ class Gradients:
         return 2.0**-20 * scale * longest[0] * longest[1] * longest[2]
 
     def sink_terms(self) -> Tensor:
-        """Of every query and head: the weight of the sink times |dO * O|, elementwise. [rows, H]"""
+        """The terms of dsink for every query and head: the weight of the sink times |dO * O|, elementwise. [rows, H]"""
         out, lse = getattr(reference, self.op)(**self.args)
         if lse.ndim == 3:
             lse = lse.transpose(1, 2)  # [B, T, H], as out

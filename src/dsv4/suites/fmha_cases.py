@@ -155,7 +155,7 @@ def paged(
     draw: Draw, d: int, dtype: torch.dtype, page: int, lengths: list[int], t: int = 1, heads: int = 8,
     kv_heads: int = 1, page_pad: int = 0, same: bool = False, absent: int | None = None, **options: Any,
 ) -> Call:  # fmt: skip
-    """Shuffled pages; rows past a length and pages nobody uses are NaN. `page_pad`: rows between pages.
+    """Shuffled pages; rows past a length and unused pages are NaN. `page_pad`: rows between pages.
 
     `absent` fills the unused entries of the block table; None gives them the number of a page of NaN.
     """

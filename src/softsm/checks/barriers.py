@@ -172,7 +172,7 @@ class BarrierChecks:
                 self.report.add(Diagnostic("barrier-tx", text))
 
     def phase_over(self, barrier) -> None:
-        """The phase that ends must not be the second one that nobody has waited for."""
+        """The phase that ends must not be the second one that no warp has waited for."""
         barrier.clock.complete()
         barrier.watched[cl.PHASE] = barrier.phase + 1
         if barrier.watched.item(cl.WAITED) >= barrier.phase - 1:

@@ -3,8 +3,8 @@
 A block smaller than the CTA is held by several warps: all of them load it and compute, one stores the result. A load
 and a store of one place (`tl.store(p, tl.load(p) + 1)`) are then ordered in the warp that stores, and in no other; but
 what the others read ends at stores that their guard forbids (`confined`, and Findings.suspect for the guard). An atomic
-operation under a mask hands its old value to the other warps through shared memory, where nobody wrote when the mask
-was false.
+operation under a mask hands its old value to the other warps through shared memory, where nothing was written when the
+mask was false.
 
 The default level stays silent about both as far as the program's text proves them harmless; the strict level does not.
 """

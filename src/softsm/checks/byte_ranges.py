@@ -53,7 +53,7 @@ from softsm.engine.program import (
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane, me, begin):
-    """Have the warps of the CTA read these bytes before somebody else writes them, who has seen `clock`? Of the warp
+    """Have the warps of the CTA read these bytes before another agent, which has seen `clock`, writes them? Of the warp
     `me` (or 0) it is the lane `lane` that lets them be written, and all lanes have met in the epoch `begin`."""
     readers = load32(at + 40)
     if readers == u4(0):

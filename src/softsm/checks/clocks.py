@@ -179,7 +179,7 @@ def answer_wait(R, P, S, predicate, address_row, phase_row, m):
 @native("i8(i8, i8, i8, u4)")
 def members(R, S, row, m):
     """A .sync instruction: 0 when the membermask of each lane of m names that lane, else MACRO."""
-    if load64(S + 8 * S_PHASES) == np.uint64(0):  # somebody follows each event
+    if load64(S + 8 * S_PHASES) == np.uint64(0):  # an observer follows each event
         return i8(MACRO)
     for lane in range(32):
         if (m >> u4(lane)) & u4(1) and not (load32(R + (row * 32 + lane) * 4) >> u4(lane)) & u4(1):
@@ -189,7 +189,7 @@ def members(R, S, row, m):
 
 @native("i8(i8)")
 def tick(S):
-    """bar.warp.sync: Order.tick for the warp of S. MACRO when nobody keeps clocks here."""
+    """bar.warp.sync: Order.tick for the warp of S. MACRO when no clocks are kept here."""
     if load64(S + 8 * S_RACES) == np.uint64(0) or load64(S + 8 * S_PHASES) == np.uint64(0):
         return i8(MACRO)
     met(i8(load64(S + 8 * S_CLOCK)), i8(load64(S + 8 * S_SLOT)))

@@ -171,7 +171,7 @@ class Findings:
         self.report.add(Diagnostic(code, message, (self.party(w, None, what, lane=lane),)))
 
     def used_early(self, w, load) -> None:
-        """An instruction touches registers of a tcgen05.ld that nobody has waited for. Triton computes with them
+        """An instruction touches registers of a tcgen05.ld that was not waited for. Triton computes with them
         before the wait (a true dependency, which the hardware honours), so this counts at the strict level only."""
         other = self.party(load.warp, load, "may still be writing its registers")
         self.add_race(

@@ -85,7 +85,7 @@ class Operations:
         if op.product is not None:
             self.product_issued(op)
             return
-        if kind == "wgmma result":  # registers of one warp, which nobody else can touch
+        if kind == "wgmma result":  # registers of one warp, which no other warp can touch
             return
         w = op.warp
         view, cta = w.view, w.cta

@@ -77,7 +77,7 @@ class Order:
         self.take_in(target, source, self.clocks, self.sections, self.used)
 
     def drop(self, clocks: list[int]) -> None:
-        """Clocks that nobody asks any more, by address."""
+        """Clocks that are no longer read, by address."""
         for at in clocks:
             sheet = self.sheet_of.pop(at, None)
             if sheet is not None:
@@ -89,7 +89,7 @@ class Order:
         self.sheet_of, self.locations, self.sheets, self.spare, self.room = {}, {}, [], [], []
 
     def number(self) -> int:
-        """A number for an asynchronous operation. Numbers are used again after sh.OPS others: then nobody may seem to
+        """A number for an asynchronous operation. Numbers are used again after sh.OPS others: then no warp may seem to
         know the new one."""
         number = self.newest.item(pg.NEWEST)
         self.newest[pg.NEWEST] = number + 1
@@ -328,7 +328,7 @@ class Sheet:
 
     def __init__(self, length: int):
         self.rows = np.zeros((SHEET, length), np.uint32)
-        self.live = SHEET  # clocks that somebody may still ask, or that are not used yet
+        self.live = SHEET  # clocks that may still be read, or that are not used yet
 
 
 class SyncClock:

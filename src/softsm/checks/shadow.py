@@ -6,19 +6,17 @@ One record of uint32 per 4-byte word of shared memory:
      warps of the CTA that have read it, 0]
 
 Blocks of BLOCK words have such records too. Asynchronous operations touch whole blocks, whose words then stay alike:
-one record stands for all of them until somebody touches a single word (`apart`). In memory: the records of all words,
+one record stands for all of them until an access touches a single word (`apart`). In memory: the records of all words,
 those of all blocks, and a byte for each block: 0 while its own record counts.
 
-`writer` is 0 for nobody, 1 + slot for a warp, ASYNC or GENERIC_COPY for an asynchronous operation whose number is then
-`epoch`.
-`bytes` holds, from the low bits on: the bytes written (4 bits), STRONG for atomic and volatile accesses, which do not
-race with each other, the bytes of them written in `epoch` itself (4 bits, from FRESH on; the others are older), the
-lane that wrote them (6 bits, from LANE on; NOBODY when it is not one lane's doing), SEVERAL when lanes wrote different
-bytes, and LIVE where an mbarrier lies. Warps are the bits of a word; of more than 32 several share one.
+`writer` is 0 if there is none, 1 + slot for a warp, ASYNC or GENERIC_COPY for an asynchronous operation whose number is
+then `epoch`. `bytes` holds, from the low bits on: the bytes written (4 bits), STRONG for atomic and volatile accesses,
+which do not race with each other, the bytes of them written in `epoch` itself (4 bits, from FRESH on; the others are
+older), the lane that wrote them (6 bits, from LANE on; NOBODY when it is not one lane's doing), SEVERAL when lanes
+wrote different bytes, and LIVE where an mbarrier lies. Warps are the bits of a word; of more than 32 several share one.
 The last read by each warp of the CTA is apart, warp by warp: (epoch, pc) for each word. Above the pc stand the bytes
-read in that epoch (4 bits) and the lane.
-The peer reader is the warp of another CTA of the cluster that read the word last.
-Global memory has records of 12: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
+read in that epoch (4 bits) and the lane. The peer reader is the warp of another CTA of the cluster that read the word
+last. Global memory has records of 12: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
 bytes, owner]: the last writer, the last two warps or operations that read, and which clusters touched the word at all:
 the first one's number, WRITTEN when anybody wrote, SEVERAL_CLUSTERS when others came.
 
@@ -209,7 +207,7 @@ def written(at, touched, theirs, epoch, older):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def unordered(at, touched, older, pc, me, clock, known, newest, races):
-    """Does warp `me` touch bytes that somebody else wrote, and nothing orders that write before? As in `unseen`."""
+    """Does warp `me` touch bytes that another warp wrote, and nothing orders that write before? As in `unseen`."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     when = written(at, touched, theirs, epoch, older)
     if when < 0 or touched & theirs & STRONG or touched & QUIET and i8(load32(at + 8)) == pc:

@@ -1,4 +1,5 @@
-"""Tensor memory under the checkers: order of tcgen05 operations, cells nobody wrote, types, and work in flight.
+"""Tensor memory under the checkers: order of tcgen05 operations, cells that were never written, types, and work in
+flight.
 
 Cells are followed in groups of 16 lanes by column: the last writer, the last two readers (numbers of operations), and
 what the cell holds as far as the program says so (an accumulator, f32 values stored by a warp).
@@ -40,7 +41,7 @@ PACKED = ("f16", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "s8", "u8")
 
 
 class TensorShadow:
-    """Of one SM. The compiled code of checks/tmem_shadow.py knows how it is laid out."""
+    """The shadow of one SM's tensor memory. The compiled code of checks/tmem_shadow.py knows its layout."""
 
     def __init__(self) -> None:
         raw = np.zeros(HELD_AT // 8 + CELLS // 8, np.int64)
@@ -145,7 +146,7 @@ class TensorChecks:
         w, number = op.warp, op.number
         left, wrong = left_and_wrong(op.kind, note, write)
         n = self.touch(w.state, shadow.address, groups, low, high, write, number, w.pc, self.kind_of(op), left, wrong)
-        if n < 0:  # nobody touched the cells in between, and they hold what they should
+        if n < 0:  # nothing touched the cells in between, and they hold what they should
             return
         flags, *entries = self.found[: n + 1].tolist()
         flags &= wrong
@@ -247,7 +248,7 @@ class TensorChecks:
         self.report.add(Diagnostic("type", text, tuple(parties)))
 
     def kind_of(self, op) -> int:
-        """As far as the order of operations depends on it: see `in_order` of checks/tmem_shadow.py."""
+        """The kind of an operation, as far as order depends on it: see `in_order` of checks/tmem_shadow.py."""
         footprint = op.footprint
         if footprint is None:
             return KINDS[op.kind]
@@ -284,7 +285,7 @@ class TensorChecks:
     # ---- allocation --------------------------------------------------------------------------------------------
 
     def allocated(self, cta, column: int, columns: int) -> None:
-        """Fresh cells: nobody wrote them yet."""
+        """Mark cells as fresh: nothing has been written to them yet."""
         shadow = self.shadow_of(cta)
         window = slice(None), slice(column, column + columns)
         tables: list[np.ndarray] = [shadow.writer, *shadow.readers, shadow.held]

@@ -177,7 +177,7 @@ def unordered(S, number, reader, me, write, out):
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def users(S, table, low, high, reader, me, write, known, out):
     """One row of cells of one table: adds to `out` the operations that are neither `me` nor known to be complete nor in
-    order. Returns 1 when there is a cell that nobody used."""
+    order. Returns 1 when there is an unused cell."""
     empty, last, at = i8(0), i8(-1), low
     while at < high:
         if at + 4 <= high and four_are(table + 8 * at, last):
@@ -199,9 +199,10 @@ def users(S, table, low, high, reader, me, write, known, out):
 def look(S, table, groups, low, high, write, me, wrong):
     """Operation `me` of the warp of S, which has been noted, is about to touch the cells [low, high) of the lane groups
     of tensor memory. Which operations wrote them (and read them, for a write) and are neither `me`, nor known to be
-    complete, nor in order? And what do the cells hold: bit 0 when nobody wrote one, 2 << k when one holds kind k. The
-    answer is -1 when there is no such operation, and nothing that `wrong` names; else the number of operations. Then
-    found[0] is what the cells hold, behind it the operations, 2 * number for a writer and one more for a reader."""
+    complete, nor in order? And what do the cells hold: bit 0 when one was never written, 2 << k when one holds kind k.
+    The answer is -1 when there is no such operation, and nothing that `wrong` names; else the number of operations.
+    Then found[0] is what the cells hold, behind it the operations, 2 * number for a writer and one more for a
+    reader."""
     layout, flags = i8(load64(S + 8 * S_NEXT_OP)), i8(0)
     out = i8(load64(layout + 8 * FOUND))
     known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))

@@ -24,7 +24,7 @@ def zeros(shape: tuple[int, ...]) -> np.ndarray:
 
 
 class SharedShadow:
-    """Of the shared memory of a CTA (checks/shadow.py): records of words and of blocks of words, which of the two
+    """The shadow of a CTA's shared memory (checks/shadow.py): records of words and of blocks of words, which of the two
     count, and the reads of each warp."""
 
     __slots__ = ("address", "apart", "of_blocks", "of_words", "reads", "reads_address", "size")

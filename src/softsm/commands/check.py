@@ -133,7 +133,7 @@ class Summary:
 
 
 def own_traceback(problem: Exception, file: str) -> str:
-    """As `python file` would show it: without the frames that led to the program."""
+    """The traceback that `python file` would print: without the frames that led to the program."""
     frames = problem.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != file:
         frames = frames.tb_next

@@ -107,7 +107,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def timelines(timer: Timer, folder: Path) -> list[Path]:
-    """For each launch the page and the trace of `softsm trace`, with the model's times in nanoseconds."""
+    """Write the page and the trace of `softsm trace` for each launch, with the model's times in nanoseconds."""
     from softsm.report.diagnostics import Report
     from softsm.report.page import page
     from softsm.report.predicted import recorded

@@ -76,7 +76,8 @@ class AsyncRegisters:
                 self.wgmma_settled[settled] = self.wgmma_busy.pop(settled)
 
     def follow_registers(self, ins: Instruction, start: int) -> None:
-        """For the checkers: what type each register was written as, and uses of registers that a wgmma works on."""
+        """Record for the checkers what type each register was written as, and uses of registers that a wgmma works
+        on."""
         if ins.guard is not None:
             self.read.add(ins.guard.name)
         if self.current_function.entry:

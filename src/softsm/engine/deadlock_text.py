@@ -152,8 +152,8 @@ def sentence(machine, waiter, supplier, barrier, needs) -> str:
 
 
 def missing(machine, text: Text, named: list) -> list[str]:
-    """For each mbarrier that somebody waits on: the code that should arrive, or that there is none. `named`: barriers
-    of which the cycle has said it."""
+    """One line for each mbarrier that a warp waits on: the code that should arrive, or that there is none. `named`:
+    barriers of which the cycle has said it."""
     lines = []
     for barrier in dict.fromkeys(awaited(machine).values()):
         if not isinstance(barrier, Mbarrier) or not barrier.pending or barrier in named:

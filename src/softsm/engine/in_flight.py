@@ -107,7 +107,7 @@ class GroupSequence:
 
 @dataclass(slots=True)
 class InFlight:
-    """Of one warp, by the instructions that wait for it."""
+    """What one warp has in flight, by the instructions that wait for it."""
 
     cp_async: Groups = field(default_factory=Groups)
     bulk: Groups = field(default_factory=Groups)

@@ -26,7 +26,7 @@ G_FIELDS = 2  # table << 32 | entry, number
 
 
 class Tables:
-    """Of one kernel."""
+    """The chains of one kernel."""
 
     def __init__(self, program: pg.Program, products: dict):
         """products: by record, their operands."""

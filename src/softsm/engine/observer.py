@@ -283,7 +283,7 @@ class Session:
         return chosen
 
     def observer(self, machine: Machine) -> Observer | None:
-        """For one launch."""
+        """The observer of one launch."""
         raise NotImplementedError
 
 

@@ -66,7 +66,7 @@ def communicates(module: Module, ins: Instruction) -> bool:
 
 
 def processes() -> int:
-    """As many as there are CPUs for this process, or $SOFTSM_PROCESSES."""
+    """The number of CPUs that this process may use, or $SOFTSM_PROCESSES."""
     chosen = os.environ.get("SOFTSM_PROCESSES", "")
     if chosen:
         if not chosen.isdigit() or int(chosen) < 1:
@@ -138,7 +138,7 @@ class Division:
             drop(machine, list(machine.live))
 
     def outcomes(self, shares: list) -> list[Outcome] | None:
-        """Of the copies that go on with the shares; None as soon as one of them has something to say."""
+        """What the copies that continue with the shares found; None as soon as one of them has something to report."""
         children: list[Child] = []
         before = Before(self.machine)
         try:

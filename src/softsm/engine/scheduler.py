@@ -299,7 +299,7 @@ class Machine:
         return 0
 
     def choose(self, warp: Warp) -> tuple[Fragment | None, int]:
-        """Of several fragments the one to run next, and the pc at which it meets another one."""
+        """Choose the fragment to run next -> it, and the pc at which it meets another one."""
         fragments = warp.fragments
         # The lowest pc first, so that fragments meet; but one that spins must let the others go on.
         able = [f for f in fragments if f.blocked is None and not f.parked]

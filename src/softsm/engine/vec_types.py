@@ -261,7 +261,7 @@ def as_vector(x, kind: Kind) -> Vector:
 
 
 def kind_of(*values) -> Kind:
-    """Of the first vector among the values."""
+    """The kind of the first vector among the values."""
     return next(v.kind for v in values if isinstance(v, Vector))
 
 

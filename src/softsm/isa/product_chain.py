@@ -1,10 +1,9 @@
 """Products of tcgen05.mma that follow each other on one accumulator, computed as one.
 
 A tile of D is the sum of several products along k, each an instruction of its own. Computed one by one, D goes through
-memory every time. A product that has been performed may therefore wait here for the next one of its kind: nobody can
-tell, as long as what waits is computed (`AsyncEngine.settle`) before anything else happens in the machine. The sums are
-those of one product after the other: fused multiply-adds in ascending k.
-"""
+memory every time. A product that has been performed may therefore wait here for the next one of its kind: no
+instruction can tell, as long as what waits is computed (`AsyncEngine.settle`) before anything else happens in the
+machine. The sums are those of one product after the other: fused multiply-adds in ascending k."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def start(w, thread: int, ctas: list, o) -> None:
     machine = w.cta.machine
     engine, observer = machine.engine, machine.observer
     if plan is not None and machine.unwatched and engine.order == "eager":
-        engine.completed += 1  # issued and performed, and nobody looks
+        engine.completed += 1  # issued and performed, and no observer looks
         product_chain.add(engine, product, plan, ctas)
     elif engine.growing is not None and engine.growing.takes(w, thread, work.footprint, product, plan, ctas):
         if observer is not None:
@@ -330,8 +330,8 @@ def regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
 
 
 def checked_regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
-    """For the checkers: exactly the bytes of shared memory that are touched, the type A is read as, and whether D is
-    read."""
+    """What the checkers need: exactly the bytes of shared memory that are touched, the type A is read as, and whether D
+    is read."""
     p = work.product
     if work.spans is None:
         work.spans = operand_spans(p)

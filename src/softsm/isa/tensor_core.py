@@ -82,7 +82,7 @@ class Tile(NamedTuple):
         self.gather(view, self.base, self.chunks, self.table, self.place, out, self.swap)
 
     def numbers(self) -> bytes:
-        """For `gather_tiles`; holds as long as the tile lives."""
+        """What `gather_tiles` reads; valid as long as the tile lives."""
         table = self.table.ctypes.data if self.table.size else 0
         return np.array([self.word.itemsize, self.base, self.chunks.ctypes.data, *self.chunks.shape, table,
                          self.place.ctypes.data, self.swap]).tobytes()  # fmt: skip
@@ -91,7 +91,7 @@ class Tile(NamedTuple):
 def tile(
     descriptor: Descriptor, k_major: bool, rows: int, k: int, name: str, place: np.ndarray, by_lanes: bool
 ) -> Tile:
-    """For elements of 8 bits and more."""
+    """The tile of a descriptor whose elements have 8 bits or more."""
     per = chunk_elements(name)
     size = (rows, k // per) if k_major else (k, -(-rows // per))
     word = np.dtype(_WORD.get(name, np.uint8))

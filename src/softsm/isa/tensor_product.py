@@ -112,7 +112,7 @@ def native_multiply():
 
 
 def multiply_into(cells: int, row: int, plan: np.ndarray, a: np.ndarray, b: np.ndarray, keep: float) -> None:
-    """As `multiply_add`, with the address of the cells, and nothing checked."""
+    """Like `multiply_add`, with the address of the cells and without checks."""
     at = address
     native_multiply()(cells, row, at(plan), plan.shape[0], at(a), at(b), b.shape[1], keep)
 

@@ -150,7 +150,7 @@ def expanded(parts: tuple[Part, ...], a: np.ndarray) -> np.ndarray:
 
 
 def columns_of(parts: tuple[Part, ...]) -> np.ndarray:
-    """Of the given elements of a sparse A: int [64, k/2]."""
+    """The columns of the elements that a sparse A gives: int [64, k/2]."""
     return np.concatenate([part.where for part in parts])
 
 

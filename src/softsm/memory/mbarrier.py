@@ -166,7 +166,7 @@ class Mbarrier(Waitable):
         return f"{self.name} is {self.state()}"
 
     def state(self) -> str:
-        """For deadlock and fault reports: what is missing, and who came last."""
+        """What is missing and who came last, for deadlock and fault reports."""
         missing = []
         if self.pending:
             missing.append(f"{self.pending} of {self.expected} arrival(s)")

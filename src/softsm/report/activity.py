@@ -85,7 +85,7 @@ class Activity(Session):
 
 
 class Counter(Observer):
-    """Of one launch."""
+    """Counts the operations of one launch."""
 
     follows = True  # what another process does would not be counted
 

@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Of q, out, k and v in units of 8 elements, so that 16-byte accesses are provable."""
+    """The strides of q, out, k and v in units of 8 elements, so that 16-byte accesses are provable."""
 
     q_batch: Value
     q_token: Value

@@ -36,7 +36,7 @@ def supports(b: FmhaBackward) -> str | None:
 
 
 class Sequences(NamedTuple):
-    """Of a varlen batch that goes to the kernels as a dense batch of one."""
+    """The starts of the sequences of a varlen batch, which goes to the kernels as a dense batch of one."""
 
     cu_q: Slot
     cu_k: Slot
@@ -81,7 +81,7 @@ class Packed:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """As the kernels name them."""
+        """The sizes by the names that the kernels use."""
         p = self.p
         return dict(
             rows=self.rows, tokens=self.rows // p.group, keys=self.keys, group=p.group,
@@ -123,7 +123,7 @@ def prepare_dense(
 ) -> None:
     p = b.forward
     group = p.group
-    # Keys before the first window: nobody sees them, they may hold NaN, and their gradient is 0. There are none behind:
+    # No query sees the keys before the first window: they may hold NaN, and their gradient is 0. There are none behind:
     # the last query sees the last key.
     invisible = 0
     if sequences is None and p.left >= 0:
@@ -165,7 +165,7 @@ def prepare_dense(
 
 
 def row_tiles(rows: int, sequences: Sequences | None) -> int:
-    """Of a pair of sequence and KV head; for sequences as many as there may be."""
+    """The row tiles of a pair of sequence and KV head; in a varlen batch the most that there may be."""
     return -(-rows // TILE) if sequences is None else rows // TILE + sequences.count
 
 
@@ -184,7 +184,7 @@ def keep_dq(program: Program, dq: Slot, rows: Slot) -> None:
 
 
 def _copy_by_head(program: Program, to: Slot, source: Slot) -> None:
-    """As numbers of 8 bytes where both allow it; those of two bytes torch copies at a third of the speed."""
+    """Copy in numbers of 8 bytes where both allow it: torch copies numbers of 2 bytes at a third of the speed."""
     if is_addressable(to) and is_addressable(source):
         to, source = (x.bytes_as(torch.int64) for x in (to, source))
     program.copy(to, source)
@@ -284,21 +284,21 @@ def addressable(program: Program, x: Slot) -> Slot:
 
 
 def rows_descriptor(x: Slot, rows: int) -> TensorDescriptor:
-    """Of packed rows, which TMA packs where they have two dimensions."""
+    """The descriptor of packed rows, which TMA packs where they have two dimensions."""
     return descriptor(x, [1, 1, rows, 64] if x.ndim == 4 else [1, 1, rows // x.shape[3], x.shape[3], 64])
 
 
 def descriptor(x: Slot, block: list[int]) -> TensorDescriptor:
-    """Of what is addressable."""
+    """The descriptor of an addressable tensor."""
     strides = [stride if size > 1 else TILE for stride, size in zip(x.strides, x.shape)]
     layout = gl.NVMMASharedLayout(block[-1] * 2, 16, rank=len(block))
     return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block, layout)
 
 
 def _find_ds_scale(ds_scale: Tensor, dout: Tensor, v: Tensor, dlse: Tensor | None, lse: Tensor) -> None:
-    """For fp16: a power of two that brings |dS| <= 2 |dO| |v| + |dL| near the top of its range."""
+    """Find the power of two that brings |dS| <= 2 |dO| |v| + |dL| near the top of fp16's range."""
     norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in (dout, v))
-    # Rows of no sequence and keys that nobody sees may hold anything.
+    # Rows of no sequence and keys that no query sees may hold anything.
     longest = [torch.where(norm.isfinite(), norm, 0).amax() for norm in norms]
     most = 2 * longest[0] * longest[1]
     if dlse is not None:

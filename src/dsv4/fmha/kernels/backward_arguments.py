@@ -17,7 +17,7 @@ class Operands:
 
 @aggregate
 class Sizes:
-    """Of one sequence and KV head."""
+    """The sizes of one sequence and KV head."""
 
     rows: Value  # packed query rows: tokens times group
     tokens: Value
@@ -50,7 +50,7 @@ class Result:
 
 @aggregate
 class Terms:
-    """Of the packed rows: the exponent to subtract and delta (backward_rows.py)."""
+    """The terms of the packed rows: the exponent to subtract and delta (backward_rows.py)."""
 
     lse2_ptr: Value
     delta_ptr: Value
@@ -67,7 +67,7 @@ class Scales:
 
 
 class GradientTensors(NamedTuple):
-    """Of the packed rows of all sequences: the exponent to subtract and delta (backward_rows.py); where sequences of a
+    """The terms of the packed rows of all sequences (the exponent to subtract and delta); where the sequences of a
     varlen batch begin."""
 
     any_alignment = ("cu_q_ptr", "cu_k_ptr")
@@ -79,7 +79,7 @@ class GradientTensors(NamedTuple):
 
 
 class GradientSizes(NamedTuple):
-    """Of a sequence and KV head, or of all sequences (varlen)."""
+    """The sizes of a sequence and KV head, or of all sequences (varlen)."""
 
     rows: Value  # packed query rows: tokens times group
     tokens: Value
@@ -101,7 +101,7 @@ class GradientScales(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """How far its sequences, heads and rows are apart, in elements."""
+    """A gradient, and how far its sequences, heads and rows are apart, in elements."""
 
     ptr: Value
     batch: Value

@@ -69,7 +69,7 @@ class RowSizes(NamedTuple):
 
 
 class RowStrides(NamedTuple):
-    """Of out and dout in units of 8 elements."""
+    """The strides of out and dout, in units of 8 elements."""
 
     out_batch: Value
     out_token: Value

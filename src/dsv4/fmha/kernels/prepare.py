@@ -37,7 +37,7 @@ class Tiling:
 
     @property
     def ctas(self) -> int:
-        """Of a cluster."""
+        """The CTAs of a cluster."""
         return self.options.get("num_ctas", 1)
 
 
@@ -169,7 +169,7 @@ def use_fp16_partials(p: Any, tokens: int) -> bool:
 
 
 def prepare_fp16_merge(p: Any, program: Program, merge: dict[str, Any], splits: int) -> None:
-    """As prepare_merge, for fp16 partial results."""
+    """Like prepare_merge, for fp16 partial results."""
     at_once = max(1 << (splits - 1).bit_length(), 4)
     columns, warps = (p.head_dim // 2, p.head_dim // 256) if at_once <= 16 else (min(128, 8192 // at_once), 4)
     grid = (merge["sizes"].total_rows, p.head_dim // columns)

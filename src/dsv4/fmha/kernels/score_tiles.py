@@ -19,7 +19,8 @@ class Chunks:
 
 
 class SlabTerms(NamedTuple):
-    """Of all pairs of the slab: the exponent to subtract and delta (backward_rows.py), `all` of them for a pair."""
+    """The terms of all pairs of the slab: the exponent to subtract and delta (backward_rows.py), `all` of them for a
+    pair."""
 
     lse2_ptr: Value
     delta_ptr: Value
@@ -27,7 +28,7 @@ class SlabTerms(NamedTuple):
 
 
 class SlabSizes(NamedTuple):
-    """Of one pair of sequence and KV head, its rows as far as the slab has them."""
+    """The sizes of one pair of sequence and KV head, its rows as far as the slab has them."""
 
     rows: Value
     row_begin: Value  # the slab's first
@@ -45,7 +46,7 @@ class SlabSizes(NamedTuple):
 
 @aggregate
 class Tiles:
-    """Of the slab: of a pair's rows, of its keys, of all pairs."""
+    """The tiles of the slab: of a pair's rows, of its keys, of all pairs."""
 
     of_rows: Value
     of_keys: Value

@@ -54,7 +54,7 @@ def listed(at: int, kind: Any, count: int) -> list[int]:
 
 
 class Runtime:
-    """Of one run of a program."""
+    """The state of one run of a program."""
 
     def __init__(self, arch: str, sms: int, **options: Any):
         self.arch, self.sms, self.options = arch, sms, options

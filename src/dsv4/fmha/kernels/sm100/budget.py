@@ -58,7 +58,7 @@ class Budget:
 
     @property
     def tensor_share(self) -> float:
-        """Of the tensor core's time at best, all else hidden under the slowest resource."""
+        """The best share of the tensor core's time, with all else hidden under the slowest resource."""
         return self.tensor_cycles / max(self.tensor_cycles, self.exp_cycles, self.shared_cycles)
 
 
@@ -87,7 +87,8 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
 
 
 def pair_budget() -> Budget:
-    """Of one CTA of a pair at head dim 512, which shares its products: half of K and half of V are in its memory."""
+    """The budget of one CTA of a pair at head dim 512, which shares its products: half of K and half of V are in its
+    memory."""
     rows, keys, d = 64, 128, 512
     half, scores = keys * d, rows * keys  # bytes of half a tile; elements
     shared = 2 * half + rows * d * 2 + 2 * half + (1 + d // MMA_N) * 2 * scores
@@ -100,7 +101,7 @@ def pair_budget() -> Budget:
 
 @dataclass(frozen=True)
 class ListedBudget:
-    """Of a block of rows picked by number, for 64 heads of one query: what one CTA does."""
+    """The budget of a block of rows picked by number, for 64 heads of one query: what one CTA does."""
 
     rows: str  # bf16, fp8
     ctas: int  # that share the products
@@ -133,7 +134,7 @@ def listed(rows: str, ctas: int = 1) -> ListedBudget:
 
 @dataclass(frozen=True)
 class BackwardBudget:
-    """Of one step of a gradient kernel: a tile of rows times keys, all products of it."""
+    """The budget of one step of a gradient kernel: a tile of rows times keys, all products of it."""
 
     kernel: str
     rows: int
@@ -149,7 +150,7 @@ class BackwardBudget:
 
     @property
     def tensor_share(self) -> float:
-        """Of the tensor core's time at best, all else hidden under the slowest resource."""
+        """The best share of the tensor core's time, with all else hidden under the slowest resource."""
         return self.tensor_cycles / max(self.tensor_cycles, self.exp_cycles, self.shared_cycles)
 
 

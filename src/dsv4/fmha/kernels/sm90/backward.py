@@ -114,5 +114,6 @@ def prepare_tiles(program: Program, x: Packed) -> None:
 
 
 def _registers(x: Packed, of_keys: bool) -> tuple[int, int]:
-    """Of the gradient roles and of load, which needs more for sequences; at head dim 128 dK and dV leave none."""
+    """The registers of the gradient roles and of load. load needs more for sequences; at head dim 128 dK and dV leave
+    none."""
     return (240, 24) if x.sequences is None or of_keys and x.width == 128 else (232, 40)
