@@ -42,7 +42,8 @@ class Fp4Experts:
     w13_factors, w2_factors   fp32 [E, rows]: what multiplies a row: of MXFP4 a power of two that follows from its
                               scales, of NVFP4 the tensor's fp32 scale
 
-    In w13 a tile has 128 rows of w1, then the same 128 of w3, both in the order of formats.POSITIONS.
+    In w13 a tile has 128 rows of w1, then the same 128 of w3, both in the order of formats.POSITIONS. Rows of both lie
+    in the order of formats.FRAGMENT by sixteens.
     """
 
     w13: Tensor
@@ -117,7 +118,8 @@ class Fp4Experts:
         each = formats.TILE_COLUMNS // group
         tiles = []
         spreads = []
-        for (codes, scales), names in ((gate_up, ("w1", "w3")), (packed["w2"], ("w2",))):
+        down = [formats.fragments(x) for x in packed["w2"]]
+        for (codes, scales), names in ((gate_up, ("w1", "w3")), (down, ("w2",))):
             if nvfp4:
                 scales_of = [given[name][2][:, None].expand(e, given[name][3]) for name in names]
                 factors = (
@@ -140,8 +142,8 @@ class Fp4Experts:
         scales = formats.scales_from_tiles(self.w13_scales.view(torch.uint8))
         made["w1"], made["w3"] = formats.apart(codes)
         made["w1_scale"], made["w3_scale"] = formats.apart(scales)
-        made["w2"] = formats.from_tiles(self.w2)
-        made["w2_scale"] = formats.scales_from_tiles(self.w2_scales.view(torch.uint8))
+        made["w2"] = formats.fragments(formats.from_tiles(self.w2), back=True)
+        made["w2_scale"] = formats.fragments(formats.scales_from_tiles(self.w2_scales.view(torch.uint8)), back=True)
         if self.format == "nvfp4":
             for name in ("w1", "w3", "w2"):
                 made[f"{name}_scale"] = made[f"{name}_scale"].contiguous().view(torch.float8_e4m3fn)
@@ -153,7 +155,7 @@ class Fp4Experts:
         """(w1 above w3 [E, 2 I, H], w2 [E, H, I]) as numbers; fp64 and, of MXFP4 in its range, bf16 are exact."""
         w13 = formats.dequantize(self.w13, self.w13_scales, self.w13_factors, dtype)
         w2 = formats.dequantize(self.w2, self.w2_scales, self.w2_factors, dtype)
-        return torch.cat(formats.apart(w13), -2), w2
+        return torch.cat(formats.apart(w13), -2), formats.fragments(w2, back=True)
 
 
 def _report(spread: Tensor) -> Spread:

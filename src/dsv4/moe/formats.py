@@ -10,7 +10,8 @@ Activations are e4m3 with one power of two for 128 columns (or for a whole row):
 Tiles. Kernels read weights by tiles of 256 rows and 128 columns. A row of a tile is 4 groups of 32 columns, 16 bytes
 each, in the order of the checkpoint, but for the sign bits of each word of 8 codes (SIGNS): those of values 0 to 3 are
 bits 7, 15, 23, 31, those of values 4 to 7 are bits 3, 11, 19, 27. So `prmt` and one mask decode four values at once.
-Tensor cores take the columns of activations in the order of POSITIONS, so that a thread has one group of a row.
+Rows of a tile are in the order of FRAGMENT by sixteens. Tensor cores take the columns of activations in the order of
+POSITIONS, so that a thread has one group of a row.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ SIGNS = tuple((4 * i + 3, 8 * i + 7 if i < 4 else 8 * (i - 4) + 3) for i in rang
 
 # POSITIONS[p]: the column of a group of 128 that lies at p.
 POSITIONS = tuple(32 * (p % 16 // 4) + 8 * (p // 32) + 4 * (p % 32 // 16) + p % 4 for p in range(GROUP))
+
+
+# FRAGMENT[r]: the row of a block of 16 that lies at r. A thread of wgmma has rows r and r + 8: neighbours, then.
+FRAGMENT = (*range(0, 16, 2), *range(1, 16, 2))
 
 
 def positions(device: torch.device | None = None) -> Tensor:
@@ -106,16 +111,22 @@ def dequantize(tiles: Tensor, scales: Tensor, factors: Tensor, dtype: torch.dtyp
     return values if scales.dtype == torch.uint8 else values.mul_(factors.to(dtype)[..., None])
 
 
+def fragments(x: Tensor, back: bool = False) -> Tensor:
+    """Rows [..., R, n] by blocks of 16 in the order of FRAGMENT, or back."""
+    order = torch.tensor(FRAGMENT, device=x.device)
+    return x.unflatten(-2, (-1, 16))[..., order.argsort() if back else order, :].flatten(-3, -2)
+
+
 def interleaved(a: Tensor, b: Tensor) -> Tensor:
-    """Rows [..., I, n] of gate and up by blocks of 128, each in the order of POSITIONS -> [..., 2 I, n]."""
-    order = positions(a.device)
+    """Rows [..., I, n] of gate and up by blocks of 128, in the orders of POSITIONS and FRAGMENT -> [..., 2 I, n]."""
+    order = fragments(positions(a.device)[:, None])[:, 0]
     blocks = [x.unflatten(-2, (-1, GROUP))[..., order, :] for x in (a, b)]
     return torch.cat(blocks, -2).flatten(-3, -2)
 
 
 def apart(x: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of interleaved."""
-    order = positions(x.device).argsort()
+    order = fragments(positions(x.device)[:, None])[:, 0].argsort()
     gate, up = x.unflatten(-2, (-1, 2, GROUP))[..., order, :].unbind(-3)
     return gate.flatten(-3, -2), up.flatten(-3, -2)
 

@@ -62,6 +62,15 @@ class SortOutputs(NamedTuple):
     place_ptr: Any  # int32 [tokens * topk]: where the scales of that row are
 
 
+class Pieces(NamedTuple):
+    """Of every piece of the slots, by experts."""
+
+    any_alignment = ("counts_ptr", "bases_ptr")
+
+    counts_ptr: Any  # int32 [pieces, experts]: slots
+    bases_ptr: Any  # int32 [pieces, 2, experts]: first row, and what is added to a row for the place of its scales
+
+
 class Activations(NamedTuple):
     """x as it is, and rows in the order of experts as e4m3 with scales."""
 

@@ -13,6 +13,7 @@ from dsv4.moe.kernels.arguments import (
     Choice,
     Hidden,
     Logits,
+    Pieces,
     Rules,
     SlotOutputs,
     SortedRows,
@@ -21,12 +22,13 @@ from dsv4.moe.kernels.arguments import (
     WeightTiles,
 )
 from dsv4.moe.kernels.route import CHUNKS, moe_choose, moe_logits
-from dsv4.moe.kernels.rows import COLUMNS, moe_rows, moe_sort, moe_sort_rows, moe_sum
+from dsv4.moe.kernels.rows import PIECE, SOME, moe_count, moe_place, moe_rows, moe_sort_rows, moe_sum
 from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime.checks import LOW_PRECISION
 from dsv4.runtime.program import Null, Program, Slot
 
 SORTED_AT_ONCE = 1024  # slots
+COLUMNS = 1024  # of a token to a program, where there are few tokens
 FEW_TOKENS = 128  # up to which programs share the sum of a logit
 
 
@@ -85,18 +87,25 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     choice = Choice(ids, weights, slots, p.experts)
     place_of = ints("scales of slot", slots)
     to = SortOutputs(starts, slot_of, row_weight, row_of, place_of)
-    parts = -(-p.hidden // COLUMNS.value)
+    parts = -(-p.hidden // COLUMNS)
     given = Activations(p.x, p.x.stride(0), p.hidden, row_of, place_of, x_rows, x_scales, line)
     # The first launch is a plain one: what it and the next ones read is complete when it begins.
     if slots <= SORTED_AT_ONCE:
-        piece = max(64, 1 << (slots - 1).bit_length())
         program.launch(
             moe_sort_rows, (p.experts + p.tokens * parts,), dict(choice=choice, to=to, x=given, parts=parts),
-            TOPK=p.topk, PIECE=piece, num_warps=4,
+            TOPK=p.topk, SLOTS=max(64, 1 << (slots - 1).bit_length()), COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
     else:
-        program.launch(moe_sort, (p.experts,), dict(choice=choice, to=to), PIECE=8192, num_warps=8)
-        program.launch(moe_rows, (p.tokens, parts), dict(x=given), TOPK=p.topk, num_warps=4, launch_pdl=True)
+        count, experts = -(-slots // PIECE.value), max(SOME.value, 1 << (p.experts - 1).bit_length())
+        pieces = Pieces(ints("counts", count * experts), ints("bases", count * 2 * experts))
+        program.launch(moe_count, (count,), dict(choice=choice, pieces=pieces), EXPERTS=experts, num_warps=4)
+        arguments = dict(choice=choice, pieces=pieces, to=to)
+        program.launch(moe_place, (count,), arguments, EXPERTS=experts, num_warps=4, launch_pdl=True)
+        columns = min(4096, 1 << (p.hidden - 1).bit_length())
+        program.launch(
+            moe_rows, (p.tokens, -(-p.hidden // columns)), dict(x=given), TOPK=p.topk, COLUMNS=columns,
+            num_warps=max(1, columns // 512), launch_pdl=True,
+        )  # fmt: skip
     rows = SortedRows(starts, slot_of, row_weight, p.experts)
     blocks = p.intermediate // formats.GROUP
     hidden = Hidden(h_rows, h_scales, p.intermediate, line, p.limit)
@@ -111,8 +120,8 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
         program.compute(_shared, p, shared)
     sums = Sums(y, row_of, p.hidden, shared, p.out, p.out.stride(0))
     program.launch(
-        moe_sum, (p.tokens, parts), dict(sums=sums), TOPK=p.topk, SHARED=p.shared_w13 is not None, num_warps=4,
-        launch_pdl=True,
+        moe_sum, (p.tokens, parts), dict(sums=sums), TOPK=p.topk, SHARED=p.shared_w13 is not None, COLUMNS=COLUMNS,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if p.slots is not None and y is not p.slots:
         program.copy(p.slots, y)

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-COLUMNS = tl.constexpr(1024)  # of a token to a program
+PIECE = tl.constexpr(256)  # slots to a program that sorts
+SOME = tl.constexpr(32)  # of what is compared with them at a time
 GROUP = tl.constexpr(128)
 
 
@@ -26,46 +27,80 @@ def scale_place(row, begin, expert):
 
 
 @triton.jit
-def sort_expert(choice, to, expert, PIECE: tl.constexpr):
-    """How many slots lie before those of an expert, then its own in their order, PIECE at a time."""
-    piece = tl.arange(0, PIECE)
-    before = tl.zeros([PIECE], tl.int32)
-    for at in range(0, choice.slots, PIECE):
-        slot = at + piece
-        id = tl.load(choice.ids_ptr + slot, mask=slot < choice.slots, other=-1).to(tl.int32)
-        before += ((id >= 0) & (id < expert)).to(tl.int32)
-    begin = tl.sum(before, 0)
-    tl.store(to.starts_ptr + expert, begin)
-    first = begin
-    for at in range(0, choice.slots, PIECE):
-        slot = at + piece
-        inside = slot < choice.slots
-        id = tl.load(choice.ids_ptr + slot, mask=inside, other=-1).to(tl.int32)
-        mine = (id == expert) & inside
-        count = tl.sum(mine.to(tl.int32), 0)
-        if count > 0:
-            row = first + tl.cumsum(mine.to(tl.int32), 0) - 1
-            tl.store(to.slot_ptr + row, slot, mask=mine)
-            tl.store(to.row_ptr + slot, row, mask=mine)
-            tl.store(to.place_ptr + slot, scale_place(row, begin, expert), mask=mine)
-            weight = tl.load(choice.weights_ptr + slot, mask=mine, other=0.0)
-            tl.store(to.weight_ptr + row, weight, mask=mine)
-        nowhere = ((id < 0) | (id >= choice.experts)) & inside
-        tl.store(to.row_ptr + slot, -1, mask=nowhere & (expert == 0))
-        first += count
-    tl.store(to.starts_ptr + choice.experts, first, mask=expert == choice.experts - 1)
+def ids_of(choice, slot):
+    """The experts of slots; -1 for none."""
+    id = tl.load(choice.ids_ptr + slot, mask=slot < choice.slots, other=-1).to(tl.int32)
+    return tl.where((id >= 0) & (id < choice.experts), id, -1)
 
 
 @triton.jit
-def moe_sort(choice, to, PIECE: tl.constexpr):
-    """One program for each expert."""
+def moe_count(choice, pieces, EXPERTS: tl.constexpr):
+    """One program: how many of PIECE slots belong to each expert."""
+    gdc_launch_dependents()
+    id = ids_of(choice, tl.program_id(0) * PIECE + tl.arange(0, PIECE))
+    for first in range(0, EXPERTS, SOME):
+        expert = first + tl.arange(0, SOME)
+        count = tl.sum((id[:, None] == expert[None, :]).to(tl.int32), 0)
+        tl.store(pieces.counts_ptr + tl.program_id(0) * EXPERTS + expert, count)
+
+
+@triton.jit
+def moe_place(choice, pieces, to, EXPERTS: tl.constexpr):
+    """One program: the rows of PIECE slots, which come after those of earlier pieces and of lower experts."""
     gdc_launch_dependents()
     wait_on_prior_grid()
-    sort_expert(choice, to, tl.program_id(0), PIECE)
+    mine = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    earlier = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, tl.num_programs(0), SOME):
+        piece = first + tl.arange(0, SOME)
+        place = pieces.counts_ptr + piece[:, None] * EXPERTS + expert[None, :]
+        count = tl.load(place, mask=(piece < tl.num_programs(0))[:, None], other=0)
+        total += tl.sum(count, 0)
+        earlier += tl.sum(tl.where((piece < mine)[:, None], count, 0), 0)
+    begin = tl.cumsum(total, 0) - total
+    if mine == 0:
+        tl.store(to.starts_ptr + expert, begin, mask=expert < choice.experts)
+        tl.store(to.starts_ptr + choice.experts, tl.sum(total, 0))
+    bases = pieces.bases_ptr + mine * 2 * EXPERTS
+    tl.store(bases + expert, begin + earlier)
+    tl.store(bases + EXPERTS + expert, scale_place(0, begin, expert))
+    slot = mine * PIECE + tl.arange(0, PIECE)
+    id = ids_of(choice, slot)
+    rank = tl.zeros([PIECE], tl.int32)
+    for first in range(0, PIECE, SOME):
+        other = mine * PIECE + first + tl.arange(0, SOME)
+        same = (id[:, None] == ids_of(choice, other)[None, :]) & (other[None, :] < slot[:, None])
+        rank += tl.sum(same.to(tl.int32), 1)
+    tl.debug_barrier()  # the bases are there, for all threads
+    there = id >= 0
+    row = tl.load(bases + id, mask=there, other=0) + rank
+    tl.store(to.row_ptr + slot, tl.where(there, row, -1), mask=slot < choice.slots)
+    tl.store(to.place_ptr + slot, row + tl.load(bases + EXPERTS + id, mask=there, other=0), mask=there)
+    tl.store(to.slot_ptr + row, slot, mask=there)
+    tl.store(to.weight_ptr + row, tl.load(choice.weights_ptr + slot, mask=there, other=0.0), mask=there)
 
 
 @triton.jit
-def quantized(x, token, part):
+def sort_expert(choice, to, expert, SLOTS: tl.constexpr):
+    """The rows of one expert, of at most SLOTS slots in all."""
+    slot = tl.arange(0, SLOTS)
+    id = ids_of(choice, slot)
+    begin = tl.sum(((id >= 0) & (id < expert)).to(tl.int32), 0)
+    mine = id == expert
+    row = begin + tl.cumsum(mine.to(tl.int32), 0) - 1
+    tl.store(to.starts_ptr + expert, begin)
+    last = expert == choice.experts - 1
+    tl.store(to.starts_ptr + choice.experts, begin + tl.sum(mine.to(tl.int32), 0), mask=last)
+    tl.store(to.slot_ptr + row, slot, mask=mine)
+    tl.store(to.weight_ptr + row, tl.load(choice.weights_ptr + slot, mask=mine, other=0.0), mask=mine)
+    nowhere = (id < 0) & (slot < choice.slots) & (expert == 0)
+    tl.store(to.row_ptr + slot, tl.where(mine, row, -1), mask=mine | nowhere)
+
+
+@triton.jit
+def quantized(x, token, part, COLUMNS: tl.constexpr):
     """COLUMNS of a token as (e4m3, in the order of formats.POSITIONS by groups, scales of the groups)."""
     p = tl.arange(0, COLUMNS) % GROUP
     column = p % 16 // 4 * 32 + p // 32 * 8 + p % 32 // 16 * 4 + p % 4
@@ -80,7 +115,7 @@ def quantized(x, token, part):
 
 
 @triton.jit
-def write_rows(x, codes, scale, part, row, place):
+def write_rows(x, codes, scale, part, row, place, COLUMNS: tl.constexpr):
     """To one row."""
     if row >= 0:
         column = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -90,11 +125,11 @@ def write_rows(x, codes, scale, part, row, place):
 
 
 @triton.jit
-def moe_rows(x, TOPK: tl.constexpr):
+def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
     """One program: COLUMNS of a token, to the row of each of its slots."""
     gdc_launch_dependents()
     token, part = tl.program_id(0), tl.program_id(1)
-    codes, scale = quantized(x, token, part)
+    codes, scale = quantized(x, token, part, COLUMNS)
     wait_on_prior_grid()
     rows = ()
     places = ()
@@ -102,35 +137,34 @@ def moe_rows(x, TOPK: tl.constexpr):
         rows = rows + (tl.load(x.row_ptr + token * TOPK + j),)
         places = places + (tl.load(x.place_ptr + token * TOPK + j),)
     for j in tl.static_range(TOPK):
-        write_rows(x, codes, scale, part, rows[j], places[j])
+        write_rows(x, codes, scale, part, rows[j], places[j], COLUMNS)
 
 
 @triton.jit
-def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, PIECE: tl.constexpr):
-    """Both in one launch, for at most PIECE slots: a program of a token counts for itself which rows are its own."""
+def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """All in one launch, for at most SLOTS slots: a program of a token counts for itself which rows are its own."""
     gdc_launch_dependents()
     n = tl.program_id(0) - choice.experts
     if n < 0:
         wait_on_prior_grid()
-        sort_expert(choice, to, tl.program_id(0), PIECE)
+        sort_expert(choice, to, tl.program_id(0), SLOTS)
     else:
         token, part = n // parts, n % parts
-        codes, scale = quantized(x, token, part)
+        codes, scale = quantized(x, token, part, COLUMNS)
         wait_on_prior_grid()
-        slot = tl.arange(0, PIECE)
-        ids = tl.load(choice.ids_ptr + slot, mask=slot < choice.slots, other=-1).to(tl.int32)
-        there = (ids >= 0) & (ids < choice.experts)
+        slot = tl.arange(0, SLOTS)
+        ids = ids_of(choice, slot)
         for j in tl.static_range(TOPK):
             mine = token * TOPK + j
-            id = tl.load(choice.ids_ptr + mine).to(tl.int32)
-            begin = tl.sum((there & (ids < id)).to(tl.int32), 0)
-            row = begin + tl.sum((there & (ids == id) & (slot < mine)).to(tl.int32), 0)
-            row = tl.where((id >= 0) & (id < choice.experts), row, -1)
-            write_rows(x, codes, scale, part, row, scale_place(row, begin, id))
+            id = ids_of(choice, mine)
+            begin = tl.sum(((ids >= 0) & (ids < id)).to(tl.int32), 0)
+            row = begin + tl.sum(((ids == id) & (slot < mine)).to(tl.int32), 0)
+            row = tl.where(id >= 0, row, -1)
+            write_rows(x, codes, scale, part, row, scale_place(row, begin, id), COLUMNS)
 
 
 @triton.jit
-def moe_sum(sums, TOPK: tl.constexpr, SHARED: tl.constexpr):
+def moe_sum(sums, TOPK: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr):
     """One program: COLUMNS of a token, its slots in their order."""
     gdc_launch_dependents()
     wait_on_prior_grid()

@@ -264,6 +264,16 @@ def scale_of(amax):
 
 
 @gluon.jit
+def row_pairs(x):
+    """Rows r and r + 8 of every 16 of x [64, N], which a thread has: two [32, N], of neighbouring channels
+    (formats.FRAGMENT). So a warp writes whole sectors of 32 bytes without an exchange between threads."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    low, high = gl.split(x.reshape((M // 16, 2, 8, N)).permute((0, 2, 3, 1)))
+    return low.reshape((M // 2, N)), high.reshape((M // 2, N))
+
+
+@gluon.jit
 def hidden_values(gate, up, first, stop, rows, out):
     """SwiGLU times the weight of the slot, rounded as the model rounds it."""
     LN: gl.constexpr = gl.SliceLayout(0, gate.type.layout)
@@ -286,12 +296,13 @@ def write_hidden(h, top, block, first, stop, shift, out, G: gl.constexpr):
         row = first + gl.arange(0, N, layout=LN)
         scale = (exponent << 23).to(gl.float32, bitcast=True)
         gl.store(out.scale_ptr + block * out.scale_line + row + shift, scale, mask=row < stop)
-    LO: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, gl.num_warps()], [0, 1])
-    q = gl.convert_layout((h * inverse[None, :]).to(gl.float8e4nv), LO)
-    channel = block * 2 * M + G * M + gl.arange(0, M, layout=gl.SliceLayout(1, LO))
-    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, LO))
-    at = row.to(gl.int64) * out.width
-    gl.store(out.ptr + at[None, :] + channel[:, None], q, mask=(row < stop)[None, :])
+    low, high = row_pairs((h * inverse[None, :]).to(gl.float8e4nv).to(gl.uint8, bitcast=True))
+    pair = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
+    L: gl.constexpr = pair.type.layout
+    channel = block * 2 * M + G * M + 2 * gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))
+    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
+    at = (row.to(gl.int64) * out.width)[None, :] + channel[:, None]
+    gl.store(out.ptr.to(gl.pointer_type(gl.uint16), bitcast=True) + at // 2, pair, mask=(row < stop)[None, :])
 
 
 @gluon.jit
@@ -299,13 +310,14 @@ def write_slots(sums, channel, first, stop, rows, out):
     """64 channels of the outputs of slots."""
     M: gl.constexpr = sums.shape[0]
     N: gl.constexpr = sums.shape[1]
-    LO: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
-    y = gl.convert_layout(sums.to(out.ptr.dtype.element_ty), LO)
-    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, LO))
+    low, high = row_pairs(sums.to(gl.bfloat16).to(gl.uint16, bitcast=True))
+    pair = low.to(gl.uint32) | (high.to(gl.uint32) << 16)
+    L: gl.constexpr = pair.type.layout
+    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
     slot = gl.load(rows.slot_ptr + row, mask=row < stop, other=0)
-    at = slot.to(gl.int64) * out.width + channel
-    column = gl.arange(0, M, layout=gl.SliceLayout(1, LO))
-    gl.store(out.ptr + at[None, :] + column[:, None], y, mask=(row < stop)[None, :])
+    column = channel + 2 * gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))
+    at = (slot.to(gl.int64) * out.width)[None, :] + column[:, None]
+    gl.store(out.ptr.to(gl.pointer_type(gl.uint32), bitcast=True) + at // 2, pair, mask=(row < stop)[None, :])
 
 
 @gluon.jit

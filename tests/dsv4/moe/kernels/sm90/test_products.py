@@ -6,6 +6,7 @@ import torch
 
 import dsv4
 import softsm
+from dsv4.moe.kernels import prepare
 from dsv4.moe.kernels.sm90 import entry
 from dsv4.runtime import calls
 
@@ -33,6 +34,18 @@ def test_experts_with_many_rows_with_few_and_with_none():
     some = torch.tensor([8, 4])
     alone = kernel(experts, {name: x[some] for name, x in given.items()}, order="latest")
     assert torch.equal(alone, out[some])
+
+
+@pytest.mark.slow
+def test_slots_that_are_sorted_in_pieces(monkeypatch):
+    """More than one piece, as for many tokens, in place of one launch for few: the same bits."""
+    experts, given = moe_cases.layer().experts, moe_cases.tokens(150, k=2)
+    given["ids"][[0, 75, 149], [0, 1, 0]] = -1
+    at_once = kernel(experts, given)
+    monkeypatch.setattr(prepare, "SORTED_AT_ONCE", 0)
+    calls.forget()
+    assert torch.equal(kernel(experts, given, order="latest"), at_once)
+    calls.forget()
 
 
 @pytest.mark.slow

@@ -1,0 +1,75 @@
+"""A layer of experts on a GPU: right, and a token's bits depend neither on its batch nor on how tiles are cut."""
+
+import moe_cases
+import pytest
+import torch
+
+import dsv4
+from dsv4 import suites
+from dsv4.runtime import calls, dispatch
+
+HOPPER = suites.gpu_arch() == "sm_90a"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="experts have kernels for Hopper only")]
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """Long sums and many experts, so that CTAs have several tiles."""
+    torch.manual_seed(0)
+    experts = moe_cases.layer(48, 2048, 1024, low=114, high=120).experts.to("cuda")
+    return experts, {name: x.cuda() for name, x in moe_cases.tokens(300, 2048, 48, 6).items()}
+
+
+def some(given, rows):
+    return {name: x[rows].contiguous() for name, x in given.items()}
+
+
+def test_against_the_oracle(layer):
+    experts, given = layer
+    given = some(given, slice(40, 52))
+    given["ids"][3, 1] = -1
+    out, slots = dsv4.moe(**given, experts=experts, return_slots=True, backend="cuda")
+    on_cpu = {name: x.cpu() for name, x in given.items()}
+    moe_cases.assert_right(out.cpu(), slots.cpu(), experts.to("cpu"), on_cpu)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(17, 25), slice(100, 300)])
+def test_bits_in_every_batch(layer, rows):
+    experts, given = layer
+    whole = dsv4.moe(**given, experts=experts, backend="cuda")
+    assert torch.equal(dsv4.moe(**some(given, rows), experts=experts, backend="cuda"), whole[rows])
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 32, 300])
+@pytest.mark.parametrize("most_stages", [3, 5, 10])
+@pytest.mark.parametrize("tiling", [(8,), (8, 1, False), (64, 1, False), (64, 2, False), (128, 1, False)])
+def test_bits_with_every_tiling(layer, tokens, most_stages, tiling, monkeypatch):
+    experts, given = layer
+    given = some(given, slice(0, tokens))
+    want = dsv4.moe(**given, experts=experts, return_slots=True, backend="cuda")
+    entry = dispatch.kernel_module("moe", (9, 0))
+    monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(*tiling)),))
+    monkeypatch.setattr(entry, "MOST_STAGES", most_stages)
+    calls.forget()
+    got = dsv4.moe(**given, experts=experts, return_slots=True, backend="cuda")
+    calls.forget()
+    assert torch.equal(got[1], want[1]) and torch.equal(got[0], want[0])
+
+
+def test_the_router_has_its_bits_in_every_batch():
+    x, gate = torch.randn(1000, 4096, device="cuda").bfloat16(), torch.randn(256, 4096, device="cuda").bfloat16() * 0.02
+    bias = torch.randn(256, device="cuda") * 0.05
+    whole = dsv4.moe_route(x, gate, bias=bias, backend="cuda")
+    for rows in (slice(0, 1), slice(5, 133), slice(0, 129)):
+        part = dsv4.moe_route(x[rows], gate, bias=bias, backend="cuda")
+        assert torch.equal(part[0], whole[0][rows]) and torch.equal(part[1], whole[1][rows])
+
+
+def test_in_a_graph(layer):
+    experts, given = layer
+    want, out = dsv4.moe(**given, experts=experts, backend="cuda"), torch.empty_like(given["x"])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dsv4.moe(**given, experts=experts, out=out, backend="cuda")
+    graph.replay()
+    assert torch.equal(out, want)
