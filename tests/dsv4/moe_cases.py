@@ -37,7 +37,7 @@ def relative(x: Tensor, want: Tensor) -> float:
 
 
 def assert_right(
-    out: Tensor, slots: Tensor | None, experts: Fp4Experts, given: dict, recipe="fp8_128", near=0.3, **more
+    out: Tensor, slots: Tensor | None, experts: Fp4Experts, given: dict, recipe="fp8_128", **more
 ) -> None:
     """Not farther from the truth than the oracle that rounds where the model does, and next to that one: what rounds
     elsewhere, or not at all, is as far from it as it is from the truth."""
