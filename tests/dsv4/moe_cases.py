@@ -36,9 +36,7 @@ def relative(x: Tensor, want: Tensor) -> float:
     return float((x.double() - want).norm() / want.norm())
 
 
-def assert_right(
-    out: Tensor, slots: Tensor | None, experts: Fp4Experts, given: dict, recipe="fp8_128", **more
-) -> None:
+def assert_right(out: Tensor, slots: Tensor | None, experts: Fp4Experts, given: dict, recipe="fp8_128", **more) -> None:
     """Not farther from the truth than the oracle that rounds where the model does, and next to that one: what rounds
     elsewhere, or not at all, is as far from it as it is from the truth."""
     w13, w2 = experts.dequantize(torch.float64)
