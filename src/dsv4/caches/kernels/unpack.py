@@ -61,11 +61,14 @@ def half_scales(scales, HALF: gl.constexpr):
 
 @gluon.jit
 def panel_scales(x, scales, FIRST: gl.constexpr, FORMAT: gl.constexpr):
-    """The scale bytes of each row and panel of x, panels from FIRST on: int32 [rows, panels, 1]."""
+    """The scale bytes of each row and panel of x, panels from FIRST on: int32 [rows, panels, 1]. scales: those already,
+    or what load_scales made."""
     EACH: gl.constexpr = panel_scale_bytes(FORMAT)
     L: gl.constexpr = x.type.layout
     panel = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
-    if isinstance(scales, gl.tuple):
+    if not isinstance(scales, gl.tuple) and len(scales.shape) == 3:
+        return scales
+    elif isinstance(scales, gl.tuple):
         # Panels are numbers that the compiler knows: it takes one of the integers.
         PER: gl.constexpr = 8 // EACH
         found = _bytes_of_panels(scales[0], panel, EACH, L)

@@ -27,7 +27,7 @@ from dsv4.kernels import dependent
 from dsv4.kernels.compat import async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
 from dsv4.v4.kernels.pool_rows import entries, pool_in_units
-from dsv4.v4.kernels.sm90.gather import Pools, numbers_of, pool_of
+from dsv4.v4.kernels.sm90.row_numbers import Pools, numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import words
 from dsv4.v4.kernels.sm90.swap_ab import (
     add,

@@ -48,14 +48,15 @@ class Cost(NamedTuple):
         return self.start + self.cta * ctas + self.step * steps
 
 
-# Where work tiles are few, latency counts. Options of v4_decode_swap_ab and its cost, with packed rows and with plain
-# ones.
+# Where work tiles are few, latency counts. Options of v4_decode_swap_ab and its cost, with packed rows, with plain
+# ones, and with packed rows of two formats, for each of which a kernel has its own loop.
 OF_16 = dict(HEADS=DECODE_HEADS, KEYS=DECODE_KEYS, num_warps=8, maxnreg=128, PDL_LAUNCH=True)
 OF_32 = dict(HEADS=32, KEYS=DECODE_KEYS, num_warps=4, PDL_LAUNCH=True)
 OF_32_LONG = dict(HEADS=32, KEYS=128, num_warps=8, PDL_LAUNCH=True)
 SWAP_AB = (
     ((OF_16, Cost(9.3, 0.006, 3.1)), (OF_32, Cost(12.8, 0, 3.7)), (OF_32_LONG, Cost(13.1, 0, 6.5))),
     ((OF_16, Cost(9.3, 0.03, 2.2)), (OF_32_LONG, Cost(10.7, 0.025, 3.8))),
+    ((OF_16, Cost(8.5, 0.006, 3.3)), (OF_32_LONG, Cost(10.3, 0.02, 5.6))),
 )
 # Costs and limits of both decode kernels were measured while the L1 had 28 KB; with what it has now (runtime/driver.py)
 # they are faster, and would pay for more problems.
@@ -65,11 +66,14 @@ SWAP_AB = (
 # them.
 SWAP_AB_WS_ROUNDS = 4
 SWAP_AB_WS_SPLIT = 5  # the most blocks where more than 64 heads are split: v4_sparse gathers their rows twice
-SWAP_AB_WS = (
-    (dict(HEADS=16, GATHER_REGS=152, num_warps=4, PDL_LAUNCH=True), (18, 18), Cost(10.2, 0.008, 2.2)),
-    (dict(HEADS=32, GATHER_REGS=144, num_warps=4, PDL_LAUNCH=True), (3, 10), Cost(12.9, 0.008, 2.25)),
+WS_OF_16 = dict(HEADS=16, GATHER_REGS=152, num_warps=4, PDL_LAUNCH=True)
+WS_OF_32 = dict(HEADS=32, GATHER_REGS=144, num_warps=4, PDL_LAUNCH=True)
+SWAP_AB_WS: tuple[tuple[tuple[dict, tuple[int, int], Cost], ...], ...] = (
+    ((WS_OF_16, (18, 18), Cost(10.2, 0.008, 2.2)), (WS_OF_32, (3, 10), Cost(12.9, 0.008, 2.25))),
+    (),
+    ((WS_OF_16, (18, 18), Cost(13.2, 0.008, 2.0)), (WS_OF_32, (0, 10), Cost(20.2, 0.008, 1.5))),
 )
-SPARSE = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2)  # of v4_sparse, with packed rows and with plain ones
+SPARSE = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2), Cost(15.4, 0.06, 3.8)  # of v4_sparse
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
 
 
@@ -107,14 +111,14 @@ def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
     formats = {format_of(pool) for pool in pools}
     if p.deterministic or len(formats) > 1 and PLAIN_ROWS in formats or p.q.dtype != torch.bfloat16:
         return None
-    plain = int(formats == {PLAIN_ROWS})
+    kind = 2 if len(formats) > 1 else int(formats == {PLAIN_ROWS})
     places = target.num_sms
     tiles, steps = p.batch * -(-p.q_heads // 64), -(-_blocks(p, DECODE_KEYS) * DECODE_KEYS // STEP)
     splits = p.num_splits or choose_splits(tiles, places, steps * STEP)
     rounds = -(-tiles * splits // places)
-    best = SPARSE[plain].of(min(tiles * splits, places), rounds * -(-steps // splits))
+    best = SPARSE[kind].of(min(tiles * splits, places), rounds * -(-steps // splits))
     found = None
-    for options, cost in SWAP_AB[plain]:
+    for options, cost in SWAP_AB[kind]:
         blocks, tiles = _blocks(p, options["KEYS"]), p.batch * -(-p.q_heads // options["HEADS"])
         splits = _room(p, decode_splits(tiles, places, blocks))
         if splits == 0:
@@ -125,7 +129,7 @@ def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
         if us < best:
             found, best = (v4_decode_swap_ab, options, splits), us
     blocks = _blocks(p, DECODE_KEYS)
-    for options, most, cost in () if plain else SWAP_AB_WS:
+    for options, most, cost in SWAP_AB_WS[kind]:
         tiles = p.batch * -(-p.q_heads // options["HEADS"])
         again = places < tiles <= SWAP_AB_WS_ROUNDS * places and p.q_heads <= 16
         if tiles > places and not again or p.block_table is not None:  # by table nothing brings rows into the L2 early

@@ -11,17 +11,10 @@ from dsv4.caches.kernels.unpack import EXACT, FEWER, QUICK, half_scales, load_sc
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, gl, gluon, mbarrier
 from dsv4.kernels.ring import Stage
-from dsv4.v4.kernels.pool_rows import (
-    Pool,
-    entries,
-    load_codes,
-    load_codes_unmasked,
-    page_of,
-    plain_rows,
-    row_addresses,
-    row_offsets,
-)
+from dsv4.v4.kernels.pool_rows import entries, load_codes, load_codes_unmasked, plain_rows, row_addresses, row_offsets
 from dsv4.v4.kernels.sm90.gather_block_table import block_table_blocks, whole_pages
+from dsv4.v4.kernels.sm90.gather_codes import ask_codes, mixed_codes, reads_codes
+from dsv4.v4.kernels.sm90.row_numbers import Pools, numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import (
     arrivals,
     copy_plain,
@@ -32,50 +25,10 @@ from dsv4.v4.kernels.sm90.smem_store import (
     words,
     write_bias,
 )
-from dsv4.v4.kernels.tile_scheduler import LIST, NONE, TABLE, index_lists, tile_coord
+from dsv4.v4.kernels.tile_scheduler import TABLE, index_lists, tile_coord
 
 # What the job of a work tile says, in this order.
 BLOCKS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
-
-
-@aggregate
-class Pools:
-    window: Pool
-    compressed: Pool
-
-
-@gluon.jit
-def numbers_of(lists, block, wanted, pool, entry, KV_INDEX: gl.constexpr):
-    """Row numbers of the entries of a block, -1 past the end, or everywhere unless it is wanted."""
-    KEYS: gl.constexpr = entry.shape[0]
-    in_window = block < lists.window_blocks
-    place = block * KEYS - gl.where(in_window, 0, lists.window_blocks * KEYS) + entry
-    listed = (place < lists.window_count) & in_window & wanted
-    if KV_INDEX == NONE:
-        number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
-    elif KV_INDEX == LIST:
-        listed = listed | ((place < lists.count) & (block >= lists.window_blocks) & wanted)
-        number = gl.load(gl.where(in_window, lists.window_ptr, lists.line_ptr) + place, mask=listed, other=-1)
-    else:
-        at = page_of(place, pool)
-        further = (place < lists.count) & (block >= lists.window_blocks) & wanted
-        page = gl.load(lists.line_ptr + at, mask=further, other=-1)
-        page = gl.where(page < pool.rows // pool.page_rows, page, -1)  # before the product, which may not fit
-        number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
-        number = gl.where(page >= 0, page * pool.page_rows + place - at * pool.page_rows, number)
-    return number
-
-
-@gluon.jit
-def pool_of(pools, in_window):
-    """The pool of a block."""
-    a, b = pools.window, pools.compressed
-    return Pool(
-        gl.where(in_window, a.ptr, b.ptr), gl.where(in_window, a.rows, b.rows),
-        gl.where(in_window, a.page_rows, b.page_rows), gl.where(in_window, a.page_stride, b.page_stride),
-        gl.where(in_window, a.row_stride, b.row_stride), gl.where(in_window, a.inverse, b.inverse),
-        gl.where(in_window, a.shift, b.shift),
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -420,11 +373,15 @@ def gather_role(
         end = gl.minimum(begin + each, steps)
         FORMAT: gl.constexpr = FORMATS[0]
         L: gl.constexpr = words(gl.num_warps()) if FORMAT.coded > 0 else LQ
-        number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), KV_INDEX)
+        CODES: gl.constexpr = reads_codes(FORMAT, FORMATS[1], UNIT, KV_INDEX, SPLIT)
+        if not CODES:
+            number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), KV_INDEX)
         ALIGNED: gl.constexpr = UNIT >= 16 and has_aligned_panels(FORMAT)
         READS_ALIGNED: gl.constexpr = reads_aligned(FORMAT, FORMATS[1], UNIT, KV_INDEX)
         # Rows are on their way while the last work tile's scores are waited for, then Q.
-        if FORMAT.coded > 0 and FORMAT == FORMATS[1]:
+        if CODES:
+            rows, left = ask_codes(lists, pools, q.ptr, begin * 2, end * 2, KV_INDEX, UNIT, FORMATS)
+        elif FORMAT.coded > 0 and FORMAT == FORMATS[1]:
             pool = pool_of(pools, begin * 2 < lists.window_blocks)
             asked = (
                 load_first_half_aligned(pool, number, q.ptr, UNIT, FORMAT)
@@ -440,7 +397,11 @@ def gather_role(
         write_job(memory.job, 1 - turn, (end - begin) * 2, query, first_head, split)
         announce(memory.q_ready.at(0), 1, SPLIT_SLOTS)
         turn = turn ^ 1
-        if FORMAT != FORMATS[1]:
+        if CODES:
+            phase = mixed_codes(
+                rows, left, q.ptr, lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX, UNIT, FORMATS
+            )
+        elif FORMAT != FORMATS[1]:
             phase = mixed_blocks(lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX, FORMATS, UNIT)
         elif READS_ALIGNED:
             phase = aligned_blocks(number, asked, q.ptr, lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX,

@@ -33,7 +33,7 @@ sum_ready[h]    owner of half h              1           the other      its row 
 
 SPLIT_SLOTS is for packed rows by list with Triton before 3.9, which puts barriers of warps between stores to one
 allocation: with the halves of a slot apart there are three a block instead of seven. The gathering warps store all of a
-half block, meet at a barrier, and one thread arrives (gather.announce).
+half block, meet at a barrier, and one thread arrives (gather.announce). So they do for the rows of gather_codes.py.
 Copies write like ordinary stores; those who wait for them, or for unpacked rows, put the fence before the tensor
 core reads.
 The bias of block b is written when both halves of its last use are free: its owner read it before it freed one of them.
@@ -53,7 +53,9 @@ from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Barriers, Ring, init_barriers, new_barriers, new_ring
 from dsv4.v4.kernels.pool_rows import pool_in_units
-from dsv4.v4.kernels.sm90.gather import BLOCKS, FIRST_HEAD, QUERY, SPLIT_NUMBER, Pools, gather_role, reads_aligned
+from dsv4.v4.kernels.sm90.gather import BLOCKS, FIRST_HEAD, QUERY, SPLIT_NUMBER, gather_role, reads_aligned
+from dsv4.v4.kernels.sm90.gather_codes import reads_codes
+from dsv4.v4.kernels.sm90.row_numbers import Pools
 from dsv4.v4.kernels.sm90.smem_store import arrivals
 from dsv4.v4.kernels.sm90.sparse_steps import (
     SCORES,
@@ -95,7 +97,13 @@ class Memory:
 
 
 @gluon.jit
-def make_memory(DTYPE: gl.constexpr, GATHER_WARPS: gl.constexpr, RESIDENT: gl.constexpr, SPLIT_SLOTS: gl.constexpr):
+def make_memory(
+    DTYPE: gl.constexpr,
+    GATHER_WARPS: gl.constexpr,
+    RESIDENT: gl.constexpr,
+    SPLIT_SLOTS: gl.constexpr,
+    CODES: gl.constexpr,
+):
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], DTYPE)
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -118,7 +126,7 @@ def make_memory(DTYPE: gl.constexpr, GATHER_WARPS: gl.constexpr, RESIDENT: gl.co
     job = gl.allocate_shared_memory(gl.int32, [8, 1], FLAT)
     q_ready = new_barriers(1, ARRIVALS)
     q_free = new_barriers(1, 2)
-    FILLS: gl.constexpr = 1 if SPLIT_SLOTS else ARRIVALS
+    FILLS: gl.constexpr = 1 if SPLIT_SLOTS or CODES else ARRIVALS
     kv = new_ring(slots, 1, FILLS)
     p_ready = new_barriers(2)
     sum_ready = new_barriers(2)
@@ -354,7 +362,8 @@ def v4_sparse(
     stride = gl.num_programs(0) - sizes.alone
 
     SPLIT_SLOTS: gl.constexpr = MAY_SPLIT_SLOTS and reads_aligned(FORMATS[0], FORMATS[1], UNIT, KV_INDEX)
-    memory = make_memory(q.ptr.dtype.element_ty, GATHER_WARPS, RESIDENT, SPLIT_SLOTS)
+    CODES: gl.constexpr = reads_codes(FORMATS[0], FORMATS[1], UNIT, KV_INDEX, SPLIT)
+    memory = make_memory(q.ptr.dtype.element_ty, GATHER_WARPS, RESIDENT, SPLIT_SLOTS, CODES)
     # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([

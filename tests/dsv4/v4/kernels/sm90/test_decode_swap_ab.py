@@ -98,7 +98,7 @@ def test_rows_by_block_table_and_requests(check):
 def test_32_heads_in_a_cta(queries, rows, keys, order, check, monkeypatch):
     """Where CTAs of 16 would be too many. Blocks of 128 rows where those of 64 would be too many, too. By list the
     other decode kernel would take these queries; by table it does not, and then this kernel has them."""
-    monkeypatch.setattr(entry, "SWAP_AB_WS", ())
+    monkeypatch.setattr(entry, "SWAP_AB_WS", ((), (), ()))
     lengths = torch.tensor([0, 65, rows, 1, 500, 129, 64, rows], dtype=torch.int32)[:queries]
     lists = numbers(queries, rows, of=5200)
     problem = dict(q=torch.randn(queries, 64, 512).bfloat16(), window=pool(5200), window_indices=lists)

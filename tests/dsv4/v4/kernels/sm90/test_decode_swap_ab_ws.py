@@ -30,7 +30,7 @@ def check(monkeypatch):
     names = launches.launched(monkeypatch)
 
     def checked(heads: int, splits: int, order: str = "latest", **arguments) -> None:
-        options = next(options for options, *_ in entry.SWAP_AB_WS if options["HEADS"] == heads)
+        options = next(options for options, *_ in entry.SWAP_AB_WS[0] if options["HEADS"] == heads)
         monkeypatch.setattr(entry, "decode_kernel", lambda p, target: (entry.v4_decode_swap_ab_ws, options, splits))
         calls.forget()
         out = torch.full_like(arguments["q"], NAN)

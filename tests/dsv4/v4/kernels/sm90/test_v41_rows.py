@@ -33,7 +33,7 @@ def check(monkeypatch):
                 options = next(o for o, _ in entry.SWAP_AB[0] if (o["HEADS"], o["KEYS"]) == (heads, 64))
                 return entry.v4_decode_swap_ab, options, splits
             if kernel == "v4_decode_swap_ab_ws":
-                options = next(options for options, *_ in entry.SWAP_AB_WS if options["HEADS"] == heads)
+                options = next(options for options, *_ in entry.SWAP_AB_WS[2] if options["HEADS"] == heads)
                 return entry.v4_decode_swap_ab_ws, options, splits
             return None
 
