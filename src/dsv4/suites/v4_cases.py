@@ -26,6 +26,9 @@ WINDOW = 128
 RATIO = {"csa": 4, "hca": 128}
 TOPK = 16  # small, so that n_c passes it within a few dozen tokens; the rules do not depend on it
 NAN = float("nan")
+CACHES = {"fp8": dsv4.Fp8Cache, "mxfp8": dsv4.Mxfp8Cache, "nvfp4": dsv4.Nvfp4Cache}
+# How the pools of a layer are stored: V4.1 has a format for each.
+WINDOW_STORE, COMPRESSED_STORE = {"pages": "plain", "v4.1": "mxfp8"}, {"pages": "plain", "v4.1": "nvfp4"}
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -39,10 +42,10 @@ def pool(
 
 
 def filled(draw: Draw, places: Tensor, store: str, pages: int, rows_per_page: int, dtype: torch.dtype) -> Any:
-    """store: fp8, or in the dtype: plain (rows side by side), padded, pages."""
+    """store: fp8, mxfp8, nvfp4, or in the dtype: plain (rows side by side), padded, pages."""
     rows = draw.normal(len(places), 512, dtype=dtype)
-    if store == "fp8":
-        cache = dsv4.Fp8Cache.empty(pages, rows_per_page, device=draw.device)
+    if store in CACHES:
+        cache = CACHES[store].empty(pages, rows_per_page, device=draw.device)
         cache.storage.fill_(255)  # NaN as e4m3, as bf16 and as a scale
         cache.write(places, rows)
         return cache
@@ -75,7 +78,7 @@ def step(
     and garbage after them, instead of -1.
     """
     positions = range(start, start + count)
-    window, slots = pool(draw, start + count, store if store != "pages" else "plain", 64, dtype)
+    window, slots = pool(draw, start + count, WINDOW_STORE.get(store, store), 64, dtype)
     seen = [slots[max(0, t - WINDOW + 1) : t + 1] for t in positions]
     args: dict[str, Any] = {"q": draw.normal(count, heads, 512, dtype=dtype), "window": window}
     args["window_indices"] = lists(seen, width or WINDOW, draw.device)
@@ -118,7 +121,7 @@ def add_lists(
 ) -> None:
     """A list of compressed rows for every query: `topk` of the visible ones at random, or with None all of them."""
     rows_per_page = 2 if topk is None else 64
-    compressed, slots = pool(draw, most, store if store != "pages" else "plain", rows_per_page, args["q"].dtype)
+    compressed, slots = pool(draw, most, COMPRESSED_STORE.get(store, store), rows_per_page, args["q"].dtype)
     if topk is None:
         chosen, width = [slots[:n] for n in visible], max(most, 1)
     else:
@@ -152,7 +155,7 @@ def batch(
     """Several requests in one call, each `(start, count)`: decode with drafts of 1 to 4 tokens. HCA by block table."""
     positions = [t for start, count in steps for t in range(start, start + count)]
     need = [start + count for start, count in steps]
-    window, slots = pool(draw, sum(need), store, 64, dtype)
+    window, slots = pool(draw, sum(need), WINDOW_STORE.get(store, store), 64, dtype)
     own = [slots[end - n : end] for n, end in zip(need, torch.tensor(need).cumsum(0).tolist(), strict=True)]
     owner = [r for r, (_, count) in enumerate(steps) for _ in range(count)]
     rows = [own[r][max(0, t - WINDOW + 1) : t + 1] for r, t in zip(owner, positions, strict=True)]
@@ -166,7 +169,7 @@ def batch(
             args["request_starts"] = draw.int32([0, *torch.tensor([c for _, c in steps]).cumsum(0).tolist()])
             args["compressed_lengths"] = draw.int32(visible)
         else:
-            compressed, places = pool(draw, sum(most), store, 64, dtype)
+            compressed, places = pool(draw, sum(most), COMPRESSED_STORE.get(store, store), 64, dtype)
             first = [0, *torch.tensor(most).cumsum(0).tolist()]
             chosen = [places[first[r] + draw.permutation(n)[:TOPK].long()] for r, n in zip(owner, visible, strict=True)]
             args["compressed"], args["compressed_indices"] = compressed, lists(chosen, TOPK, draw.device)
@@ -183,6 +186,18 @@ def holes(draw: Draw, everywhere: bool, **options: Any) -> Call:
         ids[:, 0] = -1
         if everywhere:
             ids[1] = -1
+    return call
+
+
+def draft_block(draw: Draw, start: int, count: int, **options: Any) -> Call:
+    """A draft of V4.1 (DSpark): its queries see the window before the block, and all of the block, later ones too."""
+    call = step(draw, "swa", start, count, width=WINDOW + count, **options)
+    lists = call.args["window_indices"]
+    block = torch.stack([lists[n, min(start + n + 1, WINDOW) - 1] for n in range(count)])  # each query's own row
+    before = lists[0, : min(start, WINDOW - 1)]
+    seen = torch.cat([before, block])
+    lists[:] = -1
+    lists[:, : len(seen)] = seen
     return call
 
 
@@ -272,9 +287,31 @@ def halves() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
     yield "hca-batch-fp16", several, {"hca", "table", "batch"}
 
 
+def v41() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
+    """Rows of DeepSeek-V4.1: the window of 528 bytes each, the compressed ones of 288."""
+    mine = partial(step, store="v4.1")
+    yield "v4.1-swa", partial(mine, kind="swa", start=130), {"v4.1", "swa"}
+    for heads in (8, 64):
+        yield f"v4.1-csa-heads{heads}", partial(mine, kind="csa", start=300, heads=heads), {"v4.1", "csa"}
+    yield "v4.1-csa-mtp8", partial(mine, kind="csa", start=121, count=8, heads=16), {"v4.1", "csa", "mtp"}
+    yield "v4.1-csa-prefill", partial(mine, kind="csa", start=0, count=140, heads=2), {"v4.1", "csa", "prefill"}
+    yield "v4.1-csa-holes", partial(holes, everywhere=True, store="v4.1"), {"v4.1", "csa", "holes"}
+    mixed = [(0, 1), (126, 4), (3, 2), (254, 3), (127, 1)]
+    yield "v4.1-csa-batch", partial(batch, kind="csa", steps=mixed, store="v4.1"), {"v4.1", "csa", "batch"}
+    yield "v4.1-draft-block", partial(draft_block, start=200, count=5, store="v4.1"), {"v4.1", "swa", "mtp"}
+    yield "v4.1-draft-block-early", partial(draft_block, start=60, count=5, store="v4.1"), {"v4.1", "swa", "mtp"}
+
+
 def v4() -> list[Case]:
     """The suite, in a fixed order."""
-    groups = ((positions(), BF16), (drafts(), BF16), (forms(), BF16), (halves(), FP16), (layer_specials(), BF16))
+    groups = (
+        (positions(), BF16),
+        (drafts(), BF16),
+        (forms(), BF16),
+        (halves(), FP16),
+        (v41(), BF16),
+        (layer_specials(), BF16),
+    )
     return [
         Case("v4", name, maker, dtype=dtype, features=frozenset(features))
         for group, dtype in groups
