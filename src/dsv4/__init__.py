@@ -2,13 +2,7 @@
 
 import importlib
 import importlib.util
-import sys
 from typing import TYPE_CHECKING, Any
-
-if sys.argv[:1] == ["-m"] and sys.orig_argv[1:3] == ["-m", "dsv4"]:  # `python -m dsv4` looks for what it is to run
-    import dsv4_command
-
-    dsv4_command.begin()
 
 # Imported with the package, so that torch.ops.dsv4 is complete; without torch only when a name is used, so that a
 # bare installation can still be looked at.

@@ -16,7 +16,7 @@ from dsv4.runtime import checks
 
 def needs_padding(q: Any, v: Any) -> bool:
     """Looks at shapes alone; what is no tensor is rejected later, by name."""
-    if not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim and v.ndim):
+    if not (checks.is_tensor(q) and checks.is_tensor(v) and q.ndim and v.ndim):
         return False
     return q.shape[-1] != v.shape[-1] or q.shape[-1] not in checks.HEAD_DIMS
 
