@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -35,7 +36,8 @@ class Spread(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Fp4Experts:
     """Weights of E experts in MXFP4 or NVFP4, in the tiles that the kernels read (formats.py). Nothing is rounded: the
-    bytes of the checkpoint come back from :meth:`unpack`. Make one with :meth:`pack`.
+    bytes of the checkpoint come back from :meth:`unpack`. Make one with :meth:`pack` or
+    :meth:`from_checkpoint`.
 
     w13, w2                   uint8 [E, tiles of rows, tiles of columns, 256, 64]: gate and up, down
     w13_scales, w2_scales     uint8 [..., 256, 4] (E8M0) or float8_e4m3fn [..., 256, 8]
@@ -134,6 +136,34 @@ class Fp4Experts:
         (w13, w13_scales, w13_factors), (w2_tiles, w2_scales, w2_factors) = tiles
         report = _report(torch.cat([x.flatten() for x in spreads])) if spreads else Spread(e * (2 * i + h), 0, 0, 0)
         return cls(w13, w2_tiles, w13_scales, w2_scales, w13_factors, w2_factors, "nvfp4" if nvfp4 else "mxfp4", report)
+
+    @classmethod
+    def from_checkpoint(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Fp4Experts:
+        """The MXFP4 experts of a layer by the names of DeepSeek's checkpoints.
+
+        Args:
+            tensors: by name, as safetensors loads them: ``{prefix}{e}.w1.weight``, ``{prefix}{e}.w1.scale``, the same
+                for w3 and w2, for e = 0, 1, ...; others are ignored.
+            prefix: such as "layers.3.ffn.experts.".
+        """
+        if not isinstance(prefix, str):
+            checks.fail("prefix", checks.describe(prefix), "a str")
+        if not isinstance(tensors, Mapping):
+            checks.fail("tensors", checks.describe(tensors), "a mapping from names to tensors")
+        count = 0
+        while f"{prefix}{count}.w1.weight" in tensors:
+            count += 1
+        if not count:
+            checks.fail("tensors", f"no {prefix}0.w1.weight", "the tensors of a layer's experts by name")
+        stacked = []
+        for name in ("w1", "w3", "w2"):
+            for part in ("weight", "scale"):
+                names = [f"{prefix}{e}.{name}.{part}" for e in range(count)]
+                missing = next((x for x in names if not checks.is_tensor(tensors.get(x))), None)
+                if missing is not None:
+                    checks.fail("tensors", f"no {missing}", "weight and scale of w1, w3 and w2 of every expert")
+                stacked.append(torch.stack([tensors[x].view(torch.uint8) for x in names]))
+        return cls.pack(*stacked)
 
     def unpack(self) -> dict[str, Tensor]:
         """The tensors that :meth:`pack` takes, by their names, uint8 and (NVFP4) float8_e4m3fn and fp32."""

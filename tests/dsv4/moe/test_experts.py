@@ -18,8 +18,29 @@ def test_the_bytes_of_the_checkpoint_come_back(nvfp4):
 
 def test_int8_and_e8m0_as_a_checkpoint_has_them():
     given, experts = moe_cases.layer()
-    named = {n: x.view(torch.float8_e8m0fnu if "scale" in n else torch.int8) for n, x in given.items()}
-    assert torch.equal(Fp4Experts.pack(**named).w13, experts.w13)
+    typed = {n: x.view(torch.float8_e8m0fnu if "scale" in n else torch.int8) for n, x in given.items()}
+    assert torch.equal(Fp4Experts.pack(**typed).w13, experts.w13)
+
+
+def named(given):
+    """As in a checkpoint."""
+    kinds = {"weight": torch.int8, "scale": torch.float8_e8m0fnu}
+    return {
+        f"layers.3.ffn.experts.{e}.{name}.{kind}": given[name if kind == "weight" else f"{name}_scale"][e].view(dtype)
+        for e in range(len(given["w1"])) for name in ("w1", "w2", "w3") for kind, dtype in kinds.items()
+    }  # fmt: skip
+
+
+def test_tensors_by_the_names_of_a_checkpoint():
+    given, experts = moe_cases.layer()
+    tensors = named(given) | {"layers.3.ffn.gate.weight": torch.zeros(4, 256)}
+    made = Fp4Experts.from_checkpoint(tensors, "layers.3.ffn.experts.")
+    assert torch.equal(made.w13, experts.w13) and torch.equal(made.w2_scales, experts.w2_scales)
+    del tensors["layers.3.ffn.experts.2.w3.scale"]
+    with pytest.raises(ValueError, match="^tensors: got no layers.3.ffn.experts.2.w3.scale; accepted: "):
+        Fp4Experts.from_checkpoint(tensors, "layers.3.ffn.experts.")
+    with pytest.raises(ValueError, match="^tensors: got no layers.4.ffn.experts.0.w1.weight; accepted: "):
+        Fp4Experts.from_checkpoint(tensors, "layers.4.ffn.experts.")
 
 
 @pytest.mark.parametrize("nvfp4", [False, True])
