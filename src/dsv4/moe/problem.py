@@ -87,6 +87,9 @@ def build(
         for name, (codes, scales, factors) in tiles.items():
             checks.tensor(f"experts.{name}_scales", scales, (*codes.shape[:4], each), (dtype,), like=like)
             checks.tensor(f"experts.{name}_factors", factors, (e, codes.shape[1] * 256), (torch.float32,), like=like)
+            for part, tiled in (("", codes), ("_scales", scales), ("_factors", factors)):
+                if not tiled.is_contiguous():
+                    checks.fail(f"experts.{name}{part}", f"strides {list(tiled.stride())}", "a contiguous tensor")
     if e == 0:
         checks.fail("experts", "no expert", "one at least")
     checks.tensor("ids", ids, (t, "k"), INTEGERS, like=like, unit_last=False)

@@ -105,6 +105,9 @@ def operands():
 
 def test_operators():
     places, named = operands()
+    halves = {name: x[::2] if name.startswith("w2") else x[:2] for name, x in named.items()}
+    with pytest.raises(ValueError, match="^experts.w2: got strides .*; accepted: a contiguous tensor"):
+        torch.ops.dsv4.moe(places[0], places[1][:2], places[2][::2], *places[3:], **halves)
     quick = ("test_schema", "test_faketensor")  # test_compiled has the rest
     opcheck(torch.ops.dsv4.moe.default, places, named, test_utils=quick)
     out = dict(out=torch.empty(4, 256).bfloat16(), slots=torch.empty(4, 3, 256).bfloat16())
