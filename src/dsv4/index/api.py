@@ -125,7 +125,7 @@ def index_topk(
     The kernels accept bf16 and fp16 (the same for q and k), up to 128 heads, head dims up to 256 that are multiples of
     8, and topk up to 4096; FP8 and FP4 keys if pages begin at multiples of 16 bytes, FP4 keys in pages of a multiple of
     8 rows. Hopper's tensor cores sum e4m3 products with about 14 bits, the CPU in fp32. The kernels turn an FP4 key, or
-    query, into e4m3 under its greatest scale; of a group whose scale is less than 2 ** -14 of it nothing is left.
+    query, into e4m3 under its greatest scale; of a group whose scale is less than 2 ** -11 of it nothing is left.
     """
     if isinstance(k, IndexCache):
         k = k.page_view()

@@ -8,7 +8,8 @@ INDEX_BYTES = 256 << 20
 # Neighbouring rows whose greatest score is kept beside the scores; the widest lists that are chosen by it.
 GROUP = 16
 LINE_UNIT = 4 * GROUP
-MAX_TOPK_BY_GROUPS = 1024
+MAX_TOPK_BY_GROUPS = 2048
+MAX_TOPK_SHARED = 1024  # the widest lists that several CTAs make together: they compare all pairs
 BLOCK = 8  # rows of a block, of those that index_blocks keeps
 HELD = 32  # scores that a thread of the choice may have in registers
 # CTAs that find the places of one query's rows together; with fewer, one that sorts is as fast.
@@ -61,15 +62,15 @@ def index_groups(capacity: int) -> int:
     return power_of_two(index_line(capacity) // GROUP)
 
 
-def index_shares(queries: int, num_sms: int) -> int:
+def index_shares(queries: int, num_sms: int, topk: int = 1) -> int:
     """CTAs to a query for the choice by groups: a power of two."""
     fit = min(num_sms // max(queries, 1), MOST_SHARES)
-    return 1 << fit.bit_length() - 1 if fit >= LEAST_SHARES else 1
+    return 1 << fit.bit_length() - 1 if fit >= LEAST_SHARES and topk <= MAX_TOPK_SHARED else 1
 
 
-def index_share_words(capacity: int, topk: int = MAX_TOPK_BY_GROUPS) -> int:
+def index_share_words(capacity: int, topk: int = MAX_TOPK_SHARED) -> int:
     """What a share keeps: a key of 64 bits for every row that is ranked, and the numbers of as many groups."""
-    return 3 * index_kept(capacity, min(topk, MAX_TOPK_BY_GROUPS))
+    return 3 * index_kept(capacity, min(topk, MAX_TOPK_SHARED))
 
 
 def index_block(queries: int, capacity: int, topk: int = MAX_TOPK) -> int:

@@ -85,7 +85,7 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     scratch: Any = p.scratch
     if scratch is None or scratch.numel() < words:
         words_needed = index_block(p.batch, p.columns, p.topk) * words
-        shares = index_shares(p.batch, target.num_sms)
+        shares = index_shares(p.batch, target.num_sms, p.topk)
         words_needed += p.batch * shares * index_share_words(p.columns, p.topk) if shares > 1 else 0
         scratch = program.workspace("scratch", (words_needed,), torch.float32)
     step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
@@ -196,8 +196,10 @@ def _score(
     if "ALONE" in kernel.arg_names or p.fp4 and "STAGES" in options:
         # few blocks: a tile to a CTA, or as many CTAs as there is room for
         splits = max(splits, min(places // blocks, -(-p.columns // (128 if p.fp4 else 64))))
-        if blocks * splits < 0.85 * places and p.columns >= splits * 2048:  # or many more, which end at different times
-            splits *= 4
+        # Where these fill the last wave badly: shorter ones, which end at different times.
+        waves = blocks * splits / places
+        if 4 * blocks > places and waves < 0.9 * -(-blocks * splits // places) and p.columns >= 8 * 1024:
+            splits = max(splits, 8)
     arguments: dict[str, Any] = dict(
         queries=IndexQueries(
             ptr=q,
@@ -276,7 +278,7 @@ def _choose(
     line = index_line(p.columns)
     kept = index_kept(p.columns, p.topk)
     at = count * (line + line // GROUP)
-    shares = index_shares(count, target.num_sms)
+    shares = index_shares(count, target.num_sms, p.topk)
     if at + count * shares * index_share_words(p.columns, p.topk) > (behind or scratch.numel()):  # a plan for others
         shares = 1
     size = count * shares * kept
@@ -285,18 +287,19 @@ def _choose(
     else:
         keys, groups_at = scratch.words(at, size, torch.int32), at + size
     # Few queries: the time of one counts. Many: more of them on a multiprocessor.
-    warps, high = (16, 8) if count < 4 * target.num_sms else (8, 4)
+    warps, high = (16, 8) if count <= target.num_sms else (8, 4)
     arguments = dict(
         source=ScoreSource(scratch, line // LINE_UNIT, _maxima(p, scratch, count), 0, Null(torch.int32)),
         chosen=Chosen(first, keys, kept, scratch.words(groups_at, size, torch.int32)),
         owners=owners,
         lists=_lists(p),
     )
-    # Launched early it waits on the multiprocessors for the scores; with lists of 1024 it takes room that they need.
+    # Launched early it waits for the scores; with lists of 1024, or more CTAs than multiprocessors, it takes room that
+    # they need.
     program.launch(
         index_choose, (count, shares), arguments, OWNER=owner, POOL=not p.request_rows, AMONG=p.among is not None,
         SHARES=shares, GROUPS=index_groups(p.columns), KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), HIGH=high,
-        HELD=HELD, num_warps=warps if kept > 128 else 4, launch_pdl=shares > 1 and kept <= 1024,
+        HELD=HELD, num_warps=warps if kept > 128 else 4, launch_pdl=count * shares <= target.num_sms and kept <= 1024,
     )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ greatest one of every GROUP of neighbouring rows, for choose.py, and of every BL
 In the product, keys are the rows and heads the columns: the sum over heads stays within few lanes of a warp.
 
 FP4 becomes e4m3: a key's four scales are powers of two, and so is what is left of them when the greatest one, times
-2^-6, is taken out. e2m1 times 2^-8 .. 2^6 is exact in e4m3; below that, it is 0. Even and odd dims, the low and the
-high halves of bytes, are two products.
+2^-6, is taken out. e2m1 times 2^-5 .. 2^6 is exact in e4m3, and no subnormal; below that, it is 0. Even and odd dims,
+the low and the high halves of bytes, are two products.
 """
 
 import triton
@@ -24,7 +24,8 @@ FOREVER = tl.constexpr(2**31 - 1)
 GROUP, BLOCK = tl.constexpr(sizes.GROUP), tl.constexpr(sizes.BLOCK)
 # What q and k are: of one type, in which they are multiplied; FP4 keys with e4m3 queries; both FP4.
 SAME, FP4_KEYS, FP4_BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-HIGHEST = tl.constexpr(6)  # the power of two that codes under the greatest scale of a key are multiplied by
+# Powers of two that codes are multiplied by: under the greatest scale of a key, and the least one
+HIGHEST, LOWEST_SHIFT = tl.constexpr(6), tl.constexpr(-5)
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def aligned(code, word, highest, group):
     size = code & 7
     bits = ((126 + (size >> 1)) << 23) | ((size & 1) << 22)
     value = tl.where(size < 2, size.to(tl.float32) * 0.5, bits.to(tl.float32, bitcast=True))
-    value *= tl.where(shift < -8, 0, (shift + 127) << 23).to(tl.float32, bitcast=True)
+    value *= tl.where(shift < LOWEST_SHIFT, 0, (shift + 127) << 23).to(tl.float32, bitcast=True)
     return tl.where(code < 8, value, -value).to(tl.float8e4nv)
 
 

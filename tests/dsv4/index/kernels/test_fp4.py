@@ -9,7 +9,6 @@ import v41_index
 
 import dsv4
 import softsm
-from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.index import cpu, problem
 from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.runtime import calls
@@ -84,19 +83,19 @@ def test_random_numbers(arch, fp4_queries, bf16):
         assert full[n, chosen].min() >= full[n, :seen].topk(64).values[-1] - 2 * bound
 
 
-def test_groups_far_apart_are_exact_up_to_2_14(arch):
-    """Keys and queries whose four scales differ by up to 2^14; a group further below counts as nothing."""
+def test_groups_far_apart_are_exact_up_to_2_11(arch):
+    """Keys whose four scales differ by up to 2^11; a group further below counts as nothing."""
     arguments, _, _ = v41_index.problem(3, 700, lengths=(700, 683, 9), topk=40, whole=True)
     cache = arguments["k"]
-    steps = torch.tensor([0, -1, -7, -14])[
+    steps = torch.tensor([0, -1, -7, -11])[
         torch.randint(0, 4, (cache.rows, 4), generator=torch.Generator().manual_seed(1))
     ]
     steps[:, 0] = 0
     cache.scale_view().copy_((127 + steps).to(torch.uint8).view(cache.pages, 64, 4))
     lists, scores = index_cases.kernel(arch, **arguments)
     want = dsv4.index_topk(**arguments, return_scores=True)
-    assert torch.equal(scores, want[1])  # sums of whole numbers times 2^-14: exact in fp32
-    cache.scale_view()[:, :, 3] = 127 - 15
+    assert torch.equal(scores, want[1])  # sums of few whole numbers times 2^-11: exact in fp32
+    cache.scale_view()[:, :, 3] = 127 - 12
     _, less = index_cases.kernel(arch, **arguments)
     cache.data_view()[:, :, 48:] = 0
     assert torch.equal(less, dsv4.index_topk(**arguments, return_scores=True)[1])
@@ -138,24 +137,3 @@ def test_blocks_in_several_rounds(arch, most, monkeypatch):
     got, want = source(arch, **arguments, topk_blocks=most), dsv4.index_blocks(**arguments, topk_blocks=most)
     calls.forget()
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-
-
-def test_keys_are_written_as_torch_writes_them(arch):
-    from dsv4.caches.index_keys import IndexCache
-    from dsv4.caches.kernels.pack import write_rows
-
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(25, 128, generator=g) * torch.exp2(torch.randint(-20, 20, (25, 1), generator=g).float())
-    x[1], x[2, :32], x[3] = 0, 0, x[3] * 1e-38
-    x[4, :8] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])  # ties
-    x[5, 3], x[6, 99] = torch.nan, torch.inf
-    slots = torch.randperm(40, generator=g)[:25].int()
-    slots[8] = -1
-    want, got = (IndexCache.empty(5, 8, format=INDEX_68) for _ in "ab")
-    want.write(slots, x)
-    with softsm.use(arch), softsm.checking(races=True) as report:
-        write_rows(got, slots, x)
-    assert not report, str(report)
-    assert torch.equal(got.scale_view(), want.scale_view())
-    a, b = got.unpack(), want.unpack()
-    assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -30,6 +30,7 @@ from dsv4.index.kernels.scores import (
     FP4_BOTH,
     GROUP,
     HIGHEST,
+    LOWEST_SHIFT,
     bf16,
     greatest_of_four,
     owner,
@@ -94,11 +95,9 @@ def query_layout():
 
 @gluon.jit
 def tables(shift):
-    """e4m3 of 0, 0.5, 1, 1.5, and of 2, 3, 4, 6, times 2^shift, four bytes each; 0 below 2^-8. From 2^-6 on down some
-    are subnormal, whose codes are not 8 apart."""
-    low = gl.where(shift >= -5, 0x3C383000 + shift * 0x08080800, 0x0C080400 >> gl.minimum(gl.maximum(-6 - shift, 0), 2))
-    high = gl.where(shift >= -7, 0x4C484440 + shift * 0x08080808, 0x0C080604)
-    return gl.where(shift < -8, 0, low), gl.where(shift < -8, 0, high)
+    """e4m3 of 0, 0.5, 1, 1.5, and of 2, 3, 4, 6, times 2^shift, four bytes each; 0 below 2^LOWEST_SHIFT."""
+    some = shift >= LOWEST_SHIFT
+    return gl.where(some, 0x3C383000 + shift * 0x08080800, 0), gl.where(some, 0x4C484440 + shift * 0x08080808, 0)
 
 
 @gluon.jit
@@ -111,19 +110,16 @@ def unpacked(words, low, high, ROWS: gl.constexpr):
     high = high[:, :, None, None] + zero
     first, last = gl.inline_asm_elementwise(
         """{
-        .reg .b32 codes, minus, sign;
+        .reg .b32 codes, even, sign;
         and.b32 codes, $2, 0x77777777;
-        mov.b32 minus, 0x80808080;
+        shl.b32 even, $2, 4;
         prmt.b32 $0, $6, $10, codes;
-        prmt.b32 sign, minus, minus, $2;
-        shl.b32 sign, sign, 1;
-        lop3.b32 $0, sign, minus, $0, 0xEA;
+        prmt.b32 sign, even, $2, 0x5140;
+        lop3.b32 $0, sign, 0x80808080, $0, 0xEA;
         shr.u32 codes, codes, 16;
-        shr.u32 sign, $2, 16;
         prmt.b32 $1, $6, $10, codes;
-        prmt.b32 sign, minus, minus, sign;
-        shl.b32 sign, sign, 1;
-        lop3.b32 $1, sign, minus, $1, 0xEA;
+        prmt.b32 sign, even, $2, 0x7362;
+        lop3.b32 $1, sign, 0x80808080, $1, 0xEA;
         }""",
         "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r", [words, low, high], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4,
     )  # fmt: skip
@@ -240,7 +236,7 @@ class Outputs:
 
 
 @gluon.jit
-def score_tile(tile, rows, words, scales, visible, w, q, to, TILED: gl.constexpr):
+def score_tile(tile, words, scales, visible, w, q, to):
     """The scores of a tile: words of codes [ROWS, 4, 4], scales of the keys, four each."""
     QUERIES: gl.constexpr = to.QUERIES
     HEADS: gl.constexpr = to.HEADS
@@ -252,10 +248,10 @@ def score_tile(tile, rows, words, scales, visible, w, q, to, TILED: gl.constexpr
     T: gl.constexpr = sums(gl.zeros([ROWS, EACH * HEADS], gl.float32, ACC), EACH, HEADS).type.layout
     G: gl.constexpr = maxima(gl.zeros([ROWS, EACH], gl.float32, T), GROUP).type.layout
     B: gl.constexpr = maxima(gl.zeros([ROWS, EACH], gl.float32, T), BLOCK).type.layout
-    highest = greatest_of_four(scales)
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, words.type.layout)))
-    shift = ((scales[:, None] >> (group[None, :] * 8)) & 255) - highest[:, None] + HIGHEST
-    low, high = tables(shift)
+    exponent = (scales[:, None] >> (group[None, :] * 8)) & 255
+    highest = gl.max(exponent, 1)
+    low, high = tables(exponent - highest[:, None] + HIGHEST)
     some, others = unpacked(words, low, high, ROWS)
     some, others = gl.convert_layout(some, LEFT), gl.convert_layout(others, LEFT)
     products = ()
@@ -265,10 +261,6 @@ def score_tile(tile, rows, words, scales, visible, w, q, to, TILED: gl.constexpr
         products = products + (warpgroup_mma(others, q.index(2 * i + 1).permute((1, 0)), half, is_async=True),)
     factors = gl.convert_layout(power_of_two(highest) * to.factor, gl.SliceLayout(1, T))[:, None]
     column = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))[:, None]
-    if TILED:
-        rows = column
-    else:
-        rows = gl.convert_layout(rows, gl.SliceLayout(1, T))[:, None]
     group = tile * (ROWS // GROUP) + gl.arange(0, ROWS // GROUP, layout=gl.SliceLayout(1, G))[:, None]
     scores = to.scores
     for i in gl.static_range(PARTS):
@@ -276,8 +268,8 @@ def score_tile(tile, rows, words, scales, visible, w, q, to, TILED: gl.constexpr
         if to.BF16:
             total = bf16(sums(bf16(relu(bf16(product)) * w[i][None, :]), EACH, HEADS)) * factors
         else:
-            total = sums(relu(product) * w[i][None, :], EACH, HEADS) * factors
-        total = gl.where(total == total, total, -float("inf")) + 0.0
+            # Twice the ReLU, which an addition makes in less time than a maximum; the weights are halves.
+            total = sums((product + gl.abs(product)) * w[i][None, :], EACH, HEADS) * factors
         query = to.begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
         mine = gl.where((query >= to.first) & (query < to.last), visible[i], 0)
         seen = visible_columns(mine, to.owners, to.AMONG)
@@ -285,7 +277,10 @@ def score_tile(tile, rows, words, scales, visible, w, q, to, TILED: gl.constexpr
         at = gl.convert_layout(line, gl.SliceLayout(0, T))[None, :]
         limit = gl.convert_layout(mine, gl.SliceLayout(0, T))[None, :]
         written = gl.convert_layout((seen + GROUP - 1) // GROUP * GROUP, gl.SliceLayout(0, T))[None, :]
-        total = gl.where((rows >= 0) & (rows < limit), total, -float("inf"))
+        if to.AMONG:  # what the one query does not see has no key
+            total = gl.where(total == total, total, -float("inf")) + 0.0
+        else:
+            total = gl.where((column < limit) & (total == total), total, -float("inf")) + 0.0
         gl.store(scores.ptr + at * scores.line + column, total, mask=column < written)
         at = gl.convert_layout(line, gl.SliceLayout(0, G))[None, :]
         limit = gl.convert_layout(seen, gl.SliceLayout(0, G))[None, :]
@@ -325,7 +320,6 @@ def score_tiles(sequence, visible, w, q, ring, scales, keys, to, TILED: gl.const
     ahead = source.rows(start + STAGES)
     slot = gl.to_tensor(0)
     for tile in range(start, stop):
-        rows = source.rows(tile)
         async_copy.wait_group(STAGES - 2)
         barrier()
         words = gl.convert_layout(gl.reshape(ring.index(slot).load(WORDS), [ROWS, 4, 4]), CODES)
@@ -335,7 +329,7 @@ def score_tiles(sequence, visible, w, q, ring, scales, keys, to, TILED: gl.const
         word = gl.where(gl.convert_layout((gone >> (STAGES - 1)) & 1, word.type.layout) == 0, word, -1)  # NaN
         places = source.places(ahead)
         ahead = source.rows(tile + STAGES + 1)
-        score_tile(tile, rows, words, word, visible, w, q, to, TILED)
+        score_tile(tile, words, word, visible, w, q, to)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)
     barrier()
@@ -421,6 +415,8 @@ def index_scores_fp4_sm90(
         if FP4 == FP4_BOTH:
             scale_ptr = queries.scales_ptr + n * queries.stride_sn + head * queries.stride_sh
             weight *= power_of_two(greatest_of_four(gl.load(scale_ptr, mask=there, other=0))) * 0.015625  # 2^-HIGHEST
+        if not BF16:
+            weight *= 0.5
         w = w + (weight,)
         query = begin + i * EACH + gl.arange(0, EACH, layout=gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
         visible = visible + (visible_rows(query, owners, query < end),)
