@@ -115,18 +115,13 @@ def one_byte(kind: str, n: int, groups: int, each: int, depth: int, sums: bool) 
     return frame(128 * groups, loop(body) + wait_group(0) + use(n) + end, setup)
 
 
-def waited(nbytes: int, warps: int, load: bool) -> str:
-    """A CTA asks for `nbytes` at a hashed place, each lane 16 bytes, waits for all of them, and asks for the next.
-    %m: mask of the places. load: by loads into registers, else by cp.async."""
-    each = nbytes // (512 * warps)
-    text = ""
-    for k in range(each):
-        at = f"[%d3+{512 * warps * k}]"
-        text += f"  ld.global.v4.b32 {{%f{4 * k}, %f{4 * k + 1}, %f{4 * k + 2}, %f{4 * k + 3}}}, {at};\n" if load else (
-            f"  cp.async.cg.shared.global [%r7+{512 * warps * k}], {at}, 16;\n")  # fmt: skip
-    end = "".join(f"  xor.b32 %acc, %acc, %f{k};\n" for k in range(4 * each)) if load else "  cp.async.wait_all;\n"
+def waited(nbytes: int, warps: int) -> str:
+    """A CTA asks for `nbytes` at a hashed place by cp.async, waits for all of them, and asks for the next. %m: mask of
+    the places. (With loads into registers ptxas asks for the next before it waits.)"""
+    each = 512 * warps
+    copies = "".join(f"  cp.async.cg.shared.global [%r7+{k}], [%d3+{k}], 16;\n" for k in range(0, nbytes, each))
     body = loop(f"""  {HASH.format(d="%r3", s="%r2")} and.b32 %r3, %r3, %m; mul.wide.u32 %d3, %r3, {nbytes}; add.u64 %d3, %d3, %d4;
-{text}{end}  and.b32 %r9, %acc, 0; add.u32 %r2, %r2, %r8; add.u32 %r2, %r2, %r9; bar.sync 0;""")
+{copies}  cp.async.wait_all; add.u32 %r2, %r2, %r8; bar.sync 0;""")
     setup = """  mov.b32 %r2, %cta; mov.u32 %r8, %nctaid.x; shl.b32 %r6, %thread, 4; add.u32 %r7, %r6, %sm;
   cvt.u64.u32 %d4, %r6; add.u64 %d4, %d4, %src;
 """
@@ -134,12 +129,7 @@ def waited(nbytes: int, warps: int, load: bool) -> str:
 
 
 class Everyday(Bench):
-    WAITED = tuple(
-        (b, w, ld)
-        for b, w in ((512, 1), (2048, 4), (8192, 4), (16384, 4), (32768, 4))
-        for ld in (False, True)
-        if not (ld and b > 8192)
-    )
+    WAITED = ((512, 1), (2048, 4), (8192, 4), (16384, 4), (32768, 4))
     group = "everyday"
     STRAIGHT = tuple(
         (n, w, a)
@@ -189,12 +179,12 @@ class Everyday(Bench):
 
     def rows(self, run) -> Iterator[Row]:
         big = self.device.memory(2 << 30)
-        for nbytes, w, ld in self.WAITED:
+        for nbytes, w in self.WAITED:
             for where, size in (("L2", 8 << 20), ("HBM", 2 << 30)):
                 for grid in (1, 132, 264):
-                    name = f"{nbytes} bytes by {'loads' if ld else 'cp.async'} of {w} warps, one after another, {where}"
+                    name = f"{nbytes} bytes by cp.async of {w} warps, one after another, {where}"
                     with self.point(f"{name}, {grid} CTAs") as report:
-                        text, mask = waited(nbytes, w, ld), min(size, self.device.most) // nbytes - 1
+                        text, mask = waited(nbytes, w), min(size, self.device.most) // nbytes - 1
                         if where == "L2":
                             run(text, 264, 32 * w, nbytes, source=big, n=max(4, mask // 100), m=mask)
                         stamps = run(text, grid, 32 * w, nbytes, source=big, n=60, m=mask)

@@ -264,14 +264,19 @@ def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> tuple[np.ndarray, np.
 def filled_again(loads: int, new_from: Callable[[int, int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The sectors that each load brings into an L1 of L1_BYTES, and into one of NEAR_BYTES."""
     missed = filled(loads, new_from, L1_BYTES)
-    return missed, missed if 32 * missed.sum() <= NEAR_BYTES else filled(loads, new_from, NEAR_BYTES)
+    if SECTOR * missed.sum() <= NEAR_BYTES:
+        return missed, missed
+    # Two that begin anew at different times: what is asked for again at once is in one of them.
+    near = (filled(loads, new_from, NEAR_BYTES, first) for first in (NEAR_BYTES, NEAR_BYTES // 2))
+    return missed, np.minimum(*near)
 
 
-def filled(loads: int, new_from: Callable[[int, int], np.ndarray], room: int) -> np.ndarray:
-    """The sectors that each load brings into a cache that begins anew when it is full; new_from: of the loads from one
-    on up to another, if it were empty there and held all of them."""
+def filled(loads: int, new_from: Callable[[int, int], np.ndarray], full: int, first: int = 0) -> np.ndarray:
+    """The sectors that each load brings into a cache that begins anew when it is full, the first time with `first`
+    bytes; new_from: of the loads from one on up to another, if it were empty there and held all of them."""
     out = np.zeros(loads, np.int64)
     begin, many = 0, AT_ONCE
+    room = first or full
     while begin < loads:
         end = min(begin + many, loads)
         found = new_from(begin, end)
@@ -282,7 +287,7 @@ def filled(loads: int, new_from: Callable[[int, int], np.ndarray], room: int) ->
             many *= 4
             continue
         out[begin:end] = found[: end - begin]
-        begin = end
+        begin, room = end, full
     return out
 
 

@@ -75,11 +75,11 @@ def load(s, t, e, kind, en):
         gap = s.p[TMA_INTERVAL] if kind == LOAD else s.p[GATHER_INTERVAL]
         x = max(t + s.p[TMA_ISSUE], s.engines[en + TMA_FREE]) + gap
         s.engines[en + TMA_FREE] = x
-        q = en + int(s.memory[5 * c + 4])
-        half = 0.5 * s.memory[5 * c + 2]
-        y = max(x + half, s.engines[q]) + size * s.memory[5 * c]
+        q = en + int(s.memory[4 * c + 3])
+        half = 0.5 * s.memory[4 * c + 2]
+        y = max(x + half, s.engines[q]) + size * s.memory[4 * c]
         s.engines[q] = y
-        landed = max(x + s.memory[5 * c + 2] + size * s.p[SM_BYTE], y + half)
+        landed = max(x + s.memory[4 * c + 2] + size * s.p[SM_BYTE], y + half)
         s.engines[en + LAST_LOAD] = landed
     return landed
 
@@ -114,8 +114,8 @@ def copy_lanes(s, w, t, m, e, en):
     r = 8 * w + s.ints[m + HOLDS]
     s.board[r] = max(s.board[r], read + s.p[OPERANDS])
     if size > 0:
-        c = 5 * s.e_a[e]
-        q = en + int(s.memory[c + 4])
+        c = 4 * s.e_a[e]
+        q = en + int(s.memory[c + 3])
         half = 0.5 * s.memory[c + 1]
         x = max(t + half, s.engines[q]) + size * s.memory[c]
         s.engines[q] = x

@@ -214,8 +214,8 @@ def results(s, w, t, i, k, m, sm, en):
         s.asked[i] += s.values[m + EXTRA]  # every so many of these loads fetch something, the others hit L1
         if s.asked[i] >= 0.999 and u > 0.0:
             s.asked[i] -= 1.0
-            c = 5 * s.ints[m + TENSOR]
-            q = en + int(s.memory[c + 4])
+            c = 4 * s.ints[m + TENSOR]
+            q = en + int(s.memory[c + 3])
             half = 0.5 * s.memory[c + 1]
             x = max(t + half, s.engines[q]) + u * s.memory[c]
             s.engines[q] = x

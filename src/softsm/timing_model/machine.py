@@ -198,7 +198,7 @@ class State(NamedTuple):
     queued: np.ndarray  # ... and the cycles of products that wait
     engines: np.ndarray  # eleven of a multiprocessor
     pipes: np.ndarray  # 17 of a scheduler: free at; the last is the issue slot
-    memory: np.ndarray  # tensors: cycles a byte, latencies of loads, of TMA, of a queue, L2_FREE or DEVICE_FREE
+    memory: np.ndarray  # tensors: cycles a byte, latencies of loads and of TMA, L2_FREE or DEVICE_FREE
     p: np.ndarray
     log: np.ndarray
     sizes: np.ndarray  # rows of the log, mbarriers of an instance, instances that must end, and sizes of all this

@@ -244,22 +244,28 @@ class Model:
                 "for this kernel"
             )
 
-    def _once(self) -> float:
-        """Bytes that a CTA loads, each once."""
-        loads = [a for a in self.trace.access.values() if a.space == "load"]
-        return sum(32 * a.missed * a.times for a in loads) / len(self.trace.clusters)
+    @functools.cached_property
+    def _twice(self) -> float:
+        """Bytes that a CTA loads, and loads again after many others."""
+        bytes_of: dict[int, list[float]] = {}
+        for a in self.trace.access.values():
+            if a.space == "load" and a.tensors:
+                both = bytes_of.setdefault(max(a.tensors, key=lambda n: a.tensors[n]), [0.0, 0.0])
+                both[0] += 32 * a.missed * a.times
+                both[1] += 32 * a.distant * a.times
+        return sum(map(min, bytes_of.values())) / len(self.trace.clusters)
 
     def l1_share(self) -> float:
         """The share of the sectors a CTA asks for again that L1 still holds: L1 is what shared memory leaves. It
         forgets what was used longest ago, so rows that are read twice are found whole or not at all."""
         room = max(1.0, SM_L1 - self.occupancy * self.trace.shared)
-        return within(self._once() * self.occupancy / room, 0.6, 1.1)
+        return within(self._twice * self.occupancy / room, 0.6, 1.1)
 
     def l2_finds_again(self) -> float:
         """The same for L2 and what L1 did not hold: all CTAs that run together fill it."""
         written = sum(s.written for s in self.sources) / self.trace.total / self.cluster
         ctas = min(self.trace.total * self.cluster, self.sms * self.occupancy)
-        return within(ctas * (self._once() + written) / self.gpu["l2.bytes"], 0.6, 1.2)
+        return within(ctas * (self._twice + written) / self.gpu["l2.bytes"], 0.6, 1.2)
 
     def memory(self, clock: float, active: int) -> tuple[np.ndarray, float]:
         """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
@@ -274,10 +280,9 @@ class Model:
             far = min(1.0, s.device * self.together(s, active))
             if s.random:  # a wait is for many rows: the slowest counts
                 far = 1 - (1 - s.device) ** BATCH
-            ways = (("load", slow), ("tma", slow), ("queue", 0.0))
             # What is in L2 overtakes what is not: two queues.
             queue = machine.DEVICE_FREE if far > 0.5 else machine.L2_FREE
-            delays = (clock * (g[f"{way}.l2"] * (1 - far) + (g[f"{way}.hbm"] + more) * far) for way, more in ways)
+            delays = (clock * (g[f"{way}.l2"] * (1 - far) + (g[f"{way}.hbm"] + slow) * far) for way in ("load", "tma"))
             return [per, *delays, queue]
 
         none = row(Source("none", 0))

@@ -144,8 +144,6 @@ HOPPER = {
     "l2.merged": _p(188, "bytes/ns of an SM", OURS, "A", 158, 190),
     "l2.coincide": _p(0.028, "share of the sharers", "NOTES.md, head dim 512: 97 M of 268 M sectors", "B", 0.0, 0.1),
     "sm.write": _p(32, "bytes/cycle", OURS, "A"),
-    "queue.l2": _p(25, "ns", OURS, "B", 0, 50),
-    "queue.hbm": _p(200, "ns", OURS, "B", 130, 260),
     "copy.line": _p(1.06, "cycles of a 128-byte line that cp.async takes a part of", STRIPS, "A", 1.0, 1.13),
     "load.line": _p(1.0, "cycles of a 128-byte line", STRIPS, "B", 0.9, 1.0),
     "code.near": _p(220, "cycles of a jump over 1.5 KB of code, L2 emptied", STRIPS, "A", 60, 240),  # 60 with a warm L2

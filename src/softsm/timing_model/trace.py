@@ -204,13 +204,16 @@ class Tracer(Observer):
             # The clusters that find room take the places of all others: one of them stands for each other.
             together = max(1, SM_SHARED // max(machine.shared_limit, 1)) * self.timer.sms // machine.cluster_size
             taken = iter(range(together, self.total, together))
-            shape = machine.cluster_shape
+            cx, cy, cz = machine.cluster_shape
 
-            def try_cancel(gpu: int) -> tuple[int, ...] | None:
+            def try_cancel(gpu: int) -> tuple[int, int, int] | None:
                 at = next(taken, None)
-                return None if at is None else tuple(x * c for x, c in zip(place(at), shape))
+                if at is None:
+                    return None
+                x, y, z = place(at)
+                return x * cx, y * cy, z * cz
 
-            machine.try_cancel = try_cancel
+            machine.try_cancel = try_cancel  # type: ignore[method-assign]
             self.samples, self.total = [0], min(self.total, together)
         machine.clusters = iter([place(i) for i in self.samples])
         machine.left = len(self.samples)
