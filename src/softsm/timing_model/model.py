@@ -17,10 +17,10 @@ from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import Code, code_of
-from softsm.timing_model.trace import SM_SHARED, ClusterTrace, LaunchTrace
+from softsm.timing_model.trace import SM_CTAS, SM_SHARED, SM_THREADS, ClusterTrace, LaunchTrace
 from softsm.timing_model.work import ENGINES, work_of
 
-SM_REGISTERS, SM_THREADS, SM_CTAS = 65_536, 2048, 32
+SM_REGISTERS = 65_536
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
 ROW = 2048  # bytes
 SCATTERED = 40  # bytes of a line: below it, lanes read words here and there

@@ -53,7 +53,7 @@ from softsm.timing_model.machine import (
 if TYPE_CHECKING:
     from softsm.timing_model.timer import Timer
 
-SM_SHARED = 233_472  # bytes
+SM_SHARED, SM_THREADS, SM_CTAS = 233_472, 2048, 32
 MANY = 24  # jumps from which on arrays are quicker than a loop
 PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
 
@@ -202,7 +202,9 @@ class Tracer(Observer):
 
         if any(c.instruction.name.startswith("clusterlaunchcontrol.try_cancel") for c in self.kernel.program.macros):
             # The clusters that find room take the places of all others: one of them stands for each other.
-            together = max(1, SM_SHARED // max(machine.shared_limit, 1)) * self.timer.sms // machine.cluster_size
+            threads = machine.block[0] * machine.block[1] * machine.block[2]
+            each = min(SM_CTAS, SM_THREADS // threads, SM_SHARED // max(machine.shared_limit, 1))
+            together = max(1, max(1, each) * self.timer.sms // machine.cluster_size)
             taken = iter(range(together, self.total, together))
             cx, cy, cz = machine.cluster_shape
 

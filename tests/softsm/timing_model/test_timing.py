@@ -147,3 +147,51 @@ def test_a_warp_with_a_scheduler_of_its_own_goes_ahead_and_takes_as_long(threads
     assert found.cycles == pytest.approx(other.cycles, rel=1e-3)
     assert found.run.issued.tolist() == other.run.issued.tolist()
     assert found.run.stalls.sum() == pytest.approx(other.run.stalls.sum(), rel=0.01)
+
+
+TAKING = """
+.version 8.6
+.target sm_100a
+.address_size 64
+.visible .entry taking(.param .u64 p_x)
+.reqntid 32, 1, 1
+{
+  .shared .align 8 .b8 bar[8]; .shared .align 16 .b8 answer[16];
+  .reg .b32 %r<8>; .reg .b64 %d<4>; .reg .b128 %answer; .reg .pred %p<4>;
+  ld.param.u64 %d1, [p_x]; mov.u32 %r1, %tid.x; setp.eq.u32 %p1, %r1, 0; mov.u32 %r2, bar; mov.u32 %r3, answer;
+  mov.u32 %r4, %ctaid.x; mov.u32 %r5, 0;
+  @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
+  bar.sync 0;
+LOOP:
+  mul.wide.u32 %d2, %r4, 4; add.s64 %d2, %d2, %d1;
+  @%p1 st.global.u32 [%d2], 1;
+  @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 16;
+  @%p1 clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r3], [%r2];
+W:
+  mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], %r5;
+  @!%p2 bra W;
+  ld.shared.b128 %answer, [%r3];
+  xor.b32 %r5, %r5, 1;
+  bar.sync 0;
+  clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p3, %answer;
+  @!%p3 bra DONE;
+  clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r4, %answer;
+  bra LOOP;
+DONE:
+  ret;
+}"""
+
+
+def test_ctas_that_take_over_others_stand_for_them() -> None:
+    """With cluster launch control those that find room do the work of all: more of it takes longer, without others."""
+
+    def cycles(grid: int) -> float:
+        x = np.zeros(grid, np.uint32)
+        with softsm.timing("b200") as timer:
+            softsm.load(TAKING).launch(grid, 32, [x])
+        (p,) = timer.predictions
+        assert p.ctas <= 32 * 148 and p.waves <= 1
+        return p.cycles
+
+    one, many = cycles(148), cycles(32 * 148 * 20)
+    assert many > 5 * one
