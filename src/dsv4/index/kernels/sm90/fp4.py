@@ -2,27 +2,28 @@
 
     score(n, s) = factor * scale[s] * sum_h weights[n, h] * relu(q[n, h] . k[s])
 
-One CTA: QUERIES neighbouring queries, and a share of their scores, ROWS at a time. Keys go from global memory to
-registers, where they become the left operand of the product: nothing of them is in shared memory, and warps meet at no
-barrier. All warps do the same::
+One CTA: QUERIES neighbouring queries, and a share of their scores, ROWS at a time. Keys go through shared memory to
+registers, where they become the left operand of the product. All warps do the same::
 
-    load      keys of tile i + 2, 16 bytes per thread and row | page numbers of tile i + 3, blocks of tile i + 4
-    unpack    e2m1 to e4m3, by a table for each row and group | 11 instructions for 8 values
-    product   S = K_i [Q_0 .. Q_j]^T, two wgmmas of 64 dims   | keys are its rows, heads of the queries its columns
-    sum       relu, times weights, over the heads             | and the greatest one of every GROUP rows, and BLOCK
+    copy      keys and scales of tile i + STAGES - 1 by cp.async | page numbers of the tile after it, blocks of the next
+    unpack    e2m1 to e4m3, by a table for each row and group    | 9 instructions for 8 values
+    product   S = K_i [Q_0 .. Q_j]^T, two wgmmas of 64 dims      | keys are its rows, heads of the queries its columns
+    sum       relu, times weights, over the heads                | and the greatest one of every GROUP rows, and BLOCK
 
 The order of the dims is free, if it is the same in q and k. A thread of the left operand has four bytes at columns 4 t,
 16 + 4 t, 32 + 4 t and 48 + 4 t of its rows, t = lane % 4. So these columns are the 32 dims of group t: one scale, one
-load, one table::
+load of 16 bytes, one table::
 
     column 16 i + 4 t + b   is dim 32 t + 8 i + b in the first product, and dim 32 t + 8 i + 4 + b in the second
 
 A table has the e4m3 codes of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, times 2^shift; `prmt` looks four codes up at once. shift is
 how far a group's scale is below the greatest of its key, plus HIGHEST; scores.py says what is exact. Eight neighbouring
-rows lie one after the other in a page (`supports` sees to it): a warp reads 512 bytes at a time.
+rows lie one after the other in a page (`supports` sees to it): a warp copies 512 bytes at a time.
 
-Shared memory: Q [2][QUERIES * HEADS, 64], with the 64-byte swizzle. A row of a page that is not there, or past what is
-seen, has NaN as its scale and is chosen last.
+Shared memory: Q [2 * PARTS][QUERIES * HEADS / PARTS, 64], with the 64-byte swizzle; rings of keys [STAGES][ROWS, 16
+words] and of scales [STAGES][ROWS]. A tile is complete when every thread has waited for its own copies and the CTA has
+met at a barrier; the same barrier says that the tile before is in registers, so its slot is free. A row of a page that
+is not there, or that the one query of listed blocks does not see, has NaN as its scale and is chosen last.
 """
 
 from dsv4.index.kernels.scores import (
