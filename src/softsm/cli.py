@@ -241,7 +241,7 @@ def time(
     arch: Annotated[
         str, typer.Option(help="sm_90a, sm_100a or sm_103a; default: the PTX's .target; SOFTSM, else the GPU's")
     ] = "",
-    gpu: Annotated[str, typer.Option(help="h200 or b200; default: the architecture's")] = "",
+    gpu: Annotated[str, typer.Option(help="h200, b200 or gb200; default: the architecture's")] = "",
     clock: Annotated[
         float | None, typer.Option(help="GHz of the multiprocessors; default: what the model expects")
     ] = None,
