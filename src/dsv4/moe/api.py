@@ -113,8 +113,8 @@ def moe(
         x: [T, H], bf16 or fp16 (fp32 on the cpu backend).
         experts: a :class:`dsv4.Fp4Experts`, or (gate above up [E, 2 I, H], down [E, H, I]) of x's dtype.
         ids: int32 or int64 [T, k], -1 = no expert; weights: fp32 [T, k]. dsv4.moe_route makes both.
-        activations: "fp8_128" (the model's recipe: e4m3, one power of two for 128 columns), "fp8_token" (for a whole
-            row), "bf16" (x and h stay as they are).
+        activations: "fp8_128" (V4's recipe: e4m3, one power of two for 128 columns), "fp8_32" (V4.1's: for 32),
+            "fp8_token" (for a whole row), "bf16" (x and h stay as they are).
         limit: of SwiGLU, "swiglu_limit".
         shared: (gate above up [2 S, H], down [H, S]) of x's dtype. FP8 weights with powers of two as scales are exact
             in bf16.

@@ -45,7 +45,7 @@ def rounded(x: Tensor, activations: str) -> Tensor:
     """fp32 rows with the values that a recipe gives them."""
     if activations == "bf16":
         return x.float()
-    codes, scales = formats.quantize(x, formats.GROUP if activations == "fp8_128" else x.shape[-1])
+    codes, scales = formats.quantize(x, formats.columns(activations, x.shape[-1]))
     return (codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
 
 

@@ -4,7 +4,7 @@ E2M1 codes 0 to 7 are 0, .5, 1, 1.5, 2, 3, 4, 6, codes 8 to 15 the negatives; of
 first. MXFP4 has one E8M0 scale for 32 codes, 2^(byte - 127). NVFP4 has one E4M3 scale for 16 codes, and an fp32 scale
 for a tensor.
 
-Activations are e4m3 with one power of two for 128 columns (or for a whole row): the least that clips none,
+Activations are e4m3 with one power of two for 128 columns (or for 32, or for a whole row): the least that clips none,
 2^ceil(log2(max(amax, 1e-4) / 448)), from the bits of the fp32 product amax * (1 / 448).
 
 Tiles. Kernels read weights by tiles of 256 rows and 128 columns. A row of a tile is 4 groups of 32 columns, 16 bytes
@@ -65,6 +65,11 @@ def fp8_scale(amax: Tensor) -> Tensor:
     bits = target.view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
     return (exponent << 23).view(torch.float32)
+
+
+def columns(activations: str, width: int) -> int:
+    """Columns with one scale, of rows this wide."""
+    return {"fp8_128": GROUP, "fp8_32": 32}.get(activations, width)
 
 
 def quantize(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:

@@ -104,8 +104,9 @@ def build(
             checks.fail("shared[0]", f"shape {list(shared_w13.shape)}", f"shape [2 S, {h}]: gate above up")
         checks.tensor("shared[1]", shared_w2, (h, shared_w13.shape[0] // 2), (x.dtype,), like=like)
     sizes = [h, i] if shared_w2 is None else [h, i, shared_w2.shape[1]]
-    if activations == "fp8_128" and any(size % formats.GROUP for size in sizes):
-        checks.fail("activations", f"'fp8_128' with sizes {sizes}", "multiples of 128, or another recipe")
+    group = formats.columns(activations, 1)
+    if any(size % group for size in sizes):
+        checks.fail("activations", f"{activations!r} with sizes {sizes}", f"multiples of {group}, or another recipe")
     return MoeProblem(
         x, w13, w2, ids, weights, w13_scales, w2_scales, w13_factors, w2_factors, shared_w13, shared_w2, activations,
         limit, format, spread, deterministic,

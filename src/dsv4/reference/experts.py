@@ -1,8 +1,8 @@
 """The oracle of the experts, in fp64: which ones a token takes, and what they make of it.
 
 :func:`moe` computes without rounding. Given a dtype it rounds where the model does, and with a recipe ("fp8_128",
-"fp8_token") it rounds x and h to FP8: the difference between the two is what rounding costs, and bounds what a backend
-may cost. Every step is differentiable, so autograd on it is the oracle of the gradients.
+"fp8_32", "fp8_token") it rounds x and h to FP8: the difference between the two is what rounding costs, and bounds what
+a backend may cost. Every step is differentiable, so autograd on it is the oracle of the gradients.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def mlp(
         return y if dtype is None else y.to(dtype).double()
 
     def to_fp8(y: Tensor) -> Tensor:
-        return y if recipe == "bf16" else fp8(y, 128 if recipe == "fp8_128" else y.shape[-1])
+        return y if recipe == "bf16" else fp8(y, {"fp8_128": 128, "fp8_32": 32}.get(recipe, y.shape[-1]))
 
     gate, up = (to(to_fp8(x) @ w13.T)).chunk(2, -1)
     h = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * weight
