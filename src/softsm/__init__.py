@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
     from softsm.doors.ptx import load_ptx as load_ptx
     from softsm.doors.triton.in_use import active_arch as active_arch
     from softsm.doors.triton.install import use as use
-    from softsm.engine.gpus import gpus as gpus
     from softsm.engine.launch import load as load
+    from softsm.engine.ranks import ranks as ranks
     from softsm.memory.map_argument import tensor_map as tensor_map
     from softsm.memory.multicast import multicast as multicast
     from softsm.report.activity import counting as counting
@@ -35,7 +35,7 @@ _HOME = {
     "load": "softsm.engine.launch",
     "load_ptx": "softsm.doors.ptx",
     "tensor_map": "softsm.memory.map_argument",
-    "gpus": "softsm.engine.gpus",
+    "ranks": "softsm.engine.ranks",
     "multicast": "softsm.memory.multicast",
     "checking": "softsm.checks.checking",
     "expect_mma": "softsm.checks.checking",
@@ -45,7 +45,7 @@ _HOME = {
 }
 
 __all__ = [
-    "active_arch", "checking", "counting", "errors", "expect_mma", "gpus", "load", "load_ptx", "multicast",
+    "active_arch", "checking", "counting", "errors", "expect_mma", "load", "load_ptx", "multicast", "ranks",
     "tensor_map", "timing", "use",
 ]  # fmt: skip
 

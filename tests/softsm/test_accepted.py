@@ -40,21 +40,16 @@ def expected(**options):
         softsm.expect_mma(**dict(name="S", a=np.zeros((2, 2))) | options)
 
 
-def on_gpu(rank):
-    with softsm.gpus(2) as gpu, gpu(rank):
-        pass
-
-
 CALLS = {
     "use": (entered(softsm.use), dict(
-        arch=(None, 90, "sm_80", ["sm_90a"]), sms=(0, True, "4", 4.0, 1 << 70), cuda_shim=("no", 1)),
+        arch=(None, 90, "sm_80", ["sm_90a"]), sms=(0, True, "4", 4.0, 1 << 70), cuda_shim=("no", 1),
+        ranks=(0, 9, "2", 2.0, None)),
         {"arch": "sm_90a"}),
     "checking": (entered(softsm.checking), dict(
         order=("lates", None), seed=(-1, "a", 1.5), races=("no", None), strict=(2,), tap=("x",)), {}),
     "timing": (entered(softsm.timing), dict(
         gpu=("a100", 3), clock=(-1, 0, "x", NAN, float("inf")), samples=(0, "a", 4), values=(1,)), {}),
-    "gpus": (entered(softsm.gpus), dict(count=(0, 9, "2", 2.0, None)), {}),
-    "gpu": (on_gpu, dict(rank=(2, -1, "a", None, 0.0)), {}),
+    "ranks": (softsm.ranks, dict(count=(0, 9, "2", 2.0, None), program=(None, 3, "x")), {"count": 2, "program": int}),
     "multicast": (softsm.multicast, dict(
         members=(None, 3, [], "ab", torch.zeros(2, 8), np.zeros((2, 8)), [META] * 2, [SPARSE] * 2, ["a", "b"])), {}),
     "expect_mma": (expected, dict(

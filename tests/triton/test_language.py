@@ -292,13 +292,15 @@ def test_sum_over_gpus_by_multicast(sm):
     data, flags = torch.zeros(2, 256, dtype=torch.bfloat16), torch.zeros(2, 4, dtype=torch.int32)
     out = torch.zeros(2, 256, dtype=torch.bfloat16)
     all_data, all_flags = softsm.multicast(list(data)), softsm.multicast(list(flags))
-    with softsm.checking() as report, softsm.gpus(2) as gpu:
-        for rank in range(2):
-            with gpu(rank):
-                multicast_sum_kernel[(1,)](
-                    data[rank], flags[rank], all_data.multicast_ptr, all_flags.multicast_ptr,
-                    out[rank].view(torch.int32), rank, 256, num_warps=1,
-                )  # fmt: skip
+
+    def program(rank):
+        multicast_sum_kernel[(1,)](
+            data[rank], flags[rank], all_data.multicast_ptr, all_flags.multicast_ptr, out[rank].view(torch.int32),
+            rank, 256, num_warps=1,
+        )  # fmt: skip
+
+    with softsm.checking() as report:
+        softsm.ranks(2, program)
     assert not report, str(report)
     assert torch.equal(out, (2 * (torch.arange(256) % 64) + 1).to(torch.bfloat16).expand(2, -1))
 

@@ -143,7 +143,8 @@ class Checker(Observer):
             setattr(self, name, method)
 
     def undefined_registers(self) -> None:
-        for ins, name in registers.undefined_in(self.machine.kernel)[:16]:
+        kernels = [x for x in dict.fromkeys(self.machine.kernels) if x is not None]
+        for ins, name in [x for kernel in kernels for x in registers.undefined_in(kernel)[:16]]:
             loc = place_of(ins)
             source = f"{loc.file}:{loc.line}" if loc else ""
             self.report.add(

@@ -66,7 +66,7 @@ class Findings:
     def __init__(self, checker):
         self.checker = checker
         self.machine, self.report, self.strict = checker.machine, checker.report, checker.strict
-        self.confined_pairs: dict[tuple[int, int], bool] = {}  # (load, store), see checks/benign_races.py
+        self.confined_pairs: dict[tuple[int, int, int], bool] = {}  # (program, load, store), see checks/benign_races.py
 
     def collect(self, w, op=None) -> None:
         """Turn the compiled code's findings into diagnostics."""
@@ -82,10 +82,10 @@ class Findings:
             if kind == sh.OVER_BARRIER:
                 self.checker.barriers.over_barrier(w, op, agents[other_pc + 1].cta, address & ~7, pc, lane)
                 continue
-            if kind == sh.UNINITIALISED and not self.strict and benign_races.masked_atomic(self.machine.program, pc):
+            if kind == sh.UNINITIALISED and not self.strict and benign_races.masked_atomic(w.cta.program, pc):
                 continue
             if kind == sh.SAME:
-                if agent < sh.ASYNC and (not self.strict or self.one_statement(pc, other_pc)):
+                if agent < sh.ASYNC and (not self.strict or one_statement(w, pc, agents[agent], other_pc)):
                     continue
                 kind = sh.WAW
             memory = "global" if place else "shared"
@@ -122,7 +122,7 @@ class Findings:
             if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
                 by_this = w, pc, other_pc, lane
                 reader, load, store, which = by_this if kind == sh.RAW else (them, other_pc, pc, other_lane)
-                if them is not None and them.cta is w.cta and self.confined(load, store):
+                if them is not None and them.cta is w.cta and self.confined(w.cta.program, load, store):
                     self.suspect(reader, found, store, 1 << which if other_lane >= 0 else pg.ALL)
                     continue
             self.report.add(found)
@@ -137,16 +137,11 @@ class Findings:
         mine, theirs = ([c // s for c, s in zip(x.cta.ctaid, shape)] for x in (w, other))
         return WITHIN_CLUSTER if mine == theirs else BETWEEN_CTAS
 
-    def one_statement(self, pc: int, other: int) -> bool:
-        """Did the compiler make both instructions of one place of the source? It repeats the end of a branch, or the
-        first turn of a loop; warps on both ways that store one value are like warps in one instruction."""
-        here, there = (self.machine.program.instructions[k].loc for k in (pc, other))
-        return here is not None and here == there
-
-    def confined(self, load: int, store: int) -> bool:
-        known = self.confined_pairs.get((load, store))
+    def confined(self, program: pg.Program, load: int, store: int) -> bool:
+        key = id(program), load, store
+        known = self.confined_pairs.get(key)
         if known is None:
-            known = self.confined_pairs[load, store] = benign_races.confined(self.machine.program, load, store)
+            known = self.confined_pairs[key] = benign_races.confined(program, load, store)
         return known
 
     def suspect(self, reader, found: Diagnostic, store: int, lanes: int) -> None:
@@ -161,7 +156,7 @@ class Findings:
         if w.view.predicates is None:
             w.view.predicates = w.P.copy()
         for found, store, lanes in w.view.suspected:
-            row, inverted = self.machine.program.code[store, 6:8].tolist()
+            row, inverted = w.cta.program.code[store, 6:8].tolist()
             if (int(w.view.predicates[row]) ^ inverted) & lanes:
                 self.report.add(found)
         w.view.suspected.clear()
@@ -207,7 +202,7 @@ class Findings:
         return Diagnostic("race", f"two accesses of {memory} are not ordered", (this, other), fix)
 
     def party(self, w, op, what: str, pc: int | None = None, lane: int = -1) -> Party:
-        program = self.machine.program
+        program = w.cta.program
         ins = program.instructions[w.pc if pc is None else pc]
         if op is not None and pc is None:
             ins = op.instruction or ins
@@ -220,3 +215,10 @@ class Findings:
         warp = str(w).replace(" of ", f" ({role}) of ", 1) if role else str(w)
         who = f"{op.kind} issued by {warp}" if op is not None else warp + (f", lane {lane}" if 0 <= lane < 32 else "")
         return Party(who, ins.line, ins.text, source, what)
+
+
+def one_statement(w, pc: int, other, other_pc: int) -> bool:
+    """Did the compiler make both instructions of one place of the source? It repeats the end of a branch, or the
+    first turn of a loop; warps on both ways that store one value are like warps in one instruction."""
+    here, there = w.cta.program.instructions[pc].loc, other.cta.program.instructions[other_pc].loc
+    return here is not None and here == there

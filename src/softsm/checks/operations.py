@@ -47,7 +47,6 @@ class Operations:
         self.issuers: dict[int, Warp] = {}
         self.entered = 0
         self.past: deque[tuple[int, list[int]]] = deque()  # (operations so far, numbers of the warps of a CTA)
-        self.instructions = checker.machine.program.instructions
         self.operation = tmem_shadow.operation
         self.races: np.ndarray  # of MemoryAccesses, which are made after this
 
@@ -72,11 +71,10 @@ class Operations:
         if op is None and number > 0:
             issued, place, _ = self.log[number % sh.OPS].tolist()
             if issued == number:
-                ins = self.instructions[place & 0xFFFFFFFF]
+                issuer = self.issuers[place >> 32]
+                ins = issuer.cta.program.instructions[place & 0xFFFFFFFF]
                 kind = ".".join(("tcgen05", ins.modifiers[0]))
-                return AsyncOp(
-                    kind, self.issuers[place >> 32], 0, ins.line, nothing, done=True, number=number, instruction=ins
-                )
+                return AsyncOp(kind, issuer, 0, ins.line, nothing, done=True, number=number, instruction=ins)
         return op
 
     def issued(self, op) -> None:
@@ -90,7 +88,7 @@ class Operations:
         w = op.warp
         view, cta = w.view, w.cta
         op.number = number = self.new_number()
-        op.instruction = self.instructions[w.pc]
+        op.instruction = w.instruction()
         self.by_number[number] = op
         if len(cta.cluster) > 1:
             self.uses_peers(op)
@@ -139,7 +137,7 @@ class Operations:
         w, (work, ctas) = op.warp, op.product
         op.product = None
         op.number = number = self.new_number()
-        op.instruction = self.instructions[w.pc]
+        op.instruction = w.instruction()
         self.by_number[number] = op
         if len(w.cta.cluster) > 1:
             self.uses_peers(op)
@@ -165,7 +163,7 @@ class Operations:
             return
         if op is None:
             op = AsyncOp("tcgen05.mma", w, lane, w.line(), nothing, footprint=work.footprint, number=number,
-                         instruction=self.instructions[w.pc])  # fmt: skip
+                         instruction=w.instruction())  # fmt: skip
             self.by_number[number] = op
         if cells:
             for write, those in enumerate(checked_regions(work, ctas)):

@@ -241,7 +241,7 @@ class Products:
         if record[0] >= sh.ASYNC:
             return self.by_number(record[1], what)
         w = checker.agents[record[0]]
-        fed = feeding_load(checker.machine.program.instructions, record[2])
+        fed = feeding_load(w.cta.program.instructions, record[2])
         return [
             checker.findings.party(w, None, what, pc=record[2]),
             *([] if fed is None else [checker.findings.party(w, None, "loaded it", pc=fed)]),

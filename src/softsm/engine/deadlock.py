@@ -23,12 +23,11 @@ from typing import NoReturn
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.deadlock_text import describe
+from softsm.engine.deadlock_text import POLLING, describe
 from softsm.errors import Deadlock
 
 PATIENCE = 4096  # turns of warps
 ROUND = 256  # at most so many turns make a round
-POLLING = "every warp that runs only polls, and no memory changes"
 
 
 class DeadlockWatch:
@@ -122,7 +121,7 @@ class DeadlockWatch:
                 if f.blocked is not None or f.parked:
                     return False
             elif status == pg.SLOW_MEMORY:
-                machine.kernel.memory_event(machine, warp, f, status, lanes)
+                warp.cta.kernel.memory_event(machine, warp, f, status, lanes)
             elif status != pg.QUANTUM:
                 return False
             if f.pc == start:

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import math
+
 from softsm.engine.arrivals import Arrival, arrivals, at_barrier, reached
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.ast import brief
 from softsm.ptx.roles import place_of, role_of
 
 SHOWN = 40
+POLLING = "every warp that runs only polls, and no memory changes"
 
 
 def describe(machine, why: str) -> str:
     resident, left = len(machine.live), machine.left
     started = f", {left} cluster{'s have' if left > 1 else ' has'} not started" if left else ""
-    lines = [f"{why}; {resident} CTA{'s are' if resident > 1 else ' is'} resident{started}"]
-    alike: dict[tuple, list[int]] = {}  # what is the same for several warps of a CTA is said once
-    for cta in machine.live:
-        for w in cta.warps:
+    lines = [f"{why}; {resident} CTA{'s are' if resident > 1 else ' is'} resident{started}", *progress(machine)]
+    if left and why == POLLING:
+        fit = machine.sms_per_gpu * machine.per_sm
+        lines.append(
+            f"  a CTA starts when another one ends: {fit} fit on {machine.sms_per_gpu} SMs (sms=), the grid has "
+            f"{math.prod(machine.grid)}; a barrier of the whole grid needs all of them resident"
+        )
+    alike: dict[tuple[str, str, str, str], list[int]] = {}  # what is the same for several warps of a CTA is said once
+    for home in machine.live:
+        for w in home.warps:
             for f in w.fragments:
-                ins = machine.program.instructions[f.pc]
+                ins = home.program.instructions[f.pc]
                 if f.blocked is not None:
                     verb, what = "wait", f"\n      for {f.blocked.text}"
                 elif f.parked:
                     verb, what = "wait", f"\n      for lanes {f.parked & ~f.mask:#010x} of the same warp"
                 else:
                     verb, what = "poll", ""
-                alike.setdefault((cta.ctaid, role_of(ins), verb, f" at {place(ins)}{what}"), []).append(w.index)
-    for (ctaid, role, verb, text), warps in list(alike.items())[:SHOWN]:
+                alike.setdefault((str(home), role_of(ins), verb, f" at {place(ins)}{what}"), []).append(w.index)
+    for (cta, role, verb, rest), warps in list(alike.items())[:SHOWN]:
         numbers = list(dict.fromkeys(warps))
         who = f"warp {numbers[0]}" if len(numbers) == 1 else f"warps {', '.join(map(str, numbers))}"
         who += f" ({role})" if role else ""
-        lines.append(f"  {who} of CTA {ctaid} {verb}{'s' if len(numbers) == 1 else ''}{text}")
+        lines.append(f"  {who} of {cta} {verb}{'s' if len(numbers) == 1 else ''}{rest}")
     if len(alike) > SHOWN:
         lines.append(f"  ... and {len(alike) - SHOWN} more")
     text = Text(machine)
@@ -55,23 +64,37 @@ def describe(machine, why: str) -> str:
     return "\n".join(lines)
 
 
+def progress(machine) -> list[str]:
+    """How far each GPU has come, where there are several."""
+    if machine.gpus == 1:
+        return []
+    lines = []
+    for gpu in [gpu for gpu, kernel in enumerate(machine.kernels) if kernel is not None]:
+        resident = sum(cta.gpu == gpu for cta in machine.live)
+        waiting = sum(where[3] == gpu for where in machine.clusters) * machine.cluster_size
+        ctas = math.prod(machine.grid)
+        ended = f"{ctas - resident - waiting} of {ctas} CTAs have ended"
+        lines.append(f"  GPU {gpu}: {ended}, {resident} are resident, {waiting} have not started")
+    return lines
+
+
 class Text:
     """What the kernel's text says about arrivals."""
 
     def __init__(self, machine):
-        self.program = machine.program
-        self.found = arrivals(machine.program)
-        self.ahead: dict[int, set[int]] = {}
+        self.found = {x: arrivals(x.program) for x in machine.kernels if x is not None}
+        self.ahead: dict[tuple, set[int]] = {}
 
     def of(self, barrier: Mbarrier, cta) -> list[Arrival]:
         offset = next((at for at, b in cta.barriers.items() if b is barrier), None)
-        return [] if offset is None else at_barrier(self.found, offset)
+        return [] if offset is None else at_barrier(self.found[cta.kernel], offset)
 
     def can_reach(self, warp, arrival: Arrival) -> bool:
+        kernel = warp.cta.kernel
         for f in warp.fragments:
-            if f.pc not in self.ahead:
-                self.ahead[f.pc] = reached(self.program, f.pc)
-            if arrival.pc in self.ahead[f.pc]:
+            if (kernel, f.pc) not in self.ahead:
+                self.ahead[kernel, f.pc] = reached(kernel.program, f.pc)
+            if arrival.pc in self.ahead[kernel, f.pc]:
                 return True
         return False
 
@@ -92,7 +115,10 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
             for e in barrier.history
             if hasattr(e.who, "warp") and e.what not in ("init", "increment")
         }
-        late = [w for w in living if came.get((w.cta.ctaid, w.index), barrier.phase) < barrier.phase]
+        here = {cta.gpu for cta in machine.live if any(b is barrier for b in cta.barriers.values())}
+        late = [
+            w for w in living if w.cta.gpu in here and came.get((w.cta.ctaid, w.index), barrier.phase) < barrier.phase
+        ]
         found: list[tuple] = []
         for cta in machine.live:
             for arrival in text.of(barrier, cta):
@@ -100,7 +126,7 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
                     continue
                 able = [w for w in living if w.cta in (cta, *cta.cluster) and text.can_reach(w, arrival)]
                 role = role_of(arrival.instruction)
-                ours = [w for w in able if role and role_of(machine.program.instructions[w.fragments[0].pc]) == role]
+                ours = [w for w in able if role and role_of(w.cta.program.instructions[w.fragments[0].pc]) == role]
                 found += [(w, arrival.instruction) for w in ours or able if not late or w in late]
         if not barrier.pending:  # who waits for the bytes of this phase does not bring them
             there = {w for w, other in awaited(machine).items() if other is barrier}
@@ -168,7 +194,7 @@ def missing(machine, text: Text, named: list) -> list[str]:
 
 
 def called(machine, warp) -> str:
-    role = role_of(machine.program.instructions[warp.fragments[0].pc]) if warp.fragments else ""
+    role = role_of(warp.cta.program.instructions[warp.fragments[0].pc]) if warp.fragments else ""
     return str(warp).replace(" of ", f" ({role}) of ", 1) if role else str(warp)
 
 

@@ -57,7 +57,7 @@ class Options:
     processes: int = 0  # at most so many share a launch; 0: as engine/processes.py has it
     dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
     sessions: tuple[Session, ...] = ()  # that follow the launch (engine/observer.py)
-    gathering: Any = None  # softsm.engine.gpus.Gathering while launches of several GPUs are collected
+    meeting: Any = None  # softsm.engine.ranks.Meeting, of a rank's program
 
     def __post_init__(self) -> None:
         accepted.one_of("order", self.order, accepted.ORDERS)
@@ -203,16 +203,19 @@ class Kernel:
     def launch(
         self, grid, block, args=(), *, shared: int = 0, cluster=(1, 1, 1), memory: GlobalMemory | None = None, **changes
     ) -> Machine | None:
-        """Run the grid to its end. Returns the machine, for inspection; inside `softsm.gpus`, which runs it later,
-        returns nothing."""
-        gathering = current_options().gathering
-        if gathering is not None:
-            gathering.add(self, grid, block, args, shared, cluster, memory, changes)
+        """Run the grid to its end. Returns the machine, for inspection; a rank of `softsm.ranks` gets nothing."""
+        meeting = current_options().meeting
+        if meeting is not None:
+            meeting.launch(self, grid, block, args, shared, cluster, memory, changes)
             return None
-        return self.launch_together(grid, block, [args], [memory], shared, cluster, changes)
+        return self.launch_together([self], grid, block, [args], [memory], shared, cluster, changes)
 
-    def launch_together(self, grid, block, args: list, memories: list, shared: int, cluster, changes: dict) -> Machine:
-        """The same grid with the arguments of each GPU, all at the same time."""
+    def launch_together(
+        self, kernels: list[Kernel | None], grid, block, args: list, memories: list, shared: int, cluster, changes: dict
+    ) -> Machine:
+        """The same grid on each GPU with its kernel and its arguments, all at the same time. The kernels, of which this
+        is the first, are one, or compiled from one source for different constants; None where a GPU has nothing to
+        do."""
         unknown = [name for name in changes if name not in CHANGES]
         if unknown:
             raise TypeError(
@@ -225,7 +228,8 @@ class Kernel:
         for session in chosen.sessions:
             chosen = session.options(chosen)
         if any(x.races for x in chosen.sessions) and not self.checking:
-            return self.checked.launch_together(grid, block, args, memories, shared, cluster, changes)
+            twins = [x and x.checked for x in kernels]
+            return self.checked.launch_together(twins, grid, block, args, memories, shared, cluster, changes)
         grid, block = accepted.sides("grid", grid), accepted.sides("block", block, BLOCK_SIDES, least=1)
         cluster = self.function.directives.get("reqnctapercluster", cluster)
         cluster = accepted.sides("cluster", cluster, CLUSTER_SIDES, least=1)
@@ -251,12 +255,18 @@ class Kernel:
             for a in other.allocations if other is not None else ():
                 memory.add(a.start, a.size, a.name, a)
         multicast.add_members(memory)
-        parameters = [self.pack(values, memory) for values in args]
-        for name, raw in self.variables.items():
+        parameters = [None if x is None else x.pack(values, memory) for x, values in zip(kernels, args)]
+        present = [x for x in dict.fromkeys(kernels) if x is not None]
+        if self.checking and len(present) > 1 and any(x.products.works for x in present):
+            raise ValueError(
+                f"ranks: {self.name} has tcgen05.mma and was compiled for each rank, which cannot be checked; name the "
+                "rank in @gluon.jit(do_not_specialize=[...])"
+            )
+        for name, raw in (item for x in present for item in x.variables.items()):
             memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)
-        for buffer in parameters:
+        for buffer in (x for x in parameters if x is not None):
             memory.add(buffer.ctypes.data, buffer.nbytes, "the kernel's parameters", buffer)
-        machine = Machine(self, grid, block, shared, cluster, memory, parameters, chosen)
+        machine = Machine(kernels, grid, block, shared, cluster, memory, parameters, chosen)
         observer = machine.observer
         if machine.left:
             with no_garbage():  # until what the launch made is gone again
@@ -272,7 +282,8 @@ class Kernel:
                 finally:
                     Kernel.executed += machine.steps
                     machine.close()
-                    self.keep_few_files()
+                    for x in present:
+                        x.keep_few_files()
         return machine
 
     def pack(self, args, memory: GlobalMemory) -> np.ndarray:
@@ -409,7 +420,7 @@ class Kernel:
         from softsm.isa.memory import memory_event
 
         if status != pg.SLOW_MEMORY:
-            raise warp.fault("internal", f"the interpreter does not know opcode {machine.program.code[fragment.pc, 0]}")
+            raise warp.fault("internal", f"the interpreter does not know opcode {self.program.code[fragment.pc, 0]}")
         memory_event(machine, warp, fragment, lanes)
 
     def cta_exit(self, machine: Machine, cta: Cta) -> None:

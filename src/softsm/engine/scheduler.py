@@ -27,16 +27,21 @@ NEVER = 1 << 30  # a pc that no program reaches
 
 
 class Machine:
-    def __init__(self, kernel, grid, block, shared: int, cluster, memory, parameters, options):
+    def __init__(self, kernels: list, grid, block, shared: int, cluster, memory, parameters, options):
+        self.kernels = kernels  # of each GPU (engine/ranks.py), None where nothing runs
+        present = [k for k in kernels if k is not None]
+        kernel = present[0]
         self.program: pg.Program = kernel.program
         self.kernel, self.grid, self.block, self.cluster_shape = kernel, grid, block, cluster
         self.options = options
         self.arch: str = options.arch
         self.global_memory = memory
-        self.parameters: list[np.ndarray] = parameters  # uint8, the parameter buffer of each GPU (engine/gpus.py)
-        self.gpus = len(parameters)
+        self.parameters: list[np.ndarray | None] = (
+            parameters  # uint8, the parameter buffer of each GPU (engine/ranks.py)
+        )
+        self.gpus = len(kernels)
         self.shared_dynamic = shared
-        self.shared_limit = pg.SHARED_START + self.program.shared_static + shared
+        self.shared_limit = pg.SHARED_START + max(k.program.shared_static for k in present) + shared
         self.engine = AsyncEngine(options.order, options.seed)
         self.issue, self.require = self.engine.issue, self.engine.require
         self.random = self.engine.random
@@ -57,8 +62,7 @@ class Machine:
         self.watch = DeadlockWatch(self)
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
         self.allocation_table: np.ndarray  # by kernel.launch_rows
-        self.launch_rows = [kernel.launch_rows(self, buffer) for buffer in parameters]
-        self.macro_at = kernel.macro_at
+        self.launch_rows = [k and k.launch_rows(self, buffer) for k, buffer in zip(kernels, parameters)]
         self.run_code = kernel.interpreter()
         self.sms_per_gpu = max(options.sms, self.cluster_size)
         self.sms = [
@@ -66,10 +70,10 @@ class Machine:
         ]
         nx, ny, nz = (-(-g // c) for g, c in zip(grid, cluster))
         self.clusters: Any = ((x, y, z) for z in range(nz) for y in range(ny) for x in range(nx))
-        self.left = nx * ny * nz * self.gpus
+        self.left = nx * ny * nz * len(present)
         if self.gpus > 1:
-            self.clusters = [(*where, gpu) for where in self.clusters for gpu in range(self.gpus)]
-        self.per_sm = kernel.occupancy(self)
+            self.clusters = [(*where, gpu) for where in self.clusters for gpu, k in enumerate(kernels) if k]
+        self.per_sm = min(k.occupancy(self) for k in present)
         self.observer = self.engine.observer = observer_of(self, options.sessions)
         self.follower = self.observer if self.observer is not None and self.observer.follows else None
         self.execute = self.macro if self.follower is None else self.followed_macro
@@ -144,9 +148,9 @@ class Machine:
         return tuple(w * c for w, c in zip(where, self.cluster_shape))
 
     def register_files(self, cta: Cta, index: int):
-        spare = self.kernel.spare_files
-        files = spare.pop() if spare and self.reuses_registers else self.kernel.new_files()
-        self.kernel.fill_registers(self, cta, index, *files)
+        spare = cta.kernel.spare_files
+        files = spare.pop() if spare and self.reuses_registers else cta.kernel.new_files()
+        cta.kernel.fill_registers(self, cta, index, *files)
         return files
 
     # ---- the loop ----------------------------------------------------------------------------------------------
@@ -200,7 +204,7 @@ class Machine:
     def run_warp(self, warp: Warp) -> None:
         """Run until every fragment is blocked, parked or gone, or the quantum is used up."""
         quantum = QUANTUM
-        run_code, p, observer, engine = self.run_code, self.program, self.observer, self.engine
+        run_code, p, observer, engine = self.run_code, warp.cta.program, self.observer, self.engine
         notes = observer.notes if observer is not None else None
         self.current = warp
         while True:
@@ -252,16 +256,17 @@ class Machine:
             elif status == pg.CONVERGE:
                 self.park(warp, fragment, lanes)
             elif status == pg.HOT:
-                self.kernel.blocks.compile(int(self.kernel.blocks.code[pc, 2]))
+                blocks = warp.cta.kernel.blocks
+                blocks.compile(int(blocks.code[pc, 2]))
             elif status != pg.QUANTUM:
-                self.kernel.memory_event(self, warp, fragment, status, lanes)
+                warp.cta.kernel.memory_event(self, warp, fragment, status, lanes)
             if quantum <= 0:
                 engine.settle()
                 self.watch.quantum_used(warp)
                 return
 
     def followed_macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> int:
-        call, follower = self.macro_at[pc], self.follower
+        call, follower = warp.cta.kernel.macro_at[pc], self.follower
         assert follower is not None
         follower.executing(warp, fragment, call, lanes)
         cost = self.macro(warp, fragment, pc, lanes)
@@ -270,7 +275,7 @@ class Machine:
 
     def macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> int:
         """Execute a macro-operation -> what it costs of the quantum: all of it if it asked in vain."""
-        call = self.macro_at[pc]
+        call = warp.cta.kernel.macro_at[pc]
         if call.aligned and lanes != warp.alive:
             missing = warp.alive & ~fragment.mask
             if missing:
@@ -309,7 +314,7 @@ class Machine:
                 stuck = fragments[0]
                 warp.pc = stuck.pc
                 others = "; ".join(
-                    f"lanes {f.mask:#010x} at line {self.program.instructions[f.pc].line}" for f in fragments
+                    f"lanes {f.mask:#010x} at line {warp.cta.program.instructions[f.pc].line}" for f in fragments
                 )
                 raise warp.fault(
                     "divergent", f"the warp cannot converge for an .aligned or .sync instruction: {others}"
@@ -350,7 +355,7 @@ class Machine:
             self.observer.warp_ended(warp)
         cta.live -= 1
         self.exits += 1
-        self.kernel.spare_files.append((warp.R, warp.Q, warp.P, warp.S, warp.local))
+        cta.kernel.spare_files.append((warp.R, warp.Q, warp.P, warp.S, warp.local))
         for hook in cta.exit_hooks:
             hook(warp)
         cta.wake()

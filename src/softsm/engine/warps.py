@@ -80,10 +80,10 @@ class Warp:
         return self.cta.machine
 
     def instruction(self):
-        return self.cta.machine.program.instructions[self.pc]
+        return self.cta.program.instructions[self.pc]
 
     def line(self) -> int:
-        return self.cta.machine.program.instructions[self.pc].line
+        return self.cta.program.instructions[self.pc].line
 
     def where(self) -> str:
         ins = self.instruction()
@@ -116,12 +116,14 @@ class Cta(Waitable):
         "exit_hooks",
         "gpu",
         "invalidated",
+        "kernel",
         "lane_hooks",
         "live",
         "machine",
         "named_barriers",
         "phases",
         "phases_address",
+        "program",
         "rank",
         "shared",
         "shared_address",
@@ -137,6 +139,8 @@ class Cta(Waitable):
         super().__init__()
         self.machine, self.ctaid, self.rank, self.cluster, self.sm = machine, ctaid, rank, cluster, sm
         self.gpu = sm.gpu
+        self.kernel = machine.kernels[self.gpu]
+        self.program: pg.Program = self.kernel.program
         self.shared = np.full(machine.shared_limit, 0xFF, np.uint8)  # what nobody wrote reads as NaN
         self.shared_address = self.shared.ctypes.data
         self.shared_base = rank << pg.RANK_SHIFT

@@ -44,7 +44,7 @@ def brx(asm, ins):
 
 def do_brx(w, mask, o):
     """Jump to table[index]; lanes with different indices part."""
-    f, program = w.fragment, w.machine.program
+    f, program = w.fragment, w.cta.program
     table = program.branch_tables[o.table]
     index = uniform(w.R[o.index])
     if index is not None and mask == f.mask and index < len(table):

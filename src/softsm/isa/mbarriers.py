@@ -42,7 +42,7 @@ class Issuer:
     def __init__(self, w, what: str = ""):
         cta = w.cta
         self.ctaid, self.warp, self.what = cta.ctaid, w.index, what
-        self.line = cta.machine.program.instructions[w.pc].line
+        self.line = cta.program.instructions[w.pc].line
 
     def __str__(self) -> str:
         return f"{self.what + ' of ' if self.what else ''}warp {self.warp} of CTA {self.ctaid}, PTX line {self.line}"
@@ -168,7 +168,7 @@ def initialised_at(file: str, line: int) -> str:
 def name_of(cta, offset: int) -> str:
     """`mbarrier k_ready+8 (0x1408)`: by the nearest shared variable when there is one."""
     best = ("", -1)
-    for name, start in cta.machine.program.shared_variables.items():
+    for name, start in cta.program.shared_variables.items():
         if best[1] < start <= offset:
             best = (name, start)
     label = f"{best[0]}+{offset - best[1]}" if best[1] >= 0 else ""

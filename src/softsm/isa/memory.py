@@ -421,9 +421,9 @@ LOADS = {pg.OP_LDG, pg.OP_LDS, pg.OP_LD, pg.OP_LDL}
 
 def memory_event(machine, w, fragment, lanes: int) -> None:
     """An access that is not plain: to a peer's shared memory, through a generic window, or wrong."""
-    op, rd, ra, rb, fmt, rx = (int(x) for x in machine.program.code[fragment.pc, :6])
+    op, rd, ra, rb, fmt, rx = (int(x) for x in w.cta.program.code[fragment.pc, :6])
     offset = rb - (1 << 32) if rb >= 1 << 31 else rb
-    pool = machine.program.pool
+    pool = w.cta.program.pool
     if op in (pg.OP_ATOM_G, pg.OP_ATOM_S):
         slow_atomic(w, op, rd, ra, offset, fmt, rx, lanes, pool)
         return

@@ -343,7 +343,7 @@ def do_ld(w, mask, o):
     def effects() -> None:
         registers[o.rows] = tm.load(cells, o.shape, o.repeat, o.packed, lane, column, o.split)
 
-    line = machine.program.instructions[w.pc].line
+    line = w.cta.program.instructions[w.pc].line
     op = machine.issue(AsyncOp("tcgen05.ld", w, 0, line, effects, tuple(in_flight.tensor_stores), (), regions))
     if not op.done:
         in_flight.tensor_loads.append(op)
@@ -359,7 +359,7 @@ def do_st(w, mask, o):
 
     stores = w.in_flight.tensor_stores
     after = (*stores, *w.in_flight.tensor_loads)
-    line = machine.program.instructions[w.pc].line
+    line = w.cta.program.instructions[w.pc].line
     op = machine.issue(AsyncOp("tcgen05.st", w, 0, line, effects, after, (), (), regions))
     if not op.done:
         stores.append(op)

@@ -130,11 +130,12 @@ def all_reduced(order, scope):
     buffers, data = members_of(np.zeros((GPUS, 32), np.uint32))
     counts, flags = members_of(np.zeros((GPUS, 4), np.uint32))
     out = np.zeros((GPUS, 32), np.uint32)
-    with softsm.checking() as report, softsm.gpus(GPUS) as gpu:
-        for rank in range(GPUS):
-            with gpu(rank):
-                args = [out[rank], buffers[rank], counts[rank], flags.multicast_ptr, data.multicast_ptr, rank]
-                program.launch(1, 32, args)
+
+    def of_rank(rank):
+        program.launch(1, 32, [out[rank], buffers[rank], counts[rank], flags.multicast_ptr, data.multicast_ptr, rank])
+
+    with softsm.checking() as report:
+        softsm.ranks(GPUS, of_rank)
     return out, report
 
 

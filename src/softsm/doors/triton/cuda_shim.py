@@ -158,7 +158,7 @@ class CudaShim:
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "init": lambda: None,
-            "device_count": lambda: 1,
+            "device_count": lambda: use.ranks,
             "current_device": lambda: 0,
             "set_device": lambda *_: None,
             "synchronize": lambda *_: None,
@@ -223,7 +223,7 @@ class CudaShim:
         answers = {
             "is_available": lambda: True,
             "current_accelerator": lambda *_, **__: torch.device("cuda"),
-            "device_count": lambda: 1,
+            "device_count": torch.cuda.device_count,
             "current_device_index": lambda: 0,
             "current_stream": lambda *_: torch.cuda.current_stream(),
             "memory_allocated": lambda *_: 0,

@@ -10,6 +10,8 @@ DEFAULT_SMS = 4
 class InUse:
     """One use of softsm: what it emulates. `shimmed`: device="cuda" means CPU tensors."""
 
+    ranks = 1
+
     def __init__(self, arch: str, sms: int, shimmed: bool = False):
         self.arch, self.sms, self.shimmed = arch, sms, shimmed
         self.thread = 0

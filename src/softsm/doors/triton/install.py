@@ -8,12 +8,15 @@ architecture.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from softsm import accepted
 from softsm.doors.triton import in_use
 from softsm.doors.triton.in_use import ARCHITECTURES, DEFAULT_SMS, InUse, Patches, current
+from softsm.engine.ranks import MOST
+from softsm.engine.ranks import ranks as run_ranks
 
 if TYPE_CHECKING:
     from softsm.doors.triton.cuda_shim import CudaShim
@@ -27,9 +30,12 @@ _lock = threading.RLock()
 class Use(InUse):
     """softsm in use. As a context manager it ends with the block, otherwise with `stop()` or the process."""
 
-    def __init__(self, arch: str, *, cuda_shim: bool = False, sms: int = DEFAULT_SMS, register: bool = True):
+    def __init__(
+        self, arch: str, *, cuda_shim: bool = False, sms: int = DEFAULT_SMS, ranks: int = 1, register: bool = True
+    ):
         accepted.one_of("arch", arch, tuple(ARCHITECTURES))
         accepted.flag("cuda_shim", cuda_shim)
+        self.ranks = accepted.whole("ranks", ranks, 1, MOST)
         super().__init__(arch, accepted.whole("sms", sms, 1, accepted.MOST_SMS))
         with _lock:
             self._begin(register, cuda_shim)
@@ -78,6 +84,10 @@ class Use(InUse):
             from softsm.doors.triton import pointers
 
             self._patches.set(torch.Tensor, "data_ptr", pointers.tracking(torch.Tensor.data_ptr))
+        if self.ranks > 1:
+            from softsm.doors.triton import distributed
+
+            distributed.install(self._patches)
         if register:
             self._register()
 
@@ -113,6 +123,19 @@ class Use(InUse):
         for name in ("do_bench", "do_bench_cudagraph", "do_bench_proton", "do_bench_cudagraph_proton"):
             if hasattr(testing, name):
                 self._patches.set(testing, name, bench_once)
+
+    def run(self, program: Callable[[int], Any]) -> list:
+        """Call program(rank) for each of the ranks (`softsm.ranks`). There torch.distributed and its symmetric memory
+        answer for the rank."""
+        if not self.shimmed:
+            return run_ranks(self.ranks, program)
+        from softsm.doors.triton.cuda_shim import CudaToCpu
+
+        def shimmed(rank: int) -> Any:
+            with CudaToCpu():  # torch has modes of each thread
+                return program(rank)
+
+        return run_ranks(self.ranks, shimmed)
 
     def stop(self) -> None:
         """Back to how it was, when the last guest has left. Uses end in the reverse order of their beginning."""
@@ -155,14 +178,16 @@ class Use(InUse):
         self.stop()
 
 
-def use(arch: str, *, cuda_shim: bool = False, sms: int | None = None) -> Use:
+def use(arch: str, *, cuda_shim: bool = False, sms: int | None = None, ranks: int = 1) -> Use:
     """Triton and Gluon programs run on this CPU from now on, compiled for `arch` ("sm_90a" or "sm_100a").
 
     As a context manager it restores everything at the end of the block. `cuda_shim=True` turns device="cuda" into CPU
     tensors, for programs that require it; it raises an error if CUDA is available. `sms` is the number of SMs to
-    emulate; None means as many as in the enclosing use, or 4. The use applies to all threads; RuntimeError if another
-    thread is using another architecture.
+    emulate; None means as many as in the enclosing use, or 4. With `ranks`, `run(program)` of what this returns calls
+    program(rank) for each rank: their launches run at the same time on GPUs that reach each other's memory, and
+    torch.distributed answers for the rank. The use applies to all threads; RuntimeError if another thread is using
+    another architecture.
     """
     if sms is None:
         sms = in_use.stack[-1].sms if in_use.stack else DEFAULT_SMS
-    return Use(arch, cuda_shim=cuda_shim, sms=sms)
+    return Use(arch, cuda_shim=cuda_shim, sms=sms, ranks=ranks)

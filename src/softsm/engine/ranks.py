@@ -1,0 +1,192 @@
+"""Several ranks in one process, each with a GPU of its own: `softsm.ranks(2, program)` calls program(0) and program(1).
+
+    def program(rank):
+        kernel[grid](buffers[rank], pointers_of_all, rank)
+
+    softsm.ranks(2, program)
+
+Each rank has a thread, but only one runs at a time, in order of rank, so that nothing depends on timing. A rank runs
+until it launches a kernel, meets the others in a collective (doors/triton/distributed.py) or ends. When all ranks have
+come that far, their launches run together: CTAs of all GPUs side by side, each GPU with its own multiprocessors and
+with access to the memory of all. If only some ranks launch, their launches run without the others. A kernel may be
+compiled for each rank (a rank that is a constant), but all launch the same one, with the same grid and block.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from softsm import accepted
+from softsm.engine.launch import Kernel, current_options, options
+
+MOST = 8
+
+
+@dataclass
+class Launch:
+    kernel: Kernel
+    shape: tuple  # grid, block, shared memory, cluster and options: the same for all ranks
+    args: object
+    memory: object
+
+    def __str__(self) -> str:
+        grid, block, shared, cluster, _ = self.shape
+        name = self.kernel.name
+        return f"launches {name} with grid {grid}, block {block}, cluster {cluster}, {shared} bytes of shared memory"
+
+
+@dataclass
+class Exchange:
+    """A collective: every rank brings a value and gets those of all."""
+
+    name: str
+    value: object
+
+    def __str__(self) -> str:
+        return f"waits in {self.name}"
+
+
+@dataclass
+class End:
+    value: object
+    error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return "has ended"
+
+
+class Aborted(BaseException):
+    """Another rank, or a launch, has failed: this one does not go on."""
+
+
+class Meeting:
+    """The ranks of one `softsm.ranks`, and where each of them stands."""
+
+    def __init__(self, count: int):
+        self.count, self.sessions = count, current_options().sessions
+        self.rank = 0  # that runs now
+        self.stops: list[Any] = [None] * count  # Launch, Exchange or End
+        self.answers: list[Any] = [None] * count
+        self.over = False
+        self.turns = [threading.Semaphore(0) for _ in range(count)]
+        self.back = threading.Semaphore(0)
+
+    # ---- called by the program of a rank -----------------------------------------------------------------------
+
+    def stop(self, what: Launch | Exchange) -> Any:
+        """Wait for the other ranks. Returns the answer."""
+        rank = self.rank
+        self.stops[rank] = what
+        self.back.release()
+        self.turns[rank].acquire()
+        if self.over:
+            raise Aborted
+        return self.answers[rank]
+
+    def launch(self, kernel: Kernel, grid, block, args, shared: int, cluster, memory, changes: dict) -> None:
+        if current_options().sessions != self.sessions:
+            raise ValueError("ranks: launches run outside of the ranks' programs; open softsm.checking() around ranks")
+        shape = grid, block, shared, cluster, tuple(sorted(changes.items()))
+        self.stop(Launch(kernel, shape, args, memory))
+
+    def exchange(self, name: str, value: object) -> list:
+        return self.stop(Exchange(name, value))
+
+    # ---- called by `ranks` -------------------------------------------------------------------------------------
+
+    def run(self, program: Callable[[int], Any]) -> list:
+        with options(meeting=self):
+            contexts = [contextvars.copy_context() for _ in range(self.count)]
+        threads = [
+            threading.Thread(target=context.run, args=(self.body, rank, program), daemon=True, name=f"rank {rank}")
+            for rank, context in enumerate(contexts)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            while not all(isinstance(x, End) for x in self.stops):
+                for rank in [r for r, x in enumerate(self.stops) if x is None]:
+                    self.resume(rank)
+                self.act()
+            return [x.value for x in self.stops]
+        finally:
+            self.over = True
+            for rank, thread in enumerate(threads):
+                if self.stops[rank] is not None:  # else it runs, and this thread was interrupted
+                    self.turns[rank].release()
+                    thread.join()
+
+    def body(self, rank: int, program: Callable[[int], Any]) -> None:
+        self.turns[rank].acquire()
+        try:
+            if not self.over:
+                self.stops[rank] = End(program(rank))
+        except Aborted:
+            self.stops[rank] = End(None)
+        except BaseException as error:  # SystemExit too: it ends a program as usual, but in the caller's thread
+            self.stops[rank] = End(None, error)
+        self.back.release()
+
+    def resume(self, rank: int) -> None:
+        """Let a rank run until it stops."""
+        self.rank = rank
+        self.turns[rank].release()
+        self.back.acquire()
+        stop = self.stops[rank]
+        if isinstance(stop, End) and stop.error is not None:
+            raise stop.error
+
+    def act(self) -> None:
+        """All ranks have stopped: do what they wait for."""
+        launching = [rank for rank, x in enumerate(self.stops) if isinstance(x, Launch)]
+        waiting = [rank for rank, x in enumerate(self.stops) if isinstance(x, Exchange)]
+        if launching:
+            together([x if isinstance(x, Launch) else None for x in self.stops])
+            self.go_on(launching, [None] * self.count)
+        elif waiting:
+            if len(waiting) < self.count or len({x.name for x in self.stops}) > 1:
+                raise ValueError(f"ranks: they do not meet: {self.where()}")
+            values = [x.value for x in self.stops]
+            self.go_on(waiting, [values] * self.count)
+
+    def go_on(self, ranks: list[int], answers: list) -> None:
+        self.answers = answers
+        for rank in ranks:
+            self.stops[rank] = None
+
+    def where(self) -> str:
+        return "; ".join(f"rank {rank} {stop}" for rank, stop in enumerate(self.stops))
+
+
+def together(launches: list[Launch | None]) -> None:
+    """Run the launches of all ranks, None for those that have none, at the same time."""
+    rank, first = next((i, x) for i, x in enumerate(launches) if x is not None)
+    for i, launch in enumerate(launches):
+        if launch is not None and (launch.kernel.name, launch.shape) != (first.kernel.name, first.shape):
+            raise ValueError(f"ranks: they launch different kernels: rank {rank} {first}; rank {i} {launch}")
+    grid, block, shared, cluster, changes = first.shape
+    first.kernel.launch_together(
+        [None if x is None else x.kernel for x in launches], grid, block, [x and x.args for x in launches],
+        [x and x.memory for x in launches], shared, cluster, dict(changes),
+    )  # fmt: skip
+
+
+def ranks(count: int, program: Callable[[int], Any]) -> list:
+    """Run program(rank) for `count` ranks, each with a GPU of its own (see above). Returns what the programs returned.
+
+    Launches of all ranks run at the same time and reach each other's memory. Within `softsm.checking()`, a flag between
+    ranks orders only what is released and acquired at .sys scope.
+    """
+    accepted.whole("count", count, 1, MOST)
+    if not callable(program):
+        accepted.refuse("program", program, "is a function of a rank")
+    now = current_options()
+    if now.meeting is not None:
+        raise ValueError("ranks: they cannot be nested")
+    if any(x.one_gpu for x in now.sessions):
+        raise ValueError("ranks: softsm trace and softsm time follow launches of one GPU")
+    return Meeting(count).run(program)
