@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import dsv4
 from dsv4 import Fp4Experts, reference
 
 
@@ -13,7 +14,9 @@ class Layer(NamedTuple):
     experts: Fp4Experts
 
 
-def layer(e: int = 4, h: int = 256, i: int = 128, nvfp4: bool = False, low: int = 118, high: int = 126) -> Layer:
+def layer(
+    e: int = 4, h: int = 256, i: int = 128, nvfp4: bool = False, low: int = 118, high: int = 126, layout: str = "sm90"
+) -> Layer:
     """Codes and scales of which every one may come."""
     given = {}
     for name, rows, columns in (("w1", i, h), ("w3", i, h), ("w2", h, i)):
@@ -23,7 +26,7 @@ def layer(e: int = 4, h: int = 256, i: int = 128, nvfp4: bool = False, low: int 
             given[f"{name}_global"] = torch.rand(e) * 0.05 + 0.01
         else:
             given[f"{name}_scale"] = torch.randint(low, high, (e, rows, columns // 32), dtype=torch.uint8)
-    return Layer(given, Fp4Experts.pack(**given))
+    return Layer(given, Fp4Experts.pack(**given, layout=layout))
 
 
 def tokens(t: int, h: int = 256, e: int = 4, k: int = 3, dtype=torch.bfloat16) -> dict[str, Tensor]:
@@ -51,3 +54,14 @@ def assert_right(out: Tensor, slots: Tensor | None, experts: Fp4Experts, given: 
         assert relative(got, rounded) <= 0.3 * cost, (
             f"{relative(got, rounded):.2e} from the oracle, whose cost is {cost:.2e}"
         )
+
+
+def kernel(arch: str, experts: Fp4Experts, given: dict, order: str = "random", sms: int | None = None, **options):
+    """dsv4.moe through softsm: races checked; the outputs were NaN before."""
+    import softsm
+
+    out = torch.full_like(given["x"], float("nan"))
+    with softsm.use(arch, sms=sms), softsm.checking(races=True, order=order) as report:
+        found = dsv4.moe(**given, experts=experts, out=out, backend="softsm", **options)
+    assert not report.codes(), str(report)
+    return found

@@ -124,22 +124,23 @@ def moe(
             at a time, and the shared expert is excepted on a GPU.
         backend: "auto" (kernels if they can run the problem, else torch), "cuda" and "softsm" (the kernels), "cpu".
 
-    Kernels exist for sm_90a: bf16, MXFP4 weights whose exponents spread by at most 11 in a row (Fp4Experts.spread),
-    activations "fp8_128". Gradients exist for weights of x's dtype with activations "bf16", with respect to x, both
-    weights, ``weights`` and the shared expert; FP4 weights are frozen and x has no gradient through them.
+    Kernels exist for sm_90a and sm_100a: bf16, MXFP4 weights in the layout of the architecture (Fp4Experts.layout),
+    activations "fp8_128"; for sm_90a exponents spread by at most 11 in a row (Fp4Experts.spread). Gradients exist for
+    weights of x's dtype with activations "bf16", with respect to x, both weights, ``weights`` and the shared expert;
+    FP4 weights are frozen and x has no gradient through them.
     """
     checks.flag("return_slots", return_slots)
     sw13, sw2 = _pair("shared", shared) if shared is not None else (None, None)
     tensors: tuple[Tensor | None, ...]
     if isinstance(experts, Fp4Experts):
         e = experts
-        format, spread = e.format, e.spread.greatest
+        format, spread, layout = e.format, e.spread.greatest, e.layout
         tensors = (x, e.w13, e.w2, ids, weights, e.w13_scales, e.w2_scales, e.w13_factors, e.w2_factors, sw13, sw2)
     else:
         w13, w2 = _pair("experts", experts)
-        format, spread = "bf16", 0
+        format, spread, layout = "bf16", 0, "sm90"
         tensors = (x, w13, w2, ids, weights, None, None, None, None, sw13, sw2)
-    options = MoeOptions.checked(activations, limit, format, spread, deterministic)
+    options = MoeOptions.checked(activations, limit, format, spread, deterministic, layout)
     return operators.call(MOE, tensors, options, return_slots, out, None, checks.backend(backend))
 
 

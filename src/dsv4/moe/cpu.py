@@ -57,8 +57,8 @@ def numbers_of(p: MoeProblem, expert: int) -> tuple[Tensor, Tensor, Tensor]:
     found = []
     for tiles, scales, factors in ((p.w13, p.w13_scales, p.w13_factors), (p.w2, p.w2_scales, p.w2_factors)):
         assert scales is not None and factors is not None
-        found.append(formats.dequantize(tiles[expert], scales[expert], factors[expert], torch.float32))
-    return *formats.apart(found[0]), formats.fragments(found[1], back=True)
+        found.append(formats.dequantize(tiles[expert], scales[expert], factors[expert], torch.float32, p.layout))
+    return *formats.apart(found[0], p.layout), formats.down(found[1], p.layout, back=True)
 
 
 def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weight: Tensor, limit: float, dtype: torch.dtype,

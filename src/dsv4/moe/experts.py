@@ -44,8 +44,8 @@ class Fp4Experts:
     w13_factors, w2_factors   fp32 [E, rows]: what multiplies a row: of MXFP4 a power of two that follows from its
                               scales, of NVFP4 the tensor's fp32 scale
 
-    In w13 a tile has 128 rows of w1, then the same 128 of w3, both in the order of formats.POSITIONS. Rows of both lie
-    in the order of formats.FRAGMENT by sixteens.
+    In w13 a tile has 128 rows of w1, then the same 128 of w3. layout: of rows and bytes in a tile, by the kernels that
+    read them: "sm90" (Hopper) or "sm100" (Blackwell). On a CPU both are read.
     """
 
     w13: Tensor
@@ -56,6 +56,7 @@ class Fp4Experts:
     w2_factors: Tensor
     format: str
     spread: Spread
+    layout: str = "sm90"
 
     @property
     def experts(self) -> int:
@@ -80,6 +81,7 @@ class Fp4Experts:
     def pack(
         cls, w1: Tensor, w1_scale: Tensor, w3: Tensor, w3_scale: Tensor, w2: Tensor, w2_scale: Tensor,
         *, w1_global: Tensor | None = None, w3_global: Tensor | None = None, w2_global: Tensor | None = None,
+        layout: str | None = None,
     ) -> Fp4Experts:  # fmt: skip
         """From tensors as in a checkpoint, the experts stacked.
 
@@ -89,14 +91,18 @@ class Fp4Experts:
             w1_scale, w3_scale, w2_scale: MXFP4: float8_e8m0fnu or uint8, one for 32 columns. NVFP4: float8_e4m3fn, one
                 for 16 columns.
             w1_global, w3_global, w2_global: NVFP4 only: fp32 [E], the scale of a tensor ("weight_scale_2").
+            layout: "sm90" or "sm100"; None means that of the GPU on which the weights are, or "sm90".
 
         An E8M0 byte of 255, which is NaN, is rejected.
         """
+        if layout is not None:
+            checks.one_of("layout", layout, formats.LAYOUTS)
         if not checks.is_tensor(w1) or w1.ndim != 3:
             checks.fail("w1", checks.describe(w1), f"a tensor [E, I, H / 2], {CODES}")
         e, i, h = w1.shape[0], w1.shape[1], 2 * w1.shape[2]
         if not e or not i or not h or i % 128 or h % 256:
             checks.fail("w1", f"shape {list(w1.shape)}", "[E, I, H / 2], I a multiple of 128, H of 256")
+        layout = layout or layout_for(w1.device)
         nvfp4 = checks.is_tensor(w1_scale) and w1_scale.dtype == torch.float8_e4m3fn
         group, dtypes = (16, E4M3) if nvfp4 else (32, E8M0)
         given: dict[str, tuple[Any, Any, Any, int, int]] = {
@@ -116,35 +122,38 @@ class Fp4Experts:
             packed[name] = codes.contiguous().view(torch.uint8), scales.contiguous().view(torch.uint8)
             if not nvfp4 and checks.values_checked(scales) and bool((packed[name][1] == 255).any()):
                 checks.fail(f"{name}_scale", "a byte of 255, which is NaN", "bytes from 0 to 254")
-        gate_up = [formats.interleaved(a, b) for a, b in zip(packed["w1"], packed["w3"])]
+        gate_up = [formats.interleaved(a, b, layout) for a, b in zip(packed["w1"], packed["w3"])]
         each = formats.TILE_COLUMNS // group
         tiles = []
         spreads = []
-        down = [formats.fragments(x) for x in packed["w2"]]
+        down = [formats.down(x, layout) for x in packed["w2"]]
         for (codes, scales), names in ((gate_up, ("w1", "w3")), (down, ("w2",))):
             if nvfp4:
                 scales_of = [given[name][2][:, None].expand(e, given[name][3]) for name in names]
-                factors = (
-                    scales_of[0] if len(names) == 1 else formats.interleaved(*(x[..., None] for x in scales_of))[..., 0]
-                )
+                factors = scales_of[0]
+                if len(names) == 2:
+                    gate, up = (x[..., None] for x in scales_of)
+                    factors = formats.interleaved(gate, up, layout)[..., 0]
             else:
                 factors, spread = formats.row_factors(codes, scales)
                 spreads.append(spread)
-            made = formats.scales_to_tiles(scales, each)
+            made = formats.scales_to_tiles(scales, each, layout)
             made = made.view(torch.float8_e4m3fn) if nvfp4 else made
-            tiles.append((formats.to_tiles(codes), made, factors.contiguous()))
+            tiles.append((formats.to_tiles(codes, layout), made, factors.contiguous()))
         (w13, w13_scales, w13_factors), (w2_tiles, w2_scales, w2_factors) = tiles
         report = _report(torch.cat([x.flatten() for x in spreads])) if spreads else Spread(e * (2 * i + h), 0, 0, 0)
-        return cls(w13, w2_tiles, w13_scales, w2_scales, w13_factors, w2_factors, "nvfp4" if nvfp4 else "mxfp4", report)
+        form = "nvfp4" if nvfp4 else "mxfp4"
+        return cls(w13, w2_tiles, w13_scales, w2_scales, w13_factors, w2_factors, form, report, layout)
 
     @classmethod
-    def from_checkpoint(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Fp4Experts:
+    def from_checkpoint(cls, tensors: Mapping[str, Tensor], prefix: str = "", layout: str | None = None) -> Fp4Experts:
         """The MXFP4 experts of a layer by the names of DeepSeek's checkpoints.
 
         Args:
             tensors: by name, as safetensors loads them: ``{prefix}{e}.w1.weight``, ``{prefix}{e}.w1.scale``, the same
                 for w3 and w2, for e = 0, 1, ...; others are ignored.
             prefix: such as "layers.3.ffn.experts.".
+            layout: as in :meth:`pack`.
         """
         if not isinstance(prefix, str):
             checks.fail("prefix", checks.describe(prefix), "a str")
@@ -163,29 +172,38 @@ class Fp4Experts:
                 if missing is not None:
                     checks.fail("tensors", f"no {missing}", "weight and scale of w1, w3 and w2 of every expert")
                 stacked.append(torch.stack([tensors[x].view(torch.uint8) for x in names]))
-        return cls.pack(*stacked)
+        return cls.pack(*stacked, layout=layout)
 
     def unpack(self) -> dict[str, Tensor]:
         """The tensors that :meth:`pack` takes, by their names, uint8 and (NVFP4) float8_e4m3fn and fp32."""
         made: dict[str, Tensor] = {}
-        codes = formats.from_tiles(self.w13)
-        scales = formats.scales_from_tiles(self.w13_scales.view(torch.uint8))
-        made["w1"], made["w3"] = formats.apart(codes)
-        made["w1_scale"], made["w3_scale"] = formats.apart(scales)
-        made["w2"] = formats.fragments(formats.from_tiles(self.w2), back=True)
-        made["w2_scale"] = formats.fragments(formats.scales_from_tiles(self.w2_scales.view(torch.uint8)), back=True)
+        layout = self.layout
+        codes = formats.from_tiles(self.w13, layout)
+        scales = formats.scales_from_tiles(self.w13_scales.view(torch.uint8), layout)
+        made["w1"], made["w3"] = formats.apart(codes, layout)
+        made["w1_scale"], made["w3_scale"] = formats.apart(scales, layout)
+        made["w2"] = formats.down(formats.from_tiles(self.w2, layout), layout, back=True)
+        scales = formats.scales_from_tiles(self.w2_scales.view(torch.uint8), layout)
+        made["w2_scale"] = formats.down(scales, layout, back=True)
         if self.format == "nvfp4":
             for name in ("w1", "w3", "w2"):
                 made[f"{name}_scale"] = made[f"{name}_scale"].contiguous().view(torch.float8_e4m3fn)
-            made["w1_global"], made["w3_global"] = (x[:, 0, 0] for x in formats.apart(self.w13_factors[..., None]))
+            made["w1_global"], made["w3_global"] = (
+                x[:, 0, 0] for x in formats.apart(self.w13_factors[..., None], layout)
+            )
             made["w2_global"] = self.w2_factors[:, 0]
         return made
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """(w1 above w3 [E, 2 I, H], w2 [E, H, I]) as numbers; fp64 and, of MXFP4 in its range, bf16 are exact."""
-        w13 = formats.dequantize(self.w13, self.w13_scales, self.w13_factors, dtype)
-        w2 = formats.dequantize(self.w2, self.w2_scales, self.w2_factors, dtype)
-        return torch.cat(formats.apart(w13), -2), formats.fragments(w2, back=True)
+        w13 = formats.dequantize(self.w13, self.w13_scales, self.w13_factors, dtype, self.layout)
+        w2 = formats.dequantize(self.w2, self.w2_scales, self.w2_factors, dtype, self.layout)
+        return torch.cat(formats.apart(w13, self.layout), -2), formats.down(w2, self.layout, back=True)
+
+
+def layout_for(device: torch.device) -> str:
+    """What the kernels for a device read."""
+    return "sm100" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10 else "sm90"
 
 
 def _report(spread: Tensor) -> Spread:

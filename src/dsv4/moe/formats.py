@@ -7,11 +7,16 @@ for a tensor.
 Activations are e4m3 with one power of two for 128 columns (or for 32, or for a whole row): the least that clips none,
 2^ceil(log2(max(amax, 1e-4) / 448)), from the bits of the fp32 product amax * (1 / 448).
 
-Tiles. Kernels read weights by tiles of 256 rows and 128 columns. A row of a tile is 4 groups of 32 columns, 16 bytes
-each, in the order of the checkpoint, but for the sign bits of each word of 8 codes (SIGNS): those of values 0 to 3 are
-bits 7, 15, 23, 31, those of values 4 to 7 are bits 3, 11, 19, 27. So `prmt` and one mask decode four values at once.
-Rows of a tile are in the order of FRAGMENT by sixteens. Tensor cores take the columns of activations in the order of
-POSITIONS, so that a thread has one group of a row.
+Tiles. Kernels read weights by tiles of 256 rows and 128 columns; of gate and up a tile has 128 rows each, of the same
+channels. A row of a tile is 64 bytes, in one of two layouts.
+
+"sm100": the bytes of the checkpoint, rows and columns as they are. Scales lie as tcgen05 reads them: 128 rows and 4
+bytes of each are an atom of 512 bytes, row i at 16 (i % 32) + 4 (i / 32); rows of 8 bytes (NVFP4) have two atoms.
+
+"sm90": 4 groups of 32 columns, 16 bytes each, but for the sign bits of each word of 8 codes (SIGNS): those of values 0
+to 3 are bits 7, 15, 23, 31, those of values 4 to 7 are bits 3, 11, 19, 27. So `prmt` and one mask decode four values at
+once. Rows of a tile are in the order of FRAGMENT by sixteens, those of gate and up in the order of POSITIONS before.
+Tensor cores take the columns of activations in the order of POSITIONS, so that a thread has one group of a row.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LAYOUTS = ("sm90", "sm100")  # of tiles, by the kernels that read them
 GROUP = 128  # columns of activations with one scale
 TILE_ROWS, TILE_COLUMNS = 256, 128
 E4M3_MAX = 448.0
@@ -86,52 +92,69 @@ def _moved(words: Tensor, moves: list[tuple[int, int]]) -> Tensor:
     return moved
 
 
-def to_tiles(rows: Tensor) -> Tensor:
-    """Codes of checkpoint order, uint8 [..., R, K / 2], -> uint8 [..., R / 256, K / 128, 256, 64]."""
-    tiles = rows.unflatten(-1, (-1, TILE_COLUMNS // 2)).unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2)
-    return _moved(tiles.contiguous().view(torch.int32), list(SIGNS)).view(torch.uint8)
+def to_tiles(rows: Tensor, layout: str) -> Tensor:
+    """Codes in checkpoint order, uint8 [..., R, K / 2], -> uint8 [..., R / 256, K / 128, 256, 64]."""
+    tiles = rows.unflatten(-1, (-1, TILE_COLUMNS // 2)).unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2).contiguous()
+    return tiles if layout == "sm100" else _moved(tiles.view(torch.int32), list(SIGNS)).view(torch.uint8)
 
 
-def from_tiles(tiles: Tensor) -> Tensor:
+def from_tiles(tiles: Tensor, layout: str) -> Tensor:
     """The inverse of to_tiles."""
-    words = _moved(tiles.contiguous().view(torch.int32), [(to, source) for source, to in SIGNS])
-    return words.view(torch.uint8).transpose(-3, -2).flatten(-2).flatten(-3, -2)
-
-
-def scales_to_tiles(scales: Tensor, each: int) -> Tensor:
-    """uint8 [..., R, K / 128 * each] -> [..., R / 256, K / 128, 256, each]."""
-    return scales.unflatten(-1, (-1, each)).unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2).contiguous()
-
-
-def scales_from_tiles(tiles: Tensor) -> Tensor:
-    """The inverse of scales_to_tiles."""
+    if layout == "sm90":
+        tiles = _moved(tiles.contiguous().view(torch.int32), [(to, source) for source, to in SIGNS]).view(torch.uint8)
     return tiles.transpose(-3, -2).flatten(-2).flatten(-3, -2)
 
 
-def dequantize(tiles: Tensor, scales: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+def scales_to_tiles(scales: Tensor, each: int, layout: str) -> Tensor:
+    """uint8 [..., R, K / 128 * each] -> [..., R / 256, K / 128, 256, each]."""
+    tiles = scales.unflatten(-1, (-1, each)).unflatten(-3, (-1, TILE_ROWS)).transpose(-3, -2)
+    if layout == "sm100":
+        atoms = tiles.unflatten(-1, (-1, 4)).unflatten(-3, (2, 4, 32))  # [..., half, i / 32, i % 32, atom, 4]
+        tiles = atoms.transpose(-4, -2).reshape(tiles.shape)
+    return tiles.contiguous()
+
+
+def scales_from_tiles(tiles: Tensor, layout: str) -> Tensor:
+    """The inverse of scales_to_tiles."""
+    if layout == "sm100":
+        atoms = tiles.contiguous().view(*tiles.shape[:-2], 2, tiles.shape[-1] // 4, 32, 4, 4)
+        tiles = atoms.transpose(-4, -2).reshape(tiles.shape)
+    return tiles.transpose(-3, -2).flatten(-2).flatten(-3, -2)
+
+
+def dequantize(tiles: Tensor, scales: Tensor, factors: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
     """Rows of tiles [..., R, K] as numbers. factors: of E8M0 scales they follow from these, and are not looked at."""
-    values = fp4_values(from_tiles(tiles), dtype)
-    numbers = scale_values(scales_from_tiles(scales.view(torch.uint8)).contiguous().view(scales.dtype), dtype)
+    values = fp4_values(from_tiles(tiles, layout), dtype)
+    numbers = scale_values(scales_from_tiles(scales.view(torch.uint8), layout).contiguous().view(scales.dtype), dtype)
     values *= numbers.repeat_interleave(values.shape[-1] // numbers.shape[-1], -1)
     return values if scales.dtype == torch.uint8 else values.mul_(factors.to(dtype)[..., None])
 
 
-def fragments(x: Tensor, back: bool = False) -> Tensor:
-    """Rows [..., R, n] by blocks of 16 in the order of FRAGMENT, or back."""
-    order = torch.tensor(FRAGMENT, device=x.device)
-    return x.unflatten(-2, (-1, 16))[..., order.argsort() if back else order, :].flatten(-3, -2)
+def _order(layout: str, both: bool, device: torch.device) -> Tensor:
+    """Which row of 128 lies at each place."""
+    rows = torch.arange(GROUP, device=device)
+    if layout == "sm100":
+        return rows
+    fragments = torch.tensor(FRAGMENT, device=device) + rows[::16, None]
+    return (positions(device) if both else rows)[fragments.flatten()]
 
 
-def interleaved(a: Tensor, b: Tensor) -> Tensor:
-    """Rows [..., I, n] of gate and up by blocks of 128, in the orders of POSITIONS and FRAGMENT -> [..., 2 I, n]."""
-    order = fragments(positions(a.device)[:, None])[:, 0]
+def down(x: Tensor, layout: str, back: bool = False) -> Tensor:
+    """Rows [..., H, n] of the down matrix in the order of tiles, or back."""
+    order = _order(layout, False, x.device)
+    return x.unflatten(-2, (-1, GROUP))[..., order.argsort() if back else order, :].flatten(-3, -2)
+
+
+def interleaved(a: Tensor, b: Tensor, layout: str) -> Tensor:
+    """Rows [..., I, n] of gate and up in the order of tiles -> [..., 2 I, n]."""
+    order = _order(layout, True, a.device)
     blocks = [x.unflatten(-2, (-1, GROUP))[..., order, :] for x in (a, b)]
     return torch.cat(blocks, -2).flatten(-3, -2)
 
 
-def apart(x: Tensor) -> tuple[Tensor, Tensor]:
+def apart(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """The inverse of interleaved."""
-    order = fragments(positions(x.device)[:, None])[:, 0].argsort()
+    order = _order(layout, True, x.device).argsort()
     gate, up = x.unflatten(-2, (-1, 2, GROUP))[..., order, :].unbind(-3)
     return gate.flatten(-3, -2), up.flatten(-3, -2)
 

@@ -17,14 +17,17 @@ class MoeOptions(NamedTuple):
     format: str = "mxfp4"
     spread: int = 0  # of the exponents of a row of weights, at most
     deterministic: bool = False
+    layout: str = "sm90"  # of tiles of FP4 weights
 
     @classmethod
-    def checked(cls, activations: Any, limit: Any, format: str, spread: int, deterministic: Any) -> MoeOptions:
+    def checked(
+        cls, activations: Any, limit: Any, format: str, spread: int, deterministic: Any, layout: str
+    ) -> MoeOptions:
         checks.one_of("activations", activations, ACTIVATIONS)
         limit = checks.number("limit", limit, "a finite number > 0")
         if limit <= 0:
             checks.fail("limit", limit, "a finite number > 0")
-        return cls(activations, limit, format, spread, checks.flag("deterministic", deterministic))
+        return cls(activations, limit, format, spread, checks.flag("deterministic", deterministic), layout)
 
 
 class RouteOptions(NamedTuple):

@@ -49,12 +49,26 @@ def test_positions_are_a_permutation_that_keeps_a_thread_in_one_group():
     assert formats.in_kernel_order(x)[0, 128 + 17] == 128 + formats.POSITIONS[17]
 
 
-def test_tiles_and_back():
+@pytest.mark.parametrize("layout", formats.LAYOUTS)
+def test_tiles_and_back(layout):
     codes = torch.randint(0, 256, (2, 512, 128), dtype=torch.uint8)
-    tiles = formats.to_tiles(codes)
-    assert tiles.shape == (2, 2, 2, 256, 64) and torch.equal(formats.from_tiles(tiles), codes)
-    scales = torch.randint(0, 256, (2, 512, 8), dtype=torch.uint8)
-    assert torch.equal(formats.scales_from_tiles(formats.scales_to_tiles(scales, 4)), scales)
+    tiles = formats.to_tiles(codes, layout)
+    assert tiles.shape == (2, 2, 2, 256, 64) and torch.equal(formats.from_tiles(tiles, layout), codes)
+    for each in (4, 8):
+        scales = torch.randint(0, 256, (2, 512, 2 * each), dtype=torch.uint8)
+        tiles = formats.scales_to_tiles(scales, each, layout)
+        assert tiles.shape == (2, 2, 2, 256, each) and torch.equal(formats.scales_from_tiles(tiles, layout), scales)
+
+
+def test_scales_lie_in_atoms_for_tcgen05():
+    """Row i of 128, four bytes: at 16 (i % 32) + 4 (i / 32) of 512; rows of 8 bytes have two atoms."""
+    scales = torch.randint(0, 256, (256, 16), dtype=torch.uint8)
+    for each in (4, 8):
+        atoms = formats.scales_to_tiles(scales, each, "sm100").reshape(1, 16 // each, 2, each // 4, 512)
+        for row, column in ((0, 0), (37, 5), (127, 15), (128, 2), (200, 9)):
+            step, byte = column // each, column % each
+            place = 16 * (row % 32) + 4 * (row % 128 // 32) + byte % 4
+            assert atoms[0, step, row // 128, byte // 4, place] == scales[row, column]
 
 
 def test_signs_of_a_word_lie_where_prmt_does_not_look():
@@ -62,7 +76,7 @@ def test_signs_of_a_word_lie_where_prmt_does_not_look():
     for value in range(8):
         codes = torch.zeros(256, 64, dtype=torch.uint8)
         codes[0, value // 2] = 0xD << 4 * (value % 2)  # -3
-        word = int(formats.to_tiles(codes).view(torch.int32)[0, 0, 0, 0]) & 0xFFFFFFFF
+        word = int(formats.to_tiles(codes, "sm90").view(torch.int32)[0, 0, 0, 0]) & 0xFFFFFFFF
         sign = 8 * value + 7 if value < 4 else 8 * (value - 4) + 3
         assert word == 5 << 4 * value | 1 << sign
 

@@ -12,6 +12,7 @@ class SortedRows(NamedTuple):
     slot_ptr: Any  # int32 [rows]: token * topk + slot
     weight_ptr: Any  # fp32 [rows]
     experts: Any
+    atoms: Any  # of scales to 128 columns of activations, where they lie in atoms (sm100/products.py), or 0
 
 
 class WeightTiles(NamedTuple):
@@ -23,12 +24,12 @@ class WeightTiles(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What product 1 writes: e4m3 [rows, width], positions of a group of 128 as in formats.POSITIONS, and scales."""
+    """What product 1 writes: e4m3 [rows, width], columns of a group of 128 in the order of the layout, and scales."""
 
     any_alignment = ("scale_ptr",)
 
     ptr: Any
-    scale_ptr: Any  # fp32 [width / 128, scale_line]
+    scale_ptr: Any  # [width / 128, scale_line]: fp32, or int32 with a byte four times
     width: Any
     scale_line: Any
     limit: Any  # of SwiGLU
@@ -68,7 +69,7 @@ class Pieces(NamedTuple):
     any_alignment = ("counts_ptr", "bases_ptr")
 
     counts_ptr: Any  # int32 [pieces, experts]: slots
-    bases_ptr: Any  # int32 [pieces, 2, experts]: first row, and what is added to a row for the place of its scales
+    bases_ptr: Any  # int32 [pieces, 2, experts]: first row of the piece's slots, and of the expert
 
 
 class Activations(NamedTuple):
@@ -82,7 +83,7 @@ class Activations(NamedTuple):
     row_ptr: Any
     place_ptr: Any
     to_ptr: Any  # e4m3 [rows, width]
-    scale_ptr: Any  # fp32 [width / 128, scale_line]
+    scale_ptr: Any  # [width / 128, scale_line], as in Hidden
     scale_line: Any
 
 

@@ -32,18 +32,16 @@ COLUMNS = 1024  # of a token to a program, where there are few tokens
 FEW_TOKENS = 128  # up to which programs share the sum of a logit
 
 
-def supports(p: MoeProblem | RouteProblem) -> str | None:
-    """None, or why these kernels cannot run the problem."""
-    if isinstance(p, RouteProblem):
-        return supports_route(p)
+def supports_moe(p: MoeProblem, layout: str) -> str | None:
+    """None, or why the kernels that read this layout cannot run the problem."""
     if p.format != "mxfp4":
         return f"weights in {p.format}; the GPU kernels take MXFP4"
     if p.activations != "fp8_128":
         return f"activations {p.activations!r}; the GPU kernels take 'fp8_128'"
     if p.x.dtype != torch.bfloat16:
         return f"x {p.x.dtype}; the GPU kernels take torch.bfloat16"
-    if p.spread > formats.MAX_SPREAD:
-        return f"exponents that spread by {p.spread} in a row of weights; the GPU kernels take {formats.MAX_SPREAD}"
+    if p.layout != layout:
+        return f"weights in the layout {p.layout!r}; these kernels take {layout!r} (Fp4Experts.pack)"
     if p.tokens * p.topk >= 1 << 24:
         return f"{p.tokens * p.topk} slots; the GPU kernels take fewer than 2**24"
     if p.experts > 1024:
@@ -58,15 +56,16 @@ class Product(NamedTuple):
     tiles: Slot
     scales: Slot
     x: Slot  # e4m3 [rows, width]
-    x_scales: Slot  # fp32 [width / 128, line]
+    x_scales: Slot  # [width / 128, line]
     rows: SortedRows
     weights: WeightTiles
     out: Hidden | SlotOutputs
 
 
-def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], None]) -> None:
-    """The tensors of p are slots."""
-    slots, line = p.tokens * p.topk, scale_line(p)
+def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], None], tile: int = 0) -> None:
+    """The tensors of p are slots. tile: rows of activations to a tile, if their scales lie in atoms."""
+    slots, atoms = p.tokens * p.topk, p.tokens * p.topk // tile + p.experts if tile else 0
+    line, scale = (128 * atoms, torch.int32) if tile else (scale_line(p), torch.float32)
     ids = p.ids if p.ids.is_contiguous() else program.copied(p.ids)
     weights = p.weights if p.weights.is_contiguous() else program.copied(p.weights)
 
@@ -76,9 +75,9 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     starts, slot_of, row_of = ints("starts", p.experts + 1), ints("slot of row", slots), ints("row of slot", slots)
     row_weight = program.workspace("weight of row", (slots,), torch.float32)
     x_rows = program.workspace("rows of x", (slots, p.hidden), torch.float8_e4m3fn)
-    x_scales = program.workspace("scales of x", (p.hidden // formats.GROUP, line), torch.float32)
+    x_scales = program.workspace("scales of x", (p.hidden // formats.GROUP, line), scale)
     h_rows = program.workspace("rows of h", (slots, p.intermediate), torch.float8_e4m3fn)
-    h_scales = program.workspace("scales of h", (p.intermediate // formats.GROUP, line), torch.float32)
+    h_scales = program.workspace("scales of h", (p.intermediate // formats.GROUP, line), scale)
     y = p.slots
     if y is None or not y.is_contiguous():
         y = program.workspace("outputs of slots", (p.tokens, p.topk, p.hidden), p.x.dtype)
@@ -93,20 +92,20 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     if slots <= SORTED_AT_ONCE:
         program.launch(
             moe_sort_rows, (p.experts + p.tokens * parts,), dict(choice=choice, to=to, x=given, parts=parts),
-            TOPK=p.topk, SLOTS=max(64, 1 << (slots - 1).bit_length()), COLUMNS=COLUMNS, num_warps=4,
+            TOPK=p.topk, SLOTS=max(64, 1 << (slots - 1).bit_length()), COLUMNS=COLUMNS, TILE=tile, num_warps=4,
         )  # fmt: skip
     else:
         count, experts = -(-slots // PIECE.value), max(SOME.value, 1 << (p.experts - 1).bit_length())
         pieces = Pieces(ints("counts", count * experts), ints("bases", count * 2 * experts))
         program.launch(moe_count, (count,), dict(choice=choice, pieces=pieces), EXPERTS=experts, num_warps=4)
         arguments = dict(choice=choice, pieces=pieces, to=to)
-        program.launch(moe_place, (count,), arguments, EXPERTS=experts, num_warps=4, launch_pdl=True)
+        program.launch(moe_place, (count,), arguments, EXPERTS=experts, TILE=tile, num_warps=4, launch_pdl=True)
         columns = min(4096, 1 << (p.hidden - 1).bit_length())
         program.launch(
             moe_rows, (p.tokens, -(-p.hidden // columns)), dict(x=given), TOPK=p.topk, COLUMNS=columns,
-            num_warps=max(1, columns // 512), launch_pdl=True,
+            TILE=tile, num_warps=max(1, columns // 512), launch_pdl=True,
         )  # fmt: skip
-    rows = SortedRows(starts, slot_of, row_weight, p.experts)
+    rows = SortedRows(starts, slot_of, row_weight, p.experts, atoms)
     blocks = p.intermediate // formats.GROUP
     hidden = Hidden(h_rows, h_scales, p.intermediate, line, p.limit)
     steps = p.hidden // formats.GROUP

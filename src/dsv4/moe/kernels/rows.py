@@ -21,9 +21,15 @@ def wait_on_prior_grid():
 
 
 @triton.jit
-def scale_place(row, begin, expert):
-    """Where the scales of a row are: those of every expert begin at a multiple of 4, as TMA wants it."""
-    return row - begin + (begin + 3) // 4 * 4 + 4 * expert
+def scale_place(row, begin, expert, TILE: tl.constexpr):
+    """Where the scales of a row are. Those of every expert begin at a multiple of 4, as TMA wants it; or those of every
+    TILE rows of an expert have an atom of 128 (sm100/products.py)."""
+    if TILE == 0:
+        place = row - begin + (begin + 3) // 4 * 4 + 4 * expert
+    else:
+        n = (row - begin) % TILE
+        place = (begin // TILE + expert + (row - begin) // TILE) * 128 + n % 32 * 4 + n // 32
+    return place
 
 
 @triton.jit
@@ -45,7 +51,7 @@ def moe_count(choice, pieces, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def moe_place(choice, pieces, to, EXPERTS: tl.constexpr):
+def moe_place(choice, pieces, to, EXPERTS: tl.constexpr, TILE: tl.constexpr):
     """One program: the rows of PIECE slots, which come after those of earlier pieces and of lower experts."""
     gdc_launch_dependents()
     wait_on_prior_grid()
@@ -65,7 +71,7 @@ def moe_place(choice, pieces, to, EXPERTS: tl.constexpr):
         tl.store(to.starts_ptr + choice.experts, tl.sum(total, 0))
     bases = pieces.bases_ptr + mine * 2 * EXPERTS
     tl.store(bases + expert, begin + earlier)
-    tl.store(bases + EXPERTS + expert, scale_place(0, begin, expert))
+    tl.store(bases + EXPERTS + expert, begin)
     slot = mine * PIECE + tl.arange(0, PIECE)
     id = ids_of(choice, slot)
     rank = tl.zeros([PIECE], tl.int32)
@@ -77,7 +83,8 @@ def moe_place(choice, pieces, to, EXPERTS: tl.constexpr):
     there = id >= 0
     row = tl.load(bases + id, mask=there, other=0) + rank
     tl.store(to.row_ptr + slot, tl.where(there, row, -1), mask=slot < choice.slots)
-    tl.store(to.place_ptr + slot, row + tl.load(bases + EXPERTS + id, mask=there, other=0), mask=there)
+    begin = tl.load(bases + EXPERTS + id, mask=there, other=0)
+    tl.store(to.place_ptr + slot, scale_place(row, begin, id, TILE), mask=there)
     tl.store(to.slot_ptr + row, slot, mask=there)
     tl.store(to.weight_ptr + row, tl.load(choice.weights_ptr + slot, mask=there, other=0.0), mask=there)
 
@@ -100,18 +107,25 @@ def sort_expert(choice, to, expert, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def quantized(x, token, part, COLUMNS: tl.constexpr):
-    """COLUMNS of a token as (e4m3, in the order of formats.POSITIONS by groups, scales of the groups)."""
-    p = tl.arange(0, COLUMNS) % GROUP
-    column = p % 16 // 4 * 32 + p // 32 * 8 + p % 32 // 16 * 4 + p % 4
-    column += part * COLUMNS + tl.arange(0, COLUMNS) // GROUP * GROUP
+def quantized(x, token, part, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """COLUMNS of a token as (e4m3, scales of the groups). Without TILE: columns of a group in the order of
+    formats.POSITIONS, scales fp32; else columns as they are, scales a byte four times."""
+    n = tl.arange(0, COLUMNS)
+    p = n % GROUP
+    column = part * COLUMNS + n
+    if TILE == 0:
+        column += p % 16 // 4 * 32 + p // 32 * 8 + p % 32 // 16 * 4 + p % 4 - p
     values = tl.load(x.ptr + token.to(tl.int64) * x.line + column, mask=column < x.width, other=0.0).to(tl.float32)
     groups = tl.reshape(values, [COLUMNS // GROUP, GROUP])
     bits = (tl.maximum(tl.max(tl.abs(groups), 1), 1e-4) * (1.0 / 448.0)).to(tl.int32, bitcast=True)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     codes = tl.reshape((groups * inverse[:, None]).to(tl.float8e4nv), [COLUMNS])
-    return codes, (exponent << 23).to(tl.float32, bitcast=True)
+    if TILE == 0:
+        scales = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scales = exponent * 0x01010101
+    return codes, scales
 
 
 @triton.jit
@@ -125,11 +139,11 @@ def write_rows(x, codes, scale, part, row, place, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
+def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     """One program: COLUMNS of a token, to the row of each of its slots."""
     gdc_launch_dependents()
     token, part = tl.program_id(0), tl.program_id(1)
-    codes, scale = quantized(x, token, part, COLUMNS)
+    codes, scale = quantized(x, token, part, COLUMNS, TILE)
     wait_on_prior_grid()
     rows = ()
     places = ()
@@ -141,7 +155,8 @@ def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
+def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+                  TILE: tl.constexpr):  # fmt: skip
     """All in one launch, for at most SLOTS slots: a program of a token counts for itself which rows are its own."""
     gdc_launch_dependents()
     n = tl.program_id(0) - choice.experts
@@ -150,7 +165,7 @@ def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, SLOTS: tl.constexpr,
         sort_expert(choice, to, tl.program_id(0), SLOTS)
     else:
         token, part = n // parts, n % parts
-        codes, scale = quantized(x, token, part, COLUMNS)
+        codes, scale = quantized(x, token, part, COLUMNS, TILE)
         wait_on_prior_grid()
         slot = tl.arange(0, SLOTS)
         ids = ids_of(choice, slot)
@@ -160,7 +175,7 @@ def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, SLOTS: tl.constexpr,
             begin = tl.sum(((ids >= 0) & (ids < id)).to(tl.int32), 0)
             row = begin + tl.sum(((ids == id) & (slot < mine)).to(tl.int32), 0)
             row = tl.where(id >= 0, row, -1)
-            write_rows(x, codes, scale, part, row, scale_place(row, begin, id), COLUMNS)
+            write_rows(x, codes, scale, part, row, scale_place(row, begin, id, TILE), COLUMNS)
 
 
 @triton.jit

@@ -1,14 +1,70 @@
-"""moe_route on sm_100a, by the shared kernels. For moe there is no kernel yet."""
+"""moe on sm_100a: the products by the kernel in products.py, the rest by the shared ones."""
 
-from dsv4.moe.kernels.prepare import prepare_route, supports_route
+from __future__ import annotations
+
+import torch
+
+from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.moe.kernels.prepare import Product, prepare_moe, prepare_route, rows_per_expert, supports_moe, supports_route
 from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime.dispatch import Target
-from dsv4.runtime.program import Program
+from dsv4.runtime.program import Program, Slot
+
+SHARED_BYTES = 208 << 10  # for stages; the rest is for exchanges between warps
+MOST_STAGES = 6
+# Rows of an expert that are expected, up to -> rows of activations to a tile
+TILES = ((16.5, 16), (32.5, 32), (64.5, 64), (float("inf"), 128))
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:
-    return supports_route(p) if isinstance(p, RouteProblem) else "experts have kernels for sm_90a only so far"
+    """None, or why these kernels cannot run the problem."""
+    return supports_route(p) if isinstance(p, RouteProblem) else supports_moe(p, "sm100")
 
 
-def prepare(p: RouteProblem, target: Target, program: Program) -> None:
-    prepare_route(p, program)
+def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> None:
+    if isinstance(p, RouteProblem):
+        prepare_route(p, program)
+        return
+    # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+    from dsv4.moe.kernels.sm100.products import moe_product_sm100
+
+    expected = rows_per_expert(p)
+    n = next(rows for most, rows in TILES if expected <= most)
+    stages = min(SHARED_BYTES // stage_bytes(n), MOST_STAGES)
+    slots = p.tokens * p.topk
+    most_tiles = min(slots, p.experts + slots // n)
+
+    def multiply(product: Product) -> None:
+        program.launch(
+            moe_product_sm100, (min(target.num_sms, most_tiles * product.weights.blocks),), descriptors(product, n),
+            FIRST=product.first, N=n, STAGES=stages, EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), num_warps=4,
+            launch_pdl=True,
+        )  # fmt: skip
+
+    prepare_moe(p, program, multiply, n)
+
+
+def stage_bytes(n: int) -> int:
+    return 256 * 128 + 1024 + n * 128 + 512
+
+
+def descriptors(product: Product, n: int) -> dict[str, object]:
+    padded = gl.NVMMASharedLayout(128, 8, rank=2, fp4_padded=True)
+    swizzled = gl.NVMMASharedLayout(128, 8, rank=2)
+    lines = product.tiles.seen_as(lambda x: x.view(-1, 64))
+    x = product.x
+    return dict(
+        w_desc=TensorDescriptor(lines, list(lines.shape), [64, 1], [256, 64], padded),
+        w_scales_desc=_atoms(product.scales, 2),
+        x_desc=TensorDescriptor(x, list(x.shape), list(x.stride()), [n, 128], swizzled),
+        x_scales_desc=_atoms(product.x_scales, 1),
+        rows=product.rows,
+        weights=product.weights,
+        out=product.out,
+    )
+
+
+def _atoms(scales: Slot, count: int) -> TensorDescriptor:
+    """So many of them to a copy; two lines of 256 bytes each."""
+    lines = scales.seen_as(lambda x: x.view(torch.uint8).view(-1, 256))
+    return TensorDescriptor(lines, list(lines.shape), [256, 1], [2 * count, 256], gl.NVMMASharedLayout(0, 8, rank=2))

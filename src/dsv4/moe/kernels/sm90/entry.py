@@ -7,13 +7,12 @@ from typing import NamedTuple
 import torch
 
 from dsv4.kernels.compat import TensorDescriptor, gl
-from dsv4.moe.kernels.prepare import Product, prepare_moe, prepare_route, rows_per_expert, supports
+from dsv4.moe import formats
+from dsv4.moe.kernels.prepare import Product, prepare_moe, prepare_route, rows_per_expert, supports_moe, supports_route
 from dsv4.moe.kernels.sm90.products import STEP, moe_product_sm90, scales_width
 from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
-
-__all__ = ["prepare", "supports"]
 
 SHARED_BYTES = 192 << 10  # for stages; the rest is for exchanges between warps
 MOST_STAGES = 10
@@ -33,6 +32,15 @@ TILINGS = (
     (64.5, Tiling(64, eager=False)),
     (float("inf"), Tiling(128, eager=False)),
 )
+
+
+def supports(p: MoeProblem | RouteProblem) -> str | None:
+    """None, or why these kernels cannot run the problem."""
+    if isinstance(p, RouteProblem):
+        return supports_route(p)
+    if p.spread > formats.MAX_SPREAD:
+        return f"exponents that spread by {p.spread} in a row of weights; the kernels take {formats.MAX_SPREAD}"
+    return supports_moe(p, "sm90")
 
 
 def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> None:

@@ -2,7 +2,7 @@
 
 A tile is 256 rows of weights of one expert and N rows of activations, whose products are sums over all columns, 128 at
 a step. Weights are operand A of wgmma, decoded from FP4 to e4m3 in registers; activations are operand B. CTAs are
-persistent; tiles of one expert follow each other, those with the same weights first (the second finds them in L2)::
+persistent (schedule.py); of two tiles with the same weights the second finds them in L2::
 
     load        tile 0, step 0 | step 1 | ... | tile 1, step 0 ...           one warp, TMA, as far ahead as the ring is
     compute 0   a = FP4 -> e4m3 of 64 rows      |
@@ -48,6 +48,7 @@ from dsv4.kernels.compat import (
 )
 from dsv4.kernels.dependent import launch_dependents, wait_on_prior_grid
 from dsv4.kernels.ring import Barriers, consumer_stage, init_barriers, new_barriers, next_stage, producer_stage
+from dsv4.moe.kernels.schedule import scale_of, swiglu, tile_at, write_schedule
 
 ROWS = gl.constexpr(256)  # of weights to a tile
 STEP = gl.constexpr(128)  # columns
@@ -83,45 +84,6 @@ def scale_shift(begin, expert):
     return (begin + 3) // 4 * 4 + 4 * expert - begin
 
 
-@gluon.jit
-def plus(a, b):
-    return a + b
-
-
-@gluon.constexpr_function
-def experts_layout(experts, warps):
-    """int32 [experts]: every warp has all of them."""
-    return gl.BlockedLayout([experts // 32], [32], [warps], [0])
-
-
-@gluon.jit
-def write_schedule(ends, rows, N: gl.constexpr):
-    """-> tiles of rows of activations of all experts."""
-    EXPERTS: gl.constexpr = ends.shape[0]
-    expert = gl.arange(0, EXPERTS, layout=experts_layout(EXPERTS, gl.num_warps()))
-    there = expert < rows.experts
-    begin = gl.load(rows.starts_ptr + expert, mask=there, other=0)
-    stop = gl.load(rows.starts_ptr + expert + 1, mask=there, other=0)
-    sums = gl.associative_scan((stop - begin + N - 1) // N, 0, plus)
-    ends.store(sums)
-    return gl.max(sums, 0)
-
-
-@gluon.jit
-def tile_at(tile, ends, rows, blocks, N: gl.constexpr):
-    """-> expert, block of weights, first row of activations, past the expert's last, and what is added to the number of
-    a row for the place of its scales."""
-    all_ends = ends.load(experts_layout(ends.shape[0], gl.num_warps()))
-    done = all_ends * blocks <= tile
-    expert = gl.sum(done.to(gl.int32), 0)
-    local = tile - gl.max(gl.where(done, all_ends, 0), 0) * blocks
-    begin = gl.load(rows.starts_ptr + expert)
-    stop = gl.load(rows.starts_ptr + expert + 1)
-    parts = (stop - begin + N - 1) // N
-    block = local // parts
-    return expert, block, begin + (local - block * parts) * N, stop, scale_shift(begin, expert)
-
-
 @gluon.constexpr_function
 def numbers_layout(warps):
     """int32 [8]: every thread has all of them."""
@@ -153,7 +115,8 @@ def load_role(values_desc, offsets_desc, x_desc, x_scales_desc, stages, ends, ti
     BYTES: gl.constexpr = ROWS * 64 + ROWS * 4 + N * STEP + scales_width(W, PARTS) * 4
     stage = producer_stage()
     for tile in range(gl.program_id(0), tiles * weights.blocks, gl.num_programs(0)):
-        expert, block, first, stop, shift = tile_at(tile, ends, rows, weights.blocks, N)
+        expert, block, first, begin, stop = tile_at(tile, ends, rows, weights.blocks, N)
+        shift = scale_shift(begin, expert)
         place = (expert * weights.blocks + block) * weights.steps
         for step in range(weights.steps):
             stages.free.wait(stage.index, stage.phase)
@@ -256,14 +219,6 @@ def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.cons
 
 
 @gluon.jit
-def scale_of(amax):
-    """2^e, the least with amax / 448 <= 2^e; e from the bits of the fp32 product, as in formats.py."""
-    bits = (gl.maximum(amax, 1e-4) * (1.0 / 448.0)).to(gl.int32, bitcast=True)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(gl.int32)
-    return exponent
-
-
-@gluon.jit
 def row_pairs(x):
     """Rows r and r + 8 of every 16 of x [64, N], which a thread has: two [32, N], of neighbouring channels
     (formats.FRAGMENT). So a warp writes whole sectors of 32 bytes without an exchange between threads."""
@@ -279,9 +234,8 @@ def hidden_values(gate, up, first, stop, rows, out):
     LN: gl.constexpr = gl.SliceLayout(0, gate.type.layout)
     row = first + gl.arange(0, gate.shape[1], layout=LN)
     weight = gl.load(rows.weight_ptr + row, mask=row < stop, other=0.0)
-    g = gl.minimum(gate.to(gl.bfloat16).to(gl.float32), out.limit)
-    u = gl.minimum(gl.maximum(up.to(gl.bfloat16).to(gl.float32), -out.limit), out.limit)
-    return (g / (1.0 + gl.exp(-g)) * u * weight[None, :]).to(gl.bfloat16).to(gl.float32)
+    gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
+    return swiglu(gate, up, weight, out.limit)
 
 
 @gluon.jit

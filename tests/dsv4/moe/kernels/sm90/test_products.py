@@ -1,5 +1,7 @@
 """The experts' kernels on a CPU, through softsm."""
 
+from functools import partial
+
 import moe_cases
 import pytest
 import torch
@@ -10,16 +12,7 @@ from dsv4.moe.kernels import prepare
 from dsv4.moe.kernels.sm90 import entry
 from dsv4.runtime import calls
 
-NAN = float("nan")
-
-
-def kernel(experts, given, order="random", **options):
-    """Races checked; the outputs were NaN before."""
-    out = torch.full_like(given["x"], NAN)
-    with softsm.use("sm_90a"), softsm.checking(races=True, order=order) as report:
-        found = dsv4.moe(**given, experts=experts, out=out, backend="softsm", **options)
-    assert not report.codes(), str(report)
-    return found
+kernel = partial(moe_cases.kernel, "sm_90a")
 
 
 def test_experts_with_many_rows_with_few_and_with_none():
@@ -70,6 +63,7 @@ def test_what_the_kernels_do_not_take():
     for one, options, says in (
         (experts, {}, "weights in nvfp4"), (wide, {}, "exponents that spread by"),
         (moe_cases.layer().experts, dict(activations="fp8_token"), "activations 'fp8_token'"),
+        (moe_cases.layer(layout="sm100").experts, {}, "weights in the layout 'sm100'"),
     ):  # fmt: skip
         with (
             softsm.use("sm_90a"),

@@ -1,0 +1,61 @@
+"""Which tile of a product is whose: persistent CTAs take tiles by turns, those of one expert one after the other.
+
+A tile is a block of weights of one expert times some of its rows of activations. Tiles with the same weights follow
+each other.
+"""
+
+from dsv4.kernels.compat import gl, gluon
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
+
+
+@gluon.constexpr_function
+def experts_layout(experts, warps):
+    """int32 [experts]: every warp has all of them."""
+    return gl.BlockedLayout([experts // 32], [32], [warps], [0])
+
+
+@gluon.jit
+def write_schedule(ends, rows, N: gl.constexpr):
+    """-> tiles of N rows of activations of all experts. ends: of these, how many there are up to each expert's last."""
+    EXPERTS: gl.constexpr = ends.shape[0]
+    expert = gl.arange(0, EXPERTS, layout=experts_layout(EXPERTS, gl.num_warps()))
+    there = expert < rows.experts
+    begin = gl.load(rows.starts_ptr + expert, mask=there, other=0)
+    stop = gl.load(rows.starts_ptr + expert + 1, mask=there, other=0)
+    sums = gl.associative_scan((stop - begin + N - 1) // N, 0, plus)
+    ends.store(sums)
+    return gl.max(sums, 0)
+
+
+@gluon.jit
+def tile_at(tile, ends, rows, blocks, N: gl.constexpr):
+    """-> expert, block of weights, first row of activations of the tile, of the expert, and past the expert's last."""
+    all_ends = ends.load(experts_layout(ends.shape[0], gl.num_warps()))
+    done = all_ends * blocks <= tile
+    expert = gl.sum(done.to(gl.int32), 0)
+    local = tile - gl.max(gl.where(done, all_ends, 0), 0) * blocks
+    begin = gl.load(rows.starts_ptr + expert)
+    stop = gl.load(rows.starts_ptr + expert + 1)
+    parts = (stop - begin + N - 1) // N
+    block = local // parts
+    return expert, block, begin + (local - block * parts) * N, begin, stop
+
+
+@gluon.jit
+def scale_of(amax):
+    """e: 2^(e - 127) is the least power of two with amax / 448 below it; from the bits of the fp32 product, as in
+    formats.py."""
+    bits = (gl.maximum(amax, 1e-4) * (1.0 / 448.0)).to(gl.int32, bitcast=True)
+    return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(gl.int32)
+
+
+@gluon.jit
+def swiglu(gate, up, weight, limit):
+    """fp32 of bf16 numbers, times the weight of the slot: rounded as the model rounds it."""
+    g = gl.minimum(gate, limit)
+    u = gl.minimum(gl.maximum(up, -limit), limit)
+    return (g / (1.0 + gl.exp(-g)) * u * weight[None, :]).to(gl.bfloat16).to(gl.float32)
