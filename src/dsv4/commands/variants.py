@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dsv4.caches.index_keys import IndexCache
-from dsv4.caches.kv import Fp8Cache
+from dsv4.caches.kv import Fp8Cache, Mxfp8Cache, Nvfp4Cache
 from dsv4.caches.pages import ROW_NUMBERS
 from dsv4.compress import problem as compressor
 from dsv4.fmha import problem
@@ -34,9 +34,11 @@ from dsv4.v4.problem import V4Problem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OF_V4 = ("v4", "index", "compress", "model")  # all that a layer of DeepSeek-V4 launches, in bf16; v4 in fp16 too
-ONLY_V4 = (*OF_V4, "v4-backward")
-KINDS = ("dense", "varlen", "paged", *OF_V4, "fmha-backward", "v4-backward")
+ONLY_V4 = (*OF_V4, "v4-backward", "v4.1")
+KINDS = ("dense", "varlen", "paged", *OF_V4, "fmha-backward", "v4-backward", "v4.1")
 ROWS = ("bf16", "fp8", "mixed")  # of V4 attention: both pools, or the window FP8 and the compressed rows plain
+# The window's and the compressed rows' bytes; None: a tensor
+POOLS = {"fp8": (Fp8Cache, Fp8Cache), "mixed": (Fp8Cache, None), "v4.1": (Mxfp8Cache, Nvfp4Cache)}
 NAMED = ("window only", "list", "table")  # how compressed rows are named
 PHASES = ("prefill", "large", "decode", "split")  # many rows; so many that blocks loop; one row per head; keys split
 
@@ -51,6 +53,7 @@ class Sizes(NamedTuple):
     head_dim: int = 512
     rope: int = 64
     index_heads: int = 64
+    fp4_index_heads: int = 32  # DeepSeek-V4.1's
     index_dims: int = 128
     topk: int = 512
     ratios: tuple[int, int] = (4, 128)  # CSA, HCA
@@ -69,10 +72,11 @@ class Sizes(NamedTuple):
             config = None
         if not isinstance(config, dict):
             raise ValueError(f"{path}: got no JSON object; accepted: the config.json of a DeepSeek-V4")
+        config = config.get("text_config", config)  # V4.1's has the text model inside
         missing = [name for name in names.values() if not isinstance(config.get(name), int)]
         if missing:
             raise ValueError(f"{path}: got no {', '.join(missing)}; accepted: the config.json of a DeepSeek-V4")
-        return cls(**{mine: config[name] for mine, name in names.items()})
+        return cls(fp4_index_heads=config["index_n_heads"], **{mine: config[name] for mine, name in names.items()})
 
 
 # All there is: also pages that no TMA box fits, and many rows
@@ -98,12 +102,15 @@ def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> 
         if "index" in kinds:
             parts += [("index", *x) for x in itertools.product((False, True), (1, 2, 4, 16))]
         parts += [(kind,) for kind in ("compress", "model") if kind in kinds]
+        if "v4.1" in kinds:
+            what = [*(("attention", x) for x in NAMED), *(("index", x) for x in (1, 2, 4)), ("compress",)]
+            parts += [("v4.1", *x) for x in what]
     return parts
 
 
 def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     """The launches of one part of `wanted`."""
-    from . import gradient_variants  # with Triton, which the command line must do without
+    from . import gradient_variants, v41_variants  # with Triton, which the command line must do without
 
     kind, *rest = part
     target = dispatch.compile_target(arch)
@@ -115,8 +122,14 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
         return gradient_variants.fmha_launches(rest[0], DTYPES[rest[1]], arch)
     if kind == "v4-backward":
         return gradient_variants.v4_launches(sizes.heads, sizes.rope, DTYPES[rest[0]], arch)
+    if kind == "v4.1" and rest[0] == "compress":
+        return v41_variants.compress_launches(sizes.head_dim, sizes.rope, arch)
     if kind == "v4":
         found: Iterable[Any] = v4_problems(*rest)
+    elif kind == "v4.1" and rest[0] == "attention":
+        found = v4_problems("v4.1", rest[1])
+    elif kind == "v4.1":
+        found = v41_variants.index_problems(rest[1], sizes.fp4_index_heads, sizes.topk, sizes.index_rows)
     elif kind == "index":
         found = index_problems(rest[0], rest[1], sizes)
     else:
@@ -136,9 +149,9 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
         for splits in (1, 2):  # Hopper: FP8 rows unpacked first, plain ones in L2
             yield v4_small(rows, named, splits, wide=wide, queries=64)
         yield v4_small(rows, named, wide=wide, queries=528, width=32)  # Hopper: several tiles of plain rows for a CTA
-        if rows == "fp8":
+        if rows in ("fp8", "v4.1"):
             yield v4_small(rows, named, wide=wide, queries=1300, width=768, room=600)  # unpacked first, not in L2
-        if rows in ("fp8", "bf16", "odd pages"):
+        if rows in ("fp8", "v4.1", "bf16", "odd pages"):
             yield from v4_decode_problems(rows, named, wide)
 
 
@@ -159,9 +172,9 @@ def v4_decode_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]
 
 
 @cache
-def unset_pages(count: int) -> torch.Tensor:
-    """Memory of pages of 64 FP8 rows; problems see views of it, each of them a tensor of its own."""
-    return torch.empty(count * Fp8Cache.stride_for(64), dtype=torch.uint8)
+def unset_pages(count: int, cls: type) -> torch.Tensor:
+    """Memory of pages of 64 packed rows; problems see views of it, each of them a tensor of its own."""
+    return torch.empty(count * cls.stride_for(64), dtype=torch.uint8)  # type: ignore[attr-defined]
 
 
 def v4_small(
@@ -174,29 +187,30 @@ def v4_small(
     width: int = 0,
     room: int = 64,
 ) -> V4Problem:
-    """rows: of ROWS, `fp16` (q too), or `odd pages`, plain rows that are not equally far apart. wide: positions have 64
-    bits. width: of the window's list, and then there are 64 compressed rows at most. room: pages of the pools then; 64
-    are too many to be unpacked first for few queries."""
+    """rows: of ROWS, `v4.1`, `fp16` (q too), or `odd pages`, plain rows that are not equally far apart. wide: positions
+    have 64 bits. width: of the window's list, and then there are 64 compressed rows at most. room: pages of the pools
+    then; 64 are too many to be unpacked first for few queries."""
     dtype = torch.float16 if rows == "fp16" else torch.bfloat16
     q = torch.empty(queries, heads, 512, dtype=dtype)
 
-    def pool(fp8: bool) -> Any:
-        if fp8:
-            return Fp8Cache(unset_pages(room if width else 2).view(-1), 64)
+    def pool(cls: type | None) -> Any:
+        if cls is not None:
+            return cls(unset_pages(room if width else 2, cls).view(-1), 64)
         count = 4 if queries == 64 else 512  # 4: every row is listed often
         pages = torch.empty(count, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=dtype)
         return pages[:, : 8 * 512].view(count, 8, 512)
 
+    window, compressed = POOLS.get(rows, (None, None))
     numbers = torch.zeros(queries, width or 128, dtype=torch.int32)
     more: dict[str, Any] = {}
     further = numbers if width == 0 else numbers[:, : 1 if named == "table" else 64].contiguous()
     if named != "window only":
-        more["compressed"] = pool(rows == "fp8")
+        more["compressed"] = pool(compressed)
         more["compressed_lengths"] = torch.zeros(queries, dtype=torch.int32)
         more["compressed_block_table" if named == "table" else "compressed_indices"] = further
     if wide:
         more["inverse_rope"] = (torch.empty(16, 64), torch.zeros(queries, dtype=torch.int64))
-    p = v4_problem.build(q, pool(rows in ("fp8", "mixed")), numbers, **more)
+    p = v4_problem.build(q, pool(window), numbers, **more)
     return replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape), num_splits=splits)
 
 
