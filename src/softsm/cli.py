@@ -31,7 +31,9 @@ app = typer.Typer(
 # and everything after --, go to the program.
 OPTIONS = {"ignore_unknown_options": True}
 PROGRAMS = (".py", ".cu")  # with a command line of their own
-KNOWN = tuple("--arch --entry --grid --block --cluster --shared --sms --order --seed --strict --output --json".split())
+KNOWN = tuple(
+    "--arch --entry --grid --block --cluster --shared --sms --ranks --order --seed --strict --output --json".split()
+)
 File = Annotated[Path, typer.Argument(help="a Python program with Triton kernels, a .ptx file or a .cu program")]
 Arguments = Annotated[
     list[str] | None,
@@ -58,6 +60,7 @@ Save = Annotated[
     list[str] | None,
     typer.Option(help="N=file.npy: write the array of argument N, a number or a name, after the run; may be repeated"),
 ]
+Ranks = Annotated[int, typer.Option(help="ranks of a Python program, as torchrun starts it")]
 Order = Annotated[str, typer.Option(help="completion of asynchronous operations: eager, latest, random")]
 Seed = Annotated[int, typer.Option(help="seed of random order and random arguments")]
 Strict = Annotated[bool, typer.Option(help="follow PTX 9.4 literally")]
@@ -93,6 +96,7 @@ def run(
     shared: Shared = 0,
     clang_flags: Clang = "",
     sms: Sms = 4,
+    ranks: Ranks = 1,
     order: Order = "eager",
     seed: Seed = 0,
     save: Save = None,
@@ -100,7 +104,7 @@ def run(
     """Run a kernel from PTX on arrays made here, or a whole Python program. Nothing is checked: see `softsm check`."""
     _accept(file, arguments, arch, sms, order, ORDERS, seed)
     execute = _program_of(
-        file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags
+        file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags, ranks
     )
     with _program_errors(file):
         execute(order, seed)
@@ -120,6 +124,7 @@ def check(
     shared: Shared = 0,
     clang_flags: Clang = "",
     sms: Sms = 4,
+    ranks: Ranks = 1,
     order: Annotated[
         str, typer.Option(help="completion of asynchronous operations: all, eager, latest, random")
     ] = "all",
@@ -135,7 +140,7 @@ def check(
 
     _accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
     execute = _program_of(
-        file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags
+        file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags, ranks
     )
     summary = Summary(seed, strict)
     for chosen, number in summary.runs(order):
@@ -342,9 +347,12 @@ def _program_of(
     sms: int,
     kernel: PtxOptions,
     clang_flags: str,
+    ranks: int = 1,
     quiet: bool = False,
 ) -> Callable[[str, int], None]:
     """What runs the file: execute(order, seed)."""
+    if file.suffix != ".py" and ranks != 1:
+        _usage(f"ranks: got {ranks}, accepted for Python programs")
     if file.suffix in PROGRAMS and arg:
         _usage(f"arg: got {arg[0]!r}, accepted for PTX; options of a program of this name go behind --")
     if file.suffix == ".cu":
@@ -355,7 +363,7 @@ def _program_of(
         )
         return lambda order, seed: program.run(sms, order, seed)
     if file.suffix == ".py":
-        return lambda order, seed: _program(file, arguments or [], arch, sms, order, seed)
+        return lambda order, seed: _program(file, arguments or [], arch, sms, ranks, order, seed)
     if arguments and arg:
         _usage(f"arg: got {arg[0]!r} and {arguments[0]!r}, accepted is one of the two ways to give arguments")
     from softsm.commands.ptx import PtxFile
@@ -416,23 +424,29 @@ def _writable(folder: Path) -> None:
         _usage(f"output: got {folder}, accepted is a folder to write to ({problem.strerror})")
 
 
-def _program(file: Path, arguments: list[str], arch: str, sms: int, order: str, seed: int) -> None:
-    """Runs as `python file arguments` would, with softsm under Triton and device="cuda" meaning CPU tensors."""
+def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, order: str, seed: int) -> None:
+    """Runs as `python file arguments` would, or torchrun, with softsm under Triton and under the CUDA driver interface,
+    and device="cuda" meaning CPU tensors."""
     import runpy
 
     if "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process does not use the GPU, if there is one
+    from softsm.doors.driver.functions import driver
     from softsm.doors.triton.install import use
     from softsm.engine.launch import options
 
     try:
-        softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms)
+        softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms, ranks=ranks)
     except ValueError as problem:
         _usage(str(problem))
     sys.argv = [str(file), *arguments]
     sys.path.insert(0, str(file.resolve().parent))
-    with softsm, options(order=order, seed=seed):
-        runpy.run_path(str(file), run_name="__main__")
+    with softsm, options(order=order, seed=seed), driver(softsm.arch, sms, at_import=True):
+        if ranks == 1:
+            runpy.run_path(str(file), run_name="__main__")
+        else:
+            code = compile(file.read_bytes(), str(file), "exec")
+            softsm.run(lambda rank: exec(code, {"__name__": "__main__", "__file__": str(file)}))
 
 
 @contextmanager

@@ -66,8 +66,9 @@ class Aborted(BaseException):
 class Meeting:
     """The ranks of one `softsm.ranks`, and where each of them stands."""
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, turn: Callable[[int], None] | None = None):
         self.count, self.sessions = count, current_options().sessions
+        self.turn = turn  # called before a rank goes on
         self.rank = 0  # that runs now
         self.stops: list[Any] = [None] * count  # Launch, Exchange or End
         self.answers: list[Any] = [None] * count
@@ -134,6 +135,8 @@ class Meeting:
     def resume(self, rank: int) -> None:
         """Let a rank run until it stops."""
         self.rank = rank
+        if self.turn is not None:
+            self.turn(rank)
         self.turns[rank].release()
         self.back.acquire()
         stop = self.stops[rank]
@@ -175,11 +178,11 @@ def together(launches: list[Launch | None]) -> None:
     )  # fmt: skip
 
 
-def ranks(count: int, program: Callable[[int], Any]) -> list:
+def ranks(count: int, program: Callable[[int], Any], *, turn: Callable[[int], None] | None = None) -> list:
     """Run program(rank) for `count` ranks, each with a GPU of its own (see above). Returns what the programs returned.
 
     Launches of all ranks run at the same time and reach each other's memory. Within `softsm.checking()`, a flag between
-    ranks orders only what is released and acquired at .sys scope.
+    ranks orders only what is released and acquired at .sys scope. `turn(rank)` is called whenever a rank goes on.
     """
     accepted.whole("count", count, 1, MOST)
     if not callable(program):
@@ -189,4 +192,4 @@ def ranks(count: int, program: Callable[[int], Any]) -> list:
         raise ValueError("ranks: they cannot be nested")
     if any(x.one_gpu for x in now.sessions):
         raise ValueError("ranks: softsm trace and softsm time follow launches of one GPU")
-    return Meeting(count).run(program)
+    return Meeting(count, turn).run(program)

@@ -152,20 +152,26 @@ class Runtime:
     # ---- launches ----------------------------------------------------------------------------------------------
 
     def launch(self, host: int, shape: int, args: int, shared: int, dependent: int) -> int:
-        kernel = self.kernels.get(host)
+        sides = listed(shape, UINT, 9)
+        cluster = [max(n, 1) for n in sides[6:]]
+        return self.start(self.kernels.get(host), sides[:3], sides[3:6], cluster, args, shared, bool(dependent))
+
+    def start(
+        self, kernel: Kernel | None, grid: Sequence[int], block: Sequence[int], cluster: Sequence[int], args: int,
+        shared: int, dependent: bool,
+    ) -> int:  # fmt: skip
+        """args: the address of the addresses of the arguments"""
         if kernel is None:
             return INVALID_FUNCTION
         if self.failure is not None:
             return LAUNCH_FAILURE
-        sides = listed(shape, UINT, 9)
-        grid, block, cluster = tuple(sides[:3]), tuple(sides[3:6]), tuple(max(n, 1) for n in sides[6:])
         params = kernel.function.params
         values = [ctypes.string_at(at, p.size) for at, p in zip(listed(args, ctypes.c_uint64, len(params)), params)]
         self.flush()
         try:
             kernel.launch(
-                grid, block, values, shared=shared, cluster=cluster, memory=self.memory(), arch=self.arch, sms=self.sms,
-                dependent=bool(dependent), **self.options,
+                tuple(grid), tuple(block), values, shared=shared, cluster=tuple(cluster), memory=self.memory(),
+                arch=self.arch, sms=self.sms, dependent=dependent, **self.options,
             )  # fmt: skip
         except ValueError as problem:  # of the launch: too many threads, a grid that clusters do not divide
             print(f"softsm: {readable(kernel.name)}: {problem}", file=sys.stderr)

@@ -6,7 +6,10 @@ ordinary memory whose addresses all ranks know. Outside of a rank's program torc
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,7 @@ from softsm.engine.launch import current_options
 from softsm.engine.ranks import Meeting
 from softsm.memory.multicast import multicast
 
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIGNAL_PAD = 2048  # bytes, as torch has them
 OPS: dict[Any, Any] = {
     dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.AVG: torch.mean, dist.ReduceOp.PRODUCT: torch.prod,
@@ -197,6 +201,25 @@ SYMMETRIC: dict[str, Any] = {
     "enable_symm_mem_for_group": lambda *_: None,
     "is_nvshmem_available": lambda: False,
 }
+
+
+@contextlib.contextmanager
+def environment(count: int) -> Iterator[Callable[[int], None]]:
+    """The variables that torchrun sets. Yields what sets them for the rank that goes on."""
+    before = {name: os.environ.get(name) for name in VARIABLES}
+
+    def turn(rank: int) -> None:
+        values = (rank, rank, count, count, "localhost", 29500)
+        os.environ.update(zip(VARIABLES, map(str, values)))
+
+    try:
+        yield turn
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def install(patches: Patches) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,16 +127,16 @@ class Use(InUse):
 
     def run(self, program: Callable[[int], Any]) -> list:
         """Call program(rank) for each of the ranks (`softsm.ranks`). There torch.distributed and its symmetric memory
-        answer for the rank."""
-        if not self.shimmed:
-            return run_ranks(self.ranks, program)
+        answer for the rank, and RANK and WORLD_SIZE are in the environment, as torchrun has them."""
         from softsm.doors.triton.cuda_shim import CudaToCpu
+        from softsm.doors.triton.distributed import environment
 
-        def shimmed(rank: int) -> Any:
-            with CudaToCpu():  # torch has modes of each thread
+        def of_rank(rank: int) -> Any:
+            with CudaToCpu() if self.shimmed else nullcontext():  # torch has modes of each thread
                 return program(rank)
 
-        return run_ranks(self.ranks, shimmed)
+        with environment(self.ranks) as turn:
+            return run_ranks(self.ranks, of_rank, turn=turn)
 
     def stop(self) -> None:
         """Back to how it was, when the last guest has left. Uses end in the reverse order of their beginning."""

@@ -1,5 +1,8 @@
 """Kernels of several ranks, launched by programs that use torch.distributed and its symmetric memory."""
 
+import subprocess
+import sys
+
 import pytest
 import rank_kernels as kernels
 import torch
@@ -134,3 +137,27 @@ def test_a_handle_has_what_torchs_has():
     with softsm.use("sm_90a", ranks=2, cuda_shim=True) as world:
         first, second = world.run(program)
     assert first == second
+
+
+PROGRAM = """
+import os
+import torch
+import torch.distributed as dist
+
+rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+assert torch.cuda.device_count() == count
+dist.init_process_group("nccl")
+x = torch.tensor([rank + 1.0], device=f"cuda:{rank}")
+dist.all_reduce(x)
+assert int(os.environ["LOCAL_RANK"]) == dist.get_rank() == rank and x.is_cuda
+print("rank", rank, "of", count, "has", int(x))
+"""
+
+
+def test_a_program_as_torchrun_starts_it(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    command = [sys.executable, "-m", "softsm", "run", "--ranks", "3", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"rank {rank} of 3 has 6" for rank in range(3)]

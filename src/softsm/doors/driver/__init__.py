@@ -1,0 +1,1 @@
+"""Python programs that load PTX through the CUDA driver interface."""

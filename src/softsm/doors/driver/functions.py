@@ -1,0 +1,301 @@
+"""The CUDA driver interface, as far as programs need it that load PTX and launch its kernels: cuda-bindings, cuda.core,
+PyCUDA.
+
+Memory, copies and tensor maps are those of CUDA C++ programs (doors/cuda/runtime.py): device memory is host memory, and
+everything is complete when a call returns. What a kernel does wrong is an error of the call (CUDA_ERROR_LAUNCH_FAILED);
+`Driver.failure` keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from softsm import accepted
+from softsm.doors.cuda.runtime import INVALID_VALUE, LAUNCH_FAILURE, SUCCESS, Runtime
+from softsm.doors.driver import library
+from softsm.doors.triton.in_use import ARCHITECTURES, DEFAULT_SMS
+from softsm.engine.launch import Kernel, load
+from softsm.errors import SoftsmError
+
+INVALID_IMAGE, NOT_FOUND = 200, 500
+PACKAGES = ("cuda.bindings", "pycuda")
+CONTEXT, STREAM, POOL = 0xC0, 0x50, 0x90  # what handles are, where there is one of a kind
+VERSION = 12080  # of the driver
+CLUSTER, DEPENDENT = 4, 6  # attributes of a launch
+ATTRIBUTE_BYTES = 72  # of one of them
+DONE = (
+    "cuInit cuCtxSynchronize cuStreamSynchronize cuStreamQuery cuEventRecord cuEventRecordWithFlags cuEventSynchronize "
+    "cuEventQuery cuStreamWaitEvent cuModuleUnload cuLibraryUnload cuDevicePrimaryCtxRelease "
+    "cuDevicePrimaryCtxSetFlags "
+    "cuCtxDestroy cuStreamDestroy cuEventDestroy cuFuncSetAttribute cuKernelSetAttribute cuMemPoolSetAttribute "
+    "cuDeviceSetMemPool cuMemPoolDestroy cuMemPoolTrimTo cuProfilerStart cuProfilerStop cuFuncSetCacheConfig"
+).split()  # there is nothing to do
+SAYS: dict[str, tuple[int, str, int]] = {  # (which argument points to the answer, its format, the answer)
+    "cuDriverGetVersion": (0, "i", VERSION), "cuDeviceGetCount": (0, "i", 1), "cuDeviceGet": (0, "i", 0),
+    "cuCtxGetDevice": (0, "i", 0), "cuStreamGetDevice": (1, "i", 0), "cuDeviceTotalMem": (0, "Q", 1 << 37),
+    "cuStreamIsCapturing": (1, "i", 0), "cuStreamGetPriority": (1, "i", 0), "cuStreamGetFlags": (1, "I", 1),
+    "cuStreamGetCtx": (1, "Q", CONTEXT), "cuStreamGetId": (1, "Q", 1), "cuCtxGetId": (1, "Q", 1),
+    "cuStreamCreate": (0, "Q", STREAM), "cuStreamCreateWithPriority": (0, "Q", STREAM),
+    "cuEventCreate": (0, "Q", STREAM), "cuEventElapsedTime": (0, "f", 0),
+    "cuDeviceGetDefaultMemPool": (0, "Q", POOL), "cuDeviceGetMemPool": (0, "Q", POOL),
+    "cuMemPoolCreate": (0, "Q", POOL), "cuMemPoolGetAttribute": (2, "Q", 0), "cuCtxGetApiVersion": (1, "I", VERSION),
+    "cuDeviceCanAccessPeer": (0, "i", 0),
+}  # fmt: skip
+
+
+def read(at: int, form: str) -> tuple:
+    return struct.unpack(f"<{form}", ctypes.string_at(at, struct.calcsize(f"<{form}")))
+
+
+def write(at: int, form: str, *values: Any) -> int:
+    ctypes.memmove(at, struct.pack(f"<{form}", *values), struct.calcsize(f"<{form}"))
+    return SUCCESS
+
+
+def number(slot: int) -> int:
+    """The upper half of a slot with 32 bits is anything."""
+    return slot & 0xFFFFFFFF
+
+
+class Module(NamedTuple):
+    text: str  # PTX
+    entries: list[str]
+    variables: dict[str, np.ndarray]
+
+
+class Driver(Runtime):
+    """The state of one program. Methods called cu... are the functions of the interface; a list has their arguments."""
+
+    def __init__(self, arch: str, sms: int, **options: Any):
+        super().__init__(arch, sms, **options)
+        self.modules: dict[int, Module] = {}  # by handle
+        self.loaded: dict[int, Kernel] = {}  # kernels by handle
+        self.context = 0
+        self.text = ctypes.create_string_buffer(1)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return sorted({*DONE, *SAYS, *(name for name in dir(cls) if name.startswith("cu"))})
+
+    def serve(self, name: str, a: list[int]) -> int:
+        """What the library calls: no exception leaves it."""
+        try:
+            if name in DONE:
+                return SUCCESS
+            if name in SAYS:
+                which, form, answer = SAYS[name]
+                return write(a[which], form, answer)
+            return getattr(self, name)(a)
+        except BaseException as problem:
+            self.failure = self.failure or problem
+            return LAUNCH_FAILURE
+
+    # ---- contexts and devices ----------------------------------------------------------------------------------
+
+    def cuDevicePrimaryCtxRetain(self, a: list[int]) -> int:
+        return write(a[0], "Q", CONTEXT)
+
+    def cuCtxCreate(self, a: list[int]) -> int:
+        self.context = CONTEXT
+        return write(a[0], "Q", CONTEXT)
+
+    def cuCtxSetCurrent(self, a: list[int]) -> int:
+        self.context = a[0]
+        return SUCCESS
+
+    cuCtxPushCurrent = cuCtxSetCurrent
+
+    def cuCtxGetCurrent(self, a: list[int]) -> int:
+        return write(a[0], "Q", self.context)
+
+    def cuCtxPopCurrent(self, a: list[int]) -> int:
+        status = write(a[0], "Q", self.context) if a[0] else SUCCESS
+        self.context = 0
+        return status
+
+    def cuDevicePrimaryCtxGetState(self, a: list[int]) -> int:
+        return write(a[1], "I", 0) or write(a[2], "i", 1)
+
+    def cuCtxGetStreamPriorityRange(self, a: list[int]) -> int:
+        return write(a[0], "i", 0) or write(a[1], "i", 0)
+
+    def cuDeviceGetAttribute(self, a: list[int]) -> int:
+        return write(a[0], "i", 0) if self.attribute(a[0], number(a[1])) else SUCCESS
+
+    def cuDeviceGetName(self, a: list[int]) -> int:
+        name = f"softsm {self.arch}".encode()[: number(a[1]) - 1] + b"\0"
+        return write(a[0], f"{len(name)}s", name)
+
+    def cuDeviceGetUuid(self, a: list[int]) -> int:
+        return write(a[0], "16s", b"softsm")
+
+    def cuGetErrorString(self, a: list[int]) -> int:
+        why = str(self.failure) if self.failure is not None else f"error {number(a[0])}"
+        self.text = ctypes.create_string_buffer(why.encode())
+        return write(a[1], "Q", ctypes.addressof(self.text))
+
+    cuGetErrorName = cuGetErrorString
+
+    # ---- modules -----------------------------------------------------------------------------------------------
+
+    def cuModuleLoadData(self, a: list[int]) -> int:
+        if ctypes.string_at(a[1], 4) in (b"\x7fELF", b"\x50\xed\x55\xba", b"\xb1\x43\x62\x46"):
+            self.failure = self.failure or SoftsmError("a cubin or a fat binary was loaded; softsm runs PTX")
+            return INVALID_IMAGE
+        text, handle = ctypes.string_at(a[1]).decode(), 0x1000 + 16 * len(self.modules)
+        entries = re.findall(r"\.entry\s+([\w$]+)", text)
+        module = self.modules[handle] = Module(text, entries, {})
+        if entries:
+            kernel = load(text, entries[0])
+            kernel.place_variables()  # fresh for this module
+            module.variables.update(kernel.variables)
+            self.variables.update((f"{handle} {name}", array) for name, array in kernel.variables.items())
+        return write(a[0], "Q", handle)
+
+    cuModuleLoadDataEx = cuLibraryLoadData = cuModuleLoadData
+
+    def cuModuleGetFunction(self, a: list[int]) -> int:
+        name, module = ctypes.string_at(a[2]).decode(), self.modules.get(a[1])
+        if module is None or name not in module.entries:
+            return NOT_FOUND
+        handle = 0x100000 + 16 * len(self.loaded)
+        kernel = self.loaded[handle] = load(module.text, name)
+        kernel.share(module.variables)
+        return write(a[0], "Q", handle)
+
+    cuLibraryGetKernel = cuModuleGetFunction
+
+    def cuKernelGetFunction(self, a: list[int]) -> int:
+        return write(a[0], "Q", a[1])
+
+    def cuModuleGetGlobal(self, a: list[int]) -> int:
+        module = self.modules.get(a[2])
+        array = module.variables.get(ctypes.string_at(a[3]).decode()) if module is not None else None
+        if array is None:
+            return NOT_FOUND
+        return (write(a[0], "Q", array.ctypes.data) if a[0] else 0) or (write(a[1], "Q", array.nbytes) if a[1] else 0)
+
+    def cuFuncGetAttribute(self, a: list[int]) -> int:
+        known = {0: 1024, 1: self.loaded[a[2]].program.shared_static, 4: 64}  # most threads, shared memory, registers
+        return write(a[0], "i", known.get(number(a[1]), 0))
+
+    cuKernelGetAttribute = cuFuncGetAttribute
+
+    # ---- memory ------------------------------------------------------------------------------------------------
+
+    def cuMemAlloc(self, a: list[int]) -> int:
+        return self.malloc(a[0], a[1], 0)
+
+    cuMemAllocAsync = cuMemAllocFromPoolAsync = cuMemAllocManaged = cuMemAllocHost = cuMemHostAlloc = cuMemAlloc
+
+    def cuMemFree(self, a: list[int]) -> int:
+        return self.free(a[0])
+
+    cuMemFreeAsync = cuMemFreeHost = cuMemFree
+
+    def cuMemcpyHtoD(self, a: list[int]) -> int:
+        return self.copy(a[0], a[1], a[2], 1)
+
+    def cuMemcpyDtoH(self, a: list[int]) -> int:
+        return self.copy(a[0], a[1], a[2], 2)
+
+    def cuMemcpyDtoD(self, a: list[int]) -> int:
+        return self.copy(a[0], a[1], a[2], 3)
+
+    def cuMemcpy(self, a: list[int]) -> int:
+        return self.copy(a[0], a[1], a[2], 4)
+
+    cuMemcpyAsync, cuMemcpyHtoDAsync, cuMemcpyDtoHAsync, cuMemcpyDtoDAsync = (
+        cuMemcpy, cuMemcpyHtoD, cuMemcpyDtoH, cuMemcpyDtoD,
+    )  # fmt: skip
+
+    def cuMemsetD8(self, a: list[int]) -> int:
+        return self.set(a[0], a[1], a[2])
+
+    cuMemsetD8Async = cuMemsetD8
+
+    def cuMemsetD32(self, a: list[int]) -> int:
+        if not self.holds(a[0], 4 * a[2]):
+            return INVALID_VALUE
+        return write(a[0], f"{a[2]}I", *[number(a[1])] * a[2])
+
+    cuMemsetD32Async = cuMemsetD32
+
+    def cuMemGetInfo(self, a: list[int]) -> int:
+        return write(a[0], "Q", 1 << 36) or write(a[1], "Q", 1 << 37)
+
+    def cuTensorMapEncodeTiled(self, a: list[int]) -> int:
+        kind, rank, interleave, swizzle, promotion, fill = (number(a[k]) for k in (1, 2, 8, 9, 10, 11))
+        return self.encode(a[0], kind, rank, *a[3:8], interleave, swizzle, promotion, fill)
+
+    # ---- launches ----------------------------------------------------------------------------------------------
+
+    def cuLaunchKernel(self, a: list[int]) -> int:
+        sides = [number(x) for x in a[1:7]]
+        return self.start(self.loaded.get(a[0]), sides[:3], sides[3:], (1, 1, 1), a[9], number(a[7]), False)
+
+    def cuLaunchKernelEx(self, a: list[int]) -> int:
+        *sides, shared, _, attributes, count = read(a[0], "7I4xQQI")
+        cluster, dependent = (1, 1, 1), False
+        for at in range(attributes, attributes + ATTRIBUTE_BYTES * count, ATTRIBUTE_BYTES):
+            which, *value = read(at, "I4x3I")
+            cluster = tuple(value) if which == CLUSTER else cluster
+            dependent = bool(value[0]) if which == DEPENDENT else dependent
+        return self.start(self.loaded.get(a[1]), sides[:3], sides[3:], cluster, a[2], shared, dependent)
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, a: list[int]) -> int:
+        return write(a[0], "i", self.occupancy(a[1], number(a[2]), a[3]))
+
+
+class OnImport(MetaPathFinder):
+    """Makes softsm the driver when a package is imported that asks for it."""
+
+    def __init__(self, state: Driver):
+        self.state = state
+        self.end: Callable[[], None] = lambda: None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name in PACKAGES:
+            sys.meta_path.remove(self)
+            try:
+                self.end = library.loaded(Driver.names(), self.state.serve)
+            except SoftsmError as problem:
+                raise ImportError(str(problem)) from None
+
+
+@contextlib.contextmanager
+def driver(arch: str, sms: int = DEFAULT_SMS, *, at_import: bool = False) -> Iterator[Driver]:
+    """Programs inside that ask for libcuda.so.1 get softsm: cuda-bindings, cuda.core, PyCUDA.
+
+    Open it before they are imported; with `at_import` nothing is done until they are. What stopped a kernel is raised
+    at the end of the block.
+    """
+    accepted.one_of("arch", arch, tuple(ARCHITECTURES))
+    accepted.flag("at_import", at_import)
+    state = Driver(arch, accepted.whole("sms", sms, 1, accepted.MOST_SMS))
+    hook = OnImport(state)
+    if at_import and not any(name in sys.modules for name in PACKAGES):
+        sys.meta_path.insert(0, hook)
+    else:
+        hook.end = library.loaded(Driver.names(), state.serve)
+    try:
+        yield state
+    except Exception as problem:
+        if state.failure is not None:
+            raise state.failure from problem
+        raise
+    finally:
+        hook.end()
+        if hook in sys.meta_path:
+            sys.meta_path.remove(hook)
+    if state.failure is not None:
+        raise state.failure

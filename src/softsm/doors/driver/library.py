@@ -1,0 +1,101 @@
+"""A stand-in for libcuda.so.1: a small library that passes every call on to one Python function.
+
+It is made of the names that functions.py serves, by the machine's C compiler, and kept in softsm's cache. Loaded under
+the name libcuda.so.1 before anybody else asks for that, it is what they get.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from softsm.engine.cache import cache_folder
+from softsm.errors import SoftsmError
+
+SONAME = "libcuda.so.1"
+SLOTS = 12  # of the longest argument list; what a shorter one leaves behind them is not read
+HANDLER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
+
+# Arguments are integers and pointers: on x86-64 and aarch64 each has a register, or 8 bytes on the stack.
+HEAD = """#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+typedef uint64_t u64;
+static int (*handler)(int, u64 *);
+void softsm_serve(int (*h)(int, u64 *)) { handler = h; }
+static int pass(int which, u64 *a) { return handler ? handler(which, a) : 4; }  // CUDA_ERROR_DEINITIALIZED
+"""
+TAIL = """
+static int found(const char *name, void **at) {
+    *at = 0;
+    for (int k = 0; table[k].name; k++) if (!strcmp(table[k].name, name)) *at = table[k].function;
+    return *at ? 0 : 500;  // CUDA_ERROR_NOT_FOUND
+}
+int cuGetProcAddress_v2(const char *name, void **at, int version, u64 flags, int *status);
+int cuGetProcAddress(const char *name, void **at, int version, u64 flags) {
+    return cuGetProcAddress_v2(name, at, version, flags, 0);
+}
+int cuGetProcAddress_v2(const char *name, void **at, int version, u64 flags, int *status) {
+    int missing = 0;
+    if (!strcmp(name, "cuGetProcAddress"))
+        *at = version < 12000 ? (void *)cuGetProcAddress : (void *)cuGetProcAddress_v2;
+    else missing = found(name, at);
+    if (status) *status = missing ? 1 : 0;
+    return missing;
+}
+"""
+
+
+def source(names: Sequence[str]) -> str:
+    """C with a function for each name, and for the name that cuda.h makes of it (_v2)."""
+    given = ", ".join(f"u64 a{k}" for k in range(SLOTS))
+    listed = ", ".join(f"a{k}" for k in range(SLOTS))
+    lines = [HEAD]
+    for which, name in enumerate(names):
+        for symbol in (name, f"{name}_v2"):
+            lines.append(f"int {symbol}({given}) {{ u64 a[] = {{{listed}}}; return pass({which}, a); }}")
+    entries = ", ".join(f'{{"{name}", (void *){name}}}' for name in names)
+    lines.append(f"static struct {{ const char *name; void *function; }} table[] = {{{entries}, {{0, 0}}}};")
+    return "\n".join(lines) + TAIL
+
+
+def built(names: Sequence[str]) -> Path:
+    """The library, made if it was not yet."""
+    text = source(names)
+    folder = cache_folder() / "driver" / hashlib.sha256(text.encode()).hexdigest()[:32]
+    if not (folder / SONAME).is_file():
+        compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+        if compiler is None:
+            raise SoftsmError("a program that uses the CUDA driver needs a C compiler on the PATH: cc, gcc or clang")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            at = Path(made)
+            (at / "libcuda.c").write_text(text)
+            words = [compiler, "-O1", "-fPIC", "-shared", f"-Wl,-soname,{SONAME}", "-o", str(at / SONAME)]
+            done = subprocess.run([*words, str(at / "libcuda.c")], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SoftsmError(f"{compiler} failed:\n{done.stderr.rstrip()}")
+            folder.mkdir(exist_ok=True)
+            os.replace(at / SONAME, folder / SONAME)
+    return folder / SONAME
+
+
+def loaded(names: Sequence[str], serve: Callable[[str, list[int]], int]) -> Callable[[], None]:
+    """Load the library under its name, and let it call serve(name, arguments). Returns what ends that: the library
+    stays, and answers that the driver is gone."""
+    library = ctypes.CDLL(str(built(names)), mode=ctypes.RTLD_GLOBAL)
+    if not hasattr(ctypes.CDLL(SONAME), "softsm_serve"):
+        raise SoftsmError("another libcuda.so.1 is loaded already")
+    handler = HANDLER(lambda which, a: serve(names[which], a[:SLOTS]))
+    library.softsm_serve(handler)
+
+    def end(keep=handler) -> None:
+        library.softsm_serve(None)
+
+    return end

@@ -1,0 +1,150 @@
+"""The CUDA driver interface, called as the libraries do that load libcuda.so.1."""
+
+import ctypes
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.doors.driver.functions import NOT_FOUND, Driver
+from softsm.errors import Fault
+
+SCALE = b"""
+.version 8.0
+.target sm_90a
+.address_size 64
+.global .align 4 .u32 factor = 3;
+.visible .entry scale(.param .u64 to, .param .u64 from, .param .u32 n)
+{
+  .reg .b32 %r<8>; .reg .b64 %rd<8>; .reg .pred %p<2>;
+  ld.param.u64 %rd1, [to]; ld.param.u64 %rd2, [from]; ld.param.u32 %r1, [n];
+  mov.u32 %r2, %ctaid.x; mov.u32 %r3, %ntid.x; mov.u32 %r4, %tid.x; mad.lo.u32 %r5, %r2, %r3, %r4;
+  setp.ge.u32 %p1, %r5, %r1; @%p1 ret;
+  mul.wide.u32 %rd3, %r5, 4; add.u64 %rd4, %rd2, %rd3; ld.global.u32 %r6, [%rd4];
+  ld.global.u32 %r7, [factor]; mul.lo.u32 %r6, %r6, %r7; add.u64 %rd5, %rd1, %rd3; st.global.u32 [%rd5], %r6; ret;
+}\0"""
+N = 100
+Q, I = ctypes.c_uint64, ctypes.c_int
+
+
+class Library:
+    """libcuda.so.1 by its name; a call that fails raises."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libcuda.so.1")
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            given = [Q(x) if isinstance(x, int) else x for x in arguments]
+            status = getattr(self.library, name)(*given)
+            if status:
+                raise OSError(f"{name}: {status}")
+
+        return call
+
+    def answer(self, name, *arguments, kind=Q):
+        found = kind()
+        getattr(self, name)(ctypes.byref(found), *arguments)
+        return found.value
+
+
+def prepared():
+    cuda = Library()
+    cuda.cuInit(0)
+    module = cuda.answer("cuModuleLoadData", SCALE)
+    kernel = cuda.answer("cuModuleGetFunction", module, b"scale")
+    host = np.arange(N, dtype=np.uint32)
+    source, target = cuda.answer("cuMemAlloc_v2", 4 * N), cuda.answer("cuMemAlloc_v2", 4 * N)
+    cuda.cuMemcpyHtoD_v2(source, host.ctypes.data, 4 * N)
+    return cuda, module, kernel, source, target
+
+
+def arguments(*values):
+    boxes = [Q(x) for x in values]
+    table = (Q * len(boxes))(*(ctypes.addressof(box) for box in boxes))
+    table.boxes = boxes
+    return table
+
+
+def result(cuda, target):
+    out = np.zeros(N, np.uint32)
+    cuda.cuMemcpyDtoH_v2(out.ctypes.data, target, 4 * N)
+    return out
+
+
+def test_a_module_is_loaded_and_launched():
+    with softsm.driver("sm_90a", sms=7):
+        cuda, module, kernel, source, target = prepared()
+        assert cuda.answer("cuDeviceGetAttribute", 16, 0, kind=I) == 7
+        assert cuda.answer("cuDeviceGetAttribute", 75, 0, kind=I) == 9
+        cuda.cuLaunchKernel(kernel, 4, 1, 1, 32, 1, 1, 0, 0, arguments(target, source, N), None)
+        np.testing.assert_array_equal(result(cuda, target), 3 * np.arange(N))
+        at, size, five = Q(), Q(), I(5)
+        cuda.cuModuleGetGlobal_v2(ctypes.byref(at), ctypes.byref(size), module, b"factor")
+        assert size.value == 4
+        cuda.cuMemcpyHtoD_v2(at.value, ctypes.addressof(five), 4)
+        config = struct.pack("<7I4xQQI4x", 4, 1, 1, 32, 1, 1, 0, 0, 0, 0)
+        cuda.cuLaunchKernelEx(config, kernel, arguments(target, source, N), None)
+        np.testing.assert_array_equal(result(cuda, target), 5 * np.arange(N))
+
+
+def test_functions_are_found_by_name_and_version():
+    with softsm.driver("sm_90a"):
+        library = ctypes.CDLL("libcuda.so.1")
+        at, status = ctypes.c_void_p(), I(7)
+        ask = library.cuGetProcAddress_v2
+        assert ask(b"cuDriverGetVersion", ctypes.byref(at), 12000, Q(0), ctypes.byref(status)) == 0 and not status.value
+        version = I()
+        assert ctypes.CFUNCTYPE(I, ctypes.c_void_p)(at.value)(ctypes.addressof(version)) == 0 and version.value >= 12000
+        assert ask(b"cuTexRefCreate", ctypes.byref(at), 12000, Q(0), ctypes.byref(status)) == NOT_FOUND and status.value
+
+
+def test_findings_and_faults_reach_the_program():
+    with softsm.checking() as report, pytest.raises(Fault, match="out-of-bounds"), softsm.driver("sm_90a") as state:
+        cuda, _, kernel, source, target = prepared()
+        cuda.cuMemFree_v2(source)
+        with pytest.raises(OSError, match="cuLaunchKernel: 719"):
+            cuda.cuLaunchKernel(kernel, 4, 1, 1, 32, 1, 1, 0, 0, arguments(target, source, N), None)
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(719, ctypes.byref(text))
+        assert b"out-of-bounds" in text.value and state.failure is not None
+    assert report.codes() == ["out-of-bounds"]
+
+
+def test_what_is_no_ptx_is_refused():
+    with pytest.raises(softsm.errors.SoftsmError, match="softsm runs PTX"), softsm.driver("sm_90a"):
+        cuda = Library()
+        with pytest.raises(OSError, match="cuModuleLoadData: 200"):
+            cuda.answer("cuModuleLoadData", b"\x7fELF\0")
+
+
+def test_behind_the_block_the_driver_is_gone():
+    with softsm.driver("sm_90a"):
+        cuda = Library()
+        cuda.cuInit(0)
+    with pytest.raises(OSError, match="cuInit: 4"):
+        cuda.cuInit(0)
+
+
+def test_every_name_is_served():
+    names = Driver.names()
+    assert len(names) > 60 and names == sorted(set(names)) and all(name.startswith("cu") for name in names)
+
+
+def test_a_program_that_imports_cuda_bindings(tmp_path):
+    """`softsm check` makes softsm the driver at that import; a stand-in for the package tells when."""
+    package = tmp_path / "cuda" / "bindings"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import ctypes\nlibrary = ctypes.CDLL('libcuda.so.1')\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from cuda.bindings import library\nimport ctypes\nversion = ctypes.c_int()\n"
+        "assert library.cuDriverGetVersion(ctypes.byref(version)) == 0\nprint('driver', version.value)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "softsm", "run", str(program)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "driver 12080" in done.stdout, done.stderr
