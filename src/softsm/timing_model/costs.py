@@ -213,9 +213,10 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
     return Costs(ints, values, accesses, products)
 
 
-def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list[float] | None = None) -> Costs:
+def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list[float] | None = None,
+             absent: list[float] | None = None) -> Costs:  # fmt: skip
     """l1: share of the sectors asked for again that are found in L1; changing: how much longer than a store atomic
-    operations on each tensor take."""
+    operations on each tensor take; absent: the share of a tensor's words that L1 has not got from other CTAs."""
     r = machine
     fixed = code.costs.get(gpu.name)
     if fixed is None:
@@ -239,7 +240,8 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             values[i, r.UNITS] = 32 * fetched / max(often, 1e-9) * found.looks / each
             values[i, r.EXTRA], values[i, r.LINES] = often / found.looks, found.lines / each
             if found.tensors:
-                ints[i, r.TENSOR] = max(found.tensors, key=found.tensors.get)
+                tensor = ints[i, r.TENSOR] = max(found.tensors, key=found.tensors.get)
+                values[i, r.UNITS] *= absent[tensor] if absent and 0 <= tensor < len(absent) else 1.0
         else:
             values[i, r.UNITS], values[i, r.LINES] = 32 * found.units / each, found.lines / each
             if kind == r.ATOMIC and found.tensors:

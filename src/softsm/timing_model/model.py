@@ -17,45 +17,15 @@ from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import Code, code_of
+from softsm.timing_model.sources import Source, absent_from_l1, sources_of
 from softsm.timing_model.trace import SM_CTAS, SM_SHARED, SM_THREADS, ClusterTrace, LaunchTrace
 from softsm.timing_model.work import ENGINES, work_of
 
 SM_REGISTERS = 65_536
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
-ROW = 2048  # bytes
-SCATTERED = 40  # bytes of a line: below it, lanes read words here and there
 SLICES = (1, 16, 256, 4096), (1.0, 4.2, 27.5, 59.0)  # lines that atomics go to -> slices of L2 that do them
 BATCH = 16  # rows that a warp waits for together, at least
 QUEUE = 3, 6  # CTAs in a row that the replay looks at: at least, at most
-
-
-@dataclass
-class Source:
-    """Where the reads of a tensor come from."""
-
-    name: str
-    size: int
-    asked: float = 0.0  # bytes, whole grid
-    lines: float = 0.0  # of 128 bytes that those are in, whole or not
-    written: float = 0.0
-    atomic: float = 0.0  # bytes of sectors that atomic operations change
-    device: float = 0.0  # share that comes from device memory
-    random: bool = False
-
-    @property
-    def piece(self) -> float:
-        """Bytes of a line that are asked for together."""
-        return min(128.0, self.asked / self.lines) if self.lines else 128.0
-
-    @property
-    def granules(self) -> float:
-        """What L2 does for what is asked for: it answers 64 bytes at a time."""
-        return max(1.0, 64 / self.piece)
-
-    @property
-    def changed(self) -> float:
-        """Bytes that leave L2 at last: sectors that are written in parts are whole there."""
-        return min(self.size, self.written + self.atomic)
 
 
 @dataclass
@@ -145,40 +115,6 @@ def occupancy(trace: LaunchTrace, code: Code) -> int:
     return max(1, min(limits))
 
 
-def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[Source]:
-    scale = trace.total / max(1, len(trace.clusters))
-    out = [Source(name, size) for name, size in trace.tensors]
-    for c in trace.clusters:
-        for (tensor, way), n in c.traffic.items():
-            if 0 <= tensor < len(out):
-                if way == "read":
-                    out[tensor].asked += n * scale
-                elif way == "read lines":
-                    out[tensor].lines += n * scale
-                elif way == "write":
-                    out[tensor].written += n * scale
-                elif way == "atomic":
-                    out[tensor].atomic += n * scale
-        for tensor, starts in c.starts.items():
-            if len(starts) > 24 and 0 <= tensor < len(out):
-                steps = np.diff(np.array(starts))
-                # What follows a rule has a few steps, whatever the number of its copies.
-                out[tensor].random |= len(np.unique(steps[np.abs(steps) > ROW])) > 32
-    l2, held = gpu["l2.bytes"], gpu["l2.held"]
-    for s in out:
-        if s.asked:
-            s.random |= s.piece < SCATTERED
-            s.device = min(1.0, s.size / s.asked)
-            if s.random and s.size > held:
-                unique = s.size * (1 - np.exp(-s.asked / s.size))
-                s.device = max(min(1.0, unique / s.asked), 1 - held / s.size)
-            elif s.random:
-                s.device = min(1.0, s.size * (1 - np.exp(-s.asked / s.size)) / s.asked)
-            if recent.get(s.name.split(" [")[0], 0) and s.size < l2 / 2:
-                s.device = 0.0
-    return out
-
-
 def parameters_of(gpu: Gpu) -> np.ndarray:
     """In the order of the replay."""
     return np.array([gpu[name] if name else 0.0 for name in machine.PARAMETERS])
@@ -202,7 +138,11 @@ class Model:
         self.sources = sources_of(trace, gpu, recent or {})
         self.sms = int(gpu["sms"])
         changing = [self.gpu["hbm.write"] / self.atomic_rate(s) for s in self.sources]
-        self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing)
+        room = max(1.0, SM_L1 - self.occupancy * trace.shared)
+        absent = [absent_from_l1(s, room, self.sms) for s in self.sources]
+        for s, share in zip(self.sources, absent):
+            s.asked, s.lines, s.device = s.asked * share, s.lines * share, min(1.0, s.device / share)
+        self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent)
         self._unknown_tensors()
         self.kinds = kinds_of(self.streams)
         self.device_use = 0.0  # share of its rate that device memory is used with: it answers later the busier it is

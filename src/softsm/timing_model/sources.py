@@ -1,0 +1,86 @@
+"""Where what a launch reads comes from: device memory, L2, or the L1 that CTAs before it have filled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from softsm.timing_model.parameters import Gpu
+from softsm.timing_model.trace import LaunchTrace
+
+ROW = 2048  # bytes
+SCATTERED = 40  # bytes of a line: below it, lanes read words here and there
+
+
+@dataclass
+class Source:
+    """Where the reads of a tensor come from."""
+
+    name: str
+    size: int
+    asked: float = 0.0  # bytes, whole grid
+    lines: float = 0.0  # of 128 bytes that those are in, whole or not
+    written: float = 0.0
+    atomic: float = 0.0  # bytes of sectors that atomic operations change
+    device: float = 0.0  # share that comes from device memory
+    random: bool = False
+
+    @property
+    def piece(self) -> float:
+        """Bytes of a line that are asked for together."""
+        return min(128.0, self.asked / self.lines) if self.lines else 128.0
+
+    @property
+    def granules(self) -> float:
+        """What L2 does for what is asked for: it answers 64 bytes at a time."""
+        return max(1.0, 64 / self.piece)
+
+    @property
+    def changed(self) -> float:
+        """Bytes that leave L2 at last: sectors that are written in parts are whole there."""
+        return min(self.size, self.written + self.atomic)
+
+
+def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[Source]:
+    scale = trace.total / max(1, len(trace.clusters))
+    out = [Source(name, size) for name, size in trace.tensors]
+    for c in trace.clusters:
+        for (tensor, way), n in c.traffic.items():
+            if 0 <= tensor < len(out):
+                if way == "read":
+                    out[tensor].asked += n * scale
+                elif way == "read lines":
+                    out[tensor].lines += n * scale
+                elif way == "write":
+                    out[tensor].written += n * scale
+                elif way == "atomic":
+                    out[tensor].atomic += n * scale
+        for tensor, starts in c.starts.items():
+            if len(starts) > 24 and 0 <= tensor < len(out):
+                steps = np.diff(np.array(starts))
+                # What follows a rule has a few steps, whatever the number of its copies.
+                out[tensor].random |= len(np.unique(steps[np.abs(steps) > ROW])) > 32
+    l2, held = gpu["l2.bytes"], gpu["l2.held"]
+    for s in out:
+        if s.asked:
+            s.random |= s.piece < SCATTERED
+            s.device = min(1.0, s.size / s.asked)
+            if s.random and s.size > held:
+                unique = s.size * (1 - np.exp(-s.asked / s.size))
+                s.device = max(min(1.0, unique / s.asked), 1 - held / s.size)
+            elif s.random:
+                s.device = min(1.0, s.size * (1 - np.exp(-s.asked / s.size)) / s.asked)
+            if recent.get(s.name.split(" [")[0], 0) and s.size < l2 / 2:
+                s.device = 0.0
+    return out
+
+
+def absent_from_l1(s: Source, room: float, sms: int) -> float:
+    """The share of words read here and there that an L1 of `room` bytes has to ask for: CTAs find what those before
+    them on the multiprocessor have read of a small table."""
+    if not s.asked or s.piece >= SCATTERED:
+        return 1.0
+    each = s.asked / sms
+    first = s.size * (1 - np.exp(-each / s.size)) / each
+    return float(1 - (1 - first) * min(1.0, room / s.size))
