@@ -55,10 +55,18 @@ def capped(s, scale):
 
 
 @gluon.jit
-def probabilities(s, lse2, scale):
-    """(P, what score_gradient needs of the scores) of products q . k. lse2: as broadcast as they are."""
+def exponents(s, lse2, scale):
+    """(the logarithm of P in base 2, what score_gradient needs of the scores) of products q . k. lse2: as broadcast as
+    they are."""
     s = capped(s, scale)
-    return gl.exp2(s * scale.factor - lse2), s
+    return s * scale.factor - lse2, s
+
+
+@gluon.jit
+def probabilities(s, lse2, scale):
+    """(P, what score_gradient needs of the scores)."""
+    x, s = exponents(s, lse2, scale)
+    return gl.exp2(x), s
 
 
 @gluon.jit

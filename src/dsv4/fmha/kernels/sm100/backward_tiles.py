@@ -18,7 +18,10 @@ Role chart (KEYS)::
     left      4 warps  |        | P0 .......|  dS0 ........|  P1 ....... | ...           columns 0-63 of every tile
     right     4 warps  |        | P0 .......|  dS0 ........|  P1 ....... | ...           columns 64-127
 
-While the two take the exponentials of one tile the tensor core has dS of the one before, and the other way round.
+While the two take the exponentials of one tile the tensor core has dS of the one before, and the other way round. dQ
+needs no P: S of the next tile is issued as soon as this one is in registers, a product earlier than for dK and dV. A
+quarter of the exponentials is computed without the unit that the two share. A row of Q is a column of S^T: every
+thread reads lse2 and delta of all columns from shared memory, delta under the exponentials.
 
 tensor memory   columns        holds                                       head dim 64     128
 s               128            S, fp32 [128, 128]; P takes the place       128             128
@@ -31,13 +34,18 @@ in the first half of theirs: left and right touch different columns, and the lef
 
 shared memory   bytes               holds
 x               2 x 256 D           [128, D] each: X0, X1
-y               2 x 2 x 256 D       [128, D] each: Y0 and Y1 of tile j at 2 (j % 2) and the next (all: 192 KiB at 128)
+y               4 or 5 x 256 D      [128, D] each: Y0 in two slots (queries: three, S is ahead of dQ), Y1 in two
+                                    (all: 192 or 224 KiB at 128)
+stat            2048                KEYS: [4, 128] fp32: lse2 and delta of the rows in the slots of Y0
 barriers        8 each
 
 barrier         arrives             count       waits              means
 x_ready         TMA bytes           1           mma                X is there
-ready[i]        TMA bytes           1           mma                slot i is filled
-free[i]         commit of mma       1           load               the products that read slot i are complete
+ready[i]        TMA bytes           1           mma; KEYS: left,   slot i is filled, and stat of the rows in it
+                                                right
+free[i]         commit of mma       1           load               the products that read slot i are complete; KEYS: of
+                                                                   Y0 the last of them waited for ds_ready, so stat is
+                                                                   read
 landed          TMA bytes           1           load               VARLEN: what reaches into the next sequence is there
 s_ready         commit of mma       1           left, right        S is complete
 p_ready         left, right         2           mma                S is read; KEYS: P is stored
@@ -47,8 +55,8 @@ done            commit of mma       1           left, right        the accumulat
 
 S of the next tile overwrites P of this one, and dP overwrites dS: the products that read them were issued before, and
 the tensor core works in order. TMA fills what lies past the end of a tensor with zeros, so nothing foreign enters a
-product; lse2 of rows past the end is +inf, which makes P 0. VARLEN: one batch of all sequences, whose ends TMA does not
-know; load zeroes what is not the sequence's.
+product; lse2 of rows past the end is +inf, which makes P 0 (without the unit 2^-126, which is multiplied by zeros).
+VARLEN: one batch of all sequences, whose ends TMA does not know; load zeroes what is not the sequence's.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
@@ -56,10 +64,13 @@ from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayo
 from dsv4.fmha.kernels import scores
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
-from dsv4.fmha.kernels.tiles import end_key, first_key, needs_mask
+from dsv4.fmha.kernels.sm100.softmax_parts import exp2_by_fma, halves, whole
+from dsv4.fmha.kernels.tiles import end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Barriers, Ring, Stage, init_barriers, new_barriers, new_ring
+
+PAST_ALL = gl.constexpr(1 << 30)  # rows
 
 
 @aggregate
@@ -71,6 +82,7 @@ class Memory:
     s: Value
     dp: Value
     acc: Value
+    stat: Value  # KEYS: lse2 and delta of the rows in the slots of y
     x_ready: Barriers
     landed: Barriers
     s_ready: Barriers
@@ -117,6 +129,20 @@ class Result:
 
 
 @gluon.jit
+def stage0(memory, j):
+    """Where Y0 of tile j is."""
+    DEPTH: gl.constexpr = memory.y.slots.shape[0] - 2
+    return Stage(j % DEPTH, j // DEPTH % 2)
+
+
+@gluon.jit
+def stage1(memory, j):
+    """Where Y1 of tile j is."""
+    DEPTH: gl.constexpr = memory.y.slots.shape[0] - 2
+    return Stage(DEPTH + j % 2, j // 2 % 2)
+
+
+@gluon.jit
 def rows_of(desc, tile, ready, work, row, D: gl.constexpr):
     """[128, D] of packed rows from `row` on, in panels of 64 columns."""
     BOX: gl.constexpr = desc.layout
@@ -155,8 +181,19 @@ def load_y(desc, memory, slot, landed_phase, work, row, begin, end, D: gl.conste
 
 @gluon.jit
 def load_role(
-    x0_desc, x1_desc, y0_desc, y1_desc, memory, work, sizes, D: gl.constexpr, KEYS: gl.constexpr, VARLEN: gl.constexpr
+    x0_desc,
+    x1_desc,
+    y0_desc,
+    y1_desc,
+    memory,
+    work,
+    sizes,
+    numbers,
+    D: gl.constexpr,
+    KEYS: gl.constexpr,
+    VARLEN: gl.constexpr,
 ):
+    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     landed_phase = gl.to_tensor(0)
     # Of X and of Y: the rows of the sequence that meet any of the other.
     x_visible = first_visible(sizes) if KEYS else 0
@@ -177,13 +214,20 @@ def load_role(
     else:
         load_x(x0_desc, x1_desc, memory, memory.x_ready.at(0), work, D)
     for j in range(0, work.tiles):
-        phase = (j // 2 + 1) % 2  # the first wait on an untouched barrier passes
-        slot = 2 * (j % 2)
+        at0 = stage0(memory, j)
+        at1 = stage1(memory, j)
         row = work.first + j * 128
-        memory.y.acquire(Stage(slot, phase))
-        landed_phase = load_y(y0_desc, memory, slot, landed_phase, work, row, y_visible, y_end, D, VARLEN)
-        memory.y.acquire(Stage(slot + 1, phase))
-        landed_phase = load_y(y1_desc, memory, slot + 1, landed_phase, work, row, y_visible, y_end, D, VARLEN)
+        if KEYS:
+            number = row + gl.arange(0, 128, layout=LANES)
+            lse2 = gl.load(numbers.lse2_ptr + number, mask=number < sizes.rows, other=float("inf"))
+            delta = gl.load(numbers.delta_ptr + number, mask=number < sizes.rows, other=0.0)
+        memory.y.free.wait(at0.index, at0.phase ^ 1)  # the first wait on an untouched barrier passes
+        if KEYS:
+            memory.stat.index(2 * at0.index).store(lse2)
+            memory.stat.index(2 * at0.index + 1).store(delta)
+        landed_phase = load_y(y0_desc, memory, at0.index, landed_phase, work, row, y_visible, y_end, D, VARLEN)
+        memory.y.free.wait(at1.index, at1.phase ^ 1)
+        landed_phase = load_y(y1_desc, memory, at1.index, landed_phase, work, row, y_visible, y_end, D, VARLEN)
 
 
 @gluon.jit
@@ -203,62 +247,66 @@ def accumulate(acc, tile, y, first, DTYPE: gl.constexpr):
 @gluon.jit
 def mma_role(memory, work, KEYS: gl.constexpr):
     x, ring, s, dp, acc = memory.x, memory.y, memory.s, memory.dp, memory.acc
-    y = ring.slots
     DTYPE: gl.constexpr = x.dtype
     n = work.tiles
     memory.x_ready.wait(0, 0)
     if n > 0:
-        ring.wait(Stage(0, 0))
-        tcgen05_mma(x.index(0), y.index(0).permute((1, 0)), s, use_acc=False)
+        begin0 = stage0(memory, 0)
+        begin1 = stage1(memory, 0)
+        ring.wait(begin0)
+        tcgen05_mma(x.index(0), ring.slot(begin0).permute((1, 0)), s, use_acc=False)
         memory.s_ready.arrive_after_mma(0)
-        ring.wait(Stage(1, 0))
-        tcgen05_mma(x.index(1), y.index(1).permute((1, 0)), dp, use_acc=False)
+        ring.wait(begin1)
+        tcgen05_mma(x.index(1), ring.slot(begin1).permute((1, 0)), dp, use_acc=False)
         memory.dp_ready.arrive_after_mma(0)
         if not KEYS:
-            ring.free.arrive_after_mma(1)
+            ring.release_after_mma(begin1)
         for j in range(0, n):
             at = zero(j)  # else the descriptors of all products would be kept in registers, and spilled
-            slot = 2 * (j % 2)
+            at0 = stage0(memory, j)
+            at1 = stage1(memory, j)
+            next0 = stage0(memory, j + 1)
+            next1 = stage1(memory, j + 1)
             more = j + 1 < n
-            next_slot = 2 - slot
-            next_phase = ((j + 1) // 2) % 2
             begins = (j == 0).to(gl.int32)
             memory.p_ready.wait(0, j % 2)
             if KEYS:
-                accumulate(acc.index(1), s, y.index(slot + 1), begins, DTYPE)
-                ring.free.arrive_after_mma(slot + 1)
+                accumulate(acc.index(1), s, ring.slot(at1), begins, DTYPE)
+                ring.release_after_mma(at1)
             if more:
-                ring.wait(Stage(next_slot, next_phase))
-                tcgen05_mma(x.index(at), y.index(next_slot).permute((1, 0)), s, use_acc=False)
+                ring.wait(next0)
+                tcgen05_mma(x.index(at), ring.slot(next0).permute((1, 0)), s, use_acc=False)
                 memory.s_ready.arrive_after_mma(0)
             memory.ds_ready.wait(0, j % 2)
-            accumulate(acc.index(0), dp, y.index(slot), begins, DTYPE)
-            ring.free.arrive_after_mma(slot)
+            accumulate(acc.index(0), dp, ring.slot(at0), begins, DTYPE)
+            ring.release_after_mma(at0)
             if more:
-                ring.wait(Stage(next_slot + 1, next_phase))
-                tcgen05_mma(x.index(at + 1), y.index(next_slot + 1).permute((1, 0)), dp, use_acc=False)
+                ring.wait(next1)
+                tcgen05_mma(x.index(at + 1), ring.slot(next1).permute((1, 0)), dp, use_acc=False)
                 memory.dp_ready.arrive_after_mma(0)
                 if not KEYS:
-                    ring.free.arrive_after_mma(next_slot + 1)
+                    ring.release_after_mma(next1)
         memory.done.arrive_after_mma(0)
 
 
 @gluon.jit
-def row_number(ptr, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr, OTHER: gl.constexpr):
-    """lse2 or delta for scores [128, 32]: of rows from `own` on, one per thread; KEYS: of rows from `at` on, one
-    per column, all of them in every thread."""
-    if KEYS:
-        row = (at + gl.arange(0, 32, layout=gl.SliceLayout(0, L)))[None, :]
-    else:
-        row = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
+def row_numbers(ptr, own, sizes, L: gl.constexpr, OTHER: gl.constexpr):
+    """lse2 or delta of the rows of scores [128, 64] from `own` on, one per thread."""
+    row = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
     return gl.load(ptr + row, mask=row < sizes.rows, other=OTHER)
 
 
 @gluon.jit
+def column_numbers(memory, slot, H: gl.constexpr, L: gl.constexpr):
+    """lse2 or delta of the columns of scores, all of them in every thread."""
+    return memory.stat.index(slot).slice(H * 64, 64).load(gl.SliceLayout(0, L))[None, :]
+
+
+@gluon.jit
 def zero_masked(p, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr):
-    """p [128, 32], from `own` of X and `at` of Y on, with 0 where the row does not see the key."""
+    """p [128, 64], from `own` of X and `at` of Y on, with 0 where the row does not see the key."""
     x = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
-    y = (at + gl.arange(0, 32, layout=gl.SliceLayout(0, L)))[None, :]
+    y = (at + gl.arange(0, 64, layout=gl.SliceLayout(0, L)))[None, :]
     if KEYS:
         token = y // sizes.group
         key = x
@@ -271,58 +319,62 @@ def zero_masked(p, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(s, p16, numbers, own, at, masked, sizes, KEYS: gl.constexpr, SCALED: gl.constexpr):
-    """(P of 32 columns from S, in fp32, S for its gradient); KEYS: also P to p16, as the left operand of dV."""
-    L: gl.constexpr = s.get_reg_layout()
-    lse2 = row_number(numbers.lse2_ptr, own, at, sizes, L, KEYS, float("inf"))
-    p, score = scores.probabilities(s.load(), lse2, numbers.scale)
+def powers(x, masked):
+    """2^x; a quarter of the columns without the unit that both groups share, unless some row is masked: 2^-inf has to
+    be 0 there."""
+    a, b = halves(x)
+    b, c = halves(b)
     if masked:
-        p = zero_masked(p, own, at, sizes, L, KEYS)
-    if KEYS:
-        if SCALED:
-            p16.store((p * numbers.p_scale).to(p16.dtype))
-        else:
-            p16.store(p.to(p16.dtype))
-    return p, score
-
-
-@gluon.jit
-def store_ds(p, s, dp, ds16, numbers, own, at, sizes, KEYS: gl.constexpr, SCALED: gl.constexpr):
-    """dS of 32 columns, from P and dP."""
-    delta = row_number(numbers.delta_ptr, own, at, sizes, dp.get_reg_layout(), KEYS, 0.0)
-    ds = scores.score_gradient(p, dp.load(), delta, s, numbers.scale)
-    if SCALED:
-        ds = ds * numbers.ds_scale
-    ds16.store(ds.to(ds16.dtype))
+        c = gl.exp2(c)
+    else:
+        c = exp2_by_fma(c)
+    return gl.convert_layout(whole(gl.exp2(a), whole(gl.exp2(b), c)), x.type.layout)
 
 
 @gluon.jit
 def score_role(
     memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, SCALED: gl.constexpr
 ):
-    """Columns 64 H .. 64 H + 63 of every tile, 32 at a time: P, then dS; in the end, a half of the result."""
-    QUARTERS: gl.constexpr = TensorMemoryLayout([128, 32], col_stride=1)
-    s = memory.s.reinterpret(gl.float32, [4, 128, 32], QUARTERS)
-    dp = memory.dp.reinterpret(gl.float32, [4, 128, 32], QUARTERS)
+    """Columns 64 H .. 64 H + 63 of every tile: P, then dS; in the end, a half of the result."""
+    HALVES: gl.constexpr = TensorMemoryLayout([128, 64], col_stride=1)
+    s = memory.s.reinterpret(gl.float32, [2, 128, 64], HALVES).index(H)
+    dp = memory.dp.reinterpret(gl.float32, [2, 128, 64], HALVES).index(H)
     p16 = operand(memory.s, H, memory.x.dtype)
     ds16 = operand(memory.dp, H, memory.x.dtype)
+    L: gl.constexpr = s.get_reg_layout()
     own = work.own
+    if not KEYS:
+        lse2 = row_numbers(numbers.lse2_ptr, own, sizes, L, float("inf"))
+        delta = row_numbers(numbers.delta_ptr, own, sizes, L, 0.0)
+    unmasked = seen_by_all(own, sizes, KEYS)
     for j in range(0, work.tiles):
         first = work.first + j * 128
-        at = first + H * 64  # in Y
-        row = first if KEYS else own
-        key = own if KEYS else first
-        masked = needs_mask(row, key, sizes, 128, 128)
+        masked = (first < unmasked[0]) | (first + 128 > unmasked[1])
+        if KEYS:
+            at0 = stage0(memory, j)
+            memory.y.wait(at0)  # stat of these rows
+            lse2 = column_numbers(memory, 2 * at0.index, H, L)
         memory.s_ready.wait(0, j % 2)
-        # P of the first 32 columns lies where their S was.
-        p0, s0 = probabilities(s.index(2 * H), p16.slice(0, 32), numbers, own, at, masked, sizes, KEYS, SCALED)
-        p1, s1 = probabilities(
-            s.index(2 * H + 1), p16.slice(32, 32), numbers, own, at + 32, masked, sizes, KEYS, SCALED
-        )
-        memory.p_ready.arrive(0)
+        x = s.load()
+        if not KEYS:
+            memory.p_ready.arrive(0)
+        x, score = scores.exponents(x, lse2, numbers.scale)
+        if KEYS:
+            delta = column_numbers(memory, 2 * at0.index + 1, H, L)  # under the exponentials
+        p = powers(x, masked)
+        if masked:
+            p = zero_masked(p, own, first + H * 64, sizes, L, KEYS)
+        if KEYS:
+            rounded = p
+            if SCALED:
+                rounded = p * numbers.p_scale
+            p16.store(rounded.to(p16.dtype))
+            memory.p_ready.arrive(0)
         memory.dp_ready.wait(0, j % 2)
-        store_ds(p0, s0, dp.index(2 * H), ds16.slice(0, 32), numbers, own, at, sizes, KEYS, SCALED)
-        store_ds(p1, s1, dp.index(2 * H + 1), ds16.slice(32, 32), numbers, own, at + 32, sizes, KEYS, SCALED)
+        ds = scores.score_gradient(p, dp.load(), delta, score, numbers.scale)
+        if SCALED:
+            ds = ds * numbers.ds_scale
+        ds16.store(ds.to(ds16.dtype))
         memory.ds_ready.arrive(0)
     if work.tiles > 0:
         memory.done.wait(0, 0)
@@ -366,6 +418,21 @@ def streamed(own, sizes, KEYS: gl.constexpr):
 
 
 @gluon.jit
+def seen_by_all(own, sizes, KEYS: gl.constexpr):
+    """[first, end) of Y: no tile of it needs a mask."""
+    offset = sizes.keys - sizes.tokens
+    if KEYS:  # rows that see all of the 128 keys
+        token = gl.maximum(own + 127 - offset - sizes.right, 0)
+        last = own - offset + sizes.left
+        first = gl.where(own + 128 > sizes.keys, PAST_ALL, token * sizes.group)
+        return first, gl.where(last >= sizes.tokens - 1, PAST_ALL, (last + 1) * sizes.group)
+    token_last = gl.minimum((own + 127) // sizes.group, sizes.tokens - 1)
+    return first_key(token_last, sizes.tokens, sizes.keys, sizes.left), end_key(
+        own // sizes.group, sizes.tokens, sizes.keys, sizes.right
+    )
+
+
+@gluon.jit
 def backward_tiles(
     tensors,
     x0_desc,
@@ -389,10 +456,13 @@ def backward_tiles(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], x0_desc.dtype)
     OUTPUTS: gl.constexpr = 2 if KEYS else 1
     x = gl.allocate_shared_memory(x0_desc.dtype, [2, 128, D], MATRIX)
-    y = gl.allocate_shared_memory(x0_desc.dtype, [4, 128, D], MATRIX)
+    y = gl.allocate_shared_memory(x0_desc.dtype, [4 if KEYS else 5, 128, D], MATRIX)
     s = allocate_tensor_memory(gl.float32, [128, 128], TensorMemoryLayout([128, 128], col_stride=1))
     dp = allocate_tensor_memory(gl.float32, [128, 128], TensorMemoryLayout([128, 128], col_stride=1))
     acc = allocate_tensor_memory(gl.float32, [OUTPUTS, 128, D], TensorMemoryLayout([128, D], col_stride=1))
+    stat = y  # unused
+    if KEYS:
+        stat = gl.allocate_shared_memory(gl.float32, [4, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     x_ready = new_barriers(1)
     ring = new_ring(y)
     s_ready = new_barriers(1)
@@ -406,7 +476,7 @@ def backward_tiles(
         landed = new_barriers(1)
         barriers += (landed,)
     init_barriers(barriers)
-    memory = Memory(x, ring, s, dp, acc, x_ready, landed, s_ready, p_ready, dp_ready, ds_ready, done)
+    memory = Memory(x, ring, s, dp, acc, stat, x_ready, landed, s_ready, p_ready, dp_ready, ds_ready, done)
 
     pair = gl.program_id(1)
     batch = pair // whole.kv_heads
@@ -447,5 +517,5 @@ def backward_tiles(
         (score_role, (memory, work, sizes, numbers, result, 0, D, KEYS, SCALED)),
         (score_role, (memory, work, sizes, numbers, result, 1, D, KEYS, SCALED)),
         (mma_role, (memory, work, KEYS)),
-        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, work, sizes, D, KEYS, VARLEN)),
+        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, work, sizes, numbers, D, KEYS, VARLEN)),
     ], [4, 1, 1], [SCORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

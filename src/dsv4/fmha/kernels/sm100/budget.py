@@ -13,8 +13,8 @@ sources:
   it](https://www.engineermaxxing.com/veanors/papers/flash-attention-4.html). Products with both operands in shared
   memory were [measured](https://newsletter.semianalysis.com/p/dissecting-nvidia-blackwell-tensor) to read about 128
   bytes per clock, too.
-- With two query tiles and P in tensor memory, a quarter of the exponentials is computed with multiplications and
-  additions; exp cycles count the rest.
+- With two query tiles and P in tensor memory, and in the gradients of head dims 64 and 128, a quarter of the
+  exponentials is computed with multiplications and additions; exp cycles count the rest.
 - A product of 64 rows uses half of the tensor core's rows: half the rate is assumed.
 - No rate was found for tensor memory, so the table has its bytes but no cycles.
 - 8 TB/s of device memory
@@ -164,7 +164,7 @@ def backward_budgets() -> list[BackwardBudget]:
             shared = (2 + 4 + products - 2) * operand
             found.append(BackwardBudget(
                 f"head dim {d}, own {owner}", 128, 128, products, products * 2 * tile * d // FLOPS_PER_CLOCK,
-                tile // EXPONENTIALS_PER_CLOCK, shared,
+                tile * 3 // 4 // EXPONENTIALS_PER_CLOCK, shared,
             ))  # fmt: skip
     for d in (256, 512):
         # Operands of S and dP are written and read; P and dS are written, and read by TMA.

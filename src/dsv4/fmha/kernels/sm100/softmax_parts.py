@@ -53,6 +53,18 @@ def exp2_by_fma(x):
 
 
 @gluon.jit
+def halves(x):
+    """The first columns and the last ones."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def whole(a, b):
+    """The columns of a, then those of b."""
+    return gl.join(a, gl.convert_layout(b, a.type.layout)).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
+
+
+@gluon.jit
 def store_p(x, scale, m, p):
     """P = exp2(x scale - m) of some columns -> where the tensor core reads it. Returns P before rounding."""
     y = gl.exp2(x * scale - m[:, None])

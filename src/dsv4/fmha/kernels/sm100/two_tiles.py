@@ -16,7 +16,7 @@ of a tile there is little else than exponentials.
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma
 
-from dsv4.fmha.kernels.sm100.softmax_parts import exp2_by_fma, load_queries, scores, store_p, store_rows
+from dsv4.fmha.kernels.sm100.softmax_parts import exp2_by_fma, halves, load_queries, scores, store_p, store_rows
 from dsv4.fmha.kernels.tiles import mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, reinterpret
@@ -99,12 +99,6 @@ def some_row(x, TILE: gl.constexpr):
 @gluon.jit
 def shifted(x, scale, m):
     return x * scale - gl.convert_layout(m, gl.SliceLayout(1, x.type.layout))[:, None]
-
-
-@gluon.jit
-def halves(x):
-    """The first columns and the last ones."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
