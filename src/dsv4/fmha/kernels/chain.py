@@ -5,7 +5,7 @@ torch's products      dV = P^T dO, dK = dS^T Q, dQ = dS K
 
 These are five products of the size of the scores, as many as there must be; a slab holds 4 bytes per score. Where not
 every query sees every key, the products go by pieces of rows (dQ) and of keys (dK, dV), each with the range that it
-sees.
+sees. Ranges of keys are multiples of 8, with zeros past the last key: cuBLAS takes 5 to 8 times as long for others.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SLAB_BYTES = 1 << 30  # of P and dS together
 # Of rows and of keys, where not everything is seen: with 8 an eighth too much is multiplied. At head dim 256 those
 # products would be over before the next could be launched.
 PIECES = {256: 4, 512: 8}
+UNIT = 8  # keys
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,17 @@ class Chain:
         self.target, self.program, self.x, self.p = target, program, x, x.p
         self.batch, self.heads, self.rows, self.keys = x.batch, x.heads, x.rows, x.keys
         self.masked = x.p.left >= 0 or x.p.right >= 0
+        self.whole_keys = -(-self.keys // UNIT) * UNIT
+        self.k, self.dk, self.dv = x.k, x.dk, x.dv
+        if self.whole_keys > self.keys:
+            self.k = self._longer("k")
+            program.copy(self.k[:, :, : self.keys], x.k)
+            program.fill(self.k[:, :, self.keys :], 0)
+            self.dk, self.dv = (None if y is None else self._longer(n) for n, y in (("dk", x.dk), ("dv", x.dv)))
+
+    def _longer(self, name: str) -> Slot:
+        shape = (self.batch, self.heads, self.whole_keys, self.x.width)
+        return self.program.workspace(f"whole {name}", shape, self.x.q.dtype)
 
     def prepare(self) -> None:
         x, program, slabs = self.x, self.program, self._slabs()
@@ -59,8 +71,10 @@ class Chain:
         padded = -(-self.keys // TILE) * TILE
         pairs, rows = slabs[0].pairs.stop, slabs[0].rows.stop
         buffers = program.workspace("P and dS", (2, pairs, rows, padded), x.q.dtype)
+        if self.whole_keys > self.keys:
+            program.fill(buffers[..., self.keys : self.whole_keys], 0)
         sums = {
-            name: program.workspace(f"sum of d{name}", (1, self.keys, x.width), torch.float32)
+            name: program.workspace(f"sum of d{name}", (1, self.whole_keys, x.width), torch.float32)
             for name, wanted in (("k", x.dk), ("v", x.dv))
             if cut and wanted is not None
         }
@@ -74,9 +88,12 @@ class Chain:
                 self._products(p_slab[here], ds_slab[here], place, slab.rows, sums)
             if cut and slab.rows.stop == self.rows:
                 n, head = divmod(slab.pairs.start, self.heads)
-                for into, name in ((x.dk, "k"), (x.dv, "v")):
+                for into, name in ((self.dk, "k"), (self.dv, "v")):
                     if into is not None:
                         program.copy(into[n, head : head + 1], sums[name])
+        for into, found in ((x.dk, self.dk), (x.dv, self.dv)):
+            if into is not None and found is not into:
+                program.copy(into, found[:, :, : self.keys])
 
     def _batches(self, pairs: slice) -> Iterator[tuple[slice, tuple]]:
         """What torch can multiply at once, pairs with one stride between them: (which pairs of the slab, where they are
@@ -128,7 +145,7 @@ class Chain:
                 rows=rows,
                 row_begin=slab.rows.start,
                 row_piece=self._pieces(rows),
-                key_piece=self._pieces(self.keys),
+                key_piece=self._pieces(self.whole_keys),
                 pairs=pairs,
                 pair_begin=slab.pairs.start,
                 **{name: size for name, size in x.sizes.items() if name != "rows"},
@@ -145,15 +162,15 @@ class Chain:
         q, dout = x.q[place][:, rows], x.dout[place][:, rows]
         p_alpha = 1 / FP16_P_SCALE if x.fp16 else 1.0
         if x.dq is not None:
-            k, dq = x.k[place], x.dq[place][:, rows]
+            k, dq = self.k[place], x.dq[place][:, rows]
             for begin, end in _ranges(size, self._pieces(size)):
                 first, last = self._keys_of(rows.start + begin, rows.start + end)
                 self._product(dq[:, begin:end], ds_slab[:, begin:end, first:last], k[:, first:last], True)
-        for name, target, left, right in (("k", x.dk, ds_slab, q), ("v", x.dv, p_slab, dout)):
+        for name, target, left, right in (("k", self.dk, ds_slab, q), ("v", self.dv, p_slab, dout)):
             if target is None:
                 continue
             into = sums[name] if sums else target[place]
-            for begin, end in _ranges(self.keys, self._pieces(self.keys)):
+            for begin, end in _ranges(self.whole_keys, self._pieces(self.whole_keys)):
                 first, last = self._rows_of(begin, end, rows)
                 turned = left[:, first:last, begin:end].transpose(1, 2)
                 self._product(into[:, begin:end], turned, right[:, first:last], name == "k", p_alpha, add=bool(sums))
@@ -174,18 +191,21 @@ class Chain:
             self.program.compute(partial(_multiply_in_fp32, alpha, add, on_gpu), into, a, b, ds_scale)
 
     def _keys_of(self, begin: int, end: int) -> tuple[int, int]:
-        """The keys that some of the packed rows begin .. end see."""
+        """The keys that some of the packed rows begin .. end see, in whole units."""
         tokens, group = self.rows // self.p.group, self.p.group
         offset = self.keys - tokens
         first = 0 if self.p.left < 0 else max(0, begin // group + offset - self.p.left)
         last = self.keys if self.p.right < 0 else min(self.keys, (end - 1) // group + offset + self.p.right + 1)
-        return min(first, self.keys), max(last, min(first, self.keys))
+        if first >= last:
+            return 0, 0
+        return first // UNIT * UNIT, -(-last // UNIT) * UNIT
 
     def _rows_of(self, begin: int, end: int, rows: slice) -> tuple[int, int]:
         """The rows of the slab, counted from its first, that see some of the keys begin .. end."""
         group, size = self.p.group, rows.stop - rows.start
         offset = self.keys - self.rows // group
         first = 0 if self.p.right < 0 else max(0, (begin - offset - self.p.right) * group - rows.start)
+        end = min(end, self.keys)
         last = size if self.p.left < 0 else min(size, (end - 1 - offset + self.p.left + 1) * group - rows.start)
         return min(first, size), max(last, min(first, size))
 

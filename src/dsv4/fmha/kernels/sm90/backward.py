@@ -1,7 +1,7 @@
 """Gradients of fmha on sm_90a.
 
 head dim    kernels                                                          products of the size of the scores
-64, 128     backward_rows; backward_keys: dK, dV and a sum of dQ; round_dq   5, dQ by atomics
+64, 128     backward_rows; backward_keys: dK, dV and a sum of dQ; round_sum  5, dQ by atomics
             deterministic: backward_keys: dK and dV; backward_dq: dQ         7, the same bits in every run
 256, 512    backward_rows; the chain (fmha/kernels/chain.py)                 5
             with backward_scores of this folder
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+
+import torch
 
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.kernels.backward import (
@@ -32,18 +34,20 @@ from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_scores import backward_scores
-from dsv4.fmha.kernels.sm90.dq_sum import round_dq
+from dsv4.fmha.kernels.sm90.gradient_sums import round_sum
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 
 __all__ = ["prepare", "supports"]
 
+STRIDES = ("batch_stride", "head_stride", "token_stride", "member_stride")
+
 
 def prepare(b: FmhaBackward, target: Target, program: Program) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
     if b.forward.head_dim <= 128:
-        prepare_at_once(b, program, prepare_tiles, by_tma=True)
+        prepare_at_once(b, program, partial(prepare_tiles, target), by_tma=True)
     else:
         prepare_by_sequence(b, target, program, partial(prepare_chain, target))
 
@@ -58,13 +62,8 @@ def prepare_chain(target: Target, program: Program, x: Packed) -> None:
     HopperChain(target, program, x).prepare()
 
 
-def prepare_tiles(program: Program, x: Packed) -> None:
+def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
     """Without scores in memory."""
-    wanted = (x.dk, x.dv)
-    dk, dv = made = [
-        grad if grad is not None and is_addressable(grad) else made_like(program, like.shape, like.dtype, x.sequences)
-        for grad, like in zip(wanted, (x.k, x.v))
-    ]
     starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences, x.sequences.count)  # or unread
     common: dict[str, Any] = x.sizes | dict(
         lse2_ptr=x.lse2, delta_ptr=x.delta, ds_scale_ptr=x.ds_scale, q_desc=rows_descriptor(x.q, 64),
@@ -73,31 +72,13 @@ def prepare_tiles(program: Program, x: Packed) -> None:
     )  # fmt: skip
     constants = dict(D=x.width, SLOTS=2, SCALED=x.fp16, VARLEN=x.sequences is not None, num_warps=4)
     of_rows = (row_tiles(x.rows, x.sequences) * x.batch * x.heads,)
-    of_keys = x.dk is not None or x.dv is not None
     add_dq = x.dq_sum is not None
-    if of_keys:
-        rows = 128 if add_dq and x.width == 64 else 64
-        k, v, dk_box, dv_box = (descriptor(y, [1, 1, 64, 64]) for y in (x.k, x.v, dk, dv))
-        dq_box = dk_box  # unread
-        if x.dq_sum is not None:
-            lines = x.dq_sum.view((x.dq_sum.numel() // 32, 32), (32, 1))
-            dq_box = TensorDescriptor(lines, list(lines.shape), [32, 1], [128, 32], gl.NVMMASharedLayout(128, 32))
-        arguments = common | dict(
-            q_desc=rows_descriptor(x.q, rows), dout_desc=rows_descriptor(x.dout, rows), k_desc=k, v_desc=v,
-            dq_desc=dq_box, dk_desc=dk_box, dv_desc=dv_box, dk_ptr=dk, dv_ptr=dv, dk_head=dk.stride(1),
-            dk_row=dk.stride(2), dv_head=dv.stride(1), dv_row=dv.stride(2),
-        )  # fmt: skip
-        registers, load = _registers(x, of_keys=True)
-        program.launch(
-            backward_keys, (row_tiles(x.keys, x.sequences) * x.batch * x.heads,), arguments, ADD_DQ=add_dq, ROWS=rows,
-            GRADIENT_REGS=registers, LOAD_REGS=load, **constants,
-        )  # fmt: skip
+    if x.dk is not None or x.dv is not None:
+        _prepare_keys(target, program, x, common, constants)
         if add_dq:
-            strides = dict(zip(("dq_batch", "dq_head", "dq_token", "dq_member"), x.dq.stride()))
-            program.launch(round_dq, of_rows, common | strides | dict(sum_ptr=x.dq_sum, dq_ptr=x.dq), **constants)
-        for grad, found in zip(wanted, made):
-            if grad is not None and found is not grad:
-                program.copy(grad, found)
+            strides = dict(zip(STRIDES, x.dq.stride()))
+            arguments = common | strides | dict(sum_ptr=x.dq_sum, out_ptr=x.dq, parts=1)
+            program.launch(round_sum, of_rows, arguments, **constants)
     if x.dq is not None and not add_dq:
         dq = rows_of_dq(program, x.dq, x.sequences)
         target = dq if is_addressable(dq) else made_like(program, dq.shape, dq.dtype, x.sequences)
@@ -111,6 +92,61 @@ def prepare_tiles(program: Program, x: Packed) -> None:
         if target is not dq:
             program.copy(dq, target)
         keep_dq(program, x.dq, dq)
+
+
+def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str, Any], constants: dict) -> None:
+    """dK and dV, and the sum of dQ if there is one."""
+    add_dq = x.dq_sum is not None
+    rows = 128 if add_dq and x.width == 64 else 64
+    tiles = row_tiles(x.keys, x.sequences) * x.batch * x.heads
+    splits = split_rows(tiles, -(-x.rows // rows), target.num_sms)
+    wanted = (x.dk, x.dv)
+    dk, dv = made = [
+        grad
+        if grad is not None and is_addressable(grad)
+        else like  # unwritten
+        if splits > 1
+        else made_like(program, like.shape, like.dtype, x.sequences)
+        for grad, like in zip(wanted, (x.k, x.v))
+    ]
+    parts = x.lse2  # unread
+    if splits > 1:
+        parts = program.workspace("parts of dk and dv", (2, splits * tiles * TILE * x.width), torch.float32)
+    k, v, dk_box, dv_box = (descriptor(y, [1, 1, 64, 64]) for y in (x.k, x.v, dk, dv))
+    dq_box = dk_box  # unread
+    if x.dq_sum is not None:
+        lines = x.dq_sum.view((x.dq_sum.numel() // 32, 32), (32, 1))
+        dq_box = TensorDescriptor(lines, list(lines.shape), [32, 1], [128, 32], gl.NVMMASharedLayout(128, 32))
+    arguments = common | dict(
+        q_desc=rows_descriptor(x.q, rows), dout_desc=rows_descriptor(x.dout, rows), k_desc=k, v_desc=v,
+        dq_desc=dq_box, dk_desc=dk_box, dv_desc=dv_box, dk_ptr=dk, dv_ptr=dv, dk_head=dk.stride(1),
+        dk_row=dk.stride(2), dv_head=dv.stride(1), dv_row=dv.stride(2), parts_ptr=parts, splits=splits,
+    )  # fmt: skip
+    registers, load = _registers(x, of_keys=True)
+    program.launch(
+        backward_keys, (tiles * splits,), arguments, ADD_DQ=add_dq, ROWS=rows, GRADIENT_REGS=registers,
+        LOAD_REGS=load, **constants,
+    )  # fmt: skip
+    if splits > 1:
+        by_key = dict(rows=x.keys, tokens=x.keys, group=1, cu_q_ptr=common["cu_k_ptr"], scale=1.0)
+        for n, grad in enumerate(wanted):
+            if grad is not None:
+                strides = dict(zip(STRIDES, (*grad.stride()[:3], 0)))
+                summed = common | by_key | strides | dict(sum_ptr=parts[n], out_ptr=grad, parts=splits)
+                program.launch(round_sum, (tiles,), summed, **constants | dict(SCALED=False))
+        return
+    for grad, found in zip(wanted, made):
+        if grad is not None and found is not grad:
+            program.copy(grad, found)
+
+
+def split_rows(tiles: int, steps: int, num_sms: int) -> int:
+    """Into how many parts the rows of a key tile are cut: that which takes the fewest steps, where the beginning and
+    the end of a CTA take as long as four. A part has at least eight."""
+    if tiles >= 4 * num_sms:
+        return 1
+    most = max(1, min(steps // 8, 4 * num_sms // max(tiles, 1)))
+    return min(range(1, most + 1), key=lambda n: -(-tiles * n // num_sms) * (-(-steps // n) + 4))
 
 
 def _registers(x: Packed, of_keys: bool) -> tuple[int, int]:

@@ -1,12 +1,13 @@
 """dK, dV and, with ADD_DQ, dQ of attention on sm_90a, head dims 64 and 128: a CTA owns 128 keys and goes through the
-rows.
+rows, or through one of `splits` parts of them where there are too few key tiles for the multiprocessors. Parts of dK
+and dV go to memory in fp32; round_sum adds them.
 
     S^T = K Q^T    P^T = 2^(S^T scale - lse2) where seen    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
     dV += P^T dO   dK += dS^T Q    dQ = dS K
 
-With ADD_DQ there are five products, and dQ of the 128 keys is added to an fp32 sum in memory (dq_sum.py), in no order:
-the last bits of dQ differ from run to run. Without it there are no atomics; backward_dq.py finds dQ and computes S and
-dP again: seven products. Role chart of a step, ROWS packed rows::
+With ADD_DQ there are five products, and dQ of the 128 keys is added to an fp32 sum in memory (gradient_sums.py), in no
+order: the last bits of dQ differ from run to run. Without it there are no atomics; backward_dq.py finds dQ and computes
+S and dP again: seven products. Role chart of a step, ROWS packed rows::
 
     load    1 warp  | Q, dO, lse2, delta of the next rows
     left    4 warps | keys 0-63:  P, dP under it | dV under way | dS | dK | half of the last dQ | next S, dQ to memory
@@ -42,7 +43,7 @@ from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result,
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
-from dsv4.fmha.kernels.sm90.dq_sum import DqSum, add_block
+from dsv4.fmha.kernels.sm90.gradient_sums import DqSum, add_block, store_blocks
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -62,6 +63,17 @@ from dsv4.kernels.ring import Barriers, Ring, consumer_stage, init_barriers, new
 
 AT_ONCE = gl.constexpr(4)
 ALL = gl.constexpr(1 << 30)  # past every row
+
+
+@aggregate
+class Part:
+    """The rows that a CTA goes through: a part of those that see its keys."""
+
+    first: Value  # packed row, the first of a step
+    end: Value
+    splits: Value  # parts; with more than one, dK and dV of each go to memory in fp32
+    dk_ptr: Value  # blocks of gradient_sums.py, for the 128 keys
+    dv_ptr: Value
 
 
 @aggregate
@@ -108,6 +120,13 @@ def rows_of(key, sizes, ROWS: gl.constexpr):
     first = gl.maximum(key - offset - sizes.right, 0)
     end = gl.minimum(gl.minimum(key + 128, sizes.keys) - offset + sizes.left, sizes.tokens)
     return first * sizes.group // ROWS * ROWS, end * sizes.group
+
+
+@gluon.jit
+def cut(first, end, split, splits, ROWS: gl.constexpr):
+    """[first, end) of part `split`, in whole steps of ROWS rows."""
+    steps = (gl.maximum(end - first, 0) + ROWS - 1) // ROWS
+    return first + steps * split // splits * ROWS, gl.minimum(first + steps * (split + 1) // splits * ROWS, end)
 
 
 @gluon.jit
@@ -180,7 +199,7 @@ def load_next(
 
 
 @gluon.jit
-def load_role(operands, memory, terms, work, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
+def load_role(operands, memory, terms, work, part, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
     ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     foreign: gl.constexpr = False
     if VARLEN:
@@ -188,9 +207,8 @@ def load_role(operands, memory, terms, work, sizes, D: gl.constexpr, VARLEN: gl.
     landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, memory, foreign, work,
                             work.first_key, first_visible(sizes), sizes.keys, D)  # fmt: skip
     ROWS: gl.constexpr = memory.stat.shape[1]
-    first, end = rows_of(work.own, sizes, ROWS)
     ring, stage = memory.ring, producer_stage()
-    for row in range(first, end, ROWS):
+    for row in range(part.first, part.end, ROWS):
         number = row + gl.arange(0, ROWS, layout=ROW)
         lse2 = gl.load(terms.lse2_ptr + number, mask=number < sizes.rows, other=float("inf"))
         delta = gl.load(terms.delta_ptr + number, mask=number < sizes.rows, other=0.0)
@@ -342,16 +360,16 @@ def send(x, tile, desc, work, row, D: gl.constexpr):
 
 
 @gluon.jit
-def gradient_role(memory, dq_sum, dk_result, dv_result, work, sizes, scales, W: gl.constexpr, D: gl.constexpr,
-                  SCALED: gl.constexpr, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):  # fmt: skip
-    """dK and dV of 64 keys."""
+def gradient_role(memory, dq_sum, dk_result, dv_result, work, part, sizes, scales, W: gl.constexpr,
+                  D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):  # fmt: skip
+    """dK and dV of 64 keys, from a part of the rows."""
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
     dv = gl.zeros([64, D], gl.float32, accumulator(D))
     ds_scale = 1.0
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
     ROWS: gl.constexpr = memory.stat.shape[1]
-    first, end = rows_of(work.own, sizes, ROWS)
+    first, end = part.first, part.end
     mine = work.own + 64 * W
     memory.own_ready.wait(0, 0)
     if first < end:
@@ -381,22 +399,27 @@ def gradient_role(memory, dq_sum, dk_result, dv_result, work, sizes, scales, W: 
     if SCALED:
         dv = dv / scales.p
         scale = scale / ds_scale
-    tile = memory.v.index(W)
-    finish(dv, tile, dv_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
-    finish(dk * scale, tile, dk_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
+    if part.splits > 1:
+        store_blocks(dv, part.dv_ptr + W * (64 * D), D)
+        store_blocks(dk * scale, part.dk_ptr + W * (64 * D), D)
+    else:
+        tile = memory.v.index(W)
+        finish(dv, tile, dv_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
+        finish(dk * scale, tile, dk_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
 
 
 @gluon.jit(do_not_specialize=["scale2", "scale", "p_scale", "rows", "tokens", "keys", "group", "left", "right",
-                              "kv_heads", "sequences", "dk_head", "dk_row", "dv_head", "dv_row"])  # fmt: skip
+                              "kv_heads", "sequences", "dk_head", "dk_row", "dv_head", "dv_row", "splits"])  # fmt: skip
 def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dq_desc, dk_desc, dv_desc,
-                  dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, scale2, scale, p_scale, rows, tokens, keys, group, left, right,
-                  kv_heads, sequences, dk_head, dk_row, dv_head, dv_row,
+                  dk_ptr, dv_ptr, parts_ptr, cu_q_ptr, cu_k_ptr, scale2, scale, p_scale, rows, tokens, keys, group,
+                  left, right, kv_heads, sequences, dk_head, dk_row, dv_head, dv_row, splits,
                   D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr,
                   ROWS: gl.constexpr, ADD_DQ: gl.constexpr,
                   GRADIENT_REGS: gl.constexpr, LOAD_REGS: gl.constexpr):  # fmt: skip
-    """One program: 128 keys of a pair of sequence and KV head. lse2, delta [pairs, rows]. p_scale, ds_scale: what P and
-    dS are multiplied by in fp16. VARLEN: rows, tokens and keys of all sequences, which begin where cu_q and cu_k say.
-    dk_head, dk_row, ...: strides of dk and dv, which only VARLEN uses. dq_desc: the sum of dq_sum.py."""
+    """One program: 128 keys of a pair of sequence and KV head, one of `splits` parts of the rows. lse2, delta
+    [pairs, rows]. p_scale, ds_scale: what P and dS are multiplied by in fp16. VARLEN: rows, tokens and keys of all
+    sequences, which begin where cu_q and cu_k say. dk_head, dk_row, ...: strides of dk and dv, which only VARLEN uses.
+    dq_desc: the sum of gradient_sums.py. parts_ptr: fp32, all parts of dK, then those of dV, if there are several."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -414,15 +437,20 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
     tiles = (keys + 127) // 128
     if VARLEN:
         tiles = keys // 128 + sequences
-    pairs = gl.num_programs(0) // tiles
+    pieces = tiles * splits
+    pairs = gl.num_programs(0) // pieces
     # Pairs go AT_ONCE together, the longest tiles of all of them first: a pair by itself would begin its longest ones
     # when others end. More at once would have more rows in use than the L2 holds.
-    begun = gl.program_id(0) // (tiles * AT_ONCE) * AT_ONCE
+    begun = gl.program_id(0) // (pieces * AT_ONCE) * AT_ONCE
     width = gl.minimum(pairs - begun, AT_ONCE)
-    place = gl.program_id(0) - begun * tiles
-    tile = place // width
-    pair = begun + (place - tile * width)
+    place = gl.program_id(0) - begun * pieces
+    piece = place // width
+    pair = begun + (place - piece * width)
+    tile = piece // splits
+    split = piece - tile * splits
     key = tile * 128
+    parts_ptr += ((split * pairs + pair) * tiles + tile).to(gl.int64) * (128 * D)
+    dv_parts_ptr = parts_ptr + gl.num_programs(0).to(gl.int64) * (128 * D)
     work = GradientTile(pair // kv_heads, pair % kv_heads, key, 0, 0)
     sizes = Sizes(rows, tokens, keys, group, left, right)
     first_block = pair * ((rows + 127) // 128) * (D // 32)
@@ -436,6 +464,9 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
         work = GradientTile(0, pair, key, first_row, first_key)
         lse2_ptr += first_row
         delta_ptr += first_row
+    first, end = rows_of(work.own, sizes, ROWS)
+    first, end = cut(first, end, split, splits, ROWS)
+    part = Part(first, end, splits, parts_ptr, dv_parts_ptr)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     memory = Memory(k, v, ring, dout, stat, own_ready, landed, ds, ds_ready)
     dq_sum = DqSum(dq_desc, dq_tiles, first_block)
@@ -444,7 +475,9 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
     dv_result = Result(dv_desc, dv_ptr, dv_head, dv_row)
     scales = Scales(scale2, p_scale, scale, ds_scale_ptr)
     gl.warp_specialize([
-        (gradient_role, (memory, dq_sum, dk_result, dv_result, work, sizes, scales, 0, D, SCALED, VARLEN, ADD_DQ)),
-        (gradient_role, (memory, dq_sum, dk_result, dv_result, work, sizes, scales, 1, D, SCALED, VARLEN, ADD_DQ)),
-        (load_role, (operands, memory, terms, work, sizes, D, VARLEN)),
+        (gradient_role, (memory, dq_sum, dk_result, dv_result, work, part, sizes, scales, 0, D, SCALED, VARLEN,
+                         ADD_DQ)),
+        (gradient_role, (memory, dq_sum, dk_result, dv_result, work, part, sizes, scales, 1, D, SCALED, VARLEN,
+                         ADD_DQ)),
+        (load_role, (operands, memory, terms, work, part, sizes, D, VARLEN)),
     ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip

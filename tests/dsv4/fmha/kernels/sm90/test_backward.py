@@ -22,6 +22,7 @@ from fmha_gradients import (
 
 import softsm
 from dsv4.fmha.kernels import chain
+from dsv4.fmha.kernels.sm90 import backward
 from dsv4.reference import backward as reference_backward
 
 SOFTCAP = 1.5
@@ -98,6 +99,21 @@ def test_products_of_a_slab_take_every_pair_once(heads, begin, end):
     assert len(found) <= max(heads, 3 if heads > 1 else 1)
 
 
+@pytest.mark.parametrize("left, right", [(-1, -1), (-1, 0), (30, 5), (0, 0)])
+def test_products_over_keys_have_a_multiple_of_eight(left, right):
+    """cuBLAS takes 5 to 8 times as long for others."""
+    p = SimpleNamespace(group=2, left=left, right=right)
+    keys, tokens = 333, 301
+    slab = SimpleNamespace(p=p, keys=keys, rows=tokens * p.group)
+    for begin in range(0, slab.rows, 37):
+        end = min(begin + 37, slab.rows)
+        first, last = chain.Chain._keys_of(slab, begin, end)
+        assert first % 8 == last % 8 == 0
+        lowest = 0 if left < 0 else begin // 2 + keys - tokens - left
+        highest = keys if right < 0 else (end - 1) // 2 + keys - tokens + right + 1
+        assert first <= max(lowest, 0) and last >= min(highest, keys)
+
+
 @pytest.mark.parametrize("d", [64, 256])
 def test_only_what_is_wanted(d):
     """At head dim 64 by the kernels of deterministic gradients, with softcap."""
@@ -117,7 +133,7 @@ def test_a_varlen_batch():
 @pytest.mark.slow  # Blackwell's are quick
 @pytest.mark.parametrize("name, order, dq", TOGETHER)
 def test_sequences_go_together(name, order, dq, monkeypatch):
-    kernels = ("backward_keys", "round_dq")
+    kernels = ("backward_keys", "round_sum")
     check_sequences_go_together("sm_90a", kernels, name, order, dq, monkeypatch)
 
 
@@ -128,6 +144,30 @@ def test_chain_takes_short_sequences_together(name, monkeypatch):
     run(b)
     assert names == ["backward_rows", "backward_scores"] * 2
     check(b, want, low)
+
+
+FEW_KEY_TILES = {
+    "causal": lambda: request(t=150, s=300, heads=(2, 1), d=64, causal=True),
+    "varlen": lambda: varlen_request(starts_q=(0, 20, 50), starts_k=(0, 60, 100), heads=2, kv_heads=1),
+    "fp16-hd128": lambda: request(t=200, s=150, heads=(2, 1), d=128, dtype=FP16, dlse=True),
+}
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+@pytest.mark.parametrize("name", ["causal", "varlen", pytest.param("fp16-hd128", marks=pytest.mark.slow)])
+def test_rows_of_a_key_tile_in_several_parts(name, splits, monkeypatch):
+    """Some parts are empty."""
+    monkeypatch.setattr(backward, "split_rows", lambda *_: splits)
+    b, want, low = FEW_KEY_TILES[name]()
+    with softsm.use("sm_90a"), softsm.checking(races=True, order="latest") as report:
+        launches.run(b)
+    assert "nothing found" in str(report), str(report)
+    check(b, want, low)
+
+
+@pytest.mark.parametrize("tiles, steps, splits", [(38, 189, 3), (1, 4, 1), (1, 100, 12), (0, 9, 1), (1000, 50, 1)])
+def test_rows_are_split_where_key_tiles_are_few(tiles, steps, splits):
+    assert backward.split_rows(tiles, steps, 132) == splits
 
 
 def test_tensors_that_cannot_be_addressed_are_copied():

@@ -1,6 +1,7 @@
-"""dQ as a sum in memory: CTAs that own keys add their share of it, then one kernel rounds it.
+"""Gradients as sums in memory, fp32, which one kernel rounds: dQ, to which CTAs that own keys add their share, and the
+parts of dK and dV of CTAs that own the same keys and different rows.
 
-The sum is fp32 and lies in blocks of 64 rows and 64 columns, each [128, 32] in the order in which a warpgroup holds its
+A sum lies in blocks of 64 rows and 64 columns, each [128, 32] in the order in which a warpgroup holds its
 accumulator: a thread has 16 adjacent bytes, so shared memory is written without bank conflicts, and a block is one
 16 KB box for TMA. Element (row, column) of a block, with row = 16 warp + 8 half + r, column = 8 eighth + 2 c + pair, is
 number (((warp 8 + eighth) 8 + r) 4 + c) 4 + 2 half + pair.
@@ -34,13 +35,22 @@ def add_block(x, dq_sum, block, W: gl.constexpr):
     tma_add(dq_sum.desc, [(dq_sum.first + block) * 128, 0], tile)
 
 
+@gluon.jit
+def store_blocks(x, ptr, D: gl.constexpr):
+    """x [64, D], the accumulator of a warpgroup, to the D / 64 blocks at ptr. A warp writes whole lines."""
+    x = x.reshape([4, 2, 8, D // 64, 8, 4, 2]).permute([3, 0, 4, 2, 5, 1, 6]).reshape([D // 64 * 128, 32])
+    L: gl.constexpr = x.type.layout
+    line = gl.arange(0, D // 64 * 128, layout=gl.SliceLayout(1, L)) * 32
+    gl.store(ptr + line[:, None] + gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :], x)
+
+
 @gluon.jit(do_not_specialize=["scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads", "sequences",
-                              "dq_batch", "dq_head", "dq_token", "dq_member"])  # fmt: skip
-def round_dq(sum_ptr, dq_ptr, ds_scale_ptr, cu_q_ptr, cu_k_ptr, scale, rows, tokens, keys, group, left, right, kv_heads,
-             sequences, dq_batch, dq_head, dq_token, dq_member,
-             D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
-    """One program: 128 packed rows of a pair of sequence and KV head, to dq
-    [batch, KV head, token, head of the group, column]."""
+                              "batch_stride", "head_stride", "token_stride", "member_stride", "parts"])  # fmt: skip
+def round_sum(sum_ptr, out_ptr, ds_scale_ptr, cu_q_ptr, cu_k_ptr, scale, rows, tokens, keys, group, left, right,
+              kv_heads, sequences, batch_stride, head_stride, token_stride, member_stride, parts,
+              D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+    """One program: 128 packed rows of a pair of sequence and KV head, the sum of `parts` sums that follow one another,
+    to out [batch, KV head, token, head of the group, column]. For dK and dV the rows are keys, and the group is 1."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tiles = (rows + 127) // 128
@@ -50,13 +60,13 @@ def round_dq(sum_ptr, dq_ptr, ds_scale_ptr, cu_q_ptr, cu_k_ptr, scale, rows, tok
     tile = gl.program_id(0) - pair * tiles
     sum_ptr += gl.program_id(0).to(gl.int64) * (128 * D)
     row, end = tile * 128, rows
-    dq_ptr += (pair // kv_heads).to(gl.int64) * dq_batch + (pair % kv_heads).to(gl.int64) * dq_head
+    out_ptr += (pair // kv_heads).to(gl.int64) * batch_stride + (pair % kv_heads).to(gl.int64) * head_stride
     if VARLEN:
         seq, row = tile_of(tile, cu_q_ptr, sequences, group)
         whole = Sizes(rows, tokens, keys, group, left, right)
         first_row, _, sizes = sizes_of(seq, row, whole, cu_q_ptr, cu_k_ptr, False)
         end = sizes.rows
-        dq_ptr += (first_row // group).to(gl.int64) * dq_token
+        out_ptr += (first_row // group).to(gl.int64) * token_stride
     if SCALED:
         scale = scale / gl.load(ds_scale_ptr)
     line = gl.arange(0, 128, layout=gl.SliceLayout(1, LOAD)) * 32
@@ -65,9 +75,13 @@ def round_dq(sum_ptr, dq_ptr, ds_scale_ptr, cu_q_ptr, cu_k_ptr, scale, rows, tok
     for half in gl.static_range(2):
         here = row + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
         token = here // group
-        place = token.to(gl.int64) * dq_token + (here - token * group).to(gl.int64) * dq_member
+        place = token.to(gl.int64) * token_stride + (here - token * group).to(gl.int64) * member_stride
         for panel in gl.static_range(D // 64):
-            x = gl.load(sum_ptr + (half * (D // 64) + panel) * 4096 + line[:, None] + word[None, :])
+            block_ptr = sum_ptr + (half * (D // 64) + panel) * 4096 + line[:, None] + word[None, :]
+            x = gl.load(block_ptr)
+            for _ in range(1, parts):
+                block_ptr += gl.num_programs(0).to(gl.int64) * (128 * D)
+                x += gl.load(block_ptr)
             x = x.reshape([4, 8, 8, 4, 2, 2]).permute([0, 4, 2, 1, 3, 5]).reshape([64, 64])
-            x = gl.convert_layout((x * scale).to(dq_ptr.dtype.element_ty), STORE)
-            gl.store(dq_ptr + place[:, None] + panel * 64 + column[None, :], x, mask=(here < end)[:, None])
+            x = gl.convert_layout((x * scale).to(out_ptr.dtype.element_ty), STORE)
+            gl.store(out_ptr + place[:, None] + panel * 64 + column[None, :], x, mask=(here < end)[:, None])
