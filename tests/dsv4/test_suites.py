@@ -118,9 +118,9 @@ def test_inputs_depend_on_the_seed_and_on_nothing_else() -> None:
     assert not torch.equal(same[0], case.make(Draw(case.seed(8))).args["q"])
 
 
-@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a process takes seconds to start
+@pytest.mark.parametrize("jobs", [1, 2])
 def test_other_processes_give_the_same_results(jobs, monkeypatch) -> None:
-    """A process takes seconds to start: one is quick."""
     monkeypatch.setattr(os, "cpu_count", lambda: jobs)  # one thread each: the order of a BLAS' sums may depend on it
     cases = suites.select("fmha", "sink") + suites.select("v4", "ties")
     with one_thread():

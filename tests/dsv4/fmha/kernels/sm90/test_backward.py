@@ -40,7 +40,7 @@ CASES = {
     "window-hd64": dict(t=200, s=150, heads=(2, 1), d=64, window=(40, 3), batch=2),
     "window-fp16-hd64": dict(t=200, s=150, heads=(2, 1), d=64, dtype=FP16, window=(40, 3), batch=2),
     "causal-hd64": dict(t=150, s=300, heads=(2, 1), d=64, causal=True),
-    "more-pairs-than-go-together-hd64": dict(t=70, s=260, heads=(1, 1), d=64, causal=True, batch=6),
+    "more-pairs-than-go-together-hd64": dict(t=70, s=260, heads=(2, 1), d=64, causal=True, batch=6),
 }
 # further variants of kernels that the other tests compile
 SLOW = ["full-hd512", "causal-gqa-sink-dlse-hd128", "window-fp16-hd64"]
