@@ -263,6 +263,31 @@ def test_a_bulk_store_of_copied_bytes_requires_proxy_fence():
     holds(make, args=[X, OUT])
 
 
+def test_a_product_of_copied_bytes_requires_proxy_fence_at_the_strict_level():
+    """Behind cp.async.mbarrier.arrive, kernels for sm_100 in production (CUTLASS, FlashMLA) have no fence; behind
+    another arrival it is missed at both levels."""
+    shared = """.shared .align 1024 .b8 a[4096]; .shared .align 1024 .b8 b[256]; .shared .align 8 .b64 bar;
+    .shared .align 8 .b64 full; .shared .align 4 .b32 place;"""
+    copy = "mov.u32 %r90, b;\nmad.lo.u32 %r91, %r0, 2, %r90;\ncp.async.ca.shared.global [%r91], [%rd20], 4;\n"
+    copy = (
+        "mul.wide.u32 %rd21, %r0, 2;\nadd.s64 %rd20, %rd1, %rd21;\nand.b32 %r92, %r0, 1;\nsetp.eq.u32 %p5, %r92, 0;\n"
+        + (copy.replace("cp.async", "@%p5 cp.async"))
+    )
+
+    def make(fence, arrive="cp.async.mbarrier.arrive.noinc.shared.b64 [full];\n"):
+        body = t.init("bar") + "@%p0 mbarrier.init.shared::cta.b64 [full], 128;\n" + t.alloc(64) + t.fill("a", 4096)
+        body += "fence.proxy.async;\nbar.sync 0;\n" + copy + arrive + t.wait("full", 0)
+        body += when(fence, "fence.proxy.async;\n") + t.descriptor("%rd10", "a") + t.descriptor("%rd11", "b")
+        body += t.only("thread 0", t.mma("%r3", "%rd10", "%rd11", t.idesc()) + t.commit("bar"))
+        return t.kernel(body + t.wait("bar", 0) + t.AFTER + t.dealloc(64), "x", shared=shared)
+
+    x = [np.full(64, 0x3F803F80, np.uint32)]
+    holds(make, args=x)
+    assert not findings(make(False), x, strict=False)
+    waited = "cp.async.wait_all;\n" + t.arrive("full")
+    holds(lambda fence: make(fence, waited), args=x, strict=False)
+
+
 # -- between CTAs ------------------------------------------------------------------------------------------------------
 
 PEER = "mov.u32 %r50, %cluster_ctarank;\nxor.b32 %r51, %r50, 1;\n"

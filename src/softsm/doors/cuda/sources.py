@@ -21,6 +21,12 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
     "deep_gemm/epilogue/sm100_store_cd_swap_ab.cuh": [
         (r"epilogue_type_t::apply_index_n<", "epilogue_type_t::template apply_index_n<")
     ],
+    # ThunderKittens: special registers in asm with operands are written with %%; nvcc also takes %. A template that
+    # nobody uses names an operand that is not there.
+    "include/common/util.cuh": [(r"(?<!%)%(n?cluster)", r"%%\1")],
+    "ops/thread/util/sync.cuh": [(r"(?<!%)%clock64", "%%clock64")],
+    "ops/thread/util/tma.cuh": [(r"(?<!%)%clock64", "%%clock64")],
+    "ops/thread/memory/tile/tma.cuh": [(r"\{%3, %4, %5, %6\}\], \[%2\], %8;", "{%3, %4, %5, %6}], [%2], %7;")],
 }
 
 
@@ -40,7 +46,7 @@ def corrected(files: Iterable[Path], folder: Path) -> list[str]:
     """Flags that let clang read corrected copies, which are written to the folder, of those files that need it."""
     roots: list[dict[str, str]] = []
     for file in files:
-        known = next((rules for end, rules in CORRECTIONS.items() if file.as_posix().endswith(end)), None)
+        known = next((rules for end, rules in CORRECTIONS.items() if file.resolve().as_posix().endswith(end)), None)
         if known is None:
             continue
         text = new = file.read_text()

@@ -83,7 +83,7 @@ class Driver(Runtime):
         self.text = ctypes.create_string_buffer(1)
 
     @classmethod
-    def names(cls) -> list[str]:
+    def functions(cls) -> list[str]:
         return sorted({*DONE, *SAYS, *(name for name in dir(cls) if name.startswith("cu"))})
 
     def serve(self, name: str, a: list[int]) -> int:
@@ -235,7 +235,8 @@ class Driver(Runtime):
 
     def cuTensorMapEncodeTiled(self, a: list[int]) -> int:
         kind, rank, interleave, swizzle, promotion, fill = (number(a[k]) for k in (1, 2, 8, 9, 10, 11))
-        return self.encode(a[0], kind, rank, *a[3:8], interleave, swizzle, promotion, fill)
+        address, dims, strides, box, steps = a[3:8]
+        return self.encode(a[0], kind, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill)
 
     # ---- launches ----------------------------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class OnImport(MetaPathFinder):
         if name in PACKAGES:
             sys.meta_path.remove(self)
             try:
-                self.end = library.loaded(Driver.names(), self.state.serve)
+                self.end = library.loaded(Driver.functions(), self.state.serve)
             except SoftsmError as problem:
                 raise ImportError(str(problem)) from None
 
@@ -286,7 +287,7 @@ def driver(arch: str, sms: int = DEFAULT_SMS, *, at_import: bool = False) -> Ite
     if at_import and not any(name in sys.modules for name in PACKAGES):
         sys.meta_path.insert(0, hook)
     else:
-        hook.end = library.loaded(Driver.names(), state.serve)
+        hook.end = library.loaded(Driver.functions(), state.serve)
     try:
         yield state
     except Exception as problem:

@@ -130,7 +130,7 @@ def test_behind_the_block_the_driver_is_gone():
 
 
 def test_every_name_is_served():
-    names = Driver.names()
+    names = Driver.functions()
     assert len(names) > 60 and names == sorted(set(names)) and all(name.startswith("cu") for name in names)
 
 
