@@ -106,15 +106,16 @@ def moe(
         y_j  = W2 h
         out  = sum_j y_j + shared(x_t)                         shared: the same with its own matrices and weight 1
 
-    Rounding is the model's: x and h to FP8 by ``activations``; g, u, h (before FP8) and y_j to the dtype of x; sums in
-    fp32.
+    Rounding is the model's: x and h to FP8 or FP4 by ``activations``; g, u, h (before that) and y_j to the dtype of x;
+    sums in fp32.
 
     Args:
         x: [T, H], bf16 or fp16 (fp32 on the cpu backend).
         experts: a :class:`dsv4.Fp4Experts`, or (gate above up [E, 2 I, H], down [E, H, I]) of x's dtype.
         ids: int32 or int64 [T, k], -1 = no expert; weights: fp32 [T, k]. dsv4.moe_route makes both.
         activations: "fp8_128" (V4's recipe: e4m3, one power of two for 128 columns), "fp8_32" (V4.1's: for 32),
-            "fp8_token" (for a whole row), "bf16" (x and h stay as they are).
+            "fp8_token" (for a whole row), "nvfp4" (E2M1, one E4M3 scale for 16 columns), "bf16" (x and h stay as they
+            are).
         limit: of SwiGLU, "swiglu_limit".
         shared: (gate above up [2 S, H], down [H, S]) of x's dtype. FP8 weights with powers of two as scales are exact
             in bf16.
@@ -124,10 +125,11 @@ def moe(
             at a time, and the shared expert is excepted on a GPU.
         backend: "auto" (kernels if they can run the problem, else torch), "cuda" and "softsm" (the kernels), "cpu".
 
-    Kernels exist for sm_90a and sm_100a: bf16, MXFP4 weights in the layout of the architecture (Fp4Experts.layout),
-    activations "fp8_128"; for sm_90a exponents spread by at most 11 in a row (Fp4Experts.spread). Gradients exist for
-    weights of x's dtype with activations "bf16", with respect to x, both weights, ``weights`` and the shared expert;
-    FP4 weights are frozen and x has no gradient through them.
+    Kernels take bf16 x and FP4 weights in the layout of the architecture (Fp4Experts.layout). On sm_90a: MXFP4 weights
+    whose exponents spread by at most 11 in a row (Fp4Experts.spread), activations "fp8_128". On sm_100a: MXFP4 weights,
+    activations "fp8_128" or "fp8_32"; NVFP4 weights, activations "nvfp4". Gradients exist for weights of x's dtype with
+    activations "bf16", with respect to x, both weights, ``weights`` and the shared expert; FP4 weights are frozen and x
+    has no gradient through them.
     """
     checks.flag("return_slots", return_slots)
     sw13, sw2 = _pair("shared", shared) if shared is not None else (None, None)

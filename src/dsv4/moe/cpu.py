@@ -45,8 +45,13 @@ def rounded(x: Tensor, activations: str) -> Tensor:
     """fp32 rows with the values that a recipe gives them."""
     if activations == "bf16":
         return x.float()
-    codes, scales = formats.quantize(x, formats.columns(activations, x.shape[-1]))
-    return (codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
+    if activations == "nvfp4":
+        packed, e4m3 = formats.quantize_nvfp4(x)
+        values, scales = formats.fp4_values(packed), e4m3.float()
+    else:
+        codes, scales = formats.quantize(x, formats.columns(activations, x.shape[-1]))
+        values = codes.float()
+    return (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
 
 
 def numbers_of(p: MoeProblem, expert: int) -> tuple[Tensor, Tensor, Tensor]:

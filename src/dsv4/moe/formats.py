@@ -4,8 +4,9 @@ E2M1 codes 0 to 7 are 0, .5, 1, 1.5, 2, 3, 4, 6, codes 8 to 15 the negatives; of
 first. MXFP4 has one E8M0 scale for 32 codes, 2^(byte - 127). NVFP4 has one E4M3 scale for 16 codes, and an fp32 scale
 for a tensor.
 
-Activations are e4m3 with one power of two for 128 columns (or for 32, or for a whole row): the least that clips none,
-2^ceil(log2(max(amax, 1e-4) / 448)), from the bits of the fp32 product amax * (1 / 448).
+FP8 activations are e4m3 with one power of two for 128 columns (or for 32, or for a whole row): the least that clips
+none, 2^ceil(log2(max(amax, 1e-4) / 448)), from the bits of the fp32 product amax * (1 / 448). NVFP4 activations are
+E2M1 with one E4M3 scale for 16 columns: amax / 6, between 2^-9 and 448. They have no scale of a tensor.
 
 Tiles. Kernels read weights by tiles of 256 rows and 128 columns; of gate and up a tile has 128 rows each, of the same
 channels. A row of a tile is 64 bytes, in one of two layouts.
@@ -23,6 +24,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from dsv4.caches.formats import encode_e2m1
 
 LAYOUTS = ("sm90", "sm100")  # of tiles, by the kernels that read them
 GROUP = 128  # columns of activations with one scale
@@ -75,7 +78,7 @@ def fp8_scale(amax: Tensor) -> Tensor:
 
 def columns(activations: str, width: int) -> int:
     """Columns with one scale, of rows this wide."""
-    return {"fp8_128": GROUP, "fp8_32": 32}.get(activations, width)
+    return {"fp8_128": GROUP, "fp8_32": 32, "nvfp4": 16}.get(activations, width)
 
 
 def quantize(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
@@ -83,6 +86,13 @@ def quantize(x: Tensor, group: int = GROUP) -> tuple[Tensor, Tensor]:
     x = x.float().unflatten(-1, (-1, group))
     scale = fp8_scale(x.abs().amax(-1))
     return (x / scale[..., None]).to(torch.float8_e4m3fn).flatten(-2), scale
+
+
+def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., k] -> (uint8 [..., k / 2], e4m3 [..., k / 16])."""
+    groups = x.float().unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1) / 6).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
+    return encode_e2m1((groups / scale.float()[..., None]).flatten(-2)), scale
 
 
 def _moved(words: Tensor, moves: list[tuple[int, int]]) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from dsv4.runtime import checks
 
-Activations = Literal["fp8_128", "fp8_32", "fp8_token", "bf16"]
+Activations = Literal["fp8_128", "fp8_32", "fp8_token", "nvfp4", "bf16"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activations)
 FORMATS = ("mxfp4", "nvfp4", "bf16")  # of weights
 

@@ -48,6 +48,17 @@ def fp8(x: Tensor, columns: int) -> Tensor:
     return ((groups / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(-2)
 
 
+def fp4(x: Tensor) -> Tensor:
+    """x [..., k] rounded to E2M1 with one e4m3 scale for 16 columns: the nearest to amax / 6."""
+    groups = x.float().unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1, keepdim=True) / 6).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float()
+    small = (groups / scale).double()  # in fp32, as the model has it
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device=x.device)
+    above = small.abs()[..., None] - (values[1:] + values[:-1]) / 2
+    odd = torch.arange(7, device=x.device) % 2 == 1  # a tie above an odd code goes up, to the even one
+    return (values[((above > 0) | ((above == 0) & odd)).sum(-1)] * small.sign() * scale.double()).flatten(-2)
+
+
 def mlp(
     x: Tensor, w13: Tensor, w2: Tensor, weight: Tensor, limit: float, dtype: torch.dtype | None, recipe: str
 ) -> Tensor:
@@ -57,6 +68,8 @@ def mlp(
         return y if dtype is None else y.to(dtype).double()
 
     def to_fp8(y: Tensor) -> Tensor:
+        if recipe == "nvfp4":
+            return fp4(y)
         return y if recipe == "bf16" else fp8(y, {"fp8_128": 128, "fp8_32": 32}.get(recipe, y.shape[-1]))
 
     gate, up = (to(to_fp8(x) @ w13.T)).chunk(2, -1)

@@ -48,7 +48,7 @@ def test_wrong_arguments_of_the_router():
         dsv4.moe_route(**right | dict(table=torch.tensor([[0, 1, 16]] * 9)))
 
 
-@pytest.mark.parametrize("recipe", ["fp8_128", "fp8_32", "fp8_token", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp8_128", "fp8_32", "fp8_token", "nvfp4", "bf16"])
 def test_moe_is_the_oracle_rounded(recipe):
     experts, given = moe_cases.layer(e=3).experts, moe_cases.tokens(5, e=3, k=2)
     given["ids"][3, 1] = given["ids"][4, 0] = -1

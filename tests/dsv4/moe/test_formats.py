@@ -40,6 +40,18 @@ def test_zeros_and_one_huge_value_are_quantised():
     assert abs(float(back.flatten(1)[1, 200]) / -1e-3 - 1) <= 1 / 16 and codes.float().isfinite().all()
 
 
+def test_nvfp4_against_ml_dtypes():
+    """Ties among them: multiples of an eighth beside a greatest value of 6, whose scale is 1."""
+    x = torch.cat([torch.arange(-48, 48) / 8, torch.randn(32) * 40, torch.zeros(16), torch.full((16,), 1e4)])[None]
+    x[0, :96:16] = 6
+    codes, scales = formats.quantize_nvfp4(x)
+    groups = x.numpy().reshape(-1, 16)
+    want = np.clip(np.abs(groups).max(1) / np.float32(6), 2.0**-9, 448).astype(ml_dtypes.float8_e4m3fn)
+    assert np.array_equal(scales[0].float().numpy(), want.astype(np.float32))
+    small = np.clip(groups / want.astype(np.float32)[:, None], -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    assert np.array_equal(formats.fp4_values(codes)[0].numpy(), small.astype(np.float32).flatten())
+
+
 def test_positions_are_a_permutation_that_keeps_a_thread_in_one_group():
     """Thread t of wgmma m64k32 has columns 4t..4t+3 and 16+4t..16+4t+3 of each 32."""
     assert sorted(formats.POSITIONS) == list(range(128))

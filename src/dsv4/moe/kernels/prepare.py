@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from dsv4.moe.kernels.arguments import (
     WeightTiles,
 )
 from dsv4.moe.kernels.route import CHUNKS, moe_choose, moe_logits
-from dsv4.moe.kernels.rows import PIECE, SOME, moe_count, moe_place, moe_rows, moe_sort_rows, moe_sum
+from dsv4.moe.kernels.rows import PIECE, SOME, moe_count, moe_place, moe_rows, moe_sort_rows, moe_sum, words_of
 from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime.checks import LOW_PRECISION
 from dsv4.runtime.program import Null, Program, Slot
@@ -32,12 +32,14 @@ COLUMNS = 1024  # of a token to a program, where there are few tokens
 FEW_TOKENS = 128  # up to which programs share the sum of a logit
 
 
-def supports_moe(p: MoeProblem, layout: str) -> str | None:
-    """None, or why the kernels that read this layout cannot run the problem."""
-    if p.format != "mxfp4":
-        return f"weights in {p.format}; the GPU kernels take MXFP4"
-    if p.activations != "fp8_128":
-        return f"activations {p.activations!r}; the GPU kernels take 'fp8_128'"
+def supports_moe(p: MoeProblem, layout: str, recipes: Collection[tuple[str, str]]) -> str | None:
+    """None, or why the kernels that read this layout cannot run the problem. recipes: of weights and activations."""
+    forms = sorted({form for form, _ in recipes})
+    if p.format not in forms:
+        return f"weights in {p.format}; these kernels take {' and '.join(forms)}"
+    accepted = [repr(activations) for form, activations in recipes if form == p.format]
+    if repr(p.activations) not in accepted:
+        return f"activations {p.activations!r} with weights in {p.format}; these kernels take {' and '.join(accepted)}"
     if p.x.dtype != torch.bfloat16:
         return f"x {p.x.dtype}; the GPU kernels take torch.bfloat16"
     if p.layout != layout:
@@ -55,7 +57,7 @@ class Product(NamedTuple):
     first: bool
     tiles: Slot
     scales: Slot
-    x: Slot  # e4m3 [rows, width]
+    x: Slot  # e4m3 [rows, width], or two e2m1 to a byte
     x_scales: Slot  # [width / 128, line]
     rows: SortedRows
     weights: WeightTiles
@@ -65,7 +67,9 @@ class Product(NamedTuple):
 def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], None], tile: int = 0) -> None:
     """The tensors of p are slots. tile: rows of activations to a tile, if their scales lie in atoms."""
     slots, atoms = p.tokens * p.topk, p.tokens * p.topk // tile + p.experts if tile else 0
-    line, scale = (128 * atoms, torch.int32) if tile else (scale_line(p), torch.float32)
+    words = words_of(p.activations)
+    line, scale = (128 * words * atoms, torch.int32) if tile else (scale_line(p), torch.float32)
+    codes, each = (torch.uint8, 2) if p.activations == "nvfp4" else (torch.float8_e4m3fn, 1)
     ids = p.ids if p.ids.is_contiguous() else program.copied(p.ids)
     weights = p.weights if p.weights.is_contiguous() else program.copied(p.weights)
 
@@ -74,9 +78,9 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
 
     starts, slot_of, row_of = ints("starts", p.experts + 1), ints("slot of row", slots), ints("row of slot", slots)
     row_weight = program.workspace("weight of row", (slots,), torch.float32)
-    x_rows = program.workspace("rows of x", (slots, p.hidden), torch.float8_e4m3fn)
+    x_rows = program.workspace("rows of x", (slots, p.hidden // each), codes)
     x_scales = program.workspace("scales of x", (p.hidden // formats.GROUP, line), scale)
-    h_rows = program.workspace("rows of h", (slots, p.intermediate), torch.float8_e4m3fn)
+    h_rows = program.workspace("rows of h", (slots, p.intermediate // each), codes)
     h_scales = program.workspace("scales of h", (p.intermediate // formats.GROUP, line), scale)
     y = p.slots
     if y is None or not y.is_contiguous():
@@ -92,18 +96,21 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     if slots <= SORTED_AT_ONCE:
         program.launch(
             moe_sort_rows, (p.experts + p.tokens * parts,), dict(choice=choice, to=to, x=given, parts=parts),
-            TOPK=p.topk, SLOTS=max(64, 1 << (slots - 1).bit_length()), COLUMNS=COLUMNS, TILE=tile, num_warps=4,
+            TOPK=p.topk, SLOTS=max(64, 1 << (slots - 1).bit_length()), COLUMNS=COLUMNS, TILE=tile,
+            RECIPE=p.activations, num_warps=4,
         )  # fmt: skip
     else:
         count, experts = -(-slots // PIECE.value), max(SOME.value, 1 << (p.experts - 1).bit_length())
         pieces = Pieces(ints("counts", count * experts), ints("bases", count * 2 * experts))
         program.launch(moe_count, (count,), dict(choice=choice, pieces=pieces), EXPERTS=experts, num_warps=4)
         arguments = dict(choice=choice, pieces=pieces, to=to)
-        program.launch(moe_place, (count,), arguments, EXPERTS=experts, TILE=tile, num_warps=4, launch_pdl=True)
+        program.launch(
+            moe_place, (count,), arguments, EXPERTS=experts, TILE=tile, WORDS=words, num_warps=4, launch_pdl=True
+        )
         columns = min(4096, 1 << (p.hidden - 1).bit_length())
         program.launch(
             moe_rows, (p.tokens, -(-p.hidden // columns)), dict(x=given), TOPK=p.topk, COLUMNS=columns,
-            TILE=tile, num_warps=max(1, columns // 512), launch_pdl=True,
+            TILE=tile, RECIPE=p.activations, num_warps=max(1, columns // 512), launch_pdl=True,
         )  # fmt: skip
     rows = SortedRows(starts, slot_of, row_weight, p.experts, atoms)
     blocks = p.intermediate // formats.GROUP

@@ -9,9 +9,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4.caches.kernels.pack import e2m1
+
 PIECE = tl.constexpr(256)  # slots to a program that sorts
 SOME = tl.constexpr(32)  # of what is compared with them at a time
 GROUP = tl.constexpr(128)
+LEAST, E4M3_MAX = tl.constexpr(2.0**-9), tl.constexpr(448.0)  # scales of NVFP4
 
 
 @triton.jit
@@ -21,14 +24,14 @@ def wait_on_prior_grid():
 
 
 @triton.jit
-def scale_place(row, begin, expert, TILE: tl.constexpr):
+def scale_place(row, begin, expert, TILE: tl.constexpr, WORDS: tl.constexpr):
     """Where the scales of a row are. Those of every expert begin at a multiple of 4, as TMA wants it; or those of every
-    TILE rows of an expert have an atom of 128 (sm100/products.py)."""
+    TILE rows of an expert have an atom of 128 words, or WORDS of them (sm100/products.py)."""
     if TILE == 0:
         place = row - begin + (begin + 3) // 4 * 4 + 4 * expert
     else:
         n = (row - begin) % TILE
-        place = (begin // TILE + expert + (row - begin) // TILE) * 128 + n % 32 * 4 + n // 32
+        place = (begin // TILE + expert + (row - begin) // TILE) * 128 * WORDS + n % 32 * 4 + n // 32
     return place
 
 
@@ -51,7 +54,7 @@ def moe_count(choice, pieces, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def moe_place(choice, pieces, to, EXPERTS: tl.constexpr, TILE: tl.constexpr):
+def moe_place(choice, pieces, to, EXPERTS: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr):
     """One program: the rows of PIECE slots, which come after those of earlier pieces and of lower experts."""
     gdc_launch_dependents()
     wait_on_prior_grid()
@@ -84,7 +87,7 @@ def moe_place(choice, pieces, to, EXPERTS: tl.constexpr, TILE: tl.constexpr):
     row = tl.load(bases + id, mask=there, other=0) + rank
     tl.store(to.row_ptr + slot, tl.where(there, row, -1), mask=slot < choice.slots)
     begin = tl.load(bases + EXPERTS + id, mask=there, other=0)
-    tl.store(to.place_ptr + slot, scale_place(row, begin, id, TILE), mask=there)
+    tl.store(to.place_ptr + slot, scale_place(row, begin, id, TILE, WORDS), mask=there)
     tl.store(to.slot_ptr + row, slot, mask=there)
     tl.store(to.weight_ptr + row, tl.load(choice.weights_ptr + slot, mask=there, other=0.0), mask=there)
 
@@ -106,44 +109,72 @@ def sort_expert(choice, to, expert, SLOTS: tl.constexpr):
     tl.store(to.row_ptr + slot, tl.where(mine, row, -1), mask=mine | nowhere)
 
 
+@triton.constexpr_function
+def words_of(recipe):
+    """Of scales, to a row and 128 columns."""
+    return 2 if recipe == "nvfp4" else 1
+
+
 @triton.jit
-def quantized(x, token, part, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """COLUMNS of a token as (e4m3, scales of the groups). Without TILE: columns of a group in the order of
-    formats.POSITIONS, scales fp32; else columns as they are, scales a byte four times."""
+def in_words(bytes, COLUMNS: tl.constexpr, RECIPE: tl.constexpr):
+    """Four bytes to a word, the first lowest."""
+    four = tl.reshape(bytes, [COLUMNS // GROUP * words_of(RECIPE), 4])
+    return tl.sum(four << (8 * tl.arange(0, 4))[None, :], 1)
+
+
+@triton.jit
+def quantized(x, token, part, COLUMNS: tl.constexpr, TILE: tl.constexpr, RECIPE: tl.constexpr):
+    """COLUMNS of a token as (codes, scales of the groups). Without TILE: columns of a group in the order of
+    formats.POSITIONS, scales fp32; else columns as they are, scales bytes, four to a word."""
     n = tl.arange(0, COLUMNS)
     p = n % GROUP
     column = part * COLUMNS + n
     if TILE == 0:
         column += p % 16 // 4 * 32 + p // 32 * 8 + p % 32 // 16 * 4 + p % 4 - p
     values = tl.load(x.ptr + token.to(tl.int64) * x.line + column, mask=column < x.width, other=0.0).to(tl.float32)
-    groups = tl.reshape(values, [COLUMNS // GROUP, GROUP])
-    bits = (tl.maximum(tl.max(tl.abs(groups), 1), 1e-4) * (1.0 / 448.0)).to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    codes = tl.reshape((groups * inverse[:, None]).to(tl.float8e4nv), [COLUMNS])
-    if TILE == 0:
-        scales = (exponent << 23).to(tl.float32, bitcast=True)
+    if RECIPE == "nvfp4":
+        groups = tl.reshape(values, [COLUMNS // 16, 16])
+        target = tl.minimum(tl.maximum(tl.div_rn(tl.max(tl.abs(groups), 1), 6.0), LEAST), E4M3_MAX)
+        scale = target.to(tl.float8e4nv)
+        groups, value = tl.broadcast(groups, scale.to(tl.float32)[:, None])
+        low, high = tl.split(tl.reshape(e2m1(tl.div_rn(groups, value)), [COLUMNS // 2, 2]))
+        codes = (low | (high << 4)).to(tl.uint8)
+        scales = in_words(scale.to(tl.uint8, bitcast=True).to(tl.int32), COLUMNS, RECIPE)
     else:
-        scales = exponent * 0x01010101
+        ONE: tl.constexpr = 32 if RECIPE == "fp8_32" else GROUP
+        groups = tl.reshape(values, [COLUMNS // ONE, ONE])
+        bits = (tl.maximum(tl.max(tl.abs(groups), 1), 1e-4) * (1.0 / 448.0)).to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        codes = tl.reshape((groups * inverse[:, None]).to(tl.float8e4nv), [COLUMNS])
+        if TILE == 0:
+            scales = (exponent << 23).to(tl.float32, bitcast=True)
+        elif RECIPE == "fp8_32":
+            scales = in_words(exponent, COLUMNS, RECIPE)
+        else:
+            scales = exponent * 0x01010101
     return codes, scales
 
 
 @triton.jit
-def write_rows(x, codes, scale, part, row, place, COLUMNS: tl.constexpr):
+def write_rows(x, codes, scale, part, row, place, COLUMNS: tl.constexpr, RECIPE: tl.constexpr):
     """To one row."""
+    WORDS: tl.constexpr = words_of(RECIPE)
+    EACH: tl.constexpr = 2 if RECIPE == "nvfp4" else 1  # codes to a byte
     if row >= 0:
-        column = part * COLUMNS + tl.arange(0, COLUMNS)
-        group = part * (COLUMNS // GROUP) + tl.arange(0, COLUMNS // GROUP)
-        tl.store(x.to_ptr + row.to(tl.int64) * x.width + column, codes, mask=column < x.width)
-        tl.store(x.scale_ptr + group * x.scale_line + place, scale, mask=group * GROUP < x.width)
+        n = part * (COLUMNS // EACH) + tl.arange(0, COLUMNS // EACH)
+        word = part * (COLUMNS // GROUP * WORDS) + tl.arange(0, COLUMNS // GROUP * WORDS)
+        tl.store(x.to_ptr + row.to(tl.int64) * (x.width // EACH) + n, codes, mask=n * EACH < x.width)
+        to = word // WORDS * x.scale_line + word % WORDS * 128 + place
+        tl.store(x.scale_ptr + to, scale, mask=word // WORDS * GROUP < x.width)
 
 
 @triton.jit
-def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, RECIPE: tl.constexpr):
     """One program: COLUMNS of a token, to the row of each of its slots."""
     gdc_launch_dependents()
     token, part = tl.program_id(0), tl.program_id(1)
-    codes, scale = quantized(x, token, part, COLUMNS, TILE)
+    codes, scale = quantized(x, token, part, COLUMNS, TILE, RECIPE)
     wait_on_prior_grid()
     rows = ()
     places = ()
@@ -151,12 +182,12 @@ def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
         rows = rows + (tl.load(x.row_ptr + token * TOPK + j),)
         places = places + (tl.load(x.place_ptr + token * TOPK + j),)
     for j in tl.static_range(TOPK):
-        write_rows(x, codes, scale, part, rows[j], places[j], COLUMNS)
+        write_rows(x, codes, scale, part, rows[j], places[j], COLUMNS, RECIPE)
 
 
 @triton.jit
 def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
-                  TILE: tl.constexpr):  # fmt: skip
+                  TILE: tl.constexpr, RECIPE: tl.constexpr):  # fmt: skip
     """All in one launch, for at most SLOTS slots: a program of a token counts for itself which rows are its own."""
     gdc_launch_dependents()
     n = tl.program_id(0) - choice.experts
@@ -165,7 +196,7 @@ def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, SLOTS: tl.constexpr,
         sort_expert(choice, to, tl.program_id(0), SLOTS)
     else:
         token, part = n // parts, n % parts
-        codes, scale = quantized(x, token, part, COLUMNS, TILE)
+        codes, scale = quantized(x, token, part, COLUMNS, TILE, RECIPE)
         wait_on_prior_grid()
         slot = tl.arange(0, SLOTS)
         ids = ids_of(choice, slot)
@@ -175,7 +206,8 @@ def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, SLOTS: tl.constexpr,
             begin = tl.sum(((ids >= 0) & (ids < id)).to(tl.int32), 0)
             row = begin + tl.sum(((ids == id) & (slot < mine)).to(tl.int32), 0)
             row = tl.where(id >= 0, row, -1)
-            write_rows(x, codes, scale, part, row, scale_place(row, begin, id, TILE), COLUMNS)
+            place = scale_place(row, begin, id, TILE, words_of(RECIPE))
+            write_rows(x, codes, scale, part, row, place, COLUMNS, RECIPE)
 
 
 @triton.jit

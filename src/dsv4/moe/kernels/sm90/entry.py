@@ -14,6 +14,7 @@ from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
+RECIPES = (("mxfp4", "fp8_128"),)  # weights, activations
 SHARED_BYTES = 192 << 10  # for stages; the rest is for exchanges between warps
 MOST_STAGES = 10
 
@@ -40,7 +41,7 @@ def supports(p: MoeProblem | RouteProblem) -> str | None:
         return supports_route(p)
     if p.spread > formats.MAX_SPREAD:
         return f"exponents that spread by {p.spread} in a row of weights; the kernels take {formats.MAX_SPREAD}"
-    return supports_moe(p, "sm90")
+    return supports_moe(p, "sm90", RECIPES)
 
 
 def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> None:

@@ -33,19 +33,21 @@ def test_experts_with_many_rows_with_few_and_with_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_every_tile_in_every_order(rows, monkeypatch):
+@pytest.mark.parametrize("rows, recipe", [
+    (16, "fp8_128"), (32, "fp8_32"), (64, "fp8_128"), (128, "fp8_32"), (16, "nvfp4"), (64, "nvfp4"), (128, "nvfp4"),
+])  # fmt: skip
+def test_every_tile_in_every_order(rows, recipe, monkeypatch):
     """Several tiles to a CTA, the last of an expert partly filled; slots sorted in pieces."""
     monkeypatch.setattr(entry, "TILES", ((float("inf"), rows),))
     monkeypatch.setattr(prepare, "SORTED_AT_ONCE", 0)
     calls.forget()
-    experts = moe_cases.layer(e=3, h=512, i=256, layout="sm100").experts
+    experts = moe_cases.layer(e=3, h=512, i=256, nvfp4=recipe == "nvfp4", layout="sm100").experts
     given = moe_cases.tokens(140, h=512, e=3, k=2)
     given["ids"][5:] = torch.tensor([2, 0])
-    out, slots = kernel(experts, given, return_slots=True, sms=2)
-    moe_cases.assert_right(out, slots, experts, given)
+    out, slots = kernel(experts, given, return_slots=True, sms=2, activations=recipe)
+    moe_cases.assert_right(out, slots, experts, given, recipe=recipe)
     for order in ("eager", "latest"):
-        assert torch.equal(kernel(experts, given, order=order, sms=2), out)
+        assert torch.equal(kernel(experts, given, order=order, sms=2, activations=recipe), out)
     calls.forget()
 
 
@@ -53,7 +55,7 @@ def test_what_the_kernels_do_not_take():
     given = moe_cases.tokens(3)
     for experts, options, says in (
         (moe_cases.layer().experts, {}, "weights in the layout 'sm90'"),
-        (moe_cases.layer(nvfp4=True, layout="sm100").experts, {}, "weights in nvfp4"),
+        (moe_cases.layer(nvfp4=True, layout="sm100").experts, {}, "activations 'fp8_128' with weights in nvfp4"),
         (moe_cases.layer(layout="sm100").experts, dict(activations="bf16"), "activations 'bf16'"),
     ):  # fmt: skip
         with (
