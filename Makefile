@@ -35,7 +35,7 @@ TRITON_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules te
 # What ruff reads.
 CODE    := src tests benchmarks examples tutorials docs tools
 
-.PHONY: demo test test-slow test-gpu test-triton test-triton-suite test-engines docs fuzz lint bench setup clean known-tests
+.PHONY: demo test test-slow test-gpu test-triton test-triton-suite test-field test-engines docs fuzz lint bench setup clean known-tests
 
 demo: $(HERE)/.installed
 	$(HERE)/bin/python -m dsv4 demo
@@ -62,6 +62,11 @@ test-triton-suite: setup
 	@test -n "$(TRITON_SOURCE)" || { echo "TRITON_SOURCE: a checkout of Triton, e.g. git clone --depth 1 \
 	   --branch v3.9.0 https://github.com/triton-lang/triton"; exit 1; }
 	$(VENV)/bin/python tools/triton_suite.py "$(TRITON_SOURCE)" --sample $(SAMPLE) --workers $(WORKERS)
+
+# Published kernels in softsm: SOURCES is a folder with checkouts (docs/field.md), ONLY a part of their names.
+test-field: setup
+	@test -n "$(SOURCES)" || { echo "SOURCES: a folder with checkouts of the projects that docs/field.md lists"; exit 1; }
+	$(VENV)/bin/python tools/field.py "$(SOURCES)" --only "$(ONLY)"
 
 test-engines: $(VENVE)/.installed
 	DSV4_ENGINES=1 $(VENVE)/bin/python -m pytest tests/engines

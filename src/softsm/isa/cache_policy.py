@@ -6,6 +6,9 @@ constants: the priority in the top bits, then sixteenths of the accesses that ge
 
 from __future__ import annotations
 
+import numpy as np
+
+from softsm.isa.mbarriers import lanes
 from softsm.isa.registry import lowers
 from softsm.ptx.ast import Imm
 
@@ -24,11 +27,27 @@ def createpolicy(asm, ins):
     if not known or rest[0] not in PRIMARY or any(m not in SECONDARY for m in rest[1:-1]):
         asm.refuse(ins, "expected createpolicy.{fractional,range}.L2::priority{.L2::evict_first,.L2::evict_unchanged}"
                    ".b64 or createpolicy.cvt.L2.b64")  # fmt: skip
-    share = 16
+    priority, share, to = PRIMARY[rest[0]], 16, asm.dst(ins.operands[0], "q")
     if kind == "fractional" and len(ins.operands) > 1:
         fraction = ins.operands[1]
-        if not isinstance(fraction, Imm) or not 0 < float(fraction.value) <= 1:
-            raise asm.error("the fraction is a literal above 0 and at most 1")
-        share = max(1, round(16 * float(fraction.value)))
-    word = PRIMARY[rest[0]] << 56 | share - 1 << 52
-    asm.emit("mov.b64", asm.dst(ins.operands[0], "q"), asm.const(word, "q"))
+        if not isinstance(fraction, Imm):
+            return asm.macro(do_fractional, ins, to=to, fraction=asm.src(fraction, "f"), priority=priority)
+        if not 0 < float(fraction.value) <= 1:
+            raise asm.error("the fraction is above 0 and at most 1")
+        share = sixteenths(float(fraction.value))
+    asm.emit("mov.b64", to, asm.const(word_of(priority, share), "q"))
+
+
+def sixteenths(fraction: float) -> int:
+    return min(max(1, round(16 * fraction)), 16)
+
+
+def word_of(priority: int, share: int) -> int:
+    return priority << 56 | share - 1 << 52
+
+
+def do_fractional(w, mask, o):
+    """The fraction is in a register."""
+    for lane in lanes(mask):
+        fraction = np.nan_to_num(w.R[o.fraction, lane : lane + 1].view(np.float32), posinf=1.0)
+        w.Q[o.to, lane] = word_of(o.priority, sixteenths(float(fraction[0])))

@@ -27,6 +27,7 @@ POLICIES = {
     "createpolicy.fractional.L2::evict_normal.b64 %rd4, 1.0;": 0x16F0000000000000,
     "createpolicy.fractional.L2::evict_first.b64 %rd4, 0.5;": 0x1270000000000000,
     "createpolicy.fractional.L2::evict_last.L2::evict_unchanged.b64 %rd4, 0.25;": 0x1430000000000000,
+    "mov.b32 %r3, 0f3E800000;\ncreatepolicy.fractional.L2::evict_last.b64 %rd4, %r3;": 0x1430000000000000,
 }
 
 

@@ -83,7 +83,11 @@ def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
     common = [clang, *COMMON, f"--cuda-gpu-arch={arch}", *headers(flags), *sources.macros(arch), *flags]
     said = run([*common, "--cuda-host-only", "-M", str(file)])
     used = sorted({Path(word) for word in said.replace("\\\n", " ").split(":", 1)[1].split()} | {HERE / "host.cpp"})
-    facts = [*common, *(f"{path.resolve()} {path.stat().st_mtime_ns} {path.stat().st_size}" for path in used)]
+    facts = [
+        *common,
+        str(sources.CORRECTIONS),
+        *(f"{path.resolve()} {path.stat().st_mtime_ns} {path.stat().st_size}" for path in used),
+    ]
     folder = cache_folder() / "cuda" / hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
     if not (folder / "program.so").is_file():
         build(common, file, arch, folder, used)

@@ -239,6 +239,15 @@ API const char *cudaGetErrorString(cudaError_t error) {
 
 // ---- the driver ----------------------------------------------------------------------------------------------------
 
+API CUresult cuGetErrorString(CUresult error, const char **text) {
+    *text = cudaGetErrorString((cudaError_t)error);
+    return CUDA_SUCCESS;
+}
+API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *at) {
+    bool device = !served.copy((void *)at, at, 1, cudaMemcpyDeviceToDevice);  // onto itself: an error elsewhere
+    *attributes = {device ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered, 0, device ? (void *)at : nullptr, nullptr};
+    return cudaSuccess;
+}
 API CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
                                     const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
                                     const cuuint32_t *steps, CUtensorMapInterleave interleave,

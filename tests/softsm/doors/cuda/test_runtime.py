@@ -56,6 +56,10 @@ int main(int count, char **words) {
     reverse<true><<<1, 128>>>(x, out);
     cudaMemcpy(got, out, sizeof got, cudaMemcpyDeviceToHost);
     printf("run %d: %d %d\n", ++runs, got[0], got[127]);
+    cudaPointerAttributes of_x, of_host;
+    cudaPointerGetAttributes(&of_x, x);
+    cudaPointerGetAttributes(&of_host, host);
+    printf("device memory: %d %d\n", of_x.type == cudaMemoryTypeDevice, of_host.type == cudaMemoryTypeDevice);
     sum<<<1, 128>>>(x);
     cudaMemcpyFromSymbol(&zero, total, sizeof zero);
     printf("sum %d\n", zero);
@@ -83,6 +87,7 @@ int main(int count, char **words) {
 """
 SAID = [
     "run 1: 381 0",
+    "device memory: 1 0",
     "sum 8128",
     "the last of 4",
     "ranks 0 1 0 1",
