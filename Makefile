@@ -35,7 +35,8 @@ TRITON_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules te
 # What ruff reads.
 CODE    := src tests benchmarks examples tutorials docs tools
 
-.PHONY: demo test test-slow test-gpu test-triton test-triton-suite test-field test-engines docs fuzz lint bench setup clean known-tests
+.PHONY: demo test test-slow test-gpu test-triton test-triton-suite test-field test-engines docs fuzz lint bench cubins setup \
+        clean known-tests
 
 demo: $(HERE)/.installed
 	$(HERE)/bin/python -m dsv4 demo
@@ -85,6 +86,11 @@ lint: setup
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+# The wheel dsv4-cubins, into dist/: CUBINS='--arch sm_90a -- --kind v4' for a part of it.
+CUBINS ?=
+cubins: setup
+	$(VENV)/bin/python tools/cubins.py $(CUBINS)
 
 bench: setup
 	$(VENV)/bin/python benchmarks/cpu.py

@@ -16,6 +16,7 @@ class Variable(NamedTuple):
 DSV4 = (
     Variable("DSV4_CHECK", "0", "1: calls on a GPU check values of indices, lengths and starts too, and synchronize"),
     Variable("DSV4_AOT", "", "directory that `dsv4 compile` wrote: kernels found there are not compiled"),
+    Variable("DSV4_CUBINS", "1", "0: kernels of the wheel dsv4-cubins are not used where it is installed"),
     Variable("DSV4_VLLM", "", "1: vLLM's attention is dsv4's; 0: it is not; unset: --attention-backend decides"),
     Variable("DSV4_VLLM_PARTS", "indexer", "further parts to replace in vLLM: indexer, compressor, insertion"),
     Variable("DSV4_SGLANG", "0", "1: switches the SGLang plug-in on"),

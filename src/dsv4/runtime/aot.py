@@ -1,7 +1,8 @@
 """Kernels compiled ahead of time: cubins with JSON metadata, made without a GPU, launched without a compiler.
 
 `dsv4 compile -o DIR` writes them. With ``DSV4_AOT=DIR`` in the environment (or `dispatch.use_aot`) every launch whose
-variant is in DIR takes it from there; the others are compiled as usual. A variant is named by the kernel
+variant is in DIR takes it from there; the others are compiled as usual. Without DSV4_AOT, DIR is the one of the wheel
+`dsv4-cubins`, if that is installed (cubins.py). A variant is named by the kernel
 and by everything that was fixed at compile time; its file also carries the hash of the kernel sources, and one over the
 whole record with the cubin. A file that is incomplete, stale or changed since it was written is rejected by name. The
 hash finds accidents; it does not protect against people who can write to the directory.
@@ -18,21 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.runtime import dispatch, driver, structs
+from dsv4.runtime.cubins import source_hash
 from dsv4.runtime.dispatch import ARCHITECTURES, Target
 from dsv4.runtime.driver import Function
 from dsv4.runtime.program import Launch, compiled_for
 
 FORMAT = 4
-
-
-@cache
-def source_hash() -> str:
-    """The hash of all kernel source files: a cubin made from others is stale."""
-    here = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(here.glob("**/kernels/**/*.py")):
-        digest.update(str(path.relative_to(here)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
 
 
 def variant(name: str, arguments: list[str], constants: dict[str, Any], arch: str = "sm_90a") -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.runtime import checks
+from dsv4.runtime import checks, cubins
 from dsv4.runtime.settings import settings
 
 
@@ -54,10 +54,16 @@ class Target(NamedTuple):
         """sm_90a, sm_100a, sm_103a."""
         return ARCHITECTURES[self.capability].name if self.capability in ARCHITECTURES else "unknown"
 
+    @property
+    def compiler(self) -> tuple[int, int]:
+        """The Triton that compiles, or has compiled, the kernels: which options are fastest depends on it."""
+        written = None if self.aot is None else cubins.compiler_of(self.aot)
+        return written or triton_version() or (0, 0)
+
 
 def use_aot(directory: str | Path | None, only: bool = False) -> None:
-    """Launch from this directory where it has the kernel, and with ``only`` fail where it has not; None = compile
-    everything."""
+    """Launch from this directory where it has the kernel, and with ``only`` fail where it has not; None = from the
+    wheel dsv4-cubins, if it is installed."""
     settings.aot, settings.aot_only = None if directory is None else Path(directory), only
 
 
@@ -107,7 +113,12 @@ def cuda_target(device: torch.device) -> Target:
 @cache
 def _cuda_target(device: torch.device, aot: Path | None, aot_only: bool) -> Target:
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return Target("cuda", capability_of(device), count, aot, aot_only)
+    capability = capability_of(device)
+    return Target("cuda", capability, count, aot or _wheel(capability), aot_only)
+
+
+def _wheel(capability: tuple[int, int]) -> Path | None:
+    return cubins.folder(ARCHITECTURES[capability].name) if capability in ARCHITECTURES else None
 
 
 def capability_of(device: torch.device | int | None = None) -> tuple[int, int]:
@@ -145,7 +156,7 @@ def kernel_module(operation: str, capability: tuple[int, int], backward: bool = 
         raise RuntimeError(no_kernels(capability))
     package, arch = ARCHITECTURES[capability][:2]
     refused = too_old(capability)
-    if refused and (triton_version() is None or not _written(backward)):
+    if refused and (triton_version() is None or not _written(capability, backward)):
         raise RuntimeError(refused)
     name = f"dsv4.{operation}.kernels.{package}.{'backward' if backward else 'entry'}"
     if operation not in OPERATIONS or importlib.util.find_spec(name) is None:
@@ -165,9 +176,10 @@ def no_kernels(capability: tuple[int, int]) -> str:
     )
 
 
-def _written(backward: bool) -> bool:
+def _written(capability: tuple[int, int], backward: bool) -> bool:
     """Whether there are compiled kernels, of gradients too; one that is missing is an error then."""
-    return settings.aot is not None and (not backward or next(settings.aot.glob("backward_*.json"), None) is not None)
+    found = settings.aot or _wheel(capability)
+    return found is not None and (not backward or next(found.glob("backward_*.json"), None) is not None)
 
 
 def too_old(capability: tuple[int, int]) -> str | None:
@@ -181,7 +193,7 @@ def too_old(capability: tuple[int, int]) -> str | None:
     found = "none is installed" if version is None else f"found {version[0]}.{version[1]}"
     return (
         f"dsv4 kernels for {arch} need triton >= {oldest[0]}.{oldest[1]}; {found}. Older ones launch what "
-        f"`dsv4 compile --arch {arch}` has written: DSV4_AOT"
+        f"`dsv4 compile --arch {arch}` has written (DSV4_AOT), or the wheel dsv4-cubins"
     )
 
 
@@ -190,7 +202,7 @@ def has_kernels(device: torch.device) -> bool:
     capability = capability_of(device)
     if triton_version() is None or capability not in ARCHITECTURES:
         return False
-    return settings.aot is not None or too_old(capability) is None
+    return settings.aot is not None or _wheel(capability) is not None or too_old(capability) is None
 
 
 @cache

@@ -1,5 +1,7 @@
 """What `dsv4 compile` writes is what a model launches: no call of a V4 layer is left to a compiler."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton")
@@ -8,9 +10,14 @@ import torch  # noqa: E402
 from written import SIZES, recording, written  # noqa: E402
 
 import dsv4  # noqa: E402
+import dsv4.bench as bench  # noqa: E402
 from deepseek_v4.paged_model import PagedModel  # noqa: E402
 from deepseek_v4.step import CSA, HCA  # noqa: E402
+from dsv4.bench.v4 import V4Case  # noqa: E402
 from dsv4.commands import variants  # noqa: E402
+from dsv4.fmha import problem  # noqa: E402
+from dsv4.runtime import aot, calls, dispatch  # noqa: E402
+from dsv4.v4.problem import build  # noqa: E402
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -101,3 +108,43 @@ def test_a_config_gives_the_sizes(tmp_path):
     assert variants.Sizes.read(tmp_path / "config.json") == SIZES._replace(
         index_rows=65536, page_size=64, ratios=(4, 128), streams=config.hc_mult
     )
+
+
+def dense_problem(case):
+    """Of a row of the bench; nothing is drawn."""
+    q, k = (torch.empty(case.batch, n, h, case.head_dim, dtype=case.dtype)
+            for n, h in ((case.queries, case.q_heads), (case.keys, case.kv_heads)))  # fmt: skip
+    window = (-1, 0 if case.causal else -1)
+    p = problem.dense(q, k, k if case.same_kv else torch.empty_like(k), window=window)
+    return replace(p, out=torch.empty_like(q), same_kv=case.same_kv)
+
+
+def v4_problem(case):
+    def pool():
+        return dsv4.Fp8Cache.empty(case.pool // 64, 64) if case.fp8 else torch.empty(case.pool, 512, dtype=q.dtype)
+
+    q = torch.empty(case.queries, case.heads, 512, dtype=torch.bfloat16)
+    window, listed = (torch.empty(case.queries, n, dtype=torch.int32) for n in (case.window, case.compressed))
+    more = dict(compressed=pool(), compressed_indices=listed) if case.compressed else {}
+    p = build(q, pool(), window, **more, sink=torch.empty(case.heads))
+    return replace(p, out=torch.empty_like(p.q))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+def test_the_dense_rows_of_the_speed_table_are_written(d):
+    """So their times hold for whoever installs the wheel of these files, with any Triton."""
+    there = written(["dense"], "sm_90a", d)
+    target = dispatch.compile_target("sm_90a")
+    for case in (x for x in bench.cases("dense") if x.head_dim == d):
+        for one in calls.launches_of(dense_problem(case), target):
+            assert aot.variant_of(one, "sm_90a") in there, f"{case.name}: {one.kernel.__name__} {one.constants}"
+
+
+@pytest.mark.slow
+def test_the_v4_rows_of_the_speed_table_are_written():
+    """But those by block table, whose pages of two rows make a variant of their own."""
+    there = written(["v4"], "sm_90a")
+    target = dispatch.compile_target("sm_90a")
+    for case in (x for x in bench.cases("v4") if isinstance(x, V4Case) and not x.each):
+        for one in calls.launches_of(v4_problem(case), target):
+            assert aot.variant_of(one, "sm_90a") in there, f"{case.name}: {one.kernel.__name__} {one.constants}"

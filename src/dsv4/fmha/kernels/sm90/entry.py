@@ -16,7 +16,6 @@ from dsv4.fmha.kernels.sm90.forward import fmha_forward
 from dsv4.fmha.kernels.sm90.forward_d512 import fmha_forward_d512
 from dsv4.fmha.kernels.sm90.forward_persistent import fmha_forward_persistent
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 
@@ -35,7 +34,7 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     many = p.kind == "dense" and tiles >= enough * target.num_sms
     large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
     even = p.left < 0 and p.right < 0 and p.max_seqlen_k % 128 == 0
-    if p.head_dim == 64 and large and p.right < 0 and TRITON_VERSION < (3, 9):
+    if p.head_dim == 64 and large and p.right < 0 and target.compiler < (3, 9):
         # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
         return replace(_rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True, EVEN=even), loop=True)
     if large:

@@ -13,7 +13,6 @@ from dsv4.caches import kv as caches
 from dsv4.caches.formats import PLAIN as PLAIN_ROWS
 from dsv4.caches.formats import format_of
 from dsv4.fmha.kernels.prepare import is_partial
-from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 from dsv4.runtime.splits import DECODE_HEADS, DECODE_KEYS, WHOLE, choose_splits, decode_splits
@@ -32,9 +31,6 @@ STEP = 128  # rows per step: two blocks of 64
 PLAIN = dict(RIGHT_REGS=216, GATHER_REGS=72, GATHER_WARPS=4, RESIDENT=False)
 RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True, REG_STORE=True)
 PACKED = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False, PDL_LAUNCH=True)
-# Triton 3.6 makes the gathering warps wait for each other seven times a block, three times with slots in two parts,
-# which is 1 to 2 % faster with 128 heads and 48 queries or more. Triton 3.9 does so twice, with whole slots.
-PACKED["MAY_SPLIT_SLOTS"] = TRITON_VERSION < (3, 9)
 
 
 class Cost(NamedTuple):
@@ -93,7 +89,13 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
         kernel, options, splits = small
         prepare_sparse(p, target, program, kernel, DECODE_KEYS, options, splits)
         return
-    options = PACKED if is_packed(p) else RESIDENT if resident(p) else PLAIN | dict(REG_STORE=many(p, target))
+    if is_packed(p):
+        # Triton 3.6 makes the gathering warps wait for each other seven times a block, three times with slots in two
+        # parts, which is 1 to 2 % faster with 128 heads and 48 queries or more. Triton 3.9 does so twice, with whole
+        # slots.
+        options = dict(MAY_SPLIT_SLOTS=target.compiler < (3, 9)) | PACKED
+    else:
+        options = RESIDENT if resident(p) else PLAIN | dict(REG_STORE=many(p, target))
     prepare_sparse(p, target, program, v4_sparse, STEP, options, can_be_uneven=True, fp16_partials=True)
 
 

@@ -1,0 +1,58 @@
+"""The wheel `dsv4-cubins` (tools/cubins.py): kernels that were compiled ahead of time by the Triton whose code is
+fastest for each architecture. If it is installed, launches take their kernels from it without a setting.
+
+It holds one folder of `dsv4 compile` for each architecture, and the hash of the kernel sources that they were compiled
+from. A wheel of other sources is not used, and a warning says so. ``DSV4_CUBINS=0`` switches it off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import warnings
+from functools import cache
+from pathlib import Path
+
+from dsv4.runtime.settings import settings
+
+PACKAGE = "dsv4_cubins"
+SOURCES = "sources"  # the file with the hash
+
+
+@cache
+def source_hash() -> str:
+    """The hash of all kernel source files: a cubin made from others is stale."""
+    here = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(here.glob("**/kernels/**/*.py")):
+        digest.update(str(path.relative_to(here)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def folder(arch: str) -> Path | None:
+    """Where the installed wheel has kernels for an architecture; None without a wheel that fits."""
+    found = importlib.util.find_spec(PACKAGE) if settings.cubins else None
+    if found is None or not found.submodule_search_locations:
+        return None
+    root = Path(found.submodule_search_locations[0])
+    if not (root / arch).is_dir():
+        return None
+    if (root / SOURCES).read_text().strip() != source_hash():
+        warnings.warn(
+            f"{root}: its kernels were compiled from other sources than those of this dsv4; Triton compiles them "
+            "instead. Install the dsv4-cubins of this version, or set DSV4_CUBINS=0",
+            stacklevel=2,
+        )
+        return None
+    return root / arch
+
+
+@cache
+def compiler_of(directory: Path) -> tuple[int, int] | None:
+    """The Triton that compiled the kernels of a directory, by one of its records; None of an empty one."""
+    for path in directory.glob("*.json"):
+        major, minor = json.loads(path.read_text())["triton"].split(".")[:2]
+        return int(major), int(minor)
+    return None

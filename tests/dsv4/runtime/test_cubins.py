@@ -1,0 +1,122 @@
+"""The wheel dsv4-cubins: found where it is installed, used if it fits, and what its compiler changes."""
+
+import importlib.util
+import json
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsv4.fmha import problem
+from dsv4.runtime import aot, cubins, dispatch
+from dsv4.runtime.settings import settings
+
+ROOT = Path(__file__).parents[3]
+HOPPER = (9, 0)
+
+
+def forget():
+    cubins.folder.cache_clear()
+    cubins.compiler_of.cache_clear()
+    dispatch._cuda_target.cache_clear()
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """An installed one, with the record of one kernel for Hopper by Triton 3.6."""
+    package = tmp_path / cubins.PACKAGE
+    (package / "sm_90a").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / cubins.SOURCES).write_text(aot.source_hash() + "\n")
+    (package / "sm_90a" / "backward_keys-0.json").write_text(json.dumps({"triton": "3.6.0"}))
+    monkeypatch.syspath_prepend(tmp_path)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: HOPPER)
+    forget()
+    yield package
+    forget()
+
+
+def target():
+    return dispatch.cuda_target(torch.device("cuda", 0))
+
+
+def test_kernels_are_taken_from_it_where_no_directory_is_named(wheel, monkeypatch, tmp_path):
+    assert target().aot == wheel / "sm_90a" and not target().aot_only
+    assert cubins.folder("sm_100a") is None
+    monkeypatch.setattr(settings, "aot", tmp_path)
+    assert target().aot == tmp_path
+
+
+def test_without_it_nothing_changes(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    forget()
+    assert cubins.folder("sm_90a") is None
+    forget()
+
+
+def test_it_can_be_switched_off(wheel, monkeypatch):
+    monkeypatch.setattr(settings, "cubins", False)
+    assert target().aot is None
+
+
+def test_kernels_of_other_sources_are_not_used_and_this_is_said(wheel):
+    (wheel / cubins.SOURCES).write_text("0" * 64)
+    with pytest.warns(UserWarning, match="compiled from other sources.*DSV4_CUBINS=0"):
+        assert target().aot is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert target().aot is None
+
+
+def test_an_old_triton_launches_its_kernels(wheel, monkeypatch):
+    monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 5))
+    for backward in (False, True):
+        assert dispatch.kernel_module("fmha", HOPPER, backward).__name__.startswith("dsv4.fmha.kernels.sm90.")
+    assert dispatch.has_kernels(torch.device("cuda", 0))
+    (wheel / "sm_90a" / "backward_keys-0.json").unlink()
+    with pytest.raises(RuntimeError, match="need triton >= 3.6.*or the wheel dsv4-cubins"):
+        dispatch.kernel_module("fmha", HOPPER, backward=True)
+
+
+@pytest.mark.parametrize("written, consumers", [("3.6.0", 3), ("3.9.0", 2)])
+def test_options_are_those_of_the_triton_that_compiled(wheel, written, consumers, monkeypatch):
+    """Of three consumer warpgroups at head dim 64 Triton 3.9 spills registers, and 3.6 does not: whichever is
+    installed, a call asks for the kernel that the directory has."""
+    from dsv4.fmha.kernels.sm90 import entry
+
+    monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 9))
+    (wheel / "sm_90a" / "backward_keys-0.json").write_text(json.dumps({"triton": written}))
+    assert target().compiler == tuple(map(int, written.split(".")[:2]))
+    x = torch.empty(8, 8192, 8, 64, dtype=torch.bfloat16)
+    assert entry.tiling(problem.dense(x, x, x), target()).options["CONSUMERS"] == consumers
+    assert dispatch.compile_target("sm_90a").compiler == (3, 9)
+
+
+@pytest.mark.slow  # compiles and builds
+@pytest.mark.timeout(600)
+def test_one_command_builds_it(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("build_cubins", ROOT / "tools" / "cubins.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    monkeypatch.setattr(sys, "argv", ["cubins.py", "--arch", "sm_90a", "--out", str(tmp_path / "dist"),
+                                      "--tree", str(tmp_path / "tree"), "--", "--kind", "dense", "--head-dim", "64",
+                                      "--jobs", "1"])  # fmt: skip
+    tool.main()
+    (wheel,) = (tmp_path / "dist").iterdir()
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    forget()
+    found = cubins.folder("sm_90a")
+    assert found == tmp_path / "site" / "dsv4_cubins" / "sm_90a"
+    records = [aot.read(path) for path in found.glob("*.json")]
+    assert {"fmha_forward", "fmha_forward_persistent", "combine"} <= {x["kernel"] for x in records}
+    if tool.OLDEST.exists():
+        assert {x["triton"] for x in records} == {"3.6.0"}
+    forget()
