@@ -33,17 +33,16 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     enough = 4 if rows <= 64 or p.head_dim == 64 and p.right < 0 else 1
     many = p.kind == "dense" and tiles >= enough * target.num_sms
     large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
-    even = p.left < 0 and p.right < 0 and p.max_seqlen_k % 128 == 0
     if p.head_dim == 64 and large and p.right < 0 and target.compiler < (3, 9):
         # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
-        return replace(_rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True, EVEN=even), loop=True)
+        return replace(_rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True, EVEN=p.left < 0), loop=True)
     if large:
         # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
         keys, stages, regs, producer = {64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)}[
             p.head_dim
         ]
-        early = p.head_dim > 64  # with two roles of head dim 64 it gains nothing
-        even = even and early
+        early = p.head_dim > 64  # with two roles of head dim 64 it loses 4 %
+        even = early and _even(p, keys)
         return replace(_rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even), loop=True)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
     if few or p.head_dim == 64:
@@ -53,6 +52,13 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
         ]
         return _rows_tiling(p.head_dim, keys, stages, 1, 0, producer, maxnreg=maxnreg)
     return _rows_tiling(p.head_dim, 128 if p.head_dim == 128 else 64, 2, 2, 232, 40)
+
+
+def _even(p: FmhaProblem, keys: int) -> bool:
+    """Whether, of the tiles of keys that 128 rows see, only the last needs a mask."""
+    ahead = p.max_seqlen_k - p.max_seqlen_q
+    diagonal = p.right == 0 and keys == 128 and 128 % p.group == 0 and ahead >= 0 and ahead % 128 == 0
+    return p.left < 0 and (p.right < 0 or diagonal)
 
 
 def _rows_tiling(head_dim: int, keys: int, stages: int, consumers: int, regs: int, producer: int, **options) -> Tiling:

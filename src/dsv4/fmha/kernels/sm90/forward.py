@@ -61,13 +61,15 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: 
 
 
 @gluon.jit
-def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr):
-    """The load role's part of one row tile: its K and V into the rings from ``stage`` on -> where these stand."""
+def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr,
+               DOWN: gl.constexpr = False):  # fmt: skip
+    """The load role's part of one row tile: its K and V into the rings from ``stage`` on -> where these stand. DOWN:
+    tile 0 is the last one."""
     k, v, where = kv.k, kv.v, source.where
     BN: gl.constexpr = k.slots.shape[1]
     D: gl.constexpr = k.slots.shape[2]
     for tile in range(tiles.begin, tiles.end):
-        row = tiles.first + tile * BN
+        row = tiles.first + (-tile if DOWN else tile) * BN
         k.acquire(stage)
         landed_phase = loads.fill_any(source.k_desc, source.k_rows, k.slot(stage), k.ready_at(stage), landed.at(0),
                                       landed_phase, where, row, 0, BN, D, KV_LOAD)  # fmt: skip

@@ -10,10 +10,12 @@ registers meanwhile, since its way through q is taken::
 
     attend w  4 warps   | S, softmax, O += P V ... | ask for Q, O += P V, write O | wait for Q | S (K already there) ...
 
-With EVEN every row sees every key of every tile, and nothing is masked. The order of instructions is ptxas's, which has
-two bad habits: it keeps what a mask compares with in 32 registers through the loop (so `apply_mask_by_register`), and
-it puts the softmax behind the wait for O += P V (so `softmax.pin`). Then each thread adds up its own part of the row
-sums, O is rescaled only where a maximum grew by more than 8, and at head dim 128 there are registers for Q.
+With EVEN a row tile takes its keys from the last tile on, and no other tile needs a mask: calls without a window that
+have no mask, or a diagonal that meets tiles of keys at their corners. So there is no mask in the loop. The order of
+instructions is ptxas's, which has two bad habits: it keeps what a mask compares with in 32 registers through the loop
+(so `apply_mask_by_register`), and it puts the softmax behind the wait for O += P V (so `softmax.pin`). Then each thread
+adds up its own part of the row sums, O is rescaled only where a maximum grew by more than 8, and at head dim 128 there
+are registers for Q.
 
 There are two attend roles, or three. Shared memory and barriers are those of forward.py; the ring's slot and phase
 carry over from tile to tile. Every work tile has a tile of keys, if only one that none of its rows sees.
@@ -116,13 +118,13 @@ def tile_id_at(at, M: gl.constexpr):
 
 
 @gluon.jit
-def whole(first, tiles):
-    """All tiles of keys of a work tile."""
-    return Tiles(first, gl.to_tensor(0), tiles, gl.to_tensor(-1))
+def whole(first, tiles, BN: gl.constexpr, EVEN: gl.constexpr):
+    """All tiles of keys of a work tile, with EVEN from the last one on."""
+    return Tiles(first + (tiles - 1) * BN if EVEN else first, gl.to_tensor(0), tiles, gl.to_tensor(-1))
 
 
 @gluon.jit
-def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.constexpr):
+def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.constexpr, EVEN: gl.constexpr):
     BN: gl.constexpr = kv.k.slots.shape[1]
     stage = producer_stage()
     landed_phase = gl.to_tensor(0)
@@ -133,12 +135,12 @@ def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.conste
         where = loads.Where(seq, head, 0, keys, 0, keys, source.pages.table_ptr, source.pages.page_size)
         here = Source(source.k_desc, source.v_desc, source.k_rows, source.v_rows, where)
         stage, landed_phase = forward.load_tiles(
-            stage, landed_phase, here, kv, landed, whole(first, tiles), SAME_KV, DENSE
+            stage, landed_phase, here, kv, landed, whole(first, tiles, BN, EVEN), SAME_KV, DENSE, EVEN
         )
 
 
 @gluon.jit
-def rows_of(tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr):
+def rows_of(tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, EVEN: gl.constexpr):
     """-> the first of rows 64 W to 64 W + 63 of a work tile, their WorkTile"""
     tensors, strides, scheduler = arguments.tensors, arguments.strides, arguments.scheduler
     sizes = scheduler.sizes
@@ -153,7 +155,7 @@ def rows_of(tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constex
         tensors.part_lse_ptr,
     )
     problem = problem_of(head, sizes.tokens, sizes.keys, sizes, arguments.opts)
-    return tile_row + 64 * W, WorkTile(here, strides, problem, whole(first, tiles), arguments.pages)
+    return tile_row + 64 * W, WorkTile(here, strides, problem, whole(first, tiles, BN, EVEN), arguments.pages)
 
 
 @gluon.jit
@@ -235,7 +237,7 @@ def attend_tile(
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
         k.release(stage)
-    s = work.finish_scores(s, tiles.first + tiles.begin * BN, bounds, DENSE, OWN, EVEN)
+    s = work.finish_scores(s, tiles.first, bounds, DENSE, OWN)
     m = gl.full([64], softmax.LOWEST if FINITE else -float("inf"), gl.float32, RS)
     p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
     l = sums(p, OWN)
@@ -248,7 +250,7 @@ def attend_tile(
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         if not SAME_KV:
             k.release(after)
-        s = work.finish_scores(s, tiles.first + tile * BN, bounds, DENSE, OWN, EVEN)
+        s = work.finish_scores(s, tiles.first + (-tile if EVEN else tile) * BN, bounds, DENSE, OWN, EVEN)
         p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
         l = add_sums(l, alpha, p, OWN)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
@@ -260,7 +262,7 @@ def attend_tile(
         pa = gl.convert_layout(p.to(q.dtype), LA)
         stage = after
     if more:
-        next_row, following = rows_of(tile_id_at(at + step, M), arguments, BN, W, M)
+        next_row, following = rows_of(tile_id_at(at + step, M), arguments, BN, W, M, EVEN)
         barrier()  # every warp has read the last of q
         ask(q, next_row, following, SIGN)
     o = forward.add_values(o, pa, v, stage, SAME_KV)
@@ -281,11 +283,11 @@ def attend_early(
     BN: gl.constexpr = kv.k.slots.shape[1]
     stage = consumer_stage()
     first, end, step = course(arguments.scheduler, M)
-    first_row, first_work_tile = rows_of(tile_id_at(first, M), arguments, BN, W, M)
+    first_row, first_work_tile = rows_of(tile_id_at(first, M), arguments, BN, W, M, EVEN)
     ask(q, first_row, first_work_tile, SIGN)
     arrived(SIGN)
     for at in range(first, end, step):
-        tile_row, work_tile = rows_of(tile_id_at(at, M), arguments, BN, W, M)
+        tile_row, work_tile = rows_of(tile_id_at(at, M), arguments, BN, W, M, EVEN)
         stage = attend_tile(stage, q, tile_row, at, arguments, kv, work_tile, W, M, SAME_KV, SIGN, EVEN)
         arrived(SIGN)
 
@@ -302,7 +304,7 @@ def attend_role(
     else:
         stage = consumer_stage()
         for tile_id in range(gl.program_id(0), arguments.scheduler.num_tiles, gl.num_programs(0)):
-            tile_row, work_tile = rows_of(tile_id, arguments, BN, W, M)
+            tile_row, work_tile = rows_of(tile_id, arguments, BN, W, M, EVEN)
             stage = forward.attend(stage, q, tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
 
 
@@ -323,7 +325,7 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, D: gl
         gl.warp_specialize([
             (attend_role, (q.index(0), arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN)),
             (attend_role, (q.index(1), arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN)),
-            (load_role, (source, kv, landed, scheduler, M, SAME_KV)),
+            (load_role, (source, kv, landed, scheduler, M, SAME_KV, EVEN)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
@@ -331,5 +333,5 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, D: gl
             (attend_role, (q.index(0), arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN)),
             (attend_role, (q.index(1), arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN)),
             (attend_role, (q.index(2), arguments, kv, 2, M, SAME_KV, SIGN, EARLY, EVEN)),
-            (load_role, (source, kv, landed, scheduler, M, SAME_KV)),
+            (load_role, (source, kv, landed, scheduler, M, SAME_KV, EVEN)),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -113,22 +113,25 @@ ORDERS = ("eager", "latest", "random")
     [(128, "latest"), *(pytest.param(d, o, marks=pytest.mark.slow) for d in (64, 128, 256) for o in ORDERS
                         if (d, o) != (128, "latest"))],
 )  # fmt: skip
-def test_tiles_that_every_row_sees_are_not_masked(head_dim, order):
-    """Without a mask, whole tiles of keys. The keys grow, so that tiles raise the maximum of some rows by more than 8
-    and of some by less: O is rescaled, or left as it is."""
-    q, v = torch.randn(1, 330, 2, head_dim).bfloat16(), torch.randn(1, 512, 2, head_dim).bfloat16()
-    k = (torch.randn(1, 512, 2, head_dim) * torch.linspace(0.5, 8, 512)[:, None, None]).bfloat16()
+def test_only_the_last_tile_of_keys_is_masked(head_dim, order):
+    """Without a mask, and with a diagonal through the corners of tiles. The keys shrink: the last tile comes first, and
+    others raise the maximum of some rows by more than 8 and of some by less: O is rescaled, or left as it is."""
     one = dispatch.compile_target("sm_90a")._replace(num_sms=1)
-    early = head_dim > 64 or dispatch.triton_version() < (3, 9)
-    assert fmha.tiling(problem.dense(q, k, v), one).options["EVEN"] == early
-    sink, out = torch.randn(2), torch.full_like(q, float("nan"))
-    with softsm.use("sm_90a", sms=1), softsm.checking(races=True, order=order, seed=SEED) as report:
-        _, lse = dsv4.fmha(q, k, v, sink=sink, out=out, return_lse=True, backend="softsm")
-    assert "nothing found" in str(report), str(report)
-    assert_agrees((out, lse), reference.fmha, q, k, v, sink=sink)
-    s = (torch.einsum("bthd,bshd->bhts", q.float(), k.float()) * head_dim**-0.5 / math.log(2)).unflatten(3, (4, 128))
-    grown = s.amax(4).cummax(3).values.diff(dim=3)
-    assert (grown > 8).any() and (grown < 8).any()
+    for tokens, keys, causal in ((330, 500, False), (330, 458, True)):
+        q, v = torch.randn(1, tokens, 2, head_dim).bfloat16(), torch.randn(1, keys, 1, head_dim).bfloat16()
+        k = (torch.randn(1, keys, 1, head_dim) * torch.linspace(8, 0.5, keys)[:, None, None]).bfloat16()
+        early = head_dim > 64 or dispatch.triton_version() < (3, 9) and not causal
+        even = early and not (causal and head_dim == 256)
+        assert fmha.tiling(problem.dense(q, k, v, causal=causal), one).options["EVEN"] == even
+        sink, out = torch.randn(2), torch.full_like(q, float("nan"))
+        with softsm.use("sm_90a", sms=1), softsm.checking(races=True, order=order, seed=SEED) as report:
+            _, lse = dsv4.fmha(q, k, v, sink=sink, causal=causal, out=out, return_lse=True, backend="softsm")
+        assert "nothing found" in str(report), str(report)
+        assert_agrees((out, lse), reference.fmha, q, k, v, sink=sink, causal=causal)
+        s = torch.einsum("bthd,bsd->bhts", q.float(), k[:, :, 0].float()) * head_dim**-0.5 / math.log(2)
+        s = torch.nn.functional.pad(s, (0, 512 - keys), value=-1e3).unflatten(3, (4, 128))
+        grown = s.amax(4).flip(3).cummax(3).values.diff(dim=3)
+        assert (grown > 8).any() and (grown < 8).any()
 
 
 @pytest.mark.parametrize(
