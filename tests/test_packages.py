@@ -1,4 +1,6 @@
-"""The two distributions, dsv4 and softsm: built, checked, installed into an empty environment and used there."""
+"""The two distributions, dsv4 and softsm: built, checked, installed into an empty environment and used there.
+
+What needs a build is slow; .ci/run runs it beside the quick tests."""
 
 from __future__ import annotations
 
@@ -67,11 +69,13 @@ def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_metadata_and_descriptions_pass_twine(built: Path) -> None:
     assert len(list(built.iterdir())) == 4
     run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), cwd=built)
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_its_own_package_and_says_that_it_is_typed(built: Path) -> None:
     for name in PROJECTS:
         (wheel,) = built.glob(f"{name}-*.whl")
@@ -85,6 +89,7 @@ def test_a_wheel_holds_its_own_package_and_says_that_it_is_typed(built: Path) ->
     assert {"softsm/report/page.html", *cuda} <= names
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_documents_tutorials_and_tests(built: Path) -> None:
     (archive,) = built.glob("dsv4-*.tar.gz")
     files = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
@@ -108,12 +113,14 @@ runpy.run_path(f"{sys.prefix}/bin/dsv4", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_an_installation_computes_finds_its_plug_ins_and_both_commands_say_their_version(fresh: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert run(fresh / "bin" / "python", "-c", PROGRAM, cwd=fresh) == f"{version}\n"
     assert run(fresh / "bin" / "softsm", "--version", cwd=fresh) == f"softsm {version}\n"
 
 
+@pytest.mark.slow
 def test_softsm_needs_neither_dsv4_nor_torch_to_check_ptx(fresh: Path) -> None:
     refuse = "import sys; sys.modules.update(dict.fromkeys(('dsv4', 'torch', 'triton')))\n"
     program = "from softsm.cli import app; app(['museum', '16'])"

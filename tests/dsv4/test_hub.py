@@ -58,6 +58,7 @@ def test_every_kernel_is_in_the_build_and_no_command_is(build):
     assert not [m for m in modules if m.startswith(("commands", "suites", "integrations.vllm"))]
 
 
+@pytest.mark.slow  # a process; the others look at the same build
 def test_it_computes_attention_without_the_package_and_under_two_names(build, tmp_path):
     name, folder, _ = build
     program = """

@@ -39,9 +39,10 @@ def test_a_page_that_is_not_there_is_chosen_last_and_has_no_name(arch, monkeypat
 
 
 @pytest.mark.parametrize("arch, page, heads, dtype", [
-    ("sm_90a", 64, 33, torch.bfloat16), ("sm_90a", 128, 12, torch.float16),
-    pytest.param("sm_100a", 64, 33, torch.bfloat16, marks=pytest.mark.slow),
-    pytest.param("sm_100a", 128, 12, torch.float16, marks=pytest.mark.slow),
+    ("sm_90a", 64, 33, torch.bfloat16),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+        ("sm_90a", 128, 12, torch.float16), ("sm_100a", 64, 33, torch.bfloat16), ("sm_100a", 128, 12, torch.float16),
+    )),
 ], indirect=["arch"])  # fmt: skip
 def test_pages_of_whole_boxes_of_which_some_are_not_there(arch, page, heads, dtype, monkeypatch):
     """128 dims: TMA copies them on Hopper, for four queries at a time, of 33 heads in two products. Requests of 7 and 1
