@@ -264,8 +264,8 @@ def test_a_bulk_store_of_copied_bytes_requires_proxy_fence():
 
 
 def test_a_product_of_copied_bytes_requires_proxy_fence_at_the_strict_level():
-    """Behind cp.async.mbarrier.arrive, kernels for sm_100 in production (CUTLASS, FlashMLA) have no fence; behind
-    another arrival it is missed at both levels."""
+    """Behind cp.async.mbarrier.arrive, kernels in production (CUTLASS, FlashMLA) have no fence; behind another arrival
+    it is missed at both levels."""
     shared = """.shared .align 1024 .b8 a[4096]; .shared .align 1024 .b8 b[256]; .shared .align 8 .b64 bar;
     .shared .align 8 .b64 full; .shared .align 4 .b32 place;"""
     copy = "mov.u32 %r90, b;\nmad.lo.u32 %r91, %r0, 2, %r90;\ncp.async.ca.shared.global [%r91], [%rd20], 4;\n"
@@ -429,8 +429,9 @@ def test_commits_of_a_thread_arrive_in_order_by_default():
     assert findings(make("bar2"), [X, OUT], **TWO).codes() == ["peer-exit"]
 
 
-def test_a_copy_of_what_st_async_brought_requires_proxy_fence():
-    """st.async is asynchronous, but of the generic proxy."""
+def test_a_copy_of_what_st_async_brought_requires_proxy_fence_at_the_strict_level():
+    """st.async is asynchronous, but of the generic proxy. FlashMLA's decode kernel for sm_90 has products of what it
+    brought, without a fence."""
 
     def make(keep):
         body = t.only("%p0", t.expect("bar", 512)) + SYNC + FULL + MINE
@@ -441,8 +442,8 @@ def test_a_copy_of_what_st_async_brought_requires_proxy_fence():
         body += t.wait("bar", 0) + when(keep, "fence.proxy.async;\n") + t.only("%p0", store + DONE)
         return pair(body + SYNC)
 
-    for strict in (True, False):
-        holds(make, args=[X, OUT], strict=strict, **TWO)
+    holds(make, args=[X, OUT], **TWO)
+    assert not findings(make(False), [X, OUT], strict=False, **TWO)
 
 
 def test_warps_may_store_the_same_value_to_a_peer():

@@ -104,9 +104,9 @@ class Operations:
             clock.values[:] = 0
             self.order.tell(clock.values, op)
             clock.values[self.order.known] |= view.copies
-            if not self.checker.strict and self.checker.machine.arch.startswith("sm_10"):
-                # PTX asks for fence.proxy.async before tcgen05.mma reads what cp.async wrote. CUTLASS's mainloops with
-                # cp.async for sm_100 and FlashMLA's prefill have none behind this arrival.
+            if not self.checker.strict:
+                # PTX asks for fence.proxy.async before a product reads what cp.async wrote. CUTLASS's mainloops with
+                # cp.async for sm_100 and FlashMLA's prefill kernels have none behind this arrival.
                 clock.values[self.order.fenced] |= view.copies
             return
         elif kind == "cp.async":

@@ -27,6 +27,7 @@ from softsm.checks.clocks import HEAD, WORDS
 from softsm.engine import program as pg
 
 SCOPES = ("cta", "cluster", "gpu", "sys")
+PEER_STORES = ("st.async", "red.async")
 SHEET = 32  # clocks that are made, and forget numbers, together
 
 
@@ -196,9 +197,13 @@ class Order:
                 self.send_earlier(target, w, snapshot)
 
     def tell(self, clock: np.ndarray, op) -> None:
-        """What the completion of an operation tells: that it is complete."""
+        """What the completion of an operation tells: that it is complete. Default level: what a peer's st.async brought
+        is visible to the async proxy, too, as FlashMLA's decode kernel for sm_90 relies on."""
         bit = op.number % sh.OPS
-        for section in (self.known, self.sent) if self.strict else (self.known,):
+        sections = (self.known, self.sent) if self.strict else (self.known,)
+        if op.kind in PEER_STORES and not self.strict:
+            sections = (self.known, self.fenced)
+        for section in sections:
             at = section.start + bit // 32
             clock[at] = clock.item(at) | 1 << bit % 32
 

@@ -19,6 +19,7 @@ from softsm.errors import Fault
 from softsm.isa.registry import lowers
 from softsm.memory.mbarrier import Mbarrier, pending_count
 from softsm.ptx.ast import Sink
+from softsm.ptx.cplusplus import variable
 from softsm.ptx.roles import source_lines
 
 SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
@@ -171,7 +172,7 @@ def name_of(cta, offset: int) -> str:
     for name, start in cta.program.shared_variables.items():
         if best[1] < start <= offset:
             best = (name, start)
-    label = f"{best[0]}+{offset - best[1]}" if best[1] >= 0 else ""
+    label = f"{variable(best[0])}+{offset - best[1]}" if best[1] >= 0 else ""
     where = f" of CTA rank {cta.rank}" if len(cta.cluster) > 1 else ""
     return f"mbarrier {label} ({offset:#x}){where}" if label else f"mbarrier {offset:#x}{where}"
 

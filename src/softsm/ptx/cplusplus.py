@@ -12,6 +12,7 @@ LONGEST = 40  # characters of template arguments that are shown
 # Headers whose lines say less than the place that uses them.
 LIBRARIES = re.compile(
     r"(^|/)(include|cccl|libcudacxx)/(cute|cutlass|cub|thrust|cuda|cccl)/|/__clang_cuda|/doors/cuda/include/|/crt/sm_"
+    r"|/include/ops/(thread|group)/"  # ThunderKittens
 )
 
 
@@ -52,6 +53,16 @@ def spelled(name: str) -> str:
         parts.append(name[length.end() : end])
         at = end
     return "::".join(parts) + "<...>" * (name[at : at + 1] == "I") if parts else name
+
+
+@functools.lru_cache(maxsize=4096)
+def variable(name: str) -> str:
+    """A variable of a function, _ZZ6kernelPfE4tile, as tile; other names as they are."""
+    for found in re.finditer(r"E(\d+)", name) if name.startswith("_ZZ") else ():
+        end = found.end() + int(found[1])
+        if re.fullmatch(r"(_\d+)?", name[end:]) and len(name) >= end:
+            return name[found.end() : end]
+    return name
 
 
 def shortened(name: str) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from softsm.ptx import parse
 from softsm.ptx.ast import SourceLoc
-from softsm.ptx.cplusplus import demangled, outside, readable, spelled
+from softsm.ptx.cplusplus import demangled, outside, readable, spelled, variable
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,12 @@ def test_names_that_the_library_does_not_take():
     assert spelled("_ZL11gemm_deviceI13SharedStorageINbroken") == "gemm_device<...>"
     assert spelled("_ZN9deep_gemm9gemm_implIXbroken") == "deep_gemm::gemm_impl<...>"
     assert spelled("_Z4vaddPKfbroken") == "vadd" and spelled("_Znothing") == "_Znothing"
+
+
+def test_variables_of_functions():
+    assert variable("_ZZ13matmul_kernelN7kittens2glI13__nv_bfloat16Li1EEEE14inputs_arrived") == "inputs_arrived"
+    assert variable("_ZZ6kernelPfE4tile_0") == "tile" and variable("_ZZ1fvE7tile_12") == "tile_12"
+    assert variable("tile") == "tile" and variable("_ZZbroken") == "_ZZbroken" and variable("_Z1fv") == "_Z1fv"
 
 
 def test_places_outside_the_libraries():
