@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class RowFormat:
     scale_bytes: int  # of a row, with padding
     stride_unit: int  # pages begin at multiples of it when nothing else is asked for
     interleaved: bool = False
+    unpacks_smaller: ClassVar[bool] = False  # whether unpack takes the SPEED of that name
 
     def __post_init__(self) -> None:
         if FORMATS.setdefault(self.name, self) is not self:
@@ -193,9 +194,11 @@ class Mxfp8Rows(RowFormat):
     512 x e4m3   values / scale                                        512 B   data row
      16 x ue8m0  scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))         16 B   scale row
 
-    Rows of V3.2 without RoPE have 528 bytes, too, and mean something else: 4 scales in fp32.
+    Rows of V3.2 without RoPE have 528 bytes, too, and mean something else: 4 scales in fp32. Hopper's kernels take
+    scales up to 2 ** 15; rows with greater ones, of values beyond 448 * 2 ** 15, become inf or NaN there.
     """
 
+    unpacks_smaller = True
     LEAST = 1e-4  # an all-zero group still gets a scale
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,6 +236,7 @@ class Nvfp4Rows(RowFormat):
     There is no scale of the whole tensor. Larger values than 6 * 448 become 6 * 448.
     """
 
+    unpacks_smaller = True
     LEAST = 2.0**-9  # the smallest e4m3; a group of zeros has it, too
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:

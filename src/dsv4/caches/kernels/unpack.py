@@ -8,8 +8,11 @@ x counted from there. The result is bf16 in pairs, int32 [rows, panels, 32].
 from dsv4.kernels.compat import gl, gluon
 
 # SPEED: which instructions unpack. Codes that mean NaN do not occur in rows that count; from QUICK on a scale that
-# means NaN makes inf. More speed is not better everywhere: the assembler orders other loops differently.
+# means NaN makes inf. More speed is not better everywhere: the assembler orders other loops differently. SMALLER, for
+# formats that say so (unpacks_smaller): a row comes times 2^-8, with one multiplication less. e4m3 need a scale below
+# 2^16 then.
 EXACT, FEWER, QUICK, QUICKEST = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+SMALLER = gl.constexpr(4)
 
 
 @gluon.constexpr_function
@@ -123,14 +126,29 @@ TIMES = """
     mov.b32 factor, 0x7b807b80;
     mul.rn.bf16x2 $0, $0, factor;
     mul.rn.bf16x2 $1, $1, factor;
+"""
+SCALED = """
     mul.rn.bf16x2 $0, $0, $3;
     mul.rn.bf16x2 $1, $1, $3;
 """
 
 
 @gluon.constexpr_function
-def _conversion(exact):
-    return "{ .reg .b32 low, high, factor;" + (INTERLEAVED if exact else SIGNED) + TIMES + "}"
+def _conversion(speed):
+    steps = (INTERLEAVED if speed == EXACT.value else SIGNED) + ("" if speed == SMALLER.value else TIMES) + SCALED
+    return "{ .reg .b32 low, high, factor;" + steps + "}"
+
+
+@gluon.constexpr_function
+def has_small_rows(window, compressed):
+    """Whether the rows of pools of these formats are unpacked as SMALLER."""
+    return window.unpacks_smaller and compressed.unpacks_smaller
+
+
+@gluon.constexpr_function
+def small_factor(window, compressed):
+    """What makes up for it, in scores and in O."""
+    return 256.0 if window.unpacks_smaller and compressed.unpacks_smaller else 1.0
 
 
 @gluon.jit
@@ -139,7 +157,9 @@ def unpack_e4m3(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
     gl.static_assert(FORMAT.code_bits == 8)
     # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN. Twice, for pairs.
     s = word_scales(x, scales, FIRST, FORMAT)
-    if SPEED == QUICKEST:
+    if SPEED == SMALLER:
+        s = gl.minimum(s, 143) * 0x800080 + 0x38003800  # 2^(s - 127) times 2^112; beyond, inf
+    elif SPEED == QUICKEST:
         s = gl.maximum(s * 0x800080, 0x400040)
     elif SPEED == QUICK:
         s = gl.maximum(s << 7, 0x40) * 0x10001
@@ -149,7 +169,7 @@ def unpack_e4m3(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
     # corrects that. The scale is applied by itself: 2^120 times a scale may not fit.
     x, s = gl.broadcast(x, s)
     a, b = gl.inline_asm_elementwise(
-        _conversion(SPEED == EXACT), "=&r,=&r,r,r", [x, s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        _conversion(SPEED), "=&r,=&r,r,r", [x, s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.join(a, b).reshape([x.shape[0], x.shape[1], 32])
 
@@ -157,8 +177,7 @@ def unpack_e4m3(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
 # The eight codes of a word, each S EE M, in pairs as S 000000EE M000000: each byte, and that byte with its low code
 # moved up, below eight copies of their signs; shifted and masked. As bf16 that is the value times 2^-126, subnormals
 # too. 2^126 times a scale may not fit, so the factor is 2^119, and the scale comes times 2^7.
-E2M1_PAIRS = gl.constexpr("""{
-    .reg .b32 up, factor;
+E2M1_PAIRS = """
     shl.b32 up, $4, 4;
     prmt.b32 $0, up, $4, 0xc480;
     prmt.b32 $1, up, $4, 0xd591;
@@ -172,16 +191,25 @@ E2M1_PAIRS = gl.constexpr("""{
     and.b32 $1, $1, 0x81c081c0;
     and.b32 $2, $2, 0x81c081c0;
     and.b32 $3, $3, 0x81c081c0;
+"""
+E2M1_TIMES = """
     mov.b32 factor, 0x7b007b00;
     mul.rn.bf16x2 $0, $0, factor;
     mul.rn.bf16x2 $1, $1, factor;
     mul.rn.bf16x2 $2, $2, factor;
     mul.rn.bf16x2 $3, $3, factor;
+"""
+E2M1_SCALED = """
     mul.rn.bf16x2 $0, $0, $5;
     mul.rn.bf16x2 $1, $1, $5;
     mul.rn.bf16x2 $2, $2, $5;
     mul.rn.bf16x2 $3, $3, $5;
-}""")
+"""
+
+
+@gluon.constexpr_function
+def _pairs(speed):
+    return "{ .reg .b32 up, factor;" + E2M1_PAIRS + ("" if speed == SMALLER.value else E2M1_TIMES) + E2M1_SCALED + "}"
 
 
 @gluon.jit
@@ -196,9 +224,14 @@ def unpack_e2m1(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
     )  # fmt: skip
     if SPEED == EXACT:
         s = gl.where(byte == 127, 0x7FC07FC0, s)
+    if SPEED == SMALLER:  # 2^118 times the scale
+        s = gl.inline_asm_elementwise(
+            "{ .reg .b32 factor; mov.b32 factor, 0x77007700; mul.rn.bf16x2 $0, $1, factor; }",
+            "=r,r", [s], dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
     x, s = gl.broadcast(x, s)
     a, b, c, d = gl.inline_asm_elementwise(
-        E2M1_PAIRS, "=&r,=&r,=&r,=&r,r,r", [x, s], dtype=(gl.int32,) * 4, is_pure=True, pack=1
+        _pairs(SPEED), "=&r,=&r,=&r,=&r,r,r", [x, s], dtype=(gl.int32,) * 4, is_pure=True, pack=1
     )
     return gl.join(gl.join(a, c), gl.join(b, d)).reshape([x.shape[0], x.shape[1], 32])
 

@@ -23,6 +23,7 @@ row_max            HEADS KEYS / 4      fp32 per 16 keys and head: maximum of the
 Rows are asked for after the last fence of a block: the assembler makes a fence wait for loads under way.
 """
 
+from dsv4.caches.kernels.unpack import has_small_rows, small_factor
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
@@ -52,9 +53,9 @@ from dsv4.v4.kernels.tile_scheduler import NONE
 
 
 @gluon.jit
-def unpack(rows, memory, FORMAT: gl.constexpr):
-    unpack_left(rows, memory, 0, FORMAT)
-    unpack_right(rows, memory, 0, FORMAT)
+def unpack(rows, memory, FORMAT: gl.constexpr, SMALL: gl.constexpr):
+    unpack_left(rows, memory, 0, FORMAT, SMALL)
+    unpack_right(rows, memory, 0, FORMAT, SMALL)
 
 
 @gluon.jit
@@ -76,6 +77,7 @@ def attend(
     the pools have two formats, rows are asked for when there is room for them: registers have a type."""
     FORMAT: gl.constexpr = FORMATS[0]
     ONE: gl.constexpr = FORMAT == FORMATS[1]
+    SMALL: gl.constexpr = has_small_rows(FORMATS[0], FORMATS[1])
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = memory.kv0.shape[1]
     LS: gl.constexpr = scores_layout(WARPS, HEADS, KEYS)
@@ -107,11 +109,11 @@ def attend(
         if block < end:
             if not ONE:
                 if block < lists.window_blocks:
-                    unpack(ask(pools.window, wanted, UNIT, FORMAT), memory, FORMAT)
+                    unpack(ask(pools.window, wanted, UNIT, FORMAT), memory, FORMAT, SMALL)
                 else:
-                    unpack(ask(pools.compressed, wanted, UNIT, FORMATS[1]), memory, FORMATS[1])
+                    unpack(ask(pools.compressed, wanted, UNIT, FORMATS[1]), memory, FORMATS[1], SMALL)
             elif FORMAT.coded > 0:
-                unpack(rows, memory, FORMAT)
+                unpack(rows, memory, FORMAT, SMALL)
             else:
                 copy_block(pool, wanted, memory, 0)
             async_copy.wait_group(0)  # Q, plain rows
@@ -157,8 +159,10 @@ def one_tile(
     number = numbers_of(lists, begin, begin < end, pools.compressed, entries(words(gl.num_warps()), KEYS), KV_INDEX)
     memory = make_memory(HEADS, KEYS)
     copy_heads(q, work.query, first_head, output.heads, memory.q)
+    UP: gl.constexpr = small_factor(FORMATS[0], FORMATS[1])
+    scale = scale * UP
     o0, o1, o2, o3, m, l = attend(number, lists, begin, end, pools, memory, scale, HEADS, KV_INDEX, SIGN, UNIT, FORMATS)
-    finish((o0, o1, o2, o3), m, l, memory, (work.query, first_head, gl.program_id(2)), output, SPLIT)
+    finish((o0, o1, o2, o3), m, l, memory, (work.query, first_head, gl.program_id(2)), output, SPLIT, UP)
 
 
 @gluon.jit

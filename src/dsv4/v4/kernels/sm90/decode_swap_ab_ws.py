@@ -9,6 +9,10 @@ compute, one block after the other::
     gather 1     rows of block 1 |         -> kv 1 | rows of block 3 ...
     compute              wait 0 | S^T = K Q^T | softmax over keys -> P^T | O^T += V^T P^T | wait 1 ...
 
+Where the pools have two formats, each has a loop of its own, and one group of eight warps gathers all blocks: two
+groups with two loops each are more code than the instruction cache holds (128 x 16 heads of DeepSeek-V4.1, 29.2 us
+with two, 27.3 with one).
+
 Half a block, 256 columns, is handed over at a time: S^T begins with the first, and the first is free before the second.
 
 P is made with the maxima as they are, and O^T is begun with it, before warps know what others saw: they read that while
@@ -31,10 +35,13 @@ ready1[g]       gather g    1       compute     the second half is, too
 free0[g]        compute     1       gather g    the products with the first half of slot g are complete
 free1[g]        compute     1       gather g    those with the second half are
 
+(g: the slot; with one group of gathering warps it has both.)
+
 Converted rows are written by ordinary stores. The fence before the tensor core reads them is put by compute; with 32
 heads, where compute takes longer than gather, by gather.
 """
 
+from dsv4.caches.kernels.unpack import has_small_rows, small_factor
 from dsv4.kernels import dependent, softmax
 from dsv4.kernels.compat import aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
@@ -139,60 +146,84 @@ def gather_role(
     GROUP: gl.constexpr,
     KV_INDEX: gl.constexpr,
     UNIT: gl.constexpr,
-    FORMATS: gl.constexpr,
+    FORMAT: gl.constexpr,
     FENCE: gl.constexpr,
 ):
-    """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored. Where
-    the pools have two formats, those of the window in a loop of their own."""
+    """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
+    SMALL: gl.constexpr = has_small_rows(FORMAT, FORMAT)
     lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, 64)
     entry = entries(words(gl.num_warps()))
     first = work.begin + GROUP
     number = numbers_of(lists, first, first < work.end, pools.compressed, entry, KV_INDEX)
     phase = 1  # the first wait on an untouched barrier passes
-    if FORMATS[0] != FORMATS[1]:
-        middle = gl.minimum(lists.window_blocks, work.end)
-        number, phase = gather_blocks(number, phase, lists, pools, memory, barriers, first, middle, work.end, GROUP,
-                                      KV_INDEX, UNIT, FORMATS[0], FENCE)  # fmt: skip
-        first += gl.maximum(middle - first + GROUPS - 1, 0) // GROUPS * GROUPS
-    gather_blocks(number, phase, lists, pools, memory, barriers, first, work.end, work.end, GROUP, KV_INDEX, UNIT,
-                  FORMATS[1], FENCE)  # fmt: skip
+    for block in range(first, work.end, GROUPS):
+        rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT, FORMAT, EXCHANGED=True)
+        number = numbers_of(lists, block + GROUPS, block + GROUPS < work.end, pools.compressed, entry, KV_INDEX)
+        hand_over(rows, memory, barriers, GROUP, phase, FORMAT, FENCE, SMALL)
+        phase = phase ^ 1
 
 
 @gluon.jit
-def gather_blocks(
-    number,
-    phase,
+def hand_over(rows, memory, barriers, slot, phase, FORMAT: gl.constexpr, FENCE: gl.constexpr, SMALL: gl.constexpr):
+    """Rows of a block into a slot, a half as soon as it is free."""
+    barriers.free0.wait(slot, phase)
+    unpack_left(rows, memory, slot, FORMAT, SMALL)
+    if FENCE:
+        fence_async_shared()
+    barriers.ready0.arrive(slot)
+    barriers.free1.wait(slot, phase)
+    unpack_right(rows, memory, slot, FORMAT, SMALL, EXCHANGED=True)
+    if FENCE:
+        fence_async_shared()
+    barriers.ready1.arrive(slot)
+
+
+@gluon.jit
+def gather_two_formats_role(
+    window,
+    compressed,
+    requests,
+    pools,
+    memory,
+    barriers,
+    sizes,
+    KV_INDEX: gl.constexpr,
+    UNIT: gl.constexpr,
+    FORMATS: gl.constexpr,
+    FENCE: gl.constexpr,
+):
+    """All blocks: those of the window, then those of compressed rows."""
+    SMALL: gl.constexpr = has_small_rows(FORMATS[0], FORMATS[1])
+    lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, 64)
+    begin, end = work.begin, work.end
+    middle = gl.minimum(gl.maximum(lists.window_blocks, begin), end)
+    blocks_of_format(lists, begin, pools, memory, barriers, begin, middle, KV_INDEX, UNIT, FORMATS[0], FENCE, SMALL)
+    blocks_of_format(lists, begin, pools, memory, barriers, middle, end, KV_INDEX, UNIT, FORMATS[1], FENCE, SMALL)
+
+
+@gluon.jit
+def blocks_of_format(
     lists,
+    begin,
     pools,
     memory,
     barriers,
     first,
     end,
-    last,
-    GROUP: gl.constexpr,
     KV_INDEX: gl.constexpr,
     UNIT: gl.constexpr,
     FORMAT: gl.constexpr,
     FENCE: gl.constexpr,
+    SMALL: gl.constexpr,
 ):
-    """Blocks of one format, every second one of [first, end); number: of the first; last: the end of all blocks. ->
-    (the numbers of the next block, phase)"""
+    """Blocks [first, end). begin: the first of all, from which slots and phases are counted."""
     entry = entries(words(gl.num_warps()))
-    for block in range(first, end, GROUPS):
+    number = numbers_of(lists, first, first < end, pools.compressed, entry, KV_INDEX)
+    for block in range(first, end):
         rows = ask(pool_of(pools, block < lists.window_blocks), number, UNIT, FORMAT, EXCHANGED=True)
-        number = numbers_of(lists, block + GROUPS, block + GROUPS < last, pools.compressed, entry, KV_INDEX)
-        barriers.free0.wait(GROUP, phase)
-        unpack_left(rows, memory, GROUP, FORMAT)
-        if FENCE:
-            fence_async_shared()
-        barriers.ready0.arrive(GROUP)
-        barriers.free1.wait(GROUP, phase)
-        unpack_right(rows, memory, GROUP, FORMAT, EXCHANGED=True)
-        if FENCE:
-            fence_async_shared()
-        barriers.ready1.arrive(GROUP)
-        phase = phase ^ 1
-    return number, phase
+        number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, KV_INDEX)
+        phase = ((block - begin) // GROUPS + 1) % 2  # the first wait on an untouched barrier passes
+        hand_over(rows, memory, barriers, (block - begin) % GROUPS, phase, FORMAT, FENCE, SMALL)
 
 
 @gluon.jit
@@ -211,6 +242,7 @@ def compute_role(
     KV_INDEX: gl.constexpr,
     SIGN: gl.constexpr,
     SPLIT: gl.constexpr,
+    UP: gl.constexpr,
 ):
     WARPS: gl.constexpr = gl.num_warps()
     LS: gl.constexpr = scores_layout(WARPS, HEADS, 64)
@@ -288,7 +320,7 @@ def compute_role(
     m = gl.convert_layout(m, per_lane(HEADS))
     l = gl.convert_layout(gl.sum(memory.row_max.load(per_lane(HEADS, 4)), 0), per_lane(HEADS))
     place = (work.query, first_head, gl.program_id(2))
-    write_out((o0, o1, o2, o3), write_lse(m, l, sink, place, output, SPLIT), memory, place, output, SPLIT)
+    write_out((o0, o1, o2, o3), write_lse(m, l, sink, place, output, SPLIT, UP), memory, place, output, SPLIT)
 
 
 @gluon.jit
@@ -327,11 +359,21 @@ def v4_decode_swap_ab_ws(
     barriers = make_barriers()
     FENCE: gl.constexpr = gather_fences(HEADS)
     FORMATS: gl.constexpr = (WINDOW_FORMAT, WINDOW_FORMAT if KV_INDEX == NONE else COMPRESSED_FORMAT)
-    gl.warp_specialize([
-        (compute_role, (q, window_names, compressed_names, requests, memory, highest, barriers, output, scale, sizes,
-                        HEADS, KV_INDEX, SIGN, SPLIT)),
-        (gather_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes, 0, KV_INDEX, UNIT,
-                       FORMATS, FENCE)),
-        (gather_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes, 1, KV_INDEX, UNIT,
-                       FORMATS, FENCE)),
-    ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip
+    UP: gl.constexpr = small_factor(FORMATS[0], FORMATS[1])
+    scale = scale * UP
+    if FORMATS[0] == FORMATS[1]:
+        gl.warp_specialize([
+            (compute_role, (q, window_names, compressed_names, requests, memory, highest, barriers, output, scale,
+                            sizes, HEADS, KV_INDEX, SIGN, SPLIT, UP)),
+            (gather_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes, 0, KV_INDEX, UNIT,
+                           WINDOW_FORMAT, FENCE)),
+            (gather_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes, 1, KV_INDEX, UNIT,
+                           WINDOW_FORMAT, FENCE)),
+        ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (compute_role, (q, window_names, compressed_names, requests, memory, highest, barriers, output, scale,
+                            sizes, HEADS, KV_INDEX, SIGN, SPLIT, UP)),
+            (gather_two_formats_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes,
+                                       KV_INDEX, UNIT, FORMATS, FENCE)),
+        ], [8], [GATHER_REGS])  # fmt: skip

@@ -4,7 +4,7 @@ Keys are the rows of S^T = K Q^T and of P^T, dimensions those of O^T = V^T P^T; 
 sparse.py pads them to the 64 rows of a wgmma.
 """
 
-from dsv4.caches.kernels.unpack import EXACT, FEWER
+from dsv4.caches.kernels.unpack import EXACT, FEWER, SMALLER
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import (
     Value,
@@ -209,28 +209,28 @@ def pairs_in(quarter, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def speed_of(format):
+def speed_of(format, small):
     """Signed bytes for rows that are codes alone."""
-    return FEWER.value if format.coded_panels == 8 else EXACT.value
+    return SMALLER.value if small else FEWER.value if format.coded_panels == 8 else EXACT.value
 
 
 @gluon.jit
-def unpack_left(rows, memory, slot, FORMAT: gl.constexpr):
+def unpack_left(rows, memory, slot, FORMAT: gl.constexpr, SMALL: gl.constexpr):
     """The first 256 columns of a block, codes -> bf16 -> kv, and the bias: first, else it waits for a register that a
     store before it has not read yet."""
-    SPEED: gl.constexpr = speed_of(FORMAT)
+    SPEED: gl.constexpr = speed_of(FORMAT, SMALL)
     memory.bias.index(slot).store(gl.where(rows.there, 0.0, -float("inf")))
     pairs_in(memory.kv0.index(slot), 0, 2).store(FORMAT.unpack(rows.x0, rows.scales, 0, SPEED, FORMAT))
     pairs_in(memory.kv1.index(slot), 0, 2).store(FORMAT.unpack(rows.x1, rows.scales, 2, SPEED, FORMAT))
 
 
 @gluon.jit
-def unpack_right(rows, memory, slot, FORMAT: gl.constexpr, EXCHANGED: gl.constexpr = False):
+def unpack_right(rows, memory, slot, FORMAT: gl.constexpr, SMALL: gl.constexpr, EXCHANGED: gl.constexpr = False):
     """The last 256 columns of a block."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     LAST: gl.constexpr = exchanged() if EXCHANGED else SWIZZLED
     KEYS: gl.constexpr = memory.kv3.shape[1]
-    SPEED: gl.constexpr = speed_of(FORMAT)
+    SPEED: gl.constexpr = speed_of(FORMAT, SMALL)
     pairs_in(memory.kv2.index(slot), 0, 2).store(FORMAT.unpack(rows.x2, rows.scales, 4, SPEED, FORMAT))
     LAST_CODED: gl.constexpr = FORMAT.coded_panels - 6
     pairs_in(memory.kv3.index(slot), 0, LAST_CODED).store(FORMAT.unpack(rows.x3, rows.scales, 6, SPEED, FORMAT))
@@ -357,8 +357,8 @@ def sink_of_heads(output, first_head, SPLIT: gl.constexpr, HEADS: gl.constexpr, 
 
 
 @gluon.jit
-def write_lse(m, l, sink, place, output, SPLIT: gl.constexpr):
-    """LSE of the heads -> what normalises O."""
+def write_lse(m, l, sink, place, output, SPLIT: gl.constexpr, UP: gl.constexpr):
+    """LSE of the heads -> what normalises O, times UP."""
     query, first_head, split = place
     head = first_head + gl.arange(0, m.shape[0], layout=m.type.layout)
     there = head < output.heads
@@ -369,7 +369,7 @@ def write_lse(m, l, sink, place, output, SPLIT: gl.constexpr):
     else:
         gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
                  lse * softmax.LN2, mask=there & (output.want_lse != 0))  # fmt: skip
-    return factor
+    return factor * UP
 
 
 @gluon.jit
@@ -379,14 +379,14 @@ def masked(s, bias, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def finish(o, m, l, memory, place, output, SPLIT: gl.constexpr):
+def finish(o, m, l, memory, place, output, SPLIT: gl.constexpr, UP: gl.constexpr):
     """Add up the sums, write the LSE and O^T, whose quarters o has. place: (query, first head, split)."""
     HEADS: gl.constexpr = m.shape[0]
     # A head per lane: else every thread would take the logarithms of all its columns.
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     m, l = gl.convert_layout(m, L), gl.convert_layout(gl.sum(gl.sum(l, 0), 0), L)
     sink = sink_of_heads(output, place[1], SPLIT, HEADS, L)
-    write_out(o, write_lse(m, l, sink, place, output, SPLIT), memory, place, output, SPLIT)
+    write_out(o, write_lse(m, l, sink, place, output, SPLIT, UP), memory, place, output, SPLIT)
 
 
 @gluon.jit

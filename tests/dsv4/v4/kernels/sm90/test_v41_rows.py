@@ -100,6 +100,25 @@ def test_by_block_table(kernel, heads, check):
 
 
 @slow
+@pytest.mark.parametrize("kernel, heads", [("v4_sparse", 0), ("v4_decode_swap_ab", 16), ("v4_decode_swap_ab_ws", 16)])
+def test_the_greatest_and_the_least_scales(kernel, heads, check):
+    """Rows come times 2^-8 and scales with up to 2^127: here scales of the window are 2^15, and those that its writer
+    gives to zeros; the compressed rows' are 448 and 2^-9."""
+    arguments = problem(MXFP8_528, NVFP4_288, 20)
+    rows = torch.randn(100, 512)
+    rows[::2] *= 2.0**23 / rows[::2].abs().amax()
+    rows[1::4] *= 2.0**-24
+    arguments["window"].write(torch.arange(100), rows)
+    assert arguments["window"].scale_view()[:3].max() == 142
+    rows = torch.randn(320, 512)
+    rows[::2] *= 2688 / rows[::2].abs().amax(-1, keepdim=True)
+    rows[1::2] *= 2.0**-8
+    arguments["compressed"].write(torch.arange(320), rows)
+    arguments["q"] = arguments["q"] * 2.0**-20
+    check(kernel, arguments, heads=heads)
+
+
+@slow
 def test_unpacked_first(check):
     check("v4_unpack", problem(MXFP8_528_INTERLEAVED, NVFP4_288, 20))
 
