@@ -133,6 +133,8 @@ def _width(op: str) -> int:
     """Bytes of a lane."""
     if op.startswith(("LDSM", "STSM")):
         return 4 * (int(op[-1]) if op[-1] in "24" else 1)
+    if vector := re.search(r"\.F32x(\d)", op):  # atomic operations
+        return 4 * int(vector[1])
     return 16 if ".128" in op else 8 if ".64" in op else 4
 
 
@@ -214,9 +216,10 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
 
 
 def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list[float] | None = None,
-             absent: list[float] | None = None) -> Costs:  # fmt: skip
+             absent: list[float] | None = None, spilled: float = 0.0) -> Costs:  # fmt: skip
     """l1: share of the sectors asked for again that are found in L1; changing: how much longer than a store atomic
-    operations on each tensor take; absent: the share of a tensor's words that L1 has not got from other CTAs."""
+    operations on each tensor take; absent: the share of a tensor's words that L1 has not got from other CTAs;
+    spilled: the share of local memory that L1 does not hold."""
     r = machine
     fixed = code.costs.get(gpu.name)
     if fixed is None:
@@ -247,4 +250,9 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             if kind == r.ATOMIC and found.tensors:
                 tensor = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= changing[tensor] if changing and 0 <= tensor < len(changing) else 1.0
+    for i, ins in enumerate(code.instructions if spilled else ()):
+        if ins.opcode.startswith("LDL"):
+            values[i, r.UNITS], values[i, r.EXTRA], ints[i, r.TENSOR] = 32 * _width(ins.opcode), spilled, -1
+        elif ins.opcode.startswith("STL"):
+            values[i, r.UNITS] = 32 * _width(ins.opcode) * spilled
     return Costs(ints, values, fixed.accesses, fixed.products)

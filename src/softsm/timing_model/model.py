@@ -142,7 +142,8 @@ class Model:
         absent = [absent_from_l1(s, room, self.sms) for s in self.sources]
         for s, share in zip(self.sources, absent):
             s.asked, s.lines, s.device = s.asked * share, s.lines * share, min(1.0, s.device / share)
-        self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent)
+        spilled = 1 - within(self.code.spills * trace.threads * self.occupancy / room, 0.6, 1.1)
+        self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent, spilled)
         self._unknown_tensors()
         self.kinds = kinds_of(self.streams)
         self.device_use = 0.0  # share of its rate that device memory is used with: it answers later the busier it is

@@ -27,7 +27,7 @@ from softsm.errors import Deadlock
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.roles import role_of
 from softsm.timing_model import address_trace
-from softsm.timing_model.accesses import Access, Instructions, Looks, shifts
+from softsm.timing_model.accesses import ALIGNED, Access, Instructions, Looks, shifts
 from softsm.timing_model.blocks import Blocks, blocks_of
 from softsm.timing_model.follow import CannotFollow
 from softsm.timing_model.machine import (
@@ -53,6 +53,7 @@ from softsm.timing_model.machine import (
 if TYPE_CHECKING:
     from softsm.timing_model.timer import Timer
 
+ATOMIC_BYTES = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}  # else 4
 SM_SHARED, SM_THREADS, SM_CTAS = 233_472, 2048, 32
 MANY = 24  # jumps from which on arrays are quicker than a loop
 PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
@@ -179,6 +180,7 @@ class Tracer(Observer):
         self.stops, self.code = known.stops, known.code
         self.block_from, self.far_from = known.block_from, known.far_from
         self.looks = Looks(known.instructions)
+        self.packed: dict[int, Access] = {}  # atomic operations by PTX line
         self.home: dict = {}  # CTA -> ClusterTrace
         self.by_warp: dict = {}
         self.known: dict[Mbarrier, int] = {}  # their numbers in the cluster
@@ -365,12 +367,32 @@ class Tracer(Observer):
                     add((line, CP_ARRIVE, self.known[barrier], amount, 0))
         elif ins.opcode in ("bar", "barrier") and not name.startswith("barrier.cluster"):
             self._bar(warp, add, line, name, o, lanes)
+        elif ins.opcode in ("atom", "red") and hasattr(o, "sources"):  # else it is only the order of another
+            self._packed_atomic(warp, trace, ins, o, lanes)
         elif name.startswith("barrier.cluster.arrive"):
             add((line, CLUSTER_ARRIVE, 0, 0, 0))
         elif name.startswith("barrier.cluster.wait"):
             add((line, CLUSTER_WAIT, 0, 0, 0))
         for op in self.ops:
             self._operation(warp, trace, add, line, op, o, lanes)
+
+    def _packed_atomic(self, warp, trace: ClusterTrace, ins, o, lanes: int) -> None:
+        """On vectors and pairs, which the interpreter does not do itself: their addresses are not among its notes."""
+        if any(m.startswith("shared") for m in ins.modifiers):
+            return
+        first = np.array(lanes_of(warp.Q[o.row], lanes, o.offset))
+        size = o.count * ATOMIC_BYTES.get(o.type, 4)
+        if first.max() < pg.SHARED_WINDOW:
+            tensor, access = self._tensor(first.item(0)), self.packed.setdefault(ins.line, Access(space="atomic"))
+            first += -self.machine.global_memory.starts[tensor] % ALIGNED
+            sectors = np.unique(np.concatenate([first, first + size - 1]) >> 5)
+            access.looks += 1
+            access.ran += 1
+            access.units += len(sectors)
+            access.lines += len(np.unique(sectors >> 2))
+            access.bytes += size * len(first)
+            access.tensors[tensor] += len(sectors)
+            trace.traffic[tensor, "atomic"] += 32 * len(sectors)
 
     def _bar(self, warp, add, line: int, name: str, o, lanes: int) -> None:
         lane = (lanes & -lanes).bit_length() - 1
@@ -468,7 +490,7 @@ class Tracer(Observer):
                 machine.block[0] * machine.block[1] * machine.block[2],
                 self.blocks,
                 self.traces,
-                self.looks.accesses(machine.global_memory.starts, self.ctas, self.owners),
+                self.looks.accesses(machine.global_memory.starts, self.ctas, self.owners) | self.packed,
                 self.tensors,
                 self.samples,
                 self.total,

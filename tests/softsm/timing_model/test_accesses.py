@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import softsm
 from softsm.timing_model import accesses
 
 LANES = np.arange(32)
@@ -85,3 +86,32 @@ def test_ranges_begin_anew_as_sectors_do_when_l1_is_full(monkeypatch, kept) -> N
     wanted, _ = accesses.first_asked(sectors, np.ones(sectors.shape, bool))
     found = accesses.ranges_first_asked(sectors[:, [0, -1]], np.full(40, 8))
     assert found is not None and found[0].tolist() == wanted.tolist()
+
+
+ADD_VECTORS = """
+.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 out)
+{
+    .reg .b32 %r<4>;
+    .reg .b64 %rd<4>;
+    .reg .f32 %f<2>;
+    ld.param.u64 %rd1, [out];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd2, %r1, 16;
+    add.s64 %rd3, %rd1, %rd2;
+    mov.f32 %f1, 0f3F800000;
+    red.global.add.v4.f32 [%rd3], {%f1, %f1, %f1, %f1};
+    red.release.gpu.global.add.f32 [%rd3], %f1;
+    ret;
+}
+"""
+
+
+def test_atomic_operations_on_vectors_have_their_bytes() -> None:
+    """They are not done by the interpreter, which notes the addresses of the others."""
+    out = np.zeros(4 * 64, np.float32)
+    with softsm.timing("h200") as timer:
+        softsm.load(ADD_VECTORS).launch(1, 64, [out])
+    assert max(s.atomic for s in timer.predictions[0].sources) == 2 * out.nbytes  # every sector twice
