@@ -6,6 +6,8 @@ each other.
 
 from dsv4.kernels.compat import gl, gluon
 
+RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+
 
 @gluon.jit
 def plus(a, b):
@@ -55,7 +57,10 @@ def scale_of(amax):
 
 @gluon.jit
 def swiglu(gate, up, weight, limit):
-    """fp32 of bf16 numbers, times the weight of the slot: rounded as the model rounds it."""
+    """Of gate and up as fp32, times the weight of the slot; to be rounded to bf16."""
     g = gl.minimum(gate, limit)
     u = gl.minimum(gl.maximum(up, -limit), limit)
-    return (g / (1.0 + gl.exp(-g)) * u * weight[None, :]).to(gl.bfloat16).to(gl.float32)
+    e = gl.exp2(g * -1.4426950408889634)
+    # Division takes care of numbers that do not come here, and costs four times as much.
+    sigmoid = gl.inline_asm_elementwise(RECIPROCAL, "=f,f", [1.0 + e], dtype=gl.float32, is_pure=True, pack=1)
+    return g * sigmoid * u * weight[None, :]

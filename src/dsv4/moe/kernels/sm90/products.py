@@ -8,6 +8,7 @@ persistent (schedule.py); of two tiles with the same weights the second finds th
     compute 0   a = FP4 -> e4m3 of 64 rows      |
                 b = FP4 -> e4m3 of 64 more rows | products of a       |
                                                                       | products of b | sums of a
+                (128 rows of activations leave no registers for both: b is decoded after the sums of a)
                 sums += products * scale of the row of activations (fp32; the tensor core keeps about 14 bits)
     compute 1   the same for the other 128 rows: it decodes while the tensor core works for compute 0
 
@@ -56,6 +57,9 @@ DECODE = gl.constexpr("""{ .reg .b32 sel, up, w4, p0, p1;
 and.b32 sel, $2, 0x77777777; prmt.b32 p0, $3, $7, sel; shr.u32 up, sel, 16;
 prmt.b32 p1, $3, $7, up; lop3.b32 $0, $2, 0x80808080, p0, 0xEA;
 shl.b32 w4, $2, 4; lop3.b32 $1, w4, 0x80808080, p1, 0xEA; }""")
+BF16_PAIR = gl.constexpr("""{ .reg .b32 p;
+cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000; }""")
+TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 
 @gluon.constexpr_function
@@ -150,8 +154,8 @@ def product_layout(warps, n):
 
 
 @gluon.jit
-def decoded(stages, at, base, PLACE: gl.constexpr, W: gl.constexpr):
-    """Rows 64 PLACE to 64 PLACE + 63 of a stage as e4m3, operand A. base: of each row, the byte of offset 0."""
+def fetched(stages, at, PLACE: gl.constexpr):
+    """Rows 64 PLACE to 64 PLACE + 63 of a stage: codes [64, 4, 16], bytes of scales [64, 4]."""
     WARPS: gl.constexpr = gl.num_warps()
     M: gl.constexpr = 16 * WARPS
     L: gl.constexpr = bytes_layout(WARPS)
@@ -159,9 +163,17 @@ def decoded(stages, at, base, PLACE: gl.constexpr, W: gl.constexpr):
     PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     values = reinterpret_as(stages.values.index(at), gl.uint8, [4, M, 4, 16], PLAIN3)
     offsets = reinterpret_as(stages.offsets.index(at), gl.uint8, [4, M, 4], PLAIN2)
-    w = values.index(PLACE).load(L)
-    # Groups of zeros may have any byte.
-    o = gl.maximum(offsets.index(PLACE).load(gl.SliceLayout(2, L)).to(gl.int32) - base[:, None], 1)
+    return values.index(PLACE).load(L), offsets.index(PLACE).load(gl.SliceLayout(2, L)).to(gl.int32)
+
+
+@gluon.jit
+def decoded(rows, base, W: gl.constexpr):
+    """Fetched rows as e4m3, operand A. base: of each row, the byte of offset 0."""
+    WARPS: gl.constexpr = gl.num_warps()
+    M: gl.constexpr = 16 * WARPS
+    L: gl.constexpr = bytes_layout(WARPS)
+    w, o = rows
+    o = gl.maximum(o - base[:, None], 1)  # groups of zeros may have any byte
     zeros = gl.zeros([M, 4, 16], gl.int32, L)
     low = (o * 0x08080800 + 0x0C080000)[:, :, None] + zeros
     high = (o * 0x08080808 + 0x1C181410)[:, :, None] + zeros
@@ -187,7 +199,8 @@ def multiply(a, stages, at, PART: gl.constexpr, PARTS: gl.constexpr):
 def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.constexpr, PARTS: gl.constexpr,
               EAGER: gl.constexpr):  # fmt: skip
     """(sums of 64 of rows 0-127 by parts, then of 64 of rows 128-255; stage after the tile). USED: the parts that have
-    rows."""
+    rows. Loads from shared memory are slow beside products, so all come before them, as far as registers allow."""
+    EARLY: gl.constexpr = stages.x.shape[1] * USED <= 64
     W: gl.constexpr = stages.x.shape[1]
     LP: gl.constexpr = product_layout(gl.num_warps(), W)
     zero = gl.zeros([16 * gl.num_warps(), W], gl.float32, LP)
@@ -198,24 +211,41 @@ def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.cons
         at = stage.index
         stages.ready.wait(at, stage.phase)
         scales = stages.x_scales.index(at).reshape([stages.x_scales.shape[2]])
-        a = decoded(stages, at, base0, G, W)
+        rows0 = fetched(stages, at, G)
+        kept = ()
+        if EARLY:
+            rows1 = fetched(stages, at, 2 + G)
+            for part in gl.static_range(USED):
+                kept = kept + (scales.slice(W * part, W).load(gl.SliceLayout(0, LP)),)
+        a = decoded(rows0, base0, W)
         pending = multiply(a, stages, at, 0, PARTS)
         new = ()
         for unit in gl.static_range(2 * USED):  # the sums of one while the tensor core makes the next
-            if unit == USED - 1:
-                b = decoded(stages, at, base1, 2 + G, W)
+            if EARLY and unit == USED - 1:
+                b = decoded(rows1, base1, W)
             product = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
             if EAGER and unit + 1 < 2 * USED:
                 pending = multiply(a if unit + 1 < USED else b, stages, at, (unit + 1) % USED, PARTS)
-            scale = scales.slice(W * (unit % USED), W).load(gl.SliceLayout(0, LP))
+            if EARLY:
+                scale = kept[unit % USED]
+            else:
+                scale = scales.slice(W * (unit % USED), W).load(gl.SliceLayout(0, LP))
             if unit + 1 == 2 * USED:
                 stages.free.arrive(at)
             new = new + (sums[unit] + product * scale[None, :],)
+            if not EARLY and unit == USED - 1:
+                b = decoded(fetched(stages, at, 2 + G), base1, W)
             if not EAGER and unit + 1 < 2 * USED:
                 pending = multiply(a if unit + 1 < USED else b, stages, at, (unit + 1) % USED, PARTS)
         sums = new
         stage = next_stage(stage, stages.values.shape[0])
     return sums, stage
+
+
+@gluon.jit
+def rounded(x):
+    """fp32 -> the nearest bf16 as fp32. Two at a time: conversions of single numbers have a sixteenth of the rate."""
+    return gl.inline_asm_elementwise(BF16_PAIR, "=r,=r,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -234,8 +264,7 @@ def hidden_values(gate, up, first, stop, rows, out):
     LN: gl.constexpr = gl.SliceLayout(0, gate.type.layout)
     row = first + gl.arange(0, gate.shape[1], layout=LN)
     weight = gl.load(rows.weight_ptr + row, mask=row < stop, other=0.0)
-    gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
-    return swiglu(gate, up, weight, out.limit)
+    return rounded(swiglu(rounded(gate), rounded(up), weight, out.limit))
 
 
 @gluon.jit
@@ -253,10 +282,10 @@ def write_hidden(h, top, block, first, stop, shift, out, G: gl.constexpr):
     low, high = row_pairs((h * inverse[None, :]).to(gl.float8e4nv).to(gl.uint8, bitcast=True))
     pair = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
     L: gl.constexpr = pair.type.layout
-    channel = block * 2 * M + G * M + 2 * gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))
+    channels = block * M + G * (M // 2) + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # by twos, as places
     row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
-    at = (row.to(gl.int64) * out.width)[None, :] + channel[:, None]
-    gl.store(out.ptr.to(gl.pointer_type(gl.uint16), bitcast=True) + at // 2, pair, mask=(row < stop)[None, :])
+    at = (row.to(gl.int64) * (out.width // 2))[None, :] + channels[:, None]
+    gl.store(out.ptr.to(gl.pointer_type(gl.uint16), bitcast=True) + at, pair, mask=(row < stop)[None, :])
 
 
 @gluon.jit
@@ -264,14 +293,14 @@ def write_slots(sums, channel, first, stop, rows, out):
     """64 channels of the outputs of slots."""
     M: gl.constexpr = sums.shape[0]
     N: gl.constexpr = sums.shape[1]
-    low, high = row_pairs(sums.to(gl.bfloat16).to(gl.uint16, bitcast=True))
-    pair = low.to(gl.uint32) | (high.to(gl.uint32) << 16)
+    low, high = row_pairs(sums)
+    pair = gl.inline_asm_elementwise(TO_BF16, "=r,f,f", [low, high], dtype=gl.uint32, is_pure=True, pack=1)
     L: gl.constexpr = pair.type.layout
     row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
     slot = gl.load(rows.slot_ptr + row, mask=row < stop, other=0)
-    column = channel + 2 * gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))
-    at = (slot.to(gl.int64) * out.width)[None, :] + column[:, None]
-    gl.store(out.ptr.to(gl.pointer_type(gl.uint32), bitcast=True) + at // 2, pair, mask=(row < stop)[None, :])
+    columns = channel // 2 + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # by twos, as places
+    at = (slot.to(gl.int64) * (out.width // 2))[None, :] + columns[:, None]
+    gl.store(out.ptr.to(gl.pointer_type(gl.uint32), bitcast=True) + at, pair, mask=(row < stop)[None, :])
 
 
 @gluon.jit

@@ -42,7 +42,7 @@ def test_slots_that_are_sorted_in_pieces(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiling", [(16, 1, False), (64, 1), (8, 3)])
+@pytest.mark.parametrize("tiling", [(16, 1, False), (64, 1), (8, 3), (64, 2, False), (128, 1, False)])
 def test_wider_tiles(tiling, monkeypatch):
     monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(*tiling)),))
     calls.forget()
