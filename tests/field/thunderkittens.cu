@@ -1,4 +1,4 @@
-// ThunderKittens' lessons on GEMM for B200: C = A B in bf16.   -DSOURCE=".../level_09.cu" -DSIZE=512
+// ThunderKittens' lessons on GEMM for B200: C = A B in bf16.   -DSOURCE=".../level_08.cu" -DSIZE=512
 #define main benchmark  // of 4096 x 4096
 #include SOURCE
 #undef main

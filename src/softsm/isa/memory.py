@@ -221,9 +221,11 @@ def synchronises(asm, ins, space: int, row: int, offset: int, *, read: bool = Fa
 
 
 def do_synchronise(w, mask, o):
-    bank = w.R if o.space == ln.SHARED else w.Q
-    for address in {int(bank[o.row, lane]) + o.offset for lane in range(32) if mask >> lane & 1}:
-        cta = None
+    bases = (w.R if o.space == ln.SHARED else w.Q)[o.row].tolist()  # kernels that poll come here very often
+    if mask != pg.ALL:
+        bases = [base for lane, base in enumerate(bases) if mask >> lane & 1]
+    for address in dict.fromkeys(bases):
+        cta, address = None, address + o.offset
         if o.space == ln.SHARED or pg.SHARED_WINDOW <= address < pg.LOCAL_WINDOW:
             cta, address = w.cta.resolve_shared(address & pg.ALL)
         w.machine.observer.synchronised(w, address, cta, o.order, o.scope, read=o.read, write=o.write)
