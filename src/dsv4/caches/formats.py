@@ -101,25 +101,33 @@ class RowFormat:
 
     # ------------------------------------------------------------------------------------------------ kernels
 
-    # Functions for kernels, imported when one is compiled: a CPU needs no Triton.
+    # Functions for kernels: name -> module and name in dsv4.caches.kernels. They are imported when a kernel is
+    # compiled: a CPU needs no Triton.
+    KERNELS: ClassVar[dict[str, str]] = {}
 
     @property
     def unpack(self) -> Any:
         """Gluon: (words of codes [rows, panels, panel_words], scales of the rows, FIRST panel, SPEED) -> bf16 in pairs,
         int32 [rows, panels, 32]. caches/kernels/unpack.py says what scales and SPEED are."""
-        raise NotImplementedError
+        return self._kernel("unpack")
 
     @property
     def unpack_bytes(self) -> Any:
         """Gluon: (bytes of the codes of a panel [..., 64 codes], int32: the panel's scales of each row, FORMAT) -> bf16
         [..., 64]."""
-        raise NotImplementedError
+        return self._kernel("unpack_bytes")
 
     @property
     def store(self) -> Any:
         """Triton: fp32 rows to their places in pages, as `quantize` makes them. caches/kernels/pack.py has the
         signature. None: torch code writes rows."""
-        return None
+        return self._kernel("store") if "store" in self.KERNELS else None
+
+    def _kernel(self, name: str) -> Any:
+        if name not in self.KERNELS:
+            raise NotImplementedError(f"{self.name} has no function `{name}` for kernels")
+        module, _, function = self.KERNELS[name].partition(".")
+        return getattr(importlib.import_module(f"dsv4.caches.kernels.{module}"), function)
 
     @property
     def cache_key(self) -> str:
@@ -129,7 +137,7 @@ class RowFormat:
 
     def has(self, name: str) -> bool:
         """Whether there is this function for kernels."""
-        return getattr(type(self), name) is not getattr(RowFormat, name)
+        return name in self.KERNELS or getattr(type(self), name) is not getattr(RowFormat, name)
 
 
 FORMATS: dict[str, RowFormat] = {}
@@ -148,6 +156,7 @@ class Fp8Rows(RowFormat):
       1 x 0      padding                                                 1 B  /
     """
 
+    KERNELS = {"unpack": "unpack.unpack_e4m3", "unpack_bytes": "unpack.e4m3_bytes", "store": "pack.store_fp8_row"}
     MIN_SCALE = 1e-4  # an all-zero group still gets a scale
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,18 +184,6 @@ class Fp8Rows(RowFormat):
         rows[:, self.coded :] = data[:, self.coded :].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
         return rows
 
-    @property
-    def unpack(self) -> Any:
-        return _kernel("unpack", "unpack_e4m3")
-
-    @property
-    def unpack_bytes(self) -> Any:
-        return _kernel("unpack", "e4m3_bytes")
-
-    @property
-    def store(self) -> Any:
-        return _kernel("pack", "store_fp8_row")
-
 
 class Mxfp8Rows(RowFormat):
     """KV rows of DeepSeek-V4.1's window: 512 e4m3, RoPE applied to the last 64 of them, one scale for every 32.
@@ -198,6 +195,7 @@ class Mxfp8Rows(RowFormat):
     scales up to 2 ** 15; rows with greater ones, of values beyond 448 * 2 ** 15, become inf or NaN there.
     """
 
+    KERNELS = {"unpack": "unpack.unpack_e4m3", "unpack_bytes": "unpack.e4m3_bytes", "store": "pack.store_mxfp8_row"}
     unpacks_smaller = True
     LEAST = 1e-4  # an all-zero group still gets a scale
 
@@ -214,18 +212,6 @@ class Mxfp8Rows(RowFormat):
         codes = data.contiguous().view(torch.float8_e4m3fn).to(dtype).unflatten(1, (self.groups, self.group))
         return (codes * scales.contiguous().view(torch.float8_e8m0fnu).to(dtype)[..., None]).flatten(1)
 
-    @property
-    def unpack(self) -> Any:
-        return _kernel("unpack", "unpack_e4m3")
-
-    @property
-    def unpack_bytes(self) -> Any:
-        return _kernel("unpack", "e4m3_bytes")
-
-    @property
-    def store(self) -> Any:
-        return _kernel("pack", "store_mxfp8_row")
-
 
 class Nvfp4Rows(RowFormat):
     """Compressed KV rows of DeepSeek-V4.1: 512 e2m1, RoPE applied to the last 64 of them, one scale for every 16.
@@ -236,6 +222,7 @@ class Nvfp4Rows(RowFormat):
     There is no scale of the whole tensor. Larger values than 6 * 448 become 6 * 448.
     """
 
+    KERNELS = {"unpack": "unpack.unpack_e2m1", "unpack_bytes": "unpack.e2m1_bytes", "store": "pack.store_nvfp4_row"}
     unpacks_smaller = True
     LEAST = 2.0**-9  # the smallest e4m3; a group of zeros has it, too
 
@@ -251,18 +238,6 @@ class Nvfp4Rows(RowFormat):
         groups = decode_e2m1(data).to(dtype).unflatten(1, (self.groups, self.group))
         return (groups * scales.contiguous().view(torch.float8_e4m3fn).to(dtype)[..., None]).flatten(1)
 
-    @property
-    def unpack(self) -> Any:
-        return _kernel("unpack", "unpack_e2m1")
-
-    @property
-    def unpack_bytes(self) -> Any:
-        return _kernel("unpack", "e2m1_bytes")
-
-    @property
-    def store(self) -> Any:
-        return _kernel("pack", "store_nvfp4_row")
-
 
 class Fp8Keys(RowFormat):
     """Keys of the lightning indexer: 128 e4m3 and one scale. Readers take any positive scale, not only powers of two.
@@ -271,6 +246,7 @@ class Fp8Keys(RowFormat):
       1 x fp32   scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))            4 B   scale
     """
 
+    KERNELS = {"store": "pack.store_fp8_key"}
     LEAST = 1e-4  # a key of zeros still gets a scale
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,15 +267,6 @@ class Fp8Keys(RowFormat):
     def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         codes = data.contiguous().view(torch.float8_e4m3fn)
         return (codes.float() * scales.contiguous().view(torch.float32)).to(dtype)
-
-    @property
-    def store(self) -> Any:
-        return _kernel("pack", "store_fp8_key")
-
-
-def _kernel(module: str, name: str) -> Any:
-    """A function of dsv4.caches.kernels, which stand on this module."""
-    return getattr(importlib.import_module(f"dsv4.caches.kernels.{module}"), name)
 
 
 def ceil_log2(x: Tensor) -> Tensor:

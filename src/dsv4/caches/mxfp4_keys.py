@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from dsv4.caches.formats import E2M1_MAX, RowFormat, _kernel, ceil_log2, decode_e2m1, encode_e2m1
+from dsv4.caches.formats import E2M1_MAX, RowFormat, ceil_log2, decode_e2m1, encode_e2m1
 
 
 class Mxfp4Keys(RowFormat):
@@ -16,6 +14,8 @@ class Mxfp4Keys(RowFormat):
     128 x e2m1   values / scale, two to a byte, the first in its low bits             64 B   data row
       4 x ue8m0  scale = 2 ** ceil(log2(max(amax, 6 * 2 ** -126) / 6))                 4 B   scale row
     """
+
+    KERNELS = {"store": "pack.store_mxfp4_key"}
 
     LEAST = E2M1_MAX * 2.0**-126  # a group of zeros still gets a scale
 
@@ -31,10 +31,6 @@ class Mxfp4Keys(RowFormat):
         """e2m1 times a power of two is exact in bf16."""
         groups = decode_e2m1(data).to(dtype).unflatten(-1, (self.groups, self.group))
         return (groups * scales.contiguous().view(torch.float8_e8m0fnu).to(dtype)[..., None]).flatten(-2)
-
-    @property
-    def store(self) -> Any:
-        return _kernel("pack", "store_mxfp4_key")
 
 
 INDEX_68 = Mxfp4Keys("index_68", values=128, coded=128, code_bits=4, group=32, scale_bytes=4, stride_unit=16)
