@@ -59,7 +59,10 @@ int main(int count, char **words) {
     cudaPointerAttributes of_x, of_host;
     cudaPointerGetAttributes(&of_x, x);
     cudaPointerGetAttributes(&of_host, host);
-    printf("device memory: %d %d\n", of_x.type == cudaMemoryTypeDevice, of_host.type == cudaMemoryTypeDevice);
+    size_t free, all;
+    cudaMemGetInfo(&free, &all);
+    bool on_device = of_x.type == cudaMemoryTypeDevice, on_host = of_host.type != cudaMemoryTypeDevice;
+    printf("device memory: %d %d %d\n", on_device, on_host, free < all);
     sum<<<1, 128>>>(x);
     cudaMemcpyFromSymbol(&zero, total, sizeof zero);
     printf("sum %d\n", zero);
@@ -87,7 +90,7 @@ int main(int count, char **words) {
 """
 SAID = [
     "run 1: 381 0",
-    "device memory: 1 0",
+    "device memory: 1 1 1",
     "sum 8128",
     "the last of 4",
     "ranks 0 1 0 1",

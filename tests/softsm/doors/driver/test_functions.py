@@ -134,6 +134,7 @@ def test_every_name_is_served():
     assert len(names) > 60 and names == sorted(set(names)) and all(name.startswith("cu") for name in names)
 
 
+@pytest.mark.slow
 def test_a_program_that_imports_cuda_bindings(tmp_path):
     """`softsm check` makes softsm the driver at that import; a stand-in for the package tells when."""
     package = tmp_path / "cuda" / "bindings"

@@ -71,7 +71,8 @@ def test_kernels_of_several_ranks(program):
 
 
 @pytest.mark.parametrize("program, bug", [
-    (all_reduce, "scope"), (all_reduce, "early"), (all_to_all, "row"), (experts, "meet"), (experts, "slot"),
+    (all_reduce, "scope"), (all_to_all, "row"), (experts, "meet"),
+    pytest.param(all_reduce, "early", marks=pytest.mark.slow), pytest.param(experts, "slot", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_races_between_ranks_are_named(program, bug):
     _, report = run(program, bug)
@@ -154,6 +155,7 @@ print("rank", rank, "of", count, "has", int(x))
 """
 
 
+@pytest.mark.slow
 def test_a_program_as_torchrun_starts_it(tmp_path):
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)

@@ -137,6 +137,7 @@ cudaError_t cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, size
                                  cudaMemcpyKind kind = cudaMemcpyDeviceToHost);
 cudaError_t cudaGetSymbolAddress(void **at, const void *symbol);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *at);
+cudaError_t cudaMemGetInfo(size_t *free, size_t *total);
 cudaError_t cudaGetDevice(int *device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetDeviceCount(int *count);
