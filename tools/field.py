@@ -140,6 +140,12 @@ JUDGED: dict[tuple[str, str, str], str] = {
     ): "real, rare on silicon. All warps wait by parity at lines 318 and 335, and nothing keeps warp 0 from ending two "
     "phases while another warp has not looked; that one waits for a phase that never comes",
     (
+        "wgmma_sm90.cu",
+        "race",
+        "wgmma_sm90.cu:270",
+    ): "real by PTX. Each thread waits for its own `cp.async` alone, and no "
+    "barrier or fence follows before `wgmma` reads the copies of all",
+    (
         "level 6",
         "deadlock",
         "",

@@ -33,9 +33,11 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
 
 
 def macros(arch: str) -> list[str]:
-    """CUTLASS asks for the version of nvcc, and does not expect Blackwell from clang."""
+    """CUTLASS asks for the version of nvcc, and expects neither Blackwell nor __grid_constant__ from clang; without the
+    latter, tensor maps are copied to local memory."""
     number = arch.removeprefix("sm_").rstrip("af")
     nvcc = ["-D__CUDACC_VER_MAJOR__=12", "-D__CUDACC_VER_MINOR__=9", "-D__CUDACC_VER_BUILD__=0"]
+    nvcc += ["-DCUTLASS_GRID_CONSTANT_SUPPORTED"]
     if number == "90":
         return nvcc
     on = [f"-DCUTLASS_ARCH_MMA_SM{number}_SUPPORTED=1"]
