@@ -2,7 +2,8 @@
 
 1. query_rows         delta and the exponent of every (query, head), for fp16 what bounds dS, dO turned as q was
    number_rows        the lists of both pools as one
-2. backward_sparse    dQ, and every block's dKV: added to fp32 sums with atomics, or, deterministic, stored and
+2. backward_sparse    dO . O for delta (sm_90a), dQ, and every block's dKV: added to fp32 sums with atomics, or,
+                      deterministic, stored and
 3. fold_rows          summed by row in the order of the lists, some queries at a time
 """
 
@@ -21,7 +22,7 @@ from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime import checks
 from dsv4.runtime.program import Program, Slot
 from dsv4.v4.backward import V4Backward
-from dsv4.v4.kernels.backward_arguments import Contributions, PlainPools, RowLists, Terms
+from dsv4.v4.kernels.backward_arguments import Contributions, Outputs, PlainPools, RowLists, Terms
 from dsv4.v4.kernels.backward_rows import (
     Numbered,
     QuerySizes,
@@ -50,10 +51,16 @@ def supports(b: V4Backward) -> str | None:
 
 
 def prepare_sparse(
-    b: V4Backward, program: Program, kernel: Any, registers: dict[str, int], order_of_registers: bool = False
+    b: V4Backward,
+    program: Program,
+    kernel: Any,
+    registers: dict[str, int],
+    order_of_registers: bool = False,
+    finds_dot: bool = False,
 ) -> None:
     """Fill b.dq, b.dwindow, b.dcompressed and b.dsink, those that are not None. kernel: backward_sparse of an
-    architecture, and the registers of its roles. order_of_registers: it adds to dKV with columns in another order."""
+    architecture, and the registers of its roles. order_of_registers: it adds to dKV with columns in another order.
+    finds_dot: it finds dO . O, but for fp16."""
     p = b.forward
     window = _flat(program, p.window)
     compressed = window if p.compressed is None else _flat(program, p.compressed)
@@ -62,12 +69,10 @@ def prepare_sparse(
     if fp16:
         longest = program.workspace("longest", (1,), torch.float32)
         program.compute(_find_longest, longest, window, None if p.compressed is None else compressed)
-    lse2, delta, share, turned, most, sizes = _rows(b, program, longest)
-    if b.dsink is not None:
-        program.compute(_sum_dsink, b.dsink, share)
+    lse2, delta, share, turned, tail, most, sizes = _rows(b, program, longest, not finds_dot or fp16)
     rows, blocks, window_blocks = _listed(p, program)
     width = rows.shape[1]
-    q, dout = (addressable(program, x) for x in (p.q, b.dout))
+    q, out, dout = (addressable(program, x) for x in (p.q, p.out, b.dout))
     aligned = b.dq is not None and is_aligned(b.dq)
     dq = b.dq if aligned else program.workspace("dq", p.q.shape, p.q.dtype)
     split = caches.pool_size(p.window)
@@ -94,6 +99,7 @@ def prepare_sparse(
             scale2=p.softmax_scale * LOG2E.value,
             scale=p.softmax_scale,
         ),
+        outputs=Outputs(out, *row_strides(out)[1:], share, tail),
     )
     panels = 0 if p.cos_sin is None else turned.shape[-1] // 64
     options = dict(ATOMIC=not b.deterministic, TURNED=panels, SCALED=fp16, **registers, num_warps=4)
@@ -121,6 +127,8 @@ def prepare_sparse(
             arguments = dict(parts_ptr=parts, order_ptr=places, starts_ptr=starts, sums_ptr=sums, head_tiles=tiles,
                              per_tile=count * padded, undo_ptr=undo)  # fmt: skip
             program.launch(fold_rows, (total,), arguments, SOME=16, SCALED=fp16, num_warps=4)
+    if b.dsink is not None:
+        program.compute(_sum_dsink, b.dsink, share)
     if b.dq is not None and not aligned:
         program.copy(b.dq, dq)
     for x, part in ((b.dwindow, sums[:split]), (b.dcompressed, sums[split:])):
@@ -154,10 +162,11 @@ def _find_longest(longest: Tensor, *pools: Tensor | None) -> None:
     longest.copy_(torch.stack([torch.where(x.isfinite(), x, 0).amax() for x in norms]).amax())
 
 
-def _rows(b: V4Backward, program: Program, longest: Slot | None) -> tuple[Slot, ...]:
+def _rows(b: V4Backward, program: Program, longest: Slot | None, dot: bool) -> tuple[Slot, ...]:
     """fp32 [N, H] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, the terms of dsink.
-    The last columns of dO turned as q was, where the output was turned back; else anything. And fp32 [N, H], where the
-    norm of the longest row is given: what bounds dS, and if deterministic what a head adds to dKV; else anything."""
+    The last columns of dO turned as q was, where the output was turned back; else anything. fp32 [N, H]: dO . O of
+    these columns, without `dot`, which leaves dO . O to another kernel. And fp32 [N, H], where the norm of the longest
+    row is given: what bounds dS, and if deterministic what a head adds to dKV; else anything."""
     p = b.forward
     q, out, dout = (addressable(program, x) for x in (p.q, p.out, b.dout))
     stored = longest is not None and b.deterministic
@@ -168,10 +177,11 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None) -> tuple[Slot, 
     lse2, delta, share = per_head("lse2"), per_head("delta"), per_head("share")
     most = lse2 if longest is None else per_head("most")
     sizes = per_head("sizes") if stored else lse2
-    turned, columns = dout, 0
+    turned, columns, tail = dout, 0, lse2
     if p.cos_sin is not None:
         columns = max(64, 1 << (p.cos_sin.shape[1] - 1).bit_length())
         turned = program.workspace("turned", (p.batch, p.q_heads, columns), p.q.dtype)
+        tail = lse2 if dot else per_head("tail")
     sink, dlse, cos_sin, positions = (  # or unread
         p.lse if x is None else x for x in (p.sink, b.dlse, p.cos_sin, p.positions)
     )
@@ -191,6 +201,7 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None) -> tuple[Slot, 
             delta_ptr=delta,
             share_ptr=share,
             turned_ptr=turned,
+            tail_ptr=tail,
             most_ptr=most,
             sizes_ptr=sizes,
         ),
@@ -208,8 +219,8 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None) -> tuple[Slot, 
         ),
     )
     program.launch(query_rows, (p.batch, -(-p.q_heads // 16)), arguments, D=512, ROWS=16, TURNED=columns,
-                   SCALED=longest is not None, STORED=stored, num_warps=4)  # fmt: skip
-    return lse2, delta, share, turned, most, sizes
+                   SCALED=longest is not None, STORED=stored, DOT=dot, num_warps=4)  # fmt: skip
+    return lse2, delta, share, turned, tail, most, sizes
 
 
 def _flat(program: Program, pool: Slot) -> Slot:

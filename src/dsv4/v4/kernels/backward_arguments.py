@@ -68,6 +68,17 @@ class Terms(NamedTuple):
     scale: Value
 
 
+class Outputs(NamedTuple):
+    """For kernels that find dO . O themselves: O, its strides in units of 8 elements; of all (query, head) the sink's
+    share, which becomes the term of dsink, and dO . O of the last columns where dO is turned."""
+
+    out_ptr: Value
+    out_n: Value
+    out_h: Value
+    share_ptr: Value
+    tail_ptr: Value
+
+
 @aggregate
 class DkvTarget:
     """Where dKV goes: fp32 rows to add to, or room for what this CTA contributes, `step` from block to block. For fp16

@@ -2,7 +2,8 @@
 
 query_rows      per query and head: lse2 and delta (fmha/kernels/backward_rows.py), the sink's term; for fp16 what
                 bounds dS and contributions to dKV (backward_scale.py); and the last columns of dO turned as q was,
-                which is what the products made before the output was turned back
+                which is what the products made before the output was turned back. Where the products' kernel finds
+                dO . O, delta lacks it, and the sink's term is to be multiplied by it
 number_rows     the lists of both pools as one list of row numbers
 fold_rows       deterministic: the contributions of all queries to a row, summed in the order of the lists
 """
@@ -29,6 +30,7 @@ class QueryTensors(NamedTuple):
     delta_ptr: Value
     share_ptr: Value
     turned_ptr: Value
+    tail_ptr: Value
     most_ptr: Value
     sizes_ptr: Value
 
@@ -68,10 +70,12 @@ def query_rows(
     TURNED: gl.constexpr,
     SCALED: gl.constexpr,
     STORED: gl.constexpr,
+    DOT: gl.constexpr,
 ):
     """Program (n, i): ROWS heads of query n. share: what dsink is the sum of. turned [N, H, TURNED]: the last TURNED
     columns of dO, the last rope_width of them turned. Strides of q, out and dout in units of 8 elements. SCALED
-    (fp16): most is made, from the norm of the longest row and |scale|; STORED: and sizes, from q."""
+    (fp16): most is made, from the norm of the longest row and |scale|; STORED: and sizes, from q. Without DOT, dO . O
+    is left out of delta and share; that of the last TURNED columns goes to tail [N, H]."""
     L: gl.constexpr = row_layout(D)
     R: gl.constexpr = gl.SliceLayout(1, L)
     query = gl.program_id(0).to(gl.int64)
@@ -81,9 +85,11 @@ def query_rows(
     there = head < sizes.heads
     at_out = (query * strides.out_n + head.to(gl.int64) * strides.out_h) * 8
     at_dout = (query * strides.dout_n + head.to(gl.int64) * strides.dout_h) * 8
-    o = gl.load(tensors.out_ptr + at_out[:, None] + column[None, :], mask=there[:, None], other=0.0)
-    do = gl.load(tensors.dout_ptr + at_dout[:, None] + column[None, :], mask=there[:, None], other=0.0)
-    dot = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
+    dot = gl.zeros([ROWS], gl.float32, R)
+    if DOT:
+        o = gl.load(tensors.out_ptr + at_out[:, None] + column[None, :], mask=there[:, None], other=0.0)
+        do = gl.load(tensors.dout_ptr + at_dout[:, None] + column[None, :], mask=there[:, None], other=0.0)
+        dot = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
     lse = gl.load(
         tensors.lse_ptr + query * strides.lse_n + head.to(gl.int64) * strides.lse_h, mask=there, other=-float("inf")
     )
@@ -96,7 +102,9 @@ def query_rows(
     place = query * sizes.heads + head
     gl.store(tensors.lse2_ptr + place, lse2, mask=there)
     gl.store(tensors.delta_ptr + place, delta, mask=there)
-    gl.store(tensors.share_ptr + place, -share * plain, mask=there)
+    if DOT:
+        share = share * plain
+    gl.store(tensors.share_ptr + place, -share, mask=there)
     if SCALED:
         norm = gl.sqrt(gl.sum(do.to(gl.float32) * do.to(gl.float32), 1))
         of_lse = gl.where(lse == -float("inf"), 0.0, gl.abs(dlse))
@@ -115,6 +123,10 @@ def query_rows(
         x = gl.load(tensors.dout_ptr + at_dout[:, None] + column[None, :], mask=there[:, None], other=0.0).to(
             gl.float32
         )
+        if not DOT:
+            at_out = (query * strides.out_n + head.to(gl.int64) * strides.out_h) * 8 + (D - TURNED)
+            o = gl.load(tensors.out_ptr + at_out[:, None] + column[None, :], mask=there[:, None], other=0.0)
+            gl.store(tensors.tail_ptr + query * sizes.heads + head, gl.sum(x * o.to(gl.float32), 1), mask=there)
         even, odd = gl.split(x.reshape([ROWS, TURNED // 2, 2]))
         pair = gl.arange(0, TURNED // 2, layout=gl.SliceLayout(0, even.type.layout)) - (TURNED - sizes.rope_width) // 2
         position = gl.load(tensors.positions_ptr + query).to(gl.int64)

@@ -11,4 +11,5 @@ __all__ = ["prepare", "supports"]
 
 def prepare(b: V4Backward, target: Target, program: Program) -> None:
     """Fill b.dq, b.dwindow, b.dcompressed and b.dsink, those that are not None."""
-    prepare_sparse(b, program, backward_sparse, dict(KEYS_REGS=232, GATHER_REGS=40), order_of_registers=True)
+    registers = dict(KEYS_REGS=232, GATHER_REGS=40)
+    prepare_sparse(b, program, backward_sparse, registers, order_of_registers=True, finds_dot=True)

@@ -3,23 +3,25 @@
     S = Q K^T    P = 2^(S scale2 - lse2)    dP = dO K^T    dS = scale P (dP - delta)
     dQ += dS K                               dKV[rows of the block] += P^T dO + dS^T Q
 
-fp16: P and dS are multiplied by a power of two before they are rounded (backward_scale.py), results divided.
+delta is dO . O, found here, and the rest that query_rows found; for fp16 query_rows found it all. fp16: P and dS are
+multiplied by a power of two before they are rounded (backward_scale.py), results divided.
 
 Role chart::
 
     gather  4 warps | rows of block i + 1, as soon as both halves of dQ have used block i's ...
     scores  4 warps | S, dP of block i | P, dS -> P16, dS16 | dQ, columns 0-255 += dS K
-    keys    4 warps | dQ, columns 256-511 += dS K of block i - 1 | its dKV, in eight pieces of 64 columns, to memory
+    keys    4 warps | delta first | dQ, columns 256-511 += dS K of block i - 1 | its dKV, in eight pieces, to memory
 
-`keys` sends one piece of dKV to memory while the tensor cores work on the next; the last piece of a block goes out
-while they work on the first of the next block. With two slots for P and dS, `scores` is a block ahead. Adding dKV to
-memory is what binds: 128 KB of each block, beside 64 KB of rows that are read. P and dS are in the registers of one
-role until they are rounded, so that dS is made from the unrounded P.
+`keys` sends one piece of dKV, 64 columns, to memory while the tensor cores work on the next; the last piece of a block
+goes out while they work on the first of the next block. With two slots for P and dS, `scores` is a block ahead. Adding
+dKV to memory is what binds: 128 KB of each block, beside 64 KB of rows that are read. P and dS are in the registers of
+one role until they are rounded, so that dS is made from the unrounded P.
 
 shared memory   bytes        holds
 q, dout         2 x 65536    [2, 64, 256] each: halves of the columns
 kv              65536        [2, 64, 256]: the block's rows; at the end dQ on its way out
 p16, ds16       4 x 8192     [2, 64, 64] each: heads times rows, of two blocks
+delta           256          [64] fp32, but for fp16
 barriers        8 each
 
 barrier    arrives             count       waits           means
@@ -28,6 +30,7 @@ ready      gather: copies      128         scores          the block is in kv
 free       scores, keys        2           gather          S, dP and dQ have used the block
 ds_ready   scores              1           keys            P16 and dS16 are written, S and dP are complete
 used       keys                1           scores          dKV has used P16 and dS16
+d_ready    keys                1           scores          delta is there
 
 `keys` reads kv after ds_ready, which follows `ready` and the fence behind it in `scores`. At the end each owner of a
 half writes its dQ over its half of kv: S and dP of the last block were complete before ds_ready, and no other role
@@ -68,6 +71,8 @@ class Memory:
     free: Barriers
     ds_ready: Barriers
     used: Barriers
+    delta: Value
+    d_ready: Barriers
 
 
 @gluon.jit
@@ -202,15 +207,45 @@ def end(dq, kv, dq_desc, query, H: gl.constexpr):
 
 
 @gluon.jit
+def find_delta(memory, terms, outputs, query, TURNED: gl.constexpr):
+    """dO . O of the 64 heads: to delta, and times the sink's share to memory. O comes straight from there: nobody else
+    reads it."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    there = row < query.heads
+    place = query.number.to(gl.int64) * query.heads + row
+    line = (query.number.to(gl.int64) * outputs.out_n + row.to(gl.int64) * outputs.out_h) * 8
+    share = gl.load(outputs.share_ptr + place, mask=there, other=0.0)
+    rest = gl.load(terms.delta_ptr + place, mask=there, other=0.0)
+    tail = gl.zeros([64], gl.float32, gl.SliceLayout(1, L))
+    if TURNED > 0:
+        tail = gl.load(outputs.tail_ptr + place, mask=there, other=0.0)
+    o = ()  # all of it is under way while Q and dO come
+    for panel in gl.static_range(8 - TURNED):
+        here = outputs.out_ptr + line[:, None] + (panel * 64 + column)[None, :]
+        o += (gl.load(here, mask=there[:, None], other=0.0),)
+    panels = reinterpret(memory.dout, [8, 64, 64], PANEL)
+    memory.q_ready.wait(0, 0)
+    products = gl.zeros([64, 64], gl.float32, L)
+    for panel in gl.static_range(8 - TURNED):
+        products += o[panel].to(gl.float32) * panels.index(panel).load(L).to(gl.float32)
+    dot = tail + gl.sum(products, 1)
+    memory.delta.store(dot + rest)
+    memory.d_ready.arrive(0)
+    gl.store(outputs.share_ptr + place, gl.where(share == 0.0, 0.0, share * dot), mask=there)
+
+
+@gluon.jit
 def scores_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
     """S, dP, P, dS; columns 0-255 of dQ."""
     heads = query.heads
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     place = query.number.to(gl.int64) * heads + row
     lse2 = gl.load(terms.lse2_ptr + place, mask=row < heads, other=float("inf"))
-    delta = gl.load(terms.delta_ptr + place, mask=row < heads, other=0.0)
     up, down = 1.0, 1.0
     if SCALED:
+        delta = gl.load(terms.delta_ptr + place, mask=row < heads, other=0.0)
         up, down = factors(terms, query)
         if not ATOMIC:
             _, undo = dkv_factors(terms, query, down, ATOMIC)
@@ -230,6 +265,9 @@ def scores_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCA
             p = p * up
         memory.used.wait(slot, (block >> 1 & 1) ^ 1)
         memory.p16.index(slot).store(p.to(memory.p16.dtype))
+        if not SCALED:
+            memory.d_ready.wait(0, 0)  # keys made it while the first block was under way
+            delta = memory.delta.load(gl.SliceLayout(1, SCORES))
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         ds = (p * (dp - delta[:, None]) * terms.scale).to(memory.ds16.dtype)
         memory.ds16.index(slot).store(ds)
@@ -257,12 +295,15 @@ def piece_of_dkv(memory, slot, at):
 
 
 @gluon.jit
-def keys_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
-    """dKV; columns 256-511 of dQ."""
+def keys_role(memory, terms, outputs, target, dq_desc, query, ATOMIC: gl.constexpr, TURNED: gl.constexpr,
+              SCALED: gl.constexpr):  # fmt: skip
+    """delta; dKV; columns 256-511 of dQ."""
     down, factor = 1.0, 1.0
     if SCALED:
         _, down = factors(terms, query)
         factor, _ = dkv_factors(terms, query, down, ATOMIC)
+    else:
+        find_delta(memory, terms, outputs, query, TURNED)
     dq = gl.zeros([64, 256], gl.float32, HALF)
     last = gl.zeros([64, 64], gl.float32, SCORES)  # the last piece of the block before
     last_places = nowhere()
@@ -304,6 +345,7 @@ def backward_sparse(
     lists,
     pools,
     terms,
+    outputs,
     contributions,
     ATOMIC: gl.constexpr,
     TURNED: gl.constexpr,
@@ -329,12 +371,14 @@ def backward_sparse(
     free = new_barriers(1, 2)
     ds_ready = new_barriers(2)
     used = new_barriers(2)
-    init_barriers((q_ready, ready, free, ds_ready, used))
+    delta = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    d_ready = new_barriers(1)
+    init_barriers((q_ready, ready, free, ds_ready, used, d_ready))
     query, target = query_and_target(lists, contributions, ATOMIC)
     operands = Operands(q_desc, dout_desc, turned_desc)
-    memory = Memory(q, dout, kv, p16, ds16, q_ready, ready, free, ds_ready, used)
+    memory = Memory(q, dout, kv, p16, ds16, q_ready, ready, free, ds_ready, used, delta, d_ready)
     gl.warp_specialize([
         (scores_role, (memory, terms, target, dq_desc, query, ATOMIC, SCALED)),
-        (keys_role, (memory, terms, target, dq_desc, query, ATOMIC, SCALED)),
+        (keys_role, (memory, terms, outputs, target, dq_desc, query, ATOMIC, TURNED, SCALED)),
         (gather_role, (operands, memory, pools, query, TURNED)),
     ], [4, 4], [KEYS_REGS, GATHER_REGS])  # fmt: skip
