@@ -2,12 +2,14 @@ import moe_cases
 import pytest
 import torch
 
+import dsv4
 from dsv4 import Fp4Experts
 
 
+@pytest.mark.parametrize("layout", ["sm90", "sm100"])
 @pytest.mark.parametrize("nvfp4", [False, True])
-def test_the_bytes_of_the_checkpoint_come_back(nvfp4):
-    given, experts = moe_cases.layer(e=2, h=512, i=256, nvfp4=nvfp4)
+def test_the_bytes_of_the_checkpoint_come_back(nvfp4, layout):
+    given, experts = moe_cases.layer(e=2, h=512, i=256, nvfp4=nvfp4, layout=layout)
     back = experts.unpack()
     assert back.keys() == given.keys()
     for name, x in given.items():
@@ -20,6 +22,19 @@ def test_int8_and_e8m0_as_a_checkpoint_has_them():
     given, experts = moe_cases.layer()
     typed = {n: x.view(torch.float8_e8m0fnu if "scale" in n else torch.int8) for n, x in given.items()}
     assert torch.equal(Fp4Experts.pack(**typed).w13, experts.w13)
+
+
+def test_layouts():
+    """Other tiles, the same numbers; on a CPU the result is the same."""
+    given, experts = moe_cases.layer(e=2, nvfp4=True)
+    moved = Fp4Experts.pack(**given, layout="sm100")
+    assert (experts.layout, moved.layout) == ("sm90", "sm100") and not torch.equal(moved.w13, experts.w13)
+    for one, other in zip(experts.dequantize(), moved.dequantize()):
+        assert torch.equal(one, other)
+    tokens = moe_cases.tokens(3, e=2, k=2)
+    assert torch.equal(dsv4.moe(**tokens, experts=moved), dsv4.moe(**tokens, experts=experts))
+    with pytest.raises(ValueError, match="^layout: got str 'sm80'; accepted: 'sm90', 'sm100'"):
+        Fp4Experts.pack(**given, layout="sm80")
 
 
 def named(given):
