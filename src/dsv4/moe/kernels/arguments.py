@@ -85,6 +85,7 @@ class Activations(NamedTuple):
     to_ptr: Any  # e4m3 [rows, width]
     scale_ptr: Any  # [width / 128, scale_line], as in Hidden
     scale_line: Any
+    parts: Any  # programs to a token (moe_sort_rows)
 
 
 class Sums(NamedTuple):

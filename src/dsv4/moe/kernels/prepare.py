@@ -91,11 +91,11 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     place_of = ints("scales of slot", slots)
     to = SortOutputs(starts, slot_of, row_weight, row_of, place_of)
     parts = -(-p.hidden // COLUMNS)
-    given = Activations(p.x, p.x.stride(0), p.hidden, row_of, place_of, x_rows, x_scales, line)
+    given = Activations(p.x, p.x.stride(0), p.hidden, row_of, place_of, x_rows, x_scales, line, parts)
     # The first launch is a plain one: what it and the next ones read is complete when it begins.
     if slots <= SORTED_AT_ONCE:
         program.launch(
-            moe_sort_rows, (p.experts + p.tokens * parts,), dict(choice=choice, to=to, x=given, parts=parts),
+            moe_sort_rows, (p.experts + p.tokens * parts,), dict(choice=choice, to=to, x=given),
             TOPK=p.topk, SLOTS=max(64, 1 << (slots - 1).bit_length()), COLUMNS=COLUMNS, TILE=tile,
             RECIPE=p.activations, num_warps=4,
         )  # fmt: skip

@@ -186,7 +186,7 @@ def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, R
 
 
 @triton.jit
-def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+def moe_sort_rows(choice, to, x, TOPK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
                   TILE: tl.constexpr, RECIPE: tl.constexpr):  # fmt: skip
     """All in one launch, for at most SLOTS slots: a program of a token counts for itself which rows are its own."""
     gdc_launch_dependents()
@@ -195,7 +195,7 @@ def moe_sort_rows(choice, to, x, parts, TOPK: tl.constexpr, SLOTS: tl.constexpr,
         wait_on_prior_grid()
         sort_expert(choice, to, tl.program_id(0), SLOTS)
     else:
-        token, part = n // parts, n % parts
+        token, part = n // x.parts, n % x.parts
         codes, scale = quantized(x, token, part, COLUMNS, TILE, RECIPE)
         wait_on_prior_grid()
         slot = tl.arange(0, SLOTS)

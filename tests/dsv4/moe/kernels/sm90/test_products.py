@@ -1,5 +1,6 @@
 """The experts' kernels on a CPU, through softsm."""
 
+from dataclasses import replace
 from functools import partial
 
 import moe_cases
@@ -8,9 +9,10 @@ import torch
 
 import dsv4
 import softsm
+from dsv4.moe import problem
 from dsv4.moe.kernels import prepare
 from dsv4.moe.kernels.sm90 import entry
-from dsv4.runtime import calls
+from dsv4.runtime import calls, dispatch
 
 kernel = partial(moe_cases.kernel, "sm_90a")
 
@@ -54,6 +56,20 @@ def test_wider_tiles(tiling, monkeypatch):
     moe_cases.assert_right(out, None, experts, given, shared=shared)
     assert torch.equal(out, kernel(experts, given, shared=shared))
     calls.forget()
+
+
+def test_no_number_makes_a_variant():
+    """Triton compiles a plain argument of 1 in: a kernel for narrow tokens would then be wrong for wide ones. Numbers
+    are members of structs, which are compiled with neutral ones."""
+    experts, given = moe_cases.layer().experts, moe_cases.tokens(3)
+    p = problem.build(
+        given["x"], experts.w13, experts.w2, given["ids"], given["weights"], w13_scales=experts.w13_scales,
+        w2_scales=experts.w2_scales, w13_factors=experts.w13_factors, w2_factors=experts.w2_factors,
+    )  # fmt: skip
+    found = calls.launches_of(replace(p, out=torch.empty_like(p.x)), dispatch.compile_target("sm_90a"))
+    assert len(found) == 4
+    for launch in found:
+        assert not any(isinstance(x, (int, float)) for x in launch.arguments), launch.kernel.__name__
 
 
 def test_what_the_kernels_do_not_take():
