@@ -105,6 +105,7 @@ def row(timer) -> dict:
         "us": round(timer.us, 2),
         "band": [round(timer.us * low, 2), round(timer.us * high, 2)],
         "kernels": len(timer.predictions),
+        "after_first": round(timer.us_from(1), 2),  # of a forward and backward pass the latter
         "longest": heavy.kernel,
         "bound": heavy.bound,
         "cycles": round(sum(p.cycles for p in timer.predictions)),
@@ -196,6 +197,7 @@ def main() -> int:
         tables.write_predictions(given.blackwell, given.write)
     elif given.blackwell:
         print(tables.blackwell(given.blackwell))
+        print(tables.peers(given.blackwell))
     elif given.table:
         print(tables.table(cases(given), *given.table))
     elif given.predict:

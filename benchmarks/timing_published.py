@@ -1,9 +1,10 @@
 """Figures that Triton's Gluon tutorials print for a B200 (one or two for a GB200), beside what the model predicts.
 
 The tutorials are not kept here. `--published FOLDER` names python/tutorials/gluon of Triton's repository at f4fca2c
-(the figures below are in the comments of those files); Triton 3.9 compiles them. Kernels and launches are theirs,
-unmodified; tensors are left empty, since no time depends on their values. Figures of one kernel differ by 10 to 15 %
-from run to run (cuBLAS beside them is printed three times). The "TB/s" of tutorials 02, 03, 04 and 08 are 2^40 bytes.
+(the figures below are in the comments of those files); example 04 is in python/examples/gluon beside it. Triton 3.9
+compiles them. Kernels and launches are theirs, unmodified; tensors are left empty, since no time depends on their
+values. Figures of one kernel differ by 10 to 15 % from run to run (cuBLAS beside them is printed three times). The
+"TB/s" of tutorials 02, 03, 04 and 08 are 2^40 bytes.
 
 Parameters of the B200 were fitted on the tutorials in FITTED; the others are the test.
 """
@@ -34,7 +35,7 @@ class Published(Case):
 
     @property
     def fitted(self) -> bool:
-        return self.group[-2:] in FITTED
+        return self.group.startswith("tutorial") and self.group[-2:] in FITTED
 
 
 def by_flops(tflops: float, K: int) -> float:
@@ -50,8 +51,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 
 
 def tutorials(folder: Path) -> Callable[[str], Any]:
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    """A function that imports one of them, or of the examples beside them."""
+    for path in (folder, folder.parents[1] / "examples" / "gluon"):
+        if str(path) not in sys.path:
+            sys.path.append(str(path))
     return importlib.import_module
 
 
@@ -139,6 +142,31 @@ def scaled(module: Callable[[str], Any]) -> Iterator[Published]:
             yield Published(f"11 {how} {a} x {b}", "tutorial 11", run, us=by_flops(rate, N))
 
 
+def example(module: Callable[[str], Any]) -> Iterator[Published]:
+    """Example 04, with the configurations that its file fixes; figures of triton#9697."""
+    rates = {
+        ("mxfp8", 8192): (2526.0, 2895.0),
+        ("mxfp8", 16384): (2409.0, 2755.0),
+        ("nvfp4", 8192): (4782.0, 5730.0),
+        ("nvfp4", 16384): (4837.0, 5562.0),
+    }
+
+    def make(device: str, form: str, side: int, variant: str):
+        t = module("04-2cta-block-scale-matmul")
+        fp4, vec = form == "nvfp4", 16 if form == "nvfp4" else 32
+        a, b = (empty(side, side // (1 + fp4), dtype=torch.uint8 if fp4 else torch.float8_e4m3fn) for _ in "ab")
+        scales = empty(side, side // vec, dtype=torch.float8_e4m3fn if fp4 else torch.uint8)
+        sa, sb = (t.swizzle_scales_packed_block(scales) for _ in "ab")
+        return t.make_fn(variant, a, b, sa, sb, vec, form, side)
+
+    for (form, side), found in rates.items():
+        for variant, rate in zip(("1cta", "2cta"), found):
+            run = partial(make, form=form, side=side, variant=variant)
+            what = "one CTA" if variant == "1cta" else "pairs of CTAs"
+            us = 2 * side**3 / rate * 1e-6
+            yield Published(f"example 04 {what} {form} {side}", "example 04", run, us=us)
+
+
 def moved(module: Callable[[str], Any]) -> Iterator[Published]:
     """Copies, sums and softmax."""
     words = 1 << 29  # theirs has 2^31: the rate is the same
@@ -204,4 +232,4 @@ def cases(folder: Path) -> list[Published]:
 
         name = f"12 {'cluster launch control' if clc else 'static'} K={N}"
         out.append(Published(name, "tutorial 12", launch_control, us=by_flops(rate, N), gpu="gb200"))
-    return [*out, *scaled(module), *moved(module)]
+    return [*out, *scaled(module), *moved(module), *example(module)]

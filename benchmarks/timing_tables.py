@@ -104,6 +104,47 @@ def blackwell(predicted: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _dense(products: int, d: int, causal: bool) -> float:
+    """Operations of 4 x 16 x 8192."""
+    return 2.0 * products * 4 * 16 * 8192**2 * d / (1 + causal)
+
+
+def _listed(products: int, heads: int, rows: int) -> float:
+    """Operations of 4096 queries with head dim 512."""
+    return 2.0 * products * 4096 * heads * rows * 512
+
+
+FA4 = "FlashAttention-4"
+# Our case, what of it, its operations, who publishes TFLOP/s for the same.
+PEERS = [
+    ("fmha prefill hd128 4 x 16 x 8192", "us", _dense(2, 128, False), FA4, 1535),
+    ("fmha prefill hd128 4 x 16 x 8192 causal", "us", _dense(2, 128, True), FA4, 1418),
+    ("fmha prefill hd64 4 x 16 x 8192", "us", _dense(2, 64, False), f"{FA4} (784 to 1225)", 1200),
+    ("fmha forward and backward hd128 4 x 16 x 8192", "after_first", _dense(5, 128, False), FA4, 1248),
+    ("fmha forward and backward hd128 4 x 16 x 8192 causal", "after_first", _dense(5, 128, True), FA4, 1118),
+    ("v4 bf16 4096 x 128 x 1024 of 8192", "us", _listed(2, 128, 1024), "FlashMLA, V3.2's rows", 1450),
+    ("v4 forward and backward 4096 x 64 x 512 of 8192", "after_first", _listed(5, 64, 512), "cuDNN frontend", 557),
+]
+
+
+def peers(predicted: Path) -> str:
+    """Our kernels, predicted, beside what others publish for theirs."""
+    found = json.loads(predicted.read_text())["cases"]
+    lines = [
+        "| problem | others | TFLOP/s | us | ours, predicted: TFLOP/s | us | times theirs | within the band |",
+        "|---|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for name, key, flops, who, rate in PEERS:
+        us, mine = flops / rate * 1e-6, found.get(name, {}).get(key)
+        if mine:
+            what = name.replace("forward and backward", "backward")
+            lines.append(
+                f"| {what} | {who} | {rate} | {us:.0f} | {flops / mine * 1e-6:.0f} | {mine:.0f} | {mine / us:.2f} "
+                f"| {'yes' if mine <= 1.3 * us else 'no'} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def published(cases: list, predicted: Path) -> str:
     """Beside figures of others: the half that parameters were fitted on, and the other."""
     found = json.loads(predicted.read_text())["cases"]
@@ -135,9 +176,12 @@ def write_predictions(predicted: Path, page: Path) -> None:
     kept = page.read_text().partition(f"\n{HEADING}")[0]
     text = f"""
 These times are predicted by softsm's timing model ([timing.md](timing.md)) and were never measured on a B200. The
-rate of tensor memory and the clock under load are assumptions; the rate of TMA gathers is a bound. Every kernel has
-at least one problem; forward and backward passes have the times of all launches. Where this table and the budget
-differ, it is because the table also includes waits, latencies, and the start and end of CTAs.
+rate of tensor memory and the clock under load are assumptions; the rate of TMA gathers is a bound. Forward and
+backward passes have the times of all launches. Where this table and the budget differ, it is because the table also
+includes waits, latencies, and the start and end of CTAs.
 
-{blackwell(predicted)}"""
+{blackwell(predicted)}
+Beside what others publish for a B200 (their kernels, measured by them):
+
+{peers(predicted)}"""
     page.write_text(f"{kept}\n{HEADING}{text}")
