@@ -26,6 +26,7 @@ shared memory   bytes        holds
 q, dout         2 x 65536    [2, 64, 256] each: halves of the columns
 kv              65536        [2, 64, 256]: the block's rows; at the end dQ on its way out
 p16, ds16       2 x 8192     [64, 64]: heads times rows                                                     = 208 KiB
+(compiler's)    16384        64 columns of dKV on their way from a row per lane to lines of a row
 barriers        8 each
 
 barrier     arrives             count       waits          means
@@ -154,6 +155,8 @@ def score_role(memory, terms, query, dq_desc, SCALED: gl.constexpr):
 def add_role(memory, target, terms, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
     """Every block's dKV: added to the rows it names, or stored beside those of other queries, to be summed later."""
     L: gl.constexpr = memory.dkv.slice(0, 64).get_reg_layout()
+    # A lane has columns of one row. What a warp adds at once has to be whole sectors: L2 changes a sector at a time.
+    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, L)).to(gl.int64)
     factor = 1.0
     if SCALED:
@@ -165,7 +168,7 @@ def add_role(memory, target, terms, query, ATOMIC: gl.constexpr, SCALED: gl.cons
     for part in range(0, 2 * query.blocks):
         block = part // 2
         first = part % 2 * 256
-        rows = numbers(query, block, gl.SliceLayout(1, L))
+        rows = numbers(query, block, gl.SliceLayout(1, LINES if ATOMIC else L))
         there = (rows >= 0)[:, None]
         memory.part_ready.wait(0, part % 2)
         for c in gl.static_range(4):
@@ -174,11 +177,12 @@ def add_role(memory, target, terms, query, ATOMIC: gl.constexpr, SCALED: gl.cons
                 memory.part_free.arrive(0)
             if SCALED:
                 x = x * factor
-            column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
             if ATOMIC:
+                column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
                 place = target.ptr + rows.to(gl.int64)[:, None] * 512 + column[None, :]
-                gl.atomic_add(place, x, mask=there, sem="relaxed")
+                gl.atomic_add(place, gl.convert_layout(x, LINES), mask=there, sem="relaxed")
             else:  # in the order of Hopper's keep(), which fold_rows undoes
+                column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
                 column = column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
                 place = target.ptr + block * target.step + slot[:, None] * 512 + column[None, :]
                 gl.store(place, x.to(target.ptr.dtype.element_ty), mask=there)
