@@ -64,11 +64,8 @@ SWAP_AB_WS_ROUNDS = 4
 SWAP_AB_WS_SPLIT = 5  # the most blocks where more than 64 heads are split: v4_sparse gathers their rows twice
 WS_OF_16 = dict(HEADS=16, GATHER_REGS=152, num_warps=4, PDL_LAUNCH=True)
 WS_OF_32 = dict(HEADS=32, GATHER_REGS=144, num_warps=4, PDL_LAUNCH=True)
-SWAP_AB_WS: tuple[tuple[tuple[dict, tuple[int, int], Cost], ...], ...] = (
-    ((WS_OF_16, (18, 18), Cost(10.2, 0.008, 2.2)), (WS_OF_32, (3, 10), Cost(12.9, 0.008, 2.25))),
-    (),
-    ((WS_OF_16, (18, 18), Cost(13.2, 0.008, 2.0)), (WS_OF_32, (0, 10), Cost(20.2, 0.008, 1.5))),
-)
+WS_PACKED = (WS_OF_16, (18, 18), Cost(10.2, 0.008, 2.2)), (WS_OF_32, (3, 10), Cost(12.9, 0.008, 2.25))
+SWAP_AB_WS: tuple[tuple[tuple[dict, tuple[int, int], Cost], ...], ...] = (WS_PACKED, (), WS_PACKED)
 SPARSE = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2), Cost(15.4, 0.06, 3.8)  # of v4_sparse
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
 
