@@ -88,7 +88,7 @@ KERNELS = (
     gemm("hopper/wgmma_tma_sm90.cu", "cute::half_t", "sm_90a"),
     gemm("sgemm_1.cu", "float", "sm_90a"),
     gemm("sgemm_2.cu", "float", "sm_90a"),
-    gemm("sgemm_sm80.cu", "cute::half_t", "sm_90a"),
+    gemm("sgemm_sm80.cu", "float", "sm_90a"),
     *(
         prefill(f"{heads} heads", f"{SPARSE}/fwd/head{heads}", f"sm100::fwd::head{heads}::run_fwd_phase1_kernel<DIM>",
                 heads, dim)
