@@ -240,10 +240,12 @@ def plots() -> Iterator[tuple[str, str]]:
         record = json.loads(path.read_text())
         if not summary.is_record(record):
             continue
-        name = f"plots/{path.stem}.svg"
-        yield name, drawn(lambda file, record=record: bench.draw(record, file))
         parts.append(f"## {path.stem}\n\n`dsv4 bench --from benchmarks/results/{path.name}` prints this table.")
-        parts.append(f"![Speed relative to the best peer]({name})\n\n{bench.markdown(record)}")
+        if any(map(bench.has_peer, record["cases"])):
+            name = f"plots/{path.stem}.svg"
+            yield name, drawn(lambda file, record=record: bench.draw(record, file))
+            parts.append(f"![Speed relative to the best peer]({name})")
+        parts.append(bench.markdown(record))
     yield "plots.md", "\n\n".join(parts) + "\n"
 
 

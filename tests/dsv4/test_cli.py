@@ -125,6 +125,14 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path) -> None:
         assert "Traceback" not in result.err
 
 
+def test_a_record_without_peers_can_be_drawn(tmp_path) -> None:
+    from dsv4.commands import bench
+
+    case = {"case": "v4.1 decode", "microseconds": {"dsv4": 1.0, "dsv4 584": 2.0}}
+    bench.draw({"device": "GPU", "cases": [case]}, tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").stat().st_size > 0
+
+
 def test_verify_without_softsm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "softsm", None)
     result = run("verify", "--backend", "softsm", "--match", "d64-t4-s128")

@@ -207,7 +207,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     bars = axes.barh(names, ratios, color="#3b6ea8")
     axes.bar_label(bars, [f"{r:.2f}x {p}" for r, p in zip(ratios, peers)], padding=4, fontsize=8)
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlim(0, max(ratios) * 1.35)
+    axes.set_xlim(0, max([1.0, *ratios]) * 1.35)  # a record may have no peer
     axes.invert_yaxis()
     axes.set_xlabel(f"speed relative to the best peer, {record['device']}")
     figure.tight_layout()
