@@ -35,14 +35,18 @@ TRITON_TESTS := $(wildcard tests/softsm tests/triton tests/museum tests/rules te
 # What ruff reads.
 CODE    := src tests benchmarks examples tutorials docs tools
 
-.PHONY: demo test test-slow test-gpu test-triton test-triton-suite test-field test-engines docs fuzz lint bench cubins setup \
+.PHONY: demo test test-compile test-slow test-gpu test-triton test-triton-suite test-field test-engines docs fuzz lint bench cubins setup \
         clean known-tests
 
 demo: $(HERE)/.installed
 	$(HERE)/bin/python -m dsv4 demo
 
 test: known-tests setup
-	$(PYTEST) -m "not slow and not gpu" $(TESTS)
+	$(PYTEST) -m "not slow and not compile and not gpu" $(TESTS)
+
+# What make test leaves out for its six minutes: the kernels that take longest to compile.
+test-compile: known-tests setup
+	$(PYTEST) -m "compile and not slow and not gpu" $(TESTS)
 
 test-slow: known-tests setup
 	$(PYTEST) -m "slow and not gpu" $(TESTS)

@@ -56,6 +56,7 @@ def assert_lowered(found):
     assert set(found["lowered"]) >= entry_points() - NOT_HERE
 
 
+@pytest.mark.compile
 def test_every_hopper_kernel_passes_its_front_end(beside):
     assert_lowered(beside)
 
@@ -65,6 +66,7 @@ def test_every_variant_passes_its_front_end():
     assert_lowered(front_end(100, variants.DTYPES))
 
 
+@pytest.mark.compile
 def test_blackwell_kernels_have_the_same_names_under_every_triton(beside):
     """Files that the newest one has written are looked for by an older one, which engines bring."""
     here = runpy.run_path(str(SCRIPT))["names_for_blackwell"]()

@@ -51,6 +51,7 @@ ROWS, CP_ASYNC = "rows", "cp_async"  # how keys are read; a number: pages of so 
 DIMS = (64, 128, 256, 512)
 PATHS = [(d, p_tmem) for d in DIMS for p_tmem in (True, False) if not (p_tmem and d == 512)]
 QUICK = [(64, BF16, True, ROWS), (128, BF16, True, 16), (256, BF16, True, CP_ASYNC), (512, BF16, False, ROWS)]
+LONGEST = [(128, BF16, True, 16), (512, BF16, False, ROWS)]  # to compile
 OF_ROWS = [(d, BF16, p_tmem, ROWS) for d, p_tmem in PATHS]
 OF_PAGES = [(64, BF16, True, 16), (128, BF16, True, 16), (256, BF16, True, 16), (512, BF16, False, 16),
             (64, BF16, True, CP_ASYNC), (128, BF16, True, CP_ASYNC), (256, BF16, True, CP_ASYNC)]  # fmt: skip
@@ -74,7 +75,8 @@ def variant(case: Case) -> tuple:
 def slow_unless_quick(keys: list, tested: list | None = None) -> list:
     """Parameters, marked by the variants that they compile."""
     params = keys if tested is None else tested
-    return [pytest.param(x, marks=[pytest.mark.slow] * (key not in QUICK)) for key, x in zip(keys, params, strict=True)]
+    marks = [[pytest.mark.slow] * (key not in QUICK) + [pytest.mark.compile] * (key in LONGEST) for key in keys]
+    return [pytest.param(x, marks=found) for x, found in zip(params, marks, strict=True)]
 
 
 def softcap_of(key: tuple) -> dict[str, float]:

@@ -27,6 +27,7 @@ def test_two_pools_rotation_and_the_gradient_of_the_lse(deterministic):
     check(TWO_POOLS, deterministic=deterministic)
 
 
+@pytest.mark.compile
 def test_a_sink_far_above_the_lse_leaves_the_gradient_of_the_lse():
     check(LONG_LISTS, sink=FAR_SINKS, dtype=FP16, deterministic=True)
 
@@ -37,6 +38,7 @@ def test_two_tiles_of_heads_and_rows_by_block_table(deterministic):
     check(TWO_TILES_OF_HEADS, deterministic=deterministic)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [FP16, pytest.param(BF16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])

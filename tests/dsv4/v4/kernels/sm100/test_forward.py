@@ -58,6 +58,7 @@ def test_a_cta_takes_one_item_after_the_other(order, monkeypatch):
     compare(*run(order, **problem))
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_cta_takes_one_query_of_fp8_rows_after_the_other(order, monkeypatch):
     """Of three blocks, the last in part; of none; of one: the ring goes on in its middle."""

@@ -45,6 +45,7 @@ def wide(problem: dict, heads: int = 128) -> dict:
     return problem | dict(q=torch.randn(problem["q"].shape[0], heads, 512).bfloat16(), sink=torch.randn(heads))
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_pair_takes_one_query_of_fp8_rows_after_the_other(pairs, order, monkeypatch):
     """Of two blocks, the last in part; of none; of one."""

@@ -90,6 +90,7 @@ def test_fp16_rows_in_pages_by_block_table(order):
 
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
 @pytest.mark.parametrize("splits", [3, pytest.param(1, marks=pytest.mark.slow)])  # 1: a variant of its own
+@pytest.mark.compile
 @pytest.mark.parametrize("page", [2, 3])
 def test_fp8_rows_by_block_table_and_requests(page, splits, order):
     """Three requests of 1, 0 and 2 queries; the last query belongs to none. Pages of two rows, of which a block is a
