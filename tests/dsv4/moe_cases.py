@@ -56,6 +56,18 @@ def assert_right(out: Tensor, slots: Tensor | None, experts: Fp4Experts, given: 
         )
 
 
+def check_many_rows_few_and_none(kernel, experts: Fp4Experts, given: dict, some: list[int]) -> None:
+    """Experts 0 and 3 take all rows but one, which has no expert and expert 1; nobody takes expert 2. The tokens `some`
+    have their bits in another batch."""
+    given["ids"][:] = torch.tensor([0, 3])
+    given["ids"][4] = torch.tensor([-1, 1])
+    out, slots = kernel(experts, given, return_slots=True)
+    assert_right(out, slots, experts, given)
+    assert not slots[4, 0].any()
+    alone = kernel(experts, {name: x[some] for name, x in given.items()}, order="latest")
+    assert torch.equal(alone, out[some])
+
+
 def kernel(arch: str, experts: Fp4Experts, given: dict, order: str = "random", sms: int | None = None, **options):
     """dsv4.moe through softsm: races checked; the outputs were NaN before."""
     import softsm

@@ -99,16 +99,15 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
     add_dq = x.dq_sum is not None
     rows = 128 if add_dq and x.width == 64 else 64
     tiles = row_tiles(x.keys, x.sequences) * x.batch * x.heads
-    splits = split_rows(tiles, -(-x.rows // rows), target.num_sms)
+    sequences = 1 if x.sequences is None else max(x.sequences.count, 1)
+    splits = split_rows(tiles, -(-x.rows // (sequences * rows)), target.num_sms)
     wanted = (x.dk, x.dv)
-    dk, dv = made = [
-        grad
-        if grad is not None and is_addressable(grad)
-        else like  # unwritten
-        if splits > 1
-        else made_like(program, like.shape, like.dtype, x.sequences)
+    made = [
+        grad if grad is not None and is_addressable(grad) else made_like(program, like.shape, like.dtype, x.sequences)
         for grad, like in zip(wanted, (x.k, x.v))
+        if splits == 1
     ]
+    dk, dv = made or (x.k, x.v)  # these are not written
     parts = x.lse2  # unread
     if splits > 1:
         parts = program.workspace("parts of dk and dv", (2, splits * tiles * TILE * x.width), torch.float32)
@@ -141,8 +140,8 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
 
 
 def split_rows(tiles: int, steps: int, num_sms: int) -> int:
-    """Into how many parts the rows of a key tile are cut: that which takes the fewest steps, where the beginning and
-    the end of a CTA take as long as four. A part has at least eight."""
+    """Into how many parts the rows of a key tile, so many steps of an average sequence, are cut: that which takes the
+    fewest steps, where the beginning and the end of a CTA take as long as four. A part has at least eight."""
     if tiles >= 4 * num_sms:
         return 1
     most = max(1, min(steps // 8, 4 * num_sms // max(tiles, 1)))

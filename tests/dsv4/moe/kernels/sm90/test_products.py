@@ -20,15 +20,8 @@ kernel = partial(moe_cases.kernel, "sm_90a")
 def test_experts_with_many_rows_with_few_and_with_none():
     """Two tiles of rows of one expert, a row that is nobody's, an expert that nobody takes; each token has its bits in
     another batch."""
-    experts, given = moe_cases.layer(h=256).experts, moe_cases.tokens(9, k=2)
-    given["ids"][:] = torch.tensor([0, 3])
-    given["ids"][4] = torch.tensor([-1, 1])
-    out, slots = kernel(experts, given, return_slots=True)
-    moe_cases.assert_right(out, slots, experts, given)
-    assert not slots[4, 0].any()
-    some = torch.tensor([8, 4])
-    alone = kernel(experts, {name: x[some] for name, x in given.items()}, order="latest")
-    assert torch.equal(alone, out[some])
+    experts = moe_cases.layer(h=256).experts
+    moe_cases.check_many_rows_few_and_none(kernel, experts, moe_cases.tokens(9, k=2), some=[8, 4])
 
 
 @pytest.mark.slow
