@@ -126,7 +126,7 @@ def checking(arch: str) -> tuple[float, float, float]:
 
     import dsv4
     import softsm
-    from softsm.engine.launch import options
+    from softsm.engine.options import options
 
     q, k, v = (torch.randn(1, 512, 4, 64).bfloat16() for _ in range(3))
 

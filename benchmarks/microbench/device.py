@@ -244,9 +244,9 @@ class Softsm:
         pass
 
     def tensor_map(self, address: int, rows: int, columns: int, box_rows: int, box_columns: int) -> bytes:
-        from softsm.memory import tensor_map
+        from softsm.memory import tensor_map_image
 
-        return tensor_map.encode_tiled(
+        return tensor_map_image.encode_tiled(
             data_type=9, rank=2, global_address=address, global_dim=[columns, rows], global_strides=[columns * 2],
             box_dim=[box_columns, box_rows], swizzle=3, l2_promotion=2)  # fmt: skip
 

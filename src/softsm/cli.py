@@ -433,7 +433,7 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, 
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process does not use the GPU, if there is one
     from softsm.doors.driver.functions import driver
     from softsm.doors.triton.install import use
-    from softsm.engine.launch import options
+    from softsm.engine.options import options
 
     try:
         softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms, ranks=ranks)

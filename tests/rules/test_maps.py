@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from ruling import holds
 
-from softsm.memory.tensor_map import DataType, encode_tiled
+from softsm.memory.tensor_map import DataType
+from softsm.memory.tensor_map_image import encode_tiled
 from softsm.museum import text as t
 
 SHARED = ".shared .align 1024 .b8 a[4096]; .shared .align 128 .b8 made[128]; .shared .align 8 .b64 bar;"

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from softsm.arguments import parse_argument
 from softsm.cli import app
-from softsm.memory.tensor_map import Swizzle, from_image
+from softsm.memory.tensor_map import Swizzle
+from softsm.memory.tensor_map_image import from_image
 
 SCALE = """
 .version 8.6

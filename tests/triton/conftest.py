@@ -11,7 +11,7 @@ import torch
 import triton
 
 import softsm
-from softsm.engine.launch import options
+from softsm.engine.options import options
 
 # Reports under `pytest --softsm` that are right: (Triton version, test, why). The checker suppresses nothing, so such a
 # test must fail.

@@ -26,7 +26,7 @@ from gluon_names import (
 )
 from test_matmul import scaled_operand
 
-from softsm.engine.launch import options
+from softsm.engine.options import options
 
 if V36:
     pytest.skip("written with Triton 3.9's names", allow_module_level=True)

@@ -11,8 +11,8 @@ import numpy as np
 
 from softsm import accepted
 from softsm.checks.findings import add_failure
-from softsm.engine.launch import current_options, observing, options
 from softsm.engine.observer import Observer, Session
+from softsm.engine.options import current_options, observing, options
 from softsm.report.diagnostics import Report
 
 if TYPE_CHECKING:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 
-from softsm.checks import byte_ranges, clocks, shadow, tmem_shadow
+from softsm.checks import byte_ranges, clocks, shadow, stored_values, tmem_shadow
 from softsm.engine.interpreter import Watch, lane_by_lane
 from softsm.engine.native import ready
 
 checked = lane_by_lane(
     Watch(
         note=shadow.note,
-        quiet=shadow.quiet,
-        collide=shadow.collide,
+        quiet=stored_values.quiet,
+        collide=stored_values.collide,
         keep_lines=byte_ranges.keep_lines,
         register_lines=byte_ranges.register_lines,
         answer_wait=clocks.answer_wait,

@@ -27,7 +27,8 @@ numbers. What a clock says of a warp is odd where all its lanes have passed on w
 where only some of them have, without having met the others: `released` tells which.
 
 Races are appended to a small buffer (one entry per pair of program places) that the scheduler empties. Here are the
-records and the accesses of a warp, lane by lane; checks/byte_ranges.py has the rest.
+records and the accesses of a warp, lane by lane; checks/stored_values.py compares what they store, and
+checks/byte_ranges.py has the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from __future__ import annotations
 import numpy as np
 
 from softsm.checks.clocks import BEGIN, DIRTY, WORDS
-from softsm.engine.lanes import i8, load8, load16, load32, load64, store8, store32, store64, u4
+from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
 from softsm.engine.native import native
 from softsm.engine.program import (
     S_ALLOC,
@@ -431,63 +432,6 @@ def global_word(S, address, touched, write, pc, lane, clock):
         address, touched, write, pc, lane, clock, sget(S, S_KNOWN), sget(S, S_SLOT) + 1,
         i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES),
     )  # fmt: skip
-
-
-@native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
-def there(R, Q, S, row, k, log, wide, lane):
-    """Does element k of what a lane stores already lie where it goes? The host addresses are in S[SCRATCH:]."""
-    a = sget(S, S_SCRATCH + lane) + (k << log)
-    if wide:
-        new = load64(Q + (row * 32 + lane) * 8)
-    else:
-        new = np.uint64(load32(R + (row * 32 + lane) * 4))
-    if log == 0:
-        return i8(np.uint64(load8(a)) == new & np.uint64(0xFF))
-    if log == 1:
-        return i8(np.uint64(load16(a)) == new & np.uint64(0xFFFF))
-    if log == 2:
-        return i8(np.uint64(load32(a)) == new & np.uint64(0xFFFFFFFF))
-    return i8(load64(a) == new)
-
-
-@native("i8(i8, u4, i8)")
-def overwriter(S, m, lane):
-    """The last of the lanes after this one that store to the same place; -1 when there is none."""
-    for later in range(31, lane, -1):
-        if (m >> u4(later)) & u4(1) and sget(S, S_SCRATCH + later) == sget(S, S_SCRATCH + lane):
-            return i8(later)
-    return i8(-1)
-
-
-@native("i8(i8, i8, i8, i8, i8, i8, u4)")
-def quiet(R, Q, pool, S, rows, fmt, m):
-    """Would the store whose host addresses are in S[SCRATCH:] change nothing?"""
-    for k in range((fmt >> 4) & 15):
-        row = i8(np.int32(load32(pool + 4 * (rows + k))))
-        for lane in range(32):
-            if (m >> u4(lane)) & u4(1) and not there(R, Q, S, row, k, fmt & 3, fmt & 512, lane):
-                if overwriter(S, m, lane) < 0:  # of lanes that write one place the last one's value stays
-                    return 0
-    return QUIET
-
-
-@native("void(i8, i8, i8, i8, i8, i8, u4, i8)")
-def collide(R, Q, pool, S, rows, fmt, m, pc):
-    """That store has been made. A lane whose value is not there wrote to the place of another, with another value.
-    In global memory only: Triton has all lanes of a reduction store what they have to one word of shared memory, and
-    their sums may differ in the last bit."""
-    if sget(S, S_RACES) == 0:
-        return
-    for k in range((fmt >> 4) & 15):
-        row = i8(np.int32(load32(pool + 4 * (rows + k))))
-        for lane in range(32):
-            if (m >> u4(lane)) & u4(1) and not there(R, Q, S, row, k, fmt & 3, fmt & 512, lane):
-                a = sget(S, S_SCRATCH + lane) + (i8(k) << (fmt & 3))
-                at = a - sget(S, S_SHARED)
-                if at < 0 or at >= sget(S, S_SHARED_SIZE):
-                    lanes = both(overwriter(S, m, lane), lane)
-                    report(sget(S, S_RACES), WAW, 1, a, pc, sget(S, S_SLOT) + 1, 0, pc, lanes)
-                return
 
 
 @native("void(i8, i8, u4, i8, i8, i8)")

@@ -26,6 +26,8 @@ from softsm.ptx.ast import Address, Function, Imm, Instruction, Label, Module, R
 CHAPTERS = (
     "control",
     "memory",
+    "atomics",
+    "addresses",
     "cache_policy",
     "warp",
     "integer",

@@ -10,15 +10,13 @@ floats, raw bytes (one parameter each), tensor maps (`softsm.tensor_map`), or an
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 import functools
 import gc
 import math
 import struct
 import sys
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,8 +24,9 @@ from softsm import accepted
 from softsm.engine import processes, tensor_waits
 from softsm.engine import program as pg
 from softsm.engine.assemble import Assembler, load_chapters, micro_numbers
-from softsm.engine.observer import Session
+from softsm.engine.options import current_options
 from softsm.engine.scheduler import Machine
+from softsm.engine.special_registers import special_value
 from softsm.engine.warps import Cta
 from softsm.errors import Fault, PtxError
 from softsm.memory import multicast
@@ -42,50 +41,6 @@ SM_CTAS = 32
 SPARE_BYTES = 1 << 20  # of register files that a kernel keeps from launch to launch
 BLOCK_SIDES, CLUSTER_SIDES, CLUSTER_CTAS = (1024, 1024, 64), (16, 16, 16), 16
 CHANGES = ("arch", "order", "seed", "sms", "budget", "processes", "dependent")  # options of one launch
-LANE_IDS = np.arange(32, dtype=np.uint32)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How launches run. `order`: 'eager', 'latest' or 'random' completion of asynchronous operations."""
-
-    order: str = "eager"
-    seed: int = 0
-    sms: int = 4
-    budget: int = accepted.number_in("SOFTSM_BUDGET", 20_000_000_000)
-    arch: str = ""
-    processes: int = 0  # at most so many share a launch; 0: as engine/processes.py has it
-    dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
-    sessions: tuple[Session, ...] = ()  # that follow the launch (engine/observer.py)
-    meeting: Any = None  # softsm.engine.ranks.Meeting, of a rank's program
-
-    def __post_init__(self) -> None:
-        accepted.one_of("order", self.order, accepted.ORDERS)
-        accepted.whole("sms", self.sms, 1, accepted.MOST_SMS)
-        for name, least in (("seed", 0), ("budget", 1), ("processes", 0)):
-            accepted.whole(name, getattr(self, name), least)
-
-
-_DEFAULT = Options()
-_options: contextvars.ContextVar[Options] = contextvars.ContextVar("softsm_options", default=_DEFAULT)
-
-
-@contextlib.contextmanager
-def options(**changes):
-    """Launches inside run with these options."""
-    token = _options.set(replace(_options.get(), **changes))
-    try:
-        yield
-    finally:
-        _options.reset(token)
-
-
-@contextlib.contextmanager
-def observing(session: Session):
-    """The session follows launches inside, in place of an outer one of its kind."""
-    others = [x for x in _options.get().sessions if type(x) is not type(session)]
-    with options(sessions=(*others, session)):
-        yield
 
 
 @contextlib.contextmanager
@@ -99,10 +54,6 @@ def no_garbage():
     finally:
         if collecting:
             gc.enable()
-
-
-def current_options() -> Options:
-    return _options.get()
 
 
 @functools.lru_cache(maxsize=256)
@@ -417,7 +368,7 @@ class Kernel:
         S[pg.S_ALLOC], S[pg.S_NALLOC] = machine.allocation_table.ctypes.data, len(machine.global_memory.starts)
 
     def memory_event(self, machine: Machine, warp, fragment, status: int, lanes: int) -> None:
-        from softsm.isa.memory import memory_event
+        from softsm.isa.slow_memory import memory_event
 
         if status != pg.SLOW_MEMORY:
             raise warp.fault("internal", f"the interpreter does not know opcode {self.program.code[fragment.pc, 0]}")
@@ -479,65 +430,3 @@ def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
             accepted.refuse(name, value, f"are ints of {bits} bits")
         return (value & (1 << bits) - 1).to_bytes(p.size, "little")
     accepted.refuse(name, value, forms)
-
-
-def special_value(machine: Machine, cta: Cta, index: int, name: str):
-    """The value of a predefined register for one warp: a number or 32 of them."""
-    base, _, axis = name.partition(".")
-    k = "xyz".find(axis) if axis else 0
-    bx, by, _ = machine.block
-    linear = index * 32 + LANE_IDS
-    cluster = machine.cluster_shape
-    match base:
-        case "tid":
-            return (linear % bx, linear // bx % by, linear // (bx * by))[k]
-        case "ntid":
-            return machine.block[k]
-        case "ctaid":
-            return cta.ctaid[k]
-        case "nctaid":
-            return machine.grid[k]
-        case "laneid":
-            return LANE_IDS
-        case "warpid":
-            return index
-        case "nwarpid":
-            return -(-cta.threads // 32)
-        case "smid":
-            return cta.sm.index % machine.sms_per_gpu
-        case "nsmid":
-            return machine.sms_per_gpu
-        case "gridid" | "current_graph_exec" | "envreg0" | "reserved_smem_offset_begin":
-            return 0
-        case "lanemask_eq":
-            return np.uint32(1) << LANE_IDS
-        case "lanemask_lt":
-            return (np.uint32(1) << LANE_IDS) - np.uint32(1)
-        case "lanemask_le":
-            return ((np.uint64(2) << LANE_IDS.astype(np.uint64)) - np.uint64(1)).astype(np.uint32)
-        case "lanemask_gt":
-            return ~((np.uint64(2) << LANE_IDS.astype(np.uint64)) - np.uint64(1)).astype(np.uint32)
-        case "lanemask_ge":
-            return ~((np.uint32(1) << LANE_IDS) - np.uint32(1))
-        case "cluster_ctarank":
-            return cta.rank
-        case "cluster_nctarank":
-            return machine.cluster_size
-        case "cluster_ctaid":
-            rest = cta.rank // cluster[0]
-            return (cta.rank % cluster[0], rest % cluster[1], rest // cluster[1])[k]
-        case "cluster_nctaid":
-            return cluster[k]
-        case "clusterid":
-            return cta.ctaid[k] // cluster[k]
-        case "nclusterid":
-            return machine.grid[k] // cluster[k]
-        case "is_explicit_cluster":
-            return pg.ALL if machine.explicit_cluster else 0
-        case "dynamic_smem_size":
-            return machine.shared_dynamic
-        case "total_smem_size" | "aggr_smem_size":
-            return machine.shared_limit - pg.SHARED_START
-        case "clock" | "clock_hi" | "clock64" | "globaltimer" | "globaltimer_lo" | "globaltimer_hi":
-            return 0  # a fresh value is written by the instruction that reads it (isa/moves.py)
-    raise Fault("special-register", f"%{name} has no value here")

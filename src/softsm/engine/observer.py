@@ -21,7 +21,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from softsm.engine.asynchrony import AsyncOp
-    from softsm.engine.launch import Options
+    from softsm.engine.options import Options
     from softsm.engine.program import MacroCall
     from softsm.engine.scheduler import Machine
     from softsm.engine.warps import Cta, Fragment, Warp
@@ -271,7 +271,7 @@ def _each(told: list[Callable]) -> Callable[..., None]:
 
 
 class Session:
-    """Follows the launches of a `with` block (`softsm.engine.launch.observing`)."""
+    """Follows the launches of a `with` block (`softsm.engine.options.observing`)."""
 
     races: bool = False  # It needs programs that are assembled for the race checker.
     computes: ClassVar[bool] = True  # False: launches do not compute all values, and sessions that need them wait.

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from softsm import accepted
-from softsm.engine.launch import Kernel, current_options, options
+from softsm.engine.launch import Kernel
+from softsm.engine.options import current_options, options
 
 MOST = 8
 

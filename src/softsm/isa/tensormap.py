@@ -5,7 +5,7 @@ from __future__ import annotations
 from softsm.isa.mbarriers import lanes, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
-from softsm.memory.tensor_map import ALIGNMENT, NBYTES, replace_field
+from softsm.memory.tensor_map_image import ALIGNMENT, NBYTES, replace_field
 from softsm.ptx.ast import Imm
 
 _FENCEPROXY = ("cp_fenceproxy", "global", "shared::cta", "tensormap::generic", "release")

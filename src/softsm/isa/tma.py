@@ -14,7 +14,8 @@ from softsm.isa.copying import start
 from softsm.isa.mbarriers import Issuer, lanes, shared_bytes, shared_operand
 from softsm.isa.typed import needs_target
 from softsm.memory import box_copy
-from softsm.memory.tensor_map import ALIGNMENT, NBYTES, DataType, Swizzle, TensorMap, Wide, from_image
+from softsm.memory.tensor_map import DataType, Swizzle, TensorMap, Wide
+from softsm.memory.tensor_map_image import ALIGNMENT, NBYTES, from_image
 from softsm.ptx.ast import Address, Vector
 
 _LOAD_MODES = ("tile", "tile::gather4", "im2col", "im2col::w", "im2col::w::128")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from softsm import accepted
-from softsm.memory.tensor_map import DataType, Fill, Swizzle, encode_tiled
+from softsm.memory.tensor_map import DataType, Fill, Swizzle
+from softsm.memory.tensor_map_image import encode_tiled
 
 SWIZZLES = {0: Swizzle.NONE, 32: Swizzle.B32, 64: Swizzle.B64, 128: Swizzle.B128}
 _TYPES = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from softsm.memory.tensor_map import DataType, encode_tiled
+from softsm.memory.tensor_map import DataType
+from softsm.memory.tensor_map_image import encode_tiled
 from softsm.museum import text as t
 from softsm.museum.exhibits import Program, exhibit
 

@@ -6,7 +6,8 @@ import warnings
 
 import numpy as np
 
-from softsm.memory.tensor_map import DataType, Swizzle, encode_tiled
+from softsm.memory.tensor_map import DataType, Swizzle
+from softsm.memory.tensor_map_image import encode_tiled
 from softsm.museum import text as t
 from softsm.museum import tiles
 from softsm.museum.exhibits import Program, exhibit, on_boundary

@@ -8,7 +8,8 @@ import itertools
 import ml_dtypes
 import numpy as np
 
-from softsm.memory.tensor_map import DataType, Swizzle, encode_tiled
+from softsm.memory.tensor_map import DataType, Swizzle
+from softsm.memory.tensor_map_image import encode_tiled
 from softsm.museum import text as t
 
 D = 64  # head dim: 128 bytes of bf16

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from softsm.engine.asynchrony import AsyncOp
-from softsm.engine.launch import observing
 from softsm.engine.observer import Observer, Session
+from softsm.engine.options import observing
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Warp
 from softsm.ptx.roles import entry_at, place_of

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from softsm.engine.asynchrony import AsyncOp
-from softsm.engine.launch import observing
 from softsm.engine.observer import Observer, Session
+from softsm.engine.options import observing
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Warp
 from softsm.errors import Deadlock, Fault

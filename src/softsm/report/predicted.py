@@ -6,7 +6,7 @@ from softsm.report.recording import Clock, Launch, Recorder, Track
 from softsm.timing_model import machine
 from softsm.timing_model.machine import LOG_COPY as COPY
 from softsm.timing_model.machine import LOG_PRODUCT as PRODUCT
-from softsm.timing_model.model import Prediction
+from softsm.timing_model.prediction import Prediction
 from softsm.timing_model.validated import statement
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from softsm.ptx.cplusplus import readable
 from softsm.timing_model import report
 from softsm.timing_model.follow import places_of
-from softsm.timing_model.model import Prediction
+from softsm.timing_model.prediction import Prediction
 from softsm.timing_model.validated import band
 
 LEAST = 0.01  # of the longer run: differences below it are left out

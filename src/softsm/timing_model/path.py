@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from softsm.timing_model import machine
 from softsm.timing_model.machine import LOG_COPY as COPY
 from softsm.timing_model.machine import LOG_PRODUCT as PRODUCT
-from softsm.timing_model.model import Prediction, Run
+from softsm.timing_model.prediction import Prediction, Run
 
 
 @dataclass

@@ -12,8 +12,8 @@ from softsm.timing_model import machine
 from softsm.timing_model.follow import branch_on_load, places_of
 from softsm.timing_model.lower import kinds_of
 from softsm.timing_model.machine import WAIT
-from softsm.timing_model.model import Prediction
 from softsm.timing_model.path import critical_path
+from softsm.timing_model.prediction import Prediction
 from softsm.timing_model.validated import band, doubts, statement
 
 SHOWN = 6

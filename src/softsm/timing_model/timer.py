@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from softsm import accepted
-from softsm.engine.launch import Options, observing
 from softsm.engine.observer import Session
+from softsm.engine.options import Options, observing
 from softsm.engine.scheduler import Machine
-from softsm.timing_model.model import Model, Prediction
+from softsm.timing_model.model import Model
 from softsm.timing_model.parameters import GPUS, gpu_for
+from softsm.timing_model.prediction import Prediction
 from softsm.timing_model.trace import LaunchTrace, Tracer
 
 

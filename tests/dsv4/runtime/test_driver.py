@@ -17,7 +17,7 @@ from dsv4 import reference
 from dsv4.runtime import calls, driver, launch, program, structs
 from dsv4.runtime.program import Number, Slot
 from dsv4.v4.kernels.sm90 import entry
-from softsm.memory import tensor_map
+from softsm.memory import tensor_map_image
 from softsm.memory.global_memory import GlobalMemory
 
 
@@ -58,7 +58,7 @@ class Driver:
         for pointer, p in zip(parameters, declared):
             if p.size == driver.MAP_BYTES:
                 assert pointer % driver.MAP_ALIGNMENT == 0
-                values.append(bytes(tensor_map.encode_tiled(**self.maps[pointer])))
+                values.append(bytes(tensor_map_image.encode_tiled(**self.maps[pointer])))
             else:
                 values.append(ctypes.string_at(pointer, p.size))
         memory = GlobalMemory()

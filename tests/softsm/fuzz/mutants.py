@@ -178,7 +178,8 @@ def subjects() -> dict[int, object]:
 def outcome(program, text: str) -> str:
     """'named', 'wrong values' or 'no effect'; raises where softsm did neither."""
     import softsm
-    from softsm.engine.launch import load, options
+    from softsm.engine.launch import load
+    from softsm.engine.options import options
     from softsm.errors import SoftsmError
     from softsm.museum.exhibits import on_boundary
 

@@ -8,7 +8,7 @@ import numpy as np
 import silicon
 
 import softsm.engine.launch as engine
-from softsm.memory.tensor_map import encode_im2col, encode_im2col_wide, encode_tiled
+from softsm.memory.tensor_map_image import encode_im2col, encode_im2col_wide, encode_tiled
 
 ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2)]
 

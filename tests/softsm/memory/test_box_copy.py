@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softsm.memory import box_copy
-from softsm.memory.tensor_map import DataType, Fill, Swizzle, encode_im2col, encode_tiled, from_image
+from softsm.memory.tensor_map import DataType, Fill, Swizzle
+from softsm.memory.tensor_map_image import encode_im2col, encode_tiled, from_image
 
 BASE = 0x10000
 SHARED = 1 << 16

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.memory.tensor_map import DataType, Fill, Swizzle, from_image
+from softsm.memory.tensor_map import DataType, Fill, Swizzle
+from softsm.memory.tensor_map_image import from_image
 from softsm.museum import text as t
 
 SHARED = ".shared .align 1024 .b8 a[4096]; .shared .align 8 .b64 bar;"

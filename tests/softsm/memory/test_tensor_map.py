@@ -6,14 +6,9 @@ import struct
 import numpy as np
 import pytest
 
-from softsm.memory.tensor_map import (
+from softsm.memory.tensor_map import PTX_ELEMTYPE, DataType, Fill, Swizzle, TensorMapWarning, Wide
+from softsm.memory.tensor_map_image import (
     NBYTES,
-    PTX_ELEMTYPE,
-    DataType,
-    Fill,
-    Swizzle,
-    TensorMapWarning,
-    Wide,
     encode_im2col,
     encode_im2col_wide,
     encode_tiled,

@@ -79,7 +79,7 @@ def launch(ptx: str = PTX) -> tuple[np.ndarray, np.ndarray, Machine]:
 
 @pytest.mark.parametrize("order", ["eager", "latest"])
 def test_recording_changes_nothing_and_knows_what_happened(order: str) -> None:
-    from softsm.engine.launch import options
+    from softsm.engine.options import options
 
     _, plain, machine = launch()
     assert type(machine) is Machine  # not recorded: no other code runs

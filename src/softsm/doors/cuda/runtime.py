@@ -22,7 +22,7 @@ import numpy as np
 
 from softsm.doors.cuda.compile import Program
 from softsm.engine.launch import CTA_SHARED, SM_SHARED, SM_THREADS, Kernel, load
-from softsm.memory import tensor_map
+from softsm.memory import tensor_map_image
 from softsm.memory.global_memory import GlobalMemory
 from softsm.ptx.cplusplus import readable
 
@@ -195,7 +195,7 @@ class Runtime:
     def encode(self, to, kind, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill) -> int:
         """cuTensorMapEncodeTiled"""
         try:
-            image = tensor_map.encode_tiled(
+            image = tensor_map_image.encode_tiled(
                 kind, rank, address or 0, listed(dims, ctypes.c_uint64, rank),
                 listed(strides, ctypes.c_uint64, rank - 1), listed(box, UINT, rank), listed(steps, UINT, rank),
                 interleave, swizzle, promotion, fill,
@@ -203,7 +203,7 @@ class Runtime:
         except ValueError as problem:
             print(f"softsm: cuTensorMapEncodeTiled: {problem}", file=sys.stderr)
             return INVALID_VALUE
-        ctypes.memmove(to, image, tensor_map.NBYTES)
+        ctypes.memmove(to, image, tensor_map_image.NBYTES)
         return SUCCESS
 
     # ---- the program -------------------------------------------------------------------------------------------

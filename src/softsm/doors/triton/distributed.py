@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from softsm import accepted
 from softsm.doors.triton.in_use import Patches
-from softsm.engine.launch import current_options
+from softsm.engine.options import current_options
 from softsm.engine.ranks import Meeting
 from softsm.memory.multicast import multicast
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import triton
 import triton.backends.nvidia.driver as nvidia
 
-from softsm.memory import tensor_map
+from softsm.memory import tensor_map_image
 from softsm.memory.global_memory import GlobalMemory
 
 INTEGER_BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u1": 1, "u8": 1, "u16": 2, "u32": 4, "u64": 8}
@@ -103,8 +103,8 @@ class Packer:
         box = list(meta["block_size"])
         try:
             if not meta.get("is_im2col", False):
-                return tensor_map.encode_tiled(box_dim=box[::-1], **common)
-            return tensor_map.encode_im2col(
+                return tensor_map_image.encode_tiled(box_dim=box[::-1], **common)
+            return tensor_map_image.encode_im2col(
                 pixel_box_lower_corner=list(value.pixel_box_lower_corner)[::-1],
                 pixel_box_upper_corner=list(value.pixel_box_upper_corner)[::-1],
                 channels_per_pixel=box[1],

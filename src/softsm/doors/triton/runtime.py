@@ -13,7 +13,8 @@ from triton.backends.driver import DriverBase
 from triton.runtime import _allocation
 
 from softsm.doors.triton import cuda_graph, in_use, packing, pointers
-from softsm.engine import launch as engine
+from softsm.engine.launch import Kernel, load
+from softsm.engine.options import current_options
 from softsm.memory.global_memory import GlobalMemory
 
 SHARED_PER_CTA = 232_448
@@ -123,10 +124,10 @@ def bench_once(call, *args, quantiles=None, return_mode="mean", **_):
         return triton.testing.do_bench(call, *args, quantiles=quantiles, return_mode=return_mode)
     from softsm.timing_model.timer import Timer
 
-    timer = next((x for x in engine.current_options().sessions if isinstance(x, Timer)), None)
-    before = engine.Kernel.executed if timer is None else len(timer.predictions)
+    timer = next((x for x in current_options().sessions if isinstance(x, Timer)), None)
+    before = Kernel.executed if timer is None else len(timer.predictions)
     call()
-    ms = (engine.Kernel.executed - before) * 1e-6 if timer is None else timer.us_from(before) * 1e-3
+    ms = (Kernel.executed - before) * 1e-6 if timer is None else timer.us_from(before) * 1e-3
     ms = max(ms, 1e-6)
     if quantiles is not None:
         return [ms] * len(quantiles)
@@ -141,7 +142,7 @@ class Utils:
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int):
         """-> module, function, registers, spills, most threads. No module: nothing to unload when Triton lets go."""
-        return None, engine.load(binary.decode(), name), REGISTERS, 0, 1024
+        return None, load(binary.decode(), name), REGISTERS, 0, 1024
 
     def unload_module(self, module) -> None:
         pass

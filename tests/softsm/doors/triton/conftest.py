@@ -33,6 +33,6 @@ class RecordedKernel:
 def launches(monkeypatch):
     from softsm.doors.triton import runtime
 
-    monkeypatch.setattr(runtime.engine, "load", RecordedKernel)
+    monkeypatch.setattr(runtime, "load", RecordedKernel)
     RecordedKernel.launches.clear()
     return RecordedKernel.launches

@@ -11,7 +11,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import softsm
-from softsm.memory import tensor_map
+from softsm.memory import tensor_map_image
+from softsm.memory.tensor_map import DataType
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -77,9 +78,9 @@ def test_host_descriptor(launches, arch):
     with softsm.use(arch):
         copy[(1,)](TensorDescriptor.from_tensor(x, [32, 64]), TensorDescriptor.from_tensor(y, [32, 64]), 32, 64)
     (launch,) = launches
-    decoded = tensor_map.from_image(launch.args[0])
+    decoded = tensor_map_image.from_image(launch.args[0])
     assert decoded.base == x.data_ptr() and decoded.dims == (64, 100) and decoded.strides == (128,)
-    assert decoded.box == (64, 32) and decoded.data_type == tensor_map.DataType.BFLOAT16
+    assert decoded.box == (64, 32) and decoded.data_type == DataType.BFLOAT16
     assert [struct.unpack("<i", a)[0] for a in launch.args[1:3]] == [100, 64]
     assert [struct.unpack("<q", a)[0] for a in launch.args[3:5]] == [64, 1]
     assert launch.memory.find(x.data_ptr(), 100 * 64 * 2) is not None

@@ -64,13 +64,11 @@ from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayo
 from dsv4.fmha.kernels import scores
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
+from dsv4.fmha.kernels.sm100.backward_mask import seen_by_all, streamed, zero_masked
 from dsv4.fmha.kernels.sm100.softmax_parts import exp2_by_fma, halves, whole
-from dsv4.fmha.kernels.tiles import end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Barriers, Ring, Stage, init_barriers, new_barriers, new_ring
-
-PAST_ALL = gl.constexpr(1 << 30)  # rows
 
 
 @aggregate
@@ -303,22 +301,6 @@ def column_numbers(memory, slot, H: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def zero_masked(p, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr):
-    """p [128, 64], from `own` of X and `at` of Y on, with 0 where the row does not see the key."""
-    x = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
-    y = (at + gl.arange(0, 64, layout=gl.SliceLayout(0, L)))[None, :]
-    if KEYS:
-        token = y // sizes.group
-        key = x
-    else:
-        token = x // sizes.group
-        key = y
-    first = first_key(token, sizes.tokens, sizes.keys, sizes.left)
-    end = end_key(token, sizes.tokens, sizes.keys, sizes.right)
-    return gl.where((key >= first) & (key < end), p, 0.0)
-
-
-@gluon.jit
 def powers(x, masked):
     """2^x; a quarter of the columns without the unit that both groups share, unless some row is masked: 2^-inf has to
     be 0 there."""
@@ -399,37 +381,6 @@ def finish(acc, ptr, stride, factor, work, rows, BEGIN: gl.constexpr, WIDTH: gl.
         if work.tiles > 0:
             x = acc.slice(BEGIN + c * 32, 32).load() * factor
         gl.store(ptr + offset[:, None] + column[None, :], x.to(ptr.dtype.element_ty), mask=(row < rows)[:, None])
-
-
-@gluon.jit
-def streamed(own, sizes, KEYS: gl.constexpr):
-    """(first row, end) of Y that some of the 128 rows of X from `own` on meet."""
-    offset = sizes.keys - sizes.tokens
-    if KEYS:
-        last = gl.minimum(own + 127, sizes.keys - 1)
-        first = gl.minimum(gl.maximum(own - sizes.right - offset, 0), sizes.tokens)
-        end = gl.maximum(gl.minimum(last + sizes.left - offset + 1, sizes.tokens), 0)
-        return first * sizes.group, end * sizes.group
-    token = own // sizes.group
-    token_last = gl.minimum((own + 127) // sizes.group, sizes.tokens - 1)
-    return first_key(token, sizes.tokens, sizes.keys, sizes.left), end_key(
-        token_last, sizes.tokens, sizes.keys, sizes.right
-    )
-
-
-@gluon.jit
-def seen_by_all(own, sizes, KEYS: gl.constexpr):
-    """[first, end) of Y: no tile of it needs a mask."""
-    offset = sizes.keys - sizes.tokens
-    if KEYS:  # rows that see all of the 128 keys
-        token = gl.maximum(own + 127 - offset - sizes.right, 0)
-        last = own - offset + sizes.left
-        first = gl.where(own + 128 > sizes.keys, PAST_ALL, token * sizes.group)
-        return first, gl.where(last >= sizes.tokens - 1, PAST_ALL, (last + 1) * sizes.group)
-    token_last = gl.minimum((own + 127) // sizes.group, sizes.tokens - 1)
-    return first_key(token_last, sizes.tokens, sizes.keys, sizes.left), end_key(
-        own // sizes.group, sizes.tokens, sizes.keys, sizes.right
-    )
 
 
 @gluon.jit

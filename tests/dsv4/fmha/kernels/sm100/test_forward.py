@@ -38,7 +38,7 @@ if dispatch.triton_version() < (3, 9):
     pytest.skip("the Blackwell kernels need triton >= 3.9", allow_module_level=True)
 
 from dsv4.fmha.kernels.sm100 import entry as fmha
-from softsm.engine.launch import options
+from softsm.engine.options import options
 
 WHERE = Where("softsm", "sm_100a")
 SEED = 20261115

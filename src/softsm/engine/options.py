@@ -1,0 +1,58 @@
+"""How launches run: the options of a `with` block, and the sessions that follow its launches."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from dataclasses import dataclass, replace
+from typing import Any
+
+from softsm import accepted
+from softsm.engine.observer import Session
+
+
+@dataclass(frozen=True)
+class Options:
+    """How launches run. `order`: 'eager', 'latest' or 'random' completion of asynchronous operations."""
+
+    order: str = "eager"
+    seed: int = 0
+    sms: int = 4
+    budget: int = accepted.number_in("SOFTSM_BUDGET", 20_000_000_000)
+    arch: str = ""
+    processes: int = 0  # at most so many share a launch; 0: as engine/processes.py has it
+    dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
+    sessions: tuple[Session, ...] = ()  # that follow the launch (engine/observer.py)
+    meeting: Any = None  # softsm.engine.ranks.Meeting, of a rank's program
+
+    def __post_init__(self) -> None:
+        accepted.one_of("order", self.order, accepted.ORDERS)
+        accepted.whole("sms", self.sms, 1, accepted.MOST_SMS)
+        for name, least in (("seed", 0), ("budget", 1), ("processes", 0)):
+            accepted.whole(name, getattr(self, name), least)
+
+
+_DEFAULT = Options()
+_options: contextvars.ContextVar[Options] = contextvars.ContextVar("softsm_options", default=_DEFAULT)
+
+
+@contextlib.contextmanager
+def options(**changes):
+    """Launches inside run with these options."""
+    token = _options.set(replace(_options.get(), **changes))
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+@contextlib.contextmanager
+def observing(session: Session):
+    """The session follows launches inside, in place of an outer one of its kind."""
+    others = [x for x in _options.get().sessions if type(x) is not type(session)]
+    with options(sessions=(*others, session)):
+        yield
+
+
+def current_options() -> Options:
+    return _options.get()
