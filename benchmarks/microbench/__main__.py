@@ -28,12 +28,13 @@ from instructions import OPERATIONS, Instructions
 from memory import Memory
 from overlap import Overlap
 from products import Clock, Products
+from shared_limits import SharedLimits
 from strips import Strips
 from synchronisation import Synchronisation
 from turns import Turns
 
 GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips, Turns,
-                               Dependents, Everyday)}  # fmt: skip
+                               Dependents, Everyday, SharedLimits)}  # fmt: skip
 
 
 def measure(group: str, path: Path) -> None:

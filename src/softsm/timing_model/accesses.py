@@ -18,7 +18,7 @@ SHARED_ACCESS = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)
 GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
 STORES = (pg.OP_STG, pg.OP_ST)
 WAYS, SPACES = ("read", "write", "atomic"), ("load", "store", "atomic")
-LOOKS = 400  # at the addresses of one instruction
+LOOKS = 64  # of each warp, at the addresses of one instruction
 L1_BYTES, NEAR_BYTES, SECTOR = 200 << 10, 12 << 10, 32  # what a CTA finds in L1 if it is alone; in any case
 ALIGNED = 512  # bytes: the addresses that PyTorch's allocator gives on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
@@ -39,7 +39,7 @@ class Access:
     lines: int = 0  # of 128 bytes
     missed: int = 0  # sectors that the CTA had not asked for before
     distant: int = 0  # ... that it had asked for, but more than NEAR_BYTES before
-    missing: int = 0  # looks with sectors of the one kind, and of the other
+    missing: int = 0  # looks with sectors of the one kind, or that wait for one with such, and looks of the other
     again: int = 0
     bytes: int = 0
     space: str = "shared"  # or load, store, atomic
@@ -93,7 +93,6 @@ class Instructions:
         line = np.array([ins.line for ins in program.instructions])
         self.lines = np.unique(line[self.there])  # those with memory instructions
         self.of = np.searchsorted(self.lines, line) * self.there  # the number among them, by record
-        self.looks = np.where(self.there, LOOKS, 0)
 
 
 class Looks:
@@ -101,7 +100,7 @@ class Looks:
 
     def __init__(self, instructions: Instructions) -> None:
         self.instructions = instructions
-        self.notes = address_trace.Notes(instructions.looks.copy())
+        self.notes = address_trace.Notes(np.where(instructions.there, LOOKS, 0))
 
     def accesses(self, starts: list[int], ctas: list[int], traces: list) -> dict[int, Access]:
         """By PTX line. starts: addresses of the tensors; ctas: the CTA of each warp; traces: of each CTA the trace that
@@ -131,7 +130,7 @@ class Looks:
         shared = known.shared[records]
         if known.any_generic:
             shared |= known.generic[records] & (first >= pg.SHARED_WINDOW)
-        units, missed, distant, asked_lines = np.zeros((4, len(rows)), np.int64)
+        units, missed, distant, asked_lines, joined = np.zeros((5, len(rows)), np.int64)
         for size in set(sizes[shared].tolist()):
             those = (shared & (sizes == size)).nonzero()[0]
             units[those] = wavefronts(addresses(those), size)
@@ -152,6 +151,8 @@ class Looks:
             units[those], missed[those], distant[those], asked_lines[those] = sectors_of(
                 ends, lambda: addresses(those) + shift[:, None], store, cta, turns_of(warps)[those]
             )
+            turn = turns_of(warps[those] * len(known.of) + records[those])
+            joined[those] = joins(cta, turn, first[those] + shift >> 5, missed[those])
             tensors = len(starts) + 1
             keys = ((of[those] * tensors + tensor + 1) * 3 + store + atomic) * len(traces) + cta
             asked = np.bincount(keys, units[those])
@@ -164,7 +165,7 @@ class Looks:
                 out[line].tensors[at] += all_
                 traces[k].traffic[at, way] += round(32 * new * often[line])
                 traces[k].traffic[at, f"{way} lines"] += round(lines * new / all_ * often[line])
-        looked = units, asked_lines, missed, distant, missed > 0, distant > 0, nbytes
+        looked = units, asked_lines, missed, distant, (missed > 0) | (joined > 0), distant > 0, nbytes
         totals = [np.bincount(of, x, count).astype(int).tolist() for x in looked]
         for a, n, times, *a_sums in zip(out, looks, often, *totals):
             if n:
@@ -175,10 +176,10 @@ class Looks:
     def _executed(self) -> list[float]:
         """How many executions a look at each PTX line stands for."""
         known = self.instructions
-        of, looks, left = (x[known.there] for x in (known.of, known.looks, self.notes.left))
+        left = np.array(self.notes.left)[:, known.there]
         if left.min(initial=0) >= 0:  # all were looked at
             return [1.0] * len(known.lines)
-        ran, seen = (np.bincount(of, looks - x) for x in (left, np.maximum(left, 0)))
+        ran, seen = (np.bincount(known.of[known.there], (LOOKS - x).sum(0)) for x in (left, np.maximum(left, 0)))
         return (ran / np.maximum(seen, 1)).tolist()
 
 
@@ -218,6 +219,14 @@ def sectors_of(
         missed[mine], near = found
         distant[mine] = np.maximum(near - missed[mine], 0)
     return units, missed, distant, lines
+
+
+def joins(cta: np.ndarray, turn: np.ndarray, sector: np.ndarray, missed: np.ndarray) -> np.ndarray:
+    """Whether a warp of the CTA fetches the same in the same turn of a loop: all of them wait for it."""
+    step = cta * (turn.max() + 1) + turn
+    at = sector - sector.min()
+    same = np.unique(step * (at.max() + 1) + at, return_inverse=True)[1]
+    return np.bincount(same, missed)[same] > 0
 
 
 def apart(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -81,15 +81,27 @@ def operation() -> int:
 
 
 class Notes:
-    """What one launch asked for. `left`: how often each record is looked at."""
+    """What one launch asked for. Each warp has its own looks, `looks` at each record: they run one after the other, and
+    what the later ones ask for is a part of what is seen."""
 
-    def __init__(self, left: np.ndarray):
-        self.left = left
+    def __init__(self, looks: np.ndarray):
+        self.looks = looks
+        self.left: list[np.ndarray] = []  # of each warp
+        self.lefts: list[int] = []  # their addresses
         self.buffer = np.empty((ROOM, COLUMNS), np.int64)
         self.first = self.buffer.ctypes.data
-        self.control = np.array([self.first, left.ctypes.data], np.int64)
+        self.control = np.array([self.first, 0], np.int64)
         self.address = self.control.ctypes.data
         self.parts: list[np.ndarray] = []
+
+    def warp(self) -> int:
+        """Another one. -> its number"""
+        self.left.append(self.looks.copy())
+        self.lefts.append(self.left[-1].ctypes.data)
+        return len(self.left) - 1
+
+    def turn_to(self, warp: int) -> None:
+        self.control[LEFT] = self.lefts[warp]
 
     def room(self) -> int:
         """Rows that may be noted: more than a few."""

@@ -235,7 +235,7 @@ class Tracer(Observer):
             mine = WarpTrace(cta.rank, w.index)
             trace.warps.append(mine)
             self.by_warp[w] = mine
-            w.S[pg.S_NOTES], w.S[pg.S_NOTED] = self.looks.notes.address, len(self.ctas)
+            w.S[pg.S_NOTES], w.S[pg.S_NOTED] = self.looks.notes.address, self.looks.notes.warp()
             w.S[pg.S_CODE] = self.code.ctypes.data
             self.ctas.append(len(self.owners))
         self.owners.append(trace)
@@ -247,6 +247,7 @@ class Tracer(Observer):
         """In place of the compiled loop: it follows the jumps."""
         mine = self.by_warp[self.machine.current]
         trail, notes = self.trail, self.looks.notes
+        notes.turn_to(self.machine.current.S[pg.S_NOTED])
         used, whole = 0, mask
         fresh = mine.retry != pc
         mine.retry = -1

@@ -115,3 +115,9 @@ def test_atomic_operations_on_vectors_have_their_bytes() -> None:
     with softsm.timing("h200") as timer:
         softsm.load(ADD_VECTORS).launch(1, 64, [out])
     assert max(s.atomic for s in timer.predictions[0].sources) == 2 * out.nbytes  # every sector twice
+
+
+def test_warps_wait_for_what_one_of_them_fetches() -> None:
+    """Two warps in a turn of a loop ask for the same sector, which one of them brings; in the next turn it is there."""
+    cta, turn, sector = np.array([0, 0, 0, 0, 1]), np.array([0, 0, 1, 1, 0]), np.array([7, 7, 7, 9, 7])
+    assert accesses.joins(cta, turn, sector, np.array([1, 0, 0, 2, 0])).tolist() == [True, True, False, True, False]

@@ -37,11 +37,11 @@ def words(count: int, offset: int = 0) -> np.ndarray:
     return np.frombuffer(raw, np.uint32, count, -first % 128 + offset)
 
 
-def traced(turns: int, threads: int = 32, x: np.ndarray | None = None):
+def traced(turns: int, threads: int = 32, x: np.ndarray | None = None, ptx: str = PTX):
     if x is None:
         x = words(64 * (turns + 1) + threads)
     with softsm.timing("h200") as timer:
-        softsm.load(PTX).launch(1, threads, [x, turns], sms=132)
+        softsm.load(ptx).launch(1, threads, [x, turns], sms=132)
     return timer.predictions[0].trace
 
 
@@ -88,6 +88,16 @@ def test_traffic_counts_what_was_not_looked_at() -> None:
     trace = traced(turns)
     load = trace.access[line_of("ld.global")]
     assert (load.looks, load.ran) == (accesses_module.LOOKS, turns)
+    assert sum(n for (_, way), n in trace.clusters[0].traffic.items() if way == "read") == turns * 128
+
+
+def test_every_warp_is_looked_at() -> None:
+    """They run one after the other and ask for the same: the first does not use up all looks, and bytes come once."""
+    turns = 2 * accesses_module.LOOKS
+    trace = traced(turns, 128, ptx=PTX.replace("%tid.x;", "%tid.x; and.b32 %t, %t, 31;"))
+    load = trace.access[line_of("ld.global")]
+    assert (load.looks, load.ran) == (4 * accesses_module.LOOKS, 4 * turns)
+    assert load.missing == load.looks  # all four wait for what one of them fetches
     assert sum(n for (_, way), n in trace.clusters[0].traffic.items() if way == "read") == turns * 128
 
 
