@@ -104,3 +104,30 @@ def early_pair(bug: str) -> Program:
     free = "ld.shared.u32 %r10, [place];\ntcgen05.dealloc.cta_group::2.sync.aligned.b32 %r10, 32;\n"
     body = ("" if bug else meet) + t.only("warp 0", ask) + meet + t.only("warp 0", free) + meet
     return Program(t.kernel(body, "x", shared=".shared .align 4 .b32 place;"), [X], grid=2, block=64, cluster=2)
+
+
+@exhibit(35, "a pair of CTAs shares its copies, and each works for another group", "deadlock")
+def pair_across_groups(bug: str) -> Program:
+    """deepseek-ai/DeepGEMM#429 and #415, the k-grouped GEMMs for sm_90: CTA 0 multicasts tiles to the pair, into a
+    stage that both must have released. Where a group has an odd number of tiles, a pair lies across two groups, whose
+    loops differ in length: CTA 1 releases its last stage, and CTA 0 waits for one release more. Mended by pairs that
+    stay in their group. Here: 3 and 1 steps, or 3 and 3."""
+    both = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
+    steps = "mov.u32 %r10, %cluster_ctarank;\nmov.u32 %r11, 3;\nsetp.eq.u32 %p5, %r10, 1;\n"
+    steps += f"@%p5 mov.u32 %r11, {1 if bug else 3};\n"
+    copy = t.wait("other", "%r15", ".acquire.cluster") + (
+        "mov.u16 %h1, 3;\nmad.wide.u32 %rd10, %r12, 128, %rd1;\ncp.async.bulk.shared::cluster.global"
+        ".mbarrier::complete_tx::bytes.multicast::cluster [a], [%rd10], 128, [full], %h1;\n"
+    )
+    work = t.expect("full", 128) + t.only("%p6", copy) + t.wait("full", "%r14")
+    work += "ld.shared.u32 %r16, [a];\nadd.u32 %r13, %r13, %r16;\n"
+    work += "mov.u32 %r17, other;\nmapa.shared::cluster.u32 %r18, %r17, 0;\n"
+    work += "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r18];\n"
+    loop = f"LOOP:\nand.b32 %r14, %r12, 1;\nxor.b32 %r15, %r14, 1;\n{work}add.u32 %r12, %r12, 1;\n"
+    loop += "setp.lt.u32 %p4, %r12, %r11;\n@%p4 bra LOOP;\n" + t.out("%r13", "%rd2", "%r10")
+    body = t.init("full", ("other", 2)) + steps + both + "mov.u32 %r12, 0;\nmov.u32 %r13, 0;\n"
+    body += "setp.eq.u32 %p6, %r10, 0;\n" + t.only("%p0", loop) + "bar.sync 0;\n" + both
+    right = X[0] + X[32] + X[64]
+    return program(
+        body, None if bug else lambda arrays: bool((arrays[1][:2] == right).all()), grid=2, block=32, cluster=2
+    )
