@@ -1,7 +1,7 @@
 // DeepGEMM's GEMMs, 256 x 256 by four SMs. For sm_100: -DCTAS=1 or 2, with -DFP8 in e4m3 with scales of 128 (UE8M0);
 // for sm_90a: -DHOPPER, bf16.
 #include "field.h"
-#include <cuda.h>
+#include "maps.h"
 #ifdef HOPPER
 #define CTAS 1
 #include <deep_gemm/impls/sm90_bf16_gemm.cuh>
@@ -18,7 +18,7 @@ constexpr auto K = cute::UMMA::Major::K;
 #ifdef FP8
 using input = cutlass::float_e4m3_t;
 constexpr int depth = 512, box = 128;
-constexpr auto type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+constexpr auto type = BYTES;
 constexpr auto kernel =
     &sm100_fp8_fp4_gemm_1d1d_impl<K, K, 128, 128, 128, 0, n, depth, 128, 128, 128, 1, 128, 128, 128, 4, 128, 128, CTAS,
                                   false, 4, false, false, GemmType::Normal, false, input, input, bf16,
@@ -26,7 +26,7 @@ constexpr auto kernel =
 #else
 using input = bf16;
 constexpr int depth = 256, box = 64;
-constexpr auto type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+constexpr auto type = HALVES;
 #ifdef HOPPER
 constexpr auto kernel = &sm90_bf16_gemm_impl<K, K, 0, n, depth, 1, 128, 128, 64, 128, 128, 128, 4, 128, 256, 1, false, 4,
                                              GemmType::Normal, false, bf16>;
@@ -40,18 +40,6 @@ constexpr int threads = 384;
 #else
 constexpr int threads = 256;
 #endif
-
-// of a matrix with rows of `columns` elements, in boxes of 128 bytes x `box_rows`
-CUtensorMap map(void *at, CUtensorMapDataType kind, int size, int rows, int columns, int box_columns, int box_rows,
-                CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
-    CUtensorMap m;
-    cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[1] = {cuuint64_t(columns) * size};
-    cuuint32_t sides[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, steps[2] = {1, 1};
-    if (cuTensorMapEncodeTiled(&m, kind, 2, at, sizes, strides, sides, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
-        exit(1);
-    return m;
-}
 
 int main() {
     Array<input> a(n * depth), b(n * depth);
@@ -78,13 +66,12 @@ int main() {
     cudaLaunchConfig_t config{};
     config.gridDim = 4, config.blockDim = threads, config.dynamicSmemBytes = shared, config.attrs = &cluster;
     config.numAttrs = 1;
-    auto map_a = map(a.device, type, sizeof(input), n, depth, box, 128);
-    auto map_b = map(b.device, type, sizeof(input), n, depth, box, 128 / CTAS);
-    auto map_d = map(d.device, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, n, n, 64, 128);
+    auto map_a = map(a.device, type, depth * sizeof(input), n, depth, box, 128);
+    auto map_b = map(b.device, type, depth * sizeof(input), n, depth, box, 128 / CTAS);
+    auto map_d = map(d.device, HALVES, n * 2, n, n, 64, 128);
 #ifdef FP8
-    constexpr auto word = CU_TENSOR_MAP_DATA_TYPE_INT32;
-    auto map_sa = map(scale_a.device, word, 4, 1, n, 128, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
-    auto map_sb = map(scale_b.device, word, 4, 1, n, 128, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
+    auto map_sa = map(scale_a.device, WORDS, n * 4, 1, n, 128, 1, PLAIN);
+    auto map_sb = map(scale_b.device, WORDS, n * 4, 1, n, 128, 1, PLAIN);
     auto status = cudaLaunchKernelEx(&config, kernel, (int *)nullptr, uint32_t(n), uint32_t(n), uint32_t(depth), map_a,
                                      map_b, map_sa, map_sb, map_d);
 #else

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <string>
 #include <vector>
 
 inline std::mt19937 generator(7);
@@ -36,15 +37,21 @@ template <class T> struct Array {
     T &operator[](size_t i) { return host[i]; }
 };
 
-// Largest error and largest value of what was compared.
+// Largest error and largest value of what was compared. The values go to the folder FIELD_OUT, if that is set.
 struct Agreement {
     double error = 0, size = 0;
+    std::vector<float> values;
     void add(double found, double right) {
+        values.push_back(float(found));
         error = std::isnan(found) ? INFINITY : fmax(error, fabs(found - right));
         size = fmax(size, fabs(right));
     }
     // bound: relative to the largest value
     int verdict(const char *what, double bound) const {
+        if (const char *folder = getenv("FIELD_OUT")) {
+            FILE *file = fopen((std::string(folder) + "/" + what + ".f32").c_str(), "wb");
+            if (!file || fwrite(values.data(), 4, values.size(), file) != values.size() || fclose(file)) return 1;
+        }
         printf("%s: error %.2g of %.3g\n", what, error, size);
         return !(error <= bound * size && size > 0);
     }

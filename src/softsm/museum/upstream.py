@@ -131,3 +131,37 @@ def pair_across_groups(bug: str) -> Program:
     return program(
         body, None if bug else lambda arrays: bool((arrays[1][:2] == right).all()), grid=2, block=32, cluster=2
     )
+
+
+@exhibit(36, "row maxima are announced before their store to tensor memory is complete", "race")
+def announced_early(bug: str) -> Program:
+    """NVIDIA/cutlass#2687 and #3653, the softmax of example 77 (attention for Blackwell): warp 0 stores to tensor
+    memory and arrives; warp 4, which has the same lanes, waits and loads. An arrival does not wait for tcgen05.st:
+    mended by tcgen05.wait::st in front of it."""
+    give = "add.u32 %r20, %r0, 5;\nmov.u32 %r21, 7;\n" + t.lanes_of_warp("%r10") + t.store("%r10", 20, 2)
+    give += ("" if bug else t.WAIT_ST) + t.BEFORE + t.arrive("full")
+    take = t.wait("full", 0) + t.AFTER + t.lanes_of_warp("%r10") + t.load("%r10", 30, 2) + t.WAIT_LD
+    take += "add.u32 %r30, %r30, %r31;\n" + t.out("%r30", "%rd2", "%r2")
+    body = t.init(("full", 32)) + t.alloc(32) + t.only("warp 0", give) + t.only("warp 4", take) + t.BEFORE
+    text = t.kernel(body + t.dealloc(32), "x out", shared=SHARED + ".shared .align 4 .b32 place;")
+    right = None if bug else lambda arrays: bool((arrays[1][:32] == X[:32] + 12).all())
+    return Program(text, [X, np.zeros(4096, np.uint32)], block=160, right=right)
+
+
+@exhibit(37, "the next tile is loaded into the only buffer while a product still reads it", "race")
+def loaded_early(bug: str) -> Program:
+    """triton-lang/triton f4fca2c0b, tutorial 13 of Gluon (convolution by im2col): a step issues its loads first and
+    then waits for the product of the step before, which reads the same buffer. Mended by the wait in front of the
+    loads."""
+    copy = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd1], 4096, [full];\n"
+    body = t.init("full", "other") + t.alloc(32) + t.fill("b", 256) + "fence.proxy.async;\nbar.sync 0;\n"
+    work = t.descriptor("%rd10", "a") + t.descriptor("%rd11", "b")
+    for step in range(2):
+        early = t.wait("other", 0) if step else ""
+        work += ("" if bug else early) + t.expect("full", 4096) + copy + t.wait("full", step) + (early if bug else "")
+        work += t.mma("%r3", "%rd10", "%rd11", t.idesc(), add=step) + t.commit("other")
+    body += t.only("thread 0", work + t.wait("other", 1)) + t.BEFORE
+    text = t.kernel(
+        body + t.dealloc(32), "x", shared=SHARED + ".shared .align 1024 .b8 b[256]; .shared .align 4 .b32 place;"
+    )
+    return Program(text, [np.full(1024, t.ONES, np.uint32)])

@@ -85,7 +85,7 @@ def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
     used = sorted({Path(word) for word in said.replace("\\\n", " ").split(":", 1)[1].split()} | {HERE / "host.cpp"})
     facts = [
         *common,
-        str(sources.CORRECTIONS),
+        *map(str, sources.rules(used).values()),
         *(f"{path.resolve()} {path.stat().st_mtime_ns} {path.stat().st_size}" for path in used),
     ]
     folder = cache_folder() / "cuda" / hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

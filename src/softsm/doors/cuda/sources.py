@@ -16,6 +16,14 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
     "cute/arch/copy_sm100.hpp": [(r'"r"\(dst_addr\)\s+"l"\(src_addr\)', '"r"(dst_addr), "l"(src_addr)')],
     # CUTLASS 4.x makes a warning of later code an error, and does not take that back; FlashMLA's has it.
     "cute/atom/mma_traits_sm100.hpp": [(r'#pragma GCC diagnostic \w+ "-Wmissing-field-initializers"', "")],
+    # CUTLASS's and FlashMLA's FMHA: `typename` is missing in front of a member of a dependent type; a function of the
+    # device is called by the host.
+    "collective/sm100_fmha_fwd_mainloop_tma_warpspecialized.hpp": [
+        (r"recast<decltype\(convert\)", "recast<typename decltype(convert)")
+    ],
+    "collective/sm100_fmha_fwd_epilogue_tma_warpspecialized.hpp": [
+        (r"CUTLASS_DEVICE (static constexpr\s+auto get_problem_shape_O)", r"CUTLASS_HOST_DEVICE \1")
+    ],
     # DeepGEMM: `template` is missing in front of a member of a dependent type.
     "deep_gemm/epilogue/sm100_store_cd.cuh": [
         (r"epilogue_type_t::apply_index_n<", "epilogue_type_t::template apply_index_n<")
@@ -46,13 +54,20 @@ def macros(arch: str) -> list[str]:
     return [*nvcc, *on]
 
 
+def rules(files: Iterable[Path]) -> dict[Path, list[tuple[str, str]]]:
+    """Of these files those that are known, each with its corrections."""
+    found = {}
+    for file in files:
+        known = next((rules for end, rules in CORRECTIONS.items() if file.resolve().as_posix().endswith(end)), None)
+        if known is not None:
+            found[file] = known
+    return found
+
+
 def corrected(files: Iterable[Path], folder: Path) -> list[str]:
     """Flags that let clang read corrected copies, which are written to the folder, of those files that need it."""
     roots: list[dict[str, str]] = []
-    for file in files:
-        known = next((rules for end, rules in CORRECTIONS.items() if file.resolve().as_posix().endswith(end)), None)
-        if known is None:
-            continue
+    for file, known in rules(files).items():
         text = new = file.read_text()
         for wrong, right in known:
             new = re.sub(wrong, right, new)

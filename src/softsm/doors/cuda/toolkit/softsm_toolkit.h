@@ -1,4 +1,5 @@
-// Device functions that a CUDA toolkit leaves to its own compiler: pairs of f32 in one instruction (sm_100).
+// Device functions that a CUDA toolkit leaves to its own compiler: pairs of f32 in one instruction (sm_100), a relaxed
+// load.
 #pragma once
 #define SOFTSM_PAIR(name, code)                                                                                  \
     static __device__ __forceinline__ float2 name(float2 x, float2 y) {                                          \
@@ -13,4 +14,8 @@ static __device__ __forceinline__ float2 __ffma2_rn(float2 x, float2 y, float2 z
     unsigned long long out, a = __builtin_bit_cast(unsigned long long, x), b = __builtin_bit_cast(unsigned long long, y);
     asm("fma.rn.f32x2 %0, %1, %2, %3;" : "=l"(out) : "l"(a), "l"(b), "l"(__builtin_bit_cast(unsigned long long, z)));
     return __builtin_bit_cast(float2, out);
+}
+#define __NV_ATOMIC_RELAXED 0
+template <class T> static __device__ __forceinline__ T __nv_atomic_load_n(T *at, int) {
+    return *const_cast<T const volatile *>(at);
 }

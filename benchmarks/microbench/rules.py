@@ -1,0 +1,211 @@
+"""What a Hopper GPU does where PTX asks for more than published kernels write, or says nothing.
+
+    python benchmarks/microbench/rules.py --json FILE      # on a GPU: the answers of the hardware
+    python benchmarks/microbench/rules.py                  # in softsm: the same kernels, small
+
+Two kinds of rows. `copies` and `adds` are answers: how many copies 32 lanes of one instruction make. `wrong` counts
+results that a missing fence or wait made wrong; 0 says that no counterexample occurred among `tried`, not more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from softsm.museum import text as t
+
+TILE = 2048  # bytes of A in a product of 64 x 8 x 16
+ROUND = 128  # values of A, in turn
+BOX = 4096  # bytes of a copy: 32 rows of 128
+SHARED = """.shared .align 1024 .b8 a[32768]; .shared .align 1024 .b8 b[256];
+.shared .align 8 .b64 full; .shared .align 8 .b64 empty;"""
+
+
+def kernel(body: str) -> str:
+    return t.kernel(body, "x out map!", shared=SHARED, target="sm_90a", version="8.6")
+
+
+# How the bytes of A come to shared memory, and how their arrival is told.
+ARRIVALS = {
+    "cp.async, its arrival": "cp.async.mbarrier.arrive.noinc.shared.b64 [full];\n",
+    "cp.async, its arrival, fence": "cp.async.mbarrier.arrive.noinc.shared.b64 [full];\n",
+    "cp.async, wait, arrive": "cp.async.wait_all;\n" + t.arrive("full"),
+    "st.shared, arrive": t.arrive("full"),
+    "st.shared, fence, arrive": "fence.proxy.async.shared::cta;\n" + t.arrive("full"),
+}
+
+
+def product(how: str, rounds: int) -> str:
+    """A warpgroup fills A, in `rounds` rounds with another value each; another multiplies it by ones as soon as it has
+    arrived, and counts wrong sums."""
+    address = "and.b32 %r13, %r12, 127;\nmad.wide.u32 %rd10, %r13, 2048, %rd1;\nmad.wide.u32 %rd10, %r0, 16, %rd10;\n"
+    if how.startswith("cp"):
+        bring = "cp.async.cg.shared.global [%r11], [%rd10], 16;\n"
+    else:
+        bring = f"ld.global.v4.b32 {t.names(20, 4)}, [%rd10];\nst.shared.v4.b32 [%r11], {t.names(20, 4)};\n"
+    produce = "mov.u32 %r90, a;\nmad.lo.u32 %r11, %r0, 16, %r90;\n"
+    produce += rounds_of(
+        "P", "xor.b32 %r15, %r14, 1;\n" + t.wait("empty", "%r15") + address + bring + ARRIVALS[how], rounds
+    )
+    fence = "fence.proxy.async.shared::cta;\n" if how.endswith("arrival, fence") else ""
+    use = t.wait("full", "%r14") + fence + "wgmma.fence.sync.aligned;\n"
+    use += "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd11, %rd12, 0, 1, 1, 0, 0;\n"
+    use += "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
+    use += "and.b32 %r13, %r12, 127;\ncvt.rn.f32.u32 %f4, %r13;\nmul.f32 %f4, %f4, 0f41800000;\n"
+    for i in range(4):
+        use += f"setp.neu.f32 %p5, %f{i}, %f4;\n@%p5 add.u32 %r16, %r16, 1;\n"
+    consume = t.descriptor("%rd11", "a", blackwell=False) + t.descriptor("%rd12", "b", blackwell=False)
+    consume += "mov.u32 %r16, 0;\n" + rounds_of("C", use + t.arrive("empty"), rounds)
+    consume += "mov.u32 %r17, %ctaid.x;\nmad.lo.u32 %r17, %r17, 128, %r0;\nsub.u32 %r17, %r17, 128;\n" + t.out(
+        "%r16", "%rd2", "%r17"
+    )
+    body = t.init(("full", 128), ("empty", 128)) + t.fill("b", 256) + "fence.proxy.async;\nbar.sync 0;\n"
+    body += "setp.lt.u32 %p6, %r0, 128;\nsetp.ge.u32 %p7, %r0, 128;\n"
+    return kernel(body + t.only("%p6", produce) + t.only("%p7", consume))
+
+
+def rounds_of(name: str, body: str, count: int) -> str:
+    """%r12 counts; %r14 is its parity."""
+    return (
+        f"mov.u32 %r12, 0;\n{name}:\nand.b32 %r14, %r12, 1;\n{body}add.u32 %r12, %r12, 1;\n"
+        f"setp.lt.u32 %p4, %r12, {count};\n@%p4 bra {name};\n"
+    )
+
+
+def leaving(waits: bool) -> str:
+    """Every CTA fills 32 KB with its number, stores them to its place by one copy, and ends."""
+    number = "mov.u32 %r10, %ctaid.x;\nadd.u32 %r11, %r10, 1;\nmov.u32 %r90, a;\nmad.lo.u32 %r12, %r0, 16, %r90;\n"
+    fill = "".join(f"st.shared.v4.b32 [%r12+{at}], {{%r11, %r11, %r11, %r11}};\n" for at in range(0, 32768, 4096))
+    store = "mad.wide.u32 %rd10, %r10, 32768, %rd2;\ncp.async.bulk.global.shared::cta.bulk_group [%rd10], [a], 32768;\n"
+    store += "cp.async.bulk.commit_group;\n" + ("cp.async.bulk.wait_group.read 0;\n" if waits else "")
+    return kernel(number + fill + "fence.proxy.async;\nbar.sync 0;\n" + t.only("%p0", store))
+
+
+COPIES = {
+    "bulk": ("[a], [%rd1], 4096, [full]", "[%rd2], [a], 4096"),
+    "tensor": ("[a], [%rd3, {0, 0}], [full]", "[%rd3, {0, 0}], [a]"),
+}
+
+
+def loads(how: str, expected: int) -> str:
+    """32 lanes issue one load; the phase expects the bytes of `expected` of them. out[0]: whether it ended."""
+    name = "cp.async.bulk.tensor.2d" if how == "tensor" else "cp.async.bulk"
+    tile = ".tile" if how == "tensor" else ""
+    issue = f"{name}.shared::cluster.global{tile}.mbarrier::complete_tx::bytes {COPIES[how][0]};\n"
+    spin = "mov.u32 %r12, 0;\nmov.u32 %r13, 0;\nSPIN:\nmbarrier.try_wait.parity.shared::cta.b64 %p5, [full], 0;\n"
+    spin += "@%p5 mov.u32 %r13, 1;\n@%p5 bra OVER;\nadd.u32 %r12, %r12, 1;\n"
+    spin += "setp.lt.u32 %p4, %r12, 2000;\n@%p4 bra SPIN;\nOVER:\n"
+    body = t.init("full") + t.only("%p0", t.expect("full", BOX * expected)) + "bar.warp.sync 0xffffffff;\n" + issue
+    return kernel(body + spin + t.only("%p0", t.out("%r13", "%rd2")))
+
+
+def adds(how: str) -> str:
+    """32 lanes issue one reduction of a tile of ones; its target becomes their number."""
+    name = "cp.reduce.async.bulk.tensor.2d" if how == "tensor" else "cp.reduce.async.bulk"
+    kind = ".add.tile.bulk_group" if how == "tensor" else ".bulk_group.add.noftz.bf16"
+    issue = (
+        f"{name}.global.shared::cta{kind} {COPIES[how][1]};\ncp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;\n"
+    )
+    return kernel(t.fill("a", BOX, threads=32) + "fence.proxy.async;\nbar.warp.sync 0xffffffff;\n" + issue)
+
+
+@dataclass
+class Machine:
+    """A GPU, or softsm with small problems."""
+
+    gpu: object | None
+
+    def run(self, text: str, grid: int, threads: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Tensor maps are of `out`, as 32 rows of 64 bf16."""
+        return self.on_gpu(text, grid, threads, x, out) if self.gpu else self.in_softsm(text, grid, threads, x, out)
+
+    def in_softsm(self, text: str, grid: int, threads: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
+        import softsm
+        from softsm.memory import tensor_map
+
+        source, target = aligned(x), aligned(out)
+        tensor = tensor_map.encode_tiled(
+            data_type=9, rank=2, global_address=target.ctypes.data, global_dim=[64, 32], global_strides=[128],
+            box_dim=[64, 32], swizzle=0)  # fmt: skip
+        softsm.load(text).launch(grid, threads, [source, target, tensor], sms=4)
+        return target
+
+    def on_gpu(self, text: str, grid: int, threads: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
+        gpu = self.gpu
+        torch = gpu.torch
+        source, target = (torch.from_numpy(a.view(np.uint8).copy()).cuda() for a in (x, out))
+        tensor = (ctypes.c_uint8 * 192)()
+        at = (ctypes.c_uint8 * 128).from_buffer(tensor, -ctypes.addressof(tensor) % 64)
+        gpu.call("cuTensorMapEncodeTiled", ctypes.byref(at), 9, 2, ctypes.c_void_p(target.data_ptr()),
+                 (ctypes.c_uint64 * 2)(64, 32), (ctypes.c_uint64 * 1)(128), (ctypes.c_uint32 * 2)(64, 32),
+                 (ctypes.c_uint32 * 2)(1, 1), 0, 0, 0, 0)  # fmt: skip
+        values = [ctypes.c_uint64(source.data_ptr()), ctypes.c_uint64(target.data_ptr()), at]
+        pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(v) for v in values))
+        gpu.call("cuLaunchKernel", gpu.function(text, 0), grid, 1, 1, threads, 1, 1, 0, None, pointers, None)
+        torch.cuda.synchronize()
+        return target.cpu().numpy().view(out.dtype)
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    raw = np.zeros(array.nbytes + 128, np.uint8)
+    start = -raw.ctypes.data % 128
+    view = raw[start : start + array.nbytes].view(array.dtype)
+    view[...] = array
+    return view
+
+
+def rows(machine: Machine) -> Iterator[dict]:
+    on = machine.gpu is not None
+    ones = np.full(BOX // 4, t.ONES, np.uint32)
+    for how in COPIES:
+        found = machine.run(adds(how), 1, 32, ones, np.zeros(BOX // 4, np.uint32))
+        value = float((found[:1] & 0xFFFF0000).view(np.float32)[0])
+        yield {"name": f"32 lanes, one {how} reduction", "adds": int(value), "alike": bool((found == found[0]).all())}
+    for how in COPIES:
+        answers = [int(machine.run(loads(how, n), 1, 32, ones, np.zeros(BOX // 4, np.uint32))[0]) for n in (1, 32)]
+        yield {
+            "name": f"32 lanes, one {how} load",
+            "copies": {(1, 0): 1, (0, 1): 32}.get(tuple(answers)),
+            "ends": answers,
+        }
+    ctas, rounds = (264, 20_000) if on else (2, 6)
+    bits = np.arange(ROUND, dtype=np.float32).view(np.uint32) >> 16
+    values = np.repeat((bits | bits << 16).astype(np.uint32), TILE // 4)
+    for how in ARRIVALS:
+        wrong = machine.run(product(how, rounds), ctas, 256, values, np.full(ctas * 128, 1 << 30, np.uint32))
+        yield {"name": f"wgmma reads: {how}", "wrong": int(wrong.sum()), "tried": ctas * rounds * 512}
+    ctas, launches = (132 * 32, 8) if on else (6, 1)
+    right = np.repeat(np.arange(1, ctas + 1, dtype=np.uint32), 8192)
+    for waits in (False, True):
+        wrong = 0
+        for _ in range(launches):
+            wrong += int((machine.run(leaving(waits), ctas, 256, ones, np.zeros_like(right)) != right).sum())
+        name = "a CTA ends " + ("after its store has read" if waits else "with its store in flight")
+        yield {"name": name, "wrong": wrong, "tried": launches * right.size}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="run on this machine's GPU and write the rows here")
+    options = parser.parse_args()
+    gpu = None
+    if options.json:
+        import device
+
+        gpu = device.Gpu()
+    found = []
+    for row in rows(Machine(gpu)):
+        print(json.dumps(row), flush=True)
+        found.append(row)
+    if options.json:
+        options.json.write_text(json.dumps({"device": gpu.device, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+// CUTLASS's attention for Blackwell (examples/77_blackwell_fmha), fp16; arguments: queries, keys, heads, heads of K and V.
+//   -DDIM=128 -DMASK=NoMask (ResidualMask, CausalMask<true>); -DFP8 takes e4m3.
+#include "field.h"
+#include <cutlass/cutlass.h>
+#include <cutlass/kernel_hardware_info.h>
+#include "device/fmha.hpp"
+#include "collective/fmha_fusion.hpp"
+#include "collective/sm100_fmha_fwd_mainloop_tma_warpspecialized.hpp"
+#include "collective/sm100_fmha_fwd_epilogue_tma_warpspecialized.hpp"
+#include "kernel/fmha_options.hpp"
+#include "kernel/fmha_tile_scheduler.hpp"
+#include "kernel/sm100_fmha_fwd_kernel_tma_warpspecialized.hpp"
+
+using namespace cute;
+using namespace cutlass::fmha::collective;
+using namespace cutlass::fmha::kernel;
+#ifdef FP8
+using Element = cutlass::float_e4m3_t;
+#else
+using Element = cutlass::half_t;
+#endif
+using Heads = tuple<tuple<int, int>, int>;  // of a group, of K and V; batch
+using Rows = tuple<int, _1, Heads>;
+using Shared = tuple<int, _1, tuple<tuple<_0, int>, int>>;
+using Mainloop = Sm100FmhaFwdMainloopTmaWarpspecialized<Element, float, float, Shape<_256, _128, Int<DIM>>, Rows, Shared,
+                                                        Shared, MASK>;
+using Epilogue = Sm100FmhaFwdEpilogueTmaWarpspecialized<cutlass::half_t, float, typename Mainloop::TileShapePV, Rows,
+                                                        tuple<_1, Heads>>;
+using Kernel = Sm100FmhaFwdKernelTmaWarpspecialized<tuple<int, int, int, Heads>, Mainloop, Epilogue, IndividualTileScheduler>;
+using Operation = cutlass::fmha::device::FMHA<Kernel>;
+
+int main(int, char **words) {
+    const int queries = atoi(words[1]), keys = atoi(words[2]), heads = atoi(words[3]), shared = atoi(words[4]);
+    constexpr bool causal = !std::is_same_v<MASK, NoMask> && !std::is_same_v<MASK, ResidualMask>;
+    Array<Element> q(size_t(queries) * heads * DIM), k(size_t(keys) * shared * DIM), v(size_t(keys) * shared * DIM);
+    Array<cutlass::half_t> out(q.host.size());
+    Array<float> lse(size_t(queries) * heads);
+    for (auto *x : {&q, &k, &v})
+        for (auto &y : x->host) y = Element(normal());
+    const int group = heads / shared;
+    Rows rows = make_stride(heads * DIM, _1{}, make_stride(make_stride(DIM, group * DIM), heads * DIM * queries));
+    Shared places = make_stride(shared * DIM, _1{}, make_stride(make_stride(_0{}, DIM), shared * DIM * keys));
+    auto sums_at = make_stride(_1{}, make_stride(make_stride(queries, queries * group), queries * heads));
+    cutlass::KernelHardwareInfo machine{0, 4};
+    typename Operation::Arguments arguments{
+        make_tuple(queries, keys, DIM, make_tuple(make_tuple(group, shared), 1)),
+        {q.upload(), rows, k.upload(), places, v.upload(), places},
+        {out.upload(), rows, lse.upload(), sums_at},
+        machine};
+    Operation operation;
+    Array<uint8_t> workspace(Operation::get_workspace_size(arguments) + 1);
+    if (operation.can_implement(arguments) != cutlass::Status::kSuccess ||
+        operation.initialize(arguments, workspace.device) != cutlass::Status::kSuccess ||
+        operation.run() != cutlass::Status::kSuccess)
+        return printf("refused\n"), 1;
+    check(cudaDeviceSynchronize(), "the kernel");
+    out.download(), lse.download();
+
+    Agreement values, sums;
+    for (int h = 0; h < heads; h++)
+        for (int i = h; i < queries; i += 7) {  // a sample: fp64 takes its time
+            std::vector<double> e(keys), o(DIM, 0.0);
+            double top = -INFINITY, total = 0;
+            for (int j = 0; j < keys; j++) {
+                double s = 0;
+                for (int d = 0; d < DIM; d++)
+                    s += double(float(q[(size_t(i) * heads + h) * DIM + d])) *
+                         float(k[(size_t(j) * shared + h / group) * DIM + d]);
+                e[j] = causal && j > i ? -INFINITY : s / std::sqrt(double(DIM)), top = fmax(top, e[j]);
+            }
+            for (int j = 0; j < keys; j++) {
+                total += e[j] = exp(e[j] - top);
+                for (int d = 0; d < DIM && e[j] > 0; d++) o[d] += e[j] * float(v[(size_t(j) * shared + h / group) * DIM + d]);
+            }
+            sums.add(lse[size_t(h) * queries + i], log(total) + top);
+            for (int d = 0; d < DIM; d++) values.add(float(out[(size_t(i) * heads + h) * DIM + d]), o[d] / total);
+        }
+#ifdef FP8
+    return values.verdict("out", 1.0 / 16) | sums.verdict("lse", 1e-5);  // P is e4m3
+#else
+    return values.verdict("out", 1.0 / 512) | sums.verdict("lse", 1e-5);
+#endif
+}

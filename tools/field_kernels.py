@@ -1,0 +1,277 @@
+"""The published kernels that tools/field.py runs: where they are, how they are called, and what is said of findings."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECTS = {
+    "cutlass": ("https://github.com/NVIDIA/cutlass", "7107b0553"),
+    "FlashMLA": ("https://github.com/deepseek-ai/FlashMLA", "9241ae3"),
+    "DeepGEMM": ("https://github.com/deepseek-ai/DeepGEMM", "54e2261"),
+    "ThunderKittens": ("https://github.com/HazyResearch/ThunderKittens", "0b55588d"),
+    "triton": ("https://github.com/triton-lang/triton", "f4fca2c0b"),
+}
+PACKAGES = {
+    "liger-kernel": "0.8.5",
+    "fla-core": "0.6.0",
+    "unsloth": "2026.10.9",
+    "attn-gym": "0.0.17",
+    "einops": "0.8.2",
+    "tabulate": "0.10.0",
+}
+CUTE = ("-I{cutlass}/include", "-I{cutlass}/tools/util/include", "-I{cutlass}/examples/common", "-DNDEBUG")
+MLA = ("-I{FlashMLA}/csrc", "-I{FlashMLA}/csrc/sm90", "-I{FlashMLA}/csrc/kerutils/include", *CUTE)
+GEMM = ("-I{DeepGEMM}/deep_gemm/include", *CUTE)
+TK = ("-I{ThunderKittens}/include", "-I{ThunderKittens}/prototype", "-DNDEBUG", "-DKITTENS_BLACKWELL")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    project: str
+    file: str  # of the project; of tests/field where it has no folder
+    flags: tuple[str, ...]
+    arch: str = "sm_100a"
+    arguments: tuple[str, ...] = ()
+    sms: int = 4
+
+    def source(self, sources: Path) -> Path:
+        own = "/" not in self.file
+        return ROOT / "tests" / "field" / self.file if own else sources / self.project / self.file
+
+    def flags_at(self, sources: Path) -> list[str]:
+        return placed(self.flags, sources)
+
+    def arguments_at(self, sources: Path) -> list[str]:
+        return placed(self.arguments, sources)
+
+
+def placed(words: tuple[str, ...], sources: Path) -> list[str]:
+    """{cutlass} is the folder of the project."""
+    return [re.sub(r"\{(\w+)\}", lambda m: str(sources / m[1]) if m[1] in PROJECTS else m[0], x) for x in words]
+
+
+def folder_of(kernel: Kernel) -> str:
+    """A name for its outputs."""
+    return re.sub(r"\W+", "-", f"{kernel.project} {kernel.name}").strip("-")
+
+
+def tutorial(file: str, *arguments: str, sms: int = 4) -> Kernel:
+    path = f"examples/cute/tutorial/blackwell/{file}"
+    return Kernel(f"CuTe tutorial {file}", "cutlass", path, CUTE, arguments=arguments, sms=sms)
+
+
+def gemm(file: str, element: str, arch: str) -> Kernel:
+    source = f'-DSOURCE="{{cutlass}}/examples/cute/tutorial/{file}"'
+    return Kernel(
+        f"CuTe tutorial {Path(file).name}", "cutlass", "cute_gemm.cu", (*CUTE, source, f"-DTYPE={element}"), arch
+    )
+
+
+def prefill(name: str, source: str, call: str, heads: int, dim: int, arch: str = "sm_100a") -> Kernel:
+    what = (f"-DHEADS={heads}", f"-DDIM={dim}", f"-DKERNEL={call}", f'-DSOURCE="{source}/phase1.cuh"')
+    return Kernel(f"sparse prefill, {name}, head dim {dim}", "FlashMLA", "flashmla_prefill.cu", (*MLA, *what), arch)
+
+
+def decode(name: str, source: str, call: str, heads: int, arch: str = "sm_100a") -> Kernel:
+    what = (f"-DHEADS={heads}", f"-DKERNEL={call}", f'-DSOURCE="{source}"')
+    return Kernel(f"sparse decode, FP8 rows, {name}", "FlashMLA", "flashmla_decode.cu", (*MLA, *what), arch)
+
+
+def lesson(level: int, size: int) -> Kernel:
+    source = f'-DSOURCE="{{ThunderKittens}}/kernels/gemm/educational_b200/level_0{level}.cu"'
+    name = f"GEMM for B200, level {level}"
+    return Kernel(name, "ThunderKittens", "thunderkittens.cu", (*TK, source, f"-DSIZE={size}"), sms=8)
+
+
+def lecture(file: str, *calls: str, arch: str = "sm_100a") -> Kernel:
+    folder, name = ("gluon/", "Gluon") if file.startswith("gluon/") else ("", "Triton")
+    words = (f"{{triton}}/python/tutorials/{file}.py", *calls)
+    title = f"{name} tutorial {file.removeprefix(folder)}"
+    return Kernel(title, "triton", "tutorial.py", (), arch, words, sms=8)
+
+
+HALF = "dtype=torch.float16"
+LECTURES = (
+    lecture("01-vector-add", "torch.equal(add(x := normal(5000), y := normal(5000)), x + y)"),
+    lecture("02-fused-softmax", "close(softmax(x := normal(37, 781, dtype=torch.float32)), torch.softmax(x, 1))"),
+    lecture("03-matrix-multiplication",
+            f"close(matmul(a := normal(200, 96, {HALF}), b := normal(96, 160, {HALF})), a.float() @ b.float())"),
+    lecture("04-low-memory-dropout",
+            "torch.equal(dropout(x := normal(1000), k := (torch.rand(1000) > 0.5).int(), 0.5), x * 2 * k)",
+            "((y := seeded_dropout(x := normal(1000), 0.5, 123)) == 0).logical_or(y == 2 * x).all()", "(y != 0).any()"),
+    lecture("05-layer-norm", "test_layer_norm(40, 300, torch.float16)"),
+    *(lecture("06-fused-attention", f'test_op(1, 2, 128, 64, True, {ws}, "bwd", "triton-fp16")', arch=arch)
+      for arch, ws in (("sm_90a", False), ("sm_100a", True))),
+    lecture("07-extern-functions", "close(output_triton, output_torch)"),
+    lecture("08-grouped-gemm",
+            f"close(group_gemm_fn([a := normal(200, 96, {HALF})] * 2, [b := normal(96, 128, {HALF})] * 2)[1], "
+            "a.float() @ b.float())",
+            f"close(group_gemm_tma_fn([a := normal(256, 128, {HALF})] * 2, [b := normal(128, 128, {HALF})] * 2)[1], "
+            "a.float() @ b.float().T)"),
+    *(lecture("09-persistent-matmul",
+              f"close(matmul_tma_persistent(a := normal(200, 96, {HALF}), b := normal(160, 96, {HALF}), {ws}), "
+              "a.float() @ b.float().T)",
+              f"close(matmul_descriptor_persistent(a := normal(200, 96, {HALF}), b := normal(160, 96, {HALF}), {ws}), "
+              "a.float() @ b.float().T)", arch=arch) for arch, ws in (("sm_90a", False), ("sm_100a", True))),
+    lecture("10-block-scaled-matmul", 'validate_block_scaled(128, 256, 512, "nvfp4")',
+            'validate_block_scaled(128, 256, 512, "mixed")'),
+    lecture("11-programmatic-dependent-launch", "torch.equal(add(x := normal(5000), y := normal(5000)), x + y)"),
+    lecture("gluon/01-intro", "test_copy_scalar()", "test_memcpy(64, 500)"),
+    lecture("gluon/02-layouts", "test_memcpy_1d(128, 1000, 4)", "test_memcpy_2d(128, 256, 100, 300, True, 4)",
+            "test_memcpy_2d_inout(60, 80, True, False)"),
+    lecture("gluon/03-async-copy", "test_memcpy_1d_cpasync(1000, 256)",
+            "test_elementwise_add_cpasync(100, 200, 32, 32)", "test_elementwise_add_pipelined(100, 200, 32, 64, 3)"),
+    lecture("gluon/04-tma", "test_tma_message_passing(16)", "test_memcpy_1d_tma(64, 500)",
+            "test_elementwise_add_pipelined(100, 200, 32, 64, 3)"),
+    lecture("gluon/05-wgmma", "test_small_mma(64, 32, 32, True, 16, 4)",
+            "test_blocked_matmul(208, 416, 304, 64, 64, 64, True, 4)",
+            "test_blocked_matmul_pipelined(208, 416, 304, 64, 64, 64, 4)", arch="sm_90a"),
+    lecture("gluon/06-tcgen05", "test_tmem_example_kernel(128, 64, 4)", "test_small_mma(64, 128, 128, True, True, 4)",
+            "test_blocked_matmul_pipelined(208, 416, 304, 64, 64, 64, 4)"),
+    *(lecture("gluon/07-persistence",
+              "test_persistent_matmul_pipelined(208, 416, 304, 64, 64, 64, 3, 4, schedulers[1])", arch=arch)
+      for arch in ("sm_90a", "sm_100a")),
+    lecture("gluon/08-warp-specialization", "test_elementwise_add_warp_specialized(100, 200, 32, 64, 2, 2, 4)",
+            "test_matmul_warp_specialized(208, 416, 304, 128, 256, 64, 2, 4, 4, t7.schedulers[1])"),
+    lecture("gluon/09-tma-gather-scatter", "test_async_gather(8, 16, 48, torch.bfloat16, 256, 256, None)",
+            "test_async_scatter(8, 16, 48, torch.float32, 256, 256, None)",
+            "close(matmul_fused_gather_scatter(x := normal(256, 256), i := torch.randperm(256).int(), "
+            "w := normal(256, 192), j := torch.randperm(256).int(), 128, 64, 64), "
+            "(x[i].float() @ w.float())[j.argsort()])"),
+    lecture("gluon/10-tcgen05-copy", "test_tcgen05_copy_nvmma_shared(*configs[0], torch.float32, 64)",
+            "test_matmul_accumulate(256, 256, 256, 128, 64, 64, 3, torch.float16)"),
+    lecture("gluon/11-tcgen05-mma-scaled", 'test_simple_mma_scaled(256, 256, 256, "mxfp8", "mxfp4", 64, 128)',
+            'test_mma_scaled_tcgen05_copy(256, 256, 256, "nvfp4", "nvfp4", 128, 128)',
+            'test_mma_scaled_pipelined(256, 256, 640, "mxfp8", "mxfp4", mma_scaled_warp_specialized_kernel)'),
+    lecture("gluon/12-cluster-launch-control", "test_op(512, 512, 192, True)"),
+    lecture("gluon/13-conv-im2col", "test_tma_im2col_simple()", "test_tma_im2col_multi_batch_padded()",
+            "test_conv2d_tma_im2col(1, 16, 16, 64, 64, 3, 3, 1, 1)"),
+    lecture("gluon/14-multicta", "test_multicta_softmax_f32(16, 256)", "test_two_cta_tcgen05()",
+            "test_tma_multicast_copy()", "test_tma_tcgen05()"),
+)  # fmt: skip
+
+
+def package(project: str, name: str, *functions: str, arch: str = "sm_100a") -> Kernel:
+    return Kernel(name, project, "packages.py", (), arch, functions)
+
+
+PYTHON = (
+    *LECTURES,
+    package("liger-kernel", "RMS norm, layer norm, SwiGLU, softmax, cross entropy, RoPE", "liger_rms_norm",
+            "liger_layer_norm", "liger_swiglu", "liger_softmax", "liger_cross_entropy", "liger_rope"),
+    package("fla-core", "retention, gated linear attention", "fla_retention", "fla_gla"),
+    package("fla-core", "gated delta rule", "fla_gated_delta_rule"),
+    package("fla-core", "Kimi delta attention", "fla_kda"),
+    package("unsloth", "SwiGLU", "unsloth_swiglu"),
+)  # fmt: skip
+
+SPARSE = "sm100/prefill/sparse"
+KERNELS = (
+    tutorial("01_mma_sm100.cu", "512", "512", "128"),
+    tutorial("02_mma_tma_sm100.cu", "512", "1024", "128"),
+    tutorial("03_mma_tma_multicast_sm100.cu", "512", "1024", "128", sms=16),
+    tutorial("04_mma_tma_2sm_sm100.cu", "512", "1024", "128", sms=16),
+    tutorial("05_mma_tma_epi_sm100.cu", "512", "1024", "128", sms=16),
+    Kernel("77_blackwell_fmha, head dim 128", "cutlass", "cutlass_fmha.cu",
+           (*CUTE, "-I{cutlass}/examples/77_blackwell_fmha", "-DDIM=128", "-DMASK=NoMask"),
+           arguments=("256", "256", "2", "1")),
+    gemm("hopper/wgmma_sm90.cu", "cute::half_t", "sm_90a"),
+    gemm("hopper/wgmma_tma_sm90.cu", "cute::half_t", "sm_90a"),
+    gemm("sgemm_1.cu", "float", "sm_90a"),
+    gemm("sgemm_2.cu", "float", "sm_90a"),
+    gemm("sgemm_sm80.cu", "float", "sm_90a"),
+    *(
+        prefill(f"{heads} heads", f"{SPARSE}/fwd/head{heads}", f"sm100::fwd::head{heads}::run_fwd_phase1_kernel<DIM>",
+                heads, dim)
+        for heads in (64, 128)
+        for dim in (512, 576)
+    ),
+    prefill("128 heads, few rows", f"{SPARSE}/fwd_for_small_topk/head128",
+            "sm100::fwd_for_small_topk::head128::run_fwd_for_small_topk_phase1_kernel<SparseAttnFwdMode::Prefill,DIM>",
+            128, 512),
+    decode("64 heads", "sm100/decode/head64/kernel.cuh",
+           "sm100::decode::head64::run_flash_splitkv_mla_fp8_sparse_kernel<ModelType::MODEL1>", 64),
+    *(
+        prefill("64 heads, Hopper", "sm90/prefill/sparse", "sm90::fwd::run_fwd_phase1_kernel<DIM,false>", 64, dim,
+                "sm_90a")
+        for dim in (512, 576)
+    ),
+    *(
+        decode(f"{heads} heads, Hopper", "sm90/decode/sparse_fp8/splitkv_mla.cuh",
+               f"sm90::decode::sparse_fp8::run_flash_splitkv_mla_fp8_sparse_kernel<ModelType::MODEL1,{heads}>", heads,
+               "sm_90a")
+        for heads in (64, 128)
+    ),
+    Kernel("bf16 GEMM", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DCTAS=1")),
+    Kernel("bf16 GEMM, two CTAs", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DCTAS=2")),
+    Kernel("FP8 GEMM", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DFP8", "-DCTAS=1")),
+    Kernel("FP8 GEMM, two CTAs", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DFP8", "-DCTAS=2")),
+    Kernel("bf16 GEMM, Hopper", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DHOPPER"), "sm_90a"),
+    Kernel("scores of an indexer, e4m3", "DeepGEMM", "deepgemm_logits.cu", GEMM),
+    Kernel("scores of an indexer, e2m1", "DeepGEMM", "deepgemm_logits.cu", (*GEMM, "-DFP4")),
+    Kernel("scores of an indexer, e4m3", "DeepGEMM", "deepgemm_logits.cu", (*GEMM, "-DHOPPER"), "sm_90a"),
+    *(lesson(level, 128) for level in (2, 3, 4)),
+    *(lesson(level, 256) for level in (5, 6)),
+    *(lesson(level, 512) for level in (7, 8)),
+    *PYTHON,
+)  # fmt: skip
+
+RELAXED = (
+    "true by PTX: the only order is `barrier.cluster.arrive.relaxed`. It is deliberate there, and works on silicon"
+)
+CLANG = (
+    "real, of the compiler: clang keeps accumulators in local memory and stores them there behind each `wgmma`, before "
+    "it is complete"
+)
+TOO_EARLY = (
+    "real, [cutlass#2687](https://github.com/NVIDIA/cutlass/pull/2687) and "
+    "[#3653](https://github.com/NVIDIA/cutlass/pull/3653), exhibit 36 of the museum: row maxima and sums are announced "
+    "by an mbarrier without `tcgen05.wait::st` behind the store. It makes the result wrong where the store is late"
+)
+# (in the kernel's name, code of the finding, in the place of one of its parties): the judgement. "real" also excuses a
+# wrong result.
+JUDGED: dict[tuple[str, str, str], str] = {
+    ("tutorial 01", "race", "01_mma_sm100.cu:289 against 01_mma_sm100.cu:274"): "true by PTX. The tile is written by "
+    "ordinary stores and read by `tcgen05.mma`, with a barrier between them but no `fence.proxy.async`",
+    (
+        "tutorial 02",
+        "deadlock",
+        "",
+    ): "real, rare on silicon. All warps wait by parity at lines 318 and 335, and nothing keeps warp 0 from ending two "
+    "phases while another warp has not looked; that one waits for a phase that never comes",
+    (
+        "wgmma_tma_sm90.cu",
+        "in-flight",
+        "wgmma_tma_sm90.cu:17",
+    ): "real where K has fewer tiles than the pipeline has stages, "
+    "as here: the load of the last stage is issued and nobody waits for it before the CTA ends",
+    (
+        "wgmma_sm90.cu",
+        "race",
+        "wgmma_sm90.cu:270",
+    ): "real by PTX. Each thread waits for its own `cp.async` alone, and no "
+    "barrier or fence follows before `wgmma` reads the copies of all",
+    (
+        "level 6",
+        "deadlock",
+        "",
+    ): "real, rare on silicon. Warps 1 to 3 wait for `inputs_arrived` by parity, and nothing keeps "
+    "warp 0 from ending two phases while one of them has not looked",
+    (
+        "tutorial 09-tma-gather",
+        "in-flight",
+        "09-tma-gather-scatter.py:47",
+    ): "real: the loads that are peeled off for the "
+    "next tile have a predicate, but the last of them lacks it; behind the last tile nobody waits for these",
+    ("tutorial 13-conv", "race", "13-conv-im2col.py"): "real on Blackwell: the loads of the next step go into the only "
+    "buffer before `wait_num_outstanding` has waited for the product that reads it",
+    ("decode, FP8 rows, 64 heads", "race", "kernel.cuh:229 against kernel.cuh:309"): "real, exhibit 30 of the museum. "
+    "It makes the result wrong here; one barrier before line 309 mends both",
+    ("64 heads, Hopper, head dim", "wgmma-registers", "helpers.h"): CLANG,
+    ("GEMM, two CTAs", "race", "_gemm"): RELAXED + " (address of the tensor memory)",
+    ("GEMM, two CTAs", "in-flight", "_gemm"): RELAXED + " (`tcgen05.dealloc`)",
+}
