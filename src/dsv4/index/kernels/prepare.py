@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dsv4.caches.formats import INDEX_132
+from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.fmha.kernels.prepare import inverse_of, is_aligned
 from dsv4.index.kernels.arguments import (
     BlockLists,
@@ -235,12 +236,14 @@ def _score(
         # FP4 keys were multiplied by a power of two.
         factor=float(p.scale) * (2.0**-HIGHEST.value if p.fp4 else 1.0),
     )
-    if "keys_desc" in kernel.arg_names:
+    if "scales_desc" in kernel.arg_names:
+        arguments["keys_desc"], arguments["scales_desc"] = _fp4_boxes(k)
+    elif "keys_desc" in kernel.arg_names:
         arguments["keys_desc"] = _boxes(k, p.fp8)
     fp4 = SAME if not p.fp4 else FP4_KEYS if p.q_scales is None else FP4_BOTH
     constants = dict(
         WHOLE=p.head_dim == dims, ALONE=p.k.shape[1] == 64, FP4=fp4.value, AMONG=p.among is not None,
-        BLOCKS=p.topk_blocks > 0, BF16=p.bf16_scores, TILED=p.k.shape[1] % 64 == 0 and p.among is None,
+        BLOCKS=p.topk_blocks > 0, BF16=p.bf16_scores,
     )  # fmt: skip
     program.launch(
         kernel, (blocks, splits), arguments, OWNER=owner, QUERIES=together, HEADS=heads, DIMS=dims, **constants,
@@ -258,6 +261,18 @@ def _boxes(k: Slot, fp8: bool) -> TensorDescriptor:
         strides = [k.stride(0) if pages > 1 else max(rows, 1) * row, row, 1]
     layout = gl.NVMMASharedLayout(128, 8 * k.element_size(), rank=3)
     return TensorDescriptor(k, [pages, rows, 128], strides, [1, 64, 128], layout)
+
+
+def _fp4_boxes(k: Slot) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """The same of FP4 pages, as words: boxes of 64 keys, and of their scales."""
+    pages, rows, _ = k.shape
+    apart = (k.stride(0) if pages > 1 else INDEX_68.default_stride(rows)) // 4
+    words = replace(k.view((pages, rows, 16), (apart, 16, 1)), dtype=torch.int32)
+    scales = replace(k.view((pages, rows), (apart, 1), rows * INDEX_68.data_bytes), dtype=torch.int32)
+    return (
+        TensorDescriptor(words, [pages, rows, 16], [apart, 16, 1], [1, 64, 16], gl.NVMMASharedLayout(64, 32, rank=3)),
+        TensorDescriptor(scales, [pages, rows], [apart, 1], [1, 64], gl.NVMMASharedLayout(0, 32, rank=2)),
+    )
 
 
 def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:

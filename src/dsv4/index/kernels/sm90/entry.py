@@ -1,8 +1,10 @@
-"""The indexer on sm_90a: the scores by the kernels in fp4.py, pages.py and scores.py, the choice by the shared ones."""
+"""The indexer on sm_90a: the scores by the kernels in fp4.py, fp4_boxes.py, pages.py and scores.py, the
+choice by the shared ones."""
 
 from dsv4.index.kernels.prepare import prepare_topk, supports
 from dsv4.index.kernels.scores import index_scores
 from dsv4.index.kernels.sm90.fp4 import index_scores_fp4_sm90
+from dsv4.index.kernels.sm90.fp4_boxes import index_scores_fp4_boxes_sm90
 from dsv4.index.kernels.sm90.pages import BOX, DIMS, index_scores_pages_sm90
 from dsv4.index.kernels.sm90.scores import index_scores_sm90
 from dsv4.index.problem import IndexProblem
@@ -16,7 +18,10 @@ SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes besid
 
 def prepare(p: IndexProblem, target: Target, program: Program) -> None:
     if p.fp4:
-        prepare_topk(p, target, program, index_scores_fp4_sm90, fp4_tiling)
+        if p.among is None and comes_in_boxes(p):
+            prepare_topk(p, target, program, index_scores_fp4_boxes_sm90, fp4_boxes_tiling)
+        else:
+            prepare_topk(p, target, program, index_scores_fp4_sm90, fp4_tiling)
     elif p.among is not None or p.topk_blocks or p.bf16_scores:  # DeepSeek-V4.1 has these with FP4 keys
         prepare_topk(p, target, program, index_scores, plain_tiling)
     elif comes_in_boxes(p):
@@ -29,7 +34,7 @@ def comes_in_boxes(p: IndexProblem) -> bool:
     """Whether TMA can copy BOX keys at a time: none of a box lies in another page."""
     if p.block_table is not None and p.k.shape[-2] % BOX.value != 0:
         return False
-    if p.fp8:
+    if p.format is not None:
         return True
     positive = all(stride > 0 for size, stride in zip(p.k.shape, p.k.stride()) if size > 1)
     return p.head_dim == DIMS.value and positive
@@ -38,7 +43,14 @@ def comes_in_boxes(p: IndexProblem) -> bool:
 def fp4_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
     """Queries of a sequence share keys, once they are unpacked."""
     together = 4 if each >= 4 and heads <= 64 else 2 if each >= 2 and heads <= 64 else 1
-    return together, 4 if together * heads <= 64 else 2, dict(STAGES=4, num_warps=4)
+    return together, 4 if together * heads <= 64 else 2, dict(STAGES=3 if together == 1 else 4, num_warps=4)
+
+
+def fp4_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """The same. Registers are those of eight warps, of which the four that compute take most."""
+    together, residents, options = fp4_tiling(each, heads, dims)
+    pieces = 2 if together * heads == 64 else 1  # more sums do not fit
+    return together, residents, options | dict(PIECES=pieces, maxnreg=64 if residents == 4 else 128)
 
 
 def plain_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:

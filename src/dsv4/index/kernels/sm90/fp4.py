@@ -1,4 +1,5 @@
-"""Index scores of FP4 keys on Hopper, of all rows that a query sees or of those in listed blocks.
+"""Index scores of FP4 keys on Hopper, of all rows that a query sees or of those in listed blocks. fp4_boxes.py has the
+kernel for all rows in pages of whole boxes; this one takes the rest.
 
     score(n, s) = factor * scale[s] * sum_h weights[n, h] * relu(q[n, h] . k[s])
 
@@ -95,6 +96,17 @@ def query_layout():
 
 
 @gluon.jit
+def bytes_of(word, L: gl.constexpr):
+    """The four bytes of words [ROWS]: [ROWS, 4]."""
+    zero = gl.zeros([word.shape[0], 4], gl.int32, L)
+    selector = 0x4440 + gl.arange(0, 4, layout=gl.SliceLayout(0, L))[None, :]
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word[:, None] + zero, selector + zero], dtype=gl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def tables(shift):
     """e4m3 of 0, 0.5, 1, 1.5, and of 2, 3, 4, 6, times 2^shift, four bytes each; 0 below 2^LOWEST_SHIFT."""
     some = shift >= LOWEST_SHIFT
@@ -134,18 +146,22 @@ def in_columns(codes, ROWS: gl.constexpr):
 
 @aggregate
 class Places:
-    """Where the rows of a tile are: page numbers, -1 where there is no page, and places there. TILED: numbers and
-    places of the first rows of its halves. Else: of every row, twice the same."""
+    """Where rows are: page numbers, -1 where there is no page, and places there."""
 
     page: Value
     place: Value
-    second_page: Value
-    second_place: Value
+
+
+@gluon.jit
+def places_of(row, there, line_ptr, keys):
+    page = page_of(row, keys.inverse, keys.shift)
+    number = gl.load(line_ptr + page, mask=there, other=-1)
+    return Places(gl.where(number < keys.pages, number, -1), row - page * keys.page_rows)
 
 
 @aggregate
-class BlockKeys:
-    """Keys of a request, of which a query sees `most`; `columns` scores in all."""
+class RowKeys:
+    """Keys of a request, of which a query sees `most`; `columns` scores in all. A tile comes row by row."""
 
     keys: Value  # arguments.IndexKeys
     owners: Value
@@ -153,69 +169,44 @@ class BlockKeys:
     query: Value
     most: Value
     columns: Value
-    TILED: gl.constexpr  # half a tile lies in one page
     AMONG: gl.constexpr
     L: gl.constexpr  # of words [ROWS, 16]
 
     @gluon.jit
     def rows(self, tile):
-        """Rows of a tile, below 0 where there is none; TILED: the first one."""
-        if self.TILED:
-            return tile * ROWS
-        else:
-            column = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, self.L))
-            row = row_of(column, self.query, self.owners, column < self.columns, self.AMONG)
-            return gl.where(row < self.most, row, -1)
-
-    @gluon.jit
-    def page(self, row, there):
-        page = page_of(row, self.keys.inverse, self.keys.shift)
-        number = gl.load(self.line_ptr + page, mask=there, other=-1)
-        return gl.where(number < self.keys.pages, number, -1), row - page * self.keys.page_rows
+        """Rows of a tile, below 0 where there is none."""
+        column = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, self.L))
+        row = row_of(column, self.query, self.owners, column < self.columns, self.AMONG)
+        return gl.where(row < self.most, row, -1)
 
     @gluon.jit
     def places(self, row):
-        if self.TILED:
-            page, place = self.page(row, row < self.columns)
-            half = row + ROWS // 2
-            second_page, second_place = self.page(half, half < self.columns)
-            return Places(page, place, second_page, second_place)
-        else:
-            page, place = self.page(row, row >= 0)
-            return Places(page, place, page, place)
+        return places_of(row, row >= 0, self.line_ptr, self.keys)
 
     @gluon.jit
     def copy(self, slot, scales, places):
         """Start the copy of a tile, one group of copies; of what is not there nothing is read -> 1 for such rows."""
         keys = self.keys
         words_ptr = keys.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-        if self.TILED:
-            row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, self.L))
-            first = row < ROWS // 2
-            page = gl.where(first, places.page, places.second_page)
-            begin = gl.where(first, places.page.to(gl.int64), places.second_page.to(gl.int64)) * keys.page_stride
-            place = gl.where(first, places.place, places.second_place) + row % (ROWS // 2)
-        else:
-            page = places.page
-            begin = page.to(gl.int64) * keys.page_stride
-            place = places.place
+        begin = places.page.to(gl.int64) * keys.page_stride
         word = gl.arange(0, 16, layout=gl.SliceLayout(0, self.L))
-        cp_async(slot, words_ptr + ((begin + place * 4)[:, None] * 4 + word[None, :]), mask=(page >= 0)[:, None])
-        cp_async(scales, words_ptr + (begin * 4 + keys.page_rows * 16 + place), mask=page >= 0)
+        there = places.page >= 0
+        cp_async(slot, words_ptr + ((begin + places.place * 4)[:, None] * 4 + word[None, :]), mask=there[:, None])
+        cp_async(scales, words_ptr + (begin * 4 + keys.page_rows * 16 + places.place), mask=there)
         async_copy.commit_group()
-        return (page < 0).to(gl.int32)
+        return (places.page < 0).to(gl.int32)
 
 
 @gluon.jit
 def sums(x, QUERIES: gl.constexpr, HEADS: gl.constexpr):
-    """[ROWS, QUERIES * HEADS] over the heads -> [ROWS, QUERIES]"""
-    return gl.sum(gl.reshape(x, [ROWS, QUERIES, HEADS]), 2)
+    """[rows, QUERIES * HEADS] over the heads -> [rows, QUERIES]"""
+    return gl.sum(gl.reshape(x, [x.shape[0], QUERIES, HEADS]), 2)
 
 
 @gluon.jit
 def maxima(x, EACH: gl.constexpr):
-    """[ROWS, QUERIES], the greatest of every EACH rows"""
-    return gl.max(gl.reshape(x, [ROWS // EACH, EACH, x.shape[1]]), 1)
+    """[rows, QUERIES], the greatest of every EACH rows"""
+    return gl.max(gl.reshape(x, [x.shape[0] // EACH, EACH, x.shape[1]]), 1)
 
 
 @aggregate
@@ -235,42 +226,61 @@ class Outputs:
     BLOCKS: gl.constexpr
     BF16: gl.constexpr
 
+    @gluon.jit
+    def of(self, first, last):
+        """The same for others of the queries."""
+        return Outputs(self.scores, self.owners, self.queries, first, last, self.begin, self.factor, self.QUERIES,
+                       self.HEADS, self.AMONG, self.BLOCKS, self.BF16)  # fmt: skip
+
 
 @gluon.jit
-def score_tile(tile, words, scales, visible, w, q, to):
-    """The scores of a tile: words of codes [ROWS, 4, 4], scales of the keys, four each."""
-    QUERIES: gl.constexpr = to.QUERIES
-    HEADS: gl.constexpr = to.HEADS
-    PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
-    EACH: gl.constexpr = QUERIES // PARTS
-    ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, E4M3)
+def multiply(words, scales, q, to):
+    """Words of codes [rows, 4, 4] and scales of keys, four each, with all queries -> (products, by parts, issued, not
+    waited for; the greatest scales)."""
+    N: gl.constexpr = words.shape[0]
+    PARTS: gl.constexpr = parts_of(to.QUERIES, to.HEADS)
+    COLUMNS: gl.constexpr = to.QUERIES // PARTS * to.HEADS
+    ACC: gl.constexpr = product_layout(gl.num_warps(), COLUMNS, E4M3)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
-    # Layouts of scores and of maxima
-    T: gl.constexpr = sums(gl.zeros([ROWS, EACH * HEADS], gl.float32, ACC), EACH, HEADS).type.layout
-    G: gl.constexpr = maxima(gl.zeros([ROWS, EACH], gl.float32, T), GROUP).type.layout
-    B: gl.constexpr = maxima(gl.zeros([ROWS, EACH], gl.float32, T), BLOCK).type.layout
-    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, words.type.layout)))
-    exponent = (scales[:, None] >> (group[None, :] * 8)) & 255
+    exponent = bytes_of(scales, gl.SliceLayout(2, words.type.layout))
     highest = gl.max(exponent, 1)
     low, high = tables(exponent - highest[:, None] + HIGHEST)
-    some, others = unpacked(words, low, high, ROWS)
+    some, others = unpacked(words, low, high, N)
     some, others = gl.convert_layout(some, LEFT), gl.convert_layout(others, LEFT)
     products = ()
     for i in gl.static_range(PARTS):
-        zero = gl.zeros([ROWS, EACH * HEADS], gl.float32, ACC)
+        zero = gl.zeros([N, COLUMNS], gl.float32, ACC)
         half = warpgroup_mma(some, q.index(2 * i).permute((1, 0)), zero, use_acc=False, is_async=True)
         products = products + (warpgroup_mma(others, q.index(2 * i + 1).permute((1, 0)), half, is_async=True),)
-    factors = gl.convert_layout(power_of_two(highest) * to.factor, gl.SliceLayout(1, T))[:, None]
-    column = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, T))[:, None]
-    group = tile * (ROWS // GROUP) + gl.arange(0, ROWS // GROUP, layout=gl.SliceLayout(1, G))[:, None]
+    return products, highest
+
+
+@gluon.jit
+def write_scores(first, products, highest, visible, w, to):
+    """The scores of rows from `first` on, of which `multiply` made the products."""
+    N: gl.constexpr = highest.shape[0]
+    HEADS: gl.constexpr = to.HEADS
+    PARTS: gl.constexpr = parts_of(to.QUERIES, HEADS)
+    EACH: gl.constexpr = to.QUERIES // PARTS
+    ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, E4M3)
+    # Layouts of scores and of maxima
+    T: gl.constexpr = sums(gl.zeros([N, EACH * HEADS], gl.float32, ACC), EACH, HEADS).type.layout
+    G: gl.constexpr = maxima(gl.zeros([N, EACH], gl.float32, T), GROUP).type.layout
+    B: gl.constexpr = maxima(gl.zeros([N, EACH], gl.float32, T), BLOCK).type.layout
+    # 2^(highest - 127); and 0, or NaN where that is NaN.
+    power = gl.maximum(highest << 23, 0x400000).to(gl.float32, bitcast=True)
+    factors = gl.convert_layout(power * to.factor, gl.SliceLayout(1, T))[:, None]
+    nothing = gl.convert_layout(power * 0.0, gl.SliceLayout(1, T))[:, None]
+    column = first + gl.arange(0, N, layout=gl.SliceLayout(1, T))[:, None]
+    group = first // GROUP + gl.arange(0, N // GROUP, layout=gl.SliceLayout(1, G))[:, None]
     scores = to.scores
     for i in gl.static_range(PARTS):
         product = warpgroup_mma_wait(num_outstanding=2 * (PARTS - 1 - i), deps=(products[i],))
         if to.BF16:
-            total = bf16(sums(bf16(relu(bf16(product)) * w[i][None, :]), EACH, HEADS)) * factors
+            total = bf16(sums(bf16(relu(bf16(product)) * w[i][None, :]), EACH, HEADS)) * factors + nothing
         else:
             # Twice the ReLU, which an addition makes in less time than a maximum; the weights are halves.
-            total = sums((product + gl.abs(product)) * w[i][None, :], EACH, HEADS) * factors
+            total = sums((product + gl.abs(product)) * w[i][None, :], EACH, HEADS) * factors + nothing
         query = to.begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
         mine = gl.where((query >= to.first) & (query < to.last), visible[i], 0)
         seen = visible_columns(mine, to.owners, to.AMONG)
@@ -278,29 +288,37 @@ def score_tile(tile, words, scales, visible, w, q, to):
         at = gl.convert_layout(line, gl.SliceLayout(0, T))[None, :]
         limit = gl.convert_layout(mine, gl.SliceLayout(0, T))[None, :]
         written = gl.convert_layout((seen + GROUP - 1) // GROUP * GROUP, gl.SliceLayout(0, T))[None, :]
-        if to.AMONG:  # what the one query does not see has no key
-            total = gl.where(total == total, total, -float("inf")) + 0.0
-        else:
-            total = gl.where((column < limit) & (total == total), total, -float("inf")) + 0.0
+        total = gl.maximum(total, -float("inf"))  # NaN becomes -inf
+        if to.QUERIES > 1:  # what one query does not see has no key
+            total = gl.where(column < limit, total, -float("inf"))
         gl.store(scores.ptr + at * scores.line + column, total, mask=column < written)
         at = gl.convert_layout(line, gl.SliceLayout(0, G))[None, :]
         limit = gl.convert_layout(seen, gl.SliceLayout(0, G))[None, :]
         gl.store(scores.maxima_ptr + at * scores.maxima_line + group, maxima(total, GROUP), mask=group * GROUP < limit)
         if to.BLOCKS:
-            block = tile * (ROWS // BLOCK) + gl.arange(0, ROWS // BLOCK, layout=gl.SliceLayout(1, B))[:, None]
+            block = first // BLOCK + gl.arange(0, N // BLOCK, layout=gl.SliceLayout(1, B))[:, None]
             at = gl.convert_layout(line, gl.SliceLayout(0, B))[None, :]
             limit = gl.convert_layout(seen, gl.SliceLayout(0, B))[None, :]
             gl.store(scores.blocks_ptr + at * scores.blocks_line + block, maxima(total, BLOCK),
                      mask=block * BLOCK < limit)  # fmt: skip
 
 
+@aggregate
+class Share:
+    """What a CTA does: tiles [start, stop) of the rows that queries of a sequence see, `most` of them."""
+
+    most: Value
+    columns: Value
+    start: Value
+    stop: Value
+    line_ptr: Value
+
+
 @gluon.jit
-def score_tiles(sequence, visible, w, q, ring, scales, keys, to, TILED: gl.constexpr, STAGES: gl.constexpr):
-    """The scores of the queries of one sequence. visible [QUERIES]."""
+def share_of(sequence, visible, to):
+    """visible [QUERIES]"""
     PARTS: gl.constexpr = parts_of(to.QUERIES, to.HEADS)
     EACH: gl.constexpr = to.QUERIES // PARTS
-    CODES: gl.constexpr = gl.SliceLayout(3, codes_layout(ROWS, gl.num_warps()))
-    WORDS: gl.constexpr = words_layout(ROWS, gl.num_warps())
     owners = to.owners
     most = gl.to_tensor(0)
     for i in gl.static_range(PARTS):
@@ -312,8 +330,17 @@ def score_tiles(sequence, visible, w, q, ring, scales, keys, to, TILED: gl.const
     start = gl.program_id(1) * each
     stop = gl.minimum(start + each, tiles)
     line_ptr = owners.table_ptr + sequence.to(gl.int64) * owners.table_line
-    columns = gl.minimum(columns, stop * ROWS)  # nothing past this share is read
-    source = BlockKeys(keys, owners, line_ptr, to.first, most, columns, TILED, to.AMONG, WORDS)
+    return Share(most, gl.minimum(columns, stop * ROWS), start, stop, line_ptr)  # nothing past this share is read
+
+
+@gluon.jit
+def score_rows(sequence, visible, w, q, ring, scales, keys, to, STAGES: gl.constexpr):
+    """The scores of the queries of one sequence, keys by cp.async."""
+    CODES: gl.constexpr = gl.SliceLayout(3, codes_layout(ROWS, gl.num_warps()))
+    WORDS: gl.constexpr = words_layout(ROWS, gl.num_warps())
+    share = share_of(sequence, visible, to)
+    start, stop = share.start, share.stop
+    source = RowKeys(keys, to.owners, share.line_ptr, to.first, share.most, share.columns, to.AMONG, WORDS)
     gone = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WORDS))  # bits: of the last tile that was asked for, and before
     for i in gl.static_range(STAGES - 1):
         gone = gone * 2 + source.copy(ring.index(i), scales.index(i), source.places(source.rows(start + i)))
@@ -330,7 +357,8 @@ def score_tiles(sequence, visible, w, q, ring, scales, keys, to, TILED: gl.const
         word = gl.where(gl.convert_layout((gone >> (STAGES - 1)) & 1, word.type.layout) == 0, word, -1)  # NaN
         places = source.places(ahead)
         ahead = source.rows(tile + STAGES + 1)
-        score_tile(tile, words, word, visible, w, q, to)
+        products, highest = multiply(words, word, q, to)
+        write_scores(tile * ROWS, products, highest, visible, w, to)
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
     async_copy.wait_group(0)
     barrier()
@@ -373,34 +401,13 @@ def load_queries(q, begin, end, queries, QUERIES: gl.constexpr, HEADS: gl.conste
 
 
 @gluon.jit
-def index_scores_fp4_sm90(
-    queries,
-    keys,
-    owners,
-    scores,
-    factor,
-    OWNER: gl.constexpr,
-    QUERIES: gl.constexpr,
-    HEADS: gl.constexpr,
-    FP4: gl.constexpr,
-    AMONG: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    BF16: gl.constexpr,
-    TILED: gl.constexpr,
-    STAGES: gl.constexpr,
+def prepare_queries(
+    q, begin, end, queries, owners, QUERIES: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr, BF16: gl.constexpr
 ):
-    """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
-    group. AMONG: the scores of the rows of listed blocks, in their order, of one query. BLOCKS: the greatest scores of
-    blocks, too. BF16: rounded as the reference model does."""
-    launch_dependents()
+    """Queries to shared memory -> (weights of their heads, how many rows each sees), of parts."""
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     EACH: gl.constexpr = QUERIES // PARTS
     ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, E4M3)
-    q = gl.allocate_shared_memory(E4M3, [2 * PARTS, EACH * HEADS, DIMS // 2], query_layout())
-    ring = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, DIMS // 8], gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
-    words = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    begin = queries.first + gl.program_id(0) * QUERIES
-    end = gl.minimum(begin + QUERIES, queries.end)
     w = ()
     visible = ()
     for i in gl.static_range(PARTS):
@@ -421,6 +428,37 @@ def index_scores_fp4_sm90(
         w = w + (weight,)
         query = begin + i * EACH + gl.arange(0, EACH, layout=gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
         visible = visible + (visible_rows(query, owners, query < end),)
+    return w, visible
+
+
+@gluon.jit
+def index_scores_fp4_sm90(
+    queries,
+    keys,
+    owners,
+    scores,
+    factor,
+    OWNER: gl.constexpr,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
+    FP4: gl.constexpr,
+    AMONG: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    BF16: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
+    group. AMONG: the scores of the rows of listed blocks, in their order, of one query. BLOCKS: the greatest scores of
+    blocks, too. BF16: rounded as the reference model does."""
+    launch_dependents()
+    PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
+    EACH: gl.constexpr = QUERIES // PARTS
+    q = gl.allocate_shared_memory(E4M3, [2 * PARTS, EACH * HEADS, DIMS // 2], query_layout())
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, DIMS // 8], gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    begin = queries.first + gl.program_id(0) * QUERIES
+    end = gl.minimum(begin + QUERIES, queries.end)
+    w, visible = prepare_queries(q, begin, end, queries, owners, QUERIES, HEADS, FP4, BF16)
     fence_async_shared()  # Q by ordinary stores -> tensor-core reads
     barrier()
     first = begin
@@ -429,5 +467,5 @@ def index_scores_fp4_sm90(
         last = gl.minimum(next_one, end)
         if sequence < owners.requests:
             to = Outputs(scores, owners, queries, first, last, begin, factor, QUERIES, HEADS, AMONG, BLOCKS, BF16)
-            score_tiles(sequence, visible, w, q, ring, words, keys, to, TILED, STAGES)
+            score_rows(sequence, visible, w, q, ring, words, keys, to, STAGES)
         first = last

@@ -1,0 +1,203 @@
+"""fp4.py where TMA copies the keys, BOX rows at a time: pages of whole boxes, of all rows that a query sees.
+
+Instructions bind these scores, so the warps that compute do nothing else; a warp of its own looks page numbers up and
+asks for boxes, as far ahead as the ring is::
+
+    load      page numbers of tile i + 1 | tile i: keys and scales of two boxes
+    compute   PIECES of tile i, one after the other: keys -> registers | e2m1 -> e4m3 | product | sum, maxima
+
+shared memory   bytes                   holds
+q               128 QUERIES HEADS       e4m3 [2 PARTS][QUERIES HEADS / PARTS, 64], with the 64-byte swizzle
+keys            STAGES x 8192           FP4 [2][BOX, 16 words], with the 64-byte swizzle
+scales          STAGES x 512            four ue8m0 for each of 2 BOX rows
+there           STAGES x 8              int32 [2]: rows of a box that count; 0 where there is no page
+
+barrier         arrives     count   waits       means
+ready[s]        TMA         1       compute     tile in slot s: load expects the bytes of its four copies
+free[s]         compute     1       load        all of slot s is in registers
+
+TMA makes zeros of a page that is not there. Its rows, and those that the one query does not see, get NaN as their scale
+when they are read, and are chosen last.
+"""
+
+from dsv4.index.kernels.scores import owner, visible_rows
+from dsv4.index.kernels.sm90.fp4 import (
+    DIMS,
+    E4M3,
+    ROWS,
+    Outputs,
+    codes_layout,
+    multiply,
+    places_of,
+    prepare_queries,
+    query_layout,
+    share_of,
+    words_layout,
+    write_scores,
+)
+from dsv4.index.kernels.sm90.pages import BOX, parts_of
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret_as,
+    tma_load,
+)
+from dsv4.kernels.dependent import launch_dependents
+from dsv4.kernels.ring import Barriers, consumer_stage, init_barriers, new_barriers, next_stage, producer_stage
+
+HALVES = gl.constexpr(2)  # boxes of a tile
+
+
+@aggregate
+class Boxes:
+    """The ring."""
+
+    keys: Value
+    scales: Value
+    there: Value
+    ready: Barriers
+    free: Barriers
+
+
+@gluon.constexpr_function
+def box_layout(rank):
+    return gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=rank)
+
+
+@gluon.constexpr_function
+def pair_layout(warps):
+    """int32 [2]: every thread has both."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1]], lane_bases=[[0]] * 5, warp_bases=[[0]] * (warps.bit_length() - 1), block_bases=[], shape=[2]
+    )
+
+
+@gluon.jit
+def halves(tile, share, keys):
+    """Where the two boxes of a tile are."""
+    row = tile * ROWS
+    return (
+        places_of(row, row < share.columns, share.line_ptr, keys),
+        places_of(row + BOX, row + BOX < share.columns, share.line_ptr, keys),
+    )
+
+
+@gluon.jit
+def load_role(keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER: gl.constexpr):
+    PARTS: gl.constexpr = parts_of(to.QUERIES, to.HEADS)
+    EACH: gl.constexpr = to.QUERIES // PARTS
+    STAGES: gl.constexpr = boxes.there.shape[0]
+    half = gl.arange(0, 2, layout=pair_layout(gl.num_warps()))
+    visible = ()
+    for i in gl.static_range(PARTS):
+        query = begin + i * EACH + gl.arange(0, EACH, layout=gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
+        visible = visible + (visible_rows(query, to.owners, query < end),)
+    stage = producer_stage()
+    first = begin
+    while first < end:
+        sequence, next_one = owner(first, to.owners, OWNER)
+        last = gl.minimum(next_one, end)
+        if sequence < to.owners.requests:
+            share = share_of(sequence, visible, to.of(first, last))
+            left, right = halves(share.start, share, keys)
+            for tile in range(share.start, share.stop):
+                next_left, next_right = halves(tile + 1, share, keys)
+                boxes.free.wait(stage.index, stage.phase)
+                rows = gl.minimum(share.most - tile * ROWS - half * BOX, BOX)
+                boxes.there.index(stage.index).store(gl.where(gl.where(half == 0, left.page, right.page) < 0, 0, rows))
+                ready = boxes.ready.at(stage.index)
+                mbarrier.expect(ready, ROWS * (DIMS // 2 + 4))
+                for i in gl.static_range(2):
+                    at = left if i == 0 else right
+                    slot = HALVES * stage.index + i
+                    tma_load(keys_desc, [at.page, at.place, 0], ready, boxes.keys.index(slot))
+                    tma_load(scales_desc, [at.page, at.place], ready, boxes.scales.index(slot))
+                left, right = next_left, next_right
+                stage = next_stage(stage, STAGES)
+        first = last
+
+
+@gluon.jit
+def score_role(q, boxes, queries, begin, end, to, OWNER: gl.constexpr, FP4: gl.constexpr, PIECES: gl.constexpr):
+    N: gl.constexpr = ROWS // PIECES
+    CODES: gl.constexpr = gl.SliceLayout(3, codes_layout(N, gl.num_warps()))
+    WORDS: gl.constexpr = words_layout(N, gl.num_warps())
+    STAGES: gl.constexpr = boxes.there.shape[0]
+    tiles = reinterpret_as(boxes.keys, gl.int32, [PIECES * STAGES, N, DIMS // 8], box_layout(2))
+    lines = reinterpret_as(boxes.scales, gl.int32, [PIECES * STAGES, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row = gl.arange(0, N, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
+    half = gl.arange(0, 2, layout=pair_layout(gl.num_warps()))
+    w, visible = prepare_queries(q, begin, end, queries, to.owners, to.QUERIES, to.HEADS, FP4, to.BF16)
+    fence_async_shared()  # Q by ordinary stores -> tensor-core reads
+    barrier()
+    stage = consumer_stage()
+    first = begin
+    while first < end:  # the queries of a CTA may belong to several sequences
+        sequence, next_one = owner(first, to.owners, OWNER)
+        last = gl.minimum(next_one, end)
+        if sequence < to.owners.requests:
+            part = to.of(first, last)
+            share = share_of(sequence, visible, part)
+            for tile in range(share.start, share.stop):
+                boxes.ready.wait(stage.index, stage.phase)
+                there = boxes.there.index(stage.index).load(half.type.layout)
+                left, right = gl.sum(gl.where(half == 0, there, 0), 0), gl.sum(gl.where(half == 1, there, 0), 0)
+                for i in gl.static_range(PIECES):
+                    at = PIECES * stage.index + i
+                    words = gl.convert_layout(gl.reshape(tiles.index(at).load(WORDS), [N, 4, 4]), CODES)
+                    word = lines.index(at).load(row.type.layout)
+                    if i == PIECES - 1:
+                        boxes.free.arrive(stage.index)
+                    if gl.minimum(left, right) < BOX:  # NaN for what is not there
+                        if PIECES == 1:
+                            word = gl.where(row < gl.where(row < BOX, left, right + BOX), word, -1)
+                        else:
+                            word = gl.where(row < (left if i == 0 else right), word, -1)
+                    products, highest = multiply(words, word, q, part)
+                    write_scores(tile * ROWS + i * N, products, highest, visible, w, part)
+                stage = next_stage(stage, STAGES)
+        first = last
+
+
+@gluon.jit
+def index_scores_fp4_boxes_sm90(
+    queries,
+    keys_desc,
+    scales_desc,
+    keys,
+    owners,
+    scores,
+    factor,
+    OWNER: gl.constexpr,
+    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr,
+    FP4: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    BF16: gl.constexpr,
+    STAGES: gl.constexpr,
+    PIECES: gl.constexpr,
+):
+    """index_scores_fp4_sm90 for boxes."""
+    launch_dependents()
+    PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
+    q = gl.allocate_shared_memory(E4M3, [2 * PARTS, QUERIES // PARTS * HEADS, DIMS // 2], query_layout())
+    boxes = Boxes(
+        gl.allocate_shared_memory(gl.int32, [HALVES * STAGES, 1, BOX, DIMS // 8], box_layout(3)),
+        gl.allocate_shared_memory(gl.int32, [HALVES * STAGES, 1, BOX], scales_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [STAGES, HALVES], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        new_barriers(STAGES),
+        new_barriers(STAGES),
+    )
+    init_barriers((boxes.ready, boxes.free))
+    begin = queries.first + gl.program_id(0) * QUERIES
+    end = gl.minimum(begin + QUERIES, queries.end)
+    to = Outputs(scores, owners, queries, begin, end, begin, factor, QUERIES, HEADS, False, BLOCKS, BF16)
+    gl.warp_specialize([
+        (score_role, (q, boxes, queries, begin, end, to, OWNER, FP4, PIECES)),
+        (load_role, (keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER)),
+    ], [1], [24])  # fmt: skip
