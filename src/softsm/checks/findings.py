@@ -34,6 +34,10 @@ BETWEEN_GPUS = (
     "the two run on different GPUs: order them by a flag released and acquired at .sys scope, or split the work into "
     "launches with a synchronisation between them"
 )
+UNFENCED = (
+    "the write is ordered before this operation, but in the generic proxy: put fence.proxy.async between them, such as "
+    "behind the acquire and before the operation"
+)
 WITHIN_CLUSTER = (
     "the two are CTAs of one cluster: put barrier.cluster.arrive and barrier.cluster.wait, or an mbarrier arrive and "
     "wait of .cluster scope, between them"
@@ -110,7 +114,15 @@ class Findings:
                 other_op = None
                 other = self.party(agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
             them = agents[agent] if agent < sh.ASYNC else other_op.warp if other_op is not None else None
-            if other_lane < 0:
+            if (
+                op is not None
+                and kind == sh.RAW
+                and agent < sh.ASYNC
+                and them.cta is not w.cta
+                and seen(w, them, epoch)
+            ):
+                fix = UNFENCED
+            elif other_lane < 0:
                 fix = self.across(w, them)
             elif them is w:
                 fix = ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
@@ -215,6 +227,11 @@ class Findings:
         warp = str(w).replace(" of ", f" ({role}) of ", 1) if role else str(w)
         who = f"{op.kind} issued by {warp}" if op is not None else warp + (f", lane {lane}" if 0 <= lane < 32 else "")
         return Party(who, ins.line, ins.text, source, what)
+
+
+def seen(w, other, epoch: int) -> bool:
+    """Does the warp know of what one of another CTA did, in the generic proxy?"""
+    return other.cta is not w.cta and int(w.view.clock[other.view.slot]) >= epoch
 
 
 def one_statement(w, pc: int, other, other_pc: int) -> bool:

@@ -270,37 +270,51 @@ def perform(p: Product, ctas: list) -> None:
         if any(p.skipped):
             quarters = quarters.copy()
             quarters[:, 0] &= ~np.array(p.skipped[4 * index : 4 * index + 4], np.int64)
-        if s.scale:
-            a, b = scale_operands(p, cells, a, b, own)
-        aside = None
-        if s.sparse and not np.isfinite(b).all():
-            left = a if b.dtype == np.float64 else a[:-2].reshape(s.k, 128).view(np.float32)
-            b = b.copy()
-            aside = sparsity.set_aside(left.T, given_columns(p, cta, own), b)
-        if b.dtype == np.float64:
-            update(cells, b @ a, p, quarters)
-        elif s.d == "f32":
-            keep = 2.0**-p.scale_exponent if p.add else 0.0
-            multiply_add(cells.reshape(-1, 32), 4 * p.column, quarters, a, b, keep)
-        else:
-            product = np.empty((s.n * 4, 32), np.uint32)
-            multiply_add(product, 0, np.array([[pg.ALL, 0, s.n]] * 4), a, b, 0.0)
-            update(cells, product.view(np.float32).reshape(s.n, 128), p, quarters)
-        if aside is not None:
-            update(cells, aside, p._replace(add=True, scale_exponent=0), quarters)
+        if not s.scale:
+            multiply_plainly(p, cta, cells, a, b, own, quarters)
+            continue
+        a_scales, b_scales = both_scales(p, cells, own)
+        wide = tensor_core.wide_rows(b_scales)[:, None] | tensor_core.wide_rows(a_scales)
+        exact = cells.copy() if wide.any() else None
+        values = a[:-2].reshape(s.k, 128).view(np.float32).T
+        narrow = tensor_core.to_lanes(tensor_core.scaled(values, a_scales), IDENTITY, 4)
+        multiply_plainly(p, cta, cells, narrow, tensor_core.scaled(b, b_scales), own, quarters)
+        if exact is not None:
+            # Only sums of wide rows: no other's bits depend on them.
+            left = tensor_core.scaled(values, a_scales, np.float64).T
+            multiply_plainly(p, cta, exact, left, tensor_core.scaled(b, b_scales, np.float64), own, quarters)
+            for q, (_, n, count) in enumerate(quarters.tolist()):
+                part = slice(p.column, p.column + count), slice(32 * q, 32 * q + 32)
+                np.copyto(cells[part], exact[part], where=wide[n : n + count, 32 * q : 32 * q + 32])
 
 
-def scale_operands(p: Product, cells: np.ndarray, a: np.ndarray, b: np.ndarray, plan: LanePlan):
-    """A by lanes and B [n, k] with their scale factors; float64 [k, 128] and [n, k] where float32 could overflow."""
+def multiply_plainly(p: Product, cta, cells: np.ndarray, a: np.ndarray, b: np.ndarray, own: LanePlan, quarters) -> None:
+    """D += A B in one CTA, scale factors being in the operands: A by lanes, or float64 [k, 128] and [n, k]."""
+    s = p.shape
+    aside = None
+    if s.sparse and not np.isfinite(b).all():
+        left = a if b.dtype == np.float64 else a[:-2].reshape(s.k, 128).view(np.float32)
+        b = b.copy()
+        aside = sparsity.set_aside(left.T, given_columns(p, cta, own), b)
+    if b.dtype == np.float64:
+        update(cells, b @ a, p, quarters)
+    elif s.d == "f32":
+        keep = 2.0**-p.scale_exponent if p.add else 0.0
+        multiply_add(cells.reshape(-1, 32), 4 * p.column, quarters, a, b, keep)
+    else:
+        product = np.empty((s.n * 4, 32), np.uint32)
+        multiply_add(product, 0, np.array([[pg.ALL, 0, s.n]] * 4), a, b, 0.0)
+        update(cells, product.view(np.float32).reshape(s.n, 128), p, quarters)
+    if aside is not None:
+        update(cells, aside, p._replace(add=True, scale_exponent=0), quarters)
+
+
+def both_scales(p: Product, cells: np.ndarray, plan: LanePlan) -> tuple[np.ndarray, np.ndarray]:
+    """Scale factors of A by lanes [128, blocks], and of B [n, blocks]."""
     s = p.shape
     b_scales = scale_factors(cells, p.scale_columns[1], s.n, s.b_scale_id, p.blocks, s.scale, "B")
     a_scales = scale_factors(cells, p.scale_columns[0], rows_of(p), s.a_scale_id, p.blocks, s.scale, "A")
-    a_scales = np.where(plan.rows[:, None] < 0, np.float32(1), a_scales[plan.rows])  # [128, blocks]
-    values = tensor_core.scaled(a[:-2].reshape(s.k, 128).view(np.float32).T, a_scales)
-    b = tensor_core.scaled(b, b_scales)
-    if np.float64 in (values.dtype, b.dtype):
-        return values.astype(np.float64).T, b.astype(np.float64)
-    return tensor_core.to_lanes(values, IDENTITY, 4), b
+    return np.where(plan.rows[:, None] < 0, np.float32(1), a_scales[plan.rows]), b_scales
 
 
 def update(cells: np.ndarray, product: np.ndarray, p: Product, quarters: np.ndarray) -> None:

@@ -180,13 +180,15 @@ def tensor_numbers(column: int, name: str) -> bytes:
     return np.array([0, column, 0, 0, 0, table.ctypes.data if table.size else 0, 0, 0]).tobytes()
 
 
-def scaled(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Block scaling: values [rows, k] times scales [rows, blocks], each for k/blocks neighbours. Exact: float32 where
-    the exponents leave room for the product of two such operands, float64 otherwise."""
+def wide_rows(scales: np.ndarray) -> np.ndarray:
+    """Rows of scales whose exponents leave float32 no room for the product of two such operands: bool [rows]."""
+    return (np.isfinite(scales) & (scales != 0) & ((scales > 2.0**40) | (scales < 2.0**-40))).any(1)
+
+
+def scaled(values: np.ndarray, scales: np.ndarray, dtype: type = np.float32) -> np.ndarray:
+    """Block scaling: values [rows, k] times scales [rows, blocks], each for k/blocks neighbours. Exact in float64, and
+    in float32 but for wide rows."""
     rows, k = values.shape
-    finite = scales[np.isfinite(scales) & (scales != 0)]
-    wide = finite.size and (finite.max() > 2.0**40 or finite.min() < 2.0**-40)
-    dtype = np.float64 if wide else np.float32
     blocks = scales.shape[1]
     with np.errstate(invalid="ignore", over="ignore"):
         product = values.reshape(rows, blocks, k // blocks).astype(dtype) * scales[:, :, None].astype(dtype)
