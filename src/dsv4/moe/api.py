@@ -67,6 +67,7 @@ class Keywords(TypedDict, total=False):
     shared: tuple[Tensor, Tensor] | None
     out: Tensor | None
     deterministic: bool
+    fused: bool
     backend: Backend
 
 
@@ -95,6 +96,7 @@ def moe(
     return_slots: bool = False,
     out: Tensor | None = None,
     deterministic: bool = False,
+    fused: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | Both:
     """A mixture of experts: x [T, H] -> [T, H].
@@ -123,6 +125,8 @@ def moe(
         out: write here and return it; it has x's dtype and overlaps no input.
         deterministic: a token has the same bits in every batch. The kernels always give that; a CPU then takes one row
             at a time, and the shared expert is excepted on a GPU.
+        fused: on sm_100a one persistent kernel from the choice of experts to the sum, with the same bits as the several
+            kernels. On a CPU it says nothing; on sm_90a True is an error.
         backend: "auto" (kernels if they can run the problem, else torch), "cuda" and "softsm" (the kernels), "cpu".
 
     Kernels take bf16 x and FP4 weights in the layout of the architecture (Fp4Experts.layout). On sm_90a: MXFP4 weights
@@ -142,7 +146,7 @@ def moe(
         w13, w2 = _pair("experts", experts)
         format, spread, layout = "bf16", 0, "sm90"
         tensors = (x, w13, w2, ids, weights, None, None, None, None, sw13, sw2)
-    options = MoeOptions.checked(activations, limit, format, spread, deterministic, layout)
+    options = MoeOptions.checked(activations, limit, format, spread, deterministic, layout, fused)
     return operators.call(MOE, tensors, options, return_slots, out, None, checks.backend(backend))
 
 

@@ -18,16 +18,18 @@ class MoeOptions(NamedTuple):
     spread: int = 0  # of the exponents of a row of weights, at most
     deterministic: bool = False
     layout: str = "sm90"  # of tiles of FP4 weights
+    fused: bool = False  # one kernel for the whole layer
 
     @classmethod
     def checked(
-        cls, activations: Any, limit: Any, format: str, spread: int, deterministic: Any, layout: str
+        cls, activations: Any, limit: Any, format: str, spread: int, deterministic: Any, layout: str, fused: Any
     ) -> MoeOptions:
         checks.one_of("activations", activations, ACTIVATIONS)
         limit = checks.number("limit", limit, "a finite number > 0")
         if limit <= 0:
             checks.fail("limit", limit, "a finite number > 0")
-        return cls(activations, limit, format, spread, checks.flag("deterministic", deterministic), layout)
+        deterministic, fused = checks.flag("deterministic", deterministic), checks.flag("fused", fused)
+        return cls(activations, limit, format, spread, deterministic, layout, fused)
 
 
 class RouteOptions(NamedTuple):

@@ -44,6 +44,7 @@ class MoeProblem:
     spread: int
     deterministic: bool = False
     layout: str = "sm90"
+    fused: bool = False
     out: Tensor | None = None  # [T, H], of x's dtype; set before a backend sees the problem
     slots: Tensor | None = None  # [T, k, H]: outputs of experts, weighed; or None when not wanted
 
@@ -65,7 +66,7 @@ class MoeProblem:
 def build(
     x, w13, w2, ids, weights, *, w13_scales=None, w2_scales=None, w13_factors=None, w2_factors=None, shared_w13=None,
     shared_w2=None, activations="fp8_128", limit=10.0, format="mxfp4", spread=0,
-    deterministic=False, layout="sm90",
+    deterministic=False, layout="sm90", fused=False,
 ) -> MoeProblem:  # fmt: skip
     """Check the arguments of dsv4.moe and give them their places."""
     checks.tensor("x", x, ("T", "H"), checks.FLOATS)
@@ -110,7 +111,7 @@ def build(
         checks.fail("activations", f"{activations!r} with sizes {sizes}", f"multiples of {group}, or another recipe")
     return MoeProblem(
         x, w13, w2, ids, weights, w13_scales, w2_scales, w13_factors, w2_factors, shared_w13, shared_w2, activations,
-        limit, format, spread, deterministic, layout,
+        limit, format, spread, deterministic, layout, fused,
     )  # fmt: skip
 
 

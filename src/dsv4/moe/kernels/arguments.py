@@ -63,6 +63,51 @@ class SortOutputs(NamedTuple):
     place_ptr: Any  # int32 [tokens * topk]: where the scales of that row are
 
 
+class Tokens(NamedTuple):
+    """Of the kernel that does all (sm100/mega.py): what it is given, and where x goes in the pool of rows."""
+
+    any_alignment = ("ids_ptr", "weights_ptr", "scale_ptr")
+
+    ids_ptr: Any  # [tokens, topk]
+    weights_ptr: Any
+    slots: Any  # tokens * topk
+    ptr: Any  # [tokens, width]
+    line: Any  # from a token to the next, in eights
+    width: Any
+    to_ptr: Any  # [rows, width] in codes
+    scale_ptr: Any
+
+
+class Pool(NamedTuple):
+    """Rows in tiles: those of an expert begin a tile."""
+
+    any_alignment = ("place_ptr", "line_ptr", "weight_ptr")
+
+    place_ptr: Any  # int32 [slots]: which row of its expert a slot has
+    line_ptr: Any  # int64 [rows]: where its output goes in SlotOutputs, in eights
+    weight_ptr: Any  # fp32 [rows]
+    experts: Any
+    atoms: Any  # tiles, as many as there can be
+
+
+class Counters(NamedTuple):
+    """int32, 0 when the kernel begins."""
+
+    any_alignment = ("ptr", "hidden_ptr", "rows_ptr")
+
+    ptr: Any  # tickets and counters, by their names in mega.py
+    hidden_ptr: Any  # [atoms]: blocks of hidden values that are there
+    rows_ptr: Any  # [experts]
+
+
+class Total(NamedTuple):
+    """What becomes of the outputs of slots."""
+
+    shared_ptr: Any  # [tokens, width]
+    out_ptr: Any
+    out_line: Any  # in eights
+
+
 class Pieces(NamedTuple):
     """Of every piece of the slots, by experts."""
 

@@ -123,7 +123,7 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     shared: Any = Null(p.x.dtype)
     if p.shared_w13 is not None:
         shared = program.workspace("shared", (p.tokens, p.hidden), p.x.dtype)
-        program.compute(_shared, p, shared)
+        program.compute(shared_into, p, shared)
     sums = Sums(y, row_of, p.hidden, shared, p.out, p.out.stride(0))
     program.launch(
         moe_sum, (p.tokens, parts), dict(sums=sums), TOPK=p.topk, SHARED=p.shared_w13 is not None, COLUMNS=COLUMNS,
@@ -176,7 +176,7 @@ def prepare_route(p: RouteProblem, program: Program) -> None:
         program.copy(p.ids, ids)
 
 
-def _shared(p: MoeProblem, to: torch.Tensor) -> None:
+def shared_into(p: MoeProblem, to: torch.Tensor) -> None:
     to.copy_(cpu.shared(p))
 
 

@@ -21,25 +21,37 @@ def experts_layout(experts, warps):
 
 
 @gluon.jit
-def write_schedule(ends, rows, N: gl.constexpr):
-    """-> tiles of N rows of activations of all experts. ends: of these, how many there are up to each expert's last."""
-    EXPERTS: gl.constexpr = ends.shape[0]
-    expert = gl.arange(0, EXPERTS, layout=experts_layout(EXPERTS, gl.num_warps()))
-    there = expert < rows.experts
-    begin = gl.load(rows.starts_ptr + expert, mask=there, other=0)
-    stop = gl.load(rows.starts_ptr + expert + 1, mask=there, other=0)
-    sums = gl.associative_scan((stop - begin + N - 1) // N, 0, plus)
+def write_ends(ends, rows, N: gl.constexpr):
+    """rows: of every expert -> tiles of N rows of all experts. ends: how many there are up to each expert's last."""
+    sums = gl.associative_scan((rows + N - 1) // N, 0, plus)
     ends.store(sums)
     return gl.max(sums, 0)
 
 
 @gluon.jit
-def tile_at(tile, ends, rows, blocks, N: gl.constexpr):
-    """-> expert, block of weights, first row of activations of the tile, of the expert, and past the expert's last."""
+def write_schedule(ends, rows, N: gl.constexpr):
+    """The same for rows that lie in the order of experts."""
+    EXPERTS: gl.constexpr = ends.shape[0]
+    expert = gl.arange(0, EXPERTS, layout=experts_layout(EXPERTS, gl.num_warps()))
+    there = expert < rows.experts
+    begin = gl.load(rows.starts_ptr + expert, mask=there, other=0)
+    stop = gl.load(rows.starts_ptr + expert + 1, mask=there, other=0)
+    return write_ends(ends, stop - begin, N)
+
+
+@gluon.jit
+def expert_at(tile, ends, blocks):
+    """-> the expert of a tile, tiles of rows of the experts before it, and which of its own tiles this is."""
     all_ends = ends.load(experts_layout(ends.shape[0], gl.num_warps()))
     done = all_ends * blocks <= tile
-    expert = gl.sum(done.to(gl.int32), 0)
-    local = tile - gl.max(gl.where(done, all_ends, 0), 0) * blocks
+    before = gl.max(gl.where(done, all_ends, 0), 0)
+    return gl.sum(done.to(gl.int32), 0), before, tile - before * blocks
+
+
+@gluon.jit
+def tile_at(tile, ends, rows, blocks, N: gl.constexpr):
+    """-> expert, block of weights, first row of activations of the tile, of the expert, and past the expert's last."""
+    expert, _, local = expert_at(tile, ends, blocks)
     begin = gl.load(rows.starts_ptr + expert)
     stop = gl.load(rows.starts_ptr + expert + 1)
     parts = (stop - begin + N - 1) // N

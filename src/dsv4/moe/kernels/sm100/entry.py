@@ -1,11 +1,15 @@
-"""moe on sm_100a: the products by the kernel in products.py, the rest by the shared ones."""
+"""moe on sm_100a: the products by the kernel in products.py and the rest by the shared ones, or all by the kernel in
+mega.py."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.moe.kernels.prepare import Product, prepare_moe, prepare_route, rows_per_expert, supports_moe, supports_route
+from dsv4.moe.kernels.sm100.prepare_mega import prepare_mega
 from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
@@ -26,31 +30,43 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
     if isinstance(p, RouteProblem):
         prepare_route(p, program)
         return
-    # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+    # Their layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+    from dsv4.moe.kernels.sm100.mega import moe_mega_sm100
     from dsv4.moe.kernels.sm100.products import moe_product_sm100
 
     expected = rows_per_expert(p)
     n = next(rows for most, rows in TILES if expected <= most)
     nvfp4 = p.format == "nvfp4"
-    stages = min(SHARED_BYTES // stage_bytes(n, nvfp4), MOST_STAGES)
+    constants: dict[str, Any] = dict(
+        N=n, STAGES=min(SHARED_BYTES // stage_bytes(n, nvfp4), MOST_STAGES), RECIPE=p.activations,
+        EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), num_warps=4,
+    )  # fmt: skip
     slots = p.tokens * p.topk
     most_tiles = min(slots, p.experts + slots // n)
 
     def multiply(product: Product) -> None:
-        program.launch(
-            moe_product_sm100, (min(target.num_sms, most_tiles * product.weights.blocks),),
-            descriptors(product, n, nvfp4), FIRST=product.first, RECIPE=p.activations, N=n, STAGES=stages,
-            EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), num_warps=4, launch_pdl=True,
-        )  # fmt: skip
+        arguments = operands(product, n, nvfp4) | dict(rows=product.rows, weights=product.weights, out=product.out)
+        grid = (min(target.num_sms, most_tiles * product.weights.blocks),)
+        program.launch(moe_product_sm100, grid, arguments, FIRST=product.first, **constants, launch_pdl=True)
 
-    prepare_moe(p, program, multiply, n)
+    def whole(first: Product, second: Product, arguments: dict[str, object]) -> None:
+        for product in (first, second):
+            arguments |= operands(product, n, nvfp4, "w13" if product.first else "w2", "x" if product.first else "h")
+        grid = (min(target.num_sms, most_tiles * max(first.weights.blocks, second.weights.blocks)),)
+        program.launch(moe_mega_sm100, grid, arguments, TOPK=p.topk, SHARED=p.shared_w13 is not None, **constants)
+
+    if p.fused:
+        prepare_mega(p, program, whole, n)
+    else:
+        prepare_moe(p, program, multiply, n)
 
 
 def stage_bytes(n: int, nvfp4: bool) -> int:
     return 256 * 64 + 2048 + n * 64 + 1024 if nvfp4 else 256 * 128 + 1024 + n * 128 + 512
 
 
-def descriptors(product: Product, n: int, nvfp4: bool) -> dict[str, object]:
+def operands(product: Product, n: int, nvfp4: bool, w_name: str = "w", x_name: str = "x") -> dict[str, object]:
+    """Descriptors by the names of the kernels' parameters."""
     # 128 FP4 values have 64 bytes, beside FP8 values 128 with gaps.
     packed = gl.NVMMASharedLayout(64, 8, rank=2)
     padded = gl.NVMMASharedLayout(128, 8, rank=2, fp4_padded=True)
@@ -58,15 +74,13 @@ def descriptors(product: Product, n: int, nvfp4: bool) -> dict[str, object]:
     words = 2 if nvfp4 else 1
     lines = product.tiles.seen_as(lambda x: x.view(-1, 64))
     x = product.x
-    return dict(
-        w_desc=TensorDescriptor(lines, list(lines.shape), [64, 1], [256, 64], packed if nvfp4 else padded),
-        w_scales_desc=_atoms(product.scales, 2 * words),
-        x_desc=TensorDescriptor(x, list(x.shape), list(x.stride()), [n, 128 // words], packed if nvfp4 else swizzled),
-        x_scales_desc=_atoms(product.x_scales, words),
-        rows=product.rows,
-        weights=product.weights,
-        out=product.out,
-    )
+    x_layout = packed if nvfp4 else swizzled
+    return {
+        f"{w_name}_desc": TensorDescriptor(lines, list(lines.shape), [64, 1], [256, 64], packed if nvfp4 else padded),
+        f"{w_name}_scales_desc": _atoms(product.scales, 2 * words),
+        f"{x_name}_desc": TensorDescriptor(x, list(x.shape), list(x.stride()), [n, 128 // words], x_layout),
+        f"{x_name}_scales_desc": _atoms(product.x_scales, words),
+    }
 
 
 def _atoms(scales: Slot, count: int) -> TensorDescriptor:

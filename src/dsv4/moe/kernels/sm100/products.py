@@ -37,47 +37,27 @@ acc_ready[a]    commit of multiply  1       write       the accumulators of a ti
 acc_free[a]     write               1       multiply    they have been read
 """
 
-from triton.experimental.gluon.language.nvidia.blackwell import (
-    TensorMemoryLayout,
-    TensorMemoryScalesLayout,
-    allocate_tensor_memory,
-    tcgen05_copy,
-    tcgen05_mma_scaled,
-)
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory
 
-from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.dependent import launch_dependents, wait_on_prior_grid
-from dsv4.kernels.ring import Barriers, consumer_stage, init_barriers, new_barriers, next_stage, producer_stage
+from dsv4.kernels.ring import consumer_stage, init_barriers, new_barriers, next_stage, producer_stage
 from dsv4.moe.kernels.rows import words_of
-from dsv4.moe.kernels.schedule import scale_of, swiglu, tile_at, write_schedule
-
-HALF = gl.constexpr(128)  # rows of weights to an accumulator
-STEP = gl.constexpr(128)  # columns
-ATOM = gl.constexpr(128)  # rows whose scales lie together
-E2M1 = gl.constexpr("{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1; cvt.u32.u8 $0, pair; }")
-E2M1_TYPES = gl.constexpr("=r,f,f")
-
-
-@aggregate
-class Stages:
-    """The ring: four buffers to a stage."""
-
-    w: Value
-    w_scales: Value
-    x: Value
-    x_scales: Value
-    ready: Barriers
-    free: Barriers
-
-
-@aggregate
-class Accumulators:
-    """Tensor memory."""
-
-    acc: Value
-    scales: Value
-    ready: Barriers
-    free: Barriers
+from dsv4.moe.kernels.schedule import tile_at, write_schedule
+from dsv4.moe.kernels.sm100.tiles import (
+    ATOM,
+    HALF,
+    STEP,
+    Accumulators,
+    Operands,
+    Stages,
+    halves_of_tile,
+    load_tile,
+    multiply_tile,
+    write_hidden,
+    write_slots,
+    written_layout,
+)
 
 
 @gluon.jit
@@ -87,159 +67,41 @@ def atom_of(first, begin, expert, N: gl.constexpr):
 
 
 @gluon.jit
-def load_role(w_desc, w_scales_desc, x_desc, x_scales_desc, stages, ends, tiles, rows, weights, WORDS: gl.constexpr):
+def load_role(operands, stages, ends, tiles, rows, weights, WORDS: gl.constexpr):
     N: gl.constexpr = stages.x.shape[1]
-    BYTES: gl.constexpr = 2 * HALF * STEP // 2 + N * STEP // WORDS + 3 * 512 * WORDS  # of weights those without gaps
     stage = producer_stage()
     for tile in range(gl.program_id(0), tiles * weights.blocks, gl.num_programs(0)):
         expert, block, first, begin, _stop = tile_at(tile, ends, rows, weights.blocks, N)
         place = (expert * weights.blocks + block) * weights.steps
         atom = atom_of(first, begin, expert, N)
-        for step in range(weights.steps):
-            stages.free.wait(stage.index, stage.phase)
-            ready = stages.ready.at(stage.index)
-            mbarrier.expect(ready, BYTES)
-            tma_load(w_desc, [(place + step) * 2 * HALF, 0], ready, stages.w.index(stage.index))
-            tma_load(x_desc, [first, step * (STEP // WORDS)], ready, stages.x.index(stage.index))
-            tma_load(w_scales_desc, [(place + step) * 4 * WORDS, 0], ready, stages.w_scales.index(stage.index))
-            line = (step * rows.atoms + atom) * 2 * WORDS
-            tma_load(x_scales_desc, [line, 0], ready, stages.x_scales.index(stage.index))
-            stage = next_stage(stage, stages.w.shape[0])
-
-
-@gluon.jit
-def as_rows(atoms, WORDS: gl.constexpr):
-    """Atoms [2 WORDS, 256 bytes] seen as scales [128 rows, 4 WORDS]."""
-    return atoms.reshape((WORDS, 32, 4, 4)).permute((2, 1, 0, 3)).reshape((128, 4 * WORDS))
+        stage = load_tile(operands, stages, stage, place, first, atom, weights.steps, rows.atoms, WORDS)
 
 
 @gluon.jit
 def multiply_role(stages, accs, tiles, weights, WORDS: gl.constexpr):
-    A: gl.constexpr = accs.acc.shape[0] // 2
-    SCALES: gl.constexpr = TensorMemoryScalesLayout()
-    SCALE: gl.constexpr = gl.float8e4nv if WORDS == 2 else gl.uint8
-    X: gl.constexpr = "e2m1" if WORDS == 2 else "e4m3"
-    WIDTH: gl.constexpr = 4 * WORDS
     stage = consumer_stage()
     turn = consumer_stage()
     for _ in range(gl.program_id(0), tiles * weights.blocks, gl.num_programs(0)):
-        accs.free.wait(turn.index, turn.phase ^ 1)
-        for step in range(weights.steps):
-            at = stage.index
-            stages.ready.wait(at, stage.phase)
-            x = stages.x.index(at).permute((1, 0))
-            x_scales = accs.scales.index(3 * at).reinterpret(SCALE, [ATOM, WIDTH], SCALES)
-            tcgen05_copy(as_rows(stages.x_scales.index(at), WORDS), x_scales)
-            both = reinterpret(stages.w_scales.index(at), [2, 2 * WORDS, 256], stages.w_scales.type.layout)
-            for half in gl.static_range(2):
-                w_scales = accs.scales.index(3 * at + 1 + half).reinterpret(SCALE, [HALF, WIDTH], SCALES)
-                tcgen05_copy(as_rows(both.index(half), WORDS), w_scales)
-                w = stages.w.index(at).slice(half * HALF, HALF, 0)
-                acc = accs.acc.index(2 * turn.index + half)
-                tcgen05_mma_scaled(w, x, acc, w_scales, x_scales, "e2m1", X, use_acc=step > 0)
-            stages.free.arrive_after_mma(at)
-            stage = next_stage(stage, stages.w.shape[0])
-        accs.ready.arrive_after_mma(turn.index)
-        turn = next_stage(turn, A)
-
-
-@gluon.constexpr_function
-def written_layout():
-    """[128 channels, tokens]: 16 neighbouring channels to a thread."""
-    return gl.BlockedLayout([16, 1], [8, 4], [1, 4], [0, 1])
-
-
-@gluon.jit
-def in_words(bytes, WORDS: gl.constexpr):
-    """int32 [4 WORDS, N], four bytes to a word, the first lowest."""
-    N: gl.constexpr = bytes.shape[1]
-    four = bytes.reshape((WORDS, 4, N))
-    j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, four.type.layout)))
-    return gl.sum(four << (8 * j)[None, :, None], 1)
-
-
-@gluon.jit
-def quantized(h, RECIPE: gl.constexpr):
-    """fp32 [128 channels, N] -> (codes [128 or 64 bytes, N], scales as int32 words [1 or 2, N])."""
-    N: gl.constexpr = h.shape[1]
-    if RECIPE == "nvfp4":
-        groups = h.reshape((8, 16, N))
-        target = gl.minimum(gl.maximum(gl.div_rn(gl.max(gl.abs(groups), 1), 6.0), 2.0**-9), 448.0)
-        scale = target.to(gl.float8e4nv)
-        small = gl.div_rn(groups, scale.to(gl.float32)[:, None, :] + gl.zeros_like(groups))
-        low, high = gl.split(small.reshape((64, 2, N)).permute((0, 2, 1)))
-        codes = gl.inline_asm_elementwise(E2M1, E2M1_TYPES, [low, high], dtype=gl.int32, is_pure=True, pack=1)
-        return codes.to(gl.uint8), in_words(scale.to(gl.uint8, bitcast=True).to(gl.int32), 2)
-    else:
-        GROUPS: gl.constexpr = 4 if RECIPE == "fp8_32" else 1
-        groups = h.reshape((GROUPS, 128 // GROUPS, N))
-        exponent = scale_of(gl.max(gl.abs(groups), 1))
-        inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
-        codes = (groups * inverse[:, None, :]).reshape((128, N)).to(gl.float8e4nv)
-        words = in_words(exponent, 1) if RECIPE == "fp8_32" else exponent * 0x01010101
-        return codes, words
-
-
-@gluon.jit
-def write_hidden(gate, up, expert, block, first, begin, stop, rows, out, RECIPE: gl.constexpr):
-    """SwiGLU of bf16 [128, N] as codes with scales."""
-    L: gl.constexpr = written_layout()
-    N: gl.constexpr = gate.shape[1]
-    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
-    weight = gl.load(rows.weight_ptr + row, mask=row < stop, other=0.0)
-    gate = gl.convert_layout(gate, L).to(gl.float32)
-    up = gl.convert_layout(up, L).to(gl.float32)
-    h = swiglu(gate, up, weight, out.limit).to(gl.bfloat16).to(gl.float32)
-    WORDS: gl.constexpr = words_of(RECIPE)
-    codes, words = quantized(h, RECIPE)
-    BYTES: gl.constexpr = codes.shape[0]
-    LC: gl.constexpr = codes.type.layout
-    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, LC))
-    byte = block * BYTES + gl.arange(0, BYTES, layout=gl.SliceLayout(1, LC))
-    at = (row.to(gl.int64) * (out.width // WORDS))[None, :] + byte[:, None]
-    gl.store(out.ptr + at, codes, mask=(row < stop)[None, :])
-    LW: gl.constexpr = words.type.layout
-    word = gl.arange(0, WORDS, layout=gl.SliceLayout(1, LW))
-    column = gl.arange(0, N, layout=gl.SliceLayout(0, LW))
-    atom = (block * rows.atoms + atom_of(first, begin, expert, N)) * WORDS + word
-    place = atom[:, None] * ATOM + (column % 32 * 4 + column // 32)[None, :]
-    gl.store(out.scale_ptr + place, words, mask=(first + column < stop)[None, :])
-
-
-@gluon.jit
-def write_slots(y, channel, first, stop, rows, out):
-    """128 channels of the outputs of slots, bf16 [128, N]."""
-    L: gl.constexpr = written_layout()
-    row = first + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, L))
-    slot = gl.load(rows.slot_ptr + row, mask=row < stop, other=0)
-    column = channel + gl.arange(0, HALF, layout=gl.SliceLayout(1, L))
-    at = (slot.to(gl.int64) * out.width)[None, :] + column[:, None]
-    gl.store(out.ptr + at, gl.convert_layout(y, L), mask=(row < stop)[None, :])
+        stage = multiply_tile(stages, stage, accs, turn, weights.steps, WORDS)
+        turn = next_stage(turn, accs.acc.shape[0] // 2)
 
 
 @gluon.jit
 def write_role(accs, ends, tiles, rows, weights, out, FIRST: gl.constexpr, RECIPE: gl.constexpr):
-    A: gl.constexpr = accs.acc.shape[0] // 2
     N: gl.constexpr = accs.acc.shape[2]
     turn = consumer_stage()
     for tile in range(gl.program_id(0), tiles * weights.blocks, gl.num_programs(0)):
         expert, block, first, begin, stop = tile_at(tile, ends, rows, weights.blocks, N)
-        accs.ready.wait(turn.index, turn.phase)
-        low = accs.acc.index(2 * turn.index).load()
-        high = accs.acc.index(2 * turn.index + 1).load()
-        accs.free.arrive(turn.index)
-        if RECIPE == "nvfp4":  # the scale of the tensor
-            LM: gl.constexpr = gl.SliceLayout(1, low.type.layout)
-            factors = weights.factor_ptr + (expert * weights.blocks + block) * 2 * HALF + gl.arange(0, HALF, layout=LM)
-            low *= gl.load(factors)[:, None]
-            high *= gl.load(factors + HALF)[:, None]
-        low, high = low.to(gl.bfloat16), high.to(gl.bfloat16)
+        low, high = halves_of_tile(accs, turn, weights, expert, block, RECIPE)
         if FIRST:
-            write_hidden(low, high, expert, block, first, begin, stop, rows, out, RECIPE)
+            write_hidden(low, high, block, first, stop, atom_of(first, begin, expert, N), rows, out, RECIPE)
         else:
-            write_slots(low, block * 2 * HALF, first, stop, rows, out)
-            write_slots(high, block * 2 * HALF + HALF, first, stop, rows, out)
-        turn = next_stage(turn, A)
+            row = first + gl.arange(0, N, layout=gl.SliceLayout(0, written_layout()))
+            slot = gl.load(rows.slot_ptr + row, mask=row < stop, other=0)
+            line = slot.to(gl.int64) * (out.width // 8)
+            write_slots(low, block * 2 * HALF, line, row < stop, out)
+            write_slots(high, block * 2 * HALF + HALF, line, row < stop, out)
+        turn = next_stage(turn, accs.acc.shape[0] // 2)
 
 
 @gluon.jit
@@ -267,10 +129,11 @@ def moe_product_sm100(
     init_barriers((ready, free, acc_ready, acc_free))
     stages = Stages(w, w_scales, x, x_scales, ready, free)
     accs = Accumulators(acc, scales, acc_ready, acc_free)
+    operands = Operands(w_desc, w_scales_desc, x_desc, x_scales_desc)
     wait_on_prior_grid()
     tiles = write_schedule(ends, rows, N)
     gl.warp_specialize([
         (write_role, (accs, ends, tiles, rows, weights, out, FIRST, RECIPE)),
-        (load_role, (w_desc, w_scales_desc, x_desc, x_scales_desc, stages, ends, tiles, rows, weights, WORDS)),
+        (load_role, (operands, stages, ends, tiles, rows, weights, WORDS)),
         (multiply_role, (stages, accs, tiles, weights, WORDS)),
     ], [1, 1], [WARP_REGS, WARP_REGS])  # fmt: skip

@@ -11,6 +11,7 @@ from dsv4.moe import formats
 from dsv4.moe.kernels.prepare import Product, prepare_moe, prepare_route, rows_per_expert, supports_moe, supports_route
 from dsv4.moe.kernels.sm90.products import STEP, moe_product_sm90, scales_width
 from dsv4.moe.problem import MoeProblem, RouteProblem
+from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
@@ -33,6 +34,8 @@ def supports(p: MoeProblem | RouteProblem) -> str | None:
     """None, or why these kernels cannot run the problem."""
     if isinstance(p, RouteProblem):
         return supports_route(p)
+    if p.fused:
+        checks.fail("fused", True, "False on sm_90a, where no kernel does the whole layer")
     if p.spread > formats.MAX_SPREAD:
         return f"exponents that spread by {p.spread} in a row of weights; the kernels take {formats.MAX_SPREAD}"
     return supports_moe(p, "sm90", RECIPES)

@@ -1,0 +1,49 @@
+"""Words in global memory by which the CTAs of a grid, or of several GPUs, work together: tickets and counters.
+
+A CTA takes work by tickets: whoever comes first gets the lowest number. If an item waits only for items with lower
+numbers, those are done or in the hands of running CTAs, so some CTA can always go on: a grid needs no more than one
+resident CTA, and its number is free (a barrier of all CTAs would need all of them; sglang#36657).
+
+A counter says how much is complete. `signal` counts up behind what the whole CTA, or the role, has written before; what
+comes after `wait_for` can read it. Copies by TMA need `fence_async` in between, too: they read through another proxy
+than the stores that are waited for (DeepGEMM#389).
+"""
+
+from dsv4.kernels.compat import barrier, gl, gluon
+
+ACQUIRE_GPU = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
+ACQUIRE_SYS = gl.constexpr("ld.acquire.sys.global.b32 $0, [$1];")
+FENCE_ASYNC = gl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def take(word):
+    """The next ticket."""
+    return gl.atomic_add(word, 1, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def signal(word, SCOPE: gl.constexpr = "gpu"):
+    barrier()  # of the role: its other warps have written
+    gl.atomic_add(word, 1, sem="release", scope=SCOPE)
+
+
+@gluon.jit
+def read_acquire(word, SCOPE: gl.constexpr):
+    if SCOPE == "sys":
+        return gl.inline_asm_elementwise(ACQUIRE_SYS, "=r,l", [word], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        return gl.inline_asm_elementwise(ACQUIRE_GPU, "=r,l", [word], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for(word, count, SCOPE: gl.constexpr = "gpu"):
+    """Every thread waits for itself."""
+    while read_acquire(word, SCOPE) < count:
+        pass
+    barrier()  # which the compiler moves no load across
+
+
+@gluon.jit
+def fence_async():
+    gl.inline_asm_elementwise(FENCE_ASYNC, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
