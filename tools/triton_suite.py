@@ -1,12 +1,14 @@
 """Triton's own test suites in softsm: `make test-triton-suite TRITON_SOURCE=path`.
 
     git clone --branch v3.9.0 --depth 1 https://github.com/triton-lang/triton path
+    pip install scipy expecttest                           which some of their files import
     python tools/triton_suite.py path                      both suites, each launch checked
-    python tools/triton_suite.py path --sample 100         100 tests of them, spread evenly over those collected
+    python tools/triton_suite.py path --each 1             one set of parameters of each test function
 
-The suites stay where they are: nothing of them is part of this repository. Take the tag of the installed Triton. The
-result is a table of counts by file, as Markdown, and the list of tests that failed, with softsm's findings apart from
-other failures. Tests that ask for several GPUs, AMD hardware or another architecture skip themselves.
+The suites stay where they are: nothing of them is part of this repository. Take the tag of the installed Triton. Each
+file runs in a process of its own, as two files of the suites have the same name. The result is a table of counts by
+file, as Markdown, and the list of tests that failed, with softsm's findings apart from other failures. Tests that need
+several GPUs, AMD hardware or another architecture skip themselves.
 """
 
 from __future__ import annotations
@@ -22,30 +24,50 @@ from pathlib import Path
 
 SUITES = ("python/test/unit/language", "python/test/gluon")
 OUTCOMES = ("passed", "found", "failed", "skipped")
-SAMPLE = "SOFTSM_SUITE_SAMPLE"
+EACH = "SOFTSM_SUITE_EACH"
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """As a plug-in of that run: keeps a sample, every n-th test of what was collected."""
-    wanted = int(os.environ.get(SAMPLE, "0"))
-    if not 0 < wanted < len(items):
+    """As a plug-in of that run: keeps so many tests of each function, spread evenly over its parameters."""
+    wanted = int(os.environ.get(EACH, "0"))
+    if not wanted:
         return
-    keep = {i * len(items) // wanted for i in range(wanted)}
-    dropped = [item for i, item in enumerate(items) if i not in keep]
-    items[:] = [item for i, item in enumerate(items) if i in keep]
-    config.hook.pytest_deselected(items=dropped)
+    functions: dict[str, list] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = [spread(tests, wanted) for tests in functions.values()]
+    keep = {id(item) for tests in kept for item in tests}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in keep])
+    items[:] = [item for item in items if id(item) in keep]
 
 
-def run(source: Path, suites: list[str], arch: str, sample: int, workers: int, extra: list[str]) -> ET.Element:
-    """The report of pytest, as JUnit has it."""
+def spread(tests: list, wanted: int) -> list:
+    """The middle of each of `wanted` equal parts."""
+    n = min(wanted, len(tests))
+    return [tests[(2 * i + 1) * len(tests) // (2 * n)] for i in range(n)]
+
+
+def files(source: Path, suites: list[str]) -> list[str]:
+    """The files of tests in the suites, which are files or folders of the checkout."""
+    found = []
+    for suite in suites:
+        path = source / suite
+        paths = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
+        found += [str(p.relative_to(source)) for p in paths]
+    return found
+
+
+def run(source: Path, file: str, arch: str, each: int, workers: int, extra: list[str]) -> list[ET.Element]:
+    """The test cases of a file, as pytest's JUnit report has them."""
     tools = str(Path(__file__).parent)
-    environment = {**os.environ, SAMPLE: str(sample)}
+    environment = {**os.environ, EACH: str(each)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (tools, environment.get("PYTHONPATH"))))
+    parallel = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_suite", f"--softsm={arch}", "--tb=short",
-                   f"--junitxml={report.name}", "-n", str(workers), "--dist", "worksteal", *suites, *extra]  # fmt: skip
-        subprocess.run(command, cwd=source, env=environment, check=False)
-        return ET.parse(report.name).getroot()
+                   f"--junitxml={report.name}", *parallel, file, *extra]  # fmt: skip
+        subprocess.run(command, cwd=source, env=environment, check=False, stdout=sys.stderr)
+        return list(ET.parse(report.name).getroot().iter("testcase"))
 
 
 def outcome(case: ET.Element) -> str:
@@ -57,11 +79,11 @@ def outcome(case: ET.Element) -> str:
     return "found" if (problem.get("message") or "").startswith("Failed: softsm:") else "failed"
 
 
-def table(root: ET.Element) -> str:
+def table(cases: dict[str, list[ET.Element]]) -> str:
     counts: dict[str, Counter] = {}
     listed = []
-    for case in root.iter("testcase"):
-        file, how = case.get("classname", "").replace(".", "/"), outcome(case)
+    for file, case in [(file, case) for file, of_file in cases.items() for case in of_file]:
+        how = outcome(case)
         counts.setdefault(file, Counter())[how] += 1
         if how in ("found", "failed"):
             problem = next(x for kind in ("failure", "error") if (x := case.find(kind)) is not None)
@@ -80,14 +102,18 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="a checkout of Triton, at the tag of the installed version")
     parser.add_argument("--suites", nargs="*", default=list(SUITES), help="files or folders of it")
     parser.add_argument("--arch", default="sm_100a", choices=("sm_90a", "sm_100a"))
-    parser.add_argument("--sample", type=int, default=0, help="so many tests; default: all")
+    parser.add_argument("--each", type=int, default=0, help="so many tests of each function; default: all")
     parser.add_argument("--workers", type=int, default=2)
     options, extra = parser.parse_known_args()
-    missing = [suite for suite in options.suites if not (options.source / suite.split("::")[0]).exists()]
+    source = options.source.resolve()
+    missing = [suite for suite in options.suites if not (source / suite).exists()]
     if missing:
         sys.exit(f"source: got {options.source}, accepted is a checkout of Triton: there is no {missing[0]}")
-    root = run(options.source.resolve(), options.suites, options.arch, options.sample, options.workers, extra)
-    print(table(root))
+    cases = {}
+    for file in files(source, options.suites):
+        cases[file] = run(source, file, options.arch, options.each, options.workers, extra)
+        print(table({file: cases[file]}), file=sys.stderr, flush=True)
+    print(table(cases))
 
 
 if __name__ == "__main__":

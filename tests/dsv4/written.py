@@ -47,9 +47,9 @@ def recording(arch):
     calls.forget()
 
 
-def written(kinds, arch, d=512, dtype="bf16"):
+def written(kinds, arch, d=512, dtype="bf16", sizes=SIZES):
     return {
         name(arch, one.kernel, one.arguments, one.constants)
         for part in variants.wanted(kinds, [d], [dtype])
-        for one in variants.launches(part, SIZES, arch)
+        for one in variants.launches(part, sizes, arch)
     }

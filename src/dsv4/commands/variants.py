@@ -34,8 +34,10 @@ from dsv4.v4.problem import V4Problem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OF_V4 = ("v4", "index", "compress", "model")  # all that a layer of DeepSeek-V4 launches, in bf16; v4 in fp16 too
-ONLY_V4 = (*OF_V4, "v4-backward", "v4.1")
-KINDS = ("dense", "varlen", "paged", *OF_V4, "fmha-backward", "v4-backward", "v4.1")
+ONLY_V4 = (*OF_V4, "v4-backward", "v4.1", "moe")
+OF_FMHA = ("dense", "varlen", "paged")
+KINDS = (*OF_FMHA, *OF_V4, "fmha-backward", "v4-backward", "v4.1", "softcap", "moe")
+CAP = 50.0  # any: a capped score has variants of its own, whatever the cap
 ROWS = ("bf16", "fp8", "mixed")  # of V4 attention: both pools, or the window FP8 and the compressed rows plain
 # The window's and the compressed rows' bytes; None: a tensor
 POOLS = {"fp8": (Fp8Cache, Fp8Cache), "mixed": (Fp8Cache, None), "v4.1": (Mxfp8Cache, Nvfp4Cache)}
@@ -59,13 +61,16 @@ class Sizes(NamedTuple):
     ratios: tuple[int, int] = (4, 128)  # CSA, HCA
     page_size: int = 64
     index_rows: int = 65536  # that the block table of a request has room for
+    experts: int = 256
+    experts_of_token: int = 6
 
     @classmethod
     def read(cls, path: Path) -> Sizes:
         """From the config.json of a checkpoint."""
         names = dict(hidden="hidden_size", q_lora="q_lora_rank", streams="hc_mult", heads="num_attention_heads",
                      head_dim="head_dim", rope="qk_rope_head_dim", index_heads="index_n_heads",
-                     index_dims="index_head_dim", topk="index_topk")  # fmt: skip
+                     index_dims="index_head_dim", topk="index_topk", experts="n_routed_experts",
+                     experts_of_token="num_experts_per_tok")  # fmt: skip
         try:
             config = json.loads(path.read_text())
         except ValueError:
@@ -86,12 +91,9 @@ EVERYTHING = ((KINDS, Sizes()), (("paged", "index"), Sizes(page_size=1, index_ro
 def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> list[tuple]:
     """The parts of the work, each for one process: (kind, what of it)."""
     kinds, dims, dtypes = list(kinds), list(dims), list(dtypes)
-    plain = [kind for kind in kinds if kind not in ONLY_V4 and kind != "fmha-backward"]
-    parts: list[tuple] = [
-        (kind, d, dtype, phase) for d, dtype, kind, phase in itertools.product(dims, dtypes, plain, PHASES)
-    ]
-    if "fmha-backward" in kinds:
-        parts += [("fmha-backward", *x) for x in itertools.product(dims, dtypes)]
+    parts = of_fmha(kinds, dims, dtypes)
+    if "softcap" in kinds:
+        parts += [("softcap", *part) for part in of_fmha((*OF_FMHA, "fmha-backward"), dims, dtypes)]
     if 512 in dims:
         rows = [x for x in (*ROWS, "fp16") if ("fp16" if x == "fp16" else "bf16") in dtypes]
         if "v4" in kinds:
@@ -105,21 +107,36 @@ def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> 
         if "v4.1" in kinds:
             what = [*(("attention", x) for x in NAMED), *(("index", x) for x in (1, 2, 4)), ("compress",)]
             parts += [("v4.1", *x) for x in what]
+        if "moe" in kinds:
+            parts += [("moe", *x) for x in itertools.product(("route", "mxfp4", "nvfp4"), (False, True))]
+    return parts
+
+
+def of_fmha(kinds: Iterable[str], dims: list[int], dtypes: list[str]) -> list[tuple]:
+    plain = [kind for kind in kinds if kind in OF_FMHA]
+    parts: list[tuple] = [
+        (kind, d, dtype, phase) for d, dtype, kind, phase in itertools.product(dims, dtypes, plain, PHASES)
+    ]
+    if "fmha-backward" in kinds:
+        parts += [("fmha-backward", *x) for x in itertools.product(dims, dtypes)]
     return parts
 
 
 def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     """The launches of one part of `wanted`."""
-    from . import gradient_variants, v41_variants  # with Triton, which the command line must do without
+    from . import gradient_variants, moe_variants, v41_variants  # with Triton, which the command line must do without
 
     kind, *rest = part
+    cap = None
+    if kind == "softcap":
+        cap, (kind, *rest) = CAP, rest
     target = dispatch.compile_target(arch)
     if kind == "compress":
         return compress_launches(sizes, arch)
     if kind == "model":
         return model_launches(sizes)
     if kind == "fmha-backward":
-        return gradient_variants.fmha_launches(rest[0], DTYPES[rest[1]], arch)
+        return gradient_variants.fmha_launches(rest[0], DTYPES[rest[1]], arch, cap)
     if kind == "v4-backward":
         return gradient_variants.v4_launches(sizes.heads, sizes.rope, DTYPES[rest[0]], arch)
     if kind == "v4.1" and rest[0] == "compress":
@@ -132,8 +149,12 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
         found = v41_variants.index_problems(rest[1], sizes.fp4_index_heads, sizes.topk, sizes.index_rows)
     elif kind == "index":
         found = index_problems(rest[0], rest[1], sizes)
+    elif kind == "moe":
+        found = moe_variants.problems(*rest, sizes.hidden, sizes.experts, sizes.experts_of_token, arch)
     else:
         found = problems(rest[0], rest[1], kind, rest[2], sizes.page_size)
+    if cap is not None:
+        found = (replace(p, options=p.options._replace(softcap=cap)) for p in found)
     made = []
     for p in found:
         made += calls.launches_of(p, target)

@@ -74,6 +74,49 @@ def test_gradients_of_fmha_are_written(arch, d, dtype):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("d", [128, 512])
+def test_capped_scores_are_written(arch, d):
+    draw = dict(dtype=torch.bfloat16, requires_grad=True)
+    q, k = torch.zeros(1, 131, 6, d, **draw), torch.zeros(1, 57, 2, d, **draw)
+    with recording(arch) as launched, torch.enable_grad():
+        out = dsv4.fmha(q, k, k * 1, softcap=30.0, causal=True, backend="softsm")
+        torch.autograd.grad(out, [q, k], torch.zeros_like(out))
+    capped = set(launched) - written(["dense", "fmha-backward"], arch, d)
+    assert len(capped) >= 2
+    assert not capped - written(["softcap"], arch, d), [launched[one] for one in capped]
+
+
+@pytest.mark.parametrize(
+    "arch, form, activations",
+    [("sm_90a", "mxfp4", "fp8_128"), ("sm_100a", "mxfp4", "fp8_32"), ("sm_100a", "nvfp4", "nvfp4")],
+)
+def test_calls_of_experts_are_written(arch, form, activations):
+    e, h, i, topk = 5, 512, 384, 2
+    group, scale = (16, torch.float8_e4m3fn) if form == "nvfp4" else (32, torch.uint8)
+    packed = []
+    for rows, columns in ((i, h), (i, h), (h, i)):
+        packed += [
+            torch.zeros(e, rows, columns // 2, dtype=torch.uint8),
+            torch.zeros(e, rows, columns // group).to(scale),
+        ]
+    whole = {f"w{n}_global": torch.ones(e) for n in (1, 3, 2)} if form == "nvfp4" else {}
+    experts = dsv4.Fp4Experts.pack(*packed, **whole, layout="sm90" if arch == "sm_90a" else "sm100")
+    bias, table = torch.zeros(e), torch.zeros(9, topk, dtype=torch.int64)
+    shared = torch.zeros(2 * 128, h, dtype=torch.bfloat16), torch.zeros(h, 128, dtype=torch.bfloat16)
+    with recording(arch) as launched:
+        for tokens in (3, 700):
+            x, gate = torch.zeros(tokens, h, dtype=torch.bfloat16), torch.zeros(e, h, dtype=torch.bfloat16)
+            dsv4.moe_route(x, gate, bias=bias, topk=topk, backend="softsm")
+            one = torch.zeros(tokens, dtype=torch.int64)
+            ids, weights = dsv4.moe_route(x, gate, table=table, token_ids=one, topk=topk, backend="softsm")
+            dsv4.moe(x, experts, ids, weights, activations=activations, backend="softsm")
+            dsv4.moe(x, experts, ids.long(), weights, activations=activations, shared=shared, backend="softsm")
+    assert {"moe_logits", "moe_choose", "moe_sort_rows", "moe_rows", "moe_sum"} <= set(launched.values())
+    missing = set(launched) - written(["moe"], arch, sizes=SIZES._replace(hidden=h, experts=e, experts_of_token=topk))
+    assert not missing, [launched[one] for one in missing]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_v4_attention_and_its_gradients_are_written(arch, dtype, deterministic):
@@ -106,7 +149,7 @@ def test_a_config_gives_the_sizes(tmp_path):
     config = tiny_v4.build(512, rope=64, index_head_dim=128).config
     config.save_pretrained(tmp_path)
     assert variants.Sizes.read(tmp_path / "config.json") == SIZES._replace(
-        index_rows=65536, page_size=64, ratios=(4, 128), streams=config.hc_mult
+        index_rows=65536, page_size=64, ratios=(4, 128), streams=config.hc_mult, experts=4, experts_of_token=2
     )
 
 
