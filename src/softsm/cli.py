@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple, NoReturn
 
 import typer
 
-from softsm import accepted
+from softsm import accepted, resident
 from softsm.accepted import ORDERS
 
 app = typer.Typer(
@@ -330,6 +330,31 @@ def museum(
         raise typer.Exit(1)
 
 
+@app.command()
+def serve(idle: Annotated[float, typer.Option(help="minutes without a request after which it ends")] = 60.0) -> None:
+    """Stay resident, so that `softsm check`, `run`, `trace` and `time`, and `pytest --softsm`, begin at once.
+
+    Runs in the foreground until you interrupt it. SOFTSM_SERVE=0 keeps a command from using it."""
+    from softsm.commands.serve import Server, preload
+
+    if idle <= 0:
+        _usage(f"idle: got {idle}, accepted are numbers > 0")
+    path = resident.socket_path()
+    if resident.alive(path):
+        typer.echo(f"softsm serve runs already ({path})", err=True)
+        raise typer.Exit(1)
+    preload()
+    try:
+        server = Server(path, run_command)
+    except (OSError, ValueError) as problem:
+        _usage(f"softsm serve: {problem}")
+    typer.echo(f"softsm serve: process {os.getpid()}, ends after {idle:g} minutes without a request", err=True)
+    try:
+        server.run(60 * idle)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
 class PtxOptions(NamedTuple):
     entry: str | None
     grid: str
@@ -476,7 +501,23 @@ def _usage(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
+def run_command(kind: str, arguments: list[str]) -> int:
+    """In a copy of the resident process."""
+    sys.argv = [kind, *arguments]
+    if kind == "pytest":
+        import pytest
+
+        # The plug-in is loaded already, so that pytest cannot rewrite its assertions; it has none.
+        return int(pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", *arguments]))
+    main()
+    return 0
+
+
 def main() -> None:
+    if sys.argv[1:2] and sys.argv[1] in resident.COMMANDS:
+        done = resident.hand_over("softsm", sys.argv[1:])
+        if done is not None:
+            sys.exit(done)
     status = 0
     try:
         app(prog_name="softsm")

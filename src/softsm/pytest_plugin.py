@@ -40,6 +40,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     option = early_config.known_args_namespace
     if not (option.softsm or option.softsm_strict):
         return
+    if not getattr(option, "numprocesses", None) and "torch" not in sys.modules:
+        _hand_over(early_config)
     asked = option.softsm.removeprefix("=") if option.softsm.startswith("=") else ""
     if os.environ.get("SOFTSM") and not asked:
         return  # softsm is in use from `import triton` on
@@ -52,6 +54,21 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     from softsm.doors.triton.install import use
 
     early_config.stash[in_use] = use(asked or DEFAULT, cuda_shim=not torch.cuda.is_available())
+
+
+def _hand_over(config: pytest.Config) -> None:
+    """Lets `softsm serve` run the tests, if there is one; then this process ends here. Workers of pytest-xdist are
+    processes of their own, which it cannot start."""
+    from softsm import resident
+
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        capture.suspend_global_capture(in_=True)
+    done = resident.hand_over("pytest", [str(x) for x in config.invocation_params.args])
+    if done is not None:
+        os._exit(done)
+    if capture is not None:
+        capture.resume_global_capture()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -28,6 +28,7 @@ SOFTSM = (
     Variable("SOFTSM_PROCESSES", "CPU cores", "processes that one launch in softsm may use"),
     Variable("SOFTSM_CLANG", "newest on PATH", "the clang++ that compiles CUDA C++ programs for softsm"),
     Variable("SOFTSM_BUDGET", "20000000000", "warp instructions after which a launch in softsm ends with an error"),
+    Variable("SOFTSM_SERVE", "1", "0: a resident process (softsm serve) is not used"),
 )
 OTHERS = (
     Variable("VLLM_PLUGINS", "all", "vLLM: the plug-ins it loads; must include dsv4 if set"),

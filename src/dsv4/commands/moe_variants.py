@@ -65,11 +65,12 @@ def moe_problem(
 
 def route_problems(images: bool, hidden: int, experts: int, topk: int) -> Iterator[RouteProblem]:
     """Layers that learned their choice, by a bias or without, and layers with a table; few tokens and many."""
-    for tokens, rule in itertools.product((1, 4096), ("", "bias", *INTEGERS)):
+    rules: tuple[Any, ...] = (None, "bias", *INTEGERS)  # a dtype: of the table
+    for tokens, rule in itertools.product((1, 4096), rules):
         more: dict[str, Any] = {}
         if rule == "bias":
             more["bias"] = empty(experts, dtype=torch.float32)
-        elif rule:
+        elif rule is not None:
             more |= dict(table=empty(1024, topk, dtype=rule), token_ids=empty(tokens, dtype=rule))
         if images:
             more |= dict(bias_vl=empty(experts, dtype=torch.float32), image=empty(tokens, dtype=torch.bool))

@@ -150,7 +150,7 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     elif kind == "index":
         found = index_problems(rest[0], rest[1], sizes)
     elif kind == "moe":
-        found = moe_variants.problems(*rest, sizes.hidden, sizes.experts, sizes.experts_of_token, arch)
+        found = moe_variants.problems(rest[0], rest[1], sizes.hidden, sizes.experts, sizes.experts_of_token, arch)
     else:
         found = problems(rest[0], rest[1], kind, rest[2], sizes.page_size)
     if cap is not None:
