@@ -28,7 +28,8 @@ RULES = (
 
     Rules:
         Hq is a multiple of Hkv; q, k, v share dtype and device. bfloat16 and float16 everywhere, float32 on the cpu
-        backend. The last dimension has stride 1; all other strides are arbitrary.
+        backend. k and v may both be float8_e4m3fn (an FP8 cache), with k_scale and v_scale; nothing has a gradient
+        then. The last dimension has stride 1; all other strides are arbitrary.
         The kernels have head dims 64, 128, 256 and 512. fmha and fmha_varlen accept every head dim D from 1 to 512, and
         values of another head dim Dv, which out then has: q, k, v are copied with columns of zeros up to the next of
         the four. fmha_paged does not copy its cache and accepts the four.
@@ -121,8 +122,8 @@ def fmha_paged(
 
 
 def _call(
-    op: Operation, tensors: tuple, bounds: tuple, /, *, sink=None, return_lse=False, out=None, plan=None,
-    backend="auto", **options: Any,
+    op: Operation, tensors: tuple, bounds: tuple, /, *, sink=None, k_scale=None, v_scale=None, return_lse=False,
+    out=None, plan=None, backend="auto", **options: Any,
 ) -> Result:  # fmt: skip
     try:
         checked = FmhaOptions.checked(*bounds, **options)
@@ -133,9 +134,12 @@ def _call(
     if return_lse is not False:
         checks.flag("return_lse", return_lse)
     backend = checks.backend(backend)
+    tensors = (*tensors, sink, k_scale, v_scale)
+    if problem.in_e4m3(tensors[1]):
+        checks.forward_only(**dict(zip(op.tensors, tensors)))
     if head_dims.needs_padding(tensors[0], tensors[2]) and op is not FMHA_PAGED:
-        return _padded(op, (*tensors, sink), checked, return_lse, out, plan, backend)
-    return operators.call(op, (*tensors, sink), checked, return_lse, out, plan, backend)
+        return _padded(op, tensors, checked, return_lse, out, plan, backend)
+    return operators.call(op, tensors, checked, return_lse, out, plan, backend)
 
 
 def _padded(op: Operation, tensors: tuple, options: FmhaOptions, return_lse: bool, out, plan, backend: str) -> Result:
@@ -144,7 +148,7 @@ def _padded(op: Operation, tensors: tuple, options: FmhaOptions, return_lse: boo
     if out is not None:
         checks.tensor("out", out, (*q.shape[:-1], v.shape[-1]), (q.dtype,), like=("q", q), unit_last=False)
         checks.holds_its_values("out", out)
-        checks.forward_only(q=q, k=k, v=v, sink=tensors[-1], out=out)
+        checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
     made, lse = operators.call(op, wide, options, True, None, plan, backend)
     made = made[..., : v.shape[-1]]
     made = made.contiguous() if out is None else out.copy_(made)
@@ -159,6 +163,7 @@ for _function, _keywords in ((fmha, FmhaKeywords), (fmha_varlen, VarlenKeywords)
 
 KV, PAGES = ("k", "v"), ("k_pages", "v_pages")
 BOUNDS = ("max_seqlen_q", "max_seqlen_k")
+OPTIONAL = ("sink", "k_scale", "v_scale")
 
 
 def _from_operator(build: Callable[..., problem.FmhaProblem]) -> Callable[..., problem.FmhaProblem]:
@@ -177,18 +182,18 @@ def _outputs(arguments: dict[str, Any]) -> Shapes:
 
 
 FMHA = Operation(
-    "fmha", "fmha", ("q", *KV, "sink"), 3, FmhaOptions, ("out", "lse"), _outputs, _from_operator(problem.dense),
+    "fmha", "fmha", ("q", *KV, *OPTIONAL), 3, FmhaOptions, ("out", "lse"), _outputs, _from_operator(problem.dense),
     problem.check_values, (4,), ("same_kv", *KV), plans.reserved, plans.warmup_calls, without=BOUNDS,
 )  # fmt: skip
 FMHA_VARLEN = Operation(
-    "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", "sink"), 5, FmhaOptions, ("out", "lse"), _outputs,
-    _from_operator(problem.varlen), problem.check_values, (3,), ("same_kv", *KV), plans.reserved_varlen,
+    "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", *OPTIONAL), 5, FmhaOptions, ("out", "lse"),
+    _outputs, _from_operator(problem.varlen), problem.check_values, (3,), ("same_kv", *KV), plans.reserved_varlen,
     plans.warmup_calls, positional=BOUNDS,
 )  # fmt: skip
 FMHA_PAGED = Operation(
-    "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", "sink"), 5, FmhaOptions, ("out", "lse"), _outputs,
-    _from_operator(problem.paged), problem.check_values, (4,), ("same_kv", *PAGES), plans.reserved, plans.warmup_calls,
-    without=BOUNDS,
+    "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", *OPTIONAL), 5, FmhaOptions, ("out", "lse"),
+    _outputs, _from_operator(problem.paged), problem.check_values, (4,), ("same_kv", *PAGES), plans.reserved,
+    plans.warmup_calls, without=BOUNDS,
 )  # fmt: skip
 for _operation in (FMHA, FMHA_VARLEN, FMHA_PAGED):
     operators.define_operation(_operation)

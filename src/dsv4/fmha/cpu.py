@@ -54,7 +54,9 @@ def forward(p: FmhaProblem) -> None:
 
 def _forward(p: FmhaProblem) -> None:
     # an fp32 output of 16-bit inputs is a partial result, which is to be rounded once, after it is merged
-    work = p.q.dtype if native(p.q.dtype) and p.out.dtype == p.q.dtype else torch.float32
+    # e4m3 times its scale fits no 16 bits
+    exact = p.k.dtype == p.q.dtype and p.out.dtype == p.q.dtype
+    work = p.q.dtype if exact and native(p.q.dtype) else torch.float32
     if p.kind == "varlen":
         p.out.zero_()  # rows of no sequence
         if p.lse is not None:
@@ -93,14 +95,14 @@ def _sequences(p: FmhaProblem, work: torch.dtype) -> Iterator[Sequences]:
         return None if p.lse is None else p.lse[n]
 
     def slices(k: Tensor, v: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        return lambda lo, hi: (k[:, lo:hi].to(work), v[:, lo:hi].to(work))
+        return lambda lo, hi: scaled(k[:, lo:hi].to(work), v[:, lo:hi].to(work), p)
 
     if p.kind == "dense":
         keys = p.k.shape[1]
-        if not p.deterministic and (work == p.q.dtype or p.batch * keys <= chunk):
+        if not p.deterministic and (work == p.k.dtype or p.batch * keys <= chunk):
             yield Sequences(p.q, p.out, p.lse, keys, keys, slices(p.k, p.v))
         else:
-            chunked = keys if work == p.q.dtype else chunk
+            chunked = keys if work == p.k.dtype else chunk
             for n in (slice(n, n + 1) for n in range(p.batch)):
                 yield Sequences(p.q[n], p.out[n], lse_of(n), keys, chunked, slices(p.k[n], p.v[n]))
     elif p.kind == "varlen":
@@ -109,7 +111,7 @@ def _sequences(p: FmhaProblem, work: torch.dtype) -> Iterator[Sequences]:
             rows, own = slice(*starts_q[n : n + 2]), slice(*starts_k[n : n + 2])
             keys = own.stop - own.start
             lse = None if p.lse is None else p.lse[rows].T[None]
-            chunked = keys if work == p.q.dtype else chunk
+            chunked = keys if work == p.k.dtype else chunk
             yield Sequences(
                 p.q[None, rows], p.out[None, rows], lse, keys, chunked, slices(p.k[None, own], p.v[None, own])
             )
@@ -117,6 +119,12 @@ def _sequences(p: FmhaProblem, work: torch.dtype) -> Iterator[Sequences]:
         for n, keys in enumerate(p.lengths.tolist()):
             one = slice(n, n + 1)
             yield Sequences(p.q[one], p.out[one], lse_of(one), keys, chunk, _page_reader(p, n, work))
+
+
+def scaled(k: Tensor, v: Tensor, p: FmhaProblem) -> tuple[Tensor, Tensor]:
+    """k, v [X, S, Hkv, D], that were e4m3, times their scales."""
+    k, v = (x if by is None else x.mul_(by.view(-1, 1)) for x, by in ((k, p.k_scale), (v, p.v_scale)))
+    return k, v
 
 
 def _page_reader(p: FmhaProblem, n: int, work: torch.dtype) -> Callable[[int, int], tuple[Tensor, Tensor]]:
@@ -127,7 +135,7 @@ def _page_reader(p: FmhaProblem, n: int, work: torch.dtype) -> Callable[[int, in
         ids = p.block_table[n, lo // page : -(-hi // page)].long()
         base = lo // page * page
         k, v = (x[ids].flatten(0, 1)[None, lo - base : hi - base].to(work) for x in (p.k, p.v))
-        return k, v
+        return scaled(k, v, p)
 
     return read
 

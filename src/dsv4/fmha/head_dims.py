@@ -25,7 +25,7 @@ def padded(tensors: Sequence[Any], options: FmhaOptions) -> tuple[tuple[Any, ...
     """(q, k, v, ...) with q, k, v of one head dim that the kernels have; the options with the scale of the true one."""
     q, k, v = tensors[:3]
     d, width = q.shape[-1], v.shape[-1]
-    checks.tensor("k", k, ("...",) * q.ndim, checks.FLOATS)
+    checks.tensor("k", k, ("...",) * q.ndim, checks.CACHED)
     if k.shape[-1] != d:
         if k.shape[-1] == width:
             checks.fail("q", f"head dim {d}", f"head dim {width}, as k and v")
@@ -45,4 +45,9 @@ def padded(tensors: Sequence[Any], options: FmhaOptions) -> tuple[tuple[Any, ...
 
 
 def _widened(x: Tensor, wide: int) -> Tensor:
-    return x if x.shape[-1] == wide else torch.nn.functional.pad(x, (0, wide - x.shape[-1]))
+    if x.shape[-1] == wide:
+        return x
+    by = (0, wide - x.shape[-1])
+    if x.dtype == checks.E4M3:  # which torch does not pad; a byte of 0 is 0
+        return torch.nn.functional.pad(x.view(torch.uint8), by).view(x.dtype)
+    return torch.nn.functional.pad(x, by)

@@ -17,6 +17,8 @@ class FmhaKeywords(TypedDict, total=False):
     causal: bool
     window: tuple[int, int]
     sink: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     softmax_scale: float | None
     softcap: float | None
     out: Tensor | None
@@ -35,6 +37,8 @@ DOCS = """
         causal, window: see above; both count from the bottom right corner.
         softcap: scores are softcap * tanh(softmax_scale * (q . k) / softcap), before masks and sink (Gemma 2); None and
             0 leave them as they are.
+        k_scale, v_scale: of k and v in float8_e4m3fn: fp32 tensors of one number, or of one for each KV head, by which
+            k and v are multiplied; None is 1. Greater than 0.
         return_lse: return ``(out, lse)``, lse in fp32.
         out: tensor to write to and return; its last stride is 1, and it overlaps no input. Its dtype is q's,
             or fp32 for partial results that are merged (dsv4.merge_states) and rounded once.

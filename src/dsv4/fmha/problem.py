@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from dsv4.fmha.options import FmhaOptions
@@ -44,6 +45,8 @@ class FmhaProblem:
     max_seqlen_q: int  # no sequence has more queries (a bound, not always the true maximum)
     max_seqlen_k: int
     sink: Tensor | None = None  # [Hq] fp32
+    k_scale: Tensor | None = None  # k and v in e4m3: fp32 [], [1] or [Hkv]; None = 1
+    v_scale: Tensor | None = None
     cu_seqlens_q: Tensor | None = None  # varlen: int32 [B + 1]
     cu_seqlens_k: Tensor | None = None  # varlen: int32 [B + 1]
     block_table: Tensor | None = None  # paged: int32 [B, max_pages]
@@ -89,6 +92,11 @@ class FmhaProblem:
     def lse_shape(self) -> tuple[int, ...]:
         return lse_shape(self.q.shape)
 
+    @property
+    def e4m3(self) -> bool:
+        """k and v are float8_e4m3fn."""
+        return self.k.dtype == checks.E4M3
+
     nothing_seen: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
 
     def no_keys(self) -> bool:
@@ -101,40 +109,62 @@ def lse_shape(q_shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(q_shape[:2]) if len(q_shape) == 3 else (q_shape[0], q_shape[2], q_shape[1])
 
 
-def _common(q, k, v, sink, options: FmhaOptions, names=("k", "v")) -> dict:
+def in_e4m3(x: Any) -> bool:
+    return checks.is_tensor(x) and x.dtype == checks.E4M3
+
+
+def _common(q, k, v, sink, k_scale, v_scale, options: FmhaOptions, names=("k", "v")) -> dict:
     """The checks that do not depend on the kind; ranks are already right."""
     d = checks.head_dim("q", q.shape[-1])
     for name, x in zip(names, (k, v)):
         if x.shape[-1] != d:
             checks.fail(name, f"head dim {x.shape[-1]}", f"head dim {d}, as q")
-        if x.dtype != q.dtype:
-            checks.fail(name, f"dtype {x.dtype}", f"dtype {q.dtype}, as q")
+        if x.dtype not in (q.dtype, checks.E4M3):
+            checks.fail(name, f"dtype {x.dtype}", f"dtype {q.dtype}, as q, or {checks.E4M3}")
+    if v.dtype != k.dtype:
+        checks.fail(names[1], f"dtype {v.dtype}", f"dtype {k.dtype}, as {names[0]}")
     if v.shape != k.shape:
         checks.fail(names[1], f"shape {list(v.shape)}", f"shape {list(k.shape)}, as {names[0]}")
     checks.head_ratio(q.shape[-2], k.shape[-2])
     resolved = options.resolved(d)
-    return dict(q=q, k=k, v=v, sink=checks.sink(sink, q.shape[-2], ("q", q)), options=resolved)
+    scales = {name: _scale(name, x, q, k) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))}
+    return dict(q=q, k=k, v=v, sink=checks.sink(sink, q.shape[-2], ("q", q)), options=resolved, **scales)
+
+
+def _scale(name: str, x: Any, q: Tensor, k: Tensor) -> Tensor | None:
+    """None, or the scale of k or v: one number, or one for each KV head."""
+    if x is None:
+        return None
+    if k.dtype != checks.E4M3:
+        checks.fail(name, checks.describe(x), f"None with k and v in {k.dtype}; scales are of {checks.E4M3}")
+    sizes = ((), (1,), (k.shape[-2],))
+    if not checks.is_tensor(x) or x.shape not in sizes:
+        checks.fail(name, checks.describe(x), f"None, or a tensor of one number or of {k.shape[-2]}, one for a KV head")
+    return checks.tensor(name, x, tuple(x.shape), (torch.float32,), like=("q", q), unit_last=False)
 
 
 # The builders take an FmhaOptions, or its fields by name, with the window as a pair.
 
 
-def dense(q, k, v, *, sink=None, options: FmhaOptions | None = None, **fields) -> FmhaProblem:
+def dense(
+    q, k, v, *, sink=None, k_scale=None, v_scale=None, options: FmhaOptions | None = None, **fields
+) -> FmhaProblem:
     checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
     for name, x in (("k", k), ("v", v)):
-        checks.tensor(name, x, ("B", "S", "Hkv", "D"), checks.FLOATS, like=("q", q))
+        checks.tensor(name, x, ("B", "S", "Hkv", "D"), checks.CACHED, like=("q", q))
         if x.shape[0] != q.shape[0]:
             checks.fail(name, f"batch {x.shape[0]}", f"batch {q.shape[0]}, as q")
-    common = _common(q, k, v, sink, options or FmhaOptions.of(**fields))
+    common = _common(q, k, v, sink, k_scale, v_scale, options or FmhaOptions.of(**fields))
     return FmhaProblem("dense", max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], **common)
 
 
 def varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *, sink=None, options: FmhaOptions | None = None, **fields
-) -> FmhaProblem:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *, sink=None, k_scale=None, v_scale=None, options: FmhaOptions | None = None,
+    **fields,
+) -> FmhaProblem:  # fmt: skip
     checks.tensor("q", q, ("total_q", "Hq", "D"), checks.FLOATS)
     for name, x in (("k", k), ("v", v)):
-        checks.tensor(name, x, ("total_k", "Hkv", "D"), checks.FLOATS, like=("q", q))
+        checks.tensor(name, x, ("total_k", "Hkv", "D"), checks.CACHED, like=("q", q))
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         checks.int32(name, x, ("B + 1",), ("q", q))
         if x.shape[0] == 0:
@@ -142,7 +172,7 @@ def varlen(
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         checks.fail("cu_seqlens_k", f"{cu_seqlens_k.shape[0]} entries", f"{cu_seqlens_q.shape[0]}, as cu_seqlens_q")
     options = options or FmhaOptions.of(**fields)
-    common = _common(q, k, v, sink, options)
+    common = _common(q, k, v, sink, k_scale, v_scale, options)
     return FmhaProblem(
         "varlen",
         max_seqlen_q=_bound("max_seqlen_q", options.max_seqlen_q, q.shape[0]),
@@ -154,16 +184,18 @@ def varlen(
 
 
 def paged(
-    q, k_pages, v_pages, block_table, lengths, *, sink=None, options: FmhaOptions | None = None, **fields
-) -> FmhaProblem:
+    q, k_pages, v_pages, block_table, lengths, *, sink=None, k_scale=None, v_scale=None,
+    options: FmhaOptions | None = None, **fields,
+) -> FmhaProblem:  # fmt: skip
     checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        checks.tensor(name, x, ("P", "page", "Hkv", "D"), checks.FLOATS, like=("q", q))
+        checks.tensor(name, x, ("P", "page", "Hkv", "D"), checks.CACHED, like=("q", q))
     if k_pages.shape[1] == 0:
         checks.fail("k_pages", f"shape {list(k_pages.shape)}", "pages of at least one row")
     checks.int32("block_table", block_table, (q.shape[0], "max_pages"), ("q", q))
     checks.int32("lengths", lengths, (q.shape[0],), ("q", q))
-    common = _common(q, k_pages, v_pages, sink, options or FmhaOptions.of(**fields), ("k_pages", "v_pages"))
+    options = options or FmhaOptions.of(**fields)
+    common = _common(q, k_pages, v_pages, sink, k_scale, v_scale, options, ("k_pages", "v_pages"))
     capacity = block_table.shape[1] * k_pages.shape[1]
     return FmhaProblem(
         "paged", max_seqlen_q=q.shape[1], max_seqlen_k=capacity, block_table=block_table, lengths=lengths, **common
@@ -178,7 +210,10 @@ def _bound(name: str, x: Any, total: int) -> int:
 
 
 def check_values(p: FmhaProblem) -> None:
-    """Reads values: lengths, page numbers and cu_seqlens are what they must be."""
+    """Reads values: lengths, page numbers, cu_seqlens and scales are what they must be."""
+    for name, scale in (("k_scale", p.k_scale), ("v_scale", p.v_scale)):
+        if scale is not None and not bool(((scale > 0) & scale.isfinite()).all()):
+            checks.fail(name, f"values from {scale.min().item()} to {scale.max().item()}", "finite numbers > 0")
     if p.cu_seqlens_q is not None and p.cu_seqlens_k is not None:
         for name, x, total, bound in (
             ("q", p.cu_seqlens_q, p.q.shape[0], p.max_seqlen_q),

@@ -89,6 +89,8 @@ def fmha(
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     sink: Tensor | None = None,  # [Hq]
+    k_scale: Tensor | None = None,  # [] or [1] or [Hkv]: what k, in e4m3, is multiplied by
+    v_scale: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     compute: torch.dtype = torch.float64,
@@ -96,6 +98,9 @@ def fmha(
 ) -> tuple[Tensor, Tensor]:
     """out [B, T, Hq, Dv], lse [B, Hq, T]."""
     b, t, hq, d = q.shape
+    k, v = (
+        x if by is None else x.to(compute) * by.to(compute).reshape(-1, 1) for x, by in ((k, k_scale), (v, v_scale))
+    )
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     seen = visible(t, k.shape[1], causal, window, q.device)
     out = torch.zeros(b, t, hq, v.shape[3], dtype=compute, device=q.device)

@@ -21,6 +21,8 @@ Backend = Literal["auto", "cuda", "softsm", "cpu"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 FLOATS = (*LOW_PRECISION, torch.float32)  # fp32 only on the cpu backend
+E4M3 = torch.float8_e4m3fn
+CACHED = (*FLOATS, E4M3)  # of keys and values
 NO_BOUND = 1 << 30  # no sequence is longer; kernels add positions and bounds in 32 bits
 
 

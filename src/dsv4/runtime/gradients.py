@@ -84,7 +84,8 @@ def define_operation(
     nothing = (None,) * made
 
     def run(one: Operation, tensors: Sequence, options: Any, backend: str) -> tuple:
-        of_one = [tensors[op.tensors.index(name)] for name in one.tensors]
+        by_name = dict(zip(op.tensors, tensors))
+        of_one = [by_name.get(name) for name in one.tensors]  # those that it lacks have no gradient, and are None
         return tuple(calls.run(one, Given(of_one, options, (True, True), (None, None)), backend))
 
     def kernel(*inputs: Any) -> tuple:
@@ -94,7 +95,7 @@ def define_operation(
     def fake(*inputs: Any) -> tuple:
         by_name = dict(zip(op.tensors, inputs[:count]))
         one = forward(by_name)
-        arguments = one.named([by_name[x] for x in one.tensors], op.options(*inputs[count:-1]))
+        arguments = one.named([by_name.get(x) for x in one.tensors], op.options(*inputs[count:-1]))
         one.build(**arguments)
         return tuple(one.empty(arguments, (True, True)))
 

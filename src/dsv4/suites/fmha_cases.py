@@ -153,7 +153,8 @@ def varlen_tail(draw: Draw, d: int, dtype: torch.dtype) -> Call:
 
 def paged(
     draw: Draw, d: int, dtype: torch.dtype, page: int, lengths: list[int], t: int = 1, heads: int = 8,
-    kv_heads: int = 1, page_pad: int = 0, same: bool = False, absent: int | None = None, **options: Any,
+    kv_heads: int = 1, page_pad: int = 0, same: bool = False, absent: int | None = None,
+    kv_dtype: torch.dtype | None = None, **options: Any,
 ) -> Call:  # fmt: skip
     """Shuffled pages; rows past a length and unused pages are NaN. `page_pad`: rows between pages.
 
@@ -167,7 +168,7 @@ def paged(
     table = table.to(draw.device)
 
     def pages() -> Tensor:
-        buffer = torch.full((count, page + page_pad, kv_heads, d), NAN, dtype=dtype, device=draw.device)
+        buffer = torch.full((count, page + page_pad, kv_heads, d), NAN, dtype=kv_dtype or dtype, device=draw.device)
         return buffer[:, :page]
 
     k_pages = pages()
@@ -179,7 +180,7 @@ def paged(
         for target in [k_pages] if same else [k_pages, v_pages]:
             for i in range(need[b]):
                 rows = min(page, length - i * page)
-                target[int(table[b, i]), :rows] = draw.normal(rows, kv_heads, d, dtype=dtype)
+                target[int(table[b, i]), :rows] = draw.normal(rows, kv_heads, d, dtype=kv_dtype or dtype)
     q = draw.normal(len(lengths), t, heads, d, dtype=dtype)
     if options.pop("sink", False):
         options["sink"] = draw.normal(heads, scale=2.0)
@@ -324,6 +325,40 @@ def softcaps() -> Iterator[tuple[str, Maker, set[str]]]:
     yield "softcap-large", partial(dense, size=size, softcap=1e6), {"softcap"}
 
 
+def in_e4m3(draw: Draw, d: int, dtype: torch.dtype, maker: Maker, per_head: bool = True) -> Call:
+    """k and v as codes, with a scale for each KV head or one for all; pages have theirs already."""
+    call = maker(draw, d, dtype)
+    for name in ("k", "v"):
+        if name in call.args:
+            call.args[name] = call.args[name].to(torch.float8_e4m3fn)
+    keys = call.args["k_pages"] if "k_pages" in call.args else call.args["k"]
+    shape = (keys.shape[-2],) if per_head else ()
+    for name in ("k_scale", "v_scale"):
+        call.args[name] = draw.normal(*shape).abs().add(0.25)
+    return call
+
+
+def e4m3s() -> Iterator[tuple[str, Maker, set[str]]]:
+    """FP8 caches: by few rows, by many, varlen, in pages; more codes than a kernel has at a time."""
+    codes = torch.float8_e4m3fn
+    small, odd = {"t": 3, "s": 200, "heads": 8, "kv_heads": 2}, {"t": 77, "s": 133, "kv_heads": 2}
+    table: list[tuple[str, Maker, set[str]]] = [
+        ("paged", partial(paged, page=16, lengths=[5, 150, 0, 64], t=2, kv_heads=2, sink=True), {"paged", "sink"}),
+        ("paged-12", partial(paged, page=12, lengths=[15, 200, 1], page_pad=1), {"paged"}),
+        ("paged-prefill", partial(paged, page=64, lengths=[90, 200], t=50, kv_heads=2, causal=True), {"paged"}),
+        ("paged-k-is-v", partial(paged, page=64, lengths=[70, 129], same=True), {"paged"}),
+        ("paged-window", partial(paged, page=32, lengths=[140, 20, 97], t=4, window=(31, 0), softcap=0.7), {"paged"}),
+        ("decode", partial(dense, size=small, window=(90, 0)), {"window", "gqa"}),
+        ("full", partial(dense, size=odd, causal=True, softcap=0.7), {"causal", "softcap"}),
+        ("varlen", partial(varlen, lengths=[(3, 40), (0, 9), (6, 130), (1, 0)], causal=True), {"varlen"}),
+        ("varlen-prefill", partial(varlen, lengths=[(17, 40), (65, 130)], bounds=True, sink=True), {"varlen"}),
+    ]
+    for name, maker, features in table:
+        if "paged" in features:
+            maker = partial(maker, kv_dtype=codes)
+        yield f"e4m3-{name}", partial(in_e4m3, maker=maker, per_head=name != "paged-12"), {"e4m3", *features}
+
+
 def fmha() -> list[Case]:
     """The suite, in a fixed order."""
     cases = []
@@ -336,7 +371,7 @@ def fmha() -> list[Case]:
         add(name, maker, features, d, dtype)
     # Dtypes turn once per round of head dims, and the head dims shift, so no feature group sees only one pairing.
     turns = cycle([(HEAD_DIMS[(i + i // 8) % 4], DTYPES[(i // 4 + i) % 2]) for i in range(32)])
-    for group in (masks, sinks, sizes, layouts, varlens, pageds, merge_specials, softcaps):
+    for group in (masks, sinks, sizes, layouts, varlens, pageds, merge_specials, softcaps, e4m3s):
         for (name, maker, features), (d, dtype) in zip(group(), turns):
             add(name, maker, features, d, dtype)
     return cases

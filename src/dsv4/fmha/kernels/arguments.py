@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from dsv4.fmha.kernels.loads import GlobalRows, Where
-from dsv4.fmha.kernels.scores import ScoreScale
+from dsv4.fmha.kernels.scores import HeadScale, KvScales, ScoreScale, head_scale
 from dsv4.fmha.kernels.tiles import Pages
 from dsv4.kernels.compat import Value, aggregate, gluon
 
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """The strides of q, out, k and v in units of 8 elements, so that 16-byte accesses are provable."""
+    """The strides of q, out, k and v in units of 16 bytes, so that 16-byte accesses are provable."""
 
     q_batch: Value
     q_token: Value
@@ -69,6 +69,7 @@ class Options(NamedTuple):
     right: Value
     want_lse: Value
     k_is_v: Value
+    kv_scales: KvScales | None  # of e4m3
 
 
 @aggregate
@@ -97,7 +98,7 @@ class Problem:
     right: Value
     scale: Value  # the factor of score_scale
     want_lse: Value
-    score_scale: Value
+    score_scale: HeadScale
 
 
 @aggregate
@@ -139,5 +140,6 @@ def kv_rows(tensors, sizes, strides):
 
 @gluon.jit
 def problem_of(head, tokens, keys, sizes, opts):
+    scale = head_scale(opts, head)
     return Problem(head, sizes.group, sizes.kv_heads * sizes.group, tokens * sizes.group, tokens, keys, opts.left,
-                   opts.right, opts.scale.factor, opts.want_lse, opts.scale)  # fmt: skip
+                   opts.right, scale.factor, opts.want_lse, scale)  # fmt: skip

@@ -4,7 +4,7 @@ A K or V tile of BN keys and D columns lies in shared memory as D/64 panels of [
 swizzle, which the tensor core reads as one [BN, D] operand. TMA boxes are [BOX_ROWS, 64] pieces of a panel, BOX_ROWS =
 BN, or less where pages are smaller than a tile. The swizzle atom is [8, 64] elements, 1 KB.
 
-A tile is read in one of four ways:
+A tile of 16-bit elements is read in one of four ways; e4m3_rows.py has a fifth, for codes of a byte:
 
 ========  ================================  ===========================================================================
 DENSE     dense tensors                     TMA, whose own bounds end the sequence
@@ -14,6 +14,7 @@ CP_ASYNC  pages of any other size           cp.async, 16 bytes per lane, invisib
 ========  ================================  ===========================================================================
 """
 
+from dsv4.fmha.kernels import e4m3_rows
 from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, PAGES, ROWS
 from dsv4.kernels.compat import (
     Value,
@@ -33,7 +34,7 @@ __all__ = ["CP_ASYNC", "DENSE", "PAGES", "ROWS"]
 
 @aggregate
 class GlobalRows:
-    """K or V as rows in global memory. Strides are in units of 8 elements."""
+    """K or V as rows in global memory. Strides are in units of 16 bytes."""
 
     ptr: Value
     pages: Value
@@ -76,6 +77,12 @@ def zero_invisible(tile, first_row, visible_first, visible_end, BN: gl.constexpr
                 if (first + 8 > visible_first) & (first < visible_end):
                     x = gl.where(keep[:, None], atom.load(L), x)
                 atom.store(x)
+
+
+@gluon.constexpr_function
+def box_rows(desc):
+    """Of a TMA box; tiles that come without TMA may begin at any row."""
+    return 1 if desc is None else desc.block_shape[1]
 
 
 @gluon.jit
@@ -179,7 +186,9 @@ def fill_any(
     KV_LOAD: gl.constexpr,
 ):
     """One ring slot, whichever way its keys are read; copies by cp.async wait until they have landed."""
-    if KV_LOAD == CP_ASYNC:
+    if e4m3_rows.in_codes(kv_rows.ptr.dtype):
+        e4m3_rows.fill(kv_rows, tile, ready, where, first_row, column, KV_LOAD >= PAGES)
+    elif KV_LOAD == CP_ASYNC:
         cp_async_rows(kv_rows, tile, where, first_row, column, BN, D)
         announce(ready, 0)
     else:

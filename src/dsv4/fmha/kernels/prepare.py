@@ -3,21 +3,23 @@
 A kernel gets, by name, those of the arguments made here that its parameters name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dsv4.fmha.kernels.arguments import Options, Sizes, Strides, Tensors
-from dsv4.fmha.kernels.scores import score_scale, sign_and_scale
+from dsv4.fmha.kernels.scores import kv_scales, score_scale, sign_and_scale
 from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, NO_BOUND, PAGES, ROWS
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.combine import MergeSizes, MergeStrides, MergeTensors, clear_rest, combine, combine_fp16
 from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.runtime import checks
 from dsv4.runtime import splits as splitting
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
 
+CONVERTED_FROM = 128  # rows
 MAX_GRID = 65535  # blocks in the second and third dimension of a grid
 FP16_PARTIALS_FROM = 3 << 20  # values of partial results; fp16 ones are 2 us slower with 2 M, faster with 4 M (H200)
 
@@ -63,7 +65,9 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     q = p.q if is_aligned(p.q) else program.copied(p.q)
     k = _addressable(program, p.k)
     v = k if p.same_kv else _addressable(program, p.v)
-    if c.halves:
+    if p.e4m3:
+        k_desc = v_desc = None
+    elif c.halves:
         k_desc, v_desc = _half(k, c.keys, [[0, 1, 0, 0]]), _half(v, c.keys, [[0, 0, 0, 1]])
     else:
         k_desc = _descriptor(k, box)
@@ -112,6 +116,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         right=NO_BOUND if p.right < 0 else p.right,
         want_lse=int(p.lse is not None),
         k_is_v=int(v is k),
+        kv_scales=kv_scales(p),
     )
     structs = dict(tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts)
     program.launch(kernel, grid, structs, KV_LOAD=kv_load, SIGN=sign, SAME_KV=v is k,
@@ -191,6 +196,8 @@ def prepare_merge(
 
 def _kv_load(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
     """(how tiles of keys are read, rows of a TMA box): see loads.py."""
+    if p.kind == "paged" and p.e4m3:
+        return CP_ASYNC.value, 1
     if p.kind == "paged":
         box = min(p.page_size & -p.page_size, c.box)  # the largest power of two that divides a page and a tile
         return (PAGES.value, box) if box >= 8 else (CP_ASYNC.value, 8)
@@ -256,14 +263,19 @@ def partials(p: Any, program: Program, splits: int, rows: int, fp16_partials: bo
     return scratch.view((columns,), (1,)), scratch.view((each * splits * rows,), (1,), columns)
 
 
+def _unit(x: Any) -> int:
+    """Elements that strides are counted in."""
+    return 16 if x.element_size() == 1 else 8
+
+
 def is_aligned(x: Any) -> bool:
-    """16-byte accesses are possible: base, and all strides in units of 8 elements."""
-    return x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s, n in zip(x.stride()[:-1], x.shape) if n > 1)
+    """16-byte accesses are possible: base, and all strides."""
+    return x.data_ptr() % 16 == 0 and all(s % _unit(x) == 0 for s, n in zip(x.stride()[:-1], x.shape) if n > 1)
 
 
 def row_strides(x: Any) -> tuple[int, int, int]:
-    """(sequence, token, head) strides of q or out in units of 8 elements; varlen has no sequence stride."""
-    strides = [s // 8 if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape)]
+    """(sequence, token, head) strides in units of 16 bytes, or 32 of fp32; varlen has no sequence stride."""
+    strides = [s // _unit(x) if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape)]
     return (0, *strides) if x.ndim == 3 else tuple(strides)
 
 
@@ -280,7 +292,27 @@ def _addressable(program: Program, x: Slot) -> Slot:
     """K or V as [sequence or page, row, head, column]; what neither TMA nor 16-byte copies can address is copied."""
     if not is_aligned(x) or any(s <= 0 for s, n in zip(x.stride(), x.shape) if n > 1):
         x = program.copied(x)
+    if x.dtype == checks.E4M3:
+        x = x.bytes_as(torch.uint8)
     return x.unsqueeze(0) if x.ndim == 3 else x
+
+
+def converted(p: FmhaProblem, program: Program) -> FmhaProblem:
+    """The problem with k and v in e4m3 as tensors of q's dtype, which the program makes first; their scales stay."""
+
+    def made(x: Slot) -> Slot:
+        plain = program.workspace(f"{x.name} as q", x.shape, p.q.dtype)
+        program.copy(plain, x)
+        return plain
+
+    k = made(p.k)
+    return replace(p, k=k, v=k if p.same_kv else made(p.v))
+
+
+def converts_first(p: FmhaProblem) -> bool:
+    """Whether e4m3 keys are converted once, ahead of attention, and not by every tile of rows that reads them. Not
+    pages: a call sees few of those there are."""
+    return p.e4m3 and p.kind != "paged" and p.max_seqlen_q * p.group > CONVERTED_FROM
 
 
 def _descriptor(x: Any, box: int) -> TensorDescriptor:

@@ -12,13 +12,35 @@ import torch
 
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels import softmax
-from dsv4.kernels.compat import Value, gl, gluon
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.runtime.checks import LARGEST
+from dsv4.runtime.program import Null
 
 
 class ScoreScale(NamedTuple):
     factor: Value  # in base 2
     softcap: Value  # None, or what q . k is multiplied by ahead of tanh
+
+
+class KvScales(NamedTuple):
+    """What e4m3 keys and values are multiplied by: pointers to fp32 numbers, null for 1, and steps from a KV head to
+    the next."""
+
+    any_alignment = ("k_ptr", "v_ptr")
+
+    k_ptr: Value
+    k_step: Value
+    v_ptr: Value
+    v_step: Value
+
+
+@aggregate
+class HeadScale:
+    """A ScoreScale for the keys of one KV head, and what its values are multiplied by, or None."""
+
+    factor: Value
+    softcap: Value
+    values: Value
 
 
 def sign_and_scale(scale: float) -> tuple[int, float]:
@@ -37,6 +59,43 @@ def score_scale(p: FmhaProblem, scale: float) -> ScoreScale:
         return ScoreScale(scale, None)
     inner = scale / softmax.LOG2E.value / softcap
     return ScoreScale(min(softcap * softmax.LOG2E.value, LARGEST), max(min(inner, LARGEST), -LARGEST))
+
+
+def kv_scales(p: FmhaProblem) -> KvScales | None:
+    if p.k_scale is None and p.v_scale is None:
+        return None
+    found: list[Any] = []
+    for x in (p.k_scale, p.v_scale):
+        found += [Null(torch.float32), 0] if x is None else [x, x.stride(0) if x.numel() > 1 else 0]
+    return KvScales(*found)
+
+
+@gluon.jit
+def head_scale(opts, head):
+    """The scale of one KV head. opts has a ScoreScale, and KvScales or None."""
+    scale, scales = opts.scale, opts.kv_scales
+    if scales is None:
+        return HeadScale(scale.factor, scale.softcap, None)
+    else:
+        k_scale = _number(scales.k_ptr, head * scales.k_step)
+        v_scale = _number(scales.v_ptr, head * scales.v_step)
+        if scale.softcap is None:
+            return HeadScale(scale.factor * k_scale, None, v_scale)
+        else:
+            return HeadScale(scale.factor, scale.softcap * k_scale, v_scale)
+
+
+@gluon.jit
+def _number(ptr, place):
+    return gl.load(ptr + place, mask=ptr.to(gl.int64) != 0, other=1.0)
+
+
+@gluon.jit
+def of_values(factor, scale):
+    """What O is multiplied by in the end, the scale of the values included."""
+    if scale.values is not None:
+        factor = factor * scale.values
+    return factor
 
 
 @gluon.jit

@@ -1,6 +1,17 @@
 """FMHA forward on sm_100a: from a validated problem to a program. The kernels are in forward.py and forward_pair.py."""
 
-from dsv4.fmha.kernels.prepare import Tiling, batch_reason, is_partial, prepare_split, rounds_of_steps, splits_keys
+from dataclasses import replace
+
+from dsv4.fmha.kernels.prepare import (
+    Tiling,
+    batch_reason,
+    converted,
+    converts_first,
+    is_partial,
+    prepare_split,
+    rounds_of_steps,
+    splits_keys,
+)
 from dsv4.fmha.kernels.sm100.forward import fmha_forward, s_buffers
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.dispatch import Target
@@ -50,19 +61,25 @@ def supports(p: FmhaProblem) -> str | None:
 
 
 def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | None = None) -> None:
+    p = converted(p, program) if converts_first(p) else p
     if p_tmem is None and pairs(p, target):
         # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
         from dsv4.fmha.kernels.sm100.forward_pair import fmha_forward_pair
 
         prepare_split(p, target, program, fmha_forward_pair, PAIR)
     else:
-        prepare_split(p, target, program, fmha_forward, tiling(p.head_dim, p_tmem))
+        c = tiling(p.head_dim, p_tmem)
+        if p.e4m3:
+            c = replace(
+                c, options=c.options | dict(SOFTMAX_REGS=c.options["SOFTMAX_REGS"] - 40, LOAD_WARPS=4, LOAD_REGS=96)
+            )
+        prepare_split(p, target, program, fmha_forward, c)
 
 
 def pairs(p: FmhaProblem, target: Target) -> bool:
     """Whether pairs of CTAs take the problem: head dim 512, dense, at least a tile of rows, keys that are better not
     split, and every key seen by some query: what lies before may be NaN, and a pair loads its tiles as they are."""
-    if p.head_dim != 512 or p.kind != "dense" or p.max_seqlen_q * p.group < PAIR.rows:
+    if p.head_dim != 512 or p.kind != "dense" or p.e4m3 or p.max_seqlen_q * p.group < PAIR.rows:
         return False
     if 0 <= p.left < p.max_seqlen_k - p.max_seqlen_q:
         return False

@@ -142,6 +142,8 @@ def fmha_forward(
     KV_LOAD: gl.constexpr,
     SOFTMAX_REGS: gl.constexpr,
     WARP_REGS: gl.constexpr,
+    LOAD_WARPS: gl.constexpr = 1,
+    LOAD_REGS: gl.constexpr = None,
 ):
     seq = gl.program_id(2)
     head = gl.program_id(1) % sizes.kv_heads
@@ -151,11 +153,11 @@ def fmha_forward(
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
     if tile_row < tokens * sizes.group:
         first, tile_begin, tile_end = key_tiles(
-            tile_row, tokens, keys, split, sizes, opts, k_desc.block_shape[1], BM * TILES, BN, KV_LOAD
+            tile_row, tokens, keys, split, sizes, opts, loads.box_rows(k_desc), BM * TILES, BN, KV_LOAD
         )
         n = tile_end - tile_begin
 
-        memory = make_memory(k_desc.dtype, D, BM, BN, TILES, SLOTS, P_TMEM)
+        memory = make_memory(tensors.q_ptr.dtype.element_ty, D, BM, BN, TILES, SLOTS, P_TMEM)
 
         # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
         here = RowTensors(
@@ -192,11 +194,11 @@ def fmha_forward(
                 (two_tiles.softmax_role, (memory, work_tile, tile_row + BM, sign, is_split, 1, D, P_TMEM, KV_LOAD)),
                 (two_tiles.mma_role, (memory, n)),
                 (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
-            ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
+            ], [4, 1, LOAD_WARPS], [SOFTMAX_REGS, WARP_REGS, LOAD_REGS or WARP_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
                 (one_tile.correction_role, (memory, work_tile, tile_row, n, is_split, D)),
                 (one_tile.softmax_role, (memory, work_tile, tile_row, sign, D, P_TMEM, KV_LOAD)),
                 (one_tile.mma_role, (memory, n, k_is_v, D, P_TMEM)),
                 (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
-            ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
+            ], [4, 1, LOAD_WARPS], [SOFTMAX_REGS, WARP_REGS, LOAD_REGS or WARP_REGS])  # fmt: skip

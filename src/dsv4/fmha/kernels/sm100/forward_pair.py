@@ -6,7 +6,7 @@ tensors only, where TMA's own bounds end a sequence.
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.scores import capped
+from dsv4.fmha.kernels.scores import capped, head_scale, of_values
 from dsv4.fmha.kernels.sm100.pair_roles import (
     KEYS,
     PIECE,
@@ -110,14 +110,15 @@ def softmax_role(arguments, memory, num_tiles):
     """P = exp2(S - m) block by block."""
     s, sizes, opts = memory.s, arguments.sizes, arguments.opts
     tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, opts.left, opts.right
-    scale = opts.scale.factor * opts.sign.to(gl.float32)
     LS: gl.constexpr = s.index(0).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     HALF: gl.constexpr = gl.SliceLayout(2, by_halves(gl.zeros([ROWS, KEYS], gl.float32, LS)).type.layout)
     at = 0
     turn = 0
     for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _seq, _head, first_row, first, _n = tile_coord(tile_id, arguments)
+        _seq, head, first_row, first, _n = tile_coord(tile_id, arguments)
+        own = head_scale(opts, head)
+        scale = own.factor * opts.sign.to(gl.float32)
         n = begin(turn, memory)
         row = first_row + gl.arange(0, ROWS, layout=RS)
         token = row // group
@@ -132,7 +133,7 @@ def softmax_role(arguments, memory, num_tiles):
         for j in range(at, at + n):
             column = first + (j - at) * KEYS
             memory.s_ready.wait(j % 2, (j // 2) % 2)
-            x = capped(s.index(j % 2).load(), opts.scale) * scale
+            x = capped(s.index(j % 2).load(), own) * scale
             if (column < full_first) | (column + KEYS > full_end):
                 x = softmax.apply_mask(x, column, row_first, row_end, LS)
             m, l = softmax_block(by_halves(x), m, l, j, at, memory)
@@ -160,6 +161,7 @@ def store_role(arguments, memory, num_tiles):
         n = begin(turn, memory)
         m, l = take_over(turn, memory)
         factor, lse = softmax.finish(m, l, sink)
+        factor = of_values(factor, head_scale(arguments.opts, head))
         lse_row = seq.to(gl.int64) * strides.lse_batch + token.to(gl.int64) * strides.lse_token
         lse_row = lse_row + q_head.to(gl.int64) * strides.lse_head
         gl.store(tensors.lse_ptr + lse_row, lse * softmax.LN2, mask=here & (arguments.opts.want_lse != 0))

@@ -1,6 +1,7 @@
 """The load role of forward.py: K and V tiles into the ring, in the order in which the mma role reads them."""
 
-from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels import e4m3_rows, loads
+from dsv4.fmha.kernels.e4m3_rows import in_codes
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.kernels.ring import Stage, producer_stage
 
@@ -30,7 +31,11 @@ def load_tile(desc, kv_rows, memory, state, where, row, D: gl.constexpr, KV_LOAD
     stage, filled, landed_phase = state.stage, state.filled, state.landed_phase
     for part in gl.static_range(D // DS):
         ring.acquire(stage)
-        if KV_LOAD == loads.CP_ASYNC:
+        if in_codes(kv_rows.ptr.dtype):
+            e4m3_rows.fill(
+                kv_rows, ring.slot(stage), ring.ready_at(stage), where, row, part * DS, KV_LOAD >= loads.PAGES
+            )
+        elif KV_LOAD == loads.CP_ASYNC:
             loads.cp_async_rows(kv_rows, ring.slot(stage), where, row, part * DS, BN, DS)
             if filled > 0:  # this slot's copies are under way while the one before is announced
                 announce_before(ring, stage, 1)
@@ -66,6 +71,6 @@ def load_role(source, memory, tiles, k_is_v, D: gl.constexpr, KV_LOAD: gl.conste
             state = load_k(state, source, memory, row + BN, D, KV_LOAD)
         if k_is_v == 0:
             state = load_v(state, source, memory, row, D, KV_LOAD)
-    if KV_LOAD == loads.CP_ASYNC:
+    if KV_LOAD == loads.CP_ASYNC and not in_codes(source.k_rows.ptr.dtype):
         if state.filled > 0:
             announce_before(memory.ring, state.stage, 0)

@@ -3,7 +3,7 @@
 from triton.language import PropagateNan
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.scores import capped
+from dsv4.fmha.kernels.scores import capped, of_values
 from dsv4.fmha.kernels.tiles import mask_pages_by_bits
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
@@ -90,6 +90,7 @@ def store_rows(work_tile, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr,
     target = loads.row_offsets(row, head, group, strides.out_token, strides.out_head)
     sink = softmax.sink_of(tensors.sink_ptr, q_head, here & (split == 0))
     factor, lse = softmax.finish(m, l, sink)
+    factor = of_values(factor, problem.score_scale)
     if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         gl.store(tensors.part_lse_ptr + part, lse, mask=here)
     else:

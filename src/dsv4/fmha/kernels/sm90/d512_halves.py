@@ -33,7 +33,7 @@ HALF_O = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 
 
 @gluon.jit
-def make_memory(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr):
+def make_memory(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr, CODES: gl.constexpr):
     """Shared memory and barriers, as forward_d512.py lists them -> Memory, ring of half slots for K and V, landed."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], MATRIX)
@@ -47,7 +47,7 @@ def make_memory(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr):
     sum_ready = new_barriers(2)
     barriers = (q_asked, q_ready, ring.ready, ring.free, p_ready, sum_ready)
     landed = q_ready  # unused
-    if KV_LOAD == ROWS or KV_LOAD == PAGES:
+    if not CODES and (KV_LOAD == ROWS or KV_LOAD == PAGES):
         landed = new_barriers(1)
         barriers += (landed,)
     init_barriers(barriers)

@@ -11,7 +11,7 @@ head dim   problems                                    kernel
 
 from dataclasses import replace
 
-from dsv4.fmha.kernels.prepare import Tiling, batch_reason, is_partial, prepare_split
+from dsv4.fmha.kernels.prepare import Tiling, batch_reason, converted, converts_first, is_partial, prepare_split
 from dsv4.fmha.kernels.sm90.forward import fmha_forward
 from dsv4.fmha.kernels.sm90.forward_d512 import fmha_forward_d512
 from dsv4.fmha.kernels.sm90.forward_persistent import fmha_forward_persistent
@@ -26,12 +26,15 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     if p.head_dim == 512:
         # What the load warp leaves is for left, which holds more where v is a tensor of its own.
         producer = 40 if p.same_kv else 24 if p.kind == "dense" else 32
+        if p.e4m3:
+            options = dict(RIGHT_REGS=208, PRODUCER_REGS=88, LOAD_WARPS=4)
+            return Tiling(64, 128, 64, options, fp16_partials=True)
         return Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer), fp16_partials=True)
     tiles = -(-rows // 128) * p.kv_heads * p.batch
     # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
     # head dim 64 without a mask, (4, 16, 1024) 57 instead of 53 us; decode was not measured with fewer than four.
     enough = 4 if rows <= 64 or p.head_dim == 64 and p.right < 0 else 1
-    many = p.kind == "dense" and tiles >= enough * target.num_sms
+    many = p.kind == "dense" and not p.e4m3 and tiles >= enough * target.num_sms
     large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
     if p.head_dim == 64 and large and p.right < 0 and target.compiler < (3, 9):
         # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
@@ -50,8 +53,13 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
         keys, stages, producer, maxnreg = {64: (128, 3, 40, 128), 128: (64, 3, 40, 128), 256: (64, 2, 96, 168)}[
             p.head_dim
         ]
+        if p.e4m3:
+            return _rows_tiling(p.head_dim, keys, stages, 1, 0, 96, maxnreg=maxnreg, LOAD_WARPS=4)
         return _rows_tiling(p.head_dim, keys, stages, 1, 0, producer, maxnreg=maxnreg)
-    return _rows_tiling(p.head_dim, 128 if p.head_dim == 128 else 64, 2, 2, 232, 40)
+    keys = 128 if p.head_dim == 128 else 64
+    if p.e4m3:
+        return _rows_tiling(p.head_dim, keys, 2, 2, 208, 88, LOAD_WARPS=4)
+    return _rows_tiling(p.head_dim, keys, 2, 2, 232, 40)
 
 
 def _even(p: FmhaProblem, keys: int) -> bool:
@@ -72,6 +80,7 @@ def supports(p: FmhaProblem) -> str | None:
 
 
 def prepare(p: FmhaProblem, target: Target, program: Program) -> None:
+    p = converted(p, program) if converts_first(p) else p
     c = tiling(p, target)
     kernel = fmha_forward_d512 if p.head_dim == 512 else fmha_forward_persistent if c.loop else fmha_forward
     prepare_split(p, target, program, kernel, c)

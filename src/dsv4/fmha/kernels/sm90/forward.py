@@ -6,7 +6,8 @@ One CTA takes 64 * CONSUMERS packed query rows of one (sequence, KV head) and wa
     attend w  4 warps   | load Q | S0 | softmax 0 | issue S1, O += P0 V0 | softmax 1 under O's wgmma | rescale O | ...
 
 Each attend role is one warpgroup with its own 64 rows: S = Q K^T [64, BN] and O [64, D] in registers. S of the next
-tile is issued before P V of this one, so a tensor-core operation is in flight during every softmax.
+tile is issued before P V of this one, so a tensor-core operation is in flight during every softmax. Where K and V are
+e4m3, the load role has 4 warps and converts (e4m3_rows.py).
 
 shared memory   bytes (16-bit elements)            holds
 q               CONSUMERS x 64 x D x 2             each attend role's query rows; in the end its output rows
@@ -23,7 +24,8 @@ landed        load: TMA bytes               1 + bytes   load      a tile with fo
 Three attend roles are for forward_persistent.py, which uses the parts of this file.
 """
 
-from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels import e4m3_rows, loads
+from dsv4.fmha.kernels.e4m3_rows import in_codes
 from dsv4.fmha.kernels.sm90 import work
 from dsv4.fmha.kernels.tiles import PAGES, ROWS, mask_bounds
 from dsv4.kernels import softmax
@@ -41,8 +43,8 @@ class KeyValues:
 
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr):  # fmt: skip
-    """-> q, rings, landed"""
+                SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr, CODES: gl.constexpr = False):  # fmt: skip
+    """-> q, rings, landed. CODES: K and V are e4m3."""
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
     q = gl.allocate_shared_memory(DTYPE, [4 if CONSUMERS == 3 else CONSUMERS, 64, D], Q)
@@ -53,7 +55,7 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: 
         v = new_ring(gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], KV), CONSUMERS)
         barriers += (v.ready, v.free)
     landed = k.ready  # unused
-    if KV_LOAD == ROWS or KV_LOAD == PAGES:
+    if not CODES and (KV_LOAD == ROWS or KV_LOAD == PAGES):
         landed = new_barriers(1)
         barriers += (landed,)
     init_barriers(barriers)
@@ -82,31 +84,67 @@ def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.const
 
 
 @gluon.jit
-def load_role(source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr):
-    load_tiles(producer_stage(), gl.to_tensor(0), source, kv, landed, tiles, SAME_KV, KV_LOAD)
+def load_codes_tiles(source, kv, tiles, SAME_KV: gl.constexpr, PAGED: gl.constexpr):
+    """The same of e4m3, by way of registers: K of the next tile and V of this one are on their way while others are
+    converted, and page numbers one tile ahead of them."""
+    k, v, where = kv.k, kv.v, source.where
+    BN: gl.constexpr = k.slots.shape[1]
+    D: gl.constexpr = k.slots.shape[2]
+    pages = source.k_rows.pages
+    row = tiles.first + tiles.begin * BN
+    end = gl.minimum(where.keys, tiles.first + tiles.end * BN)
+    here = e4m3_rows.find(where, pages, row, end, BN, PAGED)
+    k_codes = e4m3_rows.load_codes(source.k_rows, where.head, here, 0, BN, D)
+    stage = producer_stage()
+    for _ in range(tiles.begin, tiles.end):
+        if not SAME_KV:
+            v_codes = e4m3_rows.load_codes(source.v_rows, where.head, here, 0, BN, D)
+        row += BN
+        here = e4m3_rows.find(where, pages, row, end, BN, PAGED)
+        k.acquire(stage)
+        e4m3_rows.put(k_codes, k.slot(stage), 0)
+        e4m3_rows.announce(k.ready_at(stage))
+        k_codes = e4m3_rows.load_codes(source.k_rows, where.head, here, 0, BN, D)
+        if not SAME_KV:
+            v.acquire(stage)
+            e4m3_rows.put(v_codes, v.slot(stage), 0)
+            e4m3_rows.announce(v.ready_at(stage))
+        stage = k.next(stage)
 
 
 @gluon.jit
-def scores(q, k, stage):
+def load_role(source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr):
+    if in_codes(source.k_rows.ptr.dtype):
+        load_codes_tiles(source, kv, tiles, SAME_KV, KV_LOAD >= PAGES)
+    else:
+        load_tiles(producer_stage(), gl.to_tensor(0), source, kv, landed, tiles, SAME_KV, KV_LOAD)
+
+
+@gluon.jit
+def scores(q, k, stage, CODES: gl.constexpr = False):
     """S [64, BN] of a K tile: issued, not waited for."""
     BN: gl.constexpr = k.slots.shape[1]
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     k.wait(stage)
+    if CODES:
+        fence_async_shared()  # stores of the load role -> tensor-core reads
     s = gl.zeros([64, BN], gl.float32, LS)
     return warpgroup_mma(q, k.slot(stage).permute((1, 0)), s, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def add_values(o, pa, v, stage, SAME_KV: gl.constexpr):
+def add_values(o, pa, v, stage, SAME_KV: gl.constexpr, CODES: gl.constexpr = False):
     """O += P V with a V tile: issued, not waited for."""
     if not SAME_KV:
         v.wait(stage)
+        if CODES:
+            fence_async_shared()
     return warpgroup_mma(pa, v.slot(stage), o, is_async=True)
 
 
 @gluon.jit
 def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr,
-           SIGN: gl.constexpr):  # fmt: skip
+           SIGN: gl.constexpr, CODES: gl.constexpr = False):  # fmt: skip
     """The 64 query rows from tile_row on, their first K tile at ``stage`` -> where the rings stand afterwards."""
     tensors, strides, problem, tiles = work_tile.tensors, work_tile.strides, work_tile.problem, work_tile.tiles
     k, v, scale = kv.k, kv.v, problem.scale
@@ -141,7 +179,7 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
     l = gl.full([64], 0.0, gl.float32, RS)
     if tiles.begin < tiles.end:
         # S of the first tile
-        s = scores(q, k, stage)
+        s = scores(q, k, stage, CODES)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         if not SAME_KV:
             k.release(stage)
@@ -152,8 +190,8 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
 
         for tile in range(tiles.begin + 1, tiles.end):  # stage: of the tile whose P is in pa
             after = k.next(stage)
-            s = scores(q, k, after)
-            o = add_values(o, pa, v, stage, SAME_KV)
+            s = scores(q, k, after, CODES)
+            o = add_values(o, pa, v, stage, SAME_KV, CODES)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             if not SAME_KV:
                 k.release(after)
@@ -166,7 +204,7 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
             pa = gl.convert_layout(p.to(q.dtype), LA)
             stage = after
 
-        o = add_values(o, pa, v, stage, SAME_KV)
+        o = add_values(o, pa, v, stage, SAME_KV, CODES)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         v.release(stage)
         stage = k.next(stage)
@@ -176,9 +214,10 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
 
 @gluon.jit
 def attend_role(
-    q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr
-):
-    attend(consumer_stage(), q, tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)
+    q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr,
+    CODES: gl.constexpr
+):  # fmt: skip
+    attend(consumer_stage(), q, tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)
 
 
 @gluon.jit
@@ -199,21 +238,23 @@ def fmha_forward(
     SPLIT: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
+    LOAD_WARPS: gl.constexpr = 1,
 ):
-    coord = work.block_coord(tensors, sizes, opts, k_desc.block_shape[1], 64 * CONSUMERS, BN, KV_LOAD)
+    coord = work.block_coord(tensors, sizes, opts, loads.box_rows(k_desc), 64 * CONSUMERS, BN, KV_LOAD)
     tile_row = coord.tile_row
+    CODES: gl.constexpr = in_codes(tensors.k_ptr.dtype)
     if tile_row < coord.rows:
-        q, kv, landed = make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD)
+        q, kv, landed = make_memory(tensors.q_ptr.dtype.element_ty, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD, CODES)
         work_tile, source = work.make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
         if CONSUMERS == 1:
             gl.warp_specialize([
-                (attend_role, (q.index(0), tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)),
+                (attend_role, (q.index(0), tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)),
                 (load_role, (source, kv, landed, work_tile.tiles, SAME_KV, KV_LOAD)),
-            ], [1], [PRODUCER_REGS])  # fmt: skip
+            ], [LOAD_WARPS], [PRODUCER_REGS])  # fmt: skip
         else:
             gl.static_assert(CONSUMERS == 2)
             gl.warp_specialize([
-                (attend_role, (q.index(0), tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)),
-                (attend_role, (q.index(1), tile_row + 64, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)),
+                (attend_role, (q.index(0), tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)),
+                (attend_role, (q.index(1), tile_row + 64, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)),
                 (load_role, (source, kv, landed, work_tile.tiles, SAME_KV, KV_LOAD)),
-            ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+            ], [4, LOAD_WARPS], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -34,6 +34,7 @@ O_L += P1 V1_L.
 """
 
 from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.e4m3_rows import in_codes
 from dsv4.fmha.kernels.sm90 import forward_d512_kv, work
 from dsv4.fmha.kernels.sm90.d512_halves import (
     begin_half,
@@ -158,21 +159,22 @@ def fmha_forward_d512(
     SPLIT: gl.constexpr,
     RIGHT_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
+    LOAD_WARPS: gl.constexpr = 1,
 ):
-    coord = work.block_coord(tensors, sizes, opts, k_desc.block_shape[1], 64, 128, KV_LOAD)
+    coord = work.block_coord(tensors, sizes, opts, loads.box_rows(k_desc), 64, 128, KV_LOAD)
     tile_row = coord.tile_row
     if tile_row < coord.rows:
-        memory, ring, landed = make_memory(k_desc.dtype, KV_LOAD)
+        memory, ring, landed = make_memory(tensors.q_ptr.dtype.element_ty, KV_LOAD, in_codes(tensors.k_ptr.dtype))
         work_tile, source = work.make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
         if SAME_KV:
             gl.warp_specialize([
                 (half_role, (memory, tile_row, ring, work_tile, 0, SPLIT, KV_LOAD, SIGN)),
                 (half_role, (memory, tile_row, ring, work_tile, 1, SPLIT, KV_LOAD, SIGN)),
                 (load_role, (source, ring, landed, memory.q_asked, work_tile.tiles, KV_LOAD)),
-            ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
+            ], [4, LOAD_WARPS], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
         else:
             gl.warp_specialize([
                 (forward_d512_kv.half_role, (memory, tile_row, ring, work_tile, 0, SPLIT, KV_LOAD, SIGN)),
                 (forward_d512_kv.half_role, (memory, tile_row, ring, work_tile, 1, SPLIT, KV_LOAD, SIGN)),
                 (forward_d512_kv.load_role, (source, ring, landed, memory.q_asked, work_tile.tiles, KV_LOAD)),
-            ], [4, 1], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
+            ], [4, LOAD_WARPS], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip

@@ -7,7 +7,7 @@ A kernel groups its arguments (shared/fmha/arguments.py), asks `block_coord` for
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
 from dsv4.fmha.kernels.loads import Where
-from dsv4.fmha.kernels.scores import capped
+from dsv4.fmha.kernels.scores import capped, of_values
 from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, mask_pages, sequence
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
@@ -99,6 +99,7 @@ def write(o, m, l, smem, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.conste
     """Normalise O [M, C], columns from COLUMN on of D, and write it by way of smem; with column 0 also the LSE."""
     tensors, strides, tiles = work_tile.tensors, work_tile.strides, work_tile.tiles
     head, group, rows = work_tile.problem.head, work_tile.problem.group, work_tile.problem.rows
+    scale = work_tile.problem.score_scale
     RS: gl.constexpr = m.type.layout
     LO: gl.constexpr = o.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, LO)
@@ -115,7 +116,7 @@ def write(o, m, l, smem, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.conste
         if COLUMN == 0:
             gl.store(tensors.part_lse_ptr + part, lse, mask=row < rows)
         if tiles.begin < tiles.end:
-            o = o * gl.convert_layout(factor, RO)[:, None]
+            o = o * gl.convert_layout(of_values(factor, scale), RO)[:, None]
             column = COLUMN + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
             gl.store(tensors.part_ptr + gl.convert_layout(part, RO)[:, None] * D + column[None, :], o,
                      mask=gl.convert_layout(row < rows, RO)[:, None])  # fmt: skip
@@ -131,7 +132,7 @@ def write(o, m, l, smem, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.conste
                 strides,
                 (row < rows) & (work_tile.problem.want_lse != 0),
             )
-        o = o * gl.convert_layout(factor, RO)[:, None]
+        o = o * gl.convert_layout(of_values(factor, scale), RO)[:, None]
         smem.store(o.to(smem.dtype))
         loads.store_rows(
             tensors.out_ptr, smem, tile_row, rows, head, group, strides.out_token, strides.out_head, COLUMN, M, C
@@ -203,7 +204,7 @@ def write_at_once(o, m, l, tile_row, work_tile, D: gl.constexpr):
     loads.store_lse(
         lse * softmax.LN2, tensors.lse_ptr, token, q_head, strides, (row < problem.rows) & (problem.want_lse != 0)
     )
-    o = o * gl.convert_layout(factor, RO)[:, None]
+    o = o * gl.convert_layout(of_values(factor, problem.score_scale), RO)[:, None]
     x = in_pieces(o.to(tensors.out_ptr.dtype.element_ty))
     LW: gl.constexpr = x.type.layout
     row = tile_row + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
@@ -243,7 +244,7 @@ def write_fp16_partials(o, m, l, tile_row, work_tile, COLUMN: gl.constexpr, D: g
     if COLUMN == 0:
         gl.store(tensors.part_lse_ptr + part * 4, lse, mask=there)
     if tiles.begin < tiles.end:
-        x, down = half_to_fp16(o, gl.convert_layout(factor, RO))
+        x, down = half_to_fp16(o, gl.convert_layout(of_values(factor, work_tile.problem.score_scale), RO))
         down = gl.convert_layout(down, RS)
         gl.store(tensors.part_lse_ptr + part * 4 + 1 + COLUMN // (D // 2), down, mask=there)
         LW: gl.constexpr = x.type.layout

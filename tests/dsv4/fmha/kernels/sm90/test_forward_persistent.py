@@ -17,7 +17,7 @@ NO = gl.constexpr(NO_BOUND)
 def taken(out_ptr, sequences, kv_heads, group, tokens, right, M: gl.constexpr):
     """What each CTA takes, tile by tile: (CTA, sequence x head, row tile, tiles of 128 keys)."""
     sizes = Sizes(sequences * tokens, 0, tokens, tokens, kv_heads, group, 1, 0, 1, 0)
-    scheduler = forward_persistent.tile_scheduler(sizes, Options(1.0, 1, NO, right, 0, 0), M)
+    scheduler = forward_persistent.tile_scheduler(sizes, Options(1.0, 1, NO, right, 0, 0, None), M)
     for tile_id in range(gl.program_id(0), scheduler.num_tiles, gl.num_programs(0)):
         seq, head, tile_row, _, tiles = forward_persistent.locate(tile_id, scheduler, 128, M)
         gl.store(out_ptr + 4 * tile_id, gl.program_id(0))

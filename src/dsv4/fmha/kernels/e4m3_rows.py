@@ -1,0 +1,125 @@
+"""K and V in e4m3: tiles of keys as the tensor core reads them, converted to the dtype of q by way of registers.
+
+TMA and cp.async copy bytes as they are, so a load role of several warps does what they do elsewhere: a thread loads 16
+codes of a row, makes 16-bit values of them, which is exact, and stores these to the swizzled panels that loads.py
+describes. Rows that nobody sees are zeros. The scales of keys and values are no part of it: scores.py has them.
+
+Four threads have 64 codes of a row, eight neighbours eight rows, so that their stores meet no bank twice.
+"""
+
+from dsv4.kernels.compat import Value, aggregate, barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret_as
+
+AT_A_TIME = gl.constexpr(64)  # codes of a thread
+
+
+@gluon.constexpr_function
+def in_codes(pointer_type):
+    """Whether K and V come as bytes."""
+    return pointer_type.element_ty == gl.uint8
+
+
+@gluon.constexpr_function
+def _layout(warps):
+    """[keys, panels of 64 columns, words]"""
+    return gl.BlockedLayout([1, 1, 4], [8, 1, 4], [warps, 1, 1], [0, 2, 1])
+
+
+@gluon.constexpr_function
+def _keys(keys, columns, warps):
+    """Of a tile, at a time."""
+    return min(keys, AT_A_TIME.value * 32 * warps // columns)
+
+
+# The four codes of a word, each S EEEE MMM, in pairs below eight copies of their signs; shifted and masked to
+# S 0000EEEE MMM0000, as bf16 the value times 2^-120, or S 0EEEE MMM0000000, as fp16 times 2^-8, subnormals too. Codes
+# that mean NaN do not occur in rows that count.
+@gluon.constexpr_function
+def _conversion(dtype):
+    shift, mask, kind, factor = (4, "0x87f087f0", "bf16x2", "0x7b807b80")
+    if dtype == gl.float16:
+        shift, mask, kind, factor = (7, "0xbf80bf80", "f16x2", "0x5c005c00")
+    return f"""{{ .reg .b32 low, high, factor;
+        prmt.b32 low, $2, 0, 0x9180;
+        prmt.b32 high, $2, 0, 0xb3a2;
+        shl.b32 low, low, {shift};
+        shl.b32 high, high, {shift};
+        and.b32 low, low, {mask};
+        and.b32 high, high, {mask};
+        mov.b32 factor, {factor};
+        mul.rn.{kind} $0, low, factor;
+        mul.rn.{kind} $1, high, factor; }}"""
+
+
+@aggregate
+class Places:
+    """Of keys: pages, or the sequence, rows in them, and whether somebody sees them."""
+
+    page: Value
+    row: Value
+    visible: Value
+
+
+@gluon.jit
+def find(where, pages, first_row, end, KEYS: gl.constexpr, PAGED: gl.constexpr):
+    """KEYS keys from first_row on, of which those from ``end`` on do not count. pages: how many there are in all."""
+    L: gl.constexpr = _layout(gl.num_warps())
+    key = first_row + gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+    visible = (key >= where.visible_first) & (key < end)
+    if PAGED:
+        page = gl.load(where.table_ptr + key // where.page_size, mask=visible, other=-1)
+        return Places(page, key % where.page_size, visible & (page >= 0) & (page < pages))
+    else:
+        return Places(gl.to_tensor(where.outer), where.k_start + key, visible)
+
+
+@gluon.jit
+def load_codes(kv_rows, head, places, column, KEYS: gl.constexpr, C: gl.constexpr):
+    """C codes of each key from ``column`` on: int32 [KEYS, C / 64, 16]; 0 where nobody sees a key."""
+    L: gl.constexpr = _layout(gl.num_warps())
+    offset = places.page.to(gl.int64) * kv_rows.page_stride + places.row.to(gl.int64) * kv_rows.row_stride
+    offset = offset + head.to(gl.int64) * kv_rows.head_stride
+    panel = gl.arange(0, C // 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    words_ptr = kv_rows.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    pointers = words_ptr + offset[:, None, None] * 4 + (column // 4 + panel * 16 + word)
+    return gl.load(pointers, mask=places.visible[:, None, None], other=0)
+
+
+@gluon.jit
+def put(x, tile, FIRST: gl.constexpr):
+    """Codes from load_codes -> rows from FIRST on of a ring slot."""
+    KEYS: gl.constexpr = x.shape[0]
+    PANELS: gl.constexpr = x.shape[1]
+    BN: gl.constexpr = tile.shape[0]
+    PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
+    a, b = gl.inline_asm_elementwise(
+        _conversion(tile.dtype), "=&r,=&r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    panels = reinterpret_as(tile, gl.int32, [1, PANELS, BN, 32], PANEL).index(0)
+    panels.permute((1, 0, 2)).slice(FIRST, KEYS, dim=0).store(gl.join(a, b).reshape([KEYS, PANELS, 32]))
+
+
+@gluon.jit
+def fill(kv_rows, tile, ready, where, first_row, column, PAGED: gl.constexpr):
+    """One ring slot; ``ready`` says that it may be read."""
+    BN: gl.constexpr = tile.shape[0]
+    C: gl.constexpr = tile.shape[1]
+    KEYS: gl.constexpr = _keys(BN, C, gl.num_warps())
+    x = load_codes(kv_rows, where.head, find(where, kv_rows.pages, first_row, where.keys, KEYS, PAGED), column, KEYS, C)
+    for i in gl.static_range(BN // KEYS):
+        if i + 1 < BN // KEYS:
+            places = find(where, kv_rows.pages, first_row + (i + 1) * KEYS, where.keys, KEYS, PAGED)
+            after = load_codes(kv_rows, where.head, places, column, KEYS, C)
+        put(x, tile, i * KEYS)
+        if i + 1 < BN // KEYS:
+            x = after
+    fence_async_shared()  # generic stores -> tensor-core reads
+    barrier()
+    mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def announce(ready):
+    """All stores are made. No fence: it would wait for the loads under way. Those who wait for ``ready`` put it."""
+    barrier()
+    mbarrier.arrive(ready, count=1)
