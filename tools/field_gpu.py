@@ -1,8 +1,8 @@
 """The published kernels for sm_90a on a Hopper GPU, by nvcc, beside softsm's results of the same programs.
 
-    python tools/field_gpu.py run SOURCES OUT       # on a machine with a GPU and nvcc: outputs, one folder each
-    FIELD_OUT=OUT2 python tools/field.py SOURCES    # anywhere: softsm's outputs
-    python tools/field_gpu.py compare OUT OUT2      # the largest difference of each
+    python tools/field_gpu.py run SOURCES OUT [PART] # on a machine with a GPU and nvcc: outputs, one folder each
+    FIELD_OUT=OUT2 python tools/field.py SOURCES     # anywhere: softsm's outputs
+    python tools/field_gpu.py compare OUT OUT2       # the largest difference of each
 
 SOURCES holds checkouts as for tools/field.py.
 """
@@ -50,8 +50,10 @@ def one(kernel: Kernel, sources: Path, out: Path) -> str:
     return f"{kernel.name}: nvcc {seconds:.0f} s, {said}"
 
 
-def run(sources: Path, out: Path) -> None:
+def run(sources: Path, out: Path, *parts: Path) -> None:
+    """Those with one of the parts in their names, or all."""
     kernels = [k for k in KERNELS if k.arch == "sm_90a" and k.file.endswith(".cu")]
+    kernels = [k for k in kernels if not parts or any(str(part) in k.name for part in parts)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for done in as_completed([pool.submit(one, kernel, sources, out) for kernel in kernels]):
             print(done.result(), flush=True)

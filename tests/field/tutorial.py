@@ -18,7 +18,7 @@ KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, a
 
 def measures(node: ast.stmt) -> bool:
     words = [getattr(node, "name", ""), *(ast.unparse(x) for x in getattr(node, "decorator_list", ()))]
-    return any(part in word for word in words for part in ("bench", "perf"))
+    return any(part in word for word in words for part in ("bench", "perf_", "_perf"))
 
 
 def load(file: Path) -> types.ModuleType:
