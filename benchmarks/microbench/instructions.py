@@ -17,6 +17,7 @@ OPERATIONS = {
     "iadd3": ("add.s32 {d}, {d}, %r50; xor.b32 {d}, {d}, %r51;", "IADD3", 2),
     "lop3": ("and.b32 %f310, {d}, %r50; xor.b32 {d}, %f310, {d}; shf.l.wrap.b32 {d}, {d}, {d}, 3;", "SHF", 2),
     "imad": ("mad.lo.s32 {d}, {d}, %r50, %r51;", "IMAD", 1),
+    "imad.hi": ("mul.hi.u32 {d}, {d}, %r50;", "IMAD.HI", 1),
     "prmt": ("prmt.b32 {d}, {d}, %r50, 0x2541;", "PRMT", 1),
     "setp+sel": ("setp.lt.s32 %p5, {d}, %r50; selp.b32 {d}, %r51, {d}, %p5;", "SEL", 2),
     "imnmx": ("max.s32 {d}, {d}, %r50; min.s32 {d}, {d}, %r51;", "MNMX", 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 
 import numpy as np
@@ -23,8 +24,9 @@ from softsm.timing_model.work import ENGINES, work_of
 
 SM_REGISTERS = 65_536
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
-SLICES = (1, 16, 256, 4096), (1.0, 4.2, 27.5, 59.0)  # lines that atomics go to -> slices of L2 that do them
+SLICES = (1, 16, 64, 256, 4096), (1.0, 3.5, 8.0, 27.5, 59.0)  # lines that atomics go to -> slices of L2 that do them
 BATCH = 16  # rows that a warp waits for together, at least
+TURNS = 6  # of a multiprocessor's places that the replay looks at, the first of which begins with cold caches
 QUEUE = 3, 6  # CTAs in a row that the replay looks at: at least, at most
 
 
@@ -74,7 +76,8 @@ class Model:
         self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent, spilled)
         self._unknown_tensors()
         self.kinds = kinds_of(self.streams)
-        self.device_use = 0.0  # share of its rate that device memory is used with: it answers later the busier it is
+        # Shares of their rates that device memory and L2 are used with: they answer later the busier they are.
+        self.device_use = self.l2_use = 0.0
         again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
         found = self.l2_finds_again()
         twice = any(a.space == "load" and 4 * a.distant > a.units for a in trace.access.values())
@@ -139,7 +142,7 @@ class Model:
     def memory(self, clock: float, active: int) -> tuple[np.ndarray, float]:
         """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
         g = self.gpu
-        slow = g["hbm.busy"] * self.device_use**3
+        slow, slow_l2 = g["hbm.busy"] * self.device_use**3, g["l2.busy"] * self.l2_use**3
 
         def row(s: Source) -> list[float]:
             per = max(1 / g["sm.rate"], clock * s.granules / self.l2_share(s, active))
@@ -151,7 +154,10 @@ class Model:
                 far = 1 - (1 - s.device) ** BATCH
             # What is in L2 overtakes what is not: two queues.
             queue = machine.DEVICE_FREE if far > 0.5 else machine.L2_FREE
-            delays = (clock * (g[f"{way}.l2"] * (1 - far) + (g[f"{way}.hbm"] + slow) * far) for way in ("load", "tma"))
+            delays = (
+                clock * ((g[f"{way}.l2"] + slow_l2) * (1 - far) + (g[f"{way}.hbm"] + slow) * far)
+                for way in ("load", "tma")
+            )
             return [per, *delays, queue]
 
         none = row(Source("none", 0))
@@ -177,14 +183,14 @@ class Model:
 
     def together(self, s: Source, active: int) -> float:
         """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together. In a
-        grid of one side nothing is known of the neighbours, so sharers are spread over all waves, and over the turns
-        of CTAs that loop over tiles."""
+        grid of one side nothing is known of the neighbours: tiles that run together are taken for a square part of all
+        waves, and of the turns of CTAs that loop over tiles."""
         if s.random or not s.size:
             return 1.0
         sharers = s.asked / s.size
         slots = self.sms // self.cluster * self.occupancy
         if self.trace.grid[1] == self.trace.grid[2] == 1:
-            sharers /= max(1.0, self.trace.total / slots) * self.turns
+            sharers /= math.sqrt(max(1.0, self.trace.total / slots) * self.turns)
         return max(1.0, min(sharers, active))
 
     def _turns(self) -> int:
@@ -252,10 +258,11 @@ class Model:
             spans_of.append((first, len(rows)))
         nexts: list[int] = []
         begins: list[float] = []
-        for q in queues:
+        later = clock * self.sms / self.gpu["cta.rate"]  # one CTA for each multiprocessor, then the next
+        for place, q in enumerate(queues):
             base = len(nexts)
             nexts += [base + k + 1 if k + 1 < len(q) else -1 for k in range(len(q))]
-            begins += [0.0 if k == 0 else -1.0 for k in range(len(q))]
+            begins += [place * later if k == 0 else -1.0 for k in range(len(q))]
         if more >= 0:
             nexts, begins = [machine.ANY] * len(order), begins + [-1.0] * more
         events = np.concatenate(tables) if tables else np.zeros((0, 4))
@@ -300,11 +307,11 @@ class Model:
         """First as if device memory were idle, at the highest clock; again with the use and the clock of that."""
         first = f = clock or self.gpu.clock
         result = self._at(f, whole=not self.waves)
-        use = min(1.0, float(result.busy["device memory"]))
+        use, l2_use = (min(1.0, float(result.busy[name])) for name in ("device memory", "L2"))
         if clock is None:
             f = self._clock(result)
-        if abs(f - first) > 0.005 or use > 0.1:
-            self.device_use = use
+        if abs(f - first) > 0.005 or max(use, l2_use) > 0.1:
+            self.device_use, self.l2_use = use, l2_use
             return self._at(f)
         return self._at(first) if self.waves else result
 
@@ -353,12 +360,12 @@ class Model:
         return max(sizes) <= 1.02 * min(sizes)
 
     def _in_waves(self, f: float, log: int, whole: bool) -> Prediction:
-        """CTAs that are alike: whichever place gets free takes the next. What a multiprocessor does in three turns of
+        """CTAs that are alike: whichever place gets free takes the next. What a multiprocessor does in some turns of
         its places, and in the last, goes on for as long as it has CTAs. Not by how long each takes: some get ahead of
         the others that share its pipes."""
         resident, slots = self.occupancy, self.sms // self.cluster
         many = -(-self.trace.total // slots)
-        looked = min(many, 3 * resident + many % resident) if whole else min(many, 3 * resident)
+        looked = min(many, TURNS * resident + many % resident) if whole else min(many, TURNS * resident)
         ended = looked if whole else looked - resident
         one = self.kinds[len(self.kinds) // 2]
         run = self.replay([[one]] * resident, f, self.sms, log, whole, looked - resident)
@@ -366,8 +373,9 @@ class Model:
         cycles = float(run.end.max() if whole else begun[-1])
         left = many - looked if whole else many - ended
         if left > 0:
-            turn = begun[-1] - begun[-1 - resident] if not whole else begun[3 * resident - 1] - begun[2 * resident - 1]
-            cycles += left / resident * float(turn)
+            last = min(len(begun), TURNS * resident) - 1
+            early = max(0, min(2 * resident - 1, last - resident))
+            cycles += left * float(begun[last] - begun[early]) / (last - early)
         return self._prediction(run, cycles, f, resident, self.trace.total / self.slots)
 
     def _queues(self, resident: int, waves: int) -> list[list[int]]:
@@ -423,7 +431,7 @@ class Model:
         changed = sum(s.atomic / self.atomic_rate(s) for s in self.sources)
         device = sum(s.asked * s.device * self.device_cost(s) + min(s.atomic, s.size) for s in self.sources)
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {
-            "L2": max(read, written) * 1e-3,  # answers and stores go different ways
+            "L2": max(read + changed, written) * 1e-3,  # answers and stores go different ways
             "atomics": changed * 1e-3,
             "device memory": (device / g["hbm.rate"] + self.drained() / g["hbm.mixed"]) * 1e-3,
             "CTA launches": trace.total * self.cluster / g["cta.rate"] * 1e-3,

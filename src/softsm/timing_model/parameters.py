@@ -47,6 +47,7 @@ TURNS = "benchmarks/microbench, groups products and turns, H200, 2026-11-16"
 OVERLAP = "benchmarks/microbench, group overlap, H200, 2026-11-16"
 GLUON = "Triton's Gluon tutorials 02, 06, 08 and 11, B200 (benchmarks/timing.py --published)"
 EVERYDAY = "benchmarks/microbench, group everyday, H200, 2026-11-17"
+LIMITS = "benchmarks/microbench, group shared limits, H200, 2026-11-17"
 DRAWN = "benchmarks/timing.py --seed 1 2, kernels that wait for one load after another, H200, 2026-11-17"
 DEPENDENTS = "benchmarks/microbench, group dependents, H200, 2026-11-16"
 CLOSE = "cycles a product is held up by an instruction within two cycles of the one before"
@@ -115,6 +116,7 @@ HOPPER = {
     "load.l2": _p(170.0, "ns", DRAWN, "B", 130, 210),
     "load.hbm": _p(415.0, "ns", DRAWN, "B", 320, 430),  # 330 of one lane alone, one after another
     "hbm.busy": _p(250.0, "ns, times the cube of its use", OURS, "B", 188, 290),  # gathers: 443 at 53 %, 575 at 82 %
+    "l2.busy": _p(500.0, "ns, times the cube of its use", DRAWN, "B", 0, 800),
     "sm.rate": _p(107.0, "bytes/cycle", OURS, "A", 98, 120),
     "l2.rate": _p(9100.0, "bytes/ns", OURS, "A", 8500, 10100),
     "hbm.rate": _p(4600.0, "bytes/ns", OURS, "A", 4400, 4650),
@@ -123,14 +125,14 @@ HOPPER = {
     "hbm.piece": _p(104.0, "bytes that a sector takes which is read alone", DRAWN, "B", 64, 110),
     "atomic.slice": _p(1.8, "sectors/ns of a slice of L2", EVERYDAY, "A", 1.6, 1.9),
     "atomic.latency": _p(495.0, "cycles", EVERYDAY, "B", 450, 570),
-    "membar.gpu": _p(750.0, "cycles", EVERYDAY, "B", 600, 800),
+    "membar.gpu": _p(600.0, "cycles", LIMITS, "B", 300, 800),
     "cta.rate": _p(1.66, "CTAs/ns of the GPU", DRAWN, "A", 1.6, 1.7),
     "l2.bytes": _p(60e6, "bytes", "driver", "A"),
     "l2.held": _p(26e6, "bytes that random reads find again", STRIPS, "A", 23e6, 29e6),  # both halves hold it
     "launch": _p(3.9, "us", OVERLAP, "A", 3.6, 4.1),  # 4.0 to 4.4 with an empty kernel, which has cta.start too
     "launch.next": _p(1.2, "us", OVERLAP, "A", 1.1, 1.3),
     "launch.dependent": _p(0.7, "us", DEPENDENTS, "A", 0.6, 0.9),  # 1.4 to 1.5 in order, cta.start included
-    "cta.start": _p(0.3, "us", OURS, "C", 0.1, 0.9),
+    "cta.start": _p(0.15, "us", OURS, "C", 0.1, 0.9),
     "cta.gap": _p(350.0, "cycles", DRAWN, "B", 300, 570),
     "branch": _p(5.0, "cycles", OURS, "B", 4, 12),
     "cluster.barrier": _p(900, "cycles", HUT, "C"),
@@ -142,7 +144,7 @@ HOPPER = {
     "tmem.latency": _p(180, "cycles", QRC, "C", 100, 420),
     "commit": _p(10, "cycles", SA, "C"),
     "l2.merged": _p(188, "bytes/ns of an SM", OURS, "A", 158, 190),
-    "l2.coincide": _p(0.028, "share of the sharers", "NOTES.md, head dim 512: 97 M of 268 M sectors", "B", 0.0, 0.1),
+    "l2.coincide": _p(0.022, "share of the sharers", DRAWN, "B", 0.015, 0.028),
     "sm.write": _p(32, "bytes/cycle", OURS, "A"),
     "copy.line": _p(1.06, "cycles of a 128-byte line that cp.async takes a part of", STRIPS, "A", 1.0, 1.13),
     "load.line": _p(1.0, "cycles of a 128-byte line", STRIPS, "B", 0.9, 1.0),

@@ -39,12 +39,12 @@ class Timer(Session):
         return Tracer(machine, self)
 
     def choose(self, shape: list[int], total: int) -> list[int]:
-        """Clusters of the grid to run: ends and middle of its first side."""
-        if total <= self.sms:  # they all start together: one tells of the others
-            return [0]
+        """Clusters of the grid to run: ends of its first side and one between them, not in the middle, where another
+        image may begin. If all start together the longest counts, which is at an end where masks decide."""
         axis = 0 if shape[0] > 1 else shape.index(max(shape))
+        ends = 0, shape[axis] - 1
         points = set()
-        for value in (0, shape[axis] // 2, shape[axis] - 1)[: self.most]:
+        for value in (ends if total <= self.sms else (0, 7 * shape[axis] // 12, ends[1]))[: self.most]:
             at = [n // 2 for n in shape]
             at[axis] = value
             points.add(at[0] + shape[0] * (at[1] + shape[1] * at[2]))

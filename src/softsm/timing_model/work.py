@@ -12,7 +12,8 @@ from softsm.timing_model.lower import Streams
 from softsm.timing_model.machine import GATHER, LOAD, MMA
 from softsm.timing_model.parameters import Gpu
 
-ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory")
+ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory", "other pipes")
+OTHERS = ("imad", "half", "pack", "convert", "memory", "uniform")
 
 
 def mma_cycles(rows: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -50,5 +51,5 @@ def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:
     at = PIPES.index
     return np.array([
         products + pipe[at("hmma")], pipe[at("mufu")], pipe[at("fma")], pipe[at("alu")], ran.sum() / 4, port,
-        (units[r.TENSOR_READ] + units[r.TENSOR_WRITE]) / gpu["tmem.rate"],
+        (units[r.TENSOR_READ] + units[r.TENSOR_WRITE]) / gpu["tmem.rate"], max(pipe[at(name)] for name in OTHERS),
     ])  # fmt: skip

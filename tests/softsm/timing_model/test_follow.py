@@ -25,7 +25,7 @@ FLAG = (
     HEAD
     + """
   setp.eq.u32 %p1, %r1, 0; @%p1 bra WAIT;
-  mov.u32 %r2, 1; st.release.gpu.global.u32 [%d1], %r2; ret;
+  setp.eq.u32 %p2, %r1, 1; mov.u32 %r2, 1; @%p2 st.release.gpu.global.u32 [%d1], %r2; ret;
 WAIT:
   ld.acquire.gpu.global.u32 %r3, [%d1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra WAIT;
   ret;
@@ -62,8 +62,8 @@ def timed(ptx: str, grid: int, n: int = 0):
 
 
 def test_a_wait_for_a_cta_that_does_not_run() -> None:
-    with pytest.raises(CannotFollow, match=r"k: waits for CTAs that a timing run does not execute \(1 of 2 ran\)"):
-        timed(FLAG, 2)
+    with pytest.raises(CannotFollow, match=r"k: waits for CTAs that a timing run does not execute \(2 of 3 ran\)"):
+        timed(FLAG, 3)
 
 
 def test_a_deadlock_of_the_whole_grid_is_called_one() -> None:

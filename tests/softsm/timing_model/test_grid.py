@@ -1,10 +1,13 @@
 """From a few clusters to the whole grid."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import softsm
 from softsm.timing_model import grid, lower, model
+from softsm.timing_model.timer import Timer
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
@@ -50,7 +53,7 @@ def timed(odd: int) -> model.Model:
 
 def test_ctas_that_do_the_same_are_one_kind() -> None:
     assert timed(0).kinds == [0, 0, 0]
-    assert timed(1).kinds == [0, 1, 1]  # numbers 0, 6601 and 13201
+    assert timed(1).kinds == [0, 1, 1]  # numbers 0, 7701 and 13201
 
 
 def test_streams_differ_if_an_event_does() -> None:
@@ -68,3 +71,23 @@ def test_a_replay_that_is_cut_short_begins_every_cta_when_the_whole_one_does(odd
     whole, short = (m.replay(queues, 1.98, 132, whole=x) for x in (True, False))
     assert whole.end.min() > 0 and short.end.min() < 0  # some have not ended
     assert whole.start.tolist() == short.start.tolist()
+
+
+@pytest.mark.parametrize(
+    ("durations", "wanted"),
+    [
+        ((1.0, 2.0, 3.0), [1.0, 1.5, 2.0, 3.0]),  # it grows all along, as under a causal mask
+        ((1.0, 3.0, 3.0), [1.0, 3.0, 3.0, 3.0]),  # up to the length of a window
+    ],
+)
+def test_what_grows_along_the_grid(durations, wanted) -> None:
+    trace = SimpleNamespace(grid=(17, 1, 1), cluster=(1, 1, 1), total=17)
+    found = grid.over_grid(trace, list(zip((0, 8, 16), durations)))
+    assert found[[0, 4, 8, 16]].tolist() == wanted
+
+
+def test_ends_of_a_grid_are_looked_at() -> None:
+    """The longest CTA of a causal grid that runs at once is its last; an image may begin in the middle."""
+    timer = Timer("h200")
+    assert timer.choose([8, 16, 1], 128) == [8 * 8, 8 * 8 + 7]
+    assert timer.choose([512, 2, 1], 1024) == [512, 512 + 298, 1023]

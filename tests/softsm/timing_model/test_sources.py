@@ -2,7 +2,7 @@
 
 import pytest
 
-from softsm.timing_model.sources import Source, absent_from_l1
+from softsm.timing_model.sources import Source, absent_from_l1, shares
 
 L1 = 256 << 10
 
@@ -32,3 +32,11 @@ def test_what_shared_memory_takes_is_not_there():
 
 def test_whole_lines_are_not_words():
     assert absent_from_l1(Source("rows", 1 << 10, asked=128.0 * 1000, lines=1000.0), L1, 132) == 1.0
+
+
+@pytest.mark.parametrize("looked", [1, 2, 3])
+def test_clusters_that_are_looked_at_stand_for_the_grid(looked):
+    """Bytes that grow along it, 0 to 1 on the way: half of them on average."""
+    along = {1: [0.5], 2: [0.0, 1.0], 3: [0.0, 0.5, 1.0]}[looked]
+    assert sum(shares(looked)) == pytest.approx(1)
+    assert sum(a * b for a, b in zip(along, shares(looked))) == pytest.approx(0.5)
