@@ -1,4 +1,4 @@
-"""Which instructions of a kernel arrive at an mbarrier, read from its text: for barriers at which nobody has arrived.
+"""Which instructions of a kernel arrive at an mbarrier, read from its text: for barriers without an arrival.
 
 The address of a barrier is a shared variable plus constants, plus in a ring an index that only the run knows. An
 instruction without such an index arrives at one barrier; one with an index at those from its address on, as far as no

@@ -22,56 +22,13 @@ from softsm.engine.tensor_loads import first_uses
 from softsm.errors import PtxError, Unsupported
 from softsm.isa.registry import LOWERERS, MICROS
 from softsm.ptx.ast import Address, Function, Imm, Instruction, Label, Module, Reg, Sink, Special, Symbol, Vector
+from softsm.ptx.declarations import TYPE_BYTES
 
 CHAPTERS = (
-    "control",
-    "memory",
-    "atomics",
-    "addresses",
-    "cache_policy",
-    "warp",
-    "integer",
-    "floating",
-    "half",
-    "compare",
-    "convert",
-    "moves",
-    "logic",
-    "barriers",
-    "copies",
-    "tensormap",
-    "tensor_memory",
-    "tcgen05",
-    "wgmma",
-    "mma",
-    "matrix_moves",
-    "multimem",
-)
-WIDTH = {
-    "pred": 1,
-    "b8": 8,
-    "u8": 8,
-    "s8": 8,
-    "b16": 16,
-    "u16": 16,
-    "s16": 16,
-    "f16": 16,
-    "bf16": 16,
-    "b32": 32,
-    "u32": 32,
-    "s32": 32,
-    "f32": 32,
-    "f16x2": 32,
-    "bf16x2": 32,
-    "b64": 64,
-    "u64": 64,
-    "s64": 64,
-    "f64": 64,
-    "f32x2": 64,
-    "b128": 128,
-    "e4m3x2": 16,
-    "e5m2x2": 16,
-}
+    "control memory atomics addresses cache_policy warp integer floating half compare convert moves logic barriers "
+    "copies tensormap tensor_memory tcgen05 wgmma mma matrix_moves multimem"
+).split()
+WIDTH = {"pred": 1} | {name: 8 * size for name, size in TYPE_BYTES.items()}  # bits
 SPECIAL_64 = {"clock64", "globaltimer", "gridid", "current_graph_exec"}
 
 

@@ -123,7 +123,7 @@ class Blocks:
     @functools.cached_property
     def read_first(self) -> set[tuple[str, int]]:
         """Rows that some run of micro-operations reads before it writes them. What a block leaves in others is read by
-        nobody, unless something else than a micro-operation looks at them."""
+        nothing, unless something other than a micro-operation reads them."""
         code, heads = self.program.code, {first for first, _ in self.found}
         heads |= {first + length for first, length in self.found} | set(jump_targets(self.program).tolist())
         found: set[tuple[str, int]] = set()

@@ -111,6 +111,8 @@ def _meaning(thing: object) -> tuple[str, Iterable[object]]:
         return repr(sorted(map(repr, thing))), ()
     if isinstance(thing, np.ndarray):
         return f"{thing.dtype} {thing.shape}", (thing.tobytes(),)
+    if isinstance(thing, np.dtype):
+        return repr(thing), ()
     if isinstance(thing, CodeType):
         return repr((thing.co_code, thing.co_names)), thing.co_consts
     if isinstance(thing, ModuleType):

@@ -27,7 +27,7 @@ from softsm.engine.deadlock_text import POLLING, describe
 from softsm.errors import Deadlock
 
 PATIENCE = 4096  # turns of warps
-ROUND = 256  # at most so many turns make a round
+ROUND = 256  # turns of a round, at most
 
 
 class DeadlockWatch:
@@ -112,7 +112,7 @@ class DeadlockWatch:
         for _ in range(4096):
             status, pc, mask, lanes, steps = machine.run_code(warp.state, f.pc, f.mask, 1 << 30, 1, 0)
             machine.steps += steps
-            if mask != f.mask:  # lanes exit: not here, where nobody looks after them
+            if mask != f.mask:  # lanes exit: not here, where nothing follows them
                 f.pc = warp.pc = pc - 1 if status == pg.MERGE else pc
                 return False
             f.pc = warp.pc = pc

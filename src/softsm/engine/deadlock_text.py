@@ -141,7 +141,7 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
 
 
 def untouched(barrier: Mbarrier) -> bool:
-    """Has nobody arrived yet?"""
+    """Whether no arrival has come yet."""
     return barrier.phase == 0 and not any(e.what not in ("init", "increment") for e in barrier.history)
 
 
@@ -153,7 +153,7 @@ def elsewhere(machine, barrier: Mbarrier) -> Mbarrier | None:
 
 
 def cycle(machine, text: Text) -> tuple[list[str], list]:
-    """Warps that wait for each other, as sentences, and their barriers; empty when nobody is left who could do what is
+    """Warps that wait for each other, as sentences, and their barriers; empty when no warp is left to do what is
     missing."""
     waits = awaited(machine)
     needs = {}

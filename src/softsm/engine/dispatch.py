@@ -259,7 +259,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
                 b.branch(loop)
             leave(_I64(pg.MACRO), pc, m, following)
 
-        # The same when races are checked, rx: so many records up to where its result is due, from pg.DISTANCE on.
+        # The same when races are checked. rx: the number of records up to where its result is due, from pg.DISTANCE on.
         for number in (pg.OP_CHECKED_LD, pg.OP_CHECKED_ST):
             case(number)
             due = b.add(pc, b.zext(b.lshr(rx, _I32(pg.DISTANCE)), _I64))
@@ -290,7 +290,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
             b.icmp_unsigned("==", m, _I32(0)),
             b.and_(b.icmp_unsigned("==", op, _I32(pg.OP_CONVERGE)), b.icmp_unsigned("==", m, _I32(FULL))),
         )
-        with b.if_then(idle):  # nobody acts, or nobody can be missing
+        with b.if_then(idle):  # no lane acts, or none can be missing
             b.branch(loop)
         status = b.call(b.inttoptr(lane_operation, OPERATION.as_pointer()), [op, rd, ra, rb, rc, rx, m, S, pc])
         with b.if_then(b.icmp_unsigned("==", status, _I64(0)), likely=True):

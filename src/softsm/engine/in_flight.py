@@ -16,7 +16,7 @@ class Groups:
     def __init__(self) -> None:
         self.open: list[tuple[int, tuple]] = []  # (lanes, operations) since their last commit
         self.closed: list[tuple[int, list]] = []  # (lanes, operations) oldest first
-        self.landed = 0  # so many of the oldest of `open` have completed: a kernel may never commit
+        self.landed = 0  # how many of the oldest of `open` have completed: a kernel may never commit
 
     def add(self, mask: int, *operations) -> None:
         self.open.append((mask, operations))

@@ -33,6 +33,7 @@ from softsm.memory import multicast
 from softsm.memory.global_memory import GlobalMemory
 from softsm.memory.map_argument import TensorMapArgument
 from softsm.ptx.ast import Function, Module, Symbol
+from softsm.ptx.declarations import TYPE_BYTES
 
 SM_SHARED = 233_472  # bytes of shared memory of an SM of sm_90 and sm_100
 CTA_SHARED = 232_448  # of them at most for one CTA
@@ -124,22 +125,9 @@ class Kernel:
             self.checked.variables = variables
 
     def initial_bytes(self, v) -> bytes:
-        code = {
-            "b8": "B",
-            "u8": "B",
-            "s8": "b",
-            "b16": "H",
-            "u16": "H",
-            "s16": "h",
-            "b32": "I",
-            "u32": "I",
-            "s32": "i",
-            "b64": "Q",
-            "u64": "Q",
-            "s64": "q",
-            "f32": "f",
-            "f64": "d",
-        }[v.type]
+        code = {"f32": "f", "f64": "d"}.get(v.type) or "BHIQ"[TYPE_BYTES[v.type].bit_length() - 1]
+        if v.type[0] == "s":
+            code = code.lower()
         out = []
         for x in v.initial:
             if isinstance(x, Symbol):
@@ -285,14 +273,14 @@ class Kernel:
         return TensorMemory()
 
     def new_files(self):
-        """Register files of one warp, with what never changes: constants are rows that nobody writes. Later warps use
-        them again; a register that a kernel reads before writing it has whatever was there, as on the device."""
+        """Register files of one warp, with what never changes: constants are rows that are never written. Later warps
+        use them again; a register that a kernel reads before writing it has whatever was there, as on the device."""
         p = self.program
         R, Q, P = aligned((p.nr, 32), np.uint32), aligned((p.nq, 32), np.uint64), np.zeros(p.np_, np.uint32)
         P[0] = pg.ALL
         for bank, (rows, values) in zip((R, Q, P), self.constant_rows):
             bank[rows] = values
-        S, local = np.zeros(pg.S_FIELDS, np.int64), np.zeros((32, max(p.local_bytes, 1)), np.uint8)
+        S, local = np.zeros(1, pg.WARP_STATE).view(np.int64), np.zeros((32, max(p.local_bytes, 1)), np.uint8)
         S[pg.S_LOCAL], S[pg.S_LOCAL_SIZE] = local.ctypes.data, local.shape[1]
         S[pg.S_R], S[pg.S_Q], S[pg.S_P] = R.ctypes.data, Q.ctypes.data, P.ctypes.data
         S[pg.S_CODE], S[pg.S_POOL] = self.blocks.code.ctypes.data, p.pool.ctypes.data

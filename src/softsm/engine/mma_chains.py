@@ -19,7 +19,7 @@ MOST = 32  # entries of a table
 # what it touches of tensor and shared memory.
 E_IDESC, E_D, E_A, E_B, E_ADD, E_WORK, E_CHAIN, E_COLUMN, E_PAST_COLUMN, E_SHARED, E_PAST_SHARED, ENTRY = range(12)
 TABLE = 1 + MOST * ENTRY
-# Whose products (the address of a warp's state, 0: nobody's), by which lane, on which accumulator, the tables and sites
+# Whose products (the address of a warp's state, 0: none), by which lane, on which accumulator, the tables and sites
 # of its CTA, the operations of its thread, how many more may follow, how many have, and of each table, entry and number
 G_OWNER, G_LANE, G_CHAIN, G_PLACES, G_ISSUED, G_ROOM, G_COUNT, G_FIRST = range(8)
 G_FIELDS = 2  # table << 32 | entry, number

@@ -2,7 +2,7 @@
 
 A `Session` stands for a `with` block (`softsm.checking`, `recording`, `timing`, `counting`) and makes an `Observer` for
 each launch inside. The machine and the instructions call the observer's methods when something happens; a method does
-nothing unless a class overrides it. `machine.observer` is None when nobody observes, and then an instruction pays for
+nothing unless a class overrides it. `machine.observer` is None when nothing observes, and then an instruction pays for
 that one comparison.
 
 What Python sees depends on what the compiled loop does by itself. It shortcuts least for an observer that `follows`,

@@ -20,7 +20,7 @@ class Options:
     sms: int = 4
     budget: int = accepted.number_in("SOFTSM_BUDGET", 20_000_000_000)
     arch: str = ""
-    processes: int = 0  # at most so many share a launch; 0: as engine/processes.py has it
+    processes: int = 0  # that share a launch, at most; 0: engine/processes.py decides
     dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
     sessions: tuple[Session, ...] = ()  # that follow the launch (engine/observer.py)
     meeting: Any = None  # softsm.engine.ranks.Meeting, of a rank's program

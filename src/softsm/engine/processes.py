@@ -162,7 +162,7 @@ class Division:
     def agree(self, outcomes: list[Outcome]) -> bool:
         """Is this what one process would have done?"""
         machine = self.machine
-        # In one process nobody would have waited for longer than all of them together.
+        # In one process no warp would have waited for longer than all of them together.
         if sum(o.longest for o in outcomes) >= PATIENCE:
             return False
         if machine.steps + sum(o.steps for o in outcomes) > machine.options.budget:

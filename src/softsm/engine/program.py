@@ -79,45 +79,58 @@ FLUSH, FIRST_USE, WAIT_LOADS, WAIT_STORES = range(4)
 # Why the interpreter came back.
 QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN, HOT = range(9)
 
-# Fields of the state vector shared with the interpreter (int64).
-(
-    S_WRITES,
-    S_ALIVE,
-    S_SHARED,
-    S_SHARED_SIZE,
-    S_SHARED_BASE,
-    S_LOCAL,
-    S_LOCAL_SIZE,
-    S_ALLOC,
-    S_NALLOC,
-    S_HIT,
-    S_R,
-    S_Q,
-    S_P,
-    S_CODE,
-    S_POOL,
-) = range(15)
-# ... and, when races are checked:
-(S_RACES, S_SHADOW, S_GLOBAL_SHADOW, S_CLOCK, S_KNOWN, S_NEXT_OP, S_SLOT, S_SLOT0, S_INDEX, S_WARPS) = range(15, 25)
-S_BLOCKS = 25  # the table of engine/blocks.py
-S_PHASES = 26  # Cta.phases, when races are checked the table of checks/clocks.py; 0: every wait is a macro-operation
-S_IDLE = 27  # nothing is ever in flight: macro-operations that only wait for that may be passed over
-S_TENSOR = 28  # address of the warp's 32 lanes of tensor memory, column 0
-S_TENSOR_LANE = 29  # the first of them as a tensor-memory address has it
-S_COLUMNS = 30  # address of Cta.columns, or 0: every access to tensor memory is a macro-operation
-S_READS = 31  # when races are checked: the reads of warps, see checks/shadow.py
-S_SCRATCH = 32  # 32 lane addresses
-S_UNWATCHED = 64  # nobody looks at single events
-# When races are checked, of tcgen05.ld and st (checks/tmem_shadow.py):
-S_CELLS = 65  # address of the TensorShadow
-S_LATEST = 66  # an access completes at its wait, so compiled code does only those that nothing can come behind
-S_OWED = 67  # Python has issued some that the warp has not waited for
-S_ISSUER = 68  # the warp's number in what is kept of the operations that compiled code issues
-UNWAITED = 7  # numbers at most, behind their count, of
-S_LOADS, S_STORES = 72, 80  # ... those of compiled code that the warp has not waited for
-S_NOTES = 69  # when a launch is timed: the control words of timing_model/address_trace.py
-S_NOTED = 70  # ... and the number of the warp there
-S_FIELDS = 88
+UNWAITED = 7  # numbers of operations in `loads` and in `stores`, at most, behind their count
+
+# The state of a warp, which Python and compiled code share. Addresses are the host's.
+WARP_STATE = np.dtype([
+    ("writes", np.int64),
+    ("alive", np.int64),  # lanes that have not exited
+    ("shared", np.int64), ("shared_size", np.int64),  # the CTA's shared memory on the host
+    ("shared_base", np.int64),  # its first address in the kernel
+    ("local", np.int64), ("local_size", np.int64),
+    ("alloc", np.int64), ("nalloc", np.int64),  # the table of global allocations
+    ("hit", np.int64),  # the allocation found last
+    ("r", np.int64), ("q", np.int64), ("p", np.int64),  # register files
+    ("code", np.int64), ("pool", np.int64),
+    ("blocks", np.int64),  # the table of engine/blocks.py
+    ("phases", np.int64),  # Cta.phases, when races are checked the table of checks/clocks.py; 0: waits are macros
+    ("idle", np.int64),  # nothing is ever in flight: macro-operations that only wait for that may be passed over
+    ("tensor", np.int64),  # the warp's 32 lanes of tensor memory, column 0
+    ("tensor_lane", np.int64),  # the first of them as a tensor-memory address has it
+    ("columns", np.int64),  # Cta.columns, or 0: every access to tensor memory is a macro-operation
+    ("scratch", np.int64, 32),  # lane addresses
+    ("unwatched", np.int64),  # nothing observes single events
+    # When races are checked:
+    ("races", np.int64), ("shadow", np.int64), ("global_shadow", np.int64), ("clock", np.int64), ("known", np.int64),
+    ("next_op", np.int64), ("slot", np.int64), ("slot0", np.int64), ("index", np.int64), ("warps", np.int64),
+    ("reads", np.int64),  # the reads of warps, see checks/shadow.py
+    # ... and tcgen05.ld and st (checks/tmem_shadow.py):
+    ("cells", np.int64),  # the TensorShadow
+    ("latest", np.int64),  # an access completes at its wait: compiled code does only those that nothing can come behind
+    ("owed", np.int64),  # Python has issued some that the warp has not waited for
+    ("issuer", np.int64),  # the warp's number in what is kept of the operations that compiled code issues
+    ("loads", np.int64, 1 + UNWAITED), ("stores", np.int64, 1 + UNWAITED),  # those of compiled code not waited for
+    # When a launch is timed:
+    ("notes", np.int64),  # the control words of timing_model/address_trace.py
+    ("noted", np.int64),  # the number of the warp there
+])  # fmt: skip
+
+
+def _word(name: str) -> int:
+    """Where a field of the state begins, in words of 64 bits."""
+    return WARP_STATE.fields[name][1] // 8  # type: ignore[index]
+
+
+S_WRITES, S_ALIVE, S_HIT = _word("writes"), _word("alive"), _word("hit")
+S_SHARED, S_SHARED_SIZE, S_SHARED_BASE = _word("shared"), _word("shared_size"), _word("shared_base")
+S_LOCAL, S_LOCAL_SIZE, S_ALLOC, S_NALLOC = _word("local"), _word("local_size"), _word("alloc"), _word("nalloc")
+S_R, S_Q, S_P, S_CODE, S_POOL, S_BLOCKS = map(_word, ("r", "q", "p", "code", "pool", "blocks"))
+S_PHASES, S_IDLE, S_SCRATCH, S_UNWATCHED = _word("phases"), _word("idle"), _word("scratch"), _word("unwatched")
+S_TENSOR, S_TENSOR_LANE, S_COLUMNS = _word("tensor"), _word("tensor_lane"), _word("columns")
+S_RACES, S_SHADOW, S_GLOBAL_SHADOW, S_READS = _word("races"), _word("shadow"), _word("global_shadow"), _word("reads")
+S_CLOCK, S_KNOWN, S_NEXT_OP, S_INDEX, S_WARPS = map(_word, ("clock", "known", "next_op", "index", "warps"))
+S_SLOT, S_SLOT0, S_CELLS, S_LATEST, S_OWED = map(_word, ("slot", "slot0", "cells", "latest", "owed"))
+S_ISSUER, S_LOADS, S_STORES, S_NOTES, S_NOTED = map(_word, ("issuer", "loads", "stores", "notes", "noted"))
 # What S_NEXT_OP leads to: the number of the next asynchronous operation, how clocks are laid out, and where to write
 # down operations (checks/operations.py), cells (checks/tensor.py) and lines (checks/accesses.py), and what is known of
 # products (engine/mma_chains.py).

@@ -19,8 +19,8 @@ WRITES_FIRST = frozenset(
 MEMORY = frozenset(("ld", "shfl"))  # of these: their operands are looked at by more than arithmetic
 APART = frozenset(("tcgen05", "wgmma", "call"))  # what they name is used later, or by somebody else
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "call"))
-BANKS = {"b16": "R", "u16": "R", "s16": "R", "f16": "R", "b32": "R", "u32": "R", "s32": "R", "f32": "R", "f16x2": "R",
-         "bf16": "R", "bf16x2": "R", "b64": "Q", "u64": "Q", "s64": "Q", "f64": "Q"}  # fmt: skip
+BANKS = dict.fromkeys("b16 u16 s16 f16 b32 u32 s32 f32 f16x2 bf16 bf16x2".split(), "R")
+BANKS |= dict.fromkeys("b64 u64 s64 f64".split(), "Q")
 
 
 def registers(operand) -> list[str]:

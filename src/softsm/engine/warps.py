@@ -42,24 +42,8 @@ class Warp:
     """32 lanes of one CTA. R, Q, P are its register files (see engine/program.py)."""
 
     __slots__ = (
-        "P",
-        "Q",
-        "R",
-        "S",
-        "__weakref__",
-        "alive",
-        "cta",
-        "fragment",
-        "fragments",
-        "in_flight",
-        "index",
-        "local",
-        "pc",
-        "queued",
-        "spins",
-        "state",
-        "view",
-    )
+        "P Q R S alive cta fragment fragments in_flight index local pc queued spins state view __weakref__"
+    ).split()
 
     def __init__(self, cta: Cta, index: int, lanes: int):
         self.cta, self.index = cta, index
@@ -108,32 +92,10 @@ class Cta(Waitable):
     """One CTA: shared memory, barriers, its warps. Waiting on it means waiting for one of its warps to exit."""
 
     __slots__ = (
-        "barriers",
-        "cluster",
-        "cluster_barrier",
-        "columns",
-        "ctaid",
-        "exit_hooks",
-        "gpu",
-        "invalidated",
-        "kernel",
-        "lane_hooks",
-        "live",
-        "machine",
-        "named_barriers",
-        "phases",
-        "phases_address",
-        "program",
-        "rank",
-        "shared",
-        "shared_address",
-        "shared_base",
-        "sm",
-        "threads",
-        "view",
-        "warpgroups",
-        "warps",
-    )
+        "barriers cluster cluster_barrier columns ctaid exit_hooks gpu invalidated kernel lane_hooks live machine "
+        "named_barriers phases phases_address program rank shared shared_address shared_base sm threads view "
+        "warpgroups warps"
+    ).split()
 
     def __init__(self, machine, ctaid: tuple[int, int, int], rank: int, cluster: list[Cta], sm: Sm):
         super().__init__()
@@ -141,7 +103,7 @@ class Cta(Waitable):
         self.gpu = sm.gpu
         self.kernel = machine.kernels[self.gpu]
         self.program: pg.Program = self.kernel.program
-        self.shared = np.full(machine.shared_limit, 0xFF, np.uint8)  # what nobody wrote reads as NaN
+        self.shared = np.full(machine.shared_limit, 0xFF, np.uint8)  # what was not written reads as NaN
         self.shared_address = self.shared.ctypes.data
         self.shared_base = rank << pg.RANK_SHIFT
         self.barriers: dict[int, object] = {}  # mbarriers by shared offset

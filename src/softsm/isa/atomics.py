@@ -17,28 +17,9 @@ from softsm.ptx.ast import Instruction, Sink
 if TYPE_CHECKING:
     from softsm.engine.assemble import Assembler
 
-ATOMIC_OPS = {
-    "add": ln.ADD,
-    "min": ln.MIN,
-    "max": ln.MAX,
-    "and": ln.AND,
-    "or": ln.OR,
-    "xor": ln.XOR,
-    "exch": ln.EXCH,
-    "cas": ln.CAS,
-    "inc": ln.INC,
-    "dec": ln.DEC,
-}
-ATOMIC_TYPES = {
-    "u32": ln.T_U32,
-    "b32": ln.T_U32,
-    "s32": ln.T_S32,
-    "u64": ln.T_U64,
-    "b64": ln.T_U64,
-    "s64": ln.T_S64,
-    "f32": ln.T_F32,
-    "f64": ln.T_F64,
-}
+ATOMIC_OPS = {name: getattr(ln, name.upper()) for name in "add min max and or xor exch cas inc dec".split()}
+ATOMIC_TYPES = {t: getattr(ln, f"T_{t.upper()}") for t in "u32 s32 u64 s64 f32 f64".split()}
+ATOMIC_TYPES |= {"b32": ln.T_U32, "b64": ln.T_U64}
 PACKED = ("f16", "bf16", "f16x2", "bf16x2", "b16")
 
 

@@ -55,23 +55,7 @@ FLOAT_OPS = {
     "num": ("num", False, False),
     "nan": ("num", False, True),
 }
-SOURCES = (
-    "b16",
-    "b32",
-    "b64",
-    "u16",
-    "u32",
-    "u64",
-    "s16",
-    "s32",
-    "s64",
-    "f16",
-    "f16x2",
-    "bf16",
-    "bf16x2",
-    "f32",
-    "f64",
-)
+SOURCES = tuple("b16 b32 b64 u16 u32 u64 s16 s32 s64 f16 f16x2 bf16 bf16x2 f32 f64".split())
 
 
 def compare(asm, ins, op: str, t: str, a, b, ftz: bool) -> list[int]:

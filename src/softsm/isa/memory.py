@@ -15,6 +15,7 @@ from softsm.isa import bulk_copy
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
 from softsm.ptx.ast import Address, Instruction, Sink, Symbol, Vector
+from softsm.ptx.declarations import TYPE_BYTES
 
 if TYPE_CHECKING:
     from softsm.engine.assemble import Assembler
@@ -32,41 +33,13 @@ SPACES = {
 }
 LOAD_OP = {ln.GLOBAL: pg.OP_LDG, ln.SHARED: pg.OP_LDS, ln.GENERIC: pg.OP_LD, ln.LOCAL: pg.OP_LDL}
 STORE_OP = {ln.GLOBAL: pg.OP_STG, ln.SHARED: pg.OP_STS, ln.GENERIC: pg.OP_ST, ln.LOCAL: pg.OP_STL}
+# log2 of the bytes of the types that ld and st know
 LOG = {
-    "b8": 0,
-    "u8": 0,
-    "s8": 0,
-    "b16": 1,
-    "u16": 1,
-    "s16": 1,
-    "f16": 1,
-    "bf16": 1,
-    "b32": 2,
-    "u32": 2,
-    "s32": 2,
-    "f32": 2,
-    "f16x2": 2,
-    "bf16x2": 2,
-    "b64": 3,
-    "u64": 3,
-    "s64": 3,
-    "f64": 3,
+    t: TYPE_BYTES[t].bit_length() - 1
+    for t in "b8 u8 s8 b16 u16 s16 f16 bf16 b32 u32 s32 f32 f16x2 bf16x2 b64 u64 s64 f64".split()
 }
 VECTOR = {"v2": 2, "v4": 4, "v8": 8}
-ORDERING = {
-    "weak",
-    "volatile",
-    "relaxed",
-    "acquire",
-    "release",
-    "acq_rel",
-    "cta",
-    "cluster",
-    "gpu",
-    "sys",
-    "mmio",
-    "unified",
-}
+ORDERING = set("weak volatile relaxed acquire release acq_rel cta cluster gpu sys mmio unified".split())
 CACHE = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc"}
 
 

@@ -46,7 +46,7 @@ def pipelined(old: Footprint, new: Footprint) -> bool:
 
 
 def latest_before(pending: list, footprint: Footprint, products: int) -> tuple[AsyncOp, ...]:
-    """The operations in flight, so many of them products, that come before a new one, but for those that come before
+    """The operations in flight, `products` of them products, that come before a new one, but for those that come before
     one of these."""
     last, _, before = pending[-1]
     if before.what == footprint.what == "mma" and before.accumulator == footprint.accumulator:

@@ -12,28 +12,17 @@ if TYPE_CHECKING:
     from softsm.engine.assemble import Assembler
 
 KIND = {
-    "u32": "u",
-    "s32": "i",
-    "b32": "u",
-    "f32": "f",
-    "u64": "q",
-    "s64": "l",
-    "b64": "q",
-    "f64": "d",
-    "u16": "u",
-    "s16": "u",
-    "b16": "u",
-    "f16": "u",
-    "bf16": "u",
-    "f16x2": "u",
-    "bf16x2": "u",
-    "u16x2": "u",
-    "s16x2": "u",
-    "f32x2": "q",
-    "u8": "u",
-    "s8": "u",
-    "b8": "u",
-    "pred": "p",
+    t: kind
+    for kind, types in {
+        "u": "u32 b32 u16 s16 b16 f16 bf16 f16x2 bf16x2 u16x2 s16x2 u8 s8 b8",
+        "i": "s32",
+        "q": "u64 b64 f32x2",
+        "l": "s64",
+        "f": "f32",
+        "d": "f64",
+        "p": "pred",
+    }.items()
+    for t in types.split()
 }
 
 _TYPED: dict[str, dict[str, Callable]] = {}

@@ -178,8 +178,8 @@ def _empty(shape: tuple[int, ...], m: TensorMap) -> np.ndarray:
 
 @lru_cache(maxsize=512)
 def _direct(shape: tuple[int, ...], strides: tuple[int, ...], swizzle: Swizzle, kind: DataType, phase: int):
-    """For a box wholly inside: 16-byte chunk of global memory, counted from the box's first byte, for each chunk of
-    the image in order. None where the image has gaps or finer units."""
+    """The 16-byte chunk of global memory, counted from the box's first byte, for each chunk of the image in order, if
+    the box is wholly inside the tensor. None where the image has gaps or finer units."""
     rows = int(np.prod(shape[:-1], dtype=np.int64))
     dtype, _, inverse, nbytes = _placement(rows, shape[-1], swizzle, kind, phase)
     if dtype != np.complex128 or nbytes != rows * shape[-1]:

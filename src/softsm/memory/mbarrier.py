@@ -44,22 +44,9 @@ class Mbarrier(Waitable):
     """Warps blocked on it are woken when a phase completes."""
 
     __slots__ = (
-        "array",
-        "expected",
-        "history",
-        "home",
-        "name",
-        "next_expected",
-        "observer",
-        "origin",
-        "overwritten",
-        "pending",
-        "phase",
-        "place",
-        "shown",
-        "tx",
-        "watched",
-    )
+        "array expected history home name next_expected observer origin overwritten pending phase place shown tx "
+        "watched"
+    ).split()
 
     def __init__(self, count: int, *, name: str = "mbarrier", who: object = ""):
         super().__init__()

@@ -22,7 +22,7 @@ ALL_GROUPS = 0xFF  # all lanes, as a mask of groups of 16
 SIZES = (32, 64, 128, 256, 512)  # columns one allocation may have
 UNKNOWN, ACCUMULATOR, STORED_F32, STORED_PACKED = range(4)  # what a cell holds, as far as the program says so
 STORED = {"f32": STORED_F32, "packed": STORED_PACKED}  # by what the registers of a store were written as
-POISON = 0xFFFFFFFF  # a NaN: what nobody wrote must not pass for a result
+POISON = 0xFFFFFFFF  # a NaN: what was not written must not pass for a result
 
 
 class Allocation(NamedTuple):

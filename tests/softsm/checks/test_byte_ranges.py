@@ -25,7 +25,7 @@ class Memory:
         self.parts = np.zeros((SLOTS, sh.PARTS_KEPT, 2), np.uint32)
         self.races[sh.PARTS] = address_of(self.parts)
         self.site = np.array([shadow.address, shadow.reads_address, BYTES // 4, WARPS, 0], np.int64)
-        self.states = np.zeros((WARPS, pg.S_FIELDS), np.int64)
+        self.states = np.zeros(WARPS, pg.WARP_STATE).view(np.int64).reshape(WARPS, -1)
         for warp, S in enumerate(self.states):
             clock = address_of(clocks[warp])
             S[pg.S_RACES : pg.S_WARPS + 1] = (

@@ -60,7 +60,7 @@ def registers(rng: np.random.Generator) -> tuple:
 
 def run(made: pg.Program, code: np.ndarray, table: np.ndarray, files: tuple) -> tuple:
     R, Q, P = files
-    S = np.zeros(pg.S_FIELDS, np.int64)
+    S = np.zeros(1, pg.WARP_STATE).view(np.int64)
     S[[pg.S_R, pg.S_Q, pg.S_P, pg.S_CODE, pg.S_BLOCKS]] = [x.ctypes.data for x in (R, Q, P, code, table)]
     return dispatch.runner(0)(S.ctypes.data, 0, pg.ALL, 1 << 30, 1 << 20, 0)
 

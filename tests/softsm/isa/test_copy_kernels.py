@@ -17,7 +17,7 @@ class Lanes:
         self.shared = np.full(pg.SHARED_START + 1024, 0xAA, np.uint8)
         self.data = np.arange(512, dtype=np.uint8)
         self.table = np.array([[self.data.ctypes.data, self.data.ctypes.data + 512]], np.uint64)
-        self.S = np.zeros(pg.S_FIELDS, np.int64)
+        self.S = np.zeros(1, pg.WARP_STATE).view(np.int64)
         self.S[pg.S_R], self.S[pg.S_Q] = self.R.ctypes.data, self.Q.ctypes.data
         self.S[pg.S_SHARED], self.S[pg.S_SHARED_SIZE] = self.shared.ctypes.data, self.shared.size
         self.S[pg.S_ALLOC], self.S[pg.S_NALLOC] = self.table.ctypes.data, 1

@@ -32,7 +32,7 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
         (r"epilogue_type_t::apply_index_n<", "epilogue_type_t::template apply_index_n<")
     ],
     # ThunderKittens: special registers in asm with operands are written with %%; nvcc also takes %. A template that
-    # nobody uses names an operand that is not there.
+    # nothing uses names an operand that is not there.
     "include/common/util.cuh": [(r"(?<!%)%(n?cluster)", r"%%\1")],
     "ops/thread/util/sync.cuh": [(r"(?<!%)%clock64", "%%clock64")],
     "ops/thread/util/tma.cuh": [(r"(?<!%)%clock64", "%%clock64")],

@@ -1,4 +1,4 @@
-"""For programs that say device="cuda": CPU tensors that claim to be on the GPU, and a torch.cuda that answers.
+"""What programs need that say device="cuda": CPU tensors that claim to be on the GPU, and a torch.cuda that answers.
 
 Off unless asked for. Moving a tensor between "cuda" and "cpu" copies it, as it would between two memories.
 """

@@ -31,7 +31,7 @@ OPS: dict[Any, Any] = {
 
 
 def meeting() -> Meeting | None:
-    """Of the rank whose program runs, or None outside of one."""
+    """The meeting of the rank whose program runs, or None outside of one."""
     return current_options().meeting
 
 
