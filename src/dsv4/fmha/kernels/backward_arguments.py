@@ -40,7 +40,7 @@ class GradientTile:
 
 @aggregate
 class Result:
-    """A gradient; how far its heads and its rows are apart, in elements."""
+    """A gradient; the strides of its heads and its rows, in elements."""
 
     desc: Value
     ptr: Value
@@ -54,16 +54,6 @@ class Terms:
 
     lse2_ptr: Value
     delta_ptr: Value
-
-
-@aggregate
-class Scales:
-    """What S is multiplied by before 2^S is taken, P and dS before they are rounded (fp16 only), dQ and dK."""
-
-    s: Value
-    p: Value
-    gradient: Value
-    ds_ptr: Value  # fp32 [1]
 
 
 class GradientTensors(NamedTuple):
@@ -100,8 +90,25 @@ class GradientScales(NamedTuple):
     ds_ptr: Value  # fp32 [1]
 
 
+class Parts(NamedTuple):
+    """Sums in fp32 that follow one another in memory (sm90/gradient_sums.py)."""
+
+    ptr: Value
+    count: Value
+
+
+class GroupedGradient(NamedTuple):
+    """A gradient [batch, KV head, token, head of the group, column] and its strides, in elements."""
+
+    ptr: Value
+    batch: Value
+    head: Value
+    token: Value
+    member: Value
+
+
 class Gradient(NamedTuple):
-    """A gradient, and how far its sequences, heads and rows are apart, in elements."""
+    """A gradient, and the strides of its sequences, heads and rows, in elements."""
 
     ptr: Value
     batch: Value

@@ -29,6 +29,14 @@ from dsv4.fmha.kernels.backward import (
     rows_of_dq,
     supports,
 )
+from dsv4.fmha.kernels.backward_arguments import (
+    Gradient,
+    GradientScales,
+    GradientSizes,
+    GradientTensors,
+    GroupedGradient,
+    Parts,
+)
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
@@ -40,8 +48,6 @@ from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 
 __all__ = ["prepare", "supports"]
-
-STRIDES = ("batch_stride", "head_stride", "token_stride", "member_stride")
 
 
 def prepare(b: FmhaBackward, target: Target, program: Program) -> None:
@@ -65,28 +71,27 @@ def prepare_chain(target: Target, program: Program, x: Packed) -> None:
 def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
     """Without scores in memory."""
     starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences, x.sequences.count)  # or unread
-    common: dict[str, Any] = x.sizes | dict(
-        lse2_ptr=x.lse2, delta_ptr=x.delta, ds_scale_ptr=x.ds_scale, q_desc=rows_descriptor(x.q, 64),
-        dout_desc=rows_descriptor(x.dout, 64), **dict(zip(("cu_q_ptr", "cu_k_ptr", "sequences"), starts)),
-        scale2=x.scale, scale=x.p.softmax_scale, p_scale=FP16_P_SCALE,
-    )  # fmt: skip
+    common: dict[str, Any] = dict(
+        tensors=GradientTensors(x.lse2, x.delta, *starts[:2]),
+        whole=GradientSizes(**x.sizes, sequences=starts[2]),
+        scales=GradientScales(x.scale, FP16_P_SCALE, x.p.softmax_scale, x.ds_scale),
+        q_desc=rows_descriptor(x.q, 64),
+        dout_desc=rows_descriptor(x.dout, 64),
+    )
     constants = dict(D=x.width, SLOTS=2, SCALED=x.fp16, VARLEN=x.sequences is not None, num_warps=4)
     of_rows = (row_tiles(x.rows, x.sequences) * x.batch * x.heads,)
     add_dq = x.dq_sum is not None
     if x.dk is not None or x.dv is not None:
         _prepare_keys(target, program, x, common, constants)
         if add_dq:
-            strides = dict(zip(STRIDES, x.dq.stride()))
-            arguments = common | strides | dict(sum_ptr=x.dq_sum, out_ptr=x.dq, parts=1)
+            arguments = common | dict(parts=Parts(x.dq_sum, 1), out=GroupedGradient(x.dq, *x.dq.stride()[:4]))
             program.launch(round_sum, of_rows, arguments, **constants)
     if x.dq is not None and not add_dq:
         dq = rows_of_dq(program, x.dq, x.sequences)
         target = dq if is_addressable(dq) else made_like(program, dq.shape, dq.dtype, x.sequences)
         k, v = (descriptor(y, [1, 1, TILE, 64]) for y in (x.k, x.v))
-        arguments = common | dict(
-            k_desc=k, v_desc=v, dq_desc=descriptor(target, [1, 1, 64, 64]), dq_ptr=target, dq_head=target.stride(1),
-            dq_row=target.stride(2),
-        )  # fmt: skip
+        dq_desc = descriptor(target, [1, 1, 64, 64])
+        arguments = common | dict(k_desc=k, v_desc=v, dq_desc=dq_desc, dq=Gradient(target, *target.stride()[:3]))
         registers, load = _registers(x, of_keys=False)
         program.launch(backward_dq, of_rows, arguments, DQ_REGS=registers, LOAD_REGS=load, **constants)
         if target is not dq:
@@ -118,8 +123,8 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
         dq_box = TensorDescriptor(lines, list(lines.shape), [32, 1], [128, 32], gl.NVMMASharedLayout(128, 32))
     arguments = common | dict(
         q_desc=rows_descriptor(x.q, rows), dout_desc=rows_descriptor(x.dout, rows), k_desc=k, v_desc=v,
-        dq_desc=dq_box, dk_desc=dk_box, dv_desc=dv_box, dk_ptr=dk, dv_ptr=dv, dk_head=dk.stride(1),
-        dk_row=dk.stride(2), dv_head=dv.stride(1), dv_row=dv.stride(2), parts_ptr=parts, splits=splits,
+        dq_desc=dq_box, dk_desc=dk_box, dv_desc=dv_box, dk=Gradient(dk, *dk.stride()[:3]),
+        dv=Gradient(dv, *dv.stride()[:3]), parts=Parts(parts, splits),
     )  # fmt: skip
     registers, load = _registers(x, of_keys=True)
     program.launch(
@@ -127,11 +132,15 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
         LOAD_REGS=load, **constants,
     )  # fmt: skip
     if splits > 1:
-        by_key = dict(rows=x.keys, tokens=x.keys, group=1, cu_q_ptr=common["cu_k_ptr"], scale=1.0)
+        tensors, whole, scales = common["tensors"], common["whole"], common["scales"]
+        by_key = dict(
+            tensors=tensors._replace(cu_q_ptr=tensors.cu_k_ptr),
+            whole=whole._replace(rows=x.keys, tokens=x.keys, group=1),
+            scales=scales._replace(gradient=1.0),
+        )
         for n, grad in enumerate(wanted):
             if grad is not None:
-                strides = dict(zip(STRIDES, (*grad.stride()[:3], 0)))
-                summed = common | by_key | strides | dict(sum_ptr=parts[n], out_ptr=grad, parts=splits)
+                summed = by_key | dict(parts=Parts(parts[n], splits), out=GroupedGradient(grad, *grad.stride()[:3], 0))
                 program.launch(round_sum, (tiles,), summed, **constants | dict(SCALED=False))
         return
     for grad, found in zip(wanted, made):
@@ -140,8 +149,8 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
 
 
 def split_rows(tiles: int, steps: int, num_sms: int) -> int:
-    """Into how many parts the rows of a key tile, so many steps of an average sequence, are cut: that which takes the
-    fewest steps, where the beginning and the end of a CTA take as long as four. A part has at least eight."""
+    """How many parts the rows of a key tile are cut into. `steps`: of an average sequence. The answer needs the fewest
+    steps, if the beginning and the end of a CTA take as long as four. A part has at least eight."""
     if tiles >= 4 * num_sms:
         return 1
     most = max(1, min(steps // 8, 4 * num_sms // max(tiles, 1)))

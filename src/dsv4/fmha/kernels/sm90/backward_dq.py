@@ -20,7 +20,7 @@ free[slot]      left, right        2           load           both have used it
 landed          TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
 """
 
-from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Scales, Sizes, Terms
+from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
 from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, load_next, load_own, scores
@@ -142,14 +142,26 @@ def dq_role(memory, result, terms, work, sizes, scales, W: gl.constexpr, D: gl.c
     finish(dq * scale, memory.q.index(W), result, work, work.first_row, row, sizes.rows, D, VARLEN)
 
 
-@gluon.jit(do_not_specialize=["scale2", "scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads",
-                              "sequences", "dq_head", "dq_row"])  # fmt: skip
-def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dq_desc, dq_ptr, cu_q_ptr,
-                cu_k_ptr, scale2, scale, rows, tokens, keys, group, left, right, kv_heads, sequences, dq_head, dq_row,
-                D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr,
-                DQ_REGS: gl.constexpr, LOAD_REGS: gl.constexpr):  # fmt: skip
+@gluon.jit
+def backward_dq(
+    tensors,
+    q_desc,
+    k_desc,
+    dout_desc,
+    v_desc,
+    dq_desc,
+    dq,
+    whole,
+    scales,
+    D: gl.constexpr,
+    SLOTS: gl.constexpr,
+    SCALED: gl.constexpr,
+    VARLEN: gl.constexpr,
+    DQ_REGS: gl.constexpr,
+    LOAD_REGS: gl.constexpr,
+):
     """One program: 128 packed rows of a pair of sequence and KV head. lse2, delta [pairs, rows]; dq [batch, KV head,
-    packed row, column] like q. VARLEN, cu_q, cu_k and strides as in backward_keys."""
+    packed row, column] like q. VARLEN as in backward_keys."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
@@ -164,26 +176,25 @@ def backward_dq(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_
         landed = new_barriers(1)
         barriers += (landed,)
     init_barriers(barriers)
-    tiles = (rows + 127) // 128
+    tiles = (whole.rows + 127) // 128
     if VARLEN:
-        tiles = rows // 128 + sequences
+        tiles = whole.rows // 128 + whole.sequences
     pair = gl.program_id(0) // tiles
     row = (tiles - 1 - (gl.program_id(0) - pair * tiles)) * 128  # of causal ones the longest first
-    work = GradientTile(pair // kv_heads, pair % kv_heads, row, 0, 0)
-    sizes = Sizes(rows, tokens, keys, group, left, right)
-    lse2_ptr += pair.to(gl.int64) * rows
-    delta_ptr += pair.to(gl.int64) * rows
+    work = GradientTile(pair // whole.kv_heads, pair % whole.kv_heads, row, 0, 0)
+    sizes = whole
+    lse2_ptr = tensors.lse2_ptr + pair.to(gl.int64) * whole.rows
+    delta_ptr = tensors.delta_ptr + pair.to(gl.int64) * whole.rows
     if VARLEN:
-        seq, row = tile_of(row // 128, cu_q_ptr, sequences, group)
-        first_row, first_key, sizes = sizes_of(seq, row, sizes, cu_q_ptr, cu_k_ptr, False)
+        seq, row = tile_of(row // 128, tensors.cu_q_ptr, whole.sequences, whole.group)
+        first_row, first_key, sizes = sizes_of(seq, row, whole, tensors.cu_q_ptr, tensors.cu_k_ptr, False)
         work = GradientTile(0, pair, row, first_row, first_key)
         lse2_ptr += first_row
         delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     memory = Memory(q, dout, ring, v, own_ready, landed)
     terms = Terms(lse2_ptr, delta_ptr)
-    result = Result(dq_desc, dq_ptr, dq_head, dq_row)
-    scales = Scales(scale2, 1.0, scale, ds_scale_ptr)
+    result = Result(dq_desc, dq.ptr, dq.head, dq.row)
     gl.warp_specialize([
         (dq_role, (memory, result, terms, work, sizes, scales, 0, D, SCALED, VARLEN)),
         (dq_role, (memory, result, terms, work, sizes, scales, 1, D, SCALED, VARLEN)),

@@ -39,7 +39,7 @@ P is 0 there, because of lse2 or of the mask. VARLEN: one batch of all sequences
 zeroes what is not the sequence's, and the last tile of a sequence is stored row by row.
 """
 
-from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Scales, Sizes, Terms
+from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
@@ -408,18 +408,34 @@ def gradient_role(memory, dq_sum, dk_result, dv_result, work, part, sizes, scale
         finish(dk * scale, tile, dk_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
 
 
-@gluon.jit(do_not_specialize=["scale2", "scale", "p_scale", "rows", "tokens", "keys", "group", "left", "right",
-                              "kv_heads", "sequences", "dk_head", "dk_row", "dv_head", "dv_row", "splits"])  # fmt: skip
-def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, v_desc, dq_desc, dk_desc, dv_desc,
-                  dk_ptr, dv_ptr, parts_ptr, cu_q_ptr, cu_k_ptr, scale2, scale, p_scale, rows, tokens, keys, group,
-                  left, right, kv_heads, sequences, dk_head, dk_row, dv_head, dv_row, splits,
-                  D: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr,
-                  ROWS: gl.constexpr, ADD_DQ: gl.constexpr,
-                  GRADIENT_REGS: gl.constexpr, LOAD_REGS: gl.constexpr):  # fmt: skip
-    """One program: 128 keys of a pair of sequence and KV head, one of `splits` parts of the rows. lse2, delta
-    [pairs, rows]. p_scale, ds_scale: what P and dS are multiplied by in fp16. VARLEN: rows, tokens and keys of all
-    sequences, which begin where cu_q and cu_k say. dk_head, dk_row, ...: strides of dk and dv, which only VARLEN uses.
-    dq_desc: the sum of gradient_sums.py. parts_ptr: fp32, all parts of dK, then those of dV, if there are several."""
+@gluon.jit
+def backward_keys(
+    tensors,
+    q_desc,
+    k_desc,
+    dout_desc,
+    v_desc,
+    dq_desc,
+    dk_desc,
+    dv_desc,
+    dk,
+    dv,
+    parts,
+    whole,
+    scales,
+    D: gl.constexpr,
+    SLOTS: gl.constexpr,
+    SCALED: gl.constexpr,
+    VARLEN: gl.constexpr,
+    ROWS: gl.constexpr,
+    ADD_DQ: gl.constexpr,
+    GRADIENT_REGS: gl.constexpr,
+    LOAD_REGS: gl.constexpr,
+):
+    """One program: 128 keys of a pair of sequence and KV head, one of `parts.count` parts of the rows. lse2, delta
+    [pairs, rows]. VARLEN: `whole` has rows, tokens and keys of all sequences, which begin where cu_q and cu_k say; only
+    then are the pointers of dk and dv used. dq_desc: the sum of gradient_sums.py. parts: all of dK, then those of dV,
+    if there are several."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -434,9 +450,10 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
         ds = gl.allocate_shared_memory(DTYPE, [4, 64, ROWS], TILE)
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)
     ring, own_ready, landed, ds_ready = make_barriers(q, VARLEN, ADD_DQ)
-    tiles = (keys + 127) // 128
+    splits = parts.count
+    tiles = (whole.keys + 127) // 128
     if VARLEN:
-        tiles = keys // 128 + sequences
+        tiles = whole.keys // 128 + whole.sequences
     pieces = tiles * splits
     pairs = gl.num_programs(0) // pieces
     # Pairs go AT_ONCE together, the longest tiles of all of them first: a pair by itself would begin its longest ones
@@ -449,31 +466,30 @@ def backward_keys(lse2_ptr, delta_ptr, ds_scale_ptr, q_desc, k_desc, dout_desc, 
     tile = piece // splits
     split = piece - tile * splits
     key = tile * 128
-    parts_ptr += ((split * pairs + pair) * tiles + tile).to(gl.int64) * (128 * D)
-    dv_parts_ptr = parts_ptr + gl.num_programs(0).to(gl.int64) * (128 * D)
-    work = GradientTile(pair // kv_heads, pair % kv_heads, key, 0, 0)
-    sizes = Sizes(rows, tokens, keys, group, left, right)
-    first_block = pair * ((rows + 127) // 128) * (D // 32)
-    lse2_ptr += pair.to(gl.int64) * rows
-    delta_ptr += pair.to(gl.int64) * rows
+    dk_parts_ptr = parts.ptr + ((split * pairs + pair) * tiles + tile).to(gl.int64) * (128 * D)
+    dv_parts_ptr = dk_parts_ptr + gl.num_programs(0).to(gl.int64) * (128 * D)
+    work = GradientTile(pair // whole.kv_heads, pair % whole.kv_heads, key, 0, 0)
+    sizes = whole
+    first_block = pair * ((whole.rows + 127) // 128) * (D // 32)
+    lse2_ptr = tensors.lse2_ptr + pair.to(gl.int64) * whole.rows
+    delta_ptr = tensors.delta_ptr + pair.to(gl.int64) * whole.rows
     if VARLEN:
-        seq, key = tile_of(tile, cu_k_ptr, sequences, 1)
-        first_block = pair * (rows // 128 + sequences)
-        first_row, first_key, sizes = sizes_of(seq, key, sizes, cu_q_ptr, cu_k_ptr, True)
+        seq, key = tile_of(tile, tensors.cu_k_ptr, whole.sequences, 1)
+        first_block = pair * (whole.rows // 128 + whole.sequences)
+        first_row, first_key, sizes = sizes_of(seq, key, whole, tensors.cu_q_ptr, tensors.cu_k_ptr, True)
         first_block = (first_block + first_row // 128 + seq) * (D // 32)
         work = GradientTile(0, pair, key, first_row, first_key)
         lse2_ptr += first_row
         delta_ptr += first_row
     first, end = rows_of(work.own, sizes, ROWS)
     first, end = cut(first, end, split, splits, ROWS)
-    part = Part(first, end, splits, parts_ptr, dv_parts_ptr)
+    part = Part(first, end, splits, dk_parts_ptr, dv_parts_ptr)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     memory = Memory(k, v, ring, dout, stat, own_ready, landed, ds, ds_ready)
     dq_sum = DqSum(dq_desc, dq_tiles, first_block)
     terms = Terms(lse2_ptr, delta_ptr)
-    dk_result = Result(dk_desc, dk_ptr, dk_head, dk_row)
-    dv_result = Result(dv_desc, dv_ptr, dv_head, dv_row)
-    scales = Scales(scale2, p_scale, scale, ds_scale_ptr)
+    dk_result = Result(dk_desc, dk.ptr, dk.head, dk.row)
+    dv_result = Result(dv_desc, dv.ptr, dv.head, dv.row)
     gl.warp_specialize([
         (gradient_role, (memory, dq_sum, dk_result, dv_result, work, part, sizes, scales, 0, D, SCALED, VARLEN,
                          ADD_DQ)),

@@ -10,7 +10,6 @@ The blocks of a pair of sequence and KV head follow one another by rows, then co
 of 128 rows. VARLEN: the tiles of a sequence begin where backward_sequences.tile_of says.
 """
 
-from dsv4.fmha.kernels.backward_arguments import Sizes
 from dsv4.fmha.kernels.backward_sequences import sizes_of, tile_of
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, tma_add
 
@@ -44,42 +43,41 @@ def store_blocks(x, ptr, D: gl.constexpr):
     gl.store(ptr + line[:, None] + gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :], x)
 
 
-@gluon.jit(do_not_specialize=["scale", "rows", "tokens", "keys", "group", "left", "right", "kv_heads", "sequences",
-                              "batch_stride", "head_stride", "token_stride", "member_stride", "parts"])  # fmt: skip
-def round_sum(sum_ptr, out_ptr, ds_scale_ptr, cu_q_ptr, cu_k_ptr, scale, rows, tokens, keys, group, left, right,
-              kv_heads, sequences, batch_stride, head_stride, token_stride, member_stride, parts,
-              D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
-    """One program: 128 packed rows of a pair of sequence and KV head, the sum of `parts` sums that follow one another,
-    to out [batch, KV head, token, head of the group, column]. For dK and dV the rows are keys, and the group is 1."""
+@gluon.jit
+def round_sum(tensors, parts, out, whole, scales, D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):
+    """One program: 128 packed rows of a pair of sequence and KV head, the sum of the parts. For dK and dV the rows are
+    keys, and the group is 1."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tiles = (rows + 127) // 128
+    group = whole.group
+    tiles = (whole.rows + 127) // 128
     if VARLEN:
-        tiles = rows // 128 + sequences
+        tiles = whole.rows // 128 + whole.sequences
     pair = gl.program_id(0) // tiles
     tile = gl.program_id(0) - pair * tiles
-    sum_ptr += gl.program_id(0).to(gl.int64) * (128 * D)
-    row, end = tile * 128, rows
-    out_ptr += (pair // kv_heads).to(gl.int64) * batch_stride + (pair % kv_heads).to(gl.int64) * head_stride
+    sum_ptr = parts.ptr + gl.program_id(0).to(gl.int64) * (128 * D)
+    row, end = tile * 128, whole.rows
+    batch, head = pair // whole.kv_heads, pair % whole.kv_heads
+    out_ptr = out.ptr + (batch.to(gl.int64) * out.batch + head.to(gl.int64) * out.head)
     if VARLEN:
-        seq, row = tile_of(tile, cu_q_ptr, sequences, group)
-        whole = Sizes(rows, tokens, keys, group, left, right)
-        first_row, _, sizes = sizes_of(seq, row, whole, cu_q_ptr, cu_k_ptr, False)
+        seq, row = tile_of(tile, tensors.cu_q_ptr, whole.sequences, group)
+        first_row, _, sizes = sizes_of(seq, row, whole, tensors.cu_q_ptr, tensors.cu_k_ptr, False)
         end = sizes.rows
-        out_ptr += (first_row // group).to(gl.int64) * token_stride
+        out_ptr += (first_row // group).to(gl.int64) * out.token
+    scale = scales.gradient
     if SCALED:
-        scale = scale / gl.load(ds_scale_ptr)
+        scale = scale / gl.load(scales.ds_ptr)
     line = gl.arange(0, 128, layout=gl.SliceLayout(1, LOAD)) * 32
     word = gl.arange(0, 32, layout=gl.SliceLayout(0, LOAD))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, STORE))
     for half in gl.static_range(2):
         here = row + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORE))
         token = here // group
-        place = token.to(gl.int64) * token_stride + (here - token * group).to(gl.int64) * member_stride
+        place = token.to(gl.int64) * out.token + (here - token * group).to(gl.int64) * out.member
         for panel in gl.static_range(D // 64):
             block_ptr = sum_ptr + (half * (D // 64) + panel) * 4096 + line[:, None] + word[None, :]
             x = gl.load(block_ptr)
-            for _ in range(1, parts):
+            for _ in range(1, parts.count):
                 block_ptr += gl.num_programs(0).to(gl.int64) * (128 * D)
                 x += gl.load(block_ptr)
             x = x.reshape([4, 8, 8, 4, 2, 2]).permute([0, 4, 2, 1, 3, 5]).reshape([64, 64])
