@@ -70,12 +70,12 @@ class CompressProblem:
 
 
 def windows_of(seen: int, tokens: int, m: int) -> int:
-    """Rows that so many tokens finish."""
+    """The number of rows that this many tokens finish."""
     return (seen + tokens) // m - seen // m
 
 
 def state_size(seen: int, m: int, overlap: bool) -> int:
-    """Tokens that the state keeps after so many: the unfinished window, and for CSA the finished one before it."""
+    """Tokens that the state keeps after this many: the unfinished window, and for CSA the finished one before it."""
     return seen % m + (m if overlap and seen >= m else 0)
 
 

@@ -65,7 +65,7 @@ def _backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, aske
     compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
     d = norm_weight.shape[0]
     overlap, windows = kv.shape[-1] == 2 * d, kv.shape[-2] // m
-    # What is not there has a gradient of no size, which nobody asks for.
+    # An absent input has a gradient without elements, which autograd does not ask for.
     nothing = kv.new_zeros(0)
     bias = nothing if position_bias is None else position_bias
     dbias, dweight = (torch.zeros(x.shape, dtype=compute, device=kv.device) for x in (bias, norm_weight))

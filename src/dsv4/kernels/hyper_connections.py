@@ -13,6 +13,7 @@ For one token with streams h [H, D], r = 1 / rms(h), and the projection m = fn h
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,24 +26,34 @@ from dsv4.runtime.program import Launch
 COLUMNS = 1024  # of a stream, at a time
 
 
-@triton.jit(do_not_specialize=["dims", "iterations"])
-def collapse_streams(
-    streams_ptr,
-    mixed_ptr,
-    base_ptr,
-    scale_ptr,
-    post_ptr,
-    comb_ptr,
-    out_ptr,
-    dims,
-    iterations,
-    norm_eps,
-    eps,
-    H: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+class Projection(NamedTuple):
+    """What the weights of the streams are computed from: the projection m, scale and base."""
+
+    mixed_ptr: Any
+    base_ptr: Any
+    scale_ptr: Any
+
+
+class Collapsed(NamedTuple):
+    """The weights that spread needs, and the streams as one."""
+
+    post_ptr: Any
+    comb_ptr: Any
+    out_ptr: Any
+
+
+class Numbers(NamedTuple):
+    dims: Any
+    iterations: Any  # of Sinkhorn
+    norm_eps: Any
+    eps: Any
+
+
+@triton.jit
+def collapse_streams(streams_ptr, projection, result, numbers, H: tl.constexpr, COLUMNS: tl.constexpr):
     """One program: one token. streams [tokens, H, dims], contiguous like everything else."""
     token = tl.program_id(0).to(tl.int64)
+    dims, eps, base_ptr, scale_ptr = numbers.dims, numbers.eps, projection.base_ptr, projection.scale_ptr
     stream = tl.arange(0, H)
     column = tl.arange(0, COLUMNS)
     streams_ptr += token * H * dims
@@ -51,28 +62,28 @@ def collapse_streams(
         here = (start + column < dims)[None, :]
         h = tl.load(streams_ptr + stream[:, None] * dims + start + column[None, :], mask=here, other=0.0).to(tl.float32)
         squares += h * h
-    r = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (H * dims) + norm_eps)
-    mixed_ptr += token * (2 + H) * H
+    r = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (H * dims) + numbers.norm_eps)
+    mixed_ptr = projection.mixed_ptr + token * (2 + H) * H
     pre = tl.load(mixed_ptr + stream) * r * tl.load(scale_ptr).to(tl.float32)
     pre = tl.sigmoid(pre + tl.load(base_ptr + stream).to(tl.float32)) + eps
     post = tl.load(mixed_ptr + H + stream) * r * tl.load(scale_ptr + 1).to(tl.float32)
     post = 2.0 * tl.sigmoid(post + tl.load(base_ptr + H + stream).to(tl.float32))
-    tl.store(post_ptr + token * H + stream, post)
+    tl.store(result.post_ptr + token * H + stream, post)
     cell = stream[:, None] * H + stream[None, :]
     comb = tl.load(mixed_ptr + 2 * H + cell) * r * tl.load(scale_ptr + 2).to(tl.float32)
     comb += tl.load(base_ptr + 2 * H + cell).to(tl.float32)
     comb = tl.exp(comb - tl.max(comb, 1)[:, None])
     comb = comb / tl.sum(comb, 1)[:, None] + eps
     comb = comb / (tl.sum(comb, 0)[None, :] + eps)
-    for _ in range(iterations - 1):
+    for _ in range(numbers.iterations - 1):
         comb = comb / (tl.sum(comb, 1)[:, None] + eps)
         comb = comb / (tl.sum(comb, 0)[None, :] + eps)
-    tl.store(comb_ptr + token * H * H + cell, comb)
+    tl.store(result.comb_ptr + token * H * H + cell, comb)
     for start in range(0, dims, COLUMNS):
         here = start + column < dims
         h = tl.load(streams_ptr + stream[:, None] * dims + start + column[None, :], mask=here[None, :], other=0.0)
         x = tl.sum(pre[:, None] * h.to(tl.float32), 0)
-        tl.store(out_ptr + token * dims + start + column, x.to(out_ptr.dtype.element_ty), mask=here)
+        tl.store(result.out_ptr + token * dims + start + column, x.to(result.out_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["dims"])
@@ -106,7 +117,8 @@ def collapse(
     post, comb = mixed.new_empty(n, h), mixed.new_empty(n, h, h)
     x = streams.new_empty(n, d)
     if n:
-        arguments = [streams, mixed, base, scale, post, comb, x, d, iterations, float(norm_eps), float(eps)]
+        numbers = Numbers(d, iterations, float(norm_eps), float(eps))
+        arguments = [streams, Projection(mixed, base, scale), Collapsed(post, comb, x), numbers]
         constants = dict(H=h, COLUMNS=min(COLUMNS, triton.next_power_of_2(d)), num_warps=4)
         launch(Launch(collapse_streams, (n,), arguments, constants))
     return post, comb, x

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.runtime import checks, dispatch, plan
+from dsv4.runtime import checks, dispatch, plan, structs
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Changing, Launch, Layout, Program, tensors_of
 
@@ -153,7 +153,7 @@ def launch(one: Launch) -> None:
     known: list[Any] = []
     memory: list[Any] = []
     addresses: list[int] = []
-    for x in one.arguments:
+    for x in structs.flat(one.arguments):
         if isinstance(x, Tensor):
             address = x.data_ptr()
             known.append((x.dtype, address & 15))

@@ -7,6 +7,7 @@ it is made; everything it may depend on is in the key of the call (calls.py), an
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -237,7 +238,7 @@ def with_tensors(x: Any, memory: Sequence[Any]) -> Any:
 class Launch:
     """kernel[grid](*arguments, **constants). In a program arguments are numbers, Numbers, Slots, Nulls,
     TensorDescriptors of Slots, and NamedTuples of numbers, Slots and Nulls (structs.py); in a single launch
-    (calls.launch) they are tensors, numbers and Changing numbers."""
+    (calls.launch) they are tensors, numbers and Changing numbers, and NamedTuples of them."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -274,13 +275,16 @@ class Program:
 
     def stand_ins(self, arguments: Sequence[Any]) -> list[Any]:
         """Slots and Numbers in place of tensors and Changing numbers, which are those of the call in their order."""
-        found, index = [], 0
-        for x in arguments:
-            if isinstance(x, Tensor) or type(x) is Changing:
-                x = Number(index) if type(x) is Changing else self.slots[index]
-                index += 1
-            found.append(x)
-        return found
+        indices = itertools.count()
+
+        def stand_in(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return type(x)(*map(stand_in, x))
+            if type(x) is Changing:
+                return Number(next(indices))
+            return self.slots[next(indices)] if isinstance(x, Tensor) else x
+
+        return [stand_in(x) for x in arguments]
 
     def workspace(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Slot:
         layout = Layout.contiguous(shape, dtype)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from dsv4.runtime.program import Number
+
 # Neither 1 nor a multiple of 16: 32 bits wide, or 64 in place of what takes as many
 NEUTRAL, NEUTRAL_64 = (1 << 31) - 1, (1 << 62) - 1
 
@@ -56,6 +58,8 @@ def _neutral(struct: Any) -> Any:
 def _member(x: Any, any_alignment: bool) -> Any:
     if isinstance(x, tuple):
         return _neutral(x)
+    if isinstance(x, Number):
+        return NEUTRAL
     if type(x) is int:
         return NEUTRAL if -(1 << 31) <= x < 1 << 31 else NEUTRAL_64
     return Pointer(x.dtype) if any_alignment else x

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.caches.formats import PLAIN, RowFormat
+from dsv4.caches.formats import format_of
+from dsv4.caches.kernels.pack import PoolRows
 from dsv4.caches.pages import PackedRows
 from dsv4.runtime import calls
 from dsv4.runtime.program import Launch
@@ -21,23 +22,19 @@ from dsv4.runtime.program import Launch
 ROWS = 4  # of a program
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "positions", "page_rows", "page_stride", "row_stride", "pool_rows"])
+@triton.jit(do_not_specialize=["rows", "heads", "positions"])
 def normed_rows(
     x_ptr,
     weight_ptr,
     cos_sin_ptr,
     positions_ptr,
-    out_ptr,
+    to,
     slots_ptr,
     eps,
     line,
     rows,
     heads,
     positions,
-    page_rows,
-    page_stride,
-    row_stride,
-    pool_rows,
     D: tl.constexpr,
     WIDE: tl.constexpr,
     R: tl.constexpr,
@@ -46,8 +43,7 @@ def normed_rows(
     FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program: ROWS of x [rows, D], `line` elements apart, of which `heads` neighbours share a position. The other
-    strides are in elements of out.
+    """One program: ROWS of x [rows, D], `line` elements apart, of which `heads` neighbours share a position.
 
     R: columns that are rotated; WIDE: D rounded up to a power of two. A slot that is no row of the pool drops its row;
     a position that is none counts as the nearest. FORMAT: of the pool; None: rows go to lines.
@@ -79,20 +75,18 @@ def normed_rows(
         sin = tl.load(angle + R // 2, mask=turned, other=0.0)
         y = y * cos + z * tl.where(column % 2 == 0, -1.0, 1.0)[None, :] * sin
     if FORMAT is None:
-        to = row.to(tl.int64)[:, None] * D + column[None, :]
-        tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=inside)
+        at = row.to(tl.int64)[:, None] * D + column[None, :]
+        tl.store(to.ptr + at, y.to(to.ptr.dtype.element_ty), mask=inside)
     else:
         slot = tl.load(slots_ptr + row, mask=here, other=-1).to(tl.int64)
-        kept = (slot >= 0) & (slot < pool_rows)
-        page = (slot // page_rows) * page_stride
-        place = slot % page_rows
+        kept = (slot >= 0) & (slot < to.rows)
+        page = (slot // to.page_rows) * to.page_stride
+        place = slot % to.page_rows
         if FORMAT.coded == 0:
-            to = page + place * row_stride
-            tl.store(
-                out_ptr + to[:, None] + column[None, :], y.to(out_ptr.dtype.element_ty), mask=inside & kept[:, None]
-            )
+            at = page + place * to.row_stride
+            tl.store(to.ptr + at[:, None] + column[None, :], y.to(to.ptr.dtype.element_ty), mask=inside & kept[:, None])
         else:
-            FORMAT.store(out_ptr, y, page, place, page_rows, column, kept, FORMAT)
+            FORMAT.store(to.ptr, y, page, place, to.page_rows, column, kept, FORMAT)
 
 
 def normed(
@@ -112,21 +106,16 @@ def normed(
     n, d = x.shape[0], x.shape[-1]
     rows = x.numel() // d if n else 0
     cos_sin, positions = rope if rope is not None else (x, x)
-    format: RowFormat | None = None
-    if to is None:
-        out, sizes = x.new_empty(x.shape), (1, 0, 0, 0)
-    elif isinstance(to, PackedRows):
-        out, format, sizes = to.storage, to.format, (to.rows_per_page, to.page_stride, 0, to.rows)
-    else:
-        out, format, sizes = to, PLAIN, (to.shape[1], to.stride(0), to.stride(1), to.shape[0] * to.shape[1])
+    out = x.new_empty(x.shape) if to is None else None
+    pool = PoolRows.of(to) if out is None else PoolRows(out, 0, 1, 0, 0)
     if rows:
         arguments = [
-            x, x if weight is None else weight, cos_sin, positions, out, x if slots is None else slots,
-            0.0 if eps is None else float(eps), x.stride(-2), rows, rows // n, cos_sin.shape[0], *sizes,
+            x, x if weight is None else weight, cos_sin, positions, pool, x if slots is None else slots,
+            0.0 if eps is None else float(eps), x.stride(-2), rows, rows // n, cos_sin.shape[0],
         ]  # fmt: skip
         constants = dict(
             D=d, WIDE=triton.next_power_of_2(d), R=0 if rope is None else cos_sin.shape[1], NORM=eps is not None,
-            WEIGHT=weight is not None, FORMAT=format, ROWS=ROWS, num_warps=4,
+            WEIGHT=weight is not None, FORMAT=None if to is None else format_of(to), ROWS=ROWS, num_warps=4,
         )  # fmt: skip
         launch(Launch(normed_rows, (triton.cdiv(rows, ROWS),), arguments, constants))
-    return out if to is None else None
+    return out

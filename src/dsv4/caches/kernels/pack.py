@@ -7,7 +7,7 @@ are dropped. It writes byte by byte: pages may lie at any address.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,12 +15,30 @@ from torch import Tensor
 
 from dsv4.caches import formats
 from dsv4.runtime import calls
-from dsv4.runtime.program import Launch
+from dsv4.runtime.program import Launch, is_pages
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 E2M1_MAX = tl.constexpr(formats.E2M1_MAX)
 MIN_SCALE, LEAST = tl.constexpr(formats.Fp8Rows.MIN_SCALE), tl.constexpr(formats.Fp8Keys.LEAST)
 LEAST_MXFP8, LEAST_NVFP4 = tl.constexpr(formats.Mxfp8Rows.LEAST), tl.constexpr(formats.Nvfp4Rows.LEAST)
+
+
+class PoolRows(NamedTuple):
+    """Where rows go: the memory of a pool, its rows, those of a page; strides of pages and of rows, in elements (rows
+    of bytes: 0)."""
+
+    ptr: Any
+    rows: Any
+    page_rows: Any
+    page_stride: Any
+    row_stride: Any
+
+    @classmethod
+    def of(cls, pool: Any) -> "PoolRows":
+        """pool: packed rows, or [pages, rows of a page, values]."""
+        if is_pages(pool):
+            return cls(pool.storage, pool.rows, pool.rows_per_page, pool.page_stride, 0)
+        return cls(pool, pool.shape[0] * pool.shape[1], pool.shape[1], pool.stride(0), pool.stride(1))
 
 
 @triton.jit
@@ -53,7 +71,7 @@ def inverse_of(exponent):
 
 @triton.jit
 def store_fp8_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
-    """As formats.Fp8Rows.quantize makes them."""
+    """Store the bytes that formats.Fp8Rows.quantize makes of each row."""
     ROWS: tl.constexpr = y.shape[0]
     WIDE: tl.constexpr = y.shape[1]
     GROUP: tl.constexpr = FORMAT.group
@@ -95,7 +113,7 @@ def store_codes_and_scales(out_ptr, codes, scales, page, place, page_rows, kept,
 
 @triton.jit
 def store_mxfp8_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
-    """As formats.Mxfp8Rows.quantize makes them."""
+    """Store the bytes that formats.Mxfp8Rows.quantize makes of each row."""
     largest = largest_of_groups(y, FORMAT.group)
     scale = ue8m0(tl.div_rn(tl.maximum(largest, LEAST_MXFP8), E4M3_MAX))
     small = tl.reshape(y, [y.shape[0], FORMAT.groups, FORMAT.group]) * inverse_of(scale)[:, :, None]
@@ -114,7 +132,7 @@ def e2m1(x):
 
 @triton.jit
 def store_nvfp4_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
-    """As formats.Nvfp4Rows.quantize makes them."""
+    """Store the bytes that formats.Nvfp4Rows.quantize makes of each row."""
     largest = largest_of_groups(y, FORMAT.group)
     target = tl.minimum(tl.maximum(tl.div_rn(largest, E2M1_MAX), LEAST_NVFP4), E4M3_MAX)
     scale = target.to(tl.float8e4nv)
@@ -131,7 +149,7 @@ def store_nvfp4_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl
 
 @triton.jit
 def store_mxfp4_key(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
-    """As mxfp4_keys.Mxfp4Keys.quantize makes them."""
+    """Store the bytes that mxfp4_keys.Mxfp4Keys.quantize makes of each key."""
     largest = largest_of_groups(y, FORMAT.group)
     scale = ue8m0(tl.div_rn(tl.maximum(largest, FORMAT.LEAST), E2M1_MAX))
     small = tl.reshape(y, [y.shape[0], FORMAT.groups, FORMAT.group]) * inverse_of(scale)[:, :, None]
@@ -142,7 +160,7 @@ def store_mxfp4_key(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl
 
 @triton.jit
 def store_fp8_key(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.constexpr):
-    """As formats.Fp8Keys.quantize makes them."""
+    """Store the bytes that formats.Fp8Keys.quantize makes of each key."""
     # A key with a NaN or an infinity gets a NaN as its scale.
     largest = tl.max(tl.where(y == y, tl.abs(y), float("inf")), 1)
     exponent = ue8m0(tl.div_rn(tl.maximum(largest, LEAST), E4M3_MAX))
@@ -156,23 +174,22 @@ def store_fp8_key(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.c
 
 
 @triton.jit
-def store_packed(out_ptr, y, slot, rows, page_rows, page_stride, column, FORMAT: tl.constexpr):
-    """Rows y fp32 [n, values] to the row numbers slot int64 [n]; a number that is none drops its row."""
-    page = slot // page_rows
-    place = slot - page * page_rows
-    FORMAT.store(out_ptr, y, page * page_stride, place, page_rows, column, (slot >= 0) & (slot < rows), FORMAT)
+def store_packed(to, y, slot, column, FORMAT: tl.constexpr):
+    """Rows y fp32 [n, values] to the row numbers slot int64 [n] of PoolRows; a number that is none drops its row."""
+    page = slot // to.page_rows
+    place = slot - page * to.page_rows
+    kept = (slot >= 0) & (slot < to.rows)
+    FORMAT.store(to.ptr, y, page * to.page_stride, place, to.page_rows, column, kept, FORMAT)
 
 
-@triton.jit(do_not_specialize=["count", "line", "rows", "page_rows", "page_stride"])
-def pack_rows(
-    x_ptr, slots_ptr, out_ptr, count, line, rows, page_rows, page_stride, FORMAT: tl.constexpr, ROWS: tl.constexpr
-):
+@triton.jit(do_not_specialize=["count", "line"])
+def pack_rows(x_ptr, slots_ptr, to, count, line, FORMAT: tl.constexpr, ROWS: tl.constexpr):
     """One program: ROWS of the rows x [count, values], `line` elements apart."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, FORMAT.values)
     x = tl.load(x_ptr + n.to(tl.int64)[:, None] * line + column[None, :], mask=(n < count)[:, None], other=0.0)
     slot = tl.load(slots_ptr + n, mask=n < count, other=-1).to(tl.int64)
-    store_packed(out_ptr, x.to(tl.float32), slot, rows, page_rows, page_stride, column, FORMAT)
+    store_packed(to, x.to(tl.float32), slot, column, FORMAT)
 
 
 def write_rows(cache: Any, slots: Tensor, rows: Tensor, launch: Callable[[Launch], None] = calls.launch) -> None:
@@ -180,9 +197,6 @@ def write_rows(cache: Any, slots: Tensor, rows: Tensor, launch: Callable[[Launch
     if len(rows):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         each = max(4, 1024 // cache.format.values)  # of a program
-        arguments = [
-            rows, slots.contiguous(), cache.storage, len(rows), rows.stride(0), cache.rows, cache.rows_per_page,
-            cache.page_stride,
-        ]  # fmt: skip
+        arguments = [rows, slots.contiguous(), PoolRows.of(cache), len(rows), rows.stride(0)]
         constants = dict(FORMAT=cache.format, ROWS=each, num_warps=4)
         launch(Launch(pack_rows, (triton.cdiv(len(rows), each),), arguments, constants))

@@ -55,7 +55,7 @@ def load_scales(ptr, at, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT:
 
 @gluon.jit
 def half_scales(scales, HALF: gl.constexpr):
-    """Of the scales of 8 panels in an integer of 64 bits, those of the first 4 or of the last 4."""
+    """The scales of the first or the last 4 of 8 panels, which are the bytes of a 64-bit integer."""
     if HALF == 0:
         return scales.to(gl.int32)
     else:

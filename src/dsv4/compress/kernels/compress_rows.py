@@ -11,45 +11,30 @@ from dsv4.caches.kernels.pack import store_packed
 
 
 @triton.jit
-def store_plain(row, target_ptr, slot, rows, page_rows, page_stride, row_stride, column, width):
-    page = slot // page_rows
-    at = page * page_stride + (slot - page * page_rows) * row_stride
-    tl.store(target_ptr + at + column, row.to(target_ptr.dtype.element_ty),
-             mask=(column < width) & (slot >= 0) & (slot < rows))  # fmt: skip
+def store_plain(row, to, slot, column, width):
+    page = slot // to.page_rows
+    at = page * to.page_stride + (slot - page * to.page_rows) * to.row_stride
+    kept = (column < width) & (slot >= 0) & (slot < to.rows)
+    tl.store(to.ptr + at + column, row.to(to.ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def tokens_at(
-    token,
-    column,
-    there,
-    kv_ptr,
-    gate_ptr,
-    bias_ptr,
-    old_kv_ptr,
-    old_gate_ptr,
-    bias_row,
-    kept,
-    stride_kv,
-    stride_gate,
-    width,
-    GATED: tl.constexpr,
-    BIASED: tl.constexpr,
-):
-    """(kv, gate with its bias) in fp32 of tokens [n, 1], counted from the first kept one; columns [1, D]."""
+def tokens_at(token, column, there, new, old, tokens, bias_row, kept, width, GATED: tl.constexpr, BIASED: tl.constexpr):
+    """(kv, gate with its bias) in fp32 of tokens [n, 1], counted from the first kept one; columns [1, D].
+    new, old: where kv and gate of this sequence begin."""
     fresh = there & (token >= kept)
-    old = there & (token < kept)
+    known = there & (token < kept)
     before = token.to(tl.int64) * width + column
     after = (token - kept).to(tl.int64)
     # One of the two is 0. A choice by predicate in place of the sums makes the compiler wait for every load in turn.
-    old_kv = tl.load(old_kv_ptr + before, mask=old, other=0.0)
-    kv = tl.load(kv_ptr + after * stride_kv + column, mask=fresh, other=0.0).to(tl.float32)
+    old_kv = tl.load(old[0] + before, mask=known, other=0.0)
+    kv = tl.load(new[0] + after * tokens.kv_row + column, mask=fresh, other=0.0).to(tl.float32)
     gate = tl.zeros_like(kv)
     if GATED:
-        old_gate = tl.load(old_gate_ptr + before, mask=old, other=0.0)
-        gate = tl.load(gate_ptr + after * stride_gate + column, mask=fresh, other=0.0).to(tl.float32)
+        old_gate = tl.load(old[1] + before, mask=known, other=0.0)
+        gate = tl.load(new[1] + after * tokens.gate_row + column, mask=fresh, other=0.0).to(tl.float32)
         if BIASED:
-            gate += tl.load(bias_ptr + bias_row * width + column, mask=fresh, other=0.0).to(tl.float32)
+            gate += tl.load(tokens.bias_ptr + bias_row * width + column, mask=fresh, other=0.0).to(tl.float32)
         gate += old_gate
     return kv + old_kv, gate
 
@@ -67,53 +52,27 @@ def pooled(top, total, row, gate, kv):
 
 
 @triton.jit
-def finished(row, norm_ptr, cos_sin_ptr, position, line, eps, column, D: tl.constexpr, R: tl.constexpr):
-    """A pooled row [D], normalised and its last R columns turned; line: how far positions are apart in cos_sin."""
-    row *= tl.rsqrt(tl.sum(row * row, 0) / D + eps)
-    row *= tl.load(norm_ptr + column).to(tl.float32)
+def finished(row, finish, position, line, column, D: tl.constexpr, R: tl.constexpr):
+    """A pooled row [D], normalised and its last R columns turned; line: the stride of positions in cos_sin."""
+    row *= tl.rsqrt(tl.sum(row * row, 0) / D + finish.eps)
+    row *= tl.load(finish.norm_ptr + column).to(tl.float32)
     even, odd = tl.split(tl.reshape(row, [D // 2, 2]))
     pair = tl.arange(0, D // 2) - (D - R) // 2
-    angle = cos_sin_ptr + position.to(tl.int64) * line + pair
+    angle = finish.cos_sin_ptr + position.to(tl.int64) * line + pair
     cos = tl.load(angle, mask=pair >= 0, other=1.0).to(tl.float32)
     sin = tl.load(angle + R // 2, mask=pair >= 0, other=0.0).to(tl.float32)
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [D])
 
 
-@triton.jit(do_not_specialize=[
-    "tokens", "kept", "base", "first_window", "windows", "drop", "m", "d", "r", "stride_kvb", "stride_kv",
-    "stride_gateb", "stride_gate", "rope_line", "rows", "page_rows", "page_stride", "row_stride",
-])  # fmt: skip
+@triton.jit
 def compress_rows(
-    kv_ptr,
-    gate_ptr,
-    bias_ptr,
-    norm_ptr,
-    cos_sin_ptr,
-    old_kv_ptr,
-    old_gate_ptr,
-    new_kv_ptr,
-    new_gate_ptr,
-    target_ptr,
-    slots_ptr,
-    eps,
     tokens,
-    kept,
-    base,
-    first_window,
+    old,
+    new,
+    finish,
+    to,
+    slots_ptr,
     windows,
-    drop,
-    m,
-    d,
-    r,
-    stride_kvb,
-    stride_kv,
-    stride_gateb,
-    stride_gate,
-    rope_line,
-    rows,
-    page_rows,
-    page_stride,
-    row_stride,
     OVERLAP: tl.constexpr,
     ROPE: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -125,19 +84,18 @@ def compress_rows(
 ):
     """One program: a finished window of a sequence, or a token that the new state keeps.
 
-    Tokens of a sequence are `kept` old ones (fp32, contiguous, gates with their bias) and `tokens` new ones; the first
-    of them is token `base`. The new state has all from `drop` on. FORMAT: of the pool that rows go to; None: to lines.
+    The tokens of a sequence are those of the old state and the new ones. The new state has all from `windows.drop` on.
+    FORMAT: of the pool that rows go to; None: to lines.
     Not GATED: rows of one token; not BIASED: gates as they are.
     """
     b = tl.program_id(1).to(tl.int64)
+    m, d, r, kept, base = windows.m, windows.d, windows.r, windows.kept, windows.base
     width = d * 2 if OVERLAP else d
-    kv_ptr += b * stride_kvb
-    gate_ptr += b * stride_gateb
-    old_kv_ptr += b * kept * width
-    old_gate_ptr += b * kept * width
+    given = (tokens.kv_ptr + b * tokens.kv_batch, tokens.gate_ptr + b * tokens.gate_batch)
+    before = (old.kv_ptr + b * kept * width, old.gate_ptr + b * kept * width)
     column = tl.arange(0, D)
-    if tl.program_id(0) < windows:
-        window = first_window + tl.program_id(0)
+    if tl.program_id(0) < windows.count:
+        window = windows.first + tl.program_id(0)
         slots = m * 2 if OVERLAP else m
         line = column[None, :]
         top = tl.full([D], -float("inf"), tl.float32)
@@ -154,19 +112,18 @@ def compress_rows(
                 token = window * m + slot - base
                 there = (slot < slots) & (line < d)
                 at = line + slot * 0
-            kv, gate = tokens_at(token, at, there, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr,
-                                 tl.where(slot < m, slot, slot - m), kept, stride_kv, stride_gate, width, GATED,
-                                 BIASED)  # fmt: skip
+            bias_row = tl.where(slot < m, slot, slot - m)
+            kv, gate = tokens_at(token, at, there, given, before, tokens, bias_row, kept, width, GATED, BIASED)
             gate = tl.where(there, gate, -float("inf"))
             top, total, row = pooled(top, total, row, gate, kv)
         row = tl.where(column < d, row / total, 0.0)
-        row *= tl.rsqrt(tl.sum(row * row, 0) / d + eps)
-        row *= tl.load(norm_ptr + column, mask=column < d, other=0.0).to(tl.float32)
+        row *= tl.rsqrt(tl.sum(row * row, 0) / d + finish.eps)
+        row *= tl.load(finish.norm_ptr + column, mask=column < d, other=0.0).to(tl.float32)
         if ROPE:
             even, odd = tl.split(tl.reshape(row, [D // 2, 2]))
             pair = tl.arange(0, D // 2) - (d - r) // 2
             turned = (pair >= 0) & (pair < r // 2)
-            angle = cos_sin_ptr + (window * m).to(tl.int64) * rope_line + pair
+            angle = finish.cos_sin_ptr + (window * m).to(tl.int64) * windows.rope_line + pair
             cos = tl.load(angle, mask=turned, other=1.0).to(tl.float32)
             sin = tl.load(angle + r // 2, mask=turned, other=0.0).to(tl.float32)
             row = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [D])
@@ -174,24 +131,24 @@ def compress_rows(
             row = row.to(tl.bfloat16)
         elif DTYPE == "float16":
             row = row.to(tl.float16)
-        place = b * windows + tl.program_id(0)
+        place = b * windows.count + tl.program_id(0)
         if FORMAT is None:
-            tl.store(target_ptr + place * d + column, row, mask=column < d)
+            tl.store(to.ptr + place * d + column, row, mask=column < d)
         else:
             slot = tl.load(slots_ptr + place).to(tl.int64)
             if FORMAT.coded > 0:
                 one = tl.zeros([1], tl.int64) + slot
                 packed = tl.reshape(row.to(tl.float32), [1, D])
-                store_packed(target_ptr, packed, one, rows, page_rows, page_stride, column, FORMAT)
+                store_packed(to, packed, one, column, FORMAT)
             else:
-                store_plain(row, target_ptr, slot, rows, page_rows, page_stride, row_stride, column, d)
+                store_plain(row, to, slot, column, d)
     else:
-        number = tl.program_id(0) - windows
-        token = drop + number
-        to = (b * (kept + tokens - drop) + number) * width
+        number = tl.program_id(0) - windows.count
+        token = windows.drop + number
+        first = (b * (kept + windows.tokens - windows.drop) + number) * width
         for half in tl.static_range(2 if OVERLAP else 1):
             at = half * d + column
-            kv, gate = tokens_at(token, at, column < d, kv_ptr, gate_ptr, bias_ptr, old_kv_ptr, old_gate_ptr,
-                                 (base + token) % m, kept, stride_kv, stride_gate, width, GATED, BIASED)  # fmt: skip
-            tl.store(new_kv_ptr + to + at, kv, mask=column < d)
-            tl.store(new_gate_ptr + to + at, gate, mask=column < d)
+            bias_row = (base + token) % m
+            kv, gate = tokens_at(token, at, column < d, given, before, tokens, bias_row, kept, width, GATED, BIASED)
+            tl.store(new.kv_ptr + first + at, kv, mask=column < d)
+            tl.store(new.gate_ptr + first + at, gate, mask=column < d)

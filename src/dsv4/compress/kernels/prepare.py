@@ -5,7 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsv4.caches.formats import PLAIN, RowFormat
+from dsv4.caches.formats import RowFormat, format_of
+from dsv4.caches.kernels.pack import PoolRows
+from dsv4.compress.kernels.arguments import Finish, State, Tokens, Windows
 from dsv4.compress.kernels.compress_rows import compress_rows
 from dsv4.compress.problem import CompressProblem
 from dsv4.runtime import calls
@@ -35,11 +37,18 @@ def run(p: CompressProblem, launch: Callable[[Launch], None] = calls.launch) -> 
     old_gate = p.new_gate if p.old_gate is None else p.old_gate.contiguous()
     cos_sin = kv if p.cos_sin is None else _unit(p.cos_sin)
     r, rope_line = (0, 0) if p.cos_sin is None else (cos_sin.shape[1], cos_sin.stride(0))
-    format, target, slots, sizes = _target(p)
+    format, pool, slots = _target(p)
     arguments = [
-        kv, gate, bias, norm, cos_sin, old_kv, old_gate, p.new_kv, p.new_gate, target, slots, p.eps,
-        kv.shape[1], p.kept, Changing(p.base), Changing(p.first_window), p.windows, p.drop, p.m, p.d, r,
-        kv.stride(0), kv.stride(1), gate.stride(0), gate.stride(1), rope_line, *sizes,
+        Tokens(kv, gate, bias, *kv.stride()[:2], *gate.stride()[:2]),
+        State(old_kv, old_gate),
+        State(p.new_kv, p.new_gate),
+        Finish(norm, cos_sin, p.eps),
+        pool,
+        slots,
+        Windows(
+            tokens=kv.shape[1], kept=p.kept, base=Changing(p.base), first=Changing(p.first_window), count=p.windows,
+            drop=p.drop, m=p.m, d=p.d, r=r, rope_line=rope_line,
+        ),
     ]  # fmt: skip
     slots_at_once = 8 if p.overlap else min(16, 1 << (p.m - 1).bit_length())
     constants = dict(
@@ -52,17 +61,14 @@ def run(p: CompressProblem, launch: Callable[[Launch], None] = calls.launch) -> 
     launch(Launch(compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), arguments, constants))
 
 
-def _target(p: CompressProblem) -> tuple[RowFormat | None, Tensor, Tensor, tuple[int, int, int, int]]:
-    """(format or None = lines, memory, slots, (rows, rows per page, page stride, row stride))."""
+def _target(p: CompressProblem) -> tuple[RowFormat | None, PoolRows, Tensor]:
+    """(format or None = lines, where rows go, slots)."""
     if p.pool is None:
         assert p.rows is not None
-        return None, p.rows, p.new_kv, (0, 1, 0, 0)  # new_kv: not read
+        return None, PoolRows(p.rows, 0, 1, 0, 0), p.new_kv  # new_kv: not read
     assert p.slots is not None
-    slots = p.slots.contiguous()
-    if not isinstance(p.pool, Tensor):
-        return p.pool.format, p.pool.storage, slots, (p.pool.rows, p.pool.rows_per_page, p.pool.page_stride, 0)
-    pool = p.pool if p.pool.ndim == 3 else p.pool[:, None]
-    return PLAIN, pool, slots, (pool.shape[0] * pool.shape[1], pool.shape[1], pool.stride(0), pool.stride(1))
+    pool = p.pool[:, None] if isinstance(p.pool, Tensor) and p.pool.ndim == 2 else p.pool
+    return format_of(pool), PoolRows.of(pool), p.slots.contiguous()
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -12,61 +12,43 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.caches.formats import format_of
+from dsv4.caches.kernels.pack import PoolRows
 from dsv4.caches.pages import PackedRows
+from dsv4.compress.kernels.arguments import Finish, RingRows, RingTokens, State, Tokens
 from dsv4.compress.kernels.compress_rows import finished, pooled
 from dsv4.runtime import calls
 from dsv4.runtime.program import Launch
 
 
-@triton.jit(do_not_specialize=[
-    "rows", "m", "ring", "stride_kv", "stride_gate", "page_rows", "page_stride", "row_stride", "pool_rows",
-])  # fmt: skip
+@triton.jit
 def ring_rows(
-    kv_ptr,
-    gate_ptr,
-    bias_ptr,
-    norm_ptr,
-    cos_sin_ptr,
-    state_kv_ptr,
-    state_gate_ptr,
-    number_ptr,
-    line_ptr,
-    begin_ptr,
-    start_ptr,
-    target_ptr,
-    position_ptr,
-    place_ptr,
-    out_ptr,
-    eps,
-    rows,
-    m,
-    ring,
-    stride_kv,
-    stride_gate,
-    page_rows,
-    page_stride,
-    row_stride,
-    pool_rows,
+    tokens,
+    state,
+    made,
+    places,
+    finish,
+    to,
     D: tl.constexpr,
     R: tl.constexpr,
     OVERLAP: tl.constexpr,
     FORMAT: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One program: a row, or a token that goes into its state (programs `rows` and up).
+    """One program: a row, or a token that goes into its state (programs `made.count` and up).
 
     Row i is row number[i] of a request whose tokens from begin[i] on are tokens start[i] .. of this call; it goes to
     row target[i] of the pool, and is not made if there is none such. Token n, at position[n], goes to place[n] of the
     states.
     """
     i = tl.program_id(0)
+    m, ring = places.m, places.ring
     width = 2 * D if OVERLAP else D
     column = tl.arange(0, D)
-    if i < rows:
-        target = tl.load(target_ptr + i)
-        if (target >= 0) & (target < pool_rows):
-            number, line = tl.load(number_ptr + i), tl.load(line_ptr + i)
-            begin, start = tl.load(begin_ptr + i), tl.load(start_ptr + i)
+    if i < made.count:
+        target = tl.load(made.target_ptr + i)
+        if (target >= 0) & (target < to.rows):
+            number, line = tl.load(made.number_ptr + i), tl.load(made.line_ptr + i)
+            begin, start = tl.load(made.begin_ptr + i), tl.load(made.start_ptr + i)
             top = tl.full([D], -float("inf"), tl.float32)
             total = tl.zeros([D], tl.float32)
             row = tl.zeros([D], tl.float32)
@@ -81,36 +63,36 @@ def ring_rows(
                 old = there & (token < begin)
                 new = there & (token >= begin)
                 place = (line * ring + token % ring) * width + at
-                value = tl.load(state_kv_ptr + place, mask=old, other=0.0)
-                logit = tl.load(state_gate_ptr + place, mask=old, other=0.0)
+                value = tl.load(state.kv_ptr + place, mask=old, other=0.0)
+                logit = tl.load(state.gate_ptr + place, mask=old, other=0.0)
                 n = start + token - begin
-                fresh = tl.load(kv_ptr + n * stride_kv + at, mask=new, other=0.0).to(tl.float32)
-                gate = tl.load(gate_ptr + n * stride_gate + at, mask=new, other=0.0).to(tl.float32)
-                gate += tl.load(bias_ptr + (slot % m) * width + at, mask=new, other=0.0).to(tl.float32)
+                fresh = tl.load(tokens.kv_ptr + n * tokens.kv_row + at, mask=new, other=0.0).to(tl.float32)
+                gate = tl.load(tokens.gate_ptr + n * tokens.gate_row + at, mask=new, other=0.0).to(tl.float32)
+                gate += tl.load(tokens.bias_ptr + (slot % m) * width + at, mask=new, other=0.0).to(tl.float32)
                 # One of the two is 0. A choice by predicate instead makes the compiler wait for every load in turn.
                 value += fresh
                 logit = tl.where(there, logit + gate, -float("inf"))
                 top, total, row = pooled(top, total, row, logit, value)
-            row = finished(row / total, norm_ptr, cos_sin_ptr, number * m, R, eps, column, D, R)
-            page = (target // page_rows) * page_stride
-            place = target % page_rows
+            row = finished(row / total, finish, number * m, R, column, D, R)
+            page = (target // to.page_rows) * to.page_stride
+            place = target % to.page_rows
             if FORMAT.coded > 0:
                 zero = tl.zeros([1], tl.int64)
-                FORMAT.store(out_ptr, tl.reshape(row, [1, D]), zero + page, zero + place, page_rows, column, zero == 0,
-                             FORMAT)  # fmt: skip
+                row = tl.reshape(row, [1, D])
+                FORMAT.store(to.ptr, row, zero + page, zero + place, to.page_rows, column, zero == 0, FORMAT)
             else:
-                tl.store(out_ptr + page + place * row_stride + column, row.to(out_ptr.dtype.element_ty))
+                tl.store(to.ptr + page + place * to.row_stride + column, row.to(to.ptr.dtype.element_ty))
     else:
-        n = (i - rows).to(tl.int64)
-        slot = tl.load(position_ptr + n) % m
-        place = tl.load(place_ptr + n) * width
+        n = (i - made.count).to(tl.int64)
+        slot = tl.load(places.position_ptr + n) % m
+        place = tl.load(places.place_ptr + n) * width
         for half in tl.static_range(2 if OVERLAP else 1):
             at = half * D + column
-            value = tl.load(kv_ptr + n * stride_kv + at).to(tl.float32)
-            logit = tl.load(gate_ptr + n * stride_gate + at).to(tl.float32)
-            logit += tl.load(bias_ptr + slot * width + at).to(tl.float32)
-            tl.store(state_kv_ptr + place + at, value)
-            tl.store(state_gate_ptr + place + at, logit)
+            value = tl.load(tokens.kv_ptr + n * tokens.kv_row + at).to(tl.float32)
+            logit = tl.load(tokens.gate_ptr + n * tokens.gate_row + at).to(tl.float32)
+            logit += tl.load(tokens.bias_ptr + slot * width + at).to(tl.float32)
+            tl.store(state.kv_ptr + place + at, value)
+            tl.store(state.gate_ptr + place + at, logit)
 
 
 def compress_rings(
@@ -135,16 +117,16 @@ def compress_rings(
     m, width = bias.shape
     d, count = norm_weight.shape[0], rows[0].shape[0]
     overlap = width == 2 * d
-    if isinstance(out, PackedRows):
-        memory, sizes = out.storage, (out.rows_per_page, out.page_stride, 0, out.rows)
-    else:
-        memory, sizes = out, (out.shape[1], out.stride(0), out.stride(1), out.shape[0] * out.shape[1])
     programs = count + (0 if places is None else kv.shape[0])
     if programs:
         arguments = [
-            kv, gate, bias, norm_weight, cos_sin, *states, *rows, positions, rows[0] if places is None else places,
-            memory, float(eps), count, m, m * (1 + overlap), kv.stride(0), gate.stride(0), *sizes,
-        ]  # fmt: skip
+            Tokens(kv, gate, bias, 0, kv.stride(0), 0, gate.stride(0)),
+            State(*states),
+            RingRows(*rows, count),
+            RingTokens(positions, rows[0] if places is None else places, m, m * (1 + overlap)),
+            Finish(norm_weight, cos_sin, float(eps)),
+            PoolRows.of(out),
+        ]
         constants = dict(
             D=d, R=cos_sin.shape[1], OVERLAP=overlap, FORMAT=format_of(out), SLOTS=8 if overlap else 16,
             num_warps=8 if overlap else 16,  # 16 values to a thread: registers for all loads of a tile at once
