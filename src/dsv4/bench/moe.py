@@ -63,7 +63,7 @@ class MoeCase:
 
 
 def shares(experts: int, zipf: bool) -> Tensor:
-    """Of every expert, in the slots."""
+    """The share of the slots that each expert has."""
     share = 1 / torch.arange(1, experts + 1).double() if zipf else torch.ones(experts).double()
     return share / share.sum()
 
@@ -117,7 +117,7 @@ class MoeContest:
         return call
 
     def error(self, name: str, result: Any) -> float:
-        """Of the last tokens."""
+        """The error of the last tokens."""
         some = slice(-CHECKED, None)
         truth, rounded = (self._plain(some, recipe).double() for recipe in ("bf16", "fp8_128"))
         cost = (rounded - truth).norm()

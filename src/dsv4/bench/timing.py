@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 PROBE_NS = 40_000  # the timer may move in steps of a microsecond
-SECONDS, FEWEST = 1.0, 5  # of all replays of a call; but so many at least
+SECONDS, FEWEST = 1.0, 5  # of all replays of a call; the fewest replays
 
 
 @dataclass(frozen=True)

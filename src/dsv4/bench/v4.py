@@ -32,7 +32,7 @@ class V4Case:
     compressed: int
     fp8: bool
     pool: int = LARGE
-    each: int = 0  # the compressed rows are those of a request with so many queries, by block table; 0: by list
+    each: int = 0  # queries of a request, whose compressed rows come by block table; 0: by list
 
     @property
     def name(self) -> str:

@@ -382,7 +382,7 @@ def model_launches(sizes: Sizes) -> list[Launch]:
 
 def representative(launches: Iterable[Launch], most: int | None = None, every_size: bool = False) -> list[Launch]:
     """A few launches that together have every value of every compile-time constant and every type of every argument,
-    not every combination; those first that add most, at most so many of a kernel. Of sizes (head dims, keys of a tile)
+    not every combination; those first that add most, at most `most` of a kernel. Of sizes (head dims, keys of a tile)
     the least and the greatest, or every one."""
     by_choices = {_choices(x): x for x in launches}
     missing: set[tuple] = set().union(*by_choices)

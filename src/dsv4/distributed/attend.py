@@ -48,8 +48,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Settin
 
 
 def cut(t: int, s: int, shift: int, left: int, right: int) -> tuple[int, int, tuple[int, int]] | None:
-    """Of t queries and s keys, query i sees key j iff i + shift - left <= j <= i + shift + right; -1 = no bound ->
-    as many queries and keys, from the first, as count, and fmha's window for them; None if no query sees a key.
+    """The queries and keys, from the first on, that matter, and fmha's window for them; None if no query sees a key.
+
+    There are t queries and s keys. Query i sees key j iff i + shift - left <= j <= i + shift + right; -1 = no bound.
 
     fmha counts from the bottom right corner, i + S - T, so the corner must lie between the bounds: keys behind the
     reach of the last query, and queries whose reach begins behind the last key, are cut off: they change nothing.

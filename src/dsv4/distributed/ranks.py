@@ -19,7 +19,7 @@ def piece_numbers(rank: int, size: int, order: str) -> tuple[int, ...]:
 
 
 def pieces_of(tokens: int | None, order: str) -> int:
-    """How many pieces of the sequence a rank has, its tokens being so many."""
+    """How many pieces of the sequence a rank with this many tokens has."""
     checks.one_of("order", order, ORDERS)
     pieces = 2 if order == "zigzag" else 1
     if tokens is not None and tokens % pieces:

@@ -29,7 +29,7 @@ NEG_INF = float("-inf")
 QUERY_BLOCK = 128  # queries per masked block
 MASK_LIMIT = 1 << 20  # entries of one additive mask
 BLOCK_BYTES = 32 << 20  # fp32 queries of one outer block; fp32 keys and values of one chunk
-SPLIT_KEYS = 2048  # at least so many keys per thread when a lone product is spread over the threads
+SPLIT_KEYS = 2048  # the fewest keys per thread when a lone product is spread over the threads
 FLASH_ROWS = 32  # query rows that the flash kernel gives to one thread when there are few
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -43,7 +43,7 @@ class Sequences:
     out: Tensor  # [X, T, Hq, D]
     lse: Tensor | None  # [X, Hq, T]
     keys: int
-    chunk: int  # read at most so many keys at a time
+    chunk: int  # keys that are read at a time, at most
     read: Callable[[int, int], tuple[Tensor, Tensor]]  # keys lo .. hi -> k, v [X, hi - lo, Hkv, D]
 
 

@@ -24,7 +24,7 @@ PACKED = {x.row_bytes: x for x in (INDEX_132, INDEX_68)}  # keys as bytes; their
 
 @dataclass(frozen=True, eq=False)
 class IndexProblem:
-    """Query n sees the first so many rows of its sequence: counts[n] of them, or with a ratio those that are finished
+    """Query n sees the first rows of its sequence: counts[n] of them, or with a ratio those that are finished
     at position counts[n]. Its keys are
 
     * k [1, M, D]: those of the one sequence; k [B, M, D]: of sequence n // tokens
@@ -71,7 +71,7 @@ class IndexProblem:
 
     @property
     def format(self) -> RowFormat | None:
-        """Of the keys where they are bytes, the pages of an IndexCache; q is e4m3 then, or FP4."""
+        """The format of keys that are bytes, the pages of an IndexCache; q is e4m3 then, or FP4."""
         return PACKED[self.k.shape[-1]] if self.k.dtype == torch.uint8 else None
 
     @property

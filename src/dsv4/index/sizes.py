@@ -17,7 +17,7 @@ LEAST_SHARES, MOST_SHARES = 16, 64
 
 
 def index_line(capacity: int) -> int:
-    """Scores of a query with so many rows, up to what can be read 16 bytes at a time, maxima too."""
+    """The scores of a query with this many rows, up to what can be read 16 bytes at a time, maxima too."""
     return -(-capacity // LINE_UNIT) * LINE_UNIT
 
 
@@ -32,8 +32,8 @@ def index_kept(capacity: int, topk: int) -> int:
 
 
 def index_words(capacity: int, topk: int = MAX_TOPK) -> int:
-    """fp32 words that index_topk needs for a query with so many rows: the scores, the greatest one of every group, and
-    what the choice keeps, two words each: by groups, or in rounds."""
+    """fp32 words that index_topk needs for a query with this many rows: the scores, the greatest one of every group,
+    and what the choice keeps, two words each: by groups, or in rounds."""
     kept = power_of_two(max(min(topk, capacity), 1))
     items, rounds = capacity, 0
     while True:

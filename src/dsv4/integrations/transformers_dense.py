@@ -27,7 +27,7 @@ from dsv4.runtime import checks
 from dsv4.runtime.checks import Backend
 
 NAME = "dsv4_dense"
-ASKED = 4096  # queries that the model's rule is asked about; of more, every so many
+ASKED = 4096  # queries that the model's rule is asked about; of more, a sample at equal distances
 WITNESSES = 4  # keys of each, besides those at the ends of what it sees
 
 

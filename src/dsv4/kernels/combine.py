@@ -49,7 +49,7 @@ class MergeStrides(NamedTuple):
 
 @gluon.constexpr_function
 def in_columns(columns, warps):
-    """Of [splits, columns]: every thread has all splits of its columns."""
+    """The layout of [splits, columns] in which every thread has all splits of its columns."""
     return gl.BlockedLayout([1, min(4, columns // 32)], [1, 32], [1, warps], [1, 0])
 
 

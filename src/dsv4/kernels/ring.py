@@ -74,8 +74,8 @@ def _most(kinds):
 
 @gluon.jit
 def init_barriers(kinds):
-    """Of all kinds at once: the first of each, then the second of each and so on, since between two initialisations in
-    one allocation the compiler puts a barrier of all threads."""
+    """Initialise barriers of all kinds together: the first of each, then the second of each and so on. The compiler
+    puts a barrier of all threads between two initialisations in one allocation."""
     for i in gl.static_range(_most(kinds)):
         for kind in gl.static_range(len(kinds)):
             if i < kinds[kind].bars.shape[0]:

@@ -71,7 +71,7 @@ def partial_sums(p):
 
 
 def _scaling(count: int) -> str:
-    """PTX: `count` values of two rows by turns of two, $0 on, times their factors, $2 count on, unless all are 1."""
+    """PTX: `count` values from $0 on, two of each row alternately, times factors from $2 count on, unless all are 1."""
     lines = [".reg .pred some, any", f"setp.neu.f32 some, ${2 * count}, 0f3F800000",
              f"setp.neu.or.f32 some, ${2 * count + 2}, 0f3F800000, some", "vote.sync.any.pred any, some, 0xffffffff",
              "@!any bra done", *(f"mul.f32 ${i}, ${i}, ${2 * count + i}" for i in range(count))]  # fmt: skip

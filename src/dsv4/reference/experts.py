@@ -40,7 +40,7 @@ def moe_route(
 
 
 def fp8(x: Tensor, columns: int) -> Tensor:
-    """x [..., k] rounded to e4m3 with one power of two for so many columns: the least that clips nothing."""
+    """x [..., k] rounded to e4m3 with one power of two for each group of columns: the least that clips nothing."""
     groups = x.unflatten(-1, (-1, columns))
     target = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4).float() * torch.tensor(1 / 448).float()
     mantissa, exponent = torch.frexp(target)  # in fp32, as the model has it

@@ -161,7 +161,7 @@ def v4_attention(
     compressed=None,  # the second pool of rows, same forms
     compressed_indices: Tensor | None = None,  # [N, K2]
     *,
-    window_lengths: Tensor | None = None,  # [N]: only the first so many entries of the list count
+    window_lengths: Tensor | None = None,  # [N]: how many entries of the list count, from the first on
     compressed_lengths: Tensor | None = None,  # [N]
     compressed_block_table: Tensor | None = None,  # [R, pages]: instead of a list, the first length rows of these pages
     request_starts: Tensor | None = None,  # [R + 1]: queries starts[r] .. starts[r+1] belong to request r
@@ -275,7 +275,7 @@ def rope_table(
     freq = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     if factor != 1.0:
 
-        def pair_with(turns: float) -> float:  # the pair that makes so many turns in original_positions
+        def pair_with(turns: float) -> float:  # the pair that makes this many turns in original_positions
             return dim * math.log(original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
         low, high = max(math.floor(pair_with(beta_fast)), 0), min(math.ceil(pair_with(beta_slow)), dim - 1)

@@ -51,8 +51,8 @@ def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:
     """(splits, least keys of one) for sequences of at most ``keys`` keys and ``rows`` query rows per KV head; (0, 0) =
     they are not split.
 
-    A sequence is cut in the same places whatever ``keys`` says: every so many, or into the most splits if those are
-    longer. The more rows, the longer the splits, so that the partial results stay small beside the keys.
+    A sequence is cut in the same places whatever ``keys`` says: at equal distances, or into the most splits if those
+    are longer. The more rows, the longer the splits, so that the partial results stay small compared with the keys.
     """
     if rows >= DETERMINISTIC_ROWS:
         return 0, 0

@@ -19,7 +19,7 @@ class V4Backward:
     """forward has out and lse, as the forward pass left them; its rows are tensors where their gradient is wanted.
 
     dout is the gradient of out, dlse that of lse. dwindow and dcompressed have the shape of their pools; rows that
-    nobody lists get gradient 0. None = not wanted.
+    no query lists get gradient 0. None = not wanted.
     """
 
     operation: ClassVar[str] = "v4"

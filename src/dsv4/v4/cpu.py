@@ -86,7 +86,7 @@ def _finish(p: V4Problem, queries: slice, acc: Tensor, total: Tensor, top: Tenso
 
 
 def row_blocks(p: V4Problem, queries: slice, owner: Tensor | None) -> Iterator[tuple[Pool, Tensor]]:
-    """(pool, row numbers int64 [b, k <= ROW_BLOCK], -1 = nothing there), without blocks that nobody uses."""
+    """(pool, row numbers int64 [b, k <= ROW_BLOCK], -1 = nothing there), without blocks that no query uses."""
     yield from _listed(p.window, p.window_indices[queries], _slice(p.window_lengths, queries))
     if p.compressed_indices is not None:
         yield from _listed(p.compressed, p.compressed_indices[queries], _slice(p.compressed_lengths, queries))

@@ -12,8 +12,8 @@ def tile_of(number, cu_ptr, sequences, unit):
     """(sequence, first row of its tile) of tile `number`; for four warps. Rows: `unit` for each token.
 
     The tiles of sequence i have the numbers from cu[i] * unit // 128 + i on. That is no less than one past the last
-    number of the sequence before, so nothing has to be added up; a number that is nobody's lies past the end of its
-    sequence.
+    number of the sequence before, so nothing has to be added up; a number without a tile lies past the end of
+    its sequence.
     """
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # every warp has all 128: no exchange between warps
     begun = 0

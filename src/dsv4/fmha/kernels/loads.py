@@ -121,7 +121,7 @@ def fill(
 ):
     """One ring slot [BN, D] by TMA: keys from first_row on, columns from ``column`` on; ``ready`` says it may be read.
 
-    Rows that belong to another sequence, or to nobody, are zeroed before ``ready``: such a tile lands on the barrier
+    Rows that belong to another sequence, or to none, are zeroed before ``ready``: such a tile lands on the barrier
     ``landed`` first, whose next phase is returned. In a dense tensor the descriptor's own bounds do this.
     """
     NBYTES: gl.constexpr = BN * D * 2
@@ -144,7 +144,7 @@ def fill(
 
 @gluon.jit
 def cp_async_rows(kv_rows, tile, where, first_row, column, BN: gl.constexpr, D: gl.constexpr):
-    """One ring slot [BN, D] by cp.async, one group; rows that nobody sees and of pages that are none are 0."""
+    """One ring slot [BN, D] by cp.async, one group; rows that no query sees, and those of absent pages, are 0."""
     ATOM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     atoms = reinterpret(tile, [(BN // 8) * (D // 64), 8, 64], ATOM)
@@ -251,7 +251,7 @@ def load_rows(
 
 @gluon.jit
 def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, N: gl.constexpr, C: gl.constexpr):
-    """As load_rows, but by cp.async, one group: nothing waits for it here, and no registers are held."""
+    """Copy the rows of load_rows by cp.async, as one group: nothing waits for it here, and no registers are held."""
     L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offset = row_offsets(row, head, group, stride_token8, stride_head8)

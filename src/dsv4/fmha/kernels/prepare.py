@@ -166,7 +166,7 @@ def or_null(x: Slot | None, dtype: torch.dtype) -> Slot | Null:
 
 
 def use_fp16_partials(p: Any, tokens: int) -> bool:
-    """Whether partial results are in fp16: many of them, of so many tokens in all. Deterministic: the order of
+    """Whether partial results are in fp16: if there are many, for this many tokens in all. Deterministic: the order of
     additions must not depend on how many splits there are. fp16: they would be as exact as the results."""
     # With a plan its capacity counts, so that calls with fewer sequences take the kernel that was warmed up.
     values = tokens * p.q_heads * p.head_dim if p.scratch is None else p.scratch.numel()
@@ -211,7 +211,7 @@ def splits_keys(p: FmhaProblem, target: Target, c: Tiling) -> bool:
 
 
 def rounds_of_steps(p: FmhaProblem, target: Target, c: Tiling) -> int:
-    """Steps of so many keys that a multiprocessor makes one after the other, with one more for each tile and split."""
+    """Steps that an SM makes one after the other, with one more for each tile and split."""
     tiles = _row_tiles(p, c)
     splits, _ = _splits(p, target, c, tiles)
     rounds = -(-tiles * splits * p.kv_heads * p.batch * c.ctas // target.num_sms)

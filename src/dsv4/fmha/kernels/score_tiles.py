@@ -12,7 +12,7 @@ from dsv4.kernels.ring import Ring, producer_stage
 
 @aggregate
 class Chunks:
-    """Of 64 columns: a ring of those of Q or dO, and beside each slot the same of K or V."""
+    """Chunks of 64 columns: a ring of those of Q or dO, and for each slot the same columns of K or V."""
 
     ring: Ring
     b: Value

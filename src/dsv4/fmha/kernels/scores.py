@@ -100,7 +100,7 @@ def of_values(factor, scale):
 
 @gluon.jit
 def capped(s, scale):
-    """Of products q . k what is multiplied by the factor: themselves, or tanh(s softcap).
+    """What the factor multiplies: the products q . k, or tanh(s softcap).
 
     tanh x = 1 - 2 / (e^2x + 1) has the absolute error of fp32, and the series below 1/4 its relative error, which large
     caps need. That of tanh.approx is 2^-11: with a cap of 50 it would be 2 % of P.

@@ -119,8 +119,8 @@ def bad_pages(pages, begin, end):
 
 @aggregate
 class MaskBounds:
-    """Of query rows: the keys [first, end) that each sees; those that all of them see, which need no mask; the keys of
-    the sequence; its pages, and whether the block table names some that are none, whose keys no row sees."""
+    """The keys [first, end) that each query row sees; those that all rows see, which need no mask; the keys of the
+    sequence; its pages, and whether the block table has entries without a page, whose keys no row sees."""
 
     row_first: Value
     row_end: Value
@@ -171,7 +171,7 @@ def page_bits(first_column, keys, pages):
 
 @gluon.jit
 def mask_pages_by_bits(s, first_column, keys, pages, L: gl.constexpr):
-    """As mask_pages, where a thread has whole rows of 32, 64 or 128 keys and no registers for as many page numbers."""
+    """mask_pages where a thread has whole rows of 32, 64 or 128 keys, but no registers for as many page numbers."""
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
     bits = page_bits(first_column, keys, pages)
     for c in gl.static_range(1, s.shape[1] // 32):

@@ -86,7 +86,7 @@ class TopKLists(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """Where the kept blocks go, at most so many."""
+    """Where the kept blocks go, and the most that are kept."""
 
     any_alignment = ("ptr",)
 

@@ -99,8 +99,8 @@ class GroupRows:
 
     @gluon.jit
     def scores(self, number):
-        """As `piece`, the scores alone; of groups past the last one the last is read, and `there` leaves them out: a
-        predicate for each line would be more than there are."""
+        """The scores of `piece` alone. Groups past the last one read the last, and `there` leaves them out: there are
+        not enough predicates for one per line."""
         L: gl.constexpr = groups_layout(gl.num_warps())
         WIDE: gl.constexpr = gl.num_warps() * 8
         line = number * self.HIGH + gl.arange(0, self.HIGH, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
@@ -268,7 +268,7 @@ def not_falling(key, place, KEPT: gl.constexpr):
 
 @gluon.jit
 def neighbours(key, place, partner):
-    """Of two neighbours the first gets the greater key."""
+    """Sort pairs of neighbours: the first gets the greater key."""
     other = gl.gather(key, partner, 0)
     return gl.where(partner > place, gl.maximum(key, other), gl.minimum(key, other))
 
@@ -311,7 +311,7 @@ def keep_best(keep_ptr, line_ptr, fours, visible, wanted, SIZE: gl.constexpr, KE
     at = gl.where(row // EACH < fours, row // EACH, 0) * EACH + row % EACH
     at = gl.max_contiguous(gl.multiple_of(at, [1, EACH]), [1, EACH])
     ordered = gl.where(row < visible, ordered_of(gl.load(line_ptr + at)), ABSENT)
-    if AMONG:  # the rows of the last block that nobody sees would be the least end of a search by values
+    if AMONG:  # the rows of the last block that no query sees would be the least end of a search by values
         ordered = gl.where(ordered > LOWEST, ordered, ABSENT)
         visible = count_of(ordered != ABSENT)
         wanted = gl.minimum(wanted, visible)
@@ -392,11 +392,11 @@ def index_choose(
 
     source   fp32 scores [queries, 64 * line], maxima [queries, 4 * line]
     numbers  int32 [queries, SHARES, KEPT], kept alike, or int64: memory for the numbers of what is found, or their keys
-    SHARES   1, or so many CTAs to a query: each finds all rows, and the place in the list of its share of them by
+    SHARES   CTAs to a query; with several, each finds all rows, and the place in the list of its share of them by
              comparing them with all; a sort takes one CTA three times as long
     GROUPS   a power of two that is not less than the groups of a query
     KEPT     a power of two, = kept_size: twice topk, the most rows that are sorted and groups that are looked into
-    HIGH     a thread reads so many times 16 bytes at once
+    HIGH     units of 16 bytes that a thread reads at once
     HELD     scores that a thread may have in registers
     """
     THREADS: gl.constexpr = gl.num_warps() * 32

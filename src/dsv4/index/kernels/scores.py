@@ -17,7 +17,7 @@ import triton.language as tl
 
 from dsv4.index import sizes
 
-# Whose keys a query reads: there is one sequence; a batch of sequences with so many tokens each; pages by block table,
+# Whose keys a query reads: there is one sequence; a batch of sequences with as many tokens each; pages by block table,
 # with a line for every query; pages by block table, with a line for every request (starts).
 ONE, BATCH, OWN, STARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FOREVER = tl.constexpr(2**31 - 1)
@@ -38,7 +38,7 @@ def visible_rows(query, owners, mask):
 
 @triton.jit
 def visible_columns(visible, owners, AMONG: tl.constexpr):
-    """Scores that there are for a query that sees so many rows."""
+    """The number of scores of a query that sees this many rows."""
     if AMONG:
         visible = tl.minimum((visible + BLOCK - 1) // BLOCK, owners.among) * BLOCK
     return visible

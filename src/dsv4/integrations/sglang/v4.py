@@ -33,7 +33,7 @@ def flash_mla_with_kvcache(
     *,
     use_legacy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As SGLang's, for DeepSeek-V4's rows of 584 bytes; others are rejected by name."""
+    """SGLang's function, for DeepSeek-V4's rows of 584 bytes; others are rejected by name."""
     for name, x in (("descale_q", descale_q), ("descale_k", descale_k), ("kv_format", kv_format)):
         if x is not None:
             checks.fail(name, checks.describe(x), "None: rows of DeepSeek-V4")
@@ -57,8 +57,8 @@ def flash_mla_sparse_fwd(
     *,
     use_legacy: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """As SGLang's, which looks at the first result alone. kv is a bf16 workspace; what is behind topk_length in indices
-    is undefined."""
+    """SGLang's function, whose first result alone is used. kv is a bf16 workspace; what is behind topk_length in
+    indices is undefined."""
     calls["prefill"] += 1
     if kv.ndim == 2:
         kv = kv[:, None]

@@ -39,7 +39,7 @@ class Forward:
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """As many as there are: FlashMLA's kernels take 64 or 128."""
+        """No padding: FlashMLA's kernels need 64 or 128 heads, these any number."""
         if not 1 <= num_heads <= HEADS:
             refuse("num_attention_heads", f"{num_heads} on one rank", f"1 to {HEADS}")
         return num_heads
@@ -170,7 +170,7 @@ def swa_backend() -> type:
 
 @functools.cache
 def cuda_class() -> type:
-    """For the NVIDIA model."""
+    """The class for the NVIDIA model."""
     from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
     class Dsv4Attention(Forward, DeepseekV4FlashMLAAttention):  # type: ignore[misc]
@@ -186,7 +186,7 @@ def cuda_class() -> type:
 
 @functools.cache
 def cpu_class() -> type:
-    """For the CPU model: the backends, and so the metadata, of the NVIDIA model, on dsv4's CPU path."""
+    """The class for the CPU model: the NVIDIA model's backends, hence its metadata, on dsv4's CPU path."""
     from vllm.models.deepseek_v4.cpu.cpu_sparse import DeepseekV4CPUAttention
     from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 

@@ -157,7 +157,7 @@ def _sum_dsink(dsink: Tensor, share: Tensor) -> None:
 
 
 def _find_longest(longest: Tensor, *pools: Tensor | None) -> None:
-    """The largest norm of a row. Rows that nobody lists may hold anything."""
+    """The largest norm of a row. Rows that no query lists may hold anything."""
     norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in pools if x is not None and x.numel())
     longest.copy_(torch.stack([torch.where(x.isfinite(), x, 0).amax() for x in norms]).amax())
 

@@ -26,8 +26,8 @@ class PlainPools(NamedTuple):
 
 
 class RowLists(NamedTuple):
-    """Of all queries: the rows of both pools by one number, compressed ones after the window's. The CTAs of a launch
-    have `queries` of them, from query_begin on."""
+    """The rows that each query lists, of both pools by one number, compressed ones after the window's. The CTAs of a
+    launch have `queries` queries, from query_begin on."""
 
     rows_ptr: Value  # [N, width], -1 = nothing there
     blocks_ptr: Value  # [N]: blocks of 64 entries that name something
@@ -57,7 +57,7 @@ class Query:
 
 
 class Terms(NamedTuple):
-    """Of all (query, head): the exponent to subtract, delta, and for fp16 what bounds dS and what is added to dKV.
+    """By (query, head): the exponent to subtract, delta, and for fp16 what bounds dS and what is added to dKV.
     What S is multiplied by, in base 2, and dS."""
 
     lse2_ptr: Value
@@ -69,8 +69,8 @@ class Terms(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """For kernels that find dO . O themselves: O, its strides in units of 8 elements; of all (query, head) the sink's
-    share, which becomes the term of dsink, and dO . O of the last columns where dO is turned."""
+    """What kernels need that compute dO . O themselves: O, its strides in units of 8 elements; by (query, head) the
+    sink's share, which becomes the term of dsink, and dO . O of the last columns where dO is rotated."""
 
     out_ptr: Value
     out_n: Value

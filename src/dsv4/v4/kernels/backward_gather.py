@@ -48,7 +48,7 @@ def gather_role(operands, memory, pools, query, TURNED: gl.constexpr):
 
 @gluon.jit
 def numbers(query, block, L: gl.constexpr):
-    """Of the rows of a block; -1 = nothing there."""
+    """The row numbers of a block; -1 = nothing there."""
     slot = block * 64 + gl.arange(0, 64, layout=L)
     return gl.load(query.line + slot, mask=slot < query.width, other=-1)
 

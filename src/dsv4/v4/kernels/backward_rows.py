@@ -46,7 +46,7 @@ class QuerySizes(NamedTuple):
 
 
 class QueryStrides(NamedTuple):
-    """Of queries and heads; of q, out and dout in units of 8 elements."""
+    """The strides of queries and heads; those of q, out and dout are in units of 8 elements."""
 
     q_n: Value
     q_h: Value

@@ -219,7 +219,7 @@ def _lines(program: Program, x: Any) -> Slot:
 
 
 def _heads(program: Program, q: Slot, ctas: int) -> TensorDescriptor:
-    """Of one query, 64 heads per CTA; heads that are not there read zeros. One CTA: half of their columns at a time. A
+    """The heads of one query, 64 per CTA; absent heads read zeros. One CTA: half of their columns at a time. A
     pair: all of them, as panels of 64 columns in one message, as messages hold up the gathers behind them."""
     if any(s <= 0 for s, n in zip(q.stride(), q.shape) if n > 1):
         q = program.copied(q)
@@ -261,7 +261,7 @@ def _kv_loads(p: V4Problem, window: PoolSizes, compressed: PoolSizes) -> list[An
 
 def _by_tma(load: Any, pool: PoolSizes, q: Slot, ctas: int) -> tuple[TensorDescriptor, PoolSizes]:
     """The descriptor of a pool's lines, and the pool with the lines between its pages; where the pool is read in
-    another way, that of a line of q, which nobody reads."""
+    another way, that of a line of q, which no kernel reads."""
     rows: Any = pool.ptr
     if load is not TMA or rows.numel() == 0:
         rows = q.view((1, 1, q.shape[-1]), (q.shape[-1], q.shape[-1], 1))

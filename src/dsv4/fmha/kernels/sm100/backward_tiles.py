@@ -105,7 +105,7 @@ class TileProduct:
 
 @aggregate
 class Numbers:
-    """Of the rows of this (sequence, KV head): the exponent to subtract, delta. The scales of S (base 2), P and dS."""
+    """The exponent to subtract and delta, by row of this (sequence, KV head). The scales of S (base 2), P and dS."""
 
     lse2_ptr: Value
     delta_ptr: Value
@@ -116,7 +116,7 @@ class Numbers:
 
 @aggregate
 class Result:
-    """Gradients of this (sequence, KV head): KEYS: dk and dv, else dq; how far their rows are apart, in elements."""
+    """Gradients of this (sequence, KV head): KEYS: dk and dv, else dq; the strides of their rows, in elements."""
 
     ptr0: Value
     ptr1: Value

@@ -100,7 +100,7 @@ def pair_budget() -> Budget:
 
 
 @dataclass(frozen=True)
-class ListedBudget:
+class SparseBudget:
     """The budget of a block of rows picked by number, for 64 heads of one query: what one CTA does."""
 
     rows: str  # bf16, fp8
@@ -116,7 +116,7 @@ class ListedBudget:
     device_cycles: int
 
 
-def listed(rows: str, ctas: int = 1) -> ListedBudget:
+def sparse(rows: str, ctas: int = 1) -> SparseBudget:
     heads, keys, d = 64, 64 * ctas, 512
     flops = 2 * 2 * heads * keys * d
     rate = FLOPS_PER_CLOCK // 2 if ctas == 1 else FLOPS_PER_CLOCK
@@ -125,7 +125,7 @@ def listed(rows: str, ctas: int = 1) -> ListedBudget:
     # Written: the block and P. Read: Q and K for S; P for each half of O, and V.
     shared = block + scores + heads * d * 2 + (2 * block) // ctas + d // MMA_N * scores
     fetched = keys * {"bf16": 2 * d, "fp8": 584}[rows]
-    return ListedBudget(
+    return SparseBudget(
         rows, ctas, keys, d // MMA_K + keys // MMA_K * (d // MMA_N), flops // rate,
         heads * keys // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, fetched, fetched // ctas,
         fetched // ctas // DEVICE_BYTES_PER_CLOCK,

@@ -386,7 +386,7 @@ def take_over(turn, memory):
 
 @gluon.jit
 def write(factor, there, out, part, memory, rope, split, TURN: gl.constexpr = True):
-    """O times a factor per row -> out, or fp32 -> part; zeros where nobody wrote O (`there` is 0). A thread has 32
+    """O times a factor per row -> out, or fp32 -> part; zeros where O was not written (`there` is 0). A thread has 32
     columns of a row and stores them as they are: shared memory has no room to turn them in.
 
     Rows of all are as O comes from tensor memory.

@@ -100,7 +100,7 @@ def store_rows(work_tile, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr,
     for c in gl.static_range(D // C):
         column = c * C + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
         x = gl.zeros([BM, C], gl.float32, LO)
-        if n > 0:  # else nobody ever wrote O
+        if n > 0:  # else O was never written
             x = o.slice(c * C, C).load() * factor[:, None]
         if split != 0:
             gl.store(tensors.part_ptr + (part * D)[:, None] + column[None, :], x, mask=here[:, None])

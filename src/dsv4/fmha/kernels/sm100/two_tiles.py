@@ -9,9 +9,9 @@ is waited for. The tiles take one S in turn, each while the other is in its expo
     softmax 1   |        read S1, P1 ............ | read S1', P1' ...
 
 A row keeps its reference until its maximum has grown by 2^8; where one moves, the group itself rescales O, so that the
-tensor core waits for nobody else. Whether one moves is asked before the wait for P V of the keys before, and a quarter
-of the exponentials is computed without the unit that the groups share (`rows.exp2_by_fma`): between two products P V
-of a tile there is little else than exponentials.
+tensor core waits for no other role. Whether one moves is asked before the wait for P V of the keys before. A quarter of
+the exponentials is computed without the unit that the groups share (`softmax_parts.exp2_by_fma`): between two products
+P V of a tile there is little else than exponentials.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma

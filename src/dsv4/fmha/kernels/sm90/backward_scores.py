@@ -20,7 +20,7 @@ free[slot]      left, right        2           load           both have used it
 
 Tensors are [batch, KV head, packed row, column]: row r is token r // group of query head r % group of the KV head. TMA
 fills what lies past the end of a tensor with zeros, so nothing foreign enters a product; lse2 of such rows is +inf.
-A tile that nobody sees is skipped, or written as zeros where a product of backward.py will read it: needed() says.
+A tile that no row sees is skipped, or written as zeros where a product of backward.py will read it: needed() says.
 """
 
 from dsv4.fmha.kernels.backward_arguments import Operands

@@ -31,7 +31,7 @@ sum_ready[h]    owner of half h              1           the other      its row 
 landed          load: TMA bytes              1 + bytes   load           a tile with foreign rows is to be zeroed in part
 
 Each half slot has two fillings per step, so the phase of a wait is that of what is waited for: V 0, K 1 (but the first
-K0). Nobody may wait for a filling before the one between has come: for V1, left has p_ready[1], which says that K1 had
+K0). No role may wait for a filling before the one between has come: for V1, left has p_ready[1], which says that K1 had
 come; right has p_ready[0] for V0 and K1; left waits for right's half of V0 before that of K0'. P0 and its maximum and
 factor are overwritten after p_ready[1], before which right waited for O_R += P0 V0_R; P1 and its own after p_ready[0],
 before which left waited for O_L += P1 V1_L.

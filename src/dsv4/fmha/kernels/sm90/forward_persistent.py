@@ -23,7 +23,7 @@ carry over from tile to tile. Every work tile has a tile of keys, if only one th
 CTA c takes work tiles c, c + CTAs, ... of this list: blocks of as many (sequence, head) as have about one tile for
 every CTA, or of one where nothing is causal and all tiles are alike; within a block, the tiles by their place in the
 sequence, those of all heads side by side; every other block backwards, the last one from its longest causal tiles on.
-So a CTA gets long and short tiles by turns, those that have one work tile more than others get the shortest, and the
+So a CTA gets long and short tiles alternately, those that have one work tile more than others get the shortest, and the
 heads whose keys are read at one time are few.
 """
 

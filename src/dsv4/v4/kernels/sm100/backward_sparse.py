@@ -140,7 +140,7 @@ def score_role(memory, terms, query, dq_desc, SCALED: gl.constexpr):
         panels = reinterpret(kv.index(h), [4, 64, 64], PANEL)
         for i in gl.static_range(4):
             x = gl.zeros([64, 64], gl.float32, LO)
-            if query.blocks > 0:  # else nobody ever wrote dQ
+            if query.blocks > 0:  # else dQ was never written
                 x = memory.dq.slice(h * 256 + i * 64, 64).load()
                 if SCALED:
                     x = x * down

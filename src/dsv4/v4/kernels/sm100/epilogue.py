@@ -6,7 +6,7 @@ from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
 @aggregate
 class TileRows:
-    """Of a work tile's rows: what is known before they are done."""
+    """What is known of the rows of a work tile before they are done."""
 
     query: Value
     first_head: Value

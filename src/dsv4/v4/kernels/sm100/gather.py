@@ -188,7 +188,7 @@ def announce(ready):
 
 @gluon.jit
 def row_offsets(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Of packed rows: whether they are there, where their data begin and where their scales, in bytes."""
+    """(whether packed rows are there, the first byte of their data, the first byte of their scales)"""
     there = (number >= 0) & (number < pool.rows)
     page = number // pool.page_rows
     place = (number - page * pool.page_rows).to(gl.int64)

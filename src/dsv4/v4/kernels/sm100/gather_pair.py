@@ -244,7 +244,7 @@ def plan_role(q_desc, window, compressed, requests, memory, sizes, KV_INDEX: gl.
 
 @gluon.jit
 def blocks_of(count, more, split, sizes):
-    """(first, end) of the blocks of a work tile with so many rows of the window and so many compressed ones."""
+    """(first, end) of the blocks of a work tile with these numbers of window rows and compressed rows."""
     blocks = (count + KEYS - 1) // KEYS + (more + KEYS - 1) // KEYS
     return split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)
 

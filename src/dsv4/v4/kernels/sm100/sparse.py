@@ -176,7 +176,7 @@ def softmax_block(x, m, l, at, first, memory):
 
 @gluon.jit
 def write(place, factor, angles_ptr, there, memory, output, split):
-    """O times a factor per row -> out, or fp32 -> part, by way of p; zeros where nobody wrote O (`there` is 0)."""
+    """O times a factor per row -> out, or fp32 -> part, by way of p; zeros where O was not written (`there` is 0)."""
     o, p, heads, first_head = memory.o, memory.p, output.heads, place.first_head
     out_ptr = output.out_ptr + place.query.to(gl.int64) * output.stride_on * 8
     part_ptr = output.part_ptr + place.part_row * 512

@@ -208,8 +208,8 @@ def end(dq, kv, dq_desc, query, H: gl.constexpr):
 
 @gluon.jit
 def find_delta(memory, terms, outputs, query, TURNED: gl.constexpr):
-    """dO . O of the 64 heads: to delta, and times the sink's share to memory. O comes straight from there: nobody else
-    reads it."""
+    """dO . O of the 64 heads: to delta, and times the sink's share to memory. O comes straight from memory: no other
+    role reads it."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, L))

@@ -127,7 +127,7 @@ def attend(
             memory.p.index(0).store(p.to(memory.p.dtype))
             fence_async_shared()
             barrier()
-    # Without a block nobody has waited for Q, and what follows may use its memory.
+    # Without a block no role has waited for Q, and what follows may use its memory.
     async_copy.wait_group(0)
     barrier()
     return o0, o1, o2, o3, m, l

@@ -2,7 +2,7 @@
 decode_swap_ab.py.
 
 With few heads the products are small, and what counts is how fast rows become bf16. So two groups of four warps gather,
-each into a slot of its own, blocks of 64 rows by turns: while one waits for memory, the other converts. Four warps
+each into a slot of its own, blocks of 64 rows alternately: while one waits for memory, the other converts. Four warps
 compute, one block after the other::
 
     gather 0     rows of block 0 | -> kv 0 | rows of block 2 | wait free 0 | -> kv 0 ...
@@ -121,7 +121,7 @@ def per_lane(heads, rows=0):
 
 @gluon.jit
 def highest_of_warps(x, mask):
-    """Of x [64, HEADS], as bits: those of positive numbers are in the order of the numbers. [4]"""
+    """The greatest x [64, HEADS] of each warp, as bits, [4]: bits of positive numbers have the order of the numbers."""
     return gl.max((x.to(gl.int32, bitcast=True) & mask).reshape([4, 16 * x.shape[1]]), 1)
 
 

@@ -151,7 +151,7 @@ def _room(p: V4Problem, splits: int) -> int:
 
 
 def _blocks(p: V4Problem, keys: int) -> int:
-    """Blocks of so many rows in the two lists of a query."""
+    """The blocks of `keys` rows in the two lists of a query."""
     return -(-p.window_indices.shape[1] // keys) + -(-p.compressed_capacity // keys)
 
 

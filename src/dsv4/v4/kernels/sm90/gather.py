@@ -68,7 +68,7 @@ def copy_half(pool, offset, there, memory, phase, SLOT: gl.constexpr, LAST: gl.c
 
 @gluon.jit
 def l2_resident_blocks(number, lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr):
-    """As plain_blocks, an even number of blocks, slots in the order in which resident steps free them."""
+    """plain_blocks for an even number of blocks, slots in the order in which resident steps free them."""
     entry = entries(lanes(gl.num_warps()))
     odd = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, KV_INDEX)
     for block in range(first, end, 2):
@@ -217,7 +217,7 @@ def packed_blocks(
 
 
 @aggregate
-class Listed:
+class AlignedRows:
     """Packed rows of a block by list, the first half on its way: addresses, all scales, codes."""
 
     row: Value
@@ -231,7 +231,7 @@ class Listed:
 def load_first_half_aligned(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     row, at, there = row_addresses(pool, number, spare, UNIT, FORMAT)
     scales = gl.load(at.to(gl.pointer_type(gl.int64), bitcast=True), mask=there, other=0)
-    return Listed(row, there, scales, load_codes_unmasked(row, 0, 2), load_codes_unmasked(row, 2, 2))
+    return AlignedRows(row, there, scales, load_codes_unmasked(row, 0, 2), load_codes_unmasked(row, 2, 2))
 
 
 @gluon.jit
@@ -328,7 +328,7 @@ def mixed_blocks(
 
 @gluon.jit
 def write_job(job, turn, blocks, query, first_head, split):
-    """What the others need to know about a work tile. Two places by turns: an epilogue still reads that of the last."""
+    """What the others need to know about a work tile. There are two places: an epilogue may still read the last one."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     job.index(turn * 4 + BLOCKS).store(gl.full([1], blocks, gl.int32, L))
     job.index(turn * 4 + QUERY).store(gl.full([1], query, gl.int32, L))

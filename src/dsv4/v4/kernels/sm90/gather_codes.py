@@ -36,8 +36,8 @@ def half_layout(warps, panel_words):
 
 @aggregate
 class Rows:
-    """Of a block: addresses, those of their scales, whether they are there. A row that is not is read at `spare`: any
-    bytes are finite numbers with its scale of 0, and its bias keeps them out."""
+    """The addresses of a block's rows, those of their scales, and whether the rows are there. An absent row is read at
+    `spare`: with its scale of 0 any bytes are finite numbers, and its bias keeps them out."""
 
     row: Value
     at: Value

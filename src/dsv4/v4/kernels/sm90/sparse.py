@@ -16,8 +16,8 @@ kv              4 x 32768           [64, 256] each: block b of a step, half h at
 p0, p1          8192 each           [64, 64]: P of block 0 and 1; unless REG_STORE, output rows leave through them
 m0, a0, m1, a1  256 each            fp32 per row: maximum after block 0 and 1, factor 0 and 1
 bias            2 x 256             fp32 per key: what is added to the scores of block 0 and 1
-sums            4 x 256             fp32 per row: sums of left and right, by turns of work tiles
-job             2 x 16              of a work tile, by turns: steps, query, first head, split
+sums            4 x 256             fp32 per row: sums of left and right, for two work tiles
+job             2 x 16              of two work tiles: steps, query, first head, split
 barriers        8 each
 
 barrier         arrives                      count       waits          means

@@ -46,11 +46,12 @@ class Work:
 
 @gluon.jit
 def cta_work(window, compressed, requests, sizes, KV_INDEX: gl.constexpr, KEYS: gl.constexpr):
-    """Of this CTA: (the lists of its query, Work). A block has KEYS rows."""
+    """(the lists of the query of this CTA, its Work). A block has KEYS rows."""
     query, split = gl.program_id(1), gl.program_id(2)
     lists = index_lists(query, window, compressed, requests, KV_INDEX, KEYS)
     blocks = lists.window_blocks + (lists.count + KEYS - 1) // KEYS
-    # As even as can be, not so many each until none are left: the fewer CTAs have most, the less memory has to do.
+    # As evenly as possible, rather than the same number each until none are left: the fewer CTAs have the most blocks,
+    # the less memory has to do.
     begin = quotient(blocks * split, sizes.splits_inverse, sizes.splits_shift)
     return lists, Work(query, begin, quotient(blocks * (split + 1), sizes.splits_inverse, sizes.splits_shift))
 
@@ -262,7 +263,7 @@ def partial_sums(p):
 
 @gluon.jit
 def maxima(s, row_max, m):
-    """Of each column of s, in the layout of m.
+    """The maximum of each column of s, in the layout of m.
 
     The maxima of 16 keys each, those of a warp, go through row_max, and every thread takes the maximum of its columns:
     one exchange between warps, where a reduction makes two. P waits for it, and shared memory is busy.
@@ -347,7 +348,7 @@ def put_rounded(x, place, output, COLUMN: gl.constexpr):
 
 @gluon.jit
 def sink_of_heads(output, first_head, SPLIT: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr):
-    """Of a split: none, since the combine kernel applies it."""
+    """The sinks of the heads; a split has none, since the combine kernel applies them."""
     if SPLIT:
         sink = gl.full([HEADS], -float("inf"), gl.float32, L)
     else:
