@@ -118,6 +118,7 @@ class Findings:
                 op is not None
                 and kind == sh.RAW
                 and agent < sh.ASYNC
+                and them is not None
                 and them.cta is not w.cta
                 and seen(w, them, epoch)
             ):

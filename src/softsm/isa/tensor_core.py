@@ -191,7 +191,8 @@ def scaled(values: np.ndarray, scales: np.ndarray, dtype: type = np.float32) -> 
     rows, k = values.shape
     blocks = scales.shape[1]
     with np.errstate(invalid="ignore", over="ignore"):
-        product = values.reshape(rows, blocks, k // blocks).astype(dtype) * scales[:, :, None].astype(dtype)
+        product: np.ndarray = values.reshape(rows, blocks, k // blocks).astype(dtype)
+        product = product * scales[:, :, None].astype(dtype)
     return product.reshape(rows, k)
 
 

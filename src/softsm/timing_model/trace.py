@@ -245,9 +245,9 @@ class Tracer(Observer):
 
     def _run(self, state, pc, mask, stop, quantum, multi):
         """In place of the compiled loop: it follows the jumps."""
-        mine = self.by_warp[self.machine.current]
-        trail, notes = self.trail, self.looks.notes
-        notes.turn_to(self.machine.current.S[pg.S_NOTED])
+        assert (warp := self.machine.current) is not None
+        mine, trail, notes = self.by_warp[warp], self.trail, self.looks.notes
+        notes.turn_to(warp.S[pg.S_NOTED])
         used, whole = 0, mask
         fresh = mine.retry != pc
         mine.retry = -1
