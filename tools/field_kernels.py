@@ -106,7 +106,8 @@ LECTURES = (
     lecture("05-layer-norm", "test_layer_norm(40, 300, torch.float16)"),
     *(lecture("06-fused-attention", f'test_op(1, 2, 128, 64, True, {ws}, "bwd", "triton-fp16")', arch=arch)
       for arch, ws in (("sm_90a", False), ("sm_100a", True))),
-    lecture("07-extern-functions", "close(output_triton, output_torch)"),
+    lecture("07-extern-functions", "asin_kernel[grid](x, output_triton, n_elements, BLOCK_SIZE=1024)",
+            "close(output_triton, output_torch)"),
     lecture("08-grouped-gemm",
             f"close(group_gemm_fn([a := normal(200, 96, {HALF})] * 2, [b := normal(96, 128, {HALF})] * 2)[1], "
             "a.float() @ b.float())",
@@ -159,8 +160,16 @@ def package(project: str, name: str, *functions: str, arch: str = "sm_100a") -> 
     return Kernel(name, project, "packages.py", (), arch, functions)
 
 
+def tests(file: str, name: str, *calls: str, arch: str = "sm_100a") -> Kernel:
+    words = (f"{{triton}}/python/triton_kernels/tests/{file}.py", *calls)
+    return Kernel(f"triton_kernels, {name}", "triton", "tutorial.py", (), arch, words)
+
+
 PYTHON = (
     *LECTURES,
+    tests("test_topk", "top k", 'test_topk(7, 200, 8, True, "float32")', 'test_topk(30, 32, 8, False, "bfloat16")'),
+    tests("test_swiglu", "SwiGLU", 'test_op(30, 512, 10, "cuda")'),
+    tests("test_compaction", "compaction", 'test_compaction(131, 128, 16, 0.6, "cuda")'),
     package("liger-kernel", "RMS norm, layer norm, SwiGLU, softmax, cross entropy, RoPE", "liger_rms_norm",
             "liger_layer_norm", "liger_swiglu", "liger_softmax", "liger_cross_entropy", "liger_rope"),
     package("fla-core", "retention, gated linear attention", "fla_retention", "fla_gla"),
@@ -210,6 +219,7 @@ KERNELS = (
     Kernel("bf16 GEMM, two CTAs", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DCTAS=2")),
     Kernel("FP8 GEMM", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DFP8", "-DCTAS=1")),
     Kernel("FP8 GEMM, two CTAs", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DFP8", "-DCTAS=2")),
+    Kernel("FP8 x FP4 GEMM", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DFP8", "-DFP4", "-DCTAS=1")),
     Kernel("bf16 GEMM, Hopper", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DHOPPER"), "sm_90a"),
     Kernel("scores of an indexer, e4m3", "DeepGEMM", "deepgemm_logits.cu", GEMM),
     Kernel("scores of an indexer, e2m1", "DeepGEMM", "deepgemm_logits.cu", (*GEMM, "-DFP4")),

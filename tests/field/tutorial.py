@@ -1,4 +1,4 @@
-"""Functions of a published Python file, without what it runs and measures when it is executed: Triton's tutorials.
+"""Functions of a published Python file, without what it runs and measures when it is executed: tutorials and tests.
 
     softsm check tests/field/tutorial.py -- FILE 'test_memcpy(64, 500)' ...
 
@@ -30,7 +30,7 @@ def load(file: Path) -> types.ModuleType:
     module = types.ModuleType(file.stem)
     module.__file__ = str(file)
     sys.modules[file.stem] = module  # Triton asks for the sources of functions
-    sys.path.insert(0, str(file.parent))
+    sys.path[:0] = [str(file.parent), str(file.parent.parent)]  # a package's tests lie beside it
     exec(compile(tree, str(file), "exec"), module.__dict__)
     return module
 
