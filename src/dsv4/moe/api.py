@@ -136,21 +136,21 @@ def moe(
     has no gradient through them.
     """
     checks.flag("return_slots", return_slots)
-    sw13, sw2 = _pair("shared", shared) if shared is not None else (None, None)
+    sw13, sw2 = pair("shared", shared) if shared is not None else (None, None)
     tensors: tuple[Tensor | None, ...]
     if isinstance(experts, Fp4Experts):
         e = experts
         format, spread, layout = e.format, e.spread.greatest, e.layout
         tensors = (x, e.w13, e.w2, ids, weights, e.w13_scales, e.w2_scales, e.w13_factors, e.w2_factors, sw13, sw2)
     else:
-        w13, w2 = _pair("experts", experts)
+        w13, w2 = pair("experts", experts)
         format, spread, layout = "bf16", 0, "sm90"
         tensors = (x, w13, w2, ids, weights, None, None, None, None, sw13, sw2)
     options = MoeOptions.checked(activations, limit, format, spread, deterministic, layout, fused)
     return operators.call(MOE, tensors, options, return_slots, out, None, checks.backend(backend))
 
 
-def _pair(name: str, x: Any) -> tuple[Any, Any]:
+def pair(name: str, x: Any) -> tuple[Any, Any]:
     if not isinstance(x, (tuple, list)) or len(x) != 2 or any(one is None for one in x):
         more = "a dsv4.Fp4Experts or " if name == "experts" else "None or "
         checks.fail(name, checks.describe(x), f"{more}(gate above up, down)")

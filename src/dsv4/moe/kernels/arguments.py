@@ -100,6 +100,18 @@ class Counters(NamedTuple):
     rows_ptr: Any  # [experts]
 
 
+class Peers(NamedTuple):
+    """The other ranks: the same memory as this rank's, so far from it."""
+
+    any_alignment = ("distance_ptr", "signals_ptr", "call_ptr")
+
+    distance_ptr: Any  # int64 [ranks], in 16 bytes
+    signals_ptr: Any  # int32 [2], of this rank, never 0 again: who is there, who has written
+    call_ptr: Any  # int32: how many calls there were, with this one
+    first: Any  # expert of this rank
+    experts: Any  # of all ranks
+
+
 class Total(NamedTuple):
     """What becomes of the outputs of slots."""
 

@@ -185,7 +185,8 @@ def scale_line(p: MoeProblem) -> int:
     return -(-p.tokens * p.topk // 4) * 4 + 4 * p.experts
 
 
-def rows_per_expert(p: MoeProblem) -> float:
-    """Of those that tokens choose, if they choose evenly."""
-    touched = p.experts * (1 - (1 - min(p.topk / p.experts, 1)) ** p.tokens)
-    return p.tokens * p.topk / max(touched, 1)
+def rows_per_expert(p: MoeProblem, ranks: int = 1) -> float:
+    """Of those that tokens choose, if they choose evenly. ranks: that have tokens and experts as these."""
+    experts, tokens = p.experts * ranks, p.tokens * ranks
+    touched = experts * (1 - (1 - min(p.topk / experts, 1)) ** tokens)
+    return tokens * p.topk / max(touched, 1)

@@ -26,7 +26,8 @@ def supports(p: MoeProblem | RouteProblem) -> str | None:
     return supports_route(p) if isinstance(p, RouteProblem) else supports_moe(p, "sm100", RECIPES)
 
 
-def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> None:
+def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program, ranks: Any = None) -> None:
+    """ranks: distributed.experts.Ranks, or None."""
     if isinstance(p, RouteProblem):
         prepare_route(p, program)
         return
@@ -34,14 +35,15 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
     from dsv4.moe.kernels.sm100.mega import moe_mega_sm100
     from dsv4.moe.kernels.sm100.products import moe_product_sm100
 
-    expected = rows_per_expert(p)
+    size = 1 if ranks is None else ranks.size
+    expected = rows_per_expert(p, size)
     n = next(rows for most, rows in TILES if expected <= most)
     nvfp4 = p.format == "nvfp4"
     constants: dict[str, Any] = dict(
         N=n, STAGES=min(SHARED_BYTES // stage_bytes(n, nvfp4), MOST_STAGES), RECIPE=p.activations,
         EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), num_warps=4,
     )  # fmt: skip
-    slots = p.tokens * p.topk
+    slots = size * p.tokens * p.topk
     most_tiles = min(slots, p.experts + slots // n)
 
     def multiply(product: Product) -> None:
@@ -53,10 +55,12 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
         for product in (first, second):
             arguments |= operands(product, n, nvfp4, "w13" if product.first else "w2", "x" if product.first else "h")
         grid = (min(target.num_sms, most_tiles * max(first.weights.blocks, second.weights.blocks)),)
-        program.launch(moe_mega_sm100, grid, arguments, TOPK=p.topk, SHARED=p.shared_w13 is not None, **constants)
+        program.launch(
+            moe_mega_sm100, grid, arguments, TOPK=p.topk, SHARED=p.shared_w13 is not None, RANKS=size, **constants
+        )
 
     if p.fused:
-        prepare_mega(p, program, whole, n)
+        prepare_mega(p, program, whole, n, ranks)
     else:
         prepare_moe(p, program, multiply, n)
 

@@ -14,6 +14,12 @@ Rows of activations lie in a pool: tile after tile of N rows, those of an expert
 expert not full. So a tile never reads a row that another one writes. Which row of its expert a slot gets depends on the
 run; no result depends on it. Tiles are taken in the order of schedule.py: all of product 1, then all of product 2.
 
+Several ranks (RANKS), each with experts of its own: the kernel of each counts and dispatches the tokens of all, which
+it reads from their memory, and writes the outputs of slots to the rank of the token, which adds them up. Ranks meet
+twice, by signals at .sys scope that are never reset (a call waits for as many as there have been calls): before the
+first reads of another's memory (THERE), and before the sum (HAS_WRITTEN), which is told by the CTA that counts the last
+tile. Only then a kernel ends, so nobody reads or writes its memory any more. Of every rank one CTA must be resident.
+
 Hazard: stores write what TMA reads (rows of x, hidden values). The load role passes a proxy fence (fence_async) between
 the counter that it waits for and its copies.
 
@@ -38,7 +44,7 @@ tickets_free[i]   multiply, write     2       load              both have read i
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory
 
-from dsv4.kernels.compat import gl, gluon
+from dsv4.kernels.compat import barrier, gl, gluon
 from dsv4.kernels.ring import consumer_stage, init_barriers, new_barriers, new_ring, next_stage, producer_stage
 from dsv4.kernels.signals import fence_async, signal, take, wait_for
 from dsv4.moe.kernels.rows import words_of
@@ -67,28 +73,48 @@ COUNT_TICKET, COUNTED = gl.constexpr(0), gl.constexpr(32)
 ROW_TICKET, LANDED = gl.constexpr(64), gl.constexpr(96)
 TILE_TICKET, WRITTEN = gl.constexpr(128), gl.constexpr(160)
 SUM_TICKET, COUNTERS = gl.constexpr(192), gl.constexpr(224)
+THERE, HAS_WRITTEN = gl.constexpr(0), gl.constexpr(1)  # signals of ranks
 
 
 @gluon.jit
-def ids_of(tokens, pool, slot):
-    """The experts of slots; -1 for none."""
-    id = gl.load(tokens.ids_ptr + slot, mask=slot < tokens.slots, other=-1).to(gl.int32)
-    return gl.where((id >= 0) & (id < pool.experts), id, -1)
+def distance(peers, rank, RANKS: gl.constexpr):
+    """From this rank's memory to that of another, in 16 bytes."""
+    return gl.load(peers.distance_ptr + rank) if RANKS > 1 else 0
 
 
 @gluon.jit
-def count(tokens, pool, counters):
+def ids_of(tokens, slot, first, experts, away):
+    """The experts of slots, counted from the first one; -1 for none of these. away: distance of their rank."""
+    PER: gl.constexpr = 128 // tokens.ids_ptr.dtype.element_ty.primitive_bitwidth  # of them in 16 bytes
+    id = gl.load(tokens.ids_ptr + away * PER + slot, mask=slot < tokens.slots, other=-1).to(gl.int32) - first
+    return gl.where((id >= 0) & (id < experts), id, -1)
+
+
+@gluon.jit
+def tell(peers, word: gl.constexpr, RANKS: gl.constexpr):
+    """All ranks, of what this CTA has written or knows of."""
+    for rank in gl.static_range(RANKS):
+        signal(peers.signals_ptr + distance(peers, rank, RANKS) * 4 + word, "sys")
+
+
+@gluon.jit
+def count(tokens, pool, counters, peers, RANKS: gl.constexpr):
     slots: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    pieces = (tokens.slots + PIECE - 1) // PIECE
+    pieces = (tokens.slots + PIECE - 1) // PIECE  # of a rank
     piece = take(counters.ptr + COUNT_TICKET)
-    while piece < pieces:
-        slot = piece * PIECE + gl.arange(0, PIECE, layout=slots)
-        id = ids_of(tokens, pool, slot)
+    if RANKS > 1:
+        if piece == 0:
+            tell(peers, THERE, RANKS)
+        wait_for(peers.signals_ptr + THERE, RANKS * gl.load(peers.call_ptr), "sys")
+    while piece < RANKS * pieces:
+        rank = piece // pieces
+        slot = piece % pieces * PIECE + gl.arange(0, PIECE, layout=slots)
+        id = ids_of(tokens, slot, peers.first, pool.experts, distance(peers, rank, RANKS))
         place = gl.atomic_add(counters.rows_ptr + id, 1, mask=id >= 0, sem="relaxed", scope="gpu")
-        gl.store(pool.place_ptr + slot, place, mask=id >= 0)
+        gl.store(pool.place_ptr + rank * tokens.slots + slot, place, mask=id >= 0)
         signal(counters.ptr + COUNTED)
         piece = take(counters.ptr + COUNT_TICKET)
-    wait_for(counters.ptr + COUNTED, pieces)
+    wait_for(counters.ptr + COUNTED, RANKS * pieces)
 
 
 @gluon.jit
@@ -111,7 +137,10 @@ def tile_at(tile, ends, counters, blocks, N: gl.constexpr):
 
 
 @gluon.jit
-def dispatch(tokens, pool, counters, ends, out, TOPK: gl.constexpr, N: gl.constexpr, RECIPE: gl.constexpr):
+def dispatch(
+    tokens, pool, counters, peers, ends, out, TOPK: gl.constexpr, N: gl.constexpr, RECIPE: gl.constexpr,
+    RANKS: gl.constexpr,
+):  # fmt: skip
     WORDS: gl.constexpr = words_of(RECIPE)
     L: gl.constexpr = written_layout()  # [128 columns, groups]
     LE: gl.constexpr = experts_layout(ends.shape[0], gl.num_warps())
@@ -119,13 +148,16 @@ def dispatch(tokens, pool, counters, ends, out, TOPK: gl.constexpr, N: gl.conste
     expert = gl.arange(0, ends.shape[0], layout=LE)
     parts = (tokens.width + GROUPS * 128 - 1) // (GROUPS * 128)
     item = take(counters.ptr + ROW_TICKET)
-    while item < tokens.slots // TOPK * parts:
-        token = item // parts
+    items = tokens.slots // TOPK * parts  # of a rank
+    while item < RANKS * items:
+        rank = item // items
+        token = item % items // parts
         first = item % parts * GROUPS
+        away = distance(peers, rank, RANKS)
         column = gl.arange(0, 128, layout=gl.SliceLayout(1, L))
         group = first + gl.arange(0, GROUPS, layout=gl.SliceLayout(0, L))
         at = token.to(gl.int64) * tokens.line * 8 + (group * 128)[None, :] + column[:, None]
-        x = gl.load(tokens.ptr + at, mask=(group * 128 < tokens.width)[None, :], other=0.0)
+        x = gl.load(tokens.ptr + away * 8 + at, mask=(group * 128 < tokens.width)[None, :], other=0.0)
         codes, words = quantized(x.to(gl.float32), RECIPE)
         BYTES: gl.constexpr = codes.shape[0]
         LC: gl.constexpr = codes.type.layout
@@ -136,9 +168,9 @@ def dispatch(tokens, pool, counters, ends, out, TOPK: gl.constexpr, N: gl.conste
         word = gl.arange(0, WORDS, layout=gl.SliceLayout(1, LW))
         for j in gl.static_range(TOPK):
             slot = token * TOPK + j
-            id = ids_of(tokens, pool, slot)
+            id = ids_of(tokens, slot, peers.first, pool.experts, away)
             if id >= 0:
-                place = gl.load(pool.place_ptr + slot)
+                place = gl.load(pool.place_ptr + rank * tokens.slots + slot)
                 tile = gl.max(gl.where(expert < id, all_ends, 0), 0) + place // N
                 row = tile * N + place % N
                 to = tokens.to_ptr + row.to(gl.int64) * (tokens.width // (WORDS * 64) * 64)
@@ -147,11 +179,11 @@ def dispatch(tokens, pool, counters, ends, out, TOPK: gl.constexpr, N: gl.conste
                 scale = scale * ATOM + place % N % 32 * 4 + place % N // 32
                 gl.store(tokens.scale_ptr + scale, words, mask=(line * 128 < tokens.width)[None, :])
                 if first == 0:
-                    gl.store(pool.line_ptr + row, slot.to(gl.int64) * (out.width // 8))
-                    gl.store(pool.weight_ptr + row, gl.load(tokens.weights_ptr + slot))
+                    gl.store(pool.line_ptr + row, slot.to(gl.int64) * (out.width // 8) + away)
+                    gl.store(pool.weight_ptr + row, gl.load(tokens.weights_ptr + away * 4 + slot))
         signal(counters.ptr + LANDED)
         item = take(counters.ptr + ROW_TICKET)
-    return tokens.slots // TOPK * parts
+    return RANKS * items
 
 
 @gluon.jit
@@ -173,7 +205,10 @@ def get(tickets, turn):
 
 
 @gluon.jit
-def load_role(first, second, stages, tickets, ends, tiles, landed, pool, up, down, counters, WORDS: gl.constexpr):
+def load_role(
+    first, second, stages, tickets, ends, tiles, landed, pool, up, down, counters, peers, WORDS: gl.constexpr,
+    RANKS: gl.constexpr,
+):  # fmt: skip
     N: gl.constexpr = stages.x.shape[1]
     wait_for(counters.ptr + LANDED, landed)
     fence_async()
@@ -194,6 +229,20 @@ def load_role(first, second, stages, tickets, ends, tiles, landed, pool, up, dow
             stage = load_tile(second, stages, stage, place, atom * N, atom, down.steps, pool.atoms, WORDS)
         ticket = take(counters.ptr + TILE_TICKET)
     put(tickets, turn, ticket)
+    if RANKS > 1:
+        if ticket == tiles * (up.blocks + down.blocks):  # the first that is none: so there is one, whatever is chosen
+            written(counters, peers, tiles * down.blocks, RANKS)
+
+
+@gluon.jit
+def written(counters, peers, tiles, RANKS: gl.constexpr):
+    """A tile of product 2, or that there are no more. The last one tells all ranks."""
+    if RANKS == 1:
+        signal(counters.ptr + WRITTEN)
+    else:
+        barrier()
+        if gl.atomic_add(counters.ptr + WRITTEN, 1, sem="acq_rel", scope="sys") == tiles:
+            tell(peers, HAS_WRITTEN, RANKS)
 
 
 @gluon.jit
@@ -209,7 +258,10 @@ def multiply_role(stages, accs, tickets, tiles, up, down, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def write_role(accs, tickets, ends, tiles, pool, up, down, hidden, out, counters, RECIPE: gl.constexpr):
+def write_role(
+    accs, tickets, ends, tiles, pool, up, down, hidden, out, counters, peers, RECIPE: gl.constexpr,
+    RANKS: gl.constexpr,
+):  # fmt: skip
     N: gl.constexpr = accs.acc.shape[2]
     acc_turn = consumer_stage()
     ticket, turn = get(tickets, consumer_stage())
@@ -226,13 +278,13 @@ def write_role(accs, tickets, ends, tiles, pool, up, down, hidden, out, counters
             line = gl.load(pool.line_ptr + atom * N + n, mask=n < rows, other=0)
             write_slots(low, block * 2 * HALF, line, n < rows, out)
             write_slots(high, block * 2 * HALF + HALF, line, n < rows, out)
-            signal(counters.ptr + WRITTEN)
+            written(counters, peers, tiles * down.blocks, RANKS)
         acc_turn = next_stage(acc_turn, accs.acc.shape[0] // 2)
         ticket, turn = get(tickets, turn)
 
 
 @gluon.jit
-def add_up(tokens, pool, counters, out, sums, TOPK: gl.constexpr, SHARED: gl.constexpr):
+def add_up(tokens, peers, counters, out, sums, TOPK: gl.constexpr, SHARED: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     width = out.width // 256 * 256  # multiples of 16 bytes, for the compiler; as lines in eights are
     parts = (width + COLUMNS - 1) // COLUMNS
@@ -244,7 +296,7 @@ def add_up(tokens, pool, counters, out, sums, TOPK: gl.constexpr, SHARED: gl.con
         values = ()
         for j in gl.static_range(TOPK):
             slot = token * TOPK + j
-            chosen = ids_of(tokens, pool, slot) >= 0
+            chosen = ids_of(tokens, slot, 0, peers.experts, 0) >= 0
             y = gl.load(out.ptr + slot.to(gl.int64) * width + column, mask=there & chosen, other=0.0)
             values = values + (y,)
         total = gl.zeros([COLUMNS], gl.float32, layout=L)
@@ -260,8 +312,9 @@ def add_up(tokens, pool, counters, out, sums, TOPK: gl.constexpr, SHARED: gl.con
 @gluon.jit
 def moe_mega_sm100(
     w13_desc, w13_scales_desc, x_desc, x_scales_desc, w2_desc, w2_scales_desc, h_desc, h_scales_desc, tokens, pool, up,
-    down, hidden, out, sums, counters, TOPK: gl.constexpr, SHARED: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, EXPERTS: gl.constexpr, RECIPE: gl.constexpr, WARP_REGS: gl.constexpr = 64,
+    down, hidden, out, sums, counters, peers, TOPK: gl.constexpr, SHARED: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr, EXPERTS: gl.constexpr, RECIPE: gl.constexpr, RANKS: gl.constexpr = 1,
+    WARP_REGS: gl.constexpr = 64,
 ):  # fmt: skip
     """EXPERTS: a power of two, at least as many as there are and 32."""
     A: gl.constexpr = 2 if N <= 64 else 1
@@ -285,13 +338,17 @@ def moe_mega_sm100(
     accs = Accumulators(acc, scales, acc_ready, acc_free)
     first = Operands(w13_desc, w13_scales_desc, x_desc, x_scales_desc)
     second = Operands(w2_desc, w2_scales_desc, h_desc, h_scales_desc)
-    count(tokens, pool, counters)
+    count(tokens, pool, counters, peers, RANKS)
     tiles = schedule(ends, pool, counters, N)
-    landed = dispatch(tokens, pool, counters, ends, out, TOPK, N, RECIPE)
+    landed = dispatch(tokens, pool, counters, peers, ends, out, TOPK, N, RECIPE, RANKS)
     gl.warp_specialize([
-        (write_role, (accs, tickets, ends, tiles, pool, up, down, hidden, out, counters, RECIPE)),
-        (load_role, (first, second, stages, tickets, ends, tiles, landed, pool, up, down, counters, WORDS)),
+        (write_role, (accs, tickets, ends, tiles, pool, up, down, hidden, out, counters, peers, RECIPE, RANKS)),
+        (load_role, (first, second, stages, tickets, ends, tiles, landed, pool, up, down, counters, peers, WORDS,
+                     RANKS)),
         (multiply_role, (stages, accs, tickets, tiles, up, down, WORDS)),
     ], [1, 1], [WARP_REGS, WARP_REGS])  # fmt: skip
-    wait_for(counters.ptr + WRITTEN, tiles * down.blocks)
-    add_up(tokens, pool, counters, out, sums, TOPK, SHARED)
+    if RANKS == 1:
+        wait_for(counters.ptr + WRITTEN, tiles * down.blocks)
+    else:
+        wait_for(peers.signals_ptr + HAS_WRITTEN, RANKS * gl.load(peers.call_ptr), "sys")
+    add_up(tokens, peers, counters, out, sums, TOPK, SHARED)

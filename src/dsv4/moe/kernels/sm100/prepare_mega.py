@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsv4.moe import formats
-from dsv4.moe.kernels.arguments import Counters, Hidden, Pool, SlotOutputs, Tokens, Total, WeightTiles
+from dsv4.moe.kernels.arguments import Counters, Hidden, Peers, Pool, SlotOutputs, Tokens, Total, WeightTiles
 from dsv4.moe.kernels.prepare import Product, shared_into
 from dsv4.moe.kernels.rows import words_of
 from dsv4.moe.problem import MoeProblem
@@ -18,10 +18,13 @@ COUNTERS = 224  # words before the counters of tiles, as in mega.py
 
 
 def prepare_mega(
-    p: MoeProblem, program: Program, launch: Callable[[Product, Product, dict[str, object]], None], tile: int
-) -> None:
-    """The tensors of p are slots. launch(product 1, product 2, the kernel's other arguments by name)."""
-    slots = p.tokens * p.topk
+    p: MoeProblem, program: Program, launch: Callable[[Product, Product, dict[str, object]], None], tile: int,
+    ranks: Any = None,
+) -> None:  # fmt: skip
+    """The tensors of p are slots. launch(product 1, product 2, the kernel's other arguments by name). ranks: None, or
+    distributed.experts.Ranks: then x, ids, weights and slots lie in memory that all ranks reach."""
+    size = 1 if ranks is None else ranks.size
+    slots = size * p.tokens * p.topk
     atoms = slots // tile + p.experts
     line = 128 * words_of(p.activations) * atoms
     codes, each = (torch.uint8, 2) if p.activations == "nvfp4" else (torch.float8_e4m3fn, 1)
@@ -43,7 +46,7 @@ def prepare_mega(
     y = p.slots
     if y is None or not y.is_contiguous():
         y = program.workspace("outputs of slots", (p.tokens, p.topk, p.hidden), p.x.dtype)
-    if p.slots is not None:
+    if p.slots is not None and ranks is None:
         program.fill(y, 0.0)
     shared: Any = Null(p.x.dtype)
     if p.shared_w13 is not None:
@@ -54,7 +57,7 @@ def prepare_mega(
     down = WeightTiles(p.w2_factors, p.hidden // formats.TILE_ROWS, p.intermediate // formats.GROUP)
     hidden, outputs = Hidden(h_rows, h_scales, p.intermediate, line, p.limit), SlotOutputs(y, p.hidden)
     arguments: dict[str, object] = dict(
-        tokens=Tokens(ids, weights, slots, x, x.stride(0) // 8, p.hidden, x_rows, x_scales),
+        tokens=Tokens(ids, weights, p.tokens * p.topk, x, x.stride(0) // 8, p.hidden, x_rows, x_scales),
         pool=pool,
         up=up,
         down=down,
@@ -65,6 +68,11 @@ def prepare_mega(
             counters, counters.view((atoms,), (1,), COUNTERS), counters.view((p.experts,), (1,), COUNTERS + atoms)
         ),
     )
+    if ranks is None:
+        arguments["peers"] = Peers(Null(torch.int64), Null(torch.int32), Null(torch.int32), 0, p.experts)
+    else:
+        first_expert = ranks.rank * p.experts
+        arguments["peers"] = Peers(ranks.distance, ranks.signals, ranks.call, first_expert, size * p.experts)
     first = Product(True, p.w13, p.w13_scales, x_rows, x_scales, pool, up, hidden)
     launch(first, Product(False, p.w2, p.w2_scales, h_rows, h_scales, pool, down, outputs), arguments)
     if out is not p.out:

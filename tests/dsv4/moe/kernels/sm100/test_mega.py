@@ -1,12 +1,11 @@
 """The kernel that does a whole layer, on a CPU, through softsm: bit for bit what the several kernels do."""
 
-import importlib.util
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import launches
 import moe_cases
+import planted
 import pytest
 import torch
 
@@ -90,20 +89,10 @@ def test_fewer_ctas_resident_than_launched(sms, monkeypatch):
         assert torch.equal(kernel(experts, given, order=order, sms=sms, fused=True), want)
 
 
-def plant(monkeypatch, tmp_path, *bug: tuple[str, str]) -> None:
-    """The kernel with lines of it replaced."""
+def plant(monkeypatch, tmp_path, *bugs: tuple[str, str]) -> None:
     from dsv4.moe.kernels.sm100 import mega
 
-    text = Path(mega.__file__).read_text()
-    for line, instead in bug:
-        assert text.count(line) >= 1, line
-        text = text.replace(line, instead)
-    file = tmp_path / "planted.py"
-    file.write_text(text)
-    spec = importlib.util.spec_from_file_location("planted", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(mega, "moe_mega_sm100", module.moe_mega_sm100)
+    planted.plant(monkeypatch, tmp_path, mega, "moe_mega_sm100", *bugs)
 
 
 WAIT, FENCE = "    wait_for(counters.ptr + {}, {})\n", "    fence_async()\n"
@@ -115,8 +104,8 @@ BUGS = {
     "no fence for hidden values": (HIDDEN + 2 * "    " + FENCE, HIDDEN, "fence.proxy.async"),
     "rows not waited for": (LANDED, "", ""),
     "hidden values not waited for": (HIDDEN, "", ""),
-    "counts not waited for": (WAIT.format("COUNTED", "pieces"), "", ""),
-    "outputs not waited for": (WAIT.format("WRITTEN", "tiles * down.blocks"), "", ""),
+    "counts not waited for": (WAIT.format("COUNTED", "RANKS * pieces"), "", ""),
+    "outputs not waited for": ("    wait_for(counters.ptr + WRITTEN, tiles * down.blocks)\n", "    pass\n", ""),
     "a row too many": (ROWS, ROWS.replace("+ rows", "+ N + 1"), ""),
 }
 
