@@ -99,7 +99,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
 
 
 def first_screen(readme: str) -> str:
-    """A number and a report, both from the README, and where to go on."""
+    """A number and a report, both from the README, a timeline, and where to go on."""
     row = re.search(r"^\| v4 decode fp8 \| (\d+) \| (\S+) \| (\S+) \| \S+ \| (\S+) \| (\S+) \|$", readme, flags=re.M)
     report = re.search(r"^```text\n.*?\n(race: .*?)\n.*?^```$", readme, flags=re.M | re.S)
     assert row and report, "README.md: the row of v4 decode fp8 or the report of a race is missing"
@@ -119,6 +119,7 @@ def first_screen(readme: str) -> str:
 <p>Found without a GPU. <a href="report.html">Open a live report with its timeline</a>.</p>
 <p><a class="md-button md-button--primary" href="softsm/">I write kernels</a></p>
 </div>
+<a class="timeline" href="report.html" title="Timeline of an attention kernel: which warp waits for which barrier"></a>
 </div>
 """
 

@@ -16,9 +16,10 @@ LONG = 2300  # more than 4 x 512: the indexer has to choose
 BATCHES = {  # lengths of prompts
     "logprobs": (300,), "eight": LENGTHS,  # the last one begins with cached pages
     "indexer": (LONG, 40, 150), "again": (LONG, 40, 150),  # with pages of the batch before, where they are kept
+    "far": (LONG,),  # its log-probabilities
     **{f"of {n}": tuple(sorted(LENGTHS)[:n]) for n in range(1, 8)},
 }  # fmt: skip
-STEPS = {"logprobs": 1, "eight": 4, "indexer": 3, "again": 3}  # tokens; 2 of the others
+STEPS = {"logprobs": 1, "far": 1, "eight": 4, "indexer": 3, "again": 3}  # tokens; 2 of the others
 UNCACHED = ("eight", "indexer", "of 3")  # batches that are also run without prefix caching
 REPLACED = {
     "attention": ("flash_mla_with_kvcache_cpu",),
@@ -41,7 +42,7 @@ def run(checkpoints, serve, wanted):
     switches the plug-in on and all parts are dsv4's; without, the backend's name does, and the indexer alone is."""
     folder, done = checkpoints("deepseek_v4")[0], {}
     batches = {
-        name: dict(prompts=wanted.prompts(*lengths), tokens=STEPS.get(name, 2), logprobs=name == "logprobs")
+        name: dict(prompts=wanted.prompts(*lengths), tokens=STEPS.get(name, 2), logprobs=name in ("logprobs", "far"))
         for name, lengths in BATCHES.items()
     }
 
@@ -128,12 +129,15 @@ def test_every_call_agrees_with_the_oracle(run, cached):
 
 
 @pytest.mark.parametrize("plugin", [True, False])
-def test_logprobs_are_those_of_transformers_with_the_same_roundings(run, wanted, plugin):
+@pytest.mark.parametrize("name", ["logprobs", "far"])
+def test_logprobs_are_those_of_transformers_with_the_same_roundings(run, wanted, name, plugin):
     """fp32 on both sides, rounded in the same places (FP8 rows, bf16 around one projection): what is left are sums in
-    another order, and what they move to the other side of a rounding, as in transformers itself from fp32 to fp64."""
-    wanted.assert_logprobs(run(plugin)["batches"]["logprobs"]["logprobs"][0], "vllm")
+    another order, and what they move to the other side of a rounding, as in transformers itself from fp32 to fp64. In
+    the long prompt the indexer chooses, and a choice is a rounding too."""
+    wanted.assert_logprobs(run(plugin)["batches"][name]["logprobs"][0], "vllm", *BATCHES[name])
 
 
-def test_logprobs_without_the_same_roundings_would_fail(wanted):
+@pytest.mark.parametrize("length", [300, LONG])
+def test_logprobs_without_the_same_roundings_would_fail(wanted, length):
     with pytest.raises(AssertionError, match="off by"):
-        wanted.assert_logprobs(wanted.said["fp32"]["logprobs"], "vllm")
+        wanted.assert_logprobs(wanted.said["fp32"][str(length)]["logprobs"], "vllm", length)

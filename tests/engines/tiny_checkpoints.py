@@ -232,9 +232,9 @@ def of_prompt(scores: torch.Tensor, ids: list[int]) -> torch.Tensor:
 
 
 def main(kind: str, directory: str) -> None:
-    """transformers.json: "requests", and by the name of a way of rounding "logprobs" of the 300 tokens' prompt with
-    what is "allowed": an engine in fp32 may be off by twice what transformers in fp32 is, so they differ by three
-    times that."""
+    """transformers.json: "requests", and by the name of a way of rounding and the length of the prompt (300, and the
+    long one of DeepSeek-V4) "logprobs" with what is "allowed": an engine in fp32 may be off by twice what transformers
+    in fp32 is, so they differ by three times that."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     made = dict(
@@ -251,10 +251,13 @@ def main(kind: str, directory: str) -> None:
         exact = (logits if ways else logits_in_fp64)(model, whole)[at]
         rounded = [way(logits, model, whole)[at] for way in ways.values()] or [logits(model, whole)[at]]
         said["requests"].append(dict(prompt=ids, tokens=tokens, certain=certain(exact, rounded, tokens)))
-    ids = next(r["prompt"] for r in said["requests"] if len(r["prompt"]) == 300)
+    prompts = {len(r["prompt"]): r["prompt"] for r in said["requests"]}
     for name, way in {"fp32": lambda say, *rest: say(*rest), **ways}.items():
-        values, exact = (of_prompt(way(say, model, ids), ids) for say in (logits, logits_in_fp64))
-        said[name] = dict(logprobs=values.tolist(), allowed=3 * float((values - exact).abs().max()))
+        said[name] = {}
+        for length in (300, *(LONG[kind] if ways else ())):
+            ids = prompts[length]
+            values, exact = (of_prompt(way(say, model, ids), ids) for say in (logits, logits_in_fp64))
+            said[name][length] = dict(logprobs=values.tolist(), allowed=3 * float((values - exact).abs().max()))
     (folder / "transformers.json").write_text(json.dumps(said))
 
 

@@ -23,8 +23,8 @@ class Wanted:
             assert certain > 0, f"no token after the prompt of {n} is certain"
             assert tokens[:certain] == self.requests[n]["tokens"][:certain], f"after the prompt of {n}"
 
-    def assert_logprobs(self, got: list[float], rounded: str = "fp32") -> None:
-        """Of the prompt of 300, by the way in which the engine rounds."""
-        wanted = self.said[rounded]
+    def assert_logprobs(self, got: list[float], rounded: str = "fp32", length: int = 300) -> None:
+        """Of the prompt of this length, by the way in which the engine rounds."""
+        wanted = self.said[rounded][str(length)]
         off = float((torch.tensor(got) - torch.tensor(wanted["logprobs"])).abs().max())
         assert off <= wanted["allowed"], f"off by {off:.2e}, allowed: {wanted['allowed']:.2e}"

@@ -78,6 +78,18 @@ def test_halves_of_a_word_are_told_apart():
     assert not report, str(report)
 
 
+def test_a_lane_may_overwrite_the_half_that_it_read():
+    """The other half of the word is another lane's, as in Triton's sums of bf16."""
+
+    def make(keep):
+        half = "mov.u32 %r39, a;\nshl.b32 %r41, %r0, 1;\nadd.u32 %r40, %r39, %r41;\n"
+        body = half + "mov.u16 %h0, 7;\nst.shared.u16 [%r40], %h0;\n" + SYNC + "ld.shared.u16 %h1, [%r40];\n"
+        over = "st.shared.u16 [%r40], %h1;\n" if keep else "st.shared.u32 [%r39], 9;\n"
+        return one_warp(body + "add.u16 %h1, %h1, 1;\nsetp.eq.u32 %p4, %r0, 0;\n@%p4 " + over)
+
+    lanes_hold(make)
+
+
 @pytest.mark.parametrize("kind", ["ldmatrix", "stmatrix"])
 def test_matrix_moves_are_of_all_lanes(kind):
     rows = "mov.u32 %r39, a;\nshl.b32 %r41, %r0, 4;\nadd.u32 %r43, %r39, %r41;\n"

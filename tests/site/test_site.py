@@ -95,10 +95,11 @@ def test_no_code_is_cut_off_in_a_wide_window(tab: browser.Browser, address: str,
     assert not tab.value(f"{cut}.map(x => x.innerText.slice(0, 100))")
 
 
-def test_the_first_screen_has_a_number_a_report_and_two_ways_on(tab: browser.Browser, address: str) -> None:
+def test_the_first_screen_has_a_number_a_report_a_timeline_and_two_ways_on(tab: browser.Browser, address: str) -> None:
     tab.open(f"{address}/", width=WIDE)
     assert re.fullmatch(r"\d\.\d\dx", tab.value("document.querySelector('.first .number').innerText"))
     assert tab.value("document.querySelector('.first').getBoundingClientRect().bottom") < 800
+    assert tab.value("document.querySelector('.first .timeline').getBoundingClientRect().height") > 150
     for link in tab.value("[...document.querySelectorAll('.first a')].map(a => a.href)"):
         tab.open(link)
         assert not [x for x in tab.complaints if "favicon" not in x] and tab.value("document.title")

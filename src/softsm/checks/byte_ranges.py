@@ -27,7 +27,6 @@ from softsm.checks.shadow import (
     RAW,
     READ_BYTES,
     READ_LANE,
-    READ_SEVERAL,
     RECORD,
     STRONG,
     UNINITIALISED,
@@ -65,9 +64,9 @@ def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, 
             if not seen or not touched & (place >> READ_BYTES) & 15:
                 continue
             if slot0 + r + 1 == me:
-                read = (place >> READ_LANE) & 63
-                if seen >= begin and read != NOBODY and lane != NOBODY and (place & READ_SEVERAL or read != lane):
-                    records.report(races, WAR, 0, word * 4, pc, me, seen, place & PC, records.both(lane, read))
+                found = records.reader(touched, place)
+                if seen >= begin and found != NOBODY and lane != NOBODY and found != lane:
+                    records.report(races, WAR, 0, word * 4, pc, me, seen, place & PC, records.both(lane, found & 63))
             else:
                 found = records.unseen(clock, slot0 + r + 1, seen, records.reader(touched, place), races)
                 if found:

@@ -346,9 +346,9 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
                 if found:
                     report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lanes_of(lane, found))
             elif seen >= begin and who != NOBODY and not touched & QUIET:
-                read = (place >> READ_LANE) & 63
-                if read != NOBODY and (place & READ_SEVERAL or read != who):
-                    report(races, WAR, 0, word * 4, pc, me, seen, place & PC, both(lane, read))
+                found = reader(touched, place)
+                if found != NOBODY and found != who:
+                    report(races, WAR, 0, word * 4, pc, me, seen, place & PC, both(lane, found & 63))
     other_readers(at, word, pc, me, clock, known, newest, races, lane)
     written_by(at, me, now, pc, touched, theirs, agent, who, 36)
 
