@@ -148,7 +148,7 @@ assert theirs._forward_prefill.__globals__["flash_mla_sparse_fwd"] is flashmla.f
 assert [ours.get_padded_num_q_heads(n) for n in (1, 8, 16, 128)] == [1, 8, 16, 128]
 refused("129 on one rank", ours.get_padded_num_q_heads, 129)
 from dsv4.integrations.vllm.dense import Impl
-for options, said in ((dict(kv_cache_dtype="fp8"), "--kv-cache-dtype: got fp8"),
+for options, said in ((dict(kv_cache_dtype="fp8_e5m2"), "--kv-cache-dtype: got fp8_e5m2"),
                       (dict(logits_soft_cap=30.0), "logits_soft_cap: got 30.0"),
                       (dict(head_size=96), "head_size: got 96"), (dict(alibi_slopes=[1.0]), "alibi")):
     refused(said, Impl, **(dict(num_heads=4, head_size=64, scale=1.0) | options))

@@ -17,6 +17,9 @@ Where the versions of flash-attn differ from each other, or from dsv4:
 * Any page size works. dsv4 chooses ``num_splits`` itself and ignores the argument. With ``deterministic=True`` every
   result is the same on every run (in flash-attn the flag concerns the backward pass, so it is off by default).
 
+``k_scale`` and ``v_scale`` are dsv4's own: the scales of k and v in float8_e4m3fn (flash-attn 3 has k_descale and
+v_descale of another shape, and FP8 queries).
+
 Rejected by name, because dsv4 does not support them: dropout_p, alibi_slopes, cache_leftpad, and gradients through
 flash_attn_with_kvcache.
 """
@@ -52,6 +55,8 @@ def flash_attn_func(
     *,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Result:
     """q [B, T, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv] -> out [B, T, Hq, Dv], as :func:`dsv4.fmha`.
@@ -62,10 +67,11 @@ def flash_attn_func(
     _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     checks.flag("return_attn_probs", return_attn_probs)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(name, x, ("batch", "seqlen", "heads", "headdim"), checks.FLOATS)
+        checks.tensor(name, x, ("batch", "seqlen", "heads", "headdim"), checks.CACHED)
     with named(sink="learnable_sink", window="window_size"):
         out, lse = fmha(
-            q, k, v, causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux),
+            q, k, v, causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), k_scale=k_scale,
+            v_scale=v_scale,
             softmax_scale=softmax_scale, softcap=softcap, return_lse=True, deterministic=deterministic, backend=backend,
         )  # fmt: skip
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
@@ -91,6 +97,8 @@ def flash_attn_varlen_func(
     *,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Result:
     """q [total_q, Hq, D], k [total_k, Hkv, D], v [total_k, Hkv, Dv] -> out [total_q, Hq, Dv], as dsv4.fmha_varlen.
@@ -106,11 +114,11 @@ def flash_attn_varlen_func(
     checks.tensor("q", q, ("total_q", "heads", "headdim"), checks.FLOATS)
     more: dict[str, Any] = dict(
         causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), softcap=softcap,
-        deterministic=deterministic, backend=backend,
+        k_scale=k_scale, v_scale=v_scale, deterministic=deterministic, backend=backend,
     )  # fmt: skip
     if block_table is None:
         for name, x in (("k", k), ("v", v)):
-            checks.tensor(name, x, ("total_k", "heads", "headdim"), checks.FLOATS)
+            checks.tensor(name, x, ("total_k", "heads", "headdim"), checks.CACHED)
         with named(sink="learnable_sink", window="window_size"):
             out, lse = fmha_varlen(
                 q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -149,6 +157,8 @@ def flash_attn_with_kvcache(
     *,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     deterministic: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -173,21 +183,22 @@ def flash_attn_with_kvcache(
     batch, like = q.shape[0], ("q", q)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.tensor(name, x, ("pages" if block_table is not None else "batch", "rows", "heads", "headdim"),
-                      checks.FLOATS, like=like)  # fmt: skip
+                      checks.CACHED, like=like)  # fmt: skip
     table = _table(k_cache, batch, cache_batch_idx, block_table, like)
     capacity = table.shape[1] * k_cache.shape[1]
     lengths = _seqlens(cache_seqlens, batch, capacity, like)
     window = _window(window_size)
     options: dict[str, Any] = dict(
-        causal=causal, window=window, sink=_sink(learnable_sink, s_aux), softmax_scale=softmax_scale, softcap=softcap
-    )
+        causal=causal, window=window, sink=_sink(learnable_sink, s_aux), softmax_scale=softmax_scale, softcap=softcap,
+        k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
     names = dict(
         sink="learnable_sink", window="window_size", k_pages="k_cache", v_pages="v_cache", lengths="cache_seqlens"
     )
     with named(**names):
-        numbers = {name: x for name, x in options.items() if name != "sink"}
-        typed = FmhaOptions.checked(None, None, **numbers)
-        problem.paged(q, k_cache, v_cache, table, lengths, sink=options["sink"], options=typed)  # before any is written
+        tensors = {name: options[name] for name in ("sink", "k_scale", "v_scale")}
+        typed = FmhaOptions.checked(None, None, **{name: x for name, x in options.items() if name not in tensors})
+        problem.paged(q, k_cache, v_cache, table, lengths, **tensors, options=typed)  # before any is written
     checks.backend(backend)
     checks.flag("deterministic", deterministic)
     checks.forward_only(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, learnable_sink=learnable_sink, s_aux=s_aux)

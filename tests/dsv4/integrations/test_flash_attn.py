@@ -213,6 +213,26 @@ def test_the_sink_has_a_second_name():
             call(*given, causal=True, s_aux=sink, learnable_sink=sink)
 
 
+def test_fp8_caches_have_scales():
+    """Also where new keys are written, as codes, and where queries lie end to end."""
+    q, k, v = qkv(2, 3, 20, 4, 2, 64)
+    k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+    scales = dict(k_scale=torch.rand(2) + 0.5, v_scale=torch.tensor(0.4))
+    options = dict(causal=True, softmax_scale=0.125)
+    want, _ = reference.fmha(q, k, v, **options, **scales)
+    assert_right(flash_attn_func(q, k, v, **options, **scales), want)
+    caches = [torch.zeros_like(x.view(torch.uint8)).view(x.dtype) for x in (k, v)]
+    for cache, x in zip(caches, (k, v)):
+        cache.view(torch.uint8)[:, :17] = x.view(torch.uint8)[:, :17]
+    out = flash_attn_with_kvcache(q, *caches, k[:, 17:], v[:, 17:], cache_seqlens=17, **options, **scales)
+    assert_right(out, want)
+    pages = [x.view(torch.uint8).view(10, 4, 2, 64).view(x.dtype) for x in (k, v)]
+    table, ends = torch.arange(10).int().view(2, 5), torch.tensor([0, 20, 40]).int()
+    starts = torch.tensor([0, 3, 6]).int()
+    made = flash_attn_varlen_func(q.flatten(0, 1), *pages, starts, ends, 3, 20, block_table=table, **options, **scales)
+    assert_right(made.view(q.shape), want)
+
+
 def test_signatures_are_those_of_flash_attn():
     common = ["softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs"]
     assert list(inspect.signature(flash_attn_func).parameters)[:11] == ["q", "k", "v", "dropout_p", *common]

@@ -2,8 +2,9 @@
 
 Head dims 64, 128, 256 and 512, GQA, sliding windows with a pool of their own (Gemma 4), sinks (gpt-oss), any
 ``--page-size``; on a GPU 64 or more, for keys are copied page by page. Decode steps are captured in CUDA graphs: the
-block table is made inside the graph, from SGLang's own tables. Refused by name: an FP8 or FP4 cache, softcap, encoders,
-cross attention, speculative decoding, MLA models, prefill in a full CUDA graph.
+block table is made inside the graph, from SGLang's own tables. FP8 caches are e4m3, with the scales of each layer.
+Refused by name: an e5m2 or FP4 cache, softcap, encoders, cross attention, speculative decoding, MLA models, prefill in
+a full CUDA graph.
 """
 
 import functools
@@ -26,7 +27,7 @@ from dsv4.runtime import checks
 # DSV4_SGLANG=0 would end in an unknown name.
 refuse = functools.partial(plugin.refuse, instead="Another --attention-backend")
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the last on a CPU alone
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)  # fp32 on a CPU alone
 
 
 @dataclass
@@ -52,7 +53,8 @@ class Backend(AttentionBackend):
             refuse("--speculative-algorithm", runner.server_args.speculative_algorithm, "none")
         self.pool = runner.token_to_kv_pool
         if self.pool.dtype not in DTYPES:
-            refuse("--kv-cache-dtype", self.pool.dtype, "auto, bfloat16, float16")
+            refuse("--kv-cache-dtype", self.pool.dtype, "auto, bfloat16, float16, fp8_e4m3")
+        self.fp8 = self.pool.dtype == torch.float8_e4m3fn
         self.places = runner.req_to_token_pool.req_to_token  # int32 [requests, tokens], slots
         self.page = runner.page_size or 1
         self.widest = -(-runner.model_config.context_len // self.page)
@@ -95,7 +97,7 @@ class Backend(AttentionBackend):
         m, (query, out, pages, table, window) = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, options)
         dsv4.fmha_paged(
             query[:, None], *pages, table, m.lengths, causal=True, window=window, softmax_scale=layer.scaling,
-            sink=None if sinks is None else sinks.float(), out=out[:, None],
+            sink=None if sinks is None else sinks.float(), out=out[:, None], **self._scales(layer),
         )  # fmt: skip
         calls["dense decode"] += 1
         return out.flatten(1)
@@ -109,11 +111,19 @@ class Backend(AttentionBackend):
         assert m.starts is not None and m.ends is not None
         made = flash_attn_varlen_func(
             query, *pages, m.starts, m.ends, m.longest_query, m.longest, softmax_scale=layer.scaling, causal=True,
-            window_size=window, block_table=table, learnable_sink=sinks,
+            window_size=window, block_table=table, learnable_sink=sinks, **self._scales(layer),
         )  # fmt: skip
         assert isinstance(made, Tensor)
         calls["dense prefill"] += 1
         return made.flatten(1)
+
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        """Of an FP8 cache: a layer without scales has none."""
+        if not self.fp8:
+            return {}
+        found = (getattr(layer, name, None) for name in ("k_scale", "v_scale"))
+        k_scale, v_scale = (None if x is None else x.detach().float() for x in found)
+        return dict(k_scale=k_scale, v_scale=v_scale)
 
     def _metadata(self, b: Any, pages: int) -> Metadata:
         slots = self.places[b.req_pool_indices, : pages * self.page : self.page]  # of the first row of each page
@@ -133,7 +143,10 @@ class Backend(AttentionBackend):
         m = self.forward_metadata
         assert isinstance(m, Metadata)
         if save and k is not None:
-            self.pool.set_kv_buffer(layer, KVWriteLoc(b.out_cache_loc, m.window_slots), k, v)
+            # The pool divides by the scales; to a cache of 16 bits it writes keys as they are.
+            self.pool.set_kv_buffer(
+                layer, KVWriteLoc(b.out_cache_loc, m.window_slots), k, v, *self._scales(layer).values()
+            )
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         found = (f(layer.layer_id) for f in (self.pool.get_key_buffer, self.pool.get_value_buffer))
         keys, values = (x.view(-1, self.page, *x.shape[1:]) for x in found)

@@ -1,8 +1,9 @@
 """vLLM's dense attention on dsv4.fmha_paged: ``--attention-backend DSV4_GLUON``.
 
-Head dims 64, 128, 256 and 512, GQA, sliding windows, sinks, any page size. vLLM puts single-token requests first; they
-are one call, and the prompts behind them another, so that a long prompt does not fill up the decodes. Refused by name:
-an FP8 cache, softcap, ALiBi, encoders, cross attention, masks that are not causal.
+Head dims 64, 128, 256 and 512, GQA, sliding windows, sinks, any page size, FP8 caches (e4m3, with vLLM's scales of
+keys and values). vLLM puts single-token requests first; they are one call, and the prompts behind them another, so that
+a long prompt does not fill up the decodes. Refused by name: e5m2 caches, softcap, ALiBi, encoders, cross attention,
+masks that are not causal.
 """
 
 from dataclasses import dataclass
@@ -27,12 +28,13 @@ from dsv4.integrations.flash_attn import flash_attn_varlen_func
 from dsv4.integrations.vllm import BACKEND, calls, choice, logger, refuse, say
 
 HEAD_DIMS = [64, 128, 256, 512]
+FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of e4m3, whose bytes it keeps as uint8
 
 
 class Backend(AttentionBackend):
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16", *FP8]
 
     @staticmethod
     def get_name() -> str:
@@ -126,6 +128,7 @@ class Impl(AttentionImpl[Metadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self.fp8 = kv_cache_dtype in FP8
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.window = (-1 if sliding_window is None else sliding_window - 1, 0)  # vLLM counts the query itself
         self.sinks = sinks
@@ -146,6 +149,8 @@ class Impl(AttentionImpl[Metadata]):
             return
         there = (slot_mapping >= 0).nonzero()[:, 0]
         page, row = slot_mapping[there] // k_pages.shape[1], slot_mapping[there] % k_pages.shape[1]
+        if self.fp8:
+            key, value = (_codes(x, by) for x, by in ((key, layer._k_scale), (value, layer._v_scale)))
         k_pages[page, row], v_pages[page, row] = key[there], value[there]
 
     def forward(
@@ -166,12 +171,16 @@ class Impl(AttentionImpl[Metadata]):
         if attn_metadata is None:  # a profile run
             return output.zero_()
         m, (k_pages, v_pages) = attn_metadata, self._pages(kv_cache)
+        scales: dict[str, Any] = {}
+        if self.fp8:
+            k_pages, v_pages = (x.view(torch.float8_e4m3fn) for x in (k_pages, v_pages))
+            scales = dict(k_scale=layer._k_scale, v_scale=layer._v_scale)
         sink = None if self.sinks is None else self.sinks.float()
         n = m.decodes
         if n:
             dsv4.fmha_paged(
                 query[:n, None], k_pages, v_pages, m.block_table[:n], m.lengths[:n], causal=True, window=self.window,
-                sink=sink, softmax_scale=self.scale, out=output[:n, None],
+                sink=sink, softmax_scale=self.scale, out=output[:n, None], **scales,
             )  # fmt: skip
             calls["dense decode"] += 1
         if m.tokens > n:
@@ -179,7 +188,7 @@ class Impl(AttentionImpl[Metadata]):
             out = flash_attn_varlen_func(
                 query[n : m.tokens], k_pages, v_pages, m.starts[n:] - n, ends, m.longest_query, m.longest,
                 softmax_scale=self.scale, causal=True, window_size=self.window, block_table=m.block_table[n:],
-                learnable_sink=sink,
+                learnable_sink=sink, **scales,
             )  # fmt: skip
             assert isinstance(out, Tensor)
             output[n : m.tokens] = out
@@ -190,3 +199,10 @@ class Impl(AttentionImpl[Metadata]):
         """[blocks, Hkv, page, 2 D] -> two of [blocks, page, Hkv, D], without a copy."""
         k, v = kv_cache.transpose(1, 2).split(self.head_size, -1)
         return k, v
+
+
+def _codes(x: Tensor, scale: Tensor) -> Tensor:
+    """x as bytes of e4m3 whose product with the scale it is."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    by = scale.view(-1, 1)  # one, or one for each KV head
+    return (x.float() / by).clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
