@@ -36,7 +36,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OF_V4 = ("v4", "index", "compress", "model")  # all that a layer of DeepSeek-V4 launches, in bf16; v4 in fp16 too
 ONLY_V4 = (*OF_V4, "v4-backward", "v4.1", "moe")
 OF_FMHA = ("dense", "varlen", "paged")
-KINDS = (*OF_FMHA, *OF_V4, "fmha-backward", "v4-backward", "v4.1", "softcap", "moe")
+KINDS = (*OF_FMHA, *OF_V4, "fmha-backward", "v4-backward", "v4.1", "softcap", "e4m3", "moe")
 CAP = 50.0  # any: a capped score has variants of its own, whatever the cap
 ROWS = ("bf16", "fp8", "mixed")  # of V4 attention: both pools, or the window FP8 and the compressed rows plain
 # The window's and the compressed rows' bytes; None: a tensor
@@ -92,6 +92,8 @@ def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> 
     """The parts of the work, each for one process: (kind, what of it)."""
     kinds, dims, dtypes = list(kinds), list(dims), list(dtypes)
     parts = of_fmha(kinds, dims, dtypes)
+    if "e4m3" in kinds:
+        parts += [("e4m3", *part) for part in of_fmha(OF_FMHA, dims, dtypes)]
     if "softcap" in kinds:
         parts += [("softcap", *part) for part in of_fmha((*OF_FMHA, "fmha-backward"), dims, dtypes)]
     if 512 in dims:
@@ -127,7 +129,9 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     from . import gradient_variants, moe_variants, v41_variants  # with Triton, which the command line must do without
 
     kind, *rest = part
-    cap = None
+    cap, codes = None, kind == "e4m3"
+    if codes:
+        kind, *rest = rest
     if kind == "softcap":
         cap, (kind, *rest) = CAP, rest
     target = dispatch.compile_target(arch)
@@ -155,10 +159,19 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
         found = problems(rest[0], rest[1], kind, rest[2], sizes.page_size)
     if cap is not None:
         found = (replace(p, options=p.options._replace(softcap=cap)) for p in found)
+    if codes:
+        found = map(in_e4m3, found)
     made = []
     for p in found:
         made += calls.launches_of(p, target)
     return made
+
+
+def in_e4m3(p: Any) -> Any:
+    """The problem with an FP8 cache and scales."""
+    k = torch.empty(p.k.shape, dtype=torch.float8_e4m3fn, device=p.k.device)
+    scales = [torch.empty(1, device=p.k.device) for _ in "kv"]
+    return replace(p, k=k, v=k.view_as(k) if p.same_kv else torch.empty_like(k), k_scale=scales[0], v_scale=scales[1])
 
 
 def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:

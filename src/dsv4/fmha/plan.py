@@ -37,22 +37,29 @@ def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int
 
 def warmup_calls(made: Plan, q: Tensor, kinds: Kinds) -> Iterator[tuple[tuple, dict]]:
     """(tensors, options) of a call with one key per sequence, for each kind; dense keys also in whole tiles."""
+    scales = dict(k_scale=q.new_ones(1, dtype=torch.float32)) if _codes(kinds) else {}
     for tensors in _warmup_tensors(made, q, kinds):
         for causal in (False, True):
             for deterministic in kinds.deterministic:
-                yield tensors, dict(causal=causal, deterministic=deterministic)
+                yield tensors, dict(causal=causal, deterministic=deterministic, **scales)
+
+
+def _codes(kinds: Kinds) -> bool:
+    """FP8 caches, where they alone are asked for."""
+    return kinds.fp8 == (True,)
 
 
 def _warmup_tensors(made: Plan, q: Tensor, kinds: Kinds) -> Iterator[tuple]:
+    dtype = torch.float8_e4m3fn if _codes(kinds) else q.dtype
     starts = torch.arange(made.batch + 1, dtype=torch.int32, device=q.device)
     for same in kinds.same_kv:
         if made.operation == "fmha_paged":
-            k = q.new_zeros(1, kinds.page_size, made.kv_heads, made.head_dim)
+            k = q.new_zeros(1, kinds.page_size, made.kv_heads, made.head_dim).to(dtype)
             table = torch.zeros(made.batch, 1, dtype=torch.int32, device=q.device)
             yield q, k, k if same else k.clone(), table, torch.ones_like(table[:, 0])
             continue
         for keys in (1,) if made.operation == "fmha_varlen" or made.max_seqlen_k < WHOLE else (1, WHOLE):
-            k = q.new_zeros(made.batch, keys, made.kv_heads, made.head_dim)
+            k = q.new_zeros(made.batch, keys, made.kv_heads, made.head_dim).to(dtype)
             v = k if same else k.clone()
             if made.operation == "fmha_varlen":
                 yield q.flatten(0, 1), k[:, 0], v[:, 0], starts * made.max_seqlen_q, starts

@@ -40,7 +40,8 @@ def warmup(
     It accepts the arguments of :func:`plan`, and the dtype and backend of later calls. Which kernel a call uses depends
     on whether there is a causal mask, whether dense keys fill whole tiles, whether deterministic is set (if the plan
     has space for it), whether k is v and, for v4_attention, whether rows are FP8 (only with bf16) and how compressed
-    rows are listed. Each combination is run once; same_kv and fp8 restrict this to one kind. page_size: rows per page
+    rows are listed. Each combination is run once; same_kv and fp8 restrict this to one kind. fmha's functions are run
+    with k and v in e4m3 where fp8 is True, and not where it is None. page_size: rows per page
     (fmha_paged, index_topk and Fp8Cache). index_topk is run with pages, for lists of 512 and 1024. Returns the plan.
     """
     made = plan(operation, **capacities)

@@ -86,6 +86,22 @@ def test_capped_scores_are_written(arch, d):
     assert not capped - written(["softcap"], arch, d), [launched[one] for one in capped]
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_fp8_caches_are_written(arch):
+    """Pages, by few rows and by many, with scales and without; dense keys that are converted first."""
+    k = torch.zeros(3, 4, 2, 128).to(torch.float8_e4m3fn)
+    table, lengths, scale = torch.zeros(1, 3).int(), torch.tensor([9]).int(), torch.ones(2)
+    with recording(arch) as launched:
+        for t in (1, 60):
+            q = torch.zeros(1, t, 6, 128).bfloat16()
+            dsv4.fmha_paged(q, k, k.clone(), table, lengths, k_scale=scale, backend="softsm")
+            dsv4.fmha_paged(q, k, k.clone(), table, lengths, causal=True, backend="softsm")
+            dsv4.fmha(q, k[:1], k[1:2], v_scale=scale[0], causal=True, backend="softsm")
+    assert len(launched) >= 3
+    missing = set(launched) - written(["e4m3"], arch, 128)
+    assert not missing, [launched[one] for one in missing]
+
+
 @pytest.mark.parametrize(
     "arch, form, activations",
     [("sm_90a", "mxfp4", "fp8_128"), ("sm_100a", "mxfp4", "fp8_32"), ("sm_100a", "nvfp4", "nvfp4")],

@@ -6,6 +6,7 @@ from agreement import assert_agrees, assert_right
 
 import dsv4
 from dsv4 import reference, suites
+from dsv4.runtime import warmup
 
 E4M3 = torch.float8_e4m3fn
 CASES = {str(case): case for case in suites.select("fmha", match="e4m3")}
@@ -115,3 +116,12 @@ def test_torch_compile_and_fake_tensors_see_it():
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     assert torch.equal(compiled(q, k, v, scale), call(q, k, v, scale))
     assert call(*(x.to("meta") for x in (q, k, v, scale))).shape == q.shape
+
+
+def test_warmup_runs_fp8_caches_where_they_are_asked_for():
+    sizes = dict(batch=2, q_heads=4, kv_heads=2, head_dim=64, max_seqlen_k=32, device="cpu")
+    for fp8, dtype in ((True, E4M3), (False, torch.float32), (None, torch.float32)):
+        made = dsv4.warmup(dsv4.fmha_paged, dtype=torch.float32, backend="cpu", fp8=fp8, **sizes)
+        kinds = warmup.Kinds(16, (False,), (False, True) if fp8 is None else (fp8,), (False,))
+        for tensors, _ in warmup.CALLS["fmha_paged"](made, torch.zeros(2, 1, 4, 64), kinds):
+            assert tensors[1].dtype == tensors[2].dtype == dtype

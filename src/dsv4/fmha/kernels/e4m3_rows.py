@@ -25,8 +25,8 @@ def _layout(warps):
 
 
 @gluon.constexpr_function
-def _keys(keys, columns, warps):
-    """Of a tile, at a time."""
+def keys_at_a_time(keys, columns, warps):
+    """Of a tile."""
     return min(keys, AT_A_TIME.value * 32 * warps // columns)
 
 
@@ -104,7 +104,7 @@ def fill(kv_rows, tile, ready, where, first_row, column, PAGED: gl.constexpr):
     """One ring slot; ``ready`` says that it may be read."""
     BN: gl.constexpr = tile.shape[0]
     C: gl.constexpr = tile.shape[1]
-    KEYS: gl.constexpr = _keys(BN, C, gl.num_warps())
+    KEYS: gl.constexpr = keys_at_a_time(BN, C, gl.num_warps())
     x = load_codes(kv_rows, where.head, find(where, kv_rows.pages, first_row, where.keys, KEYS, PAGED), column, KEYS, C)
     for i in gl.static_range(BN // KEYS):
         if i + 1 < BN // KEYS:

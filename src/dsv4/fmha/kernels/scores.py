@@ -62,8 +62,8 @@ def score_scale(p: FmhaProblem, scale: float) -> ScoreScale:
 
 
 def kv_scales(p: FmhaProblem) -> KvScales | None:
-    if p.k_scale is None and p.v_scale is None:
-        return None
+    if not p.e4m3 and p.k_scale is None and p.v_scale is None:
+        return None  # codes have one variant, with scales or without
     found: list[Any] = []
     for x in (p.k_scale, p.v_scale):
         found += [Null(torch.float32), 0] if x is None else [x, x.stride(0) if x.numel() > 1 else 0]

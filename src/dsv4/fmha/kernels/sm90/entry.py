@@ -5,6 +5,7 @@ head dim   problems                                    kernel
 =========  ==========================================  ===================================
 64 - 256   all but the next                            forward.py
 64 - 256   dense, a row tile for every SM or more      forward_persistent.py
+64 - 256   e4m3, up to 16 rows for a KV head           decode.py
 512        all                                         forward_d512.py, forward_d512_kv.py
 =========  ==========================================  ===================================
 """
@@ -12,12 +13,15 @@ head dim   problems                                    kernel
 from dataclasses import replace
 
 from dsv4.fmha.kernels.prepare import Tiling, batch_reason, converted, converts_first, is_partial, prepare_split
+from dsv4.fmha.kernels.sm90.decode import fmha_decode
 from dsv4.fmha.kernels.sm90.forward import fmha_forward
 from dsv4.fmha.kernels.sm90.forward_d512 import fmha_forward_d512
 from dsv4.fmha.kernels.sm90.forward_persistent import fmha_forward_persistent
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
+
+DECODE_ROWS = 16  # of decode.py
 
 
 def tiling(p: FmhaProblem, target: Target) -> Tiling:
@@ -30,6 +34,10 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
             options = dict(RIGHT_REGS=208, PRODUCER_REGS=88, LOAD_WARPS=4)
             return Tiling(64, 128, 64, options, fp16_partials=True)
         return Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer), fp16_partials=True)
+    if swaps(p):
+        keys, stages, producer, maxnreg = {64: (128, 2, 96, 80), 128: (64, 2, 96, 80), 256: (64, 1, 96, 80)}[p.head_dim]
+        options = dict(D=p.head_dim, BN=keys, STAGES=stages, ROWS=DECODE_ROWS, PRODUCER_REGS=producer, LOAD_WARPS=4)
+        return Tiling(DECODE_ROWS, keys, keys, dict(options, maxnreg=maxnreg))
     tiles = -(-rows // 128) * p.kv_heads * p.batch
     # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
     # head dim 64 without a mask, (4, 16, 1024) 57 instead of 53 us; decode was not measured with fewer than four.
@@ -62,6 +70,11 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     return _rows_tiling(p.head_dim, keys, 2, 2, 232, 40)
 
 
+def swaps(p: FmhaProblem) -> bool:
+    """Whether decode.py takes the problem."""
+    return p.e4m3 and p.head_dim < 512 and p.max_seqlen_q * p.group <= DECODE_ROWS
+
+
 def _even(p: FmhaProblem, keys: int) -> bool:
     """Whether, of the tiles of keys that 128 rows see, only the last needs a mask."""
     ahead = p.max_seqlen_k - p.max_seqlen_q
@@ -82,5 +95,9 @@ def supports(p: FmhaProblem) -> str | None:
 def prepare(p: FmhaProblem, target: Target, program: Program) -> None:
     p = converted(p, program) if converts_first(p) else p
     c = tiling(p, target)
-    kernel = fmha_forward_d512 if p.head_dim == 512 else fmha_forward_persistent if c.loop else fmha_forward
+    kernel = fmha_forward_persistent if c.loop else fmha_forward
+    if p.head_dim == 512:
+        kernel = fmha_forward_d512
+    elif swaps(p):
+        kernel = fmha_decode
     prepare_split(p, target, program, kernel, c)

@@ -43,11 +43,12 @@ class KeyValues:
 
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr, CODES: gl.constexpr = False):  # fmt: skip
-    """-> q, rings, landed. CODES: K and V are e4m3."""
-    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
+                SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr, CODES: gl.constexpr = False,
+                ROWS_EACH: gl.constexpr = 64):  # fmt: skip
+    """-> q, rings, landed. CODES: K and V are e4m3. ROWS_EACH: query rows of a consumer."""
+    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_EACH, D], DTYPE)
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
-    q = gl.allocate_shared_memory(DTYPE, [4 if CONSUMERS == 3 else CONSUMERS, 64, D], Q)
+    q = gl.allocate_shared_memory(DTYPE, [4 if CONSUMERS == 3 else CONSUMERS, ROWS_EACH, D], Q)
     k = new_ring(gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], KV), CONSUMERS)
     v = k
     barriers = (k.ready, k.free)
@@ -113,11 +114,52 @@ def load_codes_tiles(source, kv, tiles, SAME_KV: gl.constexpr, PAGED: gl.constex
 
 
 @gluon.jit
+def load_codes_halves(source, kv, tiles, SAME_KV: gl.constexpr, PAGED: gl.constexpr):
+    """load_codes_tiles where a tile has more codes than registers hold twice: half a tile at a time, the next half on
+    its way."""
+    k, v, where = kv.k, kv.v, source.where
+    BN: gl.constexpr = k.slots.shape[1]
+    D: gl.constexpr = k.slots.shape[2]
+    HALF: gl.constexpr = BN // 2
+    pages = source.k_rows.pages
+    row = tiles.first + tiles.begin * BN
+    end = gl.minimum(where.keys, tiles.first + tiles.end * BN)
+    upper = e4m3_rows.find(where, pages, row, end, HALF, PAGED)
+    lower = e4m3_rows.find(where, pages, row + HALF, end, HALF, PAGED)
+    x = e4m3_rows.load_codes(source.k_rows, where.head, upper, 0, HALF, D)
+    y = e4m3_rows.load_codes(source.k_rows, where.head, lower, 0, HALF, D)
+    stage = producer_stage()
+    for _ in range(tiles.begin, tiles.end):
+        k.acquire(stage)
+        slot = k.slot(stage)
+        if not SAME_KV:
+            e4m3_rows.put(x, slot, 0)
+            x = e4m3_rows.load_codes(source.v_rows, where.head, upper, 0, HALF, D)
+            e4m3_rows.put(y, slot, HALF)
+            e4m3_rows.announce(k.ready_at(stage))
+            y = e4m3_rows.load_codes(source.v_rows, where.head, lower, 0, HALF, D)
+            v.acquire(stage)
+            slot = v.slot(stage)
+        row += BN
+        upper = e4m3_rows.find(where, pages, row, end, HALF, PAGED)
+        lower = e4m3_rows.find(where, pages, row + HALF, end, HALF, PAGED)
+        e4m3_rows.put(x, slot, 0)
+        x = e4m3_rows.load_codes(source.k_rows, where.head, upper, 0, HALF, D)
+        e4m3_rows.put(y, slot, HALF)
+        e4m3_rows.announce(v.ready_at(stage))
+        y = e4m3_rows.load_codes(source.k_rows, where.head, lower, 0, HALF, D)
+        stage = k.next(stage)
+
+
+@gluon.jit
 def load_role(source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr):
-    if in_codes(source.k_rows.ptr.dtype):
+    BN: gl.constexpr = kv.k.slots.shape[1]
+    if not in_codes(source.k_rows.ptr.dtype):
+        load_tiles(producer_stage(), gl.to_tensor(0), source, kv, landed, tiles, SAME_KV, KV_LOAD)
+    elif e4m3_rows.keys_at_a_time(BN, kv.k.slots.shape[2], gl.num_warps()) == BN:
         load_codes_tiles(source, kv, tiles, SAME_KV, KV_LOAD >= PAGES)
     else:
-        load_tiles(producer_stage(), gl.to_tensor(0), source, kv, landed, tiles, SAME_KV, KV_LOAD)
+        load_codes_halves(source, kv, tiles, SAME_KV, KV_LOAD >= PAGES)
 
 
 @gluon.jit

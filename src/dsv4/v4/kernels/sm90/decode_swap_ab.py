@@ -27,6 +27,7 @@ from dsv4.caches.kernels.unpack import has_small_rows, small_factor
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
+from dsv4.kernels.softmax_over_keys import output_layout, partial_sums, scores_layout, softmax_over_keys
 from dsv4.v4.kernels.pool_rows import entries, pool_in_units
 from dsv4.v4.kernels.sm90.row_numbers import Pools, numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import words
@@ -40,12 +41,8 @@ from dsv4.v4.kernels.sm90.swap_ab import (
     left_scores,
     make_memory,
     masked,
-    output_layout,
-    partial_sums,
     prefetch_lists,
     right_scores,
-    scores_layout,
-    softmax_over_keys,
     unpack_left,
     unpack_right,
 )

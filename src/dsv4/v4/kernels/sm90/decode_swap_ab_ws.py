@@ -46,6 +46,7 @@ from dsv4.kernels import dependent, softmax
 from dsv4.kernels.compat import aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Barriers, init_barriers, new_barriers
+from dsv4.kernels.softmax_over_keys import maxima, output_layout, partial_sums, scores_layout
 from dsv4.v4.kernels.pool_rows import entries, pool_in_units
 from dsv4.v4.kernels.sm90.row_numbers import Pools, numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import words
@@ -57,12 +58,8 @@ from dsv4.v4.kernels.sm90.swap_ab import (
     left_scores,
     make_memory,
     masked,
-    maxima,
-    output_layout,
-    partial_sums,
     prefetch_lists,
     right_scores,
-    scores_layout,
     sink_of_heads,
     unpack_left,
     unpack_right,

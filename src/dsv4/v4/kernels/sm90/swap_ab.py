@@ -17,6 +17,7 @@ from dsv4.kernels.compat import (
     reinterpret_as,
     warpgroup_mma,
 )
+from dsv4.kernels.softmax_over_keys import scores_layout
 from dsv4.v4.kernels.pool_rows import entries, load_codes, load_words, plain_rows, quotient, rows_and_scales
 from dsv4.v4.kernels.sm90.smem_store import lanes
 from dsv4.v4.kernels.tile_scheduler import LIST, index_lists
@@ -87,32 +88,6 @@ class PackedBlock:
     rest: Value
     scales: Value
     there: Value
-
-
-@gluon.constexpr_function
-def scores_layout(warps, heads, keys):
-    """Warps go down the keys, 16 each, and what is left of them across the heads."""
-    down = min(warps, keys // 16)
-    return gl.NVMMADistributedLayout([3, 0], [down, warps // down], [16, heads * down // warps, 16])
-
-
-@gluon.constexpr_function
-def row_max_layout(warps, heads, keys):
-    """[keys / 16, heads]: a thread has all rows of those columns that it has of the scores."""
-    down = min(warps, keys // 16)
-    wide = heads * down // warps  # columns of a warp
-    columns = [[0, 8 << i] for i in range((wide // 8).bit_length() - 1)]
-    rows = [[1 << i, 0] for i in range((keys // 16).bit_length() - 1)]
-    across = [[0, wide << i] for i in range((warps // down).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], *columns, *rows], lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
-        warp_bases=[[0, 0]] * (down.bit_length() - 1) + across, block_bases=[], shape=[keys // 16, heads],
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def output_layout(warps, heads):
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, heads, 16])
 
 
 @gluon.constexpr_function
@@ -253,33 +228,6 @@ def right_scores(s, memory, slot, at):
     """S^T += K Q^T with the last 256 columns."""
     s = warpgroup_mma(memory.kv2.index(slot), memory.q.index(at + 2).permute((1, 0)), s, is_async=True)
     return warpgroup_mma(memory.kv3.index(slot), memory.q.index(at + 3).permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def partial_sums(p):
-    """What each thread holds of the sums over keys: [16 n, HEADS] -> [n, 8, HEADS], no exchange between lanes."""
-    return gl.sum(p.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
-
-
-@gluon.jit
-def maxima(s, row_max, m):
-    """The maximum of each column of s, in the layout of m.
-
-    The maxima of 16 keys each, those of a warp, go through row_max, and every thread takes the maximum of its columns:
-    one exchange between warps, where a reduction makes two. P waits for it, and shared memory is busy.
-    """
-    KEYS: gl.constexpr = s.shape[0]
-    HEADS: gl.constexpr = s.shape[1]
-    row_max.store(gl.max(s.reshape([KEYS // 16, 16, HEADS]), 1))
-    return gl.convert_layout(gl.max(row_max.load(row_max_layout(gl.num_warps(), HEADS, KEYS)), 0), m.type.layout)
-
-
-@gluon.jit
-def softmax_over_keys(s, m, scale, row_max):
-    """softmax.step with keys as rows: m per column."""
-    m_new = gl.maximum(m, maxima(s, row_max, m) * scale)
-    safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
-    return gl.exp2(s * scale - safe[None, :]), m_new, gl.exp2(m - safe)
 
 
 @gluon.jit
