@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import difflib
 import os
-import re
 import shlex
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated, NamedTuple, NoReturn
+from typing import Annotated
 
 import typer
 
 from softsm import accepted, resident
 from softsm.accepted import ORDERS
+from softsm.commands.program import PROGRAMS, PtxOptions, accept, program_errors, program_of, target_of, usage, writable
 
 app = typer.Typer(
     help="A streaming multiprocessor in software: runs PTX, and Triton or Gluon programs, on a CPU.",
@@ -30,10 +27,6 @@ app = typer.Typer(
 # Shared by `run`, `check`, `trace` and `time`. Options may come before or after the file; options unknown to softsm,
 # and everything after --, go to the program.
 OPTIONS = {"ignore_unknown_options": True}
-PROGRAMS = (".py", ".cu")  # with a command line of their own
-KNOWN = tuple(
-    "--arch --entry --grid --block --cluster --shared --sms --ranks --order --seed --strict --output --json".split()
-)
 File = Annotated[Path, typer.Argument(help="a Python program with Triton kernels, a .ptx file or a .cu program")]
 Arguments = Annotated[
     list[str] | None,
@@ -102,11 +95,11 @@ def run(
     save: Save = None,
 ) -> None:
     """Run a kernel from PTX on arrays made here, or a whole Python program. Nothing is checked: see `softsm check`."""
-    _accept(file, arguments, arch, sms, order, ORDERS, seed)
-    execute = _program_of(
+    accept(file, arguments, arch, sms, order, ORDERS, seed)
+    execute = program_of(
         file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags, ranks
     )
-    with _program_errors(file):
+    with program_errors(file):
         execute(order, seed)
     typer.echo(f"nothing was checked; `softsm check {file}` looks for races and misuse", err=True)
 
@@ -138,8 +131,8 @@ def check(
     Exit status 0: nothing found; 1: a finding, or the program itself failed; 2: wrong usage."""
     from softsm.commands.check import Summary
 
-    _accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
-    execute = _program_of(
+    accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
+    execute = program_of(
         file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags, ranks
     )
     summary = Summary(seed, strict)
@@ -171,7 +164,7 @@ def explain(
     try:
         show(topic, value, Tile(arch, dtype, major, rows, k, kind))
     except ValueError as problem:
-        _usage(str(problem))
+        usage(str(problem))
 
 
 @app.command(context_settings=OPTIONS)
@@ -199,13 +192,13 @@ def trace(
     from softsm.commands.trace import tracing
     from softsm.errors import SoftsmError
 
-    _accept(file, arguments, arch, sms, order, ORDERS, seed)
-    execute = _program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared), clang_flags)
-    _writable(output)
+    accept(file, arguments, arch, sms, order, ORDERS, seed)
+    execute = program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared), clang_flags)
+    writable(output)
     made = tracing(output, title=file.name, order=order, seed=seed, strict=strict, check=check)
     made_by = None
     try:
-        with _program_errors(file, but=(SoftsmError,)), made as made_by:
+        with program_errors(file, but=(SoftsmError,)), made as made_by:
             execute(order, seed)
     except SoftsmError as problem:
         if made_by is None or not any(d.raised for d in made_by.report):
@@ -266,23 +259,23 @@ def time(
 
     for given in (file, compare):
         if given is not None and not given.is_file():
-            _usage(f"there is no file {given}")
+            usage(f"there is no file {given}")
     try:
-        target, device = command.target(arch or _target_of(file), gpu)
+        target, device = command.target(arch or target_of(file), gpu)
         if clock is not None:
             accepted.positive("clock", clock)
     except ValueError as problem:
-        _usage(str(problem))
+        usage(str(problem))
     if output is not None:
-        _writable(output)
+        writable(output)
     if compare_arguments is not None and compare is None:
-        _usage(f"compare_arguments: got {compare_arguments!r}, accepted only with --compare")
+        usage(f"compare_arguments: got {compare_arguments!r}, accepted only with --compare")
     lines = [arguments or [], (arguments or []) if compare_arguments is None else shlex.split(compare_arguments)]
     kernel = PtxOptions(entry, grid, block, cluster, shared)
     timers, ends = [], []
     for given, line in zip((file, compare), lines):
         if given is not None:
-            execute = _program_of(given, line, arg, target, int(device["sms"]), kernel, clang_flags, quiet=True)
+            execute = program_of(given, line, arg, target, int(device["sms"]), kernel, clang_flags, quiet=True)
             aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is no JSON
             with command.timed(device, clock, values) as timer, command.ending(given) as end, aside:
                 execute("eager", 0)
@@ -312,7 +305,7 @@ def museum(
     everything = gather()
     unknown = [n for n in numbers or () if n not in everything]
     if unknown:
-        _usage(f"numbers: got {unknown[0]}, there are exhibits {min(everything)} to {max(everything)}")
+        usage(f"numbers: got {unknown[0]}, there are exhibits {min(everything)} to {max(everything)}")
     failed = 0
     for number in numbers or everything:
         verdict = judge(everything[number])
@@ -338,7 +331,7 @@ def serve(idle: Annotated[float, typer.Option(help="minutes without a request af
     from softsm.commands.serve import Server, preload
 
     if idle <= 0:
-        _usage(f"idle: got {idle}, accepted are numbers > 0")
+        usage(f"idle: got {idle}, accepted are numbers > 0")
     path = resident.socket_path()
     if resident.alive(path):
         typer.echo(f"softsm serve runs already ({path})", err=True)
@@ -347,158 +340,12 @@ def serve(idle: Annotated[float, typer.Option(help="minutes without a request af
     try:
         server = Server(path, run_command)
     except (OSError, ValueError) as problem:
-        _usage(f"softsm serve: {problem}")
+        usage(f"softsm serve: {problem}")
     typer.echo(f"softsm serve: process {os.getpid()}, ends after {idle:g} minutes without a request", err=True)
     try:
         server.run(60 * idle)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
-
-
-class PtxOptions(NamedTuple):
-    entry: str | None
-    grid: str
-    block: str
-    cluster: str
-    shared: int
-    save: list[str] = []
-
-
-def _program_of(
-    file: Path,
-    arguments: list[str] | None,
-    arg: list[str] | None,
-    arch: str,
-    sms: int,
-    kernel: PtxOptions,
-    clang_flags: str,
-    ranks: int = 1,
-    quiet: bool = False,
-) -> Callable[[str, int], None]:
-    """What runs the file: execute(order, seed)."""
-    if file.suffix != ".py" and ranks != 1:
-        _usage(f"ranks: got {ranks}, accepted for Python programs")
-    if file.suffix in PROGRAMS and arg:
-        _usage(f"arg: got {arg[0]!r}, accepted for PTX; options of a program of this name go behind --")
-    if file.suffix == ".cu":
-        from softsm.commands.cuda import CudaFile
-
-        program = CudaFile(
-            file, arguments or [], arch or os.environ.get("SOFTSM") or "sm_100a", shlex.split(clang_flags)
-        )
-        return lambda order, seed: program.run(sms, order, seed)
-    if file.suffix == ".py":
-        return lambda order, seed: _program(file, arguments or [], arch, sms, ranks, order, seed)
-    if arguments and arg:
-        _usage(f"arg: got {arg[0]!r} and {arguments[0]!r}, accepted is one of the two ways to give arguments")
-    from softsm.commands.ptx import PtxFile
-
-    given = PtxFile(file, arguments or arg or [], arch, *kernel)
-
-    def execute(order: str, seed: int) -> None:
-        try:
-            given.launch(sms=sms, order=order, seed=seed, quiet=quiet)
-        except ValueError as problem:
-            _usage(f"{file}: {problem}")
-
-    return execute
-
-
-def _target_of(file: Path) -> str:
-    """The architecture that a PTX file names, as far as softsm emulates it."""
-    found = re.search(r"^\s*\.target\s+(sm_\w+)", file.read_text(), re.M) if file.suffix == ".ptx" else None
-    return {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}.get(found[1].rstrip("af"), "") if found else ""
-
-
-def _accept(
-    file: Path, arguments: list[str] | None, arch: str, sms: int, order: str, orders: tuple[str, ...], seed: int
-) -> None:
-    """Refuse what cannot be meant, in one line."""
-    from softsm.doors.triton.in_use import ARCHITECTURES
-
-    if not file.is_file():
-        _usage(f"there is no file {file}")
-    try:
-        accepted.one_of("order", order, orders)
-        accepted.whole("sms", sms, 1, accepted.MOST_SMS)
-        accepted.whole("seed", seed, 0)
-        if arch:
-            accepted.one_of("arch", arch, tuple(ARCHITECTURES))
-    except ValueError as problem:
-        _usage(str(problem))
-    _no_typos(file, arguments or [])
-
-
-def _no_typos(file: Path, arguments: list[str]) -> None:
-    """An option that softsm does not have, and nearly has, was not meant for the program."""
-    before = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
-    for name in (word.partition("=")[0] for word in arguments):
-        near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
-        meant = near and not name.startswith(near[0]) and (file.suffix not in PROGRAMS or name in before)
-        if name.startswith("--") and meant:
-            _usage(f"{name}: there is no such option; did you mean {near[0]}? Options of the program go behind --")
-        if file.suffix not in PROGRAMS and name.startswith("-"):
-            _usage(f"{name}: there is no such option, and a kernel in PTX has no command line")
-
-
-def _writable(folder: Path) -> None:
-    """Made before the program runs, which may take long."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        _usage(f"output: got {folder}, accepted is a folder to write to ({problem.strerror})")
-
-
-def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, order: str, seed: int) -> None:
-    """Runs as `python file arguments` would, or torchrun, with softsm under Triton and under the CUDA driver interface,
-    and device="cuda" meaning CPU tensors."""
-    import runpy
-
-    if "torch" not in sys.modules:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process does not use the GPU, if there is one
-    from softsm.doors.driver.functions import driver
-    from softsm.doors.triton.install import use
-    from softsm.engine.options import options
-
-    try:
-        softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms, ranks=ranks)
-    except ValueError as problem:
-        _usage(str(problem))
-    sys.argv = [str(file), *arguments]
-    sys.path.insert(0, str(file.resolve().parent))
-    with softsm, options(order=order, seed=seed), driver(softsm.arch, sms, at_import=True):
-        if ranks == 1:
-            runpy.run_path(str(file), run_name="__main__")
-        else:
-            code = compile(file.read_bytes(), str(file), "exec")
-            softsm.run(lambda rank: exec(code, {"__name__": "__main__", "__file__": str(file)}))
-
-
-@contextmanager
-def _program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """An exception of the program is shown as `python file` would: without the frames that led to it."""
-    from softsm.errors import SoftsmError
-
-    passed: tuple[type[BaseException], ...] = (typer.Exit, *but)
-    try:
-        yield
-    except passed:
-        raise
-    except Exception as problem:
-        if file.suffix != ".py" and isinstance(problem, SoftsmError):
-            typer.echo(f"{file}: {problem}", err=True)
-            raise typer.Exit(1) from None
-        frames = problem.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename != str(file):
-            frames = frames.tb_next
-        traceback.print_exception(problem.with_traceback(frames))
-        raise typer.Exit(1) from None
-
-
-def _usage(message: str) -> NoReturn:
-    """The command line is wrong."""
-    typer.echo(message, err=True)
-    raise typer.Exit(2)
 
 
 def run_command(kind: str, arguments: list[str]) -> int:

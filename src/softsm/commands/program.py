@@ -1,0 +1,170 @@
+"""The file that `softsm run`, `check`, `trace` and `time` get, a Python program, PTX or CUDA C++: how it runs, and what
+is wrong with the command line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import typer
+
+from softsm import accepted
+
+PROGRAMS = (".py", ".cu")  # with a command line of their own
+KNOWN = tuple(
+    "--arch --entry --grid --block --cluster --shared --sms --ranks --order --seed --strict --output --json".split()
+)
+
+
+class PtxOptions(NamedTuple):
+    entry: str | None
+    grid: str
+    block: str
+    cluster: str
+    shared: int
+    save: list[str] = []
+
+
+def program_of(
+    file: Path,
+    arguments: list[str] | None,
+    arg: list[str] | None,
+    arch: str,
+    sms: int,
+    kernel: PtxOptions,
+    clang_flags: str,
+    ranks: int = 1,
+    quiet: bool = False,
+) -> Callable[[str, int], None]:
+    """What runs the file: execute(order, seed)."""
+    if file.suffix != ".py" and ranks != 1:
+        usage(f"ranks: got {ranks}, accepted for Python programs")
+    if file.suffix in PROGRAMS and arg:
+        usage(f"arg: got {arg[0]!r}, accepted for PTX; options of a program of this name go behind --")
+    if file.suffix == ".cu":
+        from softsm.commands.cuda import CudaFile
+
+        program = CudaFile(
+            file, arguments or [], arch or os.environ.get("SOFTSM") or "sm_100a", shlex.split(clang_flags)
+        )
+        return lambda order, seed: program.run(sms, order, seed)
+    if file.suffix == ".py":
+        return lambda order, seed: _program(file, arguments or [], arch, sms, ranks, order, seed)
+    if arguments and arg:
+        usage(f"arg: got {arg[0]!r} and {arguments[0]!r}, accepted is one of the two ways to give arguments")
+    from softsm.commands.ptx import PtxFile
+
+    given = PtxFile(file, arguments or arg or [], arch, *kernel)
+
+    def execute(order: str, seed: int) -> None:
+        try:
+            given.launch(sms=sms, order=order, seed=seed, quiet=quiet)
+        except ValueError as problem:
+            usage(f"{file}: {problem}")
+
+    return execute
+
+
+def target_of(file: Path) -> str:
+    """The architecture that a PTX file names, as far as softsm emulates it."""
+    found = re.search(r"^\s*\.target\s+(sm_\w+)", file.read_text(), re.M) if file.suffix == ".ptx" else None
+    return {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}.get(found[1].rstrip("af"), "") if found else ""
+
+
+def accept(
+    file: Path, arguments: list[str] | None, arch: str, sms: int, order: str, orders: tuple[str, ...], seed: int
+) -> None:
+    """Refuse what cannot be meant, in one line."""
+    from softsm.doors.triton.in_use import ARCHITECTURES
+
+    if not file.is_file():
+        usage(f"there is no file {file}")
+    try:
+        accepted.one_of("order", order, orders)
+        accepted.whole("sms", sms, 1, accepted.MOST_SMS)
+        accepted.whole("seed", seed, 0)
+        if arch:
+            accepted.one_of("arch", arch, tuple(ARCHITECTURES))
+    except ValueError as problem:
+        usage(str(problem))
+    _no_typos(file, arguments or [])
+
+
+def _no_typos(file: Path, arguments: list[str]) -> None:
+    """An option that softsm does not have, and nearly has, was not meant for the program."""
+    before = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
+    for name in (word.partition("=")[0] for word in arguments):
+        near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
+        meant = near and not name.startswith(near[0]) and (file.suffix not in PROGRAMS or name in before)
+        if name.startswith("--") and meant:
+            usage(f"{name}: there is no such option; did you mean {near[0]}? Options of the program go behind --")
+        if file.suffix not in PROGRAMS and name.startswith("-"):
+            usage(f"{name}: there is no such option, and a kernel in PTX has no command line")
+
+
+def writable(folder: Path) -> None:
+    """Made before the program runs, which may take long."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        usage(f"output: got {folder}, accepted is a folder to write to ({problem.strerror})")
+
+
+def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, order: str, seed: int) -> None:
+    """Runs as `python file arguments` would, or torchrun, with softsm under Triton and under the CUDA driver interface,
+    and device="cuda" meaning CPU tensors."""
+    import runpy
+
+    if "torch" not in sys.modules:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process does not use the GPU, if there is one
+    from softsm.doors.driver.functions import driver
+    from softsm.doors.triton.install import use
+    from softsm.engine.options import options
+
+    try:
+        softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms, ranks=ranks)
+    except ValueError as problem:
+        usage(str(problem))
+    sys.argv = [str(file), *arguments]
+    sys.path.insert(0, str(file.resolve().parent))
+    with softsm, options(order=order, seed=seed), driver(softsm.arch, sms, at_import=True):
+        if ranks == 1:
+            runpy.run_path(str(file), run_name="__main__")
+        else:
+            code = compile(file.read_bytes(), str(file), "exec")
+            softsm.run(lambda rank: exec(code, {"__name__": "__main__", "__file__": str(file)}))
+
+
+@contextmanager
+def program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """An exception of the program is shown as `python file` would: without the frames that led to it."""
+    from softsm.errors import SoftsmError
+
+    passed: tuple[type[BaseException], ...] = (typer.Exit, *but)
+    try:
+        yield
+    except passed:
+        raise
+    except Exception as problem:
+        if file.suffix != ".py" and isinstance(problem, SoftsmError):
+            typer.echo(f"{file}: {problem}", err=True)
+            raise typer.Exit(1) from None
+        frames = problem.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != str(file):
+            frames = frames.tb_next
+        traceback.print_exception(problem.with_traceback(frames))
+        raise typer.Exit(1) from None
+
+
+def usage(message: str) -> NoReturn:
+    """The command line is wrong."""
+    typer.echo(message, err=True)
+    raise typer.Exit(2)
