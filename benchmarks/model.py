@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples python benchmarks/model.py [text]          # only parts whose name contains the text
 
-Decode: batches of requests, each with so many tokens behind it, one token each per step. Their rows are random and were
+Decode: batches of requests, each with tokens behind it, one token each per step. Their rows are random and were
 never computed: nothing here depends on what they hold. Three ways through the same model:
 
     graph      deepseek_v4.paged_model, a step is one CUDA graph
@@ -59,7 +59,7 @@ def build():
 
 
 def resumed(model, batch: int, tokens: int, graphs: bool) -> PagedModel:
-    """An engine whose requests have so many tokens behind them."""
+    """An engine whose requests have this many tokens behind them."""
     room = batch * (tokens + 512)
     served = PagedModel(
         model, tokens=room, requests=batch, chunk=max(batch, 128), context=tokens + 512, rows="fp8", graphs=graphs
@@ -133,7 +133,7 @@ def eager(model, batch: int, tokens: int) -> tuple[float, dict[str, float]]:
 
 
 def fill(layer, kind: str, batch: int, tokens: int) -> None:
-    """The state of a cache layer of transformers after so many tokens, a multiple of 128."""
+    """The state of a cache layer of transformers after this many tokens, a multiple of 128."""
 
     def rows(n, width):
         return torch.randn(batch, n, width, device="cuda", dtype=torch.bfloat16)

@@ -54,7 +54,7 @@ def seconds(f, repeat: int = 5, clock=time.perf_counter) -> float:
     return best
 
 
-# Seven of the nineteen instructions of the loop make values that nobody reads; here the end reads them.
+# Seven of the nineteen instructions of the loop make values that are never read; here the end reads them.
 USED = "cvt.rn.f32.u32 %f11, %r8; " + "".join(f"add.f32 %f5, %f5, %f{i}; " for i in (7, 8, 9, 10, 11))
 
 

@@ -1,4 +1,4 @@
-"""Cases drawn at random for the timing model, so that it is judged by kernels nobody has looked at.
+"""Cases drawn at random for the timing model, so that it is judged by kernels that it was not made for.
 
 `draw(seed)` gives two variants (tile, stages, warps) of one problem (shape, type, form) of every family. A round of the
 protocol takes a fresh seed: `timing.py --seed N --predict` first, whose file is committed; then `--seed N --measure` on

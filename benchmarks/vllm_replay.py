@@ -200,7 +200,7 @@ def pool(step: Step, kind: str, device: torch.device) -> torch.Tensor:
 
 
 def pages_of(step: Step, kind: str) -> int:
-    """Of one request. vLLM frees window pages that no query will see again; they are taken in turns here."""
+    """The pages of one request. vLLM frees window pages that no query will see again; they are taken in turns here."""
     return (step.tokens + WINDOW - 2) // 64 + 2 if kind == "window" else -(-step.context // 256)
 
 
@@ -298,7 +298,7 @@ def workspace(pages, lists, kind) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def error(step, kind, q, sink, pages, lists, out) -> float:
-    """Of some queries against fp32, relative to the largest value: rows are gathered here, not by dsv4's kernels."""
+    """The error of some queries against fp32, relative to the largest value; rows are gathered here."""
     worst = 0.0
     for n in {0, len(q) // 2, len(q) - 1}:
         rows = []

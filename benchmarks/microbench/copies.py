@@ -14,7 +14,7 @@ COLUMNS = 64  # of a box: 128 bytes, as the swizzle wants it
 
 
 def copy(how: str, box: int, barrier: str, target: str) -> str:
-    """Of `box` bytes: 'bulk' from %d2, or 'tile' of 128-byte rows from row %r30 and column 0 on of the tensor map."""
+    """A copy of `box` bytes: 'bulk' from %d2, or 'tile' of 128-byte rows from row %r30 and column 0 on of the tensor map."""
     if how == "bulk":
         return (f"  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{target}], [%d2], {box}, "
                 f"[{barrier}];\n")  # fmt: skip

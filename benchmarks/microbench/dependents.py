@@ -22,7 +22,7 @@ TURN: mov.u64 %d2, %clock64; sub.u64 %d3, %d2, %d1; cvt.u32.u64 %r1, %d3; setp.l
 
 
 def second(work: int) -> str:
-    """Works for so many cycles, then waits for the grid before: stamps of the beginning, and of the wait's end."""
+    """Works for this many cycles, then waits for the grid before: stamps of the beginning, and of the wait's end."""
     body = f"""  mov.u64 %d1, %clock64;
 TURN: mov.u64 %d2, %clock64; sub.u64 %d3, %d2, %d1; cvt.u32.u64 %r1, %d3; setp.lt.u32 %p1, %r1, {work}; @%p1 bra TURN;
   griddepcontrol.wait;

@@ -165,7 +165,7 @@ class Gpu:
         return self.functions[key]
 
     def tensor_map(self, address: int, rows: int, columns: int, box_rows: int, box_columns: int) -> bytes:
-        """Of a bf16 matrix, 128-byte swizzle."""
+        """The map of a bf16 matrix, 128-byte swizzle."""
         buffer = (ctypes.c_uint8 * 192)()
         aligned = (ctypes.c_uint8 * 128).from_buffer(buffer, -ctypes.addressof(buffer) % 64)
         self.call("cuTensorMapEncodeTiled", ctypes.byref(aligned), 9, 2, ctypes.c_void_p(address),

@@ -15,7 +15,7 @@ HASH = "mul.lo.u32 {d}, {s}, 0x9E3779B1; shr.u32 %r4, {d}, 13; xor.b32 {d}, {d},
 
 
 def straight(instructions: int, warps: int, apart: bool) -> str:
-    """A loop of so many FFMA. apart: warps begin at different times, so that they are not in step."""
+    """A loop of this many FFMA. apart: warps begin at different times, so that they are not in step."""
     body = "".join(f"  fma.rn.f32 %f{i % 8}, %f{i % 8}, %f300, %f301;\n" for i in range(instructions))
     start = (
         "".join(f"  mov.b32 %f{i}, %thread;\n" for i in range(8)) + "  mov.b32 %f300, %thread; mov.b32 %f301, %lane;\n"

@@ -274,7 +274,7 @@ class PagedModel:
         return self._step(list(new), *self._tokens(new)).argmax(-1).tolist()
 
     def pages_for(self, tokens: int) -> int:
-        """Token pages of a request with so many tokens."""
+        """The token pages of a request with this many tokens."""
         return -(-tokens // self.places.page_tokens)
 
     def token_ids(self, name: str, x: Sequence[int] | Tensor) -> Tensor:
@@ -291,7 +291,7 @@ class PagedModel:
         return ids.long()
 
     def _room(self, names: list[Hashable], counts: list[int]) -> None:
-        """ValueError unless there is room for so many tokens."""
+        """ValueError unless there is room for this many tokens."""
         if sum(counts) > self.chunk:
             came = f"{sum(counts)} tokens"
             checks.fail("new", came, f"at most {self.chunk} in a step, the chunk of this PagedModel")
@@ -313,7 +313,7 @@ class PagedModel:
 
 class Decoder:
     """A step of one token for each of up to ``size`` requests, as a CUDA graph. Places that are not taken feed token 0
-    to the line and the pages that nobody has.
+    to the line and the pages that no request has.
     """
 
     def __init__(self, owner: PagedModel, size: int):

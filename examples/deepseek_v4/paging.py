@@ -21,7 +21,7 @@ from dsv4.caches.kv import Fp8Cache, Pool
 
 
 class Numbers:
-    """The numbers that nobody has: of pages, of lines."""
+    """The numbers that no request has: of pages, of lines."""
 
     def __init__(self, count: int):
         self.free = list(range(count - 1, -1, -1))
@@ -62,13 +62,13 @@ class Places:
         self.windows = np.full((requests + 1, width), self.window_page_count, dtype=np.int32)
 
     def needs(self, request: Request, new: int) -> tuple[int, int]:
-        """(token pages, window pages) that are missing for so many more tokens."""
+        """(token pages, window pages) that are missing for this many more tokens."""
         end = request.tokens + new
         window = -(-end // self.window_page) - request.first - len(request.window)
         return -(-end // self.page_tokens) - len(request.pages), window
 
     def extend(self, request: Request, new: int) -> None:
-        """Pages for so many more tokens; the caller has seen that there are enough."""
+        """Add pages for this many more tokens; the caller has seen that there are enough."""
         tokens, window = self.needs(request, new)
         if tokens:
             begin = len(request.pages)
@@ -81,7 +81,7 @@ class Places:
             self.windows[request.line, np.arange(begin, begin + window) % self.windows.shape[1]] = taken
 
     def shrink(self, request: Request, pages: int, window: int) -> None:
-        """Back to so many pages."""
+        """Shrink back to this many pages."""
         self.pages.give(request.pages[pages:])
         self.window_pages.give(request.window[window:])
         del request.pages[pages:], request.window[window:]

@@ -30,7 +30,7 @@ class Job:
     left: list[int]
     new_tokens: int
     stop: int | None
-    end: int  # tokens that it will have fed at most; nobody feeds the last one
+    end: int  # tokens that it will have fed at most; the last one is not fed
     said: list[int] = field(default_factory=list)
     done: bool = False
 

@@ -63,7 +63,7 @@ class Rows:
         if step.parts.kernels:
             return
         # Without the kernel, the slots of a row as numbers: in the state, or tokens of the step. Before the first
-        # window there is none, and some token has no weight. Unfinished rows go to the page that nobody has.
+        # window there is none, and some token has no weight. Unfinished rows go to the page that no request has.
         # tokens: [W, slots]
         tokens = numbers[:, None] * ratio + torch.arange(-ratio if overlap else 0, ratio, device=numbers.device)
         begins = self.begins[:, None]

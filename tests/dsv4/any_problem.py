@@ -60,7 +60,7 @@ class Problem:
         return torch.tensor(values, dtype=torch.int32, device=self.where.device)
 
     def unseen(self, queries: int, keys: int) -> int:
-        """So many first keys no query sees."""
+        """How many of the first keys no query sees."""
         if queries == 0:
             return keys
         left = self.window[0]

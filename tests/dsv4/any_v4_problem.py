@@ -1,5 +1,5 @@
 """Random V4 problems, drawn from a seed: pools of every kind and stride, lists with holes, lengths, block tables,
-requests, sinks, angles, scales, splits, NaN in every row that nobody names; every fifth in fp16. `DSV4_SEED` draws
+requests, sinks, angles, scales, splits, NaN in every row that no query names; every fifth in fp16. `DSV4_SEED` draws
 others."""
 
 import os

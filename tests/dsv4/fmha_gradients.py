@@ -62,7 +62,7 @@ def varlen_request(
     dlse=False, **options,
 ):  # fmt: skip
     """Causal unless a window is given, with a sink. NaN in what no gradient may depend on: keys of sequences without
-    queries, keys before the window of the first query, rows and keys of nobody at the end (five each)."""
+    queries, keys before the window of the first query, rows and keys of no sequence at the end (five each)."""
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts_q, starts_k))
     rows, keys = starts_q[-1] + 5, starts_k[-1] + 5
     q, dout = (draw(rows, heads, d, dtype=dtype, seed=n, device=device) for n in (0, 1))
@@ -90,7 +90,7 @@ def check(b, want, low):
     p = b.forward
     blind = p.lse == float("-inf")
     blind = blind.transpose(1, 2) if p.kind == "dense" else blind  # queries that see nothing
-    unseen = (want.v == 0).all(-1)  # keys that nobody sees
+    unseen = (want.v == 0).all(-1)  # keys that no query sees
     for name, got, dead in (("q", b.dq, blind), ("k", b.dk, unseen), ("v", b.dv, unseen)):
         if got is None:
             continue

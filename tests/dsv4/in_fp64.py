@@ -32,7 +32,7 @@ def allowed(model, ids, **options) -> float:
 
 @torch.no_grad()
 def logits(model, ids, **options):
-    """Of the model's own eager attention, in fp64."""
+    """The result of the model's own eager attention, in fp64."""
     exact = copy.deepcopy(model).double()
     exact.set_attn_implementation("eager")
     if hasattr(exact, "set_experts_implementation"):

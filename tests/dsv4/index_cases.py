@@ -58,7 +58,7 @@ def assert_best(got, *, q, k, weights, topk, lengths, names=None):
 
 def ragged():
     """Three requests of 3, 0 and 5 queries in pages of 24 rows; the last query belongs to none. Ties everywhere; what
-    nobody sees is NaN; page numbers past what is seen mean nothing."""
+    no query sees is NaN; page numbers past what is seen mean nothing."""
     pages, page = 40, 24
     k = torch.full((pages, page, 40), NAN).bfloat16()[..., :32]
     table = torch.full((3, 12), 99, dtype=torch.int32)
@@ -99,7 +99,7 @@ def assert_select(arch, ordered_scores, topk):
 
 
 def fp8_ragged():
-    """As ragged, of FP8 keys; what nobody sees is e4m3's NaN with a NaN as its scale."""
+    """`ragged` with FP8 keys; rows that no query sees are e4m3's NaN with a NaN as their scale."""
     plain, page = ragged(), 24
     g = torch.Generator().manual_seed(7)
     keys = torch.randint(-1, 2, (40 * page, 128), generator=g).float()

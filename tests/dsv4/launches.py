@@ -1,4 +1,4 @@
-"""For tests of kernels: a problem run by them, how many SMs a call sees, and which kernels it launches."""
+"""Helpers of kernel tests: run a problem, set how many SMs a call sees, list the kernels it launches."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def run(problem: Any) -> None:
 
 
 def num_sms(monkeypatch, count: int) -> None:
-    """As on a GPU with so many."""
+    """Calls see a GPU with this many SMs."""
     real = dispatch.softsm_target
     monkeypatch.setattr(dispatch, "softsm_target", lambda: real()._replace(num_sms=count))
 

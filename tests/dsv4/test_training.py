@@ -260,7 +260,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_operators_keep_torchs_rules(name):
-    """Of the fourth of torch's checks, test_aot_dispatch_dynamic, one is enough: it takes seconds."""
+    """One case of the fourth of torch's checks, test_aot_dispatch_dynamic, is enough: it lasts seconds."""
     tensors, loss = LOSSES[name]()
     with Calls() as calls:
         loss(*tensors).backward()

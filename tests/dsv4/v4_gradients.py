@@ -41,7 +41,7 @@ def request(n, heads, window, compressed=None, sink=True, dlse=False, rope=0, de
     args = dict(q=draw(n, heads, 512, seed=0, dtype=dtype), window=draw(window[0], 512, seed=1, dtype=dtype))
     args["window_indices"] = lists(n, window[1], window[0], 2)
     args["window"][7] = float("nan")
-    args["window_indices"][args["window_indices"] == 7] = 8  # nobody lists row 7
+    args["window_indices"][args["window_indices"] == 7] = 8  # no query lists row 7
     if compressed is not None:
         rows, entries = compressed
         args |= dict(compressed=draw(rows, 512, seed=3, dtype=dtype), compressed_indices=lists(n, entries, rows, 4))

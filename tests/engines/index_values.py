@@ -24,7 +24,7 @@ def rounded(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hadamard() -> Tensor:
-    """Of 128 columns, orthogonal."""
+    """An orthogonal matrix of 128 columns."""
     h = torch.ones(1, 1)
     for _ in range(7):
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])

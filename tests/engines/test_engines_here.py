@@ -16,7 +16,7 @@ def run(tmp_path, code: str) -> dict:
 
 
 def test_an_engine_that_a_signal_ends_fails_and_says_what_was_not_tested(tmp_path):
-    """As the wheel of an engine does on a CPU without its instructions."""
+    """Fail as the wheel of an engine does on a CPU without its instructions."""
     code = "import os, signal; print('loading', flush=True); os.kill(os.getpid(), signal.SIGILL)"
     with pytest.raises(pytest.fail.Exception, match="(?s)ended by SIGILL on .*the plug-in was not tested.*loading"):
         run(tmp_path, code)

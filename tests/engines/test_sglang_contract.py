@@ -26,7 +26,7 @@ installed = needs("sglang")
 
 
 def source(module: str) -> ast.Module:
-    """Of a module of SGLang, which is not imported."""
+    """The source of a module of SGLang, which is not imported."""
     root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])
     return ast.parse((root.parent / module.replace(".", "/")).with_suffix(".py").read_text())
 

@@ -39,7 +39,7 @@ def eager(model, ids):
 
 
 def served(model, **options):
-    """Every pool full of NaN: a row that nobody has written must not be seen."""
+    """Every pool full of NaN: a row that was not written must not be seen."""
     made = PagedModel(model, **SMALL | options)
     for pools in made.pools:
         for pool in pools.values():

@@ -75,7 +75,7 @@ def test_fmha(d, dtype, name):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("d", [64, 128, 256, 512])
 def test_varlen(d, softcap):
-    """An empty sequence, one without queries, one without a row to spare; NaN in keys that nobody sees."""
+    """An empty sequence, one without queries, one without a row to spare; NaN in keys that no query sees."""
     starts = [0, 200, 200, 201, 457], [0, 300, 380, 381, 637]
     b, want, low = fmha_gradients.varlen_request(*starts, heads=2, d=d, device="cuda", softcap=softcap)
     run(b)

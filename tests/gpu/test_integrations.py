@@ -113,7 +113,7 @@ def test_flash_attn_cache_grows(rows):
 def test_flash_attn_varlen():
     counts, lengths = torch.tensor([5, 1, 0, 40]), torch.tensor([90, 64, 3, 40])
     cu_q, cu_k = (torch.cat([torch.zeros(1), x.cumsum(0)]).int() for x in (counts, lengths))
-    q = torch.randn(50, 8, 128).bfloat16()  # four rows of nobody
+    q = torch.randn(50, 8, 128).bfloat16()  # four rows of no sequence
     k, v = (torch.randn(int(cu_k[-1]), 2, 128).bfloat16() for _ in "kv")
     pages = [torch.randn(16, 32, 2, 128).bfloat16() for _ in "kv"]
     table = torch.randperm(16).view(4, 4).int()

@@ -11,7 +11,7 @@ PAGE, PAGES, TOKENS, POSITIONS = 256, 5, 70, 4096
 
 
 class Plan(tuple):
-    """Of SGLang: (ratio, entries of 16 bytes, whether it is a decode step)."""
+    """SGLang's plan: (ratio, entries of 16 bytes, whether it is a decode step)."""
 
     compress_ratio, is_decode = property(lambda self: self[0]), property(lambda self: self[2])
 

@@ -50,7 +50,7 @@ def test_every_lane_may_arrive_instead():
 
 def test_a_lane_may_release_what_it_did_itself():
     own = t.only("%p5", STORE + t.arrive("full"))
-    elsewhere = "st.shared.u32 [%r40+256], %r0;\n"  # of all lanes, which nobody else reads
+    elsewhere = "st.shared.u32 [%r40+256], %r0;\n"  # of all lanes, which no other warp reads
     for strict in (True, False):
         assert not findings(hand_over(elsewhere + own, "ld.shared.u32 %r42, [a];\n"), strict=strict, **BLOCK)
         assert findings(hand_over(elsewhere + own, "ld.shared.u32 %r42, [a+260];\n"), strict=strict, **BLOCK)

@@ -119,7 +119,7 @@ def test_decoding_from_pages_with_split_keys(sm):
     lengths, table = torch.tensor([37, 5], dtype=torch.int32), torch.tensor([[3, 0, 4, 1], [2, 5, 5, 5]])
     table = table.int()
     q, k, v = torch.randn(2, 3, 32).half(), torch.randn(6, 16, 32).half(), torch.randn(6, 16, 32).half()
-    k[2, 5:], v[2, 5:] = float("nan"), float("nan")  # rows behind the end are nobody's
+    k[2, 5:], v[2, 5:] = float("nan"), float("nan")  # rows behind the end belong to no sequence
     part, lse, out = torch.empty(2, 2, 3, 32), torch.empty(2, 2, 3), torch.empty(2, 3, 32)
     decode_kernel[(2, 2)](q, k, v, table, lengths, part, lse, 32**-0.5, H=3, D=32, PAGE=16, PAGES=4, SPLIT=2)
     merge_kernel[(2, 3)](part, lse, out, H=3, D=32, SPLIT=2)

@@ -25,7 +25,7 @@ Both = tuple[Tensor, Tensor]  # rows, scores
 
 
 class Keywords(TypedDict, total=False):
-    """For type checkers: the return type depends on return_scores alone."""
+    """What type checkers see: the return type depends on return_scores alone."""
 
     positions: Tensor | None
     ratio: int

@@ -60,7 +60,7 @@ def moe_route(
 
 
 class Keywords(TypedDict, total=False):
-    """For type checkers: the return type depends on return_slots alone."""
+    """What type checkers see: the return type depends on return_slots alone."""
 
     activations: Activations
     limit: float

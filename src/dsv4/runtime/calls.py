@@ -153,7 +153,7 @@ def launch(one: Launch) -> None:
     known: list[Any] = []
     memory: list[Any] = []
     addresses: list[int] = []
-    for x in structs.flat(one.arguments):
+    for x in structs.members(one.arguments):
         if isinstance(x, Tensor):
             address = x.data_ptr()
             known.append((x.dtype, address & 15))

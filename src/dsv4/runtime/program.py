@@ -238,7 +238,7 @@ def with_tensors(x: Any, memory: Sequence[Any]) -> Any:
 class Launch:
     """kernel[grid](*arguments, **constants). In a program arguments are numbers, Numbers, Slots, Nulls,
     TensorDescriptors of Slots, and NamedTuples of numbers, Slots and Nulls (structs.py); in a single launch
-    (calls.launch) they are tensors, numbers and Changing numbers, and NamedTuples of them."""
+    (calls.launch) they are tensors, numbers and Changing numbers, and NamedTuples of these alone."""
 
     kernel: Any
     grid: tuple[int, ...]

@@ -1,5 +1,5 @@
 """Kernel arguments that are NamedTuples (tensors, sizes, strides, ...): Triton compiles them, and a launch takes their
-members one by one. They are flattened when a launch is prepared, never when it is made.
+members one by one. They are flattened when a launch is prepared; a kernel that is launched alone pays for it each time.
 
 `do_not_specialize` does not reach members: Triton would compile a kernel again for a stride of 1, or of a multiple of
 16. So kernels are compiled with `neutral` numbers in them. Kernels are compiled for the alignment of pointers, but for
@@ -35,6 +35,17 @@ def flat(arguments: Iterable[Any]) -> list[Any]:
     for x in arguments:
         if isinstance(x, tuple):
             found += flat(x)
+        else:
+            found.append(x)
+    return found
+
+
+def members(arguments: Iterable[Any]) -> list[Any]:
+    """`flat` for structs without structs in them, in a third of the time."""
+    found: list[Any] = []
+    for x in arguments:
+        if isinstance(x, tuple):
+            found += x
         else:
             found.append(x)
     return found

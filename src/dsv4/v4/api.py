@@ -19,7 +19,7 @@ Both = tuple[Tensor, Tensor]  # out, lse
 
 
 class Keywords(TypedDict, total=False):
-    """For type checkers: the return type depends on return_lse alone."""
+    """What type checkers see: the return type depends on return_lse alone."""
 
     window_lengths: Tensor | None
     compressed_lengths: Tensor | None

@@ -22,7 +22,7 @@ def test_a_page_is_data_then_scales():
     assert cache.pages == 2 and cache.rows == 4 and cache.page_stride == 272
     assert torch.equal(page[:256].view(2, 128), values[:2].view(torch.uint8))
     assert torch.equal(page[256:264].view(torch.float32), scales[:2])
-    assert not cache.storage[cache.page_stride + 128 : cache.page_stride + 256].any()  # the row that nobody wrote
+    assert not cache.storage[cache.page_stride + 128 : cache.page_stride + 256].any()  # the row that was not written
 
 
 def test_scales_are_the_least_powers_of_two_that_fit():

@@ -170,7 +170,7 @@ def test_a_config_gives_the_sizes(tmp_path):
 
 
 def dense_problem(case):
-    """Of a row of the bench; nothing is drawn."""
+    """The launches of a row of the bench; nothing is drawn."""
     q, k = (torch.empty(case.batch, n, h, case.head_dim, dtype=case.dtype)
             for n, h in ((case.queries, case.q_heads), (case.keys, case.kv_heads)))  # fmt: skip
     window = (-1, 0 if case.causal else -1)

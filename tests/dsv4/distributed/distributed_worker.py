@@ -171,7 +171,7 @@ def check_prefill(rank, size):
 
 
 def check_prefill_gradients(rank, size):
-    """Of the sum of all ranks' losses, against the formulas on the whole sequence; dsink is summed over the ranks."""
+    """Gradients of the sum of all ranks' losses agree with the formulas on the whole sequence; dsink is summed."""
     for dtype, tokens, window, causal, use_lse in (
         (torch.float32, 8 * size, (-1, -1), True, True),
         (torch.bfloat16, 8 * size, (-1, -1), True, False),

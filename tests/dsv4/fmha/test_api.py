@@ -52,7 +52,7 @@ def test_head_groups(b, t, hq, hkv):
     native=st.booleans(),
 )
 def test_every_cut_of_the_mask(t, s, left, right, causal, sink, block, mask_limit, chunk, dtype, native):
-    """Small limits reach the code that otherwise only long sequences reach. Rows nobody sees are poisoned.
+    """Small limits reach the code that otherwise only long sequences reach. Invisible rows are poisoned.
     native: as on a CPU that multiplies 16-bit matrices; there each part of a row is rounded before it is merged."""
     q, k, v = qkv(2, t, s, 4, 2, 64, dtype, seed=t + s)
     unseen = ~reference.visible(t, s, causal, (left, right)).any(0)

@@ -37,7 +37,7 @@ def tokens(batch, length, seed=1):
 
 
 def errors(got, want):
-    """Of each row."""
+    """The relative error of each row."""
     return (got - want).norm(dim=-1) / want.norm(dim=-1)
 
 

@@ -70,7 +70,7 @@ def test_head_dims_are_padded_exactly(d, d_v):
 def test_varlen():
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(n, h, 64, generator=generator) for n, h in ((12, 4), (20, 2), (20, 2)))
-    cu_q, cu_k = torch.tensor([0, 3, 3, 10]).int(), torch.tensor([0, 8, 9, 19]).int()  # rows of nobody at both ends
+    cu_q, cu_k = torch.tensor([0, 3, 3, 10]).int(), torch.tensor([0, 8, 9, 19]).int()  # rows of no sequence behind
     out, lse, _ = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 7, 10, causal=True, return_attn_probs=True)
     assert lse.shape == (4, 12)
     assert_agrees((out, lse.T), reference.fmha_varlen, q, k, v, cu_q, cu_k, causal=True)
@@ -83,7 +83,7 @@ def test_varlen():
 @pytest.mark.parametrize("counts, extra", [((3, 1, 0, 5), 2), ((2, 2, 2), 0), ((1,) * 4, 0), ((0,), 3), ((), 2)])
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(4, 0))])
 def test_varlen_queries_and_keys_in_pages(counts, extra, options):
-    """The same as varlen with the keys laid end to end, for sequences of different lengths and rows of nobody."""
+    """The same as varlen with the keys laid end to end, for sequences of different lengths and rows of no sequence."""
     page, heads = 4, 4
     lengths = [7, 12, 3, 9][: len(counts)]
     cu_q = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()]).int()
@@ -197,7 +197,7 @@ def test_new_keys_are_rotated_written_and_seen(paged, interleaved, causal):
 
 
 def test_the_sink_has_a_second_name():
-    """Of vLLM's flash-attn 3; transformers 5.17 knows no other in continuous batching."""
+    """The signature of vLLM's flash-attn 3; transformers 5.17 knows no other in continuous batching."""
     q, sink = torch.randn(2, 5, 3, 64), torch.randn(3)
     starts = torch.tensor([0, 5, 10], dtype=torch.int32)
     lines = (*(q.flatten(0, 1),) * 3, starts, starts, 5, 5)

@@ -180,7 +180,7 @@ def test_batch_invariant_bits():
 def test_sparse_prefill(heads, with_lengths):
     s_q, s_kv, topk = 9, 50, 24
     q, kv = normal(s_q, heads, 512, dtype=torch.bfloat16), normal(s_kv, 1, 512, seed=1, dtype=torch.bfloat16)
-    kv[0] = float("nan")  # nobody lists it, but it stands in for what is absent
+    kv[0] = float("nan")  # no query lists it, but it stands in for what is absent
     indices = lists(1, s_q, topk, s_kv - 1, 2)[0]
     indices = torch.where(indices >= 0, indices + 1, -1)[:, None]
     indices[:, 0, 3], indices[:, 0, 4] = s_kv, -7  # both: nothing there

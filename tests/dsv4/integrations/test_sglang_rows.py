@@ -21,7 +21,7 @@ def angles():
 
 @pytest.fixture
 def pages():
-    """Of SGLang: 64 rows, filled up to a multiple of 576 bytes."""
+    """SGLang's page: 64 rows, filled up to a multiple of 576 bytes."""
     return torch.zeros(4, -(-PAGE * 584 // 576) * 576, dtype=torch.uint8)
 
 
@@ -86,7 +86,7 @@ def test_insertion_takes_the_pages_of_the_layer(angles, pages):
 
 
 class Plan(tuple):
-    """Of SGLang: (ratio, entries of 16 bytes)."""
+    """SGLang's plan: (ratio, entries of 16 bytes)."""
 
     compress_ratio, is_decode = property(lambda self: self[0]), property(lambda self: self[2])
 

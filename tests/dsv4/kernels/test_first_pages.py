@@ -66,7 +66,7 @@ def table(path: Path) -> list[str]:
 
 
 def names(line: str) -> list[str]:
-    """Of the first column, without what is in brackets."""
+    """The names in the first column, without what is in brackets."""
     return re.findall(r"[a-z]\w*", re.sub(r"\[.*?\]", "", line.split("  ")[0]))
 
 

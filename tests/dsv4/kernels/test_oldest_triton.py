@@ -47,7 +47,7 @@ def front_end(most, dtypes):
 
 @pytest.fixture(scope="module")
 def beside():
-    """Of each kernel the one variant that adds most; the others are slow."""
+    """The one variant of each kernel that adds most; the others are slow."""
     return front_end(1, ["bf16"])
 
 

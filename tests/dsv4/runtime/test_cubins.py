@@ -87,7 +87,7 @@ def test_an_old_triton_launches_its_kernels(wheel, monkeypatch):
 
 @pytest.mark.parametrize("written, consumers", [("3.6.0", 3), ("3.9.0", 2)])
 def test_options_are_those_of_the_triton_that_compiled(wheel, written, consumers, monkeypatch):
-    """Of three consumer warpgroups at head dim 64 Triton 3.9 spills registers, and 3.6 does not: whichever is
+    """With three consumer warpgroups at head dim 64 Triton 3.9 spills registers, and 3.6 does not: whichever is
     installed, a call asks for the kernel that the directory has."""
     from dsv4.fmha.kernels.sm90 import entry
 

@@ -144,7 +144,7 @@ def test_block_tables(pool):
     pages = 128 // page
     table = torch.randint(0, pages, (4, 6), dtype=torch.int32, generator=torch.Generator().manual_seed(6))
     table[:, -(-5 // page) :] = 10**6  # never reached
-    table[1] = -7  # nobody's
+    table[1] = -7  # of no request
     options = dict(compressed_block_table=table, compressed_lengths=lengths, request_starts=starts)
     compare(q, w, wi, c, **options, sink=normal(4, seed=4))
     exact = dict(sink=normal(4, seed=4), deterministic=True)

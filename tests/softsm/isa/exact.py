@@ -49,7 +49,7 @@ def is_inf(f: Format, bits: int) -> bool:
 
 
 def value(f: Format, bits: int) -> Fraction:
-    """Of a finite number."""
+    """The value of a finite number."""
     m = bits & ((1 << f.mantissa) - 1)
     e = bits >> f.mantissa & ((1 << f.exponent) - 1)
     if e:

@@ -254,7 +254,7 @@ def test_block_scaled_products(kind, a_type, b_type, blocks, scale, ids, wide):
 
 
 def test_scale_factors_change_no_other_column():
-    """Of rows that nobody reads: a last tile that is not full has any bytes there."""
+    """Rows without a reader may have any scale factors: a last tile that is not full has any bytes there."""
     rng = np.random.default_rng(7)
     n, k = 64, 32
     a = layouts.values(rng, (128, k), "e4m3")

@@ -39,7 +39,8 @@ def test_scales_stay_exact_where_float32_has_no_room():
     near, far = np.array([[2.0, 0.25]], np.float32), np.array([[2.0**100, 2.0**-100]], np.float32)
     assert tensor_core.scaled(values, near).dtype == np.float32
     np.testing.assert_array_equal(tensor_core.scaled(values, near), [[3.0, -4.0, 0.125, 0.25]])
-    wide = tensor_core.scaled(values, far)
+    assert tensor_core.wide_rows(np.concatenate([near, far])).tolist() == [False, True]
+    wide = tensor_core.scaled(values, far, np.float64)
     assert wide.dtype == np.float64 and wide[0, 0] == 1.5 * 2.0**100 and wide[0, 3] == 2.0**-100
 
 

@@ -56,7 +56,7 @@ DONE:
 
 @pytest.mark.parametrize("pattern", [0, 0xFFFFFFFF, 0x80000001, 0xF0F0, 0xFFFF0000])
 def test_votes(pattern):
-    """Of all lanes, and of the lower half by itself."""
+    """All lanes take part, or the lower half alone."""
     body = f"""mov.u32 %r3, {pattern};
 shr.u32 %r3, %r3, %r1;
 and.b32 %r3, %r3, 1;

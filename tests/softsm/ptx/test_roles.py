@@ -89,7 +89,7 @@ def test_what_is_given_to_warp_specialize_is_a_role(program):
 
 
 def test_a_deadlock_speaks_of_roles_and_barriers_by_their_names_in_the_source(tmp_path):
-    """Warp 0, in `feed_role`, waits for an mbarrier that nobody arrives at."""
+    """Warp 0, in `feed_role`, waits for an mbarrier without an arrival."""
     source = tmp_path / "program.py"
     source.write_text("def feed_role():\n    mbarrier.init(slot_free.index(i), count=1)\n    wait(slot_free)\n")
     text = f"""

@@ -57,7 +57,7 @@ def test_twice_the_work_takes_twice_the_time_and_a_second_wave_too() -> None:
 
 
 def test_many_waves_of_a_full_pipe_take_what_the_pipe_needs() -> None:
-    """Of CTAs that share a pipe some get ahead of the others: how long those took says nothing of the rest."""
+    """Some of the CTAs that share a pipe get ahead of the others: how long those took says nothing of the rest."""
     body = "".join(f"  max.f32 %f{4 + i % 4}, %f1, %f{4 + (i + 1) % 4};\n" for i in range(32))
     body += "  min.f32 %f1, %f4, %f5;\n"
     p = predicted(body, 100, grid=132 * 8 * 7)

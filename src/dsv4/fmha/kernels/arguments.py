@@ -74,7 +74,7 @@ class Options(NamedTuple):
 
 @aggregate
 class RowTensors:
-    """Of one sequence."""
+    """The tensors of one sequence."""
 
     q_ptr: Value
     out_ptr: Value

@@ -81,7 +81,7 @@ def zero_invisible(tile, first_row, visible_first, visible_end, BN: gl.constexpr
 
 @gluon.constexpr_function
 def box_rows(desc):
-    """Of a TMA box; tiles that come without TMA may begin at any row."""
+    """The rows of a TMA box; tiles that come without TMA may begin at any row."""
     return 1 if desc is None else desc.block_shape[1]
 
 

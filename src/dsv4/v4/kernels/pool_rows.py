@@ -113,7 +113,7 @@ def load_codes(
     FORMAT: gl.constexpr,
     THREADS: gl.constexpr = 4,
 ):
-    """The codes of 64 x PANELS values of each row, by so many threads: int32 [rows, PANELS, words of a panel]."""
+    """The codes of 64 x PANELS values of each row, by THREADS threads: int32 [rows, PANELS, words of a panel]."""
     N: gl.constexpr = FORMAT.panel_words
     L: gl.constexpr = codes_layout(gl.num_warps(), PANELS, N, N // THREADS)
     R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))

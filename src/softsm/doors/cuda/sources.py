@@ -55,7 +55,7 @@ def macros(arch: str) -> list[str]:
 
 
 def rules(files: Iterable[Path]) -> dict[Path, list[tuple[str, str]]]:
-    """Of these files those that are known, each with its corrections."""
+    """The known ones of these files, each with its corrections."""
     found = {}
     for file in files:
         known = next((rules for end, rules in CORRECTIONS.items() if file.resolve().as_posix().endswith(end)), None)

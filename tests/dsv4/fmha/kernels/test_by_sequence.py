@@ -11,7 +11,7 @@ from dsv4.fmha.kernels import by_sequence  # noqa: E402
 
 
 def sizes(pairs, heads=1, **options):
-    """[[(queries, keys), ...], ...] of sequences with so many queries and keys."""
+    """[[(queries, keys), ...], ...] of sequences with these numbers of queries and keys."""
     cu_q, cu_k = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in zip(*pairs))
     q, k = (torch.zeros(int(cu[-1]), heads, 256, dtype=torch.bfloat16) for cu in (cu_q, cu_k))
     found = by_sequence.together(problem.varlen(q, k, k, cu_q, cu_k, **options))

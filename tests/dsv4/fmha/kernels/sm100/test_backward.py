@@ -72,9 +72,9 @@ def test_gradients(name):
     [
         dict(t=129, s=257, heads=(2, 2), batch=2),
         dict(t=300, s=70, heads=(1, 1), causal=True, sink=True),  # rows that see nothing
-        dict(t=70, s=300, heads=(3, 1), window=(20, 0), dlse=True),  # keys that nobody sees, a group of 3
+        dict(t=70, s=300, heads=(3, 1), window=(20, 0), dlse=True),  # keys that no query sees, a group of 3
         dict(t=1, s=140, heads=(8, 1), softmax_scale=-0.1),
-        dict(t=300, s=40, heads=(1, 1), window=(0, 1)),  # tiles of rows and of keys that nobody sees
+        dict(t=300, s=40, heads=(1, 1), window=(0, 1)),  # tiles of rows and of keys without a visible pair
     ],
 )
 def test_every_head_dim(d, dtype, options):

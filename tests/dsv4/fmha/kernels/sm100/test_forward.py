@@ -43,7 +43,7 @@ from softsm.engine.options import options
 WHERE = Where("softsm", "sm_100a")
 SEED = 20261115
 BF16, FP16 = torch.bfloat16, torch.float16
-ROWS, CP_ASYNC = "rows", "cp_async"  # how keys are read; a number: pages of so many rows, by TMA
+ROWS, CP_ASYNC = "rows", "cp_async"  # how keys are read; a number: the rows of a page, by TMA
 
 # (head dim, dtype, P through tensor memory, how): all that the tests compile. P goes through shared memory with two
 # query tiles in flight (64, 128), which no call asks for, and with one (256, 512): `make test` tries head dim 512. Its

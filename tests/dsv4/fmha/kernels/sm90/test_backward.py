@@ -67,7 +67,7 @@ def test_fp16_where_the_gradient_of_the_lse_is_the_larger(d, name):
     [
         dict(t=129, s=257, heads=(2, 2)),
         dict(t=300, s=70, heads=(1, 1), causal=True, sink=True),  # rows that see nothing
-        dict(t=70, s=300, heads=(3, 1), window=(20, 0), dlse=True),  # keys that nobody sees, a group of 3
+        dict(t=70, s=300, heads=(3, 1), window=(20, 0), dlse=True),  # keys that no query sees, a group of 3
         dict(t=1, s=140, heads=(8, 1), softmax_scale=-0.1),
     ],
 )

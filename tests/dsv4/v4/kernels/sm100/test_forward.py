@@ -61,7 +61,7 @@ def test_a_cta_takes_one_item_after_the_other(order, monkeypatch):
 @pytest.mark.compile
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_cta_takes_one_query_of_fp8_rows_after_the_other(order, monkeypatch):
-    """Of three blocks, the last in part; of none; of one: the ring goes on in its middle."""
+    """Queries with three blocks, the last in part; with none; with one: the ring goes on in its middle."""
     num_sms(monkeypatch, 1)
     cache = dsv4.Fp8Cache.pack(rows(60), rows_per_page=4)
     compare(*run(

@@ -48,7 +48,7 @@ def wide(problem: dict, heads: int = 128) -> dict:
 @pytest.mark.compile
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_pair_takes_one_query_of_fp8_rows_after_the_other(pairs, order, monkeypatch):
-    """Of two blocks, the last in part; of none; of one."""
+    """Queries with two blocks, the last in part; with none; with one."""
     num_sms(monkeypatch, 3)
     cache = dsv4.Fp8Cache.pack(rows(60), rows_per_page=4)
     compare(*run(

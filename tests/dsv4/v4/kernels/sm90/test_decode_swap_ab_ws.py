@@ -26,7 +26,7 @@ def numbers(*shape: int, of: int) -> torch.Tensor:
 
 @pytest.fixture
 def check(monkeypatch):
-    """What the kernel gives with so many heads per CTA and splits, races checked, against the definition."""
+    """The kernel with this many heads per CTA and splits, races checked, agrees with the definition."""
     names = launches.launched(monkeypatch)
 
     def checked(heads: int, splits: int, order: str = "latest", **arguments) -> None:

@@ -156,8 +156,8 @@ def test_what_equal_splits_leave_over_is_shared(monkeypatch):
 @pytest.mark.slow  # a variant of its own
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
 def test_many_partial_results_are_in_fp16(order, monkeypatch):
-    """Of 80 heads in three splits, for the second query one without rows. The halves of a row have powers of two of
-    their own: one is a thousand times larger."""
+    """80 heads in three splits, one of which has no rows for the second query. The halves of a row have powers of two
+    of their own: one is a thousand times larger."""
     monkeypatch.setattr(prepare, "FP16_PARTIALS_FROM", 0)
     names = launches.launched(monkeypatch)
     size = torch.tensor([1024.0, 1.0]).repeat_interleave(256)
