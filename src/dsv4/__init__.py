@@ -14,6 +14,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     import dsv4.v4.training  # noqa: F401  these three register operators
     from dsv4.caches.index_keys import IndexCache
     from dsv4.caches.kv import Fp8Cache, Mxfp8Cache, Nvfp4Cache
+    from dsv4.caches.quantize import quantize_mxfp8
     from dsv4.compress.api import compress
     from dsv4.compress.problem import CompressState
     from dsv4.flops import register as _register_flops
@@ -52,6 +53,7 @@ __all__ = [
     "moe",
     "moe_route",
     "plan",
+    "quantize_mxfp8",
     "v4_attention",
     "warmup",
 ]

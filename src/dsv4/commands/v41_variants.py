@@ -54,8 +54,10 @@ def index_problems(each: int, heads: int, topk: int, rows: int) -> Iterator[Inde
 
 def compress_launches(d: int, rope: int, arch: str) -> list[Launch]:
     """Two tokens to a row and one, to rows, to a pool and to FP4 pages; window rows, compressed rows and keys into
-    pages."""
+    pages; the output of attention for wo_a."""
+    from dsv4.caches.kernels.mxfp8 import write_mxfp8
     from dsv4.caches.kernels.pack import write_rows
+    from dsv4.caches.quantize import like
 
     kernels = dispatch.kernel_module("compress", dispatch.compile_target(arch).capability)
     found: list[Launch] = []
@@ -75,4 +77,6 @@ def compress_launches(d: int, rope: int, arch: str) -> list[Launch]:
     ):
         slots = torch.zeros(1, dtype=numbers)
         write_rows(cache, slots, torch.empty(1, cache.format.values, dtype=rows), found.append)
+    out = torch.empty(1, d, dtype=torch.bfloat16)
+    write_mxfp8(out, *like(out), found.append)
     return found

@@ -51,6 +51,7 @@ CALLS = {
         window=CACHE, compressed_block_table=torch.arange(10, dtype=torch.int32).view(2, 5))),
     "merge_states": (dsv4.merge_states, dict(
         outs=[torch.randn(2, 3, 4, 64)] * 2, lses=[torch.randn(2, 4, 3)] * 2, sink=torch.zeros(4))),
+    "quantize_mxfp8": (dsv4.quantize_mxfp8, dict(x=torch.randn(3, 4, 64), backend="cpu")),
     "compress": (dsv4.compress, TOKENS | dict(
         cos_sin=reference.rope_table(20, 4), state=dsv4.compress(**TOKENS)[1], eps=1e-6, dtype=torch.float32,
         out=torch.zeros(5, 8), slots=torch.tensor([1, 3]), backend="cpu")),

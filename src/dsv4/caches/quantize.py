@@ -1,0 +1,54 @@
+"""Activations as MXFP8: what an FP8 product takes whose weights have scales for every 32 columns, as V4.1's wo_a."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.caches.formats import E4M3_MAX, Mxfp8Rows, ceil_log2
+from dsv4.runtime import checks, dispatch, operators
+
+GROUP = 32
+
+
+def quantize_mxfp8(x: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """x as e4m3 with one scale for every 32 neighbouring values, in the recipe of DeepSeek-V4.1::
+
+        scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))        code = e4m3(x / scale)
+
+    x: bf16, fp16 or fp32 [..., D], D a multiple of 32; the output of `v4_attention` with ``inverse_rope`` for wo_a,
+    whose groups of heads are neighbours in x. -> (float8_e4m3fn [..., D], float8_e8m0fnu [..., D / 32]), contiguous.
+    A group that holds a NaN or an infinity gets the scale NaN. It has no gradient.
+    """
+    if not checks.is_tensor(x) or x.ndim < 1 or x.dtype not in checks.FLOATS or x.shape[-1] % GROUP:
+        checks.fail("x", checks.describe(x), f"bf16, fp16 or fp32 [..., D], D a multiple of {GROUP}")
+    return torch.ops.dsv4.quantize_mxfp8(x, backend=checks.backend(backend))
+
+
+def _quantized(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    found = dispatch.resolve(backend, x.device)
+    if found == "cpu":
+        return in_torch(x)
+    from dsv4.caches.kernels.mxfp8 import write_mxfp8  # with Triton, which a CPU does not need
+
+    codes, scales = like(x)
+    with dispatch.entered(found, x.device):
+        write_mxfp8(x.contiguous(), codes, scales)
+    return codes, scales
+
+
+def like(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """Memory for the result."""
+    shape = (*x.shape[:-1], x.shape[-1] // GROUP)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.float8_e8m0fnu)
+
+
+def in_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    target = groups.abs().amax(-1).clamp_min(Mxfp8Rows.LEAST) / E4M3_MAX
+    scales = torch.where(torch.isfinite(target), ceil_log2(target) + 127, 255).to(torch.uint8)
+    scales = scales.view(torch.float8_e8m0fnu)
+    return (groups / scales.float()[..., None]).to(torch.float8_e4m3fn).flatten(-2), scales
+
+
+operators.define("quantize_mxfp8(Tensor x, *, str backend='auto') -> (Tensor, Tensor)", _quantized, like)
