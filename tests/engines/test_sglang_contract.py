@@ -19,6 +19,7 @@ from agreement import assert_same
 from engines_here import needs
 
 import dsv4
+from dsv4.caches.formats import MXFP8_528, MXFP8_528_INTERLEAVED, NVFP4_288, NVFP4_288_INTERLEAVED
 from dsv4.integrations import flash_mla, sglang
 from dsv4.integrations.sglang import indexer, install, rows, v4
 
@@ -207,8 +208,28 @@ def test_sglangs_own_loader_ends_with_the_reason():
 )
 def test_rows_of_other_models_are_refused_by_name(options, name):
     q, pages = torch.zeros(1, 1, 2, 512, dtype=torch.bfloat16), torch.zeros(1, 64, 1, 584, dtype=torch.uint8)
+    indices = torch.zeros(1, 1, 64, dtype=torch.int32)
     with pytest.raises(ValueError, match=name):
-        v4.flash_mla_with_kvcache(q, pages, None, None, 512, None, is_fp8_kvcache=True, **options)
+        v4.flash_mla_with_kvcache(q, pages, None, None, 512, None, is_fp8_kvcache=True, indices=indices, **options)
+
+
+def test_rows_of_v41_as_sglang_lays_them_out():
+    """Its layouts v41 and v41_new hold the same values: planar, and with use_legacy=False interleaved."""
+    q = torch.randn(1, 1, 2, 512, dtype=torch.bfloat16)
+    lists = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
+    found = []
+    for window, compressed in ((MXFP8_528, NVFP4_288), (MXFP8_528_INTERLEAVED, NVFP4_288_INTERLEAVED)):
+        rows = torch.linspace(-2, 2, 256 * 512).view(256, 512)
+        pages = [
+            cls.pack(rows, rows_per_page=256, format=format).page_view()[:, :, None]
+            for cls, format in ((dsv4.Mxfp8Cache, window), (dsv4.Nvfp4Cache, compressed))
+        ]
+        out, _ = v4.flash_mla_with_kvcache(
+            q, pages[0], None, None, 512, None, is_fp8_kvcache=True, indices=lists, extra_k_cache=pages[1],
+            extra_indices_in_kvcache=lists + 100, use_legacy=not window.interleaved,
+        )  # fmt: skip
+        found.append(out)
+    assert torch.equal(*found) and found[0].any()
 
 
 def test_a_decode_and_a_prefill_as_sglang_calls_them():

@@ -5,7 +5,9 @@
 Names, argument positions, shapes and results are those of FlashMLA as of 2026 (DeepSeek-V4, ``d_qk = d_v = 512``):
 
 * ``k_cache`` uint8, int8 or float8_e4m3fn [blocks, rows, 1, 584]: the pages of :class:`dsv4.Fp8Cache`, byte for byte,
-  any block size, any stride between blocks. An index is ``block * rows + offset``.
+  any block size, any stride between blocks. An index is ``block * rows + offset``. Rows of 528 and 288 bytes are those
+  of DeepSeek-V4.1 (:class:`dsv4.Mxfp8Cache`, :class:`dsv4.Nvfp4Cache`), as FlashMLA reads them: planar, or interleaved
+  with ``use_legacy=False``; both caches may have different ones.
 * lse is fp32, natural log, without the sink. **A query that sees no key has lse +inf here**, and out 0; everywhere
   else in dsv4 it is -inf, which is what :func:`dsv4.merge_states` needs.
 * the sink is in the denominator only: -inf = none, +inf = out 0.
@@ -15,8 +17,8 @@ FP8 ([blocks, rows, 1, 512] with ``is_fp8_kvcache=False``); CPUs. Indices that n
 checks values (always on a CPU) and count as -1 elsewhere.
 
 Not supported, and rejected by name: ``d_qk = 576`` (DeepSeek-V3: keys of 576 and values of 512 columns, 656-byte rows)
-and the rows of DeepSeek-V4.1 (528 and 288 bytes). There is no schedule to compute: :func:`get_mla_metadata` returns an
-empty object, nothing is stored in it, and lengths may change from call to call.
+and rows that ``kv_format`` names: V3.2's without RoPE have 528 bytes, too. There is no schedule to compute:
+:func:`get_mla_metadata` returns an empty object, nothing is stored in it, and lengths may change from call to call.
 
 Gradients: those of :func:`dsv4.v4_attention`, first order, through out and lse: with respect to q, attn_sink and rows
 of q's dtype (rows in FP8 have none). Dense decode, max_logits and ``out=`` have no gradient.
@@ -29,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.caches.formats import FP8_584
-from dsv4.caches.kv import Fp8Cache, Pool
+from dsv4.caches.formats import FP8_584, MXFP8_528, MXFP8_528_INTERLEAVED, NVFP4_288, NVFP4_288_INTERLEAVED
+from dsv4.caches.kv import Fp8Cache, Mxfp8Cache, Nvfp4Cache, Pool
 from dsv4.fmha.api import fmha_paged
 from dsv4.integrations.naming import named
 from dsv4.runtime import checks
@@ -47,7 +49,13 @@ NAMES = {
     "compressed_lengths": "extra_topk_length",
     "sink": "attn_sink",
 }
-OTHER_ROWS = {656: "DeepSeek-V3.2", 528: "DeepSeek-V4.1", 288: "DeepSeek-V4.1, fp4"}
+# by the bytes of a row: a cache, its rows, and its interleaved rows
+CACHES: dict[int, tuple[Any, Any, Any]] = {
+    FP8_584.row_bytes: (Fp8Cache, FP8_584, None),
+    MXFP8_528.row_bytes: (Mxfp8Cache, MXFP8_528, MXFP8_528_INTERLEAVED),
+    NVFP4_288.row_bytes: (Nvfp4Cache, NVFP4_288, NVFP4_288_INTERLEAVED),
+}
+OTHER_ROWS = {656: "DeepSeek-V3.2"}
 BLOCK_BYTES = 24 << 20  # rows (fp32) gathered at once for max_logits
 
 
@@ -79,6 +87,8 @@ def flash_mla_with_kvcache(
     topk_length: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
     *,
+    kv_format: None = None,
+    use_legacy: bool = True,
     enable_batch_invariant: bool = False,
     out: Tensor | None = None,
     backend: Backend = "auto",
@@ -94,6 +104,7 @@ def flash_mla_with_kvcache(
     value) that block_table int32 [b, blocks] names; causal counts from the bottom right. This is
     :func:`dsv4.fmha_paged`, and accepts attn_sink too.
 
+    use_legacy: False = each row's scales lie behind its data, in rows of 528 or 288 bytes. kv_format: must be None.
     tile_scheduler_metadata is ignored. enable_batch_invariant: a query gives the same bits in every batch.
     out, backend: as in dsv4.
     """
@@ -108,8 +119,11 @@ def flash_mla_with_kvcache(
         ("causal", causal),
         ("is_fp8_kvcache", is_fp8_kvcache),
         ("enable_batch_invariant", enable_batch_invariant),
+        ("use_legacy", use_legacy),
     ):
         checks.flag(name, x)
+    if kv_format is not None:
+        checks.fail("kv_format", checks.describe(kv_format), "None: rows of DeepSeek-V4 or V4.1")
     if out is not None:
         checks.output("out", out, q.shape, q.dtype, {"q": q})
     more: dict[str, Any] = dict(
@@ -132,7 +146,7 @@ def flash_mla_with_kvcache(
         return result, _plus_inf(lse)
     if causal:
         checks.fail("causal", True, "False with indices: the lists say what is seen")
-    window = _pool("k_cache", k_cache, is_fp8_kvcache)
+    window = _pool("k_cache", k_cache, is_fp8_kvcache, use_legacy)
     lists = _lists("indices", indices, b, s_q)
     more["window_lengths"] = _lengths("topk_length", topk_length, b, s_q)
     if extra_k_cache is None:
@@ -142,7 +156,7 @@ def flash_mla_with_kvcache(
             extra_topk_length=extra_topk_length,
         )
     else:
-        more["compressed"] = _pool("extra_k_cache", extra_k_cache, is_fp8_kvcache)
+        more["compressed"] = _pool("extra_k_cache", extra_k_cache, is_fp8_kvcache, use_legacy)
         more["compressed_indices"] = _lists("extra_indices_in_kvcache", extra_indices_in_kvcache, b, s_q)
         more["compressed_lengths"] = _lengths("extra_topk_length", extra_topk_length, b, s_q)
     flat = None if out is None else _one_query_per_row(out)
@@ -209,7 +223,7 @@ def _width(name: str, d: int) -> None:
         checks.fail(name, f"head dim {d}", f"head dim {FP8_584.values}")
 
 
-def _pool(name: str, x: Any, fp8: bool) -> Pool:
+def _pool(name: str, x: Any, fp8: bool, planar: bool) -> Pool:
     if checks.is_tensor(x) and x.layout != torch.strided:
         checks.fail(name, f"layout {x.layout}", "a dense strided tensor")
     if not fp8:
@@ -217,13 +231,19 @@ def _pool(name: str, x: Any, fp8: bool) -> Pool:
         if not checks.is_tensor(x) or x.ndim != 4 or x.shape[2] != 1 or x.shape[3] != FP8_584.values:
             checks.fail(name, checks.describe(x), accepted)
         return x[:, :, 0]
-    accepted = f"one-byte elements [blocks, rows, 1, {FP8_584.row_bytes}] (DeepSeek-V4), contiguous inside a block"
+    accepted = (
+        f"one-byte elements [blocks, rows, 1, {FP8_584.row_bytes}] (DeepSeek-V4), {MXFP8_528.row_bytes} or "
+        f"{NVFP4_288.row_bytes} (DeepSeek-V4.1), contiguous inside a block"
+    )
     if not checks.is_tensor(x) or x.ndim != 4 or x.shape[2] != 1 or x.dtype not in FP8_DTYPES:
         checks.fail(name, checks.describe(x), accepted)
     if x.shape[3] in OTHER_ROWS:
         checks.fail(name, f"rows of {x.shape[3]} bytes ({OTHER_ROWS[x.shape[3]]})", accepted)
+    cache, rows, interleaved = CACHES.get(x.shape[3], CACHES[FP8_584.row_bytes])
+    if not planar and interleaved is None:
+        checks.fail(name, f"rows of {x.shape[3]} bytes with use_legacy=False", "rows of 528 or 288 bytes there")
     with named(pages=name):
-        return Fp8Cache.from_pages(x)
+        return cache.from_pages(x, format=rows if planar else interleaved)
 
 
 def _lists(name: str, x: Any, b: int, s_q: int) -> Tensor:

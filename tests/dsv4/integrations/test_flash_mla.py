@@ -107,6 +107,60 @@ def test_sparse_decode_reads_two_caches_byte_for_byte(heads, s_q, rows, pad, dty
     assert not out[2].any() and bool((lse[2] == INF).all())
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def v41_pages(blocks, rows, fp4, interleaved, seed=0, pad=0):
+    """(cache [blocks, rows, 1, 528 or 288], its values), byte by byte, without dsv4."""
+    width, scale_bytes = (256, 32) if fp4 else (512, 16)
+    g = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (blocks, rows, width), generator=g, dtype=torch.uint8)
+    if fp4:
+        scales = torch.randint(0x28, 0x48, (blocks, rows, 32), generator=g, dtype=torch.uint8)
+        code = torch.stack([data & 15, data >> 4], -1).flatten(-2).long()  # the first of two in the low bits
+        values = torch.where(code >= 8, -1.0, 1.0) * E2M1[code & 7]
+        factors = scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, -1)
+    else:
+        data = torch.where(data & 127 == 127, 1, data)  # no NaN
+        scales = torch.randint(112, 120, (blocks, rows, 16), generator=g, dtype=torch.uint8)
+        values = data.view(torch.float8_e4m3fn).float()
+        factors = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+    size = width + scale_bytes
+    raw = torch.full((blocks, rows * size + pad), 0xFF, dtype=torch.uint8)
+    used = raw[:, : rows * size]
+    used[:] = (
+        torch.cat([data, scales], -1).flatten(1) if interleaved else torch.cat([data.flatten(1), scales.flatten(1)], 1)
+    )
+    return raw.as_strided((blocks, rows, 1, size), (rows * size + pad, size, size, 1)), (values * factors).flatten(0, 1)
+
+
+@pytest.mark.parametrize("window_fp4, extra_fp4", [(False, True), (False, False)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rows_of_v41_as_engines_pass_them(window_fp4, extra_fp4, interleaved):
+    """vLLM's call: window pages of 32 rows, compressed ones of 64, a page stride that is larger than the rows."""
+    q = normal(3, 1, 8, 512, seed=1, dtype=torch.bfloat16) * 0.1
+    window, window_values = v41_pages(4, 32, window_fp4, interleaved, 2, pad=512)
+    extra, extra_values = v41_pages(2, 64, extra_fp4, interleaved, 3, pad=256)
+    indices, more = lists(3, 1, 128, 128, 3), lists(3, 1, 64, 128, 4)
+    length, more_length = torch.tensor([128, 70, 1]).int(), torch.tensor([64, 12, 0]).int()
+    sink = torch.linspace(-2, 2, 8)
+    out = torch.full_like(q, torch.nan)
+    given = dict(
+        q=q, k_cache=window, block_table=None, cache_seqlens=None, head_dim_v=512, tile_scheduler_metadata=None,
+        is_fp8_kvcache=True, indices=indices, topk_length=length, softmax_scale=SCALE, attn_sink=sink,
+        extra_k_cache=extra, extra_indices_in_kvcache=more, extra_topk_length=more_length, out=out,
+    )  # fmt: skip
+    got, lse = flash_mla_with_kvcache(**given, use_legacy=not interleaved)
+    assert got is out
+    seen = [present(indices, length, 1), present(more, more_length, 1)]
+    args = (q.flatten(0, 1), [window_values, extra_values], seen)
+    want, want_lse, _ = oracle(*args, sink=sink)
+    low = oracle(*args, sink=sink, p_dtype=torch.bfloat16)[0]
+    check(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), want, want_lse, low)
+    other = flash_mla_with_kvcache(**given | dict(out=None), use_legacy=interleaved)[0]
+    assert not torch.equal(other, out)  # the order of the bytes is told by the argument alone
+
+
 @pytest.mark.parametrize("b, s_q", [(1, 1), (1, 3), (2, 1), (2, 2)])
 def test_a_length_belongs_to_every_token_of_its_request(b, s_q):
     """Also of a single request, and where the lengths are a column of something wider."""
@@ -293,7 +347,8 @@ def test_what_it_cannot_do_it_says():
         "num_splits: ": dict(num_splits=torch.zeros(3)),
         "causal: ": dict(causal=True),
         "k_cache: got rows of 656 bytes .DeepSeek-V3.2": dict(k_cache=torch.zeros(2, 8, 1, 656, dtype=torch.uint8)),
-        "k_cache: got rows of 528 bytes .DeepSeek-V4.1": dict(k_cache=torch.zeros(2, 8, 1, 528, dtype=torch.uint8)),
+        "k_cache: got rows of 584 bytes with use_legacy=False": dict(use_legacy=False),
+        "kv_format: got str 'V32_NO_ROPE'": dict(kv_format="V32_NO_ROPE"),
         "k_cache: got shape .*584": dict(k_cache=torch.zeros(2, 8, 1, 600, dtype=torch.uint8)),
         "k_cache: got bfloat16": dict(k_cache=normal(2, 8, 1, 512, dtype=torch.bfloat16)),
         "k_cache: .*is_fp8_kvcache=True": dict(is_fp8_kvcache=False),

@@ -33,16 +33,14 @@ def flash_mla_with_kvcache(
     *,
     use_legacy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """SGLang's function, for DeepSeek-V4's rows of 584 bytes; others are rejected by name."""
+    """SGLang's function, for rows of 584, 528 and 288 bytes; others are rejected by name."""
     for name, x in (("descale_q", descale_q), ("descale_k", descale_k), ("kv_format", kv_format)):
         if x is not None:
-            checks.fail(name, checks.describe(x), "None: rows of DeepSeek-V4")
-    if not use_legacy:
-        checks.fail("use_legacy", False, "True: the interleaved rows of DeepSeek-V4.1 are not read here")
+            checks.fail(name, checks.describe(x), "None: rows of DeepSeek-V4 or V4.1")
     calls["decode"] += 1
     return flash_mla.flash_mla_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, None, None, softmax_scale, causal, is_fp8_kvcache, indices,
-        attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
+        attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, use_legacy=use_legacy,
     )  # fmt: skip
 
 
