@@ -13,6 +13,7 @@ from dsv4.kernels.compat import barrier, gl, gluon
 
 ACQUIRE_GPU = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
 ACQUIRE_SYS = gl.constexpr("ld.acquire.sys.global.b32 $0, [$1];")
+GPU = gl.constexpr("gpu")  # a plain string is no default before Triton 3.9
 FENCE_ASYNC = gl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
 
 
@@ -23,7 +24,7 @@ def take(word):
 
 
 @gluon.jit
-def signal(word, SCOPE: gl.constexpr = "gpu"):
+def signal(word, SCOPE: gl.constexpr = GPU):
     barrier()  # of the role: its other warps have written
     gl.atomic_add(word, 1, sem="release", scope=SCOPE)
 
@@ -37,7 +38,7 @@ def read_acquire(word, SCOPE: gl.constexpr):
 
 
 @gluon.jit
-def wait_for(word, count, SCOPE: gl.constexpr = "gpu"):
+def wait_for(word, count, SCOPE: gl.constexpr = GPU):
     """Every thread waits for itself."""
     while read_acquire(word, SCOPE) < count:
         pass

@@ -23,6 +23,24 @@ class WeightTiles(NamedTuple):
     steps: Any  # of 128 columns
 
 
+class Sizes(NamedTuple):
+    """How the tiles of an expert are counted in both products: of 256 rows, by steps of 128 columns."""
+
+    blocks1: Any
+    steps1: Any
+    blocks2: Any
+    steps2: Any
+
+
+class Signals(NamedTuple):
+    """int32, 0 before the products (kernels/signals.py)."""
+
+    any_alignment = ("ticket_ptr", "hidden_ptr")
+
+    ticket_ptr: Any  # [1]: of tiles
+    hidden_ptr: Any  # [experts]: compute roles that have written hidden values of a tile
+
+
 class Hidden(NamedTuple):
     """What product 1 writes: e4m3 [rows, width], columns of a group of 128 in the order of the layout, and scales."""
 
@@ -54,13 +72,14 @@ class Choice(NamedTuple):
 
 
 class SortOutputs(NamedTuple):
-    any_alignment = ("starts_ptr", "slot_ptr", "weight_ptr", "row_ptr", "place_ptr")
+    any_alignment = ("starts_ptr", "slot_ptr", "weight_ptr", "row_ptr", "place_ptr", "signals_ptr")
 
     starts_ptr: Any  # as in SortedRows
     slot_ptr: Any
     weight_ptr: Any
     row_ptr: Any  # int32 [tokens * topk]: the row of each slot, -1 for none
     place_ptr: Any  # int32 [tokens * topk]: where the scales of that row are
+    signals_ptr: Any  # int32 [1 + experts]: gets zeros
 
 
 class Tokens(NamedTuple):

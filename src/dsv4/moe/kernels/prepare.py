@@ -62,6 +62,7 @@ class Product(NamedTuple):
     rows: SortedRows
     weights: WeightTiles
     out: Hidden | SlotOutputs
+    signals: Slot  # int32 [1 + experts], zeros
 
 
 def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], None], tile: int = 0) -> None:
@@ -89,7 +90,8 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
         program.fill(y, 0.0)
     choice = Choice(ids, weights, slots, p.experts)
     place_of = ints("scales of slot", slots)
-    to = SortOutputs(starts, slot_of, row_weight, row_of, place_of)
+    signals = ints("signals", 1 + p.experts)
+    to = SortOutputs(starts, slot_of, row_weight, row_of, place_of, signals)
     parts = -(-p.hidden // COLUMNS)
     given = Activations(p.x, p.x.stride(0), p.hidden, row_of, place_of, x_rows, x_scales, line, parts)
     # The first launch is a plain one: what it and the next ones read is complete when it begins.
@@ -117,9 +119,9 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     hidden = Hidden(h_rows, h_scales, p.intermediate, line, p.limit)
     steps = p.hidden // formats.GROUP
     tiles = WeightTiles(p.w13_factors, blocks, steps)
-    multiply(Product(True, p.w13, p.w13_scales, x_rows, x_scales, rows, tiles, hidden))
+    multiply(Product(True, p.w13, p.w13_scales, x_rows, x_scales, rows, tiles, hidden, signals))
     tiles = WeightTiles(p.w2_factors, p.hidden // formats.TILE_ROWS, p.intermediate // formats.GROUP)
-    multiply(Product(False, p.w2, p.w2_scales, h_rows, h_scales, rows, tiles, SlotOutputs(y, p.hidden)))
+    multiply(Product(False, p.w2, p.w2_scales, h_rows, h_scales, rows, tiles, SlotOutputs(y, p.hidden), signals))
     shared: Any = Null(p.x.dtype)
     if p.shared_w13 is not None:
         shared = program.workspace("shared", (p.tokens, p.hidden), p.x.dtype)

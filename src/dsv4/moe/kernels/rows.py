@@ -72,6 +72,8 @@ def moe_place(choice, pieces, to, EXPERTS: tl.constexpr, TILE: tl.constexpr, WOR
     if mine == 0:
         tl.store(to.starts_ptr + expert, begin, mask=expert < choice.experts)
         tl.store(to.starts_ptr + choice.experts, tl.sum(total, 0))
+        tl.store(to.signals_ptr + expert, 0, mask=expert < choice.experts)
+        tl.store(to.signals_ptr + choice.experts, 0)
     bases = pieces.bases_ptr + mine * 2 * EXPERTS
     tl.store(bases + expert, begin + earlier)
     tl.store(bases + EXPERTS + expert, begin)
@@ -101,8 +103,10 @@ def sort_expert(choice, to, expert, SLOTS: tl.constexpr):
     mine = id == expert
     row = begin + tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(to.starts_ptr + expert, begin)
+    tl.store(to.signals_ptr + expert, 0)
     last = expert == choice.experts - 1
     tl.store(to.starts_ptr + choice.experts, begin + tl.sum(mine.to(tl.int32), 0), mask=last)
+    tl.store(to.signals_ptr + choice.experts, 0, mask=last)
     tl.store(to.slot_ptr + row, slot, mask=mine)
     tl.store(to.weight_ptr + row, tl.load(choice.weights_ptr + slot, mask=mine, other=0.0), mask=mine)
     nowhere = (id < 0) & (slot < choice.slots) & (expert == 0)
@@ -126,11 +130,7 @@ def in_words(bytes, COLUMNS: tl.constexpr, RECIPE: tl.constexpr):
 def quantized(x, token, part, COLUMNS: tl.constexpr, TILE: tl.constexpr, RECIPE: tl.constexpr):
     """COLUMNS of a token as (codes, scales of the groups). Without TILE: columns of a group in the order of
     formats.POSITIONS, scales fp32; else columns as they are, scales bytes, four to a word."""
-    n = tl.arange(0, COLUMNS)
-    p = n % GROUP
-    column = part * COLUMNS + n
-    if TILE == 0:
-        column += p % 16 // 4 * 32 + p // 32 * 8 + p % 32 // 16 * 4 + p % 4 - p
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
     values = tl.load(x.ptr + token.to(tl.int64) * x.line + column, mask=column < x.width, other=0.0).to(tl.float32)
     if RECIPE == "nvfp4":
         groups = tl.reshape(values, [COLUMNS // 16, 16])
@@ -148,6 +148,9 @@ def quantized(x, token, part, COLUMNS: tl.constexpr, TILE: tl.constexpr, RECIPE:
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         codes = tl.reshape((groups * inverse[:, None]).to(tl.float8e4nv), [COLUMNS])
         if TILE == 0:
+            # [group, 32s, 8s, 4s, column] -> [group, 8s, 4s, 32s, column]
+            apart = tl.reshape(codes.to(tl.uint8, bitcast=True), [COLUMNS // GROUP, 4, 4, 2, 4])
+            codes = tl.reshape(tl.permute(apart, [0, 2, 3, 1, 4]), [COLUMNS]).to(tl.float8e4nv, bitcast=True)
             scales = (exponent << 23).to(tl.float32, bitcast=True)
         elif RECIPE == "fp8_32":
             scales = in_words(exponent, COLUMNS, RECIPE)

@@ -8,8 +8,10 @@ import torch
 
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.moe import formats
+from dsv4.moe.kernels.arguments import Signals, Sizes
 from dsv4.moe.kernels.prepare import Product, prepare_moe, prepare_route, rows_per_expert, supports_moe, supports_route
-from dsv4.moe.kernels.sm90.products import STEP, moe_product_sm90, scales_width
+from dsv4.moe.kernels.sm90.products import moe_products_sm90, scales_width
+from dsv4.moe.kernels.sm90.sums import STEP
 from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
@@ -23,11 +25,10 @@ MOST_STAGES = 5  # more are slower for one token, and no faster for others
 class Tiling(NamedTuple):
     w: int  # rows of activations to a product
     parts: int = 1  # products to a tile
-    eager: bool = True  # a product is begun before the one before it is added: as far as registers allow
 
 
 # Rows of an expert that are expected, up to -> tiling
-TILINGS = ((8.5, Tiling(8)), (16.5, Tiling(16)), (32.5, Tiling(32)), (float("inf"), Tiling(64, eager=False)))
+TILINGS = ((8.5, Tiling(8)), (16.5, Tiling(16)), (32.5, Tiling(32)), (float("inf"), Tiling(64)))
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:
@@ -46,39 +47,56 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
         prepare_route(p, program)
         return
     expected = rows_per_expert(p)
-    w, parts, eager = next(tiling for most, tiling in TILINGS if expected <= most)
+    w, parts = next(tiling for most, tiling in TILINGS if expected <= most)
     stages = min(SHARED_BYTES // stage_bytes(w, parts), MOST_STAGES)
     slots = p.tokens * p.topk
     most_tiles = min(slots, p.experts + slots // (w * parts))
 
+    found: list[Product] = []
+
     def multiply(product: Product) -> None:
-        program.launch(
-            moe_product_sm90, (min(target.num_sms, most_tiles * product.weights.blocks),),
-            descriptors(product, w, parts), FIRST=product.first, W=w, PARTS=parts, STAGES=stages,
-            EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), EAGER=eager, num_warps=4, launch_pdl=True,
-        )  # fmt: skip
+        """Both in one launch."""
+        found.append(product)
+        if not product.first:
+            tiles = most_tiles * sum(one.weights.blocks for one in found)
+            program.launch(
+                moe_products_sm90, (min(target.num_sms, tiles),), arguments(*found, w, parts), W=w, PARTS=parts,
+                STAGES=stages, EXPERTS=max(32, 1 << (p.experts - 1).bit_length()),
+                num_warps=4, launch_pdl=True,
+            )  # fmt: skip
 
     prepare_moe(p, program, multiply)
 
 
 def stage_bytes(w: int, parts: int) -> int:
-    return 256 * 64 + 256 * 4 + w * parts * 128 + 4 * scales_width(w, parts) + 32
+    return 256 * 64 + 256 * 4 + w * parts * 128 + 4 * scales_width(w, parts)
 
 
-def descriptors(product: Product, w: int, parts: int) -> dict[str, object]:
-    plain, swizzled = gl.NVMMASharedLayout(0, 32, rank=2), gl.NVMMASharedLayout(128, 8, rank=2)
-    x, scales = product.x, product.x_scales
+def arguments(first: Product, second: Product, w: int, parts: int) -> dict[str, object]:
+    one, two, signals = first.weights, second.weights, first.signals
     return dict(
-        values_desc=_words(product.tiles, 16, plain),
-        offsets_desc=_words(product.scales, 1, plain),
-        x_desc=TensorDescriptor(x, list(x.shape), list(x.stride()), [w, STEP.value], swizzled),
-        x_scales_desc=TensorDescriptor(
-            scales, list(scales.shape), list(scales.stride()), [1, scales_width(w, parts)], plain
-        ),
-        rows=product.rows,
-        weights=product.weights,
-        out=product.out,
+        **_operands("w13", "x", first, w, parts),
+        **_operands("w2", "h", second, w, parts),
+        rows=first.rows,
+        sizes=Sizes(one.blocks, one.steps, two.blocks, two.steps),
+        hidden=first.out,
+        slots=second.out,
+        signals=Signals(signals.seen_as(lambda x: x[-1:]), signals),
     )
+
+
+def _operands(weights: str, activations: str, product: Product, w: int, parts: int) -> dict[str, object]:
+    plain, swizzled = gl.NVMMASharedLayout(0, 32, rank=2), gl.NVMMASharedLayout(128, 8, rank=2)
+    x, scales, width = product.x, product.x_scales, scales_width(w, parts)
+    return {
+        f"{weights}_desc": _words(product.tiles, 16, plain),
+        f"{weights}_offsets_desc": _words(product.scales, 1, plain),
+        f"{weights}_factors_desc": _words(product.weights.factor_ptr, 1, plain),
+        f"{activations}_desc": TensorDescriptor(x, list(x.shape), list(x.stride()), [w, STEP.value], swizzled),
+        f"{activations}_scales_desc": TensorDescriptor(
+            scales, list(scales.shape), list(scales.stride()), [1, width], plain
+        ),
+    }
 
 
 def _words(tiles: Slot, lines: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:

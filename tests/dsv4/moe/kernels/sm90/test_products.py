@@ -37,7 +37,7 @@ def test_slots_that_are_sorted_in_pieces(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiling", [(16, 1, False), (64, 1), (8, 3), (64, 2, False), (128, 1, False)])
+@pytest.mark.parametrize("tiling", [(16,), (64,), (8, 3), (64, 2), (128,)])
 def test_wider_tiles(tiling, monkeypatch):
     monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(*tiling)),))
     calls.forget()
@@ -60,7 +60,7 @@ def test_no_number_makes_a_variant():
         w2_scales=experts.w2_scales, w13_factors=experts.w13_factors, w2_factors=experts.w2_factors,
     )  # fmt: skip
     found = calls.launches_of(replace(p, out=torch.empty_like(p.x)), dispatch.compile_target("sm_90a"))
-    assert len(found) == 4
+    assert len(found) == 3
     for launch in found:
         assert not any(isinstance(x, (int, float)) for x in launch.arguments), launch.kernel.__name__
 

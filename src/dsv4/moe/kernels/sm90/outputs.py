@@ -1,0 +1,116 @@
+"""What becomes of the sums of a tile on sm_90a: hidden values as e4m3, or outputs of slots."""
+
+from dsv4.kernels.compat import gl, gluon
+from dsv4.moe.kernels.schedule import scale_of, swiglu
+from dsv4.moe.kernels.sm90.sums import ROWS
+
+BF16_PAIR = gl.constexpr("""{ .reg .b32 p;
+cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000; }""")
+TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+
+
+@gluon.constexpr_function
+def numbers_layout(warps):
+    """int32 [8]: every thread has all of them."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], [4]], lane_bases=[[0]] * 5, warp_bases=[[0]] * (warps.bit_length() - 1), block_bases=[],
+        shape=[8],
+    )  # fmt: skip
+
+
+@gluon.jit
+def number(x, i):
+    n = gl.arange(0, 8, layout=numbers_layout(gl.num_warps()))
+    return gl.sum(gl.where(n == i, x, 0), 0)
+
+
+@gluon.jit
+def rounded(x):
+    """fp32 -> the nearest bf16 as fp32. Two at a time: conversions of single numbers have a sixteenth of the rate."""
+    return gl.inline_asm_elementwise(BF16_PAIR, "=r,=r,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def row_pairs(x):
+    """Rows r and r + 8 of every 16 of x [64, N], which a thread has: two [32, N], of neighbouring channels
+    (formats.FRAGMENT). So a warp writes whole sectors of 32 bytes without an exchange between threads."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    low, high = gl.split(x.reshape((M // 16, 2, 8, N)).permute((0, 2, 3, 1)))
+    return low.reshape((M // 2, N)), high.reshape((M // 2, N))
+
+
+@gluon.jit
+def hidden_values(gate, up, weight, out):
+    """SwiGLU times the weight of the slot, rounded as the model rounds it."""
+    return rounded(swiglu(rounded(gate), rounded(up), weight, out.limit))
+
+
+@gluon.jit
+def write_hidden(h, top, block, first, stop, shift, out, G: gl.constexpr):
+    """As e4m3 with one scale per row of activations. top: the greatest of 128 values of each."""
+    LN: gl.constexpr = gl.SliceLayout(0, h.type.layout)
+    M: gl.constexpr = h.shape[0]
+    N: gl.constexpr = h.shape[1]
+    exponent = scale_of(top)
+    inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
+    if G == 0:
+        row = first + gl.arange(0, N, layout=LN)
+        scale = (exponent << 23).to(gl.float32, bitcast=True)
+        gl.store(out.scale_ptr + block * out.scale_line + row + shift, scale, mask=row < stop)
+    low, high = row_pairs((h * inverse[None, :]).to(gl.float8e4nv).to(gl.uint8, bitcast=True))
+    pair = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
+    L: gl.constexpr = pair.type.layout
+    channels = block * M + G * (M // 2) + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # by twos, as places
+    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
+    at = (row.to(gl.int64) * (out.width // 2))[None, :] + channels[:, None]
+    gl.store(out.ptr.to(gl.pointer_type(gl.uint16), bitcast=True) + at, pair, mask=(row < stop)[None, :])
+
+
+@gluon.jit
+def write_slots(sums, columns, channel, first, stop, out):
+    """64 channels of the outputs of slots, whose numbers columns has."""
+    M: gl.constexpr = sums.shape[0]
+    N: gl.constexpr = sums.shape[1]
+    low, high = row_pairs(sums)
+    pair = gl.inline_asm_elementwise(TO_BF16, "=r,f,f", [low, high], dtype=gl.uint32, is_pure=True, pack=1)
+    L: gl.constexpr = pair.type.layout
+    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
+    slot = columns.load(gl.SliceLayout(0, L))
+    columns = channel // 2 + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # by twos, as places
+    at = (slot.to(gl.int64) * (out.width // 2))[None, :] + columns[:, None]
+    gl.store(out.ptr.to(gl.pointer_type(gl.uint32), bitcast=True) + at, pair, mask=(row < stop)[None, :])
+
+
+@gluon.jit
+def write_sums(sums, x, factors, columns, turn, tops, told, out, G: gl.constexpr, FIRST: gl.constexpr):
+    """What becomes of the sums of a tile: of 64 of its rows 0-127 by parts, then of 64 of rows 128-255. x: its
+    numbers."""
+    M: gl.constexpr = sums[0].shape[0]
+    W: gl.constexpr = sums[0].shape[1]
+    USED: gl.constexpr = len(sums) // 2
+    LP: gl.constexpr = sums[0].type.layout
+    LM: gl.constexpr = gl.SliceLayout(1, LP)
+    block, first, stop = number(x, 1), number(x, 2), number(x, 3)
+    factor0 = factors.slice(G * M, M).load(LM).to(gl.float32, bitcast=True)
+    factor1 = factors.slice((2 + G) * M, M).load(LM).to(gl.float32, bitcast=True)
+    if FIRST:
+        hidden = ()
+        for part in gl.static_range(USED):
+            part0 = sums[part] * factor0[:, None]
+            part1 = sums[USED + part] * factor1[:, None]
+            weight = columns.slice(W * part, W).load(gl.SliceLayout(0, LP)).to(gl.float32, bitcast=True)
+            h = hidden_values(part0, part1, weight, out)
+            tops.index(turn * 2 + G).slice(W * part, W).store(gl.max(gl.abs(h), 0))
+            hidden = hidden + (h,)
+        told.arrive(0)
+        told.wait(0, turn)
+        for part in gl.static_range(USED):
+            other = tops.index(turn * 2 + 1 - G).slice(W * part, W).load(gl.SliceLayout(0, LP))
+            top = gl.maximum(gl.max(gl.abs(hidden[part]), 0), other)
+            write_hidden(hidden[part], top, block, first + W * part, stop, number(x, 4), out, G)
+    else:
+        for part in gl.static_range(USED):
+            row, channel, slots = first + W * part, block * ROWS + G * M, columns.slice(W * part, W)
+            write_slots(sums[part] * factor0[:, None], slots, channel, row, stop, out)
+            write_slots(sums[USED + part] * factor1[:, None], slots, channel + 2 * M, row, stop, out)

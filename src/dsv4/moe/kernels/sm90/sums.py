@@ -1,0 +1,172 @@
+"""FP4 weights times FP8 activations on sm_90a: the ring that both come through, decoding, and the sums of a tile.
+
+Weights are operand A of wgmma, decoded from FP4 to e4m3 in registers; activations are operand B. One of two compute
+roles, per step of 128 columns::
+
+    a = FP4 -> e4m3 of 64 rows      |
+    b = FP4 -> e4m3 of 64 more rows | products of a |
+                                                    | products of b | sums of a
+                                                                    | sums of b
+    (more than 64 rows of activations leave no registers for both: b is decoded after the sums of a)
+    sums += products * scale of the row of activations (fp32; the tensor core keeps about 14 bits)
+
+Four e4m3 bytes of {0, .5, 1, 1.5} and of {2, 3, 4, 6}, times the group's power of two, are two words, `low` and `high`;
+`prmt` picks one byte per value by its three bits of magnitude, and signs are or-ed in. Weights lie so (formats.py) that
+a thread reads 16 bytes of one row and one group of 32 columns, and needs two such words for it. Columns of weights and
+activations lie in the order of formats.POSITIONS.
+"""
+
+from dsv4.kernels.compat import Value, aggregate, gl, gluon, reinterpret_as, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.ring import Barriers, next_stage
+
+ROWS = gl.constexpr(256)  # of weights to a tile
+STEP = gl.constexpr(128)  # columns
+DECODE = gl.constexpr("""{ .reg .b32 sel, up, w4, p0, p1;
+and.b32 sel, $2, 0x77777777; prmt.b32 p0, $3, $4, sel; shr.u32 up, sel, 16;
+prmt.b32 p1, $3, $4, up; lop3.b32 $0, $2, 0x80808080, p0, 0xEA;
+shl.b32 w4, $2, 4; lop3.b32 $1, w4, 0x80808080, p1, 0xEA; }""")
+AS_BYTES = gl.constexpr("mov.b32 $0, $1;")
+
+
+@aggregate
+class Stages:
+    """The ring: four buffers to a stage."""
+
+    values: Value
+    offsets: Value
+    x: Value
+    x_scales: Value
+    ready: Barriers
+    free: Barriers
+
+
+@gluon.constexpr_function
+def operand_layout(warps):
+    """e4m3 [16 warps, 4 groups, 4 words of FP4, 2 halves, 4 bytes]: 16 bytes of FP4 of two rows to a thread, as operand
+    A of wgmma needs them."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0],
+                   [8, 0, 0, 0, 0]],
+        lane_bases=[[0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
+        warp_bases=[[16 << i, 0, 0, 0, 0] for i in range(warps.bit_length() - 1)], block_bases=[],
+        shape=[16 * warps, 4, 4, 2, 4],
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def words_layout(warps):
+    """The words of FP4 [16 warps, 4 groups, 4 words]."""
+    return gl.SliceLayout(3, gl.SliceLayout(4, operand_layout(warps)))
+
+
+@gluon.constexpr_function
+def product_layout(warps, n):
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, n, 32])
+
+
+@gluon.jit
+def fetched(stages, at, PLACE: gl.constexpr):
+    """Rows M PLACE to M PLACE + M - 1 of a stage, M = 16 warps: words of codes [M, 4, 4], bytes of scales [M, 4]."""
+    WARPS: gl.constexpr = gl.num_warps()
+    M: gl.constexpr = 16 * WARPS
+    L: gl.constexpr = words_layout(WARPS)
+    PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    values = reinterpret_as(stages.values.index(at), gl.int32, [ROWS // M, M, 4, 4], PLAIN3)
+    offsets = reinterpret_as(stages.offsets.index(at), gl.uint8, [ROWS // M, M, 4], PLAIN2)
+    return values.index(PLACE).load(L), offsets.index(PLACE).load(gl.SliceLayout(2, L)).to(gl.int32)
+
+
+@gluon.jit
+def decoded(rows, base):
+    """Fetched rows as words of e4m3 [64, 4, 4], of values 0 to 3 and of values 4 to 7 of each word of codes.
+    base: of each row, the byte of offset 0."""
+    M: gl.constexpr = 16 * gl.num_warps()
+    w, o = rows
+    o = gl.maximum(o - base[:, None], 1)  # groups of zeros may have any byte
+    zeros = gl.zeros([M, 4, 4], gl.int32, words_layout(gl.num_warps()))
+    low = (o * 0x08080800 + 0x0C080000)[:, :, None] + zeros
+    high = (o * 0x08080808 + 0x1C181410)[:, :, None] + zeros
+    return gl.inline_asm_elementwise(
+        DECODE, "=&r,=&r,r,r,r", [w, low, high], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def as_e4m3(words):
+    """Decoded words as e4m3 [64, 128]: no instruction."""
+    WARPS: gl.constexpr = gl.num_warps()
+    M: gl.constexpr = 16 * WARPS
+    L: gl.constexpr = operand_layout(WARPS)
+    x = gl.convert_layout(gl.join(words[0], words[1]), gl.SliceLayout(4, L), assert_trivial=True)
+    x = x[:, :, :, :, None] + gl.zeros([M, 4, 4, 2, 4], gl.int32, L)
+    x = gl.inline_asm_elementwise(AS_BYTES, "=r,r,r,r,r", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    return x.permute((0, 2, 3, 1, 4)).reshape((M, 128))
+
+
+@gluon.jit
+def operand(words, W: gl.constexpr):
+    """Decoded words as operand A."""
+    LA: gl.constexpr = gl.DotOperandLayout(0, product_layout(gl.num_warps(), W), 4)
+    return gl.convert_layout(as_e4m3(words), LA, assert_trivial=True)
+
+
+@gluon.jit
+def multiply(a, stages, at, PART: gl.constexpr, PARTS: gl.constexpr):
+    """With rows W PART to W PART + W - 1 of activations: issued, not waited for. a: decoded words."""
+    W: gl.constexpr = stages.x.shape[1]
+    zero = gl.zeros([16 * gl.num_warps(), W], gl.float32, product_layout(gl.num_warps(), W))
+    x = stages.x.index(at * PARTS + PART).permute((1, 0))
+    return warpgroup_mma(operand(a, W), x, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.constexpr, PARTS: gl.constexpr):
+    """(sums of 64 of rows 0-127 by parts, then of 64 of rows 128-255; stage after the tile). USED: the parts that have
+    rows. Loads from shared memory are slow beside products, so all come before them, as far as registers allow."""
+    W: gl.constexpr = stages.x.shape[1]
+    LP: gl.constexpr = product_layout(gl.num_warps(), W)
+    EARLY: gl.constexpr = W * USED <= 64
+    zero = gl.zeros([16 * gl.num_warps(), W], gl.float32, LP)
+    sums = ()
+    for _ in gl.static_range(2 * USED):
+        sums = sums + (zero,)
+    for _ in range(steps):
+        at = stage.index
+        stages.ready.wait(at, stage.phase)
+        scales = stages.x_scales.index(at).reshape([stages.x_scales.shape[2]])
+        rows0 = fetched(stages, at, G)
+        kept = ()
+        if EARLY:
+            rows1 = fetched(stages, at, 2 + G)
+            for part in gl.static_range(USED):
+                kept = kept + (scales.slice(W * part, W).load(gl.SliceLayout(0, LP)),)
+        a = decoded(rows0, base0)
+        pending = multiply(a, stages, at, 0, PARTS)
+        new = ()
+        for unit in gl.static_range(2 * USED):
+            if EARLY and unit == USED - 1:
+                b = decoded(rows1, base1)
+            product = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
+            if EARLY:
+                scale = kept[unit % USED]
+            else:
+                scale = scales.slice(W * (unit % USED), W).load(gl.SliceLayout(0, LP))
+            if unit + 1 == 2 * USED:
+                stages.free.arrive(at)
+            new = new + (sums[unit] + product * scale[None, :],)
+            if not EARLY and unit == USED - 1:
+                b = decoded(fetched(stages, at, 2 + G), base1)
+            if unit + 1 < 2 * USED:
+                pending = multiply(a if unit + 1 < USED else b, stages, at, (unit + 1) % USED, PARTS)
+        sums = new
+        stage = next_stage(stage, stages.values.shape[0])
+    return sums, stage
+
+
+@gluon.jit
+def bases(factors, PLACE: gl.constexpr):
+    """Of 64 rows of a tile, the byte of offset 0. A factor is 2^(base - 133); the offset of byte `base` is 12."""
+    M: gl.constexpr = 16 * gl.num_warps()
+    LB: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout(gl.num_warps())))
+    return (factors.slice(PLACE * M, M).load(LB) >> 23) - 6
