@@ -105,8 +105,13 @@ def _batches(rows: Tensor, deterministic: bool) -> list[slice]:
 def shared(p: MoeProblem) -> Tensor:
     """The shared expert's output: every token, weight 1. Its weights are numbers, activations as in the others."""
     assert p.shared_w13 is not None and p.shared_w2 is not None
+    x = rounded(p.x, p.activations)
+    if p.x.is_cuda and p.x.dtype == torch.bfloat16:  # which holds what FP8 and FP4 hold: cuBLAS needs no fp32
+        g, u = (x.to(p.x.dtype) @ p.shared_w13.T).float().chunk(2, -1)
+        h = (silu(g.clamp(max=p.limit)) * u.clamp(-p.limit, p.limit)).to(p.x.dtype)
+        return rounded(h, p.activations).to(p.x.dtype) @ p.shared_w2.T
     gate, up = p.shared_w13.float().chunk(2)
     one = torch.ones(1, device=p.x.device)
-    down, x = p.shared_w2.float(), rounded(p.x, p.activations)
+    down = p.shared_w2.float()
     made = [mlp(x[n], gate, up, down, one, p.limit, p.x.dtype, p.activations) for n in _batches(x, p.deterministic)]
     return torch.cat(made)
