@@ -62,7 +62,7 @@ class Product(NamedTuple):
     rows: SortedRows
     weights: WeightTiles
     out: Hidden | SlotOutputs
-    signals: Slot  # int32 [1 + experts], zeros
+    signals: Slot | None = None  # int32 [1 + experts], zeros
 
 
 def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], None], tile: int = 0) -> None:

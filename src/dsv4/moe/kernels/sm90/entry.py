@@ -74,6 +74,7 @@ def stage_bytes(w: int, parts: int) -> int:
 
 def arguments(first: Product, second: Product, w: int, parts: int) -> dict[str, object]:
     one, two, signals = first.weights, second.weights, first.signals
+    assert signals is not None
     return dict(
         **_operands("w13", "x", first, w, parts),
         **_operands("w2", "h", second, w, parts),
