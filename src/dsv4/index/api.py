@@ -19,6 +19,7 @@ from dsv4.index.options import BlockOptions, IndexOptions
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
 from dsv4.runtime.checks import Backend
+from dsv4.runtime.options import set_signature
 from dsv4.runtime.plan import Plan
 
 Both = tuple[Tensor, Tensor]  # rows, scores
@@ -36,47 +37,33 @@ class Keywords(TypedDict, total=False):
     request_rows: bool
     q_scales: Tensor | None
     bf16_scores: bool
-    blocks: Tensor | None
     out: Tensor | None
     plan: Plan | None
     backend: Backend
 
 
+class TopkKeywords(Keywords, total=False):
+    blocks: Tensor | None
+
+
 @overload
 def index_topk(
     q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int,
-    *, return_scores: Literal[False] = ..., **_: Unpack[Keywords],
+    *, return_scores: Literal[False] = ..., **_: Unpack[TopkKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def index_topk(
     q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int,
-    *, return_scores: Literal[True], **_: Unpack[Keywords],
+    *, return_scores: Literal[True], **_: Unpack[TopkKeywords],
 ) -> Both: ...  # fmt: skip
 @overload
 def index_topk(
-    q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int, *, return_scores: bool, **_: Unpack[Keywords]
+    q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int, *, return_scores: bool, **_: Unpack[TopkKeywords]
 ) -> Tensor | Both: ...
 def index_topk(
-    q: Tensor,
-    k: Tensor | IndexCache,
-    weights: Tensor,
-    topk: int,
-    *,
-    positions: Tensor | None = None,
-    ratio: int = 4,
-    lengths: Tensor | None = None,
-    block_table: Tensor | None = None,
-    request_starts: Tensor | None = None,
-    scale: float | None = None,
-    request_rows: bool = False,
-    q_scales: Tensor | None = None,
-    bf16_scores: bool = False,
-    blocks: Tensor | None = None,
-    return_scores: bool = False,
-    out: Tensor | None = None,
-    plan: Plan | None = None,
-    backend: Backend = "auto",
-) -> Tensor | Both:
+    q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int,
+    *, return_scores: bool = False, blocks: Tensor | None = None, **keywords: Any,
+) -> Tensor | Both:  # fmt: skip
     """The topk compressed rows with the highest index scores, for each query -> int32 [N, topk], -1 = nothing there.
 
     ::
@@ -127,33 +114,12 @@ def index_topk(
     8 rows. Hopper's tensor cores sum e4m3 products with about 14 bits, the CPU in fp32. The kernels turn an FP4 key, or
     query, into e4m3 under its greatest scale; of a group whose scale is less than 2 ** -11 of it nothing is left.
     """
-    if isinstance(k, IndexCache):
-        k = k.page_view()
     checks.flag("return_scores", return_scores)
-    tensors = (q, k, weights, positions, lengths, block_table, request_starts, q_scales, blocks)
-    options = IndexOptions.checked(topk, ratio, scale, request_rows, bf16_scores)
-    return operators.call(INDEX_TOPK, tensors, options, return_scores, out, plan, checks.backend(backend))
+    return _call(INDEX_TOPK, (q, k, weights), (blocks,), (topk,), return_scores, **keywords)
 
 
 def index_blocks(
-    q: Tensor,
-    k: Tensor | IndexCache,
-    weights: Tensor,
-    topk: int,
-    topk_blocks: int = 2048,
-    *,
-    positions: Tensor | None = None,
-    ratio: int = 4,
-    lengths: Tensor | None = None,
-    block_table: Tensor | None = None,
-    request_starts: Tensor | None = None,
-    scale: float | None = None,
-    request_rows: bool = False,
-    q_scales: Tensor | None = None,
-    bf16_scores: bool = False,
-    out: Tensor | None = None,
-    plan: Plan | None = None,
-    backend: Backend = "auto",
+    q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int, topk_blocks: int = 2048, **keywords: Unpack[Keywords]
 ) -> Both:
     """The lists of :func:`index_topk`, and the best blocks of rows -> (int32 [N, topk], int32 [N, topk_blocks]).
 
@@ -164,11 +130,26 @@ def index_blocks(
     The arguments are those of index_topk, with q [N, H, D]; its last paragraph applies. Plans are made for this
     function.
     """
+    return _call(INDEX_BLOCKS, (q, k, weights), (), (topk, topk_blocks), True, **keywords)
+
+
+def _call(
+    op: Operation, given: tuple, more: tuple, counts: tuple, both: bool, /, *, positions=None, ratio=4, lengths=None,
+    block_table=None, request_starts=None, scale=None, request_rows=False, q_scales=None, bf16_scores=False, out=None,
+    plan=None, backend="auto", **unknown: Any,
+) -> Any:  # fmt: skip
+    for name in unknown:
+        raise TypeError(f"{op.name}() got an unexpected keyword argument {name!r}")
+    q, k, weights = given
     if isinstance(k, IndexCache):
         k = k.page_view()
-    tensors = (q, k, weights, positions, lengths, block_table, request_starts, q_scales)
-    options = BlockOptions.checked(topk, topk_blocks, ratio, scale, request_rows, bf16_scores)
-    return operators.call(INDEX_BLOCKS, tensors, options, True, out, plan, checks.backend(backend))
+    tensors = (q, k, weights, positions, lengths, block_table, request_starts, q_scales, *more)
+    options = op.options.checked(*counts, ratio, scale, request_rows, bf16_scores)
+    return operators.call(op, tensors, options, both, out, plan, checks.backend(backend))
+
+
+for _function in (index_topk, index_blocks):
+    set_signature(_function, Keywords, _call)
 
 
 def _outputs(arguments: dict[str, Any]) -> Shapes:
