@@ -20,7 +20,7 @@ def over_grid(trace: LaunchTrace, known: list[tuple[int, float]]) -> np.ndarray:
         return np.interp(every, numbers, values)
     at = sorted(set((numbers % first).tolist()))
     means = [float(values[numbers % first == x].mean()) for x in at]
-    if len(at) == 3 and abs(means[1] - means[2]) <= 0.02 * means[2] < abs(means[0] - means[1]):
+    if len(at) == 3 and abs(means[1] - means[2]) <= 0.02 * means[2] < means[1] - means[0]:
         # They grow up to some length, as with a window of keys: that is reached before the middle, nobody knows where.
         at[1] = (at[0] + at[1]) // 2
     return np.interp(every % first, at, means)

@@ -155,8 +155,8 @@ class Model:
             # What is in L2 overtakes what is not: two queues.
             queue = machine.DEVICE_FREE if far > 0.5 else machine.L2_FREE
             delays = (
-                clock * ((g[f"{way}.l2"] + slow_l2) * (1 - far) + (g[f"{way}.hbm"] + slow) * far)
-                for way in ("load", "tma")
+                clock * ((g[f"{way}.l2"] + late) * (1 - far) + (g[f"{way}.hbm"] + slow) * far)
+                for way, late in (("load", slow_l2), ("tma", 0.0))
             )
             return [per, *delays, queue]
 
