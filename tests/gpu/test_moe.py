@@ -66,11 +66,23 @@ def test_the_router_has_its_bits_in_every_batch():
         assert torch.equal(part[0], whole[0][rows]) and torch.equal(part[1], whole[1][rows])
 
 
-def test_in_a_graph(layer):
+@pytest.mark.parametrize("shared", [False, True])
+def test_in_a_graph(layer, shared):
     experts, given = layer
-    want, out = dsv4.moe(**given, experts=experts, backend="cuda"), torch.empty_like(given["x"])
+    mlp = (torch.randn(256, 2048) * 0.02).bfloat16().cuda(), (torch.randn(2048, 128) * 0.1).bfloat16().cuda()
+    options = dict(experts=experts, shared=mlp if shared else None, backend="cuda")
+    want, out = dsv4.moe(**given, **options), torch.empty_like(given["x"])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        dsv4.moe(**given, experts=experts, out=out, backend="cuda")
+        dsv4.moe(**given, **options, out=out)
     graph.replay()
     assert torch.equal(out, want)
+
+
+def test_the_shared_expert_against_the_oracle(layer):
+    experts, given = layer
+    given = some(given, slice(40, 52))
+    shared = (torch.randn(256, 2048) * 0.02).bfloat16(), (torch.randn(2048, 128) * 0.1).bfloat16()
+    out = dsv4.moe(**given, experts=experts, shared=tuple(x.cuda() for x in shared), backend="cuda")
+    on_cpu = {name: x.cpu() for name, x in given.items()}
+    moe_cases.assert_right(out.cpu(), None, experts.to("cpu"), on_cpu, shared=shared)

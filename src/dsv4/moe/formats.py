@@ -70,7 +70,7 @@ def scale_values(scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def fp8_scale(amax: Tensor) -> Tensor:
     """fp32, a power of two."""
-    target = amax.float().clamp_min(LEAST) * torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device=amax.device)
+    target = amax.float().clamp_min(LEAST) * (1 / E4M3_MAX)  # the number as fp32, and no copy to a GPU
     bits = target.view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
     return (exponent << 23).view(torch.float32)

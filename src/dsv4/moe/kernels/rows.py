@@ -130,7 +130,11 @@ def in_words(bytes, COLUMNS: tl.constexpr, RECIPE: tl.constexpr):
 def quantized(x, token, part, COLUMNS: tl.constexpr, TILE: tl.constexpr, RECIPE: tl.constexpr):
     """COLUMNS of a token as (codes, scales of the groups). Without TILE: columns of a group in the order of
     formats.POSITIONS, scales fp32; else columns as they are, scales bytes, four to a word."""
-    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    n = tl.arange(0, COLUMNS)
+    p = n % GROUP
+    column = part * COLUMNS + n
+    if TILE == 0:
+        column += p % 16 // 4 * 32 + p // 32 * 8 + p % 32 // 16 * 4 + p % 4 - p
     values = tl.load(x.ptr + token.to(tl.int64) * x.line + column, mask=column < x.width, other=0.0).to(tl.float32)
     if RECIPE == "nvfp4":
         groups = tl.reshape(values, [COLUMNS // 16, 16])
@@ -148,9 +152,6 @@ def quantized(x, token, part, COLUMNS: tl.constexpr, TILE: tl.constexpr, RECIPE:
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         codes = tl.reshape((groups * inverse[:, None]).to(tl.float8e4nv), [COLUMNS])
         if TILE == 0:
-            # [group, 32s, 8s, 4s, column] -> [group, 8s, 4s, 32s, column]
-            apart = tl.reshape(codes.to(tl.uint8, bitcast=True), [COLUMNS // GROUP, 4, 4, 2, 4])
-            codes = tl.reshape(tl.permute(apart, [0, 2, 3, 1, 4]), [COLUMNS]).to(tl.float8e4nv, bitcast=True)
             scales = (exponent << 23).to(tl.float32, bitcast=True)
         elif RECIPE == "fp8_32":
             scales = in_words(exponent, COLUMNS, RECIPE)

@@ -29,14 +29,19 @@ def write_ends(ends, rows, N: gl.constexpr):
 
 
 @gluon.jit
-def write_schedule(ends, rows, N: gl.constexpr):
-    """The same for rows that lie in the order of experts."""
-    EXPERTS: gl.constexpr = ends.shape[0]
+def rows_of_experts(rows, EXPERTS: gl.constexpr):
+    """Of rows that lie in the order of experts, how many each has."""
     expert = gl.arange(0, EXPERTS, layout=experts_layout(EXPERTS, gl.num_warps()))
     there = expert < rows.experts
     begin = gl.load(rows.starts_ptr + expert, mask=there, other=0)
     stop = gl.load(rows.starts_ptr + expert + 1, mask=there, other=0)
-    return write_ends(ends, stop - begin, N)
+    return stop - begin
+
+
+@gluon.jit
+def write_schedule(ends, rows, N: gl.constexpr):
+    """write_ends for rows that lie in the order of experts."""
+    return write_ends(ends, rows_of_experts(rows, ends.shape[0]), N)
 
 
 @gluon.jit

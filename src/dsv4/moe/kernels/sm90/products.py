@@ -41,7 +41,7 @@ from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon, mbarrier, 
 from dsv4.kernels.dependent import launch_dependents, wait_on_prior_grid
 from dsv4.kernels.ring import Barriers, consumer_stage, init_barriers, new_barriers, next_stage, producer_stage
 from dsv4.kernels.signals import GPU, fence_async, read_acquire, signal, take
-from dsv4.moe.kernels.schedule import tile_at, write_schedule
+from dsv4.moe.kernels.schedule import rows_of_experts, tile_at, write_ends
 from dsv4.moe.kernels.sm90.outputs import number, numbers_layout, write_sums
 from dsv4.moe.kernels.sm90.sums import ROWS, STEP, Stages, bases, tile_sums
 
@@ -100,12 +100,12 @@ def write_tile(tiles, at, expert, block, first, stop, shift, rows, FIRST: gl.con
 
 
 @gluon.jit
-def wait_for_hidden(signals, rows, expert, first, shift, blocks, N: gl.constexpr, SCALES: gl.constexpr):
-    """Until the hidden values of N rows and as many scales as are read with them are there, also those of the next
+def hidden_missing(signals, rows, expert, first, shift, blocks, N: gl.constexpr, SCALES: gl.constexpr):
+    """> 0 unless the hidden values of N rows and as many scales as are read with them are there, also those of the next
     experts, which no output is made of. All lanes look, at 32 experts at a time, which have 128 scales or more; both
     compute roles signal every tile."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    begin = first
+    missing, begin = gl.to_tensor(0), first
     while begin < first + N:
         there = expert + lane < rows.experts
         one = gl.where(there, expert + lane, 0)
@@ -113,15 +113,12 @@ def wait_for_hidden(signals, rows, expert, first, shift, blocks, N: gl.constexpr
         ends = gl.load(rows.starts_ptr + one + 1)
         read = (begins < first + N) | (begins + scale_shift(begins, one) < first + shift + SCALES)
         wanted = gl.where(there & read, 2 * blocks * ((ends - begins + N - 1) // N), 0)
-        missing = gl.max(wanted, 0)
-        while missing > 0:
-            missing = gl.max(wanted - read_acquire(signals.hidden_ptr + one, GPU), 0)
+        missing = gl.maximum(missing, gl.max(wanted - read_acquire(signals.hidden_ptr + one, GPU), 0))
         expert += 32
         begin = first + N
         if expert < rows.experts:
             begin = gl.load(rows.starts_ptr + expert)
-    barrier()  # what lanes have seen, the one that issues copies has
-    fence_async()
+    return missing
 
 
 @gluon.jit
@@ -150,14 +147,19 @@ def load_tile(
     known = tiles.known.at(turn.index)
     mbarrier.expect(known, ROWS * 4)
     tma_load(given.factors_desc, [place, 0], known, tiles.factors.index(turn.index))
-    early = 0
-    if not FIRST:  # weights do not wait for hidden values
-        early = gl.minimum(stages.values.shape[0], given.steps)
-        to = stage
-        for step in range(early):
-            load_weights(given, place * given.steps + step, stages, to, BYTES)
-            to = next_stage(to, stages.values.shape[0])
-        wait_for_hidden(signals, rows, expert, first, shift, blocks, N, scales_width(W, PARTS))
+    early = gl.to_tensor(0)
+    if not FIRST:
+        SCALES: gl.constexpr = scales_width(W, PARTS)
+        if hidden_missing(signals, rows, expert, first, shift, blocks, N, SCALES) > 0:
+            early = gl.minimum(stages.values.shape[0], given.steps)  # weights do not wait for hidden values
+            to = stage
+            for step in range(early):
+                load_weights(given, place * given.steps + step, stages, to, BYTES)
+                to = next_stage(to, stages.values.shape[0])
+            while hidden_missing(signals, rows, expert, first, shift, blocks, N, SCALES) > 0:
+                pass
+        barrier()  # what lanes have seen, the one that issues copies has
+        fence_async()
     for step in range(given.steps):
         if step >= early:
             load_weights(given, place * given.steps + step, stages, stage, BYTES)
@@ -171,10 +173,9 @@ def load_tile(
 
 
 @gluon.jit
-def load_role(first, second, stages, tiles, ends, count, rows, signals, PARTS: gl.constexpr):
+def load_role(first, second, stages, tiles, ends, count, ticket, rows, signals, PARTS: gl.constexpr):
     stage, turn = producer_stage(), producer_stage()
     hidden, every = count * first.blocks, count * (first.blocks + second.blocks)
-    ticket = take(signals.ticket_ptr)
     while ticket < every:
         if ticket < hidden:
             stage = load_tile(ticket, first, stages, stage, tiles, turn, ends, rows, signals, first.blocks, PARTS, True)
@@ -191,31 +192,31 @@ def load_role(first, second, stages, tiles, ends, count, rows, signals, PARTS: g
 
 @gluon.jit
 def compute_tile(stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G: gl.constexpr,
-                 FIRST: gl.constexpr, USED: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """One tile, of whose PARTS parts of rows of activations the first ones are used -> the stage after it."""
+                 FIRST: gl.constexpr, USED: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr):  # fmt: skip
+    """One tile, of whose PARTS parts of rows of activations the first ones are used, N rows of each -> the stage after
+    it."""
     factors = tiles.factors.index(turn.index).reshape([ROWS])
     base0, base1 = bases(factors, G), bases(factors, 2 + G)
-    sums, stage = tile_sums(stages, stage, steps, base0, base1, G, USED, PARTS)
+    sums, stage = tile_sums(stages, stage, steps, base0, base1, G, USED, PARTS, N)
     write_sums(sums, x, factors, tiles.columns.index(turn.index), told_turn, tops, told, out, G, FIRST)
     return stage
 
 
 @gluon.jit
-def compute_parts(stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G: gl.constexpr,
-                  FIRST: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """The same, with all parts or with all but the last."""
+def compute_some(stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G: gl.constexpr,
+                 FIRST: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
+    """The same, with all parts or with all but the last; of one part with all rows or with half of them."""
     W: gl.constexpr = stages.x.shape[1]
-    if PARTS == 1:
-        stage = compute_tile(stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G, FIRST, 1, 1)
+    FEWER: gl.constexpr = W * (PARTS - 1) if PARTS > 1 else W // 2
+    if FEWER >= 32 and number(x, 3) - number(x, 2) <= FEWER:
+        stage = compute_tile(
+            stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G, FIRST, max(PARTS - 1, 1), PARTS,
+            W if PARTS > 1 else FEWER,
+        )  # fmt: skip
     else:
-        if number(x, 3) - number(x, 2) <= W * (PARTS - 1):
-            stage = compute_tile(
-                stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G, FIRST, PARTS - 1, PARTS,
-            )  # fmt: skip
-        else:
-            stage = compute_tile(
-                stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G, FIRST, PARTS, PARTS
-            )
+        stage = compute_tile(
+            stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G, FIRST, PARTS, PARTS, W
+        )
     return stage
 
 
@@ -229,13 +230,13 @@ def compute_role(stages, tiles, tops, told, sizes, hidden, slots, signals, G: gl
     x = tiles.numbers.index(turn.index).load(numbers_layout(gl.num_warps()))
     while number(x, 0) >= 0:
         if number(x, 5) != 0:
-            stage = compute_parts(
+            stage = compute_some(
                 stages, stage, tiles, x, turn, told_turn, tops, told, sizes.steps1, hidden, G, True, PARTS
             )
             signal(signals.hidden_ptr + number(x, 0))
             told_turn = told_turn ^ 1
         else:
-            stage = compute_parts(
+            stage = compute_some(
                 stages, stage, tiles, x, turn, told_turn, tops, told, sizes.steps2, slots, G, False, PARTS
             )
         tiles.done.arrive(turn.index)
@@ -271,11 +272,13 @@ def moe_products_sm90(
     stages = Stages(values, offsets, x, x_scales, ready, free)
     tiles = Tiles(numbers, factors, columns, known, done)
     wait_on_prior_grid()
-    count = write_schedule(ends, rows, W * PARTS)
+    counts = rows_of_experts(rows, EXPERTS)
+    ticket = take(signals.ticket_ptr)  # while those loads are under way
+    count = write_ends(ends, counts, W * PARTS)
     first = Operands(w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, sizes.blocks1, sizes.steps1)
     second = Operands(w2_desc, w2_offsets_desc, w2_factors_desc, h_desc, h_scales_desc, sizes.blocks2, sizes.steps2)
     gl.warp_specialize([
         (compute_role, (stages, tiles, tops, told, sizes, hidden, slots, signals, 0, PARTS)),
         (compute_role, (stages, tiles, tops, told, sizes, hidden, slots, signals, 1, PARTS)),
-        (load_role, (first, second, stages, tiles, ends, count, rows, signals, PARTS)),
+        (load_role, (first, second, stages, tiles, ends, count, ticket, rows, signals, PARTS)),
     ], [4, 1], [COMPUTE_REGS, LOAD_REGS])  # fmt: skip

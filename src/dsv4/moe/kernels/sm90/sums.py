@@ -112,22 +112,23 @@ def operand(words, W: gl.constexpr):
 
 
 @gluon.jit
-def multiply(a, stages, at, PART: gl.constexpr, PARTS: gl.constexpr):
-    """With rows W PART to W PART + W - 1 of activations: issued, not waited for. a: decoded words."""
-    W: gl.constexpr = stages.x.shape[1]
-    zero = gl.zeros([16 * gl.num_warps(), W], gl.float32, product_layout(gl.num_warps(), W))
-    x = stages.x.index(at * PARTS + PART).permute((1, 0))
-    return warpgroup_mma(operand(a, W), x, zero, use_acc=False, is_async=True)
+def multiply(a, stages, at, PART: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr):
+    """With the first N rows of a part of activations: issued, not waited for. a: decoded words."""
+    zero = gl.zeros([16 * gl.num_warps(), N], gl.float32, product_layout(gl.num_warps(), N))
+    x = stages.x.index(at * PARTS + PART).slice(0, N).permute((1, 0))
+    return warpgroup_mma(operand(a, N), x, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.constexpr, PARTS: gl.constexpr):
+def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.constexpr, PARTS: gl.constexpr,
+              N: gl.constexpr):  # fmt: skip
     """(sums of 64 of rows 0-127 by parts, then of 64 of rows 128-255; stage after the tile). USED: the parts that have
-    rows. Loads from shared memory are slow beside products, so all come before them, as far as registers allow."""
+    rows, at most N each. Loads from shared memory are slow beside products, so all come before them, as far as
+    registers allow."""
     W: gl.constexpr = stages.x.shape[1]
-    LP: gl.constexpr = product_layout(gl.num_warps(), W)
-    EARLY: gl.constexpr = W * USED <= 64
-    zero = gl.zeros([16 * gl.num_warps(), W], gl.float32, LP)
+    LP: gl.constexpr = product_layout(gl.num_warps(), N)
+    EARLY: gl.constexpr = N * USED <= 64
+    zero = gl.zeros([16 * gl.num_warps(), N], gl.float32, LP)
     sums = ()
     for _ in gl.static_range(2 * USED):
         sums = sums + (zero,)
@@ -140,9 +141,9 @@ def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.cons
         if EARLY:
             rows1 = fetched(stages, at, 2 + G)
             for part in gl.static_range(USED):
-                kept = kept + (scales.slice(W * part, W).load(gl.SliceLayout(0, LP)),)
+                kept = kept + (scales.slice(W * part, N).load(gl.SliceLayout(0, LP)),)
         a = decoded(rows0, base0)
-        pending = multiply(a, stages, at, 0, PARTS)
+        pending = multiply(a, stages, at, 0, PARTS, N)
         new = ()
         for unit in gl.static_range(2 * USED):
             if EARLY and unit == USED - 1:
@@ -151,14 +152,14 @@ def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.cons
             if EARLY:
                 scale = kept[unit % USED]
             else:
-                scale = scales.slice(W * (unit % USED), W).load(gl.SliceLayout(0, LP))
+                scale = scales.slice(W * (unit % USED), N).load(gl.SliceLayout(0, LP))
             if unit + 1 == 2 * USED:
                 stages.free.arrive(at)
             new = new + (sums[unit] + product * scale[None, :],)
             if not EARLY and unit == USED - 1:
                 b = decoded(fetched(stages, at, 2 + G), base1)
             if unit + 1 < 2 * USED:
-                pending = multiply(a if unit + 1 < USED else b, stages, at, (unit + 1) % USED, PARTS)
+                pending = multiply(a if unit + 1 < USED else b, stages, at, (unit + 1) % USED, PARTS, N)
         sums = new
         stage = next_stage(stage, stages.values.shape[0])
     return sums, stage
