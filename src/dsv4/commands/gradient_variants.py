@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from dsv4.v4 import problem as v4_problem
 from dsv4.v4.backward import V4Backward
 
 
-def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, softcap: float | None = None) -> list[Launch]:
+def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) -> list[Launch]:
     """The launches of fmha's and fmha_varlen's gradients, whatever the mask, the sink or the group, with dQ summed in
-    any order or always in the same one; at head dims 256 and 512 they have the same kernels."""
+    any order or always in the same one; at head dims 256 and 512 they have the same kernels. options: of fmha."""
     found = []
     for varlen in (False, True) if head_dim <= 128 else (False,):
 
@@ -31,7 +32,7 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, softcap: float |
         p = problem.varlen(q, k, v, starts, starts) if varlen else problem.dense(q, k, v)
         p = replace(p, out=draw(*one), lse=torch.empty(p.lse_shape, device="meta"))
         for deterministic in (False, True):
-            p = replace(p, options=p.options._replace(deterministic=deterministic, softcap=softcap))
+            p = replace(p, options=p.options._replace(deterministic=deterministic, **options))
             b = FmhaBackward(p, draw(*one), None, draw(*one), draw(*one), draw(*one))
             found += calls.launches_of(b, dispatch.compile_target(arch))
     return found

@@ -140,7 +140,7 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     if kind == "model":
         return model_launches(sizes)
     if kind == "fmha-backward":
-        return gradient_variants.fmha_launches(rest[0], DTYPES[rest[1]], arch, cap)
+        return gradient_variants.fmha_launches(rest[0], DTYPES[rest[1]], arch, softcap=cap)
     if kind == "v4-backward":
         return gradient_variants.v4_launches(sizes.heads, sizes.rope, DTYPES[rest[0]], arch)
     if kind == "v4.1" and rest[0] == "compress":

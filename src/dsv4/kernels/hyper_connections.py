@@ -42,7 +42,7 @@ class Collapsed(NamedTuple):
     out_ptr: Any
 
 
-class Numbers(NamedTuple):
+class StreamSizes(NamedTuple):
     dims: Any
     iterations: Any  # of Sinkhorn
     norm_eps: Any
@@ -50,10 +50,10 @@ class Numbers(NamedTuple):
 
 
 @triton.jit
-def collapse_streams(streams_ptr, projection, result, numbers, H: tl.constexpr, COLUMNS: tl.constexpr):
+def collapse_streams(streams_ptr, projection, result, sizes, H: tl.constexpr, COLUMNS: tl.constexpr):
     """One program: one token. streams [tokens, H, dims], contiguous like everything else."""
     token = tl.program_id(0).to(tl.int64)
-    dims, eps, base_ptr, scale_ptr = numbers.dims, numbers.eps, projection.base_ptr, projection.scale_ptr
+    dims, eps, base_ptr, scale_ptr = sizes.dims, sizes.eps, projection.base_ptr, projection.scale_ptr
     stream = tl.arange(0, H)
     column = tl.arange(0, COLUMNS)
     streams_ptr += token * H * dims
@@ -62,7 +62,7 @@ def collapse_streams(streams_ptr, projection, result, numbers, H: tl.constexpr, 
         here = (start + column < dims)[None, :]
         h = tl.load(streams_ptr + stream[:, None] * dims + start + column[None, :], mask=here, other=0.0).to(tl.float32)
         squares += h * h
-    r = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (H * dims) + numbers.norm_eps)
+    r = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / (H * dims) + sizes.norm_eps)
     mixed_ptr = projection.mixed_ptr + token * (2 + H) * H
     pre = tl.load(mixed_ptr + stream) * r * tl.load(scale_ptr).to(tl.float32)
     pre = tl.sigmoid(pre + tl.load(base_ptr + stream).to(tl.float32)) + eps
@@ -75,7 +75,7 @@ def collapse_streams(streams_ptr, projection, result, numbers, H: tl.constexpr, 
     comb = tl.exp(comb - tl.max(comb, 1)[:, None])
     comb = comb / tl.sum(comb, 1)[:, None] + eps
     comb = comb / (tl.sum(comb, 0)[None, :] + eps)
-    for _ in range(numbers.iterations - 1):
+    for _ in range(sizes.iterations - 1):
         comb = comb / (tl.sum(comb, 1)[:, None] + eps)
         comb = comb / (tl.sum(comb, 0)[None, :] + eps)
     tl.store(result.comb_ptr + token * H * H + cell, comb)
@@ -117,8 +117,8 @@ def collapse(
     post, comb = mixed.new_empty(n, h), mixed.new_empty(n, h, h)
     x = streams.new_empty(n, d)
     if n:
-        numbers = Numbers(d, iterations, float(norm_eps), float(eps))
-        arguments = [streams, Projection(mixed, base, scale), Collapsed(post, comb, x), numbers]
+        sizes = StreamSizes(d, iterations, float(norm_eps), float(eps))
+        arguments = [streams, Projection(mixed, base, scale), Collapsed(post, comb, x), sizes]
         constants = dict(H=h, COLUMNS=min(COLUMNS, triton.next_power_of_2(d)), num_warps=4)
         launch(Launch(collapse_streams, (n,), arguments, constants))
     return post, comb, x

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 Value = Any  # a number or a pointer, to the kernel
 
 
-class Tokens(NamedTuple):
+class NewTokens(NamedTuple):
     """The tokens of a call: kv and gate [batch, token, width] with their strides in elements, the bias of a gate by its
     place in the window."""
 
@@ -18,7 +18,7 @@ class Tokens(NamedTuple):
     gate_row: Value
 
 
-class State(NamedTuple):
+class TokenState(NamedTuple):
     """Tokens in fp32, gates with their bias; contiguous."""
 
     kv_ptr: Value

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4.caches.formats import RowFormat, format_of
 from dsv4.caches.kernels.pack import PoolRows
-from dsv4.compress.kernels.arguments import Finish, State, Tokens, Windows
+from dsv4.compress.kernels.arguments import Finish, NewTokens, TokenState, Windows
 from dsv4.compress.kernels.compress_rows import compress_rows
 from dsv4.compress.problem import CompressProblem
 from dsv4.runtime import calls
@@ -39,9 +39,9 @@ def run(p: CompressProblem, launch: Callable[[Launch], None] = calls.launch) -> 
     r, rope_line = (0, 0) if p.cos_sin is None else (cos_sin.shape[1], cos_sin.stride(0))
     format, pool, slots = _target(p)
     arguments = [
-        Tokens(kv, gate, bias, *kv.stride()[:2], *gate.stride()[:2]),
-        State(old_kv, old_gate),
-        State(p.new_kv, p.new_gate),
+        NewTokens(kv, gate, bias, *kv.stride()[:2], *gate.stride()[:2]),
+        TokenState(old_kv, old_gate),
+        TokenState(p.new_kv, p.new_gate),
         Finish(norm, cos_sin, p.eps),
         pool,
         slots,

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4.caches.formats import format_of
 from dsv4.caches.kernels.pack import PoolRows
 from dsv4.caches.pages import PackedRows
-from dsv4.compress.kernels.arguments import Finish, RingRows, RingTokens, State, Tokens
+from dsv4.compress.kernels.arguments import Finish, NewTokens, RingRows, RingTokens, TokenState
 from dsv4.compress.kernels.compress_rows import finished, pooled
 from dsv4.runtime import calls
 from dsv4.runtime.program import Launch
@@ -120,8 +120,8 @@ def compress_rings(
     programs = count + (0 if places is None else kv.shape[0])
     if programs:
         arguments = [
-            Tokens(kv, gate, bias, 0, kv.stride(0), 0, gate.stride(0)),
-            State(*states),
+            NewTokens(kv, gate, bias, 0, kv.stride(0), 0, gate.stride(0)),
+            TokenState(*states),
             RingRows(*rows, count),
             RingTokens(positions, rows[0] if places is None else places, m, m * (1 + overlap)),
             Finish(norm_weight, cos_sin, float(eps)),
