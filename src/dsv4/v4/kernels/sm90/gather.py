@@ -16,6 +16,7 @@ from dsv4.v4.kernels.sm90.gather_block_table import block_table_blocks, whole_pa
 from dsv4.v4.kernels.sm90.gather_codes import ask_codes, mixed_codes, reads_codes
 from dsv4.v4.kernels.sm90.row_numbers import Pools, numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import (
+    announce_once,
     arrivals,
     copy_plain,
     copy_rows,
@@ -236,11 +237,9 @@ def load_first_half_aligned(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.
 
 @gluon.jit
 def announce(ready, COUNT: gl.constexpr, SPLIT_SLOTS: gl.constexpr):
-    """All stores are made. Before Triton 3.9 an `arrive` counts as access to all of shared memory, and the compiler
-    puts a barrier of warps before it and another one behind it; not so with `expect`, which arrives once."""
+    """All stores are made."""
     if SPLIT_SLOTS:
-        barrier()
-        mbarrier.expect(ready, 0)
+        announce_once(ready)
     else:
         mbarrier.arrive(ready, count=COUNT)
 

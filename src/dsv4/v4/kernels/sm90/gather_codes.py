@@ -6,12 +6,12 @@ a barrier of warps but that before its arrival. packed_blocks in gather.py takes
 """
 
 from dsv4.caches.kernels.unpack import QUICK, panel_scale_bytes
-from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon, mbarrier
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.kernels.opaque import behind
 from dsv4.kernels.ring import Stage
 from dsv4.v4.kernels.pool_rows import entries, row_addresses
 from dsv4.v4.kernels.sm90.row_numbers import numbers_of, pool_of
-from dsv4.v4.kernels.sm90.smem_store import panels_in, write_bias
+from dsv4.v4.kernels.sm90.smem_store import announce_once, panels_in, write_bias
 from dsv4.v4.kernels.tile_scheduler import TABLE
 
 
@@ -119,14 +119,6 @@ def put(half, tile, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def announce(ready):
-    """All stores are made. `expect` arrives once: before Triton 3.9 an `arrive` counts as access to all of shared
-    memory, and the compiler puts a barrier of warps behind it, too."""
-    barrier()
-    mbarrier.expect(ready, 0)
-
-
-@gluon.jit
 def first_numbers(lists, block, end, pools, KV_INDEX: gl.constexpr):
     return numbers_of(lists, block, block < end, pools.compressed, entries(row_layout(gl.num_warps())), KV_INDEX)
 
@@ -156,14 +148,14 @@ def codes_blocks(
         right = load_half(rows, behind(left.came, phase), 1, FORMAT)
         number = first_numbers(lists, block + 1, end, pools, KV_INDEX)
         put(left, kv.slots.index(slot), FORMAT)
-        announce(kv.ready.at(slot))
+        announce_once(kv.ready.at(slot))
 
         kv.acquire(Stage(slot + 1, phase))
         write_bias(bias.index(block % 2), rows.there)
         rows = find(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT, FORMAT)
         left = load_half(rows, behind(right.came, phase), 0, FORMAT)
         put(right, kv.slots.index(slot + 1), FORMAT)
-        announce(kv.ready.at(slot + 1))
+        announce_once(kv.ready.at(slot + 1))
         phase = phase ^ (block % 2)
     return phase
 

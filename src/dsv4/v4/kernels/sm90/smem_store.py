@@ -5,7 +5,7 @@ A slot [64, 256] is four panels of 64 columns. Rows of plain tensors, and what o
 cp.async; unpacked values come by ordinary stores.
 """
 
-from dsv4.kernels.compat import async_copy, cp_async, gl, gluon, mbarrier, reinterpret, reinterpret_as
+from dsv4.kernels.compat import async_copy, barrier, cp_async, gl, gluon, mbarrier, reinterpret, reinterpret_as
 from dsv4.v4.kernels.pool_rows import load_words
 
 
@@ -73,6 +73,14 @@ def plain_panel(ptr, data, there, tile, ready, UNIT: gl.constexpr, FORMAT: gl.co
         last = reinterpret_as(tile, gl.int32, [4, 64, 32], PANEL).index(3)
         last.store(load_words(ptr, data, there, FORMAT.code_bytes // 4, 32, UNIT))
         mbarrier.arrive(ready, count=32 * gl.num_warps())
+
+
+@gluon.jit
+def announce_once(ready):
+    """All stores are made; one arrival. Before Triton 3.9 an `arrive` counts as access to all of shared memory, and the
+    compiler puts a barrier of warps before it and another one behind it; not so with `expect`, which arrives once."""
+    barrier()
+    mbarrier.expect(ready, 0)
 
 
 @gluon.jit
