@@ -47,7 +47,7 @@ def prepare() -> None:
 
     mhc.hc_split_sinkhorn = mhc._hc_split_sinkhorn_triton  # SGLang's own, in place of TileLang
     indexer.fp8_paged_mqa_logits_torch = index_scores  # SGLang's goes through bf16, DeepGEMM's does not
-    factory.get_rope_cpu = lambda *_, **__: None  # refuses the model; the layer keeps it for ROCm alone
+    factory.get_rope_cpu = lambda *_, **__: None  # rejects the model; the layer keeps it for ROCm alone
     backend.is_cuda = lambda: True
     in_softsm(backend.DeepseekV4AttnBackend)
     # Weights that SGLang keeps in bf16 whatever the model is.

@@ -256,7 +256,7 @@ def call(driver: Any, kernel: str, device: int, name: str, *arguments: Any) -> N
 
 
 def refused(driver: Any, kernel: str, device: int, status: int, name: str, *arguments: Any) -> None:
-    """The driver refused this call. A thread that has not used the GPU yet has no context: it gets the device's, and
+    """The driver rejected this call. A thread that has not used the GPU yet has no context: it gets the device's, and
     the call is made again. Anything else is an error."""
     if status == INVALID_CONTEXT:
         ordinal, context = ctypes.c_int(), ctypes.c_void_p()

@@ -1,7 +1,7 @@
 """From the parsed function to bytecode.
 
 Each PTX instruction is handed to the lowering registered for its base opcode, which calls back `emit`, `macro`, ...
-Everything that can be refused is refused here, before the kernel runs: an instruction without a lowering, a modifier
+Everything that can be rejected is rejected here, before the kernel runs: an instruction without a lowering, a modifier
 the lowering does not know, a register of the wrong width.
 """
 
@@ -375,7 +375,7 @@ class Assembler(AsyncRegisters):
                 if self.tmem_pending:
                     self.flush_tensor_loads(len(self.records))
                 self.labels[f"{prefix}:{item.name}"] = len(self.records)
-                self.wgmma_busy |= self.wgmma_settled  # whoever jumps here has not passed the early use
+                self.wgmma_busy |= self.wgmma_settled  # a jump to here has not passed the early use
                 if function.entry:
                     self.flow.append((item, (), ()))
                 continue

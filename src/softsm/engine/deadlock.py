@@ -143,7 +143,7 @@ class DeadlockWatch:
             self.look_later(PATIENCE)
         if self.turns < self.next:
             return
-        if engine.pending:  # whoever waits for it has waited long enough
+        if engine.pending:  # what waits for it has waited long enough
             engine.complete_awaited()
         else:
             self.look()

@@ -3,7 +3,7 @@
 Everything here is scalar code over raw addresses (R, Q, P, S, pool are addresses of the register files, the state
 vector and the operand pool); on machines without gather instructions that is what a vector gather becomes anyway.
 Bounds are checked before anything is touched: an access that leaves the CTA's own shared memory or the known global
-allocations returns SLOW and is done (or refused with a message) in Python.
+allocations returns SLOW and is done (or rejected with a message) in Python.
 """
 
 from __future__ import annotations

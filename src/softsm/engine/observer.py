@@ -1,4 +1,4 @@
-"""One seam for whoever follows a launch: the race checker, the recorder, the tracer of the timing model, counters.
+"""One seam for all that follow a launch: the race checker, the recorder, the tracer of the timing model, counters.
 
 A `Session` stands for a `with` block (`softsm.checking`, `recording`, `timing`, `counting`) and makes an `Observer` for
 each launch inside. The machine and the instructions call the observer's methods when something happens; a method does

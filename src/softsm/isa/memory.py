@@ -52,7 +52,7 @@ def is_hint(modifier: str) -> bool:
 
 
 def split(asm: Assembler, ins: Instruction):
-    """-> (space, elements, element type) of a load or store; refuses what it does not know."""
+    """-> (space, elements, element type) of a load or store; rejects what it does not know."""
     space, count, type_ = ln.GENERIC, 1, None
     named = ""
     for m in ins.modifiers:

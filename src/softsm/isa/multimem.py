@@ -2,7 +2,7 @@
 
 The address is one of `softsm.multicast`. Loads and reductions go through the GPUs in order of rank, which PTX leaves
 open: floating-point sums may differ from a GPU's. Sums of 16-bit floats are rounded to their type after each term, with
-.acc::f32 once. 8-bit floats are refused: PTX does not say what their sums do when they overflow.
+.acc::f32 once. 8-bit floats are rejected: PTX does not say what their sums do when they overflow.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def form(name: str) -> Callable[[Callable], Callable]:
 
 
 def take(asm, ins, modifiers: list[str], *choices: str, optional: bool = False) -> str:
-    """Remove and return the one modifier among `choices`; refuse when it is missing."""
+    """Remove and return the one modifier among `choices`; reject when it is missing."""
     for choice in choices:
         if choice in modifiers:
             modifiers.remove(choice)

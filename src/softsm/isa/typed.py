@@ -52,7 +52,7 @@ def lowers_typed(opcode: str, *types: str) -> Callable[[Callable], Callable]:
 
 
 class Modifiers:
-    """The modifiers of an instruction before its type(s), taken one by one; `done` refuses what is left over."""
+    """The modifiers of an instruction before its type(s), taken one by one; `done` rejects what is left over."""
 
     def __init__(self, asm, ins, types: int = 1):
         self.asm, self.ins = asm, ins

@@ -82,7 +82,7 @@ class Report:
     def add(self, diagnostic: Diagnostic) -> None:
         """Each finding once: the same pair of places in the source says nothing new, at however many lines of PTX and
         whoever came first. Only that the two are in different CTAs is said rather than that they are in one: then a
-        barrier is no cure."""
+        barrier does not help."""
         key = diagnostic.key()
         lines = sorted((p.ptx_line, p.instruction) for p in diagnostic.parties)
         self.additions += 1

@@ -92,7 +92,7 @@ def test_request_rows_need_a_table():
 
 
 def test_pages_anywhere_are_taken_on_a_cpu():
-    """Strides that the kernels refuse are torch's to run."""
+    """Strides that the kernels reject are torch's to run."""
     g = torch.Generator().manual_seed(3)
     keys = torch.randn(60, 128, generator=g)
     q, w = quantize_queries(torch.randn(1, 4, 128, generator=g), torch.randn(1, 4, generator=g))

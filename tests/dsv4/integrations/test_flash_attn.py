@@ -1,4 +1,4 @@
-"""flash-attn's calls: positions, masks, shapes of the LSE, caches that grow; what dsv4 has not is refused by name."""
+"""flash-attn's calls: positions, masks, shapes of the LSE, caches that grow; what dsv4 has not is rejected by name."""
 
 import inspect
 

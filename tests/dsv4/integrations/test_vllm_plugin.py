@@ -242,7 +242,7 @@ def test_rows_that_vllm_would_not_make_are_refused(configured, dtype):
     config, _ = configured
     plugin.register()
     config(model=V4, cache_dtype=dtype)  # off
-    config("DSV4_GLUON", model=DENSE, cache_dtype=dtype)  # the dense backend refuses for itself
+    config("DSV4_GLUON", model=DENSE, cache_dtype=dtype)  # the dense backend rejects for itself
     for accepted in ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"):
         config("DSV4_GLUON", model=V4, cache_dtype=accepted)
     with pytest.raises(ValueError, match=f"--kv-cache-dtype: got {dtype}; accepted: auto, fp8, fp8_e4m3, fp8_ds_mla"):

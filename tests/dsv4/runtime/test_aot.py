@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, without a GPU: what is written, and what is refused by name."""
+"""Kernels compiled ahead of time, without a GPU: what is written, and what is rejected by name."""
 
 import json
 import shutil

@@ -152,7 +152,7 @@ def test_table_entries_past_the_length_are_not_looked_at():
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_jit_trace_is_refused_by_name():
-    """Sizes are tensors there: a head dim of 64 was refused because a head dim of 64 was accepted."""
+    """Sizes are tensors there: a head dim of 64 was rejected because a head dim of 64 was accepted."""
     with pytest.raises(ValueError, match="^torch.jit.trace: .*; accepted: torch.compile or torch.export"):
         torch.jit.trace(dsv4.fmha, tuple(dense().values()))
 

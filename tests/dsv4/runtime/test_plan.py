@@ -1,4 +1,4 @@
-"""Plans: sized by capacities alone, refused for a problem they do not cover, without effect on the result."""
+"""Plans: sized by capacities alone, rejected for a problem they do not cover, without effect on the result."""
 
 import itertools
 import math

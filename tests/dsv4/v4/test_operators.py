@@ -1,4 +1,4 @@
-"""v4_attention as a torch operator: schema, fake kernels, compile; and the input it refuses."""
+"""v4_attention as a torch operator: schema, fake kernels, compile; and the input it rejects."""
 
 import pytest
 import torch

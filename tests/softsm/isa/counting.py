@@ -1,7 +1,7 @@
 """A pytest plugin that notes which instructions each test loads: `pytest -p counting --instructions file.json`.
 
 The kernels are looked at when softsm loads them, so texts that a test puts together count as what they are; an
-instruction that is refused does not count. `isa_page.py` makes `docs/isa.md` from it.
+instruction that is rejected does not count. `isa_page.py` makes `docs/isa.md` from it.
 """
 
 import collections

@@ -124,7 +124,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-# What PTX has for these targets and softsm refuses by name, and what rests on other sources than its text.
+# What PTX has for these targets and softsm rejects by name, and what rests on other sources than its text.
 REFUSED = [
     "Not implemented: `.ashift` of `tcgen05.mma.sp` (the PTX ISA does not say whether metadata are shifted too); "
     "`multimem` of 8-bit floats (it does not say what their sums do on overflow); `multimem.cp`. `tcgen05.ld.red` is "

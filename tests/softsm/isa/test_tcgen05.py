@@ -1,4 +1,4 @@
-"""tcgen05.mma.sp and .ashift as instructions: operands, what is refused, and what the checkers see. What products
+"""tcgen05.mma.sp and .ashift as instructions: operands, what is rejected, and what the checkers see. What products
 compute is compared in test_tcgen05_product.py."""
 
 import layouts

@@ -1,4 +1,4 @@
-"""Arithmetic that does not exist is refused while the kernel is loaded, by name and line; nothing is skipped."""
+"""Arithmetic that does not exist is rejected while the kernel is loaded, by name and line; nothing is skipped."""
 
 import pytest
 

@@ -87,7 +87,7 @@ def score_role(chunks, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl
             s, stage, last = multiply(s, chunks, stage, gl.to_tensor(-1), 0, CHUNKS, W)
             dp = gl.zeros([64, 128], gl.float32, L)
             dp, stage, last = multiply(dp, chunks, stage, last, 0, EARLY, W)
-            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))  # complete long since, but the compiler must see it
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))  # complete by now, but the compiler must see it
             p, s = probabilities(s, lse2[:, None], scales.s)
             p = visible(p, first_row, key, sizes)
             if SCALED:

@@ -329,7 +329,7 @@ def test_bounds_that_are_none(window: tuple[int, int], compiled) -> None:
 
 
 def test_grids_are_checked() -> None:
-    """Batches and splits that no grid holds are refused by name; nothing is launched."""
+    """Batches and splits that no grid holds are rejected by name; nothing is launched."""
     from dsv4.fmha import problem
 
     q, k = (torch.empty(1, n, 128, 64, dtype=BF16) for n in (1, 256))
