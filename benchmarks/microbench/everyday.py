@@ -21,7 +21,8 @@ def straight(instructions: int, warps: int, apart: bool) -> str:
         "".join(f"  mov.b32 %f{i}, %thread;\n" for i in range(8)) + "  mov.b32 %f300, %thread; mov.b32 %f301, %lane;\n"
     )
     late = "  mul.lo.u32 %r1, %warp, 150; add.u32 %r1, %r1, 1; mov.b32 %r3, %lane;\n" + loop(
-        "  mad.lo.s32 %r3, %r3, %r3, %lane; mad.lo.s32 %r3, %r3, %r3, %lane;", "S", "%r2", "%r1")  # fmt: skip
+        "  mad.lo.s32 %r3, %r3, %r3, %lane; mad.lo.s32 %r3, %r3, %r3, %lane;", "S", "%r2", "%r1"
+    )
     end = "".join(f"  xor.b32 %acc, %acc, %f{i};\n" for i in range(8)) + "  xor.b32 %acc, %acc, %r3;\n"
     return frame(32 * warps, (late if apart else "  mov.b32 %r3, 0;\n") + loop(body) + end, start)
 

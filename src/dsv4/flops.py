@@ -144,7 +144,7 @@ FORMULAS = {
         "merge_states_backward",
         "quantize_mxfp8",
         "write_rows",
-    ): lambda given: 0,  # fmt: skip
+    ): lambda given: 0,
 }
 
 

@@ -146,7 +146,7 @@ FILED = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5], {%r12};\n" + t.WAIT_ST
         (BRANCH.format(USED, ""), False),
         ("", False),
     ],
-)  # fmt: skip
+)
 def test_a_load_is_complete_when_a_register_of_it_is_used(use, complete):
     """As hardware has it. PTX, and the strict level, ask for wait::ld."""
     text = again(use + "bar.sync 0;\n")

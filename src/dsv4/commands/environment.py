@@ -21,7 +21,7 @@ DSV4 = (
     Variable("DSV4_VLLM_PARTS", "indexer", "further parts to replace in vLLM: indexer, compressor, insertion"),
     Variable("DSV4_SGLANG", "0", "1: switches the SGLang plug-in on"),
     Variable("DSV4_SGLANG_PARTS", "", "further parts to replace in SGLang: indexer, compressor, insertion"),
-)  # fmt: skip
+)
 SOFTSM = (
     Variable("SOFTSM", "", "sm_90a, sm_100a or sm_103a: Triton programs of this process run in softsm"),
     Variable("SOFTSM_CACHE", "~/.cache/softsm", "directory for softsm's own compiled code"),

@@ -38,8 +38,9 @@ def index_problems(each: int, heads: int, topk: int, rows: int) -> Iterator[Inde
         keys = IndexCache.empty(2, page, format=INDEX_68).page_view()
         more: dict[str, Any] = dict(
             block_table=torch.zeros(1, pages, dtype=torch.int32).expand(requests, pages),
-            q_scales=torch.zeros(n, heads, dtype=torch.int32), lengths=torch.zeros(n, dtype=torch.int32),
-        )  # fmt: skip
+            q_scales=torch.zeros(n, heads, dtype=torch.int32),
+            lengths=torch.zeros(n, dtype=torch.int32),
+        )
         if starts:
             more["request_starts"] = torch.zeros(requests + 1, dtype=torch.int32)
         q = torch.zeros(n, heads, INDEX_68.data_bytes, dtype=torch.uint8)

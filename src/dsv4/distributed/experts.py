@@ -129,8 +129,9 @@ def _by_collectives(
 ) -> Tensor:  # fmt: skip
     rank, size = rank_and_size(group)
     count, (tokens, k) = experts.experts, ids.shape
-    all_x, all_ids, all_weights = (torch.cat(gather(y, group, name)) for y, name in
-                                   ((x, "x"), (ids, "ids"), (weights, "weights")))  # fmt: skip
+    all_x, all_ids, all_weights = (
+        torch.cat(gather(y, group, name)) for y, name in ((x, "x"), (ids, "ids"), (weights, "weights"))
+    )
     mine = torch.where(all_ids // count == rank, all_ids - rank * count, -1)
     how: Any = dict(activations=options.activations, limit=options.limit, deterministic=options.deterministic)
     _, slots = api.moe(all_x, experts, mine, all_weights, return_slots=True, backend=backend, **how)

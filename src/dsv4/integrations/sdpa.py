@@ -125,11 +125,10 @@ def _either(
     rejected = reason(query, key, value, attn_mask, dropout_p, enable_gqa)
     calls["torch" if rejected else "dsv4"] += 1
     if rejected is None:
-        return scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )  # fmt: skip
+        return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     warnings.warn(
         f"dsv4.integrations.sdpa: computed by torch: {rejected.argument}: got {rejected.got}; accepted: "
-        f"{rejected.accepted}", stacklevel=2,
-    )  # fmt: skip
+        f"{rejected.accepted}",
+        stacklevel=2,
+    )
     return TORCH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -351,8 +351,9 @@ def operand_spans(p: Product) -> tuple[np.ndarray, int]:
     s = p.shape
     out = []
     for name, element, descriptor, k_major, rows in (
-        ("A", s.a, p.a, s.a_k_major, rows_of(p)), ("B", s.b, p.b, s.b_k_major, s.n // (2 if p.pair else 1)),
-    ):  # fmt: skip
+        ("A", s.a, p.a, s.a_k_major, rows_of(p)),
+        ("B", s.b, p.b, s.b_k_major, s.n // (2 if p.pair else 1)),
+    ):
         if descriptor is not None:
             used = 16 if s.kind.startswith("mxf4") else formats.padded_bytes(element)
             out.append(swizzle.spans(descriptor, k_major, *table_size(k_major, rows, s, name), used))

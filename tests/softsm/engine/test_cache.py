@@ -108,10 +108,11 @@ def test_every_process_finds_the_same_key():
         "print(cache.key(dispatch.dispatch, hot), cache.key(checked))"
     )
     runs = [
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE,
-                       check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, check=True
+        ).stdout
         for seed in ("1", "2")
-    ]  # fmt: skip
+    ]
     assert len(runs[0].split()) == 2 and runs[0] == runs[1]
 
 

@@ -20,8 +20,9 @@ def test_causes_come_before_what_they_lead_to():
 def test_what_is_found_again_is_counted_where_it_is_shown():
     report = Report()
     report.add(race(1))
-    again = Diagnostic("race", "", tuple(Party(p.who, p.ptx_line + 7, p.instruction, p.source, p.what)
-                                         for p in race(1).parties))  # fmt: skip
+    again = Diagnostic(
+        "race", "", tuple(Party(p.who, p.ptx_line + 7, p.instruction, p.source, p.what) for p in race(1).parties)
+    )
     report.add(Diagnostic("barrier-tx", "9 bytes too many"))
     report.add(again)
     assert report.again() == {1: 1} and str(report).endswith("and 1 more between the same source lines")

@@ -43,8 +43,9 @@ def test_every_order_and_no_race(arch, head_dim, queries):
     scales = dict(k_scale=torch.tensor([0.3]), v_scale=torch.tensor(1.7))
     for order, seed in (("eager", 0), ("latest", 0), ("random", 1)):
         with softsm.use(arch), softsm.checking(order=order, seed=seed) as report:
-            got = dsv4.fmha_paged(q, k, v, table, lengths, causal=True, return_lse=True, deterministic=True,
-                                  backend="softsm", **scales)  # fmt: skip
+            got = dsv4.fmha_paged(
+                q, k, v, table, lengths, causal=True, return_lse=True, deterministic=True, backend="softsm", **scales
+            )
         assert report.launches > 0 and not report, f"{order} {seed}:\n{report}"
         assert_agrees(got, reference.fmha_paged, q, k, v, table, lengths, causal=True, **scales)
 

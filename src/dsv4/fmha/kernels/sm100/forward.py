@@ -115,9 +115,9 @@ def make_memory(
     o_rescaled = new_barriers(1)
     pv_done = new_barriers(TILES)
     landed = new_barriers(1)
-    init_barriers((
-        landed, ring.ready, ring.free, s_ready, s_read, p_ready, q_ready, pv_done, stat_ready, stat_free, o_rescaled,
-    ))  # fmt: skip
+    init_barriers(
+        (landed, ring.ready, ring.free, s_ready, s_read, p_ready, q_ready, pv_done, stat_ready, stat_free, o_rescaled)
+    )
     stat_free.arrive(0)  # nothing to read yet
     return Memory(
         s, o, q, ring, p, stat, q_ready, s_ready, s_read, p_ready, stat_ready, stat_free, o_rescaled, pv_done, landed

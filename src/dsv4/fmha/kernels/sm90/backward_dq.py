@@ -54,8 +54,9 @@ def load_role(operands, memory, work, sizes, D: gl.constexpr, VARLEN: gl.constex
     past: gl.constexpr = False
     if VARLEN:
         past = work.own + 128 > sizes.rows
-    landed_phase = load_own(operands.q_desc, operands.dout_desc, memory.q, memory.dout, memory, past, work,
-                            work.first_row, 0, sizes.rows, D)  # fmt: skip
+    landed_phase = load_own(
+        operands.q_desc, operands.dout_desc, memory.q, memory.dout, memory, past, work, work.first_row, 0, sizes.rows, D
+    )
     first, end = keys_of(work.own, sizes)
     ring, stage = memory.ring, producer_stage()
     for key in range(first, end, 128):

@@ -299,8 +299,9 @@ def write_scores(first, products, highest, visible, w, to):
             block = first // BLOCK + gl.arange(0, N // BLOCK, layout=gl.SliceLayout(1, B))[:, None]
             at = gl.convert_layout(line, gl.SliceLayout(0, B))[None, :]
             limit = gl.convert_layout(seen, gl.SliceLayout(0, B))[None, :]
-            gl.store(scores.blocks_ptr + at * scores.blocks_line + block, maxima(total, BLOCK),
-                     mask=block * BLOCK < limit)  # fmt: skip
+            gl.store(
+                scores.blocks_ptr + at * scores.blocks_line + block, maxima(total, BLOCK), mask=block * BLOCK < limit
+            )
 
 
 @aggregate

@@ -295,8 +295,9 @@ def piece_of_dkv(memory, slot, at):
 
 
 @gluon.jit
-def keys_role(memory, terms, outputs, target, dq_desc, query, ATOMIC: gl.constexpr, TURNED: gl.constexpr,
-              SCALED: gl.constexpr):  # fmt: skip
+def keys_role(
+    memory, terms, outputs, target, dq_desc, query, ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr
+):
     """delta; dKV; columns 256-511 of dQ."""
     down, factor = 1.0, 1.0
     if SCALED:
