@@ -253,17 +253,17 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
     options: dict[str, Any] = dict(dtype=DTYPES[dtype])
     if phase == "large" and (kind != "dense" or head_dim == 512):
         return  # only dense problems have a kernel of their own for this
-    queries, heads = {"prefill": (256, 1), "large": (68000, 1)}.get(phase, (1, 8))
-    keys = 4096
-    # Blocks that loop have variants by which tiles of keys need a mask.
-    windows = [(-1, -1)] + [(-1, 0), (5, -1)] * (phase == "large")
+    queries, heads = {"prefill": (256, 1), "large": (69632, 1)}.get(phase, (1, 8))
+    # Blocks that loop have variants by which tiles of keys need a mask: the diagonal of as many keys as queries meets
+    # the tiles at their corners, that of one more does not.
+    masks = [((-1, -1), 4096)] + [((-1, 0), queries), ((-1, 0), queries + 1), ((5, -1), 4096)] * (phase == "large")
     # Up to 4, 8 and 16 splits and more are merged by variants of their own; those of many rows at head dim 512 by one
     # for each power of two.
     split: dict[int, tuple[int, ...]] = {1: (4, 8, 16, 128)}
     if head_dim == 512:
         split |= {200: (4, 8), 64: (16, 32, 64, 128, 256)}
     same = (False, True) if head_dim == 512 else (False,)
-    for batch, same_kv, window in itertools.product(split if phase == "split" else (1,), same, windows):
+    for batch, same_kv, (window, keys) in itertools.product(split if phase == "split" else (1,), same, masks):
         if kind == "varlen":
             q = torch.empty(batch * queries, heads, head_dim, **options)
             k = torch.empty(keys, 1, head_dim, **options)

@@ -33,6 +33,7 @@ class Tiling:
     box: int  # rows of a TMA box at most
     options: dict  # further compile-time arguments of the kernel
     loop: bool = False  # one CTA per multiprocessor loops over the row tiles; no splits
+    block_tiles: int = 1  # row tiles in a block of the order in which they do
     dense_as_rows: bool = False  # dense and varlen problems share a variant
     halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
     fp16_partials: bool = False  # the kernel can write fp16 partial results (combine.py)
@@ -118,7 +119,8 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         k_is_v=int(v is k),
         kv_scales=kv_scales(p),
     )
-    structs = dict(tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts)
+    structs = dict(tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts,
+                   block_tiles=c.block_tiles)  # fmt: skip
     program.launch(kernel, grid, structs, KV_LOAD=kv_load, SIGN=sign, SAME_KV=v is k,
                    SPLIT=2 if fp16_partials else split, num_warps=4, **c.options)  # fmt: skip
     merge_strides = MergeStrides(*row_strides(out), *lse_strides)

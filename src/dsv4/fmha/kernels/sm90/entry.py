@@ -13,6 +13,7 @@ head dim   problems                                    kernel
 from dataclasses import replace
 
 from dsv4.fmha.kernels.prepare import Tiling, batch_reason, converted, converts_first, is_partial, prepare_split
+from dsv4.fmha.kernels.sm90.causal_order import order_of
 from dsv4.fmha.kernels.sm90.decode import fmha_decode
 from dsv4.fmha.kernels.sm90.forward import fmha_forward
 from dsv4.fmha.kernels.sm90.forward_d512 import fmha_forward_d512
@@ -22,6 +23,8 @@ from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 
 DECODE_ROWS = 16  # of decode.py
+THREE_ROLES = 1.31  # time of a step of 192 rows with a causal mask at head dim 64, in steps of 128 rows
+THREE_ROLES_SPILL = (3, 9)  # from this Triton on
 
 
 def tiling(p: FmhaProblem, target: Target) -> Tiling:
@@ -44,17 +47,8 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     enough = 4 if rows <= 64 or p.head_dim == 64 and p.right < 0 else 1
     many = p.kind == "dense" and not p.e4m3 and tiles >= enough * target.num_sms
     large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
-    if p.head_dim == 64 and large and p.right < 0 and target.compiler < (3, 9):
-        # The softmax is the limit at this head dim: three warpgroups hide more of it. Triton 3.9 spills here.
-        return replace(_rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True, EVEN=p.left < 0), loop=True)
     if large:
-        # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
-        keys, stages, regs, producer = {64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)}[
-            p.head_dim
-        ]
-        early = p.head_dim > 64  # with two roles of head dim 64 it loses 4 %
-        even = early and _even(p, keys)
-        return replace(_rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even), loop=True)
+        return _looping(p, target)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
     if few or p.head_dim == 64:
         # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share a multiprocessor.
@@ -75,11 +69,25 @@ def swaps(p: FmhaProblem) -> bool:
     return p.e4m3 and p.head_dim < 512 and p.max_seqlen_q * p.group <= DECODE_ROWS
 
 
-def _even(p: FmhaProblem, keys: int) -> bool:
-    """Whether, of the tiles of keys that 128 rows see, only the last needs a mask."""
+def _looping(p: FmhaProblem, target: Target) -> Tiling:
+    """For one CTA per multiprocessor that loops over the row tiles."""
+    # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
+    keys, stages, regs, producer = {64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)}[p.head_dim]
+    order = order_of(p, 128, keys, target.num_sms)
     ahead = p.max_seqlen_k - p.max_seqlen_q
-    diagonal = p.right == 0 and keys == 128 and 128 % p.group == 0 and ahead >= 0 and ahead % 128 == 0
-    return p.left < 0 and (p.right < 0 or diagonal)
+    diagonal = p.left < 0 and p.right == 0 and 64 % p.group == 0 and ahead % (64 // p.group) == 0
+    full = p.left < 0 and p.right < 0
+    if p.head_dim == 64 and (p.right < 0 or diagonal) and target.compiler < THREE_ROLES_SPILL:
+        # The softmax is the limit at this head dim: three warpgroups hide more of it.
+        three = order_of(p, 192, keys, target.num_sms)
+        if p.right < 0 or THREE_ROLES * three.longest < order.longest:
+            c = _rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True, EVEN=full or diagonal, OWN_END=diagonal)
+            return replace(c, loop=True, block_tiles=three.block_tiles)
+    early = p.head_dim > 64  # with two roles of head dim 64 it loses 4 %
+    own_end = diagonal and p.head_dim == 256
+    even = early and (full or own_end or diagonal and keys == 128 and ahead % 128 == 0)
+    c = _rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even, OWN_END=own_end)
+    return replace(c, loop=True, block_tiles=order.block_tiles)
 
 
 def _rows_tiling(head_dim: int, keys: int, stages: int, consumers: int, regs: int, producer: int, **options) -> Tiling:

@@ -11,7 +11,9 @@ registers meanwhile, since its way through q is taken::
     attend w  4 warps   | S, softmax, O += P V ... | ask for Q, O += P V, write O | wait for Q | S (K already there) ...
 
 With EVEN a row tile takes its keys from the last tile on, and no other tile needs a mask: calls without a window that
-have no mask, or a diagonal that meets tiles of keys at their corners. So there is no mask in the loop. The order of
+have no mask, or a diagonal that meets tiles of keys at their corners. With OWN_END each attend role begins at the last
+tile that its own 64 rows see, and releases unread the tiles that only later rows see: a diagonal needs to cross one
+tile of keys in 64 rows, not in all rows of the work tile. So there is no mask in the loop. The order of
 instructions is ptxas's, which has two bad habits: it keeps what a mask compares with in 32 registers through the loop
 (so `apply_mask_by_register`), and it puts the softmax behind the wait for O += P V (so `softmax.pin`). Then each thread
 adds up its own part of the row sums, O is rescaled only where a maximum grew by more than 8, and at head dim 128 there
@@ -20,11 +22,11 @@ are registers for Q.
 There are two attend roles, or three. Shared memory and barriers are those of forward.py; the ring's slot and phase
 carry over from tile to tile. Every work tile has a tile of keys, if only one that none of its rows sees.
 
-CTA c takes work tiles c, c + CTAs, ... of this list: blocks of as many (sequence, head) as have about one tile for
-every CTA, or of one where nothing is causal and all tiles are alike; within a block, the tiles by their place in the
-sequence, those of all heads side by side; every other block backwards, the last one from its longest causal tiles on.
-So a CTA gets long and short tiles alternately, those that have one work tile more than others get the shortest, and the
-heads whose keys are read at one time are few.
+CTA c takes work tiles c, c + CTAs, ... of this list: blocks of as many (sequence, head) as have about block_tiles row
+tiles (causal_order.py chooses), or of one where nothing is causal and all tiles are alike; within a block, the tiles by
+their place in the sequence, those of all heads side by side; every other block backwards, the last one from its longest
+causal tiles on. So a CTA gets long and short tiles alternately, those that have one work tile more than others get the
+shortest, and the heads whose keys are read at one time are few.
 """
 
 from dsv4.fmha.kernels import loads
@@ -33,6 +35,7 @@ from dsv4.fmha.kernels.sm90 import forward, work
 from dsv4.fmha.kernels.tiles import DENSE, NO_BOUND, Pages, end_key, first_key, mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
+from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import consumer_stage, producer_stage
 
 NO = gl.constexpr(NO_BOUND)
@@ -73,10 +76,10 @@ class Keys:
 
 
 @gluon.jit
-def tile_scheduler(sizes, opts, M: gl.constexpr):
+def tile_scheduler(sizes, opts, block_tiles, M: gl.constexpr):
     row_tiles = (sizes.tokens * sizes.group + M - 1) // M
     pairs = sizes.total_q // sizes.tokens * sizes.kv_heads
-    together = gl.minimum(gl.maximum((gl.num_programs(0) + row_tiles // 2) // row_tiles, 1), pairs)
+    together = gl.minimum(gl.maximum((block_tiles + row_tiles // 2) // row_tiles, 1), pairs)
     together = gl.where(opts.right >= NO, 1, together)  # without a mask on the right all tiles are alike
     return TileScheduler(row_tiles, pairs, together, row_tiles * pairs, sizes, opts)
 
@@ -85,6 +88,10 @@ def tile_scheduler(sizes, opts, M: gl.constexpr):
 def locate(tile_id, scheduler, BN: gl.constexpr, M: gl.constexpr):
     """(sequence, KV head, first row, first key, key tiles) of a work tile."""
     row_tiles, together, pairs = scheduler.row_tiles, scheduler.together, scheduler.pairs
+    if M == 192:
+        # What follows from these alone would be kept in registers through the loops over keys, and ptxas, short of
+        # registers, takes the two rows of a thread one after the other: 624 us instead of 569 at (2, 64:8, 4096).
+        together += zero(tile_id)
     sizes, opts = scheduler.sizes, scheduler.opts
     group, tokens, keys = sizes.group, sizes.tokens, sizes.keys
     block = tile_id // (row_tiles * together)
@@ -140,11 +147,20 @@ def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.conste
 
 
 @gluon.jit
-def rows_of(tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, EVEN: gl.constexpr):
-    """-> the first of rows 64 W to 64 W + 63 of a work tile, their WorkTile"""
+def rows_of(
+    tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr
+):
+    """-> the first of rows 64 W to 64 W + 63 of a work tile; their WorkTile; its last tiles of keys that they do not
+    see, with OWN_END, and that their WorkTile then leaves out"""
     tensors, strides, scheduler = arguments.tensors, arguments.strides, arguments.scheduler
     sizes = scheduler.sizes
     seq, head, tile_row, first, tiles = locate(tile_id, scheduler, BN, M)
+    tile_row += 64 * W
+    unseen = 0
+    if OWN_END:
+        token = gl.minimum((tile_row + 63) // sizes.group, sizes.tokens - 1)
+        end = end_key(token, sizes.tokens, sizes.keys, arguments.opts.right)
+        unseen = tiles - gl.maximum(end - first + BN - 1, BN) // BN
     n = seq.to(gl.int64)
     here = RowTensors(
         tensors.q_ptr + n * strides.q_batch * 8,
@@ -155,7 +171,8 @@ def rows_of(tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constex
         tensors.part_lse_ptr,
     )
     problem = problem_of(head, sizes.tokens, sizes.keys, sizes, arguments.opts)
-    return tile_row + 64 * W, WorkTile(here, strides, problem, whole(first, tiles, BN, EVEN), arguments.pages)
+    work_tile = WorkTile(here, strides, problem, whole(first, tiles - unseen, BN, EVEN), arguments.pages)
+    return tile_row, work_tile, unseen
 
 
 @gluon.jit
@@ -211,8 +228,8 @@ def add_sums(l, alpha, p, OWN: gl.constexpr):
 
 @gluon.jit
 def attend_tile(
-    stage, q, tile_row, at, arguments, kv, work_tile, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
-    SIGN: gl.constexpr, EVEN: gl.constexpr,
+    stage, q, tile_row, at, arguments, kv, work_tile, unseen, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
+    SIGN: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
     """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of forward.attend."""
     k, v = kv.k, kv.v
@@ -230,6 +247,14 @@ def attend_tile(
     first, end, step = course(arguments.scheduler, M)
     more = at + step < end
     bounds = mask_bounds(tile_row, work_tile, 64, BN, DENSE, RS)
+    if OWN_END:
+        for _ in range(unseen):  # waits too, since a release must not count for the fill before
+            k.wait(stage)
+            if not SAME_KV:
+                k.release(stage)
+                v.wait(stage)
+            v.release(stage)
+            stage = k.next(stage)
     rows_q = q
     if D == 128:
         rows_q = q.load(gl.DotOperandLayout(0, LS, 2))
@@ -262,7 +287,7 @@ def attend_tile(
         pa = gl.convert_layout(p.to(q.dtype), LA)
         stage = after
     if more:
-        next_row, following = rows_of(tile_id_at(at + step, M), arguments, BN, W, M, EVEN)
+        next_row, following, _ = rows_of(tile_id_at(at + step, M), arguments, BN, W, M, EVEN, OWN_END)
         barrier()  # every warp has read the last of q
         ask(q, next_row, following, SIGN)
     o = forward.add_values(o, pa, v, stage, SAME_KV)
@@ -277,61 +302,65 @@ def attend_tile(
 
 @gluon.jit
 def attend_early(
-    q, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr
-):
+    q, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr,
+    OWN_END: gl.constexpr,
+):  # fmt: skip
     """What attend_role does with EARLY."""
     BN: gl.constexpr = kv.k.slots.shape[1]
     stage = consumer_stage()
     first, end, step = course(arguments.scheduler, M)
-    first_row, first_work_tile = rows_of(tile_id_at(first, M), arguments, BN, W, M, EVEN)
+    first_row, first_work_tile, _ = rows_of(tile_id_at(first, M), arguments, BN, W, M, EVEN, OWN_END)
     ask(q, first_row, first_work_tile, SIGN)
     arrived(SIGN)
     for at in range(first, end, step):
-        tile_row, work_tile = rows_of(tile_id_at(at, M), arguments, BN, W, M, EVEN)
-        stage = attend_tile(stage, q, tile_row, at, arguments, kv, work_tile, W, M, SAME_KV, SIGN, EVEN)
+        tile_row, work_tile, unseen = rows_of(tile_id_at(at, M), arguments, BN, W, M, EVEN, OWN_END)
+        stage = attend_tile(
+            stage, q, tile_row, at, arguments, kv, work_tile, unseen, W, M, SAME_KV, SIGN, EVEN, OWN_END
+        )
         arrived(SIGN)
 
 
 @gluon.jit
 def attend_role(
     q, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
-    EARLY: gl.constexpr, EVEN: gl.constexpr,
+    EARLY: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 W to 64 W + 63 of each tile of M."""
     BN: gl.constexpr = kv.k.slots.shape[1]
     if EARLY:
-        attend_early(q, arguments, kv, W, M, SAME_KV, SIGN, EVEN)
+        attend_early(q, arguments, kv, W, M, SAME_KV, SIGN, EVEN, OWN_END)
     else:
         stage = consumer_stage()
         for tile_id in range(gl.program_id(0), arguments.scheduler.num_tiles, gl.num_programs(0)):
-            tile_row, work_tile = rows_of(tile_id, arguments, BN, W, M, EVEN)
+            tile_row, work_tile, _ = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
             stage = forward.attend(stage, q, tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
 
 
-@gluon.jit
-def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, D: gl.constexpr, BN: gl.constexpr,
-                   STAGES: gl.constexpr, CONSUMERS: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr,
-                   SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
-                   PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr = False):  # fmt: skip
+@gluon.jit(do_not_specialize=["block_tiles"])
+def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, block_tiles, D: gl.constexpr,
+                   BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, KV_LOAD: gl.constexpr,
+                   SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+                   PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr,
+                   OWN_END: gl.constexpr):  # fmt: skip
     gl.static_assert(KV_LOAD == DENSE and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
     pages = Pages(tensors.table_ptr, sizes.page_size, sizes.total_k)
     k_rows, v_rows = kv_rows(tensors, sizes, strides)
     source = Keys(k_desc, v_desc, k_rows, v_rows, pages)
     q, kv, landed = forward.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD)
-    scheduler = tile_scheduler(sizes, opts, M)
+    scheduler = tile_scheduler(sizes, opts, block_tiles, M)
     arguments = Arguments(tensors, strides, opts, scheduler, pages)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (attend_role, (q.index(0), arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN)),
-            (attend_role, (q.index(1), arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN)),
+            (attend_role, (q.index(0), arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q.index(1), arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
             (load_role, (source, kv, landed, scheduler, M, SAME_KV, EVEN)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (attend_role, (q.index(0), arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN)),
-            (attend_role, (q.index(1), arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN)),
-            (attend_role, (q.index(2), arguments, kv, 2, M, SAME_KV, SIGN, EARLY, EVEN)),
+            (attend_role, (q.index(0), arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q.index(1), arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q.index(2), arguments, kv, 2, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
             (load_role, (source, kv, landed, scheduler, M, SAME_KV, EVEN)),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

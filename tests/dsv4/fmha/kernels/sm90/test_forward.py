@@ -114,14 +114,13 @@ ORDERS = ("eager", "latest", "random")
                         if (d, o) != (128, "latest"))],
 )  # fmt: skip
 def test_only_the_last_tile_of_keys_is_masked(head_dim, order):
-    """Without a mask, and with a diagonal through the corners of tiles. The keys shrink: the last tile comes first, and
-    others raise the maximum of some rows by more than 8 and of some by less: O is rescaled, or left as it is."""
+    """Without a mask, and with a diagonal that crosses one tile in 64 rows. The keys shrink: the last tile comes first,
+    and others raise the maximum of some rows by more than 8 and of some by less: O is rescaled, or left as it is."""
     one = dispatch.compile_target("sm_90a")._replace(num_sms=1)
-    for tokens, keys, causal in ((330, 500, False), (330, 458, True)):
+    for tokens, keys, causal in ((330, 500, False), (330, 458, True), (458, 330, True)):
         q, v = torch.randn(1, tokens, 2, head_dim).bfloat16(), torch.randn(1, keys, 1, head_dim).bfloat16()
         k = (torch.randn(1, keys, 1, head_dim) * torch.linspace(8, 0.5, keys)[:, None, None]).bfloat16()
-        early = head_dim > 64 or dispatch.triton_version() < (3, 9) and not causal
-        even = early and not (causal and head_dim == 256)
+        even = head_dim > 64 or dispatch.triton_version() < (3, 9) and not causal
         assert fmha.tiling(problem.dense(q, k, v, causal=causal), one).options["EVEN"] == even
         sink, out = torch.randn(2), torch.full_like(q, float("nan"))
         with softsm.use("sm_90a", sms=1), softsm.checking(races=True, order=order, seed=SEED) as report:
@@ -132,6 +131,27 @@ def test_only_the_last_tile_of_keys_is_masked(head_dim, order):
         s = torch.nn.functional.pad(s, (0, 512 - keys), value=-1e3).unflatten(3, (4, 128))
         grown = s.amax(4).flip(3).cummax(3).values.diff(dim=3)
         assert (grown > 8).any() and (grown < 8).any()
+
+
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_three_roles_of_head_dim_64(monkeypatch, order, causal):
+    """Whatever the Triton: causal roles begin at different tiles of keys, and some rows see none."""
+    monkeypatch.setattr(fmha, "THREE_ROLES_SPILL", (99,))
+    monkeypatch.setattr(fmha, "THREE_ROLES", 0.0)
+    calls.forget()
+    one = dispatch.compile_target("sm_90a")._replace(num_sms=1)
+    for tokens, keys, heads in ((450, 450, (2, 2)), (330, 266, (2, 1))):
+        q = torch.randn(1, tokens, heads[0], 64).bfloat16()
+        k, v = (torch.randn(1, keys, heads[1], 64).bfloat16() for _ in "kv")
+        options = fmha.tiling(problem.dense(q, k, v, causal=causal), one).options
+        assert (options["CONSUMERS"], options["EVEN"], options["OWN_END"]) == (3, True, causal)
+        out = torch.full_like(q, float("nan"))
+        with softsm.use("sm_90a", sms=1), softsm.checking(races=True, order=order, seed=SEED) as report:
+            _, lse = dsv4.fmha(q, k, v, causal=causal, out=out, return_lse=True, backend="softsm")
+        assert "nothing found" in str(report), str(report)
+        assert_agrees((out, lse), reference.fmha, q, k, v, causal=causal)
+    calls.forget()
 
 
 @pytest.mark.parametrize(

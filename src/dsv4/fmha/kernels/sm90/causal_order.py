@@ -1,0 +1,72 @@
+"""In which order the looping kernel's CTAs take row tiles: the number that makes their work even.
+
+A causal row tile is as long as the keys that it sees, from one tile of keys to all. `forward_persistent.locate` lists
+the row tiles by blocks of `together` (sequence, KV head), and CTA c takes every CTAs-th of the list from c on. How even
+that is depends on how the lengths of blocks and turns meet: with 21 heads of 3333 tokens and the block that has about
+one tile for every CTA, the longest share is 1.37 times the average, with another block 1.04 times. So the shares are
+added up for a few blocks, once for a shape. On shapes drawn at random the choice is within 3 % of a dynamic scheduler,
+which would need a counter in memory that something resets.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from dsv4.fmha.problem import FmhaProblem
+
+OVERHEAD = 0.8  # of a row tile, in tiles of keys
+EVEN_ENOUGH = 0.985  # average share over the longest
+MANY = 48  # row tiles of a CTA, of which any order is even
+CACHED = 24 << 20  # bytes of K and V that the heads of a block may have together: they share the L2 cache
+
+
+class Order(NamedTuple):
+    block_tiles: int  # row tiles of a block
+    longest: float  # share, in tiles of keys
+
+
+def order_of(p: FmhaProblem, rows: int, step: int, ctas: int) -> Order:
+    """The order for work tiles of ``rows`` rows and steps of ``step`` keys."""
+    pairs = p.batch * p.kv_heads
+    lengths = _lengths(p, rows, step)
+    if p.right < 0:  # all tiles are alike
+        return Order(lengths.numel(), -(-lengths.numel() * pairs // ctas) * float(lengths[0]))
+    first = min(max((ctas + lengths.numel() // 2) // lengths.numel(), 1), pairs)
+    if lengths.numel() * pairs > MANY * ctas:
+        return Order(first * lengths.numel(), float(lengths.sum()) * pairs / ctas)
+    bytes_of_pair = p.max_seqlen_k * p.head_dim * (2 if p.same_kv else 4)
+    most = min(max(CACHED // max(bytes_of_pair, 1), first), pairs)
+    tried = dict.fromkeys([first, *(-(-most // n) for n in range(1, 9)), *range(first + 1, min(most, first + 9))])
+    best = Order(first * lengths.numel(), float("inf"))
+    for together in tried:
+        share = _shares(lengths, pairs, together, ctas)
+        longest = float(share.max())
+        if longest < best.longest:
+            best = Order(together * lengths.numel(), longest)
+        if float(share.mean()) >= EVEN_ENOUGH * best.longest:
+            break
+    return best
+
+
+def _lengths(p: FmhaProblem, rows: int, step: int) -> torch.Tensor:
+    """Tiles of keys of the row tiles of a (sequence, KV head), with what a row tile costs besides."""
+    tokens, keys = p.max_seqlen_q, p.max_seqlen_k
+    row = torch.arange(0, tokens * p.group, rows)
+    first = (row // p.group + (keys - tokens - p.left)).clamp(min=0) if p.left >= 0 else 0
+    end = torch.full_like(row, keys)
+    if p.right >= 0:
+        last = ((row + (rows - 1)) // p.group).clamp(max=tokens - 1)
+        end = (last + (keys - tokens + p.right + 1)).clamp(max=keys)
+    return (end - first).clamp(min=1).add(step - 1).div(step, rounding_mode="floor").double() + OVERHEAD
+
+
+def _shares(lengths: torch.Tensor, pairs: int, together: int, ctas: int) -> torch.Tensor:
+    """The work of each CTA, by the list of `forward_persistent.locate`."""
+    row_tiles = lengths.numel()
+    tile_id = torch.arange(row_tiles * pairs)
+    block = tile_id // (row_tiles * together)
+    width = (pairs - block * together).clamp(max=together)
+    place = (tile_id - block * row_tiles * together) // width
+    from_last = ((pairs - 1) // together - block) % 2 == 0
+    work = lengths[torch.where(from_last, row_tiles - 1 - place, place)]
+    return torch.zeros(ctas, dtype=work.dtype).index_add_(0, tile_id % ctas, work)
