@@ -14,14 +14,7 @@ PROJECTS = {
     "ThunderKittens": ("https://github.com/HazyResearch/ThunderKittens", "0b55588d"),
     "triton": ("https://github.com/triton-lang/triton", "f4fca2c0b"),
 }
-PACKAGES = {
-    "liger-kernel": "0.8.5",
-    "fla-core": "0.6.0",
-    "unsloth": "2026.10.9",
-    "attn-gym": "0.0.17",
-    "einops": "0.8.2",
-    "tabulate": "0.10.0",
-}
+PACKAGES = {"liger-kernel": "0.8.5", "unsloth": "2026.10.9", "tabulate": "0.10.0"}
 CUTE = ("-I{cutlass}/include", "-I{cutlass}/tools/util/include", "-I{cutlass}/examples/common", "-DNDEBUG")
 MLA = ("-I{FlashMLA}/csrc", "-I{FlashMLA}/csrc/sm90", "-I{FlashMLA}/csrc/kerutils/include", *CUTE)
 GEMM = ("-I{DeepGEMM}/deep_gemm/include", *CUTE)
@@ -109,7 +102,7 @@ LECTURES = (
     lecture("07-extern-functions", "asin_kernel[grid](x, output_triton, n_elements, BLOCK_SIZE=1024)",
             "close(output_triton, output_torch)"),
     lecture("08-grouped-gemm",
-            f"close(group_gemm_fn([a := normal(200, 96, {HALF})] * 2, [b := normal(96, 128, {HALF})] * 2)[1], "
+            f"close(group_gemm_fn([a := normal(256, 128, {HALF})] * 2, [b := normal(128, 128, {HALF})] * 2)[1], "
             "a.float() @ b.float())",
             f"close(group_gemm_tma_fn([a := normal(256, 128, {HALF})] * 2, [b := normal(128, 128, {HALF})] * 2)[1], "
             "a.float() @ b.float().T)"),
@@ -172,9 +165,6 @@ PYTHON = (
     tests("test_compaction", "compaction", 'test_compaction(131, 128, 16, 0.6, "cuda")'),
     package("liger-kernel", "RMS norm, layer norm, SwiGLU, softmax, cross entropy, RoPE", "liger_rms_norm",
             "liger_layer_norm", "liger_swiglu", "liger_softmax", "liger_cross_entropy", "liger_rope"),
-    package("fla-core", "retention, gated linear attention", "fla_retention", "fla_gla"),
-    package("fla-core", "gated delta rule", "fla_gated_delta_rule"),
-    package("fla-core", "Kimi delta attention", "fla_kda"),
     package("unsloth", "SwiGLU", "unsloth_swiglu"),
 )  # fmt: skip
 
@@ -277,6 +267,14 @@ JUDGED: dict[tuple[str, str, str], str] = {
     "warp 0 from ending two phases while one of them has not looked",
     ("77_blackwell_fmha", "race", "mainloop_tma_warpspecialized.hpp"): TOO_EARLY,
     ("77_blackwell_fmha", "in-flight", "mainloop_tma_warpspecialized.hpp"): TOO_EARLY,
+    (
+        "scores of an indexer, e2m1",
+        "race",
+        "ld_st.cuh:148",
+    ): "true by PTX, like DeepGEMM#389: all lanes of a warp store "
+    "scales to shared memory and fence, and an elected one issues `tcgen05.cp`; `elect.sync` orders no memory",
+    ("tutorial 06-fused", "uninitialised", "06-fused-attention.py:309"): "true by PTX, of the compiler: the last step, "
+    "peeled off a loop that has no steps here, loads sums that no product wrote; what uses them is predicated off",
     ("tutorial 07-persistence", "in-flight", "07-persistence.py:6"): PEELED,
     ("tutorial 09-tma-gather", "in-flight", "09-tma-gather-scatter.py:47"): PEELED,
     (

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype).requires_grad_()
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").requires_grad_()
 
 
 def agree(found, right, inputs, bound: float = 1e-5) -> None:
@@ -90,45 +90,6 @@ def liger_rope() -> None:
 
     agree(turned[0], right, (q,))
     near(turned[1], right(k.detach().double()), 1e-5)
-
-
-# -- flash-linear-attention --------------------------------------------------------------------------------------------
-
-
-def fla_retention() -> None:
-    from fla.ops.retention import chunk_retention, fused_recurrent_retention
-
-    q, k, v = (draw(1, 96, 2, 32, dtype=torch.bfloat16) for _ in "qkv")
-    near(chunk_retention(q, k, v)[0], fused_recurrent_retention(q.float(), k.float(), v.float())[0], 2e-2)
-
-
-def fla_gla() -> None:
-    from fla.ops.gla import chunk_gla, fused_recurrent_gla
-
-    q, k, v = (draw(1, 96, 2, 32, dtype=torch.bfloat16) for _ in "qkv")
-    gate = F.logsigmoid(draw(1, 96, 2, 32)).detach()
-    near(chunk_gla(q, k, v, gate)[0], fused_recurrent_gla(q.float(), k.float(), v.float(), gate)[0], 2e-2)
-
-
-def fla_gated_delta_rule() -> None:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, naive_recurrent_gated_delta_rule
-
-    q, k = (F.normalize(draw(1, 96, 2, 32), dim=-1).bfloat16() for _ in "qk")
-    v, beta = draw(1, 96, 2, 32, dtype=torch.bfloat16), torch.rand(1, 96, 2)
-    gate = F.logsigmoid(draw(1, 96, 2)).detach()
-    found = chunk_gated_delta_rule(q, k, v, gate, beta)[0]
-    near(found, naive_recurrent_gated_delta_rule(q.float(), k.float(), v.float(), beta, gate)[0], 2e-2)
-
-
-def fla_kda() -> None:
-    from fla.ops.kda import chunk_kda
-    from fla.ops.kda.naive import naive_recurrent_kda
-
-    q, k = (F.normalize(draw(1, 96, 2, 32), dim=-1).bfloat16() for _ in "qk")
-    v, beta = draw(1, 96, 2, 32, dtype=torch.bfloat16), torch.rand(1, 96, 2)
-    gate = F.logsigmoid(draw(1, 96, 2, 32)).detach()
-    found = chunk_kda(q, k, v, gate, beta)[0]
-    near(found, naive_recurrent_kda(q.float(), k.float(), v.float(), gate, beta)[0], 2e-2)
 
 
 # -- unsloth -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from ruling import findings, holds
 
+import softsm
 from softsm.museum import text as t
 
 SHARED = """.shared .align 1024 .b8 a[4096]; .shared .align 1024 .b8 b[256]; .shared .align 8 .b64 bar;
@@ -67,6 +68,27 @@ def test_commit_covers_the_products_of_its_own_thread_only():
 
     holds(make, args=OUT, also=("in-flight",))
     holds(make, args=OUT, strict=False, also=("in-flight",))
+
+
+def test_commits_of_one_thread_arrive_in_order_at_the_default_level():
+    """DeepGEMM's indexer asks by parity for a phase of one stage behind its wait for another: with the arrivals in
+    another order, that answers for the phase before."""
+    ask = "mbarrier.test_wait.parity.shared::cta.b64 %p5, [bar], 0;\nselp.u32 %r20, 1, 0, %p5;\n"
+    both = t.only("thread 0", MMA + t.commit("bar") + t.commit("bar2"))
+    last = t.only("thread 32", t.wait("bar2", 0) + ask + t.out("%r20", index="0"))
+    text = whole(both + last + t.wait("bar", 0) + t.AFTER)
+
+    def answers(strict):
+        found = set()
+        for seed in range(8):
+            out = np.zeros(128, np.uint32)
+            with softsm.checking(order="random", seed=seed, strict=strict):
+                softsm.load(text).launch(1, 128, [out])
+            found.add(int(out[0]))
+        return found
+
+    assert answers(strict=False) == {1}
+    assert answers(strict=True) == {0, 1}
 
 
 def test_commit_of_another_warp_covers_nothing():

@@ -116,3 +116,4 @@ class InFlight:
     tensor_stores: list[AsyncOp] = field(default_factory=list)
     tensor_ops: list[tuple[AsyncOp, int, object]] = field(default_factory=list)  # with lane and footprint
     products: int = 0  # of them
+    commits: dict[int, AsyncOp] = field(default_factory=dict)  # the last tcgen05.commit of each lane

@@ -15,7 +15,7 @@ from softsm import formats
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp
 from softsm.isa.mbarriers import Issuer, barrier_at, lanes, located, shared_address, shared_operand
-from softsm.isa.tensor_memory import exactly, finish, form, group_ctas, take, take_group
+from softsm.isa.tensor_memory import exactly, finish, form, group_ctas, strict, take, take_group
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
 
@@ -190,7 +190,9 @@ def commit_address(w, place: tuple[int, bool], lane: int) -> int:
 
 
 def do_commit(w, mask, o):
-    """One arrival on the mbarrier when all earlier products, copies and shifts of this thread are complete."""
+    """One arrival on the mbarrier when all earlier products, copies and shifts of this thread are complete.
+
+    PTX does not order the arrivals of two commits; DeepGEMM counts on the order in which they were issued."""
     group_ctas(w, o.group)
     for thread in lanes(mask):
         address = commit_address(w, o.address, thread)
@@ -210,5 +212,10 @@ def do_commit(w, mask, o):
 
         pending = w.in_flight.tensor_ops
         after = tuple([op for op, lane, _ in pending if lane == thread and not op.done])
+        last = w.in_flight.commits.get(thread)
+        if last is not None and not last.done and not strict(w):
+            after = (*after, last)
         op = AsyncOp("tcgen05.commit", w, thread, w.line(), effects, after, signals=tuple(barriers))
         w.machine.issue(op)
+        if not op.done:
+            w.in_flight.commits[thread] = op
