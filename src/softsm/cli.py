@@ -14,7 +14,17 @@ import typer
 
 from softsm import accepted, resident
 from softsm.accepted import ORDERS
-from softsm.commands.program import PROGRAMS, PtxOptions, accept, program_errors, program_of, target_of, usage, writable
+from softsm.commands.program import (
+    PROGRAMS,
+    PtxOptions,
+    accept,
+    exists,
+    program_errors,
+    program_of,
+    target_of,
+    usage,
+    writable,
+)
 
 app = typer.Typer(
     help="A streaming multiprocessor in software: runs PTX, and Triton or Gluon programs, on a CPU.",
@@ -258,8 +268,8 @@ def time(
     from softsm.commands import time as command
 
     for given in (file, compare):
-        if given is not None and not given.is_file():
-            usage(f"there is no file {given}")
+        if given is not None:
+            exists(given)
     try:
         target, device = command.target(arch or target_of(file), gpu)
         if clock is not None:

@@ -87,7 +87,7 @@ def test_out_of_bounds_is_reported_with_its_place(ptx):
 
 @pytest.mark.parametrize("words, message", [
     (["nowhere.ptx"], "there is no file nowhere.ptx"),
-    (["PTX", "f32[80]"], "scale takes 3"),
+    (["PTX", "f32[80]"], "scale accepts 3"),
     (["--block", "32", "PTX", "f32[80]", "f32=1", "u32=1"], "the kernel requires (64, 1, 1)"),
         (["--grid", "a", "PTX", "f32[80]", "f32=1", "u32=1"], "grid: got 'a'"),
     (["PTX", "f33[80]", "f32=1", "u32=1"], "argument 0 (x): got 'f33[80]'"),
@@ -307,6 +307,13 @@ def test_options_behind_the_file_are_taken(ptx, tmp_path):
     assert done.exit_code == 0 and "│ 89" in done.output, done.output
     done = softsm_command("run", ptx, "f32[100]", "f32=0.5", "u32=90", "--gird", "2")
     assert done.exit_code == 2 and "--gird: there is no such option; did you mean --grid?" in done.output
+
+
+def test_an_unknown_option_ahead_of_the_file_is_named(ptx):
+    done = softsm_command("check", "--archh", "sm_90a", ptx)
+    assert (done.exit_code, done.output) == (2, "--archh: there is no such option; did you mean --arch?\n")
+    done = softsm_command("time", "--nothing", ptx)
+    assert (done.exit_code, done.output) == (2, "--nothing: there is no such option\n")
 
 
 def test_behind_two_dashes_everything_is_the_programs(tmp_path, racy):

@@ -43,7 +43,7 @@ def argument_type(x: Any) -> str:
     x = compiled_for(x)
     if isinstance(x, (bool, int)):
         if not -(1 << 31) <= x < 1 << 31:
-            raise ValueError(f"an integer argument is {x}; compiled kernels take 32 bits")
+            raise ValueError(f"an integer argument is {x}; compiled kernels accept integers of 32 bits")
         return "i32"
     if isinstance(x, float):
         return "f32"

@@ -85,8 +85,7 @@ def accept(
     """Refuse what cannot be meant, in one line."""
     from softsm.doors.triton.in_use import ARCHITECTURES
 
-    if not file.is_file():
-        usage(f"there is no file {file}")
+    exists(file)
     try:
         accepted.one_of("order", order, orders)
         accepted.whole("sms", sms, 1, accepted.MOST_SMS)
@@ -96,6 +95,16 @@ def accept(
     except ValueError as problem:
         usage(str(problem))
     _no_typos(file, arguments or [])
+
+
+def exists(file: Path) -> None:
+    if file.is_file():
+        return
+    name = str(file).partition("=")[0]
+    if name.startswith("-"):  # unknown, and ahead of the file
+        near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
+        usage(f"{name}: there is no such option{f'; did you mean {near[0]}?' if near else ''}")
+    usage(f"there is no file {file}")
 
 
 def _no_typos(file: Path, arguments: list[str]) -> None:

@@ -56,7 +56,7 @@ class PtxFile:
         made: list[Value] = []
         if len(self.arguments) != len(names):
             listed = ", ".join(f"{p.name} .{p.type}" for p in kernel.kernel.function.params)
-            raise ValueError(f"args: got {len(self.arguments)}, {kernel.name} takes {len(names)} ({listed})")
+            raise ValueError(f"args: got {len(self.arguments)}, {kernel.name} accepts {len(names)} ({listed})")
         for i, (text, name) in enumerate(zip(self.arguments, names)):
             try:
                 made.append(parse_argument(text, seed + i, made))

@@ -24,7 +24,8 @@ import numpy as np
 from llvmlite import ir
 
 OTHERS = {"numba", "llvmlite", "numpy", *sys.stdlib_module_names}  # packages whose versions stand for their code
-VALUES = (bool, int, float, str, bytes, np.generic, ir.Type, type(None), type(Ellipsis))
+# slice: a constant of Python 3.14's code
+VALUES = (bool, int, float, str, bytes, slice, np.generic, ir.Type, type(None), type(Ellipsis))
 
 
 def cache_folder() -> pathlib.Path:

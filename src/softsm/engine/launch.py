@@ -232,7 +232,7 @@ class Kernel:
             accepted.refuse("args", args, "is a list of the kernel's arguments")
         if len(args) != len(params):
             names = ", ".join(p.name for p in params)
-            raise ValueError(f"args: got {len(args)}, {self.name} takes {len(params)} ({names})")
+            raise ValueError(f"args: got {len(args)}, {self.name} accepts {len(params)} ({names})")
         raw = np.zeros(self.program.param_bytes + 192, np.uint8)
         start = -raw.ctypes.data % 128
         buffer = raw[start : start + max(self.program.param_bytes, 1)]

@@ -183,9 +183,9 @@ def _check_interleave(m: TensorMap) -> None:
     if m.rank < 3:
         raise ValueError(f"rank: got {m.rank}; interleaved tensors have 3 to 5 dimensions")
     if m.data_type in _PADDED:
-        raise ValueError(f"interleave: {m.data_type.name} takes CU_TENSOR_MAP_INTERLEAVE_NONE")
+        raise ValueError(f"interleave: {m.data_type.name} accepts CU_TENSOR_MAP_INTERLEAVE_NONE")
     if m.im2col is not None and m.im2col.wide:
-        raise ValueError("interleave: im2col::w takes CU_TENSOR_MAP_INTERLEAVE_NONE")
+        raise ValueError("interleave: im2col::w accepts CU_TENSOR_MAP_INTERLEAVE_NONE")
     if m.interleave == 2 and m.swizzle is not Swizzle.B32:  # a driver of CUDA 13.0 and an H200 take the others too
         warnings.warn(
             f"swizzle: {m.swizzle.name} with an interleave of 32 bytes; CUDA documents B32 alone", TensorMapWarning, 4

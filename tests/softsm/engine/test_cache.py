@@ -116,6 +116,11 @@ def test_every_process_finds_the_same_key():
     assert len(runs[0].split()) == 2 and runs[0] == runs[1]
 
 
+def test_slices_are_values():
+    """Constants of code from Python 3.14 on."""
+    assert cache.key(slice(1, None)) == cache.key(slice(1, None)) != cache.key(slice(2, None))
+
+
 def test_the_cache_folder_is_the_users_own(monkeypatch, tmp_path):
     monkeypatch.delenv("SOFTSM_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

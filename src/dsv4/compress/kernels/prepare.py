@@ -19,11 +19,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def supports(p: CompressProblem) -> str | None:
     """None, or why these kernels cannot run the problem."""
     if p.kv.dtype not in DTYPES or p.dtype not in DTYPES:
-        return f"kv {p.kv.dtype} and rows {p.dtype}; the GPU kernels take bfloat16, float16 and float32"
+        return f"kv {p.kv.dtype} and rows {p.dtype}; the GPU kernels accept bfloat16, float16 and float32"
     if p.d > 1024:
-        return f"rows of {p.d} values; the GPU kernels take up to 1024"
+        return f"rows of {p.d} values; the GPU kernels accept up to 1024"
     if p.cos_sin is not None and p.d % 2:
-        return f"rows of {p.d} values with RoPE; the GPU kernels take an even number"
+        return f"rows of {p.d} values with RoPE; the GPU kernels accept an even number"
     return None
 
 

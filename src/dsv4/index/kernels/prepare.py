@@ -53,20 +53,20 @@ def supports(p: IndexProblem) -> str | None:
     """None, or why these kernels cannot run the problem."""
     if p.format is not None:
         if p.k.stride(0) % 16 and p.k.shape[0] > 1 or p.k.data_ptr() % 16:
-            return f"FP8 pages {p.k.stride(0)} bytes apart; the GPU kernels take pages at multiples of 16 bytes"
+            return f"FP8 pages {p.k.stride(0)} bytes apart; the GPU kernels accept pages at multiples of 16 bytes"
         if p.fp4 and p.k.shape[1] % BLOCK:
-            return f"FP4 pages of {p.k.shape[1]} rows; the GPU kernels take multiples of {BLOCK}"
+            return f"FP4 pages of {p.k.shape[1]} rows; the GPU kernels accept multiples of {BLOCK}"
     elif p.q.dtype not in (torch.bfloat16, torch.float16) or p.k.dtype != p.q.dtype:
-        return f"q {p.q.dtype} and k {p.k.dtype}; the GPU kernels take torch.bfloat16 or torch.float16, both alike"
+        return f"q {p.q.dtype} and k {p.k.dtype}; the GPU kernels accept torch.bfloat16 or torch.float16, both alike"
     if p.head_dim > 256 or p.head_dim % 8:
-        return f"head dim {p.head_dim}; the GPU kernels take multiples of 8 up to 256"
+        return f"head dim {p.head_dim}; the GPU kernels accept multiples of 8 up to 256"
     if not 0 < p.q_heads <= 128:
-        return f"{p.q_heads} heads; the GPU kernels take up to 128"
+        return f"{p.q_heads} heads; the GPU kernels accept up to 128"
     for name, size in (("topk", p.topk), ("topk_blocks", p.topk_blocks)):
         if size > MAX_TOPK:
-            return f"{name} {size}; the GPU kernels take up to {MAX_TOPK}"
+            return f"{name} {size}; the GPU kernels accept up to {MAX_TOPK}"
     if p.among is not None and p.among.shape[1] > MAX_TOPK:
-        return f"{p.among.shape[1]} blocks; the GPU kernels take up to {MAX_TOPK}"
+        return f"{p.among.shape[1]} blocks; the GPU kernels accept up to {MAX_TOPK}"
     if max(p.max_seqlen_k, p.k.numel() // p.k.shape[-1]) > 2**31 - 1 - INDEX_PIECE:
         return f"{p.max_seqlen_k} rows; row numbers have 32 bits"
     return None

@@ -36,18 +36,20 @@ def supports_moe(p: MoeProblem, layout: str, recipes: Collection[tuple[str, str]
     """None, or why the kernels that read this layout cannot run the problem. recipes: of weights and activations."""
     forms = sorted({form for form, _ in recipes})
     if p.format not in forms:
-        return f"weights in {p.format}; these kernels take {' and '.join(forms)}"
+        return f"weights in {p.format}; these kernels accept {' and '.join(forms)}"
     accepted = [repr(activations) for form, activations in recipes if form == p.format]
     if repr(p.activations) not in accepted:
-        return f"activations {p.activations!r} with weights in {p.format}; these kernels take {' and '.join(accepted)}"
+        return (
+            f"activations {p.activations!r} with weights in {p.format}; these kernels accept {' and '.join(accepted)}"
+        )
     if p.x.dtype != torch.bfloat16:
-        return f"x {p.x.dtype}; the GPU kernels take torch.bfloat16"
+        return f"x {p.x.dtype}; the GPU kernels accept torch.bfloat16"
     if p.layout != layout:
-        return f"weights in the layout {p.layout!r}; these kernels take {layout!r} (Fp4Experts.pack)"
+        return f"weights in the layout {p.layout!r}; these kernels accept {layout!r} (Fp4Experts.pack)"
     if p.tokens * p.topk >= 1 << 24:
-        return f"{p.tokens * p.topk} slots; the GPU kernels take fewer than 2**24"
+        return f"{p.tokens * p.topk} slots; the GPU kernels accept fewer than 2**24"
     if p.experts > 1024:
-        return f"{p.experts} experts; the GPU kernels take up to 1024"
+        return f"{p.experts} experts; the GPU kernels accept up to 1024"
     return None
 
 
@@ -138,10 +140,10 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
 def supports_route(p: RouteProblem) -> str | None:
     if p.x.dtype not in LOW_PRECISION or p.gate.dtype != p.x.dtype:
         return (
-            f"x {p.x.dtype} and gate {p.gate.dtype}; the GPU kernels take torch.bfloat16 or torch.float16, both alike"
+            f"x {p.x.dtype} and gate {p.gate.dtype}; the GPU kernels accept torch.bfloat16 or torch.float16, both alike"
         )
     if p.gate.shape[0] > 1024:
-        return f"{p.gate.shape[0]} experts; the GPU kernels take up to 1024"
+        return f"{p.gate.shape[0]} experts; the GPU kernels accept up to 1024"
     return None
 
 

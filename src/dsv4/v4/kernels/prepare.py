@@ -43,12 +43,12 @@ PAIR_LINE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ra
 def supports(p: V4Problem) -> str | None:
     """None, or why these kernels cannot run the problem."""
     if p.head_dim != 512:
-        return f"head dim {p.head_dim}; the GPU kernels take 512"
+        return f"head dim {p.head_dim}; the GPU kernels accept 512"
     if p.q.dtype not in checks.LOW_PRECISION:
-        return f"dtype {p.q.dtype}; the GPU kernels take torch.bfloat16 and torch.float16"
+        return f"dtype {p.q.dtype}; the GPU kernels accept torch.bfloat16 and torch.float16"
     if p.q.dtype != torch.bfloat16 and is_packed(p):
         kind = next(type(pool).__name__ for pool in (p.window, p.compressed) if isinstance(pool, PackedRows))
-        return f"q of dtype {p.q.dtype} with an {kind}; the GPU kernels take its rows with q of torch.bfloat16"
+        return f"q of dtype {p.q.dtype} with an {kind}; the GPU kernels accept its rows with q of torch.bfloat16"
     return None
 
 

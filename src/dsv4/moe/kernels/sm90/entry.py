@@ -38,7 +38,7 @@ def supports(p: MoeProblem | RouteProblem) -> str | None:
     if p.fused:
         checks.fail("fused", True, "False on sm_90a, where no kernel does the whole layer")
     if p.spread > formats.MAX_SPREAD:
-        return f"exponents that spread by {p.spread} in a row of weights; the kernels take {formats.MAX_SPREAD}"
+        return f"exponents that spread by {p.spread} in a row of weights; the kernels accept {formats.MAX_SPREAD}"
     return supports_moe(p, "sm90", RECIPES)
 
 

@@ -125,7 +125,7 @@ def test_a_pool_without_rows(empty):
 
 def test_what_it_does_not_take_is_refused_by_name():
     q = torch.randn(1, 2, 128).bfloat16()
-    with softsm.use("sm_100a"), pytest.raises(ValueError, match="head dim 128; the GPU kernels take 512"):
+    with softsm.use("sm_100a"), pytest.raises(ValueError, match="head dim 128; the GPU kernels accept 512"):
         dsv4.v4_attention(q, q[:, 0], torch.zeros(1, 1, dtype=torch.int32), backend="softsm")
 
 

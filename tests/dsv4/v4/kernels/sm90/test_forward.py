@@ -243,7 +243,7 @@ def test_fp8_values_come_out_exactly_beside_plain_rows():
 def test_what_it_does_not_take_is_refused_by_name():
     q = torch.randn(1, 2, 128).bfloat16()
     listed = torch.zeros(1, 1, dtype=torch.int32)
-    with softsm.use("sm_90a"), pytest.raises(ValueError, match="head dim 128; the GPU kernels take 512"):
+    with softsm.use("sm_90a"), pytest.raises(ValueError, match="head dim 128; the GPU kernels accept 512"):
         dsv4.v4_attention(q, q[:, 0], listed, backend="softsm")
 
 
