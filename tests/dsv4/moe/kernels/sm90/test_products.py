@@ -3,7 +3,9 @@
 from dataclasses import replace
 from functools import partial
 
+import launches
 import moe_cases
+import planted
 import pytest
 import torch
 
@@ -49,6 +51,37 @@ def test_wider_tiles(tiling, monkeypatch):
     moe_cases.assert_right(out, None, experts, given, shared=shared)
     assert torch.equal(out, kernel(experts, given, shared=shared))
     calls.forget()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sms", [1, 3])
+def test_fewer_ctas_resident_than_launched(sms, monkeypatch):
+    """Product 2 waits for hidden values that have lower tickets, so never for a CTA that has no place yet."""
+    launches.num_sms(monkeypatch, 7)
+    experts, given = moe_cases.layer(h=512, i=256).experts, moe_cases.tokens(9, h=512, k=2)
+    moe_cases.assert_right(kernel(experts, given, sms=sms), None, experts, given)
+
+
+BUGS = {
+    "no fence": ("        fence_async()\n", "", "fence.proxy.async"),
+    "hidden values not waited for": ("2 * blocks * ((ends", "0 * blocks * ((ends", ""),
+    "rows of the next experts not waited for": ("gl.where(there & read, 2", "gl.where(there & (lane == 0), 2", ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line, instead, fix", BUGS.values(), ids=BUGS.keys())
+def test_races_are_named(line, instead, fix, monkeypatch, tmp_path):
+    from dsv4.moe.kernels.sm90 import products
+
+    planted.plant(monkeypatch, tmp_path, products, "moe_products_sm90", (line, instead))
+    monkeypatch.setattr(entry, "moe_products_sm90", products.moe_products_sm90)
+    calls.forget()
+    experts, given = moe_cases.layer(h=512, i=256).experts, moe_cases.tokens(9, h=512, k=2)
+    with softsm.use("sm_90a", sms=3), softsm.checking(order="random") as report:
+        dsv4.moe(**given, experts=experts, backend="softsm")
+    calls.forget()
+    assert any(x.code == "race" and fix in x.fix for x in report), str(report)
 
 
 def test_no_number_makes_a_variant():
