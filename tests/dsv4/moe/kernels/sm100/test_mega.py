@@ -1,5 +1,6 @@
 """The kernel that does a whole layer, on a CPU, through softsm: bit for bit what the several kernels do."""
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -98,7 +99,8 @@ def plant(monkeypatch, tmp_path, *bugs: tuple[str, str]) -> None:
 WAIT, FENCE = "    wait_for(counters.ptr + {}, {})\n", "    fence_async()\n"
 LANDED = WAIT.format("LANDED", "landed")
 HIDDEN = "            wait_for(counters.hidden_ptr + atom, up.blocks)\n"
-ROWS = "atom * N, atom * N + rows, atom, pool, hidden"
+WRITES = "            write_hidden(gate, linear, block, atom * N, atom * N + rows, atom, pool, hidden, RECIPE)\n"
+COUNTS = "            signal(counters.hidden_ptr + atom)\n"
 BUGS = {
     "no fence for rows of x": (LANDED + FENCE, LANDED, "fence.proxy.async"),
     "no fence for hidden values": (HIDDEN + 2 * "    " + FENCE, HIDDEN, "fence.proxy.async"),
@@ -106,7 +108,7 @@ BUGS = {
     "hidden values not waited for": (HIDDEN, "", ""),
     "counts not waited for": (WAIT.format("COUNTED", "RANKS * pieces"), "", ""),
     "outputs not waited for": ("    wait_for(counters.ptr + WRITTEN, tiles * down.blocks)\n", "    pass\n", ""),
-    "a row too many": (ROWS, ROWS.replace("+ rows", "+ N + 1"), ""),
+    "hidden values counted too early": (WRITES + COUNTS, COUNTS + WRITES, ""),
 }
 
 
@@ -116,7 +118,8 @@ def test_races_are_named(line, instead, fix, monkeypatch, tmp_path):
     plant(monkeypatch, tmp_path, (line, instead))
     experts, given = case()
     with softsm.use("sm_100a", sms=3), softsm.checking(order="random") as report:
-        dsv4.moe(**given, experts=experts, backend="softsm", fused=True)
+        with suppress(Deadlock):  # where counts change between two reads
+            dsv4.moe(**given, experts=experts, backend="softsm", fused=True)
     found = [x for x in report if x.code == "race"]
     assert found and any(fix in x.fix for x in found), str(report)
     assert any("planted.py" in x.source or "tiles.py" in x.source for x in found[0].parties), str(report)
@@ -126,7 +129,7 @@ def test_races_are_named(line, instead, fix, monkeypatch, tmp_path):
 def test_without_tickets_all_ctas_have_to_be_resident(monkeypatch, tmp_path):
     launches.num_sms(monkeypatch, 7)
     ticket = "    item = take(counters.ptr + ROW_TICKET)\n"
-    first, next_one = (ticket + "    while", "    " + ticket + "    return")
+    first, next_one = (ticket + "    items", "    " + ticket + "    return")
     plant(
         monkeypatch, tmp_path, (first, first.replace("take(counters.ptr + ROW_TICKET)", "gl.program_id(0)")),
         (next_one, next_one.replace("take(counters.ptr + ROW_TICKET)", "item + gl.num_programs(0)")),
