@@ -237,7 +237,8 @@ def _score(
         factor=float(p.scale) * (2.0**-HIGHEST.value if p.fp4 else 1.0),
     )
     if "scales_desc" in kernel.arg_names:
-        arguments["keys_desc"], arguments["scales_desc"] = _fp4_boxes(k)
+        sizes = (64, 64) if p.among is None else (BLOCK, 32)
+        arguments["keys_desc"], arguments["scales_desc"] = _fp4_boxes(k, *sizes)
     elif "keys_desc" in kernel.arg_names:
         arguments["keys_desc"] = _boxes(k, p.fp8)
     fp4 = SAME if not p.fp4 else FP4_KEYS if p.q_scales is None else FP4_BOTH
@@ -263,15 +264,15 @@ def _boxes(k: Slot, fp8: bool) -> TensorDescriptor:
     return TensorDescriptor(k, [pages, rows, 128], strides, [1, 64, 128], layout)
 
 
-def _fp4_boxes(k: Slot) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The same of FP4 pages, as words: boxes of 64 keys, and of their scales."""
+def _fp4_boxes(k: Slot, keys: int, scales_of: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """The same of FP4 pages, as words: boxes of so many keys, and of the scales of so many."""
     pages, rows, _ = k.shape
     apart = (k.stride(0) if pages > 1 else INDEX_68.default_stride(rows)) // 4
     words = replace(k.view((pages, rows, 16), (apart, 16, 1)), dtype=torch.int32)
     scales = replace(k.view((pages, rows), (apart, 1), rows * INDEX_68.data_bytes), dtype=torch.int32)
     return (
-        TensorDescriptor(words, [pages, rows, 16], [apart, 16, 1], [1, 64, 16], gl.NVMMASharedLayout(64, 32, rank=3)),
-        TensorDescriptor(scales, [pages, rows], [apart, 1], [1, 64], gl.NVMMASharedLayout(0, 32, rank=2)),
+        TensorDescriptor(words, [pages, rows, 16], [apart, 16, 1], [1, keys, 16], gl.NVMMASharedLayout(64, 32, rank=3)),
+        TensorDescriptor(scales, [pages, rows], [apart, 1], [1, scales_of], gl.NVMMASharedLayout(0, 32, rank=2)),
     )
 
 

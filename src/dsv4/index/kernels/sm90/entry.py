@@ -18,7 +18,9 @@ SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes besid
 
 def prepare(p: IndexProblem, target: Target, program: Program) -> None:
     if p.fp4:
-        if p.among is None and comes_in_boxes(p):
+        if p.among is not None and p.q_heads <= 32:
+            prepare_topk(p, target, program, index_scores_fp4_boxes_sm90, fp4_blocks_tiling)
+        elif p.among is None and comes_in_boxes(p):
             prepare_topk(p, target, program, index_scores_fp4_boxes_sm90, fp4_boxes_tiling)
         else:
             prepare_topk(p, target, program, index_scores_fp4_sm90, fp4_tiling)
@@ -51,6 +53,11 @@ def fp4_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
     together, residents, options = fp4_tiling(each, heads, dims)
     pieces = 2 if together * heads == 64 else 1  # more sums do not fit
     return together, residents, options | dict(PIECES=pieces, maxnreg=64 if residents == 4 else 128)
+
+
+def fp4_blocks_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
+    """One query, and blocks of its own."""
+    return 1, 4, dict(STAGES=4, num_warps=4, PIECES=2, maxnreg=64)
 
 
 def plain_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:

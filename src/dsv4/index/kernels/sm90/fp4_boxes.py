@@ -1,4 +1,5 @@
-"""fp4.py where TMA copies the keys, BOX rows at a time: pages of whole boxes, of all rows that a query sees.
+"""fp4.py where TMA copies the keys: BOX rows at a time, of all rows that a query sees, in pages of whole boxes; or
+BLOCK rows at a time, of the blocks that one query looks into (AMONG).
 
 Instructions bind these scores, so the warps that compute do nothing else; a warp of its own looks page numbers up and
 asks for boxes, as far ahead as the ring is::
@@ -11,6 +12,10 @@ q               128 QUERIES HEADS       e4m3 [2 PARTS][QUERIES HEADS / PARTS, 64
 keys            STAGES x 8192           FP4 [2][BOX, 16 words], with the 64-byte swizzle
 scales          STAGES x 512            four ue8m0 for each of 2 BOX rows
 there           STAGES x 8              int32 [2]: rows of a box that count; 0 where there is no page
+AMONG:
+scales          STAGES x 2048           those of 32 rows from the first of a block on, of which BLOCK count: copies go
+                                        to multiples of 128 bytes
+there           STAGES x 128            int32 [32]: rows of a block that count, twice
 
 barrier         arrives     count   waits       means
 ready[s]        TMA         1       compute     tile in slot s: load expects the bytes of its four copies
@@ -20,7 +25,7 @@ TMA makes zeros of a page that is not there. Its rows, and those that the one qu
 when they are read, and are chosen last.
 """
 
-from dsv4.index.kernels.scores import owner, visible_rows
+from dsv4.index.kernels.scores import BLOCK, FOREVER, owner, visible_rows
 from dsv4.index.kernels.sm90.fp4 import (
     DIMS,
     E4M3,
@@ -51,6 +56,7 @@ from dsv4.kernels.dependent import launch_dependents
 from dsv4.kernels.ring import Barriers, consumer_stage, init_barriers, new_barriers, next_stage, producer_stage
 
 HALVES = gl.constexpr(2)  # boxes of a tile
+LOAD_REGS = gl.constexpr(40)  # where blocks are listed
 
 
 @aggregate
@@ -123,6 +129,102 @@ def load_role(keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER: gl.con
 
 
 @gluon.jit
+def listed_blocks(tile, share, query, owners):
+    """Blocks of a tile, twice: lanes 0-15 and 16-31. Below 0 past the last one."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    place = tile * (ROWS // BLOCK) + lane % (ROWS // BLOCK)
+    line = owners.among_ptr + query.to(gl.int64) * owners.among_line
+    return gl.load(line + place, mask=place * BLOCK < share.columns, other=-1)
+
+
+@gluon.jit
+def block_places(block, share, keys):
+    """-> (page numbers in lanes 0-15 and places there in lanes 16-31; rows of each block that count)"""
+    lane = gl.arange(0, 32, layout=block.type.layout)
+    row = gl.minimum(block, FOREVER // BLOCK - 1) * BLOCK  # a number past all rows must not overflow
+    at = places_of(gl.maximum(row, 0), (block >= 0) & (row < share.most), share.line_ptr, keys)
+    rows = gl.where(at.page < 0, 0, gl.minimum(share.most - row, BLOCK))
+    return gl.where(lane < ROWS // BLOCK, at.page, at.place), rows
+
+
+@gluon.jit
+def load_blocks_role(keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER: gl.constexpr):
+    """One query: blocks of tile i + 2 and pages of tile i + 1 are on their way while tile i is asked for."""
+    STAGES: gl.constexpr = boxes.there.shape[0]
+    COUNT: gl.constexpr = ROWS // BLOCK
+    query = begin + gl.arange(0, 1, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    visible = (visible_rows(query, to.owners, query < end),)
+    sequence, _ = owner(begin, to.owners, OWNER)
+    if (begin < end) & (sequence < to.owners.requests):
+        share = share_of(sequence, visible, to.of(begin, end))
+        stage = producer_stage()
+        places, rows = block_places(listed_blocks(share.start, share, begin, to.owners), share, keys)
+        block = listed_blocks(share.start + 1, share, begin, to.owners)
+        lane = gl.arange(0, 32, layout=block.type.layout)
+        for tile in range(share.start, share.stop):
+            next_places, next_rows = block_places(block, share, keys)
+            block = listed_blocks(tile + 2, share, begin, to.owners)
+            boxes.free.wait(stage.index, stage.phase)
+            boxes.there.index(stage.index).store(rows)
+            ready = boxes.ready.at(stage.index)
+            mbarrier.expect(ready, ROWS * (DIMS // 2) + COUNT * 128)
+            for i in gl.static_range(COUNT):
+                page = gl.sum(gl.where(lane == i, places, 0), 0)
+                place = gl.sum(gl.where(lane == COUNT + i, places, 0), 0)
+                slot = COUNT * stage.index + i
+                tma_load(keys_desc, [page, place, 0], ready, boxes.keys.index(slot))
+                tma_load(scales_desc, [page, place], ready, boxes.scales.index(slot))
+            places, rows = next_places, next_rows
+            stage = next_stage(stage, STAGES)
+
+
+@gluon.constexpr_function
+def block_rows(warps):
+    """[8, BLOCK], in the order of the 64 rows of words_layout."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1, 0]], lane_bases=[[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], warp_bases=[[2, 0], [4, 0]],
+        block_bases=[], shape=[8, 8],
+    )  # fmt: skip
+
+
+@gluon.jit
+def score_blocks_role(q, boxes, queries, begin, end, to, OWNER: gl.constexpr, FP4: gl.constexpr, PIECES: gl.constexpr):
+    N: gl.constexpr = ROWS // PIECES
+    gl.static_assert(PIECES == 2)  # the loading warp leaves no registers for a whole tile
+    CODES: gl.constexpr = gl.SliceLayout(3, codes_layout(N, gl.num_warps()))
+    WORDS: gl.constexpr = words_layout(N, gl.num_warps())
+    LINE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
+    STAGES: gl.constexpr = boxes.there.shape[0]
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    L: gl.constexpr = block_rows(gl.num_warps())
+    tiles = reinterpret_as(boxes.keys, gl.int32, [PIECES * STAGES, N, DIMS // 8], box_layout(2))
+    lines = reinterpret_as(boxes.scales, gl.int32, [PIECES * STAGES, N // BLOCK, 32], PLAIN)
+    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L))[None, :]
+    w, visible = prepare_queries(q, begin, end, queries, to.owners, to.QUERIES, to.HEADS, FP4, to.BF16)
+    fence_async_shared()  # Q by ordinary stores -> tensor-core reads
+    barrier()
+    sequence, _ = owner(begin, to.owners, OWNER)
+    if (begin < end) & (sequence < to.owners.requests):
+        part = to.of(begin, end)
+        share = share_of(sequence, visible, part)
+        stage = consumer_stage()
+        for tile in range(share.start, share.stop):
+            boxes.ready.wait(stage.index, stage.phase)
+            for i in gl.static_range(PIECES):
+                at = PIECES * stage.index + i
+                words = gl.convert_layout(gl.reshape(tiles.index(at).load(WORDS), [N, 4, 4]), CODES)
+                word = lines.index(at).slice(0, BLOCK, dim=1).load(L)
+                there = boxes.there.index(stage.index).slice(i * (N // BLOCK), N // BLOCK).load(gl.SliceLayout(1, L))
+                if i == PIECES - 1:
+                    boxes.free.arrive(stage.index)
+                word = gl.where(row < there[:, None], word, -1)  # NaN for what is not there
+                word = gl.convert_layout(gl.reshape(word, [N]), LINE)
+                products, highest = multiply(words, word, q, part)
+                write_scores(tile * ROWS + i * N, products, highest, visible, w, part)
+            stage = next_stage(stage, STAGES)
+
+
+@gluon.jit
 def score_role(q, boxes, queries, begin, end, to, OWNER: gl.constexpr, FP4: gl.constexpr, PIECES: gl.constexpr):
     N: gl.constexpr = ROWS // PIECES
     CODES: gl.constexpr = gl.SliceLayout(3, codes_layout(N, gl.num_warps()))
@@ -177,6 +279,7 @@ def index_scores_fp4_boxes_sm90(
     QUERIES: gl.constexpr,
     HEADS: gl.constexpr,
     FP4: gl.constexpr,
+    AMONG: gl.constexpr,
     BLOCKS: gl.constexpr,
     BF16: gl.constexpr,
     STAGES: gl.constexpr,
@@ -186,18 +289,26 @@ def index_scores_fp4_boxes_sm90(
     launch_dependents()
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     q = gl.allocate_shared_memory(E4M3, [2 * PARTS, QUERIES // PARTS * HEADS, DIMS // 2], query_layout())
+    N: gl.constexpr = BLOCK if AMONG else BOX  # rows of a copy, and how many to a tile
+    COUNT: gl.constexpr = ROWS // N
     boxes = Boxes(
-        gl.allocate_shared_memory(gl.int32, [HALVES * STAGES, 1, BOX, DIMS // 8], box_layout(3)),
-        gl.allocate_shared_memory(gl.int32, [HALVES * STAGES, 1, BOX], scales_desc.layout),
-        gl.allocate_shared_memory(gl.int32, [STAGES, HALVES], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int32, [COUNT * STAGES, 1, N, DIMS // 8], box_layout(3)),
+        gl.allocate_shared_memory(gl.int32, [COUNT * STAGES, 1, max(N, 32)], scales_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 32 if AMONG else HALVES], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         new_barriers(STAGES),
         new_barriers(STAGES),
     )
     init_barriers((boxes.ready, boxes.free))
     begin = queries.first + gl.program_id(0) * QUERIES
     end = gl.minimum(begin + QUERIES, queries.end)
-    to = Outputs(scores, owners, queries, begin, end, begin, factor, QUERIES, HEADS, False, BLOCKS, BF16)
-    gl.warp_specialize([
-        (score_role, (q, boxes, queries, begin, end, to, OWNER, FP4, PIECES)),
-        (load_role, (keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER)),
-    ], [1], [24])  # fmt: skip
+    to = Outputs(scores, owners, queries, begin, end, begin, factor, QUERIES, HEADS, AMONG, BLOCKS, BF16)
+    if AMONG:
+        gl.warp_specialize([
+            (score_blocks_role, (q, boxes, queries, begin, end, to, OWNER, FP4, PIECES)),
+            (load_blocks_role, (keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER)),
+        ], [1], [LOAD_REGS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (score_role, (q, boxes, queries, begin, end, to, OWNER, FP4, PIECES)),
+            (load_role, (keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER)),
+        ], [1], [24])  # fmt: skip

@@ -11,7 +11,8 @@ compute, one block after the other::
 
 Where the pools have two formats, each has a loop of its own, and one group of eight warps gathers all blocks: two
 groups with two loops each are more code than the instruction cache holds (128 x 16 heads of DeepSeek-V4.1, 29.2 us
-with two, 27.3 with one).
+with two, 27.3 with one). STAGED: it has the rows come to shared memory first, as they are (gather_staged.py), which
+pays where a CTA has many blocks (27.9 -> 26.2).
 
 Half a block, 256 columns, is handed over at a time: S^T begins with the first, and the first is free before the second.
 
@@ -48,6 +49,7 @@ from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Barriers, init_barriers, new_barriers
 from dsv4.kernels.softmax_over_keys import maxima, output_layout, partial_sums, scores_layout
 from dsv4.v4.kernels.pool_rows import entries, pool_in_units
+from dsv4.v4.kernels.sm90.gather_staged import gather_staged_role, make_staging, stages
 from dsv4.v4.kernels.sm90.row_numbers import Pools, numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import words
 from dsv4.v4.kernels.sm90.swap_ab import (
@@ -340,6 +342,7 @@ def v4_decode_swap_ab_ws(
     SPLIT: gl.constexpr,
     HEADS: gl.constexpr,
     GATHER_REGS: gl.constexpr,
+    STAGED: gl.constexpr = False,
     PDL_LAUNCH: gl.constexpr = False,
 ):
     if PDL_LAUNCH:
@@ -367,6 +370,14 @@ def v4_decode_swap_ab_ws(
             (gather_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes, 1, KV_INDEX, UNIT,
                            WINDOW_FORMAT, FENCE)),
         ], [4, 4], [GATHER_REGS, GATHER_REGS])  # fmt: skip
+    elif STAGED and stages(FORMATS[0], FORMATS[1], UNIT):
+        staging = make_staging()
+        gl.warp_specialize([
+            (compute_role, (q, window_names, compressed_names, requests, memory, highest, barriers, output, scale,
+                            sizes, HEADS, KV_INDEX, SIGN, SPLIT, UP)),
+            (gather_staged_role, (window_names, compressed_names, requests, pools, staging, memory, barriers, sizes,
+                                  KV_INDEX, UNIT, FORMATS, FENCE)),
+        ], [8], [GATHER_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
             (compute_role, (q, window_names, compressed_names, requests, memory, highest, barriers, output, scale,

@@ -13,7 +13,8 @@ import dsv4
 import softsm
 from dsv4 import reference
 from dsv4.caches.formats import FP8_584, MXFP8_528, MXFP8_528_INTERLEAVED, NVFP4_288, NVFP4_288_INTERLEAVED
-from dsv4.runtime import calls
+from dsv4.runtime import calls, dispatch
+from dsv4.v4 import problem as v4_problem
 from dsv4.v4.kernels import unpack_pools
 from dsv4.v4.kernels.sm90 import entry
 
@@ -27,14 +28,16 @@ def check(monkeypatch):
     """What the kernel that is chosen gives, races checked, against the definition."""
     names = launches.launched(monkeypatch)
 
-    def checked(kernel: str, arguments: dict, order: str = "latest", heads: int = 0, splits: int = 1) -> None:
+    def checked(
+        kernel: str, arguments: dict, order: str = "latest", heads: int = 0, splits: int = 1, **more: bool
+    ) -> None:
         def choice(p, target):
             if kernel == "v4_decode_swap_ab":
                 options = next(o for o, _ in entry.SWAP_AB[0] if (o["HEADS"], o["KEYS"]) == (heads, 64))
                 return entry.v4_decode_swap_ab, options, splits
             if kernel == "v4_decode_swap_ab_ws":
                 options = next(options for options, *_ in entry.SWAP_AB_WS[2] if options["HEADS"] == heads)
-                return entry.v4_decode_swap_ab_ws, options, splits
+                return entry.v4_decode_swap_ab_ws, options | more, splits
             return None
 
         monkeypatch.setattr(entry, "decode_kernel", choice)
@@ -53,8 +56,16 @@ def check(monkeypatch):
 
 @slow  # a kernel of roles: the one of few queries compiles in a third of its time
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
-def test_few_heads(order, check):
-    check("v4_decode_swap_ab_ws", problem(MXFP8_528, NVFP4_288, 12), order, heads=16)
+@pytest.mark.parametrize("staged", [False, True])
+def test_few_heads(order, staged, check):
+    check("v4_decode_swap_ab_ws", problem(MXFP8_528, NVFP4_288, 12), order, heads=16, STAGED=staged)
+
+
+@slow
+@pytest.mark.parametrize("splits", [1, 3])
+def test_staged_rows_in_interleaved_pages(splits, check):
+    formats = MXFP8_528_INTERLEAVED, NVFP4_288_INTERLEAVED
+    check("v4_decode_swap_ab_ws", problem(*formats, 8), heads=16, splits=splits, STAGED=True)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -134,3 +145,29 @@ def test_a_query_gives_the_same_bits_in_every_batch(formats):
             one = arguments | {name: arguments[name][n : n + 1] for name in per_query}
             one["inverse_rope"] = (arguments["inverse_rope"][0], arguments["inverse_rope"][1][n : n + 1])
             assert torch.equal(dsv4.v4_attention(**one, deterministic=True, backend="softsm")[0], whole[n])
+
+
+CHOICES = {  # queries, heads -> kernel, heads of a CTA, splits, whether rows are staged; as measured on an H200
+    (1, 64): ("v4_decode_swap_ab", 16, 10, False),
+    (8, 64): ("v4_decode_swap_ab_ws", 32, 5, False),
+    (32, 64): ("v4_decode_swap_ab_ws", 32, 2, False),
+    (64, 64): ("v4_decode_swap_ab_ws", 32, 1, False),
+    (128, 64): None,
+    (32, 8): ("v4_decode_swap_ab_ws", 16, 4, False),
+    (128, 16): ("v4_decode_swap_ab_ws", 16, 1, True),
+    (128, 32): ("v4_decode_swap_ab_ws", 32, 1, False),
+}
+
+
+@pytest.mark.parametrize("queries, heads", CHOICES)
+def test_which_kernel_is_chosen(queries, heads):
+    lists = [torch.zeros(queries, n, dtype=torch.int32) for n in (128, 512)]
+    p = v4_problem.build(
+        torch.zeros(queries, heads, 512, dtype=torch.bfloat16), dsv4.Mxfp8Cache.empty(4, 32), lists[0],
+        dsv4.Nvfp4Cache.empty(4, 64), lists[1],
+    )  # fmt: skip
+    found = entry.decode_kernel(p, dispatch.compile_target("sm_90a"))
+    if found is not None:
+        kernel, options, splits = found
+        found = kernel.__name__, options["HEADS"], splits, options.get("STAGED", False)
+    assert found == CHOICES[queries, heads]
