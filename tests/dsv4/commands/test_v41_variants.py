@@ -92,7 +92,8 @@ def test_compress(arch):
 def test_the_configuration_of_the_checkpoint(tmp_path):
     """The text model is inside, and its heads are those of FP4 keys."""
     text = dict(hidden_size=5120, q_lora_rank=1280, hc_mult=4, num_attention_heads=64, head_dim=512,
-                qk_rope_head_dim=64, index_n_heads=48, index_head_dim=128, index_topk=512)  # fmt: skip
+                qk_rope_head_dim=64, index_n_heads=48, index_head_dim=128, index_topk=512, n_routed_experts=384,
+                num_experts_per_tok=6)  # fmt: skip
     (path := tmp_path / "config.json").write_text(json.dumps(dict(text_config=text)))
     sizes = variants.Sizes.read(path)
-    assert (sizes.hidden, sizes.fp4_index_heads) == (5120, 48)
+    assert (sizes.hidden, sizes.fp4_index_heads, sizes.experts) == (5120, 48, 384)
