@@ -1,5 +1,9 @@
 """An engine that is missing, or that cannot run on this CPU, fails `make test-engines`: nothing is skipped there."""
 
+import ast
+import importlib
+from pathlib import Path
+
 import pytest
 from engines_here import in_a_process, needs
 
@@ -30,3 +34,15 @@ def test_an_engine_that_ends_with_an_error_fails_with_its_log(tmp_path):
 def test_the_result_comes_with_the_log(tmp_path):
     got = run(tmp_path, "import sys; print('all well'); open(sys.argv[3], 'w').write('{}')")
     assert got == {"log": "all well\n"}
+
+
+def test_what_the_tests_of_engines_import_of_dsv4_is_there():
+    """They run in an environment of their own, which few changes are tried in."""
+    missing = []
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dsv4.caches")):
+                continue
+            module = importlib.import_module(node.module)
+            missing += [f"{file.name}: {node.module}.{x.name}" for x in node.names if not hasattr(module, x.name)]
+    assert not missing

@@ -156,13 +156,11 @@ def row_error(states, tokens, requests, positions, table, slots, norm, cos_sin, 
 
 def rows_of(cache, slots):
     """Unpacked rows of an Fp8Cache or an IndexCache, in fp64."""
-    from dsv4.caches.kv import dequantize_rows
-
     at = slots // cache.rows_per_page, slots % cache.rows_per_page
     data, scales = cache.data_view()[at], cache.scale_view()[at]
     if data.shape[-1] == 128:
         return data.view(torch.float8_e4m3fn).double() * scales.view(torch.float32).double()
-    return dequantize_rows(data, scales, torch.float64)
+    return cache.format.dequantize(data, scales, torch.float64)
 
 
 def generate(engine, prompts: list, sampling, preempt: int | None) -> list:
