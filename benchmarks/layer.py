@@ -276,12 +276,15 @@ def measured(s: Sizes, layers: list[Layer], requests: int, context: int, device:
     if device.type != "cuda":
         return {"finite": bool(at["streams"].isfinite().all())}
     runs = {"step": captured(whole).replay}
+    alive = [dict(at)]
     for kind in KINDS:
         n = next(n for n, layer in enumerate(layers) if layer.kind == kind)
         at["streams"] = start
         for name, part in chains[n]:
             part()
+            alive.append(dict(at))  # a graph reads what it was captured with
             runs[f"{kind}|{name}"] = captured(part).replay
+            alive.append(dict(at))
     times = {name: x.microseconds for name, x in time_turns(runs, repeats).items()}
     return {"layer": times.pop("step") / len(layers), "parts": times, "layers": len(layers)}
 

@@ -20,6 +20,7 @@ from dsv4.runtime.program import Program, Slot
 RECIPES = (("mxfp4", "fp8_128"),)  # weights, activations
 SHARED_BYTES = 192 << 10  # for stages; the rest is for exchanges between warps
 MOST_STAGES = 8  # more are no faster
+FEW_SLOTS, FEW_STAGES = 8, 4  # one token: a CTA has one tile or none, and more stages only take time to begin with
 
 
 class Tiling(NamedTuple):
@@ -48,8 +49,8 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
         return
     expected = rows_per_expert(p)
     w, parts = next(tiling for most, tiling in TILINGS if expected <= most)
-    stages = min(SHARED_BYTES // stage_bytes(w, parts), MOST_STAGES)
     slots = p.tokens * p.topk
+    stages = min(SHARED_BYTES // stage_bytes(w, parts), FEW_STAGES if slots <= FEW_SLOTS else MOST_STAGES)
     most_tiles = min(slots, p.experts + slots // (w * parts))
 
     found: list[Product] = []
