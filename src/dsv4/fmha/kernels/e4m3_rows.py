@@ -31,23 +31,34 @@ def keys_at_a_time(keys, columns, warps):
 
 
 # The four codes of a word, each S EEEE MMM, in pairs below eight copies of their signs; shifted and masked to
-# S 0000EEEE MMM0000, as bf16 the value times 2^-120, or S 0EEEE MMM0000000, as fp16 times 2^-8, subnormals too. Codes
-# that mean NaN do not occur in rows that count.
+# S 0000EEEE MMM0000, as bf16 the value times 2^-120, or S 0EEEE MMM0000000, as fp16 times 2^-8, subnormals too. A code
+# that means NaN becomes 480: what nobody sees is finite, and vanishes with its P of 0.
+def _to(shift: int, mask: str, kind: str, factor: str) -> str:
+    return f"""{{ .reg .b32 low, high, factor;
+    prmt.b32 low, $2, 0, 0x9180;
+    prmt.b32 high, $2, 0, 0xb3a2;
+    shl.b32 low, low, {shift};
+    shl.b32 high, high, {shift};
+    and.b32 low, low, {mask};
+    and.b32 high, high, {mask};
+    mov.b32 factor, {factor};
+    mul.rn.{kind} $0, low, factor;
+    mul.rn.{kind} $1, high, factor; }}"""
+
+
+TO_BF16 = _to(4, "0x87f087f0", "bf16x2", "0x7b807b80")
+TO_FP16 = _to(7, "0xbf80bf80", "f16x2", "0x5c005c00")
+
+
 @gluon.constexpr_function
 def _conversion(dtype):
-    shift, mask, kind, factor = (4, "0x87f087f0", "bf16x2", "0x7b807b80")
-    if dtype == gl.float16:
-        shift, mask, kind, factor = (7, "0xbf80bf80", "f16x2", "0x5c005c00")
-    return f"""{{ .reg .b32 low, high, factor;
-        prmt.b32 low, $2, 0, 0x9180;
-        prmt.b32 high, $2, 0, 0xb3a2;
-        shl.b32 low, low, {shift};
-        shl.b32 high, high, {shift};
-        and.b32 low, low, {mask};
-        and.b32 high, high, {mask};
-        mov.b32 factor, {factor};
-        mul.rn.{kind} $0, low, factor;
-        mul.rn.{kind} $1, high, factor; }}"""
+    return TO_FP16 if dtype == gl.float16 else TO_BF16
+
+
+@gluon.jit
+def converted(x, like):
+    """Codes, four of a row one after the other in a thread's registers, as the dtype of a tile."""
+    return gl.inline_asm_elementwise(_conversion(like.dtype), "=&r,=&r,r", [x], dtype=like.dtype, is_pure=True, pack=4)
 
 
 @aggregate

@@ -92,7 +92,8 @@ def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.c
     BOX_ROWS: gl.constexpr = desc.block_shape[1]
     BOXES: gl.constexpr = BN // BOX_ROWS
     BOX: gl.constexpr = desc.layout
-    boxes = reinterpret(tile, [BOXES * (D // 64), 1, BOX_ROWS, 1, 64], BOX)
+    COLUMNS: gl.constexpr = desc.block_shape[3]  # 64, or 128 codes
+    boxes = reinterpret(tile, [BOXES * (D // COLUMNS), 1, BOX_ROWS, 1, COLUMNS], BOX)
     for i in gl.static_range(BOXES):
         row = first_row + i * BOX_ROWS
         if KV_LOAD == PAGES:
@@ -100,8 +101,8 @@ def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.c
             # Table entries past the length are not read; page -1 is out of bounds, which TMA fills with zeros.
             outer = gl.load(where.table_ptr + page, mask=row < where.keys, other=-1)
             row = row - page * where.page_size
-        for panel in gl.static_range(D // 64):
-            place = [outer, where.k_start + row, where.head, column + panel * 64]
+        for panel in gl.static_range(D // COLUMNS):
+            place = [outer, where.k_start + row, where.head, column + panel * COLUMNS]
             tma_load(desc, place, ready, boxes.index(panel * BOXES + i))
 
 

@@ -36,6 +36,7 @@ class Tiling:
     block_tiles: int = 1  # row tiles in a block of the order in which they do
     dense_as_rows: bool = False  # dense and varlen problems share a variant
     halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
+    codes_by_tma: bool = False  # e4m3 comes as it is, not by way of registers
     fp16_partials: bool = False  # the kernel can write fp16 partial results (combine.py)
 
     @property
@@ -66,7 +67,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     q = p.q if is_aligned(p.q) else program.copied(p.q)
     k = _addressable(program, p.k)
     v = k if p.same_kv else _addressable(program, p.v)
-    if p.e4m3:
+    if p.e4m3 and not c.codes_by_tma:
         k_desc = v_desc = None
     elif c.halves:
         k_desc, v_desc = _half(k, c.keys, [[0, 1, 0, 0]]), _half(v, c.keys, [[0, 0, 0, 1]])
@@ -198,7 +199,7 @@ def prepare_merge(
 
 def _kv_load(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
     """(how tiles of keys are read, rows of a TMA box): see loads.py."""
-    if p.kind == "paged" and p.e4m3:
+    if p.kind == "paged" and p.e4m3 and not c.codes_by_tma:
         return CP_ASYNC.value, 1
     if p.kind == "paged":
         box = min(p.page_size & -p.page_size, c.box)  # the largest power of two that divides a page and a tile
@@ -318,7 +319,7 @@ def converts_first(p: FmhaProblem) -> bool:
 
 
 def _descriptor(x: Any, box: int) -> TensorDescriptor:
-    return _boxes(x, [1, box, 1, 64], [])
+    return _boxes(x, [1, box, 1, min(x.shape[-1], 128 // x.element_size())], [])
 
 
 def _half(x: Any, keys: int, split: list) -> TensorDescriptor:
@@ -327,7 +328,8 @@ def _half(x: Any, keys: int, split: list) -> TensorDescriptor:
 
 
 def _boxes(x: Any, block: list[int], cga_layout: list) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=cga_layout)
+    bits = 8 * x.element_size()
+    layout = gl.NVMMASharedLayout(min(128, block[3] * bits // 8), bits, rank=4, cga_layout=cga_layout)
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 

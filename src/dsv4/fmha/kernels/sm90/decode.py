@@ -1,35 +1,39 @@
-"""FMHA decode for head dims 64, 128 and 256 on sm_90a: up to 16 packed query rows, operands swapped.
+"""FMHA decode of FP8 caches for head dims 64, 128 and 256 on sm_90a: up to 16 packed query rows, operands swapped.
 
 Few rows would be padded to the 64 of a wgmma, and the softmax of all 64 computed. Here keys are the rows of S^T = K Q^T
-and of P^T, dimensions those of O^T = V^T P^T; the query rows of a (sequence, KV head) are their ROWS columns. What is
-left to do for a tile of keys is to bring it, which is work where K and V are e4m3: four warps convert it on its way. A
-CTA takes one split of the keys, and three or so share a multiprocessor::
+and of P^T, dimensions those of O^T = V^T P^T; the query rows of a (sequence, KV head) are their ROWS columns. K and V
+are the operands that may come from registers: e4m3 lies in shared memory as it came, and threads convert what they
+need of it. A CTA takes one split of the keys, and two share a multiprocessor::
 
-    load     4 warps   | K1 -> registers, V0 -> registers | K0 -> ring | K2 .. | V0 -> ring | ...
-    attend   4 warps   | load Q | S^T of K0 | softmax over keys -> P^T | O^T += V0^T P^T | S^T of K1 ...
+    load     1 warp    | K0 V0 | K1 V1 | K2 V2 | ...
+    attend   4 warps   | load Q | K0 -> registers | S^T, V0 -> registers | softmax over keys -> P^T | O^T += V0^T P^T ..
 
-shared memory   bytes (16-bit elements)     holds
-q               ROWS x D x 2                the query rows; in the end the output rows
-k, v            STAGES x BN x D x 2 each    the ring of K tiles and of V tiles (v is k when k is v)
+Which of its columns a thread has of K does not matter, as long as Q's lie in the same order; nor which rows of V^T, if
+those of O^T are put right in the end. So threads read whole words, and no two of them the same bank: see key_layout and
+value_layout.
+
+shared memory   bytes                       holds
+q               ROWS x D x 2                the query rows, columns in the order of key_columns; in the end the output
+k, v            STAGES x BN x D each        the ring of K tiles and of V tiles, e4m3 (v is k when k is v)
 p               BN x ROWS x 2               P^T
 row_max         BN / 4 x ROWS               fp32 per 16 keys and row: the maximum of their scores
 barriers        8 each
 
-barrier       arrives                       count       waits     means
-k_ready[s]    load: itself, or TMA bytes    1 + bytes   attend    the K tile is in slot s
-k_free[s]     attend                        CONSUMERS   load      S^T is computed (k is v: O^T updated): refill slot s
-v_ready[s]    as k_ready                    1 + bytes   attend    the V tile is in slot s
-v_free[s]     attend                        CONSUMERS   load      O^T is updated: refill slot s
-landed        load: TMA bytes               1 + bytes   load      a tile with foreign rows is to be zeroed in part
+barrier       arrives           count       waits     means
+k_ready[s]    load: TMA bytes   1 + bytes   attend    the K tile is in slot s
+k_free[s]     attend            1           load      it is in registers (k is v: as V too): refill slot s
+v_ready[s]    load: TMA bytes   1 + bytes   attend    the V tile is in slot s
+v_free[s]     attend            1           load      it is in registers: refill slot s
 
-CONSUMERS is 1. P^T is overwritten after the exchange of maxima, before which every warp has waited for O^T += V^T P^T.
+P^T is overwritten after the exchange of maxima, before which every warp has waited for O^T += V^T P^T. Rows that nobody
+sees need not be zero: every code becomes a finite number (e4m3_rows.py), and its P is 0.
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.e4m3_rows import in_codes
+from dsv4.fmha.kernels.e4m3_rows import converted
 from dsv4.fmha.kernels.scores import capped, of_values
 from dsv4.fmha.kernels.sm90 import work
-from dsv4.fmha.kernels.sm90.forward import load_role, make_memory
+from dsv4.fmha.kernels.sm90.forward import KeyValues
 from dsv4.fmha.kernels.tiles import PAGES, mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import (
@@ -39,10 +43,11 @@ from dsv4.kernels.compat import (
     fence_async_shared,
     gl,
     gluon,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from dsv4.kernels.ring import consumer_stage
+from dsv4.kernels.ring import consumer_stage, init_barriers, new_ring, producer_stage
 from dsv4.kernels.softmax_over_keys import output_layout, partial_sums, scores_layout, softmax_over_keys
 
 
@@ -56,12 +61,86 @@ class Exchange:
 
 
 @gluon.jit
-def make_exchange(q, BN: gl.constexpr):
-    ROWS: gl.constexpr = q.shape[0]
-    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, ROWS], q.dtype)
-    p = gl.allocate_shared_memory(q.dtype, [BN, ROWS], P)
+def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+                SAME_KV: gl.constexpr):  # fmt: skip
+    """-> Exchange, rings"""
+    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
+    P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, ROWS], DTYPE)
+    KV: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(D, 128), element_bitwidth=8, rank=2)
+    q = gl.allocate_shared_memory(DTYPE, [ROWS, D], Q)
+    p = gl.allocate_shared_memory(DTYPE, [BN, ROWS], P)
     row_max = gl.allocate_shared_memory(gl.float32, [BN // 16, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    return Exchange(q, p, row_max)
+    k = new_ring(gl.allocate_shared_memory(gl.uint8, [STAGES, BN, D], KV))
+    v = k
+    barriers = (k.ready, k.free)
+    if not SAME_KV:
+        v = new_ring(gl.allocate_shared_memory(gl.uint8, [STAGES, BN, D], KV))
+        barriers += (v.ready, v.free)
+    init_barriers(barriers)
+    return Exchange(q, p, row_max), KeyValues(k, v)
+
+
+@gluon.constexpr_function
+def _bases(first, end):
+    """The powers of two from ``first`` on, below ``end``."""
+    return [1 << i for i in range(first.bit_length() - 1, end.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def key_layout(keys, d):
+    """Codes [keys, d] of K: of 128 columns a thread has 32 (of 64: 16) in a row, of two rows in 16, as an operand."""
+    own = min(d, 128) // 4  # columns in a row
+    return gl.DistributedLinearLayout(
+        reg_bases=[*([0, n] for n in _bases(1, own)), *([0, n] for n in _bases(128, max(d, 128))), [8, 0],
+                   *([n, 0] for n in _bases(64, keys))],
+        lane_bases=[[0, own], [0, 2 * own], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[keys, d],
+    )  # fmt: skip
+
+
+@gluon.jit
+def key_columns(x, D: gl.constexpr):
+    """Columns of x [rows, D] in the order in which key_layout makes an operand of them: in every 16, four threads have
+    two columns each, then two more."""
+    C: gl.constexpr = min(D, 128)
+    x = x.reshape([x.shape[0], D // C, 4, C // 16, 2, 2])  # panel, thread, product, half, pair
+    return x.permute((0, 1, 3, 4, 2, 5)).reshape([x.shape[0], D])
+
+
+@gluon.constexpr_function
+def value_layout(keys, d):
+    """Codes [keys, d] of V: a thread has d / 32 columns in a row, of the keys that it has of an operand V^T."""
+    own = d // 32
+    return gl.DistributedLinearLayout(
+        reg_bases=[*([0, n] for n in _bases(1, own)), [1, 0], [8, 0], *([n, 0] for n in _bases(16, keys))],
+        lane_bases=[[2, 0], [4, 0], [0, own], [0, 2 * own], [0, 4 * own]],
+        warp_bases=[[0, 8 * own], [0, 16 * own]], block_bases=[], shape=[keys, d],
+    )  # fmt: skip
+
+
+@gluon.jit
+def value_rows(x, D: gl.constexpr):
+    """V [keys, D] as V^T, its rows in the order in which value_layout makes an operand of them."""
+    x = x.reshape([x.shape[0], 4, 8, D // 64, 2])  # warp, row of eight, product, upper or lower eight
+    return x.permute((3, 1, 4, 2, 0)).reshape([D, x.shape[0]])
+
+
+@gluon.jit
+def load_role(source, kv, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr):
+    k, v, where = kv.k, kv.v, source.where
+    BN: gl.constexpr = k.slots.shape[1]
+    D: gl.constexpr = k.slots.shape[2]
+    stage = producer_stage()
+    for tile in range(tiles.begin, tiles.end):
+        row = tiles.first + tile * BN
+        k.acquire(stage)
+        mbarrier.expect(k.ready_at(stage), BN * D)
+        loads.issue(source.k_desc, k.slot(stage), k.ready_at(stage), where, row, 0, BN, D, KV_LOAD)
+        if not SAME_KV:
+            v.acquire(stage)
+            mbarrier.expect(v.ready_at(stage), BN * D)
+            loads.issue(source.v_desc, v.slot(stage), v.ready_at(stage), where, row, 0, BN, D, KV_LOAD)
+        stage = k.next(stage)
 
 
 @gluon.jit
@@ -82,10 +161,11 @@ def finish_scores(s, column, bounds, KV_LOAD: gl.constexpr):
 
 @gluon.jit
 def write(o, m, l, q, tile_row, work_tile, SPLIT: gl.constexpr):
-    """Normalise O^T [D, ROWS] and write it and the LSE."""
+    """Normalise O^T [D, ROWS], rows as value_rows has them, and write it and the LSE."""
     tensors, strides, tiles, problem = work_tile.tensors, work_tile.strides, work_tile.tiles, work_tile.problem
     D: gl.constexpr = o.shape[0]
     ROWS: gl.constexpr = o.shape[1]
+    o = o.reshape([D // 64, 4, 2, 8, ROWS]).permute((1, 3, 0, 2, 4)).reshape([D, ROWS])
     RS: gl.constexpr = m.type.layout
     LO: gl.constexpr = o.type.layout
     RO: gl.constexpr = gl.SliceLayout(0, LO)
@@ -114,11 +194,29 @@ def write(o, m, l, q, tile_row, work_tile, SPLIT: gl.constexpr):
 
 
 @gluon.jit
+def load_queries(q, tile_row, work_tile, SIGN: gl.constexpr):
+    """The query rows, times SIGN; rows that are not there become zeros."""
+    tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
+    ROWS: gl.constexpr = q.shape[0]
+    D: gl.constexpr = q.shape[1]
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = tile_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    offset = loads.row_offsets(row, problem.head, problem.group, strides.q_token, strides.q_head)
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+    x = gl.load(tensors.q_ptr + offset[:, None] + column[None, :], mask=(row < problem.rows)[:, None], other=0.0)
+    if SIGN <= 0:
+        x = x * SIGN
+    q.store(key_columns(x, D))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def attend_role(
     exchange, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr,
-    SIGN: gl.constexpr, CODES: gl.constexpr
+    SIGN: gl.constexpr
 ):  # fmt: skip
-    tensors, strides, problem, tiles = work_tile.tensors, work_tile.strides, work_tile.problem, work_tile.tiles
+    problem, tiles = work_tile.problem, work_tile.tiles
     q, p, k, v = exchange.q, exchange.p, kv.k, kv.v
     ROWS: gl.constexpr = q.shape[0]
     BN: gl.constexpr = k.slots.shape[1]
@@ -127,10 +225,7 @@ def attend_role(
     LO: gl.constexpr = output_layout(4, ROWS)
     RS: gl.constexpr = gl.SliceLayout(0, LS)
     LP: gl.constexpr = partial_sums(gl.zeros([BN, ROWS], gl.float32, LS)).type.layout
-    loads.load_rows(tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.q_token,
-                    strides.q_head, 0, ROWS, D, D, SIGN)  # fmt: skip
-    fence_async_shared()
-    barrier()
+    load_queries(q, tile_row, work_tile, SIGN)
     bounds = mask_bounds(tile_row, work_tile, ROWS, BN, KV_LOAD, RS)
     o = gl.zeros([D, ROWS], gl.float32, LO)
     m = gl.full([ROWS], -float("inf"), gl.float32, RS)
@@ -138,25 +233,27 @@ def attend_role(
     stage = consumer_stage()
     for tile in range(tiles.begin, tiles.end):
         k.wait(stage)
-        if CODES:
-            fence_async_shared()  # stores of the load role -> tensor-core reads
-        s = gl.zeros([BN, ROWS], gl.float32, LS)
-        s = warpgroup_mma(k.slot(stage), q.permute((1, 0)), s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        x = k.slot(stage).load(key_layout(BN, D))
         if not SAME_KV:
             k.release(stage)
-        s = finish_scores(s, tiles.first + tile * BN, bounds, KV_LOAD)
-        x, m, factor = softmax_over_keys(s, m, problem.scale, exchange.row_max)
-        l = l * gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, LP)))[None, None, :] + partial_sums(x)
-        p.store(x.to(p.dtype))
-        o = o * gl.convert_layout(factor, gl.SliceLayout(0, LO))[None, :]
+        x = gl.convert_layout(key_columns(converted(x, q), D), gl.DotOperandLayout(0, LS, 2), assert_trivial=True)
+        s = gl.zeros([BN, ROWS], gl.float32, LS)
+        s = warpgroup_mma(x, q.permute((1, 0)), s, use_acc=False, is_async=True)
         if not SAME_KV:
             v.wait(stage)
+        y = v.slot(stage).load(value_layout(BN, D))
+        v.release(stage)
+        y = gl.convert_layout(value_rows(converted(y, q), D), gl.DotOperandLayout(0, LO, 2), assert_trivial=True)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        s = finish_scores(s, tiles.first + tile * BN, bounds, KV_LOAD)
+        e, m, factor = softmax_over_keys(s, m, problem.scale, exchange.row_max)
+        l = l * gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(1, LP)))[None, None, :] + partial_sums(e)
+        p.store(e.to(p.dtype))
+        o = o * gl.convert_layout(factor, gl.SliceLayout(0, LO))[None, :]
         fence_async_shared()
         barrier()
-        o = warpgroup_mma(v.slot(stage).permute((1, 0)), p, o, is_async=True)
+        o = warpgroup_mma(y, p, o, is_async=True)
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
-        v.release(stage)
         stage = k.next(stage)
     l = gl.convert_layout(gl.sum(gl.sum(l, 0), 0), RS)
     write(o, m, l, q, tile_row, work_tile, SPLIT)
@@ -179,17 +276,13 @@ def fmha_decode(
     SAME_KV: gl.constexpr,
     SPLIT: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
-    LOAD_WARPS: gl.constexpr,
 ):
-    coord = work.block_coord(tensors, sizes, opts, loads.box_rows(k_desc), ROWS, BN, KV_LOAD)
+    coord = work.block_coord(tensors, sizes, opts, k_desc.block_shape[1], ROWS, BN, KV_LOAD)
     tile_row = coord.tile_row
-    CODES: gl.constexpr = in_codes(tensors.k_ptr.dtype)
     if tile_row < coord.rows:
-        DTYPE: gl.constexpr = tensors.q_ptr.dtype.element_ty
-        q, kv, landed = make_memory(DTYPE, D, BN, STAGES, 1, SAME_KV, KV_LOAD, CODES, ROWS)
-        exchange = make_exchange(q.index(0), BN)
+        exchange, kv = make_memory(tensors.q_ptr.dtype.element_ty, D, BN, STAGES, ROWS, SAME_KV)
         work_tile, source = work.make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
         gl.warp_specialize([
-            (attend_role, (exchange, tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)),
-            (load_role, (source, kv, landed, work_tile.tiles, SAME_KV, KV_LOAD)),
-        ], [LOAD_WARPS], [PRODUCER_REGS])  # fmt: skip
+            (attend_role, (exchange, tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)),
+            (load_role, (source, kv, work_tile.tiles, SAME_KV, KV_LOAD)),
+        ], [1], [PRODUCER_REGS])  # fmt: skip

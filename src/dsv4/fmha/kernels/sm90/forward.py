@@ -43,12 +43,11 @@ class KeyValues:
 
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr, CODES: gl.constexpr = False,
-                ROWS_EACH: gl.constexpr = 64):  # fmt: skip
-    """-> q, rings, landed. CODES: K and V are e4m3. ROWS_EACH: query rows of a consumer."""
-    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_EACH, D], DTYPE)
+                SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr, CODES: gl.constexpr = False):  # fmt: skip
+    """-> q, rings, landed. CODES: K and V are e4m3."""
+    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
-    q = gl.allocate_shared_memory(DTYPE, [4 if CONSUMERS == 3 else CONSUMERS, ROWS_EACH, D], Q)
+    q = gl.allocate_shared_memory(DTYPE, [4 if CONSUMERS == 3 else CONSUMERS, 64, D], Q)
     k = new_ring(gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], KV), CONSUMERS)
     v = k
     barriers = (k.ready, k.free)
