@@ -49,7 +49,7 @@ def placed(words: tuple[str, ...], sources: Path) -> list[str]:
 
 def folder_of(kernel: Kernel) -> str:
     """A name for its outputs."""
-    return re.sub(r"\W+", "-", f"{kernel.project} {kernel.name}").strip("-")
+    return re.sub(r"\W+", "-", f"{kernel.project} {kernel.name} {kernel.arch}").strip("-")
 
 
 def tutorial(file: str, *arguments: str, sms: int = 4) -> Kernel:
@@ -106,11 +106,6 @@ LECTURES = (
             "a.float() @ b.float())",
             f"close(group_gemm_tma_fn([a := normal(256, 128, {HALF})] * 2, [b := normal(128, 128, {HALF})] * 2)[1], "
             "a.float() @ b.float().T)"),
-    *(lecture("09-persistent-matmul",
-              f"close(matmul_tma_persistent(a := normal(200, 96, {HALF}), b := normal(160, 96, {HALF}), {ws}), "
-              "a.float() @ b.float().T)",
-              f"close(matmul_descriptor_persistent(a := normal(200, 96, {HALF}), b := normal(160, 96, {HALF}), {ws}), "
-              "a.float() @ b.float().T)", arch=arch) for arch, ws in (("sm_90a", False), ("sm_100a", True))),
     lecture("10-block-scaled-matmul", 'validate_block_scaled(128, 256, 512, "nvfp4")',
             'validate_block_scaled(128, 256, 512, "mixed")'),
     lecture("11-programmatic-dependent-launch", "torch.equal(add(x := normal(5000), y := normal(5000)), x + y)"),
