@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.engine import blocks, dispatch, launch
+from softsm.engine import blocks, dispatch
+from softsm.engine.options import options as launch_options
 from softsm.errors import Fault, StepBudget
 
 # %r14 is the address of a lane's word, %r15 that of the buffer; %r9 goes to x at the end.
@@ -77,7 +78,7 @@ def test_loads_give_what_the_interpreter_gives(body, threads, monkeypatch):
 
 def outcome(kernel, n: int, **options) -> tuple[str, bytes]:
     x = np.arange(32, dtype=np.uint32)
-    with pytest.raises((Fault, StepBudget)) as caught, launch.options(**options):
+    with pytest.raises((Fault, StepBudget)) as caught, launch_options(**options):
         kernel.launch(1, 32, [x, n])
     return str(caught.value), x.tobytes()
 
@@ -140,7 +141,7 @@ def test_a_block_that_spins_lets_the_other_warp_go_on(order):
     n = 8 * dispatch.HOT
     kernel = softsm.load(SPIN)
     x = np.zeros(64, np.uint32)
-    with launch.options(order=order):
+    with launch_options(order=order):
         kernel.launch(1, 64, [x, n])
     assert (x[32:] == n).all() and x[0] == np.arange(1, n + 1, dtype=np.uint64).sum() & 0xFFFFFFFF
     assert np.count_nonzero(kernel.blocks.table[:, 0]) == 2  # both loops
