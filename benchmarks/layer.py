@@ -282,9 +282,10 @@ def measured(s: Sizes, layers: list[Layer], requests: int, context: int, device:
         at["streams"] = start
         for name, part in chains[n]:
             part()
-            alive.append(dict(at))  # a graph reads what it was captured with
+            values = dict(at)
             runs[f"{kind}|{name}"] = captured(part).replay
-            alive.append(dict(at))
+            alive += [values, dict(at)]  # a graph reads and writes what it was captured with
+            at.update(values)  # what a capture made has no values yet, and numbers of experts must be some
     times = {name: x.microseconds for name, x in time_turns(runs, repeats).items()}
     return {"layer": times.pop("step") / len(layers), "parts": times, "layers": len(layers)}
 

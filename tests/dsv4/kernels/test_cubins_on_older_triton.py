@@ -66,7 +66,8 @@ def test_every_launch_comes_from_a_file(old, part):
         name = aot.variant(x.kernel.__name__, old.types, x.constants, "sm_100a")
         (old.directory / f"{name}.json").touch()
         if part == ("compress",):  # launched one by one, of tensors
-            tensors = [a for a in x.arguments if isinstance(a, torch.Tensor) or type(a) is Changing]
+            flat = [a for y in x.arguments for a in (y if isinstance(y, tuple) else (y,))]
+            tensors = [a for a in flat if isinstance(a, torch.Tensor) or type(a) is Changing]
             program = Program({f"{n}": a if isinstance(a, torch.Tensor) else None for n, a in enumerate(tensors)}, CPU)
             x = replace(x, arguments=program.stand_ins(x.arguments))
         ready_launch(x, old.target)[1].run([], [0] * 100, 0)

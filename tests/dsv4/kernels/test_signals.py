@@ -36,6 +36,7 @@ def run(waits=True, tickets=True, order="latest"):
     return torch.equal(out, 4 * x.flip(0)), report
 
 
+@pytest.mark.compile
 def test_a_grid_of_which_some_ctas_are_not_resident():
     for order in ("eager", "latest", "random"):
         right, report = run(order=order)

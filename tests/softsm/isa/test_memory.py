@@ -1,11 +1,8 @@
-"""ld and st: widths, signs, vectors, state spaces, generic addresses; createpolicy; mapa, isspacep, getctarank."""
+"""ld and st: widths, signs, vectors, state spaces, createpolicy."""
 
 import numpy as np
 import pytest
 from launching import ptx, run, store, words
-
-from softsm.engine.launch import load
-from softsm.errors import Fault
 
 LANES = np.arange(32)
 RNG = np.random.default_rng(3)
@@ -123,109 +120,6 @@ def test_constants_and_initial_values():
     np.testing.assert_array_equal(got[0], 3 * LANES + 1)
     assert (got[1] == 0x40490FDB).all()
     np.testing.assert_array_equal(got[2].view(np.int32), np.array([-1, 2, -3, 0])[LANES % 4])
-
-
-def test_generic_addresses_of_every_space():
-    """A generic address knows its space; cvta.to leads back."""
-    body = """mov.u32 %r2, data;
-cvt.u64.u32 %rd4, %r2;
-cvta.shared.u64 %rd4, %rd4;
-mov.u64 %rd5, mine;
-cvta.local.u64 %rd5, %rd5;
-cvta.global.u64 %rd6, %rd2;
-mul.wide.u32 %rd7, %r1, 4;
-add.s64 %rd8, %rd4, %rd7;
-st.u32 [%rd8], %r1;
-ld.shared.u32 %r3, [data];
-bar.warp.sync -1;
-cvta.to.shared.u64 %rd9, %rd8;
-cvt.u32.u64 %r4, %rd9;
-ld.shared.u32 %r4, [%r4];
-mov.u32 %r9, 40;
-st.u32 [%rd5], %r9;
-ld.local.u32 %r5, [mine];
-add.s64 %rd10, %rd6, %rd7;
-ld.u32 %r6, [%rd10];
-isspacep.shared %p2, %rd4;
-isspacep.local %p3, %rd5;
-isspacep.global %p4, %rd6;
-isspacep.global %p5, %rd4;
-isspacep.shared %p6, %rd6;
-isspacep.local %p7, %rd6;
-isspacep.shared::cluster %p8, %rd8;
-selp.u32 %r7, 1, 0, %p2;
-"""
-    for i in range(3, 9):
-        body += f"selp.u32 %r8, {1 << i - 2}, 0, %p{i};\nor.b32 %r7, %r7, %r8;\n"
-    body += "shl.b32 %r10, %r1, 2;\n"
-    for i, r in enumerate((4, 5, 6, 7)):
-        body += f"add.u32 %r11, %r10, {i};\n" + store(f"%r{r}", "%r11")
-    data = RNG.integers(0, 1 << 32, 32, dtype=np.uint32)
-    shared = DATA + ".local .align 4 .b8 mine[4];"
-    got = run(ptx(body, "out src", shared=shared), [words(128), data])[0].reshape(32, 4)
-    np.testing.assert_array_equal(got, np.stack([LANES, np.full(32, 40), data, np.full(32, 0b1000111)], 1))
-
-
-def test_a_rank_that_the_cluster_does_not_have_is_a_mistake_where_it_is_used():
-    """Kernels compute an address of rank = lane in all lanes, and use it in those that are below the cluster's size."""
-    body = """mov.u32 %r2, data;
-mov.u32 %r10, %cluster_ctarank;
-st.shared.u32 [%r2], %r10;
-barrier.cluster.arrive.aligned;
-barrier.cluster.wait.aligned;
-mapa.shared::cluster.u32 %r5, %r2, %r1;
-mov.u32 %r6, 7;
-setp.lt.u32 %p2, %r1, 2;
-@%p2 ld.shared::cluster.u32 %r6, [%r5];
-barrier.cluster.arrive.aligned;
-barrier.cluster.wait.aligned;
-""" + store("%r6")
-    text = ptx(body, shared=DATA)
-    np.testing.assert_array_equal(run(text, [words(32)], grid=2, cluster=2), [0, 1] + [7] * 30)
-    with pytest.raises(Fault, match="names CTA rank 2; the cluster has 2") as caught:
-        load(text.replace("%r1, 2;\n@", "%r1, 3;\n@")).launch(2, 32, [words(32)], cluster=2)
-    assert caught.value.code == "cluster-rank"
-
-
-def test_addresses_of_peers():
-    """mapa: the same place in another CTA; loads and stores reach it; getctarank says whose it is."""
-    body = """mov.u32 %r2, data;
-mov.u32 %r10, %cluster_ctarank;
-mad.lo.u32 %r3, %r1, 4, %r2;
-mad.lo.u32 %r4, %r10, 100, %r1;
-st.shared.u32 [%r3], %r4;
-barrier.cluster.arrive.aligned;
-barrier.cluster.wait.aligned;
-add.u32 %r11, %r10, 1;
-and.b32 %r11, %r11, 3;
-mapa.shared::cluster.u32 %r5, %r3, %r11;
-ld.shared::cluster.u32 %r6, [%r5];
-st.shared::cluster.u32 [%r5+128], %r4;
-getctarank.shared::cluster.u32 %r7, %r5;
-cvt.u64.u32 %rd4, %r3;
-cvta.shared.u64 %rd4, %rd4;
-mapa.u64 %rd5, %rd4, %r11;
-ld.u32 %r8, [%rd5];
-getctarank.u64 %r9, %rd5;
-isspacep.shared::cta %p2, %rd5;
-isspacep.shared::cluster %p3, %rd5;
-selp.u32 %r12, 1, 0, %p2;
-selp.u32 %r13, 2, 0, %p3;
-or.b32 %r12, %r12, %r13;
-mad.lo.u32 %r9, %r12, 16, %r9;
-barrier.cluster.arrive.aligned;
-barrier.cluster.wait.aligned;
-ld.shared.u32 %r14, [%r3+128];
-mad.lo.u32 %r15, %r10, 32, %r1;
-mul.lo.u32 %r15, %r15, 5;
-"""
-    for i, r in enumerate((6, 7, 8, 9, 14)):
-        body += f"add.u32 %r16, %r15, {i};\n" + store(f"%r{r}", "%r16")
-    got = run(ptx(body, shared=DATA), [words(640)], grid=4, cluster=4).reshape(4, 32, 5)
-    for rank in range(4):
-        peer, before = (rank + 1) % 4, (rank - 1) % 4
-        wanted = [100 * peer + LANES, peer + 0 * LANES, 100 * peer + LANES, peer + 32 + 0 * LANES, 100 * before + LANES]
-        np.testing.assert_array_equal(got[rank], np.stack(wanted, 1))
 
 
 def test_parameters_at_offsets_and_through_registers():

@@ -67,6 +67,7 @@ def test_pages_of_whole_boxes_of_which_some_are_not_there(arch, page, heads, dty
 @pytest.mark.parametrize("arch, rows", [("sm_90a", 2100), *(
     pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_90a", 300), ("sm_100a", 300), ("sm_100a", 2100))
 )], indirect=["arch"])  # fmt: skip
+@pytest.mark.compile
 def test_shares_of_a_query_rank_their_rows(arch, rows, monkeypatch):
     """Two CTAs to a query; 2100 rows have more groups than are looked into. Ties everywhere, so that more rows than
     there is room for are not below the first cut; a list that is not full."""

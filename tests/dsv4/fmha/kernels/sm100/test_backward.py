@@ -20,6 +20,8 @@ from fmha_gradients import (
 import softsm
 from dsv4 import suites
 
+pytestmark = pytest.mark.compile
+
 
 def run(b):
     with softsm.use("sm_100a"):
@@ -56,7 +58,6 @@ def test_fp16_where_the_gradient_of_the_lse_is_the_larger():
     check_a_large_gradient_of_the_lse(run, 64, "dq")
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "causal-hd512")) for x in CASES])
 def test_gradients(name):
     b, want, low = request(**CASES[name])
@@ -92,7 +93,6 @@ def test_only_what_is_wanted():
         check(b, want, low)
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("name, order, dq", TOGETHER)
 def test_sequences_go_together(name, order, dq, monkeypatch):
     kernels = ("backward_tiles", "backward_tiles")

@@ -40,6 +40,8 @@ if dispatch.triton_version() < (3, 9):
 from dsv4.fmha.kernels.sm100 import entry as fmha
 from softsm.engine.options import options
 
+pytestmark = pytest.mark.compile
+
 WHERE = Where("softsm", "sm_100a")
 SEED = 20261115
 BF16, FP16 = torch.bfloat16, torch.float16

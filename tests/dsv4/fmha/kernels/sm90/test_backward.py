@@ -25,6 +25,8 @@ from dsv4.fmha.kernels import chain
 from dsv4.fmha.kernels.sm90 import backward
 from dsv4.reference import backward as reference_backward
 
+pytestmark = pytest.mark.compile
+
 SOFTCAP = 1.5
 
 

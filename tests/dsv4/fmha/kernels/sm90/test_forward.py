@@ -65,6 +65,7 @@ def test_split_keys_are_merged_in_order(head_dim, same_kv):
     assert_agrees((out, lse), reference.fmha, q, k, v, sink=sink)
 
 
+@pytest.mark.compile
 def test_short_partial_results_hold_values_of_any_size(monkeypatch):
     """Many partial results of head dim 512 are 16 bits wide; each half of a row has its own power of two."""
     monkeypatch.setattr(prepare, "FP16_PARTIALS_FROM", 0)
@@ -108,6 +109,7 @@ def test_one_block_loops_over_many_tiles(head_dim, causal):
 ORDERS = ("eager", "latest", "random")
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "head_dim, order",
     [(128, "latest"), *(pytest.param(d, o, marks=pytest.mark.slow) for d in (64, 128, 256) for o in ORDERS
@@ -133,6 +135,7 @@ def test_only_the_last_tile_of_keys_is_masked(head_dim, order):
         assert (grown > 8).any() and (grown < 8).any()
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_three_roles_of_head_dim_64(monkeypatch, order, causal):
@@ -180,6 +183,7 @@ def test_every_head_dim_has_a_configuration():
         assert c.keys % 64 == 0 and c.rows in (64, 128, 192)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "head_dim, same_kv, order",
     [

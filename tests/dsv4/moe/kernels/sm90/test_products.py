@@ -19,6 +19,7 @@ from dsv4.runtime import calls, dispatch
 kernel = partial(moe_cases.kernel, "sm_90a")
 
 
+@pytest.mark.compile
 def test_experts_with_many_rows_with_few_and_with_none():
     """Two tiles of rows of one expert, a row that is nobody's, an expert that nobody takes; each token has its bits in
     another batch."""

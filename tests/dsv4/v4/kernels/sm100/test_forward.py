@@ -24,6 +24,8 @@ if dispatch.triton_version() < (3, 9):
 
 from dsv4.commands import kernels
 
+pytestmark = pytest.mark.compile
+
 SEED = 11
 WHERE = suites.Where("softsm", "sm_100a")
 PAGE = Path(__file__).parents[5] / "docs" / "kernels.md"
@@ -58,7 +60,6 @@ def test_a_cta_takes_one_item_after_the_other(order, monkeypatch):
     compare(*run(order, **problem))
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_cta_takes_one_query_of_fp8_rows_after_the_other(order, monkeypatch):
     """Queries with three blocks, the last in part; with none; with one: the ring goes on in its middle."""

@@ -27,6 +27,8 @@ from dsv4 import reference
 from dsv4.reference import backward as reference_backward
 from dsv4.v4.kernels import backward as shared
 
+pytestmark = pytest.mark.compile
+
 
 def run(b):
     with softsm.use("sm_90a"):

@@ -44,6 +44,7 @@ def check(monkeypatch):
     calls.forget()
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "order", ["latest", pytest.param("eager", marks=pytest.mark.slow), pytest.param("random", marks=pytest.mark.slow)]
 )

@@ -54,6 +54,7 @@ def compare(got, arguments) -> None:
     assert_agrees(got, reference.v4_attention, **arguments)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("order", ["latest", pytest.param("random", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("unpacked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_lists_of_plain_rows_whenever_copies_complete(unpacked, order, monkeypatch):
@@ -129,6 +130,7 @@ def test_one_cta_takes_lists_of_any_number_of_fp8_blocks(split_slots, order, mon
     compare(*compared)
 
 
+@pytest.mark.compile
 def test_splits_are_merged_whatever_is_in_the_buffers():
     """Four splits of three steps: the last has no rows. The angles are taken back before the merge. In fp16."""
     plan = dsv4.plan(dsv4.v4_attention, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=330, device="cpu")

@@ -68,6 +68,7 @@ def test_staged_rows_in_interleaved_pages(splits, check):
     check("v4_decode_swap_ab_ws", problem(*formats, 8), heads=16, splits=splits, STAGED=True)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("splits", [1, pytest.param(4, marks=slow)])
 def test_few_queries(order, splits, check):

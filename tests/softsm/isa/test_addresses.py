@@ -1,0 +1,73 @@
+"""Addresses of other CTAs of the cluster: mapa, getctarank."""
+
+import numpy as np
+import pytest
+from launching import ptx, run, store, words
+
+from softsm.engine.launch import load
+from softsm.errors import Fault
+
+LANES = np.arange(32)
+DATA = ".shared .align 16 .b8 data[2048];"
+
+
+def test_a_rank_that_the_cluster_does_not_have_is_a_mistake_where_it_is_used():
+    """Kernels compute an address of rank = lane in all lanes, and use it in those that are below the cluster's size."""
+    body = """mov.u32 %r2, data;
+mov.u32 %r10, %cluster_ctarank;
+st.shared.u32 [%r2], %r10;
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+mapa.shared::cluster.u32 %r5, %r2, %r1;
+mov.u32 %r6, 7;
+setp.lt.u32 %p2, %r1, 2;
+@%p2 ld.shared::cluster.u32 %r6, [%r5];
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+""" + store("%r6")
+    text = ptx(body, shared=DATA)
+    np.testing.assert_array_equal(run(text, [words(32)], grid=2, cluster=2), [0, 1] + [7] * 30)
+    with pytest.raises(Fault, match="names CTA rank 2; the cluster has 2") as caught:
+        load(text.replace("%r1, 2;\n@", "%r1, 3;\n@")).launch(2, 32, [words(32)], cluster=2)
+    assert caught.value.code == "cluster-rank"
+
+
+def test_addresses_of_peers():
+    """mapa: the same place in another CTA; loads and stores reach it; getctarank says whose it is."""
+    body = """mov.u32 %r2, data;
+mov.u32 %r10, %cluster_ctarank;
+mad.lo.u32 %r3, %r1, 4, %r2;
+mad.lo.u32 %r4, %r10, 100, %r1;
+st.shared.u32 [%r3], %r4;
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+add.u32 %r11, %r10, 1;
+and.b32 %r11, %r11, 3;
+mapa.shared::cluster.u32 %r5, %r3, %r11;
+ld.shared::cluster.u32 %r6, [%r5];
+st.shared::cluster.u32 [%r5+128], %r4;
+getctarank.shared::cluster.u32 %r7, %r5;
+cvt.u64.u32 %rd4, %r3;
+cvta.shared.u64 %rd4, %rd4;
+mapa.u64 %rd5, %rd4, %r11;
+ld.u32 %r8, [%rd5];
+getctarank.u64 %r9, %rd5;
+isspacep.shared::cta %p2, %rd5;
+isspacep.shared::cluster %p3, %rd5;
+selp.u32 %r12, 1, 0, %p2;
+selp.u32 %r13, 2, 0, %p3;
+or.b32 %r12, %r12, %r13;
+mad.lo.u32 %r9, %r12, 16, %r9;
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+ld.shared.u32 %r14, [%r3+128];
+mad.lo.u32 %r15, %r10, 32, %r1;
+mul.lo.u32 %r15, %r15, 5;
+"""
+    for i, r in enumerate((6, 7, 8, 9, 14)):
+        body += f"add.u32 %r16, %r15, {i};\n" + store(f"%r{r}", "%r16")
+    got = run(ptx(body, shared=DATA), [words(640)], grid=4, cluster=4).reshape(4, 32, 5)
+    for rank in range(4):
+        peer, before = (rank + 1) % 4, (rank - 1) % 4
+        wanted = [100 * peer + LANES, peer + 0 * LANES, 100 * peer + LANES, peer + 32 + 0 * LANES, 100 * before + LANES]
+        np.testing.assert_array_equal(got[rank], np.stack(wanted, 1))
