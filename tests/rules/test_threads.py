@@ -293,6 +293,22 @@ def test_every_reader_of_a_word_must_be_done_before_it_is_overwritten():
         holds(make, args=ARGS, strict=strict, **GRID)
 
 
+def test_a_store_whose_lanes_reach_several_tensors_is_followed_in_each():
+    """Lane 3 of CTA 0 writes to x, its other lanes to out, in one store; CTA 1 reads x[3]."""
+
+    def make(keep):
+        to = "setp.eq.u32 %p6, %r0, 3;\nselp.b64 %rd10, %rd1, %rd2, %p6;\nmul.wide.u32 %rd11, %r0, 4;\n"
+        to += "add.u64 %rd10, %rd10, %rd11;\nst.global.u32 [%rd10], 7;\nbar.warp.sync -1;\n"
+        flag = "atom.acq_rel.gpu.global.add.u32 %r62, [%rd1], 1;\n"
+        poll = f"POLL:\n{LOAD if keep else RELAXED[1]}\nsetp.eq.u32 %p7, %r60, 0;\n@%p7 bra POLL;\n"
+        first = "setp.eq.u32 %p8, %r50, 0;\n" + t.only("%p8", to)
+        body = RANK + first + t.only("%p4", flag) + t.only("%p5", poll + "ld.global.u32 %r61, [%rd1+12];\n")
+        return t.kernel(body, "x out", target="sm_90a", version="8.6")
+
+    holds(make, args=ARGS, **GRID)
+    holds(make, args=ARGS, strict=False, **GRID)
+
+
 def test_a_packed_atomic_races_with_an_ordinary_access():
     def make(keep):
         add = "red.relaxed.gpu.global.add.noftz.f16x2 [%rd1+4], %r61;\n"

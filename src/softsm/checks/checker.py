@@ -32,6 +32,7 @@ from softsm.checks.maps import MapChecks
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
 from softsm.checks.products import Products
+from softsm.checks.scopes import ScopeChecks
 from softsm.checks.tensor import TensorChecks
 from softsm.checks.views import CtaView, WarpView, shadows
 from softsm.engine import dispatch
@@ -135,6 +136,8 @@ class Checker(Observer):
             "product_joined": operations.product_joined,
             "products_joinable": operations.products_joinable,
         }
+        if self.machine.gpus > 1:
+            events["synchronised"] = ScopeChecks(self).strong
         if self.products is not None:
             events["tensor_product"] = self.products.perform
             events["warpgroup_product"] = self.products.warpgroup

@@ -37,6 +37,7 @@ import numpy as np
 
 from softsm.checks.clocks import BEGIN, DIRTY, WORDS
 from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
+from softsm.engine.lanes import known as in_allocation
 from softsm.engine.native import native
 from softsm.engine.program import (
     S_ALLOC,
@@ -420,12 +421,11 @@ def global_record(at, address, touched, write, pc, lane, clock, known, me, newes
 
 @native("void(i8, i8, i8, i8, i8, i8, i8)")
 def global_word(S, address, touched, write, pc, lane, clock):
-    """One warp touches some bytes of one word of a known allocation (the one of S_HIT, else looked up)."""
+    """One warp touches some bytes of one word of global memory. Lanes may be in several allocations."""
+    if not in_allocation(S, address, address + 1):
+        return
     hit = sget(S, S_HIT)
     start = i8(load64(sget(S, S_ALLOC) + 16 * hit))
-    end = i8(load64(sget(S, S_ALLOC) + 16 * hit + 8))
-    if address < start or address >= end:
-        return  # lanes in several allocations: only the last one found is followed
     shadow = i8(load64(sget(S, S_GLOBAL_SHADOW) + 8 * hit))
     global_record(
         shadow + ((address - (start & ~i8(3))) >> 2) * 4 * GLOBAL_RECORD,

@@ -68,6 +68,59 @@ def test_a_flag_of_gpu_scope_does_not():
     assert sorted(p.who.split(" of GPU ")[1][0] for p in found.parties) == ["0", "1"]
 
 
+# Lane 5 writes to the other GPU, all others to their own; lane 0 raises the other's flag when all have met.
+ONE_CROSSES = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry mixed(.param .u64 mine, .param .u64 theirs, .param .u64 flag, .param .u64 other, .param .u64 out)
+{
+  .reg .b32 %r<6>; .reg .b64 %rd<8>; .reg .pred %p<3>;
+  ld.param.u64 %rd1, [mine]; ld.param.u64 %rd2, [theirs]; ld.param.u64 %rd3, [flag]; ld.param.u64 %rd4, [other];
+  ld.param.u64 %rd5, [out]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd7, %r1, 4; add.u64 %rd5, %rd5, %rd7;
+  setp.eq.u32 %p1, %r1, 5; selp.b64 %rd6, %rd2, %rd1, %p1; add.u64 %rd6, %rd6, %rd7; add.u64 %rd1, %rd1, %rd7;
+  add.u32 %r2, %r1, 10; st.global.u32 [%rd6], %r2; bar.warp.sync -1;
+  setp.ne.u32 %p2, %r1, 0; @%p2 bra WAIT; mov.u32 %r3, 1; st.release.SCOPE.global.u32 [%rd4], %r3;
+WAIT:
+  ld.acquire.SCOPE.global.u32 %r4, [%rd3]; setp.eq.u32 %p1, %r4, 0; @%p1 bra WAIT;
+  ld.global.u32 %r5, [%rd1]; st.global.u32 [%rd5], %r5; ret;
+}"""
+
+
+@pytest.mark.parametrize("scope", ["sys", "gpu"])
+def test_one_lane_of_a_store_that_crosses_is_followed(scope):
+    kernel = softsm.load(ONE_CROSSES.replace("SCOPE", scope))
+    data, out = [[np.zeros(32, np.uint32) for _ in "01"] for _ in "01"]
+    flags = [np.zeros(1, np.uint32) for _ in "01"]
+    with softsm.checking() as report:
+        softsm.ranks(2, lambda r: kernel.launch(1, 32, [data[r], data[1 - r], flags[r], flags[1 - r], out[r]]))
+    assert all((x == np.arange(10, 42)).all() for x in out)
+    crossing = [d for d in report if any("st.global.u32 [%rd6]" in p.instruction for p in d.parties)]
+    assert len(crossing) == (scope == "gpu") and bool(report) == (scope == "gpu"), str(report)
+
+
+COUNT = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry count(.param .u64 word)
+{
+  .reg .b32 %r<3>; .reg .b64 %rd<2>;
+  ld.param.u64 %rd1, [word]; atom.add.relaxed.SCOPE.global.u32 %r1, [%rd1], 1;
+  ret;
+}"""
+
+
+@pytest.mark.parametrize("ranks, scope, codes", [(2, "sys", []), (2, "gpu", ["race"]), (1, "gpu", [])])
+def test_atomics_of_two_gpus_need_sys_scope(ranks, scope, codes):
+    """They race with each other though no other data depends on them; CTAs of one GPU do not."""
+    kernel, word = softsm.load(COUNT.replace("SCOPE", scope)), np.zeros(1, np.uint32)
+    with softsm.checking() as report:
+        softsm.ranks(ranks, lambda rank: kernel.launch(2, 1, [word]))
+    assert word == 2 * ranks and report.codes() == codes, str(report)
+    assert all(".sys scope" in d.fix for d in report)
+
+
 def test_a_deadlock_says_how_far_each_rank_has_come():
     """Rank 1 does not launch: the CTAs of rank 0 poll for ever."""
     with pytest.raises(Deadlock) as error:
