@@ -133,8 +133,24 @@ def test_races_between_ranks_are_named(lines, instead, monkeypatch, tmp_path):
         g["ids"][:] = torch.tensor(ids)
     _, report = fused(moe_cases.layer(layout="sm100"), given, 2, "latest")
     assert set(report.codes()) == {"race"}
-    found = next(iter(report))
-    assert len({x.who.split(" of GPU ")[1] for x in found.parties}) == 2 and ".sys scope" in found.fix, str(report)
+    assert between_ranks(next(iter(report)).parties) and ".sys scope" in next(iter(report)).fix, str(report)
+
+
+def between_ranks(parties) -> bool:
+    return len({x.who.split(" of GPU ")[1][0] for x in parties}) == 2
+
+
+@needs_triton
+@pytest.mark.slow
+def test_one_output_that_crosses_is_enough(monkeypatch, tmp_path):
+    """It is stored together with rows that stay on their rank."""
+    plant(monkeypatch, tmp_path, BUGS["signals at .gpu scope"])
+    given = tokens_of(2)
+    for g, ids in zip(given, ([0, 1], [2, 3])):
+        g["ids"][:] = torch.tensor(ids)
+    given[0]["ids"][4, 1] = 2
+    _, report = fused(moe_cases.layer(layout="sm100"), given, 2, "latest")
+    assert any("write_slots" in x.source for d in report if between_ranks(d.parties) for x in d.parties), str(report)
 
 
 @needs_triton
