@@ -77,8 +77,7 @@ def headers(flags: Sequence[str]) -> list[str]:
 
 
 def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
-    """Compile, or find what was compiled of the same text with the same flags. A file that the source includes is
-    followed by its name and time."""
+    """Compile, or find what was compiled of the same text, in the same folders, with the same flags."""
     clang = find_clang()
     common = [clang, *COMMON, f"--cuda-gpu-arch={arch}", *headers(flags), *sources.macros(arch), *flags]
     said = run([*common, "--cuda-host-only", "-M", str(file)])
@@ -86,7 +85,7 @@ def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
     facts = [
         *common,
         *map(str, sources.rules(used).values()),
-        *(f"{path.resolve()} {path.stat().st_mtime_ns} {path.stat().st_size}" for path in used),
+        *(f"{path.resolve()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used),
     ]
     folder = cache_folder() / "cuda" / hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
     if not (folder / "program.so").is_file():
