@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 
-def seen(t: int, s: int, left: int, right: int) -> int:
+def visible_pairs(t: int, s: int, left: int, right: int) -> int:
     """Pairs of t queries and s keys with i+s-t-left <= j <= i+s-t+right; -1 = no bound."""
 
     def clipped(shift: int) -> int:
@@ -38,13 +38,13 @@ def _fmha_pairs(given: dict[str, Any]) -> int:
         if cu_q is None or cu_k is None:
             return q.shape[0] * (given["max_seqlen_k"] or given["k"].shape[0]) * q.shape[1]
         sequences = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
-        return sum(seen(t, s, left, right) for t, s in sequences) * q.shape[1]
+        return sum(visible_pairs(t, s, left, right) for t, s in sequences) * q.shape[1]
     t, heads = q.shape[1:3]
     if "k" in given:
-        return q.shape[0] * seen(t, given["k"].shape[1], left, right) * heads
+        return q.shape[0] * visible_pairs(t, given["k"].shape[1], left, right) * heads
     lengths, most = _values(given["lengths"]), given["block_table"].shape[1] * given["k_pages"].shape[1]
     each = [most] * q.shape[0] if lengths is None else lengths.tolist()
-    return sum(seen(t, s, left, right) for s in each) * heads
+    return sum(visible_pairs(t, s, left, right) for s in each) * heads
 
 
 def _listed(indices: Tensor, lengths: Tensor | None) -> int:

@@ -18,7 +18,7 @@ def refuse(name: str, got: Any, accepted: str) -> NoReturn:
 
 
 def _described(value: Any) -> str:
-    """In a few words; of tensors and arrays not their values."""
+    """Describes a value in a few words; tensors and arrays without their values."""
     if hasattr(value, "dtype") and hasattr(value, "shape") and len(value.shape):
         where = f" on {value.device}" if hasattr(value, "layout") else ""
         kind = "a sparse " if getattr(value, "is_sparse", False) else "a "

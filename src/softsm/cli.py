@@ -359,7 +359,7 @@ def serve(idle: Annotated[float, typer.Option(help="minutes without a request af
 
 
 def run_command(kind: str, arguments: list[str]) -> int:
-    """In a copy of the resident process."""
+    """Runs a command in a copy of the resident process."""
     sys.argv = [kind, *arguments]
     if kind == "pytest":
         import pytest

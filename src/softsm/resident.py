@@ -100,7 +100,7 @@ def alive(path: Path) -> bool:
 
 
 def trusted(path: Path) -> bool:
-    """A socket of this user, in a folder into which nobody else writes."""
+    """A socket of this user, in a folder that only this user can write to."""
     try:
         folder, file = path.parent.lstat(), path.lstat()
     except OSError:

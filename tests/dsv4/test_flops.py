@@ -47,7 +47,7 @@ bounds = st.sampled_from([-1, 0, 1, 3, 10, 99])
 
 @given(t=st.integers(0, 12), s=st.integers(0, 12), left=bounds, right=bounds)
 def test_pairs_that_are_seen(t, s, left, right):
-    assert flops.seen(t, s, left, right) == int(reference.visible(t, s, False, (left, right)).sum())
+    assert flops.visible_pairs(t, s, left, right) == int(reference.visible(t, s, False, (left, right)).sum())
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

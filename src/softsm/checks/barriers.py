@@ -181,7 +181,7 @@ class BarrierChecks:
         self.report.add(
             Diagnostic(
                 "barrier-phase",
-                f"{barrier.name}: phase {barrier.phase} ends, and nobody has waited for phase {barrier.phase - 1}",
+                f"{barrier.name}: phase {barrier.phase} ends, and no warp has waited for phase {barrier.phase - 1}",
                 (self.party(w, self.checker.machine.engine.performing, "ends the phase"),),
             )
         )

@@ -130,7 +130,7 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
     """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
     now, who = i8(load32(clock + 4 * (me - 1))) - 1, i8(NOBODY) if lane < 0 else lane
     for word in range(low >> 2, (high + 3) >> 2):
-        records.apart(shadow, (words + BLOCK - 1) >> BLOCK_BITS, word)
+        records.split_block(shadow, (words + BLOCK - 1) >> BLOCK_BITS, word)
         at = shadow + word * 4 * RECORD
         touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
         agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
@@ -207,7 +207,7 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
                 if load8(flag) == 0 or write and together(at, whole, flag):
                     at, word = whole, here + BLOCK
             elif load8(flag) == 0:
-                records.apart(shadow, blocks, here)
+                records.split_block(shadow, blocks, here)
             writer, what = load64(at), load64(at + 8)
             if writer != behind and (writer != w0 or what != w1):
                 w0, w1 = writer, what

@@ -230,7 +230,7 @@ class Operations:
             if op is None:
                 continue
             party = self.checker.findings.party(op.warp, op, "may still be in flight")
-            text = f"{cta} ends, but nobody waited for this {op.kind}"
+            text = f"{cta} ends, but nothing waited for this {op.kind}"
             found = Diagnostic("in-flight", text, (party,), how_to_wait(op))
             if op.kind in STORES and not self.checker.strict:  # kernels that run on GPUs every day do not wait for it
                 self.checker.report.warn(found)

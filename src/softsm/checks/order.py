@@ -338,7 +338,7 @@ class Sheet:
 
 class SyncClock:
     """What a barrier passes on: arrivals gather, a completed phase publishes them to who waits. `home` is the CTA of an
-    mbarrier; what threads of other CTAs tell is kept apart, for waits of cluster scope."""
+    mbarrier; `far` keeps what threads of other CTAs tell, for waits of cluster scope."""
 
     __slots__ = ("far", "gathering", "home", "members", "order", "published")
 

@@ -27,7 +27,7 @@ class ScopeChecks:
         self.accesses: dict[int, dict[tuple[int, bool], Access]] = {}  # by address: the last ones of each GPU
 
     def strong(self, w, address: int, cta, order: str, scope: str, *, read: bool, write: bool) -> None:
-        """As Order.strong, which it calls."""
+        """Does what Order.strong does, and compares the access with those of other GPUs."""
         here = Access(w, w.view.slot, w.view.epoch, w.pc, scope, write)
         self.order.strong(w, address, cta, order, scope, read=read, write=write)
         if cta is not None:

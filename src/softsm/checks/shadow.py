@@ -6,15 +6,15 @@ One record of uint32 per 4-byte word of shared memory:
      warps of the CTA that have read it, 0]
 
 Blocks of BLOCK words have such records too. Asynchronous operations touch whole blocks, whose words then stay alike:
-one record stands for all of them until an access touches a single word (`apart`). In memory: the records of all words,
-those of all blocks, and a byte for each block: 0 while its own record counts.
+one record stands for all of them until an access touches a single word (`split_block`). In memory: the records of all
+words, those of all blocks, and a byte for each block: 0 while its own record counts.
 
 `writer` is 0 if there is none, 1 + slot for a warp, ASYNC or GENERIC_COPY for an asynchronous operation whose number is
 then `epoch`. `bytes` holds, from the low bits on: the bytes written (4 bits), STRONG for atomic and volatile accesses,
 which do not race with each other, the bytes of them written in `epoch` itself (4 bits, from FRESH on; the others are
 older), the lane that wrote them (6 bits, from LANE on; NOBODY when it is not one lane's doing), SEVERAL when lanes
 wrote different bytes, and LIVE where an mbarrier lies. Warps are the bits of a word; of more than 32 several share one.
-The last read by each warp of the CTA is apart, warp by warp: (epoch, pc) for each word. Above the pc stand the bytes
+The last read of each word by each warp of the CTA has an array of its own, of (epoch, pc). Above the pc stand the bytes
 read in that epoch (4 bits) and the lane. The peer reader is the warp of another CTA of the cluster that read the word
 last. Global memory has records of 12: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
 bytes, owner]: the last writer, the last two warps or operations that read, and which clusters touched the word at all:
@@ -77,7 +77,7 @@ RECORD = 12  # fields of a word of shared memory
 BLOCK_BITS = 3
 BLOCK = 1 << BLOCK_BITS  # words: 32 bytes, which a product reads of a row
 GLOBAL_RECORD = 12
-OPS = 32 * WORDS  # asynchronous operations told apart; older ones count as complete
+OPS = 32 * WORDS  # asynchronous operations that have a bit of their own; older ones count as complete
 RAW, WAW, WAR, UNINITIALISED, OVER_BARRIER = 0, 1, 2, 3, 4
 SAME = 5  # WAW, but the value was there already
 MAX_RACES = 64
@@ -280,7 +280,7 @@ def other_readers(at, word, pc, me, clock, known, newest, races, lane):
 
 
 @native("void(i8, i8, i8)")
-def apart(shadow, blocks, word):
+def split_block(shadow, blocks, word):
     """Each word of the block of `word` has a record of its own from now on."""
     block = word >> BLOCK_BITS
     flag = shadow + (BLOCK + 1) * blocks * 4 * RECORD + block
@@ -300,7 +300,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     index = sget(S, S_INDEX)
     me, newest, races = sget(S, S_SLOT) + 1, i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES)
     words = (sget(S, S_SHARED_SIZE) + 3) >> 2
-    apart(sget(S, S_SHADOW), (words + BLOCK - 1) >> BLOCK_BITS, word)
+    split_block(sget(S, S_SHADOW), (words + BLOCK - 1) >> BLOCK_BITS, word)
     at = sget(S, S_SHADOW) + word * 4 * RECORD
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     now, begin = i8(load32(clock + 4 * (me - 1))) - 1, i8(load32(clock + BEGIN))

@@ -27,23 +27,23 @@ class SharedShadow:
     """The shadow of a CTA's shared memory (checks/shadow.py): records of words and of blocks of words, which of the two
     count, and the reads of each warp."""
 
-    __slots__ = ("address", "apart", "of_blocks", "of_words", "reads", "reads_address", "size")
+    __slots__ = ("address", "of_blocks", "of_words", "reads", "reads_address", "size", "split")
 
     def __init__(self, words: int, warps: int):
         blocks = -(-words // sh.BLOCK)
         rows = zeros(((sh.BLOCK + 1) * blocks + -(-blocks // (4 * sh.RECORD)), sh.RECORD))
         self.size = words, warps
         self.address = rows.__array_interface__["data"][0]
-        self.of_words, self.of_blocks, apart = np.split(rows, [sh.BLOCK * blocks, (sh.BLOCK + 1) * blocks])
-        self.apart = apart.view(np.uint8).reshape(-1)
+        self.of_words, self.of_blocks, split = np.split(rows, [sh.BLOCK * blocks, (sh.BLOCK + 1) * blocks])
+        self.split = split.view(np.uint8).reshape(-1)
         self.reads = zeros((warps, words, 2))
         self.reads_address = self.reads.__array_interface__["data"][0]
 
     def word(self, word: int) -> np.ndarray:
         """The record of one word, which has its own from now on."""
         block = word // sh.BLOCK
-        if not self.apart[block]:
-            self.apart[block] = 1
+        if not self.split[block]:
+            self.split[block] = 1
             self.of_words[sh.BLOCK * block : sh.BLOCK * (block + 1)] = self.of_blocks[block]
         return self.of_words[word]
 
@@ -64,7 +64,7 @@ class SpareShadows:
         if found is None or found.size != (words, warps):
             return SharedShadow(words, warps)
         found.of_blocks.fill(0)
-        found.apart.fill(0)
+        found.split.fill(0)
         return found
 
     def give_back(self, shadow: SharedShadow) -> None:

@@ -73,7 +73,7 @@ class Server:
         finally:
             os.umask(mask)
         if not resident.trusted(path):
-            raise ValueError(f"folder: got {path.parent}, accepted is one of this user that nobody else may read")
+            raise ValueError(f"folder: got {path.parent}, accepted: a folder of this user that no other user may read")
         self.listener.listen()
         self.running: dict[int, socket.socket] = {}
         self.wakes, self.wake = socket.socketpair()
@@ -81,7 +81,7 @@ class Server:
             end.setblocking(False)
 
     def run(self, idle: float) -> None:
-        """Until nobody has asked for `idle` seconds, or an interrupt."""
+        """Serve until no request has come for `idle` seconds, or until an interrupt."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake.fileno())
         selector = selectors.DefaultSelector()
@@ -138,7 +138,7 @@ class Server:
                 os.close(file)
 
     def become(self, request: dict[str, Any], files: list[int], connection: socket.socket) -> None:
-        """In the copy: runs the command and ends."""
+        """Runs the command in the copy, and ends it."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -183,7 +183,7 @@ class Server:
             try:
                 resident.send(connection, {"status": code if code >= 0 else 128 - code})
             except OSError:
-                pass  # nobody waits any more
+                pass  # the client has gone
             found.append(connection)
         return found
 

@@ -36,7 +36,7 @@ def jump_targets(program: pg.Program) -> np.ndarray:
 
 
 def plain_loads(program: pg.Program) -> dict[int, Load]:
-    """By record: loads of words from shared memory by the whole warp."""
+    """Returns, by record, the loads of words from shared memory by the whole warp."""
     found = {}
     for at in np.flatnonzero((program.code[:, 0] == pg.OP_LDS) & (program.code[:, 6] == 0)).tolist():
         _, rd, ra, rb, rc, *_ = program.code[at].tolist()

@@ -51,11 +51,11 @@ def describe(machine, why: str) -> str:
     fresh = [b for b in barriers if isinstance(b, Mbarrier) and not others.get(b)]
     if fresh and all(untouched(b) for b in fresh):
         lines.append(
-            f"  nobody has arrived at {' and '.join(map(name, fresh))} since mbarrier.init: who waits for buffers that "
-            "are free from the start waits for parity 1 first, as the phase before phase 0 counts as complete"
+            f"  nothing has arrived at {' and '.join(map(name, fresh))} since mbarrier.init: who waits for buffers "
+            "that are free from the start waits for parity 1 first, as the phase before phase 0 counts as complete"
         )
     lines += [
-        f"  nobody has arrived at {name(b)} since mbarrier.init, but at {name(other)}: does an arrival, or this wait, "
+        f"  nothing has arrived at {name(b)} since mbarrier.init, but at {name(other)}: does an arrival, or this wait, "
         "have the wrong index?"
         for b, other in others.items()
         if other

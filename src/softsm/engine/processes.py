@@ -95,8 +95,8 @@ def dealt(items: list, parts: int) -> list[list]:
     return hands
 
 
-class Division:
-    """What a machine asks between the turns of its warps."""
+class Processes:
+    """Divides a launch over processes. The machine asks it between the turns of its warps."""
 
     def __init__(self, machine):
         self.machine = machine
@@ -262,7 +262,7 @@ class Before:
 class Child:
     """A copy of this process with a share of the launch."""
 
-    def __init__(self, division: Division, share: tuple[list, list], before: Before):
+    def __init__(self, processes: Processes, share: tuple[list, list], before: Before):
         self.connection, theirs = Pipe(duplex=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads: torch's, which the child never asks
@@ -271,8 +271,8 @@ class Child:
             try:
                 uneventful = False
                 with contextlib.suppress(BaseException):  # whatever it is, one process meets it again
-                    uneventful = division.work(*share)
-                theirs.send(division.outcome(before) if uneventful else None)
+                    uneventful = processes.work(*share)
+                theirs.send(processes.outcome(before) if uneventful else None)
             except Exception:  # it goes on alone, but nothing may be wrong here
                 traceback.print_exc()
             finally:

@@ -16,7 +16,7 @@ from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine
 from softsm.engine.deadlock import DeadlockWatch
 from softsm.engine.observer import observer_of
-from softsm.engine.processes import Division
+from softsm.engine.processes import Processes
 from softsm.engine.warps import Cta, Fragment, Sm, Warp
 from softsm.errors import StepBudget
 
@@ -164,17 +164,17 @@ class Machine:
 
     def run(self) -> None:
         self.admit()
-        self.division = Division(self)
+        self.processes = Processes(self)
         self.loop()
 
     def loop(self) -> None:
         ready, engine = self.ready, self.engine
-        watch, division, follower = self.watch, self.division, self.follower
+        watch, processes, follower = self.watch, self.processes, self.follower
         while self.live:
-            if division.turns:
-                division.turns -= 1
-                if not division.turns:
-                    division.divide()
+            if processes.turns:
+                processes.turns -= 1
+                if not processes.turns:
+                    processes.divide()
                     continue
             watch.turn()
             if not ready:
@@ -377,7 +377,7 @@ class Machine:
         for cta in self.live:
             cta.forget()
         self.live, self.current = [], None
-        self.watch = self.division = self.execute = None  # type: ignore[assignment]
+        self.watch = self.processes = self.execute = None  # type: ignore[assignment]
         self.ready.clear()
         self.engine.pending.clear()
         self.engine.signalling.clear()

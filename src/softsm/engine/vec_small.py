@@ -44,13 +44,13 @@ def to_e3m2(x, random=None):
 
 
 def to_f16_random(x, random):
-    """By 13 random bits; beyond the largest number: infinity."""
+    """Rounds by 13 random bits; what exceeds the largest number becomes infinity."""
     code = to_mini(x, 10, -14, 0x7C00, random & 0x1FFF, 13)
     return sel(x == x, code | ((asU(x) >> 16) & 0x8000), 0x7FFF)
 
 
 def from_e4m3(code):
-    """To f16 bits, exactly. The bits stand at f16's places; the factor corrects the exponent's bias."""
+    """Converts to f16 bits, exactly. The bits stand at f16's places; the factor corrects the exponent's bias."""
     h = float_to_half(half_to_float((code & 0x7F) << 7) * 256.0)
     return sel((code & 0x7F) == 0x7F, 0x7FFF, h | ((code & 0x80) << 8))
 
@@ -83,5 +83,5 @@ def to_ue8m0(x, up, top):
 
 
 def from_ue8m0(code):
-    """To bf16 bits."""
+    """Converts to bf16 bits."""
     return sel(code == 0xFF, 0x7FFF, sel(code == 0, tou(0x40), code << 7))

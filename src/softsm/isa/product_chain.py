@@ -105,12 +105,12 @@ class Together:
     def __init__(self, engine, product: Product, plan: Plan, ctas: list):
         self.engine, self.chain = engine, Chain(product, plan, ctas)
         self.op: AsyncOp | None = None
-        self.joined = None  # when races are checked: what compiled code may do (engine/mma_chains.py)
+        self.compiled = None  # when races are checked: what compiled code may do (engine/mma_chains.py)
 
     def takes(self, w, thread: int, footprint, product: Product, plan: Plan | None, ctas: list) -> bool:
         """Nothing has been issued since. May the next product go with them, without other operations before it?"""
-        if self.joined is not None:
-            self.joined.flush()
+        if self.compiled is not None:
+            self.compiled.flush()
         op, in_flight = self.op, w.in_flight
         return (
             plan is not None
@@ -126,16 +126,16 @@ class Together:
 
     def add(self, product: Product, plan: Plan) -> None:
         self.chain.parts.append((product, plan))
-        if self.joined is not None:
-            self.joined.used()
+        if self.compiled is not None:
+            self.compiled.used()
 
     def end(self) -> None:
         """Nothing joins them any more. (Others may be growing when these complete.)"""
         if self.engine.growing is self:
             self.engine.growing = None
-        if self.joined is not None:
-            self.joined.end()
-            self.joined = None
+        if self.compiled is not None:
+            self.compiled.end()
+            self.compiled = None
 
     def __call__(self) -> None:
         self.end()

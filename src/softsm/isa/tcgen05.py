@@ -180,7 +180,7 @@ def issue(w, thread: int, work: Work, ctas: list) -> None:
     if together is not None:
         together.op, engine.growing = op, together
         if observer is not None and w.in_flight.products == len(w.in_flight.tensor_ops):
-            together.joined = observer.products_joinable(together, w, thread, work, ctas)
+            together.compiled = observer.products_joinable(together, w, thread, work, ctas)
 
 
 def rare_operands(w, thread: int, o) -> tuple:

@@ -57,7 +57,7 @@ def idle_warps(bug: str) -> Program:
     return program(body, None if bug else loaded, block=288)
 
 
-@exhibit(16, "softmax waits for pv_done at kt = 0, which nobody signals yet", "deadlock")
+@exhibit(16, "softmax waits for pv_done at kt = 0, which nothing signals yet", "deadlock")
 def first_iteration(bug: str) -> Program:
     """Warp 0: softmax, waits until the previous PV is done, stores P, says so. Warp 1: waits for P, runs PV,
     says so."""

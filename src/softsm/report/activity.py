@@ -72,7 +72,7 @@ class Activity(Session):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """By name; warps that never were in a role (they idle, or the kernel has none) are '-'."""
+        """The roles by name. Warps that never were in a role (they idle, or the kernel has none) are '-'."""
         found: dict[str, Role] = {}
         for warp, mine in self._warps.items():
             total = found.setdefault(self._names.get(warp, "-"), Role())

@@ -55,7 +55,7 @@ class Diagnostic:
             return self.code, _NUMBERS.sub("#", self.message.split("\n")[0])
         return self.code, *sorted((p.source or f"{p.ptx_line} {p.instruction}", p.deed()) for p in self.parties)
 
-    def apart(self) -> bool:
+    def across_ctas(self) -> bool:
         """Are the parties in different CTAs?"""
         return len({p.who.partition(" of CTA ")[2].partition(")")[0] for p in self.parties}) > 1
 
@@ -89,7 +89,7 @@ class Report:
         if key in self._seen and diagnostic.parties:
             shown, places = self._seen[key]
             places.add(tuple(lines))
-            if diagnostic.apart() and not shown.apart():
+            if diagnostic.across_ctas() and not shown.across_ctas():
                 which = next(i for i, d in enumerate(self.diagnostics) if d is shown)
                 self.diagnostics[which], self._seen[key] = diagnostic, (diagnostic, places)
             return

@@ -213,8 +213,9 @@ class Model:
         served = 1 + (self.together(s, active) - 1) * g["l2.coincide"] * whole
         return max(alone, min(g["l2.merged"], served * alone))
 
-    def replay(self, queues: list[list[int]], clock: float, active: int, log: int = 0, whole: bool = True,
-               more: int = -1) -> Run:  # fmt: skip
+    def replay(
+        self, queues: list[list[int]], clock: float, active: int, log: int = 0, whole: bool = True, more: int = -1
+    ) -> Run:
         """queues: for each slot of the multiprocessor the traces that run in it, one after the other. If not whole,
         the last of them begins in each slot and need not end. With `more`, each slot has one trace, and so many others
         like the first take the place of whichever ends."""

@@ -35,7 +35,7 @@ from softsm.timing_model.events import (
     multiply,
     reach_named,
     store,
-)  # fmt: skip
+)
 from softsm.timing_model.issue import (
     account_wait,
     awaited,
@@ -47,7 +47,7 @@ from softsm.timing_model.issue import (
     run_alone,
     score,
     stalled,
-)  # fmt: skip
+)
 from softsm.timing_model.parts import change, earliest, note, part, plant, pointers, start, wake, wake_for_product
 
 

@@ -51,7 +51,7 @@ class Memory:
         return found
 
     def records(self) -> np.ndarray:
-        own = self.shadow.apart[:BLOCKS].astype(bool).repeat(sh.BLOCK)[:, None]
+        own = self.shadow.split[:BLOCKS].astype(bool).repeat(sh.BLOCK)[:, None]
         return np.where(own, self.shadow.of_words, self.shadow.of_blocks.repeat(sh.BLOCK, 0))[: BYTES // 4]
 
     def separate(self) -> None:
@@ -95,7 +95,7 @@ def test_blocks_say_what_their_words_would(seed):
         np.testing.assert_array_equal(blocks.records(), words.records())
         said = blocks.findings()
         assert said == words.findings()
-        found, alike = found + said[0], alike + int((blocks.shadow.apart[:BLOCKS] == 0).sum())
+        found, alike = found + said[0], alike + int((blocks.shadow.split[:BLOCKS] == 0).sum())
     assert found > 10 and 50 < alike < 400, "both ways were taken"
 
 

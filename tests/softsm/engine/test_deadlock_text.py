@@ -44,7 +44,7 @@ def test_who_has_never_arrived_is_found_in_the_text():
     assert sorted(line.split(" of ")[0].strip() for line in ring) == ["warp 0", "warp 1"], text
     assert "to arrive in PTX line" in ring[0] and "mbarrier.arrive.shared::cta.b64 _, [%r42]" in text
     assert "arrivals at mbarrier done" in text
-    assert "nobody has arrived at mbarrier p" in text and "waits for parity 1 first" in text
+    assert "nothing has arrived at mbarrier p" in text and "waits for parity 1 first" in text
 
 
 def test_bytes_that_never_arrive_are_no_cycle():
@@ -109,7 +109,7 @@ def test_an_arrival_at_the_wrong_slot_is_no_wrong_parity(tmp_path):
         ring(tmp_path, 0).launch(1, 64, [np.zeros(64, np.uint32)])
     text = str(report)
     assert "waits for parity 1 first" not in text
-    assert "nobody has arrived at mbarrier ready.index(1) (0x" in text and "but at mbarrier ready.index(0) (0x" in text
+    assert "nothing has arrived at mbarrier ready.index(1) (0x" in text and "but at mbarrier ready.index(0) (0x" in text
     with softsm.checking() as report:
         ring(tmp_path, 1).launch(1, 64, [np.zeros(64, np.uint32)])
     assert not report, str(report)

@@ -81,14 +81,14 @@ def divided(monkeypatch, alone):
     """Divide at the first turn; of each launch that was, how many processes there were and whether they counted."""
     launches = []
     monkeypatch.setattr(processes, "TURNS", 1)
-    original = processes.Division.outcomes
+    original = processes.Processes.outcomes
 
     def outcomes(self, shares):
         done = original(self, shares)
         launches.append((len(shares), done is not None and self.agree(done)))
         return done
 
-    monkeypatch.setattr(processes.Division, "outcomes", outcomes)
+    monkeypatch.setattr(processes.Processes, "outcomes", outcomes)
     return launches
 
 
@@ -175,7 +175,7 @@ def test_when_a_launch_is_divided_is_a_number_of_turns(monkeypatch, alone):
     def divide(self):
         turns.append(self.machine.watch.turns)
 
-    monkeypatch.setattr(processes.Division, "divide", divide)
+    monkeypatch.setattr(processes.Processes, "divide", divide)
     launch(LONG, 2)
     assert turns == [processes.TURNS - 1]  # the watch has not seen the present one
 
@@ -212,7 +212,7 @@ def test_without_processes_the_launch_goes_on_alone(divided, monkeypatch, fails)
 
 
 def test_a_process_that_dies_costs_nothing_but_time(divided, monkeypatch):
-    monkeypatch.setattr(processes.Division, "work", lambda *_: os._exit(1))
+    monkeypatch.setattr(processes.Processes, "work", lambda *_: os._exit(1))
     got = launch(SUM, 2)
     monkeypatch.undo()
     assert np.array_equal(got[0], launch(SUM, 1)[0])

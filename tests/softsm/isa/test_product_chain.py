@@ -158,7 +158,7 @@ def test_products_of_compiled_code_that_nobody_waits_for_are_reported():
     k = load(text)
     first, second = checked(k), checked(k)
     assert second[0] == first[0]
-    flying = [d for d in second[2] if "nobody waited" in d.message]
+    flying = [d for d in second[2] if "nothing waited" in d.message]
     assert {d.parties[0].ptx_line for d in flying} == {at for at, x in enumerate(text.splitlines(), 1) if MMA in x}
 
 

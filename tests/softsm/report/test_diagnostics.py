@@ -33,7 +33,7 @@ def test_a_finding_between_ctas_replaces_the_same_within_one():
     report.add(race(1))
     other = race(1)
     report.add(Diagnostic("race", "", (other.parties[0], Party("warp 0 of CTA (1, 0, 0)", *vars_of(other.parties[1])))))
-    assert len(report) == 1 and report.diagnostics[0].apart()
+    assert len(report) == 1 and report.diagnostics[0].across_ctas()
 
 
 def vars_of(party):
