@@ -69,9 +69,10 @@ def prefill(name: str, source: str, call: str, heads: int, dim: int, arch: str =
     return Kernel(f"sparse prefill, {name}, head dim {dim}", "FlashMLA", "flashmla_prefill.cu", (*MLA, *what), arch)
 
 
-def decode(name: str, source: str, call: str, heads: int, arch: str = "sm_100a") -> Kernel:
-    what = (f"-DHEADS={heads}", f"-DKERNEL={call}", f'-DSOURCE="{source}"')
-    return Kernel(f"sparse decode, FP8 rows, {name}", "FlashMLA", "flashmla_decode.cu", (*MLA, *what), arch)
+def decode(name: str, source: str, call: str, heads: int, arch: str = "sm_100a", v32: bool = False) -> Kernel:
+    what = (f"-DHEADS={heads}", f"-DKERNEL={call}", f'-DSOURCE="{source}"', *(("-DV32",) if v32 else ()))
+    rows = "FP8 rows of V3.2" if v32 else "FP8 rows"
+    return Kernel(f"sparse decode, {rows}, {name}", "FlashMLA", "flashmla_decode.cu", (*MLA, *what), arch)
 
 
 def lesson(level: int, size: int) -> Kernel:
@@ -187,8 +188,12 @@ KERNELS = (
     prefill("128 heads, few rows", f"{SPARSE}/fwd_for_small_topk/head128",
             "sm100::fwd_for_small_topk::head128::run_fwd_for_small_topk_phase1_kernel<SparseAttnFwdMode::Prefill,DIM>",
             128, 512),
-    decode("64 heads", "sm100/decode/head64/kernel.cuh",
-           "sm100::decode::head64::run_flash_splitkv_mla_fp8_sparse_kernel<ModelType::MODEL1>", 64),
+    *(
+        decode("64 heads", "sm100/decode/head64/kernel.cuh",
+               f"sm100::decode::head64::run_flash_splitkv_mla_fp8_sparse_kernel<ModelType::{model}>", 64,
+               v32=model == "V32")
+        for model in ("MODEL1", "V32")
+    ),
     *(
         prefill("64 heads, Hopper", "sm90/prefill/sparse", "sm90::fwd::run_fwd_phase1_kernel<DIM,false>", 64, dim,
                 "sm_90a")
@@ -196,10 +201,12 @@ KERNELS = (
     ),
     *(
         decode(f"{heads} heads, Hopper", "sm90/decode/sparse_fp8/splitkv_mla.cuh",
-               f"sm90::decode::sparse_fp8::run_flash_splitkv_mla_fp8_sparse_kernel<ModelType::MODEL1,{heads}>", heads,
-               "sm_90a")
+               f"sm90::decode::sparse_fp8::run_flash_splitkv_mla_fp8_sparse_kernel<ModelType::{model},{heads}>", heads,
+               "sm_90a", model == "V32")
+        for model in ("MODEL1", "V32")
         for heads in (64, 128)
     ),
+    Kernel("dense decode, its schedule and sum, Hopper", "FlashMLA", "flashmla_dense.cu", MLA, "sm_90a"),
     Kernel("bf16 GEMM", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DCTAS=1")),
     Kernel("bf16 GEMM, two CTAs", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DCTAS=2")),
     Kernel("FP8 GEMM", "DeepGEMM", "deepgemm.cu", (*GEMM, "-DFP8", "-DCTAS=1")),
@@ -278,7 +285,7 @@ JUDGED: dict[tuple[str, str, str], str] = {
         "13-conv-im2col.py",
     ): "real, exhibit 37 of the museum: the loads of the next step go into the only "
     "buffer before `wait_num_outstanding` has waited for the product that reads it",
-    ("decode, FP8 rows, 64 heads", "race", "kernel.cuh:229 against kernel.cuh:309"): "real, exhibit 30 of the museum. "
+    ("64 heads", "race", "kernel.cuh:229 against kernel.cuh:309"): "real, exhibit 30 of the museum. "
     "It makes the result wrong here; one barrier before line 309 mends both",
     ("64 heads, Hopper, head dim", "wgmma-registers", "helpers.h"): CLANG,
     ("GEMM, two CTAs", "race", "_gemm"): RELAXED + " (address of the tensor memory)",
