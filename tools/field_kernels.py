@@ -14,7 +14,14 @@ PROJECTS = {
     "ThunderKittens": ("https://github.com/HazyResearch/ThunderKittens", "0b55588d"),
     "triton": ("https://github.com/triton-lang/triton", "f4fca2c0b"),
 }
-PACKAGES = {"liger-kernel": "0.8.5", "unsloth": "2026.10.9", "tabulate": "0.10.0"}
+PACKAGES = {
+    "liger-kernel": "0.8.5",
+    "unsloth": "2026.10.9",
+    "tabulate": "0.10.0",
+    "fla-core": "0.6.0",
+    "einops": "0.8.2",
+    "attn-gym": "0.0.17",
+}
 CUTE = ("-I{cutlass}/include", "-I{cutlass}/tools/util/include", "-I{cutlass}/examples/common", "-DNDEBUG")
 MLA = ("-I{FlashMLA}/csrc", "-I{FlashMLA}/csrc/sm90", "-I{FlashMLA}/csrc/kerutils/include", *CUTE)
 GEMM = ("-I{DeepGEMM}/deep_gemm/include", *CUTE)
@@ -70,7 +77,7 @@ def prefill(name: str, source: str, call: str, heads: int, dim: int, arch: str =
 
 
 def decode(name: str, source: str, call: str, heads: int, arch: str = "sm_100a", v32: bool = False) -> Kernel:
-    what = (f"-DHEADS={heads}", f"-DKERNEL={call}", f'-DSOURCE="{source}"', *(("-DV32",) if v32 else ()))
+    what = (f"-DHEADS={heads}", f"-DKERNEL={call}", f'-DSOURCE="{source}"', *(("-DROWS_656",) if v32 else ()))
     rows = "FP8 rows of V3.2" if v32 else "FP8 rows"
     return Kernel(f"sparse decode, {rows}, {name}", "FlashMLA", "flashmla_decode.cu", (*MLA, *what), arch)
 
@@ -162,6 +169,11 @@ PYTHON = (
     package("liger-kernel", "RMS norm, layer norm, SwiGLU, softmax, cross entropy, RoPE", "liger_rms_norm",
             "liger_layer_norm", "liger_swiglu", "liger_softmax", "liger_cross_entropy", "liger_rope"),
     package("unsloth", "SwiGLU", "unsloth_swiglu"),
+    package("flash-linear-attention", "retention, in chunks", "fla_retention"),
+    package("flash-linear-attention", "gated linear attention, in chunks", "fla_gla"),
+    package("flash-linear-attention", "gated delta rule, in chunks", "fla_gated_delta_rule"),
+    package("attention-gym", "window and listed rows (DeepSeek-V4)", "gym_gather_attention"),
+    package("attention-gym", "gated delta rule, token by token", "gym_gated_delta_rule"),
 )  # fmt: skip
 
 SPARSE = "sm100/prefill/sparse"

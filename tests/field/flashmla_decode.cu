@@ -1,4 +1,4 @@
-// FlashMLA's decode kernels on FP8 rows, of 584 bytes (V4) or with -DV32 of 656 (V3.2): one query, 192 listed rows of
+// FlashMLA's decode kernels on FP8 rows, of 584 bytes (V4) or with -DROWS_656 of 656 (V3.2): one query, 192 listed rows of
 // 256, with a sink.
 //   -DHEADS=64 -DKERNEL=sm100::decode::head64::run_flash_splitkv_mla_fp8_sparse_kernel<ModelType::MODEL1> -DSOURCE="..."
 #include "field.h"
@@ -7,7 +7,7 @@
 #include <cutlass/float8.h>
 
 int main() {
-#ifdef V32
+#ifdef ROWS_656
     constexpr int dim = 576, plain = 512, tile = 128, bytes = 656, stride = 64 * bytes;
     constexpr auto model = ModelType::V32;
 #else

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import triton
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -115,7 +116,76 @@ def unsloth_swiglu() -> None:
     near(kernels.swiglu_fg_kernel(e, g), F.silu(e.double()) * g, 1e-5)
 
 
+# -- flash-linear-attention --------------------------------------------------------------------------------------------
+
+
+def first_configuration() -> None:
+    """It tunes every kernel by measuring; here the first configuration that it would try runs."""
+    tune = triton.autotune
+    triton.autotune = lambda configs, *rest, **options: tune(configs[:1], *rest, **options)
+
+
+def halves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.randn(*shape, device="cuda").bfloat16() for shape in shapes]
+
+
+def fla_retention() -> None:
+    from fla.ops.retention import chunk_retention
+    from fla.ops.retention.naive import naive_retention
+
+    q, k, v = halves(*[(1, 100, 2, 64)] * 3)
+    right = naive_retention(*(x.double().transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    near(chunk_retention(q, k, v)[0], right, 1 / 64)
+
+
+def fla_gla() -> None:
+    from fla.ops.gla import chunk_gla
+    from fla.ops.gla.naive import naive_recurrent_gla
+
+    q, k, v, g = halves(*[(1, 100, 2, 64)] * 4)
+    g = F.logsigmoid(g)
+    near(chunk_gla(q, k, v, g)[0], naive_recurrent_gla(*(x.double() for x in (q, k, v, g)))[0], 1 / 64)
+
+
+def fla_gated_delta_rule() -> None:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+
+    q, k, v = halves(*[(1, 100, 2, 64)] * 3)
+    k = F.normalize(k.float(), dim=-1).bfloat16()
+    g, beta = F.logsigmoid(torch.randn(1, 100, 2, device="cuda")), torch.rand(1, 100, 2, device="cuda").bfloat16()
+    right = naive_recurrent_gated_delta_rule(q, k, v, beta, g)[0]
+    near(chunk_gated_delta_rule(q, k, v, g, beta)[0], right, 1 / 32)
+
+
+# -- attention-gym -----------------------------------------------------------------------------------------------------
+
+
+def gym_gather_attention() -> None:
+    """DeepSeek-V4's attention: a window and listed rows, with a sink."""
+    from attn_gym.sparse import gather_attn
+
+    q, local, pool = halves((1, 4, 70, 128), (1, 1, 70, 128), (1, 1, 40, 128))
+    rows = torch.stack([torch.randperm(40)[:16] for _ in range(70)])[None].int()
+    rows[:, ::3, 10:] = -1
+    sink = torch.randn(4)
+    found = gather_attn(q, local, pool, rows, sink, sliding_window_size=32)
+    wide = (x.double() for x in (q, local, pool))
+    near(found, gather_attn(*wide, rows, sink.double(), sliding_window_size=32, impl="reference"), 1 / 64)
+
+
+def gym_gated_delta_rule() -> None:
+    from attn_gym.linear import recurrent_gdn
+
+    q, k, v = halves(*[(1, 40, 2, 64)] * 3)
+    k = F.normalize(k.float(), dim=-1).bfloat16()
+    gate, beta = F.logsigmoid(torch.randn(1, 40, 2, device="cuda")), torch.rand(1, 40, 2, device="cuda")
+    found = recurrent_gdn(q, k, v, gate, beta, autotune=False)[0]
+    near(found, recurrent_gdn(*(x.double() for x in (q, k, v, gate, beta)), impl="reference")[0], 1 / 64)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
+    first_configuration()
     for name in sys.argv[1:]:
         globals()[name]()

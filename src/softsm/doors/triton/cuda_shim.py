@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,6 +217,7 @@ class CudaShim:
         self._allocators = torch.library.Library("aten", "IMPL")
         for operator, call in ALLOCATORS.items():
             self._allocators.impl(operator, call, "CUDA")
+        self._replace_operators()
         self._mode = CudaToCpu()
         self._mode.__enter__()
 
@@ -260,6 +262,21 @@ class CudaShim:
         self._patches.set(torch, "is_autocast_enabled", lambda device="cuda": enabled(str(_on_cpu(device))))
         self._patches.set(torch, "get_autocast_dtype", lambda device: dtype(str(_on_cpu(device))))
         self._patches.set(torch, "get_autocast_gpu_dtype", lambda: dtype("cpu"))
+
+    def _replace_operators(self) -> None:
+        """What a package registers for CUDA with torch.library serves tensors here, which are the CPU's."""
+        register = torch.library.Library.impl
+        served = set()
+
+        def impl(library, op_name, fn, dispatch_key="", **options) -> None:
+            if dispatch_key != "CPU" or (library, op_name) not in served:
+                register(library, op_name, fn, dispatch_key, **options)
+            if dispatch_key == "CUDA":
+                served.add((library, op_name))
+                with warnings.catch_warnings(action="ignore"):  # it may replace a kernel for the CPU
+                    register(library, op_name, fn, "CPU", **options)
+
+        self._patches.set(torch.library.Library, "impl", impl)
 
     def remove(self) -> None:
         self._mode.__exit__(None, None, None)

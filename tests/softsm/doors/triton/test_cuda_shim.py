@@ -245,3 +245,17 @@ def test_graphs_do_launches_and_torch_functions_again(shim):
         graph.replay()
         assert y.tolist() == [2 * k + 1] * 8 and z.item() == 4 * (2 * k + 1)
     assert count.item() == 2
+
+
+def test_operators_registered_for_cuda_are_called(shim):
+    library = torch.library.Library("softsm_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: 2 * x, "CUDA")
+    library.impl("twice", lambda x: -x, "CPU")
+
+    @torch.library.custom_op("softsm_test::more", mutates_args=(), device_types="cuda")
+    def more(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    x = torch.ones(2, device="cuda")
+    assert torch.ops.softsm_test.twice(x).tolist() == [2, 2] and more(x).tolist() == [2, 2]
