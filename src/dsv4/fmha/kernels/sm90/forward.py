@@ -43,11 +43,12 @@ class KeyValues:
 
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr, CODES: gl.constexpr = False):  # fmt: skip
-    """-> q, rings, landed. CODES: K and V are e4m3."""
+                SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr, PLACES: gl.constexpr,
+                CODES: gl.constexpr = False):  # fmt: skip
+    """-> q, rings, landed. PLACES: of 64 query rows; CODES: K and V are e4m3."""
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
-    q = gl.allocate_shared_memory(DTYPE, [4 if CONSUMERS == 3 else CONSUMERS, 64, D], Q)
+    q = gl.allocate_shared_memory(DTYPE, [PLACES, 64, D], Q)
     k = new_ring(gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], KV), CONSUMERS)
     v = k
     barriers = (k.ready, k.free)
@@ -285,7 +286,9 @@ def fmha_forward(
     tile_row = coord.tile_row
     CODES: gl.constexpr = in_codes(tensors.k_ptr.dtype)
     if tile_row < coord.rows:
-        q, kv, landed = make_memory(tensors.q_ptr.dtype.element_ty, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD, CODES)
+        q, kv, landed = make_memory(
+            tensors.q_ptr.dtype.element_ty, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD, CONSUMERS, CODES
+        )
         work_tile, source = work.make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
         if CONSUMERS == 1:
             gl.warp_specialize([

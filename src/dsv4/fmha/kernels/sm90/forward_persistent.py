@@ -5,10 +5,11 @@ The load warp runs ahead into the next row tile while the attend roles write the
     load      1 warp    | K, V of tile a ...          | K, V of tile b ...
     attend w  4 warps   | Q | S, softmax, O += P V ...| write O | Q | S (K already there) ...
 
-With EARLY the next Q is copied into its place as soon as the last S is computed, by cp.async, and O is written from
-registers meanwhile, since its way through q is taken::
+With EARLY the next Q is copied into its place by cp.async, as soon as the last S is computed or, with SOON, before the
+first S: at head dim 128 this row tile's Q is in registers then, at head dim 64 there are two places. O is written from
+registers, since its way through q is taken::
 
-    attend w  4 warps   | S, softmax, O += P V ... | ask for Q, O += P V, write O | wait for Q | S (K already there) ...
+    attend w  4 warps   | ask for Q | S, softmax, O += P V ... | write O | wait for Q | S (K already there) ...
 
 With EVEN a row tile takes its keys from the last tile on, and no other tile needs a mask: calls without a window that
 have no mask, or a diagonal that meets tiles of keys at their corners. With OWN_END each attend role begins at the last
@@ -227,11 +228,35 @@ def add_sums(l, alpha, p, OWN: gl.constexpr):
 
 
 @gluon.jit
+def place_of(q, at, W: gl.constexpr):
+    """Where the query rows of role W lie: at head dim 64, for three roles, in two places alternately."""
+    if q.shape[2] == 64:
+        return q.index(2 * W + at % 2)
+    else:
+        return q.index(W)
+
+
+@gluon.jit
+def ask_for_next(
+    q, at, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr,
+    OWN_END: gl.constexpr
+):  # fmt: skip
+    """The query rows of the next row tile, if there is one, are on their way."""
+    first, end, step = course(arguments.scheduler, M)
+    if at + step < end:
+        tile_row, work_tile, _ = rows_of(tile_id_at(at + step, M), arguments, BN, W, M, EVEN, OWN_END)
+        if q.shape[2] > 64:
+            barrier()  # every warp has read the last of q
+        ask(place_of(q, at + step, W), tile_row, work_tile, SIGN)
+
+
+@gluon.jit
 def attend_tile(
     stage, q, tile_row, at, arguments, kv, work_tile, unseen, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
     SIGN: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
     """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of forward.attend."""
+    SOON: gl.constexpr = EVEN and q.shape[2] < 256
     k, v = kv.k, kv.v
     BN: gl.constexpr = v.slots.shape[1]
     D: gl.constexpr = v.slots.shape[2]
@@ -244,8 +269,6 @@ def attend_tile(
     ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if D > 64 else 0
     FINITE: gl.constexpr = D == 128 and not EVEN
     tiles, scale = work_tile.tiles, work_tile.problem.scale
-    first, end, step = course(arguments.scheduler, M)
-    more = at + step < end
     bounds = mask_bounds(tile_row, work_tile, 64, BN, DENSE, RS)
     if OWN_END:
         for _ in range(unseen):  # waits too, since a release must not count for the fill before
@@ -255,9 +278,11 @@ def attend_tile(
                 v.wait(stage)
             v.release(stage)
             stage = k.next(stage)
-    rows_q = q
+    rows_q = place_of(q, at, W)
     if D == 128:
-        rows_q = q.load(gl.DotOperandLayout(0, LS, 2))
+        rows_q = rows_q.load(gl.DotOperandLayout(0, LS, 2))
+    if SOON:
+        ask_for_next(q, at, arguments, BN, W, M, SIGN, EVEN, OWN_END)
     s = forward.scores(rows_q, k, stage)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
@@ -286,10 +311,8 @@ def attend_tile(
             o = o * gl.convert_layout(alpha, RO)[:, None]
         pa = gl.convert_layout(p.to(q.dtype), LA)
         stage = after
-    if more:
-        next_row, following, _ = rows_of(tile_id_at(at + step, M), arguments, BN, W, M, EVEN, OWN_END)
-        barrier()  # every warp has read the last of q
-        ask(q, next_row, following, SIGN)
+    if not SOON:
+        ask_for_next(q, at, arguments, BN, W, M, SIGN, EVEN, OWN_END)
     o = forward.add_values(o, pa, v, stage, SAME_KV)
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     v.release(stage)
@@ -310,7 +333,7 @@ def attend_early(
     stage = consumer_stage()
     first, end, step = course(arguments.scheduler, M)
     first_row, first_work_tile, _ = rows_of(tile_id_at(first, M), arguments, BN, W, M, EVEN, OWN_END)
-    ask(q, first_row, first_work_tile, SIGN)
+    ask(place_of(q, first, W), first_row, first_work_tile, SIGN)
     arrived(SIGN)
     for at in range(first, end, step):
         tile_row, work_tile, unseen = rows_of(tile_id_at(at, M), arguments, BN, W, M, EVEN, OWN_END)
@@ -333,7 +356,7 @@ def attend_role(
         stage = consumer_stage()
         for tile_id in range(gl.program_id(0), arguments.scheduler.num_tiles, gl.num_programs(0)):
             tile_row, work_tile, _ = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
-            stage = forward.attend(stage, q, tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
+            stage = forward.attend(stage, q.index(W), tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
 
 
 @gluon.jit(do_not_specialize=["block_tiles"])
@@ -347,20 +370,21 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, block
     pages = Pages(tensors.table_ptr, sizes.page_size, sizes.total_k)
     k_rows, v_rows = kv_rows(tensors, sizes, strides)
     source = Keys(k_desc, v_desc, k_rows, v_rows, pages)
-    q, kv, landed = forward.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD)
+    PLACES: gl.constexpr = 2 * CONSUMERS if CONSUMERS == 3 else CONSUMERS
+    q, kv, landed = forward.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD, PLACES)
     scheduler = tile_scheduler(sizes, opts, block_tiles, M)
     arguments = Arguments(tensors, strides, opts, scheduler, pages)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (attend_role, (q.index(0), arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (attend_role, (q.index(1), arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q, arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q, arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
             (load_role, (source, kv, landed, scheduler, M, SAME_KV, EVEN)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (attend_role, (q.index(0), arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (attend_role, (q.index(1), arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (attend_role, (q.index(2), arguments, kv, 2, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q, arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q, arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q, arguments, kv, 2, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
             (load_role, (source, kv, landed, scheduler, M, SAME_KV, EVEN)),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
