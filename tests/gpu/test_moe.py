@@ -43,7 +43,7 @@ def test_bits_in_every_batch(layer, rows):
 @pytest.mark.skipif(LAYOUT != "sm90", reason="these are tilings of the Hopper kernel")
 @pytest.mark.parametrize("tokens", [1, 8, 32, 300])
 @pytest.mark.parametrize("most_stages", [3, 5, 10])
-@pytest.mark.parametrize("tiling", [(8,), (32,), (64,), (64, 2), (128,)])
+@pytest.mark.parametrize("tiling", [(8,), (32,), (64,), (64, 2), (128,), (64, 4, True), (128, 2, True)])
 def test_bits_with_every_tiling(layer, tokens, most_stages, tiling, monkeypatch):
     experts, given = layer
     given = some(given, slice(0, tokens))
@@ -86,3 +86,22 @@ def test_the_shared_expert_against_the_oracle(layer):
     out = dsv4.moe(**given, experts=experts, shared=tuple(x.cuda() for x in shared), backend="cuda")
     on_cpu = {name: x.cpu() for name, x in given.items()}
     moe_cases.assert_right(out.cpu(), None, experts.to("cpu"), on_cpu, shared=shared)
+
+
+@pytest.mark.parametrize("tokens", [9, 300])
+def test_numbers_out_of_range_in_a_graph(layer, tokens):
+    """They count as none, whatever the replay finds: a capture makes numbers that have no values yet."""
+    experts, given = layer
+    given = some(given, slice(0, tokens))
+    ids, given["ids"] = given["ids"].long(), torch.empty_like(given["ids"]).long()
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(given["x"])
+    given["ids"].copy_(ids)
+    plan = dsv4.plan(dsv4.moe, batch=300, q_heads=6, kv_heads=48, head_dim=2048, max_seqlen_k=1024)
+    dsv4.moe(**given, experts=experts, out=out, plan=plan, backend="cuda")
+    with torch.cuda.graph(graph):
+        dsv4.moe(**given, experts=experts, out=out, plan=plan, backend="cuda")
+    wrong = torch.rand(tokens, 6, device="cuda") < 0.3
+    for number in (48, -7, 1 << 40, (1 << 32) + 1):
+        given["ids"].copy_(ids.masked_fill(wrong, number))
+        graph.replay()
+        assert torch.equal(out, dsv4.moe(**given | dict(ids=ids.masked_fill(wrong, -1)), experts=experts))

@@ -7,12 +7,14 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from dsv4.moe import plan as plans
 from dsv4.moe import problem
 from dsv4.moe.experts import Fp4Experts
 from dsv4.moe.options import Activations, MoeOptions, RouteOptions
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
 from dsv4.runtime.checks import Backend
+from dsv4.runtime.plan import Plan
 
 Both = tuple[Tensor, Tensor]
 Weights = Fp4Experts | tuple[Tensor, Tensor]
@@ -68,6 +70,7 @@ class Keywords(TypedDict, total=False):
     out: Tensor | None
     deterministic: bool
     fused: bool
+    plan: Plan | None
     backend: Backend
 
 
@@ -97,6 +100,7 @@ def moe(
     out: Tensor | None = None,
     deterministic: bool = False,
     fused: bool = False,
+    plan: Plan | None = None,
     backend: Backend = "auto",
 ) -> Tensor | Both:
     """A mixture of experts: x [T, H] -> [T, H].
@@ -127,7 +131,12 @@ def moe(
             at a time, and the shared expert is excepted on a GPU.
         fused: on sm_100a one persistent kernel from the choice of experts to the sum, with the same bits as the several
             kernels. On a CPU it says nothing; on sm_90a True is an error.
+        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`: memory for what is between the kernels, of which a call then
+            allocates none.
         backend: "auto" (kernels if they can run the problem, else torch), "cuda" and "softsm" (the kernels), "cpu".
+
+    A number of an expert that is out of range is an error where values are checked (DESIGN.md); the kernels count it as
+    -1, in a CUDA graph too, and read nothing out of bounds.
 
     Kernels take bf16 x and FP4 weights in the layout of the architecture (Fp4Experts.layout). On sm_90a: MXFP4 weights
     whose exponents spread by at most 11 in a row (Fp4Experts.spread), activations "fp8_128". On sm_100a: MXFP4 weights,
@@ -147,7 +156,7 @@ def moe(
         format, spread, layout = "bf16", 0, "sm90"
         tensors = (x, w13, w2, ids, weights, None, None, None, None, sw13, sw2)
     options = MoeOptions.checked(activations, limit, format, spread, deterministic, layout, fused)
-    return operators.call(MOE, tensors, options, return_slots, out, None, checks.backend(backend))
+    return operators.call(MOE, tensors, options, return_slots, out, plan, checks.backend(backend))
 
 
 def pair(name: str, x: Any) -> tuple[Any, Any]:
@@ -194,6 +203,7 @@ MOE = Operation(
     problem.build,
     problem.check_values,
     (2,),
+    plan=plans.reserved,
     falls_back=True,
 )  # fmt: skip
 for _operation in (MOE_ROUTE, MOE):

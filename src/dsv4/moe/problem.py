@@ -47,6 +47,8 @@ class MoeProblem:
     fused: bool = False
     out: Tensor | None = None  # [T, H], of x's dtype; set before a backend sees the problem
     slots: Tensor | None = None  # [T, k, H]: outputs of experts, weighed; or None when not wanted
+    num_splits: int = 0  # from a plan; not looked at
+    scratch: Tensor | None = None  # from a plan: flat fp32, for all workspace
 
     q = property(lambda self: self.x)  # whose device counts
     tokens = property(lambda self: self.x.shape[0])
@@ -57,6 +59,14 @@ class MoeProblem:
     @property
     def intermediate(self) -> int:
         return self.w2.shape[2] * (1 if self.format == "bf16" else formats.TILE_COLUMNS)
+
+    # The names of FmhaProblem, so that a Plan fits.
+    batch = property(lambda self: self.tokens)
+    q_heads = property(lambda self: self.topk)
+    kv_heads = property(lambda self: self.experts)
+    head_dim = property(lambda self: self.hidden)
+    max_seqlen_q = property(lambda self: 1)
+    max_seqlen_k = property(lambda self: self.intermediate)
 
     def no_keys(self) -> bool:
         """True when the shapes alone say that there is nothing to compute."""

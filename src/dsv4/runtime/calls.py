@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsv4.runtime import checks, dispatch, plan, structs
 from dsv4.runtime.dispatch import Target
-from dsv4.runtime.program import Changing, Launch, Layout, Program, tensors_of
+from dsv4.runtime.program import Changing, Launch, Layout, Program, rounded, tensors_of
 
 MOST = 4096  # prepared calls kept; the oldest goes first
 Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
@@ -310,6 +310,15 @@ def launches_of(problem: Any, target: Target, **options: Any) -> list[Launch]:
     module = dispatch.kernel_module(problem.operation, target.capability, problem.backward)
     module.prepare(program.slots_of(problem), target, program, **options)
     return program.launches
+
+
+def workspace_of(problem: Any, target: Target) -> int:
+    """Bytes between the launches of a problem that has its outputs."""
+    program = Program(tensors_of(problem), problem.q.device)
+    dispatch.kernel_module(problem.operation, target.capability, problem.backward).prepare(
+        program.slots_of(problem), target, program
+    )
+    return sum(rounded(x.bytes) for x in program.buffers)
 
 
 def program_of(problem: Any, target: Target, tensors: dict[str, Tensor | None], device: torch.device) -> Program:

@@ -112,8 +112,10 @@ def define_operation(op: Operation) -> None:
     defaults.update({a.name: a.default_value for a in arguments if a.name not in ("backend", flag)})
     more = f"Tensor(c!)? scratch=None, SymInt[]? capacities=None, Tensor(a!) out, Tensor(b!) {op.second}"
     define(f"{op.name}_out({inputs}, {more}) -> ()", kernel_out, fake_out)
-    if op.plan is not None and op.warmup is not None:
-        plans.RULES[op.name], warmup.CALLS[op.name] = op.plan, op.warmup
+    if op.plan is not None:
+        plans.RULES[op.name] = op.plan
+    if op.warmup is not None:
+        warmup.CALLS[op.name] = op.warmup
 
 
 def call(

@@ -87,23 +87,28 @@ def plan(
     device: torch.device | str | None = None,
     deterministic: bool = True,
 ) -> Plan:
-    """Make a plan for ``operation``: dsv4.fmha, fmha_varlen, fmha_paged, v4_attention or index_topk.
+    """Make a plan for ``operation``: dsv4.fmha, fmha_varlen, fmha_paged, v4_attention, index_topk or moe.
 
     The capacities are batch sequences of at most max_seqlen_q queries and max_seqlen_k keys each. For paged attention
     max_seqlen_k is the width of the block table times the page size. For v4_attention batch is the number of queries,
     kv_heads is 1 and max_seqlen_k is the width of both lists together (or of the block table times the page size). For
     index_topk batch is the number of queries, kv_heads is 1 and max_seqlen_k is the number of rows of a sequence (or of
-    the block table). device defaults to "cuda" if there is one, else "cpu"; on a CPU there is one split and no buffer.
-    deterministic: also reserve space for calls with deterministic=True: up to about 1/16 of the bytes of batch *
-    max_seqlen_k keys, where k is v. With False, a GPU rejects such calls if the space is missing.
+    the block table). For moe batch is the number of tokens, q_heads that of a token's slots, kv_heads that of experts,
+    head_dim the hidden size and max_seqlen_k the size inside an expert. device defaults to "cuda" if there is one, else
+    "cpu"; on a CPU there is one split and no buffer. deterministic: also reserve space for calls with
+    deterministic=True: up to about 1/16 of the bytes of batch * max_seqlen_k keys, where k is v. With False, a GPU
+    rejects such calls if the space is missing.
     """
     name = getattr(operation, "__name__", None)
     if name not in RULES:
         checks.fail("operation", checks.describe(operation), ", ".join(f"dsv4.{o}" for o in RULES))
     sizes = dict(batch=batch, q_heads=q_heads, kv_heads=kv_heads, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     sizes = {key: checks.at_least(1, key, size) for key, size in sizes.items()}
-    checks.head_dim("head_dim", head_dim)
-    checks.head_ratio(q_heads, kv_heads, "q_heads")
+    if name == "moe":
+        checks.at_least(1, "head_dim", head_dim)
+    else:
+        checks.head_dim("head_dim", head_dim)
+        checks.head_ratio(q_heads, kv_heads, "q_heads")
     checks.flag("deterministic", deterministic)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     where = checks.device("device", default if device is None else device)

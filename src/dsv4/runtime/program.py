@@ -246,6 +246,11 @@ class Launch:
     constants: dict[str, Any]
 
 
+def rounded(count: int) -> int:
+    """Bytes of workspace that a plan reserves for so many: buffers begin where any kernel can read them."""
+    return -(-count // 256) * 256
+
+
 TRITON_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 
 
@@ -256,6 +261,8 @@ class Program:
         self.device = device
         self.inputs = list(tensors)
         self.buffers: list[Layout] = []
+        self.room: Slot | None = None  # flat memory of a plan that workspace is taken from
+        self.taken = 0  # bytes of it
         self.steps: list[Copy | Fill | Compute | Launch] = []
         self.slots = [None if x is None else Slot.of(n, name, x) for n, (name, x) in enumerate(tensors.items())]
         self._by_tensor = {id(x): slot for x, slot in zip(tensors.values(), self.slots)}
@@ -288,6 +295,11 @@ class Program:
 
     def workspace(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Slot:
         layout = Layout.contiguous(shape, dtype)
+        if self.room is not None and self.taken + layout.bytes <= self.room.numel() * self.room.element_size():
+            part = replace(self.room, shape=layout.shape, strides=layout.strides, dtype=dtype, part=True)
+            part = replace(part, name=name, offset=self.room.offset + self.taken)
+            self.taken += rounded(layout.bytes)
+            return part
         self.buffers.append(layout)
         return Slot(len(self.inputs) + len(self.buffers) - 1, name, *layout, self.device)
 

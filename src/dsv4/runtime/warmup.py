@@ -44,6 +44,9 @@ def warmup(
     with k and v in e4m3 where fp8 is True, and not where it is None. page_size: rows per page
     (fmha_paged, index_topk and Fp8Cache). index_topk is run with pages, for lists of 512 and 1024. Returns the plan.
     """
+    name = getattr(operation, "__name__", None)
+    if name not in CALLS:
+        checks.fail("operation", checks.describe(operation), ", ".join(f"dsv4.{o}" for o in CALLS))
     made = plan(operation, **capacities)
     checks.backend(backend)
     checks.dtype("dtype", dtype, checks.FLOATS)

@@ -38,8 +38,8 @@ def scale_place(row, begin, expert, TILE: tl.constexpr, WORDS: tl.constexpr):
 @triton.jit
 def ids_of(choice, slot):
     """The experts of slots; -1 for none."""
-    id = tl.load(choice.ids_ptr + slot, mask=slot < choice.slots, other=-1).to(tl.int32)
-    return tl.where((id >= 0) & (id < choice.experts), id, -1)
+    id = tl.load(choice.ids_ptr + slot, mask=slot < choice.slots, other=-1)
+    return tl.where((id >= 0) & (id < choice.experts), id, -1).to(tl.int32)
 
 
 @triton.jit

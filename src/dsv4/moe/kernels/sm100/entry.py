@@ -35,6 +35,7 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program, rank
     from dsv4.moe.kernels.sm100.mega import moe_mega_sm100
     from dsv4.moe.kernels.sm100.products import moe_product_sm100
 
+    program.room = p.scratch
     size = 1 if ranks is None else ranks.size
     expected = rows_per_expert(p, size)
     n = next(rows for most, rows in TILES if expected <= most)
