@@ -213,8 +213,11 @@ CASES: list[Any] = [
     *(IndexCase(*sizes, fp8) for fp8 in (True, False) for sizes in SIZES),
     *index_fp4.CASES,
     *(
-        SmallCase(f"compress {kind} {tokens} tokens", lambda sizes=sizes, tokens=tokens: compressing(*sizes, tokens),
-                  4.0 * tokens * sizes[0] * (1 + sizes[2]))
+        SmallCase(
+            f"compress {kind} {tokens} tokens",
+            lambda sizes=sizes, tokens=tokens: compressing(*sizes, tokens),
+            4.0 * tokens * sizes[0] * (1 + sizes[2]),
+        )
         for kind, *sizes in KINDS
         for tokens in (1, 4096)
     ),
@@ -222,4 +225,4 @@ CASES: list[Any] = [
         SmallCase(f"write {rows} FP8 rows", lambda rows=rows: writing(rows), rows * (1024.0 + 584))
         for rows in (1, 128, 4096)
     ),
-]  # fmt: skip
+]

@@ -128,6 +128,9 @@ class Fp4Contest:
 
 
 CASES = [
-    Fp4Case(1, 131072), Fp4Case(32, 32768), Fp4Case(1, 1 << 20),
-    Fp4Case(1, 131072, consumer=True), Fp4Case(32, 32768, consumer=True),
-]  # fmt: skip
+    Fp4Case(1, 131072),
+    Fp4Case(32, 32768),
+    Fp4Case(1, 1 << 20),
+    Fp4Case(1, 131072, consumer=True),
+    Fp4Case(32, 32768, consumer=True),
+]

@@ -56,7 +56,9 @@ class Measured:
     def as_json(self) -> dict[str, Any]:
         us = self.microseconds
         return {
-            "case": self.case.name, "flops": self.case.flops, "bytes": self.case.bytes,
+            "case": self.case.name,
+            "flops": self.case.flops,
+            "bytes": self.case.bytes,
             "microseconds": {who: round(t, 2) for who, t in us.items()},
             "quartiles": {who: [round(s.low, 2), round(s.high, 2)] for who, s in self.samples.items()},
             "megahertz": {who: round(s.megahertz) for who, s in self.samples.items()},
@@ -65,7 +67,7 @@ class Measured:
             "terabytes_per_second": {who: round(self.case.bytes / t / 1e6, 3) for who, t in us.items()},
             "errors": {who: float(f"{error:.3g}") for who, error in self.errors.items()},
             "refused": self.refused,
-        }  # fmt: skip
+        }
 
 
 def measure(case: Case, repeats: int = 30, aot: Path | None = None, peers: Sequence[str] = ("",)) -> Measured:

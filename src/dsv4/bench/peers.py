@@ -43,8 +43,11 @@ PEERS = {
     "FlashAttention-4": (("flash_attn.cute",), ("flash-attn-4",)),
     "cuDNN frontend": (("cudnn.deepseek_sparse_attention",), ("nvidia-cudnn-frontend",)),
 }
-TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-         "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
+TORCH = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 Calls = Iterator[tuple[str, Callable[[], Any]]]
 
@@ -234,9 +237,11 @@ class FlashMLA:
         wide = F.pad(q, (0, 0, 0, padded - heads))[:, None].contiguous()
         sinks = F.pad(sink, (0, padded - heads), value=float("-inf"))
         schedule = self.module.get_mla_metadata()[0]
-        extra = {} if compressed is None else dict(
-            extra_k_cache=compressed, extra_indices_in_kvcache=compressed_indices[:, None]
-        )  # fmt: skip
+        extra = (
+            {}
+            if compressed is None
+            else dict(extra_k_cache=compressed, extra_indices_in_kvcache=compressed_indices[:, None])
+        )
 
         def call() -> Tensor:
             out, _ = function(

@@ -110,8 +110,10 @@ def run(
         record["aot_triton"] = ", ".join(sorted({json.loads(p.read_text())["triton"] for p in aot.glob("*.json")}))
     for name, version in record["peers"].items():
         out.print(f"{name}: {version}", markup=False, highlight=False)
-    table = Table(title=f"{record['device']}: copy {ceilings['copy_terabytes_per_second']:.2f} TB/s, "
-                        f"matmul {ceilings['matmul_tflops']:.0f} TFLOP/s")  # fmt: skip
+    table = Table(
+        title=f"{record['device']}: copy {ceilings['copy_terabytes_per_second']:.2f} TB/s, "
+        f"matmul {ceilings['matmul_tflops']:.0f} TFLOP/s"
+    )
     for column in ("case", "who", "us", "TFLOP/s", "TB/s", "MHz", "dsv4 is"):
         table.add_column(column, justify="left" if column in ("case", "who") else "right")
     for case in cases:

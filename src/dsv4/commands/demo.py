@@ -68,8 +68,10 @@ def emulated(out: Console, section: Section, seed: int) -> list[Result]:
     if report:
         out.print(f"[bold red]{len(report)} findings of the checker:[/]\n{escape(str(report))}", soft_wrap=True)
         return [replace(result, error=result.error or "softsm found a race") for result in ran]
-    out.print(f"No race, no uninitialised read found in {report.launches} launches; copies and products completed as "
-              "late as they may.")  # fmt: skip
+    out.print(
+        f"No race, no uninitialised read found in {report.launches} launches; copies and products completed as "
+        "late as they may."
+    )
     return ran
 
 

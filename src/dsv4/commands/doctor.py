@@ -60,9 +60,11 @@ def doctor(
 
     Exit status 1 if something that should work does not."""
     groups = {
-        "Software": list(software()), "Device": list(device()), "Backends": list(backends(run)),
+        "Software": list(software()),
+        "Device": list(device()),
+        "Backends": list(backends(run)),
         "Environment": list(settings()),
-    }  # fmt: skip
+    }
     findings = [finding for group in groups.values() for finding in group]
     if as_json:
         print(json.dumps({name: [asdict(f) for f in group] for name, group in groups.items()}, indent=1))

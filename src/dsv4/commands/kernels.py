@@ -164,8 +164,10 @@ def compiled_columns(launch: Launch) -> str:
     compiled = aot.compile_kernel(launch.kernel, launch.arguments, launch.constants, capability=100)
     f = figures(compiled, "sm_100a")
     regs = " ".join(str(n) for n in f.setmaxnreg)
-    return (f"{f.threads} | {f.registers} | {regs} | {f.shared} | {f.tensor_memory} | {f.stack} | "
-            f"{f.spill_stores} / {f.spill_loads} | {f.loop_spills} | {f.instructions}")  # fmt: skip
+    return (
+        f"{f.threads} | {f.registers} | {regs} | {f.shared} | {f.tensor_memory} | {f.stack} | "
+        f"{f.spill_stores} / {f.spill_loads} | {f.loop_spills} | {f.instructions}"
+    )
 
 
 def variant_line(head_dim: int, p_tmem: bool | None, how: str) -> str:
@@ -195,31 +197,43 @@ def budget_section() -> Iterator[str]:
 
     text = (budget.__doc__ or "").split("\n", 2)[2].strip()
     yield f"## Budget of one main-loop iteration\n\n{text}\n"
-    yield "| head dim | P | rows x keys | MMAs | tensor cycles | exponentials | exp cycles | shared memory, bytes | "\
-        "its cycles | tensor memory, bytes | bottleneck | tensor core busy at best |"  # fmt: skip
+    yield (
+        "| head dim | P | rows x keys | MMAs | tensor cycles | exponentials | exp cycles | shared memory, bytes | "
+        "its cycles | tensor memory, bytes | bottleneck | tensor core busy at best |"
+    )
     yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---:|"
     budgets = [(d, "tensor" if p_tmem else "shared", budget.budget(d, p_tmem)) for d, p_tmem in PATHS]
     for d, path, b in [*budgets, (512, "shared, pair", budget.pair_budget())]:
-        yield (f"| {d} | {path} | {b.rows} x {b.keys} | {b.mma} | {b.tensor_cycles} | "
-               f"{b.exponentials} | {b.exp_cycles} | {b.shared_bytes} | {b.shared_cycles} | {b.tensor_memory_bytes} | "
-               f"{b.bottleneck} | {b.tensor_share:.0%} |")  # fmt: skip
+        yield (
+            f"| {d} | {path} | {b.rows} x {b.keys} | {b.mma} | {b.tensor_cycles} | "
+            f"{b.exponentials} | {b.exp_cycles} | {b.shared_bytes} | {b.shared_cycles} | {b.tensor_memory_bytes} | "
+            f"{b.bottleneck} | {b.tensor_share:.0%} |"
+        )
     yield ""
     yield FMHA_CONCLUSION
     yield V4_BUDGET
-    yield "| CTAs | rows | keys | MMAs | tensor cycles | exp cycles | shared memory, bytes | its cycles | L2, bytes | "\
-        "device memory, bytes | its cycles |"  # fmt: skip
+    yield (
+        "| CTAs | rows | keys | MMAs | tensor cycles | exp cycles | shared memory, bytes | its cycles | L2, bytes | "
+        "device memory, bytes | its cycles |"
+    )
     yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     for ctas in (1, 2):
         for rows in ("bf16", "fp8"):
             c = budget.sparse(rows, ctas)
-            yield (f"| {c.ctas} | {rows} | {c.keys} | {c.mma} | {c.tensor_cycles} | {c.exp_cycles} | "
-                   f"{c.shared_bytes} | {c.shared_cycles} | {c.l2_bytes} | {c.device_bytes} | "
-                   f"{c.device_cycles} |")  # fmt: skip
+            yield (
+                f"| {c.ctas} | {rows} | {c.keys} | {c.mma} | {c.tensor_cycles} | {c.exp_cycles} | "
+                f"{c.shared_bytes} | {c.shared_cycles} | {c.l2_bytes} | {c.device_bytes} | "
+                f"{c.device_cycles} |"
+            )
     yield f"\n{V4_CONCLUSION}\n"
     yield BACKWARD_BUDGET
-    yield "| kernel | rows x keys | products | tensor cycles | exp cycles | shared memory, bytes | its cycles | "\
-        "tensor core busy at best |"  # fmt: skip
+    yield (
+        "| kernel | rows x keys | products | tensor cycles | exp cycles | shared memory, bytes | its cycles | "
+        "tensor core busy at best |"
+    )
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     for g in budget.backward_budgets():
-        yield (f"| {g.kernel} | {g.rows} x {g.keys} | {g.products} | {g.tensor_cycles} | {g.exp_cycles} | "
-               f"{g.shared_bytes} | {g.shared_cycles} | {g.tensor_share:.0%} |")  # fmt: skip
+        yield (
+            f"| {g.kernel} | {g.rows} x {g.keys} | {g.products} | {g.tensor_cycles} | {g.exp_cycles} | "
+            f"{g.shared_bytes} | {g.shared_cycles} | {g.tensor_share:.0%} |"
+        )

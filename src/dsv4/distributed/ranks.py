@@ -43,8 +43,11 @@ def check_alike(name: str, x: Tensor, group: Any) -> None:
     for rank, other in enumerate(all_ranks):
         if not torch.equal(other, mine):
             theirs = bytes(other.tolist()).rstrip(b"\0").decode()
-            checks.fail(name, f"{checks.describe(x)}, and on rank {rank} of the group {theirs}",
-                        "tensors of one shape and dtype on all ranks")  # fmt: skip
+            checks.fail(
+                name,
+                f"{checks.describe(x)}, and on rank {rank} of the group {theirs}",
+                "tensors of one shape and dtype on all ranks",
+            )
 
 
 def gather(x: Tensor, group: Any, name: str = "x") -> list[Tensor]:

@@ -131,9 +131,12 @@ def flash_mla_with_kvcache(
     )
     if indices is None:
         _absent(
-            "None when indices is None", extra_k_cache=extra_k_cache, topk_length=topk_length,
-            extra_indices_in_kvcache=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
-        )  # fmt: skip
+            "None when indices is None",
+            extra_k_cache=extra_k_cache,
+            topk_length=topk_length,
+            extra_indices_in_kvcache=extra_indices_in_kvcache,
+            extra_topk_length=extra_topk_length,
+        )
         if is_fp8_kvcache:
             checks.fail("is_fp8_kvcache", True, "False when indices is None: dense decode reads rows of q's dtype")
         if block_table is None or cache_seqlens is None:

@@ -34,6 +34,9 @@ def set_signature(function: Any, keywords: Any, *parts: Callable) -> None:
     kinds = {name: getattr(x, "__forward_arg__", x) for name, x in keywords.__annotations__.items()}
     taken = {x.name for x in own}
     kinds |= {x.name: bool for x in found.values() if x.name.startswith("return_")}
-    more = [found[name].replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
-            for name, kind in kinds.items() if name not in taken]  # fmt: skip
+    more = [
+        found[name].replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+        for name, kind in kinds.items()
+        if name not in taken
+    ]
     function.__signature__ = inspect.Signature([*own, *more], return_annotation=function.__annotations__["return"])

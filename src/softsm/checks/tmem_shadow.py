@@ -328,9 +328,12 @@ def known_product(S, rows, table, a_tensor, lane, chain):
     for k in range(i8(load64(table))):
         e = table + 8 + 8 * ENTRY_FIELDS * k
         if (
-            i8(load64(e + 8 * E_D)) == d and i8(load64(e + 8 * E_A)) == a and i8(load64(e + 8 * E_B)) == b
-            and i8(load64(e + 8 * E_IDESC)) == idesc and i8(load64(e + 8 * E_ADD)) == add
-        ):  # fmt: skip
+            i8(load64(e + 8 * E_D)) == d
+            and i8(load64(e + 8 * E_A)) == a
+            and i8(load64(e + 8 * E_B)) == b
+            and i8(load64(e + 8 * E_IDESC)) == idesc
+            and i8(load64(e + 8 * E_ADD)) == add
+        ):
             return e if i8(load64(e + 8 * E_CHAIN)) == chain else i8(0)
     return i8(0)
 

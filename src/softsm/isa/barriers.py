@@ -419,9 +419,12 @@ def fence_kind(asm, ins) -> str:
         order, *scope = mods if mods[0] not in _SCOPES else ["acq_rel", *mods]
         known = order in ("sc", "acq_rel", "acquire", "release") and (
             (len(scope) == 1 and scope[0] in _SCOPES)
-            or mods in (["acquire", "sync_restrict::shared::cluster", "cluster"],
-                        ["release", "sync_restrict::shared::cta", "cluster"])
-        )  # fmt: skip
+            or mods
+            in (
+                ["acquire", "sync_restrict::shared::cluster", "cluster"],
+                ["release", "sync_restrict::shared::cta", "cluster"],
+            )
+        )
     if not known:
         asm.refuse(ins, "no such fence")
     return name

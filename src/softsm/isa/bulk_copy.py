@@ -114,9 +114,12 @@ def _reduction(asm, ins, flags, to_global: bool):
     elif kind[0] == "b":
         ok = op in bits and (to_global or kind == "b32")
     else:
-        ok = op not in bits and (op not in ("inc", "dec") or kind == "u32") and (kind, op) != ("s64", "add") and (
-            to_global or kind in ("u32", "s32") or (kind == "u64" and op == "add")
-        )  # fmt: skip
+        ok = (
+            op not in bits
+            and (op not in ("inc", "dec") or kind == "u32")
+            and (kind, op) != ("s64", "add")
+            and (to_global or kind in ("u32", "s32") or (kind == "u64" and op == "add"))
+        )
     if not ok:
         asm.refuse(ins, f".{op} on .{kind} is not defined here")
     return [m for m in flags if m not in (kind, op, "noftz")], op, DTYPES[kind]
@@ -194,11 +197,14 @@ def do_bulk_load(w, mask, o):
                 barrier.complete_tx(size, who)
 
         start(
-            w, lane, "bulk load", effects,
+            w,
+            lane,
+            "bulk load",
+            effects,
             signals=tuple(barrier for _, _, barrier in targets),
             reads=(("global", source, source + size),),
             writes=tuple(("shared", cta, offset, offset + size) for cta, offset, _ in targets),
-        )  # fmt: skip
+        )
 
 
 def needs_cluster(w) -> None:

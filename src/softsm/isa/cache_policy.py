@@ -25,8 +25,11 @@ def createpolicy(asm, ins):
         rest = rest[1:]
     known = kind in ("fractional", "range") and rest[-1:] == ["b64"] and 2 <= len(rest) <= 3
     if not known or rest[0] not in PRIMARY or any(m not in SECONDARY for m in rest[1:-1]):
-        asm.refuse(ins, "expected createpolicy.{fractional,range}.L2::priority{.L2::evict_first,.L2::evict_unchanged}"
-                   ".b64 or createpolicy.cvt.L2.b64")  # fmt: skip
+        asm.refuse(
+            ins,
+            "expected createpolicy.{fractional,range}.L2::priority{.L2::evict_first,.L2::evict_unchanged}"
+            ".b64 or createpolicy.cvt.L2.b64",
+        )
     priority, share, to = PRIMARY[rest[0]], 16, asm.dst(ins.operands[0], "q")
     if kind == "fractional" and len(ins.operands) > 1:
         fraction = ins.operands[1]

@@ -25,11 +25,17 @@ DTYPES = {
 HALVES = ("f16", "f16x2", "bf16", "bf16x2")
 OPS = {
     "add": ("u32", "u64", "s32", *HALVES, "f32", "f64"),
-    "and": ("b32", "b64"), "or": ("b32", "b64"), "xor": ("b32", "b64"),
-    "min": ("u32", "s32", "u64", "s64", *HALVES), "max": ("u32", "s32", "u64", "s64", *HALVES),
-}  # fmt: skip
-SEMANTICS = {"ld_reduce": ("weak", "relaxed", "acquire"), "st": ("weak", "relaxed", "release"),
-             "red": ("relaxed", "release")}  # fmt: skip
+    "and": ("b32", "b64"),
+    "or": ("b32", "b64"),
+    "xor": ("b32", "b64"),
+    "min": ("u32", "s32", "u64", "s64", *HALVES),
+    "max": ("u32", "s32", "u64", "s64", *HALVES),
+}
+SEMANTICS = {
+    "ld_reduce": ("weak", "relaxed", "acquire"),
+    "st": ("weak", "relaxed", "release"),
+    "red": ("relaxed", "release"),
+}
 SCOPES = ("cta", "cluster", "gpu", "sys")
 
 

@@ -225,8 +225,10 @@ def plan_of(p: Product) -> Plan | None:
 def check_tiles(p: Product, cta) -> None:
     """Do the operands lie within the CTA's shared memory?"""
     s = p.shape
-    for name, descriptor, k_major, rows, element in (("B", p.b, s.b_k_major, s.n // (2 if p.pair else 1), s.b),
-                                                     ("A", p.a, s.a_k_major, rows_of(p), s.a)):  # fmt: skip
+    for name, descriptor, k_major, rows, element in (
+        ("B", p.b, s.b_k_major, s.n // (2 if p.pair else 1), s.b),
+        ("A", p.a, s.a_k_major, rows_of(p), s.a),
+    ):
         if descriptor is not None:
             what, per = f"operand {name} of tcgen05.mma", tensor_core.chunk_elements(element)
             size = (rows, s.k // per) if k_major else (s.k, -(-rows // per))

@@ -187,8 +187,11 @@ def do_load(w, mask, o):
         box = box_of(w, o, lane, offsets)
         start_bits = box.coords[0] * box.map.unit_bits
         if o.mode == "tile" and start_bits % 128 and hopper(w):  # an H200: illegal instruction
-            raise w.fault("coordinate", f"a TMA load at inner coordinate {box.coords[0]}, {start_bits // 8} bytes into "
-                          "the row; sm_90 takes multiples of 16 bytes")  # fmt: skip
+            raise w.fault(
+                "coordinate",
+                f"a TMA load at inner coordinate {box.coords[0]}, {start_bits // 8} bytes into "
+                "the row; sm_90 takes multiples of 16 bytes",
+            )
         if box.map.data_type is DataType.U6_ALIGN16B and box.map.swizzle is Swizzle.B128_ATOM_64B:
             raise w.fault("tensor-map", "U6_ALIGN16B with swizzle B128_ATOM_64B can be stored, not loaded")
         if w.machine.observer is not None:

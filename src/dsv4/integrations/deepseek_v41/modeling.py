@@ -259,9 +259,11 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
             size, yarn = max(1024, 2 * positions), c.rope_parameters or {}
             if compressed and yarn.get("factor", 1.0) != 1.0:
                 options = dict(
-                    factor=yarn["factor"], original_positions=yarn["original_max_position_embeddings"],
-                    beta_fast=yarn["beta_fast"], beta_slow=yarn["beta_slow"],
-                )  # fmt: skip
+                    factor=yarn["factor"],
+                    original_positions=yarn["original_max_position_embeddings"],
+                    beta_fast=yarn["beta_fast"],
+                    beta_slow=yarn["beta_slow"],
+                )
             else:
                 options = {}
             theta = c.compress_rope_theta if compressed else c.rope_theta
@@ -274,9 +276,12 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         seen = 0 if past_key_values is None else past_key_values.tokens
         return {
-            "input_ids": input_ids[:, seen:], "past_key_values": past_key_values,
-            "attention_mask": given.get("attention_mask"), "use_cache": given.get("use_cache"), "logits_to_keep": 1,
-        }  # fmt: skip
+            "input_ids": input_ids[:, seen:],
+            "past_key_values": past_key_values,
+            "attention_mask": given.get("attention_mask"),
+            "use_cache": given.get("use_cache"),
+            "logits_to_keep": 1,
+        }
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -93,10 +93,13 @@ class Packed(Eager):
         keys = self.keys[c.source_of(layer)]
         codes, scales = quantize_queries_fp4(q.flatten(0, 1))
         given: dict[str, Any] = dict(
-            q_scales=scales, lengths=self.seen(layer, t).repeat(self.batch).int(), block_table=keys.table(),
-            request_starts=torch.arange(self.batch + 1, device=self.device, dtype=torch.int32) * t, scale=1.0,
+            q_scales=scales,
+            lengths=self.seen(layer, t).repeat(self.batch).int(),
+            block_table=keys.table(),
+            request_starts=torch.arange(self.batch + 1, device=self.device, dtype=torch.int32) * t,
+            scale=1.0,
             bf16_scores=q.dtype == torch.bfloat16,
-        )  # fmt: skip
+        )
         call = codes, keys.pool, weights.flatten(0, 1), c.index_topk
         if layer == c.candidate_source_layer_id:
             self.chosen, self.kept = dsv4.index_blocks(*call, c.candidate_topk_blocks, **given)

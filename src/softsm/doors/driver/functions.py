@@ -215,8 +215,11 @@ class Driver(Runtime):
         return self.copy(a[0], a[1], a[2], 4)
 
     cuMemcpyAsync, cuMemcpyHtoDAsync, cuMemcpyDtoHAsync, cuMemcpyDtoDAsync = (
-        cuMemcpy, cuMemcpyHtoD, cuMemcpyDtoH, cuMemcpyDtoD,
-    )  # fmt: skip
+        cuMemcpy,
+        cuMemcpyHtoD,
+        cuMemcpyDtoH,
+        cuMemcpyDtoD,
+    )
 
     def cuMemsetD8(self, a: list[int]) -> int:
         return self.set(a[0], a[1], a[2])

@@ -25,9 +25,12 @@ from softsm.memory.multicast import multicast
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIGNAL_PAD = 2048  # bytes, as torch has them
 OPS: dict[Any, Any] = {
-    dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.AVG: torch.mean, dist.ReduceOp.PRODUCT: torch.prod,
-    dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin,
-}  # fmt: skip
+    dist.ReduceOp.SUM: torch.sum,
+    dist.ReduceOp.AVG: torch.mean,
+    dist.ReduceOp.PRODUCT: torch.prod,
+    dist.ReduceOp.MAX: torch.amax,
+    dist.ReduceOp.MIN: torch.amin,
+}
 
 
 def meeting() -> Meeting | None:
