@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from launching import ptx, run, words
+from values import ATOMICS
 
 RNG = np.random.default_rng(21)
 DATA = ".shared .align 16 .b8 data[1024];"
@@ -12,17 +13,6 @@ TYPES = {"u32": np.uint32, "s32": np.int32, "b32": np.uint32, "u64": np.uint64, 
 FORMS = ["add.u32", "add.s32", "add.u64", "add.f32", "add.f64", "min.u32", "min.s32", "min.u64", "min.s64", "max.u32",
          "max.s32", "max.u64", "max.s64", "and.b32", "or.b32", "xor.b32", "and.b64", "or.b64", "xor.b64", "inc.u32",
          "dec.u32", "exch.b32", "exch.b64"]  # fmt: skip
-MEANING = {
-    "add": lambda a, b: a + b,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "inc": lambda a, b: np.where(a >= b, 0, a + 1).astype(a.dtype),
-    "dec": lambda a, b: np.where((a == 0) | (a > b), b, a - 1).astype(a.dtype),
-    "exch": lambda a, b: b,
-}
 
 
 def values(dtype, n=32, seed=0):
@@ -61,7 +51,7 @@ def test_atomic_returns_the_old_value(form, space):
     got, _, old = run(text, [cell, operand, np.zeros_like(cell)])
     np.testing.assert_array_equal(old, cell)
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(got, MEANING[op](cell, operand))
+        np.testing.assert_array_equal(got, ATOMICS[op](cell, operand))
 
 
 @pytest.mark.parametrize("form", [f for f in FORMS if not f.startswith(("exch", "inc", "dec"))])
@@ -81,7 +71,7 @@ def test_many_lanes_on_one_word(form):
     wanted = cell[0]
     with np.errstate(over="ignore"):
         for x in operand:
-            wanted = MEANING[op](np.array(wanted), x)
+            wanted = ATOMICS[op](np.array(wanted), x)
     np.testing.assert_array_equal(got, [wanted, wanted])
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from copy_texts import DATA, RNG, bulk_load, fails, read_back, source
 from launching import ptx, run, store, wait, words
+from values import ATOMICS
 
 from softsm.engine.launch import load
 from softsm.errors import Fault, Unsupported
@@ -134,16 +135,6 @@ REDUCTIONS = [
     ("xor.b32", np.uint32), ("add.f32", np.float32), ("add.f64", np.float64), ("add.noftz.f16", np.float16),
     ("add.noftz.bf16", ml_dtypes.bfloat16), ("max.f16", np.float16), ("min.bf16", ml_dtypes.bfloat16),
 ]  # fmt: skip
-MEANING = {
-    "add": lambda a, b: a + b,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "inc": lambda a, b: np.where(a >= b, 0, a + 1).astype(a.dtype),
-    "dec": lambda a, b: np.where((a == 0) | (a > b), b, a - 1).astype(a.dtype),
-}
 
 
 def values(dtype, nbytes):
@@ -166,7 +157,7 @@ END:
     )
     old, new = values(dtype, 128), values(dtype, 128)
     got = run(ptx(body, "out src", shared=DATA), [old.view(np.uint32), new.view(np.uint32)])[0]
-    np.testing.assert_array_equal(got.view(dtype), MEANING[form.split(".")[0]](old, new))
+    np.testing.assert_array_equal(got.view(dtype), ATOMICS[form.split(".")[0]](old, new))
 
 
 def test_bulk_reduction_into_shared_memory():

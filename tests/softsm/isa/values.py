@@ -183,3 +183,16 @@ def _columns(corners: list[int], arity: int, some) -> list[np.ndarray]:
 def signed(x: int, width: int) -> int:
     x &= (1 << width) - 1
     return x - (1 << width) if x >> (width - 1) else x
+
+
+ATOMICS = {  # what atomic operations and reductions store, of the old value and the operand
+    "add": lambda a, b: a + b,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "inc": lambda a, b: np.where(a >= b, 0, a + 1).astype(a.dtype),
+    "dec": lambda a, b: np.where((a == 0) | (a > b), b, a - 1).astype(a.dtype),
+    "exch": lambda a, b: b,
+}
