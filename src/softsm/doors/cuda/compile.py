@@ -27,7 +27,9 @@ COMMON = (
     *("-x", "cuda", "-std=c++20", "-gline-tables-only", "-Wno-unknown-cuda-version"),
     *("-Xclang", f"-target-sdk-version={SDK}"),
 )
-DEVICE = ("--cuda-device-only", "-O3", "-S")
+# CUDA code expects that all is inlined: a lambda that is a function of its own keeps what it captures in local memory,
+# and accumulators of wgmma would be stored there before they are complete.
+DEVICE = ("--cuda-device-only", "-O3", "-S", "-mllvm", "-inline-threshold=20000")
 HOST = ("--cuda-host-only", "-O1", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic", "-Wl,--wrap=exit", "-Wl,--wrap=abort")
 PTX_FEATURE = {"sm_90a": "+ptx80", "sm_100a": "+ptx86", "sm_103a": "+ptx88"}
@@ -83,7 +85,7 @@ def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
     said = run([*common, "--cuda-host-only", "-M", str(file)])
     used = sorted({Path(word) for word in said.replace("\\\n", " ").split(":", 1)[1].split()} | {HERE / "host.cpp"})
     facts = [
-        *common,
+        *(*common, *DEVICE, *HOST, *LINK),
         *map(str, sources.rules(used).values()),
         *(f"{path.resolve()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used),
     ]

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from softsm.cli import app
-from softsm.doors.cuda.compile import CompileError, find_clang
+from softsm.doors.cuda.compile import CompileError, compiled, find_clang
 
 try:
     find_clang()
@@ -251,3 +251,27 @@ def test_a_library_is_corrected_and_named_by_its_user(tmp_path):
     lines = {USER.splitlines()[party["source"]["line"] - 1].strip() for party in race["parties"]}
     assert {party["source"]["file"] for party in race["parties"]} == {str(tmp_path / "user.cu")}
     assert lines == {"put(&tile[threadIdx.x], threadIdx.x);", "out[threadIdx.x] = tile[63 - threadIdx.x];"}
+
+
+LONG_LAMBDA = r"""
+#include <cuda_runtime.h>
+__global__ void steps(float *x) {
+    float values[8];
+    for (int i = 0; i < 8; i++) values[i] = x[32 * i + threadIdx.x];
+    auto step = [&](float by) {
+#pragma unroll
+        for (int k = 0; k < 1600; k++) values[k % 8] = values[k % 8] * by + values[(k + 3) % 8];
+    };
+    step(x[0]);
+    step(x[1]);
+    for (int i = 0; i < 8; i++) x[32 * i + threadIdx.x] = values[i];
+}
+int main() {}
+"""
+
+
+def test_what_a_lambda_captures_stays_in_registers(tmp_path):
+    """As nvcc has it: the accumulators of FlashMLA's prefill kernel for sm_90a are captured."""
+    (tmp_path / "steps.cu").write_text(LONG_LAMBDA)
+    text = compiled(tmp_path / "steps.cu", "sm_90a").ptx
+    assert "fma.rn" in text and "call" not in text and ".local" not in text
