@@ -76,7 +76,7 @@ def outcome(case: ET.Element) -> str:
     problem = next((x for kind in ("failure", "error") if (x := case.find(kind)) is not None), None)
     if problem is None:
         return "passed"
-    return "found" if (problem.get("message") or "").startswith("Failed: softsm:") else "failed"
+    return "found" if any(x.get("name") == "softsm" for x in case.iter("property")) else "failed"
 
 
 def table(cases: dict[str, list[ET.Element]]) -> str:
@@ -87,8 +87,9 @@ def table(cases: dict[str, list[ET.Element]]) -> str:
         counts.setdefault(file, Counter())[how] += 1
         if how in ("found", "failed"):
             problem = next(x for kind in ("failure", "error") if (x := case.find(kind)) is not None)
-            first = (problem.get("message") or "").splitlines()[:1]
-            listed.append(f"- {how}: `{case.get('name')}` ({file}): {''.join(first)[:160]}")
+            first = "".join((problem.get("message") or "").splitlines()[:1])
+            codes = "".join(f"{x.get('value')}; " for x in case.iter("property") if x.get("name") == "softsm")
+            listed.append(f"- {how}: `{case.get('name')}` ({file}): {codes}{first[:160]}")
     lines = ["| file | " + " | ".join(OUTCOMES) + " |", "|---|" + "---|" * len(OUTCOMES)]
     for file, found in sorted(counts.items()):
         lines.append(f"| `{file}` | " + " | ".join(str(found[how]) for how in OUTCOMES) + " |")

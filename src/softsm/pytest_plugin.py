@@ -85,13 +85,29 @@ def pytest_runtest_call(item: pytest.Item):
     from softsm.checks.checking import checking
 
     checks = checking(order=option.softsm_order, seed=option.softsm_seed, strict=option.softsm_strict)
-    with checks as report:
-        result = yield
+    failed = True
+    try:
+        with checks as report:
+            result = yield
+        failed = False
+    finally:
+        text = _told(report)
+        if text:
+            item.user_properties.append(("softsm", ", ".join(sorted(set(report.codes())))))
+            if failed:  # for a reason of its own, which this may explain
+                item.add_report_section("call", "softsm", text)
+    if text:
+        pytest.fail(text, pytrace=False)
+    return result
+
+
+def _told(report) -> str:
+    """The findings of a test. What was raised fails the test by itself, or was expected."""
     for warning in report.warnings:
         warnings.warn(f"softsm: {warning}", stacklevel=1)
-    if any(not d.raised for d in report):  # what was raised fails the test by itself, or was expected
-        from softsm.report.diagnostics import launches
+    if not any(not d.raised for d in report):
+        return ""
+    from softsm.report.diagnostics import launches
 
-        findings = "1 finding" if len(report) == 1 else f"{len(report)} findings"
-        pytest.fail(f"softsm: {findings} in {launches(report.launches)}\n{report}", pytrace=False)
-    return result
+    findings = "1 finding" if len(report) == 1 else f"{len(report)} findings"
+    return f"softsm: {findings} in {launches(report.launches)}\n{report}"

@@ -166,7 +166,7 @@ def launch(one: Launch) -> None:
         else:
             known.append(x)
     device = memory[0].device
-    target = dispatch.cuda_target(device) if device.type == "cuda" else dispatch.softsm_target()
+    target = dispatch.cuda_target(device) if dispatch.resolve("auto", device) == "cuda" else dispatch.softsm_target()
     key = (one.kernel.fn, target, device, one.grid, *known, *one.constants.items())
     ready = _calls.get(key)
     if ready is None:

@@ -70,7 +70,9 @@ def use_aot(directory: str | Path | None, only: bool = False) -> None:
 @cache  # device.type makes a string of it in every call
 def resolve(backend: str, device: torch.device, name: str = "q") -> str:
     """ "auto" and the demands of the others on the device of the tensors -> cpu, cuda or softsm. name: of the argument
-    whose device it is."""
+    whose device it is. Under `softsm check` and its like, tensors say that they are on a GPU, which is the emulator."""
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_name(device).startswith("softsm "):
+        return "cpu" if backend == "cpu" else "softsm"
     if backend == "auto":
         if device.type not in ("cpu", "cuda"):
             checks.fail(name, f"a tensor on {device}", "tensors on cpu or cuda")

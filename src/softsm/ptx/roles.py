@@ -50,17 +50,25 @@ def functions(file: str) -> tuple[tuple[int, int, str], ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def partitions(file: str) -> frozenset[str]:
-    """Names of the functions that a Python file gives to `warp_specialize`, as [(function, arguments), ...]."""
+def specialized(file: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """(line, names of the functions) of each [(function, arguments), ...] that a Python file gives to
+    `warp_specialize`."""
     try:
         tree = ast.parse(located(file).read_text())
     except (OSError, SyntaxError, ValueError):
-        return frozenset()
-    names = set()
+        return ()
+    found = []
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and last_name(n.func) == "warp_specialize"):
         for listed in (n for n in call.args[:1] if isinstance(n, (ast.List, ast.Tuple))):
-            names |= {last_name(pair.elts[0]) for pair in listed.elts if isinstance(pair, ast.Tuple) and pair.elts}
-    return frozenset(names - {""})
+            names = (last_name(pair.elts[0]) for pair in listed.elts if isinstance(pair, ast.Tuple) and pair.elts)
+            found.append((call.lineno, tuple(names)))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def partitions(file: str) -> frozenset[str]:
+    """Names of all functions that a Python file gives to `warp_specialize`."""
+    return frozenset(name for _, names in specialized(file) for name in names if name)
 
 
 def last_name(node: ast.expr) -> str:
@@ -100,11 +108,14 @@ def corrected(loc: SourceLoc) -> SourceLoc:
     kernels = [(first, last) for first, last, name in functions(loc.file) if name == loc.function]
     if loc.caller is not None or not kernels or any(first <= loc.line <= last for first, last in kernels):
         return loc
-    entries = partitions(loc.file)
-    if function_at(loc.file, loc.line) in entries:
+    firsts = [(line, names[0]) for line, names in specialized(loc.file) if names]
+    own = [name for line, name in firsts if any(first <= line <= last for first, last in kernels)]
+    entries = set(own or (name for _, name in firsts))
+    imported = imported_from(loc.file)
+    if function_at(loc.file, loc.line) in entries - imported.keys():
         return loc
-    for name in sorted(entries & imported_from(loc.file).keys()):
-        for file in imported_from(loc.file)[name]:
+    for name in sorted(entries & imported.keys()):
+        for file in imported[name]:
             if function_at(file, loc.line) == name:
                 caller = SourceLoc(loc.file, kernels[0][0], 0, loc.function)
                 return SourceLoc(file, loc.line, loc.column, name, caller)

@@ -1,13 +1,16 @@
 """Which backend runs what, and what is said when it cannot."""
 
 import sys
+from functools import cache
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from agreement import qkv
+from agreement import assert_agrees, qkv
 
 import dsv4
+import softsm
+from dsv4 import reference
 from dsv4.runtime import dispatch
 from dsv4.runtime.settings import settings
 
@@ -140,3 +143,15 @@ def test_what_the_kernel_refuses_is_passed_on(played):
 def test_kernels_never_see_a_problem_without_keys(played):
     out, lse = dsv4.fmha(*qkv(1, 2, 0, 2, 1, 64, torch.bfloat16), backend="softsm", return_lse=True)
     assert not played.problems and bool((out == 0).all()) and bool((lse == -float("inf")).all())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="device='cuda' means the GPU here")
+@pytest.mark.parametrize("backend, emulated", [("auto", True), ("cuda", True), ("softsm", True), ("cpu", False)])
+def test_the_gpu_of_a_program_under_softsm_is_the_emulator(monkeypatch, backend, emulated):
+    """`softsm check program.py`: tensors say cuda, and there is no libcuda."""
+    q, k, v = qkv(1, 2, 3, 2, 1, 64, torch.bfloat16)
+    monkeypatch.setattr(dispatch, "resolve", cache(dispatch.resolve.__wrapped__))  # for this process, cuda is no GPU
+    with softsm.use("sm_90a", cuda_shim=True), softsm.checking() as report:
+        out, lse = dsv4.fmha(q.to("cuda"), k.to("cuda"), v.to("cuda"), return_lse=True, backend=backend)
+    assert_agrees((out, lse), reference.fmha, q, k, v)
+    assert bool(report.launches) == emulated and not report

@@ -144,3 +144,21 @@ def test_lines_of_the_first_role_belong_to_the_file_it_is_imported_from(tmp_path
     assert roles.entry_at(found) == "lead_role"
     for line in (3, 30):  # in the kernel, and nowhere
         assert roles.corrected(SourceLoc(str(kernel), line, 5, "kernel")).file == str(kernel)
+
+
+def test_lines_of_an_imported_first_role_may_be_those_of_another_role_here(tmp_path, monkeypatch):
+    """What Triton puts into the kernel is the first role alone: others have the place that they were inlined at."""
+    (tmp_path / "leads_elsewhere.py").write_text("\n\ndef lead(x):\n    store(x)\n")
+    kernel = tmp_path / "kernel_of_two.py"
+    kernel.write_text(
+        "from leads_elsewhere import lead\n\ndef follow(x):\n    load(x)\n\n"
+        "def kernel(x):\n    warp_specialize([(lead, (x,)), (follow, (x,))])\n\n"
+        "def other(x):\n    warp_specialize([(follow, (x,)), (lead, (x,))])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("leads_elsewhere")
+    found = roles.corrected(SourceLoc(str(kernel), 4, 5, "kernel"))
+    assert found.file == str(tmp_path / "leads_elsewhere.py") and roles.entry_at(found) == "lead"
+    inlined = SourceLoc(str(kernel), 4, 5, "follow", SourceLoc(str(kernel), 6, 1, "kernel"))
+    for loc in (inlined, SourceLoc(str(kernel), 4, 5, "other")):
+        assert roles.corrected(loc) == loc and roles.entry_at(loc) == "follow"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 
@@ -47,6 +48,10 @@ def test_expects_it():
     with softsm.checking() as report:
         test_racy()
     assert report.codes()
+
+def test_wrong_for_that_reason():
+    softsm.load(PTX.replace("BARRIER", "")).launch(1, 64, [np.zeros(64, np.uint32)])
+    assert not any("--softsm" in x for x in sys.argv)
 '''
 
 TRITON = """
@@ -112,7 +117,7 @@ def run(folder, text: str, *options: str, before: str = "") -> subprocess.Comple
 
 def test_without_the_flag_nothing_is_checked_or_imported(tmp_path) -> None:
     done = run(tmp_path, TESTS.replace("import softsm\n", "") + IMPORTED_LATE, before=DORMANT)
-    assert "4 passed" in done.stdout, done.stdout + done.stderr
+    assert "5 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -124,9 +129,11 @@ def test_a_diagnostic_fails_the_test_and_triton_programs_need_nothing_else(
     """PTX first, then Triton: no variable, no fixture; and the file that follows the option is a file."""
     monkeypatch.delenv("SOFTSM", raising=False)
     done = run(tmp_path, TRITON.replace("CAPABILITY", str(capability)), option, before=TESTS)
-    assert "2 failed, 5 passed" in done.stdout, done.stdout + done.stderr
-    ptx, triton = done.stdout.split("FAILURES")[1].split("test_racy")[1:3]
-    assert "race: " in ptx and "fix: " in ptx and "st.shared.u32" in ptx
+    assert "3 failed, 5 passed" in done.stdout, done.stdout + done.stderr
+    ptx, wrong, triton = re.split("_ test_(?:racy|wrong_for_that_reason) _", done.stdout.split("FAILURES")[1])[1:4]
+    for text in (ptx, wrong):
+        assert all(x in text for x in ("softsm: 2 findings in 1 launch", "race: ", "fix: ", "st.shared.u32")), text
+    assert "assert not any(" in wrong  # the test's own reason is not hidden
     assert "two launches" in triton
     for file in ("test_before.py", "test_it.py"):
         assert f"FAILED {file}::test_racy" in done.stdout
