@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dsv4.runtime import checks, dispatch
+from dsv4.runtime.program import Launch
 
 from . import show, variants
 
@@ -47,23 +48,36 @@ def compile(  # noqa: A001 - the command's name
     if not os.access(out, os.W_OK):
         raise PermissionError(errno.EACCES, "the directory is not writable", str(out))
     console = show.console()
-    written: set[str] = set()
-    with ProcessPoolExecutor(jobs) as pool:
-        every = itertools.repeat
-        for paths in pool.map(_compile_one, wanted, every(sizes), every(out), every(arch)):
-            for path in paths:
-                if path.name not in written:
-                    console.print(f"{path.name}  {path.with_suffix('.cubin').stat().st_size} bytes")
-                written.add(path.name)
-    console.print(f"{len(written)} kernels in {out}")
+    found = _variants(wanted, sizes, arch)
+    with ProcessPoolExecutor(jobs, get_context("fork"), _take, (found, out, arch)) as pool:
+        for path in pool.map(_compile_one, found):
+            console.print(f"{path.name}  {path.with_suffix('.cubin').stat().st_size} bytes")
+    console.print(f"{len(found)} kernels in {out}")
 
 
-def _compile_one(wanted: tuple, sizes: variants.Sizes, out: Path, arch: str) -> list[Path]:
+def _variants(wanted: list[tuple], sizes: variants.Sizes, arch: str) -> dict[str, Launch]:
+    """Name -> a launch, each variant once: many parts of the work launch the same small kernels."""
     from dsv4.runtime import aot
 
-    paths: dict[str, Path] = {}
-    for launch in variants.launches(wanted, sizes, arch):
-        name = aot.variant_of(launch, arch)
-        if name not in paths:
-            paths[name] = aot.write(out, launch.kernel, launch.arguments, launch.constants, arch)
-    return list(paths.values())
+    found: dict[str, Launch] = {}
+    for part in wanted:
+        for launch in variants.launches(part, sizes, arch):
+            found.setdefault(aot.variant_of(launch, arch), launch)
+    return found
+
+
+_work: tuple[dict[str, Launch], Path, str]
+
+
+def _take(*work: Any) -> None:
+    """In a process that is to compile: what the one that started it has found. A fork sends nothing."""
+    global _work
+    _work = work  # type: ignore[assignment]
+
+
+def _compile_one(name: str) -> Path:
+    from dsv4.runtime import aot
+
+    found, out, arch = _work
+    launch = found[name]
+    return aot.write(out, launch.kernel, launch.arguments, launch.constants, arch)
