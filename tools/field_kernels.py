@@ -237,10 +237,6 @@ KERNELS = (
 RELAXED = (
     "true by PTX: the only order is `barrier.cluster.arrive.relaxed`. It is deliberate there, and works on silicon"
 )
-CLANG = (
-    "real, of the compiler: clang keeps accumulators in local memory and stores them there behind each `wgmma`, before "
-    "it is complete"
-)
 TOO_EARLY = (
     "real, [cutlass#2687](https://github.com/NVIDIA/cutlass/pull/2687) and "
     "[#3653](https://github.com/NVIDIA/cutlass/pull/3653), exhibit 36 of the museum: row maxima and sums are announced "
@@ -299,7 +295,6 @@ JUDGED: dict[tuple[str, str, str], str] = {
     "buffer before `wait_num_outstanding` has waited for the product that reads it",
     ("64 heads", "race", "kernel.cuh:229 against kernel.cuh:309"): "real, exhibit 30 of the museum. "
     "It makes the result wrong here; one barrier before line 309 mends both",
-    ("64 heads, Hopper, head dim", "wgmma-registers", "helpers.h"): CLANG,
     ("GEMM, two CTAs", "race", "_gemm"): RELAXED + " (address of the tensor memory)",
     ("GEMM, two CTAs", "in-flight", "_gemm"): RELAXED + " (`tcgen05.dealloc`)",
 }

@@ -255,16 +255,13 @@ def test_a_library_is_corrected_and_named_by_its_user(tmp_path):
 
 LONG_LAMBDA = r"""
 #include <cuda_runtime.h>
+#define FOUR(x) x x x x
 __global__ void steps(float *x) {
-    float values[8];
-    for (int i = 0; i < 8; i++) values[i] = x[32 * i + threadIdx.x];
-    auto step = [&](float by) {
-#pragma unroll
-        for (int k = 0; k < 1600; k++) values[k % 8] = values[k % 8] * by + values[(k + 3) % 8];
-    };
+    float a = x[threadIdx.x], b = x[32 + threadIdx.x];
+    auto step = [&](float by) { FOUR(FOUR(FOUR(FOUR(a = a * by + b; b = b * by - a;)))) };
     step(x[0]);
     step(x[1]);
-    for (int i = 0; i < 8; i++) x[32 * i + threadIdx.x] = values[i];
+    x[threadIdx.x] = a + b;
 }
 int main() {}
 """
