@@ -60,14 +60,19 @@ def files(source: Path, suites: list[str]) -> list[str]:
 def run(source: Path, file: str, arch: str, each: int, workers: int, extra: list[str]) -> list[ET.Element]:
     """The test cases of a file, as pytest's JUnit report has them."""
     tools = str(Path(__file__).parent)
-    environment = {**os.environ, EACH: str(each)}
+    environment = {**os.environ, EACH: str(each), "SOFTSM": arch}  # of processes that tests start, too
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (tools, environment.get("PYTHONPATH"))))
     parallel = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_suite", f"--softsm={arch}", "--tb=short",
                    f"--junitxml={report.name}", *parallel, file, *extra]  # fmt: skip
         subprocess.run(command, cwd=source, env=environment, check=False, stdout=sys.stderr)
-        return list(ET.parse(report.name).getroot().iter("testcase"))
+        try:
+            return list(ET.parse(report.name).getroot().iter("testcase"))
+        except ET.ParseError:  # pytest itself has failed: its output says how
+            case = ET.Element("testcase", name="the whole file")
+            ET.SubElement(case, "error", message="pytest wrote no report")
+            return [case]
 
 
 def outcome(case: ET.Element) -> str:

@@ -14,7 +14,8 @@ faster.
 To keep the tensor core busy, the consumer leaves one product in flight: it issues the product of step i, waits until at
 most one is outstanding, and then frees the slot of step i - 1.
 
-From here, `src/dsv4/fmha/kernels/sm90/rows.py` is this loop with a softmax between two products: read its first page.
+From here, `src/dsv4/fmha/kernels/sm90/forward.py` is this loop with a softmax between two products. Read its first
+page.
 
 Museum: exhibits 15 (participant counts), 19 and 20 (counts and bytes), 21 (constant parity).
 """
