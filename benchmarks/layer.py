@@ -276,18 +276,31 @@ def measured(s: Sizes, layers: list[Layer], requests: int, context: int, device:
     if device.type != "cuda":
         return {"finite": bool(at["streams"].isfinite().all())}
     runs = {"step": captured(whole).replay}
-    alive = [dict(at)]
+    alive = [dict(at)]  # a graph reads and writes what it was captured with
     for kind in KINDS:
         n = next(n for n, layer in enumerate(layers) if layer.kind == kind)
         at["streams"] = start
         for name, part in chains[n]:
             part()
-            values = dict(at)
-            runs[f"{kind}|{name}"] = captured(part).replay
-            alive += [values, dict(at)]  # a graph reads and writes what it was captured with
-            at.update(values)  # what a capture made has no values yet, and numbers of experts must be some
+            runs[f"{kind}|{name}"] = captured(repeatable(part, at, alive)).replay
     times = {name: x.microseconds for name, x in time_turns(runs, repeats).items()}
     return {"layer": times.pop("step") / len(layers), "parts": times, "layers": len(layers)}
+
+
+def repeatable(part: Callable[[], Any], at: dict[str, Any], alive: list) -> Callable[[], None]:
+    """The part from what is there now, as often as it is called: a part that changes the streams would otherwise begin
+    with what the call before made, which a graph reads when it is gone. What a capture makes has no values, so the
+    next part begins with these, too."""
+    values = dict(at)
+    alive.append(values)
+
+    def call() -> None:
+        at.update(values)
+        part()
+        alive.append(dict(at))
+        at.update(values)
+
+    return call
 
 
 def main(
