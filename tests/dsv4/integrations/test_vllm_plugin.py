@@ -70,8 +70,8 @@ def test_parts_are_replaced_that_are_named_and_by_default_the_indexer(monkeypatc
 
 
 def test_an_unknown_part_is_refused(monkeypatch):
-    monkeypatch.setenv("DSV4_VLLM_PARTS", "indexer,experts")
-    with pytest.raises(ValueError, match="got experts; accepted: any of indexer, compressor, insertion"):
+    monkeypatch.setenv("DSV4_VLLM_PARTS", "indexer,routing")
+    with pytest.raises(ValueError, match="got routing; accepted: any of indexer, compressor, insertion"):
         plugin.parts()
 
 

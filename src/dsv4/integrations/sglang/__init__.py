@@ -9,8 +9,9 @@ SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`
 
 * SGLang's two FlashMLA functions are replaced by those of :mod:`dsv4.integrations.sglang.v4`; caches, lists and
   schedule stay SGLang's. ``DSV4_SGLANG_PARTS`` names what else is replaced, separated by commas: ``indexer``
-  (:func:`dsv4.index_topk`), ``compressor`` (its last step) and ``insertion`` (writing new rows to the pages). They
-  have run in a whole engine on a CPU, not on a GPU, and are off by default;
+  (:func:`dsv4.index_topk`), ``compressor`` (its last step), ``insertion`` (writing new rows to the pages) and
+  ``experts`` (MXFP4 experts on :func:`dsv4.moe`). The first three have run in a whole engine on a CPU, not on a GPU,
+  the experts in no whole engine; all are off by default;
 * ``--attention-backend dsv4_gluon`` runs dense models on :func:`dsv4.fmha_paged` (the name ``dsv4`` is SGLang's own,
   for its DeepSeek-V4 backend). A dense model without it keeps SGLang's choice.
 
@@ -28,11 +29,11 @@ from typing import NoReturn
 
 SWITCH = "DSV4_SGLANG"
 PARTS_SWITCH = "DSV4_SGLANG_PARTS"
-PARTS = ("indexer", "compressor", "insertion")  # that may be replaced besides the attention
+PARTS = ("indexer", "compressor", "insertion", "experts")  # that may be replaced besides the attention
 TESTED = "0.5.23"
 BACKEND = "dsv4_gluon"
 
-# "decode", "prefill", "index", "compress", "insert", "dense decode", "dense prefill": of this process
+# "decode", "prefill", "index", "compress", "insert", "experts", "dense decode", "dense prefill": of this process
 calls: Counter[str] = Counter()
 logger = logging.getLogger("sglang.dsv4")
 

@@ -3,7 +3,7 @@ for of its attention, and one name of a backend for dense models."""
 
 from typing import Any, NoReturn
 
-from dsv4.integrations.sglang import BACKEND, SWITCH, indexer, parts, refuse, rows, v4
+from dsv4.integrations.sglang import BACKEND, SWITCH, experts, indexer, parts, refuse, rows, v4
 
 INTERFACE = "sglang.kernels.ops.attention.flash_mla_interface"
 REPLACED = {
@@ -21,6 +21,7 @@ BYPASSES = {
     f"{INTERFACE}.flash_mla_mega_decode": "fused norm and RoPE around attention",
     "sglang.kernels.ops.attention.sparse_mla_q8kv8_prefill_sm90.cast_q_fp8_for_q8kv8_prefill": "FP8 queries in prefill",
 }
+EXPERTS = "sglang.srt.layers.quantization.fp8.Fp8Config.get_quant_method"
 V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend.__init__"
 
 
@@ -35,7 +36,8 @@ def replaced() -> dict[str, Any]:
 
 def wrapped() -> dict[str, Any]:
     """What is hooked -> what is called with it."""
-    return {COMPRESSOR: rows.compressed} if "compressor" in parts() else {}
+    more = {"compressor": (COMPRESSOR, rows.compressed), "experts": (EXPERTS, experts.get_quant_method)}
+    return dict(more[part] for part in parts() if part in more)
 
 
 def everything() -> None:

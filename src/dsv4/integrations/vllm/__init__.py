@@ -10,8 +10,9 @@ On:
 
 * DeepSeek-V4 (decode and prefill, MTP layers too) runs on :func:`dsv4.v4_attention`, with any number of heads per rank.
   ``DSV4_VLLM_PARTS`` names what else is replaced, separated by commas: ``indexer`` (:func:`dsv4.index_topk`),
-  ``compressor`` (:func:`dsv4.compress.pages.compress_pages`) and ``insertion`` (RoPE of queries and rows, writing rows
-  to the pages). The last two were not measured yet. The default is the indexer;
+  ``compressor`` (:func:`dsv4.compress.pages.compress_pages`), ``insertion`` (RoPE of queries and rows, writing rows
+  to the pages) and ``experts`` (MXFP4 experts on :func:`dsv4.moe`). The last three were not measured in an engine. The
+  default is the indexer;
 * ``--attention-backend DSV4_GLUON`` runs dense models on :func:`dsv4.fmha_paged`, and ``backend_per_kind`` runs the
   layers of one kind on it. A dense model without either keeps vLLM's choice.
 
@@ -28,13 +29,18 @@ from typing import NoReturn
 
 SWITCH = "DSV4_VLLM"
 PARTS_SWITCH = "DSV4_VLLM_PARTS"
-PARTS = ("indexer", "compressor", "insertion")  # that may be replaced besides the attention; the first is the default
+PARTS = (
+    "indexer",
+    "compressor",
+    "insertion",
+    "experts",
+)  # that may be replaced besides the attention; the first is the default
 BACKEND = "DSV4_GLUON"
 DENSE = "dsv4.integrations.vllm.dense.Backend"
 PLUGIN = "dsv4"  # the name of the entry point, in VLLM_PLUGINS
 
-# "decode", "prefill", "index decode", "index prefill", "compress", "insert", "dense decode", "dense prefill": of this
-# process
+# "decode", "prefill", "index decode", "index prefill", "compress", "insert", "experts", "dense decode", "dense
+# prefill": of this process
 calls: Counter[str] = Counter()
 
 # vLLM configures the loggers below its own name only, and perhaps after plug-ins are loaded: warnings are seen anyway.

@@ -13,6 +13,7 @@ TESTED = "0.32"
 FLASHMLA = "vllm.models.deepseek_v4.nvidia.flashmla.DeepseekV4FlashMLAAttention"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer.SparseAttnIndexer"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor.DeepseekCompressor"
+EXPERTS = "vllm.model_executor.layers.quantization.mxfp4.Mxfp4MoEMethod"
 # qualified name -> the parameters that are passed, or overridden, by name
 PARAMETERS = {
     f"{FLASHMLA}.forward_mqa": ("self", "q", "kv", "positions", "output"),
@@ -27,6 +28,11 @@ PARAMETERS = {
         "candidate_blocks", "candidate_block_size", "candidate_write",
     ),
     f"{COMPRESSOR}.forward": ("self", "kv_score", "positions", "rotary_emb"),
+    f"{EXPERTS}.__init__": ("self", "moe", "activation_key"),
+    f"{EXPERTS}.apply": (
+        "self", "layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input",
+    ),
+    f"{EXPERTS}.process_weights_after_loading": ("self", "layer"),
     "vllm.models.deepseek_v4.common.ops.save_partial_states.SavePartialStatesKernel.__call__": (
         "self", "kv", "score", "ape", "positions", "state_cache", "slot_mapping", "block_size", "state_width",
         "compress_ratio", "pdl_kwargs",
@@ -94,6 +100,7 @@ LOOKED_UP = {
     f"{FLASHMLA}._forward_prefill": "flash_mla_sparse_fwd",
     "vllm.models.deepseek_v4.attention.DeepseekV4Indexer.__init__": "SparseAttnIndexer",
     f"{COMPRESSOR}.forward": "_SAVE_PARTIAL_STATES_KERNEL",
+    "vllm.models.deepseek_v4.quant_config.DeepseekV4FP8Config.get_quant_method": "Mxfp4MoEMethod",
     "vllm.models.deepseek_v4.nvidia.model.DeepseekV4DecoderLayer.__init__": "_select_dsv4_attn_cls",
 }
 

@@ -41,6 +41,7 @@ def everything() -> None:
 
     backend_name()
     the_indexer()
+    the_experts()
     if current_platform.is_cpu():
         on_a_cpu()
     elif current_platform.is_cuda():
@@ -138,6 +139,23 @@ def the_indexer() -> None:
         return indexer
 
     wrap(attention, "SparseAttnIndexer", choosing)
+
+
+def the_experts() -> None:
+    """The class that loads and runs MXFP4 experts, where the quantisation of DeepSeek-V4 looks it up."""
+    from vllm.config import get_current_vllm_config
+    from vllm.models.deepseek_v4 import quant_config
+
+    def choosing(theirs: type) -> Callable[..., Any]:
+        def method(*arguments: Any, **options: Any) -> Any:
+            from dsv4.integrations.vllm.experts import Method
+
+            ours = "experts" in parts() and choice.v4_is_ours(get_current_vllm_config())
+            return (Method if ours else theirs)(*arguments, **options)
+
+        return method
+
+    wrap(quant_config, "Mxfp4MoEMethod", choosing)
 
 
 def on_cuda() -> None:

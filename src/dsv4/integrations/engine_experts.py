@@ -1,0 +1,43 @@
+"""What the experts of both engines have in common: weights as a loader leaves them -> Fp4Experts, and one call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.moe.api import moe
+from dsv4.moe.experts import Fp4Experts
+from dsv4.runtime import checks
+from dsv4.runtime.checks import Backend
+
+LIMIT = 10.0  # of SwiGLU, where an engine names none
+
+
+class EngineExperts:
+    """The experts of one layer on one rank."""
+
+    def __init__(self, counted: Counter[str], limit: float | None, backend: Backend = "auto") -> None:
+        self.counted, self.limit, self.backend = counted, LIMIT if limit is None else float(limit), backend
+        self.experts: Fp4Experts | None = None
+
+    def load(self, layer: Any, names: tuple[str, str, str, str]) -> None:
+        """Take the parameters of these names (w13, its scales, w2, its scales) from the layer. Gate lies above up; the
+        layer keeps empty ones, since engines look for them."""
+        w13, s13, w2, s2 = (getattr(layer, name).data for name in names)
+        codes = [x.view(torch.uint8) for x in (*w13.chunk(2, 1), w2)]
+        scales = [x.view(torch.uint8) for x in (*s13.chunk(2, 1), s2)]
+        self.experts = Fp4Experts.pack(codes[0], scales[0], codes[1], scales[1], codes[2], scales[2])
+        for name in names:
+            getattr(layer, name).data = w13.new_empty(0)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None = None) -> Tensor:
+        """expert_map: int [experts of all ranks], the place of each on this rank or -1."""
+        if self.experts is None:
+            checks.fail("experts", "no weights yet", "a layer whose weights are loaded")
+        if expert_map is not None:
+            ids = torch.where(ids < 0, ids, expert_map[ids.clamp_min(0).long()].to(ids.dtype))
+        self.counted["experts"] += 1
+        return moe(x, self.experts, ids, weights.float(), limit=self.limit, backend=self.backend)

@@ -1,0 +1,51 @@
+"""DeepSeek-V4's MXFP4 experts in vLLM on dsv4.moe: a method of quantisation that vLLM's layer of experts calls. It
+takes the parameters that vLLM's own makes and loads, and chooses no kernel of vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+from dsv4.integrations.engine_experts import EngineExperts
+from dsv4.integrations.vllm import calls, refuse
+
+PARAMETERS = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+
+
+class Method(Mxfp4MoEMethod):
+    supports_pre_processed_weights = False
+    supports_eplb = False
+    skip_forward_padding = False
+    has_unpadded_output = False
+    is_monolithic = False
+
+    def __init__(self, moe: Any, activation_key: Any = None) -> None:
+        FusedMoEMethodBase.__init__(self, moe)
+        self.weight_dtype, self.activation_key = "mxfp4", activation_key
+        self.ours: EngineExperts | None = None
+
+    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any) -> Any:
+        if hidden_size % 256 or intermediate_size_per_partition % 128:
+            got = f"experts of sizes {hidden_size} and {intermediate_size_per_partition} on a rank"
+            refuse("DSV4_VLLM_PARTS", got, "multiples of 256 and 128, or no experts among the parts")
+        return hidden_size, intermediate_size_per_partition
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if getattr(layer, "w13_bias", None) is not None or getattr(layer, "apply_router_weight_on_input", False):
+            refuse("DSV4_VLLM_PARTS", "experts with a bias or with weights on their input", "those of DeepSeek-V4")
+        self.ours = EngineExperts(calls, getattr(layer, "swiglu_limit", None))
+        self.ours.load(layer, PARAMETERS)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        return None
+
+    def apply(
+        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any,
+        shared_experts_input: Any,
+    ) -> Tensor:  # fmt: skip
+        """vLLM runs the shared expert itself: this kernel overlaps none."""
+        assert self.ours is not None
+        return self.ours(x, topk_ids, topk_weights, layer.expert_map)
