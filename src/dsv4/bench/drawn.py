@@ -1,8 +1,8 @@
 """Cases drawn at random, by a seed: `dsv4 bench --shapes random --seed N`.
 
 A fixed list invites tuning to it. These are sizes that people have, at no round numbers: lengths and batches are
-log-uniform, head counts and groups those of published models. A case fits into 24 GB and takes an H200 at most about
-50 ms. The same seed gives the same cases on every machine.
+log-uniform, head counts and groups those of published models. A case fits into 24 GB, without the bf16 weights of
+torch's experts, and takes an H200 at most about 50 ms. The same seed gives the same cases on every machine.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any
 from dsv4.bench.backward import BackwardCase, V4BackwardCase
 from dsv4.bench.dense import DenseCase
 from dsv4.bench.index import PAGE, IndexCase
-from dsv4.bench.moe import FLASH, MoeCase
+from dsv4.bench.index_fp4 import BLOCK, BLOCKS, Fp4Case
+from dsv4.bench.moe import FLASH, PRO, V41, MoeCase
 from dsv4.bench.v4 import V4Case
+from dsv4.bench.v41 import V41Case
 
 MOST_FLOPS = 2.5e13  # of a forward pass
 MOST_BYTES = 8e9
+MOST_KEYS = 4_000_000  # of all requests, in fp32 and both formats
 HEAD_DIMS = (64, 128, 128, 256, 512)  # 128 is what most models have
 GROUPS = (1, 1, 4, 5, 8)
 
@@ -68,7 +71,9 @@ def backward(draw: random.Random) -> BackwardCase | V4BackwardCase:
     return BackwardCase(DenseCase(case.name.replace("prefill", "backward"), *case.sizes))
 
 
-def v4(draw: random.Random) -> V4Case:
+def v4(draw: random.Random) -> V4Case | V41Case:
+    if draw.random() < 0.3:
+        return v41(draw)
     rows = between(draw, 2, 32) * 64
     if draw.random() < 0.35:
         heads = draw.choice((64, 128))
@@ -76,14 +81,24 @@ def v4(draw: random.Random) -> V4Case:
     return V4Case(between(draw, 1, 400), draw.choice((8, 16, 32, 64, 64, 128, 128)), 128, rows, True)
 
 
-def index(draw: random.Random) -> IndexCase:
+def v41(draw: random.Random) -> V41Case:
+    rows, heads = between(draw, 2, 16) * 64, draw.choice((8, 16, 32, 64, 64))
+    if draw.random() < 0.25:
+        return V41Case(between(draw, 600, 6000), 64, 128, rows, between(draw, 8000, 200_000))
+    return V41Case(between(draw, 1, 400), heads, 128, rows)
+
+
+def index(draw: random.Random) -> IndexCase | Fp4Case:
+    if draw.random() < 0.3:
+        keys = between(draw, BLOCK * BLOCKS // PAGE, 1_000_000 // PAGE) * PAGE
+        return Fp4Case(between(draw, 1, min(64, MOST_KEYS // keys)), keys, draw.random() < 0.5)
     each = draw.choice((1, 1, 2, 4))
     keys = between(draw, 2000 // PAGE, 200_000 // PAGE) * PAGE
     return IndexCase(between(draw, 1, 200), each, keys, draw.choice((512, 1024)), fp8=True)
 
 
 def moe(draw: random.Random) -> MoeCase:
-    return MoeCase(FLASH, between(draw, 1, 10_000), draw.random() < 0.4)
+    return MoeCase(draw.choice((FLASH, FLASH, V41, PRO)), between(draw, 1, 10_000), draw.random() < 0.4)
 
 
 DRAW: dict[str, Callable[[random.Random], Any]] = {
