@@ -12,18 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsv4.moe import formats, problem
+from dsv4.moe.plan import empty, without_memory
 from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime import dispatch
 
-TOKENS = (1, 20, 40, 80, 160, 300, 512, 1024, 2048, 4096)  # each power of two of slots up to 1024, then each tile
+TOKENS = (1, 20, 40, 80, 160, 300, 512, 1024, 2048, 4096, 8192)  # each power of two of slots up to 1024, then each tile
 INTEGERS = (torch.int32, torch.int64)
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def problems(
@@ -36,31 +32,11 @@ def problems(
     capability = dispatch.compile_target(arch).capability
     layout = "sm100" if capability[0] >= 10 else "sm90"
     entry = dispatch.kernel_module("moe", capability)
-    for form, activations in entry.RECIPES:
-        for tokens, numbers in itertools.product(TOKENS if form == what else (), INTEGERS):
-            yield moe_problem(form, activations, layout, other, hidden, experts, topk, tokens, numbers)
-
-
-def moe_problem(
-    form: str, activations: str, layout: str, shared: bool, hidden: int, experts: int, topk: int, tokens: int,
-    numbers: torch.dtype,
-) -> MoeProblem:  # fmt: skip
-    columns = formats.TILE_COLUMNS
-    inner = 2 * columns  # no variant depends on it
-    each, dtype = (4, torch.uint8) if form == "mxfp4" else (8, torch.float8_e4m3fn)
-    tiles = {"w13": (inner // columns, hidden // columns), "w2": (hidden // 256, inner // columns)}
-    given: dict[str, Any] = {}
-    for name, (down, across) in tiles.items():
-        given[name] = empty(experts, down, across, 256, 64, dtype=torch.uint8)
-        given[f"{name}_scales"] = empty(experts, down, across, 256, each, dtype=dtype)
-        given[f"{name}_factors"] = empty(experts, down * 256, dtype=torch.float32)
-    if shared:
-        given |= dict(shared_w13=empty(2 * inner, hidden), shared_w2=empty(hidden, inner))
-    x = empty(tokens, hidden)
-    ids, weights = empty(tokens, topk, dtype=numbers), empty(tokens, topk, dtype=torch.float32)
-    options = dict(activations=activations, format=form, layout=layout)
-    p = problem.build(x, given.pop("w13"), given.pop("w2"), ids, weights, **given, **options)
-    return replace(p, out=empty(tokens, hidden))
+    inner = 2 * formats.TILE_COLUMNS  # no variant depends on it
+    recipes = [x for x in entry.RECIPES if x[0] == what]
+    every = itertools.product(recipes, (False, True) if layout == "sm100" else (False,), TOKENS, INTEGERS)
+    for recipe, fused, tokens, numbers in every:
+        yield without_memory((tokens, topk, experts, hidden, inner), layout, recipe, fused, other, numbers)
 
 
 def route_problems(images: bool, hidden: int, experts: int, topk: int) -> Iterator[RouteProblem]:

@@ -1,48 +1,58 @@
-"""What a plan for moe reserves: all memory between its kernels."""
+"""What a plan for moe reserves: all memory between its kernels. It is counted for tensors without memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from dsv4.moe import formats, problem
+from dsv4.moe.problem import MoeProblem
 from dsv4.runtime import calls, dispatch
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.plan import Capacities
 
-RECIPES = {"sm90": (("mxfp4", "fp8_128"),), "sm100": (("mxfp4", "fp8_32"), ("nvfp4", "nvfp4"))}  # the most of each
-
 
 def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
-    """(1, fp32 words) of a call of this size on the current GPU, with every recipe of its kernels."""
+    """(1, fp32 words) of a call of this size on the current GPU."""
     return 1, words(c, dispatch.cuda_target(torch.device("cuda", torch.cuda.current_device())))
 
 
 def words(c: Capacities, target: Target) -> int:
-    layout = "sm90" if target.capability[0] == 9 else "sm100"
-    forms = [(*recipe, fused) for recipe in RECIPES[layout] for fused in {False, layout == "sm100"}]
-    return max(_bytes(c, target, layout, *form) for form in forms) // 4
+    """With the recipe, of those that the kernels have, that needs the most."""
+    layout = "sm100" if target.capability[0] >= 10 else "sm90"
+    sizes = (c.batch, c.q_heads, c.kv_heads, c.head_dim, c.max_seqlen_k)
+    recipes: Sequence[tuple[str, str]] = dispatch.kernel_module("moe", target.capability).RECIPES
+    problems = [without_memory(sizes, layout, x, fused, True) for x in recipes for fused in {False, layout == "sm100"}]
+    return max(calls.workspace_of(p, target) for p in problems) // 4
 
 
-def _bytes(c: Capacities, target: Target, layout: str, format: str, activations: str, fused: bool) -> int:
-    """As the kernels' own preparation counts them, of tensors without memory."""
-    t, k, e, h, i = c.batch, c.q_heads, c.kv_heads, c.head_dim, c.max_seqlen_k
-    scale, each = (torch.uint8, 4) if format == "mxfp4" else (torch.float8_e4m3fn, 8)
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
 
-    def tiles(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
-        shape = (e, rows // formats.TILE_ROWS, columns // formats.TILE_COLUMNS, formats.TILE_ROWS)
-        return empty(torch.uint8, *shape, 64), empty(scale, *shape, each), empty(torch.float32, e, rows)
-
-    (w13, s13, f13), (w2, s2, f2) = tiles(2 * i, h), tiles(h, i)
-    x, out = empty(torch.bfloat16, t, h), empty(torch.bfloat16, t, h)
-    shared = empty(torch.bfloat16, 2 * formats.GROUP, h), empty(torch.bfloat16, h, formats.GROUP)
+def without_memory(
+    sizes: tuple[int, int, int, int, int], layout: str, recipe: tuple[str, str], fused: bool, shared: bool,
+    numbers: torch.dtype = torch.int32,
+) -> MoeProblem:  # fmt: skip
+    """A problem of this size with its output. sizes: tokens, slots of a token, experts, hidden, inner; recipe: format
+    of weights, activations; numbers: the dtype of ids."""
+    (tokens, topk, experts, hidden, inner), (format, activations) = sizes, recipe
+    columns = formats.TILE_COLUMNS
+    each, dtype = (4, torch.uint8) if format == "mxfp4" else (8, torch.float8_e4m3fn)
+    tiles = {"w13": (inner // columns, hidden // columns), "w2": (hidden // 256, inner // columns)}
+    given = {}
+    for name, (down, across) in tiles.items():
+        given[name] = empty(experts, down, across, 256, 64, dtype=torch.uint8)
+        given[f"{name}_scales"] = empty(experts, down, across, 256, each, dtype=dtype)
+        given[f"{name}_factors"] = empty(experts, down * 256, dtype=torch.float32)
+    if shared:
+        given |= dict(shared_w13=empty(2 * inner, hidden), shared_w2=empty(hidden, inner))
     p = problem.build(
-        x, w13, w2, empty(torch.int64, t, k), empty(torch.float32, t, k), w13_scales=s13, w2_scales=s2, w13_factors=f13,
-        w2_factors=f2, shared_w13=shared[0], shared_w2=shared[1], activations=activations, format=format, layout=layout,
+        empty(tokens, hidden), given.pop("w13"), given.pop("w2"), empty(tokens, topk, dtype=numbers),
+        empty(tokens, topk, dtype=torch.float32), **given, activations=activations, format=format, layout=layout,
         fused=fused,
     )  # fmt: skip
-    return calls.workspace_of(replace(p, out=out), target)
+    return replace(p, out=empty(tokens, hidden))

@@ -125,8 +125,9 @@ def test_calls_of_experts_are_written(arch, form, activations):
             dsv4.moe_route(x, gate, bias=bias, topk=topk, backend="softsm")
             one = torch.zeros(tokens, dtype=torch.int64)
             ids, weights = dsv4.moe_route(x, gate, table=table, token_ids=one, topk=topk, backend="softsm")
-            dsv4.moe(x, experts, ids, weights, activations=activations, backend="softsm")
             dsv4.moe(x, experts, ids.long(), weights, activations=activations, shared=shared, backend="softsm")
+            for fused in {False, arch == "sm_100a"}:
+                dsv4.moe(x, experts, ids, weights, activations=activations, fused=fused, backend="softsm")
     assert {"moe_logits", "moe_choose", "moe_sort_rows", "moe_rows", "moe_sum"} <= set(launched.values())
     missing = set(launched) - written(["moe"], arch, sizes=SIZES._replace(hidden=h, experts=e, experts_of_token=topk))
     assert not missing, [launched[one] for one in missing]

@@ -32,8 +32,7 @@ class Tiling(NamedTuple):
 
 
 # Rows of an expert that are expected, up to -> tiling
-TILINGS = ((8.5, Tiling(8)), (16.5, Tiling(16)), (32.5, Tiling(32)), (128.5, Tiling(64)),
-           (float("inf"), Tiling(64, 4, True)))  # fmt: skip
+TILINGS = ((8.5, Tiling(8)), (16.5, Tiling(16)), (32.5, Tiling(32)), (float("inf"), Tiling(64)))
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:

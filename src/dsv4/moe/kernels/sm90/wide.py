@@ -23,7 +23,7 @@ factors         512                 fp32 [128]: of the rows of weights
 columns         4 N                 of the rows of activations: weights of slots, or numbers of slots
 
 shared memory   bytes in all        holds
-kept            128 N               bf16 [2, N / W, 32, W]: hidden values of half 0; a thread reads what it wrote
+kept            128 N               bf16 [2, N / 64, 32, 64]: hidden values of half 0; a thread reads what it wrote
 tops            16 N                fp32 [2, 2, N]: of tiles by turns and compute roles, the greatest hidden value
 ends            4 EXPERTS           int32: tiles of rows of activations up to each expert's last
 
@@ -49,13 +49,14 @@ from dsv4.moe.kernels.sm90.products import Operands, Tiles, hidden_missing, scal
 from dsv4.moe.kernels.sm90.sums import STEP, Stages, bases, decoded, fetched, multiply, product_layout
 
 HALF = gl.constexpr(128)  # rows of weights
+PIECE = gl.constexpr(64)  # rows of activations that sums go by
 
 
 @gluon.jit
-def load_half(half, place, given, first, shift, stages, stage, PARTS: gl.constexpr):
-    """-> the stage after it."""
+def load_half(half, place, given, first, shift, stages, stage, PARTS: gl.constexpr, USED: gl.constexpr):
+    """-> the stage after it. USED: parts that have rows."""
     W: gl.constexpr = stages.x.shape[1]
-    BYTES: gl.constexpr = HALF * 64 + HALF * 4 + W * PARTS * (STEP + 4)
+    BYTES: gl.constexpr = HALF * 64 + HALF * 4 + W * (USED * STEP + PARTS * 4)
     for step in range(given.steps):
         stages.free.wait(stage.index, stage.phase)
         ready = stages.ready.at(stage.index)
@@ -63,7 +64,7 @@ def load_half(half, place, given, first, shift, stages, stage, PARTS: gl.constex
         at = place * given.steps + step
         tma_load(given.values_desc, [at, 0, 0, half, 0], ready, stages.values.index(stage.index))
         tma_load(given.offsets_desc, [at, 0, 0, half, 0], ready, stages.offsets.index(stage.index))
-        for part in gl.static_range(PARTS):
+        for part in gl.static_range(USED):
             x = stages.x.index(stage.index * PARTS + part)
             tma_load(given.x_desc, [first + W * part, step * STEP], ready, x)
         tma_load(given.x_scales_desc, [step, first + shift], ready, stages.x_scales.index(stage.index))
@@ -91,7 +92,12 @@ def load_tile(
         known = tiles.known.at(turn.index)
         mbarrier.expect(known, HALF * 4)
         tma_load(given.factors_desc, [place, 0, 0, half, 0], known, tiles.factors.index(turn.index))
-        stage = load_half(half, place, given, first, shift, stages, stage, PARTS)
+        if stop - first <= N // 2:
+            stage = load_half(half, place, given, first, shift, stages, stage, PARTS, PARTS // 2)
+        elif stop - first <= N * 3 // 4:
+            stage = load_half(half, place, given, first, shift, stages, stage, PARTS, (PARTS * 3 + 3) // 4)
+        else:
+            stage = load_half(half, place, given, first, shift, stages, stage, PARTS, PARTS)
         turn = next_stage(turn, 2)
     return stage, turn
 
@@ -115,6 +121,31 @@ def load_role(first, second, stages, tiles, ends, count, ticket, rows, signals, 
     tiles.known.arrive(turn.index)
 
 
+@gluon.jit
+def no_sums():
+    return gl.zeros([16 * gl.num_warps(), PIECE], gl.float32, product_layout(gl.num_warps(), PIECE))
+
+
+@gluon.jit
+def pieces(x):
+    """A product as pieces of PIECE rows of activations: no instruction."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    L: gl.constexpr = product_layout(gl.num_warps(), PIECE)
+    if N == PIECE:
+        return (x,)
+    else:
+        low, high = gl.split(x.reshape((M, 2, PIECE)).permute((0, 2, 1)))
+        return gl.convert_layout(low, L, assert_trivial=True), gl.convert_layout(high, L, assert_trivial=True)
+
+
+@gluon.jit
+def added(sums, product, scales, PLACE: gl.constexpr):
+    """A piece of the sums with a product of a step. Scales are loaded piece by piece, as registers allow."""
+    scale = scales.slice(PIECE * PLACE, PIECE).load(gl.SliceLayout(0, product_layout(gl.num_warps(), PIECE)))
+    return sums + product * scale[None, :]
+
+
 @gluon.constexpr_function
 def widths(n, w):
     """n rows of activations as products of at most w."""
@@ -122,26 +153,16 @@ def widths(n, w):
 
 
 @gluon.jit
-def no_sums(N: gl.constexpr):
-    return gl.zeros([16 * gl.num_warps(), N], gl.float32, product_layout(gl.num_warps(), N))
-
-
-@gluon.jit
-def scales_of(scales, first: gl.constexpr, N: gl.constexpr):
-    return scales.slice(first, N).load(gl.SliceLayout(0, product_layout(gl.num_warps(), N)))
-
-
-@gluon.jit
 def half_sums(stages, stage, steps, base, G: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr):
-    """(sums of 64 rows of weights by parts of N rows of activations, stage after the half). Of narrow products two are
+    """(sums of 64 rows of weights by pieces of N rows of activations, stage after the half). Of narrow products two are
     under way; of wide ones registers hold one."""
     W: gl.constexpr = stages.x.shape[1]
     WIDTHS: gl.constexpr = widths(N, W)
     COUNT: gl.constexpr = len(WIDTHS)
-    AHEAD: gl.constexpr = 1 if W <= 64 else 0
+    AHEAD: gl.constexpr = 1 if W <= PIECE else 0
     sums = ()
-    for part in gl.static_range(COUNT):
-        sums = sums + (no_sums(WIDTHS[part]),)
+    for _ in gl.static_range(N // PIECE):
+        sums = sums + (no_sums(),)
     for _ in range(steps):
         at = stage.index
         stages.ready.wait(at, stage.phase)
@@ -150,17 +171,18 @@ def half_sums(stages, stage, steps, base, G: gl.constexpr, PARTS: gl.constexpr, 
         pending = multiply(a, stages, at, 0, PARTS, WIDTHS[0])
         new = ()
         for part in gl.static_range(COUNT):
-            scale = scales_of(scales, W * part, WIDTHS[part])
             if AHEAD and part + 1 < COUNT:
                 next = multiply(a, stages, at, part + 1, PARTS, WIDTHS[part + 1])
                 product, pending = warpgroup_mma_wait(num_outstanding=1, deps=(pending, next))
             else:
                 product = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
-                if part + 1 < COUNT:
-                    pending = multiply(a, stages, at, part + 1, PARTS, WIDTHS[part + 1])
             if part + 1 == COUNT:
                 stages.free.arrive(at)
-            new = new + (sums[part] + product * scale[None, :],)
+            found = pieces(product)
+            for i in gl.static_range(len(found)):
+                new = new + (added(sums[W // PIECE * part + i], found[i], scales, W // PIECE * part + i),)
+            if not AHEAD and part + 1 < COUNT:
+                pending = multiply(a, stages, at, part + 1, PARTS, WIDTHS[part + 1])
         sums = new
         stage = next_stage(stage, stages.values.shape[0])
     return sums, stage
@@ -195,34 +217,34 @@ def write_hidden(low, high, others, block, first, stop, shift, out, G: gl.conste
 
 
 @gluon.jit
-def write_sums(sums, x, factors, columns, kept, turn, tops, told, out, slots, G: gl.constexpr, W: gl.constexpr):
+def write_sums(sums, x, factors, columns, kept, turn, tops, told, out, slots, G: gl.constexpr):
     """What becomes of the sums of a half. x: its numbers."""
     block, first, stop, half = number(x, 1), number(x, 2), number(x, 3), number(x, 6)
     PARTS: gl.constexpr = kept.shape[0] // 2
     if number(x, 5) == 0:
         channel = block * (2 * HALF) + half * HALF + G * (HALF // 2)
         for part in gl.static_range(len(sums)):
-            places = columns.slice(W * part, sums[part].shape[1])
-            write_slots(scaled(sums[part], factors, G), places, channel, first + W * part, stop, slots)
+            places = columns.slice(PIECE * part, PIECE)
+            write_slots(scaled(sums[part], factors, G), places, channel, first + PIECE * part, stop, slots)
     elif half == 0:
         for part in gl.static_range(len(sums)):
-            h = hidden_of(sums[part], factors, columns.slice(W * part, sums[part].shape[1]), out, G)
-            kept.index(G * PARTS + part).slice(0, sums[part].shape[1], dim=1).store(h.to(gl.bfloat16))
+            h = hidden_of(sums[part], factors, columns.slice(PIECE * part, PIECE), out, G)
+            kept.index(G * PARTS + part).store(h.to(gl.bfloat16))
     else:
         lows = ()
         highs = ()
         for part in gl.static_range(len(sums)):
-            high = hidden_of(sums[part], factors, columns.slice(W * part, sums[part].shape[1]), out, G)
-            place = kept.index(G * PARTS + part).slice(0, sums[part].shape[1], dim=1)
+            high = hidden_of(sums[part], factors, columns.slice(PIECE * part, PIECE), out, G)
+            place = kept.index(G * PARTS + part)
             low = place.load(high.type.layout).to(gl.float32)
-            tops.index(turn * 2 + G).slice(W * part, sums[part].shape[1]).store(greatest(low, high))
+            tops.index(turn * 2 + G).slice(PIECE * part, PIECE).store(greatest(low, high))
             lows = lows + (low,)
             highs = highs + (high,)
         told.arrive(0)
         told.wait(0, turn)
         for part in gl.static_range(len(sums)):
-            others = tops.index(turn * 2 + 1 - G).slice(W * part, sums[part].shape[1])
-            write_hidden(lows[part], highs[part], others, block, first + W * part, stop, number(x, 4), out, G)
+            others = tops.index(turn * 2 + 1 - G).slice(PIECE * part, PIECE)
+            write_hidden(lows[part], highs[part], others, block, first + PIECE * part, stop, number(x, 4), out, G)
 
 
 @gluon.jit
@@ -232,7 +254,7 @@ def compute_half(stages, stage, tiles, x, turn, kept, told_turn, tops, told, ste
     factors = tiles.factors.index(turn.index).reshape([HALF])
     sums, stage = half_sums(stages, stage, steps, bases(factors, G), G, PARTS, N)
     columns = tiles.columns.index(turn.index)
-    write_sums(sums, x, factors, columns, kept, told_turn, tops, told, hidden, slots, G, stages.x.shape[1])
+    write_sums(sums, x, factors, columns, kept, told_turn, tops, told, hidden, slots, G)
     return stage
 
 
@@ -289,7 +311,7 @@ def moe_wide_products_sm90(
     columns = gl.allocate_shared_memory(gl.int32, [2, N], PLAIN)
     ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], PLAIN)
     tops = gl.allocate_shared_memory(gl.float32, [4, N], PLAIN)
-    kept = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 32, W], PLAIN2)
+    kept = gl.allocate_shared_memory(gl.bfloat16, [2 * N // PIECE, 32, PIECE], PLAIN2)
     ready = new_barriers(STAGES)
     free = new_barriers(STAGES, 2)
     known = new_barriers(2)

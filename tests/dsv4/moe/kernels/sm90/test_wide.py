@@ -1,6 +1,5 @@
 """Many rows of an expert: the kernel by halves of a tile gives the bits of the one for few rows."""
 
-from dataclasses import replace
 from functools import partial
 
 import moe_cases
@@ -10,7 +9,7 @@ import torch
 
 import dsv4
 import softsm
-from dsv4.moe import problem
+from dsv4.moe import plan
 from dsv4.moe.kernels.sm90 import entry, wide
 from dsv4.runtime import calls, dispatch
 
@@ -67,13 +66,10 @@ def test_races_are_named(line, instead, monkeypatch, tmp_path):
     assert "race" in report.codes(), str(report)
 
 
-@pytest.mark.parametrize("tokens, name", [(40, "moe_products_sm90"), (700, "moe_wide_products_sm90")])
-def test_where_it_is_used(tokens, name):
-    experts, given = moe_cases.layer().experts, moe_cases.tokens(tokens, k=1)
-    p = problem.build(
-        given["x"], experts.w13, experts.w2, given["ids"], given["weights"], w13_scales=experts.w13_scales,
-        w2_scales=experts.w2_scales, w13_factors=experts.w13_factors, w2_factors=experts.w2_factors,
-    )  # fmt: skip
-    found = calls.launches_of(replace(p, out=torch.empty_like(p.x)), dispatch.compile_target("sm_90a"))
+@pytest.mark.parametrize("tiling, name", [((64,), "moe_products_sm90"), ((64, 4, True), "moe_wide_products_sm90")])
+def test_which_kernel_a_tiling_takes(tiling, name, monkeypatch):
+    use(monkeypatch, *tiling)
+    p = plan.without_memory((700, 1, 4, 256, 128), "sm90", ("mxfp4", "fp8_128"), False, False)
+    found = calls.launches_of(p, dispatch.compile_target("sm_90a"))
     assert [x.kernel.__name__ for x in found if "products" in x.kernel.__name__] == [name]
     assert all(not isinstance(x, (int, float)) for launch in found for x in launch.arguments)
