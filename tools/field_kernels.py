@@ -228,6 +228,7 @@ KERNELS = (
     Kernel("scores of an indexer, e4m3", "DeepGEMM", "deepgemm_logits.cu", GEMM),
     Kernel("scores of an indexer, e2m1", "DeepGEMM", "deepgemm_logits.cu", (*GEMM, "-DFP4")),
     Kernel("scores of an indexer, e4m3", "DeepGEMM", "deepgemm_logits.cu", (*GEMM, "-DHOPPER"), "sm_90a"),
+    Kernel("mega MoE in bf16, one rank", "DeepGEMM", "deepgemm_mega.cu", GEMM),
     *(lesson(level, 128) for level in (2, 3, 4)),
     *(lesson(level, 256) for level in (5, 6)),
     *(lesson(level, 512) for level in (7, 8)),
