@@ -309,6 +309,52 @@ def test_a_store_whose_lanes_reach_several_tensors_is_followed_in_each():
     holds(make, args=ARGS, strict=False, **GRID)
 
 
+READERS = 5
+
+
+@pytest.mark.parametrize("silent", range(READERS))
+def test_no_reader_of_many_is_forgotten(silent):
+    """CTAs 0 to 4 read x[4:36] and count up; the last CTA waits for all, or for all but one, and overwrites it. That
+    one may have read first."""
+
+    def make(keep):
+        mine = "shl.b32 %r40, %r0, 2;\ncvt.u64.u32 %rd10, %r40;\nadd.u64 %rd10, %rd10, %rd1;\n"
+        count = t.only("%p0", "red.release.gpu.global.add.u32 [%rd1], 1;\n")
+        count = t.only("%p6", count) if not keep else count
+        first = "ld.global.u32 %r61, [%rd10+16];\nbar.warp.sync -1;\n" + count
+        poll = f"POLL:\n{LOAD}\nsetp.lt.u32 %p7, %r60, {READERS - (not keep)};\n@%p7 bra POLL;\n"
+        body = mine + f"mov.u32 %r50, %ctaid.x;\nsetp.ne.u32 %p6, %r50, {silent};\nsetp.lt.u32 %p4, %r50, {READERS};\n"
+        body += f"setp.eq.u32 %p5, %r50, {READERS};\n"
+        body += t.only("%p4", first) + t.only("%p5", poll + "st.global.u32 [%rd10+16], 3;\n")
+        return t.kernel(body, "x out", target="sm_90a", version="8.6")
+
+    holds(make, args=ARGS, grid=READERS + 1, block=32, strict=False)
+
+
+@pytest.mark.parametrize("how", ["st.release.gpu.global.u32 [%rd1], 1;", "red.release.gpu.global.add.u32 [%rd1], 1;"])
+def test_who_acquires_a_flag_may_reset_it(how):
+    def make(keep):
+        poll = f"POLL:\n{LOAD if keep else RELAXED[1]}\nsetp.eq.u32 %p6, %r60, 0;\n@%p6 bra POLL;\n"
+        body = RANK + t.only("%p4", how + "\n") + t.only("%p5", poll + "st.global.u32 [%rd1], 0;\n")
+        return t.kernel(body, "x out", target="sm_90a", version="8.6")
+
+    for strict in (True, False):
+        holds(make, args=ARGS, strict=strict, **GRID)
+
+
+def test_a_flag_that_several_lanes_raise_is_not_reset_behind_the_first():
+    """The value of one lane is there; another one may still add."""
+
+    def make(keep):
+        add = "red.release.gpu.global.add.u32 [%rd1], 1;\n"
+        first = f"setp.eq.u32 %p8, %r50, 0;\n{t.only('%p4' if keep else '%p8', add)}"
+        poll = f"POLL:\n{LOAD}\nsetp.eq.u32 %p6, %r60, 0;\n@%p6 bra POLL;\n"
+        body = RANK + first + t.only("%p5", poll + "st.global.u32 [%rd1], 0;\n")
+        return t.kernel(body, "x out", target="sm_90a", version="8.6")
+
+    holds(make, args=ARGS, **GRID)
+
+
 def test_a_packed_atomic_races_with_an_ordinary_access():
     def make(keep):
         add = "red.relaxed.gpu.global.add.noftz.f16x2 [%rd1+4], %r61;\n"

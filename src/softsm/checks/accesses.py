@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from softsm.checks import byte_ranges
+from softsm.checks import byte_ranges, global_shadow
 from softsm.checks import shadow as sh
 from softsm.checks.boxes import spans_of
 from softsm.checks.clocks import WORDS
@@ -30,7 +30,7 @@ class Touched(NamedTuple):
 
     def owners(self) -> list[np.ndarray]:
         """uint32, for each word: who has touched it."""
-        return [shadow[sh.GLOBAL_RECORD - 1 :: sh.GLOBAL_RECORD].copy() for shadow in self.shadows]
+        return [shadow[sh.OWNER :: sh.GLOBAL_RECORD].copy() for shadow in self.shadows]
 
     @staticmethod
     def meet(shares: list[np.ndarray]) -> bool:
@@ -45,7 +45,7 @@ class MemoryAccesses:
     def __init__(self, checker):
         self.checker, self.order = checker, checker.order
         self.global_memory, self.warps = checker.machine.global_memory, checker.warps
-        self.module, self.spans = sh, byte_ranges
+        self.module, self.spans = global_shadow, byte_ranges
         self.races = np.zeros(sh.CLUSTERS + self.order.slots, np.int64)
         self.races_address = self.races.ctypes.data
         self.races[sh.PARTS] = address_of(self.order.parts)
@@ -180,6 +180,7 @@ class MemoryAccesses:
             self.module.global_record(
                 self.touched.shadows[i].ctypes.data + (word - (memory.allocations[i].start & ~3)) * sh.GLOBAL_RECORD,
                 word,
+                (word - (memory.allocations[i].start & ~3)) // 4,
                 touched | (sh.STRONG if strong else 0) | (sh.QUIET if same else 0),
                 write,
                 w.pc,

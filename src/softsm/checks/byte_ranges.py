@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from softsm.checks import global_shadow
 from softsm.checks import shadow as records
 from softsm.checks.clocks import BEGIN, WORDS
 from softsm.checks.shadow import (
@@ -101,8 +102,8 @@ def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, 
     return 0
 
 
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def global_word(at, address, touched, write, number, agent_kind, clock, known, fenced, races, pc):
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def global_word(at, address, word, touched, write, number, agent_kind, clock, known, fenced, races, pc):
     newest = number
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     if agent and not touched & theirs & STRONG:
@@ -116,9 +117,9 @@ def global_word(at, address, touched, write, number, agent_kind, clock, known, f
             kind, lanes = WAW if write else RAW, records.lanes_of(i8(-1), found)
             records.report(races, kind, 1, address, pc, agent, epoch, i8(load32(at + 8)), lanes)
     if not write:
-        records.global_reader(at, agent_kind, number, pc, 0)
+        global_shadow.global_reader(at, agent_kind, number, pc, 0, word, 0, clock, known, newest, races)
         return
-    records.global_readers(at, address, touched & STRONG, pc, 0, clock, known, newest, races, -1)
+    global_shadow.global_readers(at, address, touched & STRONG, pc, 0, clock, known, newest, races, -1)
     store32(at, u4(agent_kind))
     store32(at + 4, u4(number))
     store32(at + 8, u4(pc))
@@ -237,15 +238,16 @@ def asynchronous_global(
     readers' three, the last one."""
     cluster = i8(load64(races + 8 * (CLUSTERS + slot)))
     last = i8(0)
-    w0 = w1 = r0 = r1 = r2 = o0 = np.uint64(0)
+    w0 = w1 = r0 = r1 = r2 = o0 = r3 = r4 = np.uint64(0)
     for s in range(count):
         low, high = i8(load64(spans + 16 * s)) + start - origin, i8(load64(spans + 16 * s + 8)) + start - origin
         for word in range(low >> 2, (high + 3) >> 2):
             at = shadow + word * 4 * GLOBAL_RECORD
             whole = low <= word * 4 and word * 4 + 4 <= high
             if (
-                last and whole and load64(at) == w0 and load64(at + 8) == w1 and load64(at + 16) == r0
+                word & 31 and last and whole and load64(at) == w0 and load64(at + 8) == w1 and load64(at + 16) == r0
                 and load64(at + 24) == r1 and load64(at + 32) == r2 and load64(at + 40) == o0
+                and load64(at + 48) == r3 and load64(at + 56) == r4
             ):  # fmt: skip
                 if write:
                     store64(at, load64(last))
@@ -254,14 +256,19 @@ def asynchronous_global(
                     store64(at + 16, load64(last + 16))
                     store64(at + 24, load64(last + 24))
                     store64(at + 32, load64(last + 32))
+                    store64(at + 48, load64(last + 48))
+                    store64(at + 56, load64(last + 56))
                 store64(at + 40, load64(last + 40))
                 continue
             last = at if whole else i8(0)
             w0, w1, r0 = load64(at), load64(at + 8), load64(at + 16)
             r1, r2, o0 = load64(at + 24), load64(at + 32), load64(at + 40)
+            r3, r4 = load64(at + 48), load64(at + 56)
             touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
-            records.global_owner(at, cluster, write, races)
-            global_word(at, origin + word * 4, touched, write, number, agent_kind, clock, known, fenced, races, pc)
+            global_shadow.global_owner(at, cluster, write, races)
+            global_word(
+                at, origin + word * 4, word, touched, write, number, agent_kind, clock, known, fenced, races, pc
+            )
 
 
 @native("void(i8, i8, i8, i8, i8)", python=True)

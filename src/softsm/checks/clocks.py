@@ -28,8 +28,9 @@ from softsm.engine.program import (
 )
 
 WORDS = 512  # of a set of asynchronous operations
-HEAD = 4  # uint32 before each clock, of which a warp's own uses two:
-BEGIN, DIRTY = -16, -12  # where they lie: the epoch in which its lanes met last, and the lanes with accesses since then
+HEAD = 4  # uint32 before each clock, which a warp's own uses. Where they lie:
+BEGIN, DIRTY = -16, -12  # the epoch in which its lanes met last, and the lanes with accesses since then
+RELEASING, PLACE = -8, -4  # the epoch in which it released something last, and the address, without its high bits
 PUBLISHED, SLOT, EPOCH, PHASE, WAITED, FIELDS = range(6)  # of a watched mbarrier
 
 

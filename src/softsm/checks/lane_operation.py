@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 
-from softsm.checks import byte_ranges, clocks, shadow, stored_values, tmem_shadow
+from softsm.checks import byte_ranges, clocks, global_shadow, shadow, stored_values, tmem_shadow
 from softsm.engine.interpreter import Watch, lane_by_lane
 from softsm.engine.native import ready
 
 checked = lane_by_lane(
     Watch(
-        note=shadow.note,
+        note=global_shadow.note,
         quiet=stored_values.quiet,
         collide=stored_values.collide,
         keep_lines=byte_ranges.keep_lines,
@@ -28,5 +28,5 @@ checked = lane_by_lane(
 @functools.cache
 def lane_operation() -> int:
     """Its address. What Python calls is made ready as well, before a launch is divided among processes."""
-    ready(clocks, shadow, byte_ranges, tmem_shadow)
+    ready(clocks, shadow, global_shadow, byte_ranges, tmem_shadow)
     return checked.address

@@ -278,12 +278,16 @@ class Order:
                         self.join(address_of(w.view.acquirable[fenced]), place.clocks[key].at)
         if write:
             sent = [(scope, self.snapshot(w))] if order in ("release", "acq_rel") else []
+            whole = False
             for wide, snapshot in sent + list(w.view.released.items()):
                 for key in reached(w, min(scope, wide, key=rank)):
                     if key not in place.clocks:
                         place.clocks[key] = self.new_clock()
-                    if self.send_earlier(place.clocks[key], w, snapshot) and sent:
-                        self.tick(w)
+                    whole = self.send_earlier(place.clocks[key], w, snapshot) or whole
+            if sent:  # the snapshot has begun an epoch, to which this write belongs
+                if whole:
+                    w.view.head[:2] = w.view.epoch, 0
+                w.view.head[2:] = w.view.epoch, address & ~3 & pg.ALL
 
     def observe(self, w, op) -> None:
         """A wait of the issuing thread says that op is complete."""

@@ -16,8 +16,9 @@ older), the lane that wrote them (6 bits, from LANE on; NOBODY when it is not on
 wrote different bytes, and LIVE where an mbarrier lies. Warps are the bits of a word; of more than 32 several share one.
 The last read of each word by each warp of the CTA has an array of its own, of (epoch, pc). Above the pc stand the bytes
 read in that epoch (4 bits) and the lane. The peer reader is the warp of another CTA of the cluster that read the word
-last. Global memory has records of 12: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
-bytes, owner]: the last writer, the last two warps or operations that read, and which clusters touched the word at all:
+last. Global memory has records of 16: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
+bytes, owner, reader, epoch, pc, 0]: the last writer, the last warp or operation that read and two others
+(`global_reader`), and which clusters touched the word at all:
 the first one's number, WRITTEN when anybody wrote, SEVERAL_CLUSTERS when others came.
 
 An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the
@@ -26,32 +27,24 @@ met in between: at a barrier, bar.warp.sync among them, or in a release by all o
 numbers. What a clock says of a warp is odd where all its lanes have passed on what they did up to that epoch, even
 where only some of them have, without having met the others: `released` tells which.
 
-Races are appended to a small buffer (one entry per pair of program places) that the scheduler empties. Here are the
-records and the accesses of a warp, lane by lane; checks/stored_values.py compares what they store, and
-checks/byte_ranges.py has the rest.
+Races are appended to a small buffer (one entry per pair of program places) that the scheduler empties. Here is what
+all records share, and shared memory; checks/global_shadow.py has global memory, checks/stored_values.py compares what
+is stored, and checks/byte_ranges.py has the rest.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from softsm.checks.clocks import BEGIN, DIRTY, WORDS
+from softsm.checks.clocks import BEGIN, PLACE, RELEASING, WORDS
 from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
-from softsm.engine.lanes import known as in_allocation
 from softsm.engine.native import native
 from softsm.engine.program import (
-    S_ALLOC,
-    S_CLOCK,
-    S_GLOBAL_SHADOW,
-    S_HIT,
     S_INDEX,
-    S_KNOWN,
     S_NEXT_OP,
     S_RACES,
     S_READS,
-    S_SCRATCH,
     S_SHADOW,
-    S_SHARED,
     S_SHARED_SIZE,
     S_SLOT,
     S_SLOT0,
@@ -62,6 +55,7 @@ ASYNC = 0x40000000
 GENERIC_COPY = 0x60000000  # cp.async: asynchronous, but of the generic proxy
 STRONG = 16
 LATER = 64  # not the first word of a vector: a compiler may load padding with it
+RELEASED = 128  # who acquires what this write released comes after the write too
 QUIET = 32  # a store that changes no byte: several warps executing one store of one value do not race
 FRESH = 8  # first bit of the bytes written in the record's epoch
 LANE = 12  # first bit of the lane that wrote them
@@ -76,7 +70,9 @@ PC = (1 << READ_BYTES) - 1
 RECORD = 12  # fields of a word of shared memory
 BLOCK_BITS = 3
 BLOCK = 1 << BLOCK_BITS  # words: 32 bytes, which a product reads of a row
-GLOBAL_RECORD = 12
+GLOBAL_RECORD = 16
+READERS = 3  # of a word of global memory that are remembered
+OWNER = 11  # its field
 OPS = 32 * WORDS  # asynchronous operations that have a bit of their own; older ones count as complete
 RAW, WAW, WAR, UNINITIALISED, OVER_BARRIER = 0, 1, 2, 3, 4
 SAME = 5  # WAW, but the value was there already
@@ -214,6 +210,8 @@ def unordered(at, touched, older, pc, me, clock, known, newest, races):
     when = written(at, touched, theirs, epoch, older)
     if when < 0 or touched & theirs & STRONG or touched & QUIET and i8(load32(at + 8)) == pc:
         return 0
+    if theirs & RELEASED and when == epoch and (theirs >> LANE) & 63 != NOBODY:
+        when -= 2  # the epoch that it released; of several lanes one may still write when another's value is there
     return not_before(agent, when, writer(touched, theirs), me, clock, known, newest, races)
 
 
@@ -240,6 +238,14 @@ def lanes_race(touched, theirs, epoch, begin, lane, write):
     return other if other != lane and other != NOBODY else -1
 
 
+@native("i8(i8, i8, i8, i8)")
+def releasing(clock, touched, now, address):
+    """What is touched, with RELEASED if this is the write by which the warp has just released."""
+    if touched & STRONG and i8(load32(clock + RELEASING)) == now and load32(clock + PLACE) == u4(address & ~i8(3)):
+        return touched | RELEASED
+    return touched
+
+
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def written_by(at, me, now, pc, touched, theirs, agent, lane, older):
     """The record of a write by warp `me`, in its epoch `now`."""
@@ -261,7 +267,7 @@ def written_by(at, me, now, pc, touched, theirs, agent, lane, older):
     store32(at, u4(me))
     store32(at + 4, u4(now))
     store32(at + 8, u4(pc))
-    store32(at + 12, u4(mask | (touched & STRONG) | fresh << FRESH | who << LANE | several))
+    store32(at + 12, u4(mask | (touched & (STRONG | RELEASED)) | fresh << FRESH | who << LANE | several))
 
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
@@ -351,112 +357,4 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
                 if found != NOBODY and found != who:
                     report(races, WAR, 0, word * 4, pc, me, seen, place & PC, both(lane, found & 63))
     other_readers(at, word, pc, me, clock, known, newest, races, lane)
-    written_by(at, me, now, pc, touched, theirs, agent, who, 36)
-
-
-@native("void(i8, i8, i8, i8, i8)")
-def global_reader(at, agent, epoch, pc, mark):
-    """Remember a read; the reader before it stays known too, unless it is the same one."""
-    if i8(load32(at + 16)) != agent or agent >= ASYNC and i8(load32(at + 20)) != epoch:
-        store32(at + 28, load32(at + 16))
-        store32(at + 32, load32(at + 20))
-        store32(at + 36, load32(at + 24))
-    store32(at + 16, u4(agent))
-    store32(at + 20, u4(epoch))
-    store32(at + 24, u4(pc | mark))
-
-
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def global_readers(at, address, touched, pc, me, clock, known, newest, races, lane):
-    """Are the last reads of a word over before `me` writes? (me = 0: the asynchronous operation `newest`)"""
-    for k in range(2):
-        agent, seen = i8(load32(at + 16 + 12 * k)), i8(load32(at + 20 + 12 * k))
-        place = i8(load32(at + 24 + 12 * k))
-        if (
-            agent
-            and not (me == 0 and agent >= ASYNC and seen == newest)
-            and not (touched & STRONG and place & READ_SEVERAL)
-        ):
-            found = not_before(agent, seen, (place >> READ_LANE) & 63, me, clock, known, newest, races)
-            if found:
-                report(races, WAR, 1, address, pc, agent, seen, place & PC, lanes_of(lane, found))
-
-
-@native("void(i8, i8, i8, i8)")
-def global_owner(at, cluster, write, races):
-    """Cluster `cluster` touches a word: is it the only one, or are all of them readers?"""
-    owner = i8(load32(at + 44))
-    now = owner if owner else cluster
-    if write:
-        now |= WRITTEN
-    if now & CLUSTER != cluster:
-        now |= SEVERAL_CLUSTERS
-    if now != owner:
-        store32(at + 44, u4(now))
-    if now & WRITTEN and now & SEVERAL_CLUSTERS:
-        store64(races + 8 * CONTENDED, np.uint64(1))
-
-
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
-def global_record(at, address, touched, write, pc, lane, clock, known, me, newest, races):
-    """Warp `me` touches some bytes of the word of global memory whose record lies at `at`."""
-    agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
-    now, begin = i8(load32(clock + 4 * (me - 1))) - 1, i8(load32(clock + BEGIN))
-    global_owner(at, i8(load64(races + 8 * (CLUSTERS + me - 1))), write, races)
-    if agent == me:
-        other = lanes_race(touched, theirs, epoch, begin, lane, write)
-        if other >= 0 and i8(load32(at + 8)) != pc:
-            report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
-    elif agent:
-        found = unordered(at, touched, 40, pc, me, clock, known, newest, races)
-        if found:
-            lanes = lanes_of(lane, found)
-            report(races, behind_write(touched, write), 1, address, pc, agent, epoch, i8(load32(at + 8)), lanes)
-    if not write:
-        global_reader(at, me, now, pc, lane << READ_LANE | (READ_SEVERAL if touched & STRONG else 0))
-        return
-    global_readers(at, address, touched, pc, me, clock, known, newest, races, lane)
-    written_by(at, me, now, pc, touched, theirs, agent, lane, 40)
-
-
-@native("void(i8, i8, i8, i8, i8, i8, i8)")
-def global_word(S, address, touched, write, pc, lane, clock):
-    """One warp touches some bytes of one word of global memory. Lanes may be in several allocations."""
-    if not in_allocation(S, address, address + 1):
-        return
-    hit = sget(S, S_HIT)
-    start = i8(load64(sget(S, S_ALLOC) + 16 * hit))
-    shadow = i8(load64(sget(S, S_GLOBAL_SHADOW) + 8 * hit))
-    global_record(
-        shadow + ((address - (start & ~i8(3))) >> 2) * 4 * GLOBAL_RECORD,
-        address, touched, write, pc, lane, clock, sget(S, S_KNOWN), sget(S, S_SLOT) + 1,
-        i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES),
-    )  # fmt: skip
-
-
-@native("void(i8, i8, u4, i8, i8, i8)")
-def note(S, size, m, write, flags, pc):
-    """The access whose host addresses are in S[SCRATCH:] is made by the lanes of m. flags: 1 = strong, QUIET."""
-    if sget(S, S_RACES) == 0:
-        return
-    clock, known = sget(S, S_CLOCK), sget(S, S_KNOWN)
-    store32(clock + DIRTY, load32(clock + DIRTY) | m)
-    base = sget(S, S_SHARED)
-    end = base + sget(S, S_SHARED_SIZE)
-    flag = (STRONG if flags & 1 else 0) | (flags & QUIET)
-    for lane in range(32):
-        if (m >> u4(lane)) & u4(1):
-            a = sget(S, S_SCRATCH + lane)
-            shared = a >= base and a < end
-            if shared:
-                a -= base
-            done = i8(0)
-            while done < size:
-                inside = (a + done) & 3
-                n = min(4 - inside, size - done)
-                touched = (((i8(1) << n) - 1) << inside) | flag | (LATER if done else 0)
-                if shared:
-                    shared_word(S, (a + done) >> 2, touched, write, pc, lane, clock, known)
-                else:
-                    global_word(S, a + done, touched, write, pc, lane, clock)
-                done += n
+    written_by(at, me, now, pc, releasing(clock, touched, now, word * 4), theirs, agent, who, 36)

@@ -1,0 +1,200 @@
+"""Records of words of global memory (checks/shadow.py), and the accesses of a warp to shared and global memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from softsm.checks.clocks import BEGIN, DIRTY
+from softsm.checks.shadow import (
+    ASYNC,
+    CLUSTER,
+    CLUSTERS,
+    CONTENDED,
+    GLOBAL_RECORD,
+    LATER,
+    PC,
+    QUIET,
+    RAW,
+    READ_LANE,
+    READ_SEVERAL,
+    READERS,
+    SEVERAL_CLUSTERS,
+    STRONG,
+    WAR,
+    WAW,
+    WRITTEN,
+    behind_write,
+    both,
+    lanes_of,
+    lanes_race,
+    not_before,
+    releasing,
+    report,
+    sget,
+    shared_word,
+    unordered,
+    written_by,
+)
+from softsm.engine.lanes import i8, load32, load64, store32, store64, u4
+from softsm.engine.lanes import known as in_allocation
+from softsm.engine.native import native
+from softsm.engine.program import (
+    S_ALLOC,
+    S_CLOCK,
+    S_GLOBAL_SHADOW,
+    S_HIT,
+    S_KNOWN,
+    S_NEXT_OP,
+    S_RACES,
+    S_SCRATCH,
+    S_SHARED,
+    S_SHARED_SIZE,
+    S_SLOT,
+)
+
+
+@native("i8(i8, i8)")
+def reader_at(at, k):
+    """Where the three fields of reader k lie in the record of a word of global memory."""
+    return at + 16 + 12 * k if k < 2 else at + 48
+
+
+@native("i8(i8, i8, i8)")
+def priority(agent, epoch, word):
+    """A number that looks random, of a reader and a word."""
+    h = (epoch if agent >= ASYNC else agent) * 0x9E3779B1 + (word + 1) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ h >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
+    return h ^ h >> 12
+
+
+@native("i8(i8, i8, i8, i8, i8, i8, i8)")
+def outlives(at, mark, me, clock, known, newest, races):
+    """Must the read whose three fields lie at `at` be remembered although `me` reads? Not if it comes before that: who
+    writes behind the new read is behind the old one. A strong read does not stand for another."""
+    agent, place = i8(load32(at)), i8(load32(at + 8))
+    if mark & READ_SEVERAL and not place & READ_SEVERAL:
+        return i8(agent != 0)
+    return not_before(agent, i8(load32(at + 4)), (place >> READ_LANE) & 63, me, clock, known, newest, races)
+
+
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def global_reader(at, agent, epoch, pc, mark, word, me, clock, known, newest, races):
+    """Remember a read, and of those before it, which are not ordered, two: others in each word, so that among many
+    words that many readers share every reader is remembered somewhere. word: its place in the allocation."""
+    last = i8(load32(at + 16))
+    if (last != agent or agent >= ASYNC and i8(load32(at + 20)) != epoch) and (
+        last and outlives(at + 16, mark, me, clock, known, newest, races)
+    ):
+        least, to = priority(last, i8(load32(at + 20)), word), i8(0)
+        for k in range(1, READERS):
+            there = reader_at(at, k)
+            other = i8(load32(there))
+            if other == 0 or other == agent or not outlives(there, mark, me, clock, known, newest, races):
+                least, to = i8(-1), there
+            elif priority(other, i8(load32(there + 4)), word) < least:
+                least, to = priority(other, i8(load32(there + 4)), word), there
+        if to:
+            store32(to, load32(at + 16))
+            store32(to + 4, load32(at + 20))
+            store32(to + 8, load32(at + 24))
+    store32(at + 16, u4(agent))
+    store32(at + 20, u4(epoch))
+    store32(at + 24, u4(pc | mark))
+
+
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def global_readers(at, address, touched, pc, me, clock, known, newest, races, lane):
+    """Are the reads of a word over before `me` writes? (me = 0: the asynchronous operation `newest`)"""
+    for k in range(READERS):
+        there = reader_at(at, k)
+        agent, seen, place = i8(load32(there)), i8(load32(there + 4)), i8(load32(there + 8))
+        if (
+            agent
+            and not (me == 0 and agent >= ASYNC and seen == newest)
+            and not (touched & STRONG and place & READ_SEVERAL)
+        ):
+            found = not_before(agent, seen, (place >> READ_LANE) & 63, me, clock, known, newest, races)
+            if found:
+                report(races, WAR, 1, address, pc, agent, seen, place & PC, lanes_of(lane, found))
+
+
+@native("void(i8, i8, i8, i8)")
+def global_owner(at, cluster, write, races):
+    """Cluster `cluster` touches a word: is it the only one, or are all of them readers?"""
+    owner = i8(load32(at + 44))
+    now = owner if owner else cluster
+    if write:
+        now |= WRITTEN
+    if now & CLUSTER != cluster:
+        now |= SEVERAL_CLUSTERS
+    if now != owner:
+        store32(at + 44, u4(now))
+    if now & WRITTEN and now & SEVERAL_CLUSTERS:
+        store64(races + 8 * CONTENDED, np.uint64(1))
+
+
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
+def global_record(at, address, word, touched, write, pc, lane, clock, known, me, newest, races):
+    """Warp `me` touches some bytes of a word of global memory, number `word` of its allocation, whose record lies at
+    `at`."""
+    agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
+    now, begin = i8(load32(clock + 4 * (me - 1))) - 1, i8(load32(clock + BEGIN))
+    global_owner(at, i8(load64(races + 8 * (CLUSTERS + me - 1))), write, races)
+    if agent == me:
+        other = lanes_race(touched, theirs, epoch, begin, lane, write)
+        if other >= 0 and i8(load32(at + 8)) != pc:
+            report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
+    elif agent:
+        found = unordered(at, touched, 40, pc, me, clock, known, newest, races)
+        if found:
+            lanes = lanes_of(lane, found)
+            report(races, behind_write(touched, write), 1, address, pc, agent, epoch, i8(load32(at + 8)), lanes)
+    if not write:
+        mark = lane << READ_LANE | (READ_SEVERAL if touched & STRONG else 0)
+        global_reader(at, me, now, pc, mark, word, me, clock, known, newest, races)
+        return
+    global_readers(at, address, touched, pc, me, clock, known, newest, races, lane)
+    written_by(at, me, now, pc, releasing(clock, touched, now, address), theirs, agent, lane, 40)
+
+
+@native("void(i8, i8, i8, i8, i8, i8, i8)")
+def global_word(S, address, touched, write, pc, lane, clock):
+    """One warp touches some bytes of one word of global memory. Lanes may be in several allocations."""
+    if not in_allocation(S, address, address + 1):
+        return
+    hit = sget(S, S_HIT)
+    start = i8(load64(sget(S, S_ALLOC) + 16 * hit))
+    shadow = i8(load64(sget(S, S_GLOBAL_SHADOW) + 8 * hit))
+    word = (address - (start & ~i8(3))) >> 2
+    global_record(
+        shadow + word * 4 * GLOBAL_RECORD, address, word, touched, write, pc, lane, clock, sget(S, S_KNOWN),
+        sget(S, S_SLOT) + 1, i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES),
+    )  # fmt: skip
+
+
+@native("void(i8, i8, u4, i8, i8, i8)")
+def note(S, size, m, write, flags, pc):
+    """The access whose host addresses are in S[SCRATCH:] is made by the lanes of m. flags: 1 = strong, QUIET."""
+    if sget(S, S_RACES) == 0:
+        return
+    clock, known = sget(S, S_CLOCK), sget(S, S_KNOWN)
+    store32(clock + DIRTY, load32(clock + DIRTY) | m)
+    base = sget(S, S_SHARED)
+    end = base + sget(S, S_SHARED_SIZE)
+    flag = (STRONG if flags & 1 else 0) | (flags & QUIET)
+    for lane in range(32):
+        if (m >> u4(lane)) & u4(1):
+            a = sget(S, S_SCRATCH + lane)
+            shared = a >= base and a < end
+            if shared:
+                a -= base
+            done = i8(0)
+            while done < size:
+                inside = (a + done) & 3
+                n = min(4 - inside, size - done)
+                touched = (((i8(1) << n) - 1) << inside) | flag | (LATER if done else 0)
+                if shared:
+                    shared_word(S, (a + done) >> 2, touched, write, pc, lane, clock, known)
+                else:
+                    global_word(S, a + done, touched, write, pc, lane, clock)
+                done += n
