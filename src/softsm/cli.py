@@ -258,7 +258,7 @@ def time(
         str | None, typer.Option(help="command line of the other program, in one string; default: that of the first")
     ] = None,
     values: Annotated[bool, typer.Option(help="compute products, for kernels whose path depends on them")] = False,
-    json: Annotated[bool, typer.Option(help="print JSON")] = False,
+    json: Annotated[bool, typer.Option(help="print JSON (docs/reports.md has the schema)")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="folder for a timeline of each launch")] = None,
 ) -> None:
     """Predict how long each launch takes on a GPU, and say what it waits for.

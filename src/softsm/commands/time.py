@@ -12,11 +12,14 @@ from pathlib import Path
 
 import typer
 
+from softsm import __version__
 from softsm.errors import SoftsmError
 from softsm.ptx.cplusplus import readable
 from softsm.timing_model import compare, report
 from softsm.timing_model.parameters import GPUS, Gpu, gpu_for
 from softsm.timing_model.timer import Timer, timing
+
+SCHEMA = "softsm.time/1"  # docs/reports.md; a field that goes or changes its meaning makes another number
 
 STOPPED = """stopped with this error: launches behind it have no time. If it was a check of results: while a program is
 timed, some CTAs of each grid run and products are not computed, so leave the check out (--values computes products,
@@ -67,9 +70,8 @@ def ending(file: Path) -> Iterator[End]:
 def shown(timers: list[Timer], as_json: bool) -> str:
     if as_json:
         runs = [{"us": round(t.us, 2), "launches": [report.as_dict(p) for p in t.predictions]} for t in timers]
-        if len(timers) == 2:
-            return json.dumps({"runs": runs, **compare.as_dict(*_both(timers))}, indent=1)
-        return json.dumps(runs[0], indent=1)
+        data = {"runs": runs, **compare.as_dict(*_both(timers))} if len(timers) == 2 else runs[0]
+        return json.dumps({"schema": SCHEMA, "softsm": __version__, **data}, indent=1)
     lines = []
     for t in timers:
         lines += launches([report.text(p) for p in t.predictions]) or ["no launches"]

@@ -1,6 +1,7 @@
 """`softsm time`: what a user reads when the program ends, however it does."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -69,8 +70,10 @@ def test_equal_launches_are_shown_once(tmp_path) -> None:
     assert "launch 1: doubled on H200: " in done.output and "launch 4: doubled on H200: " in done.output
     assert "launches 2 to 3, 5: doubled on H200: " in done.output and "5 launches in a row: " in done.output
     printing = "for n in (1, 1):\n    launch(n)\nprint('no JSON')\n"
-    each = json.loads(timed(tmp_path, printing, "--json").stdout)["launches"]
-    assert len(each) == 2
+    found = json.loads(timed(tmp_path, printing, "--json").stdout)
+    assert len(found["launches"]) == 2 and found["schema"] == "softsm.time/1"
+    described = (Path(__file__).parents[3] / "docs" / "reports.md").read_text().split("### `softsm time --json`")[1]
+    assert all(f"`{name}`" in described for name in (*found, *found["launches"][0]))
 
 
 def test_ranges_of_launches() -> None:
