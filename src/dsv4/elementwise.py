@@ -27,7 +27,7 @@ class Torch:
     kernels = False
 
     def running(self) -> AbstractContextManager[Any]:
-        """To be entered around a step."""
+        """A context in which a step runs."""
         return nullcontext()
 
     def norm(self, x: Tensor, by: Any) -> Tensor:

@@ -270,7 +270,7 @@ class Fp8Keys(RowFormat):
 
 
 def ceil_log2(x: Tensor) -> Tensor:
-    """From the bits: log2 in floating point rounds, and next to a power of two it rounds wrongly."""
+    """The exact ceiling, read from the bits: torch.log2 rounds, and does so wrongly next to a power of two."""
     mantissa, exponent = torch.frexp(x)  # x = mantissa * 2**exponent, mantissa in [0.5, 1)
     return exponent - (mantissa == 0.5).to(exponent.dtype)
 

@@ -70,7 +70,7 @@ _work: tuple[dict[str, Launch], Path, str]
 
 
 def _take(*work: Any) -> None:
-    """In a process that is to compile: what the one that started it has found. A fork sends nothing."""
+    """Gives a new process what its parent found. After a fork this sends nothing."""
     global _work
     _work = work  # type: ignore[assignment]
 

@@ -45,7 +45,7 @@ def chosen(option: str, values: Sequence[T] | None, accepted: Iterable[T]) -> li
 
 
 def file_to_write(option: str, path: Path | None) -> None:
-    """Refuse a place where nothing can be written now, not after the work."""
+    """Reject a place where nothing can be written now, not after the work."""
     if path is not None and not path.absolute().parent.is_dir():
         refuse(f"{option} {path}: there is no such folder")
 

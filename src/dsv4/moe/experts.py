@@ -83,7 +83,7 @@ class Fp4Experts:
         *, w1_global: Tensor | None = None, w3_global: Tensor | None = None, w2_global: Tensor | None = None,
         layout: str | None = None,
     ) -> Fp4Experts:  # fmt: skip
-        """From tensors as in a checkpoint, the experts stacked.
+        """Makes experts from the tensors of a checkpoint, stacked.
 
         Args:
             w1, w3: gate and up, int8 or uint8 [E, I, H / 2]; w2: down, [E, H, I / 2]. Two E2M1 codes to a byte, the

@@ -21,7 +21,7 @@ def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int
 
 
 def words(c: Capacities, target: Target) -> int:
-    """With the recipe, of those that the kernels have, that needs the most."""
+    """Words of workspace that a call may need, under the recipe of the kernels that needs the most."""
     layout = "sm100" if target.capability[0] >= 10 else "sm90"
     sizes = (c.batch, c.q_heads, c.kv_heads, c.head_dim, c.max_seqlen_k)
     recipes: Sequence[tuple[str, str]] = dispatch.kernel_module("moe", target.capability).RECIPES

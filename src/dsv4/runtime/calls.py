@@ -292,8 +292,8 @@ def _prepare(op: Operation, given: Given, problem: Any, backend: str, target: Ta
 
 
 def _distinct(given: Given) -> Given:
-    """With an object of its own for every tensor: a problem's tensors are told by identity, and which arguments are the
-    same tensor is not in the key."""
+    """Gives every tensor an object of its own. A problem tells its tensors apart by identity, and the key does not say
+    which arguments are the same tensor."""
     seen: set[int] = set()
     tensors = []
     for x in given.tensors:

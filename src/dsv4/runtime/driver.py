@@ -81,7 +81,7 @@ class Function(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Any, device: int) -> Function | None:
-        """From what Triton compiled and loaded; None if its launch needs something that this module does not know."""
+        """Reads what Triton compiled and loaded. None if its launch needs something that this module does not know."""
         meta, types = compiled.metadata, tuple(structs.flat(compiled.src.signature.values()))
         descriptors = tuple(getattr(meta, "tensordesc_meta", None) or ())
         if meta.global_scratch_size or meta.profile_scratch_size or meta.launch_cooperative_grid or meta.num_ctas > 8:

@@ -37,7 +37,7 @@ TRAINING: dict[str, Training] = {}  # by the name of the operation
 
 
 def define(schema: str, kernel: Callable, fake: Callable) -> list[str]:
-    """Register one operator of this namespace: real kernel, fake kernel, refusal of grad -> names of its arguments.
+    """Register one operator of this namespace: real kernel, fake kernel, error for grad -> names of its arguments.
 
     Autograd falls through to the kernel, which sees grad mode and requires_grad as the caller left them; one step
     through the dispatcher less than an autograd kernel of our own.

@@ -82,7 +82,7 @@ def target_of(file: Path) -> str:
 def accept(
     file: Path, arguments: list[str] | None, arch: str, sms: int, order: str, orders: tuple[str, ...], seed: int
 ) -> None:
-    """Refuse what cannot be meant, in one line."""
+    """Reject options that make no sense, with one line."""
     from softsm.doors.triton.in_use import ARCHITECTURES
 
     exists(file)

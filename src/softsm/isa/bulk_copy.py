@@ -208,7 +208,7 @@ def do_bulk_load(w, mask, o):
 
 
 def needs_cluster(w) -> None:
-    """In a launch without clusters an H200 calls these an illegal instruction, even on the CTA's own shared memory."""
+    """An H200 calls these an illegal instruction in a launch without clusters, even on the CTA's own shared memory."""
     if not w.machine.explicit_cluster:
         raise w.fault(
             "cluster-launch", f"{w.instruction().name} in a launch without clusters; a GPU does not execute it there"

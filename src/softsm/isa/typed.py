@@ -107,7 +107,7 @@ def unary(asm, name: str, kind: str, *rows: int) -> int:
 
 
 def needs_target(asm, ins, number: int) -> None:
-    """Refuse what the module's .target does not have."""
+    """Reject what the module's .target does not have."""
     target = asm.module.target
     digits = "".join(ch for ch in target.removeprefix("sm_") if ch.isdigit())
     if digits and int(digits) < number:

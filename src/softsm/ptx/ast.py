@@ -95,7 +95,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class SourceLoc:
-    """From `.loc`: file name, line, column of the program the PTX was compiled from (innermost inlined location).
+    """What `.loc` says: file, line and column in the program that the PTX was compiled from (innermost inlined place).
     `caller` is the place it was inlined at, if it was: the chain ends in the kernel itself."""
 
     file: str

@@ -103,8 +103,8 @@ class Looks:
         self.notes = address_trace.Notes(np.where(instructions.there, LOOKS, 0))
 
     def accesses(self, starts: list[int], ctas: list[int], traces: list) -> dict[int, Access]:
-        """By PTX line. starts: addresses of the tensors; ctas: the CTA of each warp; traces: of each CTA the trace that
-        its traffic is added to."""
+        """The accesses by PTX line. starts: addresses of the tensors; ctas: the CTA of each warp; traces: for each CTA,
+        the trace that gets its traffic."""
         rows = self.notes.rows()
         known = self.instructions
         if known.any_generic:  # local memory is no other's

@@ -36,7 +36,7 @@ def longest(run: list[Prediction]) -> Prediction:
 
 
 def differences(one: list[Prediction], other: list[Prediction]) -> list[Difference]:
-    """Of the longest launch of each run, the largest first."""
+    """Differences between the longest launches of the two runs, the largest first."""
     a, b = longest(one), longest(other)
     out = [Difference("engine", k, float(a.busy[k] * a.body_us), float(b.busy.get(k, 0.0) * b.body_us)) for k in a.busy]
     for kind, of in (("wait", _waits), ("line", _lines)):

@@ -244,7 +244,7 @@ class Tracer(Observer):
         warp.S[pg.S_CODE] = self.kernel.blocks.code.ctypes.data
 
     def _run(self, state, pc, mask, stop, quantum, multi):
-        """In place of the compiled loop: it follows the jumps."""
+        """Replaces the compiled loop, and follows the jumps."""
         assert (warp := self.machine.current) is not None
         mine, trail, notes = self.by_warp[warp], self.trail, self.looks.notes
         notes.turn_to(warp.S[pg.S_NOTED])

@@ -41,7 +41,7 @@ class Eager:
         self.ids = torch.empty(batch, 0, dtype=torch.int64, device=device)
 
     def get_seq_length(self) -> int:
-        """As transformers calls it."""
+        """The name under which transformers asks for it."""
         return self.tokens
 
     def add_window(self, layer: int, rows: Tensor) -> None:
@@ -72,7 +72,7 @@ class Eager:
         ]
 
     def choose(self, layer: int, q: Tensor, weights: Tensor) -> None:
-        """For queries [B, T, H, 128], RoPE applied, and weights [B, T, H]: the rows with the best scores."""
+        """Chooses the rows with the best scores. q: [B, T, H, 128] after RoPE; weights: [B, T, H]."""
         c = self.config
         keys = self.keys[c.source_of(layer)]
         score = torch.einsum("bthd,bmd->bthm", fp4_32(q).to(wide(q.dtype)), keys.to(wide(q.dtype))).to(q.dtype)

@@ -33,7 +33,7 @@ class Rows:
 
     @property
     def pages(self) -> int:
-        """Of a sequence."""
+        """How many pages a sequence has."""
         return self.pool.pages // self.batch
 
     def append(self, rows: Tensor) -> None:

@@ -3,8 +3,8 @@
 Head dims 64, 128, 256 and 512, GQA, sliding windows with a pool of their own (Gemma 4), sinks (gpt-oss), any
 ``--page-size``; on a GPU 64 or more, for keys are copied page by page. Decode steps are captured in CUDA graphs: the
 block table is made inside the graph, from SGLang's own tables. FP8 caches are e4m3, with the scales of each layer.
-Refused by name: an e5m2 or FP4 cache, softcap, encoders, cross attention, speculative decoding, MLA models, prefill in
-a full CUDA graph.
+It rejects, by name, an e5m2 or FP4 cache, softcap, encoders, cross attention, speculative decoding, MLA models and
+prefill in a full CUDA graph.
 """
 
 import functools
@@ -118,7 +118,7 @@ class Backend(AttentionBackend):
         return made.flatten(1)
 
     def _scales(self, layer: Any) -> dict[str, Any]:
-        """Of an FP8 cache: a layer without scales has none."""
+        """The scales of an FP8 cache. A layer may have none."""
         if not self.fp8:
             return {}
         found = (getattr(layer, name, None) for name in ("k_scale", "v_scale"))

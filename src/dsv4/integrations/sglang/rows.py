@@ -31,8 +31,8 @@ def insert(
     positions: Tensor,
     q: Tensor | None = None,
 ) -> None:
-    """In the place of DeepSeekV4TokenToKVPool.set_swa_key_buffer_radix_fused_norm_rope: kv [N, 512] to the slots
-    swa_loc of the window."""
+    """Writes kv [N, 512] to the slots swa_loc of the window. It replaces
+    DeepSeekV4TokenToKVPool.set_swa_key_buffer_radix_fused_norm_rope."""
     if q is not None:
         refuse("q", "queries that are rotated in the same launch", "none: CUDA or a CPU")
     if self.uniform_fp8:

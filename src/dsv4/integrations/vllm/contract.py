@@ -106,7 +106,7 @@ LOOKED_UP = {
 
 
 def other_version() -> str | None:
-    """In words, where vLLM is not of the version that the plug-in was tested with."""
+    """Says which version of vLLM is installed if the plug-in was not tested with it; else None."""
     import vllm
 
     tested = ".".join(vllm.__version__.split(".")[:2]) == TESTED
@@ -130,7 +130,7 @@ def check() -> None:
 
 
 def differences(only: str = "") -> list[str]:
-    """In words; of the names that contain `only`."""
+    """Sentences about the names that contain `only`."""
     found: list[str] = []
 
     def compare(names: Iterable[str], difference: Callable[[str], str | None]) -> None:

@@ -16,7 +16,7 @@ from dsv4.integrations.vllm import calls, refuse
 
 
 class Indexer(torch.nn.Module):
-    """In the place of SparseAttnIndexer in vllm.models.deepseek_v4.attention: the same constructor, the same call."""
+    """Replaces SparseAttnIndexer in vllm.models.deepseek_v4.attention, with the same constructor and the same call."""
 
     def __init__(
         self,
