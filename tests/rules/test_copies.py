@@ -122,6 +122,23 @@ def test_a_bulk_store_after_ordinary_stores_requires_proxy_fence():
     holds(make, args=[X, OUT])
 
 
+@pytest.mark.parametrize("forgotten", range(3))
+def test_every_copy_out_of_a_buffer_is_over_before_it_is_overwritten(forgotten):
+    """Three warps copy the same bytes, to places of their own; one of them does not wait, be it the first."""
+
+    def make(keep):
+        copies = ""
+        for warp in range(3):
+            store = BULK_STORE.replace("[%rd2]", f"[%rd2+{1024 * warp}]").replace("4096", "512")
+            wait = READ_DONE if keep or warp != forgotten else ""
+            copies += t.only(f"thread {32 * warp}", store + wait)
+        fill = t.fill("a", 4096, 5) + "fence.proxy.async;\nbar.sync 0;\n"
+        end = "".join(t.only(f"thread {32 * warp}", DONE) for warp in range(3))
+        return plain(fill + copies + "bar.sync 0;\n" + t.only("thread 96", "st.shared.u32 [a+4], 7;\n") + end)
+
+    holds(make, args=[X, OUT], strict=False)
+
+
 def test_the_proxy_fence_comes_behind_the_stores():
     def make(keep):
         fence = "fence.proxy.async;\n"

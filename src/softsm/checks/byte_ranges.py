@@ -163,13 +163,31 @@ def together(words, block, flag):
         at = words + k * 4 * RECORD
         if load32(at + 40):  # warps have read it
             return 0
-        for field in range(0, 40, 8):
+        for field in range(0, 4 * RECORD, 8):
             if load64(at + field) != load64(words + field):
                 return 0
-    for field in range(0, 40, 8):
+    for field in range(0, 4 * RECORD, 8):
         store64(block + field, load64(words + field))
     store8(flag, np.uint8(0))
     return 1
+
+
+@native("void(i8, i8, i8, u8, i8)")
+def new_reader(at, word, number, readers, known):
+    """The operation `number` reads a word. Of three operations, those are kept that are not known to be over; of more,
+    others in each word."""
+    last, other, third = i8(readers & np.uint64(0xFFFFFFFF)), i8(readers >> np.uint64(32)), i8(load32(at + 44))
+    if last and not records.complete(known, last, number):
+        if other and not records.complete(known, other, number):
+            rank = global_shadow.priority(i8(ASYNC), other, word)
+            if (
+                third == 0
+                or records.complete(known, third, number)
+                or rank > global_shadow.priority(i8(ASYNC), third, word)
+            ):
+                store32(at + 44, u4(other))
+        store32(at + 20, u4(last))
+    store32(at + 16, u4(number))
 
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
@@ -217,12 +235,12 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
             readers = load64(at + 16)
             if not write:
                 if readers & np.uint64(0xFFFFFFFF) != np.uint64(number):
-                    store64(at + 16, np.uint64(number) | readers << np.uint64(32))
+                    new_reader(at, here, number, readers, known)
                 continue
             if i8(what >> np.uint64(32)) & LIVE:
                 records.report(races, OVER_BARRIER, 0, here * 4, pc, 0, 0, slot0, -1)
             readers_of(at, reads, words, warps, slot0, here, i8(15), clock, pc, races, lane, slot + 1, begin)
-            if readers != np.uint64(0) or load32(at + 24):
+            if readers != np.uint64(0) or load32(at + 24) or load32(at + 44):
                 records.other_readers(at, here, pc, 0, clock, known, number, races, -1)
             store64(at, new0)
             store64(at + 8, new1)

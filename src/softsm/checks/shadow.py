@@ -3,7 +3,7 @@
 One record of uint32 per 4-byte word of shared memory:
 
     [writer, epoch, pc, bytes, async reader, async reader, peer reader, epoch, pc, epoch of older bytes,
-     warps of the CTA that have read it, 0]
+     warps of the CTA that have read it, async reader]
 
 Blocks of BLOCK words have such records too. Asynchronous operations touch whole blocks, whose words then stay alike:
 one record stands for all of them until an access touches a single word (`split_block`). In memory: the records of all
@@ -273,8 +273,8 @@ def written_by(at, me, now, pc, touched, theirs, agent, lane, older):
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def other_readers(at, word, pc, me, clock, known, newest, races, lane):
     """Are the reads of asynchronous operations and of peers over before `me` writes? (me = 0: an asynchronous write)"""
-    for k in range(2):
-        number = i8(load32(at + 16 + 4 * k))
+    for k in range(3):
+        number = i8(load32(at + 16 + 4 * k if k < 2 else at + 44))
         if number and not (me == 0 and number == newest) and not complete(known, number, newest):
             report(races, WAR, 0, word * 4, pc, ASYNC, number, 0, lane)
     peer = i8(load32(at + 24))
