@@ -18,15 +18,19 @@ from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.prediction import Prediction, Run
 from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import Code, code_of
-from softsm.timing_model.sources import Source, absent_from_l1, sources_of
+from softsm.timing_model.sources import Source, absent_from_l1, slowest, sources_of
 from softsm.timing_model.trace import SM_CTAS, SM_SHARED, SM_THREADS, LaunchTrace
 from softsm.timing_model.work import ENGINES, work_of
 
 SM_REGISTERS = 65_536
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
-SLICES = (1, 16, 64, 256, 4096), (1.0, 3.5, 8.0, 27.5, 59.0)  # lines that atomics go to -> slices of L2 that do them
+# Lines that atomics go to -> slices of L2 that do them: 512 bytes lie in one (4, 8 and 32 lines: benchmarks/timing.py,
+# histograms of seeds 101 to 404; the others: benchmarks/microbench, everyday).
+SLICES = (1, 4, 8, 16, 32, 64, 256, 4096), (1.0, 1.1, 2.0, 3.5, 5.8, 8.0, 27.5, 59.0)
 BATCH = 16  # rows that a warp waits for together, at least
 TURNS = 6  # of a multiprocessor's places that the replay looks at, the first of which begins with cold caches
+CROWD = 0.5  # the power of L2's use that says how much of the others' traffic a request meets
+MERGED = 16  # multiprocessors that ask for a line: more of them gain nothing (benchmarks/microbench, copies)
 QUEUE = 3, 6  # CTAs in a row that the replay looks at: at least, at most
 
 
@@ -67,6 +71,7 @@ class Model:
         self.turns = self._turns()
         self.sources = sources_of(trace, gpu, recent or {})
         self.sms = int(gpu["sms"])
+        self.slowest = slowest(trace)
         changing = [self.gpu["hbm.write"] / self.atomic_rate(s) for s in self.sources]
         room = max(1.0, SM_L1 - self.occupancy * trace.shared)
         absent = [absent_from_l1(s, room, self.sms) for s in self.sources]
@@ -78,6 +83,7 @@ class Model:
         self.kinds = kinds_of(self.streams)
         # Shares of their rates that device memory and L2 are used with: they answer later the busier they are.
         self.device_use = self.l2_use = 0.0
+        self.crowded = 1.0  # ... and how much of the others' traffic a request meets
         again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
         found = self.l2_finds_again()
         twice = any(a.space == "load" and 4 * a.distant > a.units for a in trace.access.values())
@@ -142,10 +148,12 @@ class Model:
     def memory(self, clock: float, active: int) -> tuple[np.ndarray, float]:
         """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
         g = self.gpu
-        slow, slow_l2 = g["hbm.busy"] * self.device_use**3, g["l2.busy"] * self.l2_use**3
+        slow = g["hbm.busy"] * self.device_use**3 + g["hbm.slowest"] * self.slowest
+        slow_l2 = g["l2.busy"] * self.l2_use**3
 
         def row(s: Source) -> list[float]:
-            per = max(1 / g["sm.rate"], clock * s.granules / self.l2_share(s, active))
+            alone = 1 / g["sm.rate"]
+            per = alone + max(0.0, clock * s.granules / self.l2_share(s, active) - alone) * self.crowded
             if s.device:
                 per = max(per, s.device * active * clock * self.device_cost(s) / g["hbm.rate"])
             # Who asks together waits together: for device memory, if the line is not in L2 yet.
@@ -176,10 +184,17 @@ class Model:
         return written if written > 0.25 * self.gpu["l2.bytes"] else 0.0
 
     def atomic_rate(self, s: Source) -> float:
-        """Bytes/ns of sectors that L2 changes: each slice one after another, and few lines are in few slices."""
+        """Bytes/ns of sectors that L2 changes: each slice one after another."""
+        return 32 * self.gpu["atomic.slice"] * self.slices(s)
+
+    def slices(self, s: Source) -> float:
+        """Of L2, that have the lines of s: few have few."""
         lines = max(1.0, s.size / 128)
-        slices = np.exp(np.interp(np.log(lines), np.log(SLICES[0]), np.log(SLICES[1])))
-        return 32 * self.gpu["atomic.slice"] * float(slices)
+        return float(np.exp(np.interp(np.log(lines), np.log(SLICES[0]), np.log(SLICES[1]))))
+
+    def held_up(self) -> float:
+        """us for which reads wait behind atomic operations at few slices of L2: the ways to them are full."""
+        return 1e-3 * sum(s.atomic / self.atomic_rate(s) * (1 - self.slices(s) / SLICES[1][-1]) for s in self.sources)
 
     def together(self, s: Source, active: int) -> float:
         """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together. In a
@@ -206,11 +221,12 @@ class Model:
 
     def l2_share(self, s: Source, active: int) -> float:
         """Bytes/ns into one multiprocessor. A line that several ask for within its flight is read once: all of them in
-        step (benchmarks/microbench) is the upper bound, of 64 that are not the L2 answers one in 2.8."""
+        step (benchmarks/microbench) is the upper bound, and more than 16 gain no more; of 64 that are not in step the
+        L2 answers one in 1.5."""
         g = self.gpu
         alone = g["l2.rate"] / active
-        whole = (s.piece / 128) ** 2  # pieces of a line are asked for at different times
-        served = 1 + (self.together(s, active) - 1) * g["l2.coincide"] * whole
+        whole = (s.piece / 128) ** 3  # pieces of a line are asked for at different times
+        served = 1 + (min(self.together(s, active), MERGED) - 1) * g["l2.coincide"] * whole
         return max(alone, min(g["l2.merged"], served * alone))
 
     def replay(
@@ -312,7 +328,7 @@ class Model:
         if clock is None:
             f = self._clock(result)
         if abs(f - first) > 0.005 or max(use, l2_use) > 0.1:
-            self.device_use, self.l2_use = use, l2_use
+            self.device_use, self.l2_use, self.crowded = use, l2_use, l2_use**CROWD
             return self._at(f)
         return self._at(first) if self.waves else result
 
@@ -440,7 +456,8 @@ class Model:
         # Nothing is faster than what it must do, and no memory is busy before the first request has got there.
         first = {"L2": g["load.l2"] * 1e-3, "device memory": g["load.hbm"] * 1e-3}
         least = max(*needs.values(), *(took + first.get(name, 0.0) for name, took in roofline.items()))
-        body = g["cta.start"] + max(cycles * us, least)
+        taken = max(cycles * us, least)
+        body = g["cta.start"] + taken + self.held_up() * min(1.0, roofline["device memory"] / taken)
         busy = {name: took / body for name, took in (needs | roofline).items()}
         share = {k: v / body for k, v in roofline.items()}
         top = max(share, key=lambda k: share[k])

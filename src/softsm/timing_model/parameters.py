@@ -118,6 +118,7 @@ HOPPER = {
     "load.l1": _p(34, "cycles", LU, "B"),
     "load.l2": _p(170.0, "ns", DRAWN, "B", 130, 210),
     "load.hbm": _p(415.0, "ns", DRAWN, "B", 320, 430),  # 330 of one lane alone, one after another
+    "hbm.slowest": _p(65.0, "ns of a wait for 16 KB or more", OURS, "B", 50, 110),  # 8, 16, 32 KB: copies, 1 CTA
     "hbm.busy": _p(250.0, "ns, times the cube of its use", OURS, "B", 188, 290),  # gathers: 443 at 53 %, 575 at 82 %
     "l2.busy": _p(500.0, "ns, times the cube of its use", DRAWN, "B", 0, 800),
     "sm.rate": _p(107.0, "bytes/cycle", OURS, "A", 98, 120),
@@ -147,7 +148,7 @@ HOPPER = {
     "tmem.latency": _p(180, "cycles", QRC, "C", 100, 420),
     "commit": _p(10, "cycles", SA, "C"),
     "l2.merged": _p(188, "bytes/ns of an SM", OURS, "A", 158, 190),
-    "l2.coincide": _p(0.022, "share of the sharers", DRAWN, "B", 0.015, 0.028),
+    "l2.coincide": _p(0.03, "share of the sharers", DRAWN, "B", 0.02, 0.04),
     "sm.write": _p(32, "bytes/cycle", OURS, "A"),
     "copy.line": _p(1.06, "cycles of a 128-byte line that cp.async takes a part of", STRIPS, "A", 1.0, 1.13),
     "load.line": _p(1.0, "cycles of a 128-byte line", STRIPS, "B", 0.9, 1.0),

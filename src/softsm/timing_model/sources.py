@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
+from softsm.timing_model.machine import CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.trace import LaunchTrace
 
 ROW = 2048  # bytes
 SCATTERED = 40  # bytes of a line: below it, lanes read words here and there
+FEW, MANY = 4096, 16384  # bytes that are waited for together: the slowest of many lines comes later than that of few
 
 
 @dataclass
@@ -80,6 +83,23 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
             if recent.get(s.name.split(" [")[0], 0) and s.size < l2 / 2:
                 s.device = 0.0
     return out
+
+
+def slowest(trace: LaunchTrace) -> float:
+    """0 to 1: how far a wait is for many lines. What a CTA asks for in a turn of its loop, or once, counts together."""
+    cluster = trace.clusters[-1]
+    asked, most = Counter[int](), Counter[int]()
+    for w in cluster.warps:
+        turns = Counter[int]()
+        for line, kind, a, b, c in w.events:
+            if kind == CP_ASYNC or (kind in (LOAD, GATHER) and c != -2):
+                asked[line] += b
+                turns[line] += 1
+        most |= turns
+    burst = sum(n / most[line] for line, n in asked.items())
+    warps = len(cluster.warps)
+    burst += sum(32 * a.missed * warps / a.looks for a in trace.access.values() if a.space == "load" and a.looks)
+    return float(np.clip(np.log(max(burst, 1.0) / FEW) / np.log(MANY / FEW), 0.0, 1.0))
 
 
 def absent_from_l1(s: Source, room: float, sms: int) -> float:
