@@ -155,6 +155,13 @@ class Looks:
             joined[those] = joins(cta, turn, first[those] + shift >> 5, missed[those])
             tensors = len(starts) + 1
             keys = ((of[those] * tensors + tensor + 1) * 3 + store + atomic) * len(traces) + cta
+            lone = (~store & (4 * units[those] < 5 * asked_lines[those])).nonzero()[0]
+            for key in np.unique(tensor[lone] * len(traces) + cta[lone]).tolist():
+                at, k = divmod(key, len(traces))
+                mine = lone[(tensor[lone] == at) & (cta[lone] == k)]
+                times = np.mean([often[line] for line in of[those[mine]].tolist()])
+                blocks = np.unique(addresses(those[mine]) + shift[mine, None] >> 6)
+                traces[k].traffic[at, "read blocks"] += round(len(blocks) * float(times))
             asked = np.bincount(keys, units[those])
             found = asked.nonzero()[0]
             sums = found, asked[found], *(np.bincount(keys, x[those])[found] for x in (missed, asked_lines))

@@ -7,7 +7,7 @@ from softsm.timing_model.machine import (
     ATOMIC, ATOMIC_LATENCY,
     BARRIER, BESIDE, BRANCH, BULK_WAIT, B_CAUSES, B_COLUMNS, B_PHASES, B_TIMES, CLUSTER_WAIT, CODE, COMPUTES, COPIES,
     CP_WAIT, DEPENDS, ENGINES, EXTRA, HOLDS, INF, INTERVAL, ISSUE, ISSUE_SLOT, KIND, L1_LATENCY, LATENCY, LDS_BESIDE,
-    LINES, LOAD_LINE, LOW, LSU_FREE, LSU_QUEUE, MEMBAR, NAMED, N_GROUPS, ON_BARRIER, ON_CLUSTER, ON_PRODUCTS,
+    LINES, LOAD_LINE, LOW, LSU_FREE, LSU_QUEUE, MEMBAR, NAMED, N_GROUPS, N_WARPS, ON_BARRIER, ON_CLUSTER, ON_PRODUCTS,
     OPERANDS, PIPE, PIPE_OF, PORT, PORT_CYCLES, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCTS, PRODUCT_DELAY,
     PRODUCT_DEPTH, PRODUCT_TAIL, PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, QUIET, READ, REASON_COUNT, RING, SETS,
     SHARED, SM_BYTE, STALL, STORE_CYCLE, TAKEN, TENSOR, TENSOR_FREE, TENSOR_READ, TENSOR_WRITE, TMEM_LATENCY,
@@ -211,9 +211,12 @@ def results(s, w, t, i, k, m, sm, en):
         read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LINES] * s.p[LOAD_LINE])
         s.engines[en + LSU_FREE] = read
         done = t + s.p[L1_LATENCY]
-        s.asked[i] += s.values[m + EXTRA]  # every so many of these loads fetch something, the others hit L1
-        if s.asked[i] >= 0.999 and u > 0.0:
-            s.asked[i] -= 1.0
+        # Every so many of the loads of a warp fetch something, the first among them; the others hit L1.
+        a = i * s.sizes[N_WARPS] + w
+        x = s.values[m + EXTRA]
+        fetches = s.asked[a] < 0.999 * x
+        s.asked[a] += 1.0 - x if fetches else -x
+        if fetches and u > 0.0:
             c = 4 * s.ints[m + TENSOR]
             q = en + int(s.memory[c + 3])
             half = 0.5 * s.memory[c + 1]

@@ -149,7 +149,7 @@ class State(NamedTuple):
     values: np.ndarray
     fetched: np.ndarray  # when their code is there, or -1
     issued: np.ndarray
-    asked: np.ndarray  # loads that have still to fetch something
+    asked: np.ndarray  # by warp: below the share of such loads that fetch something, the next one does
     stalls: np.ndarray  # reasons of each, one after the other
     s_ins: np.ndarray  # ways: machine instruction, first event, counted from the warp's first, or -1, events
     s_ev: np.ndarray
@@ -225,7 +225,7 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
     b_count[:, :B_BYTES], b_count[:, B_CAUSE:] = 1, -1
     table = events.T.astype(np.int64, "C")
     return State._make((
-        ints.ravel(), values.ravel(), filled(n, -1.0), whole(n), np.zeros(n),
+        ints.ravel(), values.ravel(), filled(n, -1.0), whole(n), np.zeros(n * warps),
         np.zeros(n * REASON_COUNT), s_ins, s_ev, s_cnt, *table,
         *rows.T.astype(np.int64, "C"), filled(warps, INF), filled(warps, -1.0),
         whole(warps, -1), whole(5 * warps), np.zeros(5 * warps), np.zeros(8 * warps), whole(32 * warps),

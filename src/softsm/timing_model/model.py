@@ -175,7 +175,7 @@ class Model:
 
     def device_cost(self, s: Source) -> float:
         """What a byte from device memory takes more than in a stream, if pieces of a line are read here and there."""
-        return max(1.0, self.gpu["hbm.piece"] / s.piece) if s.random else 1.0
+        return max(1.0, self.gpu["hbm.piece"] / s.block) if s.random or s.scattered else 1.0
 
     def drained(self) -> float:
         """Bytes that device memory takes while the kernel runs. A stream of stores is as slow into L2 as beyond it

@@ -13,6 +13,7 @@ from softsm.timing_model.trace import LaunchTrace
 
 ROW = 2048  # bytes
 SCATTERED = 40  # bytes of a line: below it, lanes read words here and there
+WHOLE = 56  # bytes of 64, from which on a CTA asks for all of them
 FEW, MANY = 4096, 16384  # bytes that are waited for together: the slowest of many lines comes later than that of few
 
 
@@ -24,6 +25,7 @@ class Source:
     size: int
     asked: float = 0.0  # bytes, whole grid
     lines: float = 0.0  # of 128 bytes that those are in, whole or not
+    blocks: float = 0.0  # of 64 bytes, if words are read here and there
     written: float = 0.0
     atomic: float = 0.0  # bytes of sectors that atomic operations change
     device: float = 0.0  # share that comes from device memory
@@ -33,6 +35,15 @@ class Source:
     def piece(self) -> float:
         """Bytes of a line that are asked for together."""
         return min(128.0, self.asked / self.lines) if self.lines else 128.0
+
+    @property
+    def scattered(self) -> bool:
+        return self.piece < SCATTERED
+
+    @property
+    def block(self) -> float:
+        """Bytes of 64 that a CTA asks for, if not by one instruction: device memory gives 64."""
+        return min(64.0, self.asked / self.blocks) if self.blocks and self.scattered else self.piece
 
     @property
     def granules(self) -> float:
@@ -61,6 +72,8 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
                     out[tensor].asked += n * scale
                 elif way == "read lines":
                     out[tensor].lines += n * scale
+                elif way == "read blocks":
+                    out[tensor].blocks += n * scale
                 elif way == "write":
                     out[tensor].written += n * scale
                 elif way == "atomic":
@@ -73,7 +86,7 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
     l2, held = gpu["l2.bytes"], gpu["l2.held"]
     for s in out:
         if s.asked:
-            s.random |= s.piece < SCATTERED
+            s.random |= s.scattered and s.block < WHOLE
             s.device = min(1.0, s.size / s.asked)
             if s.random and s.size > held:
                 unique = s.size * (1 - np.exp(-s.asked / s.size))
@@ -105,7 +118,7 @@ def slowest(trace: LaunchTrace) -> float:
 def absent_from_l1(s: Source, room: float, sms: int) -> float:
     """The share of words read here and there that an L1 of `room` bytes has to ask for: CTAs find what those before
     them on the multiprocessor have read of a small table."""
-    if not s.asked or s.piece >= SCATTERED:
+    if not s.asked or not s.scattered:
         return 1.0
     each = s.asked / sms
     first = s.size * (1 - np.exp(-each / s.size)) / each
