@@ -228,7 +228,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
     for i, line, width in fixed.accesses:
         found = access.get(line)
         if found is None or not found.looks:
-            if code.instructions[i].guarded:  # no lane ever had its predicate
+            if code.instructions[i].guarded or ints[i, r.KIND] == r.READ:  # no lane ever had its predicate
                 ints[i, r.KIND] = r.PLAIN
                 values[i, r.LATENCY] = gpu["latency.alu"]
             continue

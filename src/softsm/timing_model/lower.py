@@ -2,7 +2,8 @@
 
 ptxas cuts its own basic blocks. Each belongs to the PTX block that most of its instructions come from; a block is run
 as often as its PTX block was. Machine blocks that only repeat lines already there are slow paths (the second try of a
-wait, a division of denormals) and are left out, or copies of an unrolled loop, which are taken turn by turn. Events
+wait, a division of denormals) and are left out, or copies of an unrolled loop, which are taken turn by turn. One with
+the only access to memory of a line is no slow path: ptxas jumps over loads that have a predicate. Events
 (trace.py) are put at the machine instruction that does them: by PTX line, and by order where a line is off.
 """
 
@@ -38,6 +39,7 @@ ANCHORS = {
     machine.CLUSTER_WAIT: ("UCGABAR_WAIT",),
 }
 KEPT = 1 << 20  # machine instructions of the ways that are kept for a kernel
+ACCESSES = ("LDG.", "LD.", "STG", "ST.", "ATOMG", "ATOM.", "RED.", "REDG", "LDS", "STS", "ATOMS")
 OTHERS = ("HGMMA", "QGMMA", "IGMMA", "WARPGROUP.DEPBAR")  # known by the machine code alone
 ALL = tuple(sorted({op for ops in ANCHORS.values() for op in ops} | set(OTHERS)))
 
@@ -149,14 +151,18 @@ class Lowering:
         """(instructions, turns of a loop they make up, those of one turn where the loop is unrolled)"""
         kept: list[int] = []
         seen: Counter = Counter()
+        accessed: set[int] = set()
         left_out: list[int] = []
         again = self._tried_again(numbers)
         for number in (n for n in numbers if n not in again):
-            lines = Counter(self.code.instructions[i].line for i in self.code.blocks[number])
+            made = [self.code.instructions[i] for i in self.code.blocks[number]]
+            lines = Counter(ins.line for ins in made)
+            accesses = {ins.line for ins in made if ins.line and ins.opcode.startswith(ACCESSES)}
             new = sum(n for line, n in lines.items() if line not in seen)
-            if not kept or new * 4 >= sum(lines.values()) or new >= 12:
+            if not kept or new * 4 >= sum(lines.values()) or new >= 12 or accesses - accessed:
                 kept.append(number)
                 seen.update(lines)
+                accessed |= accesses
             else:
                 left_out.append(number)
         whole = np.array([i for number in kept for i in self.code.blocks[number]], np.int32)

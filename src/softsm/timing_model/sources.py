@@ -104,7 +104,7 @@ def slowest(trace: LaunchTrace) -> float:
     asked, most = Counter[int](), Counter[int]()
     for w in cluster.warps:
         turns = Counter[int]()
-        for line, kind, a, b, c in w.events:
+        for line, kind, _, b, c in w.events:
             if kind == CP_ASYNC or (kind in (LOAD, GATHER) and c != -2):
                 asked[line] += b
                 turns[line] += 1

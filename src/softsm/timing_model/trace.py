@@ -84,8 +84,7 @@ class ClusterTrace:
     barriers: dict = field(default_factory=dict)  # (rank, offset) -> number
     names: list[str] = field(default_factory=list)
     instructions: int = 0
-    # (tensor, 'read', 'write' or 'atomic') -> bytes; (tensor, 'read lines') -> lines of 128 bytes, whole or not;
-    # (tensor, 'read blocks') -> 64 bytes of which lanes read words here and there
+    # (tensor, 'read', 'write' or 'atomic') -> bytes; 'read lines': of 128, whole or not; 'read blocks': of 64
     traffic: dict = field(default_factory=Counter)
     starts: dict = field(default_factory=_lists)  # tensor -> addresses asked for, in order
 

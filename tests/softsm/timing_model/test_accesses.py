@@ -121,3 +121,68 @@ def test_warps_wait_for_what_one_of_them_fetches() -> None:
     """Two warps in a turn of a loop ask for the same sector, which one of them brings; in the next turn it is there."""
     cta, turn, sector = np.array([0, 0, 0, 0, 1]), np.array([0, 0, 1, 1, 0]), np.array([7, 7, 7, 9, 7])
     assert accesses.joins(cta, turn, sector, np.array([1, 0, 0, 2, 0])).tolist() == [True, True, False, True, False]
+
+
+STRIDED = """
+.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 x)
+{
+    .reg .b32 %r<5>;
+    .reg .b64 %rd<4>;
+    ld.param.u64 %rd1, [x];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd2, %r1, %STEP%;
+    add.s64 %rd3, %rd1, %rd2;
+    ld.global.u32 %r2, [%rd3];
+    ld.global.u32 %r3, [%rd3+32];
+    add.u32 %r4, %r2, %r3;
+    st.global.u32 [%rd3], %r4;
+    ret;
+}
+"""
+
+
+def predicted(source: str, **words: int):
+    for word, value in words.items():
+        source = source.replace(f"%{word.upper()}%", str(value))
+    with softsm.timing("h200") as timer:
+        softsm.load(source).launch(1, 32, [np.zeros(1 << 16, np.uint8)])
+    return timer.predictions[0]
+
+
+@pytest.mark.parametrize("step, blocks", [(160, 48), (128, 32)])
+def test_sectors_of_a_block_that_two_loads_ask_for(step, blocks) -> None:
+    """Two words 32 bytes apart: in every second lane in one block of 64 bytes, or always."""
+    (source,) = (s for s in predicted(STRIDED, step=step).sources if s.asked)
+    assert source.scattered and source.blocks == blocks
+    assert source.block == pytest.approx(32 * 64 / blocks, rel=0.02)
+
+
+GUARDED = """
+.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 x)
+{
+    .reg .b32 %r<3>;
+    .reg .b64 %rd<4>;
+    .reg .pred %p;
+    ld.param.u64 %rd1, [x];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd2, %r1, 4;
+    add.s64 %rd3, %rd1, %rd2;
+    setp.ge.u32 %p, %r1, %FIRST%;
+    mov.u32 %r2, 1;
+    @%p ld.global.u32 %r2, [%rd3];
+    st.global.u32 [%rd3+256], %r2;
+    ret;
+}
+"""
+
+
+def test_accesses_whose_predicate_no_lane_has_take_no_time() -> None:
+    """A load that is never made must not be waited for."""
+    made, never = (predicted(GUARDED, first=first).cycles for first in (8, 4096))
+    assert made - never > 500

@@ -1,8 +1,12 @@
-"""Words read here and there: what L1 has of them already."""
+"""Words read here and there: what L1 has of them already, and what device memory gives for them. Long waits."""
+
+from types import SimpleNamespace
 
 import pytest
 
-from softsm.timing_model.sources import Source, absent_from_l1, shares
+from softsm.timing_model.machine import CP_ASYNC, LOAD
+from softsm.timing_model.sources import Source, absent_from_l1, shares, slowest
+from softsm.timing_model.trace import ClusterTrace, WarpTrace
 
 L1 = 256 << 10
 
@@ -40,3 +44,26 @@ def test_clusters_that_are_looked_at_stand_for_the_grid(looked):
     along = {1: [0.5], 2: [0.0, 1.0], 3: [0.0, 0.5, 1.0]}[looked]
     assert sum(shares(looked)) == pytest.approx(1)
     assert sum(a * b for a, b in zip(along, shares(looked))) == pytest.approx(0.5)
+
+
+def test_words_that_fill_blocks_are_read_as_blocks():
+    """Lanes far apart, but a CTA asks for both sectors of each block of 64 bytes: device memory reads them once."""
+    alone = Source("x", 1 << 20, asked=32.0 * 1000, lines=1000.0, blocks=1000.0)
+    together = Source("x", 1 << 20, asked=32.0 * 1000, lines=1000.0, blocks=500.0)
+    rows = Source("x", 1 << 20, asked=128.0 * 1000, lines=1000.0)
+    assert (alone.block, together.block, rows.block) == (32, 64, 128)
+    assert alone.scattered and together.scattered and not rows.scattered
+
+
+@pytest.mark.parametrize("kind", [CP_ASYNC, LOAD])
+def test_a_wait_for_many_lines_is_longer(kind):
+    """Bytes of a turn count, whatever the number of turns and of warps that ask for them."""
+
+    def asked(size: int, turns: int, warps: int = 4) -> float:
+        events = [(7, kind, 0, size // warps, 0)] * turns
+        cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, n, events=events) for n in range(warps)])
+        return slowest(SimpleNamespace(clusters=[cluster], access={}))
+
+    assert asked(4096, 1) == asked(4096, 50) == asked(1024, 3) == 0
+    assert asked(8192, 9) == asked(8192, 9, 1) == pytest.approx(0.5)
+    assert asked(16384, 2) == asked(1 << 20, 1) == 1

@@ -195,3 +195,41 @@ def test_ctas_that_take_over_others_stand_for_them() -> None:
 
     one, many = cycles(148), cycles(32 * 148 * 20)
     assert many > 5 * one
+
+
+def test_warps_fetch_in_the_same_turns() -> None:
+    """If one load in eight of a warp fetches its sectors, as with a scale for each block, those of all warps are in the
+    same turn: a barrier in the loop waits for them once, not eight times."""
+
+    def cycles(stride: int) -> float:
+        x = np.zeros(1 << 20, np.float32)
+        body = f"  mul.lo.u32 %r5, %r2, {stride}; mad.lo.u32 %r5, %r1, 32, %r5; cvt.u64.u32 %d3, %r5;\n"
+        body += "  add.u64 %d3, %d3, %d1; ld.global.b32 %f4, [%d3]; bar.sync 0; add.f32 %f1, %f1, %f4;\n"
+        with softsm.timing("h200") as timer:
+            softsm.load(STREAM.replace("%BODY%", body)).launch(132, 256, [x, 64])
+        return timer.predictions[0].cycles
+
+    every, eighth = cycles(8192), cycles(4)
+    assert eighth < 0.3 * every
+
+
+RED = "  red.relaxed.gpu.global.add.f32 [%d2], %f1;\n"
+READ = """  mad.lo.u32 %r5, %r2, 33792, %r4; mul.wide.u32 %d3, %r5, 16; add.u64 %d3, %d3, %d4;
+  ld.global.v4.b32 {%f4, %f5, %f6, %f7}, [%d3]; add.f32 %f1, %f1, %f4; add.f32 %f2, %f5, %f6; add.f32 %f1, %f1, %f7;
+"""
+
+
+def test_reads_wait_behind_atomics_at_few_lines() -> None:
+    """The same atomics and reads take longer together than each alone if the atomics go to few slices of L2."""
+    source = STREAM.replace("LOOP:", "  mov.u32 %r4, %ctaid.x; mad.lo.u32 %r4, %r4, 256, %r1; ld.param.u64 %d4, [y];\n"
+                            "  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1;\nLOOP:", 1)  # fmt: skip
+    source = source.replace(".param .u32 n)", ".param .u32 n, .param .u64 y)")
+
+    def us(body: str) -> float:
+        x, y = np.zeros(1024, np.float32), np.zeros(132 * 256 * 4 * 32, np.float32)
+        with softsm.timing("h200") as timer:
+            softsm.load(source.replace("%BODY%", body)).launch(132, 256, [x, 32, y])
+        return timer.predictions[0].body_us
+
+    atomics, reads, both = us(RED), us(READ), us(READ + RED)
+    assert both > atomics + 0.3 * reads
