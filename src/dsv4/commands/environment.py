@@ -18,9 +18,9 @@ DSV4 = (
     Variable("DSV4_AOT", "", "directory that `dsv4 compile` wrote: kernels found there are not compiled"),
     Variable("DSV4_CUBINS", "1", "0: kernels of the wheel dsv4-cubins are not used where it is installed"),
     Variable("DSV4_VLLM", "", "1: vLLM's attention is dsv4's; 0: it is not; unset: --attention-backend decides"),
-    Variable("DSV4_VLLM_PARTS", "indexer", "further parts to replace in vLLM: indexer, compressor, insertion"),
+    Variable("DSV4_VLLM_PARTS", "indexer", "further parts to replace in vLLM: indexer, compressor, insertion, experts"),
     Variable("DSV4_SGLANG", "0", "1: switches the SGLang plug-in on"),
-    Variable("DSV4_SGLANG_PARTS", "", "further parts to replace in SGLang: indexer, compressor, insertion"),
+    Variable("DSV4_SGLANG_PARTS", "", "further parts to replace in SGLang: indexer, compressor, insertion, experts"),
 )
 SOFTSM = (
     Variable("SOFTSM", "", "sm_90a, sm_100a or sm_103a: Triton programs of this process run in softsm"),

@@ -47,29 +47,21 @@ def hidden_values(gate, up, weight, out):
 
 
 @gluon.jit
-def write_scales(top, block, first, stop, shift, out, G: gl.constexpr):
-    """-> what hidden values are multiplied by. top: of every row of activations, the greatest of 128 values."""
+def write_hidden(h, top, block, first, stop, shift, out, G: gl.constexpr):
+    """As e4m3 with one scale per row of activations. top: the greatest of 128 values of each."""
+    LN: gl.constexpr = gl.SliceLayout(0, h.type.layout)
+    M: gl.constexpr = h.shape[0]
+    N: gl.constexpr = h.shape[1]
     exponent = scale_of(top)
+    inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
     if G == 0:
-        row = first + gl.arange(0, top.shape[0], layout=top.type.layout)
+        row = first + gl.arange(0, N, layout=LN)
         scale = (exponent << 23).to(gl.float32, bitcast=True)
         gl.store(out.scale_ptr + block * out.scale_line + row + shift, scale, mask=row < stop)
-    return ((254 - exponent) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def codes(h, inverse):
-    return (h * inverse[None, :]).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-
-
-@gluon.jit
-def write_codes(low, high, block, first, stop, out, G: gl.constexpr):
-    """Codes [M / 2, N] of neighbouring channels."""
-    HALF: gl.constexpr = low.shape[0]
-    N: gl.constexpr = low.shape[1]
+    low, high = row_pairs((h * inverse[None, :]).to(gl.float8e4nv).to(gl.uint8, bitcast=True))
     pair = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
     L: gl.constexpr = pair.type.layout
-    channels = block * 2 * HALF + G * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, L))  # by twos, as places
+    channels = block * M + G * (M // 2) + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # by twos, as places
     row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
     at = (row.to(gl.int64) * (out.width // 2))[None, :] + channels[:, None]
     gl.store(out.ptr.to(gl.pointer_type(gl.uint16), bitcast=True) + at, pair, mask=(row < stop)[None, :])
@@ -116,9 +108,7 @@ def write_sums(sums, x, factors, columns, turn, tops, told, out, G: gl.constexpr
         for part in gl.static_range(USED):
             other = tops.index(turn * 2 + 1 - G).slice(W * part, W).load(gl.SliceLayout(0, LP))
             top = gl.maximum(gl.max(gl.abs(hidden[part]), 0), other)
-            inverse = write_scales(top, block, first + W * part, stop, number(x, 4), out, G)
-            low, high = row_pairs(codes(hidden[part], inverse))
-            write_codes(low, high, block, first + W * part, stop, out, G)
+            write_hidden(hidden[part], top, block, first + W * part, stop, number(x, 4), out, G)
     else:
         for part in gl.static_range(USED):
             row, channel, slots = first + W * part, block * ROWS + G * M, columns.slice(W * part, W)

@@ -21,7 +21,7 @@ x               128 N               e4m3 [N, 128], with the 128-byte swizzle
 x_scales        4 max(N, 32)        fp32, N of them used
 
 shared memory   bytes of a tile     holds, for two tiles
-numbers         32                  expert (-1: there is no tile more), block, rows, which product, half
+numbers         32                  expert (-1: there is no tile more), block, rows, which product
 factors         1024                fp32 [256]: of the rows of weights
 columns         4 max(N, 32)        of the rows of activations: weights of slots, or numbers of slots
 
@@ -85,12 +85,11 @@ class Operands:
 
 
 @gluon.jit
-def write_tile(tiles, at, expert, block, first, stop, shift, rows, FIRST: gl.constexpr, half=0):
-    """What the computing warps have to know of a tile, but for its factors. half: of its rows (wide.py)."""
+def write_tile(tiles, at, expert, block, first, stop, shift, rows, FIRST: gl.constexpr):
+    """What the computing warps have to know of a tile, but for its factors."""
     n = gl.arange(0, 8, layout=numbers_layout(gl.num_warps()))
     x = gl.where(n == 0, expert, gl.where(n == 1, block, gl.where(n == 2, first, gl.where(n == 3, stop, shift))))
-    x = gl.where(n == 5, 1 if FIRST else 0, gl.where(n == 6, half, x))
-    tiles.numbers.index(at).store(x)
+    tiles.numbers.index(at).store(gl.where(n == 5, 1 if FIRST else 0, x))
     COLUMNS: gl.constexpr = tiles.columns.shape[1]
     row = first + gl.arange(0, COLUMNS, layout=gl.BlockedLayout([COLUMNS // 32], [32], [gl.num_warps()], [0]))
     if FIRST:

@@ -65,15 +65,15 @@ def product_layout(warps, n):
 
 
 @gluon.jit
-def fetched(stages, at, PLACE: gl.constexpr, STAGE_ROWS: gl.constexpr = ROWS):
+def fetched(stages, at, PLACE: gl.constexpr):
     """Rows M PLACE to M PLACE + M - 1 of a stage, M = 16 warps: words of codes [M, 4, 4], bytes of scales [M, 4]."""
     WARPS: gl.constexpr = gl.num_warps()
     M: gl.constexpr = 16 * WARPS
     L: gl.constexpr = words_layout(WARPS)
     PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    values = reinterpret_as(stages.values.index(at), gl.int32, [STAGE_ROWS // M, M, 4, 4], PLAIN3)
-    offsets = reinterpret_as(stages.offsets.index(at), gl.uint8, [STAGE_ROWS // M, M, 4], PLAIN2)
+    values = reinterpret_as(stages.values.index(at), gl.int32, [ROWS // M, M, 4, 4], PLAIN3)
+    offsets = reinterpret_as(stages.offsets.index(at), gl.uint8, [ROWS // M, M, 4], PLAIN2)
     return values.index(PLACE).load(L), offsets.index(PLACE).load(gl.SliceLayout(2, L)).to(gl.int32)
 
 
