@@ -35,6 +35,24 @@ def test_suites(case):
     assert result.ok, f"seed {SEED}: {result.why()}"
 
 
+@pytest.mark.parametrize(
+    "batch, tokens, heads, kv_heads, causal",
+    [(2, 1500, 16, 4, True), (3, 1111, 12, 12, False), (1, 100, 8, 2, True), (2, 2048, 10, 2, True)],
+)
+@pytest.mark.parametrize("d, width", [(96, 96), (192, 128), (192, 192), (160, 160), (72, 88), (112, 64), (256, 64)])
+def test_head_dims_between(d, width, batch, tokens, heads, kv_heads, causal):
+    """Many rows, which are read as they are, and few, which are copied; a poisoned output that is not contiguous."""
+    q, k, v = draw(batch, tokens, heads, d), draw(batch, tokens, kv_heads, d), draw(batch, tokens, kv_heads, width)
+    around = torch.full((batch, tokens, heads, width + 16), NAN, device="cuda", dtype=q.dtype)
+    out = around[..., 8:-8]
+    dsv4.fmha(q, k, v, causal=causal, out=out)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2).float() for x in (q, k, v)), is_causal=causal, enable_gqa=True
+    )
+    torch.testing.assert_close(out.float(), exact.transpose(1, 2), atol=0.02, rtol=0.02)
+    assert around[..., :8].isnan().all() and around[..., -8:].isnan().all()
+
+
 @pytest.mark.parametrize("splits", [2, 3, 7, 40])
 @pytest.mark.parametrize("d, same_kv", [(64, False), (128, False), (256, False), (512, False), (512, True)])
 def test_any_number_of_splits(d, same_kv, splits):

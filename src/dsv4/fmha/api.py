@@ -138,7 +138,8 @@ def _call(
     tensors = (*tensors, sink, k_scale, v_scale)
     if problem.in_e4m3(tensors[1]):
         checks.forward_only(**dict(zip(op.tensors, tensors)))
-    if head_dims.needs_padding(tensors[0], tensors[2]) and op is not FMHA_PAGED:
+    by_kernels = op is FMHA and plan is None and head_dims.kernels_take(tensors, backend)
+    if head_dims.needs_padding(tensors[0], tensors[2]) and op is not FMHA_PAGED and not by_kernels:
         return _padded(op, tensors, checked, return_lse, out, plan, backend)
     return operators.call(op, tensors, checked, return_lse, out, plan, backend)
 
@@ -179,7 +180,8 @@ def _from_operator(build: Callable[..., problem.FmhaProblem]) -> Callable[..., p
 
 def _outputs(arguments: dict[str, Any]) -> Shapes:
     q = arguments["q"]
-    return (q.shape, q.dtype), (problem.lse_shape(q.shape), torch.float32)
+    width = arguments["v" if "v" in arguments else "v_pages"].shape[-1]
+    return ((*q.shape[:-1], width), q.dtype), (problem.lse_shape(q.shape), torch.float32)
 
 
 FMHA = Operation(

@@ -2,6 +2,8 @@
 
 A zero column adds nothing to a score, and gives a column of out that is cut off. Padding copies q, k and v once, so it
 is for dense and varlen calls; a paged cache would be copied whole, and its head dim has to be one of the kernels'.
+Dense calls without gradients get to the kernels as they are: those of sm_90a read them so where there are many rows
+(sm90/columns.py), for others the program pads (kernels/prepare.py).
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dsv4.fmha.options import FmhaOptions
-from dsv4.runtime import checks
+from dsv4.fmha.problem import BETWEEN
+from dsv4.runtime import checks, dispatch
 
 
 def needs_padding(q: Any, v: Any) -> bool:
@@ -19,6 +22,18 @@ def needs_padding(q: Any, v: Any) -> bool:
     if not (checks.is_tensor(q) and checks.is_tensor(v) and q.ndim and v.ndim):
         return False
     return q.shape[-1] != v.shape[-1] or q.shape[-1] not in checks.HEAD_DIMS
+
+
+def kernels_take(tensors: Sequence[Any], backend: str) -> bool:
+    """Whether there are kernels for q, k and v as they are. What is wrong with them `padded` says."""
+    q, k, v = tensors[:3]
+    if not all(checks.is_tensor(x) and x.ndim == 4 and x.dtype in checks.LOW_PRECISION for x in (q, k, v)):
+        return False
+    widths = {x.shape[-1] for x in (q, k, v)}
+    fits = BETWEEN[0] <= min(widths) and max(widths) <= BETWEEN[1] and all(width % 8 == 0 for width in widths)
+    if not fits or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:4]):
+        return False
+    return dispatch.resolve(backend, q.device) != "cpu"
 
 
 def padded(tensors: Sequence[Any], options: FmhaOptions) -> tuple[tuple[Any, ...], FmhaOptions]:

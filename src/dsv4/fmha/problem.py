@@ -16,10 +16,13 @@ from torch import Tensor
 from dsv4.fmha.options import FmhaOptions
 from dsv4.runtime import checks
 
+KV = ("k", "v")
+BETWEEN = (64, 256)  # dense head dims between those of HEAD_DIMS, multiples of 8, that some kernels have
+
 
 @dataclass(frozen=True, eq=False)
 class FmhaProblem:
-    """Shapes by kind (any strides but the last, which is 1):
+    """Shapes by kind (any strides but the last, which is 1); dense v and out may be wider or narrower than q and k:
 
     ======  ====================  =======================  ============  ================
     kind    q, out                k, v                     lse           how keys are found
@@ -81,7 +84,9 @@ class FmhaProblem:
 
     @property
     def head_dim(self) -> int:
-        return self.q.shape[-1]
+        """Of the kernels' tiles; q, k and v may be narrower (head_dims.py)."""
+        widest = max(self.q.shape[-1], self.v.shape[-1])
+        return next(d for d in checks.HEAD_DIMS if d >= widest)
 
     @property
     def page_size(self) -> int:
@@ -113,17 +118,24 @@ def in_e4m3(x: Any) -> bool:
     return checks.is_tensor(x) and x.dtype == checks.E4M3
 
 
-def _common(q, k, v, sink, k_scale, v_scale, options: FmhaOptions, names=("k", "v")) -> dict:
+def _is_between(d: int) -> bool:
+    return BETWEEN[0] <= d <= BETWEEN[1] and d % 8 == 0
+
+
+def _common(q, k, v, sink, k_scale, v_scale, options: FmhaOptions, names=KV) -> dict:
     """The checks that do not depend on the kind; ranks are already right."""
-    d = checks.head_dim("q", q.shape[-1])
+    d, width = q.shape[-1], v.shape[-1]
+    between = names == KV and (d != width or d not in checks.HEAD_DIMS) and _is_between(d) and _is_between(width)
+    if not between:
+        checks.head_dim("q", d)
     for name, x in zip(names, (k, v)):
-        if x.shape[-1] != d:
+        if x.shape[-1] != d and not (between and x is v):
             checks.fail(name, f"head dim {x.shape[-1]}", f"head dim {d}, as q")
         if x.dtype not in (q.dtype, checks.E4M3):
             checks.fail(name, f"dtype {x.dtype}", f"dtype {q.dtype}, as q, or {checks.E4M3}")
     if v.dtype != k.dtype:
         checks.fail(names[1], f"dtype {v.dtype}", f"dtype {k.dtype}, as {names[0]}")
-    if v.shape != k.shape:
+    if v.shape[:-1] != k.shape[:-1]:
         checks.fail(names[1], f"shape {list(v.shape)}", f"shape {list(k.shape)}, as {names[0]}")
     checks.head_ratio(q.shape[-2], k.shape[-2])
     resolved = options.resolved(d)

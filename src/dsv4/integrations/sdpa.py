@@ -9,7 +9,7 @@ Masks other than ``is_causal``, and dropout, are rejected by name; within :func:
 a warning tells why, once for each reason. ``calls`` counts both.
 
 Gradients, torch.compile, DDP and FSDP work as with :func:`dsv4.fmha`. Head dims other than 64, 128, 256 and 512 are
-padded with columns of zeros, which is exact and costs a copy.
+padded with columns of zeros, which is exact and costs a copy, or read as they are (:func:`dsv4.fmha` on Hopper).
 """
 
 import contextlib

@@ -78,19 +78,21 @@ def _scaling(count: int) -> str:
     return "{ " + "; ".join(lines) + "; done: }"
 
 
-SCALED_AT_ONCE = gl.constexpr(64)
-SCALING = gl.constexpr(_scaling(64))
 # The values stay in their registers: copies would cost as much as the products.
-SCALING_REGISTERS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 64))
+SCALING_64, SCALING_32, SCALING_16 = (gl.constexpr(_scaling(n)) for n in (64, 32, 16))
+SCALED_64, SCALED_32, SCALED_16 = (
+    gl.constexpr(",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)) for n in (64, 32, 16)
+)
 
 
 @gluon.jit
 def rescale(o, alpha):
     """O, an accumulator [M, N], times the factors of its rows; a warp whose factors are all 1 jumps over it."""
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None].broadcast_to(o.shape)
-    return gl.inline_asm_elementwise(
-        SCALING, SCALING_REGISTERS, [o, alpha], dtype=gl.float32, is_pure=True, pack=SCALED_AT_ONCE
-    )
+    AT_ONCE: gl.constexpr = 64 if o.shape[1] >= 128 else o.shape[1] // 2
+    TEXT: gl.constexpr = SCALING_64 if AT_ONCE == 64 else SCALING_32 if AT_ONCE == 32 else SCALING_16
+    REGISTERS: gl.constexpr = SCALED_64 if AT_ONCE == 64 else SCALED_32 if AT_ONCE == 32 else SCALED_16
+    return gl.inline_asm_elementwise(TEXT, REGISTERS, [o, alpha], dtype=gl.float32, is_pure=True, pack=AT_ONCE)
 
 
 @gluon.jit

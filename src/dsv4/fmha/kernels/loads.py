@@ -93,7 +93,7 @@ def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.c
     BOXES: gl.constexpr = BN // BOX_ROWS
     BOX: gl.constexpr = desc.layout
     COLUMNS: gl.constexpr = desc.block_shape[3]  # 64, or 128 codes
-    boxes = reinterpret(tile, [BOXES * (D // COLUMNS), 1, BOX_ROWS, 1, COLUMNS], BOX)
+    boxes = reinterpret(tile, [BOXES * (tile.shape[1] // COLUMNS), 1, BOX_ROWS, 1, COLUMNS], BOX)
     for i in gl.static_range(BOXES):
         row = first_row + i * BOX_ROWS
         if KV_LOAD == PAGES:
@@ -227,12 +227,13 @@ def load_rows(
     AT_A_TIME: gl.constexpr,
     sign,
     asked=None,
+    columns: gl.constexpr = None,
 ):
     """Packed query rows [first_row, first_row + N), columns [column, column + C) -> smem; rows past the end are 0.
 
     AT_A_TIME columns: with 64 few registers do, and each warp still reads whole 128-byte pieces of rows. sign: -1, 0
     or 1, known at compile time or not; the rows are multiplied by it. asked: a barrier to arrive at when all loads are
-    issued, before they have landed.
+    issued, before they have landed. columns: that rows have, where it is less; the others are 0.
     """
     L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
@@ -242,7 +243,11 @@ def load_rows(
         if sign == 0:
             x = gl.zeros([N, AT_A_TIME], smem.dtype, L)
         else:
-            x = gl.load(q_ptr + offset[:, None] + col[None, :], mask=(row < rows)[:, None], other=0.0)
+            x = gl.load(
+                q_ptr + offset[:, None] + col[None, :],
+                mask=here(row < rows, col, C if columns is None else columns, C),
+                other=0.0,
+            )
         if asked is not None and c == C // AT_A_TIME - 1:
             mbarrier.arrive(asked, count=1)
         if sign < 0:
@@ -251,13 +256,23 @@ def load_rows(
 
 
 @gluon.jit
-def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, N: gl.constexpr, C: gl.constexpr):
+def here(row, column, COLUMNS: gl.constexpr, D: gl.constexpr):
+    """The mask of rows that are there and of COLUMNS columns, in tiles of D."""
+    if COLUMNS == D:
+        return row[:, None]
+    else:
+        return row[:, None] & (column < COLUMNS)[None, :]
+
+
+@gluon.jit
+def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, N: gl.constexpr, C: gl.constexpr,
+              COLUMNS: gl.constexpr):  # fmt: skip
     """Copy the rows of load_rows by cp.async, as one group: nothing waits for it here, and no registers are held."""
     L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offset = row_offsets(row, head, group, stride_token8, stride_head8)
     col = gl.arange(0, C, layout=gl.SliceLayout(0, L))
-    cp_async(smem, q_ptr + offset[:, None] + col[None, :], mask=(row < rows)[:, None])
+    cp_async(smem, q_ptr + offset[:, None] + col[None, :], mask=here(row < rows, col, COLUMNS, C))
     async_copy.commit_group()
 
 

@@ -45,6 +45,31 @@ class Tiling:
         return self.options.get("num_ctas", 1)
 
 
+def widened(p: FmhaProblem, program: Program) -> FmhaProblem:
+    """The problem with q, k, v and out as wide as the tiles of the kernels: copies with columns of zeros, which the
+    program makes first."""
+    if p.q.shape[-1] == p.v.shape[-1] == p.head_dim:
+        return p
+
+    def made(x: Slot) -> Slot:
+        if x.shape[-1] == p.head_dim:
+            return x
+        wide = program.workspace(f"wide {x.name}", (*x.shape[:-1], p.head_dim), x.dtype)
+        program.fill(wide, 0)
+        program.copy(wide[..., : x.shape[-1]], x)
+        return wide
+
+    k = made(p.k)
+    out = program.workspace("wide out", (*p.q.shape[:-1], p.head_dim), p.out.dtype)
+    return replace(p, q=made(p.q), k=k, v=k if p.same_kv else made(p.v), out=out)
+
+
+def keep_out(out: Slot, p: FmhaProblem, program: Program) -> None:
+    """What the kernels have made of a problem that was widened."""
+    if p.out is not out:
+        program.copy(out, p.out[..., : out.shape[-1]])
+
+
 def batch_reason(p: FmhaProblem) -> str | None:
     """None, or why no kernel of this kind can run the problem."""
     return f"batch {p.batch} is over {MAX_GRID}" if p.batch > MAX_GRID else None
@@ -122,7 +147,8 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     )
     structs = dict(tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts,
                    block_tiles=c.block_tiles)  # fmt: skip
-    program.launch(kernel, grid, structs, KV_LOAD=kv_load, SIGN=sign, SAME_KV=v is k,
+    widths = dict(COLUMNS=p.q.shape[-1], V_COLUMNS=p.v.shape[-1])
+    program.launch(kernel, grid, structs, KV_LOAD=kv_load, SIGN=sign, SAME_KV=v is k, **widths,
                    SPLIT=2 if fp16_partials else split, num_warps=4, **c.options)  # fmt: skip
     merge_strides = MergeStrides(*row_strides(out), *lse_strides)
     tokens, cu_q = (1, p.cu_seqlens_q) if varlen else (max(p.max_seqlen_q, 1), None)

@@ -8,9 +8,11 @@ from dsv4.fmha.kernels.prepare import (
     converted,
     converts_first,
     is_partial,
+    keep_out,
     prepare_split,
     rounds_of_steps,
     splits_keys,
+    widened,
 )
 from dsv4.fmha.kernels.sm100.forward import fmha_forward, s_buffers
 from dsv4.fmha.problem import FmhaProblem
@@ -61,7 +63,8 @@ def supports(p: FmhaProblem) -> str | None:
 
 
 def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | None = None) -> None:
-    p = converted(p, program) if converts_first(p) else p
+    p, out = converted(p, program) if converts_first(p) else p, p.out
+    p = widened(p, program)
     if p_tmem is None and pairs(p, target):
         # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
         from dsv4.fmha.kernels.sm100.forward_pair import fmha_forward_pair
@@ -74,6 +77,7 @@ def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | Non
                 c, options=c.options | dict(SOFTMAX_REGS=c.options["SOFTMAX_REGS"] - 40, LOAD_WARPS=4, LOAD_REGS=96)
             )
         prepare_split(p, target, program, fmha_forward, c)
+    keep_out(out, p, program)
 
 
 def pairs(p: FmhaProblem, target: Target) -> bool:

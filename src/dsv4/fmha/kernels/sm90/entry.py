@@ -12,7 +12,16 @@ head dim   problems                                    kernel
 
 from dataclasses import replace
 
-from dsv4.fmha.kernels.prepare import Tiling, batch_reason, converted, converts_first, is_partial, prepare_split
+from dsv4.fmha.kernels.prepare import (
+    Tiling,
+    batch_reason,
+    converted,
+    converts_first,
+    is_partial,
+    keep_out,
+    prepare_split,
+    widened,
+)
 from dsv4.fmha.kernels.sm90.causal_order import order_of
 from dsv4.fmha.kernels.sm90.decode import fmha_decode
 from dsv4.fmha.kernels.sm90.forward import fmha_forward
@@ -103,11 +112,14 @@ def supports(p: FmhaProblem) -> str | None:
 
 
 def prepare(p: FmhaProblem, target: Target, program: Program) -> None:
-    p = converted(p, program) if converts_first(p) else p
+    p, out = converted(p, program) if converts_first(p) else p, p.out
     c = tiling(p, target)
+    if not c.loop:
+        p = widened(p, program)
     kernel = fmha_forward_persistent if c.loop else fmha_forward
     if p.head_dim == 512:
         kernel = fmha_forward_d512
     elif swaps(p):
         kernel = fmha_decode
     prepare_split(p, target, program, kernel, c)
+    keep_out(out, p, program)

@@ -65,21 +65,23 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: 
 
 @gluon.jit
 def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr,
-               DOWN: gl.constexpr = False):  # fmt: skip
+               DOWN: gl.constexpr = False, COLUMNS: gl.constexpr = None, V_COLUMNS: gl.constexpr = None):  # fmt: skip
     """The load role's part of one row tile: its K and V into the rings from ``stage`` on -> where these stand. DOWN:
-    tile 0 is the last one."""
+    tile 0 is the last one. COLUMNS, V_COLUMNS: of K and V that are loaded; None is all."""
     k, v, where = kv.k, kv.v, source.where
     BN: gl.constexpr = k.slots.shape[1]
     D: gl.constexpr = k.slots.shape[2]
+    CK: gl.constexpr = D if COLUMNS is None else COLUMNS
+    CV: gl.constexpr = D if V_COLUMNS is None else V_COLUMNS
     for tile in range(tiles.begin, tiles.end):
         row = tiles.first + (-tile if DOWN else tile) * BN
         k.acquire(stage)
         landed_phase = loads.fill_any(source.k_desc, source.k_rows, k.slot(stage), k.ready_at(stage), landed.at(0),
-                                      landed_phase, where, row, 0, BN, D, KV_LOAD)  # fmt: skip
+                                      landed_phase, where, row, 0, BN, CK, KV_LOAD)  # fmt: skip
         if not SAME_KV:
             v.acquire(stage)
             landed_phase = loads.fill_any(source.v_desc, source.v_rows, v.slot(stage), v.ready_at(stage), landed.at(0),
-                                          landed_phase, where, row, 0, BN, D, KV_LOAD)  # fmt: skip
+                                          landed_phase, where, row, 0, BN, CV, KV_LOAD)  # fmt: skip
         stage = k.next(stage)
     return stage, landed_phase
 

@@ -32,7 +32,7 @@ shortest, and the heads whose keys are read at one time are few.
 
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
-from dsv4.fmha.kernels.sm90 import forward, work
+from dsv4.fmha.kernels.sm90 import columns, forward, work
 from dsv4.fmha.kernels.tiles import DENSE, NO_BOUND, Pages, end_key, first_key, mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
@@ -63,6 +63,8 @@ class Arguments:
     opts: Value
     scheduler: TileScheduler
     pages: Pages
+    columns: Value  # of q and k
+    v_columns: Value  # of v and out
 
 
 @aggregate
@@ -74,6 +76,8 @@ class Keys:
     k_rows: loads.GlobalRows
     v_rows: loads.GlobalRows
     pages: Pages
+    columns: Value  # of k
+    v_columns: Value
 
 
 @gluon.jit
@@ -143,7 +147,17 @@ def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.conste
         where = loads.Where(seq, head, 0, keys, 0, keys, source.pages.table_ptr, source.pages.page_size)
         here = Source(source.k_desc, source.v_desc, source.k_rows, source.v_rows, where)
         stage, landed_phase = forward.load_tiles(
-            stage, landed_phase, here, kv, landed, whole(first, tiles, BN, EVEN), SAME_KV, DENSE, EVEN
+            stage,
+            landed_phase,
+            here,
+            kv,
+            landed,
+            whole(first, tiles, BN, EVEN),
+            SAME_KV,
+            DENSE,
+            EVEN,
+            columns.loaded(source.columns),
+            columns.loaded(source.v_columns),
         )
 
 
@@ -177,26 +191,18 @@ def rows_of(
 
 
 @gluon.jit
-def ask(q, tile_row, work_tile, SIGN: gl.constexpr):
+def ask(q, tile_row, work_tile, C: gl.constexpr, SIGN: gl.constexpr):
     """The query rows from tile_row on are on their way into q."""
     problem, strides = work_tile.problem, work_tile.strides
     D: gl.constexpr = q.shape[1]
     if SIGN == 1:
         loads.copy_rows(
-            work_tile.tensors.q_ptr,
-            q,
-            tile_row,
-            problem.rows,
-            problem.head,
-            problem.group,
-            strides.q_token,
-            strides.q_head,
-            64,
-            D,
-        )
+            work_tile.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.q_token,
+            strides.q_head, 64, D, C
+        )  # fmt: skip
     else:
         loads.load_rows(work_tile.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group,
-                        strides.q_token, strides.q_head, 0, 64, D, D, SIGN)  # fmt: skip
+                        strides.q_token, strides.q_head, 0, 64, D, D, SIGN, columns=C)  # fmt: skip
 
 
 @gluon.jit
@@ -247,7 +253,7 @@ def ask_for_next(
         tile_row, work_tile, _ = rows_of(tile_id_at(at + step, M), arguments, BN, W, M, EVEN, OWN_END)
         if q.shape[2] > 64:
             barrier()  # every warp has read the last of q
-        ask(place_of(q, at + step, W), tile_row, work_tile, SIGN)
+        ask(place_of(q, at + step, W), tile_row, work_tile, arguments.columns, SIGN)
 
 
 @gluon.jit
@@ -264,7 +270,8 @@ def attend_tile(
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, LS)
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    C: gl.constexpr = arguments.columns
+    CV: gl.constexpr = arguments.v_columns
     OWN: gl.constexpr = EVEN or D > 64
     ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if D > 64 else 0
     FINITE: gl.constexpr = D == 128 and not EVEN
@@ -278,12 +285,10 @@ def attend_tile(
                 v.wait(stage)
             v.release(stage)
             stage = k.next(stage)
-    rows_q = place_of(q, at, W)
-    if D == 128:
-        rows_q = rows_q.load(gl.DotOperandLayout(0, LS, 2))
+    rows_q = columns.operand(place_of(q, at, W), C, LS)
     if SOON:
         ask_for_next(q, at, arguments, BN, W, M, SIGN, EVEN, OWN_END)
-    s = forward.scores(rows_q, k, stage)
+    s = columns.scores(rows_q, k, stage, C)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
         k.release(stage)
@@ -292,34 +297,31 @@ def attend_tile(
     p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
     l = sums(p, OWN)
     pa = gl.convert_layout(p.to(q.dtype), LA)
-    o = gl.zeros([64, D], gl.float32, LO)
+    o = columns.zeros(CV, D)
     for tile in range(tiles.begin + 1, tiles.end):  # stage: of the tile whose P is in pa
         after = k.next(stage)
-        s = forward.scores(rows_q, k, after)
-        o = forward.add_values(o, pa, v, stage, SAME_KV)
+        s = columns.scores(rows_q, k, after, C)
+        o = columns.add_values(o, pa, v, stage, CV, SAME_KV)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         if not SAME_KV:
             k.release(after)
         s = work.finish_scores(s, tiles.first + (-tile if EVEN else tile) * BN, bounds, DENSE, OWN, EVEN)
         p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
         l = add_sums(l, alpha, p, OWN)
-        o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+        o = columns.wait(o)
         v.release(stage)
-        if ABOVE > 0:
-            o = softmax.rescale(o, alpha)
-        else:
-            o = o * gl.convert_layout(alpha, RO)[:, None]
+        o = columns.rescale(o, alpha, ABOVE > 0)
         pa = gl.convert_layout(p.to(q.dtype), LA)
         stage = after
     if not SOON:
         ask_for_next(q, at, arguments, BN, W, M, SIGN, EVEN, OWN_END)
-    o = forward.add_values(o, pa, v, stage, SAME_KV)
-    o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
+    o = columns.add_values(o, pa, v, stage, CV, SAME_KV)
+    o = columns.wait(o)
     v.release(stage)
     stage = k.next(stage)
     if OWN:
         l = gl.convert_layout(gl.sum(l, 1), RS)
-    work.write_at_once(o, m, l, tile_row, work_tile, D)
+    work.write_at_once(o, m, l, tile_row, work_tile, CV, D)
     return stage
 
 
@@ -333,7 +335,7 @@ def attend_early(
     stage = consumer_stage()
     first, end, step = course(arguments.scheduler, M)
     first_row, first_work_tile, _ = rows_of(tile_id_at(first, M), arguments, BN, W, M, EVEN, OWN_END)
-    ask(place_of(q, first, W), first_row, first_work_tile, SIGN)
+    ask(place_of(q, first, W), first_row, first_work_tile, arguments.columns, SIGN)
     arrived(SIGN)
     for at in range(first, end, step):
         tile_row, work_tile, unseen = rows_of(tile_id_at(at, M), arguments, BN, W, M, EVEN, OWN_END)
@@ -361,6 +363,7 @@ def attend_role(
 
 @gluon.jit(do_not_specialize=["block_tiles"])
 def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, block_tiles, D: gl.constexpr,
+                   COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
                    BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, KV_LOAD: gl.constexpr,
                    SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
                    PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr,
@@ -369,11 +372,11 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, block
     M: gl.constexpr = 64 * CONSUMERS
     pages = Pages(tensors.table_ptr, sizes.page_size, sizes.total_k)
     k_rows, v_rows = kv_rows(tensors, sizes, strides)
-    source = Keys(k_desc, v_desc, k_rows, v_rows, pages)
+    source = Keys(k_desc, v_desc, k_rows, v_rows, pages, COLUMNS, V_COLUMNS)
     PLACES: gl.constexpr = 2 * CONSUMERS if CONSUMERS == 3 else CONSUMERS
     q, kv, landed = forward.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD, PLACES)
     scheduler = tile_scheduler(sizes, opts, block_tiles, M)
-    arguments = Arguments(tensors, strides, opts, scheduler, pages)
+    arguments = Arguments(tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (attend_role, (q, arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),

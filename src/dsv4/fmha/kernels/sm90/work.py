@@ -8,6 +8,7 @@ from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
 from dsv4.fmha.kernels.loads import Where
 from dsv4.fmha.kernels.scores import capped, of_values
+from dsv4.fmha.kernels.sm90 import columns
 from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, mask_pages, sequence
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
@@ -191,11 +192,11 @@ def in_pieces(x):
 
 
 @gluon.jit
-def write_at_once(o, m, l, tile_row, work_tile, D: gl.constexpr):
-    """Normalise O [64, D] and write it and the LSE, from registers and without a barrier."""
+def write_at_once(o, m, l, tile_row, work_tile, C: gl.constexpr, D: gl.constexpr):
+    """Normalise O, the accumulators of C columns of tiles of D (columns.py), and write it and the LSE, from registers
+    and without a barrier."""
     tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
     RS: gl.constexpr = m.type.layout
-    RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     row = tile_row + gl.arange(0, 64, layout=RS)
     token = row // problem.group
     q_head = problem.head * problem.group + row - token * problem.group
@@ -204,13 +205,22 @@ def write_at_once(o, m, l, tile_row, work_tile, D: gl.constexpr):
     loads.store_lse(
         lse * softmax.LN2, tensors.lse_ptr, token, q_head, strides, (row < problem.rows) & (problem.want_lse != 0)
     )
-    o = o * gl.convert_layout(of_values(factor, problem.score_scale), RO)[:, None]
+    factor = of_values(factor, problem.score_scale)
+    for i in gl.static_range(len(o)):
+        _write_piece(o[i], factor, tile_row, work_tile, columns.value_piece(C, D, i, 0), C, D)
+
+
+@gluon.jit
+def _write_piece(o, factor, tile_row, work_tile, FIRST: gl.constexpr, C: gl.constexpr, D: gl.constexpr):
+    tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
+    o = o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
     x = in_pieces(o.to(tensors.out_ptr.dtype.element_ty))
     LW: gl.constexpr = x.type.layout
     row = tile_row + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
     offset = loads.row_offsets(row, problem.head, problem.group, strides.out_token, strides.out_head)
-    col = gl.arange(0, D, layout=gl.SliceLayout(0, LW))
-    gl.store(tensors.out_ptr + offset[:, None] + col[None, :], x, mask=(row < problem.rows)[:, None])
+    col = FIRST + gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, LW))
+    there = loads.here(row < problem.rows, col, C, D)
+    gl.store(tensors.out_ptr + offset[:, None] + col[None, :], x, mask=there)
 
 
 @gluon.jit
