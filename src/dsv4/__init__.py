@@ -59,7 +59,12 @@ __all__ = [
 ]
 
 
+_FOLDERS = ("distributed", "integrations", "reference")  # that docstrings name; imported where they are used
+
+
 def __getattr__(name: str) -> Any:
+    if name in _FOLDERS:
+        return importlib.import_module(f"dsv4.{name}")
     if name in __all__:
         raise ImportError(f"dsv4.{name} needs torch, which is not installed")
     raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
