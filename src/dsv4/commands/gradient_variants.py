@@ -16,24 +16,28 @@ from dsv4.runtime.program import Launch
 from dsv4.v4 import problem as v4_problem
 from dsv4.v4.backward import V4Backward
 
+# Query heads of a KV head. On Hopper a TMA box holds all of a group that is a power of two: each has its variant.
+GROUPS = (1, 2, 4, 8, 16)
+
 
 def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) -> list[Launch]:
-    """The launches of fmha's and fmha_varlen's gradients, whatever the mask, the sink or the group, with dQ summed in
-    any order or always in the same one; at head dims 256 and 512 they have the same kernels. options: of fmha."""
+    """The launches of fmha's and fmha_varlen's gradients, whatever the mask or the sink, with dQ summed in any order;
+    without groups, also always in the same one. At head dims 256 and 512 all have the same kernels. options: of
+    fmha."""
     found = []
-    for varlen in (False, True) if head_dim <= 128 else (False,):
+    for varlen, group in itertools.product((False, True), GROUPS) if head_dim <= 128 else ((False, 1),):
+        shape = (256,) if varlen else (1, 256)
 
-        def draw(*sizes: int) -> Tensor:
-            return torch.empty(*sizes, 256, 1, head_dim, dtype=dtype, device="meta")
+        def draw(heads: int, shape: tuple[int, ...] = shape) -> Tensor:
+            return torch.empty(*shape, heads, head_dim, dtype=dtype, device="meta")
 
-        one = () if varlen else (1,)
         starts = torch.empty(2, dtype=torch.int32, device="meta")
-        q, k, v = (draw(*one) for _ in range(3))
+        q, k, v = draw(group), draw(1), draw(1)
         p = problem.varlen(q, k, v, starts, starts) if varlen else problem.dense(q, k, v)
-        p = replace(p, out=draw(*one), lse=torch.empty(p.lse_shape, device="meta"))
-        for deterministic in (False, True):
+        p = replace(p, out=draw(group), lse=torch.empty(p.lse_shape, device="meta"))
+        for deterministic in (False, True) if group == 1 else (False,):
             p = replace(p, options=p.options._replace(deterministic=deterministic, **options))
-            b = FmhaBackward(p, draw(*one), None, draw(*one), draw(*one), draw(*one))
+            b = FmhaBackward(p, draw(group), None, draw(group), draw(1), draw(1))
             found += calls.launches_of(b, dispatch.compile_target(arch))
     return found
 

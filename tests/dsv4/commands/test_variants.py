@@ -73,6 +73,23 @@ def test_gradients_of_fmha_are_written(arch, d, dtype):
     assert not gradients - written(["fmha-backward"], arch, d, dtype), [launched[one] for one in gradients]
 
 
+def test_gradients_of_groups_are_written():
+    """A TMA box holds the heads of a group that is a power of two."""
+    draw = dict(dtype=torch.bfloat16, requires_grad=True)
+    starts = torch.tensor([0, 20, 64], dtype=torch.int32)
+    with recording("sm_90a") as launched, torch.enable_grad():
+        for group in (2, 4, 8, 16):
+            q, k = torch.zeros(1, 64, 2 * group, 64, **draw), torch.zeros(1, 64, 2, 64, **draw)
+            for out in (
+                dsv4.fmha(q, k, k * 1, causal=True, backend="softsm"),
+                dsv4.fmha_varlen(q[0], k[0], k[0] * 1, starts, starts, backend="softsm"),
+            ):
+                torch.autograd.grad(out, [q, k], torch.zeros_like(out))
+    assert sum(name == "backward_keys" for name in launched.values()) == 8
+    missing = set(launched) - written(["dense", "varlen", "fmha-backward"], "sm_90a", 64, "bf16")
+    assert not missing, [launched[one] for one in missing]
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("d", [128, 512])
 def test_capped_scores_are_written(arch, d):
