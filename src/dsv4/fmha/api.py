@@ -138,9 +138,9 @@ def _call(
     tensors = (*tensors, sink, k_scale, v_scale)
     if problem.in_e4m3(tensors[1]):
         checks.forward_only(**dict(zip(op.tensors, tensors)))
-    by_kernels = op is FMHA and plan is None and head_dims.kernels_take(tensors, backend)
-    if head_dims.needs_padding(tensors[0], tensors[2]) and op is not FMHA_PAGED and not by_kernels:
-        return _padded(op, tensors, checked, return_lse, out, plan, backend)
+    if head_dims.needs_padding(tensors[0], tensors[2]) and op is not FMHA_PAGED:
+        if op is not FMHA or plan is not None or not head_dims.kernels_take(tensors, backend):
+            return _padded(op, tensors, checked, return_lse, out, plan, backend)
     return operators.call(op, tensors, checked, return_lse, out, plan, backend)
 
 
