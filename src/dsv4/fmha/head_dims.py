@@ -33,7 +33,7 @@ def kernels_take(tensors: Sequence[Any], backend: str) -> bool:
     fits = BETWEEN[0] <= min(widths) and max(widths) <= BETWEEN[1] and all(width % 8 == 0 for width in widths)
     if not fits or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:4]):
         return False
-    return dispatch.resolve(backend, q.device) != "cpu"
+    return not q.is_meta and dispatch.resolve(backend, q.device) != "cpu"
 
 
 def padded(tensors: Sequence[Any], options: FmhaOptions) -> tuple[tuple[Any, ...], FmhaOptions]:

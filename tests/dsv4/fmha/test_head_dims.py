@@ -40,6 +40,12 @@ def test_varlen(d, width):
     torch.testing.assert_close(out, varlen(dsv4.fmha(q, k, v, causal=True)))
 
 
+def test_on_meta_tensors():
+    q, k, v = (x.to("meta") for x in draw(192, 128, torch.bfloat16))
+    out, lse = dsv4.fmha(q, k, v, causal=True, return_lse=True)
+    assert out.shape == (2, 5, 4, 128) and lse.shape == (2, 4, 5) and out.is_meta
+
+
 def test_keys_that_are_the_values_stay_so(monkeypatch):
     """Kernels of K = V read one tensor."""
     q, k, _ = draw(96, 96)
