@@ -175,6 +175,24 @@ class Sums(NamedTuple):
     out_line: Any
 
 
+class SharedRows(NamedTuple):
+    """x of the shared expert: as it is, and rounded."""
+
+    ptr: Any  # [tokens, width]
+    line: Any  # from a token to the next
+    width: Any
+    to_ptr: Any  # [tokens, width]
+
+
+class SharedHidden(NamedTuple):
+    """Its gate and up, and its hidden values, rounded."""
+
+    ptr: Any  # [tokens, 2 width]
+    width: Any
+    limit: Any  # of SwiGLU
+    to_ptr: Any  # [tokens, width]
+
+
 class Logits(NamedTuple):
     """x [tokens, width] and gate [experts, width], and the logits of all, chunk by chunk."""
 

@@ -15,6 +15,8 @@ from dsv4.moe.kernels.arguments import (
     Logits,
     Pieces,
     Rules,
+    SharedHidden,
+    SharedRows,
     SlotOutputs,
     SortedRows,
     SortOutputs,
@@ -23,6 +25,7 @@ from dsv4.moe.kernels.arguments import (
 )
 from dsv4.moe.kernels.route import CHUNKS, moe_choose, moe_logits
 from dsv4.moe.kernels.rows import PIECE, SOME, moe_count, moe_place, moe_rows, moe_sort_rows, moe_sum, words_of
+from dsv4.moe.kernels.shared import moe_shared_hidden, moe_shared_rows
 from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime.checks import LOW_PRECISION
 from dsv4.runtime.program import Null, Program, Slot
@@ -124,10 +127,7 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     multiply(Product(True, p.w13, p.w13_scales, x_rows, x_scales, rows, tiles, hidden, signals))
     tiles = WeightTiles(p.w2_factors, p.hidden // formats.TILE_ROWS, p.intermediate // formats.GROUP)
     multiply(Product(False, p.w2, p.w2_scales, h_rows, h_scales, rows, tiles, SlotOutputs(y, p.hidden), signals))
-    shared: Any = Null(p.x.dtype)
-    if p.shared_w13 is not None:
-        shared = program.workspace("shared", (p.tokens, p.hidden), p.x.dtype)
-        program.compute(shared_into, p, shared)
+    shared = prepare_shared(p, program)
     sums = Sums(y, row_of, p.hidden, shared, p.out, p.out.stride(0))
     program.launch(
         moe_sum, (p.tokens, parts), dict(sums=sums), TOPK=p.topk, SHARED=p.shared_w13 is not None, COLUMNS=COLUMNS,
@@ -178,6 +178,34 @@ def prepare_route(p: RouteProblem, program: Program) -> None:
     )  # fmt: skip
     if ids is not p.ids:
         program.copy(p.ids, ids)
+
+
+def prepare_shared(p: MoeProblem, program: Program) -> Any:
+    """-> the outputs of the shared expert [tokens, hidden], or Null. Its products are torch's."""
+    if p.shared_w13 is None or p.shared_w2 is None:
+        return Null(p.x.dtype)
+    shared = program.workspace("shared", (p.tokens, p.hidden), p.x.dtype)
+    if p.activations not in ("fp8_128", "fp8_32"):
+        program.compute(shared_into, p, shared)
+        return shared
+    inner = p.shared_w2.shape[1]
+    rows = program.workspace("rounded x", (p.tokens, p.hidden), p.x.dtype)
+    both = program.workspace("gate and up", (p.tokens, 2 * inner), p.x.dtype)
+    hidden = program.workspace("hidden values", (p.tokens, inner), p.x.dtype)
+
+    def rounding(kernel: Any, width: int, given: dict[str, Any]) -> None:
+        grid, group = (p.tokens, -(-width // COLUMNS)), formats.columns(p.activations, width)
+        program.launch(kernel, grid, given, COLUMNS=COLUMNS, GROUP=group, num_warps=4)
+
+    rounding(moe_shared_rows, p.hidden, dict(x=SharedRows(p.x, p.x.stride(0), p.hidden, rows)))
+    program.compute(multiplied, rows, p.shared_w13, both)
+    rounding(moe_shared_hidden, inner, dict(h=SharedHidden(both, inner, float(p.limit), hidden)))
+    program.compute(multiplied, hidden, p.shared_w2, shared)
+    return shared
+
+
+def multiplied(x: torch.Tensor, w: torch.Tensor, to: torch.Tensor) -> None:
+    torch.mm(x, w.T, out=to)
 
 
 def shared_into(p: MoeProblem, to: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from dsv4.moe import formats
 from dsv4.moe.kernels.arguments import Counters, Hidden, Peers, Pool, SlotOutputs, Tokens, Total, WeightTiles
-from dsv4.moe.kernels.prepare import Product, shared_into
+from dsv4.moe.kernels.prepare import Product, prepare_shared
 from dsv4.moe.kernels.rows import words_of
 from dsv4.moe.problem import MoeProblem
 from dsv4.runtime.program import Null, Program
@@ -48,10 +48,7 @@ def prepare_mega(
         y = program.workspace("outputs of slots", (p.tokens, p.topk, p.hidden), p.x.dtype)
     if p.slots is not None and ranks is None:
         program.fill(y, 0.0)
-    shared: Any = Null(p.x.dtype)
-    if p.shared_w13 is not None:
-        shared = program.workspace("shared", (p.tokens, p.hidden), p.x.dtype)
-        program.compute(shared_into, p, shared)
+    shared = prepare_shared(p, program)
     pool = Pool(place, line_of, row_weight, p.experts, atoms)
     up = WeightTiles(p.w13_factors, p.intermediate // formats.GROUP, p.hidden // formats.GROUP)
     down = WeightTiles(p.w2_factors, p.hidden // formats.TILE_ROWS, p.intermediate // formats.GROUP)
