@@ -226,7 +226,8 @@ class Model:
         g = self.gpu
         alone = g["l2.rate"] / active
         whole = (s.piece / 128) ** 3  # pieces of a line are asked for at different times
-        served = 1 + (min(self.together(s, active), MERGED) - 1) * g["l2.coincide"] * whole
+        close = g["l2.coincide.tma" if s.boxes else "l2.coincide"]  # a box is asked for at once
+        served = 1 + (min(self.together(s, active), MERGED) - 1) * close * whole
         return max(alone, min(g["l2.merged"], served * alone))
 
     def replay(

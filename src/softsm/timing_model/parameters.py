@@ -51,7 +51,7 @@ GLUON = "Triton's Gluon tutorials 02, 06, 08 and 11, B200 (benchmarks/timing.py 
 CLOCK = "Triton's Gluon tutorials and FlashAttention-4, B200"
 EVERYDAY = "benchmarks/microbench, group everyday, H200, 2026-11-17"
 LIMITS = "benchmarks/microbench, group shared limits, H200, 2026-11-17"
-DRAWN = "benchmarks/timing.py --seed 1 2, kernels that wait for one load after another, H200, 2026-11-17"
+DRAWN = "benchmarks/timing.py, kernels of development seeds 1 to 505, H200, 2026-11-17"
 DEPENDENTS = "benchmarks/microbench, group dependents, H200, 2026-11-16"
 CLOSE = "cycles a product is held up by an instruction within two cycles of the one before"
 
@@ -149,6 +149,7 @@ HOPPER = {
     "commit": _p(10, "cycles", SA, "C"),
     "l2.merged": _p(188, "bytes/ns of an SM", OURS, "A", 158, 190),
     "l2.coincide": _p(0.03, "share of the sharers", DRAWN, "B", 0.02, 0.04),
+    "l2.coincide.tma": _p(0.05, "share of the sharers", DRAWN, "B", 0.04, 0.07),
     "sm.write": _p(32, "bytes/cycle", OURS, "A"),
     "copy.line": _p(1.06, "cycles of a 128-byte line that cp.async takes a part of", STRIPS, "A", 1.0, 1.13),
     "load.line": _p(1.0, "cycles of a 128-byte line", STRIPS, "B", 0.9, 1.0),
@@ -172,6 +173,7 @@ HOPPER = {
 BLACKWELL = HOPPER | {
     "sms": _p(148, "count", "driver", "A"),
     "tma.interval": _p(48, "cycles", QRC, "B", 48, 65),
+    "l2.coincide.tma": _p(0.03, "share of the sharers", "as of other loads: nothing is known", "D", 0.02, 0.07),
     "tma.gather": _p(13, "cycles", FLASHMLA, "C", 4, 13),
     "tma.hbm": _p(480, "ns", SA, "B", 460, 900),
     "sm.rate": _p(80, "bytes/cycle", SA, "B", 64, 130),

@@ -30,6 +30,7 @@ class Source:
     atomic: float = 0.0  # bytes of sectors that atomic operations change
     device: float = 0.0  # share that comes from device memory
     random: bool = False
+    boxes: bool = False  # read by TMA
 
     @property
     def piece(self) -> float:
@@ -78,6 +79,9 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
                     out[tensor].written += n * scale
                 elif way == "atomic":
                     out[tensor].atomic += n * scale
+        for tensor in {e[4] for w in c.warps for e in w.events if e[1] == LOAD}:
+            if 0 <= tensor < len(out):
+                out[tensor].boxes = True
         for tensor, starts in c.starts.items():
             if len(starts) > 24 and 0 <= tensor < len(out):
                 steps = np.diff(np.array(starts))

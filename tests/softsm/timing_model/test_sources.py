@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from softsm.timing_model.machine import CP_ASYNC, LOAD
-from softsm.timing_model.sources import Source, absent_from_l1, shares, slowest
+from softsm.timing_model.parameters import GPUS
+from softsm.timing_model.sources import Source, absent_from_l1, shares, slowest, sources_of
 from softsm.timing_model.trace import ClusterTrace, WarpTrace
 
 L1 = 256 << 10
@@ -67,3 +68,11 @@ def test_a_wait_for_many_lines_is_longer(kind):
     assert asked(4096, 1) == asked(4096, 50) == asked(1024, 3) == 0
     assert asked(8192, 9) == asked(8192, 9, 1) == pytest.approx(0.5)
     assert asked(16384, 2) == asked(1 << 20, 1) == 1
+
+
+def test_tensors_that_tma_reads_are_known():
+    """Their lines are asked for at once: L2 answers more of those who share them together."""
+    events = [(7, LOAD, 0, 4096, 1), (8, CP_ASYNC, 0, 512, 4), (9, LOAD, 0, 4096, -2)]
+    cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, 0, events=events)])
+    trace = SimpleNamespace(clusters=[cluster], tensors=[("a", 64), ("b", 64), ("c", 64)], total=1)
+    assert [s.boxes for s in sources_of(trace, GPUS["h200"], {})] == [False, True, False]
