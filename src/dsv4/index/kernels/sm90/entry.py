@@ -61,7 +61,8 @@ def fp4_blocks_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]
 
 
 def plain_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    return 1, 2, dict(ROWS=128 if dims <= 128 else 64, num_warps=4, num_stages=2)
+    """One stage: with more Triton 3.6 puts the proxy fence of tl.dot before what it is for, the end of cp.async."""
+    return 1, 2, dict(ROWS=128 if dims <= 128 else 64, num_warps=4, num_stages=1)
 
 
 def boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
