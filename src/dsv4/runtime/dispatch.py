@@ -71,7 +71,7 @@ def use_aot(directory: str | Path | None, only: bool = False) -> None:
 def resolve(backend: str, device: torch.device, name: str = "q") -> str:
     """ "auto" and the demands of the others on the device of the tensors -> cpu, cuda or softsm. name: of the argument
     whose device it is. Under `softsm check` and its like, tensors say that they are on a GPU, which is the emulator."""
-    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_name(device).startswith("softsm "):
+    if device.type == "cuda" and not torch.compiler.is_compiling() and _emulated(device):
         return "cpu" if backend == "cpu" else "softsm"
     if backend == "auto":
         if device.type not in ("cpu", "cuda"):
@@ -81,6 +81,11 @@ def resolve(backend: str, device: torch.device, name: str = "q") -> str:
     if device.type != needed:
         checks.fail("backend", f"{backend!r} with tensors on {device}", f"{backend!r} with tensors on {needed}")
     return backend
+
+
+def _emulated(device: torch.device) -> bool:
+    """Whether a device that calls itself a GPU is softsm's. torch.compile cannot trace this."""
+    return torch.cuda.is_available() and torch.cuda.get_device_name(device).startswith("softsm ")
 
 
 @contextmanager
