@@ -27,6 +27,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != HERE]  # benchmarks/softsm.py is not the package
 sys.path.append(str(HERE))
 
+MEASURED_WITH = "3.6"  # the Triton of the GPU's machine: the code of another is another kernel
+
 import timing_measure as measuring  # noqa: E402
 import timing_tables as tables  # noqa: E402
 
@@ -191,6 +193,11 @@ def main() -> int:
     parser.add_argument("--cost", action="store_true", help="what a timing run costs beside plain emulation")
     parser.add_argument("--published", type=Path, metavar="FOLDER", help="Triton's python/tutorials/gluon")
     given = parser.parse_args()
+    if given.seed and given.predict:
+        import triton
+
+        if not triton.__version__.startswith(MEASURED_WITH):
+            parser.error(f"--seed: got Triton {triton.__version__}; the kernels are measured with {MEASURED_WITH}")
     if given.cost:
         print(cost(given.only))
     elif given.blackwell and given.write:
