@@ -101,7 +101,7 @@ class V41Contest:
 
 
 CASES = [
-    *(V41Case(b, 64) for b in (1, 2, 8, 16, 32, 128, 256)),
+    *(V41Case(b, 64) for b in (1, 2, 8, 16, 32, 64, 128, 256)),
     *(V41Case(b, heads) for heads in (8, 16) for b in (1, 32, 128)),
     V41Case(128, 32),
     V41Case(4096, 64, pool=8192),
