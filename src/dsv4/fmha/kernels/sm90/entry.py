@@ -4,7 +4,7 @@
 head dim   problems                                    kernel
 =========  ==========================================  ===================================
 64 - 256   all but the next                            forward.py
-64 - 256   dense, a row tile for every SM or more      forward_persistent.py
+64 - 256   dense, about a row tile for every SM        forward_persistent.py
 64 - 256   e4m3, up to 16 rows for a KV head, by TMA   decode.py
 512        all                                         forward_d512.py, forward_d512_kv.py
 =========  ==========================================  ===================================
@@ -20,6 +20,7 @@ from dsv4.fmha.kernels.prepare import (
     is_partial,
     keep_out,
     prepare_split,
+    splits_keys,
     widened,
 )
 from dsv4.fmha.kernels.sm90.causal_order import order_of
@@ -33,6 +34,7 @@ from dsv4.runtime.program import Program
 
 DECODE_ROWS = 16  # of decode.py
 THREE_ROLES = 1.31  # time of a step of 192 rows with a causal mask at head dim 64, in steps of 128 rows
+FEW = 0.45  # row tiles for an SM, from which on the looping kernel may pay
 THREE_ROLES_SPILL = (3, 9)  # from this Triton on
 
 
@@ -55,9 +57,8 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
     # head dim 64 without a mask, (4, 16, 1024) 57 instead of 53 us; decode was not measured with fewer than four.
     enough = 4 if rows <= 64 or p.head_dim == 64 and p.right < 0 else 1
-    many = p.kind == "dense" and not p.e4m3 and tiles >= enough * target.num_sms
-    large = many and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
-    if large:
+    may_loop = p.kind == "dense" and not p.e4m3 and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
+    if may_loop and (tiles >= enough * target.num_sms or _loops_with_few(p, target, rows, tiles)):
         return _looping(p, target)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
     if few or p.head_dim == 64:
@@ -72,6 +73,18 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     if p.e4m3:
         return _rows_tiling(p.head_dim, keys, 2, 2, 208, 88, LOAD_WARPS=4)
     return _rows_tiling(p.head_dim, keys, 2, 2, 232, 40)
+
+
+def _loops_with_few(p: FmhaProblem, target: Target, rows: int, tiles: int) -> bool:
+    """Whether the looping kernel, whose loop is the better one, pays with less than a row tile for every SM: at head
+    dim 256 always, (1, 5, 2560) causal 58 instead of 65 us; at head dim 128 where keys would be split, (15, 1, 506) 17
+    instead of 20 us, and without a mask on 1024 keys or more, (1, 4, 4000) 56 instead of 65 us, but not (1, 32:4, 500),
+    19 instead of 18 us. Measured from 60 tiles for 132 SMs on."""
+    if p.head_dim < 128 or rows <= 64 or tiles < FEW * target.num_sms:
+        return False
+    if p.head_dim == 256:
+        return True
+    return splits_keys(p, target, _rows_tiling(128, 128, 2, 2, 232, 40)) or p.right < 0 and p.max_seqlen_k >= 1024
 
 
 def swaps(p: FmhaProblem) -> bool:

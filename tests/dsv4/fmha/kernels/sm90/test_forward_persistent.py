@@ -6,9 +6,10 @@ import torch
 import softsm
 from dsv4.fmha import problem
 from dsv4.fmha.kernels.arguments import Options, Sizes
-from dsv4.fmha.kernels.sm90 import causal_order, forward_persistent
+from dsv4.fmha.kernels.sm90 import causal_order, entry, forward_persistent
 from dsv4.fmha.kernels.tiles import NO_BOUND
 from dsv4.kernels.compat import gl, gluon
+from dsv4.runtime import dispatch
 
 CTAS = 132
 NO = gl.constexpr(NO_BOUND)
@@ -98,3 +99,23 @@ def test_shapes_drawn_at_random_are_within_a_tenth_of_even():
             lengths = causal_order._lengths(p, 128, 128)
             even = float(lengths.sum()) * sequences * kv_heads / CTAS
             assert causal_order.order_of(p, 128, 128, CTAS).longest <= 1.1 * even
+
+
+@pytest.mark.parametrize(
+    ("d", "causal", "shape", "loops"),
+    [
+        (256, True, (1, 5, 5, 2560), True),
+        (256, False, (30, 2, 2, 256), True),
+        (256, False, (1, 1, 1, 4000), False),  # 32 tiles: their keys are split
+        (128, True, (15, 1, 1, 506), True),  # 60 tiles, whose keys would be split
+        (128, True, (1, 8, 8, 1900), False),
+        (128, False, (1, 4, 4, 4000), True),
+        (128, False, (1, 32, 4, 500), False),
+        (64, True, (15, 1, 1, 506), False),
+    ],
+)
+def test_who_loops_with_less_than_a_row_tile_for_every_sm(d, causal, shape, loops):
+    batch, heads, kv_heads, tokens = shape
+    q, k, v = (torch.empty(batch, tokens, h, d, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
+    target = dispatch.compile_target("sm_90a")
+    assert entry.tiling(problem.dense(q, k, v, causal=causal), target).loop == loops
