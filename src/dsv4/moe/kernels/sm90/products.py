@@ -275,6 +275,9 @@ def moe_products_sm90(
     counts = rows_of_experts(rows, EXPERTS)
     ticket = take(signals.ticket_ptr)  # while those loads are under way
     count = write_ends(ends, counts, W * PARTS)
+    # Triton 3.6 keeps what roles are given where the ticket was passed on, and orders neither after the other: a warp
+    # that reads its ticket late would read, and hand on, the count.
+    barrier()
     first = Operands(w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, sizes.blocks1, sizes.steps1)
     second = Operands(w2_desc, w2_offsets_desc, w2_factors_desc, h_desc, h_scales_desc, sizes.blocks2, sizes.steps2)
     gl.warp_specialize([
