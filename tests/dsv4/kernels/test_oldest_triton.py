@@ -30,15 +30,20 @@ def entry_points():
     return set(re.findall(r"^@(?:gluon|triton)\.jit\((?:[^()]|\([^()]*\))*\)[^\n]*\ndef (\w+)", text, re.MULTILINE))
 
 
-def front_end(most, dtypes):
-    """What the script says beside the oldest Triton."""
+def run_beside(*arguments):
+    """Python with these arguments, beside the oldest Triton."""
     environment = dict(os.environ)
     if dispatch.triton_version() != (3, 6):
         if not SIDE.exists():
             missing = f"there is no Triton {OLDEST} in {SIDE}, where `make setup` installs it"
             (pytest.fail if os.environ.get("DSV4_CI") else pytest.skip)(missing)
         environment["PYTHONPATH"] = os.pathsep.join([str(SIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, SCRIPT, str(most), *dtypes], env=environment, capture_output=True, text=True)
+    return subprocess.run([sys.executable, *map(str, arguments)], env=environment, capture_output=True, text=True)
+
+
+def front_end(most, dtypes):
+    """What the script says beside the oldest Triton."""
+    done = run_beside(SCRIPT, most, *dtypes)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["triton"] == OLDEST
@@ -71,3 +76,12 @@ def test_blackwell_kernels_have_the_same_names_under_every_triton(beside):
     """Files that the newest one has written are looked for by an older one, which engines bring."""
     here = runpy.run_path(str(SCRIPT))["names_for_blackwell"]()
     assert beside["names"] == here and len(here) > 10
+
+
+@pytest.mark.compile
+def test_experts_run_in_softsm_with_its_code():
+    """It kept the ticket of a CTA and what the roles are given in one word, without a barrier: a deadlock."""
+    test = Path(__file__).parents[1] / "moe/kernels/sm90/test_products.py"
+    name = f"{test}::test_experts_with_many_rows_with_few_and_with_none"
+    done = run_beside("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", name)
+    assert done.returncode == 0, done.stdout

@@ -47,6 +47,7 @@ from dsv4.fmha.kernels.sm90.gradient_sums import DqSum, add_block, store_blocks
 from dsv4.kernels.compat import (
     Value,
     aggregate,
+    barrier,
     fence_async_shared,
     gl,
     gluon,
@@ -215,6 +216,7 @@ def load_role(operands, memory, terms, work, part, sizes, D: gl.constexpr, VARLE
         ring.acquire(stage)
         memory.stat.index(stage.index * 2).store(lse2)
         memory.stat.index(stage.index * 2 + 1).store(delta)
+        barrier()  # one lane arrives for all; Triton 3.6 puts nothing between
         q, dout, ready = ring.slot(stage), memory.dout.index(stage.index), ring.ready_at(stage)
         place = work.first_row + row
         past: gl.constexpr = False
@@ -406,6 +408,8 @@ def gradient_role(memory, dq_sum, dk_result, dv_result, work, part, sizes, scale
         tile = memory.v.index(W)
         finish(dv, tile, dv_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
         finish(dk * scale, tile, dk_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
+    if ADD_DQ:
+        store_wait(0)  # shared memory is there until dQ's tile has been read
 
 
 @gluon.jit
