@@ -10,6 +10,7 @@ from agreement import assert_agrees
 import dsv4
 import softsm
 from dsv4 import reference
+from dsv4.kernels.compat import TRITON_VERSION
 
 LOG2E = 1.4426950408889634
 
@@ -19,6 +20,8 @@ LOG2E = 1.4426950408889634
     "dtype, limit", [(torch.bfloat16, 30), pytest.param(torch.float16, 27, marks=pytest.mark.slow)]
 )
 def test_scores_just_below_the_limit_are_right(arch, dtype, limit):
+    if arch == "sm_100a" and TRITON_VERSION < (3, 9):
+        pytest.skip("the Blackwell kernels need triton >= 3.9")
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(16, n, 1, 64, generator=generator) for n in (2, 9, 9))
     largest = float((q[:, :, 0] @ k[:, :, 0].mT).abs().max()) * LOG2E / 8

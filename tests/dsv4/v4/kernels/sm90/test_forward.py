@@ -252,6 +252,8 @@ def test_what_it_does_not_take_is_refused_by_name():
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_an_fp8_cache_beside_fp16_is_refused_by_name(arch, mixed):
+    if arch == "sm_100a" and dispatch.triton_version() < (3, 9):
+        pytest.skip("the Blackwell kernels need triton >= 3.9")
     q, listed = torch.randn(1, 2, 512).half(), torch.zeros(1, 1, dtype=torch.int32)
     cache = dsv4.Fp8Cache.pack(rows(3))
     pools = (q[:, 0], listed, cache, listed) if mixed else (cache, listed)
