@@ -258,6 +258,7 @@ def compute_role(
     m = gl.zeros([HEADS], gl.float32, gl.SliceLayout(0, LS))  # a guess
     l = gl.zeros([4, 8, HEADS], gl.float32, LP)
     async_copy.wait_group(0)  # Q; seen by all warps after the barrier
+    fence_async_shared()  # by the tensor cores too; Triton 3.6 adds none
     barrier()
     slot = 0
     phase = 0
