@@ -207,7 +207,8 @@ def test_no_race_whenever_copies_and_products_complete(head_dim, same_kv, order)
 
 
 @pytest.mark.parametrize("splits, seed, same_kv", [
-    (2, 1, False), *(pytest.param(1, n, same, marks=pytest.mark.slow) for n in (1, 2, 3, 4) for same in (False, True)),
+    pytest.param(2, 1, False, marks=pytest.mark.compile),
+    *(pytest.param(1, n, same, marks=pytest.mark.slow) for n in (1, 2, 3, 4) for same in (False, True)),
 ])  # fmt: skip
 def test_no_slot_is_filled_before_all_have_seen_it(splits, seed, same_kv, monkeypatch):
     """Seven steps of a split at head dim 512. A wait for a filling that the next one has overtaken would not end. Two
