@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.fmha.options import FmhaOptions
-from dsv4.fmha.problem import BETWEEN
+from dsv4.fmha.problem import is_between
 from dsv4.runtime import checks, dispatch
 
 
@@ -29,8 +29,7 @@ def kernels_take(tensors: Sequence[Any], backend: str) -> bool:
     q, k, v = tensors[:3]
     if not all(checks.is_tensor(x) and x.ndim == 4 and x.dtype in checks.LOW_PRECISION for x in (q, k, v)):
         return False
-    widths = {x.shape[-1] for x in (q, k, v)}
-    fits = BETWEEN[0] <= min(widths) and max(widths) <= BETWEEN[1] and all(width % 8 == 0 for width in widths)
+    fits = all(is_between(x.shape[-1]) for x in (q, k, v))
     if not fits or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:4]):
         return False
     return not q.is_meta and dispatch.resolve(backend, q.device) != "cpu"

@@ -118,14 +118,15 @@ def in_e4m3(x: Any) -> bool:
     return checks.is_tensor(x) and x.dtype == checks.E4M3
 
 
-def _is_between(d: int) -> bool:
+def is_between(d: int) -> bool:
+    """Whether dense kernels may have this head dim beside those of HEAD_DIMS."""
     return BETWEEN[0] <= d <= BETWEEN[1] and d % 8 == 0
 
 
 def _common(q, k, v, sink, k_scale, v_scale, options: FmhaOptions, names=KV) -> dict:
     """The checks that do not depend on the kind; ranks are already right."""
     d, width = q.shape[-1], v.shape[-1]
-    between = names == KV and (d != width or d not in checks.HEAD_DIMS) and _is_between(d) and _is_between(width)
+    between = names == KV and (d != width or d not in checks.HEAD_DIMS) and is_between(d) and is_between(width)
     if not between:
         checks.head_dim("q", d)
     for name, x in zip(names, (k, v)):
