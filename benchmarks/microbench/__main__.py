@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import device as devices
 from copies import Copies
+from crossbar import Crossbar
 from dependents import Dependents
 from everyday import Everyday
 from instructions import OPERATIONS, Instructions
@@ -34,7 +35,7 @@ from synchronisation import Synchronisation
 from turns import Turns
 
 GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips, Turns,
-                               Dependents, Everyday, SharedLimits)}  # fmt: skip
+                               Dependents, Everyday, SharedLimits, Crossbar)}  # fmt: skip
 
 
 def measure(group: str, path: Path) -> None:
