@@ -4,41 +4,79 @@
     pip install scipy expecttest                           which some of their files import
     python tools/triton_suite.py path                      both suites, each launch checked
     python tools/triton_suite.py path --each 1             one set of parameters of each test function
+    python tools/triton_suite.py path --record done.jsonl  in several runs: what the file has is not run again
+    python tools/triton_suite.py path --record done.jsonl --table    only the table of what the file has
 
 The suites stay where they are: nothing of them is part of this repository. Take the tag of the installed Triton. Each
 file runs in a process of its own, as two files of the suites have the same name. The result is a table of counts by
 file, as Markdown, and the list of tests that failed, with softsm's findings apart from other failures. Tests that need
-several GPUs, AMD hardware or another architecture skip themselves.
+several GPUs, AMD hardware or another architecture skip themselves. A test that takes longer than `--timeout` seconds is
+cut off and counted as such: its result is unknown.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
 SUITES = ("python/test/unit/language", "python/test/gluon")
-OUTCOMES = ("passed", "found", "failed", "skipped")
-EACH = "SOFTSM_SUITE_EACH"
+OUTCOMES = ("passed", "found", "failed", "cut off", "skipped")
+EACH, RECORD = "SOFTSM_SUITE_EACH", "SOFTSM_SUITE_RECORD"
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """As a plug-in of that run: keeps so many tests of each function, spread evenly over its parameters."""
+    """As a plug-in of that run: keeps so many tests of each function, spread evenly over its parameters, and of them
+    those that are not in the record."""
     wanted = int(os.environ.get(EACH, "0"))
-    if not wanted:
-        return
     functions: dict[str, list] = {}
     for item in items:
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = [spread(tests, wanted) for tests in functions.values()]
-    keep = {id(item) for tests in kept for item in tests}
+    kept = [spread(tests, wanted or len(tests)) for tests in functions.values()]
+    done = {test["test"] for test in read(Path(os.environ[RECORD]))}
+    keep = {id(item) for tests in kept for item in tests if item.nodeid not in done}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in keep])
     items[:] = [item for item in items if id(item) in keep]
+
+
+def pytest_runtest_logreport(report) -> None:
+    """A line of the record for each test that has a result: when it was called, or when its set-up was all."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not (
+        report.when == "call" or (report.when == "setup" and not report.passed)
+    ):
+        return
+    codes = "; ".join(value for name, value in report.user_properties if name == "softsm")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    line = {
+        "test": report.nodeid,
+        "outcome": outcome(report, codes),
+        "codes": codes,
+        "why": getattr(crash, "message", ""),
+    }
+    write(Path(os.environ[RECORD]), line)
+
+
+def outcome(report, codes: str) -> str:
+    if not report.failed:
+        return report.outcome
+    why = str(report.longrepr)
+    if "from pytest-timeout" in why:
+        return "cut off"
+    return "found" if codes or "softsm.errors.Fault" in why else "failed"
+
+
+def read(record: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def write(record: Path, line: dict[str, str]) -> None:
+    with record.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def spread(tests: list, wanted: int) -> list:
@@ -57,44 +95,29 @@ def files(source: Path, suites: list[str]) -> list[str]:
     return found
 
 
-def run(source: Path, file: str, arch: str, each: int, workers: int, extra: list[str]) -> list[ET.Element]:
-    """The test cases of a file, as pytest's JUnit report has them."""
-    tools = str(Path(__file__).parent)
-    environment = {**os.environ, EACH: str(each), "SOFTSM": arch}  # of processes that tests start, too
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (tools, environment.get("PYTHONPATH"))))
-    parallel = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
-    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_suite", "--softsm", "--tb=short",
-                   f"--junitxml={report.name}", *parallel, file, *extra]  # fmt: skip
-        subprocess.run(command, cwd=source, env=environment, check=False, stdout=sys.stderr)
-        try:
-            return list(ET.parse(report.name).getroot().iter("testcase"))
-        except ET.ParseError:  # pytest itself has failed: its output says how
-            case = ET.Element("testcase", name="the whole file")
-            ET.SubElement(case, "error", message="pytest wrote no report")
-            return [case]
+def run(source: Path, file: str, record: Path, options: argparse.Namespace, extra: list[str]) -> None:
+    """The tests of a file, each with a line in the record; a line for the whole file where pytest itself fails."""
+    environment = {**os.environ, EACH: str(options.each), RECORD: str(record), "SOFTSM": options.arch}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(Path(__file__).parent), environment.get("PYTHONPATH")))
+    )
+    parallel = ["-n", str(options.workers), "--dist", "worksteal"] if options.workers > 1 else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_suite", "--softsm", "--tb=short"]
+    command += [f"--timeout={options.timeout}", *parallel, file, *extra]
+    done = subprocess.run(command, cwd=source, env=environment, check=False, stdout=sys.stderr)
+    if done.returncode not in (0, 1, 5):  # 1: tests failed; 5: there was nothing to run
+        write(record, {"test": file, "outcome": "failed", "codes": "", "why": f"pytest ended with {done.returncode}"})
 
 
-def outcome(case: ET.Element) -> str:
-    if case.find("skipped") is not None:
-        return "skipped"
-    problem = next((x for kind in ("failure", "error") if (x := case.find(kind)) is not None), None)
-    if problem is None:
-        return "passed"
-    return "found" if any(x.get("name") == "softsm" for x in case.iter("property")) else "failed"
-
-
-def table(cases: dict[str, list[ET.Element]]) -> str:
+def table(tests: list[dict[str, str]]) -> str:
     counts: dict[str, Counter] = {}
     listed = []
-    for file, case in [(file, case) for file, of_file in cases.items() for case in of_file]:
-        how = outcome(case)
-        counts.setdefault(file, Counter())[how] += 1
-        if how in ("found", "failed"):
-            problem = next(x for kind in ("failure", "error") if (x := case.find(kind)) is not None)
-            first = "".join((problem.get("message") or "").splitlines()[:1])
-            codes = "".join(f"{x.get('value')}; " for x in case.iter("property") if x.get("name") == "softsm")
-            listed.append(f"- {how}: `{case.get('name')}` ({file}): {codes}{first[:160]}")
+    for test in tests:
+        file = test["test"].partition("::")[0]
+        counts.setdefault(file, Counter())[test["outcome"]] += 1
+        if test["outcome"] in ("found", "failed", "cut off"):
+            why = "; ".join(filter(None, (test["codes"], test["why"].partition("\n")[0][:160])))
+            listed.append(f"- {test['outcome']}: `{test['test']}`: {why}")
     lines = ["| file | " + " | ".join(OUTCOMES) + " |", "|---|" + "---|" * len(OUTCOMES)]
     for file, found in sorted(counts.items()):
         lines.append(f"| `{file}` | " + " | ".join(str(found[how]) for how in OUTCOMES) + " |")
@@ -110,16 +133,19 @@ def main() -> None:
     parser.add_argument("--arch", default="sm_100a", choices=("sm_90a", "sm_100a"))
     parser.add_argument("--each", type=int, default=0, help="so many tests of each function; default: all")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--timeout", type=int, default=600, help="seconds for one test")
+    parser.add_argument("--record", type=Path, help="a file of results, which is continued")
+    parser.add_argument("--table", action="store_true", help="run nothing")
     options, extra = parser.parse_known_args()
     source = options.source.resolve()
     missing = [suite for suite in options.suites if not (source / suite).exists()]
     if missing:
         sys.exit(f"source: got {options.source}, accepted is a checkout of Triton: there is no {missing[0]}")
-    cases = {}
-    for file in files(source, options.suites):
-        cases[file] = run(source, file, options.arch, options.each, options.workers, extra)
-        print(table({file: cases[file]}), file=sys.stderr, flush=True)
-    print(table(cases))
+    with tempfile.TemporaryDirectory() as folder:
+        record = (options.record or Path(folder) / "record.jsonl").resolve()
+        for file in [] if options.table else files(source, options.suites):
+            run(source, file, record, options, extra)
+        print(table(read(record)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What calls would launch, and what `dsv4 compile` writes, by the names of the variants."""
 
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 
 import launches
@@ -48,6 +49,11 @@ def recording(arch):
 
 
 def written(kinds, arch, d=512, dtype="bf16", sizes=SIZES):
+    return _written(tuple(kinds), arch, d, dtype, sizes)
+
+
+@cache
+def _written(kinds, arch, d, dtype, sizes):
     return {
         name(arch, one.kernel, one.arguments, one.constants)
         for part in variants.wanted(kinds, [d], [dtype])

@@ -323,6 +323,7 @@ def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
     for part, parameters, numbers in itertools.product(parts, (torch.bfloat16, torch.float32), ROW_NUMBERS):
         for pool in (None, torch.empty(2, 8, part[1], dtype=torch.bfloat16), _packed(part[1])):
             kernels.run(_compress_problem(*part, sizes.rope, parameters, pool, numbers), found.append)
+        kernels.run(_compress_problem(*part, 0, parameters, None, numbers), found.append)
     one, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
     cos_sin = torch.empty(16, sizes.rope)
     for (m, d, overlap), parameters in itertools.product(parts, (torch.bfloat16, torch.float32)):
@@ -344,12 +345,12 @@ def _packed(d: int) -> Fp8Cache | IndexCache | None:
 def _compress_problem(
     m: int, d: int, overlap: bool, rope: int, parameters: torch.dtype, pool: Any, numbers: torch.dtype
 ) -> compressor.CompressProblem:
-    """One window. Parameters: position bias and norm weight."""
+    """One window. Parameters: position bias and norm weight. Without `rope` the caller turns the rows."""
     width = d * (1 + overlap)
     kv = torch.empty(1, m, width, dtype=torch.bfloat16)
     bias, weight = torch.empty(m, width, dtype=parameters), torch.empty(d, dtype=parameters)
     slots = None if pool is None else torch.zeros(1, 1, dtype=numbers)
-    given = compressor.Parameters(bias, weight, torch.empty(16, rope), 1e-6, kv.dtype, m)
+    given = compressor.Parameters(bias, weight, torch.empty(16, rope) if rope else None, 1e-6, kv.dtype, m)
     return compressor.problem_of(kv, kv, None, given, pool, slots)
 
 

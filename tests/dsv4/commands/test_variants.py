@@ -52,6 +52,13 @@ def test_index_calls_of_fp8_keys_are_written(arch, each, numbers):
     assert launched and not set(launched) - written(["index"], arch)
 
 
+def test_compressed_rows_without_rope_are_written():
+    kv, weight = torch.empty(8, 1024, dtype=torch.bfloat16), torch.empty(512, dtype=torch.bfloat16)
+    with recording("sm_90a") as launched:
+        dsv4.compress(kv, kv, torch.empty(4, 1024, dtype=torch.bfloat16), weight, backend="softsm")
+    assert launched and not set(launched) - written(["compress"], "sm_90a")
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -4,6 +4,7 @@ import gc
 import weakref
 from threading import Thread
 
+import launches
 import pytest
 import torch
 from agreement import assert_agrees
@@ -25,25 +26,27 @@ def prepared(monkeypatch):
         yield names
 
 
-def v4_problem(dtype=torch.bfloat16):
+def v4_problem():
     def numbers():
         return torch.randint(-1, 40, (1, 20), dtype=torch.int32)
 
     def rows():
-        return torch.randn(40, 512).to(dtype)
+        return torch.randn(40, 512).bfloat16()
 
-    return dict(q=torch.randn(1, 4, 512).to(dtype), window=rows(), window_indices=numbers(), compressed=rows(),
+    return dict(q=torch.randn(1, 4, 512).bfloat16(), window=rows(), window_indices=numbers(), compressed=rows(),
                 compressed_indices=numbers(), sink=torch.randn(4))  # fmt: skip
 
 
-def test_a_call_like_an_earlier_one_is_not_prepared_again(prepared):
-    """Split and merged, so that there are two launches and a workspace; other tensors each time. In fp16, as test_v4.py
-    has splits."""
+def test_a_call_like_an_earlier_one_is_not_prepared_again(prepared, monkeypatch):
+    """Split and merged, so that there are two launches and a workspace; other tensors each time."""
+    launches.num_sms(monkeypatch, 132)
+    names = launches.launched(monkeypatch)
     for _ in range(3):
-        problem = v4_problem(torch.float16) | {"softmax_scale": -0.1}
-        got = dsv4.v4_attention(**problem, return_lse=True, deterministic=True, backend="softsm")
-        assert_agrees(got, reference.v4_attention, **problem)
-    assert prepared == ["v4_attention"]
+        q, (k, v) = torch.randn(1, 1, 8, 64).bfloat16(), torch.randn(2, 1, 400, 1, 64).bfloat16()
+        problem = dict(q=q, k=k, v=v, sink=torch.randn(8))
+        got = dsv4.fmha(**problem, return_lse=True, backend="softsm")
+        assert_agrees(got, reference.fmha, **problem)
+    assert prepared == ["fmha"] and names == 3 * ["fmha_forward", "combine"]
 
 
 def test_tensors_that_came_as_one_and_come_as_two(prepared):

@@ -157,7 +157,6 @@ IN_FLIGHT = """.version 8.0\n.target sm_90a\n.address_size 64
 
 @pytest.fixture
 def no_collector():
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
