@@ -103,9 +103,12 @@ def sink_of(sink_ptr, head, here):
 
 @gluon.jit
 def finish(m, l, sink):
-    """(factor that normalises O, base-2 LSE without the sink). sink: natural logit per row, -inf = none."""
-    nothing = l == 0.0
-    lse = gl.where(nothing, -float("inf"), m + gl.log2(gl.where(nothing, 1.0, l)))
+    """(factor that normalises O, base-2 LSE without the sink). sink: natural logit per row, -inf = none.
+
+    A row that saw keys, but whose P are all 0, had scores beyond the limit (DESIGN.md, Rules of the operations). Its
+    LSE is NaN, and so is its output, as 0 times 1 / 0, unless a sink far above the scores makes it 0."""
+    nothing = m <= LOWEST
+    lse = gl.where(nothing, -float("inf"), m + gl.log2(gl.where(l > 0.0, l, -1.0)))
     with_sink = l + gl.exp2(sink * LOG2E - gl.where(nothing, 0.0, m))
     return gl.where(nothing, 0.0, 1.0 / gl.where(nothing, 1.0, with_sink)), lse
 
