@@ -42,15 +42,23 @@ def index_words(capacity: int, topk: int = MAX_TOPK) -> int:
         if pieces <= 1:
             break
         items = pieces * kept
-    by_groups = index_kept(capacity, min(topk, MAX_TOPK_BY_GROUPS))
+    by_groups = index_kept(capacity, min(topk, MAX_TOPK_BY_GROUPS)) + index_candidates(capacity, topk)
     return index_line(capacity) + index_line(capacity) // GROUP + 2 * max(rounds, by_groups)
+
+
+def index_candidates(capacity: int, topk: int) -> int:
+    """Groups that the choice by groups has to choose from where a query has more than INDEX_PIECE: those that the
+    choice in pieces of half of that keeps. 0 where it has fewer, or where too many would be kept."""
+    groups = index_line(capacity) // GROUP
+    kept = -(-groups // (INDEX_PIECE // 2)) * index_kept(capacity, topk)
+    return kept if groups > INDEX_PIECE >= kept else 0
 
 
 def block_words(capacity: int, kept: int) -> int:
     """fp32 words that index_blocks needs for a query beside those of index_topk: the greatest score of every block of
     8 rows, and what the rounds of its choice keep, two words each."""
     items = index_line(capacity) // BLOCK
-    words, kept = items, power_of_two(max(min(kept, items), 1))
+    words, kept = items, max(power_of_two(min(kept, items)), 4)
     while items > max(INDEX_PIECE, kept):
         items = -(-items // INDEX_PIECE) * kept
         words += 2 * items

@@ -56,15 +56,16 @@ def index_blocks_kernel(
     newest = (visible + BLOCK - 1) // BLOCK - 1
     item = gl.arange(0, EACH, layout=gl.SliceLayout(1, L))[:, None]
     item = piece * SIZE + item + gl.arange(0, THREADS, layout=gl.SliceLayout(0, L))[None, :] * EACH
-    line = n.to(gl.int64) * source.line
+    # Loads have no masks, so that each brings 16 bytes: fours lie within the line of a query.
+    at = gl.where(item // 4 < source.items // 4, item // 4, 0) * 4 + item % 4
+    at = n.to(gl.int64) * source.line + gl.max_contiguous(gl.multiple_of(at, [min(EACH, 4), 1]), [min(EACH, 4), 1])
     if FIRST:
-        x = gl.load(source.ptr + line + item, mask=item <= newest, other=0.0)
-        ordered = ordered_of(x)
+        ordered = ordered_of(gl.load(source.ptr + at))
         ordered = gl.where((item <= newest) & (ordered > LOWEST), ordered, ABSENT)
         number = item
     else:
-        ordered = gl.load(source.ptr + line + item, mask=item < source.items, other=ABSENT)
-        number = gl.load(source.numbers_ptr + line + item, mask=item < source.items, other=-1)
+        ordered = gl.where(item < source.items, gl.load(source.ptr + at), ABSENT)
+        number = gl.where(item < source.items, gl.load(source.numbers_ptr + at), -1)
     pinned = (number == newest) & (newest >= 0)
     ordered = gl.where(pinned, ABSENT, ordered)
     present = count_of(ordered != ABSENT)

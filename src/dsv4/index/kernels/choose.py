@@ -339,10 +339,11 @@ def keep_of_groups(
     GROUPS: gl.constexpr,
     KEPT: gl.constexpr,
     HIGH: gl.constexpr,
+    CANDIDATES: gl.constexpr,
 ):
     """The same of the groups with the greatest maxima, whose numbers go to groups_ptr."""
     THREADS: gl.constexpr = gl.num_warps() * 32
-    LISTED: gl.constexpr = GROUPS > KEPT
+    LISTED: gl.constexpr = CANDIDATES or GROUPS > KEPT
     low = gl.to_tensor(ABSENT + 1)
     high = gl.to_tensor(FOREVER)
     held = (visible + GROUP - 1) // GROUP
@@ -353,10 +354,16 @@ def keep_of_groups(
         group = gl.arange(0, max(GROUPS // WIDE, 1), layout=gl.SliceLayout(1, L))[:, None] * WIDE
         group = group + gl.arange(0, WIDE, layout=gl.SliceLayout(0, L))[None, :]
         # Fours lie within the line of a query.
-        four = gl.where(group // 4 < source.line, group // 4, 0) * 4 + group % 4
-        four = gl.max_contiguous(gl.multiple_of(four, [1, EACH]), [1, EACH])
-        ordered = ordered_of(gl.load(source.maxima_ptr + n.to(gl.int64) * source.line * 4 + four))
-        ordered = gl.where(group * GROUP < visible, ordered, ABSENT)
+        fours = source.items // 4 if CANDIDATES else source.line
+        four = gl.where(group // 4 < fours, group // 4, 0) * 4 + group % 4
+        four = n.to(gl.int64) * fours * 4 + gl.max_contiguous(gl.multiple_of(four, [1, EACH]), [1, EACH])
+        if CANDIDATES:
+            ordered = gl.where(group < source.items, gl.load(source.maxima_ptr + four), ABSENT)
+            group = gl.load(source.numbers_ptr + four)
+            held = count_of(ordered != ABSENT)
+        else:
+            ordered = ordered_of(gl.load(source.maxima_ptr + four))
+            ordered = gl.where(group * GROUP < visible, ordered, ABSENT)
         if held >= wanted:
             low, high = ends_of(ordered)
         taken, count, low = best_of(ordered, group, wanted, wanted + wanted // 8, low, high, held)
@@ -387,10 +394,12 @@ def index_choose(
     HIGH: gl.constexpr,
     HELD: gl.constexpr,
     SHARES: gl.constexpr,
+    CANDIDATES: gl.constexpr,
 ):
     """One program: the list of query first + n.
 
-    source   fp32 scores [queries, 64 * line], maxima [queries, 4 * line]
+    source   fp32 scores [queries, 64 * line], maxima [queries, 4 * line]; CANDIDATES: those of some groups [queries,
+             items] as ordered bits or ABSENT, with the numbers of the groups (select.py)
     numbers  int32 [queries, SHARES, KEPT], kept alike, or int64: memory for the numbers of what is found, or their keys
     SHARES   CTAs to a query; with several, each finds all rows, and the place in the list of its share of them by
              comparing them with all; a sort takes one CTA three times as long
@@ -422,9 +431,13 @@ def index_choose(
         if (visible <= SIZE) & ((visible + GROUP - 1) // GROUP * 2 < wanted * 3):
             found = keep_best(keep_ptr, line_ptr, source.line * 16, visible, wanted, SIZE, KEPT, AMONG)
         else:
-            found = keep_of_groups(keep_ptr, groups_ptr, line_ptr, source, n, visible, wanted, GROUPS, KEPT, HIGH)
+            found = keep_of_groups(
+                keep_ptr, groups_ptr, line_ptr, source, n, visible, wanted, GROUPS, KEPT, HIGH, CANDIDATES
+            )
     else:
-        found = keep_of_groups(keep_ptr, groups_ptr, line_ptr, source, n, visible, wanted, GROUPS, KEPT, HIGH)
+        found = keep_of_groups(
+            keep_ptr, groups_ptr, line_ptr, source, n, visible, wanted, GROUPS, KEPT, HIGH, CANDIDATES
+        )
     if SHARES > 1:  # what is below all, so that the whole list can be read without asking
         place = gl.arange(0, KEPT, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         gl.store(keep_ptr + place, gl.full([KEPT], -(2**63), gl.int64, place.type.layout), mask=place >= found)

@@ -35,6 +35,7 @@ from dsv4.index.sizes import (
     MAX_TOPK_BY_GROUPS,
     block_words,
     index_block,
+    index_candidates,
     index_groups,
     index_kept,
     index_line,
@@ -99,8 +100,8 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
         if p.topk_blocks:
             behind = (scratch.numel() - count * block_words(p.columns, p.topk_blocks)) // 4 * 4
         _score(p, target, program, kernel, tiling, owner, owners, q, k, scratch, first, count, behind)
-        groups = index_line(p.columns) // GROUP
-        if p.topk <= MAX_TOPK_BY_GROUPS and groups <= INDEX_PIECE:
+        few = index_line(p.columns) // GROUP <= INDEX_PIECE or index_candidates(p.columns, p.topk) > 0
+        if p.topk <= MAX_TOPK_BY_GROUPS and few:
             _choose(p, target, program, owner, owners, scratch, first, count, behind)
         else:
             _select(p, program, owner, owners, scratch, first, count)
@@ -290,10 +291,15 @@ def _choose(
     p: IndexProblem, target: Target, program: Program, owner: int, owners: Owners, scratch: Slot, first: int,
     count: int, behind: int,
 ) -> None:  # fmt: skip
-    """The best rows of the groups that have the greatest maxima, in one launch. What is kept lies behind the maxima."""
+    """The best rows of the groups that have the greatest maxima, in one launch, or in two where there are very many
+    groups. What is kept lies behind the maxima."""
     line = index_line(p.columns)
-    kept = index_kept(p.columns, p.topk)
+    kept, candidates = index_kept(p.columns, p.topk), index_candidates(p.columns, p.topk)
     at = count * (line + line // GROUP)
+    maxima, numbers = _maxima(p, scratch, count), Null(torch.int32)
+    if candidates:
+        maxima, numbers = _best_groups(p, program, owner, owners, scratch, first, count, at, candidates)
+        at += 2 * count * candidates
     shares = index_shares(count, target.num_sms, p.topk)
     if at + count * shares * index_share_words(p.columns, p.topk) > (behind or scratch.numel()):  # a plan for others
         shares = 1
@@ -305,7 +311,7 @@ def _choose(
     # Few queries: the time of one counts. Many: more of them on a multiprocessor.
     warps, high = (16, 8) if count <= target.num_sms else (8, 4)
     arguments = dict(
-        source=ScoreSource(scratch, line // LINE_UNIT, _maxima(p, scratch, count), 0, Null(torch.int32)),
+        source=ScoreSource(scratch, line // LINE_UNIT, maxima, candidates, numbers),
         chosen=Chosen(first, keys, kept, scratch.words(groups_at, size, torch.int32)),
         owners=owners,
         lists=_lists(p),
@@ -314,9 +320,32 @@ def _choose(
     # they need.
     program.launch(
         index_choose, (count, shares), arguments, OWNER=owner, POOL=not p.request_rows, AMONG=p.among is not None,
-        SHARES=shares, GROUPS=index_groups(p.columns), KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), HIGH=high,
-        HELD=HELD, num_warps=warps if kept > 128 else 4, launch_pdl=count * shares <= target.num_sms and kept <= 1024,
+        SHARES=shares, GROUPS=power_of_two(candidates) if candidates else index_groups(p.columns), KEPT=kept,
+        WIDTH=max(kept, power_of_two(p.topk)), HIGH=high, HELD=HELD, CANDIDATES=candidates > 0,
+        num_warps=warps if kept > 128 else 4, launch_pdl=count * shares <= target.num_sms and kept <= 1024,
     )  # fmt: skip
+
+
+def _best_groups(
+    p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int, at: int,
+    candidates: int,
+) -> tuple[Slot, Slot]:  # fmt: skip
+    """Of every piece of the groups the best ones: (maxima as ordered bits, numbers of the groups)."""
+    groups, size = index_line(p.columns) // GROUP, INDEX_PIECE // 2
+    kept, kept_numbers = (scratch.words(at + n * count * candidates, count * candidates, torch.int32) for n in (0, 1))
+    each = index_kept(p.columns, p.topk)
+    arguments = dict(
+        source=ScoreSource(_maxima(p, scratch, count), groups, Null(torch.float32), groups, Null(torch.int32)),
+        chosen=Chosen(first, kept, each, kept_numbers),
+        owners=owners,
+        lists=_lists(p),
+    )
+    program.launch(
+        index_select, (count, candidates // each), arguments, OWNER=owner, POOL=not p.request_rows,
+        AMONG=p.among is not None, FIRST=True, LAST=False, SIZE=size, KEPT=each, WIDTH=each, ROWS=GROUP,
+        num_warps=16 if size >= 4096 else 4,
+    )  # fmt: skip
+    return kept, kept_numbers
 
 
 def _select(
@@ -342,7 +371,7 @@ def _select(
         )
         program.launch(
             index_select, (count, pieces), arguments, OWNER=owner, POOL=not p.request_rows, AMONG=p.among is not None,
-            FIRST=source is scratch, LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)),
+            FIRST=source is scratch, LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), ROWS=1,
             num_warps=warps,
         )  # fmt: skip
         if last:
@@ -358,7 +387,7 @@ def _keep_blocks(
     assert p.blocks is not None
     items = line = index_line(p.columns) // BLOCK
     source, numbers, at = _block_maxima(p, scratch, count, behind), Null(torch.int32), behind + count * items
-    kept, started = power_of_two(min(p.topk_blocks, items)), False
+    kept, started = max(power_of_two(min(p.topk_blocks, items)), 4), False
     while True:
         size = max(kept, min(power_of_two(items), INDEX_PIECE), 128)
         pieces = -(-items // size)

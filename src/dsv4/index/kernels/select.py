@@ -38,11 +38,12 @@ def index_select(
     SIZE: gl.constexpr,
     KEPT: gl.constexpr,
     WIDTH: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
     """One program: the best of SIZE items of a query.
 
-    source  FIRST: fp32 scores [queries, line], an item's number is its place. Else: ordered scores with
-            numbers beside them; ABSENT = nothing there.
+    source  FIRST: fp32 scores [queries, line], an item's number is its place; or maxima of ROWS scores each. Else:
+            ordered scores with numbers beside them; ABSENT = nothing there.
     kept    [queries, pieces, KEPT]: ordered scores and numbers of the chosen ones, in any order; then ABSENT.
     out     LAST: [queries, topk], falling; row numbers of the pool where there is a block table.
     """
@@ -58,6 +59,7 @@ def index_select(
     line = n.to(gl.int64) * source.line
     if FIRST:
         visible = visible_columns(visible_rows(query, owners, sequence < owners.requests), owners, AMONG)
+        visible = (visible + ROWS - 1) // ROWS
         x = gl.load(source.ptr + line + item, mask=item < visible, other=0.0)
         ordered = gl.where(item < visible, ordered_of(x), ABSENT)
         number = item
@@ -70,7 +72,9 @@ def index_select(
     high = gl.to_tensor(FOREVER)
     if present > wanted:
         low, high = ends_of(ordered)
-    taken, present, low = best_of(ordered, number, wanted, wanted, low, high, present)
+    # A round before the last may keep a few more, and has found its cut sooner.
+    most = wanted if LAST else gl.minimum(wanted + wanted // 8, KEPT)
+    taken, present, low = best_of(ordered, number, wanted, most, low, high, present)
     # Where they are kept is no matter: they are sorted in the end, and rounds go by their numbers.
     keep = (n.to(gl.int64) * gl.num_programs(1) + piece) * KEPT
     to = places_of(taken, 1)
@@ -78,7 +82,7 @@ def index_select(
     gl.store(chosen.numbers_ptr + keep + to, number, mask=taken)
     place = gl.arange(0, KEPT, layout=LINE)
     if not LAST:
-        gl.store(chosen.kept_ptr + keep + place, place * 0 + ABSENT, mask=place >= wanted)
+        gl.store(chosen.kept_ptr + keep + place, place * 0 + ABSENT, mask=place >= present)
     else:
         barrier()  # the same CTA reads what it wrote
         kept = gl.load(chosen.kept_ptr + keep + place, mask=place < wanted, other=ABSENT)

@@ -133,6 +133,27 @@ def test_the_choice_in_one_round_and_in_several(arch, what, topk, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("topk", [1, 60])
+@pytest.mark.parametrize("what", ["random", "equal", "two values", "rising", "falling"])
+def test_the_choice_of_more_groups_than_a_piece_has(arch, what, topk, monkeypatch):
+    """Pieces of 1024 items: 17000 rows are 1063 groups, the best of which come from pieces of 512."""
+    for name in ("dsv4.index.sizes.INDEX_PIECE", "dsv4.index.kernels.prepare.INDEX_PIECE"):
+        monkeypatch.setattr(name, 1024)
+    assert sizes.index_candidates(17000, topk) == 3 * 128
+    calls.forget()
+    g = torch.Generator().manual_seed(topk)
+    scores = {
+        "random": torch.randn(17000, generator=g),
+        "equal": torch.full((17000,), -3.0),
+        "two values": torch.randint(0, 2, (17000,), generator=g).float(),
+        "rising": torch.arange(17000.0) / 7,
+        "falling": -torch.arange(17000.0) / 7,
+    }[what].bfloat16()
+    index_cases.assert_select(arch, scores, topk)
+    calls.forget()
+
+
+@pytest.mark.slow
 def test_blocks_of_queries_and_a_plan_that_is_small(arch, monkeypatch):
     arguments = index_cases.ragged()
     want = dsv4.index_topk(**arguments)
