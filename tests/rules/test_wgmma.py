@@ -1,6 +1,7 @@
 """wgmma (sm_90a): shared-memory operands, registers in use, groups."""
 
 import numpy as np
+import pytest
 from ruling import findings, holds
 
 from softsm.museum import text as t
@@ -106,6 +107,30 @@ def test_copies_of_the_accumulator_count_at_the_strict_level_only():
         "mov.b32 {%h1, %h2}, %f0;\nadd.s16 %h1, %h1, %h1;\n",
     ):
         assert "wgmma-registers" in findings(early(use), OUT, strict=False).codes()
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["behind", "in a loop"])
+def test_reading_a_in_registers_counts_at_the_strict_level_only(loop):
+    """Triton 3.6 and FlashMLA store A while it is multiplied, and no GPU has given another value. A write is a race."""
+    product = PRODUCT.replace("%rd10", "{%r40, %r41, %r42, %r43}").replace("1, 0, 0;", "1, 0;")
+    ones = "".join(f"mov.u32 %r4{i}, 0x3f803f80;\n" for i in range(4))
+
+    def early(use):
+        body = FENCE + ";\n" + product + COMMIT + ";\n"
+        if loop:  # the use stands above the product in the text
+            body = "mov.u32 %r50, 0;\nbra NEXT;\nTOP:\n" + use + "add.u32 %r50, %r50, 1;\nNEXT:\n" + body
+            body += "setp.lt.u32 %p5, %r50, 1;\n@%p5 bra TOP;\n"
+        else:
+            body += use
+        return whole(ones + ZERO + FILL + PUBLISH + body + WAIT + " 0;\n" + USE)
+
+    read, write = "add.u32 %r60, %r40, 1;\n", "add.u32 %r41, %r41, 1;\n"
+    assert "A registers" in str(findings(early(read), OUT))
+    assert not findings(early(read), OUT, strict=False)
+    for use in (write, read + write):
+        assert "are overwritten" in str(findings(early(use), OUT, strict=False))
+    used = findings(early(read + "add.f32 %f120, %f0, %f0;\n"), OUT, strict=False)
+    assert "accumulator registers" in str(used)
 
 
 def test_writing_the_accumulator_before_a_product_requires_wgmma_fence():

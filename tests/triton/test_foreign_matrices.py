@@ -171,6 +171,7 @@ def split_k_kernel(a_ptr, b_ptr, out_ptr, lock_ptr, M: tl.constexpr, N: tl.const
     while tl.atomic_cas(lock_ptr, 0, 1) == 1:
         pass
     first = tl.load(lock_ptr + 1, volatile=True) == 0
+    tl.debug_barrier()  # all threads have read it; Triton 3.6 adds none before the exchange
     if first:
         tl.store(at, acc)
         tl.atomic_xchg(lock_ptr + 1, 1)

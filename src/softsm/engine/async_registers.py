@@ -16,12 +16,13 @@ from softsm.ptx.ast import Function, Imm, Instruction, Reg, Vector
 
 
 def owners_of(function: Function) -> dict[str, str]:
-    """Registers that products of the function work on -> the first register of the accumulator."""
+    """Registers that products of the function work on -> the first register of their operand, the accumulator or A."""
     owners: dict[str, str] = {}
     for item in function.body:
         if isinstance(item, Instruction) and item.opcode == "wgmma" and item.modifiers[:1] == ("mma_async",):
-            names = [x.name for v in item.operands[:2] if isinstance(v, Vector) for x in v.items if isinstance(x, Reg)]
-            owners.update((name, owners.get(name, names[0])) for name in names)
+            for operand in item.operands[:2]:
+                names = [x.name for x in operand.items if isinstance(x, Reg)] if isinstance(operand, Vector) else []
+                owners.update((name, owners.get(name, names[0])) for name in names)
     return owners
 
 
@@ -50,8 +51,9 @@ class AsyncRegisters:
         self.wgmma_pending: dict[tuple[str, int], int] = {}
         self.wgmma_busy: dict[tuple[str, int], frozenset] = {}  # row -> rows of the wgmma that works on it
         self.wgmma_settled: dict[tuple[str, int], frozenset] = {}  # the same, behind an early use
-        self.wgmma_owners: dict[str, str] = {}  # checking: register of some wgmma -> first register of its accumulator
-        self.wgmma_looked: set[str] = set()  # checking: of these, looked at since the last label, jump or wgmma
+        self.wgmma_owners: dict[str, str] = {}  # checking: register of some wgmma -> first register of its operand
+        # checking: of these, looked at since the last label, jump or wgmma, and whether because of a write
+        self.wgmma_looked: set[tuple[str, bool]] = set()
         self.wgmma_dirty: set[tuple[str, int]] | None = None  # checking: registers used since the last wgmma.fence
 
     def touches_registers(self, ins: Instruction, start: int) -> None:
@@ -106,7 +108,9 @@ class AsyncRegisters:
 
             sources = {("R", self.rows.get(name, -1)) for name in self.read}
             copy = ins.opcode == "mov" and bool(sources & self.wgmma_pending.keys())
-            self.insert_macro(start, do_early_use, rows=pg.row_set(early), copy=copy)
+            names = {("R", self.rows.get(name, -1)) for name in self.written} & self.wgmma_pending.keys()
+            written = pg.row_set(row for kind, row in names if self.wgmma_pending[kind, row] == row)
+            self.insert_macro(start, do_early_use, rows=pg.row_set(early), written=written, copy=copy)
             for name in self.written if copy else ():
                 self.wgmma_pending.setdefault(("R", self.rows.get(name, -1)), early[0])
         elif self.wgmma_owners:
@@ -116,12 +120,15 @@ class AsyncRegisters:
         """Registers of a wgmma that stands behind in the text, and may be before in a loop: the first use of them in
         each stretch of the program asks whether it is over."""
         mine = (self.read | self.written) & self.wgmma_owners.keys()
-        fresh = {name for name in mine if self.wgmma_owners[name] not in self.wgmma_looked}
+        looks = {name: (self.wgmma_owners[name], name in self.written) for name in mine}
+        fresh = {name for name in mine if looks[name] not in self.wgmma_looked}
         if fresh and not (ins.opcode == "mov" and self.read & mine):
             from softsm.isa.wgmma import do_early_use
 
-            self.insert_macro(start, do_early_use, rows=pg.row_set(self.rows[name] for name in fresh), copy=False)
-            self.wgmma_looked |= {self.wgmma_owners[name] for name in fresh}
+            rows = pg.row_set(self.rows[name] for name in fresh)
+            written = pg.row_set(self.rows[name] for name in fresh & self.written)
+            self.insert_macro(start, do_early_use, rows=rows, written=written, copy=False)
+            self.wgmma_looked |= {looks[name] for name in fresh}
 
     def insert_macro(self, at: int, function, record: tuple[int, int, int] = (pg.OP_MACRO, 0, 0), **operands) -> None:
         """record: operation, rd and rc."""

@@ -200,15 +200,18 @@ def do_unfenced(w, mask, o):
 def do_early_use(w, mask, o):
     """Registers of a wgmma are used here: has this warp waited for it? Triton copies them at the end of a loop, or
     takes packed halves apart, before the wait, and ptxas deals with that: copies count at the strict level only, what
-    is done with them before the wait counts always."""
+    is done with them before the wait counts always. So do reads of A, which the product reads too: Triton 3.6 and
+    FlashMLA store A while it is multiplied, and no GPU has given another value."""
     state = w.in_flight.wgmma
-    if state is None or o.copy and not w.machine.observer.strict:
+    strict = w.machine.observer.strict
+    if state is None or o.copy and not strict:
         return
     committed = [b.parts.get(w.index, []) for n, b in state.group.batches.items() if n >= state.waited]
     for part in [*state.open, *(p for parts in committed for p in parts)]:
-        if o.rows & (part.d_set | part.a_set):
-            name = "A" if part.a_set & o.rows else "accumulator"
-            what = f"{name} registers of the wgmma at PTX line {part.line} are used before its wgmma.wait_group"
+        a = part.a_set & (o.rows if strict else o.written)
+        if a | part.d_set & o.rows:
+            name, use = ("A", "overwritten" if a & o.written else "read") if a else ("accumulator", "used")
+            what = f"{name} registers of the wgmma at PTX line {part.line} are {use} before its wgmma.wait_group"
             w.machine.observer.misused(w, "wgmma-registers", what, "uses them")
             return
 

@@ -32,6 +32,7 @@ The strict level follows PTX 9.4 to the letter; at the default level none of the
 findings are about the compiler's output, not the source. Triton relies on `bar.sync` and mbarrier waits where PTX
 also requires `tcgen05.fence`. It relies on `bar.sync` alone to make an mbarrier visible to the copy engine, and on
 register dependencies after `tcgen05.ld`. It overwrites mbarriers that are no longer used without `mbarrier.inval`.
+Triton 3.6 also reads registers of A while a `wgmma` reads them.
 
 ## Museum exhibits that the default level does not report
 
