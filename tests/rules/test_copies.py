@@ -306,6 +306,32 @@ def test_a_product_of_copied_bytes_requires_proxy_fence_at_the_strict_level():
     holds(lambda fence: make(fence, waited), args=x, strict=False)
 
 
+def filled(size=4096):
+    """Not one text twice: `only` makes labels."""
+    return t.only("%p0", t.expect("bar", size) + t.tma_load("a", "%rd3", "0, 0", "bar"))
+
+
+def test_a_slot_is_not_filled_again_before_its_bytes_are_there():
+    """The readers wait for the first load before the second one; without that wait its bytes are still missing."""
+
+    def make(keep):
+        read = t.wait("bar", 0) + FULL + "ld.shared.u32 %r42, [%r40];\nbar.sync 1;\n"
+        return tma(filled() + when(keep, read) + filled() + t.wait("bar", 1 if keep else 0))
+
+    for order in ("latest", "eager"):
+        assert not findings(make(True), MAPPED, strict=False, order=order)
+    found = findings(make(False), MAPPED, strict=False)
+    assert found.codes() == ["barrier-reuse"] and "waits for 8192 byte(s)" in str(found), str(found)
+
+
+def test_bytes_that_never_come_are_named_before_the_slot_is_filled_again():
+    later = t.only("warp 0", t.wait("bar2", 0) + filled(4100))
+    wait = t.only("warp 1", "@%p9 " + t.arrive("bar2") + t.wait("bar", 0))
+    body = "setp.eq.u32 %p9, %r2, 0;\n" + filled(4100) + later + wait
+    found = findings(tma(body), MAPPED, strict=False, order="eager")
+    assert found.codes()[0] == "barrier-tx" and "4 of the bytes" in str(found), str(found)
+
+
 # -- between CTAs ------------------------------------------------------------------------------------------------------
 
 PEER = "mov.u32 %r50, %cluster_ctarank;\nxor.b32 %r51, %r50, 1;\n"
@@ -356,6 +382,27 @@ def test_writing_a_peers_shared_memory_requires_an_order_to_its_reads():
         return pair(body + SYNC)
 
     holds(make, args=[X, OUT], **TWO)
+
+
+PEERS = 4
+
+
+@pytest.mark.parametrize("silent", range(1, PEERS + 1))
+def test_no_peer_that_reads_is_forgotten(silent):
+    """CTAs 1 to 4 read the shared memory of CTA 0 and arrive there; CTA 0 waits for all, or for all but one."""
+
+    def make(keep):
+        there = "mov.u32 %r53, bar;\nmapa.shared::cluster.u32 %r53, %r53, 0;\nmapa.shared::cluster.u32 %r52, %r40, 0;\n"
+        there += "ld.shared::cluster.u32 %r42, [%r52];\nbar.warp.sync -1;\n"
+        arrive = "@%p0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r53];\n"
+        there += arrive if keep else t.only("%p7", arrive)
+        here = t.wait("bar", 0, ".acquire.cluster") + "st.shared.u32 [%r40], 7;\n"
+        ranks = f"setp.eq.u32 %p5, %r50, 0;\nsetp.ne.u32 %p6, %r50, 0;\nsetp.ne.u32 %p7, %r50, {silent};\n"
+        body = t.init(("bar", PEERS - (not keep))) + PEER + WRITE + SYNC + ranks
+        body += t.only("%p6", there) + t.only("%p5", here) + SYNC
+        return t.kernel(body, "x out", shared=SHARED, target="sm_90a", version="8.6")
+
+    holds(make, args=[X, OUT], grid=PEERS + 1, cluster=PEERS + 1, block=32, strict=False)
 
 
 def test_st_async_to_a_peer_requires_the_wait_on_its_mbarrier():

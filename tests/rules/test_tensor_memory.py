@@ -293,6 +293,44 @@ def test_load_by_another_warp_of_the_same_lanes_requires_wait_st():
     holds(make, block=160, args=[np.zeros(160, np.uint32)], also=("in-flight",))
 
 
+@pytest.mark.parametrize("silent", (4, 8, 12, 16))
+def test_no_load_of_many_is_forgotten(silent):
+    """Warps 4 to 16 load cells of lanes 0 to 31 and arrive; warp 0 waits for all, or all but one, and overwrites."""
+    put = "".join(f"mov.b32 %r{10 + i}, 7;\n" for i in range(8)) + t.store("%r4", 10, 8) + t.WAIT_ST + t.BEFORE
+    one = "setp.eq.u32 %p5, %r2, 0;\n"
+
+    def make(keep):
+        body = t.init(("bar", 4 - (not keep))) + t.alloc(64) + t.lanes_of_warp("%r4") + one
+        body += t.only("warp 0", put) + "bar.sync 0;\n" + t.AFTER
+        for warp in (4, 8, 12, 16):
+            arrive = t.BEFORE + "@%p5 " + t.arrive("bar") if keep or warp != silent else ""
+            body += t.only(f"warp {warp}", t.load("%r4", 20, 8) + t.WAIT_LD + arrive)
+        body += t.only("warp 0", t.wait("bar", 0) + t.AFTER + put)
+        return t.kernel(body + t.dealloc(64), "out", shared=SHARED)
+
+    holds(make, block=544, args=[np.zeros(544, np.uint32)])
+    holds(make, block=544, args=[np.zeros(544, np.uint32)], strict=False)
+
+
+def test_a_load_behind_which_products_read_is_not_forgotten():
+    """Warp 4 loads A; three products read it; warp 0 overwrites it behind those, or behind the load as well."""
+
+    def make(keep):
+        put = (
+            "".join(f"mov.b32 %r{10 + i}, {t.ONES};\n" for i in range(8)) + t.store("%r7", 10, 8) + t.WAIT_ST + t.BEFORE
+        )
+        body = "add.u32 %r6, %r3, 32;\nadd.u32 %r7, %r4, 32;\nsetp.eq.u32 %p5, %r2, 0;\n"
+        body += "setp.lt.u32 %p6, %r1, 4;\n" + t.only("%p6", put) + "bar.sync 0;\n" + t.AFTER
+        body += t.only("warp 4", t.load("%r7", 20, 8) + t.WAIT_LD + t.BEFORE + "@%p5 " + t.arrive("bar2"))
+        body += "bar.sync 1, 160;\n" if keep else ""
+        product = t.mma("%r3", "[%r6]", "%rd11", t.idesc())
+        body += t.only("thread 0", product * 3 + t.commit("bar")) + t.wait("bar", 0)
+        body += t.AFTER + t.only("warp 0", put)
+        return whole(body + t.wait("bar2", 0))
+
+    holds(make, block=160, args=[np.zeros(160, np.uint32)], strict=False)
+
+
 def test_copy_then_product_stay_in_order_within_a_warp():
     """tcgen05.cp brings A into tensor memory; the product of the same warp reads it, that of another may not."""
 

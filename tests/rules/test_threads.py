@@ -342,6 +342,21 @@ def test_who_acquires_a_flag_may_reset_it(how):
         holds(make, args=ARGS, strict=strict, **GRID)
 
 
+@pytest.mark.parametrize("between", ["", "bar.warp.sync 1;\n"], ids=["at once", "later"])
+@pytest.mark.parametrize("how", ["st.relaxed.gpu.global.u32 [%rd1], 1;", "red.relaxed.gpu.global.add.u32 [%rd1], 1;"])
+def test_who_acquires_a_flag_by_fences_may_reset_it(how, between):
+    """What __threadfence, an atomic and a polling load are. The fence behind the load is needed."""
+
+    def make(keep):
+        poll = f"POLL:\n{RELAXED[1]}\nsetp.eq.u32 %p6, %r60, 0;\n@%p6 bra POLL;\n{when(keep, FENCE)}"
+        poll += "ld.global.u32 %r61, [%rd1];\nst.global.u32 [%rd1], 0;\n"
+        body = RANK + t.only("%p4", FENCE + between + how + "\n") + t.only("%p5", poll)
+        return t.kernel(body, "x out", target="sm_90a", version="8.6")
+
+    for strict in (True, False):
+        holds(make, args=ARGS, strict=strict, **GRID)
+
+
 def test_a_flag_that_several_lanes_raise_is_not_reset_behind_the_first():
     """The value of one lane is there; another one may still add."""
 

@@ -178,10 +178,16 @@ class BarrierChecks:
         if barrier.watched.item(cl.WAITED) >= barrier.phase - 1:
             return
         w = self.checker.machine.current
+        text = f"{barrier.name}: phase {barrier.phase} ends, and no warp has waited for phase {barrier.phase - 1}"
+        came = [(e.phase, e.who.warp) for e in barrier.history if e.what == "arrive" and hasattr(e.who, "warp")]
+        last, one = ([warp for phase, warp in came if phase == n] for n in (barrier.phase - 1, barrier.phase))
+        if last and one and not {*last} & {*one}:
+            text += (
+                f"; the two were ended by warps {last[-1]} and {one[-1]}: if both arrive for one phase, the count of "
+                f"mbarrier.init, {barrier.expected}, is too small"
+            )
         self.report.add(
             Diagnostic(
-                "barrier-phase",
-                f"{barrier.name}: phase {barrier.phase} ends, and no warp has waited for phase {barrier.phase - 1}",
-                (self.party(w, self.checker.machine.engine.performing, "ends the phase"),),
+                "barrier-phase", text, (self.party(w, self.checker.machine.engine.performing, "ends the phase"),)
             )
         )

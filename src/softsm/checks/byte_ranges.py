@@ -28,6 +28,7 @@ from softsm.checks.shadow import (
     RAW,
     READ_BYTES,
     READ_LANE,
+    READERS,
     RECORD,
     STRONG,
     UNINITIALISED,
@@ -126,6 +127,29 @@ def global_word(at, address, word, touched, write, number, agent_kind, clock, kn
     store32(at + 12, u4((touched & 31) | (touched & 15) << FRESH | NOBODY << LANE))
 
 
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def peer_reader(at, word, me, now, place, clock, known, newest, races):
+    """Remember a read by the warp `me` of another CTA, and of those before it, which are not ordered, two: others in
+    each word, as in `global_reader`."""
+    last = i8(load32(at + 24))
+    if last and last != me and global_shadow.outlives(at + 24, 0, me, clock, known, newest, races):
+        least, to = global_shadow.priority(last, i8(load32(at + 28)), word), i8(0)
+        for k in range(1, READERS):
+            there = records.peer_at(at, k)
+            other = i8(load32(there))
+            rank = i8(-1)
+            if other and other != me and global_shadow.outlives(there, 0, me, clock, known, newest, races):
+                rank = global_shadow.priority(other, i8(load32(there + 4)), word)
+            if rank < least:
+                least, to = rank, there
+        if to:
+            for field in range(0, 12, 4):
+                store32(to + field, load32(at + 24 + field))
+    store32(at + 24, u4(me))
+    store32(at + 28, u4(now))
+    store32(at + 32, u4(place))
+
+
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
     """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
@@ -144,9 +168,7 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
             kind, lanes = records.behind_write(touched, write), records.lanes_of(lane, found)
             records.report(races, kind, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lanes)
         if not write:
-            store32(at + 24, u4(me))
-            store32(at + 28, u4(now))
-            store32(at + 32, u4(pc | who << READ_LANE))
+            peer_reader(at, word, me, now, pc | who << READ_LANE, clock, known, newest, races)
             continue
         if theirs & LIVE:
             records.report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from softsm.checks import benign_races, grids
 from softsm.checks import shadow as sh
 from softsm.engine import program as pg
-from softsm.errors import Deadlock, Fault
+from softsm.errors import Fault
 from softsm.ptx.cplusplus import readable
-from softsm.ptx.roles import function_at, place_of, role_of
+from softsm.ptx.roles import called_at, function_at, place_of, role_of
 from softsm.report.diagnostics import Diagnostic, Party, Report
 
 BETWEEN_LANES = (
@@ -35,8 +35,8 @@ BETWEEN_GPUS = (
     "launches with a synchronisation between them"
 )
 UNFENCED = (
-    "the write is ordered before this operation, but in the generic proxy: put fence.proxy.async between them, such as "
-    "behind the acquire and before the operation"
+    "the write is ordered before this operation, but in the generic proxy: put fence.proxy.async between them, in the "
+    "threads that write, before they arrive or release, or behind the wait and before this operation"
 )
 WITHIN_CLUSTER = (
     "the two are CTAs of one cluster: put barrier.cluster.arrive and barrier.cluster.wait, or an mbarrier arrive and "
@@ -45,8 +45,9 @@ WITHIN_CLUSTER = (
 
 
 def add_failure(report: Report, machine, failure: BaseException | None) -> None:
-    """What stops a kernel is a finding too; for a deadlock, with barriers that explain it by themselves."""
-    if isinstance(failure, Deadlock):
+    """What stops a kernel is a finding too, with barriers that explain it by themselves: bytes for which warps wait for
+    ever, or without which a slot is filled again."""
+    if isinstance(failure, Fault) and failure.code in ("deadlock", "barrier-reuse"):
         for diagnostic in wrong_bytes(machine):
             report.add(diagnostic)
     if isinstance(failure, Fault):
@@ -54,9 +55,10 @@ def add_failure(report: Report, machine, failure: BaseException | None) -> None:
 
 
 def wrong_bytes(machine) -> Iterator[Diagnostic]:
-    """mbarriers that warps wait on for bytes alone."""
+    """mbarriers that warps wait on for bytes alone, which no copy under way will bring."""
+    coming = {id(barrier) for op in machine.engine.pending.values() for barrier in op.signals}
     for barrier in [b for cta in machine.live for b in cta.barriers.values()]:
-        if barrier.waiters and barrier.pending == 0 and barrier.tx:
+        if barrier.waiters and barrier.pending == 0 and barrier.tx and id(barrier) not in coming:
             if barrier.tx > 0:
                 what = f"{barrier.tx} of the bytes announced by expect_tx never arrive"
             else:
@@ -92,6 +94,8 @@ class Findings:
                 if agent < sh.ASYNC and (not self.strict or one_statement(w, pc, agents[agent], other_pc)):
                     continue
                 kind = sh.WAW
+            if place and op is None and kind != sh.WAR and behind_flag(w, address, agent, epoch):
+                continue
             memory = "global" if place else "shared"
             where = f"{memory} bytes {address:#x} to {address + 3:#x}"
             verb = "writes" if kind in (sh.WAW, sh.WAR) else "reads"
@@ -119,7 +123,7 @@ class Findings:
                 and kind == sh.RAW
                 and agent < sh.ASYNC
                 and them is not None
-                and them.cta is not w.cta
+                and other_lane < 0
                 and seen(w, them, epoch)
             ):
                 fix = UNFENCED
@@ -205,6 +209,10 @@ class Findings:
             )
             if other_op.signals:
                 fix += "; a wait for the parity of an earlier phase of its mbarrier is not enough"
+            if other.what.startswith("read ") and not this.who.startswith("warp"):
+                fix += (
+                    f"; where it was to read what this one writes, let it wait for the {this.who.split(' issued')[0]}"
+                )
         elif this.who.startswith("warp"):
             fix = "put a barrier, or an mbarrier arrive and wait, between the two"
         else:
@@ -223,7 +231,7 @@ class Findings:
             ins = next((x for x in program.instructions if x.line == op.line), ins)
         loc = place_of(ins)
         function = (function_at(loc.file, loc.line) or readable(loc.function)) if loc else ""
-        source = f"{loc.file}:{loc.line}" + (f" in {function}" if function else "") if loc else ""
+        source = f"{loc.file}:{loc.line}{f' in {function}' if function else ''}{called_at(loc)}" if loc else ""
         role = role_of(ins)
         warp = str(w).replace(" of ", f" ({role}) of ", 1) if role else str(w)
         who = f"{op.kind} issued by {warp}" if op is not None else warp + (f", lane {lane}" if 0 <= lane < 32 else "")
@@ -231,8 +239,14 @@ class Findings:
 
 
 def seen(w, other, epoch: int) -> bool:
-    """Does the warp know of what one of another CTA did, in the generic proxy?"""
-    return other.cta is not w.cta and int(w.view.clock[other.view.slot]) >= epoch
+    """Does the warp know of what another one did, in the generic proxy?"""
+    return int(w.view.clock[other.view.slot]) >= epoch
+
+
+def behind_flag(w, address: int, agent: int, epoch: int) -> bool:
+    """Is the other access the very write of a flag whose value the warp has acquired, by a fence behind its read? Then
+    it may read the flag, or reset it, by ordinary accesses."""
+    return any(w.view.flags.get((at, agent - 1), -1) == epoch for at in (address, address - 4))
 
 
 def one_statement(w, pc: int, other, other_pc: int) -> bool:

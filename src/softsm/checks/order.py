@@ -246,6 +246,7 @@ class Order:
         """fence.acq_rel and the like: they make relaxed accesses beside them synchronise, within their scope."""
         if acquire and scope in w.view.acquirable:
             self.join(w.view.at, address_of(w.view.acquirable[scope]))
+            w.view.flags |= w.view.acquirable_flags.get(scope, {})
         if release:
             w.view.released[scope] = self.snapshot(w)
 
@@ -269,6 +270,7 @@ class Order:
             for key in reached(w, scope):
                 if key in place.clocks:
                     self.join(w.view.at, place.clocks[key].at)
+                    w.view.flags |= place.writers[key]
         elif read:  # a fence that follows takes it in, as far as the narrower scope of the two reaches
             for fenced in SCOPES:
                 for key in reached(w, min(scope, fenced, key=rank)):
@@ -276,14 +278,17 @@ class Order:
                         if fenced not in w.view.acquirable:
                             w.view.acquirable[fenced] = np.zeros_like(w.view.clock)
                         self.join(address_of(w.view.acquirable[fenced]), place.clocks[key].at)
+                        w.view.acquirable_flags.setdefault(fenced, {}).update(place.writers[key])
         if write:
             sent = [(scope, self.snapshot(w))] if order in ("release", "acq_rel") else []
             whole = False
             for wide, snapshot in sent + list(w.view.released.items()):
                 for key in reached(w, min(scope, wide, key=rank)):
                     if key not in place.clocks:
-                        place.clocks[key] = self.new_clock()
+                        place.clocks[key], place.writers[key] = self.new_clock(), {}
                     whole = self.send_earlier(place.clocks[key], w, snapshot) or whole
+                    if self.machine.active.bit_count() == 1:  # else another lane may still write
+                        place.writers[key][address, w.view.slot] = w.view.epoch
             if sent:  # the snapshot has begun an epoch, to which this write belongs
                 if whole:
                     w.view.head[:2] = w.view.epoch, 0
@@ -383,12 +388,14 @@ class SyncClock:
 
 
 class Location:
-    """Releases at one address: by everybody at sys scope, and what only a CTA, cluster or GPU may rely on."""
+    """Releases at one address: by everybody at sys scope, and what only a CTA, cluster or GPU may rely on. Who acquires
+    one comes after the write that released, too: `writers` has the epoch of each, by address and slot."""
 
-    __slots__ = ("clocks",)
+    __slots__ = ("clocks", "writers")
 
     def __init__(self) -> None:
         self.clocks: dict[object, Clock] = {}  # by key of `reached`
+        self.writers: dict[object, dict[tuple[int, int], int]] = {}
 
 
 def address_of(array: np.ndarray) -> int:

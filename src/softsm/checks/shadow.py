@@ -3,7 +3,7 @@
 One record of uint32 per 4-byte word of shared memory:
 
     [writer, epoch, pc, bytes, async reader, async reader, peer reader, epoch, pc, epoch of older bytes,
-     warps of the CTA that have read it, async reader]
+     warps of the CTA that have read it, async reader, peer reader, epoch, pc, peer reader, epoch, pc]
 
 Blocks of BLOCK words have such records too. Asynchronous operations touch whole blocks, whose words then stay alike:
 one record stands for all of them until an access touches a single word (`split_block`). In memory: the records of all
@@ -15,11 +15,11 @@ which do not race with each other, the bytes of them written in `epoch` itself (
 older), the lane that wrote them (6 bits, from LANE on; NOBODY when it is not one lane's doing), SEVERAL when lanes
 wrote different bytes, and LIVE where an mbarrier lies. Warps are the bits of a word; of more than 32 several share one.
 The last read of each word by each warp of the CTA has an array of its own, of (epoch, pc). Above the pc stand the bytes
-read in that epoch (4 bits) and the lane. The peer reader is the warp of another CTA of the cluster that read the word
-last. Global memory has records of 16: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
-bytes, owner, reader, epoch, pc, 0]: the last writer, the last warp or operation that read and two others
-(`global_reader`), and which clusters touched the word at all:
-the first one's number, WRITTEN when anybody wrote, SEVERAL_CLUSTERS when others came.
+read in that epoch (4 bits) and the lane. The peer readers are the warp of another CTA of the cluster that read the word
+last and two others (`peer_reader` of checks/byte_ranges.py). Global memory has records of 16: [writer, epoch, pc, bytes,
+reader, epoch, pc, reader, epoch, pc, epoch of older bytes, owner, reader, epoch, pc, 0]: the last writer, the last warp
+or operation that read and two others (`global_reader`), and which clusters touched the word at all: the first one's
+number, WRITTEN when anybody wrote, SEVERAL_CLUSTERS when others came.
 
 An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the
 asynchronous operation's bit is set in what the warp knows to be complete. Lanes of one warp are ordered when they have
@@ -67,11 +67,11 @@ READ_BYTES = 21  # first bit of the bytes read, above the pc
 READ_LANE = 25  # first bit of the reading lane
 READ_SEVERAL = 1 << 31
 PC = (1 << READ_BYTES) - 1
-RECORD = 12  # fields of a word of shared memory
+RECORD = 18  # fields of a word of shared memory
 BLOCK_BITS = 3
 BLOCK = 1 << BLOCK_BITS  # words: 32 bytes, which a product reads of a row
 GLOBAL_RECORD = 16
-READERS = 3  # of a word of global memory that are remembered
+READERS = 3  # of a word of global memory, and of peers of one of shared memory, that are remembered
 OWNER = 11  # its field
 OPS = 32 * WORDS  # asynchronous operations that have a bit of their own; older ones count as complete
 RAW, WAW, WAR, UNINITIALISED, OVER_BARRIER = 0, 1, 2, 3, 4
@@ -270,6 +270,12 @@ def written_by(at, me, now, pc, touched, theirs, agent, lane, older):
     store32(at + 12, u4(mask | (touched & (STRONG | RELEASED)) | fresh << FRESH | who << LANE | several))
 
 
+@native("i8(i8, i8)")
+def peer_at(at, k):
+    """Where the three fields of peer reader k lie in the record of a word."""
+    return at + 24 if k == 0 else at + 36 + 12 * k
+
+
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def other_readers(at, word, pc, me, clock, known, newest, races, lane):
     """Are the reads of asynchronous operations and of peers over before `me` writes? (me = 0: an asynchronous write)"""
@@ -277,12 +283,13 @@ def other_readers(at, word, pc, me, clock, known, newest, races, lane):
         number = i8(load32(at + 16 + 4 * k if k < 2 else at + 44))
         if number and not (me == 0 and number == newest) and not complete(known, number, newest):
             report(races, WAR, 0, word * 4, pc, ASYNC, number, 0, lane)
-    peer = i8(load32(at + 24))
-    if peer and peer != me:
-        place, seen = i8(load32(at + 32)), i8(load32(at + 28))
-        found = unseen(clock, peer, seen, (place >> READ_LANE) & 63, races)
-        if found:
-            report(races, WAR, 0, word * 4, pc, peer, seen, place & PC, lanes_of(lane, found))
+    for k in range(READERS):
+        there = peer_at(at, k)
+        peer, seen, place = i8(load32(there)), i8(load32(there + 4)), i8(load32(there + 8))
+        if peer and peer != me:
+            found = unseen(clock, peer, seen, (place >> READ_LANE) & 63, races)
+            if found:
+                report(races, WAR, 0, word * 4, pc, peer, seen, place & PC, lanes_of(lane, found))
 
 
 @native("void(i8, i8, i8)")

@@ -1,7 +1,7 @@
 """Tensor memory under the checkers: order of tcgen05 operations, cells that were never written, types, and work in
 flight.
 
-Cells are followed in groups of 16 lanes by column: the last writer, the last two readers (numbers of operations), and
+Cells are followed in groups of 16 lanes by column: the last writer, three readers (numbers of operations), and
 what the cell holds as far as the program says so (an accumulator, f32 values stored by a warp).
 """
 
@@ -28,6 +28,7 @@ from softsm.checks.tmem_shadow import (
     SHIFT,
     STORE,
     SUMS,
+    TABLES,
 )
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp
@@ -45,7 +46,7 @@ class TensorShadow:
 
     def __init__(self) -> None:
         raw = np.zeros(HELD_AT // 8 + CELLS // 8, np.int64)
-        self.writer, *self.readers = raw[: HELD_AT // 8].reshape(3, LANE_GROUPS, COLUMNS)
+        self.writer, *self.readers = raw[: HELD_AT // 8].reshape(TABLES, LANE_GROUPS, COLUMNS)
         self.held = raw[HELD_AT // 8 :].view(np.uint8).reshape(LANE_GROUPS, COLUMNS)
         self.address = address_of(raw)
 
@@ -127,7 +128,7 @@ class TensorChecks:
         self.by_sm: dict[int, TensorShadow] = {}
         self.touch, self.mark, self.busy = tmem_shadow.touch, tmem_shadow.mark, tmem_shadow.busy
         self.waited, self.in_order = tmem_shadow.waited, tmem_shadow.in_order
-        self.found = np.zeros(1 + 3 * CELLS, np.int64)
+        self.found = np.zeros(1 + TABLES * CELLS, np.int64)
         checker.order.newest[pg.FOUND] = address_of(self.found)
 
     def shadow_of(self, cta) -> TensorShadow:
@@ -181,7 +182,7 @@ class TensorChecks:
             )
         if flags & ~1:
             self.held_wrongly(op, shadow, where, note, flags)
-        self.mark(shadow.address, groups, low, high, write, op.number, left)
+        self.mark(w.state, shadow.address, groups, low, high, write, op.number, left)
 
     def unwaited_load(self, w):
         """The last tcgen05.ld that the warp has not waited for."""

@@ -1,7 +1,7 @@
 """Cells of tensor memory under the checkers, compiled: who touched them, and whole tcgen05.ld and st of shape 32x32b.
 
-The shadow of an SM is a table of int64 of all cells (groups of 16 lanes by column) three times over, for the operation
-that wrote each cell last and the last two that read it, and behind that a byte for each cell: what it holds
+The shadow of an SM is a table of int64 of all cells (groups of 16 lanes by column) four times over, for the operation
+that wrote each cell last and three that read it (`new_readers`), and behind that a byte for each cell: what it holds
 (checks/tensor.py).
 """
 
@@ -14,7 +14,8 @@ from numba import types
 from softsm.checks import shadow as records
 from softsm.checks.byte_ranges import asynchronous
 from softsm.checks.clocks import WORDS
-from softsm.checks.shadow import OPS
+from softsm.checks.global_shadow import priority
+from softsm.checks.shadow import ASYNC, OPS
 from softsm.engine.lanes import i8, load8, load32, load64, store8, store32, store64, u4
 from softsm.engine.mma_chains import (
     E_A,
@@ -80,7 +81,8 @@ from softsm.engine.program import (
 
 LANE_GROUPS, COLUMNS = 8, 512
 CELLS = LANE_GROUPS * COLUMNS
-HELD_AT = 3 * 8 * CELLS  # where the bytes begin
+TABLES = 4  # the writer, and readers
+HELD_AT = TABLES * 8 * CELLS  # where the bytes begin
 COLUMN = 4 * 128  # bytes of tensor memory from one column to the next
 STRICT = 4  # sections of a clock at the strict level
 ENTRY = 24  # bytes of an operation in the log: its number, who issued it from where, its kind
@@ -117,15 +119,6 @@ def four_are(typingctx, at, value):
 def store_four(typingctx, at, value):
     def codegen(context, builder, signature, args):
         builder.store(_splat(builder, args[1]), _cells(builder, args[0]), align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def copy_four(typingctx, to, of):
-    def codegen(context, builder, signature, args):
-        builder.store(builder.load(_cells(builder, args[1]), align=8), _cells(builder, args[0]), align=8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -195,6 +188,14 @@ def users(S, table, low, high, reader, me, write, known, out):
     return empty
 
 
+@native("i8(i8)")
+def known_complete(S):
+    """Where the bits of the operations are that tcgen05 operations of the warp of S come after."""
+    layout = i8(load64(S + 8 * S_NEXT_OP))
+    known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
+    return known + 4 * 2 * WORDS if i8(load64(layout + 8 * SECTIONS)) == STRICT else known
+
+
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def look(S, table, groups, low, high, write, me, wrong):
     """Operation `me` of the warp of S, which has been noted, is about to touch the cells [low, high) of the lane groups
@@ -205,17 +206,15 @@ def look(S, table, groups, low, high, write, me, wrong):
     reader."""
     layout, flags = i8(load64(S + 8 * S_NEXT_OP)), i8(0)
     out = i8(load64(layout + 8 * FOUND))
-    known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
-    if i8(load64(layout + 8 * SECTIONS)) == STRICT:
-        known += 4 * 2 * WORDS
+    known = known_complete(S)
     store64(out, np.uint64(0))
     for g in range(LANE_GROUPS):
         if (groups >> g) & 1:
             first, end, last = g * COLUMNS + low, g * COLUMNS + high, i8(-1)
             flags |= users(S, table, first, end, 0, me, write, known, out)
             if write:
-                users(S, table + 8 * CELLS, first, end, 1, me, write, known, out)
-                users(S, table + 16 * CELLS, first, end, 1, me, write, known, out)
+                for k in range(1, TABLES):
+                    users(S, table + 8 * k * CELLS, first, end, 1, me, write, known, out)
             if wrong >> 1:
                 for at in range(first, end):
                     one = i8(load8(table + HELD_AT + at))
@@ -227,29 +226,67 @@ def look(S, table, groups, low, high, write, me, wrong):
     return n if n or flags & wrong else i8(-1)
 
 
-@native("void(i8, i8, i8, i8, i8, i8, i8)", python=True)
-def mark(table, groups, low, high, write, me, kind):
-    """Operation `me` has written the cells, which now hold values of `kind`, or read them."""
+@native("i8(i8, i8, i8, i8)")
+def stands_for(layout, known, me, number):
+    """Is who comes behind the read of operation `me` behind the earlier one of `number`, too? It is complete, or both
+    are products of one warp, of which one thread issues them: its commits cover all before."""
+    if number == 0 or records.complete(known, number, me + 1):
+        return i8(1)
+    log = i8(load64(layout + 8 * LOG))
+    old, new = log + ENTRY * (number & (OPS - 1)), log + ENTRY * (me & (OPS - 1))
+    if i8(load64(old)) != number or load32(old + 12) != load32(new + 12):
+        return i8(0)
+    kinds = (1 << SUMS) - 1
+    return i8(i8(load64(old + 16)) & kinds == PRODUCT and i8(load64(new + 16)) & kinds == PRODUCT)
+
+
+@native("void(i8, i8, i8, i8, i8)")
+def new_readers(S, table, at, end, me):
+    """Operation `me` has read a row of cells. Of the readers before it that it does not stand for, two are kept; of
+    more, others in each cell."""
+    layout, last, keep = i8(load64(S + 8 * S_NEXT_OP)), i8(0), i8(0)
+    known = known_complete(S)
+    while at < end:
+        first = table + 8 * (at + CELLS)
+        number = i8(load64(first))
+        if number != last:
+            last, keep = number, i8(number != me and not stands_for(layout, known, me, number))
+        if keep == 0 and at + 4 <= end and four_are(first, number):
+            store_four(first, me)
+            at += 4
+            continue
+        if keep:
+            second, third = first + 8 * CELLS, first + 16 * CELLS
+            other, oldest = i8(load64(second)), i8(load64(third))
+            if not stands_for(layout, known, me, other) and (
+                stands_for(layout, known, me, oldest)
+                or priority(i8(ASYNC), other, at) > priority(i8(ASYNC), oldest, at)
+            ):
+                store64(third, np.uint64(other))
+            store64(second, np.uint64(number))
+        store64(first, np.uint64(me))
+        at += 1
+
+
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
+def mark(S, table, groups, low, high, write, me, kind):
+    """Operation `me` of the warp of S has written the cells, which now hold values of `kind`, or read them."""
     for g in range(LANE_GROUPS):
         if (groups >> g) & 1 == 0:
             continue
         at, end = g * COLUMNS + low, g * COLUMNS + high
+        if not write:
+            new_readers(S, table, at, end, me)
+            continue
         while at < end:
-            four = at + 4 <= end
-            if write:
-                if four:
-                    store_four(table + 8 * at, me)
-                    store32(table + HELD_AT + at, u4(0x01010101 * kind))
-                else:
-                    store64(table + 8 * at, np.uint64(me))
-                    store8(table + HELD_AT + at, np.uint8(kind))
-            elif four:
-                copy_four(table + 8 * (at + 2 * CELLS), table + 8 * (at + CELLS))
-                store_four(table + 8 * (at + CELLS), me)
+            if at + 4 <= end:
+                store_four(table + 8 * at, me)
+                store32(table + HELD_AT + at, u4(0x01010101 * kind))
+                at += 4
             else:
-                store64(table + 8 * (at + 2 * CELLS), load64(table + 8 * (at + CELLS)))
-                store64(table + 8 * (at + CELLS), np.uint64(me))
-            at += 4 if four else 1
+                store64(table + 8 * at, np.uint64(me))
+                store8(table + HELD_AT + at, np.uint8(kind))
+                at += 1
 
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
@@ -259,7 +296,7 @@ def touch(S, table, groups, low, high, write, me, pc, kind, left, wrong):
     note(S, me, pc, kind)
     n = look(S, table, groups, low, high, write, me, wrong)
     if n < 0:
-        mark(table, groups, low, high, write, me, left)
+        mark(S, table, groups, low, high, write, me, left)
     return n
 
 
@@ -297,7 +334,7 @@ def compare(S, work, places, me, pc, lane, issued, silent):
             r = regions + 8 * REGION * k
             table = i8(load64(places + 16 * i8(load64(r))))
             groups, low, high, write = i8(load64(r + 8)), i8(load64(r + 16)), i8(load64(r + 24)), i8(load64(r + 32))
-            mark(table, groups, low, high, write, me, i8(load64(r + 40)))
+            mark(S, table, groups, low, high, write, me, i8(load64(r + 40)))
     return wrong
 
 
@@ -379,7 +416,7 @@ def busy(S, table, low, high):
     layout = i8(load64(S + 8 * S_NEXT_OP))
     known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
     newest = i8(load64(layout + 8 * NEWEST))
-    for row in range(3 * LANE_GROUPS):
+    for row in range(TABLES * LANE_GROUPS):
         last = i8(0)
         for at in range(row * COLUMNS + low, row * COLUMNS + high):
             number = i8(load64(table + 8 * at))

@@ -98,6 +98,9 @@ class WarpView:
     suspected: list = field(default_factory=list)  # races of it that may be none (checks/benign_races.py)
     predicates: np.ndarray | None = None  # as they were when it exited
     initialised: list = field(default_factory=list)  # mbarriers since the last fence.mbarrier_init
+    # flags that the warp has acquired, and those that a fence of a scope would: (address, writer's slot) -> its epoch
+    flags: dict[tuple[int, int], int] = field(default_factory=dict)
+    acquirable_flags: dict[str, dict[tuple[int, int], int]] = field(default_factory=dict)
     unwaited_loads: list[AsyncOp] = field(default_factory=list)  # tcgen05.ld and st without their wait
     unwaited_stores: list[AsyncOp] = field(default_factory=list)
     used_early: int = 0  # the last of these loads that was reported
@@ -124,6 +127,7 @@ class WarpView:
     def forget(self) -> None:
         """Its cluster is over: clocks stay comparable, and operations may still be told of."""
         self.released, self.acquirable = {}, {}
+        self.flags, self.acquirable_flags = {}, {}
         self.initialised, self.unwaited_loads, self.unwaited_stores = [], [], []
 
 
