@@ -2,7 +2,7 @@
 
 The address of a barrier is a shared variable plus constants, plus in a ring an index that only the run knows. An
 instruction without such an index arrives at one barrier; one with an index at those from its address on, as far as no
-other instruction begins later.
+other instruction begins later, be it one that waits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from softsm.ptx.ast import Address, Imm, Instruction, Reg, Symbol
 ARRIVES = ("mbarrier.arrive", "mbarrier.arrive_drop", "mbarrier.expect_tx", "mbarrier.complete_tx", "tcgen05.commit",
            "cp.async.mbarrier.arrive")  # fmt: skip
 COPIES = ("cp.async.bulk", "cp.reduce.async.bulk", "st.async", "red.async", "clusterlaunchcontrol.try_cancel")
+WAITS = ("mbarrier.test_wait", "mbarrier.try_wait")
 MAX_DEPTH = 40
 
 
@@ -36,7 +37,12 @@ class Arrival:
     @property
     def bytes(self) -> bool:
         """It brings bytes; it is no arrival."""
-        return not self.instruction.name.startswith(ARRIVES)
+        return self.instruction.name.startswith(COPIES)
+
+    @property
+    def waits(self) -> bool:
+        """It arrives nowhere, but names a barrier."""
+        return self.instruction.name.startswith(WAITS)
 
 
 class Addresses:
@@ -89,7 +95,7 @@ def add(a, b) -> tuple[int | None, int, bool]:
 
 
 def arrivals(program) -> list[Arrival]:
-    """All arrivals whose barrier the text tells."""
+    """All arrivals and waits whose barrier the text tells."""
     known = Addresses(program)
     out, seen = [], set()
     for pc, ins in enumerate(program.instructions):
@@ -104,11 +110,11 @@ def arrivals(program) -> list[Arrival]:
 
 
 def barrier_operand(ins: Instruction):
-    """The operand that names an mbarrier which this instruction arrives at, or brings bytes to."""
+    """The operand that names an mbarrier which this instruction arrives at, brings bytes to or waits for."""
     addresses = [x for x in ins.operands if isinstance(x, Address)]
     if not addresses:
         return None
-    if ins.name.startswith(ARRIVES):
+    if ins.name.startswith(ARRIVES + WAITS):
         return addresses[0]
     if ins.name.startswith(COPIES) and any("complete_tx" in m for m in ins.modifiers):
         return addresses[-1]
@@ -116,7 +122,7 @@ def barrier_operand(ins: Instruction):
 
 
 def at_barrier(found: list[Arrival], offset: int) -> list[Arrival]:
-    """Those that may arrive at the barrier of this offset: exactly there, or from the nearest place below on."""
+    """Those that may arrive or wait at the barrier of this offset: exactly there, or from the nearest place below."""
     exact = [a for a in found if a.place.offset == offset]
     if exact:
         return exact

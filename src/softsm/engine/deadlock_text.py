@@ -7,7 +7,7 @@ import math
 from softsm.engine.arrivals import Arrival, arrivals, at_barrier, reached
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.ast import brief
-from softsm.ptx.roles import place_of, role_of
+from softsm.ptx.roles import called_at, place_of, role_of
 
 SHOWN = 40
 POLLING = "every warp that runs only polls, and no memory changes"
@@ -23,25 +23,7 @@ def describe(machine, why: str) -> str:
             f"  a CTA starts when another one ends: {fit} fit on {machine.sms_per_gpu} SMs (sms=), the grid has "
             f"{math.prod(machine.grid)}; a barrier of the whole grid needs all of them resident"
         )
-    alike: dict[tuple[str, str, str, str], list[int]] = {}  # what is the same for several warps of a CTA is said once
-    for home in machine.live:
-        for w in home.warps:
-            for f in w.fragments:
-                ins = home.program.instructions[f.pc]
-                if f.blocked is not None:
-                    verb, what = "wait", f"\n      for {f.blocked.text}"
-                elif f.parked:
-                    verb, what = "wait", f"\n      for lanes {f.parked & ~f.mask:#010x} of the same warp"
-                else:
-                    verb, what = "poll", ""
-                alike.setdefault((str(home), role_of(ins), verb, f" at {place(ins)}{what}"), []).append(w.index)
-    for (cta, role, verb, rest), warps in list(alike.items())[:SHOWN]:
-        numbers = list(dict.fromkeys(warps))
-        who = f"warp {numbers[0]}" if len(numbers) == 1 else f"warps {', '.join(map(str, numbers))}"
-        who += f" ({role})" if role else ""
-        lines.append(f"  {who} of {cta} {verb}{'s' if len(numbers) == 1 else ''}{rest}")
-    if len(alike) > SHOWN:
-        lines.append(f"  ... and {len(alike) - SHOWN} more")
+    lines += standing(machine)
     text = Text(machine)
     found, barriers = cycle(machine, text)
     if found:
@@ -62,6 +44,37 @@ def describe(machine, why: str) -> str:
     ]
     lines += [f"  {line}" for line in missing(machine, text, barriers)]
     return "\n".join(lines)
+
+
+def standing(machine) -> list[str]:
+    """What each warp waits for. What is the same for several warps of a CTA is said once, and so is what is the same
+    in several CTAs but for their names."""
+    shown: dict[tuple[int, str], list[str]] = {}  # (GPU, text without the CTA's name) -> names of the CTAs
+    for home in machine.live:
+        alike: dict[tuple[str, str, str], list[int]] = {}
+        for w in home.warps:
+            for f in w.fragments:
+                ins = home.program.instructions[f.pc]
+                if f.blocked is not None:
+                    verb, what = "wait", f"\n      for {f.blocked.text}"
+                elif f.parked:
+                    verb, what = "wait", f"\n      for lanes {f.parked & ~f.mask:#010x} of the same warp"
+                else:
+                    verb, what = "poll", ""
+                alike.setdefault((role_of(ins), verb, f" at {place(ins)}{what}"), []).append(w.index)
+        for (role, verb, rest), warps in alike.items():
+            numbers = list(dict.fromkeys(warps))
+            who = f"warp {numbers[0]}" if len(numbers) == 1 else f"warps {', '.join(map(str, numbers))}"
+            who += f" ({role})" if role else ""
+            text = f"  {who} of {{}} {verb}{'s' if len(numbers) == 1 else ''}{rest}"
+            shown.setdefault((home.gpu, text.replace(str(home), "{}")), []).append(str(home))
+    lines = []
+    for (_, text), ctas in list(shown.items())[:SHOWN]:
+        more = f"\n      and so in {len(ctas) - 1} more CTA{'s' if len(ctas) > 2 else ''}" if len(ctas) > 1 else ""
+        lines.append(text.replace("{}", ctas[0]) + more)
+    if len(shown) > SHOWN:
+        lines.append(f"  ... and {len(shown) - SHOWN} more")
+    return lines
 
 
 def progress(machine) -> list[str]:
@@ -87,7 +100,8 @@ class Text:
 
     def of(self, barrier: Mbarrier, cta) -> list[Arrival]:
         offset = next((at for at, b in cta.barriers.items() if b is barrier), None)
-        return [] if offset is None else at_barrier(self.found[cta.kernel], offset)
+        found = [] if offset is None else at_barrier(self.found[cta.kernel], offset)
+        return [a for a in found if not a.waits]
 
     def can_reach(self, warp, arrival: Arrival) -> bool:
         kernel = warp.cta.kernel
@@ -190,7 +204,7 @@ def missing(machine, text: Text, named: list) -> list[str]:
             lines.append(f"arrivals at {name(barrier)}: {'; '.join(place(x) for x in found[:3])}{more}")
         elif untouched(barrier):
             lines.append(f"arrivals at {name(barrier)}: none so far, and no instruction is known to arrive there")
-    return lines[:SHOWN]
+    return list(dict.fromkeys(lines))[:SHOWN]
 
 
 def called(machine, warp) -> str:
@@ -200,7 +214,7 @@ def called(machine, warp) -> str:
 
 def place(ins) -> str:
     loc = place_of(ins)
-    source = f"{loc.file}:{loc.line}, " if loc else ""
+    source = f"{loc.file}:{loc.line}{called_at(loc)}, " if loc else ""
     return f"{source}PTX line {ins.line}: {brief(ins.text).rstrip(';')}"
 
 

@@ -185,4 +185,5 @@ class Program:
     branch_tables: list[list[int]] = field(default_factory=list)
     variables: dict[str, Variable] = field(default_factory=dict)
     flow: list[tuple] = field(default_factory=list)  # for the checkers: (item, names read, names written)
+    arrivals: list | None = None  # of engine/arrivals.py, when somebody has looked for them
     private: frozenset[tuple[str, int]] = frozenset()  # (register file, row) that only micro-operations touch

@@ -14,7 +14,7 @@ from softsm.engine.asynchrony import Blocked
 from softsm.engine.in_flight import InFlight, Warpgroup
 from softsm.errors import Fault
 from softsm.memory.waitable import Waitable
-from softsm.ptx.roles import place_of
+from softsm.ptx.roles import called_at, place_of
 
 
 class Fragment:
@@ -72,7 +72,7 @@ class Warp:
     def where(self) -> str:
         ins = self.instruction()
         loc = place_of(ins)
-        source = f", {loc.file}:{loc.line}" if loc else ""
+        source = f", {loc.file}:{loc.line}{called_at(loc)}" if loc else ""
         return f"PTX line {ins.line} (`{ins.text}`){source}, {self}"
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from softsm.engine import entry
 from softsm.engine import program as pg
+from softsm.engine.arrivals import arrivals, at_barrier
 from softsm.engine.asynchrony import POLLED, Blocked
 from softsm.errors import Fault
 from softsm.isa.registry import lowers
@@ -21,6 +22,7 @@ from softsm.memory.mbarrier import Mbarrier, pending_count
 from softsm.ptx.ast import Sink
 from softsm.ptx.cplusplus import variable
 from softsm.ptx.roles import source_lines
+from softsm.ptx.spelling import mbarrier_at
 
 SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
 # semantics an operation may have, together with a scope; generic memory is always coherent
@@ -142,18 +144,20 @@ def arrived_at(w, address: int) -> Mbarrier:
 
 def source_name(ins, offset: int, cta) -> tuple[str, str]:
     """(`mbarrier slot_ready.index(2) (0x1408)`, `slot_ready`): as the program's source calls it where it initialises
-    it, and the array that it belongs to there; else ''. An index that is a variable is counted from the first mbarrier
-    of the array."""
+    it, or else where it arrives there, and the array that it belongs to; else ''. An index that is a variable is
+    counted from the first mbarrier of the array."""
     from softsm.ptx.roles import place_of
 
     loc = place_of(ins)
-    found = initialised_at(loc.file, loc.line) if loc else ""
+    found = (initialised_at(loc.file, loc.line) if loc else "") or used_as(cta.program, offset)
     if not found:
         return "", ""
-    array, _, index = found.partition(".index(")
-    if index.rstrip(")").isidentifier():
+    array, bracket, index = found.removesuffix(")").partition(".index(")
+    if not bracket:
+        array, bracket, index = found.removesuffix(")").partition("_at(")
+    if bracket and not index.isdecimal():
         first = min([offset, *(at for at, b in cta.barriers.items() if b.array == array)])
-        found = f"{array}.index({(offset - first) // 8})"
+        found = f"{array}{bracket}{(offset - first) // 8})"
     where = f" of CTA rank {cta.rank}" if len(cta.cluster) > 1 else ""
     return f"mbarrier {found} ({offset:#x}){where}", array
 
@@ -162,8 +166,16 @@ def source_name(ins, offset: int, cta) -> tuple[str, str]:
 def initialised_at(file: str, line: int) -> str:
     """What a line of the source initialises, in its own words."""
     lines = source_lines(file, line, 0)
-    found = re.search(r"\binit\(\s*([A-Za-z_][\w.]*(?:\([^()]*\))?)", lines[0][1]) if lines else None
+    found = re.search(r"\binit\(\s*([A-Za-z_][\w.]*(?:\([^()]*\))?)\s*(?:,|\)|$)", lines[0][1]) if lines else None
     return found.group(1) if found else ""
+
+
+def used_as(program: pg.Program, offset: int) -> str:
+    """What the source calls the mbarrier at an offset where it arrives there; '' if it does not say."""
+    if program.arrivals is None:
+        program.arrivals = [a for a in arrivals(program) if a.instruction.loc is not None]
+    names = (mbarrier_at(a.instruction.loc) for a in at_barrier(program.arrivals, offset))
+    return next(filter(None, names), "")
 
 
 def name_of(cta, offset: int) -> str:

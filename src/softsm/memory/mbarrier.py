@@ -93,6 +93,12 @@ class Mbarrier(Waitable):
     def check_arrivals(self, count: int, who: object = "") -> None:
         if not 1 <= count <= MAX_COUNT:
             raise Fault("barrier-count", f"{self.name}: arrive with count {count}; 1..{MAX_COUNT} is accepted ({who})")
+        if self.pending == 0:  # then bytes are missing: else the phase would be over
+            raise Fault(
+                "barrier-reuse",
+                f"{self.name}: {count} more arrival(s) in phase {self.phase}, which has all {self.expected} and still "
+                f"waits for {self.tx} byte(s) ({who}). {self.describe()}",
+            )
         if count > self.pending:
             raise Fault(
                 "barrier-count",

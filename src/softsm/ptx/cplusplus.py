@@ -9,10 +9,11 @@ import re
 from softsm.ptx.ast import SourceLoc
 
 LONGEST = 40  # characters of template arguments that are shown
-# Headers whose lines say less than the place that uses them.
+# Headers, and Triton's own functions, whose lines say less than the place that uses them.
 LIBRARIES = re.compile(
     r"(^|/)(include|cccl|libcudacxx)/(cute|cutlass|cub|thrust|cuda|cccl)/|/__clang_cuda|/doors/cuda/include/|/crt/sm_"
     r"|/include/ops/(thread|group)/"  # ThunderKittens
+    r"|/triton/(language|experimental/gluon/language)/"
 )
 
 

@@ -208,8 +208,11 @@ class _Body:
         self.scope = Scope("" if function.entry else f"@{function.name}", parser.globals)
         self.operands = Operands(parser.module_.functions, function.registers, parser.sizes)
         self.here: SourceLoc | None = None
-        self.locs: dict[tuple[str, str], SourceLoc | None] = {}
-        self.by_place: dict[tuple, SourceLoc] = {}  # for chains of inlined_at
+        # what a directive says; which place it was inlined at, and what was known of that
+        self.locs: dict[tuple[str, str], tuple[SourceLoc | None, tuple | None, SourceLoc | None]] = {}
+        # For chains of inlined_at: the last directive of a place. The same function is inlined at several, and a
+        # compiler names the caller of each anew before it names lines of the function.
+        self.by_place: dict[tuple, SourceLoc] = {}
         self.pending: list[tuple[str, Scope, list[tuple[str, int]]]] = []
         function.returns = [self._parameter(v) for v in function.returns]
         function.params = [self._parameter(v) for v in function.params]
@@ -350,9 +353,12 @@ class _Body:
     def _loc(self, match: re.Match) -> None:
         text = match.group("loc")
         inlined = self._inlined(match.start("loc")) if self.source.has_inlined else ""
-        if (text, inlined) not in self.locs:
-            self.locs[text, inlined] = self._read_loc(text, match.start("loc"), inlined)
-        self.here = self.locs[text, inlined]
+        here, place, caller = self.locs.get((text, inlined), (None, None, None))
+        if here is None or place is not None and self.by_place.get(place) is not caller:
+            here, place, caller = self.locs[text, inlined] = self._read_loc(text, match.start("loc"), inlined)
+        if here is not None:
+            self.by_place[here.file, here.line, here.column] = here
+        self.here = here
 
     def _inlined(self, at: int) -> str:
         """`@[ kernel.cu:3:7 @[ ... ] ]`: clang has the places that a line was inlined at in a comment alone."""
@@ -366,21 +372,23 @@ class _Body:
             place = SourceLoc(known, int(line), int(column), self.function.name, place)
         return place
 
-    def _read_loc(self, text: str, at: int, inlined_at: str = "") -> SourceLoc | None:
+    def _read_loc(
+        self, text: str, at: int, inlined_at: str = ""
+    ) -> tuple[SourceLoc | None, tuple | None, SourceLoc | None]:
         found = LOC.fullmatch(text.rstrip(" \t\r;"))
         if found is None:
             raise self.source.error("expected '.loc file line column'", at)
         file, line, column, label, skip, *inlined = found.groups()
         if not int(line):  # the compiler's own code: no line of the program
-            return None
+            return None, None, None
         function, caller = self.function.name, self._callers(inlined_at)
+        place, known = None, None
         if label is not None:
             function = self.source.strings.get(label, "")[int(skip[:9]) if skip else 0 :]
-            place = int(inlined[0]), int(inlined[1]), int(inlined[2])
-            caller = self.by_place.get(place) or SourceLoc(self._file(place[0]), place[1], place[2], self.function.name)
-        result = SourceLoc(self._file(int(file)), int(line), int(column or 0), function, caller)
-        self.by_place[int(file), int(line), int(column or 0)] = result
-        return result
+            place = self._file(int(inlined[0])), int(inlined[1]), int(inlined[2])
+            known = self.by_place.get(place)
+            caller = known or SourceLoc(*place, self.function.name)
+        return SourceLoc(self._file(int(file)), int(line), int(column or 0), function, caller), place, known
 
     def _file(self, number: int) -> str:
         return self.source.files.get(number, "")

@@ -127,6 +127,15 @@ def place_of(ins) -> SourceLoc | None:
     return None if ins.loc is None else corrected(outside(ins.loc))
 
 
+def called_at(loc: SourceLoc) -> str:
+    """`, called at FILE:LINE`: the nearest caller in another file, for a place in a function that was inlined; else ''.
+    The functions of a library are called from many places."""
+    caller = loc.caller
+    while caller is not None and caller.file == loc.file:
+        caller = caller.caller
+    return f", called at {caller.file}:{caller.line}" if caller is not None else ""
+
+
 def entry_at(place) -> str:
     """The function that names the warp's role at a place of the source, with the places it was inlined at; '' where the
     source has none."""

@@ -37,6 +37,11 @@ CODES: dict[str, tuple[str, str]] = {
         "bytes belong to expect_tx. "
         "The thread count of bar.sync is the number of threads that take part, in whole warps.",
     ),
+    "barrier-reuse": (
+        "A warp arrives for the next phase of an mbarrier while this one still waits for bytes of copies.",
+        "Before a slot is filled again, wait for the mbarrier by which its readers give it back (the empty barrier), "
+        "with the parity of the round before; the readers must wait for the bytes before they give it back.",
+    ),
     "barrier-groups": (
         "Warps come to a named barrier for one phase, and nothing orders them after those of the phase before: "
         "hardware counts warps, not who they are, so warps of two groups may meet.",
@@ -44,7 +49,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "barrier-phase": (
         "A phase of a barrier completed and no warp waited for it, or a wait names a phase that completed long ago.",
-        "Flip the parity each time the barrier is used again; wait for every phase once before the next one can end.",
+        "Flip the parity each time the barrier is used again; wait for every phase once before the next one can end. "
+        "If several warps arrive for one phase, they are its count in mbarrier.init.",
     ),
     "barrier-tx": (
         "The bytes announced by expect_tx differ from the bytes that the copies of the phase deliver.",
@@ -206,7 +212,7 @@ CODES: dict[str, tuple[str, str]] = {
 # Causes before what they lead to: a barrier that is misused lets accesses race, a race lets values be wrong, and any of
 # them may end in a deadlock.
 _EFFECTS = (
-    ("in-flight", "peer-exit", "race", "wgmma-registers"),
+    ("barrier-phase", "barrier-reuse", "in-flight", "peer-exit", "race", "wgmma-registers"),
     ("uninitialised",),
     ("operand", "nan", "type"),
     ("deadlock", "step-budget"),

@@ -391,6 +391,17 @@ $L__info_string0:
     assert three.loc is None  # line 0: the compiler's own code
 
 
+def test_a_function_that_is_inlined_twice_has_each_caller():
+    """The same directive again, behind another one of the place it was inlined at: as Triton and clang write them."""
+    wait = ".loc 2 40 7, function_name $L__info_string0, inlined_at 2 50 3\n    mov.b32 %r1, 1;\n"
+    acquire = ".loc 2 50 3, function_name $L__info_string0, inlined_at 1 {} 5\n    "
+    body = "".join(acquire.format(line) + wait for line in (10, 20, 10))
+    text = HEAD + ".visible .entry k()\n{\n    .reg .b32 %r<3>;\n    " + body + "ret;\n}\n"
+    text += '.file 1 "/src/a.py"\n.file 2 "/src/b.py"\n.section .debug_str\n{\n$L__info_string0:\n.b8 107, 0\n}\n'
+    found = [x.loc for x in parse(text).functions["k"].body][:3]
+    assert [(x.line, x.caller.line, x.caller.caller.line) for x in found] == [(40, 50, 10), (40, 50, 20), (40, 50, 10)]
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
