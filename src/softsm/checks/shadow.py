@@ -16,10 +16,12 @@ older), the lane that wrote them (6 bits, from LANE on; NOBODY when it is not on
 wrote different bytes, and LIVE where an mbarrier lies. Warps are the bits of a word; of more than 32 several share one.
 The last read of each word by each warp of the CTA has an array of its own, of (epoch, pc). Above the pc stand the bytes
 read in that epoch (4 bits) and the lane. The peer readers are the warp of another CTA of the cluster that read the word
-last and two others (`peer_reader` of checks/byte_ranges.py). Global memory has records of 16: [writer, epoch, pc, bytes,
-reader, epoch, pc, reader, epoch, pc, epoch of older bytes, owner, reader, epoch, pc, 0]: the last writer, the last warp
-or operation that read and two others (`global_reader`), and which clusters touched the word at all: the first one's
-number, WRITTEN when anybody wrote, SEVERAL_CLUSTERS when others came.
+last and two others (`peer_reader` of checks/byte_ranges.py).
+
+Global memory has records of 16: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older bytes,
+owner, reader, epoch, pc, 0]: the last writer, the last warp or operation that read and two others (`global_reader`),
+and which clusters touched the word at all: the first one's number, WRITTEN when anybody wrote, SEVERAL_CLUSTERS when
+others came.
 
 An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the
 asynchronous operation's bit is set in what the warp knows to be complete. Lanes of one warp are ordered when they have
