@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from softsm.arguments import parse_argument
 from softsm.cli import app
+from softsm.commands.check import party_as_data
 from softsm.memory.tensor_map import Swizzle
 from softsm.memory.tensor_map_image import from_image
+from softsm.report.diagnostics import Party
 
 SCALE = """
 .version 8.6
@@ -277,6 +279,11 @@ def test_parties_in_json(racy):
     party = data["findings"][0]["parties"][0]
     assert party["source"]["file"].endswith("racy.py") and party["source"]["line"] in (8, 9)
     assert party["ptx"]["line"] and party["ptx"]["instruction"] and party["who"].startswith("warp")
+    assert party["source"]["called_at"] is None
+    for function in ("", " in wait"):
+        source = party_as_data(Party("warp 1", 7, "ret;", f"/a/ring.py:3{function}, called at /a/k.py:8"))["source"]
+        assert (source["file"], source["line"], source["function"]) == ("/a/ring.py", 3, function[4:])
+        assert source["called_at"] == {"file": "/a/k.py", "line": 8}
 
 
 def test_a_typo_is_named(racy, monkeypatch):

@@ -151,8 +151,11 @@ def as_data(diagnostic: Diagnostic) -> dict[str, Any]:
 
 
 def party_as_data(party: Party) -> dict[str, Any]:
-    found = re.fullmatch(r"(.+?):(\d+)(?: in (.+))?", party.source)
-    place = {"file": found[1], "line": int(found[2]), "function": found[3] or ""} if found else None
+    found = re.fullmatch(r"(.+?):(\d+)(?: in (.+?))?(?:, called at (.+):(\d+))?", party.source)
+    place: dict[str, Any] | None = None
+    if found:
+        caller = {"file": found[4], "line": int(found[5])} if found[4] else None
+        place = {"file": found[1], "line": int(found[2]), "function": found[3] or "", "called_at": caller}
     return {
         "who": party.who,
         "what": party.what,
