@@ -2,6 +2,7 @@
 what stands on what in dsv4: no import runs up."""
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -107,7 +108,8 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
 
 
-def imports(name: str) -> set[str]:
+@functools.cache
+def imports(name: str) -> frozenset[str]:
     """The modules of dsv4 that a module names in an import, also inside of functions. Importing a module by its name as
     text (runtime/dispatch.py) is not one: that is how an operation finds its kernels."""
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
@@ -121,7 +123,7 @@ def imports(name: str) -> set[str]:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, *([node.module] if node.module else [])])
             found |= {base, *(f"{base}.{x.name}" for x in node.names)}
-    return {x for x in found if x in MODULES and x != name and not name.startswith(f"{x}.")}
+    return frozenset(x for x in found if x in MODULES and x != name and not name.startswith(f"{x}."))
 
 
 def test_no_import_of_dsv4_runs_up() -> None:
@@ -138,7 +140,7 @@ def test_no_import_of_dsv4_runs_up() -> None:
 
 
 def test_no_circle_of_modules_in_dsv4() -> None:
-    graph = {name: imports(name) for name in MODULES}
+    graph = {name: set(imports(name)) for name in MODULES}
     while free := [name for name, others in graph.items() if not others]:
         for name in free:
             del graph[name]

@@ -128,7 +128,8 @@ def test_softsm_needs_neither_dsv4_nor_torch_to_check_ptx(fresh: Path) -> None:
 
 
 def test_kernels_need_nothing_but_torch_and_triton(tmp_path: Path) -> None:
-    """What the Hugging Face hub demands of a kernel; also beside engines that pin another numba."""
+    """What the Hugging Face hub demands of a kernel; also beside engines that pin another numba. And the folders that
+    docstrings name need no import of their own, where nothing else has imported them."""
     refused = ("numba", "llvmlite", "ml_dtypes", "typer", "rich")
     program = f"""
 import sys
@@ -137,6 +138,8 @@ sys.path.insert(0, {str(ROOT / "src")!r})
 import importlib, triton  # which imports the backends that are installed, softsm's too
 sys.modules["softsm"] = None
 import torch, dsv4
+dsv4.reference.rope_table(4, 8), dsv4.integrations, dsv4.distributed
+assert not hasattr(dsv4, "no_such_name")
 for arch in ("sm90", "sm100"):
     for operation in ("fmha", "v4", "index", "compress", "moe"):
         importlib.import_module(f"dsv4.{{operation}}.kernels.{{arch}}.entry")

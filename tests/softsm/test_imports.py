@@ -8,11 +8,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "src"
 
 
-class RunTime(ast.NodeTransformer):
-    """Without what is for type checkers."""
+def for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
-    def visit_If(self, node: ast.If) -> ast.If | None:
-        return None if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else node
+
+@functools.cache
+def statements(path: Path) -> tuple[list[ast.AST], set[ast.AST]]:
+    """(the imports of a file, what is in it for type checkers alone)."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    hidden = {inner for node in nodes if for_types(node) for inner in ast.walk(node)}
+    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))], hidden
 
 
 @functools.cache
@@ -25,10 +30,10 @@ def imports(types: bool) -> dict[str, set[str]]:
     found = {}
     for name, path in modules.items():
         used: set[str] = set()
-        tree = ast.parse(path.read_text())
-        if not types:
-            tree = RunTime().visit(tree)
-        for node in ast.walk(tree):
+        found_here, hidden = statements(path)
+        for node in found_here:
+            if node in hidden and not types:
+                continue
             if isinstance(node, ast.Import):
                 used |= {x.name for x in node.names}
             elif isinstance(node, ast.ImportFrom):

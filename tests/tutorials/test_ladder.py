@@ -36,7 +36,12 @@ def checks(path: Path) -> list[str]:
     return re.findall(r"^def (check_\w+)", path.read_text(), re.M)
 
 
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+QUICK = ("02", "11", "13")  # of each kind one; the others only take longer to compile
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(x, marks=[pytest.mark.compile] * (x.name[:2] not in QUICK), id=x.stem) for x in CHAPTERS]
+)
 def test_chapter(path: Path, capsys: pytest.CaptureFixture) -> None:
     """One test per chapter, so that its kernels are compiled once."""
     found = checks(path)
