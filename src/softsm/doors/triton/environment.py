@@ -35,7 +35,7 @@ def enter() -> None:
 
 
 class _AfterTesting(MetaPathFinder):
-    """Triton's benchmark functions can be replaced only after `triton.testing` is there, at the end of the import."""
+    """Triton's functions can be replaced only after `triton.testing` is there, at the end of the import."""
 
     def __init__(self, use: install.Use):
         self.use = use
@@ -51,7 +51,7 @@ class _AfterTesting(MetaPathFinder):
 
         def then_patch(module) -> None:
             execute(module)
-            self.use.bench_once_in(module)
+            self.use.patch_triton(module)
 
         spec.loader.exec_module = then_patch  # type: ignore[method-assign]
         return spec

@@ -95,21 +95,32 @@ class Use(InUse):
     def _register(self) -> None:
         import triton.testing
         from triton.backends import Backend, backends
-        from triton.compiler.compiler import AsmDict
-        from triton.runtime import autotuner, cache
-        from triton.runtime.autotuner import Autotuner
         from triton.runtime.driver import driver
 
-        from softsm.doors.triton import autotuning, compile_key
-        from softsm.doors.triton.backend import SoftsmBackend, on_demand
-        from softsm.doors.triton.inductor import BenchOnce
+        from softsm.doors.triton.backend import SoftsmBackend
         from softsm.doors.triton.runtime import SoftsmDriver
 
         self._registry = backends, backends.get("softsm")
         backends["softsm"] = Backend(SoftsmBackend, SoftsmDriver)
         self._driver = driver, driver._active
         driver.set_active(SoftsmDriver(self.arch, self.sms))
-        self.bench_once_in(triton.testing)
+        self.patch_triton(triton.testing)
+
+    def patch_triton(self, testing) -> None:
+        """Replaces what a program asks of Triton beside launches. All of Triton is imported by now."""
+        import triton
+        from triton.compiler.compiler import AsmDict
+        from triton.runtime import autotuner, cache
+        from triton.runtime.autotuner import Autotuner
+
+        from softsm.doors.triton import autotuning, compile_key
+        from softsm.doors.triton.backend import on_demand
+        from softsm.doors.triton.inductor import BenchOnce
+        from softsm.doors.triton.runtime import bench_once
+
+        for name in ("do_bench", "do_bench_cudagraph", "do_bench_proton", "do_bench_cudagraph_proton"):
+            if hasattr(testing, name):
+                self._patches.set(testing, name, bench_once)
         self._patches.set(Autotuner, "cache", autotuning.choices(self.arch))
         self._patches.set(Autotuner, "do_bench", property(autotuning.benchmark))
         self._patches.set(AsmDict, "__missing__", on_demand(AsmDict.__missing__))
@@ -117,13 +128,6 @@ class Use(InUse):
         keeper = compile_key.kept(cache.triton_key, Path(triton.__file__).parent)
         for module in (cache, autotuner):
             self._patches.set(module, "triton_key", keeper)
-
-    def bench_once_in(self, testing) -> None:
-        from softsm.doors.triton.runtime import bench_once
-
-        for name in ("do_bench", "do_bench_cudagraph", "do_bench_proton", "do_bench_cudagraph_proton"):
-            if hasattr(testing, name):
-                self._patches.set(testing, name, bench_once)
 
     def run(self, program: Callable[[int], Any]) -> list:
         """Call program(rank) for each of the ranks (`softsm.ranks`). There torch.distributed and its symmetric memory

@@ -72,6 +72,8 @@ with softsm.use("sm_90a"):
     assert triton.runtime.driver.active.get_current_target().arch == 90
 assert triton.runtime.driver.active.get_current_target() == target
 triton.testing.do_bench(lambda: print("call"))
+from triton.compiler.compiler import AsmDict
+assert AsmDict(softsm=b"", ptx=".version 8.6\\n.target sm_90a\\n.address_size 64")["cubin"][:4] == b"\\x7fELF"
 """, softsm=arch)  # fmt: skip
     assert done.stdout.split() == ["call"]  # a benchmark is one call
 
