@@ -16,8 +16,10 @@ from dsv4.runtime.program import Launch
 from dsv4.v4 import problem as v4_problem
 from dsv4.v4.backward import V4Backward
 
-# Query heads of a KV head. On Hopper a TMA box holds all of a group that is a power of two: each has its variant.
-GROUPS = (1, 2, 4, 8, 16)
+# Query heads of a KV head. On Hopper a TMA box holds those that go together, a power of two: each has its variant. Of a
+# group of 3 each goes alone, and their shares of dK and dV are summed.
+GROUPS = (1, 2, 3, 4, 8, 16)
+KV_HEADS = 132  # enough for every SM, so that all heads of a group go together
 
 
 def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) -> list[Launch]:
@@ -32,12 +34,12 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) 
             return torch.empty(*shape, heads, head_dim, dtype=dtype, device="meta")
 
         starts = torch.empty(2, dtype=torch.int32, device="meta")
-        q, k, v = draw(group), draw(1), draw(1)
+        q, k, v = draw(KV_HEADS * group), draw(KV_HEADS), draw(KV_HEADS)
         p = problem.varlen(q, k, v, starts, starts) if varlen else problem.dense(q, k, v)
-        p = replace(p, out=draw(group), lse=torch.empty(p.lse_shape, device="meta"))
+        p = replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape, device="meta"))
         for deterministic in (False, True) if group == 1 else (False,):
             p = replace(p, options=p.options._replace(deterministic=deterministic, **options))
-            b = FmhaBackward(p, draw(group), None, draw(group), draw(1), draw(1))
+            b = FmhaBackward(p, torch.empty_like(q), None, *(torch.empty_like(x) for x in (q, k, v)))
             found += calls.launches_of(b, dispatch.compile_target(arch))
     return found
 

@@ -13,8 +13,10 @@ WHOLE = 128  # keys: a multiple of every kernel's tile
 
 
 def splits_of(c: Capacities, num_sms: int) -> int:
-    tiles = c.batch * c.kv_heads * -(-c.max_seqlen_q * (c.q_heads // c.kv_heads) // ROWS_PER_TILE)
-    return choose_splits(tiles, num_sms, c.max_seqlen_k)
+    rows = c.max_seqlen_q * (c.q_heads // c.kv_heads)
+    # Two warpgroups share a tile of keys, where there are rows for both: as the kernels have it without a plan.
+    of_tile = 2 * ROWS_PER_TILE if rows > ROWS_PER_TILE and 64 < c.head_dim < 512 else ROWS_PER_TILE
+    return choose_splits(c.batch * c.kv_heads * -(-rows // of_tile), num_sms, c.max_seqlen_k)
 
 
 def reserved_varlen(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:

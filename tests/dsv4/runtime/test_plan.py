@@ -147,6 +147,11 @@ def test_splits_fill_the_machine_and_no_more(tiles, keys):
         assert splits == 1
 
 
+def test_a_plan_splits_rows_of_two_warpgroups_as_the_kernels_do_without_it():
+    assert splits_of(Capacities(3, 1, 1, 256, 2401, 2401), 132) == 2  # 19 tiles of 128 rows each
+    assert splits_of(Capacities(3, 1, 1, 64, 2401, 2401), 132) == 1  # 38 of 64
+
+
 @pytest.mark.parametrize("step", [64, 128])
 @pytest.mark.parametrize("rows", [1, 64, 65, 200, 1023])
 def test_deterministic_cuts_depend_on_the_sequence_alone(rows, step):

@@ -46,31 +46,44 @@ class Sequences(NamedTuple):
         return self.cu_q.shape[0] - 1
 
 
+class Adding(NamedTuple):
+    """How CTAs add to sums of dQ and, where several have the same keys, of dK and dV."""
+
+    pack: int  # query heads that go together as rows
+    splits: int  # parts of these rows
+
+    def shares_keys(self, p: FmhaProblem) -> bool:
+        return self.splits * p.group > self.pack
+
+
 @dataclass(frozen=True)
 class Packed:
-    """What the kernels of an architecture get: a dense batch, the query heads of a KV head packed into its rows.
+    """What the kernels of an architecture get: a dense batch, the query heads of a KV head packed into its rows, all of
+    them unless results are added.
 
-    Kernels that ask for it (by_tma) get q, dout and dq with two dimensions, tokens and group, for the rows where TMA
-    can pack them as it copies, and a sum of dQ.
+    Kernels that ask for it (by_tma) get q, dout and dq with two dimensions, tokens and pack, for the rows where TMA
+    can pack them as it copies.
     """
 
     p: FmhaProblem
-    q: Slot  # [B, Hkv, R, D], R = tokens times group; or [B, Hkv, T, G, D]
+    pack: int
+    q: Slot  # [B, H, R, D], H = query heads / pack, R = tokens times pack; or [B, H, T, pack, D]
     k: Slot  # [B, Hkv, S, D]
     v: Slot
     dout: Slot  # as q
-    lse2: Slot  # fp32 [B, Hkv, R]: see backward_rows.py
+    lse2: Slot  # fp32 [B, H, R]: see backward_rows.py
     delta: Slot
     ds_scale: Slot  # fp32 [1], for fp16
     dq: Slot | None  # as q
     dk: Slot | None  # as k
     dv: Slot | None
     sequences: Sequences | None
-    dq_sum: Slot | None = None  # fp32, zeroed, for dQ in any order: whole tiles of 128 rows, flat
+    adding: Adding | None = None
+    sums: Slot | None = None  # then: fp32, zeroed, flat: whole tiles of 128 rows of dQ, then of dK and dV if shared
 
     batch = property(lambda self: self.q.shape[0])
     heads = property(lambda self: self.q.shape[1])
-    rows = property(lambda self: self.p.max_seqlen_q * self.p.group)
+    rows = property(lambda self: self.p.max_seqlen_q * self.pack)
     width = property(lambda self: self.q.shape[-1])
     keys = property(lambda self: self.k.shape[2])
     fp16 = property(lambda self: self.q.dtype == torch.float16)
@@ -84,20 +97,22 @@ class Packed:
         """The sizes by the names that the kernels use."""
         p = self.p
         return dict(
-            rows=self.rows, tokens=self.rows // p.group, keys=self.keys, group=p.group,
-            left=NO_BOUND if p.left < 0 else p.left, right=NO_BOUND if p.right < 0 else p.right, kv_heads=self.heads,
+            rows=self.rows, tokens=p.max_seqlen_q, keys=self.keys, group=self.pack,
+            left=NO_BOUND if p.left < 0 else p.left, right=NO_BOUND if p.right < 0 else p.right, heads=self.heads,
         )  # fmt: skip
 
 
 Kernels = Callable[[Program, Packed], None]  # those of an architecture
+# of a problem, its keys and sequences; None: results are not added
+FindAdding = Callable[[FmhaProblem, int, Sequences | None], Adding | None]
 
 
-def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels, by_tma: bool = False) -> None:
+def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels, find_adding: FindAdding | None = None) -> None:
     """A batch of either kind, by kernels that take sequences. A gradient that they make instead of filling the one they
     get must be 0 in rows of no sequence."""
     p = b.forward
     if p.kind == "dense":
-        prepare_dense(b, program, kernels, by_tma=by_tma)
+        prepare_dense(b, program, kernels, find_adding=find_adding)
         return
     for x in (b.dq, b.dk, b.dv):
         if x is not None:
@@ -115,14 +130,18 @@ def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels, by_tma:
     )  # fmt: skip
     gradients = (one(x) for x in (b.dq, b.dk, b.dv))
     request = FmhaBackward(dense, one(b.dout), by_head(b.dlse), *gradients, b.dsink)
-    prepare_dense(request, program, kernels, Sequences(p.cu_seqlens_q, p.cu_seqlens_k), by_tma)
+    prepare_dense(request, program, kernels, Sequences(p.cu_seqlens_q, p.cu_seqlens_k), find_adding)
 
 
 def prepare_dense(
-    b: FmhaBackward, program: Program, kernels: Kernels, sequences: Sequences | None = None, by_tma: bool = False
+    b: FmhaBackward,
+    program: Program,
+    kernels: Kernels,
+    sequences: Sequences | None = None,
+    find_adding: FindAdding | None = None,
 ) -> None:
+    """find_adding: of kernels that pack rows by TMA and may add their results."""
     p = b.forward
-    group = p.group
     # No query sees the keys before the first window: they may hold NaN, and their gradient is 0. There are none behind:
     # the last query sees the last key.
     invisible = 0
@@ -135,13 +154,18 @@ def prepare_dense(
                 program.fill(x[:, :invisible], 0)
         k, v, dk, dv = (None if x is None else x[:, invisible:] for x in (k, v, dk, dv))
     dout = addressable(program, b.dout)
-    dq_sum = None
-    if by_tma and b.dq is not None and (dk is not None or dv is not None) and not p.deterministic:
-        tiles = row_tiles(p.max_seqlen_q * group, sequences) * p.batch * p.kv_heads
-        dq_sum = program.workspace("sum of dq", (tiles * TILE * p.head_dim,), torch.float32)
-    lse2, delta, plain = _rows(b, program, dout, dq_sum)
+    adding, pack, sums = None, p.group, None
+    if find_adding and b.dq is not None and (dk is not None or dv is not None) and not p.deterministic:
+        adding = find_adding(p, k.shape[1], sequences)
+    if adding is not None:
+        pack = adding.pack
+        tiles = row_tiles(p.max_seqlen_q * pack, sequences) * p.batch * (p.q_heads // pack)
+        if adding.shares_keys(p):
+            tiles += 2 * row_tiles(k.shape[1], sequences) * p.batch * p.kv_heads
+        sums = program.workspace("sums of gradients", (tiles * TILE * p.head_dim,), torch.float32)
+    lse2, delta, plain = _rows(b, program, dout, pack, sums)
     if b.dsink is not None:
-        program.compute(partial(_sum_dsink, p.kv_heads, group), b.dsink, p.sink, p.lse, plain)
+        program.compute(partial(_sum_dsink, pack), b.dsink, p.sink, p.lse, plain)
     if b.dq is None and b.dk is None and b.dv is None:
         return
     k, v = (addressable(program, x.transpose(1, 2)) for x in (k, v))
@@ -151,16 +175,16 @@ def prepare_dense(
         program.compute(_find_ds_scale, ds_scale, dout, v, b.dlse, p.lse)
     dk, dv = (None if x is None else x.transpose(1, 2) for x in (dk, dv))
     terms = (lse2, delta, ds_scale)
-    if by_tma and 64 % group == 0 and group > 1:
-        q, dout = (_by_head(addressable(program, x), group) for x in (p.q, dout))
+    if find_adding and 64 % pack == 0 and pack > 1:
+        q, dout = (_by_head(addressable(program, x), pack) for x in (p.q, dout))
     else:
-        q, dout = _packed(program, p.q, group), _packed(program, dout, group)
-    dq = None if b.dq is None else _by_head(b.dq, group)
-    if by_tma or dq is None:
-        kernels(program, Packed(p, q, k, v, dout, *terms, dq, dk, dv, sequences, dq_sum))
+        q, dout = _packed(program, p.q, pack), _packed(program, dout, pack)
+    dq = None if b.dq is None else _by_head(b.dq, pack)
+    if find_adding or dq is None:
+        kernels(program, Packed(p, pack, q, k, v, dout, *terms, dq, dk, dv, sequences, adding, sums))
         return
     rows = rows_of_dq(program, dq, sequences)
-    kernels(program, Packed(p, q, k, v, dout, *terms, rows, dk, dv, sequences))
+    kernels(program, Packed(p, pack, q, k, v, dout, *terms, rows, dk, dv, sequences))
     keep_dq(program, dq, rows)
 
 
@@ -198,13 +222,13 @@ def made_like(program: Program, shape: tuple[int, ...], dtype: torch.dtype, sequ
     return made
 
 
-def _rows(b: FmhaBackward, program: Program, dout: Slot, dq_sum: Slot | None) -> tuple[Slot, Slot, Slot]:
-    """fp32 [B, Hkv, T * G] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, dO . O. With
-    them dq_sum is zeroed."""
+def _rows(b: FmhaBackward, program: Program, dout: Slot, pack: int, sums: Slot | None) -> tuple[Slot, Slot, Slot]:
+    """fp32 [B, H, T * pack] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, dO . O. With
+    them the sums are zeroed."""
     p = b.forward
     out = addressable(program, p.out)
     rows = p.batch * p.max_seqlen_q * p.q_heads
-    shape = (p.batch, p.kv_heads, p.max_seqlen_q * p.group)
+    shape = (p.batch, p.q_heads // pack, p.max_seqlen_q * pack)
     lse2, delta, plain = (program.workspace(name, shape, torch.float32) for name in ("lse2", "delta", "plain"))
     lse, dlse, sink = p.lse, b.dlse, p.sink
     assert lse is not None
@@ -219,15 +243,15 @@ def _rows(b: FmhaBackward, program: Program, dout: Slot, dq_sum: Slot | None) ->
             lse2_ptr=lse2,
             delta_ptr=delta,
             plain_ptr=plain,
-            zero_ptr=lse2 if dq_sum is None else dq_sum,
+            zero_ptr=lse2 if sums is None else sums,
         ),
         sizes=RowSizes(
             rows=rows,
             tokens=p.max_seqlen_q,
             q_heads=p.q_heads,
-            group=p.group,
+            group=pack,
             has_sink=int(p.sink is not None),
-            zeros=0 if dq_sum is None else dq_sum.numel() // (16 * p.head_dim),
+            zeros=0 if sums is None else sums.numel() // (16 * p.head_dim),
             has_dlse=int(b.dlse is not None),
         ),
         strides=RowStrides(*row_strides(out), *row_strides(dout), *lse.stride(), *dlse.stride()),
@@ -236,9 +260,9 @@ def _rows(b: FmhaBackward, program: Program, dout: Slot, dq_sum: Slot | None) ->
     return lse2, delta, plain
 
 
-def _sum_dsink(kv_heads: int, group: int, dsink: Tensor, sink: Tensor, lse: Tensor, plain: Tensor) -> None:
-    lse = lse.unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, T, G], as plain
-    share = torch.sigmoid(sink.view(kv_heads, 1, group) - lse)
+def _sum_dsink(pack: int, dsink: Tensor, sink: Tensor, lse: Tensor, plain: Tensor) -> None:
+    lse = lse.unflatten(1, (-1, pack)).transpose(2, 3)  # [B, H, T, pack], as plain
+    share = torch.sigmoid(sink.view(-1, 1, pack) - lse)
     dsink.copy_(-(torch.where(lse == float("-inf"), 0, share) * plain.view(lse.shape)).sum((0, 2)).flatten())
 
 

@@ -32,7 +32,8 @@ class GradientTile:
     """What one CTA has to do: 128 packed rows, or keys, of one sequence and KV head, from `own` on."""
 
     batch: Value
-    head: Value
+    head: Value  # of the rows: a pack of query heads
+    kv_head: Value
     own: Value
     first_row: Value  # of the sequence in the tensors: 0 in a dense batch
     first_key: Value
@@ -77,7 +78,7 @@ class GradientSizes(NamedTuple):
     group: Value
     left: Value  # of the window
     right: Value
-    kv_heads: Value
+    heads: Value  # packs of query heads
     sequences: Value
 
 
@@ -97,8 +98,19 @@ class Parts(NamedTuple):
     count: Value
 
 
+class KeyParts(NamedTuple):
+    """The CTAs that have the same keys, and where they leave dK and dV (sm90/gradient_sums.py)."""
+
+    splits: Value  # parts of the rows
+    packs: Value  # packs of query heads for each KV head
+    at_once: Value  # pairs of sequence and pack that go together
+    dk_block: Value  # first blocks of the sums that they add to, in the memory of dQ's
+    dv_block: Value
+    ptr: Value  # deterministic: parts of all of dK, then those of dV
+
+
 class GroupedGradient(NamedTuple):
-    """A gradient [batch, KV head, token, head of the group, column] and its strides, in elements."""
+    """A gradient [batch, head, token, member of the pack, column] and its strides, in units of 8 elements."""
 
     ptr: Value
     batch: Value

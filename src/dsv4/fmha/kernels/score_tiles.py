@@ -41,7 +41,7 @@ class SlabSizes(NamedTuple):
     key_piece: Value
     pairs: Value  # of the slab
     pair_begin: Value
-    kv_heads: Value
+    heads: Value
 
 
 @aggregate
@@ -131,8 +131,8 @@ def load_role(operands, chunks, sizes, tiles, CHUNKS: gl.constexpr):
     for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         pair, row, key = locate(tile_id, tiles)
         some, read = needed(row, key, sizes)
-        batch = (sizes.pair_begin + pair) // sizes.kv_heads
-        head = (sizes.pair_begin + pair) % sizes.kv_heads
+        batch = (sizes.pair_begin + pair) // sizes.heads
+        head = (sizes.pair_begin + pair) % sizes.heads
         row = sizes.row_begin + row
         if some:
             for chunk in range(0, 2 * CHUNKS):

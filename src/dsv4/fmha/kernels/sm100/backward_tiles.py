@@ -430,8 +430,8 @@ def backward_tiles(
     memory = Memory(x, ring, s, dp, acc, stat, x_ready, landed, s_ready, p_ready, dp_ready, ds_ready, done)
 
     pair = gl.program_id(1)
-    batch = pair // whole.kv_heads
-    head = pair - batch * whole.kv_heads
+    batch = pair // whole.heads
+    head = pair - batch * whole.heads
     own = gl.program_id(0) * 128
     sizes = whole
     lse2_ptr = tensors.lse2_ptr + pair.to(gl.int64) * whole.rows

@@ -23,7 +23,8 @@ landed          TMA bytes          1 + bytes   load           VARLEN: what reach
 from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
-from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, load_next, load_own, scores
+from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, scores
+from dsv4.fmha.kernels.sm90.gradient_loads import load_next, load_own
 from dsv4.fmha.kernels.tiles import end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
@@ -55,8 +56,9 @@ def load_role(operands, memory, work, sizes, D: gl.constexpr, VARLEN: gl.constex
     if VARLEN:
         past = work.own + 128 > sizes.rows
     landed_phase = load_own(
-        operands.q_desc, operands.dout_desc, memory.q, memory.dout, memory, past, work, work.first_row, 0, sizes.rows, D
-    )
+        operands.q_desc, operands.dout_desc, memory.q, memory.dout, memory, past, work, work.head, work.first_row, 0,
+        sizes.rows, D,
+    )  # fmt: skip
     first, end = keys_of(work.own, sizes)
     ring, stage = memory.ring, producer_stage()
     for key in range(first, end, 128):
@@ -67,7 +69,8 @@ def load_role(operands, memory, work, sizes, D: gl.constexpr, VARLEN: gl.constex
         if VARLEN:
             foreign = (key < first_visible(sizes)) | (key + 128 > sizes.keys)
         landed_phase = load_next(operands.k_desc, operands.v_desc, k, v, ready, memory.landed.at(0), landed_phase,
-                                 foreign, work, place, key, first_visible(sizes), sizes.keys, D)  # fmt: skip
+                                 foreign, work, work.kv_head, place, key, first_visible(sizes), sizes.keys,
+                                 D)  # fmt: skip
         stage = ring.next(stage)
 
 
@@ -182,14 +185,15 @@ def backward_dq(
         tiles = whole.rows // 128 + whole.sequences
     pair = gl.program_id(0) // tiles
     row = (tiles - 1 - (gl.program_id(0) - pair * tiles)) * 128  # of causal ones the longest first
-    work = GradientTile(pair // whole.kv_heads, pair % whole.kv_heads, row, 0, 0)
+    head = pair % whole.heads
+    work = GradientTile(pair // whole.heads, head, head, row, 0, 0)
     sizes = whole
     lse2_ptr = tensors.lse2_ptr + pair.to(gl.int64) * whole.rows
     delta_ptr = tensors.delta_ptr + pair.to(gl.int64) * whole.rows
     if VARLEN:
         seq, row = tile_of(row // 128, tensors.cu_q_ptr, whole.sequences, whole.group)
         first_row, first_key, sizes = sizes_of(seq, row, whole, tensors.cu_q_ptr, tensors.cu_k_ptr, False)
-        work = GradientTile(0, pair, row, first_row, first_key)
+        work = GradientTile(0, pair, pair, row, first_row, first_key)
         lse2_ptr += first_row
         delta_ptr += first_row
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)

@@ -1,6 +1,6 @@
 """dK, dV and, with ADD_DQ, dQ of attention on sm_90a, head dims 64 and 128: a CTA owns 128 keys and goes through the
-rows, or through one of `splits` parts of them where there are too few key tiles for the multiprocessors. Parts of dK
-and dV go to memory in fp32; round_sum adds them.
+rows of a pack of query heads, or through one of `splits` parts of them where there are too few key tiles for the
+multiprocessors. Where several CTAs own the same keys, what they have of dK and dV is summed in fp32 in memory.
 
     S^T = K Q^T    P^T = 2^(S^T scale - lse2) where seen    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
     dV += P^T dO   dK += dS^T Q    dQ = dS K
@@ -41,9 +41,9 @@ zeroes what is not the sequence's, and the last tile of a sequence is stored row
 
 from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
-from dsv4.fmha.kernels.loads import zero_invisible
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
-from dsv4.fmha.kernels.sm90.gradient_sums import DqSum, add_block, store_blocks
+from dsv4.fmha.kernels.sm90.gradient_loads import load_next, load_own
+from dsv4.fmha.kernels.sm90.gradient_sums import Sums, add_block, add_blocks, store_blocks
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -51,10 +51,8 @@ from dsv4.kernels.compat import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     reinterpret,
     store_wait,
-    tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -62,7 +60,6 @@ from dsv4.kernels.compat import (
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Barriers, Ring, consumer_stage, init_barriers, new_barriers, new_ring, producer_stage
 
-AT_ONCE = gl.constexpr(4)
 ALL = gl.constexpr(1 << 30)  # past every row
 
 
@@ -72,8 +69,8 @@ class Part:
 
     first: Value  # packed row, the first of a step
     end: Value
-    splits: Value  # parts; with more than one, dK and dV of each go to memory in fp32
-    dk_ptr: Value  # blocks of gradient_sums.py, for the 128 keys
+    shared: Value  # other CTAs have the same keys
+    dk_ptr: Value  # then, without ADD_DQ: blocks of gradient_sums.py, for the 128 keys
     dv_ptr: Value
 
 
@@ -131,82 +128,13 @@ def cut(first, end, split, splits, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, tile, ready, work, row, D: gl.constexpr):
-    """Rows from `row` on, of 64 or of 128; where they have two dimensions, tokens and group, TMA packs them."""
-    BOX: gl.constexpr = desc.layout
-    ROWS: gl.constexpr = tile.shape[0]  # Triton 3.6: a plain int in a list is no argument of a function
-    GROUP: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
-    if len(desc.block_shape) == 5:
-        panels = reinterpret(tile, [D // 64, 1, 1, ROWS // GROUP, GROUP, 64], BOX)
-        for panel in gl.static_range(D // 64):
-            tma_load(desc, [work.batch, work.head, row // GROUP, 0, panel * 64], ready, panels.index(panel))
-    else:
-        panels = reinterpret(tile, [D // 64, 1, 1, ROWS, 64], BOX)
-        for panel in gl.static_range(D // 64):
-            tma_load(desc, [work.batch, work.head, row, panel * 64], ready, panels.index(panel))
-
-
-@gluon.jit
-def load_pair(x_desc, y_desc, x, y, ready, work, row, D: gl.constexpr):
-    load_tile(x_desc, x, ready, work, row, D)
-    load_tile(y_desc, y, ready, work, row, D)
-
-
-@gluon.jit
-def load_halves(x_desc, y_desc, x, y, ready, work, first, D: gl.constexpr):
-    mbarrier.expect(ready, 2 * 128 * D * 2)
-    for half in gl.static_range(2):
-        load_pair(x_desc, y_desc, x.index(half), y.index(half), ready, work, first + work.own + half * 64, D)
-
-
-@gluon.jit
-def load_own(x_desc, y_desc, x, y, memory, foreign, work, first, begin, end, D: gl.constexpr):
-    """The 128 rows from `own` on of the sequence that begins at `first`, by halves; if some are foreign, 0 in rows
-    outside of [begin, end) of it -> next phase of landed."""
-    landed_phase = gl.to_tensor(0)
-    if foreign:
-        load_halves(x_desc, y_desc, x, y, memory.landed.at(0), work, first, D)
-        memory.landed.wait(0, 0)
-        for half in gl.static_range(2):
-            zero_invisible(x.index(half), work.own + half * 64, begin, end, 64, D)
-            zero_invisible(y.index(half), work.own + half * 64, begin, end, 64, D)
-        fence_async_shared()  # generic stores -> tensor-core reads
-        memory.own_ready.arrive(0)
-        landed_phase = landed_phase ^ 1
-    else:
-        load_halves(x_desc, y_desc, x, y, memory.own_ready.at(0), work, first, D)
-    return landed_phase
-
-
-@gluon.jit
-def load_next(
-    x_desc, y_desc, x, y, ready, landed, landed_phase, foreign, work, place, row, begin, end, D: gl.constexpr
-):
-    """Rows from `row` of the sequence on, which are those from `place` on of the tensors; otherwise as load_own."""
-    ROWS: gl.constexpr = x.shape[0]
-    if foreign:
-        mbarrier.expect(landed, 2 * ROWS * D * 2)
-        load_pair(x_desc, y_desc, x, y, landed, work, place, D)
-        mbarrier.wait(landed, landed_phase)
-        zero_invisible(x, row, begin, end, ROWS, D)
-        zero_invisible(y, row, begin, end, ROWS, D)
-        fence_async_shared()  # generic stores -> tensor-core reads
-        mbarrier.arrive(ready, count=1)
-        landed_phase = landed_phase ^ 1
-    else:
-        mbarrier.expect(ready, 2 * ROWS * D * 2)
-        load_pair(x_desc, y_desc, x, y, ready, work, place, D)
-    return landed_phase
-
-
-@gluon.jit
 def load_role(operands, memory, terms, work, part, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
     ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     foreign: gl.constexpr = False
     if VARLEN:
         foreign = (work.own < first_visible(sizes)) | (work.own + 128 > sizes.keys)
     landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, memory, foreign, work,
-                            work.first_key, first_visible(sizes), sizes.keys, D)  # fmt: skip
+                            work.kv_head, work.first_key, first_visible(sizes), sizes.keys, D)  # fmt: skip
     ROWS: gl.constexpr = memory.stat.shape[1]
     ring, stage = memory.ring, producer_stage()
     for row in range(part.first, part.end, ROWS):
@@ -223,7 +151,7 @@ def load_role(operands, memory, terms, work, part, sizes, D: gl.constexpr, VARLE
         if VARLEN:
             past = row + ROWS > sizes.rows
         landed_phase = load_next(operands.q_desc, operands.dout_desc, q, dout, ready, memory.landed.at(0), landed_phase,
-                                 past, work, place, row, 0, sizes.rows, D)  # fmt: skip
+                                 past, work, work.head, place, row, 0, sizes.rows, D)  # fmt: skip
         stage = ring.next(stage)
 
 
@@ -275,7 +203,7 @@ def multiply_by_keys(memory, turn, opaque, W: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def step(s, dk, dv, memory, dq_sum, row, key, stage, turn, more, whole, sizes, scales, ds_scale, W: gl.constexpr,
+def step(s, dk, dv, memory, sums, row, key, stage, turn, more, whole, sizes, scales, ds_scale, W: gl.constexpr,
          D: gl.constexpr, SCALED: gl.constexpr, ADD_DQ: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
     """The rows from `row` on, S of which is under way -> S of the next ones; if there are no more, of the same, for
     nothing. turn: number of the step. ADD_DQ: dQ of the rows before, unless they are the FIRST."""
@@ -325,7 +253,7 @@ def step(s, dk, dv, memory, dq_sum, row, key, stage, turn, more, whole, sizes, s
         dq, dk = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dk))
         store_wait(0)  # dQ's tile has been read; ahead of the barrier that release begins with
         ring.release(stage)
-        add_block(dq, dq_sum, (row // 64 - ROWS // 64) * (D // 64) + W, W)
+        add_block(dq, sums, sums.dq + (row // 64 - ROWS // 64) * (D // 64) + W, W)
     else:
         dk = warpgroup_mma_wait(num_outstanding=1, deps=(dk,))
         ring.release(stage)
@@ -362,7 +290,7 @@ def send(x, tile, desc, work, row, D: gl.constexpr):
 
 
 @gluon.jit
-def gradient_role(memory, dq_sum, dk_result, dv_result, work, part, sizes, scales, W: gl.constexpr,
+def gradient_role(memory, sums, dk_result, dv_result, work, part, sizes, scales, W: gl.constexpr,
                   D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):  # fmt: skip
     """dK and dV of 64 keys, from a part of the rows."""
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
@@ -381,19 +309,19 @@ def gradient_role(memory, dq_sum, dk_result, dv_result, work, part, sizes, scale
         steps = (end - first + ROWS - 1) // ROWS
         whole = rows_that_see(mine + 63, sizes)[0], rows_that_see(mine, sizes)[1]
         if ADD_DQ:
-            s, dk, dv, stage = step(s, dk, dv, memory, dq_sum, first, mine, stage, gl.to_tensor(0), steps > 1, whole,
+            s, dk, dv, stage = step(s, dk, dv, memory, sums, first, mine, stage, gl.to_tensor(0), steps > 1, whole,
                                     sizes, scales, ds_scale, W, D, SCALED, True, True)  # fmt: skip
             for turn in range(1, steps):
-                s, dk, dv, stage = step(s, dk, dv, memory, dq_sum, first + turn * ROWS, mine, stage, turn,
+                s, dk, dv, stage = step(s, dk, dv, memory, sums, first + turn * ROWS, mine, stage, turn,
                                         turn + 1 < steps, whole, sizes, scales, ds_scale, W, D, SCALED, True,
                                         False)  # fmt: skip
             dq = multiply_by_keys(memory, steps - 1, zero(steps), W, D)
             dq, s = warpgroup_mma_wait(num_outstanding=0, deps=(dq, s))
             store_wait(0)
-            add_block(dq, dq_sum, (first // 64 + (steps - 1) * (ROWS // 64)) * (D // 64) + W, W)
+            add_block(dq, sums, sums.dq + (first // 64 + (steps - 1) * (ROWS // 64)) * (D // 64) + W, W)
         else:
             for turn in range(0, steps):
-                s, dk, dv, stage = step(s, dk, dv, memory, dq_sum, first + turn * ROWS, mine, stage, turn,
+                s, dk, dv, stage = step(s, dk, dv, memory, sums, first + turn * ROWS, mine, stage, turn,
                                         turn + 1 < steps, whole, sizes, scales, ds_scale, W, D, SCALED, False,
                                         False)  # fmt: skip
             warpgroup_mma_wait(num_outstanding=0, deps=(s,))
@@ -401,15 +329,20 @@ def gradient_role(memory, dq_sum, dk_result, dv_result, work, part, sizes, scale
     if SCALED:
         dv = dv / scales.p
         scale = scale / ds_scale
-    if part.splits > 1:
-        store_blocks(dv, part.dv_ptr + W * (64 * D), D)
-        store_blocks(dk * scale, part.dk_ptr + W * (64 * D), D)
+    if part.shared:
+        if ADD_DQ:
+            if first < end:
+                add_blocks(dv, sums, sums.dv + W * (D // 64), W, D)
+                add_blocks(dk * scale, sums, sums.dk + W * (D // 64), W, D)
+        else:
+            store_blocks(dv, part.dv_ptr + W * (64 * D), D)
+            store_blocks(dk * scale, part.dk_ptr + W * (64 * D), D)
     else:
         tile = memory.v.index(W)
         finish(dv, tile, dv_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
         finish(dk * scale, tile, dk_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
     if ADD_DQ:
-        store_wait(0)  # shared memory is there until dQ's tile has been read
+        store_wait(0)  # shared memory is there until the last tile has been read
 
 
 @gluon.jit
@@ -419,7 +352,7 @@ def backward_keys(
     k_desc,
     dout_desc,
     v_desc,
-    dq_desc,
+    sums_desc,
     dk_desc,
     dv_desc,
     dk,
@@ -436,10 +369,9 @@ def backward_keys(
     GRADIENT_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
-    """One program: 128 keys of a pair of sequence and KV head, one of `parts.count` parts of the rows. lse2, delta
-    [pairs, rows]. VARLEN: `whole` has rows, tokens and keys of all sequences, which begin where cu_q and cu_k say; only
-    then are the pointers of dk and dv used. dq_desc: the sum of gradient_sums.py. parts: all of dK, then those of dV,
-    if there are several."""
+    """One program: 128 keys of a pair of sequence and pack of query heads, one of `parts.splits` parts of the rows.
+    lse2, delta [pairs, rows]. VARLEN: `whole` has rows, tokens and keys of all sequences, which begin where cu_q and
+    cu_k say; only then are the pointers of dk and dv used. sums_desc: the sums of gradient_sums.py."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -449,21 +381,21 @@ def backward_keys(
     dout = gl.allocate_shared_memory(DTYPE, [SLOTS, ROWS, D], TILE)
     stat = gl.allocate_shared_memory(gl.float32, [SLOTS * 2, ROWS], FLAT)
     ds = stat  # unused
-    dq_tiles = stat
+    sum_tiles = stat
     if ADD_DQ:
         ds = gl.allocate_shared_memory(DTYPE, [4, 64, ROWS], TILE)
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], dq_desc.layout)
+        sum_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], sums_desc.layout)
     ring, own_ready, landed, ds_ready = make_barriers(q, VARLEN, ADD_DQ)
-    splits = parts.count
+    splits = parts.splits
     tiles = (whole.keys + 127) // 128
     if VARLEN:
         tiles = whole.keys // 128 + whole.sequences
     pieces = tiles * splits
     pairs = gl.num_programs(0) // pieces
-    # Pairs go AT_ONCE together, the longest tiles of all of them first: a pair by itself would begin its longest ones
+    # Several pairs go together, the longest tiles of all of them first: a pair by itself would begin its longest ones
     # when others end. More at once would have more rows in use than the L2 holds.
-    begun = gl.program_id(0) // (pieces * AT_ONCE) * AT_ONCE
-    width = gl.minimum(pairs - begun, AT_ONCE)
+    begun = gl.program_id(0) // (pieces * parts.at_once) * parts.at_once
+    width = gl.minimum(pairs - begun, parts.at_once)
     place = gl.program_id(0) - begun * pieces
     piece = place // width
     pair = begun + (place - piece * width)
@@ -472,7 +404,8 @@ def backward_keys(
     key = tile * 128
     dk_parts_ptr = parts.ptr + ((split * pairs + pair) * tiles + tile).to(gl.int64) * (128 * D)
     dv_parts_ptr = dk_parts_ptr + gl.num_programs(0).to(gl.int64) * (128 * D)
-    work = GradientTile(pair // whole.kv_heads, pair % whole.kv_heads, key, 0, 0)
+    head = pair % whole.heads
+    work = GradientTile(pair // whole.heads, head, head // parts.packs, key, 0, 0)
     sizes = whole
     first_block = pair * ((whole.rows + 127) // 128) * (D // 32)
     lse2_ptr = tensors.lse2_ptr + pair.to(gl.int64) * whole.rows
@@ -482,22 +415,23 @@ def backward_keys(
         first_block = pair * (whole.rows // 128 + whole.sequences)
         first_row, first_key, sizes = sizes_of(seq, key, whole, tensors.cu_q_ptr, tensors.cu_k_ptr, True)
         first_block = (first_block + first_row // 128 + seq) * (D // 32)
-        work = GradientTile(0, pair, key, first_row, first_key)
+        work = GradientTile(0, pair, pair // parts.packs, key, first_row, first_key)
         lse2_ptr += first_row
         delta_ptr += first_row
     first, end = rows_of(work.own, sizes, ROWS)
     first, end = cut(first, end, split, splits, ROWS)
-    part = Part(first, end, splits, dk_parts_ptr, dv_parts_ptr)
+    part = Part(first, end, splits * parts.packs > 1, dk_parts_ptr, dv_parts_ptr)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     memory = Memory(k, v, ring, dout, stat, own_ready, landed, ds, ds_ready)
-    dq_sum = DqSum(dq_desc, dq_tiles, first_block)
+    own_block = (pair // parts.packs * tiles + tile) * (D // 32)
+    sums = Sums(sums_desc, sum_tiles, first_block, parts.dk_block + own_block, parts.dv_block + own_block)
     terms = Terms(lse2_ptr, delta_ptr)
     dk_result = Result(dk_desc, dk.ptr, dk.head, dk.row)
     dv_result = Result(dv_desc, dv.ptr, dv.head, dv.row)
     gl.warp_specialize([
-        (gradient_role, (memory, dq_sum, dk_result, dv_result, work, part, sizes, scales, 0, D, SCALED, VARLEN,
+        (gradient_role, (memory, sums, dk_result, dv_result, work, part, sizes, scales, 0, D, SCALED, VARLEN,
                          ADD_DQ)),
-        (gradient_role, (memory, dq_sum, dk_result, dv_result, work, part, sizes, scales, 1, D, SCALED, VARLEN,
+        (gradient_role, (memory, sums, dk_result, dv_result, work, part, sizes, scales, 1, D, SCALED, VARLEN,
                          ADD_DQ)),
         (load_role, (operands, memory, terms, work, part, sizes, D, VARLEN)),
     ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip

@@ -57,7 +57,7 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
     # head dim 64 without a mask, (4, 16, 1024) 57 instead of 53 us; decode was not measured with fewer than four.
     enough = 4 if rows <= 64 or p.head_dim == 64 and p.right < 0 else 1
-    may_loop = p.kind == "dense" and not p.e4m3 and p.num_splits <= 1 and not p.deterministic and not is_partial(p)
+    may_loop = p.kind == "dense" and not p.e4m3 and not p.deterministic and not is_partial(p)
     if may_loop and (tiles >= enough * target.num_sms or _loops_with_few(p, target, rows, tiles)):
         return _looping(p, target)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")

@@ -21,7 +21,9 @@ from fmha_gradients import (
 )
 
 import softsm
+from dsv4.fmha import problem
 from dsv4.fmha.kernels import chain
+from dsv4.fmha.kernels.backward import Adding
 from dsv4.fmha.kernels.sm90 import backward
 from dsv4.reference import backward as reference_backward
 
@@ -167,6 +169,43 @@ def test_rows_of_a_key_tile_in_several_parts(name, splits, monkeypatch):
     check(b, want, low)
 
 
+PACKS = {
+    "two-packs-of-two": dict(t=150, s=140, heads=(4, 1), d=64, causal=True, sink=True, dlse=True),
+    "a-group-of-three": dict(t=90, s=140, heads=(6, 2), d=64, window=(40, 3), batch=2),
+    "hd128-fp16": dict(t=130, s=70, heads=(4, 1), d=128, dtype=FP16),
+}
+
+
+FURTHER = [("two-packs-of-two", 1), ("hd128-fp16", 1), ("hd128-fp16", 2)]
+
+
+@pytest.mark.parametrize(
+    "name, pack",
+    [("two-packs-of-two", 2), ("a-group-of-three", 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in FURTHER)],
+)
+def test_query_heads_that_share_keys_add_to_one_sum(name, pack, monkeypatch):
+    monkeypatch.setattr(backward, "find_adding", lambda *_: Adding(pack, 1))
+    b, want, low = request(**PACKS[name])
+    with softsm.use("sm_90a"), softsm.checking(races=True, order="latest") as report:
+        launches.run(b)
+    assert "nothing found" in str(report), str(report)
+    check(b, want, low)
+
+
+@pytest.mark.parametrize("batch, heads, tokens, d, causal, pack", [
+    (7, (24, 3), 2235, 128, True, 2),
+    (2, (32, 4), 8192, 128, True, 1),
+    (2, (64, 8), 4096, 64, True, 4),
+    (1, (16, 2), 2000, 64, True, 1),  # more would leave SMs without a key tile
+    (3, (16, 4), 2666, 128, False, 4),  # CTAs are at the same rows: no limit
+    (1, (40, 8), 12288, 128, False, 1),  # a group of 5
+])  # fmt: skip
+def test_how_many_query_heads_go_together(batch, heads, tokens, d, causal, pack):
+    q = torch.empty(batch, tokens, heads[0], d, dtype=BF16, device="meta")
+    k = torch.empty(batch, tokens, heads[1], d, dtype=BF16, device="meta")
+    assert backward.find_adding(132, problem.dense(q, k, k, causal=causal), tokens, None).pack == pack
+
+
 @pytest.mark.parametrize("tiles, steps, splits", [(38, 189, 3), (1, 4, 1), (1, 100, 12), (0, 9, 1), (1000, 50, 1)])
 def test_rows_are_split_where_key_tiles_are_few(tiles, steps, splits):
     assert backward.split_rows(tiles, steps, 132) == splits
@@ -226,7 +265,7 @@ def test_deterministic_gradients_have_the_same_bits_in_every_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128])
 def test_a_sum_of_dq_changes_neither_dk_nor_dv(d):
-    b, want, low = request(t=300, s=200, heads=(2, 1), d=d, causal=True)
+    b, want, low = request(t=300, s=200, heads=(2, 2), d=d, causal=True)
     (summed,), (sure,) = copies(b, 1), copies(deterministic(b), 1)
     for x in (summed, sure):
         run(x)
