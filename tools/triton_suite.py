@@ -102,7 +102,7 @@ def run(source: Path, file: str, record: Path, options: argparse.Namespace, extr
         filter(None, (str(Path(__file__).parent), environment.get("PYTHONPATH")))
     )
     parallel = ["-n", str(options.workers), "--dist", "worksteal"] if options.workers > 1 else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_suite", "--softsm", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "triton_suite", "--softsm", "--tb=native"]
     command += [f"--timeout={options.timeout}", *parallel, file, *extra]
     done = subprocess.run(command, cwd=source, env=environment, check=False, stdout=sys.stderr)
     if done.returncode not in (0, 1, 5):  # 1: tests failed; 5: there was nothing to run

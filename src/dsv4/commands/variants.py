@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> Sizes:
-        """From the config.json of a checkpoint."""
+        """The sizes in the config.json of a checkpoint."""
         names = dict(hidden="hidden_size", q_lora="q_lora_rank", streams="hc_mult", heads="num_attention_heads",
                      head_dim="head_dim", rope="qk_rope_head_dim", index_heads="index_n_heads",
                      index_dims="index_head_dim", topk="index_topk", experts="n_routed_experts",

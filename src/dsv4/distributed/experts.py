@@ -63,7 +63,7 @@ class ExpertMemory:
         assert all(n % 16 == 0 for n in away), "allocations begin at multiples of 16 bytes"
         self.distance = torch.tensor([n // 16 for n in away], dtype=torch.int64, device=whole.device)
         self._prepared: dict[tuple, Any] = {}
-        self._handle.barrier()  # nobody signals before all words are 0
+        self._handle.barrier()  # no rank signals before all words are 0
 
 
 class Ranks(NamedTuple):

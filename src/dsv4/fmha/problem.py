@@ -84,7 +84,7 @@ class FmhaProblem:
 
     @property
     def head_dim(self) -> int:
-        """Of the kernels' tiles; q, k and v may be narrower (head_dims.py)."""
+        """The head dim of the kernels' tiles; q, k and v may be narrower (head_dims.py)."""
         widest = max(self.q.shape[-1], self.v.shape[-1])
         return next(d for d in checks.HEAD_DIMS if d >= widest)
 

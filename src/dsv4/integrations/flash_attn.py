@@ -283,7 +283,7 @@ def _varlen_paged(
     if spare:
         place = sequence * longest + (row - cu_q[sequence] + longest - counts[sequence]).clamp(0, longest - 1)
         place = place.masked_fill(nobody, spare)
-    lines = q.new_zeros(spare + 1, *q.shape[1:]).index_copy(0, place, q)  # the spare row takes those of nobody
+    lines = q.new_zeros(spare + 1, *q.shape[1:]).index_copy(0, place, q)  # the spare row receives the others
     out, lse = fmha_paged(
         lines[:spare].view(batch, longest, *q.shape[1:]), k, v, table, cu_k.diff(), return_lse=True, **options
     )

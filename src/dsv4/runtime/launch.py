@@ -1,4 +1,4 @@
-"""From a program to launches: every launch gets its compiled kernel, from Triton or from a file (aot.py).
+"""Turns a program into launches: each gets its compiled kernel, from Triton or from a file (aot.py).
 
 One path for the GPU and for the emulator, up to the launch itself. On a GPU that is a call of the CUDA driver
 (driver.py); in softsm, which is a Triton driver, it is Triton's own `compiled[grid](...)`, and so it is on a GPU where

@@ -247,7 +247,7 @@ class Launch:
 
 
 def rounded(count: int) -> int:
-    """Bytes of workspace that a plan reserves for so many: buffers begin where any kernel can read them."""
+    """Bytes of workspace that a plan reserves for this many: buffers begin where any kernel can read them."""
     return -(-count // 256) * 256
 
 

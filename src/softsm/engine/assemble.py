@@ -1,4 +1,4 @@
-"""From the parsed function to bytecode.
+"""Assembles a parsed function into bytecode.
 
 Each PTX instruction is handed to the lowering registered for its base opcode, which calls back `emit`, `macro`, ...
 Everything that can be rejected is rejected here, before the kernel runs: an instruction without a lowering, a modifier

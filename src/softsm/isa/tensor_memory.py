@@ -153,7 +153,7 @@ def do_alloc(w, mask, o):
 
 
 def leaked(cta) -> None:
-    """At the end of a CTA."""
+    """Reports what a CTA has not freed at its end."""
     cta.tmem.at_exit(cta)
 
 

@@ -2,7 +2,7 @@
 
 TMA and cp.async copy bytes as they are, so a load role of several warps does what they do elsewhere: a thread loads 16
 codes of a row, makes 16-bit values of them, which is exact, and stores these to the swizzled panels that loads.py
-describes. Rows that nobody sees are zeros. The scales of keys and values are no part of it: scores.py has them.
+describes. Rows that no query sees are zeros. scores.py applies the scales of keys and values.
 
 Four threads have 64 codes of a row, eight neighbours eight rows, so that their stores meet no bank twice.
 """
@@ -26,13 +26,13 @@ def _layout(warps):
 
 @gluon.constexpr_function
 def keys_at_a_time(keys, columns, warps):
-    """Of a tile."""
+    """How many keys of a tile are converted at once."""
     return min(keys, AT_A_TIME.value * 32 * warps // columns)
 
 
 # The four codes of a word, each S EEEE MMM, in pairs below eight copies of their signs; shifted and masked to
 # S 0000EEEE MMM0000, as bf16 the value times 2^-120, or S 0EEEE MMM0000000, as fp16 times 2^-8, subnormals too. A code
-# that means NaN becomes 480: what nobody sees is finite, and vanishes with its P of 0.
+# that means NaN becomes 480: what no query sees is finite, and vanishes with its P of 0.
 def _to(shift: int, mask: str, kind: str, factor: str) -> str:
     return f"""{{ .reg .b32 low, high, factor;
     prmt.b32 low, $2, 0, 0x9180;
@@ -63,7 +63,7 @@ def converted(x, like):
 
 @aggregate
 class Places:
-    """Of keys: pages, or the sequence, rows in them, and whether somebody sees them."""
+    """Where keys are: their pages or sequence, their rows in these, and whether a query sees them."""
 
     page: Value
     row: Value
@@ -85,7 +85,7 @@ def find(where, pages, first_row, end, KEYS: gl.constexpr, PAGED: gl.constexpr):
 
 @gluon.jit
 def load_codes(kv_rows, head, places, column, KEYS: gl.constexpr, C: gl.constexpr):
-    """C codes of each key from ``column`` on: int32 [KEYS, C / 64, 16]; 0 where nobody sees a key."""
+    """C codes of each key from ``column`` on: int32 [KEYS, C / 64, 16]; 0 where no query sees a key."""
     L: gl.constexpr = _layout(gl.num_warps())
     offset = places.page.to(gl.int64) * kv_rows.page_stride + places.row.to(gl.int64) * kv_rows.row_stride
     offset = offset + head.to(gl.int64) * kv_rows.head_stride

@@ -1,4 +1,4 @@
-"""From a validated problem to a program: descriptors, strides, splits, the combine kernel. Shared by all architectures.
+"""Turns a validated problem into a program: descriptors, strides, splits, the combine kernel; for all architectures.
 
 A kernel gets, by name, those of the arguments made here that its parameters name.
 """

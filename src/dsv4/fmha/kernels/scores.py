@@ -1,4 +1,4 @@
-"""From q . k to a score, in every kernel of fmha: the numbers that softmax_scale becomes, and what is computed of them.
+"""How q . k becomes a score in every kernel of fmha: the numbers made of softmax_scale, and the arithmetic with them.
 
     forward     score = factor * capped(q . k)        in base 2; masked and exponentiated by the kernels
     backward    P = 2^(score - lse2)    dS = P (dP - delta) * slope       by q . k, but for softmax_scale

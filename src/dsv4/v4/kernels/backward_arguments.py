@@ -57,7 +57,7 @@ class Query:
 
 
 class Terms(NamedTuple):
-    """By (query, head): the exponent to subtract, delta, and for fp16 what bounds dS and what is added to dKV.
+    """For each (query, head): the exponent to subtract, delta, and for fp16 what bounds dS and what is added to dKV.
     What S is multiplied by, in base 2, and dS."""
 
     lse2_ptr: Value

@@ -55,7 +55,7 @@ def plain_rows(pool, number):
 
 @gluon.jit
 def scales_begin(page_rows, FORMAT: gl.constexpr):
-    """From the first byte of a page to its scales."""
+    """The offset of the scales in a page, in bytes."""
     if FORMAT.interleaved:
         return page_rows * 0 + FORMAT.data_bytes
     else:

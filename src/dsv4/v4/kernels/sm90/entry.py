@@ -106,7 +106,7 @@ def many(p: V4Problem, target: Target) -> bool:
 
 
 def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
-    """By shapes alone: (a decode kernel, its options, splits) where it is faster than v4_sparse: for few rows, or
+    """(A decode kernel, its options, splits) where, by shapes alone, it is faster than v4_sparse: for few rows, or
     packed rows of few heads."""
     pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
     formats = {format_of(pool) for pool in pools}
@@ -161,7 +161,7 @@ def _blocks(p: V4Problem, keys: int) -> int:
 
 
 def resident(p: V4Problem) -> bool:
-    """By shapes alone: whether plain rows come from the L2, since it has room for them and they are listed often.
+    """Whether, by shapes alone, plain rows come from the L2: it has room for them, and they are listed often.
     Deterministic: the other order rounds P differently, and how many queries there are is no property of a query."""
     rows = sum(caches.pool_size(pool) for pool in (p.window, p.compressed) if pool is not None)
     return not p.deterministic and rows <= L2_ROWS and p.batch * p.max_seqlen_k >= 8 * rows

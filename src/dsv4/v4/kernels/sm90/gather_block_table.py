@@ -56,7 +56,7 @@ def plain_at(chunks_ptr, there, tile, ready, FORMAT: gl.constexpr):
 
 @gluon.jit
 def bytes_to(page, pages, pool, UNIT: gl.constexpr):
-    """From the first page of a pool to others, one product of 32-bit numbers; where there is none, to the last."""
+    """Offsets of pages in a pool, as one product of 32-bit numbers; a page that is not there has that of the last."""
     page = gl.minimum(page.to(gl.uint32), pages - 1)
     offset = gl.inline_asm_elementwise(
         "mul.wide.u32 $0, $1, $2;", "=l,r,r", [page, pool.page_stride * UNIT], dtype=gl.int64, is_pure=True, pack=1
@@ -66,7 +66,7 @@ def bytes_to(page, pages, pool, UNIT: gl.constexpr):
 
 @gluon.jit
 def to_scales(pool, within, FORMAT: gl.constexpr):
-    """From the first byte of a row to its scales."""
+    """The offset of a row's scales from its first byte."""
     return (pool.page_rows - within) * FORMAT.data_bytes + within * FORMAT.scale_bytes
 
 

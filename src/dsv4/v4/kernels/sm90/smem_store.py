@@ -23,7 +23,7 @@ def words(warps):
 
 @gluon.constexpr_function
 def arrivals(warps):
-    """On ``ready``: one per gathering thread when its copies have landed, one for all ordinary stores."""
+    """The arrivals on ``ready``: one per gathering thread when its copies have landed, one for all ordinary stores."""
     return 32 * warps + 1
 
 
