@@ -21,7 +21,7 @@ MAX_DEPTH = 40
 
 
 @dataclass(frozen=True)
-class Place:
+class SharedAddress:
     """A shared address: where it begins, and whether an index is added."""
 
     offset: int
@@ -32,7 +32,7 @@ class Place:
 class Arrival:
     pc: int
     instruction: Instruction
-    place: Place
+    place: SharedAddress
 
     @property
     def bytes(self) -> bool:
@@ -105,7 +105,7 @@ def arrivals(program) -> list[Arrival]:
         seen.add(id(ins))
         base, constant, indexed = known.of(operand)
         if base is not None:
-            out.append(Arrival(pc, ins, Place(base + constant, indexed)))
+            out.append(Arrival(pc, ins, SharedAddress(base + constant, indexed)))
     return out
 
 

@@ -51,7 +51,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlainLoad:
     """Where a load that is plain finds its words."""
 
     run: ir.Value  # i1: does each lane's part follow that of the lane before?
@@ -102,7 +102,7 @@ class Translation:
         self.rows: dict[tuple[str, int], Vector] = {}  # values of the group so far
         self.masks: dict[int, Mask] = {}  # of predicates
         self.stale: dict[tuple[str, int], None] = {}  # registers to be written at the end
-        self.places: dict[Load, Place] = {}
+        self.places: dict[Load, PlainLoad] = {}
         width, registers = vector_registers()
         # Two vectors per value where they fit: more that does not wait for each other.
         self.lanes = 2 * width if 2 * self.pressure() <= registers - 8 else width
@@ -234,7 +234,7 @@ class Translation:
             first = lane_get(a, 0)
             away = a ^ (lanes() * width + Vector(_splat(b, first, LANES), U))
             run = b.icmp_unsigned("==", any_bit(away), _I32(0))
-            self.places[load] = Place(run, memory, shift, b.add(memory, b.zext(first, _I64)))
+            self.places[load] = PlainLoad(run, memory, shift, b.add(memory, b.zext(first, _I64)))
 
     def load(self, load: Load) -> None:
         """The words of the group of lanes at hand."""
