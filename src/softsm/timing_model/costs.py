@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,6 +149,8 @@ def _kind(ins: Sass) -> tuple[int, float, float, float]:
         return machine.PRODUCT_WAIT, 0, int(ins.text.split(",")[-1].strip(), 0), 0
     if op.startswith("LDS") and ins.guarded and ins.text == "RZ, [RZ]":
         return machine.PLAIN, 0, 0, 0  # never executed: ptxas puts three before cp.async
+    if op.startswith("SHFL"):  # through the crossbar of shared memory (benchmarks/microbench, crossbar)
+        return machine.SHARED, 1, 0, 0
     if op.startswith(("LDS", "STS", "ATOMS")):
         return machine.SHARED, _width(op) / 4, float(op.startswith("LD")), 0
     if op.startswith(("ATOMG", "ATOM.", "RED")) and not op.startswith("REDUX"):
@@ -209,22 +212,28 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
             units = gpu[narrow]
         values[i] = (_interval(op, name, gpu), latency_of(op, gpu, name), units, extra, _beside(op, name, gpu),
                      name in COMPUTES, port, 0)  # fmt: skip
-        if kind in (r.SHARED, r.READ, r.WRITE, r.ATOMIC) and not op.startswith(("LDL", "STL")):
+        if kind in (r.SHARED, r.READ, r.WRITE, r.ATOMIC) and not op.startswith(("LDL", "STL", "SHFL")):
             accesses.append((i, ins.line, _width(op)))
     products = any(ins.opcode.startswith((*WARPGROUP_PRODUCTS, "UTC")) for ins in code.instructions)
     return Costs(ints, values, accesses, products)
 
 
 def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list[float] | None = None,
-             absent: list[float] | None = None, spilled: float = 0.0) -> Costs:  # fmt: skip
+             absent: list[float] | None = None, spilled: float = 0.0,
+             executed: np.ndarray | None = None) -> Costs:  # fmt: skip
     """l1: share of the sectors asked for again that are found in L1; changing: how much longer than a store atomic
     operations on each tensor take; absent: the share of a tensor's words that L1 has not got from other CTAs;
-    spilled: the share of local memory that L1 does not hold."""
+    spilled: the share of local memory that L1 does not hold; executed: how often the warps that were looked at came to
+    each instruction."""
     r = machine
     fixed = code.costs.get(gpu.name)
     if fixed is None:
         fixed = code.costs[gpu.name] = fixed_costs(code, gpu)
     ints, values = fixed.ints.copy(), fixed.values.copy()
+    came: Counter[int] = Counter()
+    if executed is not None:
+        for i, line, _ in fixed.accesses:
+            came[line] += int(executed[i])
     for i, line, width in fixed.accesses:
         found = access.get(line)
         if found is None or not found.looks:
@@ -234,7 +243,10 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             continue
         kind = ints[i, r.KIND]
         # Machine instructions that a PTX instruction became: a wide one is cut in pieces.
-        each = found.looks * max(1, round(found.bytes / found.looks / (32 * width)))
+        pieces = max(1, round(found.bytes / found.looks / (32 * width)))
+        each = found.looks * pieces
+        if came[line] and code.instructions[i].guarded:  # some warps have the predicate in no lane
+            each *= max(1.0, came[line] / (found.ran * pieces))
         if kind == r.SHARED:
             if found.space == "shared":
                 values[i, r.UNITS] = max(found.units / each, values[i, r.UNITS])

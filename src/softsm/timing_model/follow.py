@@ -19,8 +19,8 @@ from softsm.errors import SoftsmError
 from softsm.ptx.roles import place_of
 
 _STATEMENT = re.compile(r"^\s*(?:[\w$]+:\s*)*(?:@!?(%[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
-_REGISTER = re.compile(r"%[A-Za-z_$][\w$]*")
-_ADDRESS = re.compile(r"\[([^\]]*)\]")
+REGISTER = re.compile(r"%[A-Za-z_$][\w$]*")
+ADDRESS = re.compile(r"\[([^\]]*)\]")
 _TARGET = re.compile(r"\s*(\{[^}]*\}|[^,]*)")
 _SUM = re.compile(r"^([%\w$]+)(?:\+(-?\d+))?$")
 _LOADS = ("ld.global", "ld.acquire", "ld.relaxed", "ld.volatile", "ld.weak")
@@ -56,7 +56,7 @@ class Addresses:
     `[ %r6 + 0 ]` are one."""
 
     def __init__(self, statements: list[Statement]):
-        written = Counter(r for s in statements for r in _REGISTER.findall(s.target) if not s.name.startswith("st."))
+        written = Counter(r for s in statements for r in REGISTER.findall(s.target) if not s.name.startswith("st."))
         self.known: dict[str, str] = {}
         for s in statements:
             register = s.target.strip()
@@ -89,24 +89,24 @@ def _branch_on(source: str, ran: Iterable[int], beginnings: tuple[str, ...]) -> 
     origin: dict[str, int] = {}  # register or shared address -> line of the operation
     for s in statements:
         if s.name.startswith(beginnings) and ".shared" not in s.name and s.line in executed:
-            origin |= {r: s.line for r in _REGISTER.findall(s.rest.partition("[")[0]) if r != "%_"}
+            origin |= {r: s.line for r in REGISTER.findall(s.rest.partition("[")[0]) if r != "%_"}
     grew = bool(origin)
     while grew:
         grew = False
         for s in statements:
             if s.name.startswith(("bra", "bar", "ret")):
                 continue
-            address = _ADDRESS.search(s.rest)
+            address = ADDRESS.search(s.rest)
             if s.name.startswith("st.shared") and address:
                 target = [addresses.of(address[1])]
-                read = _REGISTER.findall(s.rest[address.end() :])
+                read = REGISTER.findall(s.rest[address.end() :])
             elif s.name.startswith("ld.shared") and address:
-                target = _REGISTER.findall(s.rest[: address.start()])
+                target = REGISTER.findall(s.rest[: address.start()])
                 read = [addresses.of(address[1])]
             elif s.name.startswith(("st.", "red.")):
                 continue
             else:
-                target, read = _REGISTER.findall(s.target), _REGISTER.findall(s.rest[len(s.target) :])
+                target, read = REGISTER.findall(s.target), REGISTER.findall(s.rest[len(s.target) :])
             found = next((origin[r] for r in [*read, s.guard or ""] if r in origin), None)
             if found is not None:
                 for r in target:

@@ -109,17 +109,33 @@ class Lowering:
         """PTX blocks whose machine code has all turns of their loop one after another -> the block that stands for
         them. It is in fewer loops than the PTX block. What comes before and behind the loop may be part of it."""
         machine = machine_depths(self.code)
+        largest = {home: max(len(self.code.blocks[n]) for n in numbers) for home, numbers in homes.items()}
+        deepest = {
+            home: max(machine[n] for n in numbers if 4 * len(self.code.blocks[n]) >= largest[home])
+            for home, numbers in homes.items()
+        }
         out: dict[int, int] = {}
-        for home, numbers in homes.items():
-            largest = max(len(self.code.blocks[n]) for n in numbers)
-            deepest = max(machine[n] for n in numbers if 4 * len(self.code.blocks[n]) >= largest)
-            if deepest < self.blocks.loops[home] and largest >= 16:
+        for home in homes:
+            around = self._around(home, homes)
+            # Loops around both may have become one: what counts is what the block has more than the code around it.
+            outer, depth = (0, 0) if around is None else (self.blocks.loops[around], deepest[around])
+            if deepest[home] - depth < self.blocks.loops[home] - outer and largest[home] >= 16:
                 out[home] = home
         for b, votes in part_of.items():
             home = max(votes, key=lambda h: votes[h])
             if home in out:
                 out[b] = home
         return out
+
+    def _around(self, home: int, homes: dict[int, list[int]]) -> int | None:
+        """The nearest block before it that is in fewer loops, all of them around it, too."""
+        least = self.blocks.loops[home]
+        for b in range(home - 1, -1, -1):
+            if self.blocks.loops[b] < least:
+                least = self.blocks.loops[b]
+                if b in homes:
+                    return b
+        return None
 
     def _second_tries(self) -> set[int]:
         """Short blocks behind an EXIT that ask what code before them has asked."""

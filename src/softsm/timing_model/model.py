@@ -10,6 +10,7 @@ import numpy as np
 
 from softsm.timing_model import costs as cs
 from softsm.timing_model import machine
+from softsm.timing_model.atomics import Atomics, slices_of
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
 from softsm.timing_model.grid import makespan, over_grid
 from softsm.timing_model.lower import Path, kinds_of, lowering_of
@@ -20,13 +21,10 @@ from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import Code, code_of
 from softsm.timing_model.sources import Source, absent_from_l1, slowest, sources_of
 from softsm.timing_model.trace import SM_CTAS, SM_SHARED, SM_THREADS, LaunchTrace
-from softsm.timing_model.work import ENGINES, work_of
+from softsm.timing_model.work import ENGINES, executed, work_of
 
 SM_REGISTERS = 65_536
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
-# Lines that atomics go to -> slices of L2 that do them: 512 bytes lie in one (4, 8 and 32 lines: benchmarks/timing.py,
-# histograms of seeds 101 to 404; the others: benchmarks/microbench, everyday).
-SLICES = (1, 4, 8, 16, 32, 64, 256, 4096), (1.0, 1.1, 2.0, 3.5, 5.8, 8.0, 27.5, 59.0)
 BATCH = 16  # rows that a warp waits for together, at least
 TURNS = 6  # of a multiprocessor's places that the replay looks at, the first of which begins with cold caches
 CROWD = 0.5  # the power of L2's use that says how much of the others' traffic a request meets
@@ -72,13 +70,15 @@ class Model:
         self.sources = sources_of(trace, gpu, recent or {})
         self.sms = int(gpu["sms"])
         self.slowest = slowest(trace)
-        changing = [self.gpu["hbm.write"] / self.atomic_rate(s) for s in self.sources]
+        changing = [gpu["hbm.write"] / (32 * gpu["atomic.slice"] * slices_of(s)) for s in self.sources]
+        self.atomics = Atomics(trace, self.sources, gpu, self.slots * self.cluster)
         room = max(1.0, SM_L1 - self.occupancy * trace.shared)
         absent = [absent_from_l1(s, room, self.sms) for s in self.sources]
         for s, share in zip(self.sources, absent):
             s.asked, s.lines, s.device = s.asked * share, s.lines * share, min(1.0, s.device / share)
         spilled = 1 - within(self.code.spills * trace.threads * self.occupancy / room, 0.6, 1.1)
-        self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent, spilled)
+        came = np.sum([executed(streams, len(self.code.instructions) + 1) for streams in self.streams], 0)
+        self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent, spilled, came)
         self._unknown_tensors()
         self.kinds = kinds_of(self.streams)
         # Shares of their rates that device memory and L2 are used with: they answer later the busier they are.
@@ -182,19 +182,6 @@ class Model:
         (benchmarks/microbench); little is kept there."""
         written = sum(s.changed for s in self.sources)
         return written if written > 0.25 * self.gpu["l2.bytes"] else 0.0
-
-    def atomic_rate(self, s: Source) -> float:
-        """Bytes/ns of sectors that L2 changes: each slice one after another."""
-        return 32 * self.gpu["atomic.slice"] * self.slices(s)
-
-    def slices(self, s: Source) -> float:
-        """Of L2, that have the lines of s: few have few."""
-        lines = max(1.0, s.size / 128)
-        return float(np.exp(np.interp(np.log(lines), np.log(SLICES[0]), np.log(SLICES[1]))))
-
-    def held_up(self) -> float:
-        """us for which reads wait behind atomic operations at few slices of L2: the ways to them are full."""
-        return 1e-3 * sum(s.atomic / self.atomic_rate(s) * (1 - self.slices(s) / SLICES[1][-1]) for s in self.sources)
 
     def together(self, s: Source, active: int) -> float:
         """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together. In a
@@ -446,7 +433,7 @@ class Model:
         needs = dict(zip(ENGINES, (self.work / sms * us).tolist()))
         read = sum(s.asked * s.granules / self.l2_share(s, sms) / sms for s in self.sources)
         written = sum(s.written for s in self.sources) / g["hbm.write"]
-        changed = sum(s.atomic / self.atomic_rate(s) for s in self.sources)
+        changed = sum(self.atomics.ns)
         device = sum(s.asked * s.device * self.device_cost(s) + min(s.atomic, s.size) for s in self.sources)
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {
             "L2": max(read + changed, written) * 1e-3,  # answers and stores go different ways
@@ -458,7 +445,7 @@ class Model:
         first = {"L2": g["load.l2"] * 1e-3, "device memory": g["load.hbm"] * 1e-3}
         least = max(*needs.values(), *(took + first.get(name, 0.0) for name, took in roofline.items()))
         taken = max(cycles * us, least)
-        body = g["cta.start"] + taken + self.held_up() * min(1.0, roofline["device memory"] / taken)
+        body = g["cta.start"] + taken + self.atomics.held_up_us() * min(1.0, roofline["device memory"] / taken) ** 3
         busy = {name: took / body for name, took in (needs | roofline).items()}
         share = {k: v / body for k, v in roofline.items()}
         top = max(share, key=lambda k: share[k])

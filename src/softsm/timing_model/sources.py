@@ -13,6 +13,7 @@ from softsm.timing_model.trace import LaunchTrace
 
 ROW = 2048  # bytes
 SCATTERED = 40  # bytes of a line: below it, lanes read words here and there
+MANY_LINES = 8  # ... of a CTA: fewer say nothing, they may be a number that all lanes read
 WHOLE = 56  # bytes of 64, from which on a CTA asks for all of them
 FEW, MANY = 4096, 16384  # bytes that are waited for together: the slowest of many lines comes later than that of few
 
@@ -31,6 +32,7 @@ class Source:
     device: float = 0.0  # share that comes from device memory
     random: bool = False
     boxes: bool = False  # read by TMA
+    few: bool = False  # a cluster asks for few lines: for all lanes, it may be
 
     @property
     def piece(self) -> float:
@@ -39,7 +41,7 @@ class Source:
 
     @property
     def scattered(self) -> bool:
-        return self.piece < SCATTERED
+        return self.piece < SCATTERED and not self.few
 
     @property
     def block(self) -> float:
@@ -65,6 +67,7 @@ def shares(looked: int) -> list[float]:
 
 def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[Source]:
     out = [Source(name, size) for name, size in trace.tensors]
+    most = Counter[int]()  # lines that a cluster asks for
     for c, share in zip(trace.clusters, shares(len(trace.clusters))):
         scale = trace.total * share
         for (tensor, way), n in c.traffic.items():
@@ -73,6 +76,7 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
                     out[tensor].asked += n * scale
                 elif way == "read lines":
                     out[tensor].lines += n * scale
+                    most[tensor] = max(most[tensor], n)
                 elif way == "read blocks":
                     out[tensor].blocks += n * scale
                 elif way == "write":
@@ -88,7 +92,8 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
                 # What follows a rule has a few steps, whatever the number of its copies.
                 out[tensor].random |= len(np.unique(steps[np.abs(steps) > ROW])) > 32
     l2, held = gpu["l2.bytes"], gpu["l2.held"]
-    for s in out:
+    for tensor, s in enumerate(out):
+        s.few = most[tensor] < MANY_LINES
         if s.asked:
             s.random |= s.scattered and s.block < WHOLE
             s.device = min(1.0, s.size / s.asked)

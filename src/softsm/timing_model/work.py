@@ -24,15 +24,19 @@ def mma_cycles(rows: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> tupl
     return columns / 2.0 / np.where((pair > 0) & (rows <= 128), 2, 1), port
 
 
+def executed(streams: Streams, count: int) -> np.ndarray:
+    """How often the warps of a cluster come to each of `count` instructions."""
+    often = Counter(map(id, streams.paths))
+    ran = np.zeros(count, np.int64)
+    for k, path in {id(path): path for path in streams.paths}.items():
+        ran += often[k] * np.bincount(path.instructions, minlength=count)
+    return ran
+
+
 def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:
     """Cycles of each engine that one cluster needs, all its multiprocessors together."""
     r = machine
-    ways = {id(path): path for path in streams.paths}
-    often = Counter(map(id, streams.paths))
-    count = len(costs.ints)
-    ran = np.zeros(count, np.int64)
-    for k, path in ways.items():
-        ran += often[k] * np.bincount(path.instructions, minlength=count)
+    ran = executed(streams, len(costs.ints))
     kind = costs.ints[:, r.KIND]
     pipe = np.bincount(costs.ints[:, r.PIPE_OF], ran * costs.values[:, r.INTERVAL], len(PIPES)) / 4  # four schedulers
     units = np.bincount(kind, ran * costs.values[:, r.UNITS], r.MEMBAR + 1)

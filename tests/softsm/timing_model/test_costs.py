@@ -1,6 +1,9 @@
 """What machine instructions cost in a run."""
 
+import numpy as np
+
 from softsm.timing_model import costs, machine, sass
+from softsm.timing_model.accesses import Access
 from softsm.timing_model.parameters import GPUS
 
 
@@ -14,3 +17,18 @@ def test_spills_that_l1_does_not_hold_come_from_l2() -> None:
     assert (units, extra) == ([0, 0, 0], [0, 0, 0])
     assert lost.values[:3, machine.UNITS].tolist() == [256, 64, 0]  # of a load that misses; of every store
     assert lost.values[0, machine.EXTRA] == 0.5
+
+
+def test_shuffles_take_the_crossbar_of_shared_memory() -> None:
+    code = sass.Code([sass.Sass(index=0, opcode="SHFL.BFLY", text="", line=1, guarded=False)], [range(1)], 32, 0)
+    made = costs.costs_of(code, GPUS["h200"], {})
+    assert (made.ints[0, machine.KIND], made.values[0, machine.UNITS]) == (machine.SHARED, 1)
+
+
+def test_warps_without_the_predicate_bring_nothing() -> None:
+    """Two of eight warps have lanes that load: all eight come to the instruction."""
+    access = {1: Access(looks=2, ran=2, units=32, lines=8, missed=32, missing=2, bytes=1024, space="load")}
+    for guarded, each in ((True, 128), (False, 512)):
+        code = sass.Code([sass.Sass(index=0, opcode="LDG.E.128", text="", line=1, guarded=guarded)], [range(1)], 32, 0)
+        made = costs.costs_of(code, GPUS["h200"], access, executed=np.array([8, 0]))
+        assert made.values[0, machine.UNITS] == each

@@ -51,3 +51,21 @@ def test_a_wait_belongs_to_its_first_try_not_to_the_second_behind_all_other_code
     path = lowering._path([0], [0], [(2, WAIT), (3, ARRIVAL)])
     placed = [path.instructions[n] for n, e in enumerate(path.events.tolist()) if e >= 0]
     assert placed == [0, 2]
+
+
+def test_loops_around_a_loop_that_became_one_do_not_unroll_it() -> None:
+    """PTX: two loops around a third; the machine code has one loop around the innermost."""
+    rows = [
+        (1, "MOV R1, R2"),
+        *[(2, "IADD3 R4, R4, 0x1, RZ")] * 3,
+        *[(3, "FADD R1, R1, R3")] * 20, (3, "@P0 BRA `(.L_x_1)"),
+        (4, "@P1 BRA `(.L_x_0)"), (5, "EXIT"),
+    ]  # fmt: skip
+    text = "".join(
+        (".L_x_0:\n" if n == 1 else ".L_x_1:\n" if n == 4 else "")
+        + f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * n:04x}*/ {ins} ;\n'
+        for n, (line, ins) in enumerate(rows)
+    )
+    blocks = Blocks([0, 1, 2, 3, 4], {n + 1: n for n in range(5)}, [1, 2, 3, 4, 5], [], loops=[0, 2, 3, 2, 0])
+    path = Lowering(sass.read(text, ""), blocks)._path([0, 1, 2, 2, 2, 3, 1, 2, 3, 4], [0] * 10, [])
+    assert sum(3 < i < 25 for i in path.instructions.tolist()) == 4 * 21

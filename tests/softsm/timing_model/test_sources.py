@@ -1,5 +1,6 @@
 """Words read here and there: what L1 has of them already, and what device memory gives for them. Long waits."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -76,3 +77,13 @@ def test_tensors_that_tma_reads_are_known():
     cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, 0, events=events)])
     trace = SimpleNamespace(clusters=[cluster], tensors=[("a", 64), ("b", 64), ("c", 64)], total=1)
     assert [s.boxes for s in sources_of(trace, GPUS["h200"], {})] == [False, True, False]
+
+
+@pytest.mark.parametrize(("lines", "scattered"), ((1, False), (32, True)))
+def test_a_number_that_all_lanes_read_is_not_scattered(lines, scattered):
+    """One sector of a line says nothing; one of each of many lines does."""
+    traffic = Counter({(0, "read"): 32 * lines, (0, "read lines"): lines})
+    cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, 0)], traffic=traffic)
+    trace = SimpleNamespace(clusters=[cluster], tensors=[("a", 1 << 20)], total=100)
+    (found,) = sources_of(trace, GPUS["h200"], {})
+    assert (found.scattered, found.random) == (scattered, scattered)
