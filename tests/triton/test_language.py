@@ -315,7 +315,9 @@ def test_print(sm, capfd):
     assert "pid (0, 0, 0)" in printed and "pid (1, 0, 0)" in printed and "value: 42" in printed
 
 
-def test_assertion(sm):
+def test_assertion(sm, capfd):
+    """The launch fails, and the standard error has CUDA's line about it."""
+
     @triton.jit
     def kernel(x, N: tl.constexpr):
         i = tl.arange(0, N)
@@ -324,6 +326,7 @@ def test_assertion(sm):
     kernel[(1,)](torch.ones(64), N=64, debug=True)
     with pytest.raises(SoftsmError, match="a negative number"):
         kernel[(1,)](torch.tensor([1.0] * 60 + [-1.0] * 4), N=64, debug=True)
+    assert "Assertion `a negative number` failed." in capfd.readouterr().err
 
 
 def test_out_of_bounds_names_argument_and_line(sm):

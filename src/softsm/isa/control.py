@@ -6,6 +6,7 @@ import functools
 import math
 import re
 import struct
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -266,13 +267,16 @@ def c_format(form: str, read, text: Callable[[int], str]) -> str:
 
 
 def do_assertfail(w, mask, o):
+    """The CUDA runtime prints a line to the standard error, which programs look for, and the launch fails."""
     lane = lanes(mask)[0]
     message, file, line, function = (argument(w, lane, a, n) for a, n in zip(o.arguments, (8, 8, 4, 8)))
-    place = f"{text_at(w, file)}:{line}: {text_at(w, function)}"
+    place, message = f"{text_at(w, file)}:{line}: {text_at(w, function)}", text_at(w, message)
+    thread, (x, y, _) = w.index * 32 + lane, w.machine.block
+    block, own = ([*w.cta.ctaid], [thread % x, thread // x % y, thread // (x * y)])
+    print(f"{place}: block: {block}, thread: {own} Assertion `{message}` failed.", file=sys.stderr, flush=True)
     raise Fault(
         "assert",
-        f"device-side assert triggered: {place}: assertion failed: {text_at(w, message)}; thread "
-        f"{w.index * 32 + lane} of CTA {w.cta.ctaid}",
+        f"device-side assert triggered: {place}: assertion failed: {message}; thread {thread} of CTA {w.cta.ctaid}",
     )
 
 
