@@ -154,8 +154,8 @@ class Activations(NamedTuple):
     any_alignment = ("row_ptr", "place_ptr", "scale_ptr")
 
     ptr: Any  # [tokens, width]
-    line: Any  # from a token to the next
-    width: Any
+    line: Any  # from a token to the next, in eights
+    groups: Any  # of 128 columns
     row_ptr: Any
     place_ptr: Any
     to_ptr: Any  # e4m3 [rows, width]
@@ -169,14 +169,14 @@ class Sums(NamedTuple):
 
     slots_ptr: Any  # [tokens * topk, width]
     row_ptr: Any
-    width: Any
+    groups: Any  # of 128 columns
     shared_ptr: Any  # [tokens, width]
     out_ptr: Any
-    out_line: Any
+    out_line: Any  # in eights
 
 
 class SharedRows(NamedTuple):
-    """x of the shared expert: as it is, and rounded."""
+    """x of the shared expert: as it is, and rounded. Line and width in eights."""
 
     ptr: Any  # [tokens, width]
     line: Any  # from a token to the next
@@ -185,7 +185,7 @@ class SharedRows(NamedTuple):
 
 
 class SharedHidden(NamedTuple):
-    """Its gate and up, and its hidden values, rounded."""
+    """Its gate and up, and its hidden values, rounded. Width in eights."""
 
     ptr: Any  # [tokens, 2 width]
     width: Any
@@ -194,7 +194,8 @@ class SharedHidden(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """x [tokens, width] and gate [experts, width], and the logits of all, chunk by chunk."""
+    """x [tokens, width] and gate [experts, width], and the logits of all, chunk by chunk. Lines and width in units (of
+    route.py)."""
 
     any_alignment = ("logits_ptr",)
 

@@ -98,7 +98,9 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     signals = ints("signals", 1 + p.experts)
     to = SortOutputs(starts, slot_of, row_weight, row_of, place_of, signals)
     parts = -(-p.hidden // COLUMNS)
-    given = Activations(p.x, p.x.stride(0), p.hidden, row_of, place_of, x_rows, x_scales, line, parts)
+    x = p.x if p.x.stride(0) % 8 == 0 else program.copied(p.x)
+    groups = p.hidden // formats.GROUP
+    given = Activations(x, x.stride(0) // 8, groups, row_of, place_of, x_rows, x_scales, line, parts)
     # The first launch is a plain one: what it and the next ones read is complete when it begins.
     if slots <= SORTED_AT_ONCE:
         program.launch(
@@ -122,17 +124,19 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     rows = SortedRows(starts, slot_of, row_weight, p.experts, atoms)
     blocks = p.intermediate // formats.GROUP
     hidden = Hidden(h_rows, h_scales, p.intermediate, line, p.limit)
-    steps = p.hidden // formats.GROUP
-    tiles = WeightTiles(p.w13_factors, blocks, steps)
+    tiles = WeightTiles(p.w13_factors, blocks, groups)
     multiply(Product(True, p.w13, p.w13_scales, x_rows, x_scales, rows, tiles, hidden, signals))
     tiles = WeightTiles(p.w2_factors, p.hidden // formats.TILE_ROWS, p.intermediate // formats.GROUP)
     multiply(Product(False, p.w2, p.w2_scales, h_rows, h_scales, rows, tiles, SlotOutputs(y, p.hidden), signals))
     shared = prepare_shared(p, program)
-    sums = Sums(y, row_of, p.hidden, shared, p.out, p.out.stride(0))
+    out = p.out if p.out.stride(0) % 8 == 0 else program.workspace("out", p.out.shape, p.out.dtype)
+    sums = Sums(y, row_of, groups, shared, out, out.stride(0) // 8)
     program.launch(
         moe_sum, (p.tokens, parts), dict(sums=sums), TOPK=p.topk, SHARED=p.shared_w13 is not None, COLUMNS=COLUMNS,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
+    if out is not p.out:
+        program.copy(p.out, out)
     if p.slots is not None and y is not p.slots:
         program.copy(p.slots, y)
 
@@ -152,11 +156,14 @@ def prepare_route(p: RouteProblem, program: Program) -> None:
     (tokens, width), experts = p.x.shape, p.gate.shape[0]
     few = tokens <= FEW_TOKENS
     logits = program.workspace("logits", (CHUNKS.value if few else 1, tokens, experts), torch.float32)
-    x = Logits(p.x, p.x.stride(0), p.gate, p.gate.stride(0), tokens, experts, width, logits)
+    numbers = (p.x.stride(0), p.gate.stride(0), width)
+    unit = 8 if all(n % 8 == 0 for n in numbers) else 1
+    line, gate_line, units = (n // unit for n in numbers)
+    x = Logits(p.x, line, p.gate, gate_line, tokens, experts, units, logits)
     tile, columns = (16, 32) if few else (32, 64)
     program.launch(
         moe_logits, (-(-tokens // tile), -(-experts // columns), CHUNKS.value if few else 1), dict(x=x), SHARED=few,
-        TOKENS=tile, EXPERTS=columns, num_warps=4,
+        TOKENS=tile, EXPERTS=columns, UNIT=unit, num_warps=4,
     )  # fmt: skip
     assert p.ids is not None and p.weights is not None
     ids = p.ids if p.ids.is_contiguous() else program.workspace("ids", p.ids.shape, torch.int32)
@@ -197,9 +204,10 @@ def prepare_shared(p: MoeProblem, program: Program) -> Any:
         grid, group = (p.tokens, -(-width // COLUMNS)), formats.columns(p.activations, width)
         program.launch(kernel, grid, given, COLUMNS=COLUMNS, GROUP=group, num_warps=4)
 
-    rounding(moe_shared_rows, p.hidden, dict(x=SharedRows(p.x, p.x.stride(0), p.hidden, rows)))
+    x = p.x if p.x.stride(0) % 8 == 0 else program.copied(p.x)
+    rounding(moe_shared_rows, p.hidden, dict(x=SharedRows(x, x.stride(0) // 8, p.hidden // 8, rows)))
     program.compute(multiplied, rows, p.shared_w13, both)
-    rounding(moe_shared_hidden, inner, dict(h=SharedHidden(both, inner, float(p.limit), hidden)))
+    rounding(moe_shared_hidden, inner, dict(h=SharedHidden(both, inner // 8, float(p.limit), hidden)))
     program.compute(multiplied, hidden, p.shared_w2, shared)
     return shared
 

@@ -16,21 +16,23 @@ STEP = tl.constexpr(64)  # columns to a product
 
 
 @triton.jit
-def moe_logits(x, SHARED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """One program: TOKENS by EXPERTS logits; SHARED: one chunk of them, else all."""
+def moe_logits(x, SHARED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, UNIT: tl.constexpr):
+    """One program: TOKENS by EXPERTS logits; SHARED: one chunk of them, else all. Lines and width come by UNIT: eights
+    can be read at once."""
     gdc_launch_dependents()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     column = tl.arange(0, STEP)
-    rows = x.ptr + token.to(tl.int64)[:, None] * x.line + column[None, :]
-    gates = x.gate_ptr + expert.to(tl.int64)[None, :] * x.gate_line + column[:, None]
-    width = tl.cdiv(tl.cdiv(x.width, CHUNKS), STEP) * STEP
+    rows = x.ptr + token.to(tl.int64)[:, None] * (x.line * UNIT) + column[None, :]
+    gates = x.gate_ptr + expert.to(tl.int64)[None, :] * (x.gate_line * UNIT) + column[:, None]
+    columns = x.width * UNIT
+    width = tl.cdiv(tl.cdiv(columns, CHUNKS), STEP) * STEP
     total = tl.zeros([TOKENS, EXPERTS], tl.float32)
     first = tl.program_id(2) if SHARED else 0
     for chunk in range(first, first + 1 if SHARED else CHUNKS):
         part = tl.zeros([TOKENS, EXPERTS], tl.float32)
-        for at in range(chunk * width, min((chunk + 1) * width, x.width), STEP):
-            inside = column < x.width - at
+        for at in range(chunk * width, min((chunk + 1) * width, columns), STEP):
+            inside = column < columns - at
             a = tl.load(rows + at, mask=(token < x.tokens)[:, None] & inside[None, :], other=0.0)
             b = tl.load(gates + at, mask=(expert < x.experts)[None, :] & inside[:, None], other=0.0)
             part = tl.dot(a, b, part)

@@ -21,9 +21,10 @@ def moe_shared_rows(x, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """One program: COLUMNS of a token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = column < x.width
-    values = tl.load(x.ptr + token * x.line + column, mask=there, other=0.0).to(tl.float32)
-    tl.store(x.to_ptr + token * x.width + column, as_rounded(values, COLUMNS, GROUP).to(tl.bfloat16), mask=there)
+    width = x.width * 8
+    there = column < width
+    values = tl.load(x.ptr + token * (x.line * 8) + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(x.to_ptr + token * width + column, as_rounded(values, COLUMNS, GROUP).to(tl.bfloat16), mask=there)
 
 
 @triton.jit
@@ -31,10 +32,11 @@ def moe_shared_hidden(h, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """The same for hidden values, of gate and up."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = column < h.width
-    line = h.ptr + token * 2 * h.width + column
+    width = h.width * 8
+    there = column < width
+    line = h.ptr + token * 2 * width + column
     gate = tl.minimum(tl.load(line, mask=there, other=0.0).to(tl.float32), h.limit)
-    up = tl.load(line + h.width, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(line + width, mask=there, other=0.0).to(tl.float32)
     up = tl.minimum(tl.maximum(up, -h.limit), h.limit)
     hidden = (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16).to(tl.float32)
-    tl.store(h.to_ptr + token * h.width + column, as_rounded(hidden, COLUMNS, GROUP).to(tl.bfloat16), mask=there)
+    tl.store(h.to_ptr + token * width + column, as_rounded(hidden, COLUMNS, GROUP).to(tl.bfloat16), mask=there)
