@@ -36,6 +36,14 @@ class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def do_GET(self) -> None:
+        """A browser asks for an icon by itself, at any time, where a page (the live report) names none."""
+        if self.path == "/favicon.ico":
+            self.send_response(204)
+            self.end_headers()
+        else:
+            super().do_GET()
+
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
