@@ -270,13 +270,13 @@ def do_assertfail(w, mask, o):
     """The CUDA runtime prints a line to the standard error, which programs look for, and the launch fails."""
     lane = lanes(mask)[0]
     message, file, line, function = (argument(w, lane, a, n) for a, n in zip(o.arguments, (8, 8, 4, 8)))
-    place, message = f"{text_at(w, file)}:{line}: {text_at(w, function)}", text_at(w, message)
+    place, said = f"{text_at(w, file)}:{line}: {text_at(w, function)}", text_at(w, message)
     thread, (x, y, _) = w.index * 32 + lane, w.machine.block
     block, own = ([*w.cta.ctaid], [thread % x, thread // x % y, thread // (x * y)])
-    print(f"{place}: block: {block}, thread: {own} Assertion `{message}` failed.", file=sys.stderr, flush=True)
+    print(f"{place}: block: {block}, thread: {own} Assertion `{said}` failed.", file=sys.stderr, flush=True)
     raise Fault(
         "assert",
-        f"device-side assert triggered: {place}: assertion failed: {message}; thread {thread} of CTA {w.cta.ctaid}",
+        f"device-side assert triggered: {place}: assertion failed: {said}; thread {thread} of CTA {w.cta.ctaid}",
     )
 
 
