@@ -93,6 +93,21 @@ def test_the_kernel_may_not_end_with_a_load_in_flight():
     assert "fix: wait for the mbarrier that it signals" in str(found)
 
 
+def test_copies_that_nobody_announced_are_named_before_the_race_they_make():
+    """Two copies of 2048 bytes for one phase, of which one is announced."""
+    copy = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a+{0}], [%rd1+{0}], 2048, [bar];\n"
+
+    def make(size):
+        load = t.only("%p0", t.expect("bar", size) + copy.format(2048) + copy.format(0))
+        return plain(load + t.wait("bar", 0) + READ)
+
+    for order in ("latest", "eager"):
+        assert not findings(make(4096), [X, OUT], strict=False, order=order)
+    found = findings(make(2048), [X, OUT], strict=False)
+    assert found.codes()[:2] == ["barrier-tx", "race"], str(found)
+    assert "copies of 2048 more signal it" in found.diagnostics[0].message
+
+
 def test_expect_tx_is_the_bytes_of_the_box():
     def make(keep):
         size = 4096 if keep else 2048

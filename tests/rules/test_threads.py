@@ -162,6 +162,14 @@ def test_a_phase_must_be_waited_for_before_the_next_one_ends():
     holds(make, args=ARGS, code="barrier-phase")
 
 
+def test_phases_that_nobody_waits_for_again_may_end_unseen():
+    """The last slots of a ring are given back, and nobody fills them."""
+    turn = "@%p0 " + t.arrive("bar")
+    assert not findings(plain(t.init("bar") + turn * 3), ARGS)
+    stuck = findings(plain(t.init("bar") + turn * 2 + t.wait("bar", 0)), ARGS)
+    assert stuck.codes() == ["barrier-phase", "deadlock"]
+
+
 def test_the_count_of_an_mbarrier_is_not_a_number_of_bytes():
     def make(keep):
         body = t.init(("bar", 1 if keep else 16384)) + t.only("%p0", t.arrive("bar"))

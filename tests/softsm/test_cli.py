@@ -279,11 +279,12 @@ def test_parties_in_json(racy):
     party = data["findings"][0]["parties"][0]
     assert party["source"]["file"].endswith("racy.py") and party["source"]["line"] in (8, 9)
     assert party["ptx"]["line"] and party["ptx"]["instruction"] and party["who"].startswith("warp")
-    assert party["source"]["called_at"] is None
+    assert party["source"]["called_at"] == []
     for function in ("", " in wait"):
-        source = party_as_data(Party("warp 1", 7, "ret;", f"/a/ring.py:3{function}, called at /a/k.py:8"))["source"]
+        text = f"/a/ring.py:3{function}, called at /a/ring.py:5, /a/k.py:8"
+        source = party_as_data(Party("warp 1", 7, "ret;", text))["source"]
         assert (source["file"], source["line"], source["function"]) == ("/a/ring.py", 3, function[4:])
-        assert source["called_at"] == {"file": "/a/k.py", "line": 8}
+        assert source["called_at"] == [{"file": "/a/ring.py", "line": 5}, {"file": "/a/k.py", "line": 8}]
 
 
 def test_a_typo_is_named(racy, monkeypatch):

@@ -74,11 +74,15 @@ class BarrierChecks:
         w.view.initialised = []
 
     def arrived(self, barrier, what: str, amount: int, relaxed: bool = False, scope: str = "") -> None:
-        if amount and what not in ("expect_tx", "increment"):
+        if what == "expect_tx":
+            barrier.asked -= amount
+        elif amount and what != "increment":
             barrier.clock.gather(relaxed, scope)
 
     def passed(self, w, barrier, relaxed: bool, scope: str) -> None:
         """A wait on an mbarrier goes on."""
+        if barrier.skipped is not None:
+            self.waited_late(barrier)
         barrier.watched[cl.WAITED] = barrier.phase - 1
         if relaxed:
             self.order.waits_relaxed(w, barrier, scope)
@@ -171,9 +175,25 @@ class BarrierChecks:
                 text = f"{barrier.name}: {-barrier.tx} bytes have arrived that no expect_tx announced"
                 self.report.add(Diagnostic("barrier-tx", text))
 
+    def unannounced(self, barrier) -> None:
+        engine = self.checker.machine.engine
+        copies = [op for op in engine.pending.values() if op.nbytes and barrier in op.signals]
+        text = (
+            f"{barrier.name}: phase {barrier.phase} ends by the bytes that expect_tx announced, and copies of "
+            f"{barrier.asked} more signal it"
+        )
+        op = copies[-1] if copies else engine.performing
+        parties = (self.party(op.warp, op, f"brings {op.nbytes} bytes"),) if op is not None else ()
+        self.report.add(Diagnostic("barrier-tx", text, parties))
+        barrier.asked = 0
+
     def phase_over(self, barrier) -> None:
-        """The phase that ends must not be the second one that no warp has waited for."""
+        """The phase that ends must not be the second one that no warp has waited for: who still waits by parity then
+        takes it for another. At the end of a kernel slots are given back that nobody fills again, so it counts when
+        somebody waits. All copies that signal it must have been announced, or it ends without them."""
         barrier.clock.complete()
+        if barrier.asked > 0:
+            self.unannounced(barrier)
         barrier.watched[cl.PHASE] = barrier.phase + 1
         if barrier.watched.item(cl.WAITED) >= barrier.phase - 1:
             return
@@ -186,8 +206,13 @@ class BarrierChecks:
                 f"; the two were ended by warps {last[-1]} and {one[-1]}: if both arrive for one phase, the count of "
                 f"mbarrier.init, {barrier.expected}, is too small"
             )
-        self.report.add(
-            Diagnostic(
-                "barrier-phase", text, (self.party(w, self.checker.machine.engine.performing, "ends the phase"),)
-            )
-        )
+        party = self.party(w, self.checker.machine.engine.performing, "ends the phase")
+        barrier.skipped = Diagnostic("barrier-phase", text, (party,))
+        if barrier.waiters:
+            self.waited_late(barrier)
+        else:
+            barrier.home.view.unwatch(barrier.clock)  # the next wait is told of
+
+    def waited_late(self, barrier) -> None:
+        self.report.add(barrier.skipped)
+        barrier.skipped = None

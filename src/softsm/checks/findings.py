@@ -28,7 +28,7 @@ BETWEEN_WARPS = (
 )
 BETWEEN_CTAS = (
     "the two are CTAs of one grid, which no barrier orders: use atomics, or a flag released and acquired at .gpu "
-    "scope, or split the work into two launches"
+    "scope (or relaxed, with a fence before it is raised and one behind the read), or split the work into two launches"
 )
 BETWEEN_GPUS = (
     "the two run on different GPUs: order them by a flag released and acquired at .sys scope, or split the work into "
@@ -47,6 +47,9 @@ WITHIN_CLUSTER = (
 def add_failure(report: Report, machine, failure: BaseException | None) -> None:
     """What stops a kernel is a finding too, with barriers that explain it by themselves: bytes for which warps wait for
     ever, or without which a slot is filled again."""
+    for barrier in [b for cta in machine.live for b in cta.barriers.values()] if failure is not None else ():
+        if barrier.skipped is not None and barrier.waiters:
+            report.add(barrier.skipped)
     if isinstance(failure, Fault) and failure.code in ("deadlock", "barrier-reuse"):
         for diagnostic in wrong_bytes(machine):
             report.add(diagnostic)
@@ -57,13 +60,16 @@ def add_failure(report: Report, machine, failure: BaseException | None) -> None:
 def wrong_bytes(machine) -> Iterator[Diagnostic]:
     """mbarriers that warps wait on for bytes alone, which no copy under way will bring."""
     coming = {id(barrier) for op in machine.engine.pending.values() for barrier in op.signals}
+    said = set()  # the same is wrong in every CTA
     for barrier in [b for cta in machine.live for b in cta.barriers.values()]:
         if barrier.waiters and barrier.pending == 0 and barrier.tx and id(barrier) not in coming:
             if barrier.tx > 0:
                 what = f"{barrier.tx} of the bytes announced by expect_tx never arrive"
             else:
                 what = f"{-barrier.tx} more bytes have arrived than expect_tx announced"
-            yield Diagnostic("barrier-tx", f"{barrier.name}: {what}; it is {barrier.state()}")
+            if (barrier.name, what) not in said:
+                said.add((barrier.name, what))
+                yield Diagnostic("barrier-tx", f"{barrier.name}: {what}; it is {barrier.state()}")
 
 
 class Findings:
@@ -129,6 +135,8 @@ class Findings:
                 fix = UNFENCED
             elif other_lane < 0:
                 fix = self.across(w, them)
+                if fix == WITHIN_CLUSTER and other_op is not None:  # its completion can be waited for
+                    fix = ""
             elif them is w:
                 fix = ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
             else:
@@ -203,18 +211,22 @@ class Findings:
         elif other_op is not None and other_op is self.checker.grids.before:
             fix = grids.FIX
         elif other_op is not None:
-            fix = (
-                f"wait for the {other_op.kind} to complete (its mbarrier, group wait or tcgen05.wait) before this "
-                "access"
-            )
-            if other_op.signals:
-                fix += "; a wait for the parity of an earlier phase of its mbarrier is not enough"
-            if other.what.startswith("read ") and not this.who.startswith("warp"):
+            barriers = [b.name for b in other_op.signals if getattr(b, "name", "")]
+            told = f"it signals {barriers[0]}" if barriers else "its mbarrier, group wait or tcgen05.wait"
+            fix = f"wait for the {other_op.kind} to complete ({told}) before this access"
+            if barriers:
+                fix += "; a wait for the parity of an earlier phase of that mbarrier is not enough"
+            if memory == "tensor memory" and other.what.startswith("read "):
                 fix += (
                     f"; where it was to read what this one writes, let it wait for the {this.who.split(' issued')[0]}"
                 )
         elif this.who.startswith("warp"):
             fix = "put a barrier, or an mbarrier arrive and wait, between the two"
+        elif other.what.startswith("read "):
+            fix = (
+                "before this operation wait until who reads has given the memory back: by an mbarrier arrive, or a "
+                "barrier, behind its last read"
+            )
         else:
             fix = (
                 "order them by a barrier, and put fence.proxy.async between the generic write and the "

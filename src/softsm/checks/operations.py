@@ -92,6 +92,9 @@ class Operations:
         self.by_number[number] = op
         if len(cta.cluster) > 1:
             self.uses_peers(op)
+        if op.nbytes:
+            for barrier in op.signals:
+                barrier.asked += op.nbytes
         if kind in TENSOR:
             self.mark(view, op)
         elif kind == "tcgen05.commit":

@@ -228,15 +228,14 @@ def look(S, table, groups, low, high, write, me, wrong):
 
 @native("i8(i8, i8, i8, i8)")
 def stands_for(layout, known, me, number):
-    """Is who comes behind the read of operation `me` behind the earlier one of `number`, too? It is complete, or both
-    are products of one warp, of which one thread issues them: its commits cover all before."""
+    """Is who comes behind the read of `me` behind the earlier one of `number`, too? It is complete, or both are
+    products of one warp, of which one thread issues them: its commits cover all before."""
     if number == 0 or records.complete(known, number, me + 1):
         return i8(1)
-    log = i8(load64(layout + 8 * LOG))
+    log, kinds = i8(load64(layout + 8 * LOG)), (1 << SUMS) - 1
     old, new = log + ENTRY * (number & (OPS - 1)), log + ENTRY * (me & (OPS - 1))
     if i8(load64(old)) != number or load32(old + 12) != load32(new + 12):
         return i8(0)
-    kinds = (1 << SUMS) - 1
     return i8(i8(load64(old + 16)) & kinds == PRODUCT and i8(load64(new + 16)) & kinds == PRODUCT)
 
 
@@ -278,15 +277,13 @@ def mark(S, table, groups, low, high, write, me, kind):
         if not write:
             new_readers(S, table, at, end, me)
             continue
-        while at < end:
-            if at + 4 <= end:
-                store_four(table + 8 * at, me)
-                store32(table + HELD_AT + at, u4(0x01010101 * kind))
-                at += 4
-            else:
-                store64(table + 8 * at, np.uint64(me))
-                store8(table + HELD_AT + at, np.uint8(kind))
-                at += 1
+        while at + 4 <= end:
+            store_four(table + 8 * at, me)
+            store32(table + HELD_AT + at, u4(0x01010101 * kind))
+            at += 4
+        for last in range(at, end):
+            store64(table + 8 * last, np.uint64(me))
+            store8(table + HELD_AT + last, np.uint8(kind))
 
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)

@@ -151,11 +151,12 @@ def as_data(diagnostic: Diagnostic) -> dict[str, Any]:
 
 
 def party_as_data(party: Party) -> dict[str, Any]:
-    found = re.fullmatch(r"(.+?):(\d+)(?: in (.+?))?(?:, called at (.+):(\d+))?", party.source)
+    found = re.fullmatch(r"(.+?):(\d+)(?: in (.+?))?(?:, called at (.+))?", party.source)
     place: dict[str, Any] | None = None
     if found:
-        caller = {"file": found[4], "line": int(found[5])} if found[4] else None
-        place = {"file": found[1], "line": int(found[2]), "function": found[3] or "", "called_at": caller}
+        callers = [x.rpartition(":") for x in (found[4] or "").split(", ") if x]
+        called = [{"file": file, "line": int(line)} for file, _, line in callers]
+        place = {"file": found[1], "line": int(found[2]), "function": found[3] or "", "called_at": called}
     return {
         "who": party.who,
         "what": party.what,

@@ -109,6 +109,12 @@ def arrivals(program) -> list[Arrival]:
     return out
 
 
+def silent(program) -> bool:
+    """Is there an arrival whose barrier the text does not tell?"""
+    found = {a.instruction.line for a in arrivals(program)}
+    return any(ins is not None and ins.line not in found and barrier_operand(ins) for ins in program.instructions)
+
+
 def barrier_operand(ins: Instruction):
     """The operand that names an mbarrier which this instruction arrives at, brings bytes to or waits for."""
     addresses = [x for x in ins.operands if isinstance(x, Address)]

@@ -55,6 +55,7 @@ class AsyncOp:
     done: bool = False
     product: tuple | None = None  # of a tcgen05.mma: its `Work` (isa/tcgen05.py) and its CTAs
     # for observers:
+    nbytes: int = 0  # that it brings to each mbarrier it signals
     number: int = 0
     publishes: Any = None  # what its completion tells who waits for it
     instruction: Any = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from softsm.engine.arrivals import Arrival, arrivals, at_barrier, reached
+from softsm.engine.arrivals import Arrival, arrivals, at_barrier, reached, silent
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.ast import brief
 from softsm.ptx.roles import called_at, place_of, role_of
@@ -30,10 +30,11 @@ def describe(machine, why: str) -> str:
         lines += ["  they wait for each other:", *(f"    {line}" for line in found)]
     waits = [b for b in dict.fromkeys(awaited(machine).values()) if isinstance(b, Mbarrier) and untouched(b)]
     others = {b: elsewhere(machine, b) for b in waits}
-    fresh = [b for b in barriers if isinstance(b, Mbarrier) and not others.get(b)]
+    fresh = [b for b in barriers or awaited(machine).values() if isinstance(b, Mbarrier) and not others.get(b)]
     if fresh and all(untouched(b) for b in fresh):
+        names = " and ".join(dict.fromkeys(map(name, fresh)))
         lines.append(
-            f"  nothing has arrived at {' and '.join(map(name, fresh))} since mbarrier.init: who waits for buffers "
+            f"  nothing has arrived at {names} since mbarrier.init: who waits for buffers "
             "that are free from the start waits for parity 1 first, as the phase before phase 0 counts as complete"
         )
     lines += [
@@ -95,7 +96,9 @@ class Text:
     """What the kernel's text says about arrivals."""
 
     def __init__(self, machine):
-        self.found = {x: arrivals(x.program) for x in machine.kernels if x is not None}
+        kernels = [x for x in machine.kernels if x is not None]
+        self.found = {x: arrivals(x.program) for x in kernels}
+        self.silent = any(silent(x.program) for x in kernels)
         self.ahead: dict[tuple, set[int]] = {}
 
     def of(self, barrier: Mbarrier, cta) -> list[Arrival]:
@@ -202,7 +205,7 @@ def missing(machine, text: Text, named: list) -> list[str]:
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             lines.append(f"arrivals at {name(barrier)}: {'; '.join(place(x) for x in found[:3])}{more}")
-        elif untouched(barrier):
+        elif untouched(barrier) and not text.silent:
             lines.append(f"arrivals at {name(barrier)}: none so far, and no instruction is known to arrive there")
     return list(dict.fromkeys(lines))[:SHOWN]
 

@@ -204,6 +204,7 @@ def do_bulk_load(w, mask, o):
             signals=tuple(barrier for _, _, barrier in targets),
             reads=(("global", source, source + size),),
             writes=tuple(("shared", cta, offset, offset + size) for cta, offset, _ in targets),
+            nbytes=size,
         )
 
 
@@ -232,7 +233,7 @@ def do_bulk_peer(w, mask, o):
         start(
             w, lane, "bulk copy to a peer", effects, signals=(barrier,),
             reads=(("shared", home, begin, begin + size),),
-            writes=(("shared", cta, offset, offset + size),),
+            writes=(("shared", cta, offset, offset + size),), nbytes=size,
         )  # fmt: skip
 
 
@@ -357,7 +358,8 @@ def do_store_async(w, mask, o):
             target[:] = data if o.op is None else reduce_bytes(target, data, o.op, o.dtype)
             barrier.complete_tx(size, who)
 
-        start(w, lane, name, effects, signals=(barrier,), writes=(("shared", cta, offset, offset + size),))
+        written = ("shared", cta, offset, offset + size)
+        start(w, lane, name, effects, signals=(barrier,), writes=(written,), nbytes=size)
 
 
 # -- st.bulk -----------------------------------------------------------------------------------------------------------

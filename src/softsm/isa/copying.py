@@ -32,8 +32,8 @@ def attributed(w, effects: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def start(w, lane: int, kind: str, effects, after=(), signals=(), reads=(), writes=()) -> AsyncOp:
-    op = AsyncOp(kind, w, lane, w.line(), attributed(w, effects), after, signals, reads, writes)
+def start(w, lane: int, kind: str, effects, after=(), signals=(), reads=(), writes=(), nbytes: int = 0) -> AsyncOp:
+    op = AsyncOp(kind, w, lane, w.line(), attributed(w, effects), after, signals, reads, writes, nbytes=nbytes)
     return w.machine.issue(op)
 
 

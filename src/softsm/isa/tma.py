@@ -209,6 +209,7 @@ def do_load(w, mask, o):
             signals=tuple(barrier for _, _, barrier in targets),
             reads=(("tensor", box),),
             writes=tuple(("shared", cta, at, at + box.footprint) for cta, at, _ in targets),
+            nbytes=box.nbytes,
         )
 
 

@@ -44,8 +44,8 @@ class Mbarrier(Waitable):
     """Warps blocked on it are woken when a phase completes."""
 
     __slots__ = (
-        "array expected history home name next_expected observer origin overwritten pending phase place shown tx "
-        "watched"
+        "array asked expected history home name next_expected observer origin overwritten pending phase place shown "
+        "skipped tx watched"
     ).split()
 
     def __init__(self, count: int, *, name: str = "mbarrier", who: object = ""):
@@ -63,6 +63,8 @@ class Mbarrier(Waitable):
         self.origin: Any = None  # who initialised it
         self.home: Any = None  # its CTA
         self.overwritten: Any = None  # who stored something else over it
+        self.skipped: Any = None  # that two phases have ended unseen: wrong when somebody waits again
+        self.asked = 0  # bytes of copies that were started for it, less those that expect_tx announced
         self.watched: Any = None  # its record of checks/clocks.py
         self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)
         self._note("init", count, who)

@@ -19,6 +19,7 @@ from softsm.ptx.ast import SourceLoc
 from softsm.ptx.cplusplus import outside
 
 ENDINGS = ("_role", "_partition", "_worker")
+MOST_CALLERS = 3  # that are named
 
 
 @functools.lru_cache(maxsize=256)
@@ -128,12 +129,14 @@ def place_of(ins) -> SourceLoc | None:
 
 
 def called_at(loc: SourceLoc) -> str:
-    """`, called at FILE:LINE`: the nearest caller in another file, for a place in a function that was inlined; else ''.
-    The functions of a library are called from many places."""
+    """`, called at FILE:LINE, ...`: the callers of a place in a function that was inlined, up to the first one in
+    another file; else ''. The functions of a library are called from many places."""
+    callers: list[SourceLoc] = []
     caller = loc.caller
-    while caller is not None and caller.file == loc.file:
-        caller = caller.caller
-    return f", called at {caller.file}:{caller.line}" if caller is not None else ""
+    while caller is not None and len(callers) < MOST_CALLERS:
+        callers.append(caller)
+        caller = caller.caller if caller.file == loc.file else None
+    return f", called at {', '.join(f'{x.file}:{x.line}' for x in callers)}" if callers else ""
 
 
 def entry_at(place) -> str:

@@ -77,7 +77,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "barrier-uninitialised": (
         "There is no mbarrier at this address.",
-        "Initialise it, and order the initialisation before the use by a barrier.",
+        "Initialise it, and order the initialisation before the use by a barrier; in another CTA of the cluster, by "
+        "barrier.cluster.arrive and barrier.cluster.wait.",
     ),
     # values
     "uninitialised": (
