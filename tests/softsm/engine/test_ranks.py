@@ -121,6 +121,40 @@ def test_atomics_of_two_gpus_need_sys_scope(ranks, scope, codes):
     assert all(".sys scope" in d.fix for d in report)
 
 
+TORN = """
+.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 signal, .param .u32 rank, .param .u64 out)
+{
+.reg .b32 %r<9>; .reg .b64 %rd<9>; .reg .pred %p<5>;
+ld.param.u64 %rd1, [signal]; ld.param.u32 %r1, [rank]; ld.param.u64 %rd4, [out];
+setp.eq.u32 %p1, %r1, 1;
+@%p1 bra READ;
+RAISE
+bra END;
+READ:
+ld.relaxed.sys.global.u64 %rd2, [%rd1];
+setp.eq.u64 %p2, %rd2, 0;
+@%p2 bra READ;
+st.global.u64 [%rd4], %rd2;
+END:
+ret;
+}
+"""
+WHOLE = "mov.u64 %rd3, 0x500000007; st.relaxed.sys.global.u64 [%rd1], %rd3;"
+HALVES = "st.relaxed.sys.global.u32 [%rd1], 7; st.relaxed.sys.global.u32 [%rd1+4], 5;"
+
+
+@pytest.mark.parametrize("raise_, codes", [(WHOLE, []), (HALVES, ["race"])], ids=["whole", "in halves"])
+def test_a_signal_that_is_read_whole_is_written_whole(raise_, codes):
+    kernel, signal, out = softsm.load(TORN.replace("RAISE", raise_)), np.zeros(1, np.uint64), np.zeros(1, np.uint64)
+    with softsm.checking() as report:
+        softsm.ranks(2, lambda rank: kernel.launch(1, 1, [signal, rank, out]))
+    assert sorted({*report.codes()}) == codes, str(report)
+    assert all("half of what is written" in d.fix for d in report)
+
+
 def test_a_deadlock_says_how_far_each_rank_has_come():
     """Rank 1 does not launch: the CTAs of rank 0 poll for ever."""
     with pytest.raises(Deadlock) as error:

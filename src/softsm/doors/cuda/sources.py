@@ -24,6 +24,8 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
     "collective/sm100_fmha_fwd_epilogue_tma_warpspecialized.hpp": [
         (r"CUTLASS_DEVICE (static constexpr\s+auto get_problem_shape_O)", r"CUTLASS_HOST_DEVICE \1")
     ],
+    # FlashMLA's dense decode: the same.
+    "sm90/decode/dense/splitkv_mla.cuh": [(r"make_tensor<T::InputT>", "make_tensor<typename T::InputT>")],
     # DeepGEMM: `template` is missing in front of a member of a dependent type.
     "deep_gemm/epilogue/sm100_store_cd.cuh": [
         (r"epilogue_type_t::apply_index_n<", "epilogue_type_t::template apply_index_n<")
