@@ -43,17 +43,20 @@ class Collapsed(NamedTuple):
 
 
 class StreamSizes(NamedTuple):
-    dims: Any
+    dims: Any  # in units
     iterations: Any  # of Sinkhorn
     norm_eps: Any
     eps: Any
 
 
 @triton.jit
-def collapse_streams(streams_ptr, projection, result, sizes, H: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program: one token. streams [tokens, H, dims], contiguous like everything else."""
+def collapse_streams(
+    streams_ptr, projection, result, sizes, H: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr
+):
+    """One program: one token. streams [tokens, H, dims], contiguous like everything else. dims come by UNIT, so that
+    the compiler knows a divisor, and moves more than one value at a time."""
     token = tl.program_id(0).to(tl.int64)
-    dims, eps, base_ptr, scale_ptr = sizes.dims, sizes.eps, projection.base_ptr, projection.scale_ptr
+    dims, eps, base_ptr, scale_ptr = sizes.dims * UNIT, sizes.eps, projection.base_ptr, projection.scale_ptr
     stream = tl.arange(0, H)
     column = tl.arange(0, COLUMNS)
     streams_ptr += token * H * dims
@@ -86,9 +89,13 @@ def collapse_streams(streams_ptr, projection, result, sizes, H: tl.constexpr, CO
         tl.store(result.out_ptr + token * dims + start + column, x.to(result.out_ptr.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["dims"])
-def spread_streams(streams_ptr, block_ptr, post_ptr, comb_ptr, out_ptr, dims, H: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["units"])
+def spread_streams(
+    streams_ptr, block_ptr, post_ptr, comb_ptr, out_ptr, units, H: tl.constexpr, COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
     """One program: COLUMNS of one token. block [tokens, dims] -> out [tokens, H, dims]."""
+    dims = units * UNIT
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, H)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -100,6 +107,11 @@ def spread_streams(streams_ptr, block_ptr, post_ptr, comb_ptr, out_ptr, dims, H:
         out += tl.load(comb_ptr + (token * H + j) * H + stream)[:, None] * h[None, :]
     to = (token * H + stream)[:, None] * dims + column[None, :]
     tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=here[None, :])
+
+
+def unit_of(dims: int) -> int:
+    """In which a kernel gets a number of dims."""
+    return 8 if dims % 8 == 0 else 1
 
 
 def collapse(
@@ -117,9 +129,10 @@ def collapse(
     post, comb = mixed.new_empty(n, h), mixed.new_empty(n, h, h)
     x = streams.new_empty(n, d)
     if n:
-        sizes = StreamSizes(d, iterations, float(norm_eps), float(eps))
+        unit = unit_of(d)
+        sizes = StreamSizes(d // unit, iterations, float(norm_eps), float(eps))
         arguments = [streams, Projection(mixed, base, scale), Collapsed(post, comb, x), sizes]
-        constants = dict(H=h, COLUMNS=min(COLUMNS, triton.next_power_of_2(d)), num_warps=4)
+        constants = dict(H=h, COLUMNS=min(COLUMNS, triton.next_power_of_2(d)), UNIT=unit, num_warps=4)
         launch(Launch(collapse_streams, (n,), arguments, constants))
     return post, comb, x
 
@@ -132,7 +145,7 @@ def spread(
     out = torch.empty_like(streams)
     columns = min(COLUMNS, triton.next_power_of_2(d))
     if n:
-        grid = (n, triton.cdiv(d, columns))
-        arguments = [streams, block, post, comb, out, d]
-        launch(Launch(spread_streams, grid, arguments, dict(H=h, COLUMNS=columns, num_warps=4)))
+        grid, unit = (n, triton.cdiv(d, columns)), unit_of(d)
+        arguments = [streams, block, post, comb, out, d // unit]
+        launch(Launch(spread_streams, grid, arguments, dict(H=h, COLUMNS=columns, UNIT=unit, num_warps=4)))
     return out
