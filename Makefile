@@ -62,12 +62,13 @@ test-triton: $(VENVT)/.installed
 	$(PYTEST:$(VENV)/%=$(VENVT)/%) -m "not slow and not gpu" $(TRITON_TESTS)
 
 # Triton's own suites in softsm: TRITON_SOURCE is a checkout at the tag of the installed version, EACH how
-# many tests of each function run (0: all).
+# many tests of each function run (0: all), RECORD a file of results that is continued.
 EACH ?= 0
 test-triton-suite: setup
 	@test -n "$(TRITON_SOURCE)" || { echo "TRITON_SOURCE: a checkout of Triton, e.g. git clone --depth 1 \
 	   --branch v3.9.0 https://github.com/triton-lang/triton"; exit 1; }
-	$(VENV)/bin/python tools/triton_suite.py "$(TRITON_SOURCE)" --each $(EACH) --workers $(WORKERS)
+	$(VENV)/bin/python tools/triton_suite.py "$(TRITON_SOURCE)" --each $(EACH) --workers $(WORKERS) \
+	   $(if $(RECORD),--record "$(RECORD)")
 
 # Published kernels in softsm: SOURCES is a folder with checkouts (docs/field.md), ONLY a part of their names.
 test-field: setup
