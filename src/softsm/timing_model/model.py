@@ -25,6 +25,8 @@ from softsm.timing_model.work import ENGINES, executed, work_of
 
 SM_REGISTERS = 65_536
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
+# Above this, Triton asks for as much shared memory as there is (benchmarks/NOTES.md, L1 carve-out).
+MUCH_SHARED, L1_LEFT = 48 << 10, 28 << 10
 BATCH = 16  # rows that a warp waits for together, at least
 TURNS = 6  # of a multiprocessor's places that the replay looks at, the first of which begins with cold caches
 CROWD = 0.5  # the power of L2's use that says how much of the others' traffic a request meets
@@ -57,6 +59,11 @@ def within(value: float, low: float, high: float) -> float:
     return float(np.clip((high - value) / (high - low), 0.0, 1.0))
 
 
+def spill_room(shared: int, left: float) -> float:
+    """Bytes of L1 for local memory; left: what shared memory would leave of it."""
+    return left if shared <= MUCH_SHARED else L1_LEFT
+
+
 class Model:
     def __init__(self, trace: LaunchTrace, gpu: Gpu, recent: dict[str, float] | None = None):
         self.trace, self.gpu = trace, gpu
@@ -76,7 +83,9 @@ class Model:
         absent = [absent_from_l1(s, room, self.sms) for s in self.sources]
         for s, share in zip(self.sources, absent):
             s.asked, s.lines, s.device = s.asked * share, s.lines * share, min(1.0, s.device / share)
-        spilled = 1 - within(self.code.spills * trace.threads * self.occupancy / room, 0.6, 1.1)
+        spilled = 1 - within(
+            self.code.spills * trace.threads * self.occupancy / spill_room(trace.shared, room), 0.6, 1.1
+        )
         came = np.sum([executed(streams, len(self.code.instructions) + 1) for streams in self.streams], 0)
         self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent, spilled, came)
         self._unknown_tensors()

@@ -233,3 +233,11 @@ def test_reads_wait_behind_atomics_at_few_lines() -> None:
 
     atomics, reads, both = us(RED), us(READ), us(READ + RED)
     assert both > 1.1 * max(atomics, reads)
+
+
+def test_spills_beside_much_shared_memory_have_little_l1() -> None:
+    """A product with 132 KB of shared memory and 36 KB of spills takes twice as long as with 124 KB of L1."""
+    from softsm.timing_model.model import spill_room
+
+    assert spill_room(40 << 10, 216 << 10) == 216 << 10
+    assert spill_room(132 << 10, 124 << 10) == 28 << 10
