@@ -6,6 +6,7 @@ from dsv4.fmha.kernels.loads import GlobalRows, Where
 from dsv4.fmha.kernels.scores import HeadScale, KvScales, ScoreScale, head_scale
 from dsv4.fmha.kernels.tiles import Pages
 from dsv4.kernels.compat import Value, aggregate, gluon
+from dsv4.kernels.division import Divisor
 
 
 class Tensors(NamedTuple):
@@ -33,7 +34,7 @@ class Sizes(NamedTuple):
     tokens: Value  # of a sequence, at most; 0 where sequences differ (varlen)
     keys: Value
     kv_heads: Value
-    group: Value  # query heads of a KV head
+    group: Divisor  # query heads of a KV head
     page_size: Value
     table_stride: Value
     num_splits: Value
@@ -89,7 +90,7 @@ class Problem:
     """One sequence and KV head."""
 
     head: Value
-    group: Value
+    group: Value  # Divisor
     q_heads: Value
     rows: Value
     tokens: Value
@@ -141,5 +142,6 @@ def kv_rows(tensors, sizes, strides):
 @gluon.jit
 def problem_of(head, tokens, keys, sizes, opts):
     scale = head_scale(opts, head)
-    return Problem(head, sizes.group, sizes.kv_heads * sizes.group, tokens * sizes.group, tokens, keys, opts.left,
-                   opts.right, scale.factor, opts.want_lse, scale)  # fmt: skip
+    group = sizes.group.number
+    return Problem(head, sizes.group, sizes.kv_heads * group, tokens * group, tokens, keys, opts.left, opts.right,
+                   scale.factor, opts.want_lse, scale)  # fmt: skip

@@ -15,7 +15,7 @@ CP_ASYNC  pages of any other size           cp.async, 16 bytes per lane, invisib
 """
 
 from dsv4.fmha.kernels import e4m3_rows
-from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, PAGES, ROWS
+from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, PAGES, ROWS, token_and_head
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -200,8 +200,7 @@ def fill_any(
 @gluon.jit
 def row_offsets(row, head, group, stride_token8, stride_head8):
     """Element offset of packed row(s): strides come in units of 8 elements, so that 16-byte accesses are provable."""
-    token = row // group
-    q_head = head * group + (row - token * group)
+    token, q_head = token_and_head(row, head, group)
     return (token.to(gl.int64) * stride_token8 + q_head.to(gl.int64) * stride_head8) * 8
 
 

@@ -14,6 +14,7 @@ from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, NO_BOUND, PAGES, ROWS
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.combine import MergeSizes, MergeStrides, MergeTensors, clear_rest, combine, combine_fp16
 from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.kernels.division import divisor
 from dsv4.runtime import checks
 from dsv4.runtime import splits as splitting
 from dsv4.runtime.dispatch import Target
@@ -33,7 +34,7 @@ class Tiling:
     box: int  # rows of a TMA box at most
     options: dict  # further compile-time arguments of the kernel
     loop: bool = False  # one CTA per multiprocessor loops over the row tiles; no splits
-    block_tiles: int = 1  # row tiles in a block of the order in which they do
+    order: Any = None  # in which they do (sm90/causal_order.py)
     dense_as_rows: bool = False  # dense and varlen problems share a variant
     halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
     codes_by_tma: bool = False  # e4m3 comes as it is, not by way of registers
@@ -128,7 +129,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         tokens=0 if varlen else p.max_seqlen_q,
         keys=0 if varlen else p.max_seqlen_k,
         kv_heads=p.kv_heads,
-        group=p.group,
+        group=divisor(p.group),
         page_size=p.page_size if paged else 1,
         table_stride=p.block_table.stride(0) if paged else 0,
         num_splits=splits,
@@ -146,7 +147,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         kv_scales=kv_scales(p),
     )
     structs = dict(tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts,
-                   block_tiles=c.block_tiles)  # fmt: skip
+                   order=c.order)  # fmt: skip
     widths = dict(COLUMNS=p.q.shape[-1], V_COLUMNS=p.v.shape[-1])
     program.launch(kernel, grid, structs, KV_LOAD=kv_load, SIGN=sign, SAME_KV=v is k, **widths,
                    SPLIT=2 if fp16_partials else split, num_warps=4, **c.options)  # fmt: skip
@@ -358,10 +359,3 @@ def _boxes(x: Any, block: list[int], cga_layout: list) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(min(128, block[3] * bits // 8), bits, rank=4, cga_layout=cga_layout)
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
-
-
-def inverse_of(divisor: int) -> tuple[int, int]:
-    """(m, s) such that n // divisor is n * m >> s for 0 <= n < 2^31; m is 32 bits wide, here as a signed number."""
-    shift = 31 + (divisor - 1).bit_length()
-    m = -(-(1 << shift) // divisor)
-    return m - (1 << 32) if m >> 31 else m, shift

@@ -5,6 +5,7 @@ query head ``kv_head * group + r % group``, so the rows of a tile span few token
 """
 
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
+from dsv4.kernels.division import divide
 
 NO_BOUND = 1 << 30  # what the host passes for a window side of -1
 # How a tile of keys is read: loads.py says what each means.
@@ -44,6 +45,13 @@ def packed_sequence(seq, cu_q_ptr, cu_k_ptr, total_q, total_k):
     k_start = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq), 0), total_k)
     k_end = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq + 1), k_start), total_k)
     return q_start, q_end - q_start, k_start, k_end - k_start
+
+
+@gluon.jit
+def token_and_head(row, head, group):
+    """The query tokens and query heads of packed rows of a KV head."""
+    token = divide(row, group)
+    return token, head * group.number + (row - token * group.number)
 
 
 @gluon.jit
@@ -93,8 +101,8 @@ def key_tiles(
     KV_LOAD: gl.constexpr,
 ):
     """(first key of tile 0, [begin, end)): a split's tiles of BN keys that some of the M rows from tile_row on see."""
-    token_last = gl.minimum((tile_row + M - 1) // sizes.group, tokens - 1)
-    first = first_key(tile_row // sizes.group, tokens, keys, opts.left)
+    token_last = gl.minimum(divide(tile_row + M - 1, sizes.group), tokens - 1)
+    first = first_key(divide(tile_row, sizes.group), tokens, keys, opts.left)
     end = end_key(token_last, tokens, keys, opts.right)
     if KV_LOAD == PAGES:
         first = first // BOX_ROWS * BOX_ROWS  # a TMA box stays within one page
@@ -138,11 +146,12 @@ def mask_bounds(tile_row, work_tile, M: gl.constexpr, BN: gl.constexpr, KV_LOAD:
     problem, tiles = work_tile.problem, work_tile.tiles
     group, tokens, keys, left, right = problem.group, problem.tokens, problem.keys, problem.left, problem.right
     row = tile_row + gl.arange(0, M, layout=RS)
-    row_first = first_key(row // group, tokens, keys, left)
-    row_end = end_key(row // group, tokens, keys, right)
-    token_last = gl.minimum((tile_row + M - 1) // group, tokens - 1)
+    token = divide(row, group)
+    row_first = first_key(token, tokens, keys, left)
+    row_end = end_key(token, tokens, keys, right)
+    token_last = gl.minimum(divide(tile_row + M - 1, group), tokens - 1)
     full_first = first_key(token_last, tokens, keys, left)
-    full_end = end_key(tile_row // group, tokens, keys, right)
+    full_end = end_key(divide(tile_row, group), tokens, keys, right)
     bad = False
     if KV_LOAD >= PAGES:
         bad = bad_pages(work_tile.pages, tiles.first + tiles.begin * BN, gl.minimum(tiles.first + tiles.end * BN, keys))

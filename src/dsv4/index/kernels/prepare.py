@@ -8,7 +8,7 @@ import torch
 
 from dsv4.caches.formats import INDEX_132
 from dsv4.caches.mxfp4_keys import INDEX_68
-from dsv4.fmha.kernels.prepare import inverse_of, is_aligned
+from dsv4.fmha.kernels.prepare import is_aligned
 from dsv4.index.kernels.arguments import (
     BlockLists,
     Chosen,
@@ -45,6 +45,7 @@ from dsv4.index.sizes import (
     power_of_two,
 )
 from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.kernels.division import inverse_of
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
 from dsv4.runtime.splits import choose_splits

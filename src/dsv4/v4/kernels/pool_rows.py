@@ -5,6 +5,7 @@ A row that is not there (-1, out of range) is said so; what is loaded of it is z
 
 from dsv4.caches.kernels.unpack import load_scales
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
+from dsv4.kernels.division import quotient
 
 
 @aggregate
@@ -26,13 +27,6 @@ def pool_in_units(sizes, TIMES: gl.constexpr):
     return Pool(
         sizes.ptr, sizes.rows, sizes.page_rows, sizes.page_stride * TIMES, sizes.row_stride, sizes.inverse, sizes.shift
     )
-
-
-@gluon.jit
-def quotient(n, inverse, shift):
-    """n // divisor, for 0 <= n < 2^31: what the host knows of the divisor replaces the division."""
-    wide = n.to(gl.uint32, bitcast=True).to(gl.uint64) * inverse.to(gl.uint32, bitcast=True).to(gl.uint64)
-    return (wide >> shift.to(gl.uint64)).to(gl.int32)
 
 
 @gluon.jit

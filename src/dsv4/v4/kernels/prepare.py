@@ -11,7 +11,6 @@ from dsv4.caches import kv as caches
 from dsv4.caches.formats import format_of
 from dsv4.caches.pages import PackedRows
 from dsv4.fmha.kernels.prepare import (
-    inverse_of,
     is_aligned,
     is_partial,
     merge_arguments,
@@ -25,6 +24,7 @@ from dsv4.fmha.kernels.prepare import (
 from dsv4.fmha.kernels.scores import sign_and_scale
 from dsv4.kernels.combine import MergeStrides
 from dsv4.kernels.compat import TensorDescriptor, gl
+from dsv4.kernels.division import inverse_of
 from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot

@@ -151,7 +151,7 @@ def fmha_forward(
     varlen = sizes.tokens == 0  # as the host says it
     q_start, tokens, k_start, keys = sequence(seq, varlen, tensors, sizes, KV_LOAD)
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
-    if tile_row < tokens * sizes.group:
+    if tile_row < tokens * sizes.group.number:
         first, tile_begin, tile_end = key_tiles(
             tile_row, tokens, keys, split, sizes, opts, loads.box_rows(k_desc), BM * TILES, BN, KV_LOAD
         )

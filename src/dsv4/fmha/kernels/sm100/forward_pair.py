@@ -28,9 +28,10 @@ from dsv4.fmha.kernels.sm100.pair_roles import (
     values_role,
     write,
 )
-from dsv4.fmha.kernels.tiles import end_key, first_key
+from dsv4.fmha.kernels.tiles import end_key, first_key, token_and_head
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.division import divide
 
 ROWS = gl.constexpr(128)
 
@@ -51,12 +52,12 @@ def tile_coord(tile_id, arguments):
     one finds in L2 what another read; those with the most keys come first."""
     sizes, opts = arguments.sizes, arguments.opts
     tokens, keys, kv_heads, group = sizes.tokens, sizes.keys, sizes.kv_heads, sizes.group
-    tiles = (tokens * group + ROWS - 1) // ROWS
+    tiles = (tokens * group.number + ROWS - 1) // ROWS
     rest = tile_id // tiles
     seq = rest // kv_heads
     row = (tiles - 1 - (tile_id - rest * tiles)) * ROWS
-    token_last = gl.minimum((row + ROWS - 1) // group, tokens - 1)
-    first = first_key(row // group, tokens, keys, opts.left)
+    token_last = gl.minimum(divide(row + ROWS - 1, group), tokens - 1)
+    first = first_key(divide(row, group), tokens, keys, opts.left)
     end = end_key(token_last, tokens, keys, opts.right)
     return seq, rest - seq * kv_heads, row, first, (gl.maximum(end - first, 0) + KEYS - 1) // KEYS
 
@@ -77,8 +78,8 @@ def load_role(arguments, k_desc, v_desc, memory, num_tiles):
             memory.q_free.wait(0, (full + 1) % 2)
             for h in gl.static_range(2):
                 loads.load_rows(tensors.q_ptr + seq.to(gl.int64) * strides.q_batch * 8, memory.q.index(h), row,
-                                sizes.tokens * group, head, group, strides.q_token, strides.q_head, h * 256, ROWS,
-                                256, 64, 1)  # fmt: skip
+                                sizes.tokens * group.number, head, group, strides.q_token, strides.q_head, h * 256,
+                                ROWS, 256, 64, 1)  # fmt: skip
             fence_async_shared()  # generic stores -> tensor-core reads
             memory.q_ready.arrive(0)
             full += 1
@@ -121,13 +122,13 @@ def softmax_role(arguments, memory, num_tiles):
         scale = own.factor * opts.sign.to(gl.float32)
         n = begin(turn, memory)
         row = first_row + gl.arange(0, ROWS, layout=RS)
-        token = row // group
+        token = divide(row, group)
         row_first = first_key(token, tokens, keys, left)
         row_end = end_key(token, tokens, keys, right)
         # Keys that all rows see; inside them no mask is needed.
-        token_last = gl.minimum((first_row + ROWS - 1) // group, tokens - 1)
+        token_last = gl.minimum(divide(first_row + ROWS - 1, group), tokens - 1)
         full_first = first_key(token_last, tokens, keys, left)
-        full_end = end_key(first_row // group, tokens, keys, right)
+        full_end = end_key(divide(first_row, group), tokens, keys, right)
         m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, HALF))
         l = gl.full([ROWS, 2], 0.0, gl.float32, HALF)
         for j in range(at, at + n):
@@ -154,9 +155,8 @@ def store_role(arguments, memory, num_tiles):
     for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         seq, head, first_row, _first, _n = tile_coord(tile_id, arguments)
         row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LO))
-        token = row // group
-        here = row < tokens * group
-        q_head = head * group + row - token * group
+        token, q_head = token_and_head(row, head, group)
+        here = row < tokens * group.number
         sink = softmax.sink_of(tensors.sink_ptr, q_head, here)
         n = begin(turn, memory)
         m, l = take_over(turn, memory)
@@ -188,7 +188,7 @@ def fmha_forward_pair(
     WARP_REGS: gl.constexpr,
 ):
     arguments = Arguments(tensors, sizes, strides, opts)
-    tiles = (sizes.tokens * sizes.group + ROWS - 1) // ROWS
+    tiles = (sizes.tokens * sizes.group.number + ROWS - 1) // ROWS
     num_tiles = tiles * sizes.kv_heads * (sizes.total_q // gl.maximum(sizes.tokens, 1))
     memory = make_memory(k_desc.dtype, 1, 4, False)
     gl.warp_specialize([

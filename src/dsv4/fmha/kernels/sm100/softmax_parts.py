@@ -4,7 +4,7 @@ from triton.language import PropagateNan
 
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.scores import capped, of_values
-from dsv4.fmha.kernels.tiles import mask_pages_by_bits
+from dsv4.fmha.kernels.tiles import mask_pages_by_bits, token_and_head
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 
@@ -83,8 +83,7 @@ def store_rows(work_tile, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr,
     m = gl.convert_layout(m, RO)
     l = gl.convert_layout(l, RO)
     row = tile_row + gl.arange(0, BM, layout=RO)
-    token = row // group
-    q_head = head * group + row % group
+    token, q_head = token_and_head(row, head, group)
     here = row < problem.rows
     part = (work_tile.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head
     target = loads.row_offsets(row, head, group, strides.out_token, strides.out_head)

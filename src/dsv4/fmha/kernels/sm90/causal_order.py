@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 
 from dsv4.fmha.problem import FmhaProblem
+from dsv4.kernels.compat import Value
+from dsv4.kernels.division import Divisor, divisor
 
 OVERHEAD = 0.8  # of a row tile, in tiles of keys
 EVEN_ENOUGH = 0.985  # average share over the longest
@@ -20,9 +22,28 @@ MANY = 48  # row tiles of a CTA, of which any order is even
 CACHED = 24 << 20  # bytes of K and V that the heads of a block may have together: they share the L2 cache
 
 
+class TileOrder(NamedTuple):
+    """The order as the kernel gets it."""
+
+    row_tiles: Value  # of a (sequence, KV head)
+    num_tiles: Value
+    last_block: Value
+    block: Divisor  # row tiles of a block
+    together: Divisor  # (sequence, KV head) of a block
+    rest: Divisor  # of the last one
+    kv_heads: Divisor
+
+
 class Order(NamedTuple):
-    block_tiles: int  # row tiles of a block
+    together: int  # (sequence, KV head) of a block
     longest: float  # share, in tiles of keys
+
+    def tile_order(self, p: FmhaProblem, rows: int) -> TileOrder:
+        row_tiles = -(-p.max_seqlen_q * p.group // rows)
+        pairs = p.batch * p.kv_heads
+        last = (pairs - 1) // self.together
+        divisors = (row_tiles * self.together, self.together, pairs - last * self.together, p.kv_heads)
+        return TileOrder(row_tiles, row_tiles * pairs, last, *(divisor(x) for x in divisors))
 
 
 def order_of(p: FmhaProblem, rows: int, step: int, ctas: int) -> Order:
@@ -30,19 +51,19 @@ def order_of(p: FmhaProblem, rows: int, step: int, ctas: int) -> Order:
     pairs = p.batch * p.kv_heads
     lengths = _lengths(p, rows, step)
     if p.right < 0:  # all tiles are alike
-        return Order(lengths.numel(), -(-lengths.numel() * pairs // ctas) * float(lengths[0]))
+        return Order(1, -(-lengths.numel() * pairs // ctas) * float(lengths[0]))
     first = min(max((ctas + lengths.numel() // 2) // lengths.numel(), 1), pairs)
     if lengths.numel() * pairs > MANY * ctas:
-        return Order(first * lengths.numel(), float(lengths.sum()) * pairs / ctas)
+        return Order(first, float(lengths.sum()) * pairs / ctas)
     bytes_of_pair = p.max_seqlen_k * p.head_dim * (2 if p.same_kv else 4)
     most = min(max(CACHED // max(bytes_of_pair, 1), first), pairs)
     tried = dict.fromkeys([first, *(-(-most // n) for n in range(1, 9)), *range(first + 1, min(most, first + 9))])
-    best = Order(first * lengths.numel(), float("inf"))
+    best = Order(first, float("inf"))
     for together in tried:
         share = _shares(lengths, pairs, together, ctas)
         longest = float(share.max())
         if longest < best.longest:
-            best = Order(together * lengths.numel(), longest)
+            best = Order(together, longest)
         if float(share.mean()) >= EVEN_ENOUGH * best.longest:
             break
     return best

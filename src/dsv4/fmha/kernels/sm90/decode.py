@@ -34,7 +34,7 @@ from dsv4.fmha.kernels.e4m3_rows import converted
 from dsv4.fmha.kernels.scores import capped, of_values
 from dsv4.fmha.kernels.sm90 import work
 from dsv4.fmha.kernels.sm90.forward import KeyValues
-from dsv4.fmha.kernels.tiles import PAGES, mask_bounds
+from dsv4.fmha.kernels.tiles import PAGES, mask_bounds, token_and_head
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import (
     Value,
@@ -170,8 +170,7 @@ def write(o, m, l, q, tile_row, work_tile, SPLIT: gl.constexpr):
     LO: gl.constexpr = o.type.layout
     RO: gl.constexpr = gl.SliceLayout(0, LO)
     row = tile_row + gl.arange(0, ROWS, layout=RS)
-    token = row // problem.group
-    q_head = problem.head * problem.group + row - token * problem.group
+    token, q_head = token_and_head(row, problem.head, problem.group)
     if SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         factor, lse = softmax.finish(m, l, gl.full([ROWS], -float("inf"), gl.float32, RS))
         part = (tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head

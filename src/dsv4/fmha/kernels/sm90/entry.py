@@ -106,12 +106,12 @@ def _looping(p: FmhaProblem, target: Target) -> Tiling:
         three = order_of(p, 192, keys, target.num_sms)
         if p.right < 0 or THREE_ROLES * three.longest < order.longest:
             c = _rows_tiling(64, 128, 3, 3, 160, 24, EARLY=True, EVEN=full or diagonal, OWN_END=diagonal)
-            return replace(c, loop=True, block_tiles=three.block_tiles)
+            return replace(c, loop=True, order=three.tile_order(p, 192))
     early = p.head_dim > 64  # with two roles of head dim 64 it loses 4 %
     own_end = diagonal and p.head_dim == 256
     even = early and (full or own_end or diagonal and keys == 128 and ahead % 128 == 0)
     c = _rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even, OWN_END=own_end)
-    return replace(c, loop=True, block_tiles=order.block_tiles)
+    return replace(c, loop=True, order=order.tile_order(p, 128))
 
 
 def _rows_tiling(head_dim: int, keys: int, stages: int, consumers: int, regs: int, producer: int, **options) -> Tiling:

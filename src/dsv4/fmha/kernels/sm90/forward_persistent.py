@@ -23,8 +23,8 @@ are registers for Q.
 There are two attend roles, or three. Shared memory and barriers are those of forward.py; the ring's slot and phase
 carry over from tile to tile. Every work tile has a tile of keys, if only one that none of its rows sees.
 
-CTA c takes work tiles c, c + CTAs, ... of this list: blocks of as many (sequence, head) as have about block_tiles row
-tiles (causal_order.py chooses), or of one where nothing is causal and all tiles are alike; within a block, the tiles by
+CTA c takes work tiles c, c + CTAs, ... of this list: blocks of some (sequence, head), as many as causal_order.py
+chooses, or of one where nothing is causal and all tiles are alike; within a block, the tiles by
 their place in the sequence, those of all heads side by side; every other block backwards, the last one from its longest
 causal tiles on. So a CTA gets long and short tiles alternately, those that have one work tile more than others get the
 shortest, and the heads whose keys are read at one time are few.
@@ -33,22 +33,18 @@ shortest, and the heads whose keys are read at one time are few.
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
 from dsv4.fmha.kernels.sm90 import columns, forward, work
-from dsv4.fmha.kernels.tiles import DENSE, NO_BOUND, Pages, end_key, first_key, mask_bounds
+from dsv4.fmha.kernels.tiles import DENSE, Pages, end_key, first_key, mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
-from dsv4.kernels.opaque import zero
+from dsv4.kernels.division import divide
 from dsv4.kernels.ring import consumer_stage, producer_stage
-
-NO = gl.constexpr(NO_BOUND)
 
 
 @aggregate
 class TileScheduler:
     """What is walked over."""
 
-    row_tiles: Value  # of a (sequence, KV head)
-    pairs: Value  # (sequence, KV head)
-    together: Value  # of these in a block
+    order: Value  # causal_order.TileOrder
     num_tiles: Value
     sizes: Value
     opts: Value
@@ -81,33 +77,22 @@ class Keys:
 
 
 @gluon.jit
-def tile_scheduler(sizes, opts, block_tiles, M: gl.constexpr):
-    row_tiles = (sizes.tokens * sizes.group + M - 1) // M
-    pairs = sizes.total_q // sizes.tokens * sizes.kv_heads
-    together = gl.minimum(gl.maximum((block_tiles + row_tiles // 2) // row_tiles, 1), pairs)
-    together = gl.where(opts.right >= NO, 1, together)  # without a mask on the right all tiles are alike
-    return TileScheduler(row_tiles, pairs, together, row_tiles * pairs, sizes, opts)
-
-
-@gluon.jit
 def locate(tile_id, scheduler, BN: gl.constexpr, M: gl.constexpr):
     """(sequence, KV head, first row, first key, key tiles) of a work tile."""
-    row_tiles, together, pairs = scheduler.row_tiles, scheduler.together, scheduler.pairs
-    if M == 192:
-        # What follows from these alone would be kept in registers through the loops over keys, and ptxas, short of
-        # registers, takes the two rows of a thread one after the other: 624 us instead of 569 at (2, 64:8, 4096).
-        together += zero(tile_id)
-    sizes, opts = scheduler.sizes, scheduler.opts
+    order, sizes, opts = scheduler.order, scheduler.sizes, scheduler.opts
     group, tokens, keys = sizes.group, sizes.tokens, sizes.keys
-    block = tile_id // (row_tiles * together)
-    width = gl.minimum(together, pairs - block * together)
-    inner = tile_id - block * row_tiles * together
-    tile = inner // width
-    pair = block * together + inner - tile * width
-    tile_row = gl.where(((pairs - 1) // together - block) % 2 == 0, row_tiles - 1 - tile, tile) * M
-    first = first_key(tile_row // group, tokens, keys, opts.left)
-    end = end_key(gl.minimum((tile_row + M - 1) // group, tokens - 1), tokens, keys, opts.right)
-    return pair // sizes.kv_heads, pair % sizes.kv_heads, tile_row, first, gl.maximum(end - first + BN - 1, BN) // BN
+    block = divide(tile_id, order.block)
+    inner = tile_id - block * order.block.number
+    last = block == order.last_block
+    width = gl.where(last, order.rest.number, order.together.number)
+    tile = gl.where(last, divide(inner, order.rest), divide(inner, order.together))
+    pair = block * order.together.number + inner - tile * width
+    tile_row = gl.where((order.last_block - block) % 2 == 0, order.row_tiles - 1 - tile, tile) * M
+    first = first_key(divide(tile_row, group), tokens, keys, opts.left)
+    end = end_key(gl.minimum(divide(tile_row + M - 1, group), tokens - 1), tokens, keys, opts.right)
+    seq = divide(pair, order.kv_heads)
+    head = pair - seq * order.kv_heads.number
+    return seq, head, tile_row, first, gl.maximum(end - first + BN - 1, BN) // BN
 
 
 @gluon.jit
@@ -173,7 +158,7 @@ def rows_of(
     tile_row += 64 * W
     unseen = 0
     if OWN_END:
-        token = gl.minimum((tile_row + 63) // sizes.group, sizes.tokens - 1)
+        token = gl.minimum(divide(tile_row + 63, sizes.group), sizes.tokens - 1)
         end = end_key(token, sizes.tokens, sizes.keys, arguments.opts.right)
         unseen = tiles - gl.maximum(end - first + BN - 1, BN) // BN
     n = seq.to(gl.int64)
@@ -361,8 +346,8 @@ def attend_role(
             stage = forward.attend(stage, q.index(W), tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
 
 
-@gluon.jit(do_not_specialize=["block_tiles"])
-def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, block_tiles, D: gl.constexpr,
+@gluon.jit
+def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order, D: gl.constexpr,
                    COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
                    BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, KV_LOAD: gl.constexpr,
                    SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
@@ -375,7 +360,7 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, block
     source = Keys(k_desc, v_desc, k_rows, v_rows, pages, COLUMNS, V_COLUMNS)
     PLACES: gl.constexpr = 2 * CONSUMERS if CONSUMERS == 3 else CONSUMERS
     q, kv, landed = forward.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD, PLACES)
-    scheduler = tile_scheduler(sizes, opts, block_tiles, M)
+    scheduler = TileScheduler(order, order.num_tiles, sizes, opts)
     arguments = Arguments(tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS)
     if CONSUMERS == 2:
         gl.warp_specialize([

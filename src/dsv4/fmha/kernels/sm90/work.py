@@ -9,7 +9,7 @@ from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_
 from dsv4.fmha.kernels.loads import Where
 from dsv4.fmha.kernels.scores import capped, of_values
 from dsv4.fmha.kernels.sm90 import columns
-from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, mask_pages, sequence
+from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, mask_pages, sequence, token_and_head
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
@@ -43,7 +43,7 @@ def block_coord(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, B
     head = gl.program_id(1) % sizes.kv_heads
     split = gl.program_id(1) // sizes.kv_heads
     q_start, tokens, k_start, keys = sequence(seq, VARLEN, tensors, sizes, KV_LOAD)
-    rows = tokens * sizes.group
+    rows = tokens * sizes.group.number
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * M  # causal: the longest tiles start first
     first, begin, end = key_tiles(tile_row, tokens, keys, split, sizes, opts, BOX_ROWS, M, BN, KV_LOAD)
     return BlockCoord(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, begin, end)
@@ -107,8 +107,7 @@ def write(o, m, l, smem, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.conste
     M: gl.constexpr = o.shape[0]
     C: gl.constexpr = o.shape[1]
     row = tile_row + gl.arange(0, M, layout=RS)
-    q_head = head * group + row % group
-    token = row // group
+    token, q_head = token_and_head(row, head, group)
     if SPLIT == FP16_PARTIALS:
         write_fp16_partials(o, m, l, tile_row, work_tile, COLUMN, D)
     elif SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
@@ -198,8 +197,7 @@ def write_at_once(o, m, l, tile_row, work_tile, C: gl.constexpr, D: gl.constexpr
     tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
     RS: gl.constexpr = m.type.layout
     row = tile_row + gl.arange(0, 64, layout=RS)
-    token = row // problem.group
-    q_head = problem.head * problem.group + row - token * problem.group
+    token, q_head = token_and_head(row, problem.head, problem.group)
     sink = softmax.sink_of(tensors.sink_ptr, q_head, row < problem.rows)
     factor, lse = softmax.finish(m, l, sink)
     loads.store_lse(
@@ -228,8 +226,7 @@ def part_rows(tile_row, work_tile, R: gl.constexpr):
     """-> the rows of the partial results that the 64 rows from tile_row on have, and which of these there are"""
     problem = work_tile.problem
     row = tile_row + gl.arange(0, 64, layout=R)
-    token = row // problem.group
-    q_head = problem.head * problem.group + row - token * problem.group
+    token, q_head = token_and_head(row, problem.head, problem.group)
     return (work_tile.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head, row < problem.rows
 
 

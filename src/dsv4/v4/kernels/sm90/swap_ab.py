@@ -17,8 +17,9 @@ from dsv4.kernels.compat import (
     reinterpret_as,
     warpgroup_mma,
 )
+from dsv4.kernels.division import quotient
 from dsv4.kernels.softmax_over_keys import scores_layout
-from dsv4.v4.kernels.pool_rows import entries, load_codes, load_words, plain_rows, quotient, rows_and_scales
+from dsv4.v4.kernels.pool_rows import entries, load_codes, load_words, plain_rows, rows_and_scales
 from dsv4.v4.kernels.sm90.smem_store import lanes
 from dsv4.v4.kernels.tile_scheduler import LIST, index_lists
 

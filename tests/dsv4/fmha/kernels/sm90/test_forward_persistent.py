@@ -11,21 +11,23 @@ from dsv4.fmha.kernels.arguments import Options, Sizes
 from dsv4.fmha.kernels.sm90 import causal_order, entry, forward_persistent
 from dsv4.fmha.kernels.tiles import NO_BOUND
 from dsv4.kernels.compat import gl, gluon
+from dsv4.kernels.division import divisor
 from dsv4.runtime import dispatch
 
 CTAS = 132
 NO = gl.constexpr(NO_BOUND)
 
 
-@gluon.jit(do_not_specialize=["sequences", "kv_heads", "group", "tokens", "right", "block_tiles"])
-def taken(out_ptr, sequences, kv_heads, group, tokens, right, block_tiles, M: gl.constexpr):
+@gluon.jit(do_not_specialize=["tokens", "right"])
+def taken(out_ptr, order, group, tokens, right, M: gl.constexpr):
     """What each CTA takes, tile by tile: (CTA, sequence x head, row tile, tiles of 128 keys)."""
-    sizes = Sizes(sequences * tokens, 0, tokens, tokens, kv_heads, group, 1, 0, 1, 0)
-    scheduler = forward_persistent.tile_scheduler(sizes, Options(1.0, 1, NO, right, 0, 0, None), block_tiles, M)
+    sizes = Sizes(0, 0, tokens, tokens, 0, group, 1, 0, 1, 0)
+    opts = Options(1.0, 1, NO, right, 0, 0, None)
+    scheduler = forward_persistent.TileScheduler(order, order.num_tiles, sizes, opts)
     for tile_id in range(gl.program_id(0), scheduler.num_tiles, gl.num_programs(0)):
         seq, head, tile_row, _, tiles = forward_persistent.locate(tile_id, scheduler, 128, M)
         gl.store(out_ptr + 4 * tile_id, gl.program_id(0))
-        gl.store(out_ptr + 4 * tile_id + 1, seq * kv_heads + head)
+        gl.store(out_ptr + 4 * tile_id + 1, seq * order.kv_heads.number + head)
         gl.store(out_ptr + 4 * tile_id + 2, tile_row // M)
         gl.store(out_ptr + 4 * tile_id + 3, tiles)
 
@@ -34,14 +36,13 @@ def ordered(sequences, kv_heads, group, tokens, causal, rows, head_dim=64):
     """-> the problem's order, and what the kernel's CTAs take."""
     q = torch.empty(sequences, tokens, kv_heads * group, head_dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(sequences, tokens, kv_heads, head_dim, dtype=torch.bfloat16, device="meta")
-    order = causal_order.order_of(problem.dense(q, k, k, causal=causal), rows, 128, CTAS)
+    p = problem.dense(q, k, k, causal=causal)
+    order = causal_order.order_of(p, rows, 128, CTAS)
     count = -(-tokens * group // rows) * sequences * kv_heads
     out = torch.full((count, 4), -1, dtype=torch.int32)
     right = 0 if causal else NO_BOUND
     with softsm.use("sm_90a"):
-        taken[(min(CTAS, count),)](
-            out, sequences, kv_heads, group, tokens, right, order.block_tiles, M=rows, num_warps=1
-        )
+        taken[(min(CTAS, count),)](out, order.tile_order(p, rows), divisor(group), tokens, right, M=rows, num_warps=1)
     return order, out
 
 
@@ -74,7 +75,7 @@ def test_few_heads_are_read_at_one_time():
     for first in range(0, len(found), CTAS):
         assert len(found[first : first + CTAS, 1].unique()) <= 8
     order, _ = ordered(1, 7, 1, 10230, True, 128, 256)
-    assert order.block_tiles // -(-10230 // 128) * 10230 * 256 * 4 <= causal_order.CACHED
+    assert order.together * 10230 * 256 * 4 <= causal_order.CACHED
 
 
 @pytest.mark.parametrize("rows", [128, 192])
