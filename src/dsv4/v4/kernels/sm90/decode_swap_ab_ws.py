@@ -318,6 +318,7 @@ def compute_role(
     # its columns to take.
     memory.row_max.store(gl.sum(l, 1))
     m = gl.convert_layout(m, per_lane(HEADS))
+    m = gl.where(work.begin < work.end, m, -float("inf"))  # without a block m is still the guess
     l = gl.convert_layout(gl.sum(memory.row_max.load(per_lane(HEADS, 4)), 0), per_lane(HEADS))
     place = (work.query, first_head, gl.program_id(2))
     write_out((o0, o1, o2, o3), write_lse(m, l, sink, place, output, SPLIT, UP), memory, place, output, SPLIT)
