@@ -41,6 +41,7 @@ def assert_two_levels(arch, arguments, other, topk_blocks, order="latest"):
     index_cases.assert_exact(index_cases.kernel(arch, order, **consumer), **consumer)
 
 
+@pytest.mark.compile
 def test_a_source_and_its_consumer(arch):
     """700 rows are 88 blocks, of which 40 are kept; the last one is not full."""
     given = dict(lengths=(700, 683, 9), topk=40, whole=True)

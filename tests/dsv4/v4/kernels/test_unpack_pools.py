@@ -43,6 +43,7 @@ def scaled_rows(count: int) -> torch.Tensor:
     return torch.randn(count, 512) * torch.exp2(torch.randint(-12, 13, (count, 1)))
 
 
+@pytest.mark.compile  # an attention kernel of its own
 def test_a_query_that_lists_one_row_gets_its_bits(monkeypatch):
     """Its weight is 1. Rows of the window, and of another pool in pages of 2."""
     monkeypatch.setattr(unpack_pools, "pays", lambda p: True)

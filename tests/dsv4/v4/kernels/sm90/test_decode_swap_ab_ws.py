@@ -59,6 +59,7 @@ def test_slots_are_filled_again_and_again(order, check):
     )  # fmt: skip
 
 
+@pytest.mark.compile
 def test_scores_that_rise_late(check):
     """A block of nothing; one of small scores; one that lifts them by less than what moves a maximum; one far above."""
     rows = torch.randn(192, 512) * torch.tensor([0.1, 1.0, 40.0]).repeat_interleave(64)[:, None]
