@@ -140,9 +140,8 @@ def choose(cache):
     return dsv4.index_topk(q, cache, torch.ones(1, 2), 3, lengths=lengths, block_table=table)
 
 
-@pytest.mark.parametrize(
-    "kind, read", [pytest.param(Fp8Cache, attend, marks=pytest.mark.compile), (dsv4.IndexCache, choose)]
-)
+@pytest.mark.compile
+@pytest.mark.parametrize("kind, read", [(Fp8Cache, attend), (dsv4.IndexCache, choose)])
 def test_write_is_an_operator_that_compiles_in_one_graph(kind, read):
     rows, slots = torch.randn(4, kind.empty(0, 1).format.values).bfloat16(), torch.tensor([7, -1, 0, 11])
 

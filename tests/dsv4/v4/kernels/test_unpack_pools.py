@@ -103,6 +103,7 @@ def test_unpacked_rows_give_the_same_bits(page, stride, tabled, monkeypatch):
         assert torch.equal(mine, other)
 
 
+@pytest.mark.compile
 def test_a_pool_that_is_window_and_compressed_is_unpacked_once(monkeypatch):
     """Also through another view of its storage."""
     monkeypatch.setattr(unpack_pools, "pays", lambda p: True)

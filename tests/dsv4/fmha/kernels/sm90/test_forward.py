@@ -231,7 +231,7 @@ def test_no_slot_is_filled_before_all_have_seen_it(splits, seed, same_kv, monkey
 
 
 @pytest.mark.parametrize("page, head_dim, dtype, splits", [
-    (16, 256, torch.bfloat16, 2), (5, 64, torch.float16, 1), *(
+    pytest.param(16, 256, torch.bfloat16, 2, marks=pytest.mark.compile), (5, 64, torch.float16, 1), *(
         pytest.param(*x, 2, marks=pytest.mark.slow)
         for x in ((16, 64, torch.bfloat16), (5, 64, torch.float16), (16, 512, torch.bfloat16))
     ),

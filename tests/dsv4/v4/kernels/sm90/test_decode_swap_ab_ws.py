@@ -72,6 +72,7 @@ def test_scores_that_rise_late(check):
     )  # fmt: skip
 
 
+@pytest.mark.compile
 def test_a_first_block_far_below_the_guess(check):
     """Maxima begin with 0, and every score is about -180: made with 0, all of P would vanish."""
     q = torch.randn(1, 1, 512).expand(1, 12, 512)
