@@ -141,8 +141,7 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
     registers, load = _registers(x, of_keys=True)
     program.launch(
         backward_keys, (tiles * packs * splits,), arguments, ADD_DQ=x.sums is not None, ROWS=rows,
-        GRADIENT_REGS=registers,
-        LOAD_REGS=load, **constants,
+        GRADIENT_REGS=registers, LOAD_REGS=load, **constants,
     )  # fmt: skip
     if shared:
         tensors, whole, scales = common["tensors"], common["whole"], common["scales"]

@@ -21,7 +21,7 @@ k, v            2 x 128 x D x 2       [2, 64, D] each: the keys of left and righ
 q, dout         SLOTS x ROWS x D x 2  [SLOTS, ROWS, D] each
 stat            SLOTS x ROWS x 8      [SLOTS x 2, ROWS]: lse2 and delta of the rows, fp32
 ds              2 x 128 x ROWS x 2    [2 x 2, 64, ROWS]: ADD_DQ: dS^T of left and of right, two steps
-dq              2 x 64 x 64 x 4       [2, 128, 32]: ADD_DQ: the halves of dQ on their way to memory, fp32
+sum_tiles       2 x 64 x 64 x 4       [2, 128, 32]: ADD_DQ: fp32 on its way to sums: halves of dQ, in the end dV and dK
 barriers        8 each
 
 barrier         arrives            count       waits          means
