@@ -11,6 +11,7 @@ import random
 
 import timing_families_fused  # noqa: F401
 import timing_families_products  # noqa: F401
+import timing_families_states  # noqa: F401
 import timing_families_tables  # noqa: F401
 import timing_families_words  # noqa: F401  they fill FAMILIES
 from timing_case import Case
