@@ -21,7 +21,20 @@ from softsm.engine.shared_rows import shared_rows
 from softsm.engine.tensor_loads import first_uses
 from softsm.errors import PtxError, Unsupported
 from softsm.isa.registry import LOWERERS, MICROS
-from softsm.ptx.ast import Address, Function, Imm, Instruction, Label, Module, Reg, Sink, Special, Symbol, Vector
+from softsm.ptx.ast import (
+    Address,
+    Function,
+    Imm,
+    Instruction,
+    Label,
+    Module,
+    Reg,
+    Sink,
+    Special,
+    Symbol,
+    Vector,
+    referenced,
+)
 from softsm.ptx.declarations import TYPE_BYTES
 
 CHAPTERS = (
@@ -93,10 +106,13 @@ class Assembler(AsyncRegisters):
         self.local_bytes = 0
         shared = pg.SHARED_START
         dynamic = []
-        functions = [self.function, *(f for f in self.module.functions.values() if not f.entry)]
+        reached = referenced(self.module, self.function)
+        functions = [self.function, *(f for f in self.module.functions.values() if not f.entry and f.name in reached)]
         for v in [*self.module.variables, *(v for f in functions for v in f.variables)]:
             self.variables[v.name] = v
             if v.space == "shared":
+                if v.name not in reached:
+                    continue
                 if v.size == 0:
                     dynamic.append(v)
                     continue

@@ -161,6 +161,32 @@ class Module:
     source: str = ""
 
 
+def referenced(module: Module, function: Function) -> set[str]:
+    """Names of the functions and variables that a kernel can reach: through calls, taken addresses and initial values.
+    Static shared memory is what it reaches of the module's, as ptxas allocates it."""
+    variables = {v.name: v for v in module.variables}
+    names, work = {function.name}, [function.name]
+    while work:
+        name = work.pop()
+        of = function if name == function.name else module.functions.get(name)
+        operands: list[Any] = (
+            [x for item in of.body if isinstance(item, Instruction) for x in item.operands] if of else []
+        )
+        operands += variables[name].initial if name in variables else ()
+        while operands:
+            match operands.pop():
+                case Symbol(name=found) if found not in names:
+                    names.add(found)
+                    work.append(found)
+                case Address(base=Symbol() as base):
+                    operands.append(base)
+                case Vector(items=items):
+                    operands += items
+                case Call(callee=callee, arguments=arguments):
+                    operands += [callee, *arguments]
+    return names
+
+
 def brief(instruction: str) -> str:
     """The text of an instruction with long lists of registers cut."""
     return _LISTS.sub(lambda found: f"{{{found[1]}, ..., {found[2]}}}", instruction)

@@ -115,6 +115,35 @@ def test_shared_memory_starts_as_nan_and_is_private_to_the_cta():
     assert x.tolist() == [[0xFFFFFFFF, i] for i in range(4)]
 
 
+def test_static_shared_memory_is_what_the_kernel_reaches():
+    """A module of several kernels (FlashMLA's dense decode and its sums): each has its own variables, and those of the
+    functions that it calls, as ptxas allocates them."""
+    ptx = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.shared .align 4 .b8 mine[1024];
+.shared .align 4 .b8 others[200000];
+.shared .align 4 .b8 called[64];
+.extern .shared .align 16 .b8 dynamic[];
+.func f() { .reg .b32 %r<2>; mov.u32 %r1, 5; st.shared.u32 [called], %r1; ret; }
+.func g() { st.shared.u32 [others], 5; ret; }
+.visible .entry k(.param .u64 x)
+{
+  .reg .b32 %r<8>; .reg .b64 %rd<8>;
+  ld.param.u64 %rd1, [x]; mov.u32 %r2, mine; st.shared.u32 [%r2], 1; call.uni f, ();
+  mov.u32 %r1, dynamic; st.shared.u32 [%r1+99996], 7; ld.shared.u32 %r3, [called]; sub.u32 %r1, %r1, %r2;
+  st.global.v2.u32 [%rd1], {%r1, %r3}; ret;
+}
+.visible .entry other() { call.uni g, (); ret; }"""
+    x = np.zeros(2, np.uint32)
+    softsm.load(ptx, "k").launch(1, 1, [x], shared=100000)
+    assert x.tolist() == [1024 + 64, 5]
+    softsm.load(ptx, "other").launch(1, 1, [])
+    with pytest.raises(ValueError, match="200000 static ones"):
+        softsm.load(ptx, "other").launch(1, 1, [], shared=100000)
+
+
 def test_printf_of_hexadecimal_floats():
     """tl.device_print(..., hex=True) of floats."""
     from softsm.isa.control import c_format
