@@ -393,9 +393,12 @@ def test_a_packed_atomic_races_with_an_ordinary_access():
 # -- between grids -----------------------------------------------------------------------------------------------------
 
 
-def after_another_grid(text, dependent=True, writes=True):
+LAUNCH = "griddepcontrol.launch_dependents;\n"
+
+
+def after_another_grid(text, dependent=True, writes=True, early=LAUNCH):
     """One grid writes x, or reads it; the next one, made of `text`, may begin before that has ended."""
-    body = t.out("%r0", "%rd1") if writes else "ld.global.u32 %r42, [%rd1+4];\n"
+    body = early + (t.out("%r0", "%rd1") if writes else "ld.global.u32 %r42, [%rd1+4];\n")
     first = softsm.load(t.kernel(body, "x out", target="sm_90a", version="8.6"))
     second = softsm.load(t.kernel(text, "x out", target="sm_90a", version="8.6"))
     x, out = (np.zeros(64, np.uint32) for _ in range(2))
@@ -416,6 +419,7 @@ def test_a_dependent_grid_waits_for_the_one_before_it(use):
     assert report.codes() == ["race"] and "the grid before this one" in str(report), str(report)
     assert "griddepcontrol.wait" in report.diagnostics[0].fix
     assert not after_another_grid(USES[use], dependent=False)
+    assert not after_another_grid(USES[use], early="")  # then that grid has ended
 
 
 def test_a_dependent_grid_waits_before_it_overwrites_what_is_read():

@@ -82,7 +82,7 @@ class Checker(Observer):
         if strict or checks.expectations or report.tap is not None:
             self.products = Products(self, report.tap, checks.expectations, strict)
             self.operands = True
-        checks.last[:] = [self.memory.touched]
+        checks.last[:] = [self.memory.touched] if machine.kernel.launches_dependents else []
         self.notes = self.memory.races
         self.listen()
         if strict:

@@ -27,7 +27,9 @@ class Checks(Session):
     races: bool = True
     strict: bool = False
     expectations: list[Expectation] = field(default_factory=list)
-    last: list = field(default_factory=list)  # what the last launch touched (checks/accesses.py), for the next
+    last: list = field(
+        default_factory=list
+    )  # what the launch before touched (checks/accesses.py), if the next may overtake it
 
     def observer(self, machine) -> Observer:
         from softsm.checks.checker import Checker

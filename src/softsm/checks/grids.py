@@ -2,7 +2,8 @@
 
 Launches run one after the other here, so a forgotten griddepcontrol.wait changes no value. The grid before stands in
 the shadow of global memory as one asynchronous operation, which wrote and read what that grid did, and which
-griddepcontrol.wait completes.
+griddepcontrol.wait completes. A grid that never executes griddepcontrol.launch_dependents has ended before the next one
+begins (PTX, griddepcontrol; FlashMLA's decode relies on it): nothing of it is asked for.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from softsm.errors import Fault, PtxError
 from softsm.memory import multicast
 from softsm.memory.global_memory import GlobalMemory
 from softsm.memory.map_argument import TensorMapArgument
-from softsm.ptx.ast import Function, Module, Symbol
+from softsm.ptx.ast import Function, Instruction, Module, Symbol, referenced
 from softsm.ptx.declarations import TYPE_BYTES
 
 SM_SHARED = 233_472  # bytes of shared memory of an SM of sm_90 and sm_100
@@ -255,6 +255,15 @@ class Kernel:
     def independent(self) -> bool:
         """Do its clusters stay away from each other?"""
         return processes.independent(self.module, self.program.specials)
+
+    @functools.cached_property
+    def launches_dependents(self) -> bool:
+        """May the next grid begin before this one has ended?"""
+        reached = referenced(self.module, self.function)
+        bodies = [self.function.body, *(f.body for f in self.module.functions.values() if f.name in reached)]
+        return any(
+            isinstance(x, Instruction) and x.name == "griddepcontrol.launch_dependents" for body in bodies for x in body
+        )
 
     # ---- what the machine asks of its kernel -------------------------------------------------------------------
 

@@ -239,7 +239,7 @@ def test_a_dependent_grid_knows_what_the_processes_before_it_touched(divided):
     reports = []
     for count in (1, 2):
         with softsm.checking() as report:
-            launch(SUM, count)
+            launch("griddepcontrol.launch_dependents; " + SUM, count)
             launch(SUM, count, dependent=True)
         reports.append(str(report))
     assert reports[0] == reports[1] and "the grid before this one" in reports[0]
