@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from softsm.engine.warps import Warp
 
 
-class Share(NamedTuple):
+class ProcessResult(NamedTuple):
     """What a copy of the process found out (engine/processes.py)."""
 
     touched: np.ndarray  # of `MemoryAccesses.touched_since`
@@ -223,15 +223,15 @@ class Checker(Observer):
     def checkpoint(self) -> list[np.ndarray]:
         return self.memory.touched.owners()
 
-    def since(self, checkpoint: list[np.ndarray]) -> Share:
-        return Share(self.memory.touched_since(checkpoint), self.report.warnings)
+    def since(self, checkpoint: list[np.ndarray]) -> ProcessResult:
+        return ProcessResult(self.memory.touched_since(checkpoint), self.report.warnings)
 
-    def conflict(self, shares: list[Share]) -> bool:
-        return self.memory.touched.meet([share.touched for share in shares])
+    def conflict(self, results: list[ProcessResult]) -> bool:
+        return self.memory.touched.meet([result.touched for result in results])
 
-    def adopt(self, share: Share) -> None:
-        self.memory.touched.elsewhere.append(share.touched)
-        for warning in share.warnings:
+    def adopt(self, result: ProcessResult) -> None:
+        self.memory.touched.elsewhere.append(result.touched)
+        for warning in result.warnings:
             self.report.warn(warning)
 
     # ---- the end -----------------------------------------------------------------------------------------------

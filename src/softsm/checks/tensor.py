@@ -16,7 +16,6 @@ from softsm.checks import tmem_shadow
 from softsm.checks.order import address_of
 from softsm.checks.shadow import OPS
 from softsm.checks.tmem_shadow import (
-    CELLS,
     COLUMNS,
     COPY,
     COPY_4X256B,
@@ -25,6 +24,7 @@ from softsm.checks.tmem_shadow import (
     LOAD,
     PRODUCT,
     REGION,
+    SHADOW_CELLS,
     SHIFT,
     STORE,
     SUMS,
@@ -45,7 +45,7 @@ class TensorShadow:
     """The shadow of one SM's tensor memory. The compiled code of checks/tmem_shadow.py knows its layout."""
 
     def __init__(self) -> None:
-        raw = np.zeros(HELD_AT // 8 + CELLS // 8, np.int64)
+        raw = np.zeros(HELD_AT // 8 + SHADOW_CELLS // 8, np.int64)
         self.writer, *self.readers = raw[: HELD_AT // 8].reshape(TABLES, LANE_GROUPS, COLUMNS)
         self.held = raw[HELD_AT // 8 :].view(np.uint8).reshape(LANE_GROUPS, COLUMNS)
         self.address = address_of(raw)
@@ -128,7 +128,7 @@ class TensorChecks:
         self.by_sm: dict[int, TensorShadow] = {}
         self.touch, self.mark, self.busy = tmem_shadow.touch, tmem_shadow.mark, tmem_shadow.busy
         self.waited, self.in_order = tmem_shadow.waited, tmem_shadow.in_order
-        self.found = np.zeros(1 + TABLES * CELLS, np.int64)
+        self.found = np.zeros(1 + TABLES * SHADOW_CELLS, np.int64)
         checker.order.newest[pg.FOUND] = address_of(self.found)
 
     def shadow_of(self, cta) -> TensorShadow:

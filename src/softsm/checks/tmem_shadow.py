@@ -80,9 +80,9 @@ from softsm.engine.program import (
 )
 
 LANE_GROUPS, COLUMNS = 8, 512
-CELLS = LANE_GROUPS * COLUMNS
+SHADOW_CELLS = LANE_GROUPS * COLUMNS
 TABLES = 4  # the writer, and readers
-HELD_AT = TABLES * 8 * CELLS  # where the bytes begin
+HELD_AT = TABLES * 8 * SHADOW_CELLS  # where the bytes begin
 COLUMN = 4 * 128  # bytes of tensor memory from one column to the next
 STRICT = 4  # sections of a clock at the strict level
 ENTRY = 24  # bytes of an operation in the log: its number, who issued it from where, its kind
@@ -214,7 +214,7 @@ def look(S, table, groups, low, high, write, me, wrong):
             flags |= users(S, table, first, end, 0, me, write, known, out)
             if write:
                 for k in range(1, TABLES):
-                    users(S, table + 8 * k * CELLS, first, end, 1, me, write, known, out)
+                    users(S, table + 8 * k * SHADOW_CELLS, first, end, 1, me, write, known, out)
             if wrong >> 1:
                 for at in range(first, end):
                     one = i8(load8(table + HELD_AT + at))
@@ -246,7 +246,7 @@ def new_readers(S, table, at, end, me):
     layout, last, keep = i8(load64(S + 8 * S_NEXT_OP)), i8(0), i8(0)
     known = known_complete(S)
     while at < end:
-        first = table + 8 * (at + CELLS)
+        first = table + 8 * (at + SHADOW_CELLS)
         number = i8(load64(first))
         if number != last:
             last, keep = number, i8(number != me and not stands_for(layout, known, me, number))
@@ -255,7 +255,7 @@ def new_readers(S, table, at, end, me):
             at += 4
             continue
         if keep:
-            second, third = first + 8 * CELLS, first + 16 * CELLS
+            second, third = first + 8 * SHADOW_CELLS, first + 16 * SHADOW_CELLS
             other, oldest = i8(load64(second)), i8(load64(third))
             if not stands_for(layout, known, me, other) and (
                 stands_for(layout, known, me, oldest)

@@ -229,11 +229,11 @@ class Observer:
     def since(self, checkpoint: Any) -> Any:
         """What happened in this copy of the process; it can be sent to the others."""
 
-    def conflict(self, shares: list[Any]) -> bool:
-        """Did one copy touch what another one wrote? shares: of `since`."""
+    def conflict(self, results: list[Any]) -> bool:
+        """Did one copy touch what another one wrote? results: of `since`."""
         return False
 
-    def adopt(self, share: Any) -> None:
+    def adopt(self, result: Any) -> None:
         """What a copy did counts."""
 
     def cta_moved(self, cta: Cta) -> None:

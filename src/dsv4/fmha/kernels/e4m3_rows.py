@@ -62,7 +62,7 @@ def converted(x, like):
 
 
 @aggregate
-class Places:
+class RowCoords:
     """Where keys are: their pages or sequence, their rows in these, and whether a query sees them."""
 
     page: Value
@@ -78,22 +78,22 @@ def find(where, pages, first_row, end, KEYS: gl.constexpr, PAGED: gl.constexpr):
     visible = (key >= where.visible_first) & (key < end)
     if PAGED:
         page = gl.load(where.table_ptr + key // where.page_size, mask=visible, other=-1)
-        return Places(page, key % where.page_size, visible & (page >= 0) & (page < pages))
+        return RowCoords(page, key % where.page_size, visible & (page >= 0) & (page < pages))
     else:
-        return Places(gl.to_tensor(where.outer), where.k_start + key, visible)
+        return RowCoords(gl.to_tensor(where.outer), where.k_start + key, visible)
 
 
 @gluon.jit
-def load_codes(kv_rows, head, places, column, KEYS: gl.constexpr, C: gl.constexpr):
+def load_codes(kv_rows, head, coords, column, KEYS: gl.constexpr, C: gl.constexpr):
     """C codes of each key from ``column`` on: int32 [KEYS, C / 64, 16]; 0 where no query sees a key."""
     L: gl.constexpr = _layout(gl.num_warps())
-    offset = places.page.to(gl.int64) * kv_rows.page_stride + places.row.to(gl.int64) * kv_rows.row_stride
+    offset = coords.page.to(gl.int64) * kv_rows.page_stride + coords.row.to(gl.int64) * kv_rows.row_stride
     offset = offset + head.to(gl.int64) * kv_rows.head_stride
     panel = gl.arange(0, C // 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     words_ptr = kv_rows.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     pointers = words_ptr + offset[:, None, None] * 4 + (column // 4 + panel * 16 + word)
-    return gl.load(pointers, mask=places.visible[:, None, None], other=0)
+    return gl.load(pointers, mask=coords.visible[:, None, None], other=0)
 
 
 @gluon.jit
@@ -119,8 +119,8 @@ def fill(kv_rows, tile, ready, where, first_row, column, PAGED: gl.constexpr):
     x = load_codes(kv_rows, where.head, find(where, kv_rows.pages, first_row, where.keys, KEYS, PAGED), column, KEYS, C)
     for i in gl.static_range(BN // KEYS):
         if i + 1 < BN // KEYS:
-            places = find(where, kv_rows.pages, first_row + (i + 1) * KEYS, where.keys, KEYS, PAGED)
-            after = load_codes(kv_rows, where.head, places, column, KEYS, C)
+            coords = find(where, kv_rows.pages, first_row + (i + 1) * KEYS, where.keys, KEYS, PAGED)
+            after = load_codes(kv_rows, where.head, coords, column, KEYS, C)
         put(x, tile, i * KEYS)
         if i + 1 < BN // KEYS:
             x = after

@@ -145,18 +145,18 @@ def in_columns(codes, ROWS: gl.constexpr):
 
 
 @aggregate
-class Places:
-    """Where rows are: page numbers, -1 where there is no page, and places there."""
+class RowCoords:
+    """Where rows are: page numbers, -1 where there is no page, and rows there."""
 
     page: Value
-    place: Value
+    row: Value
 
 
 @gluon.jit
-def places_of(row, there, line_ptr, keys):
+def row_coords(row, there, line_ptr, keys):
     page = page_of(row, keys.inverse, keys.shift)
     number = gl.load(line_ptr + page, mask=there, other=-1)
-    return Places(gl.where(number < keys.pages, number, -1), row - page * keys.page_rows)
+    return RowCoords(gl.where(number < keys.pages, number, -1), row - page * keys.page_rows)
 
 
 @aggregate
@@ -180,21 +180,21 @@ class RowKeys:
         return gl.where(row < self.most, row, -1)
 
     @gluon.jit
-    def places(self, row):
-        return places_of(row, row >= 0, self.line_ptr, self.keys)
+    def coords(self, row):
+        return row_coords(row, row >= 0, self.line_ptr, self.keys)
 
     @gluon.jit
-    def copy(self, slot, scales, places):
+    def copy(self, slot, scales, coords):
         """Start the copy of a tile, one group of copies; of what is not there nothing is read -> 1 for such rows."""
         keys = self.keys
         words_ptr = keys.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-        begin = places.page.to(gl.int64) * keys.page_stride
+        begin = coords.page.to(gl.int64) * keys.page_stride
         word = gl.arange(0, 16, layout=gl.SliceLayout(0, self.L))
-        there = places.page >= 0
-        cp_async(slot, words_ptr + ((begin + places.place * 4)[:, None] * 4 + word[None, :]), mask=there[:, None])
-        cp_async(scales, words_ptr + (begin * 4 + keys.page_rows * 16 + places.place), mask=there)
+        there = coords.page >= 0
+        cp_async(slot, words_ptr + ((begin + coords.row * 4)[:, None] * 4 + word[None, :]), mask=there[:, None])
+        cp_async(scales, words_ptr + (begin * 4 + keys.page_rows * 16 + coords.row), mask=there)
         async_copy.commit_group()
-        return (places.page < 0).to(gl.int32)
+        return (coords.page < 0).to(gl.int32)
 
 
 @gluon.jit
@@ -305,7 +305,7 @@ def write_scores(first, products, highest, visible, w, to):
 
 
 @aggregate
-class Share:
+class TileRange:
     """What a CTA does: tiles [start, stop) of the rows that queries of a sequence see, `most` of them."""
 
     most: Value
@@ -316,7 +316,7 @@ class Share:
 
 
 @gluon.jit
-def share_of(sequence, visible, to):
+def tile_range(sequence, visible, to):
     """visible [QUERIES]"""
     PARTS: gl.constexpr = parts_of(to.QUERIES, to.HEADS)
     EACH: gl.constexpr = to.QUERIES // PARTS
@@ -331,7 +331,7 @@ def share_of(sequence, visible, to):
     start = gl.program_id(1) * each
     stop = gl.minimum(start + each, tiles)
     line_ptr = owners.table_ptr + sequence.to(gl.int64) * owners.table_line
-    return Share(most, gl.minimum(columns, stop * ROWS), start, stop, line_ptr)  # nothing past this share is read
+    return TileRange(most, gl.minimum(columns, stop * ROWS), start, stop, line_ptr)  # nothing past stop is read
 
 
 @gluon.jit
@@ -339,13 +339,13 @@ def score_rows(sequence, visible, w, q, ring, scales, keys, to, STAGES: gl.const
     """The scores of the queries of one sequence, keys by cp.async."""
     CODES: gl.constexpr = gl.SliceLayout(3, codes_layout(ROWS, gl.num_warps()))
     WORDS: gl.constexpr = words_layout(ROWS, gl.num_warps())
-    share = share_of(sequence, visible, to)
-    start, stop = share.start, share.stop
-    source = RowKeys(keys, to.owners, share.line_ptr, to.first, share.most, share.columns, to.AMONG, WORDS)
+    work = tile_range(sequence, visible, to)
+    start, stop = work.start, work.stop
+    source = RowKeys(keys, to.owners, work.line_ptr, to.first, work.most, work.columns, to.AMONG, WORDS)
     gone = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WORDS))  # bits: of the last tile that was asked for, and before
     for i in gl.static_range(STAGES - 1):
-        gone = gone * 2 + source.copy(ring.index(i), scales.index(i), source.places(source.rows(start + i)))
-    places = source.places(source.rows(start + STAGES - 1))
+        gone = gone * 2 + source.copy(ring.index(i), scales.index(i), source.coords(source.rows(start + i)))
+    coords = source.coords(source.rows(start + STAGES - 1))
     ahead = source.rows(start + STAGES)
     slot = gl.to_tensor(0)
     for tile in range(start, stop):
@@ -354,9 +354,9 @@ def score_rows(sequence, visible, w, q, ring, scales, keys, to, STAGES: gl.const
         words = gl.convert_layout(gl.reshape(ring.index(slot).load(WORDS), [ROWS, 4, 4]), CODES)
         word = scales.index(slot).load(gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
         free = gl.where(slot == 0, STAGES - 1, slot - 1)
-        gone = gone * 2 + source.copy(ring.index(free), scales.index(free), places)
+        gone = gone * 2 + source.copy(ring.index(free), scales.index(free), coords)
         word = gl.where(gl.convert_layout((gone >> (STAGES - 1)) & 1, word.type.layout) == 0, word, -1)  # NaN
-        places = source.places(ahead)
+        coords = source.coords(ahead)
         ahead = source.rows(tile + STAGES + 1)
         products, highest = multiply(words, word, q, to)
         write_scores(tile * ROWS, products, highest, visible, w, to)

@@ -33,10 +33,10 @@ from dsv4.index.kernels.sm90.fp4 import (
     Outputs,
     codes_layout,
     multiply,
-    places_of,
     prepare_queries,
     query_layout,
-    share_of,
+    row_coords,
+    tile_range,
     words_layout,
     write_scores,
 )
@@ -84,12 +84,12 @@ def pair_layout(warps):
 
 
 @gluon.jit
-def halves(tile, share, keys):
+def halves(tile, work, keys):
     """Where the two boxes of a tile are."""
     row = tile * ROWS
     return (
-        places_of(row, row < share.columns, share.line_ptr, keys),
-        places_of(row + BOX, row + BOX < share.columns, share.line_ptr, keys),
+        row_coords(row, row < work.columns, work.line_ptr, keys),
+        row_coords(row + BOX, row + BOX < work.columns, work.line_ptr, keys),
     )
 
 
@@ -109,42 +109,42 @@ def load_role(keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER: gl.con
         sequence, next_one = owner(first, to.owners, OWNER)
         last = gl.minimum(next_one, end)
         if sequence < to.owners.requests:
-            share = share_of(sequence, visible, to.of(first, last))
-            left, right = halves(share.start, share, keys)
-            for tile in range(share.start, share.stop):
-                next_left, next_right = halves(tile + 1, share, keys)
+            work = tile_range(sequence, visible, to.of(first, last))
+            left, right = halves(work.start, work, keys)
+            for tile in range(work.start, work.stop):
+                next_left, next_right = halves(tile + 1, work, keys)
                 boxes.free.wait(stage.index, stage.phase)
-                rows = gl.minimum(share.most - tile * ROWS - half * BOX, BOX)
+                rows = gl.minimum(work.most - tile * ROWS - half * BOX, BOX)
                 boxes.there.index(stage.index).store(gl.where(gl.where(half == 0, left.page, right.page) < 0, 0, rows))
                 ready = boxes.ready.at(stage.index)
                 mbarrier.expect(ready, ROWS * (DIMS // 2 + 4))
                 for i in gl.static_range(2):
                     at = left if i == 0 else right
                     slot = HALVES * stage.index + i
-                    tma_load(keys_desc, [at.page, at.place, 0], ready, boxes.keys.index(slot))
-                    tma_load(scales_desc, [at.page, at.place], ready, boxes.scales.index(slot))
+                    tma_load(keys_desc, [at.page, at.row, 0], ready, boxes.keys.index(slot))
+                    tma_load(scales_desc, [at.page, at.row], ready, boxes.scales.index(slot))
                 left, right = next_left, next_right
                 stage = next_stage(stage, STAGES)
         first = last
 
 
 @gluon.jit
-def listed_blocks(tile, share, query, owners):
+def listed_blocks(tile, work, query, owners):
     """Blocks of a tile, twice: lanes 0-15 and 16-31. Below 0 past the last one."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     place = tile * (ROWS // BLOCK) + lane % (ROWS // BLOCK)
     line = owners.among_ptr + query.to(gl.int64) * owners.among_line
-    return gl.load(line + place, mask=place * BLOCK < share.columns, other=-1)
+    return gl.load(line + place, mask=place * BLOCK < work.columns, other=-1)
 
 
 @gluon.jit
-def block_places(block, share, keys):
-    """-> (page numbers in lanes 0-15 and places there in lanes 16-31; rows of each block that count)"""
+def block_coords(block, work, keys):
+    """-> (page numbers in lanes 0-15 and rows there in lanes 16-31; rows of each block that count)"""
     lane = gl.arange(0, 32, layout=block.type.layout)
     row = gl.minimum(block, FOREVER // BLOCK - 1) * BLOCK  # a number past all rows must not overflow
-    at = places_of(gl.maximum(row, 0), (block >= 0) & (row < share.most), share.line_ptr, keys)
-    rows = gl.where(at.page < 0, 0, gl.minimum(share.most - row, BLOCK))
-    return gl.where(lane < ROWS // BLOCK, at.page, at.place), rows
+    at = row_coords(gl.maximum(row, 0), (block >= 0) & (row < work.most), work.line_ptr, keys)
+    rows = gl.where(at.page < 0, 0, gl.minimum(work.most - row, BLOCK))
+    return gl.where(lane < ROWS // BLOCK, at.page, at.row), rows
 
 
 @gluon.jit
@@ -156,25 +156,25 @@ def load_blocks_role(keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER:
     visible = (visible_rows(query, to.owners, query < end),)
     sequence, _ = owner(begin, to.owners, OWNER)
     if (begin < end) & (sequence < to.owners.requests):
-        share = share_of(sequence, visible, to.of(begin, end))
+        work = tile_range(sequence, visible, to.of(begin, end))
         stage = producer_stage()
-        places, rows = block_places(listed_blocks(share.start, share, begin, to.owners), share, keys)
-        block = listed_blocks(share.start + 1, share, begin, to.owners)
+        coords, rows = block_coords(listed_blocks(work.start, work, begin, to.owners), work, keys)
+        block = listed_blocks(work.start + 1, work, begin, to.owners)
         lane = gl.arange(0, 32, layout=block.type.layout)
-        for tile in range(share.start, share.stop):
-            next_places, next_rows = block_places(block, share, keys)
-            block = listed_blocks(tile + 2, share, begin, to.owners)
+        for tile in range(work.start, work.stop):
+            next_coords, next_rows = block_coords(block, work, keys)
+            block = listed_blocks(tile + 2, work, begin, to.owners)
             boxes.free.wait(stage.index, stage.phase)
             boxes.there.index(stage.index).store(rows)
             ready = boxes.ready.at(stage.index)
             mbarrier.expect(ready, ROWS * (DIMS // 2) + COUNT * 128)
             for i in gl.static_range(COUNT):
-                page = gl.sum(gl.where(lane == i, places, 0), 0)
-                place = gl.sum(gl.where(lane == COUNT + i, places, 0), 0)
+                page = gl.sum(gl.where(lane == i, coords, 0), 0)
+                place = gl.sum(gl.where(lane == COUNT + i, coords, 0), 0)
                 slot = COUNT * stage.index + i
                 tma_load(keys_desc, [page, place, 0], ready, boxes.keys.index(slot))
                 tma_load(scales_desc, [page, place], ready, boxes.scales.index(slot))
-            places, rows = next_places, next_rows
+            coords, rows = next_coords, next_rows
             stage = next_stage(stage, STAGES)
 
 
@@ -206,9 +206,9 @@ def score_blocks_role(q, boxes, queries, begin, end, to, OWNER: gl.constexpr, FP
     sequence, _ = owner(begin, to.owners, OWNER)
     if (begin < end) & (sequence < to.owners.requests):
         part = to.of(begin, end)
-        share = share_of(sequence, visible, part)
+        work = tile_range(sequence, visible, part)
         stage = consumer_stage()
-        for tile in range(share.start, share.stop):
+        for tile in range(work.start, work.stop):
             boxes.ready.wait(stage.index, stage.phase)
             for i in gl.static_range(PIECES):
                 at = PIECES * stage.index + i
@@ -244,8 +244,8 @@ def score_role(q, boxes, queries, begin, end, to, OWNER: gl.constexpr, FP4: gl.c
         last = gl.minimum(next_one, end)
         if sequence < to.owners.requests:
             part = to.of(first, last)
-            share = share_of(sequence, visible, part)
-            for tile in range(share.start, share.stop):
+            work = tile_range(sequence, visible, part)
+            for tile in range(work.start, work.stop):
                 boxes.ready.wait(stage.index, stage.phase)
                 there = boxes.there.index(stage.index).load(half.type.layout)
                 left, right = gl.sum(gl.where(half == 0, there, 0), 0), gl.sum(gl.where(half == 1, there, 0), 0)

@@ -47,12 +47,12 @@ def hidden_values(gate, up, weight, out):
 
 
 @gluon.jit
-def write_hidden(h, top, block, first, stop, shift, out, G: gl.constexpr):
-    """As e4m3 with one scale per row of activations. top: the greatest of 128 values of each."""
+def write_hidden(h, amax, block, first, stop, shift, out, G: gl.constexpr):
+    """As e4m3 with one scale per row of activations. amax: the greatest of 128 values of each."""
     LN: gl.constexpr = gl.SliceLayout(0, h.type.layout)
     M: gl.constexpr = h.shape[0]
     N: gl.constexpr = h.shape[1]
-    exponent = scale_of(top)
+    exponent = scale_of(amax)
     inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
     if G == 0:
         row = first + gl.arange(0, N, layout=LN)
@@ -83,7 +83,7 @@ def write_slots(sums, columns, channel, first, stop, out):
 
 
 @gluon.jit
-def write_sums(sums, x, factors, columns, turn, tops, told, out, G: gl.constexpr, FIRST: gl.constexpr):
+def write_sums(sums, x, factors, columns, turn, amax, told, out, G: gl.constexpr, FIRST: gl.constexpr):
     """What becomes of the sums of a tile: of 64 of its rows 0-127 by parts, then of 64 of rows 128-255. x: its
     numbers."""
     M: gl.constexpr = sums[0].shape[0]
@@ -101,14 +101,14 @@ def write_sums(sums, x, factors, columns, turn, tops, told, out, G: gl.constexpr
             part1 = sums[USED + part] * factor1[:, None]
             weight = columns.slice(W * part, W).load(gl.SliceLayout(0, LP)).to(gl.float32, bitcast=True)
             h = hidden_values(part0, part1, weight, out)
-            tops.index(turn * 2 + G).slice(W * part, W).store(gl.max(gl.abs(h), 0))
+            amax.index(turn * 2 + G).slice(W * part, W).store(gl.max(gl.abs(h), 0))
             hidden = hidden + (h,)
         told.arrive(0)
         told.wait(0, turn)
         for part in gl.static_range(USED):
-            other = tops.index(turn * 2 + 1 - G).slice(W * part, W).load(gl.SliceLayout(0, LP))
-            top = gl.maximum(gl.max(gl.abs(hidden[part]), 0), other)
-            write_hidden(hidden[part], top, block, first + W * part, stop, number(x, 4), out, G)
+            other = amax.index(turn * 2 + 1 - G).slice(W * part, W).load(gl.SliceLayout(0, LP))
+            largest = gl.maximum(gl.max(gl.abs(hidden[part]), 0), other)
+            write_hidden(hidden[part], largest, block, first + W * part, stop, number(x, 4), out, G)
     else:
         for part in gl.static_range(USED):
             row, channel, slots = first + W * part, block * ROWS + G * M, columns.slice(W * part, W)

@@ -26,7 +26,7 @@ factors         1024                fp32 [256]: of the rows of weights
 columns         4 max(N, 32)        of the rows of activations: weights of slots, or numbers of slots
 
 shared memory   bytes in all        holds
-tops            16 max(N, 32)       fp32 [2, 2, N]: of tiles by turns and compute roles, the greatest hidden value
+amax            16 max(N, 32)       fp32 [2, 2, N]: of tiles by turns and compute roles, the greatest hidden value
 ends            4 EXPERTS           int32: tiles of rows of activations up to each expert's last
 
 barrier         arrives     count   waits       means
@@ -191,37 +191,37 @@ def load_role(first, second, stages, tiles, ends, count, ticket, rows, signals, 
 
 
 @gluon.jit
-def compute_tile(stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G: gl.constexpr,
+def compute_tile(stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
                  FIRST: gl.constexpr, USED: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr):  # fmt: skip
     """One tile, of whose PARTS parts of rows of activations the first ones are used, N rows of each -> the stage after
     it."""
     factors = tiles.factors.index(turn.index).reshape([ROWS])
     base0, base1 = bases(factors, G), bases(factors, 2 + G)
     sums, stage = tile_sums(stages, stage, steps, base0, base1, G, USED, PARTS, N)
-    write_sums(sums, x, factors, tiles.columns.index(turn.index), told_turn, tops, told, out, G, FIRST)
+    write_sums(sums, x, factors, tiles.columns.index(turn.index), told_turn, amax, told, out, G, FIRST)
     return stage
 
 
 @gluon.jit
-def compute_some(stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G: gl.constexpr,
+def compute_some(stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
                  FIRST: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """The same, with all parts or with all but the last; of one part with all rows or with half of them."""
     W: gl.constexpr = stages.x.shape[1]
     FEWER: gl.constexpr = W * (PARTS - 1) if PARTS > 1 else W // 2
     if FEWER >= 32 and number(x, 3) - number(x, 2) <= FEWER:
         stage = compute_tile(
-            stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G, FIRST, max(PARTS - 1, 1), PARTS,
+            stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G, FIRST, max(PARTS - 1, 1), PARTS,
             W if PARTS > 1 else FEWER,
         )  # fmt: skip
     else:
         stage = compute_tile(
-            stages, stage, tiles, x, turn, told_turn, tops, told, steps, out, G, FIRST, PARTS, PARTS, W
+            stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G, FIRST, PARTS, PARTS, W
         )
     return stage
 
 
 @gluon.jit
-def compute_role(stages, tiles, tops, told, sizes, hidden, slots, signals, G: gl.constexpr,
+def compute_role(stages, tiles, amax, told, sizes, hidden, slots, signals, G: gl.constexpr,
                  PARTS: gl.constexpr):  # fmt: skip
     """Rows 64 G to 64 G + 63 of both halves of every tile."""
     stage, turn = consumer_stage(), consumer_stage()
@@ -231,13 +231,13 @@ def compute_role(stages, tiles, tops, told, sizes, hidden, slots, signals, G: gl
     while number(x, 0) >= 0:
         if number(x, 5) != 0:
             stage = compute_some(
-                stages, stage, tiles, x, turn, told_turn, tops, told, sizes.steps1, hidden, G, True, PARTS
+                stages, stage, tiles, x, turn, told_turn, amax, told, sizes.steps1, hidden, G, True, PARTS
             )
             signal(signals.hidden_ptr + number(x, 0))
             told_turn = told_turn ^ 1
         else:
             stage = compute_some(
-                stages, stage, tiles, x, turn, told_turn, tops, told, sizes.steps2, slots, G, False, PARTS
+                stages, stage, tiles, x, turn, told_turn, amax, told, sizes.steps2, slots, G, False, PARTS
             )
         tiles.done.arrive(turn.index)
         turn = next_stage(turn, 2)
@@ -262,7 +262,7 @@ def moe_products_sm90(
     factors = gl.allocate_shared_memory(gl.int32, [2, 1, ROWS], w13_factors_desc.layout)
     columns = gl.allocate_shared_memory(gl.int32, [2, scales_width(W, PARTS)], PLAIN)
     ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], PLAIN)
-    tops = gl.allocate_shared_memory(gl.float32, [4, scales_width(W, PARTS)], PLAIN)
+    amax = gl.allocate_shared_memory(gl.float32, [4, scales_width(W, PARTS)], PLAIN)
     ready = new_barriers(STAGES)
     free = new_barriers(STAGES, 2)
     known = new_barriers(2)
@@ -281,7 +281,7 @@ def moe_products_sm90(
     first = Operands(w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, sizes.blocks1, sizes.steps1)
     second = Operands(w2_desc, w2_offsets_desc, w2_factors_desc, h_desc, h_scales_desc, sizes.blocks2, sizes.steps2)
     gl.warp_specialize([
-        (compute_role, (stages, tiles, tops, told, sizes, hidden, slots, signals, 0, PARTS)),
-        (compute_role, (stages, tiles, tops, told, sizes, hidden, slots, signals, 1, PARTS)),
+        (compute_role, (stages, tiles, amax, told, sizes, hidden, slots, signals, 0, PARTS)),
+        (compute_role, (stages, tiles, amax, told, sizes, hidden, slots, signals, 1, PARTS)),
         (load_role, (first, second, stages, tiles, ends, count, ticket, rows, signals, PARTS)),
     ], [4, 1], [COMPUTE_REGS, LOAD_REGS])  # fmt: skip
