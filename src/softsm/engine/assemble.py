@@ -108,11 +108,10 @@ class Assembler(AsyncRegisters):
         dynamic = []
         reached = referenced(self.module, self.function)
         functions = [self.function, *(f for f in self.module.functions.values() if not f.entry and f.name in reached)]
-        for v in [*self.module.variables, *(v for f in functions for v in f.variables)]:
+        ours = [v for v in self.module.variables if v.space != "shared" or v.name in reached]  # as ptxas has it
+        for v in [*ours, *(v for f in functions for v in f.variables)]:
             self.variables[v.name] = v
             if v.space == "shared":
-                if v.name not in reached:
-                    continue
                 if v.size == 0:
                     dynamic.append(v)
                     continue

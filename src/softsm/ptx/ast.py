@@ -162,8 +162,8 @@ class Module:
 
 
 def referenced(module: Module, function: Function) -> set[str]:
-    """Names of the functions and variables that a kernel can reach: through calls, taken addresses and initial values.
-    Static shared memory is what it reaches of the module's, as ptxas allocates it."""
+    """Names of the functions and variables that a kernel can reach: through calls, taken addresses and initial
+    values."""
     variables = {v.name: v for v in module.variables}
     names, work = {function.name}, [function.name]
     while work:

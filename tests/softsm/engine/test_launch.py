@@ -117,7 +117,7 @@ def test_shared_memory_starts_as_nan_and_is_private_to_the_cta():
 
 def test_static_shared_memory_is_what_the_kernel_reaches():
     """A module of several kernels (FlashMLA's dense decode and its sums): each has its own variables, and those of the
-    functions that it calls, as ptxas allocates them."""
+    functions that it calls, as ptxas allocates them. What is declared in its body counts always."""
     ptx = """
 .version 8.0
 .target sm_90a
@@ -130,7 +130,7 @@ def test_static_shared_memory_is_what_the_kernel_reaches():
 .func g() { st.shared.u32 [others], 5; ret; }
 .visible .entry k(.param .u64 x)
 {
-  .reg .b32 %r<8>; .reg .b64 %rd<8>;
+  .reg .b32 %r<8>; .reg .b64 %rd<8>; .shared .align 4 .b8 unused[128];
   ld.param.u64 %rd1, [x]; mov.u32 %r2, mine; st.shared.u32 [%r2], 1; call.uni f, ();
   mov.u32 %r1, dynamic; st.shared.u32 [%r1+99996], 7; ld.shared.u32 %r3, [called]; sub.u32 %r1, %r1, %r2;
   st.global.v2.u32 [%rd1], {%r1, %r3}; ret;
@@ -138,7 +138,7 @@ def test_static_shared_memory_is_what_the_kernel_reaches():
 .visible .entry other() { call.uni g, (); ret; }"""
     x = np.zeros(2, np.uint32)
     softsm.load(ptx, "k").launch(1, 1, [x], shared=100000)
-    assert x.tolist() == [1024 + 64, 5]
+    assert x.tolist() == [1024 + 64 + 128, 5]
     softsm.load(ptx, "other").launch(1, 1, [])
     with pytest.raises(ValueError, match="200000 static ones"):
         softsm.load(ptx, "other").launch(1, 1, [], shared=100000)
