@@ -4,8 +4,9 @@
     python benchmarks/microbench/rules.py                  # in softsm: the same kernels, small
 
 Two kinds of rows. `adds` and `ends` are answers: how many reductions 32 lanes of one instruction make, and whether a
-phase ends that expects the bytes of 1 or of 32 copies. `wrong` counts results that a missing fence or wait made wrong;
-0 says that no counterexample occurred among `tried`, not more: none occurs behind plain stores without a fence either.
+phase ends that expects the bytes of 1 or of 32 copies (of 1: two runs on an H200 answered differently). `wrong` counts
+results that a missing fence or wait made wrong; 0 says that no counterexample occurred among `tried`, not more: none
+occurs behind plain stores without a fence either.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ SHARED = """.shared .align 1024 .b8 a[32768]; .shared .align 1024 .b8 b[256];
 .shared .align 8 .b64 full; .shared .align 8 .b64 empty;"""
 
 
-def kernel(body: str) -> str:
-    return t.kernel(body, "x out map!", shared=SHARED, target="sm_90a", version="8.6")
+def kernel(body: str, parameters: str = "x out map!") -> str:
+    return t.kernel(body, parameters, shared=SHARED, target="sm_90a", version="8.6")
 
 
 # How the bytes of A come to shared memory, and how their arrival is told.
@@ -54,12 +55,8 @@ def product(how: str, rounds: int) -> str:
         "P", "xor.b32 %r15, %r14, 1;\n" + t.wait("empty", "%r15") + address + bring + ARRIVALS[how], rounds
     )
     fence = "fence.proxy.async.shared::cta;\n" if how.endswith("arrival, fence") else ""
-    use = t.wait("full", "%r14") + fence + "wgmma.fence.sync.aligned;\n"
-    use += "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd11, %rd12, 0, 1, 1, 0, 0;\n"
-    use += "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
-    use += "and.b32 %r13, %r12, 127;\ncvt.rn.f32.u32 %f4, %r13;\nmul.f32 %f4, %f4, 0f41800000;\n"
-    for i in range(4):
-        use += f"setp.neu.f32 %p5, %f{i}, %f4;\n@%p5 add.u32 %r16, %r16, 1;\n"
+    use = t.wait("full", "%r14") + fence + "wgmma.fence.sync.aligned;\n" + PRODUCT_OF_16
+    use += "and.b32 %r13, %r12, 127;\ncvt.rn.f32.u32 %f4, %r13;\nmul.f32 %f4, %f4, 0f41800000;\n" + check_sums()
     consume = t.descriptor("%rd11", "a", blackwell=False) + t.descriptor("%rd12", "b", blackwell=False)
     consume += "mov.u32 %r16, 0;\n" + rounds_of("C", use + t.arrive("empty"), rounds)
     consume += "mov.u32 %r17, %ctaid.x;\nmad.lo.u32 %r17, %r17, 128, %r0;\nsub.u32 %r17, %r17, 128;\n" + t.out(
@@ -70,12 +67,64 @@ def product(how: str, rounds: int) -> str:
     return kernel(body + t.only("%p6", produce) + t.only("%p7", consume))
 
 
+PRODUCT_OF_16 = """\
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0, %f1, %f2, %f3}, %rd11, %rd12, 0, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+"""
+
+
+def check_sums() -> str:
+    """Those of the product that are not %f4 are counted in %r16."""
+    return "".join(f"setp.neu.f32 %p5, %f{i}, %f4;\n@%p5 add.u32 %r16, %r16, 1;\n" for i in range(4))
+
+
 def rounds_of(name: str, body: str, count: int) -> str:
     """%r12 counts; %r14 is its parity."""
     return (
         f"mov.u32 %r12, 0;\n{name}:\nand.b32 %r14, %r12, 1;\n{body}add.u32 %r12, %r12, 1;\n"
         f"setp.lt.u32 %p4, %r12, {count};\n@%p4 bra {name};\n"
     )
+
+
+def late(fence: bool, rounds: int) -> str:
+    """In turn, one warp of a warpgroup comes 1 us later than the others, and writes B before its product; all four
+    count wrong sums of theirs. Is the product of one warp behind what another has written?"""
+    turn = "and.b32 %r13, %r12, 3;\nsetp.eq.u32 %p5, %r13, %r1;\nand.b32 %r13, %r12, 127;\nadd.u32 %r13, %r13, 1;\n"
+    turn += "cvt.rn.f32.u32 %f4, %r13;\ncvt.rn.bf16x2.f32 %r15, %f4, %f4;\nmul.f32 %f4, %f4, 0f41800000;\n"
+    write = "mov.u64 %rd13, %globaltimer;\nadd.u64 %rd13, %rd13, 1000;\n"
+    write += "SPIN:\nmov.u64 %rd14, %globaltimer;\nsetp.lt.u64 %p4, %rd14, %rd13;\n@%p4 bra SPIN;\n"
+    write += "st.shared.v2.b32 [%r11], {%r15, %r15};\nfence.proxy.async.shared::cta;\n"
+    use = ("wgmma.fence.sync.aligned;\n" if fence else "") + PRODUCT_OF_16 + check_sums()
+    body = "mov.u32 %r90, b;\nmad.lo.u32 %r11, %r2, 8, %r90;\nmov.u32 %r16, 0;\n" + t.fill("a", TILE)
+    body += "".join(f"mov.f32 %f{i}, 0f00000000;\n" for i in range(4)) + "fence.proxy.async;\n"
+    body += t.descriptor("%rd11", "a", blackwell=False) + t.descriptor("%rd12", "b", blackwell=False)
+    body += "wgmma.fence.sync.aligned;\n" + rounds_of("C", "bar.sync 0;\n" + turn + t.only("%p5", write) + use, rounds)
+    return kernel(body + "mov.u32 %r17, %ctaid.x;\nmad.lo.u32 %r17, %r17, 128, %r0;\n" + t.out("%r16", "%rd2", "%r17"))
+
+
+def grid_before(early: bool) -> str:
+    """Every thread adds one to its word; CTAs come to it one after the other. `early`: the next grid may begin."""
+    body = "griddepcontrol.launch_dependents;\n" if early else ""
+    body += "mov.u32 %r10, %ctaid.x;\nrem.u32 %r11, %r10, 7;\nmul.wide.u32 %rd12, %r11, 500;\n"
+    body += "mov.u64 %rd13, %globaltimer;\nadd.u64 %rd13, %rd13, %rd12;\n"
+    body += "SPIN:\nmov.u64 %rd14, %globaltimer;\nsetp.lt.u64 %p4, %rd14, %rd13;\n@%p4 bra SPIN;\n"
+    body += "mad.lo.u32 %r12, %r10, 256, %r0;\nmul.wide.u32 %rd10, %r12, 4;\nadd.u64 %rd10, %rd10, %rd2;\n"
+    return kernel(
+        body + "ld.global.u32 %r13, [%rd10];\nadd.u32 %r13, %r13, 1;\nst.global.u32 [%rd10], %r13;\n", "x out"
+    )
+
+
+def grid_behind(waits: bool) -> str:
+    """Every thread reads a word of another CTA, and counts how often it has not as many as there were grids: words of
+    x are its counters of grids and of wrong words."""
+    body = "griddepcontrol.wait;\n" if waits else ""
+    body += "mov.u32 %r10, %ctaid.x;\nmov.u32 %r11, %nctaid.x;\nmad.lo.u32 %r12, %r10, 7919, 13;\n"
+    body += "rem.u32 %r12, %r12, %r11;\nmad.lo.u32 %r12, %r12, 256, %r0;\nmul.wide.u32 %rd10, %r12, 4;\n"
+    body += "add.u64 %rd10, %rd10, %rd2;\nld.global.u32 %r13, [%rd10];\n"
+    body += "mad.lo.u32 %r14, %r10, 256, %r0;\nmul.wide.u32 %rd11, %r14, 8;\nadd.u64 %rd11, %rd11, %rd1;\n"
+    body += "ld.global.v2.u32 {%r15, %r16}, [%rd11];\nadd.u32 %r15, %r15, 1;\nsetp.ne.u32 %p5, %r13, %r15;\n"
+    return kernel(body + "@%p5 add.u32 %r16, %r16, 1;\nst.global.v2.u32 [%rd11], {%r15, %r16};\n", "x out")
 
 
 def leaving(waits: bool) -> str:
@@ -136,6 +185,34 @@ class Machine:
         softsm.load(text).launch(grid, threads, [source, target, tensor], sms=4)
         return target
 
+    def run_pairs(self, first: str, second: str, grid: int, pairs: int) -> int:
+        """Launches of `first`, each followed by a dependent launch of `second`; how many words those found wrong."""
+        counters, words = np.zeros((grid * 256, 2), np.uint32), np.zeros(grid * 256, np.uint32)
+        if self.gpu is None:
+            import softsm
+
+            one, other = softsm.load(first), softsm.load(second)
+            for _ in range(pairs):
+                one.launch(grid, 256, [counters, words], sms=4)
+                other.launch(grid, 256, [counters, words], sms=4, dependent=True)
+            return int(counters[:, 1].sum())
+        torch = self.gpu.torch
+        memory = [torch.from_numpy(a.view(np.uint8)).cuda() for a in (counters, words)]
+        values = [ctypes.c_uint64(a.data_ptr()) for a in memory]
+        pointers = (ctypes.c_void_p * 2)(*(ctypes.addressof(v) for v in values))
+        serial = (ctypes.c_uint32 * 18)(6, 0, 1)  # programmatic stream serialization
+        stream = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        for _ in range(pairs):
+            for text, attributes in ((first, 0), (second, 1)):
+                launch = (ctypes.c_uint64 * 7)(
+                    *(grid | 1 << 32, 1 | 256 << 32, 1 | 1 << 32, 0),
+                    *(stream.cuda_stream, ctypes.addressof(serial), attributes),
+                )
+                self.gpu.call("cuLaunchKernelEx", ctypes.byref(launch), self.gpu.function(text, 0), pointers, None)
+        torch.cuda.synchronize()
+        return int(memory[0].cpu().numpy().view(np.uint32).reshape(-1, 2)[:, 1].sum())
+
     def on_gpu(self, text: str, grid: int, threads: int, x: np.ndarray, out: np.ndarray) -> np.ndarray:
         gpu = self.gpu
         torch = gpu.torch
@@ -176,6 +253,17 @@ def rows(machine: Machine) -> Iterator[dict]:
     for how in ARRIVALS:
         wrong = machine.run(product(how, rounds), ctas, 256, values, np.full(ctas * 128, 1 << 30, np.uint32))
         yield {"name": f"wgmma reads: {how}", "wrong": int(wrong.sum()), "tried": ctas * rounds * 512}
+    ctas, rounds = (132, 5_000) if on else (2, 6)
+    for fence in (True, False):
+        wrong = machine.run(late(fence, rounds), ctas, 128, values, np.full(ctas * 128, 1 << 30, np.uint32))
+        name = "wgmma reads: st.shared of another warp" + (", wgmma.fence" if fence else "")
+        yield {"name": name, "wrong": int(wrong.sum()), "tried": ctas * rounds * 512}
+    pairs, grids = (1000, (132, 1056)) if on else (2, (8,))
+    for early, waits in ((False, False), (True, True), (True, False)):
+        wrong = sum(machine.run_pairs(grid_before(early), grid_behind(waits), grid, pairs) for grid in grids)
+        name = f"a dependent grid {'waits' if waits else 'does not wait'} for one that "
+        name += "launches dependents" if early else "does not"
+        yield {"name": name, "wrong": wrong, "tried": sum(grids) * 256 * pairs}
     ctas, launches = (132 * 32, 8) if on else (6, 1)
     right = np.repeat(np.arange(1, ctas + 1, dtype=np.uint32), 8192)
     for waits in (False, True):

@@ -21,8 +21,15 @@ def answers():
 def test_answers_are_those_of_the_record(answers):
     assert list(answers) == list(RECORD)
     for name, row in answers.items():
-        measured = {key: value for key, value in RECORD[name].items() if key != "tried"}  # softsm tries fewer
-        assert {key: value for key, value in row.items() if key != "tried"} == measured
+        if RECORD[name].get("wrong"):
+            continue  # softsm runs one grid after the other; its checker names the missing wait (test_threads.py)
+        assert determined(row) == determined(RECORD[name])
+
+
+def determined(row):
+    """Without the number of tries, which are fewer in softsm, and without what two runs on an H200 answered
+    differently: whether a phase ends that expects the bytes of one copy of 32."""
+    return {k: v[1:] if k == "ends" else v for k, v in row.items() if k != "tried"}
 
 
 def test_equal_lanes_are_one_operation_each():
@@ -30,5 +37,10 @@ def test_equal_lanes_are_one_operation_each():
 
 
 def test_nothing_went_wrong_in_a_large_number_of_tries():
-    counted = [row for row in RECORD.values() if "wrong" in row]
-    assert len(counted) == 7 and all(row["wrong"] == 0 and row["tried"] > 10**8 for row in counted)
+    counted = [row for row in RECORD.values() if row.get("wrong") == 0]
+    assert len(counted) == 11 and all(row["tried"] > 10**8 for row in counted)
+
+
+def test_only_a_grid_that_launches_dependents_must_be_waited_for():
+    wrong = [name for name, row in RECORD.items() if row.get("wrong")]
+    assert wrong == ["a dependent grid does not wait for one that launches dependents"]

@@ -39,6 +39,34 @@ def test_operands_written_by_ordinary_stores_require_proxy_fence():
     holds(make, args=OUT, strict=False)
 
 
+def test_a_product_begins_when_the_four_warps_have_come_to_it():
+    """Each writes a part of A and B, and fences it; no barrier. An H200 reads them so (test_hardware.py)."""
+
+    def make(keep):
+        return whole(ZERO + FILL + when(keep, "fence.proxy.async;\n") + group() + WAIT + " 0;\n" + USE)
+
+    holds(make, args=OUT, strict=False)
+    assert set(findings(make(True), OUT).codes()) == {"race"}
+
+
+def test_a_product_is_not_behind_what_a_warp_of_its_group_does_afterwards():
+    def make(keep):
+        again = t.only("warp 0", "st.shared.u32 [b], 0;\nfence.proxy.async;\n")
+        first = "fence.proxy.async;\n" + when(keep, again) + group() + when(not keep, again)
+        return whole(ZERO + FILL + first + WAIT + " 0;\n" + USE)
+
+    holds(make, args=OUT, strict=False)
+
+
+def test_a_product_is_not_behind_another_warpgroup():
+    def make(keep):
+        fill = t.only("warp 4", "st.shared.u32 [b], 0;\nfence.proxy.async;\n") + when(keep, "bar.sync 0;\n")
+        first = "setp.lt.u32 %p5, %r0, 128;\n" + t.only("%p5", FILL) + "fence.proxy.async;\nbar.sync 0;\n" + fill
+        return whole(ZERO + first + t.only("%p5", group() + WAIT + " 0;\n" + USE))
+
+    holds(make, args=OUT, strict=False, block=160)
+
+
 def test_overwriting_an_operand_requires_wait_group():
     def make(keep):
         late = when(not keep, WAIT + " 0;\n")

@@ -94,7 +94,7 @@ class MemoryAccesses:
                 told = address_of(loose)
             self.spans.asynchronous(
                 cta.view.site, self.order.newest_address, self.races_address, where, count, write, op.number, generic,
-                view.at, told, w.pc, view.slot, sh.NOBODY if op.kind in COLLECTIVE else op.lane,
+                op.seen or view.at, told, w.pc, view.slot, sh.NOBODY if op.kind in COLLECTIVE else op.lane,
             )  # fmt: skip
             return
         number, base, slots = op.number, view.at, self.order.slots

@@ -136,6 +136,8 @@ class Checker(Observer):
             "product_joined": operations.product_joined,
             "products_joinable": operations.products_joinable,
         }
+        if not self.strict:
+            events["warpgroup_committed"] = operations.warpgroup_committed
         if self.machine.gpus > 1:
             events["synchronised"] = ScopeChecks(self).strong
         if self.products is not None:

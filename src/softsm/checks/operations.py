@@ -134,6 +134,16 @@ class Operations:
         if elsewhere:
             self.checker.findings.collect(w, op)
 
+    def warpgroup_committed(self, w, batch) -> None:
+        """A product begins when all four warps have come to it: an H200 read what one of them had written last, without
+        a barrier between them (benchmarks/results/rules-h200.json), and FlashMLA's dense decode relies on it. At the
+        strict level it is behind one warp alone: wgmma.fence orders registers, and the accesses of its own warp."""
+        seen = self.order.snapshot(w)
+        if batch.seen is None:
+            batch.seen = seen
+        else:
+            self.order.join(batch.seen.at, seen.at)
+
     def performed(self, op) -> None:
         if op.publishes is not None:
             self.order.spare.append(op.publishes)

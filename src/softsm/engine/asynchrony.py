@@ -59,6 +59,7 @@ class AsyncOp:
     number: int = 0
     publishes: Any = None  # what its completion tells who waits for it
     instruction: Any = None
+    seen: int = 0  # address of the clock that it is judged by, where that is not its warp's
 
 
 def nothing() -> None:

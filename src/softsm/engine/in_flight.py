@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from softsm.engine.asynchrony import AsyncOp
 from softsm.memory.waitable import Waitable
@@ -84,13 +85,14 @@ class Batch:
     """One commit group: what each warp put into it, and the operations once all four are there: the products, and for
     each warp (by index) those that bring the results into its registers."""
 
-    __slots__ = ("ops", "parts", "results", "waited")
+    __slots__ = ("ops", "parts", "results", "seen", "waited")
 
     def __init__(self) -> None:
         self.parts: dict[int, list] = {}
         self.ops: list[AsyncOp] | None = None
         self.results: dict[int, list[AsyncOp]] = {}
         self.waited = 0
+        self.seen: Any = None  # for observers: what its warps had seen when they committed
 
 
 class GroupSequence:

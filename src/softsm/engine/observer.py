@@ -211,6 +211,9 @@ class Observer:
         """A tcgen05.mma is performed, by effects()."""
         effects()
 
+    def warpgroup_committed(self, warp: Warp, batch: Any) -> None:
+        """wgmma.commit_group by one of the four warps"""
+
     def warpgroup_product(self, warp: Warp, chain: list, results: list) -> None:
         """Products of a warpgroup have been performed."""
 

@@ -255,6 +255,8 @@ def do_commit(w, mask, o):
     batch.parts[w.index] = state.open
     state.open = []
     state.committed += 1
+    if w.machine.observer is not None:
+        w.machine.observer.warpgroup_committed(w, batch)
     if len(batch.parts) == 4:
         located(w, start, w, group, batch, o.known)
         group.wake()
@@ -334,6 +336,7 @@ def issue(w, batch: Batch, chain: list[tuple[Part, ...]], plan: Chain, earlier: 
             w.machine.observer.warpgroup_product(w, chain, results)
 
     multiply = AsyncOp("wgmma", w, 0, line, effects, earlier, reads=reads)
+    multiply.seen = 0 if batch.seen is None else batch.seen.at
     assert batch.ops is not None
     batch.ops.append(w.machine.issue(multiply))
     writes = []
