@@ -23,6 +23,7 @@ L1_BYTES, NEAR_BYTES, SECTOR = 200 << 10, 12 << 10, 32  # what a CTA finds in L1
 ALIGNED = 512  # bytes: the addresses that PyTorch's allocator gives on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
 AT_ONCE = 512  # loads that are looked at together at first
+REPEATED = 1.3  # sectors that an atomic operation takes as long as whose word another lane has just changed
 
 
 def _counts() -> dict:
@@ -151,6 +152,12 @@ class Looks:
             units[those], missed[those], distant[those], asked_lines[those] = sectors_of(
                 ends, lambda: addresses(those) + shift[:, None], store, cta, turns_of(warps)[those]
             )
+            if atomic.any():
+                added = those[atomic]
+                on = lanes[added] == 1 if lanes is not None else np.ones((len(added), 32), bool)
+                more = np.rint(REPEATED * repeated(addresses(added) + shift[atomic, None], on)).astype(np.int64)
+                units[added] += more
+                missed[added] += more
             turn = turns_of(warps[those] * len(known.of) + records[those])
             joined[those] = joins(cta, turn, first[those] + shift >> 5, missed[those])
             tensors = len(starts) + 1
@@ -188,6 +195,19 @@ class Looks:
             return [1.0] * len(known.lines)
         ran, seen = (np.bincount(known.of[known.there], (LOOKS - x).sum(0)) for x in (left, np.maximum(left, 0)))
         return (ran / np.maximum(seen, 1)).tolist()
+
+
+def repeated(addresses: np.ndarray, on: np.ndarray) -> np.ndarray:
+    """Of atomic operations [n, 32] the lanes that find their word taken by another of the instruction; in a sector the
+    word counts that most lanes have. on: lanes that take part."""
+    words = np.sort(np.where(on, addresses >> 2, -8 * (1 + np.arange(32))))
+    before = np.zeros(words.shape, np.int64)
+    for lane in range(1, 32):
+        before[:, lane] = (before[:, lane - 1] + 1) * (words[:, lane] == words[:, lane - 1])
+    begins = np.ones(words.shape, bool)
+    begins[:, 1:] = words[:, 1:] >> 3 != words[:, :-1] >> 3
+    most = np.maximum.reduceat(before.ravel(), begins.ravel().nonzero()[0])
+    return np.bincount(begins.nonzero()[0], most, len(words))
 
 
 def turns_of(warps: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ import numpy as np
 from softsm.timing_model import machine
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.sass import NONE, WARPGROUP_PRODUCTS, Code, Sass
+from softsm.timing_model.sources import LONE_SECTOR
 
 # Pipes of a scheduler. Opcodes are matched by their longest prefix.
 PIPES = ("control", "fma", "alu", "imad", "mufu", "half", "uniform", "memory", "convert", "hmma", "fp64", "pack")
@@ -212,6 +213,8 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
             units = gpu[narrow]
         values[i] = (_interval(op, name, gpu), latency_of(op, gpu, name), units, extra, _beside(op, name, gpu),
                      name in COMPUTES, port, 0)  # fmt: skip
+        if kind == r.READ:
+            values[i, r.FIRST] = i
         if kind in (r.SHARED, r.READ, r.WRITE, r.ATOMIC) and not op.startswith(("LDL", "STL", "SHFL")):
             accesses.append((i, ins.line, _width(op)))
     products = any(ins.opcode.startswith((*WARPGROUP_PRODUCTS, "UTC")) for ins in code.instructions)
@@ -234,6 +237,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
     if executed is not None:
         for i, line, _ in fixed.accesses:
             came[line] += int(executed[i])
+    loads: dict[int, list[int]] = {}  # by PTX line
     for i, line, width in fixed.accesses:
         found = access.get(line)
         if found is None or not found.looks:
@@ -251,6 +255,9 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             if found.space == "shared":
                 values[i, r.UNITS] = max(found.units / each, values[i, r.UNITS])
         elif kind == r.READ:
+            copies = loads.setdefault(line, [])
+            copies.append(i)
+            values[i, r.FIRST] = copies[(len(copies) - 1) % pieces]
             fetched, often = (
                 a + (1 - l1) * b for a, b in ((found.missed, found.distant), (found.missing, found.again))
             )
@@ -261,7 +268,8 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
                 tensor = ints[i, r.TENSOR] = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= absent[tensor] if absent and 0 <= tensor < len(absent) else 1.0
         else:
-            values[i, r.UNITS], values[i, r.LINES] = 32 * found.units / each, found.lines / each
+            sectors = found.units if kind == r.ATOMIC else max(found.units, LONE_SECTOR * found.lines)
+            values[i, r.UNITS], values[i, r.LINES] = 32 * sectors / each, found.lines / each
             if kind == r.ATOMIC and found.tensors:
                 tensor = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= changing[tensor] if changing and 0 <= tensor < len(changing) else 1.0

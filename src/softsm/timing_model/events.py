@@ -107,20 +107,20 @@ def copy_lanes(s, w, t, m, e, en):
     """cp.async"""
     size = s.e_b[e]
     y = max(1.0, size / 128.0)
-    if size < 128 * s.e_c[e]:  # lines of which it takes a part
+    if size < 128 * s.e_c[e]:  # lines of which it takes a part, or fills with zeros
         y = max(y, s.e_c[e] * s.p[CP_LINE])
     read = max(t, s.engines[en + LSU_FREE]) + y
     s.engines[en + LSU_FREE] = read
     r = 8 * w + s.ints[m + HOLDS]
     s.board[r] = max(s.board[r], read + s.p[OPERANDS])
-    if size > 0:
-        c = 4 * s.e_a[e]
-        q = en + int(s.memory[c + 3])
-        half = 0.5 * s.memory[c + 1]
-        x = max(t + half, s.engines[q]) + size * s.memory[c]
-        s.engines[q] = x
-        y = max(t + s.memory[c + 1] + size * s.p[SM_BYTE], x + half)
-        s.w_last[5 * w] = max(s.w_last[5 * w], y)
+    # Zeros, too, come behind what is under way (docs/timing.md, convolutions).
+    c = 4 * s.e_a[e]
+    q = en + int(s.memory[c + 3])
+    half = 0.5 * s.memory[c + 1]
+    x = max(t + half, s.engines[q]) + size * s.memory[c]
+    s.engines[q] = x
+    y = max(t + s.memory[c + 1] + size * s.p[SM_BYTE], x + half)
+    s.w_last[5 * w] = max(s.w_last[5 * w], y)
 
 
 @part

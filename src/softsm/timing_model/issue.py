@@ -6,7 +6,8 @@ from __future__ import annotations
 from softsm.timing_model.machine import (
     ATOMIC, ATOMIC_LATENCY,
     BARRIER, BESIDE, BRANCH, BULK_WAIT, B_CAUSES, B_COLUMNS, B_PHASES, B_TIMES, CLUSTER_WAIT, CODE, COMPUTES, COPIES,
-    CP_WAIT, DEPENDS, ENGINES, EXTRA, HOLDS, INF, INTERVAL, ISSUE, ISSUE_SLOT, KIND, L1_LATENCY, LATENCY, LDS_BESIDE,
+    CP_WAIT, DEPENDS, ENGINES, EXTRA, FIRST, HOLDS, INF, INTERVAL, ISSUE, ISSUE_SLOT, KIND, L1_LATENCY, LATENCY,
+    LDS_BESIDE,
     LINES, LOAD_LINE, LOW, LSU_FREE, LSU_QUEUE, MEMBAR, NAMED, N_GROUPS, N_WARPS, ON_BARRIER, ON_CLUSTER, ON_PRODUCTS,
     OPERANDS, PIPE, PIPE_OF, PORT, PORT_CYCLES, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCTS, PRODUCT_DELAY,
     PRODUCT_DEPTH, PRODUCT_TAIL, PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, QUIET, READ, REASON_COUNT, RING, SETS,
@@ -212,7 +213,7 @@ def results(s, w, t, i, k, m, sm, en):
         s.engines[en + LSU_FREE] = read
         done = t + s.p[L1_LATENCY]
         # Every so many of the loads of a warp fetch something, the first among them; the others hit L1.
-        a = i * s.sizes[N_WARPS] + w
+        a = int(s.values[m + FIRST]) * s.sizes[N_WARPS] + w
         x = s.values[m + EXTRA]
         fetches = s.asked[a] < 0.999 * x
         s.asked[a] += 1.0 - x if fetches else -x

@@ -38,6 +38,9 @@ ANCHORS = {
     machine.CLUSTER_ARRIVE: ("UCGABAR_ARV",),
     machine.CLUSTER_WAIT: ("UCGABAR_WAIT",),
 }
+PEELED = 4  # times as many instructions of a loop as of what comes before it
+MANY_PAIRS = 8  # of lines and opcodes: fewer say nothing
+MANY_TURNS = 3  # that a block has at least: two may be the halves of 64 bits
 KEPT = 1 << 20  # machine instructions of the ways that are kept for a kernel
 ACCESSES = ("LDG.", "LD.", "STG", "ST.", "ATOMG", "ATOM.", "RED.", "REDG", "LDS", "STS", "ATOMS")
 OTHERS = ("HGMMA", "QGMMA", "IGMMA", "WARPGROUP.DEPBAR")  # known by the machine code alone
@@ -86,29 +89,46 @@ class Lowering:
     def __init__(self, code: Code, blocks: Blocks):
         self.code, self.blocks = code, blocks
         self.pseudo = len(code.instructions)  # an event without an instruction of its own
+        self.depths = machine_depths(code)
         homes: dict[int, list[int]] = defaultdict(list)
         part_of: dict[int, Counter] = defaultdict(Counter)  # PTX block -> homes of the machine code with its lines
-        for number, block in enumerate(code.blocks):
-            votes: Counter = Counter()
-            for i in block:
-                ins = code.instructions[i]
-                if ins.line:
-                    votes[blocks.of(ins.line)] += 20 if ins.opcode.startswith(ALL) else 1
-            if votes:
-                home = max(votes, key=lambda b: (votes[b], -b))
-                homes[home].append(number)
-                for b, n in votes.items():
-                    part_of[b][home] += n
+        for number, (votes, home) in self._homes().items():
+            homes[home].append(number)
+            for b, n in votes.items():
+                part_of[b][home] += n
         self.again = self._second_tries()
         self.once = self._unrolled(homes, part_of)
         self.parts = {home: self._kept(numbers) for home, numbers in homes.items()}
         self.variants: dict[tuple, Path] = {}
         self.paths: dict[tuple, Path] = {}
 
+    def _homes(self) -> dict[int, tuple[Counter, int]]:
+        """Machine block -> how many of its instructions come from each PTX block, and the one it belongs to. One before
+        a loop may have the loop's first turn, too: it belongs to what comes before the loop."""
+        found: dict[int, tuple[Counter, int]] = {}
+        deepest: Counter = Counter()
+        for number, block in enumerate(self.code.blocks):
+            votes: Counter = Counter()
+            for i in block:
+                ins = self.code.instructions[i]
+                if ins.line:
+                    votes[self.blocks.of(ins.line)] += 20 if ins.opcode.startswith(ALL) else 1
+            if votes:
+                home = max(votes, key=lambda b: (votes[b], -b))
+                found[number] = votes, home
+                deepest[home] = max(deepest[home], self.depths[number])
+        for number, (votes, home) in found.items():
+            if self.depths[number] < deepest[home]:
+                outer = [b for b in votes if self.blocks.loops[b] < self.blocks.loops[home]]
+                other = max(outer, key=lambda b: votes[b], default=home)
+                if PEELED * votes[other] >= votes[home]:
+                    found[number] = votes, other
+        return found
+
     def _unrolled(self, homes: dict[int, list[int]], part_of: dict[int, Counter]) -> dict[int, int]:
         """PTX blocks whose machine code has all turns of their loop one after another -> the block that stands for
         them. It is in fewer loops than the PTX block. What comes before and behind the loop may be part of it."""
-        machine = machine_depths(self.code)
+        machine = self.depths
         largest = {home: max(len(self.code.blocks[n]) for n in numbers) for home, numbers in homes.items()}
         deepest = {
             home: max(machine[n] for n in numbers if 4 * len(self.code.blocks[n]) >= largest[home])
@@ -197,7 +217,27 @@ class Lowering:
             rest = [i for k in kept if k != best for i in self.code.blocks[k]]
             turns = self._turns(longer, single)
             return (np.array([*rest, *longer], np.int32), turns, np.array([*rest, *single], np.int32))
+        turns = self._copies(longer) if self.depths[best] else 1
+        if turns >= MANY_TURNS:
+            rest = [i for k in kept if k != best for i in self.code.blocks[k]]
+            return whole, turns, np.array([*rest, *self._first_turn(longer)], np.int32)
         return whole, 1, None
+
+    def _copies(self, block: range) -> int:
+        """How many turns of a loop are in a block that has no copy of one turn beside it: ptxas unrolls so if it knows
+        their number. Most lines are there that often with each of their opcodes."""
+        pairs = Counter((x.line, x.opcode) for x in (self.code.instructions[i] for i in block) if x.line)
+        return round(float(np.median(list(pairs.values())))) if len(pairs) >= MANY_PAIRS else 1
+
+    def _first_turn(self, block: range) -> list[int]:
+        seen: set[tuple[int, str]] = set()
+        out = []
+        for i in block:
+            key = self.code.instructions[i].line, self.code.instructions[i].opcode
+            if key not in seen:
+                seen.add(key)
+                out.append(i)
+        return out
 
     def _turns(self, longer: range, single: range) -> int:
         """How many turns of a loop an unrolled copy makes: most of its instructions are there that often (counters and

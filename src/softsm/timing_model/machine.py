@@ -123,6 +123,7 @@ RING = 64  # products of a warpgroup
 # Columns of the machine instructions (costs.py): whole numbers, and others.
 KIND, PIPE_OF, STALL, SETS, HOLDS, WAITS, TENSOR, QUIET = range(8)  # QUIET: it changes nothing but its warp and pipe
 INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, COMPUTES, PORT_CYCLES, LINES = range(8)
+FIRST = LATENCY  # of loads: the first instruction of those that ptxas made of one, as it does when it unrolls a loop
 # Of a multiprocessor.
 (
     TENSOR_FREE,
@@ -149,7 +150,7 @@ class State(NamedTuple):
     values: np.ndarray
     fetched: np.ndarray  # when their code is there, or -1
     issued: np.ndarray
-    asked: np.ndarray  # by warp: below the share of such loads that fetch something, the next one does
+    asked: np.ndarray  # by load (FIRST) and warp: below the share of such loads that fetch something, the next one does
     stalls: np.ndarray  # reasons of each, one after the other
     s_ins: np.ndarray  # ways: machine instruction, first event, counted from the warp's first, or -1, events
     s_ev: np.ndarray

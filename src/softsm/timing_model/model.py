@@ -187,10 +187,8 @@ class Model:
         return max(1.0, self.gpu["hbm.piece"] / s.block) if s.random or s.scattered else 1.0
 
     def drained(self) -> float:
-        """Bytes that device memory takes while the kernel runs. A stream of stores is as slow into L2 as beyond it
-        (benchmarks/microbench); little is kept there."""
-        written = sum(s.changed for s in self.sources)
-        return written if written > 0.25 * self.gpu["l2.bytes"] else 0.0
+        """Bytes that device memory takes while the kernel runs: L2 keeps the last."""
+        return max(0.0, sum(s.changed for s in self.sources) - self.gpu["l2.dirty"])
 
     def together(self, s: Source, active: int) -> float:
         """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together. In a
@@ -441,7 +439,7 @@ class Model:
         sms = self.sms
         needs = dict(zip(ENGINES, (self.work / sms * us).tolist()))
         read = sum(s.asked * s.granules / self.l2_share(s, sms) / sms for s in self.sources)
-        written = sum(s.written for s in self.sources) / g["hbm.write"]
+        written = sum(s.stored for s in self.sources) / g["hbm.write"]
         changed = sum(self.atomics.ns)
         device = sum(s.asked * s.device * self.device_cost(s) + min(s.atomic, s.size) for s in self.sources)
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {

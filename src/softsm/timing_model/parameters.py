@@ -125,13 +125,14 @@ HOPPER = {
     "l2.rate": _p(9100.0, "bytes/ns", OURS, "A", 8500, 10100),
     "hbm.rate": _p(4600.0, "bytes/ns", OURS, "A", 4400, 4650),
     "hbm.write": _p(4400.0, "bytes/ns", OURS, "A", 4350, 4760),
-    "hbm.mixed": _p(4100.0, "bytes/ns written beside reads", DRAWN, "B", 4000, 4400),
+    "hbm.mixed": _p(3900.0, "bytes/ns written beside reads", DRAWN, "B", 3800, 4400),
     "hbm.piece": _p(104.0, "bytes that a sector takes which is read alone", DRAWN, "B", 64, 110),
     "atomic.slice": _p(1.8, "sectors/ns of a slice of L2", EVERYDAY, "A", 1.6, 1.9),
     "atomic.latency": _p(495.0, "cycles", EVERYDAY, "B", 450, 570),
     "membar.gpu": _p(600.0, "cycles", LIMITS, "B", 300, 800),
     "cta.rate": _p(1.66, "CTAs/ns of the GPU", DRAWN, "A", 1.6, 1.7),
     "l2.bytes": _p(60e6, "bytes", "driver", "A"),
+    "l2.dirty": _p(7e6, "bytes still there when a kernel ends", DRAWN, "B", 4e6, 10e6),
     "l2.held": _p(26e6, "bytes that random reads find again", STRIPS, "A", 23e6, 29e6),  # both halves hold it
     "launch": _p(3.9, "us", OVERLAP, "A", 3.6, 4.1),  # 4.0 to 4.4 with an empty kernel, which has cta.start too
     "launch.next": _p(1.2, "us", OVERLAP, "A", 1.1, 1.3),
@@ -182,6 +183,9 @@ BLACKWELL = HOPPER | {
     "hbm.write": _p(7000, "bytes/ns", GLUON, "B", 6500, 7300),
     "l2.bytes": _p(126e6, "bytes", "driver", "A"),
     "l2.held": _p(55e6, "bytes that random reads find again", "the H200's share of l2.bytes", "D", 50e6, 126e6),
+    "l2.dirty": _p(
+        15e6, "bytes that are still there when a kernel ends", "the H200's share of l2.bytes", "D", 8e6, 21e6
+    ),
     "hbm.mixed": _p(7200, "bytes/ns written beside reads", GLUON, "B", 6900, 7300),
     "cta.rate": _p(1.86, "CTAs/ns of the GPU", "the H200's, by the number of SMs", "D", 1.6, 2.0),
     # The clock falls with the use of the tensor cores, most of all in runs as long as those of a benchmark.

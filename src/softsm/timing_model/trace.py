@@ -415,7 +415,8 @@ class Tracer(Observer):
                 trace.traffic[tensor, "read lines"] += lines_asked
                 if len(trace.starts[tensor]) < 4096:
                     trace.starts[tensor].append(addresses[0])
-            add((line, CP_ASYNC, tensor, 32 * sectors, lines_asked))
+            filled = o.size * lanes.bit_count() // 128  # with zeros, where nothing is asked for
+            add((line, CP_ASYNC, tensor, 32 * sectors, max(lines_asked, filled)))
             return
         barriers = [(b, amount) for what, b, amount, by in self.arrivals if by is op and what == "complete_tx"]
         if kind.startswith(("TMA load", "bulk load")):

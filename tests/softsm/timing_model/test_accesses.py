@@ -186,3 +186,14 @@ def test_accesses_whose_predicate_no_lane_has_take_no_time() -> None:
     """A load that is never made must not be waited for."""
     made, never = (predicted(GUARDED, first=first).cycles for first in (8, 4096))
     assert made - never > 500
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [(range(32), 0), ([0] * 32, 31), ([0, 1] * 16, 15), ([0, 8] * 16, 30), ([0, 0, 0, 1, 1, *range(8, 35)], 2)],
+)
+def test_lanes_that_change_one_word_come_one_after_another(words, wanted) -> None:
+    """Words of a sector are changed together; of eight lanes at one word seven wait."""
+    addresses = 4 * np.array([list(words)])
+    assert accesses.repeated(addresses, np.ones((1, 32), bool)).tolist() == [wanted]
+    assert accesses.repeated(addresses, np.arange(32)[None] < 1).tolist() == [0]

@@ -32,3 +32,23 @@ def test_warps_without_the_predicate_bring_nothing() -> None:
         code = sass.Code([sass.Sass(index=0, opcode="LDG.E.128", text="", line=1, guarded=guarded)], [range(1)], 32, 0)
         made = costs.costs_of(code, GPUS["h200"], access, executed=np.array([8, 0]))
         assert made.values[0, machine.UNITS] == each
+
+
+def test_copies_of_an_unrolled_load_fetch_by_turns() -> None:
+    """A load of which one in eight fetches a sector: its copies are counted together, pieces of a wide one apart."""
+
+    def first(width: int, often: int) -> list[float]:
+        access = {1: Access(looks=8, ran=8, units=8, lines=8, missed=1, missing=1, bytes=8 * 32 * width, space="load")}
+        loads = [sass.Sass(index=n, opcode="LDG.E", text="", line=1, guarded=False) for n in range(often)]
+        code = sass.Code(loads, [range(often)], 32, 0)
+        return costs.costs_of(code, GPUS["h200"], access).values[:often, machine.FIRST].tolist()
+
+    assert first(4, 4) == [0, 0, 0, 0]
+    assert first(8, 4) == [0, 1, 0, 1]
+
+
+def test_a_sector_alone_takes_as_long_to_write_as_nearly_two() -> None:
+    for lines, wanted in ((8, 8 * 32 * 1.85), (2, 8 * 32)):
+        access = {1: Access(looks=1, ran=1, units=8, lines=lines, bytes=256, space="store")}
+        code = sass.Code([sass.Sass(index=0, opcode="STG.E.64", text="", line=1, guarded=False)], [range(1)], 32, 0)
+        assert costs.costs_of(code, GPUS["h200"], access).values[0, machine.UNITS] == wanted

@@ -39,6 +39,24 @@ def test_a_loop_of_the_machine_code_is_issued_turn_by_turn() -> None:
     assert len(path.instructions) == 1 + 3 * 21 + 1
 
 
+def test_a_loop_unrolled_without_a_single_turn_beside_it_is_issued_by_turns() -> None:
+    """Before the loop stands its first turn, and the code before it. Of 17 turns the machine code has one, then eight
+    at a time."""
+    turn = [(n, f"{op} R1, R1, R3") for n, op in zip(range(2, 12), ("FADD", "FMUL", "LOP3", "SHF", "PRMT") * 2)]
+    rows = [*[(1, "MOV R1, R2")] * 4, *turn, *turn * 8, (12, "@P0 BRA `(.L_x_0)"), (13, "EXIT")]
+    text = "".join(
+        (".L_x_0:\n" if n == 14 else "")
+        + f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * n:04x}*/ {ins} ;\n'
+        for n, (line, ins) in enumerate(rows)
+    )
+    lines = {1: 0, **dict.fromkeys(range(2, 13), 1), 13: 2}
+    lowering = Lowering(sass.read(text, ""), Blocks([0, 1, 12], lines, sorted(lines), [], loops=[0, 1, 0]))
+    path = lowering._path([0, *[1] * 16, 2], [0] * 18, [])
+    assert len(path.instructions) == 14 + 2 * 81 + 1
+    last = lowering._path([0, *[1] * 17, 2], [0] * 19, [])
+    assert len(last.instructions) == 14 + 2 * 81 + 11 + 1
+
+
 def test_a_wait_belongs_to_its_first_try_not_to_the_second_behind_all_other_code() -> None:
     """The first try has a neighbour's line. Another wait's first try is a short block too, but asks something else."""
     rows = [
