@@ -82,7 +82,7 @@ test-engines: $(VENVE)/.installed
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --strict --site-dir site
 
-# Mutated kernels under the checkers; make test runs 60 of them. FUZZ: seconds and seed.
+# Mutated kernels under the checkers; make test runs 30 of them. FUZZ: seconds and seed.
 FUZZ ?= --seconds 300 --seed 0
 fuzz: setup
 	$(VENV)/bin/python tests/softsm/fuzz/mutants.py $(FUZZ) --record tests/softsm/fuzz/record.json

@@ -178,14 +178,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.pluginmanager.get_plugin("cost").beside = beside
 
 
-@pytest.fixture(autouse=True)
-def _nothing_prepared() -> None:
-    """Tests that change a constant see it: no call finds what another test's call prepared."""
-    from dsv4.runtime import calls
-
-    calls.forget()
-
-
 @functools.cache
 def mkldnn_before_all_tests() -> bool:
     import torch
@@ -202,30 +194,33 @@ def pytest_runtest_setup() -> None:
     torch.backends.mkldnn.set_flags(mkldnn_before_all_tests())
 
 
+DRAWN = random.Random()  # what the commands draw
+secrets.randbits = DRAWN.getrandbits
+
+
 @pytest.fixture(autouse=True)
-def seeded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test draws without a seed of its own depends on its name, not on the tests before it, nor on luck: the
-    commands take a fresh seed from `secrets`."""
+def alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test depends on those before it, nor on luck. One fixture, because each takes half a millisecond a test:
+
+    - Tests that change a constant see it: no call finds what another test's call prepared.
+    - What a test draws without a seed of its own depends on its name. The commands take a fresh seed from `secrets`.
+    - A test that changes a setting of the process and does not restore it is named, rather than the next one."""
     import numpy
     import torch
 
-    seed = zlib.crc32(request.node.nodeid.encode())
-    random.seed(seed)
-    numpy.random.seed(seed)
-    # torch.manual_seed keeps a stack for each kind of device that is not there: a third of what a test costs.
-    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(seed)
-    monkeypatch.setattr(secrets, "randbits", random.Random(seed).getrandbits)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    """A test that changes a setting of the process and does not restore it is named, rather than the next one."""
-    import torch
+    from dsv4.runtime import calls
 
     def settings() -> tuple:
         ours = torch.get_num_threads(), torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
         return *ours, gc.isenabled()
 
+    calls.forget()
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    DRAWN.seed(seed)
+    numpy.random.seed(seed)
+    # torch.manual_seed keeps a stack for each kind of device that is not there: a third of what a test costs.
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(seed)
     before = settings()
     yield
     assert settings() == before, "threads, default dtype, default device, grad mode, garbage collector: not restored"

@@ -29,13 +29,20 @@ EXPECTED_REPORTS = [
 
 
 # `make test` tries one target: of programs without matrix products the PTX hardly differs, and the products of other
-# people's programs are those of test_matmul.py, which has both.
+# people's programs are those of test_matmul.py.
 EITHER_TARGET = ("test_elementwise.py", "test_language.py", "test_foreign_rows.py", "test_foreign_matrices.py")
+# `make test-compile` has other people's programs: what they are made of is in the other files.
+FOREIGN = ("test_foreign_rows.py", "test_foreign_matrices.py")
 # In test_matmul.py these are not about the product; Hopper's is the quicker one to compile.
 ON_HOPPER = (
     "test_autotuned_matmul", "test_grouped_gemm_with_pointer_arrays", "test_matmul_with_one_warpgroup_and_large_tile",
     "test_matmul_of_small_tiles_uses_mma", "test_persistent_matmul_with_host_descriptors",
     "test_persistent_matmul_with_device_descriptors", "test_persistent_matmul_with_device_descriptors_in_every_order",
+)  # fmt: skip
+# These are about operands; `make test` has Hopper's, and Blackwell's in test_gluon_blackwell.py.
+OF_OPERANDS = (
+    "test_matmul_of_a_transposed_operand", "test_matmul_tf32", "test_matmul_fp8", "test_matmul_int8",
+    "test_fused_attention",
 )  # fmt: skip
 
 
@@ -43,10 +50,11 @@ ON_HOPPER = (
 def pytest_collection_modifyitems(config, items):
     for item in items:
         target = item.callspec.params.get("sm") if getattr(item, "callspec", None) else None
-        if item.path.name in EITHER_TARGET and target == "sm_90a":
+        file, name = item.path.name, getattr(item, "originalname", "")
+        if file in EITHER_TARGET and target == "sm_90a" or name in ON_HOPPER and target == "sm_100a":
             item.add_marker(pytest.mark.slow)
-        if item.path.name == "test_matmul.py" and item.originalname in ON_HOPPER and target == "sm_100a":
-            item.add_marker(pytest.mark.slow)
+        if file in FOREIGN or name in OF_OPERANDS and target == "sm_100a":
+            item.add_marker(pytest.mark.compile)
     if not (config.getoption("softsm", False) or config.getoption("softsm_strict", False)):
         return
     for version, name, why in EXPECTED_REPORTS:

@@ -75,8 +75,9 @@ def check_wgmma_from_shared_memory(dtype, BK):
     assert_matmul(c, a, b.t())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("BK", [16, 32, 64])  # swizzles of 32, 64 and 128 bytes
+@pytest.mark.parametrize(  # swizzles of 32, 64 and 128 bytes
+    "dtype, BK", [(torch.float16, 16), (torch.float16, 32), (torch.bfloat16, 64)]
+)
 def test_wgmma_from_shared_memory(sm90, dtype, BK):
     check_wgmma_from_shared_memory(dtype, BK)
 

@@ -55,7 +55,7 @@ def complex_table(angles):
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "softsm"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("softsm", marks=pytest.mark.compile)])
 def test_rows_are_normed_rotated_and_packed(backend, angles, pages):
     """One slot of -1: nowhere. The rows are columns of a wider projection, as SGLang has them."""
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ def rope(x, angles):
     return torch.cat([x[..., :448], torch.stack(turned, -1).flatten(-2)], -1)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "softsm"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("softsm", marks=pytest.mark.compile)])
 def test_queries_are_normed_and_rotated_and_rows_are_rotated_and_packed(backend):
     """Seven tokens of which five have a slot: padding of a graph behind them, one slot -1. Blocks are far apart."""
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """Launches of prepared calls, and single ones, in softsm."""
 
+import dataclasses
 import gc
 import weakref
 
@@ -18,12 +19,13 @@ from dsv4.runtime.program import Changing, Launch
 
 
 def call():
-    """Two launches: split, then merged. Of the kernel that test_calls.py and test_v4.py compile."""
-    rows, numbers = torch.randn(40, 512).half(), torch.randint(-1, 40, (1, 20), dtype=torch.int32)
-    problem = dict(q=torch.randn(1, 4, 512).half(), window=rows, window_indices=numbers, compressed=rows,
-                   compressed_indices=numbers, sink=torch.randn(4), softmax_scale=-0.1)  # fmt: skip
-    got = dsv4.v4_attention(**problem, return_lse=True, deterministic=True, backend="softsm")
-    assert_agrees(got, reference.v4_attention, **problem)
+    """Two launches: split, then merged. Of the kernel that fmha/kernels/sm90/test_forward.py compiles."""
+    q, k, v = (torch.randn(1, n, heads, 64).bfloat16() for n, heads in ((1, 8), (200, 1), (200, 1)))
+    sink = torch.randn(8)
+    plan = dsv4.plan(dsv4.fmha, batch=1, q_heads=8, kv_heads=1, head_dim=64, max_seqlen_k=200, device="cpu")
+    plan = dataclasses.replace(plan, num_splits=3, scratch=torch.full((3 * 8 * 65,), float("nan")))
+    got = dsv4.fmha(q, k, v, sink=sink, return_lse=True, plan=plan, backend="softsm")
+    assert_agrees(got, reference.fmha, q, k, v, sink=sink)
 
 
 def test_hooks_of_triton_see_every_launch_of_a_call_that_was_prepared_without_them(monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-MUTANTS, SEED = 60, 20260
+MUTANTS, SEED = 30, 20260
 
 
 def test_mutants_meet_only_named_errors(tmp_path, record_property) -> None:

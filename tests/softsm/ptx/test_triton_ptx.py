@@ -43,11 +43,11 @@ def matmul(a, b, c, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
 
 KERNELS = {
     "softmax": (softmax_and_print, {"x": "*fp32", "y": "*fp32", "n": "i32"}, {"BLOCK": 256}, {"debug": True}),
-    "matmul": (matmul, {"a": "*fp16", "b": "*fp16", "c": "*fp32", "K": "i32"}, {"BM": 128, "BN": 64, "BK": 64}, {}),
+    "matmul": (matmul, {"a": "*fp16", "b": "*fp16", "c": "*fp32", "K": "i32"}, {"BM": 128, "BN": 16, "BK": 64}, {}),
 }
 
 
-@pytest.fixture(scope="module", params=[(k, arch) for k in KERNELS for arch in (90, 100)], ids=str)
+@pytest.fixture(scope="module", params=[("softmax", 90), ("matmul", 90), ("matmul", 100)], ids=str)
 def ptx(request):
     name, arch = request.param
     function, signature, constants, options = KERNELS[name]

@@ -12,7 +12,7 @@ from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.runtime import calls, launch
 
 
-@pytest.fixture(params=["sm_90a", "sm_100a"])
+@pytest.fixture(params=["sm_90a", pytest.param("sm_100a", marks=pytest.mark.compile)])
 def arch(request):
     if request.param == "sm_100a" and TRITON_VERSION < (3, 9):
         pytest.skip("the Blackwell kernels need triton >= 3.9")

@@ -206,6 +206,7 @@ def test_tensor_maps(tmp_path):
     assert done.exit_code == 0 and "0 136 1111 sm_100" in done.output, done.output
 
 
+@pytest.mark.compile
 def test_the_page(tmp_path):
     page = (Path(__file__).parents[4] / "docs" / "cuda.md").read_text()
     (tmp_path / "sum.cu").write_text(re.search(r'^```cuda title="sum.cu"\n(.*?)^```$', page, re.M | re.S)[1])
@@ -239,6 +240,7 @@ int main() {
 """
 
 
+@pytest.mark.compile
 def test_a_library_is_corrected_and_named_by_its_user(tmp_path):
     """What clang does not take of CUTLASS is corrected in a copy; a place in it is shown as the line that calls it."""
     (tmp_path / "include" / "cute" / "arch").mkdir(parents=True)
@@ -267,6 +269,7 @@ int main() {}
 """
 
 
+@pytest.mark.compile
 def test_what_a_lambda_captures_stays_in_registers(tmp_path):
     """As nvcc has it: the accumulators of FlashMLA's prefill kernel for sm_90a are captured."""
     (tmp_path / "steps.cu").write_text(LONG_LAMBDA)
