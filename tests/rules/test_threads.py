@@ -265,10 +265,37 @@ def test_an_ordinary_flag_is_a_race():
     holds(make, args=ARGS, **GRID)
 
 
-def test_volatile_is_enough_at_the_default_level_only():
-    text = message("st.volatile.global.u32 [%rd1], 1;", "ld.volatile.global.u32 %r60, [%rd1];")
-    assert not findings(text, ARGS, strict=False, **GRID)
-    assert "race" in findings(text, ARGS, **GRID).codes()
+VOLATILE = ("st.volatile.global.u32 [%rd1], 1;", "ld.volatile.global.u32 %r60, [%rd1];")
+
+
+@pytest.mark.parametrize("side", (0, 1), ids=["raised", "read"])
+def test_a_volatile_flag_requires_fences(side):
+    def make(keep):
+        fences = [FENCE, FENCE]
+        fences[side] = when(keep, FENCE)
+        return message(*VOLATILE, *fences)
+
+    holds(make, args=ARGS, strict=False, **GRID)
+    holds(make, args=ARGS, **GRID)
+
+
+def test_a_volatile_flag_behind_a_barrier_that_all_come_to_with_a_fence():
+    """By the letter the fence of another warp does not count."""
+
+    def make(keep):
+        store = t.only("thread 32", "st.global.u32 [%rd1+4], 5;\n") + when(keep, FENCE) + "bar.sync 0;\n"
+        poll = f"POLL:\n{VOLATILE[1]}\nsetp.eq.u32 %p6, %r60, 0;\n@%p6 bra POLL;\n" + FENCE
+        read = poll + "ld.global.u32 %r61, [%rd1+4];\n" + t.out("%r61", "%rd2")
+        body = (
+            RANK
+            + "setp.eq.u32 %p7, %r50, 0;\n"
+            + t.only("%p7", store + t.only("%p0", VOLATILE[0]))
+            + t.only("%p5", read)
+        )
+        return t.kernel(body, "x out", target="sm_90a", version="8.6")
+
+    holds(make, args=ARGS, strict=False, grid=2, block=64)
+    assert "race" in findings(make(True), ARGS, grid=2, block=64).codes()
 
 
 def test_a_fence_reaches_as_far_as_its_scope():

@@ -265,7 +265,7 @@ class Order:
         if place is None:
             place = places[address] = Location()
         if order == "volatile":
-            order = "relaxed" if self.strict else "acq_rel"
+            order = self.volatile(w, cta, write)
         if read and order in ("acquire", "acq_rel"):
             for key in reached(w, scope):
                 if key in place.clocks:
@@ -293,6 +293,16 @@ class Order:
                 if whole:
                     w.view.head[:2] = w.view.epoch, 0
                 w.view.head[2:] = w.view.epoch, address & ~3 & pg.ALL
+
+    def volatile(self, w, cta, write: bool) -> str:
+        """PTX: relaxed. At the default level shared memory is in order, and a flag in global memory passes on all that
+        its warp has seen if the warp has executed a fence before: where every thread fences its stores in front of
+        a barrier and one raises the flag behind it, the stores are there."""
+        if self.strict:
+            return "relaxed"
+        if cta is not None:
+            return "acq_rel"
+        return "release" if write and w.view.released else "relaxed"
 
     def observe(self, w, op) -> None:
         """A wait of the issuing thread says that op is complete."""
