@@ -44,7 +44,7 @@ demo: $(HERE)/.installed
 test: known-tests setup
 	$(PYTEST) -m "not slow and not compile and not gpu" $(TESTS)
 
-# What make test leaves out for its six minutes: the kernels that take longest to compile.
+# What make test leaves out for its six minutes: tests that take seconds, mostly to compile their kernels.
 test-compile: known-tests setup
 	$(PYTEST) -m "compile and not slow and not gpu" $(TESTS)
 

@@ -127,6 +127,7 @@ def test_softsm_needs_neither_dsv4_nor_torch_to_check_ptx(fresh: Path) -> None:
     assert "1 passed, 0 failed" in run(fresh / "bin" / "python", "-c", refuse + program, cwd=fresh)
 
 
+@pytest.mark.compile
 def test_kernels_need_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     """What the Hugging Face hub demands of a kernel; also beside engines that pin another numba. And the folders that
     docstrings name need no import of their own, where nothing else has imported them."""

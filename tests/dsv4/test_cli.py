@@ -367,6 +367,7 @@ for command in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.compile
 def test_without_triton_the_cpu_path_works_and_the_rest_says_what_is_missing(tmp_path):
     verify = ["verify", "--backend", "cpu", "--suite", "seeds", "--match", "d64-t4-s128"]
     environment = os.environ | {"PYTHONPATH": str(Path(dsv4.__file__).parents[1])}

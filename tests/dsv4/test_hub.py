@@ -48,6 +48,7 @@ def test_the_description_has_what_the_hub_asks_for(build):
     assert set(said["python-depends"]) <= ALLOWED
 
 
+@pytest.mark.compile
 def test_the_same_sources_give_the_same_name(build, tmp_path):
     assert hub.write(tmp_path / "again")[0] == build[0]
 

@@ -62,6 +62,7 @@ def test_matmul_of_a_transposed_operand(sm):
     assert_matmul(matmul(a, b), a, b)
 
 
+@pytest.mark.compile
 def test_matmul_with_one_warpgroup_and_large_tile(sm):
     a, b = torch.randn(128, 64).half(), torch.randn(64, 128).half()
     assert_matmul(matmul(a, b, BM=128, BN=128, BK=64, num_warps=4, num_stages=2), a, b)

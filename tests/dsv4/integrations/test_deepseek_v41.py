@@ -104,6 +104,7 @@ def test_every_step_is_the_oracles():
     assert steps.worst["compress"] < 1e-6 and steps.worst["attend"] < 1e-5, steps.worst
 
 
+@pytest.mark.compile
 def test_a_checkpoint_is_loaded_by_name(tmp_path):
     """Saved with the names and types of DeepSeek's, found by AutoModelForCausalLM; both implementations give the same
     tokens."""

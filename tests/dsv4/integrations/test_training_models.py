@@ -38,7 +38,10 @@ def in_double(losses, model, ids, rate, steps):
 
 @pytest.mark.parametrize(
     "name, steps",
-    [("DeepSeek-V4", 6), *(pytest.param(x, 20, marks=pytest.mark.slow) for x in ("DeepSeek-V4", "head dim 512"))],
+    [
+        pytest.param("DeepSeek-V4", 6, marks=pytest.mark.compile),
+        *(pytest.param(x, 20, marks=pytest.mark.slow) for x in ("DeepSeek-V4", "head dim 512")),
+    ],
 )
 def test_losses_are_those_of_eager_attention(tutorial, name, steps):
     """SWA, CSA and HCA layers: gradients of window and compressed rows, and of the sinks. Head dims 64 and 512."""

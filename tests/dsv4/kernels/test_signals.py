@@ -47,6 +47,7 @@ def test_a_counter_that_nobody_waits_for_is_a_race():
     assert set(run(waits=False)[1].codes()) == {"race"}
 
 
+@pytest.mark.compile
 def test_without_tickets_all_ctas_have_to_be_resident():
     with pytest.raises(Deadlock, match="have not started"):
         run(tickets=False)

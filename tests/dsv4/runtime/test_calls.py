@@ -59,6 +59,7 @@ def test_tensors_that_came_as_one_and_come_as_two(prepared):
     assert prepared == ["fmha", "fmha"]
 
 
+@pytest.mark.compile
 def test_lists_and_pools_that_came_as_one_and_come_as_two(prepared):
     """What a program makes of an argument depends on the argument, not on which other one was the same tensor, but for
     pools: FP8 rows of one that is both are unpacked once."""

@@ -140,7 +140,7 @@ def test_everything_is_that_of_one_process(divided, body, checked, processes):
     assert [p for p, _ in divided] == [processes]
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.compile)])
 @pytest.mark.parametrize("body", [LOOK, ADD, RACE, EQUAL], ids=["look", "add", "race", "equal"])
 def test_a_word_that_two_clusters_touch_and_one_writes_is_judged_by_one_process(divided, body, strict):
     alone = outcome(body, 1, checked=True, strict=strict)

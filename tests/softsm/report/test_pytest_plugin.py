@@ -115,6 +115,7 @@ def run(folder, text: str, *options: str, before: str = "") -> subprocess.Comple
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800)
 
 
+@pytest.mark.compile
 def test_without_the_flag_nothing_is_checked_or_imported(tmp_path) -> None:
     done = run(tmp_path, TESTS.replace("import softsm\n", "") + IMPORTED_LATE, before=DORMANT)
     assert "5 passed" in done.stdout, done.stdout + done.stderr

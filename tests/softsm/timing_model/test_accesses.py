@@ -109,6 +109,7 @@ ADD_VECTORS = """
 """
 
 
+@pytest.mark.compile
 def test_atomic_operations_on_vectors_have_their_bytes() -> None:
     """They are not done by the interpreter, which notes the addresses of the others."""
     out = np.zeros(4 * 64, np.float32)
@@ -182,6 +183,7 @@ GUARDED = """
 """
 
 
+@pytest.mark.compile
 def test_accesses_whose_predicate_no_lane_has_take_no_time() -> None:
     """A load that is never made must not be waited for."""
     made, never = (predicted(GUARDED, first=first).cycles for first in (8, 4096))

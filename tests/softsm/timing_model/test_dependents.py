@@ -48,6 +48,7 @@ def test_what_comes_before_its_wait_is_over_when_the_grid_before_ends() -> None:
     assert saved > rounds + g["launch.next"] - g["launch.dependent"]
 
 
+@pytest.mark.compile
 def test_a_grid_that_lets_nobody_in_is_waited_for() -> None:
     assert us(PLAIN, 1000, True) == us(PLAIN, 1000, False)
 

@@ -44,6 +44,7 @@ def predicted() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.compile
 def test_the_model_gives_back_the_products_that_were_measured(name, predicted) -> None:
     row = predicted[name]
     assert abs(float(row.rstrip("%").split()[-1])) <= 6, f"{row}: {PRODUCTS[name]}"

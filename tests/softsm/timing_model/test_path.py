@@ -103,6 +103,7 @@ END:
 """
 
 
+@pytest.mark.compile
 def test_the_main_wait_of_two_partitions_that_run_one_function_is_shown() -> None:
     wait = """NAME:
   .loc 1 7 3

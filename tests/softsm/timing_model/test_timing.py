@@ -182,6 +182,7 @@ DONE:
 }"""
 
 
+@pytest.mark.compile
 def test_ctas_that_take_over_others_stand_for_them() -> None:
     """With cluster launch control those that find room do the work of all: more of it takes longer, without others."""
 
@@ -197,6 +198,7 @@ def test_ctas_that_take_over_others_stand_for_them() -> None:
     assert many > 5 * one
 
 
+@pytest.mark.compile
 def test_warps_fetch_in_the_same_turns() -> None:
     """If one load in eight of a warp fetches its sectors, as with a scale for each block, those of all warps are in the
     same turn: a barrier in the loop waits for them once, not eight times."""
@@ -219,6 +221,7 @@ READ = """  mad.lo.u32 %r5, %r2, 33792, %r4; mul.wide.u32 %d3, %r5, 16; add.u64 
 """
 
 
+@pytest.mark.compile
 def test_reads_wait_behind_atomics_at_few_lines() -> None:
     """The same atomics and reads take longer together than each alone if the atomics go to few slices of L2."""
     source = STREAM.replace("LOOP:", "  mov.u32 %r4, %ctaid.x; mad.lo.u32 %r4, %r4, 256, %r1; ld.param.u64 %d4, [y];\n"

@@ -38,6 +38,7 @@ def predictions() -> dict:
     return out
 
 
+@pytest.mark.compile
 def test_an_engine_is_as_busy_as_its_work_is_of_the_predicted_time(predictions) -> None:
     for waves, p in predictions.items():
         assert p.resident == 1 and p.waves == waves

@@ -44,6 +44,7 @@ def test_a_page_that_is_not_there_is_chosen_last_and_has_no_name(arch, monkeypat
         ("sm_90a", 128, 12, torch.float16), ("sm_100a", 64, 33, torch.bfloat16), ("sm_100a", 128, 12, torch.float16),
     )),
 ], indirect=["arch"])  # fmt: skip
+@pytest.mark.compile
 def test_pages_of_whole_boxes_of_which_some_are_not_there(arch, page, heads, dtype, monkeypatch):
     """128 dims: TMA copies them on Hopper, for four queries at a time, of 33 heads in two products. Requests of 7 and 1
     queries, a CTA has both. 512 rows have as many groups as those of index_cases.ragged: the same choice."""

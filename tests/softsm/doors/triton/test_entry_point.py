@@ -56,6 +56,7 @@ print(sorted(m for m in sys.modules if m == "torch" or m == "numba" or m.startsw
     "arch, first, second",
     [("sm_100a", "triton", "torch"), pytest.param("sm_90a", "torch", "triton", marks=pytest.mark.slow)],
 )
+@pytest.mark.compile
 def test_awake(run, arch, first, second):
     """The other order of imports is quick in tests/softsm/report/test_pytest_plugin.py."""
     done = run(f"""

@@ -143,6 +143,7 @@ def test_splits_are_merged_whatever_is_in_the_buffers():
     compare(*compared)
 
 
+@pytest.mark.compile
 def test_what_equal_splits_leave_over_is_shared(monkeypatch):
     """Five steps are two equal splits of two and one more, four are two; four CTAs have an equal split each, one has
     both of what is left: a step of the first query, nothing of the second."""
