@@ -65,8 +65,11 @@ SWAP_AB_WS_SPLIT = 5  # the most blocks where more than 64 heads are split: v4_s
 WS_OF_16 = dict(HEADS=16, GATHER_REGS=152, num_warps=4, PDL_LAUNCH=True)
 WS_OF_32 = dict(HEADS=32, GATHER_REGS=144, num_warps=4, PDL_LAUNCH=True)
 WS_PACKED = (WS_OF_16, (18, 18), Cost(10.2, 0.008, 2.2)), (WS_OF_32, (3, 10), Cost(12.9, 0.008, 2.25))
-WS_MIXED = (WS_OF_16, (18, 18), Cost(10.5, 0.008, 1.7)), (WS_OF_32, (5, 10), Cost(10.5, 0.008, 2.0))
+WS_MIXED = (WS_OF_16, (18, 18), Cost(10.5, 0.008, 1.7)), (WS_OF_32, (5, 10), Cost(11.3, 0.008, 2.0))
 SWAP_AB_WS: tuple[tuple[tuple[dict, tuple[int, int], Cost], ...], ...] = (WS_PACKED, (), WS_MIXED)
+# More than MERGED splits of rows of two formats took 1 us more for up to 264 heads of all queries, 2 to 3 for more:
+# probably a second round of the CTAs of combine, which has one for every head.
+MERGED, MERGED_HEADS = 8, 2  # splits; heads to a multiprocessor
 STAGED_FROM = 6  # blocks of a CTA with 16 heads: then rows of two formats are staged, which is 6 % faster with 10
 SPARSE = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2), Cost(15.4, 0.06, 3.8)  # of v4_sparse
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
@@ -139,6 +142,8 @@ def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
         longest = max(1, -(-blocks // splits))
         splits = max(1, -(-blocks // longest))
         us = cost.of(tiles * splits, longest)
+        if kind == 2 and splits > MERGED:
+            us += -(-p.batch * p.q_heads // (MERGED_HEADS * places))
         alone = splits == 1 if kind == 2 else tiles * splits == p.batch
         limit = max(most[0], SWAP_AB_WS_SPLIT) if p.q_heads > 64 else most[alone]
         if longest <= limit and (us < best or again and options["HEADS"] == 16):

@@ -150,6 +150,9 @@ def test_a_query_gives_the_same_bits_in_every_batch(formats):
 
 CHOICES = {  # queries, heads -> kernel, heads of a CTA, splits, whether rows are staged; as measured on an H200
     (1, 64): ("v4_decode_swap_ab", 16, 10, False),
+    (3, 64): ("v4_decode_swap_ab_ws", 16, 10, False),
+    (4, 64): ("v4_decode_swap_ab_ws", 16, 5, False),
+    (6, 64): ("v4_decode_swap_ab_ws", 16, 5, False),
     (8, 64): ("v4_decode_swap_ab_ws", 32, 5, False),
     (32, 64): ("v4_decode_swap_ab_ws", 32, 2, False),
     (64, 64): ("v4_decode_swap_ab_ws", 32, 1, False),
