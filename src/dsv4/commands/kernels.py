@@ -31,10 +31,10 @@ HEAD = """\
 Triton. None of these kernels has run on a Blackwell GPU; [timing.md](timing.md) has the times that softsm's model
 predicts.
 
-The kernels are in `src/dsv4/kernels/sm100`. For FMHA they are `forward.py` and, for pairs of CTAs,
-`forward_pair.py`; for V4 attention `sparse.py` and `sparse_pair.py`. Gradients are computed by `backward_tiles.py`
-and `backward_scores.py` (FMHA) and `backward_sparse.py` (V4). Each file begins with the roles, the memory maps and
-the barriers; for pairs of CTAs they are also in `pair_roles.py`.
+The kernels are in `src/dsv4/fmha/kernels/sm100` and `src/dsv4/v4/kernels/sm100`. For FMHA they are `forward.py` and,
+for pairs of CTAs, `forward_pair.py`; for V4 attention `sparse.py` and `sparse_pair.py`. Gradients are computed by
+`backward_tiles.py`, `backward_scores.py` and `backward_products.py` (FMHA) and `backward_sparse.py` (V4). Each file
+begins with the roles, the memory maps and the barriers; for pairs of CTAs they are also in `pair_roles.py`.
 """
 
 FIGURES = """\

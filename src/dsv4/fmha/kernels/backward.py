@@ -280,7 +280,7 @@ def _merged(x: Slot) -> Slot | None:
 
 
 def _packed(program: Program, x: Slot, group: int) -> Slot:
-    """[B, T, Hq, D] as [B, Hkv, T * G, D], for TMA and BLAS; a copy where one stride for the packed rows does not
+    """[B, T, Hq, D] as [B, Hkv, T * G, D], for TMA; a copy where one stride for the packed rows does not
     exist."""
     x = addressable(program, x)
     by_head = _by_head(x, group)
@@ -293,7 +293,7 @@ def _packed(program: Program, x: Slot, group: int) -> Slot:
 
 
 def is_addressable(x: Slot) -> bool:
-    """Whether TMA and BLAS can address it."""
+    """Whether TMA can address it."""
     *strides, last = x.strides
     return (
         last == 1
@@ -303,7 +303,7 @@ def is_addressable(x: Slot) -> bool:
 
 
 def addressable(program: Program, x: Slot) -> Slot:
-    """What TMA and BLAS can address; else a copy."""
+    """What TMA can address; else a copy."""
     return x if is_addressable(x) else program.copied(x)
 
 

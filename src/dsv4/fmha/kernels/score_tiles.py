@@ -5,6 +5,7 @@ Tiles of 128 query rows times 128 keys; the kernels backward_scores of every arc
 
 from typing import NamedTuple
 
+from dsv4.fmha.kernels.product_tiles import is_read
 from dsv4.fmha.kernels.tiles import end_key, first_key, needs_mask
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.ring import Ring, producer_stage
@@ -37,8 +38,6 @@ class SlabSizes(NamedTuple):
     group: Value
     left: Value
     right: Value
-    row_piece: Value  # chain.py's
-    key_piece: Value
     pairs: Value  # of the slab
     pair_begin: Value
     heads: Value
@@ -62,26 +61,13 @@ class ScoreScales(NamedTuple):
 
 
 @gluon.jit
-def needed(row, key, sizes):
-    """(whether the tile's products are wanted, whether it is read at all).
-
-    chain.py multiplies pieces: `row_piece` rows with the keys that some of them see, `key_piece` keys with the rows
-    that see some of them.
-    """
-    row_begin, tokens, keys, group = sizes.row_begin, sizes.tokens, sizes.keys, sizes.group
-    left, right, row_piece, key_piece = sizes.left, sizes.right, sizes.row_piece, sizes.key_piece
-    token = (row_begin + row) // group
-    token_last = gl.minimum((row_begin + row + 127) // group, tokens - 1)
-    first = first_key(token, tokens, keys, left)
-    end = end_key(token_last, tokens, keys, right)
-    some = (key < end) & (key + 128 > first)
-    piece = (row_begin + row // row_piece * row_piece) // group
-    piece_last = gl.minimum((row_begin + row // row_piece * row_piece + row_piece - 1) // group, tokens - 1)
-    in_row_piece = (key < end_key(piece_last, tokens, keys, right)) & (key + 128 > first_key(piece, tokens, keys, left))
-    key_first = key // key_piece * key_piece
-    key_last = gl.minimum(key_first + key_piece, keys) - 1
-    in_key_piece = (key_last >= first) & (key_first < end)
-    return some, some | in_row_piece | in_key_piece
+def needed(row, key, sizes, M: gl.constexpr):
+    """(whether the tile's products are wanted, whether it is read at all). M: rows of the tiles of products."""
+    token = (sizes.row_begin + row) // sizes.group
+    token_last = gl.minimum((sizes.row_begin + row + 127) // sizes.group, sizes.tokens - 1)
+    first = first_key(token, sizes.tokens, sizes.keys, sizes.left)
+    end = end_key(token_last, sizes.tokens, sizes.keys, sizes.right)
+    return (key < end) & (key + 128 > first), is_read(row, key, sizes, M)
 
 
 @gluon.jit
@@ -125,12 +111,12 @@ def visible(p, row, key, sizes):
 
 
 @gluon.jit
-def load_role(operands, chunks, sizes, tiles, CHUNKS: gl.constexpr):
+def load_role(operands, chunks, sizes, tiles, CHUNKS: gl.constexpr, M: gl.constexpr):
     BOX: gl.constexpr = operands.q_desc.layout
     ring, stage = chunks.ring, producer_stage()
     for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         pair, row, key = locate(tile_id, tiles)
-        some, read = needed(row, key, sizes)
+        some, read = needed(row, key, sizes, M)
         batch = (sizes.pair_begin + pair) // sizes.heads
         head = (sizes.pair_begin + pair) % sizes.heads
         row = sizes.row_begin + row

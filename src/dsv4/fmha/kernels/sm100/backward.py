@@ -2,8 +2,8 @@
 
 head dim    kernels                                              products of the size of the scores, workspace
 64, 128     backward_rows, then backward_tiles twice             7, none
-256, 512    backward_rows, then the chain (fmha/kernels/chain.py) 5, 1 GiB for P and dS
-            with backward_scores of this folder
+256, 512    backward_rows, then the chain (fmha/kernels/         5, 1 GiB for P and dS
+            chain.py): backward_scores, backward_products
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dsv4.fmha.kernels.backward import FP16_P_SCALE, Packed, descriptor, prepare
 from dsv4.fmha.kernels.backward_arguments import Gradient, GradientScales, GradientSizes, GradientTensors
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
+from dsv4.fmha.kernels.sm100.backward_products import backward_products
 from dsv4.fmha.kernels.sm100.backward_scores import backward_scores
 from dsv4.fmha.kernels.sm100.backward_tiles import backward_tiles
 from dsv4.runtime.dispatch import Target
@@ -33,9 +34,11 @@ def prepare(b: FmhaBackward, target: Target, program: Program) -> None:
 
 
 class BlackwellChain(Chain):
-    kernel = backward_scores
-    stored = [1, 128, 64]
-    options = dict(SLOTS=5, SCORE_REGS=208, LOAD_REGS=88)
+    scores, products = backward_scores, backward_products
+    box_rows = 128
+    tile_rows = 128
+    score_options = dict(SLOTS=5, SCORE_REGS=208, LOAD_REGS=88)
+    product_options = dict(SLOTS=3, PRODUCT_REGS=208, LOAD_REGS=88)
 
 
 def prepare_chain(target: Target, program: Program, x: Packed) -> None:

@@ -2,10 +2,10 @@
 
     S = Q K^T     P = 2^(S scale - lse2) where seen     dP = dO V^T     dS = P (dP - delta)
 
-backward.py multiplies the rest. Why not in one kernel as at head dim 128: dK and dV of 128 keys would take 512 columns
-of tensor memory each at head dim 512 (256 each at 256), all there are without S and dP; and Q, dO, K and V of 128 rows
-take 512 KiB of shared memory. With 64 rows the tensor core runs at half its rate. Stored once and read by three
-products, P and dS cost 10 bytes for every 10 x head dim operations.
+backward_products multiplies the rest. Why not in one kernel as at head dim 128: dK and dV of 128 keys would take 512
+columns of tensor memory each at head dim 512 (256 each at 256), all there are without S and dP; and Q, dO, K and V of
+128 rows take 512 KiB of shared memory. With 64 rows the tensor core runs at half its rate. Stored once and read by
+three products, P and dS cost 10 bytes for every 10 x head dim operations.
 
 One CTA per multiprocessor loops over tiles. Role chart::
 
@@ -66,12 +66,12 @@ def multiply(acc, chunks, stage, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(chunks, scores, sizes, tiles, CHUNKS: gl.constexpr):
+def mma_role(chunks, scores, sizes, tiles, CHUNKS: gl.constexpr, M: gl.constexpr):
     stage = consumer_stage()
     count = gl.to_tensor(0)
     for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         pair, row, key = locate(tile_id, tiles)
-        some, read = needed(row, key, sizes)
+        some, read = needed(row, key, sizes, M)
         if some:
             at = Stage(count % 2, (count // 2 + 1) % 2)  # the first wait on an untouched barrier passes
             scores.s.acquire(at)
@@ -94,7 +94,8 @@ def send(x, tile, desc, pair, row, key):
 
 
 @gluon.jit
-def score_role(scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.constexpr, SCALED: gl.constexpr):
+def score_role(scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.constexpr, SCALED: gl.constexpr,
+               M: gl.constexpr):  # fmt: skip
     """Keys 64 H .. 64 H + 63 of every tile, one row per thread."""
     DTYPE: gl.constexpr = out.dtype
     L: gl.constexpr = scores.s.slots.index(0).slice(0, 64).get_reg_layout()
@@ -104,7 +105,7 @@ def score_role(scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.
     count = gl.to_tensor(0)
     for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         pair, first_row, key = locate(tile_id, tiles)
-        some, read = needed(first_row, key, sizes)
+        some, read = needed(first_row, key, sizes, M)
         mine = key + H * 64
         if some:
             at = Stage(count % 2, (count // 2) % 2)
@@ -144,12 +145,13 @@ def backward_scores(
     sizes,
     scales,
     D: gl.constexpr,
+    M: gl.constexpr,
     SLOTS: gl.constexpr,
     SCALED: gl.constexpr,
     SCORE_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
-    """terms: lse2 and delta [pairs of the slab, all rows of a pair]."""
+    """terms: lse2 and delta [pairs of the slab, all rows of a pair]. M: rows of the tiles of backward_products."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     CHUNKS: gl.constexpr = D // 64
     TILE: gl.constexpr = TensorMemoryLayout([128, 128], col_stride=1)
@@ -168,8 +170,8 @@ def backward_scores(
     chunks = Chunks(ring, b)
     scores = Scores(s, dp)
     gl.warp_specialize([
-        (score_role, (scores, left_out, p_desc, ds_desc, terms, sizes, tiles, scales, 0, SCALED)),
-        (score_role, (scores, right_out, p_desc, ds_desc, terms, sizes, tiles, scales, 1, SCALED)),
-        (mma_role, (chunks, scores, sizes, tiles, CHUNKS)),
-        (load_role, (operands, chunks, sizes, tiles, CHUNKS)),
+        (score_role, (scores, left_out, p_desc, ds_desc, terms, sizes, tiles, scales, 0, SCALED, M)),
+        (score_role, (scores, right_out, p_desc, ds_desc, terms, sizes, tiles, scales, 1, SCALED, M)),
+        (mma_role, (chunks, scores, sizes, tiles, CHUNKS, M)),
+        (load_role, (operands, chunks, sizes, tiles, CHUNKS, M)),
     ], [4, 1, 1], [SCORE_REGS, LOAD_REGS, LOAD_REGS])  # fmt: skip

@@ -3,8 +3,8 @@
 head dim    kernels                                                          products of the size of the scores
 64, 128     backward_rows; backward_keys: dK, dV and a sum of dQ; round_sum  5, dQ by atomics
             deterministic: backward_keys: dK and dV; backward_dq: dQ         7, the same bits in every run
-256, 512    backward_rows; the chain (fmha/kernels/chain.py)                 5
-            with backward_scores of this folder
+256, 512    backward_rows; the chain (fmha/kernels/chain.py):                5, the same bits in every run
+            backward_scores, backward_products
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
+from dsv4.fmha.kernels.sm90.backward_products import backward_products
 from dsv4.fmha.kernels.sm90.backward_scores import backward_scores
 from dsv4.fmha.kernels.sm90.gradient_sums import round_sum
 from dsv4.fmha.problem import FmhaProblem
@@ -67,9 +68,11 @@ def prepare(b: FmhaBackward, target: Target, program: Program) -> None:
 
 
 class HopperChain(Chain):
-    kernel = backward_scores
-    stored = [1, 64, 64]
-    options = dict(SLOTS=6, SCORE_REGS=240, LOAD_REGS=24)
+    scores, products = backward_scores, backward_products
+    box_rows = 64
+    tile_rows = 192
+    score_options = dict(SLOTS=6, SCORE_REGS=240, LOAD_REGS=24)
+    product_options = dict(SLOTS=3, PRODUCT_REGS=240, LOAD_REGS=24)
 
 
 def prepare_chain(target: Target, program: Program, x: Packed) -> None:

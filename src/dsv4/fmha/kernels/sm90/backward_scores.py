@@ -1,8 +1,8 @@
-"""P and dS of attention on sm_90a, to memory: tiles of 128 query rows times 128 keys. backward.py multiplies the rest.
+"""P and dS of attention on sm_90a, to memory: tiles of 128 query rows times 128 keys.
 
     S = Q K^T     P = 2^(S scale - lse2) where seen     dP = dO V^T     dS = P (dP - delta)
 
-One CTA per multiprocessor loops over tiles. Role chart::
+backward_products multiplies the rest. One CTA per multiprocessor loops over tiles. Role chart::
 
     load    1 warp   | chunks of Q, K ... dO, V of tile a    | of tile b ...
     left    4 warps  | S of rows 0-63, all chunks | dP chunks 0, 1 | P, stored | dP, other chunks | dS, stored
@@ -20,7 +20,7 @@ free[slot]      left, right        2           load           both have used it
 
 Tensors are [batch, KV head, packed row, column]: row r is token r // group of query head r % group of the KV head. TMA
 fills what lies past the end of a tensor with zeros, so nothing foreign enters a product; lse2 of such rows is +inf.
-A tile that no row sees is skipped, or written as zeros where a product of backward.py will read it: needed() says.
+A tile that no row sees is skipped, or written as zeros where backward_products will read it: needed() says.
 """
 
 from dsv4.fmha.kernels.backward_arguments import Operands
@@ -68,7 +68,7 @@ def send(x, tile, desc, pair, row, key):
 
 @gluon.jit
 def score_role(chunks, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
-               SCALED: gl.constexpr):  # fmt: skip
+               SCALED: gl.constexpr, M: gl.constexpr):  # fmt: skip
     """Rows 64 W .. 64 W + 63 of every tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     EARLY: gl.constexpr = 2 if CHUNKS > 2 else 1  # chunks of dP that run under the exponential
@@ -78,7 +78,7 @@ def score_role(chunks, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl
     stage = consumer_stage()
     for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         pair, tile_row, key = locate(tile_id, tiles)
-        some, read = needed(tile_row, key, sizes)
+        some, read = needed(tile_row, key, sizes, M)
         first_row = tile_row + 64 * W
         if some:
             row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
@@ -120,12 +120,13 @@ def backward_scores(
     sizes,
     scales,
     D: gl.constexpr,
+    M: gl.constexpr,
     SLOTS: gl.constexpr,
     SCALED: gl.constexpr,
     SCORE_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
-    """terms: lse2 and delta [pairs of the slab, all rows of a pair]."""
+    """terms: lse2 and delta [pairs of the slab, all rows of a pair]. M: rows of the tiles of backward_products."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     CHUNKS: gl.constexpr = D // 64
     a = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 128, 64], MATRIX)
@@ -138,7 +139,7 @@ def backward_scores(
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     chunks = Chunks(ring, b)
     gl.warp_specialize([
-        (score_role, (chunks, left_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 0, CHUNKS, SCALED)),
-        (score_role, (chunks, right_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 1, CHUNKS, SCALED)),
-        (load_role, (operands, chunks, sizes, tiles, CHUNKS)),
+        (score_role, (chunks, left_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 0, CHUNKS, SCALED, M)),
+        (score_role, (chunks, right_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 1, CHUNKS, SCALED, M)),
+        (load_role, (operands, chunks, sizes, tiles, CHUNKS, M)),
     ], [4, 1], [SCORE_REGS, LOAD_REGS])  # fmt: skip

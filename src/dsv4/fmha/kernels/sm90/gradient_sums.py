@@ -49,12 +49,32 @@ def add_blocks(x, sums, first, W: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _as_blocks(x, D: gl.constexpr):
+    """x [64, D], the accumulator of a warpgroup, in the order of D / 64 blocks."""
+    x = x.reshape([4, 2, 8, D // 64, 8, 4, 2]).permute([3, 0, 4, 2, 5, 1, 6])
+    return x.reshape([D // 64 * 128, 32])
+
+
+@gluon.jit
+def _places(ptr, D: gl.constexpr, L: gl.constexpr):
+    line = gl.arange(0, D // 64 * 128, layout=gl.SliceLayout(1, L)) * 32
+    return ptr + line[:, None] + gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
+
+
+@gluon.jit
 def store_blocks(x, ptr, D: gl.constexpr):
     """x [64, D], the accumulator of a warpgroup, to the D / 64 blocks at ptr. A warp writes whole lines."""
-    x = x.reshape([4, 2, 8, D // 64, 8, 4, 2]).permute([3, 0, 4, 2, 5, 1, 6]).reshape([D // 64 * 128, 32])
+    x = _as_blocks(x, D)
     L: gl.constexpr = x.type.layout
-    line = gl.arange(0, D // 64 * 128, layout=gl.SliceLayout(1, L)) * 32
-    gl.store(ptr + line[:, None] + gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :], x)
+    gl.store(_places(ptr, D, L), x)
+
+
+@gluon.jit
+def load_blocks(like, ptr, D: gl.constexpr):
+    """What store_blocks has stored, in the layout of `like`."""
+    L: gl.constexpr = _as_blocks(like, D).type.layout
+    x = gl.load(_places(ptr, D, L)).reshape([D // 64, 4, 8, 8, 4, 2, 2]).permute([1, 5, 3, 0, 2, 4, 6])
+    return gl.convert_layout(x.reshape([64, D]), like.type.layout, assert_trivial=True)
 
 
 # A thread loads 64 bytes of a block: 8 columns of two rows, which it stores as 16 bytes each. So nothing is exchanged.

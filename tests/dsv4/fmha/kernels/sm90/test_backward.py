@@ -1,7 +1,6 @@
 """The gradients of fmha by the Hopper kernels, through softsm, against the fp64 formulas."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import launches
 import pytest
@@ -81,41 +80,13 @@ def test_every_head_dim(d, dtype, options):
     check(b, want, low)
 
 
-def test_slabs_and_pieces_do_not_show(monkeypatch):
-    """A slab of 128 tokens of one head, so that dK and dV are summed; pieces of 128; two multiprocessors."""
+def test_slabs_do_not_show(monkeypatch):
+    """A slab of 128 tokens of one head, so that dK and dV are summed; two multiprocessors."""
     monkeypatch.setattr(chain, "SLAB_BYTES", 0)
-    monkeypatch.setattr(chain.Chain, "_pieces", lambda self, size: 128)
     launches.num_sms(monkeypatch, 2)
     b, want, low = request(t=300, s=330, heads=(2, 1), d=256, window=(150, 20), batch=2)
     run(b)
     check(b, want, low)
-
-
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("begin, end", [(0, 3), (0, 15), (2, 9), (3, 9), (6, 8), (4, 5)])
-def test_products_of_a_slab_take_every_pair_once(heads, begin, end):
-    """Sequences times heads, in as few products as there can be: many sequences of a head go together."""
-    pairs = torch.arange(15).view(-1, heads)
-    found = [*chain.Chain._batches(SimpleNamespace(heads=heads), slice(begin, end))]
-    for here, place in found:
-        assert torch.equal(torch.arange(begin, end)[here], pairs[place].flatten())
-    assert sorted(x for _, place in found for x in pairs[place].flatten().tolist()) == list(range(begin, end))
-    assert len(found) <= max(heads, 3 if heads > 1 else 1)
-
-
-@pytest.mark.parametrize("left, right", [(-1, -1), (-1, 0), (30, 5), (0, 0)])
-def test_products_over_keys_have_a_multiple_of_eight(left, right):
-    """cuBLAS takes 5 to 8 times as long for others."""
-    p = SimpleNamespace(group=2, left=left, right=right)
-    keys, tokens = 333, 301
-    slab = SimpleNamespace(p=p, keys=keys, rows=tokens * p.group)
-    for begin in range(0, slab.rows, 37):
-        end = min(begin + 37, slab.rows)
-        first, last = chain.Chain._keys_of(slab, begin, end)
-        assert first % 8 == last % 8 == 0
-        lowest = 0 if left < 0 else begin // 2 + keys - tokens - left
-        highest = keys if right < 0 else (end - 1) // 2 + keys - tokens + right + 1
-        assert first <= max(lowest, 0) and last >= min(highest, keys)
 
 
 @pytest.mark.parametrize("d", [64, 256])
@@ -146,7 +117,7 @@ def test_chain_takes_short_sequences_together(name, monkeypatch):
     b, want, low = varlen_request(d=256, **SHORT[name])
     names = launches.launched(monkeypatch)
     run(b)
-    assert names == ["backward_rows", "backward_scores"] * 2
+    assert names == ["backward_rows", "backward_scores", "backward_products"] * 2
     check(b, want, low)
 
 

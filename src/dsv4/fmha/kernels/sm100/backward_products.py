@@ -1,0 +1,168 @@
+"""dQ, dK and dV on sm_100a from P and dS in memory, head dims 256 and 512; product_tiles.py has the tiles.
+
+One CTA per multiprocessor loops over tiles of 128 rows, or keys, and 256 columns. Role chart::
+
+    load    1 warp   | a, b of the steps of tile 1 | of tile 2 ...
+    mma     1 warp   | steps of tile 1             | of tile 2 ...
+    left    4 warps  |                             | tile 1 out by TMA ...      columns 0-127
+    right   4 warps  |                             | tile 1 out by TMA ...      columns 128-255
+
+tensor memory   columns        holds
+acc             2 x 256        tile j at j % 2, fp32 [128, 256]                                       = 512
+
+shared memory   bytes              holds
+a               SLOTS x 16384      [128 rows, 64 keys] or [64 rows, 128 keys] of P or dS
+b               SLOTS x 32768      [64, 256] of dO, Q or K
+out             2 x 32768          [128, 128] of left and right on their way out
+barriers        8 each
+
+barrier         arrives            count       waits          means
+ready[slot]     load: TMA bytes    1 + bytes   mma            a and b are in the slot
+free[slot]      commit of mma      1           load           the product that reads it is complete
+acc_ready[i]    commit of mma      1           left, right    the tile is complete
+acc_free[i]     left, right        2           mma            the tile is read
+
+Where the rows of a pair come in several slabs, dK and dV wait in `sums` for the next one: fp32 [2, whole tiles of keys,
+D].
+"""
+
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
+
+from dsv4.fmha.kernels.product_tiles import (
+    DK,
+    DQ,
+    ProductOperands,
+    Slots,
+    count_tiles,
+    load_role,
+    product_tile,
+    result_scale,
+    tile_of_turn,
+)
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, reinterpret, store_wait, tma_store
+from dsv4.kernels.ring import Stage, consumer_stage, init_barriers, new_ring
+
+
+@aggregate
+class Gradients:
+    """TMA descriptors."""
+
+    dq_desc: Value
+    dk_desc: Value
+    dv_desc: Value
+
+
+@gluon.jit
+def mma_role(slots, a, acc, sizes, opts, D: gl.constexpr):
+    MATRIX: gl.constexpr = a.layout
+    ring = slots.ring
+    stage = consumer_stage()
+    count = gl.to_tensor(0)
+    tiles = count_tiles(sizes, 128, D)
+    for turn in range(0, (tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        tile_id = tile_of_turn(turn)
+        tile = product_tile(tile_id, sizes, opts, 128, D)
+        if (tile_id < tiles) & tile.wanted:
+            at = Stage(count % 2, (count // 2 + 1) % 2)  # the first wait on an untouched barrier passes
+            acc.acquire(at)
+            for row in range(tile.begin, tile.end, 64):
+                ring.wait(stage)
+                rows = a.index(stage.index)
+                if tile.kind == DQ:
+                    tcgen05_mma(rows, ring.slot(stage), acc.slot(at), use_acc=row > tile.begin)
+                else:
+                    keys = reinterpret(rows, [64, 128], MATRIX).permute((1, 0))
+                    tcgen05_mma(keys, ring.slot(stage), acc.slot(at), use_acc=row > tile.begin)
+                ring.release_after_mma(stage)
+                stage = ring.next(stage)
+            acc.ready.arrive_after_mma(at.index)
+            count += 1
+
+
+@gluon.jit
+def send(x, out, desc, tile, row, H: gl.constexpr):
+    BOX: gl.constexpr = desc.layout
+    store_wait(0)
+    out.store(x.to(out.dtype))
+    fence_async_shared()
+    panels = reinterpret(out, [2, 1, 1, 128, 64], BOX)
+    for panel in gl.static_range(2):
+        column = tile.column + (2 * H + panel) * 64
+        tma_store(desc, [tile.batch, tile.head, row, column], panels.index(panel))
+
+
+@gluon.jit
+def out_role(acc, out, gradients, sums_ptr, sizes, opts, scales, H: gl.constexpr, D: gl.constexpr,
+             SCALED: gl.constexpr):  # fmt: skip
+    """Columns 128 H .. 128 H + 127 of every tile, one row per thread."""
+    L: gl.constexpr = acc.slots.index(0).slice(0, 128).get_reg_layout()
+    row = gl.arange(0, 128, layout=gl.SliceLayout(1, L))
+    column = H * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
+    count = gl.to_tensor(0)
+    tiles = count_tiles(sizes, 128, D)
+    for turn in range(0, (tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        tile_id = tile_of_turn(turn)
+        tile = product_tile(tile_id, sizes, opts, 128, D)
+        if (tile_id < tiles) & tile.wanted:
+            at = Stage(count % 2, (count // 2) % 2)
+            acc.wait(at)
+            x = gl.zeros([128, 128], gl.float32, L)
+            if tile.begin < tile.end:
+                x = acc.slot(at).slice(H * 128, 128).load()
+            acc.release(at)
+            scale = result_scale(tile, scales, SCALED)
+            if tile.kind == DQ:
+                send(x * scale, out, gradients.dq_desc, tile, sizes.row_begin + tile.own, H)
+            else:
+                first = (tile.kind * ((sizes.keys + 127) // 128 * 128) + tile.own).to(gl.int64) * D + tile.column
+                places = sums_ptr + first + row[:, None] * D + column[None, :]
+                if opts.add != 0:
+                    x += gl.load(places)
+                if opts.keep != 0:
+                    gl.store(places, x)
+                elif tile.kind == DK:
+                    send(x * scale, out, gradients.dk_desc, tile, tile.own, H)
+                else:
+                    send(x * scale, out, gradients.dv_desc, tile, tile.own, H)
+            count += 1
+    store_wait(0)
+
+
+@gluon.jit
+def backward_products(
+    p_desc,
+    ds_desc,
+    q_desc,
+    k_desc,
+    dout_desc,
+    dq_desc,
+    dk_desc,
+    dv_desc,
+    sums_ptr,
+    sizes,
+    opts,
+    scales,
+    D: gl.constexpr,
+    SLOTS: gl.constexpr,
+    SCALED: gl.constexpr,
+    PRODUCT_REGS: gl.constexpr,
+    LOAD_REGS: gl.constexpr,
+):
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    TILE: gl.constexpr = TensorMemoryLayout([128, 256], col_stride=1)
+    a = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 128, 64], MATRIX)
+    b = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 64, 256], MATRIX)
+    left_out = gl.allocate_shared_memory(q_desc.dtype, [128, 128], MATRIX)
+    right_out = gl.allocate_shared_memory(q_desc.dtype, [128, 128], MATRIX)
+    ring = new_ring(b)
+    acc = new_ring(allocate_tensor_memory(gl.float32, [2, 128, 256], TILE), 2)
+    init_barriers((ring.ready, ring.free, acc.ready, acc.free))
+    slots = Slots(ring, reinterpret(a, [SLOTS * 2, 64, 64], MATRIX))
+    operands = ProductOperands(p_desc, ds_desc, q_desc, k_desc, dout_desc)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc)
+    gl.warp_specialize([
+        (out_role, (acc, left_out, gradients, sums_ptr, sizes, opts, scales, 0, D, SCALED)),
+        (out_role, (acc, right_out, gradients, sums_ptr, sizes, opts, scales, 1, D, SCALED)),
+        (mma_role, (slots, a, acc, sizes, opts, D)),
+        (load_role, (operands, slots, sizes, opts, D)),
+    ], [4, 1, 1], [PRODUCT_REGS, LOAD_REGS, LOAD_REGS])  # fmt: skip

@@ -1,0 +1,175 @@
+"""dQ, dK and dV on sm_90a from P and dS in memory, head dims 256 and 512; product_tiles.py has the tiles.
+
+One CTA per multiprocessor loops over tiles of 192 rows, or keys, and 256 columns. With 128 it would ask the L2 for 47
+bytes in a cycle, more than it gives: 603 TFLOP/s. Role chart::
+
+    load    1 warp   | a, b of the steps of tile 1 | of tile 2 ...
+    left    4 warps  | steps of tile 1: rows or keys 0-63, and columns 0-127 of 128-191      | out by TMA | tile 2 ...
+    right   4 warps  | steps of tile 1: rows or keys 64-127, and columns 128-255 of 128-191  | out by TMA | tile 2 ...
+
+shared memory   bytes              holds
+a               SLOTS x 24576      three panels [64, 64] of P or dS
+b               SLOTS x 32768      [64, 256] of dO, Q or K
+out             2 x 16384          [64, 128], a third of a role's result on its way out
+barriers        8 each
+
+barrier         arrives            count       waits          means
+ready[slot]     load: TMA bytes    1 + bytes   left, right    a and b are in the slot
+free[slot]      left, right        2           load           both have used it
+
+Where the rows of a pair come in several slabs, dK and dV wait in `sums` for the next one: fp32, in the order in which a
+warpgroup holds them (gradient_sums.py), a tile of [192, 256] after another.
+"""
+
+from dsv4.fmha.kernels.product_tiles import (
+    DK,
+    DQ,
+    ProductOperands,
+    Slots,
+    count_tiles,
+    load_role,
+    product_tile,
+    result_scale,
+    rows_of_tile,
+    tile_of_turn,
+)
+from dsv4.fmha.kernels.sm90.gradient_sums import load_blocks, store_blocks
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    reinterpret,
+    store_wait,
+    tma_store,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from dsv4.kernels.ring import consumer_stage, init_barriers, new_ring
+
+WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+NARROW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+
+
+@aggregate
+class Gradients:
+    """TMA descriptors."""
+
+    dq_desc: Value
+    dk_desc: Value
+    dv_desc: Value
+
+
+@gluon.jit
+def multiply(wide, narrow, slots, stage, tile, W: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """For every step of the tile wide [64, 256] += panel W of a times b, and narrow [64, 128] += the last panel times
+    the columns 128 W .. 128 W + 127 of b."""
+    ring = slots.ring
+    last = gl.to_tensor(-1)
+    for _ in range(tile.begin, tile.end, 64):
+        ring.wait(stage)
+        b = ring.slot(stage)
+        mine, shared = slots.panels.index(stage.index * 3 + W), slots.panels.index(stage.index * 3 + 2)
+        if TRANSPOSED:
+            mine, shared = mine.permute((1, 0)), shared.permute((1, 0))
+        wide = warpgroup_mma(mine, b, wide, is_async=True)
+        narrow = warpgroup_mma(shared, b.slice(128 * W, 128, dim=1), narrow, is_async=True)
+        wide, narrow = warpgroup_mma_wait(num_outstanding=2, deps=(wide, narrow))
+        ring.free.arrive(gl.maximum(last, 0), last >= 0)
+        last = stage.index
+        stage = ring.next(stage)
+    wide, narrow = warpgroup_mma_wait(num_outstanding=0, deps=(wide, narrow))
+    ring.free.arrive(gl.maximum(last, 0), last >= 0)
+    return wide, narrow, stage
+
+
+@gluon.jit
+def send(x, out, desc, tile, row, column):
+    """x [64, 128] to memory."""
+    BOX: gl.constexpr = desc.layout
+    store_wait(0)
+    out.store(x.to(out.dtype))
+    fence_async_shared()
+    panels = reinterpret(out, [2, 1, 1, 64, 64], BOX)
+    for n in gl.static_range(2):
+        tma_store(desc, [tile.batch, tile.head, row, tile.column + column + n * 64], panels.index(n))
+
+
+@gluon.jit
+def send_all(wide, narrow, scale, out, desc, tile, first, W: gl.constexpr):
+    """The results of role W; first: the tile's row, or key."""
+    halves = wide.reshape([64, 2, 128]).permute([0, 2, 1]).split()
+    for n in gl.static_range(2):
+        send(halves[n] * scale, out, desc, tile, first + 64 * W, n * 128)
+    send(narrow * scale, out, desc, tile, first + 128, 128 * W)
+
+
+@gluon.jit
+def product_role(slots, out, gradients, sums_ptr, sizes, opts, scales, W: gl.constexpr, D: gl.constexpr,
+                 SCALED: gl.constexpr):  # fmt: skip
+    M: gl.constexpr = rows_of_tile(slots)
+    stage = consumer_stage()
+    count = count_tiles(sizes, M, D)
+    for turn in range(0, (count + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        tile_id = tile_of_turn(turn)
+        tile = product_tile(tile_id, sizes, opts, M, D)
+        if (tile_id < count) & tile.wanted:
+            scale = result_scale(tile, scales, SCALED)
+            wide = gl.zeros([64, 256], gl.float32, WIDE)
+            narrow = gl.zeros([64, 128], gl.float32, NARROW)
+            if tile.kind == DQ:
+                wide, narrow, stage = multiply(wide, narrow, slots, stage, tile, W, False)
+                send_all(wide, narrow, scale, out, gradients.dq_desc, tile, sizes.row_begin + tile.own, W)
+            else:
+                number = tile.kind * ((sizes.keys + M - 1) // M) + tile.own // M
+                wide_ptr = sums_ptr + number.to(gl.int64) * M * D + tile.column * M + W * 64 * 256
+                narrow_ptr = wide_ptr + 128 * 256 - W * 64 * 128
+                if opts.add != 0:
+                    wide = load_blocks(wide, wide_ptr, 256)
+                    narrow = load_blocks(narrow, narrow_ptr, 128)
+                wide, narrow, stage = multiply(wide, narrow, slots, stage, tile, W, True)
+                if opts.keep != 0:
+                    store_blocks(wide, wide_ptr, 256)
+                    store_blocks(narrow, narrow_ptr, 128)
+                elif tile.kind == DK:
+                    send_all(wide, narrow, scale, out, gradients.dk_desc, tile, tile.own, W)
+                else:
+                    send_all(wide, narrow, scale, out, gradients.dv_desc, tile, tile.own, W)
+    store_wait(0)
+
+
+@gluon.jit
+def backward_products(
+    p_desc,
+    ds_desc,
+    q_desc,
+    k_desc,
+    dout_desc,
+    dq_desc,
+    dk_desc,
+    dv_desc,
+    sums_ptr,
+    sizes,
+    opts,
+    scales,
+    D: gl.constexpr,
+    SLOTS: gl.constexpr,
+    SCALED: gl.constexpr,
+    PRODUCT_REGS: gl.constexpr,
+    LOAD_REGS: gl.constexpr,
+):
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    a = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * 3, 64, 64], MATRIX)
+    b = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 64, 256], MATRIX)
+    out = gl.allocate_shared_memory(q_desc.dtype, [2, 64, 128], MATRIX)
+    ring = new_ring(b, 2)
+    init_barriers((ring.ready, ring.free))
+    slots = Slots(ring, a)
+    operands = ProductOperands(p_desc, ds_desc, q_desc, k_desc, dout_desc)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc)
+    gl.warp_specialize([
+        (product_role, (slots, out.index(0), gradients, sums_ptr, sizes, opts, scales, 0, D, SCALED)),
+        (product_role, (slots, out.index(1), gradients, sums_ptr, sizes, opts, scales, 1, D, SCALED)),
+        (load_role, (operands, slots, sizes, opts, D)),
+    ], [4, 1], [PRODUCT_REGS, LOAD_REGS])  # fmt: skip
