@@ -121,8 +121,10 @@ def gpu() -> None:
     env.require(*PROJECTS)
     if subprocess.run([str(env.python), "-c", SEES_GPU], stderr=subprocess.DEVNULL).returncode:
         shutil.rmtree(env.path)
-        sys.exit("this machine has a GPU, but the torch that was found or installed does not see it; set PYTHON to a "
-                 "Python whose torch does, or TORCH to what is to be installed")  # fmt: skip
+        sys.exit(
+            "this machine has a GPU, but the torch that was found or installed does not see it; set PYTHON to a "
+            "Python whose torch does, or TORCH to what is to be installed"
+        )
     env.done()
 
 

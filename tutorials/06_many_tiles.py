@@ -127,8 +127,10 @@ def check_without_rescaling_one_tile_is_right_and_three_are_wrong() -> None:
 def show() -> None:
     for keys in (128, 384):
         o, want, _ = attempt(keys, rescale=False)
-        say(f"{keys} keys: relative error {compare(*attempt(keys)[:2]):.2g}; without the rescaling of O "
-            f"{((o - want).norm() / want.norm()).item():.2g}")  # fmt: skip
+        say(
+            f"{keys} keys: relative error {compare(*attempt(keys)[:2]):.2g}; without the rescaling of O "
+            f"{((o - want).norm() / want.norm()).item():.2g}"
+        )
 
 
 if __name__ == "__main__":

@@ -135,8 +135,10 @@ class Problem:
         return extra
 
     def __str__(self) -> str:
-        shapes = {key: (list(x.shape), x.stride()) if isinstance(x, Tensor) and x.dim() > 2 else x
-                  for key, x in self.args.items()}  # fmt: skip
+        shapes = {
+            key: (list(x.shape), x.stride()) if isinstance(x, Tensor) and x.dim() > 2 else x
+            for key, x in self.args.items()
+        }
         return f"{self.op}({shapes}, {list(self.call.extra)})"
 
     def wrong(self) -> list[str]:

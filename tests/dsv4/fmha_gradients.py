@@ -81,8 +81,10 @@ def varlen_request(
     q[starts_q[-1] :] = dout[starts_q[-1] :] = float("nan")
     b = FmhaBackward(p, dout, given, *empty)
     finite = [x.nan_to_num() for x in (q, k, v)], dout.nan_to_num()
-    want, low = (reference_backward.fmha_varlen(*finite[0], cu_q, cu_k, finite[1], given, p_dtype=x, **options)
-                 for x in (None, dtype))  # fmt: skip
+    want, low = (
+        reference_backward.fmha_varlen(*finite[0], cu_q, cu_k, finite[1], given, p_dtype=x, **options)
+        for x in (None, dtype)
+    )
     return b, want, low
 
 

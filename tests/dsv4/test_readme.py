@@ -74,8 +74,10 @@ def test_support_matrix_is_up_to_date() -> None:
 
 
 def test_the_table_of_machines_is_the_same_in_the_readme_and_on_the_install_page() -> None:
-    tables = [re.findall(r"<!-- machines -->.*<!-- end of machines -->", text, flags=re.S)
-              for text in (README, (ROOT / "docs" / "install.md").read_text())]  # fmt: skip
+    tables = [
+        re.findall(r"<!-- machines -->.*<!-- end of machines -->", text, flags=re.S)
+        for text in (README, (ROOT / "docs" / "install.md").read_text())
+    ]
     assert len(tables[0]) == 1 and tables[0] == tables[1]
     for (major, minor), entry in dispatch.ARCHITECTURES.items():
         assert re.search(rf"\| {entry.gpus} \((compute capability )?{major}\.{minor}\) \|", tables[0][0])

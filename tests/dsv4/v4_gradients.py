@@ -56,8 +56,10 @@ def request(n, heads, window, compressed=None, sink=True, dlse=False, rope=0, de
     if isinstance(sink, tuple):  # of as many heads; the others have the last
         args["sink"] = torch.tensor([*sink, *sink[-1:] * (heads - len(sink))])
     args["inverse_rope"] = (reference.rope_table(60, rope), torch.arange(n) * 9 % 60) if rope else None
-    args = {name: tuple(part.to(device) for part in x) if isinstance(x, tuple) else x if x is None else x.to(device)
-            for name, x in args.items()}  # fmt: skip
+    args = {
+        name: tuple(part.to(device) for part in x) if isinstance(x, tuple) else x if x is None else x.to(device)
+        for name, x in args.items()
+    }
     dout = draw(n, heads, 512, seed=6, device=device, dtype=dtype) * size
     dlse = draw(n, heads, seed=7, dtype=torch.float32, device=device) * size if dlse else None
     out, lse = reference.v4_attention(**args)

@@ -18,8 +18,10 @@ def each_in_turn(name, function, right, meant=()):
     """meant: (argument, thing) that are right after all; "*" for every thing."""
     function(**right)
     # Made here: the first jagged tensor of a process imports torch's compiler.
-    jagged, strided = (torch.nested.nested_tensor([torch.zeros(2, 64), torch.zeros(3, 64)], layout=layout)
-                       for layout in (torch.jagged, torch.strided))  # fmt: skip
+    jagged, strided = (
+        torch.nested.nested_tensor([torch.zeros(2, 64), torch.zeros(3, 64)], layout=layout)
+        for layout in (torch.jagged, torch.strided)
+    )
     never_meant = NEVER_MEANT | {"jagged tensor": jagged, "nested tensor": strided}
     for argument in right:
         for what, wrong in (never_meant | SOMETIMES_MEANT).items():

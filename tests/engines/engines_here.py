@@ -28,8 +28,10 @@ def in_a_process(engine: str, script: str, folder: Path, checkpoint, requests: d
     with log.open("w") as to:
         done = subprocess.run(
             [sys.executable, HERE / script, checkpoint, folder / "requests.json", folder / "result.json"],
-            env=os.environ | switches, stdout=to, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            env=os.environ | switches,
+            stdout=to,
+            stderr=subprocess.STDOUT,
+        )
     said = log.read_text()
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name

@@ -114,9 +114,11 @@ def main(checkpoint: str, requests: str, result: str) -> None:
         before = Counter(json.loads(calls.read_text()))
         sampling = dict(temperature=0, max_new_tokens=batch["tokens"], ignore_eos=True)
         outs = engine.generate(
-            input_ids=batch["prompts"], sampling_params=sampling, return_logprob=True,
+            input_ids=batch["prompts"],
+            sampling_params=sampling,
+            return_logprob=True,
             logprob_start_len=0 if batch.get("logprobs") else -1,
-        )  # fmt: skip
+        )
         got = dict(
             tokens=[o["output_ids"] for o in outs],
             cached=[o["meta_info"]["cached_tokens"] for o in outs],

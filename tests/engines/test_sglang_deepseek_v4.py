@@ -38,9 +38,11 @@ def run(checkpoints, serve_sglang, wanted):
     def get(plugin: bool, cached: bool = True) -> dict:
         if (plugin, cached) not in done:
             engine = dict(
-                chunked_prefill_size=CHUNK, dsa_topk_backend="torch", swa_full_tokens_ratio=0.9,
+                chunked_prefill_size=CHUNK,
+                dsa_topk_backend="torch",
+                swa_full_tokens_ratio=0.9,
                 disable_radix_cache=not cached,
-            )  # fmt: skip
+            )
             asked = batches if cached else {name: batches[name] for name in UNCACHED}
             parts = "indexer,compressor,insertion" if cached else ""
             requests = dict(engine=engine, batches=list(asked.values()))

@@ -10,9 +10,11 @@ pytestmark = [needs("sglang"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
 PAGE = 16
 BATCHES = {  # lengths of prompts
-    "logprobs": (300,), "eight": LENGTHS,  # the last one begins with cached pages
-    "again": LENGTHS, **{f"of {n}": tuple(sorted(LENGTHS)[:n]) for n in range(1, 8)},
-}  # fmt: skip
+    "logprobs": (300,),
+    "eight": LENGTHS,  # the last one begins with cached pages
+    "again": LENGTHS,
+    **{f"of {n}": tuple(sorted(LENGTHS)[:n]) for n in range(1, 8)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,11 @@ def run(checkpoints, serve_sglang, wanted):
     def get(plugin: bool, cached: bool = True) -> dict:
         if (plugin, cached) not in done:
             engine = dict(
-                attention_backend="dsv4_gluon" if plugin else "torch_native", chunked_prefill_size=128, page_size=PAGE,
+                attention_backend="dsv4_gluon" if plugin else "torch_native",
+                chunked_prefill_size=128,
+                page_size=PAGE,
                 disable_radix_cache=not cached,
-            )  # fmt: skip
+            )
             got = serve_sglang(folder, dict(engine=engine, batches=list(batches.values())), plugin)
             done[plugin, cached] = got | {"batches": dict(zip(batches, got["batches"]))}
         return done[plugin, cached]

@@ -112,9 +112,11 @@ def test_transformers_serve_gives_the_tokens_of_eager(build, tmp_path, kind, nam
     prompt = PROMPTS[1]
     assert len(prompt) > 2 * tiny_dense.WINDOW
     body = dict(
-        model=folder, messages=[dict(role="user", content=" ".join(f"w{t}" for t in prompt))], max_tokens=6,
+        model=folder,
+        messages=[dict(role="user", content=" ".join(f"w{t}" for t in prompt))],
+        max_tokens=6,
         temperature=0,
-    )  # fmt: skip
+    )
     environment = with_transformers(version) | {"LOCAL_KERNELS": build[1], "HF_HUB_OFFLINE": "1"}
     said = served.answer(command, environment, tmp_path / "log", "/v1/chat/completions", body)
     assert said["choices"][0]["message"]["content"].split() == [f"w{t}" for t in alone(model, [prompt])[0]]

@@ -223,9 +223,11 @@ print("all held")
 
     def run(switch: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [sys.executable, "-c", code, tmp_path], env=os.environ | {"DSV4_VLLM": switch, "HF_HUB_OFFLINE": "1"},
-            capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "-c", code, tmp_path],
+            env=os.environ | {"DSV4_VLLM": switch, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+        )
 
     done = run("")
     assert done.stdout.endswith("all held\n"), done.stderr[-3000:]

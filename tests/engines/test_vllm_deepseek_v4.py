@@ -14,11 +14,13 @@ DTYPE = "float32"
 CHUNK = 256  # tokens of a step
 LONG = 2300  # more than 4 x 512: the indexer has to choose
 BATCHES = {  # lengths of prompts
-    "logprobs": (300,), "eight": LENGTHS,  # the last one begins with cached pages
-    "indexer": (LONG, 40, 150), "again": (LONG, 40, 150),  # with pages of the batch before, where they are kept
+    "logprobs": (300,),
+    "eight": LENGTHS,  # the last one begins with cached pages
+    "indexer": (LONG, 40, 150),
+    "again": (LONG, 40, 150),  # with pages of the batch before, where they are kept
     "far": (LONG,),  # its log-probabilities
     **{f"of {n}": tuple(sorted(LENGTHS)[:n]) for n in range(1, 8)},
-}  # fmt: skip
+}
 STEPS = {"logprobs": 1, "far": 1, "eight": 4, "indexer": 3, "again": 3}  # tokens; 2 of the others
 UNCACHED = ("eight", "indexer", "of 3")  # batches that are also run without prefix caching
 REPLACED = {
@@ -49,9 +51,11 @@ def run(checkpoints, serve, wanted):
     def get(plugin: bool, cached: bool = True) -> dict:
         if (plugin, cached) not in done:
             engine = dict(
-                dtype=DTYPE, max_num_batched_tokens=CHUNK, enable_prefix_caching=cached,
+                dtype=DTYPE,
+                max_num_batched_tokens=CHUNK,
+                enable_prefix_caching=cached,
                 kv_cache_memory_bytes=1 << 25,  # small: the oracle unpacks all of it, call by call
-            )  # fmt: skip
+            )
             asked = batches if cached else {name: batches[name] for name in UNCACHED}
             parts, on = "indexer,compressor,insertion" if cached else "indexer", plugin
             if plugin and not cached:  # switched on by the configuration

@@ -14,10 +14,12 @@ pytestmark = [needs("vllm"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
 LONG = 1100
 BATCHES = {  # lengths of prompts
-    "logprobs": (300,), "eight": LENGTHS,
-    "long": (LONG,), "again": (LONG,),  # begins with cached pages, of 1024 tokens for this model
+    "logprobs": (300,),
+    "eight": LENGTHS,
+    "long": (LONG,),
+    "again": (LONG,),  # begins with cached pages, of 1024 tokens for this model
     **{f"of {n}": tuple(sorted(LENGTHS)[:n]) for n in range(1, 8)},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +116,11 @@ def test_shared_keys_drafts_and_preemption(checkpoints, serve):
 def test_one_kind_of_layers_alone(checkpoints, serve, wanted):
     """backend_per_kind: the layer without a window is dsv4's, the other one vLLM's."""
     engine = dict(
-        dtype="float32", max_num_batched_tokens=128, kv_cache_memory_bytes=1 << 28,
+        dtype="float32",
+        max_num_batched_tokens=128,
+        kv_cache_memory_bytes=1 << 28,
         attention_config=dict(backend_per_kind=dict(full_attention="DSV4_GLUON")),
-    )  # fmt: skip
+    )
     batch = dict(prompts=wanted.prompts(300), tokens=TOKENS, logprobs=True)
     got = serve(checkpoints("gemma4")[0], dict(engine=engine, batches=[batch]), plugin=None)
     wanted.assert_tokens(got["batches"][0]["tokens"], (300,))

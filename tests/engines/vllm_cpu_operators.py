@@ -50,9 +50,11 @@ def linear(op):
     def bmm(out, a, b, vnni, scale):
         out.copy_(torch.bmm(a.float(), b.mT.float()))
 
-    @op("biased_topk_cpu(Tensor hidden_states, Tensor gating_output, Tensor correction_bias, int topk, "
+    @op(
+        "biased_topk_cpu(Tensor hidden_states, Tensor gating_output, Tensor correction_bias, int topk, "
         "bool renormalize, str scoring_func, int num_fused_shared_experts, float? routed_scaling_factor, "
-        "bool apply_routed_scaling_factor_on_output) -> (Tensor, Tensor)")  # fmt: skip
+        "bool apply_routed_scaling_factor_on_output) -> (Tensor, Tensor)"
+    )
     def route(hidden, logits, bias, k, renormalize, scoring, shared, factor, on_output):
         weight = torch.nn.functional.softplus(logits.float()).sqrt()
         chosen = (weight + bias).topk(k, -1)[1]
@@ -61,8 +63,10 @@ def linear(op):
 
 
 def hyper_connections(op):
-    @op("hc_pre_fused_cpu(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, int hc_mult, int sinkhorn_iters, "
-        "float rms_eps, float hc_eps) -> (Tensor, Tensor, Tensor)")  # fmt: skip
+    @op(
+        "hc_pre_fused_cpu(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, int hc_mult, int sinkhorn_iters, "
+        "float rms_eps, float hc_eps) -> (Tensor, Tensor, Tensor)"
+    )
     def pre(x, fn, scale, base, m, iterations, rms_eps, eps):
         from vllm.model_executor.kernels.mhc.torch import mhc_pre_delayed_torch
 
@@ -77,8 +81,10 @@ def hyper_connections(op):
 
         return mhc_post_torch(x, residual, post.unsqueeze(-1), comb)
 
-    @op("hc_head_fused_cpu(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, float hc_eps, float norm_eps) "
-        "-> Tensor")  # fmt: skip
+    @op(
+        "hc_head_fused_cpu(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, float hc_eps, float norm_eps) "
+        "-> Tensor"
+    )
     def head(x, fn, scale, base, eps, norm_eps):
         flat = x.flatten(1).float()
         mixed = (flat @ fn.T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
@@ -90,9 +96,11 @@ def attention(op):
         lambda o, positions, cos_sin, r: rope(o.float(), cos_sin, positions, -1.0)
     )
 
-    @op("fused_qnorm_rope_kv_insert_cpu(Tensor q, Tensor kv, Tensor positions, Tensor(a!) swa_kv_cache_2d, "
+    @op(
+        "fused_qnorm_rope_kv_insert_cpu(Tensor q, Tensor kv, Tensor positions, Tensor(a!) swa_kv_cache_2d, "
         "Tensor slot_mapping, Tensor cos_sin_cache, int q_head_padded, float eps, int cache_block_size) "
-        "-> Tensor")  # fmt: skip
+        "-> Tensor"
+    )
     def insert(q, kv, positions, flat, slots, cos_sin, heads, eps, rows):
         n = len(slots)
         pages(flat, rows).write(slots, rope(kv[:n].float(), cos_sin, positions[:n]).bfloat16())
@@ -101,8 +109,10 @@ def attention(op):
         out[:, : q.shape[1]] = rope(normed, cos_sin, positions).to(q.dtype)
         return out
 
-    @op("flash_mla_with_kvcache_cpu(Tensor(a!) out, Tensor q, Tensor window, Tensor window_slots, int window_rows, "
-        "Tensor compressed, Tensor compressed_slots, int compressed_rows, Tensor sink, float scale) -> ()")  # fmt: skip
+    @op(
+        "flash_mla_with_kvcache_cpu(Tensor(a!) out, Tensor q, Tensor window, Tensor window_slots, int window_rows, "
+        "Tensor compressed, Tensor compressed_slots, int compressed_rows, Tensor sink, float scale) -> ()"
+    )
     def attend(out, q, window, window_slots, window_rows, compressed, compressed_slots, compressed_rows, sink, scale):
         more = {}
         if compressed_slots.shape[1]:
@@ -114,16 +124,20 @@ def attention(op):
 
 
 def compressor(op):
-    @op("save_partial_states_cpu(Tensor kv, Tensor score, Tensor ape, Tensor positions, Tensor(a!) state_cache, "
-        "Tensor slot_mapping) -> ()")  # fmt: skip
+    @op(
+        "save_partial_states_cpu(Tensor kv, Tensor score, Tensor ape, Tensor positions, Tensor(a!) state_cache, "
+        "Tensor slot_mapping) -> ()"
+    )
     def save(kv, gate, ape, positions, state, slots):
         n, there, page = len(slots), slots >= 0, state.shape[1]
         lines = torch.cat([kv[:n], gate[:n] + ape[positions[:n] % ape.shape[0]]], -1)[there]
         state[slots[there] // page, slots[there] % page] = lines
 
-    store = ("(Tensor state_cache, Tensor gather_slots, Tensor positions, Tensor kv_slot_mapping, "
-             "Tensor rms_norm_weight, float rms_norm_eps, Tensor cos_sin_cache, Tensor(a!) kv_cache_2d, "
-             "int kv_cache_block_size, int compress_ratio) -> ()")  # fmt: skip
+    store = (
+        "(Tensor state_cache, Tensor gather_slots, Tensor positions, Tensor kv_slot_mapping, "
+        "Tensor rms_norm_weight, float rms_norm_eps, Tensor cos_sin_cache, Tensor(a!) kv_cache_2d, "
+        "int kv_cache_block_size, int compress_ratio) -> ()"
+    )
 
     def finished(state, gather, positions, weight, eps, cos_sin, m):
         """(which tokens end a group, the row of that group)."""
@@ -154,16 +168,20 @@ def compressor(op):
 
 
 def indexer(op):
-    @op("fused_indexer_q_rope_quant_cpu(Tensor positions, Tensor index_q, Tensor index_q_cos_sin_cache, "
+    @op(
+        "fused_indexer_q_rope_quant_cpu(Tensor positions, Tensor index_q, Tensor index_q_cos_sin_cache, "
         "Tensor(a!) index_q_fp8, Tensor index_weights, float index_weights_softmax_scale, "
-        "float index_weights_head_scale, Tensor(b!) index_weights_out) -> ()")  # fmt: skip
+        "float index_weights_head_scale, Tensor(b!) index_weights_out) -> ()"
+    )
     def quantise(positions, q, cos_sin, out, weights, softmax_scale, head_scale, weights_out):
         values, scale = index_values.vllm(rope(q.float(), cos_sin, positions).bfloat16().float())
         out.copy_(values)
         weights_out.copy_(weights * scale * softmax_scale * head_scale)
 
-    @op("fp8_paged_mqa_logits_cpu(Tensor q_fp8, Tensor kvcache_fp8, Tensor weight, Tensor seq_lens, Tensor page_table, "
-        "int block_size, int max_seq_len) -> Tensor")  # fmt: skip
+    @op(
+        "fp8_paged_mqa_logits_cpu(Tensor q_fp8, Tensor kvcache_fp8, Tensor weight, Tensor seq_lens, Tensor page_table, "
+        "int block_size, int max_seq_len) -> Tensor"
+    )
     def scores(q, flat, weights, lengths, table, rows, longest):
         data, scales = index_pages(flat, rows)
         keys = data.contiguous().view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)
@@ -173,8 +191,10 @@ def indexer(op):
             out[n, :m] = weights[n].float() @ (q[n].float() @ some.T).relu()
         return out
 
-    @op("topk_transform_512_cpu(Tensor scores, Tensor seq_lens, Tensor page_tables, Tensor(a!) out_page_indices, "
-        "int page_size, Tensor(b!)? out_raw_indices) -> ()")  # fmt: skip
+    @op(
+        "topk_transform_512_cpu(Tensor scores, Tensor seq_lens, Tensor page_tables, Tensor(a!) out_page_indices, "
+        "int page_size, Tensor(b!)? out_raw_indices) -> ()"
+    )
     def choose(scores, seq_lens, tables, out, page, local):
         local.fill_(-1)  # out is not looked at
         for n, m in enumerate(seq_lens.tolist()):

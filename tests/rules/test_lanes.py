@@ -150,8 +150,10 @@ def test_an_mbarrier_orders_lanes_too():
     lanes_hold(make)
 
 
-@pytest.mark.parametrize("what", ["shfl.sync.bfly.b32 %r44, %r0, 1, 31, MASK;", "vote.sync.ballot.b32 %r44, %p0, MASK;",
-                                  "bar.warp.sync MASK;"])  # fmt: skip
+@pytest.mark.parametrize(
+    "what",
+    ["shfl.sync.bfly.b32 %r44, %r0, 1, 31, MASK;", "vote.sync.ballot.b32 %r44, %p0, MASK;", "bar.warp.sync MASK;"],
+)
 def test_a_membermask_names_every_lane_that_comes(what):
     def make(keep):
         return one_warp(what.replace("MASK", "0xffffffff" if keep else "0x0000ffff") + "\n")

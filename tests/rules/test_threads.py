@@ -411,8 +411,10 @@ def test_a_packed_atomic_races_with_an_ordinary_access():
         first = "mov.u32 %r61, 0;\n" + add
         return t.kernel(
             RANK + t.only("%p4", first) + t.only("%p5", first if keep else "st.global.u32 [%rd1+4], 3;\n"),
-            "x out", target="sm_90a", version="8.6",
-        )  # fmt: skip
+            "x out",
+            target="sm_90a",
+            version="8.6",
+        )
 
     holds(make, args=ARGS, **GRID)
 

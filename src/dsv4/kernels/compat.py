@@ -35,8 +35,10 @@ def _first(namespace, *names: str):
     for name in names:
         if hasattr(namespace, name):
             return getattr(namespace, name)
-    raise ImportError(f"Triton {triton.__version__}: {namespace.__name__} has none of {', '.join(names)}, "
-                      "which dsv4's kernels need; tested with Triton 3.6 to 3.9")  # fmt: skip
+    raise ImportError(
+        f"Triton {triton.__version__}: {namespace.__name__} has none of {', '.join(names)}, "
+        "which dsv4's kernels need; tested with Triton 3.6 to 3.9"
+    )
 
 
 tma_load = _first(tma, "async_load", "async_copy_global_to_shared")

@@ -199,8 +199,10 @@ def test_a_config_gives_the_sizes(tmp_path):
 
 def dense_problem(case):
     """The launches of a row of the bench; nothing is drawn."""
-    q, k = (torch.empty(case.batch, n, h, case.head_dim, dtype=case.dtype)
-            for n, h in ((case.queries, case.q_heads), (case.keys, case.kv_heads)))  # fmt: skip
+    q, k = (
+        torch.empty(case.batch, n, h, case.head_dim, dtype=case.dtype)
+        for n, h in ((case.queries, case.q_heads), (case.keys, case.kv_heads))
+    )
     window = (-1, 0 if case.causal else -1)
     p = problem.dense(q, k, k if case.same_kv else torch.empty_like(k), window=window)
     return replace(p, out=torch.empty_like(q), same_kv=case.same_kv)

@@ -61,8 +61,10 @@ def check_decode_of_a_paged_cache(rank, size):
     lengths = torch.tensor([37, 11, 3, 0], dtype=torch.int32)
     pages = -(-40 // (page * size)) * size  # of a sequence
     for dtype in (torch.float32, torch.bfloat16):
-        q, k, v = (normal(*s, seed=i, dtype=dtype) for i, s in enumerate(
-            [(4, 1, heads, d), (4 * pages, page, kv_heads, d), (4 * pages, page, kv_heads, d)]))  # fmt: skip
+        q, k, v = (
+            normal(*s, seed=i, dtype=dtype)
+            for i, s in enumerate([(4, 1, heads, d), (4 * pages, page, kv_heads, d), (4 * pages, page, kv_heads, d)])
+        )
         table = torch.arange(4 * pages, dtype=torch.int32).view(4, pages)
         sink = torch.linspace(-1, 1, heads)
         local = local_lengths(lengths, block=page)
@@ -322,8 +324,10 @@ def check_errors(rank, size):
     one = normal(1, 1, 1, 64)
     if size > 1:
         says("out", lambda: decode(dsv4.fmha, one, one, one, heads="mine"))
-    says("sink", lambda: decode(dsv4.fmha, *[x.expand(1, 4, size, 64) for x in (one,) * 3], sink=torch.zeros(7),
-                                heads="mine"))  # fmt: skip
+    says(
+        "sink",
+        lambda: decode(dsv4.fmha, *[x.expand(1, 4, size, 64) for x in (one,) * 3], sink=torch.zeros(7), heads="mine"),
+    )
     says("block", lambda: local_rows(torch.zeros(1).int(), block=0))
     says("indices", lambda: local_rows(torch.zeros(1)))
     says("lengths", lambda: local_lengths(3))

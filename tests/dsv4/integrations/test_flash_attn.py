@@ -156,9 +156,11 @@ def test_new_keys_are_rotated_written_and_seen(paged, interleaved, causal):
     _, k, v = qkv(b, 1, s, 4, h, d, seed=6)
     lengths = torch.tensor([5, 9]).int()
     angles = torch.arange(s + 1)[:, None] * torch.linspace(1, 0.1, half)
-    rotary = {} if interleaved is None else dict(
-        rotary_cos=angles.cos(), rotary_sin=angles.sin(), rotary_interleaved=interleaved
-    )  # fmt: skip
+    rotary = (
+        {}
+        if interleaved is None
+        else dict(rotary_cos=angles.cos(), rotary_sin=angles.sin(), rotary_interleaved=interleaved)
+    )
 
     def turned(x, position):  # [h, d]: complex numbers, not the formula of the code under test
         if interleaved is None:

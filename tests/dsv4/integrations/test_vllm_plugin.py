@@ -422,6 +422,8 @@ def test_prefill_from_a_workspace_looks_at_nothing_behind_the_lengths(dtype):
     assert plugin.calls["prefill"] == before + 1
     seen = torch.where(torch.arange(128) < lengths[:, None], lists[:, 0], -1)
     common = dict(sink=sink, softmax_scale=0.05)
-    wanted, low = (reference.v4_attention(q, rows[:30, 0].to(dtype), seen, p_dtype=rounded, **common)[0]
-                   for rounded in (None, dtype))  # fmt: skip
+    wanted, low = (
+        reference.v4_attention(q, rows[:30, 0].to(dtype), seen, p_dtype=rounded, **common)[0]
+        for rounded in (None, dtype)
+    )
     assert_right(out, wanted, low)

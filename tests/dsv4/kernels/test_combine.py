@@ -38,11 +38,12 @@ DENSE, WIDE, V4 = (dense, (2, 3, 4, 64)), (paged_wide, (1, 2, 2, 512)), (v4, (1,
 @pytest.mark.parametrize(
     "arch, call, shape",
     [
-        ("sm_90a", *DENSE), *(pytest.param("sm_100a", *x, marks=pytest.mark.compile) for x in (DENSE, V4)),
+        ("sm_90a", *DENSE),
+        *(pytest.param("sm_100a", *x, marks=pytest.mark.compile) for x in (DENSE, V4)),
         pytest.param("sm_90a", *V4, marks=SLOW),
         *(pytest.param(arch, *WIDE, marks=SLOW) for arch in ("sm_90a", "sm_100a")),
     ],
-)  # fmt: skip
+)
 def test_fp32_results_are_what_is_rounded_elsewhere(arch, call, shape):
     if arch == "sm_100a" and TRITON_VERSION < (3, 9):
         pytest.skip("the Blackwell kernels need triton >= 3.9")

@@ -27,9 +27,11 @@ def calls(tree: ast.AST, *functions: str) -> list[tuple[str, ast.Call]]:
     return [
         (x.targets[0].id, x.value)
         for x in ast.walk(tree)
-        if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Name) and isinstance(x.value, ast.Call)
+        if isinstance(x, ast.Assign)
+        and isinstance(x.targets[0], ast.Name)
+        and isinstance(x.value, ast.Call)
         and ast.unparse(x.value.func) in functions
-    ]  # fmt: skip
+    ]
 
 
 def made(path: Path) -> dict[str, str]:

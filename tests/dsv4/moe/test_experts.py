@@ -42,8 +42,10 @@ def named(given):
     kinds = {"weight": torch.int8, "scale": torch.float8_e8m0fnu}
     return {
         f"layers.3.ffn.experts.{e}.{name}.{kind}": given[name if kind == "weight" else f"{name}_scale"][e].view(dtype)
-        for e in range(len(given["w1"])) for name in ("w1", "w2", "w3") for kind, dtype in kinds.items()
-    }  # fmt: skip
+        for e in range(len(given["w1"]))
+        for name in ("w1", "w2", "w3")
+        for kind, dtype in kinds.items()
+    }
 
 
 def test_tensors_by_the_names_of_a_checkpoint():

@@ -33,7 +33,7 @@ def test_a_block_of_transformers(kind):
         bias = None if hashed else gate.e_score_correction_bias
         ids, weights = dsv4.moe_route(
             x[0], gate.weight, bias=bias, **hashed, topk=3, scale=config.routed_scaling_factor
-        )  # fmt: skip
+        )
         gate_up = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
         out = dsv4.moe(
             x[0], (experts.gate_up_proj, experts.down_proj), ids, weights, activations="bf16", limit=0.5,

@@ -52,9 +52,11 @@ def test_written_files_are_complete_and_named_by_content(compiled, launches):
 @pytest.mark.parametrize("kind", ["combine", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dense", "v4"))])
 def test_ptx_of_a_b300_is_that_of_a_b200(launches, kind):
     """But for the target, so what is proven of one is proven of the other."""
-    some = launches[1:] if kind == "combine" else variants.launches(
-        variants.wanted([kind], [512], ["bf16"])[0], variants.Sizes(), "sm_100a"
-    )[:1]  # fmt: skip
+    some = (
+        launches[1:]
+        if kind == "combine"
+        else variants.launches(variants.wanted([kind], [512], ["bf16"])[0], variants.Sizes(), "sm_100a")[:1]
+    )
     for launch in some:
         a, b = (aot.compile_kernel(launch.kernel, launch.arguments, launch.constants, n).asm for n in (100, 103))
         assert b["ptx"].replace("sm_103a", "sm_100a") == a["ptx"] != b["ptx"] and b["cubin"][:4] == b"\x7fELF"

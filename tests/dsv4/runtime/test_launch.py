@@ -78,9 +78,11 @@ def test_a_single_launch_is_prepared_once_and_finds_other_tensors_and_numbers_th
     assert len(prepared) == 1
 
 
-@pytest.mark.parametrize("other", [
-    dict(n=48), dict(n=1), dict(factor=1), dict(factor=3.5), dict(skip=1), dict(dtype=torch.float16), dict(block=64),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "other",
+    [dict(n=48), dict(n=1), dict(factor=1), dict(factor=3.5), dict(skip=1), dict(dtype=torch.float16), dict(block=64)],
+    ids=str,
+)
 def test_what_a_launch_depends_on_is_in_its_key(prepared, other):
     for _ in range(2):
         scale()

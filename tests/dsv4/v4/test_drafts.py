@@ -20,10 +20,12 @@ def block(requests, queries, heads, seed=0):
     lists = torch.full((requests, queries, WIDTH), -1, dtype=torch.int32)
     lists[:, :, :count] = torch.arange(requests * count, dtype=torch.int32).view(requests, 1, count)
     arguments = dict(
-        q=torch.randn(requests * queries, heads, 512, generator=g).bfloat16(), window=window,
-        window_indices=lists.flatten(0, 1), sink=torch.randn(heads, generator=g),
+        q=torch.randn(requests * queries, heads, 512, generator=g).bfloat16(),
+        window=window,
+        window_indices=lists.flatten(0, 1),
+        sink=torch.randn(heads, generator=g),
         window_lengths=torch.full((requests * queries,), count, dtype=torch.int32),
-    )  # fmt: skip
+    )
     return arguments, window.unpack(torch.float64)[: len(rows)].view(requests, count, 512)
 
 

@@ -241,8 +241,10 @@ def test_of_a_cta_that_is_over_only_little_stays(monkeypatch):
 
 
 def test_where_races_are_not_looked_for_what_only_orders_does_nothing():
-    body = COPY.replace("ld.global.b32 %r3", "fence.mbarrier_init.release.cluster; fence.acq_rel.gpu; "
-                        "griddepcontrol.wait; ld.acquire.gpu.global.b32 %r3")  # fmt: skip
+    body = COPY.replace(
+        "ld.global.b32 %r3",
+        "fence.mbarrier_init.release.cluster; fence.acq_rel.gpu; griddepcontrol.wait; ld.acquire.gpu.global.b32 %r3",
+    )
     x, y = np.arange(32, dtype=np.float32), np.zeros(32, np.float32)
     with softsm.checking(races=False) as report:
         softsm.load(body).launch(1, 32, [x, y, 0])

@@ -150,6 +150,8 @@ def test_a_block_that_spins_lets_the_other_warp_go_on(order):
 def test_where_races_are_checked_loads_stay_outside():
     program = softsm.load(HEAD + "\nLOOP:\nld.shared.u32 %r4, [%r14+128];" + SUM + TAIL).program
     (at,) = blocks.plain_loads(program)
-    holds = [any(first <= at < first + length for first, length in blocks.Blocks(program, checking).found)
-             for checking in (False, True)]  # fmt: skip
+    holds = [
+        any(first <= at < first + length for first, length in blocks.Blocks(program, checking).found)
+        for checking in (False, True)
+    ]
     assert holds == [True, False]

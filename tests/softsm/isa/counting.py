@@ -65,6 +65,8 @@ def pytest_sessionfinish(session):
         "modifiers": {k: sorted(v) for k, v in sorted(modifiers.items())},
         "files": {k: sorted(v) for k, v in sorted(files.items()) if v},
     }
-    lines = [f'"{name}": {{\n' + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in part.items()) + "}"
-             for name, part in known.items()]  # fmt: skip
+    lines = [
+        f'"{name}": {{\n' + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in part.items()) + "}"
+        for name, part in known.items()
+    ]
     path.write_text("{" + ",\n".join(lines) + "}\n")

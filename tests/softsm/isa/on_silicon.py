@@ -229,9 +229,11 @@ def main() -> int:
     record = summary(parts[0][0], entries, time.perf_counter() - started)
     for e in record["disagreements"]:
         print(f"FAILED {e['test']} {e['case']}: {e['text']}")
-    print(f"{record['device']}: {record['results']} results, {record['tests passed']} tests passed, "
-          f"{record['tests failed']} failed, {record['tests not for this device']} not for this device, "
-          f"{record['seconds']} s")  # fmt: skip
+    print(
+        f"{record['device']}: {record['results']} results, {record['tests passed']} tests passed, "
+        f"{record['tests failed']} failed, {record['tests not for this device']} not for this device, "
+        f"{record['seconds']} s"
+    )
     if chosen.record:
         chosen.record.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return int(record["tests failed"] > 0)

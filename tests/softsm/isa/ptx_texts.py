@@ -37,8 +37,10 @@ def check(name, ptx, inputs, outputs, want, *, block=32, bound=None):
                     RECORD.disagreements.append(
                         {"instruction": name, "differ": int(wrong.sum()), "examples": [example]}
                     )
-                raise AssertionError(f"{engine}: {name}: element {at} is {got[at]}, expected {expected[at]} "
-                                     f"({int(wrong.sum())} of {wrong.size} differ{detail})")  # fmt: skip
+                raise AssertionError(
+                    f"{engine}: {name}: element {at} is {got[at]}, expected {expected[at]} "
+                    f"({int(wrong.sum())} of {wrong.size} differ{detail})"
+                )
 
 
 def text(body, params, *, registers=64, wide=24, halves=4, shared=0, target="sm_90a", version=None, doubles=0):

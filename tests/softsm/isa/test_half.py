@@ -90,10 +90,14 @@ def test_out_of_bounds_nan():
         def product(a, b, c, f=f, after=lambda f, x: x):
             return 0 if 0x7FF7 in (a & 0x7FFF, b & 0x7FFF) else after(f, exact.fma(f, a, b, c))
 
-        rows = [[x if i % 5 else 0x7FF7 | i % 2 << 15 for i, x in enumerate(row.tolist(), shift)]
-                for shift, row in enumerate(floats(t, 3))]  # fmt: skip
-        lines = [("fma.rn.oob.{t} {d}, {a}, {b}, {c};", product),
-                 ("fma.rn.oob.relu.{t} {d}, {a}, {b}, {c};", functools.partial(product, after=relu))]  # fmt: skip
+        rows = [
+            [x if i % 5 else 0x7FF7 | i % 2 << 15 for i, x in enumerate(row.tolist(), shift)]
+            for shift, row in enumerate(floats(t, 3))
+        ]
+        lines = [
+            ("fma.rn.oob.{t} {d}, {a}, {b}, {c};", product),
+            ("fma.rn.oob.relu.{t} {d}, {a}, {b}, {c};", functools.partial(product, after=relu)),
+        ]
         singles = {name: ("b16", row) for name, row in zip("abc", rows)}
         pairs = {k: ("b32", [x | y << 16 for x, y in zip(row, row[1:] + row[:1])]) for k, (_, row) in singles.items()}
         check(singles, [Case(line.replace("{t}", t), "b16", f) for line, f in lines], version="8.1")

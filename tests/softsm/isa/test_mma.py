@@ -143,9 +143,11 @@ def test_random_numbers_stay_within_the_bound():
     rng = np.random.default_rng(7)
     for name, k in FLOATS:
         a, b, c = (rng.standard_normal(s).astype(np.float32) for s in ((16, k), (8, k), (16, 8)))
-        keep = {"f16": lambda x: x.astype(np.float16).astype(np.float32),
-                "bf16": lambda x: (x.view(np.uint32) & 0xFFFF0000).view(np.float32),
-                "tf32": lambda x: (x.view(np.uint32) & 0xFFFFE000).view(np.float32)}[name]  # fmt: skip
+        keep = {
+            "f16": lambda x: x.astype(np.float16).astype(np.float32),
+            "bf16": lambda x: (x.view(np.uint32) & 0xFFFF0000).view(np.float32),
+            "tf32": lambda x: (x.view(np.uint32) & 0xFFFFE000).view(np.float32),
+        }[name]
         a, b = keep(a), keep(b)
         wide = [x.astype(np.float64) for x in (a, b, c)]
         want = wide[0] @ wide[1].T + wide[2]

@@ -71,9 +71,11 @@ GUARDED = product(0, False, guard="@%p6 ") + product(1, True, guard="@%p6 ") + p
 CHANGING = product(0, False, guard="@%p6 ") + "setp.ne.u32 %p6, 0, 0;\n" + product(1, True, guard="@%p6 ")
 
 
-@pytest.mark.parametrize("products, want", [
-    (FOUR, [4]), (OTHER_D, [2, 1, 2]), (FRESH, [2, 2]), (BARRIER, [2, 1]), (GUARDED, [2]), (CHANGING, [1]),
-], ids=["four", "another D between", "begun again", "a barrier between", "guards", "a guard that changes"])  # fmt: skip
+@pytest.mark.parametrize(
+    "products, want",
+    [(FOUR, [4]), (OTHER_D, [2, 1, 2]), (FRESH, [2, 2]), (BARRIER, [2, 1]), (GUARDED, [2]), (CHANGING, [1])],
+    ids=["four", "another D between", "begun again", "a barrier between", "guards", "a guard that changes"],
+)
 @pytest.mark.parametrize("order", ["eager", "latest", "random"])
 def test_the_sums_are_those_of_one_after_the_other(products, want, order, lengths, monkeypatch):
     together = launched(kernel(products), order)

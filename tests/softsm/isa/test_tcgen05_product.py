@@ -408,8 +408,10 @@ def test_sparse_block_scaled_products(kind, a_type, b_type, blocks, scale, wide)
     if packed:
         a_desc, b_desc = place_fp4(cta, given, A_AT), place_fp4(cta, b, B_AT)
     else:
-        a_desc, b_desc = (place(cta, tile, name, layouts.SW128, True, at)
-                          for tile, name, at in ((given, a_type, A_AT), (b, b_type, B_AT)))  # fmt: skip
+        a_desc, b_desc = (
+            place(cta, tile, name, layouts.SW128, True, at)
+            for tile, name, at in ((given, a_type, A_AT), (b, b_type, B_AT))
+        )
     if scale == "ue8m0":
         low = 60 if wide else 124
         sa, sb = (rng.integers(low, low + 6, (rows, blocks)) for rows in (128, n))

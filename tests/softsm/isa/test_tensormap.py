@@ -110,8 +110,10 @@ def test_atoms_need_the_wide_swizzle():
     text = ptx(
         "mov.u32 %r10, map;\nmad.lo.u32 %r11, %r1, 4, %r10;\nst.shared.u32 [%r11], 0;\nbar.warp.sync -1;\n"
         + replaced("swizzle_atomicity", 1),
-        shared=SHARED, target="sm_100a", version="8.6",
-    )  # fmt: skip
+        shared=SHARED,
+        target="sm_100a",
+        version="8.6",
+    )
     run(text, [words(1)])
 
 

@@ -10,8 +10,10 @@ SPARSE = DENSE._replace(k=32, sparse=True)
 
 
 def part(shape, start, *, add=True, d=0):
-    a, b = (swizzle.decode(swizzle.encode(x, 0, 1024, swizzle.SWIZZLE128, blackwell=False), False)
-            for x in (start, start + 8192))  # fmt: skip
+    a, b = (
+        swizzle.decode(swizzle.encode(x, 0, 1024, swizzle.SWIZZLE128, blackwell=False), False)
+        for x in (start, start + 8192)
+    )
     return Part(None, 1, shape, np.arange(d, d + 8), a, b, add, 0, 0)
 
 

@@ -66,6 +66,8 @@ ret;
     first, last = parse(text).functions["k"].body
     chain = [first.loc, first.loc.caller, first.loc.caller.caller]
     assert [(at.file, at.line) for at in chain] == [
-        ("/clang/__clang_cuda_builtin_vars.h", 66), ("lib.cuh", 9), ("/home/me/kernel.cu", 3)
-    ]  # fmt: skip
+        ("/clang/__clang_cuda_builtin_vars.h", 66),
+        ("lib.cuh", 9),
+        ("/home/me/kernel.cu", 3),
+    ]
     assert last.loc.caller is None and outside(first.loc).file == "lib.cuh"

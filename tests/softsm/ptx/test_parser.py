@@ -122,8 +122,10 @@ def test_register_parameters_of_a_func():
 
 
 def test_names_of_a_func_do_not_meet_those_of_the_kernel():
-    module = parse(HEAD + ".func f(.param .b32 n)\n{.reg .b32 %r<2>; ld.param.b32 %r1, [n]; ret;}\n"
-                   ".entry k(.param .b32 n)\n{.reg .b32 %r<2>; ld.param.b32 %r1, [n]; ret;}\n")  # fmt: skip
+    module = parse(
+        HEAD + ".func f(.param .b32 n)\n{.reg .b32 %r<2>; ld.param.b32 %r1, [n]; ret;}\n"
+        ".entry k(.param .b32 n)\n{.reg .b32 %r<2>; ld.param.b32 %r1, [n]; ret;}\n"
+    )
     assert module.functions["f"].body[0].operands[1] == Address(Symbol("n@f"))
     assert module.functions["f"].params[0].name == "n@f"
     assert module.functions["k"].body[0].operands[1] == Address(Symbol("n"))

@@ -46,4 +46,6 @@ def test_a_warning_is_no_finding():
         report.warn(Diagnostic("barrier-overwritten", "overwritten without mbarrier.inval"))
     assert not report and len(report) == 0 and len(report.warnings) == 1
     assert str(report).splitlines()[:2] == [
-        "nothing found in 0 launches", "warning: barrier-overwritten: overwritten without mbarrier.inval"]  # fmt: skip
+        "nothing found in 0 launches",
+        "warning: barrier-overwritten: overwritten without mbarrier.inval",
+    ]

@@ -138,8 +138,10 @@ class Copies:
         """The gradients, to where they belong."""
         given, made = self.b, self.request
         for x, y, (there, here) in (
-            (given.dq, made.dq, self.rows), (given.dk, made.dk, self.key_rows), (given.dv, made.dv, self.key_rows),
-        ):  # fmt: skip
+            (given.dq, made.dq, self.rows),
+            (given.dk, made.dk, self.key_rows),
+            (given.dv, made.dv, self.key_rows),
+        ):
             if x is not None:
                 x.index_copy_(0, there, y.flatten(0, 1)[here])
 

@@ -146,8 +146,9 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         k_is_v=int(v is k),
         kv_scales=kv_scales(p),
     )
-    structs = dict(tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts,
-                   order=c.order)  # fmt: skip
+    structs = dict(
+        tensors=tensors, k_desc=k_desc, v_desc=v_desc, sizes=sizes, strides=strides, opts=opts, order=c.order
+    )
     widths = dict(COLUMNS=p.q.shape[-1], V_COLUMNS=p.v.shape[-1])
     program.launch(kernel, grid, structs, KV_LOAD=kv_load, SIGN=sign, SAME_KV=v is k, **widths,
                    SPLIT=2 if fp16_partials else split, num_warps=4, **c.options)  # fmt: skip
@@ -285,8 +286,10 @@ def partials(p: Any, program: Program, splits: int, rows: int, fp16_partials: bo
     scratch = p.scratch
     if scratch is not None and scratch.numel() < size:
         if scratch.is_cuda and not is_partial(p):  # a plan has no room for results in fp32
-            raise ValueError(f"plan: got one with {scratch.numel()} floats of scratch; accepted: {size} or more, as "
-                             f"dsv4.plan gives with deterministic={p.deterministic}")  # fmt: skip
+            raise ValueError(
+                f"plan: got one with {scratch.numel()} floats of scratch; accepted: {size} or more, as "
+                f"dsv4.plan gives with deterministic={p.deterministic}"
+            )
         scratch = None
     if scratch is None:
         scratch = program.workspace("scratch", (size,), torch.float32)
