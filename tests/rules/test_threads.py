@@ -461,6 +461,23 @@ def test_one_warp_may_wait_for_all_behind_a_barrier():
     assert after_another_grid("bar.sync 0;\n" + t.only("warp 0", WAIT) + USES["read"]).codes() == ["race"]
 
 
+def test_a_wait_with_a_time_limit_is_asked_again():
+    """Of a few seeds, one at least makes the answer no."""
+
+    def make(keep):
+        store = t.only("warp 1", t.wait("bar2", 0) + "st.shared.u32 [a], 7;\n" + t.arrive("bar"))
+        wait = t.wait("bar", 0) if keep else "mbarrier.try_wait.parity.shared::cta.b64 %p6, [bar], 0;\n"
+        read = t.only("warp 0", t.arrive("bar2") + wait + "ld.shared.u32 %r42, [a];\n" + t.out("%r42", "%rd2"))
+        return plain(t.init(("bar", 32), ("bar2", 32)) + read + store)
+
+    def found(keep):
+        return [findings(make(keep), ARGS, strict=False, order="random", seed=seed, block=64) for seed in range(5)]
+
+    assert not any(found(True))
+    codes = {code for report in found(False) for code in report.codes()}
+    assert codes and codes <= {"race", "uninitialised"}, codes
+
+
 # -- the words of mbarriers --------------------------------------------------------------------------------------------
 
 

@@ -70,6 +70,7 @@ class AsyncEngine:
     def __init__(self, order: str, seed: int):
         self.order = order
         self.random = random.Random(seed)
+        self.limits = random.Random(seed)  # of waits
         self.pending: dict[int, AsyncOp] = {}  # by id, in order of issue
         self.signalling: dict[int, AsyncOp] = {}  # those of them that may wake somebody
         self.completed = 0
@@ -77,6 +78,14 @@ class AsyncEngine:
         self.performing: AsyncOp | None = None  # whose effects are being applied, when somebody observes
         self.postponed = None  # effects that wait for more of their kind (isa/product_chain.py)
         self.growing = None  # the products that were issued last, when the next may go with them
+
+    def impatient(self, w: Warp) -> bool:
+        """Is the time limit of this wait over before it has waited? PTX leaves it to the system; a program that does
+        not ask again goes on too early. Order 'random' draws it, but not twice in a row: loops come to rest."""
+        fragment = w.fragment
+        early = self.order == "random" and fragment.told_no != w.pc and self.limits.random() < 0.25
+        fragment.told_no = w.pc if early else -1
+        return early
 
     def issue(self, op: AsyncOp) -> AsyncOp:
         if self.growing is not None:

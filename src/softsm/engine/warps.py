@@ -18,12 +18,13 @@ from softsm.ptx.roles import called_at, place_of
 
 
 class Fragment:
-    __slots__ = ("blocked", "mask", "parked", "pc", "returns", "steps", "timed_out", "warp")
+    __slots__ = ("blocked", "mask", "parked", "pc", "returns", "steps", "timed_out", "told_no", "warp")
 
     def __init__(self, warp: Warp, pc: int, mask: int, returns: tuple = ()):
         self.warp, self.pc, self.mask, self.returns = warp, pc, mask, returns
         self.blocked: Blocked | None = None
         self.timed_out = False  # its wait has a time limit, which is over
+        self.told_no = -1  # pc of a wait whose time limit was over at once, in order 'random'
         self.parked = 0  # lanes it waits for before a converging instruction
         self.steps = 0  # run while the warp was divergent: after TURN of them another fragment has its turn
 

@@ -470,13 +470,17 @@ def do_test(w, mask, o):
 
 def do_wait(w, mask, o):
     """Suspends while no lane can go on. Lanes that can must not wait for those that cannot: they may be the ones
-    whose arrival the others need. When nothing else can happen any more the time limit is over and it answers no."""
+    whose arrival the others need. When nothing else can happen any more the time limit is over and it answers no; in
+    order 'random' it may be over at once."""
     fragment = w.fragment
     barrier = None if fragment.timed_out else _awaited(w, mask, o)
-    if barrier is not None:
+    if barrier is not None and not w.machine.engine.impatient(w):
         return Blocked(barrier, Waiting(barrier, w.R.item(o.what, (mask & -mask).bit_length() - 1)), limited=True)
+    if barrier is not None:
+        set_predicate(w, o.dst, mask, 0)
+        return POLLED
     bits, barrier = _answers(w, mask, o)
-    if not bits and barrier is not None and not fragment.timed_out:
+    if not bits and barrier is not None and not fragment.timed_out and not w.machine.engine.impatient(w):
         lane = (mask & -mask).bit_length() - 1
         return Blocked(barrier, Waiting(barrier, w.R.item(o.what, lane) if o.parity else None), limited=True)
     if fragment.timed_out:
