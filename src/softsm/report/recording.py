@@ -162,10 +162,6 @@ class Recorder:
             return f"warp {track.number} {self.role(track)}"
         return track.kind + (f" {track.number + 1}" if track.number else "")
 
-    @property
-    def ticks(self) -> int:
-        return max((x.end for x in self.launches), default=0)
-
 
 def place(ins) -> str:
     loc = place_of(ins)

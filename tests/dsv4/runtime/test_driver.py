@@ -108,10 +108,8 @@ def drivers(monkeypatch):
 
     monkeypatch.setattr(launch, "ready_launch", by_driver)
     monkeypatch.setattr(launch.Ready, "run", watched)
-    calls.forget()
     with softsm.use("sm_90a"):
         yield made
-    calls.forget()
 
 
 def v4_call():

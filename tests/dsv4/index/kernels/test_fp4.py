@@ -11,7 +11,6 @@ import dsv4
 import softsm
 from dsv4.index import cpu, problem
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.runtime import calls
 
 BLACKWELL = pytest.param("sm_100a", marks=[
     pytest.mark.slow,
@@ -133,8 +132,6 @@ def test_blocks_in_several_rounds(arch, most, monkeypatch):
     """Pieces of 128 blocks, of which a round keeps at most half: 3000 rows are 375 of them."""
     for name in ("dsv4.index.sizes.INDEX_PIECE", "dsv4.index.kernels.prepare.INDEX_PIECE"):
         monkeypatch.setattr(name, 128)
-    calls.forget()
     arguments, _, _ = v41_index.problem(3, 3000, lengths=(3000, 2049, 7), topk=8, whole=True, heads=3)
     got, want = source(arch, **arguments, topk_blocks=most), dsv4.index_blocks(**arguments, topk_blocks=most)
-    calls.forget()
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

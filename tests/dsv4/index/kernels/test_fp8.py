@@ -8,7 +8,6 @@ import torch
 
 from dsv4.index import cpu, problem, sizes
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.runtime import calls
 
 
 @pytest.fixture(params=["sm_90a", pytest.param("sm_100a", marks=pytest.mark.compile)])
@@ -86,10 +85,8 @@ def test_the_choice_by_groups(what, topk):
 def test_lists_too_wide_for_the_groups(arch, monkeypatch):
     """The choice in rounds, of the same scores."""
     monkeypatch.setattr("dsv4.index.kernels.prepare.MAX_TOPK_BY_GROUPS", 10)
-    calls.forget()
     arguments = index_cases.fp8_ragged()
     index_cases.assert_exact(index_cases.kernel(arch, **arguments), **arguments)
-    calls.forget()
 
 
 def test_a_page_that_is_not_there_is_chosen_last_and_has_no_name(arch, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 import dsv4
 from dsv4.index import cpu, problem, sizes
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.runtime import calls, launch
+from dsv4.runtime import launch
 
 
 @pytest.fixture(params=["sm_90a", pytest.param("sm_100a", marks=pytest.mark.compile)])
@@ -78,9 +78,7 @@ def test_shares_of_a_query_rank_their_rows(arch, rows, monkeypatch):
     monkeypatch.setattr(launch, "ready_launch", lambda given, target: seen.append(given) or ready(given, target))
     arguments = dict(q=whole(2, 4, 16), k=whole(rows, 16), weights=whole(2, 4).float(), topk=20, scale=1.0,
                      lengths=torch.tensor([rows, 7], dtype=torch.int32))  # fmt: skip
-    calls.forget()
     index_cases.assert_exact(index_cases.kernel(arch, **arguments), **arguments)
-    calls.forget()
     assert seen[-1].constants["SHARES"] == 2 and seen[-1].grid == (2, 2)
 
 
@@ -141,7 +139,6 @@ def test_the_choice_of_more_groups_than_a_piece_has(arch, what, topk, monkeypatc
     for name in ("dsv4.index.sizes.INDEX_PIECE", "dsv4.index.kernels.prepare.INDEX_PIECE"):
         monkeypatch.setattr(name, 1024)
     assert sizes.index_candidates(17000, topk) == 3 * 128
-    calls.forget()
     g = torch.Generator().manual_seed(topk)
     scores = {
         "random": torch.randn(17000, generator=g),
@@ -151,7 +148,6 @@ def test_the_choice_of_more_groups_than_a_piece_has(arch, what, topk, monkeypatc
         "falling": -torch.arange(17000.0) / 7,
     }[what].bfloat16()
     index_cases.assert_select(arch, scores, topk)
-    calls.forget()
 
 
 @pytest.mark.slow

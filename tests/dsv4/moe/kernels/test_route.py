@@ -45,7 +45,6 @@ def test_tokens_have_their_bits_in_every_batch(monkeypatch):
     monkeypatch.setattr(prepare, "FEW_TOKENS", 0)  # as if there were many
     calls.forget()
     many = kernel(x[7:], gate, bias=bias)
-    calls.forget()
     assert all(torch.equal(a, b[7:]) for a, b in zip(many, few))
 
 

@@ -47,14 +47,12 @@ def scaled_rows(count: int) -> torch.Tensor:
 def test_a_query_that_lists_one_row_gets_its_bits(monkeypatch):
     """Its weight is 1. Rows of the window, and of another pool in pages of 2."""
     monkeypatch.setattr(unpack_pools, "pays", lambda p: True)
-    calls.forget()
     window, compressed = scaled_rows(70), scaled_rows(30)
     pools = [dsv4.Fp8Cache.pack(x, rows_per_page=n) for x, n in ((window, 16), (compressed, 2))]
     lists = torch.tensor([[0], [17], [69], [-1], [-1]]).int(), torch.tensor([[-1], [-1], [-1], [1], [29]]).int()
     q = torch.randn(5, 16, 512).bfloat16() / 64
     with softsm.use("sm_90a"), softsm.checking() as report:
         out = dsv4.v4_attention(q, pools[0], lists[0], pools[1], lists[1], backend="softsm")
-    calls.forget()
     assert report.launches == 3 and not report, str(report)
     rows = [x.unpack() for x in pools]
     want = torch.stack([rows[int(a[0] < 0)][int(max(a[0], b[0]))] for a, b in zip(*lists)])
@@ -92,7 +90,6 @@ def test_unpacked_rows_give_the_same_bits(page, stride, tabled, monkeypatch):
         calls.forget()
         with softsm.use("sm_90a"), softsm.checking(races=True, order="latest") as report:
             got = dsv4.v4_attention(**arguments, return_lse=True, backend="softsm")
-        calls.forget()
         assert not report, str(report)
         assert report.launches == 1 + 2 * first
         return got
@@ -107,7 +104,6 @@ def test_unpacked_rows_give_the_same_bits(page, stride, tabled, monkeypatch):
 def test_a_pool_that_is_window_and_compressed_is_unpacked_once(monkeypatch):
     """Also through another view of its storage."""
     monkeypatch.setattr(unpack_pools, "pays", lambda p: True)
-    calls.forget()
     cache, other = (dsv4.Fp8Cache.pack(torch.randn(32, 512), rows_per_page=16) for _ in range(2))
     again = dsv4.Fp8Cache(cache.storage.view_as(cache.storage), 16, cache.page_stride)
     q, some = torch.randn(1, 16, 512).bfloat16(), torch.randint(-1, 32, (1, 8), dtype=torch.int32)
@@ -117,4 +113,3 @@ def test_a_pool_that_is_window_and_compressed_is_unpacked_once(monkeypatch):
             got = dsv4.v4_attention(**given, return_lse=True, backend="softsm")
         assert report.launches == expected
         assert_agrees(got, reference.v4_attention, **given)
-    calls.forget()

@@ -69,7 +69,6 @@ def test_split_keys_are_merged_in_order(head_dim, same_kv):
 def test_short_partial_results_hold_values_of_any_size(monkeypatch):
     """Many partial results of head dim 512 are 16 bits wide; each half of a row has its own power of two."""
     monkeypatch.setattr(prepare, "FP16_PARTIALS_FROM", 0)
-    calls.forget()
     q, k = torch.randn(1, 1, 8, 512).bfloat16(), torch.randn(1, 300, 1, 512).bfloat16()
     size = torch.cat([torch.full((256,), 1e30), torch.full((256,), 1e-30)])
     v = (torch.randn(1, 300, 1, 512) * size).bfloat16()
@@ -79,7 +78,6 @@ def test_short_partial_results_hold_values_of_any_size(monkeypatch):
     names = launches.launched(monkeypatch)
     with softsm.use("sm_90a"), softsm.checking(races=True) as report:
         out = dsv4.fmha(q, k, v, plan=plan, backend="softsm")
-    calls.forget()
     assert names[-1] == "combine_fp16"
     assert "nothing found" in str(report), str(report)
     want, low = reference.fmha(q, k, v)[0], reference.fmha(q, k, v, p_dtype=torch.bfloat16)[0]
@@ -142,7 +140,6 @@ def test_three_roles_of_head_dim_64(monkeypatch, order, causal):
     """Whatever the Triton: causal roles begin at different tiles of keys, and some rows see none."""
     monkeypatch.setattr(fmha, "THREE_ROLES_SPILL", (99,))
     monkeypatch.setattr(fmha, "THREE_ROLES", 0.0)
-    calls.forget()
     one = dispatch.compile_target("sm_90a")._replace(num_sms=1)
     for tokens, keys, heads in ((450, 450, (2, 2)), (330, 266, (2, 1))):
         q = torch.randn(1, tokens, heads[0], 64).bfloat16()
@@ -154,7 +151,6 @@ def test_three_roles_of_head_dim_64(monkeypatch, order, causal):
             _, lse = dsv4.fmha(q, k, v, causal=causal, out=out, return_lse=True, backend="softsm")
         assert "nothing found" in str(report), str(report)
         assert_agrees((out, lse), reference.fmha, q, k, v, causal=causal)
-    calls.forget()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +210,6 @@ def test_no_slot_is_filled_before_all_have_seen_it(splits, seed, same_kv, monkey
     """Seven steps of a split at head dim 512. A wait for a filling that the next one has overtaken would not end. Two
     splits make fp16 partial results: the kernel that the test of their values compiles. A window and a sink too."""
     monkeypatch.setattr(prepare, "FP16_PARTIALS_FROM", 0)
-    calls.forget()
     keys = 850 * splits
     q, k = torch.randn(1, 64, 1, 512).bfloat16(), torch.randn(1, keys, 1, 512).bfloat16()
     v = k if same_kv else torch.randn_like(k)
@@ -225,7 +220,6 @@ def test_no_slot_is_filled_before_all_have_seen_it(splits, seed, same_kv, monkey
     seen = dict(window=(keys - 80, 20), sink=torch.randn(1))
     with softsm.use("sm_90a"), softsm.checking(order="random", seed=seed) as report:
         got = dsv4.fmha(q, k, v, **seen, plan=plan, return_lse=True, backend="softsm")
-    calls.forget()
     assert not report, str(report)
     assert_agrees(got, reference.fmha, q, k, v, **seen)
 

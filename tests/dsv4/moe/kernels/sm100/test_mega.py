@@ -24,13 +24,6 @@ kernel = partial(moe_cases.kernel, "sm_100a")
 unlimited = float("inf")
 
 
-@pytest.fixture(autouse=True)
-def prepared_anew():
-    calls.forget()
-    yield
-    calls.forget()
-
-
 def case(recipe="fp8_128", tokens=18):
     """Experts with many rows, with one and with none, and a slot without an expert."""
     experts = moe_cases.layer(h=512, i=256, nvfp4=recipe == "nvfp4", layout="sm100").experts

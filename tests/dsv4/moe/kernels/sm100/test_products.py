@@ -11,7 +11,6 @@ import softsm
 from dsv4.kernels.compat import TRITON_VERSION
 from dsv4.moe.kernels import prepare
 from dsv4.moe.kernels.sm100 import entry
-from dsv4.runtime import calls
 
 pytestmark = pytest.mark.skipif(TRITON_VERSION < (3, 9), reason="the Blackwell kernels need triton >= 3.9")
 kernel = partial(moe_cases.kernel, "sm_100a")
@@ -33,7 +32,6 @@ def test_every_tile_in_every_order(rows, recipe, monkeypatch):
     """Several tiles to a CTA, the last of an expert partly filled; slots sorted in pieces."""
     monkeypatch.setattr(entry, "TILES", ((float("inf"), rows),))
     monkeypatch.setattr(prepare, "SORTED_AT_ONCE", 0)
-    calls.forget()
     experts = moe_cases.layer(e=3, h=512, i=256, nvfp4=recipe == "nvfp4", layout="sm100").experts
     given = moe_cases.tokens(140, h=512, e=3, k=2)
     given["ids"][5:] = torch.tensor([2, 0])
@@ -41,7 +39,6 @@ def test_every_tile_in_every_order(rows, recipe, monkeypatch):
     moe_cases.assert_right(out, slots, experts, given, recipe=recipe)
     for order in ("eager", "latest"):
         assert torch.equal(kernel(experts, given, order=order, sms=2, activations=recipe), out)
-    calls.forget()
 
 
 def test_what_the_kernels_do_not_take():

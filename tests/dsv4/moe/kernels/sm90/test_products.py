@@ -33,7 +33,6 @@ def test_numbers_out_of_range_count_as_none(at_once, monkeypatch):
     """Where no values are checked, as on a GPU: nothing is read out of bounds, which softsm would name."""
     if not at_once:
         monkeypatch.setattr(prepare, "SORTED_AT_ONCE", 0)
-    calls.forget()
     experts, given = moe_cases.layer().experts, moe_cases.tokens(9, k=2)
     given["ids"] = given["ids"].long()
     given["ids"][[0, 3, 8], [0, 1, 0]] = -1
@@ -41,7 +40,6 @@ def test_numbers_out_of_range_count_as_none(at_once, monkeypatch):
     monkeypatch.setattr(checks, "values_checked", lambda *_: False)
     given["ids"][[0, 3, 8], [0, 1, 0]] = torch.tensor([4, -7, (1 << 32) + 1])
     assert torch.equal(kernel(experts, given), want)
-    calls.forget()
 
 
 @pytest.mark.slow
@@ -53,14 +51,12 @@ def test_slots_that_are_sorted_in_pieces(monkeypatch):
     monkeypatch.setattr(prepare, "SORTED_AT_ONCE", 0)
     calls.forget()
     assert torch.equal(kernel(experts, given, order="latest"), at_once)
-    calls.forget()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiling", [(16,), (64,), (8, 3), (64, 2), (128,)])
 def test_wider_tiles(tiling, monkeypatch):
     monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(*tiling)),))
-    calls.forget()
     experts, given = moe_cases.layer(e=3, h=512, i=256).experts, moe_cases.tokens(40, h=512, e=3, k=2)
     given["ids"][5:, 0] = 2
     given["ids"][5:, 1] = 0
@@ -68,7 +64,6 @@ def test_wider_tiles(tiling, monkeypatch):
     out = kernel(experts, given, order="latest", shared=shared)
     moe_cases.assert_right(out, None, experts, given, shared=shared)
     assert torch.equal(out, kernel(experts, given, shared=shared))
-    calls.forget()
 
 
 @pytest.mark.slow
@@ -94,11 +89,9 @@ def test_races_are_named(line, instead, fix, monkeypatch, tmp_path):
 
     planted.plant(monkeypatch, tmp_path, products, "moe_products_sm90", (line, instead))
     monkeypatch.setattr(entry, "moe_products_sm90", products.moe_products_sm90)
-    calls.forget()
     experts, given = moe_cases.layer(h=512, i=256).experts, moe_cases.tokens(9, h=512, k=2)
     with softsm.use("sm_90a", sms=3), softsm.checking(order="random") as report:
         dsv4.moe(**given, experts=experts, backend="softsm")
-    calls.forget()
     assert any(x.code == "race" and fix in x.fix for x in report), str(report)
 
 

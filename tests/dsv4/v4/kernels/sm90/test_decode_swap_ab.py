@@ -111,13 +111,11 @@ def test_32_heads_in_a_cta(queries, rows, keys, order, check, monkeypatch):
 def test_blocks_of_128_rows(check, monkeypatch):
     """A block of window rows and two of compressed ones, two of them in one CTA; 40 heads are two tiles."""
     monkeypatch.setattr(entry, "decode_kernel", lambda p, target: (entry.v4_decode_swap_ab, entry.OF_32_LONG, 2))
-    calls.forget()
     check(
         q=torch.randn(1, 40, 512).bfloat16(), window=pool(100), window_indices=numbers(1, 100, of=100),
         compressed=pool(90, 2), compressed_indices=numbers(1, 150, of=90), sink=torch.randn(40),
         inverse_rope=(reference.rope_table(50, 64), torch.tensor([3], dtype=torch.int32)),
     )  # fmt: skip
-    calls.forget()
 
 
 @pytest.mark.parametrize("order", ["latest", pytest.param("eager", marks=pytest.mark.slow)])
@@ -125,7 +123,6 @@ def test_plain_rows_come_when_those_of_the_last_block_are_no_longer_read(order, 
     """Two blocks of window rows and three of compressed ones, in two CTAs for each tile of heads; rows apart, NaN
     between them and where no list leads."""
     monkeypatch.setattr(entry, "decode_kernel", lambda p, target: (entry.v4_decode_swap_ab, entry.OF_16, 2))
-    calls.forget()
     window, compressed = torch.full((90, 576), NAN).bfloat16(), torch.full((40, 2, 520), NAN).bfloat16()
     window[:60, :512] = torch.randn(60, 512)
     compressed[:30, :, :512] = torch.randn(30, 2, 512)
@@ -133,7 +130,6 @@ def test_plain_rows_come_when_those_of_the_last_block_are_no_longer_read(order, 
         order, q=torch.randn(1, 20, 512).bfloat16(), window=window[:, :512], window_indices=numbers(1, 100, of=60),
         compressed=compressed[:, :, :512], compressed_indices=numbers(1, 150, of=60), sink=torch.randn(20),
     )  # fmt: skip
-    calls.forget()
 
 
 @pytest.mark.slow

@@ -35,9 +35,6 @@ def numbers(*shape: int, of: int) -> torch.Tensor:
 def not_few(monkeypatch):
     """Few work tiles take this kernel too, as many do; test_decode_swap_ab.py has the one that they would take."""
     monkeypatch.setattr(entry, "decode_kernel", lambda p, target: None)
-    calls.forget()
-    yield
-    calls.forget()
 
 
 def run(order: str = "eager", sms: int | None = None, **arguments):

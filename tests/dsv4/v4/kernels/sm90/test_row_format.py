@@ -10,7 +10,6 @@ import dsv4
 import softsm
 from dsv4 import reference
 from dsv4.caches.pages import PackedRows
-from dsv4.runtime import calls
 
 
 @pytest.mark.slow  # test_v41_rows.py has the quick test of rows that are codes alone
@@ -18,7 +17,6 @@ def test_a_toy_format(monkeypatch):
     """All values are codes, scales of 32 values lie behind each row: neither is so in an Fp8Cache."""
     torch.manual_seed(0)
     names = launches.launched(monkeypatch)
-    calls.forget()
     cache = PackedRows.pack(torch.randn(100, 512).bfloat16(), rows_per_page=8, format=TOY)
     arguments = dict(
         q=torch.randn(1, 16, 512).bfloat16(), window=cache,
