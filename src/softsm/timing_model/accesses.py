@@ -42,6 +42,9 @@ class Access:
     distant: int = 0  # ... that it had asked for, but more than NEAR_BYTES before
     missing: int = 0  # looks with sectors of the one kind, or that wait for one with such, and looks of the other
     again: int = 0
+    later: int = (
+        0  # looks of the first kind whose line the CTA had asked for a part of: it is on its way to L2, or there
+    )
     bytes: int = 0
     space: str = "shared"  # or load, store, atomic
     tensors: dict = field(default_factory=_counts)
@@ -131,7 +134,7 @@ class Looks:
         shared = known.shared[records]
         if known.any_generic:
             shared |= known.generic[records] & (first >= pg.SHARED_WINDOW)
-        units, missed, distant, asked_lines, joined = np.zeros((5, len(rows)), np.int64)
+        units, missed, distant, asked_lines, joined, later = np.zeros((6, len(rows)), np.int64)
         for size in set(sizes[shared].tolist()):
             those = (shared & (sizes == size)).nonzero()[0]
             units[those] = wavefronts(addresses(those), size)
@@ -160,6 +163,8 @@ class Looks:
                 missed[added] += more
             turn = turns_of(warps[those] * len(known.of) + records[those])
             joined[those] = joins(cta, turn, first[those] + shift >> 5, missed[those])
+            order, at = turns_of(warps)[those], first[those] + shift >> 7
+            later[those] = (asked_lines[those] == 1) & ~store & comes_later(cta, order, at)
             tensors = len(starts) + 1
             keys = ((of[those] * tensors + tensor + 1) * 3 + store + atomic) * len(traces) + cta
             lone = (~store & (4 * units[those] < 5 * asked_lines[those])).nonzero()[0]
@@ -179,12 +184,13 @@ class Looks:
                 out[line].tensors[at] += all_
                 traces[k].traffic[at, way] += round(32 * new * often[line])
                 traces[k].traffic[at, f"{way} lines"] += round(lines * new / all_ * often[line])
-        looked = units, asked_lines, missed, distant, (missed > 0) | (joined > 0), distant > 0, nbytes
+        fetches = (missed > 0) | (joined > 0)
+        looked = units, asked_lines, missed, distant, fetches, distant > 0, fetches & (later > 0), nbytes
         totals = [np.bincount(of, x, count).astype(int).tolist() for x in looked]
         for a, n, times, *a_sums in zip(out, looks, often, *totals):
             if n:
                 a.looks, a.ran = n, round(n * times)
-                a.units, a.lines, a.missed, a.distant, a.missing, a.again, a.bytes = a_sums
+                a.units, a.lines, a.missed, a.distant, a.missing, a.again, a.later, a.bytes = a_sums
         return {line: a for line, a in zip(known.lines.tolist(), out) if a is not None}
 
     def _executed(self) -> list[float]:
@@ -254,6 +260,15 @@ def joins(cta: np.ndarray, turn: np.ndarray, sector: np.ndarray, missed: np.ndar
     at = sector - sector.min()
     same = np.unique(step * (at.max() + 1) + at, return_inverse=True)[1]
     return np.bincount(same, missed)[same] > 0
+
+
+def comes_later(cta: np.ndarray, turn: np.ndarray, line: np.ndarray) -> np.ndarray:
+    """Whether a warp of the CTA has asked for something of the line in a turn before."""
+    at = line - line.min()
+    of = np.unique(cta * (at.max() + 1) + at, return_inverse=True)[1]
+    earliest = np.full(of.max() + 1, turn.max())
+    np.minimum.at(earliest, of, turn)
+    return turn > earliest[of]
 
 
 def apart(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

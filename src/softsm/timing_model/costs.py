@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from softsm.timing_model import machine
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.sass import NONE, WARPGROUP_PRODUCTS, Code, Sass
-from softsm.timing_model.sources import LONE_SECTOR
 
 # Pipes of a scheduler. Opcodes are matched by their longest prefix.
 PIPES = ("control", "fma", "alu", "imad", "mufu", "half", "uniform", "memory", "convert", "hmma", "fp64", "pack")
@@ -91,6 +90,7 @@ class Costs:
     values: np.ndarray
     accesses: list[tuple[int, int, int]]  # loads and stores: instruction, PTX line, bytes of a lane
     products: bool  # whether the tensor core makes any while warps do other things
+    behind: list[int] = field(default_factory=list)  # loads of lines that device memory has been asked for before
 
 
 def product(opcode: str, text: str) -> tuple[float, float]:
@@ -238,6 +238,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
         for i, line, _ in fixed.accesses:
             came[line] += int(executed[i])
     loads: dict[int, list[int]] = {}  # by PTX line
+    behind: list[int] = []
     for i, line, width in fixed.accesses:
         found = access.get(line)
         if found is None or not found.looks:
@@ -262,14 +263,15 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
                 a + (1 - l1) * b for a, b in ((found.missed, found.distant), (found.missing, found.again))
             )
             often = min(often, found.looks)  # the others find all of it in L1
+            if 2 * found.later > found.missing:
+                behind.append(i)
             values[i, r.UNITS] = 32 * fetched / max(often, 1e-9) * found.looks / each
             values[i, r.EXTRA], values[i, r.LINES] = often / found.looks, found.lines / each
             if found.tensors:
                 tensor = ints[i, r.TENSOR] = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= absent[tensor] if absent and 0 <= tensor < len(absent) else 1.0
         else:
-            sectors = found.units if kind == r.ATOMIC else max(found.units, LONE_SECTOR * found.lines)
-            values[i, r.UNITS], values[i, r.LINES] = 32 * sectors / each, found.lines / each
+            values[i, r.UNITS], values[i, r.LINES] = 32 * found.units / each, found.lines / each
             if kind == r.ATOMIC and found.tensors:
                 tensor = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= changing[tensor] if changing and 0 <= tensor < len(changing) else 1.0
@@ -278,4 +280,4 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             values[i, r.UNITS], values[i, r.EXTRA], ints[i, r.TENSOR] = 32 * _width(ins.opcode), spilled, -1
         elif ins.opcode.startswith("STL"):
             values[i, r.UNITS] = 32 * _width(ins.opcode) * spilled
-    return Costs(ints, values, fixed.accesses, fixed.products)
+    return Costs(ints, values, fixed.accesses, fixed.products, behind)

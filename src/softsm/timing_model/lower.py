@@ -225,7 +225,10 @@ class Lowering:
 
     def _copies(self, block: range) -> int:
         """How many turns of a loop are in a block that has no copy of one turn beside it: ptxas unrolls so if it knows
-        their number. Most lines are there that often with each of their opcodes."""
+        their number. Most lines are there that often with each of their opcodes. Products and copies have moves of a
+        line for each of them; loops with those are not unrolled so."""
+        if any(self.code.instructions[i].opcode.startswith(ALL) for i in block):
+            return 1
         pairs = Counter((x.line, x.opcode) for x in (self.code.instructions[i] for i in block) if x.line)
         return round(float(np.median(list(pairs.values())))) if len(pairs) >= MANY_PAIRS else 1
 

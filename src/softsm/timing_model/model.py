@@ -11,6 +11,7 @@ import numpy as np
 from softsm.timing_model import costs as cs
 from softsm.timing_model import machine
 from softsm.timing_model.atomics import Atomics, slices_of
+from softsm.timing_model.exchanges import held_up_ns
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
 from softsm.timing_model.grid import makespan, over_grid
 from softsm.timing_model.lower import Path, kinds_of, lowering_of
@@ -78,6 +79,8 @@ class Model:
         self.sms = int(gpu["sms"])
         self.slowest = slowest(trace)
         changing = [gpu["hbm.write"] / (32 * gpu["atomic.slice"] * slices_of(s)) for s in self.sources]
+        running = min(self.trace.total, self.slots) * self.cluster
+        self.exchange = held_up_ns(trace, self.sources, gpu, running)
         self.atomics = Atomics(trace, self.sources, gpu, self.slots * self.cluster)
         room = max(1.0, SM_L1 - self.occupancy * trace.shared)
         absent = [absent_from_l1(s, room, self.sms) for s in self.sources]
@@ -117,6 +120,7 @@ class Model:
             events[copies & ((events[:, 1] < 0) | (events[:, 1] >= tensors)), 1] = tensors
         known = self.costs.ints[:, machine.TENSOR]
         known[(known < 0) | (known >= tensors)] = tensors
+        known[self.costs.behind] += tensors + 1
 
     def _follow(self) -> None:
         trace = self.trace
@@ -158,7 +162,8 @@ class Model:
         """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
         g = self.gpu
         slow = g["hbm.busy"] * self.device_use**3 + g["hbm.slowest"] * self.slowest
-        slow_l2 = g["l2.busy"] * self.l2_use**3
+        slow += self.exchange
+        slow_l2 = g["l2.busy"] * self.l2_use**3 + self.exchange
 
         def row(s: Source) -> list[float]:
             alone = 1 / g["sm.rate"]
@@ -179,6 +184,7 @@ class Model:
 
         none = row(Source("none", 0))
         rows = [*(row(s) if s.asked else none for s in self.sources), none]
+        rows += [[per, *none[1:]] for per, *_ in rows]  # loads of lines that device memory has been asked for
         write = active * clock / g["hbm.write"]
         return np.array(rows), max(write, 1 / g["sm.write"])
 
@@ -439,7 +445,7 @@ class Model:
         sms = self.sms
         needs = dict(zip(ENGINES, (self.work / sms * us).tolist()))
         read = sum(s.asked * s.granules / self.l2_share(s, sms) / sms for s in self.sources)
-        written = sum(s.stored for s in self.sources) / g["hbm.write"]
+        written = sum(s.written for s in self.sources) / g["hbm.write"]
         changed = sum(self.atomics.ns)
         device = sum(s.asked * s.device * self.device_cost(s) + min(s.atomic, s.size) for s in self.sources)
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {

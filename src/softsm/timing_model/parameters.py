@@ -52,6 +52,7 @@ CLOCK = "Triton's Gluon tutorials and FlashAttention-4, B200"
 EVERYDAY = "benchmarks/microbench, group everyday, H200, 2026-11-17"
 LIMITS = "benchmarks/microbench, group shared limits, H200, 2026-11-17"
 DRAWN = "benchmarks/timing.py, kernels of development seeds 1 to 505, H200, 2026-11-17"
+EXCHANGE = "a scan in place over 64 and 128 states of 256 KB and 2 MB, H200, 2026-11-18"
 DEPENDENTS = "benchmarks/microbench, group dependents, H200, 2026-11-16"
 CLOSE = "cycles a product is held up by an instruction within two cycles of the one before"
 
@@ -129,6 +130,8 @@ HOPPER = {
     "hbm.piece": _p(104.0, "bytes that a sector takes which is read alone", DRAWN, "B", 64, 110),
     "atomic.slice": _p(1.8, "sectors/ns of a slice of L2", EVERYDAY, "A", 1.6, 1.9),
     "atomic.latency": _p(495.0, "cycles", EVERYDAY, "B", 450, 570),
+    "exchange": _p(1250.0, "ns of a load behind stores to lines under way", EXCHANGE, "B", 950, 1600),
+    "exchange.line": _p(0.225, "ns more for each of these lines", EXCHANGE, "B", 0.17, 0.3),
     "membar.gpu": _p(600.0, "cycles", LIMITS, "B", 300, 800),
     "cta.rate": _p(1.66, "CTAs/ns of the GPU", DRAWN, "A", 1.6, 1.7),
     "l2.bytes": _p(60e6, "bytes", "driver", "A"),

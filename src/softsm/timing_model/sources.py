@@ -15,7 +15,6 @@ ROW = 2048  # bytes
 SCATTERED = 40  # bytes of a line: below it, lanes read words here and there
 MANY_LINES = 8  # ... of a CTA: fewer say nothing, they may be a number that all lanes read
 WHOLE = 56  # bytes of 64, from which on a CTA asks for all of them
-LONE_SECTOR = 1.85  # sectors of a whole line that L2 writes as fast as one alone: it takes 64 bytes at a time
 FEW, MANY = 4096, 16384  # bytes that are waited for together: the slowest of many lines comes later than that of few
 
 
@@ -29,7 +28,6 @@ class Source:
     lines: float = 0.0  # of 128 bytes that those are in, whole or not
     blocks: float = 0.0  # of 64 bytes, if words are read here and there
     written: float = 0.0
-    written_lines: float = 0.0
     atomic: float = 0.0  # bytes of sectors that atomic operations change
     device: float = 0.0  # share that comes from device memory
     random: bool = False
@@ -54,11 +52,6 @@ class Source:
     def granules(self) -> float:
         """What L2 does for what is asked for: it answers 64 bytes at a time."""
         return max(1.0, 64 / self.piece)
-
-    @property
-    def stored(self) -> float:
-        """Bytes that stores take of L2's rate."""
-        return max(self.written, 32 * LONE_SECTOR * self.written_lines)
 
     @property
     def changed(self) -> float:
@@ -88,8 +81,6 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
                     out[tensor].blocks += n * scale
                 elif way == "write":
                     out[tensor].written += n * scale
-                elif way == "write lines":
-                    out[tensor].written_lines += n * scale
                 elif way == "atomic":
                     out[tensor].atomic += n * scale
         for tensor in {e[4] for w in c.warps for e in w.events if e[1] == LOAD}:
@@ -111,8 +102,8 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
                 s.device = max(min(1.0, unique / s.asked), 1 - held / s.size)
             elif s.random:
                 s.device = min(1.0, s.size * (1 - np.exp(-s.asked / s.size)) / s.asked)
-            if recent.get(s.name.split(" [")[0], 0) and s.size < l2 / 2:
-                s.device = 0.0
+            if recent.get(s.name.split(" [")[0], 0):  # L2 keeps it, or a part of it
+                s.device = 0.0 if s.size < l2 / 2 else s.device * min(1.0, s.size / l2)
     return out
 
 

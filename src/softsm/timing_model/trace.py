@@ -53,6 +53,7 @@ from softsm.timing_model.machine import (
 if TYPE_CHECKING:
     from softsm.timing_model.timer import Timer
 
+ZEROS = 2  # lines that one of zeros counts for, which cp.async writes where it has nothing to copy (docs/timing.md)
 ATOMIC_BYTES = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}  # else 4
 SM_SHARED, SM_THREADS, SM_CTAS = 233_472, 2048, 32
 MANY = 24  # jumps from which on arrays are quicker than a loop
@@ -415,8 +416,8 @@ class Tracer(Observer):
                 trace.traffic[tensor, "read lines"] += lines_asked
                 if len(trace.starts[tensor]) < 4096:
                     trace.starts[tensor].append(addresses[0])
-            filled = o.size * lanes.bit_count() // 128  # with zeros, where nothing is asked for
-            add((line, CP_ASYNC, tensor, 32 * sectors, max(lines_asked, filled)))
+            zeros = o.size * (lanes.bit_count() - len(addresses)) // 128
+            add((line, CP_ASYNC, tensor, 32 * sectors, lines_asked + ZEROS * zeros))
             return
         barriers = [(b, amount) for what, b, amount, by in self.arrivals if by is op and what == "complete_tx"]
         if kind.startswith(("TMA load", "bulk load")):

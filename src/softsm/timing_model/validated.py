@@ -38,7 +38,9 @@ def doubts(p) -> list[Doubt]:
     if len(opcodes) > LONG_CODE:
         out.append(Doubt(0.4, f"{len(opcodes)} machine instructions: more than the first instruction cache holds"))
     if busy.get("L2", 0.0) > 0.6 and any(s.asked > 2 * s.size > 0 for s in p.sources):
-        out.append(Doubt(0.22, "L2 is busy with tiles that CTAs share: how many ask for one together is not known"))
+        out.append(Doubt(0.3, "L2 is busy with tiles that CTAs share: how many ask for one together is not known"))
+    if p.bound.startswith("chain"):
+        out.append(Doubt(0.27, "nothing is busy: the time is a chain of waits, whose latencies add up"))
     if p.us < SHORT:
         out.append(Doubt(0.22, "a short kernel: most of its time is the launch and the first loads"))
     if p.gpu.arch.startswith("sm_10"):

@@ -199,3 +199,9 @@ def test_lanes_that_change_one_word_come_one_after_another(words, wanted) -> Non
     addresses = 4 * np.array([list(words)])
     assert accesses.repeated(addresses, np.ones((1, 32), bool)).tolist() == [wanted]
     assert accesses.repeated(addresses, np.arange(32)[None] < 1).tolist() == [0]
+
+
+def test_a_part_of_a_line_that_is_asked_for_later_is_in_l2() -> None:
+    """Two warps of one CTA and one of another; lines 5 and 6."""
+    cta, turn, line = np.array([0, 0, 0, 0, 1]), np.array([0, 0, 1, 1, 1]), np.array([5, 5, 5, 6, 5])
+    assert accesses.comes_later(cta, turn, line).tolist() == [False, False, True, False, False]

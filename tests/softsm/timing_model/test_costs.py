@@ -45,10 +45,3 @@ def test_copies_of_an_unrolled_load_fetch_by_turns() -> None:
 
     assert first(4, 4) == [0, 0, 0, 0]
     assert first(8, 4) == [0, 1, 0, 1]
-
-
-def test_a_sector_alone_takes_as_long_to_write_as_nearly_two() -> None:
-    for lines, wanted in ((8, 8 * 32 * 1.85), (2, 8 * 32)):
-        access = {1: Access(looks=1, ran=1, units=8, lines=lines, bytes=256, space="store")}
-        code = sass.Code([sass.Sass(index=0, opcode="STG.E.64", text="", line=1, guarded=False)], [range(1)], 32, 0)
-        assert costs.costs_of(code, GPUS["h200"], access).values[0, machine.UNITS] == wanted
