@@ -46,6 +46,10 @@ def cases(given) -> list:
 
         with softsm.use("sm_100a", cuda_shim=True):  # they ask for the GPU while they are imported
             every = timing_published.cases(given.published)
+    elif given.parts:
+        import timing_parts
+
+        every = timing_parts.cases()
     elif given.tune:
         import timing_tune
 
@@ -180,6 +184,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("timing.json"))
     parser.add_argument("--seed", type=int, nargs="+", metavar="N", help="cases drawn at random")
     parser.add_argument("--tune", action="store_true", help="tiles of one matrix product (timing_tune.py)")
+    parser.add_argument("--parts", action="store_true", help="parts of kernels (timing_parts.py)")
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--limit", type=float, default=120, help="seconds, for --measure")
@@ -215,7 +220,7 @@ def main() -> int:
     elif given.compile:
         measuring.compile_part(given.compile, cases(given))
     elif given.measure:
-        drawn = ["--seed", *map(str, given.seed)] if given.seed else ["--tune"] * given.tune
+        drawn = ["--seed", *map(str, given.seed)] if given.seed else ["--tune"] * given.tune + ["--parts"] * given.parts
         command = [sys.executable, __file__, *drawn, "--only", given.only, "--compile"]
         measuring.measure(given.json, cases(given), command, given.repeats, given.limit)
     return 0

@@ -52,7 +52,7 @@ CLOCK = "Triton's Gluon tutorials and FlashAttention-4, B200"
 EVERYDAY = "benchmarks/microbench, group everyday, H200, 2026-11-17"
 LIMITS = "benchmarks/microbench, group shared limits, H200, 2026-11-17"
 DRAWN = "benchmarks/timing.py, kernels of development seeds 1 to 505, H200, 2026-11-17"
-EXCHANGE = "a scan in place over 64 and 128 states of 256 KB and 2 MB, H200, 2026-11-18"
+EXCHANGE = "benchmarks/timing_parts.py, scan, H200, 2026-11-18"
 DEPENDENTS = "benchmarks/microbench, group dependents, H200, 2026-11-16"
 CLOSE = "cycles a product is held up by an instruction within two cycles of the one before"
 

@@ -53,7 +53,7 @@ from softsm.timing_model.machine import (
 if TYPE_CHECKING:
     from softsm.timing_model.timer import Timer
 
-ZEROS = 2  # lines that one of zeros counts for, which cp.async writes where it has nothing to copy (docs/timing.md)
+ZEROS = 2  # lines that one of zeros counts for, written where cp.async has nothing to copy (timing_parts.py, conv)
 ATOMIC_BYTES = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}  # else 4
 SM_SHARED, SM_THREADS, SM_CTAS = 233_472, 2048, 32
 MANY = 24  # jumps from which on arrays are quicker than a loop
