@@ -110,7 +110,7 @@ def spread_streams(
 
 
 def unit_of(dims: int) -> int:
-    """In which a kernel gets a number of dims."""
+    """The unit in which a kernel gets a number of dims."""
     return 8 if dims % 8 == 0 else 1
 
 

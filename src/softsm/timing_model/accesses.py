@@ -204,7 +204,7 @@ class Looks:
 
 
 def repeated(addresses: np.ndarray, on: np.ndarray) -> np.ndarray:
-    """Of atomic operations [n, 32] the lanes that find their word taken by another of the instruction; in a sector the
+    """The lanes of atomic operations [n, 32] that find their word taken by another of the instruction; in a sector the
     word counts that most lanes have. on: lanes that take part."""
     words = np.sort(np.where(on, addresses >> 2, -8 * (1 + np.arange(32))))
     before = np.zeros(words.shape, np.int64)

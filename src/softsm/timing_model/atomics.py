@@ -21,7 +21,7 @@ _CTA = re.compile(r"%ctaid\.[xyz]")
 
 
 def slices_of(s: Source, lines: float = math.inf) -> float:
-    """Of L2, that have so many lines of s: few have few."""
+    """How many slices of L2 have lines of s: few lines lie in few slices."""
     lines = max(1.0, min(s.size / 128, lines))
     return float(np.exp(np.interp(np.log(lines), np.log(SLICES[0]), np.log(SLICES[1]))))
 
@@ -82,5 +82,5 @@ class Atomics:
         self.ns = [s.atomic / (32 * gpu["atomic.slice"] * n) for s, n in zip(sources, self.slices)]
 
     def held_up_us(self) -> float:
-        """For how long reads wait behind them at few slices of L2: the ways to them are full."""
+        """How long reads wait behind them at few slices of L2: the ways to them are full."""
         return 1e-3 * self.waits * sum(ns * (1 - n / SLICES[1][-1]) for ns, n in zip(self.ns, self.slices))

@@ -51,7 +51,7 @@ def occupancy(trace: LaunchTrace, code: Code) -> int:
 
 
 def parameters_of(gpu: Gpu) -> np.ndarray:
-    """In the order of the replay."""
+    """The GPU's parameters in the order of the replay."""
     return np.array([gpu[name] if name else 0.0 for name in machine.PARAMETERS])
 
 

@@ -331,7 +331,7 @@ def _best_groups(
     p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int, at: int,
     candidates: int,
 ) -> tuple[Slot, Slot]:  # fmt: skip
-    """Of every piece of the groups the best ones: (maxima as ordered bits, numbers of the groups)."""
+    """The best groups of every piece: (maxima as ordered bits, numbers of the groups)."""
     groups, size = index_line(p.columns) // GROUP, INDEX_PIECE // 2
     kept, kept_numbers = (scratch.words(at + n * count * candidates, count * candidates, torch.int32) for n in (0, 1))
     each = index_kept(p.columns, p.topk)

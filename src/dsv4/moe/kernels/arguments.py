@@ -83,7 +83,7 @@ class SortOutputs(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Of the kernel that does all (sm100/mega.py): what it is given, and where x goes in the pool of rows."""
+    """What the mega kernel (sm100/mega.py) is given, and where x goes in the pool of rows."""
 
     any_alignment = ("ids_ptr", "weights_ptr", "scale_ptr")
 
@@ -140,7 +140,7 @@ class Total(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Of every piece of the slots, by experts."""
+    """Counts and bases of every piece of the slots, by experts."""
 
     any_alignment = ("counts_ptr", "bases_ptr")
 

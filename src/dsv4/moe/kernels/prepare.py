@@ -226,7 +226,7 @@ def scale_line(p: MoeProblem) -> int:
 
 
 def rows_per_expert(p: MoeProblem, ranks: int = 1) -> float:
-    """Of those that tokens choose, if they choose evenly. ranks: that have tokens and experts as these."""
+    """Rows of an expert that is chosen, if tokens choose evenly. ranks: each has tokens and experts like these."""
     experts, tokens = p.experts * ranks, p.tokens * ranks
     touched = experts * (1 - (1 - min(p.topk / experts, 1)) ** tokens)
     return tokens * p.topk / max(touched, 1)

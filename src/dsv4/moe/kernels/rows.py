@@ -116,7 +116,7 @@ def sort_expert(choice, to, expert, SLOTS: tl.constexpr):
 
 @triton.constexpr_function
 def words_of(recipe):
-    """Of scales, to a row and 128 columns."""
+    """How many words of scales a row has for 128 columns."""
     return 2 if recipe == "nvfp4" else 1
 
 

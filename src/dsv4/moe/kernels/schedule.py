@@ -1,4 +1,4 @@
-"""Which tile of a product is whose: persistent CTAs take tiles by turns, those of one expert one after the other.
+"""Which tile of a product is whose: persistent CTAs take tiles in turn, those of one expert one after the other.
 
 A tile is a block of weights of one expert times some of its rows of activations. Tiles with the same weights follow
 each other.
@@ -30,7 +30,7 @@ def write_ends(ends, rows, N: gl.constexpr):
 
 @gluon.jit
 def rows_of_experts(rows, EXPERTS: gl.constexpr):
-    """Of rows that lie in the order of experts, how many each has."""
+    """How many rows each expert has; they lie in the order of experts."""
     expert = gl.arange(0, EXPERTS, layout=experts_layout(EXPERTS, gl.num_warps()))
     there = expert < rows.experts
     begin = gl.load(rows.starts_ptr + expert, mask=there, other=0)
@@ -74,7 +74,7 @@ def scale_of(amax):
 
 @gluon.jit
 def swiglu(gate, up, weight, limit):
-    """Of gate and up as fp32, times the weight of the slot; to be rounded to bf16."""
+    """SwiGLU of gate and up in fp32, times the weight of the slot; the caller rounds it to bf16."""
     g = gl.minimum(gate, limit)
     u = gl.minimum(gl.maximum(up, -limit), limit)
     e = gl.exp2(g * -1.4426950408889634)

@@ -63,8 +63,8 @@ class Gradients:
 
 @gluon.jit
 def multiply(wide, narrow, slots, stage, tile, W: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """For every step of the tile wide [64, 256] += panel W of a times b, and narrow [64, 128] += the last panel times
-    the columns 128 W .. 128 W + 127 of b."""
+    """Multiply at every step of the tile: wide [64, 256] += panel W of a times b, narrow [64, 128] += the last panel
+    times the columns 128 W .. 128 W + 127 of b."""
     ring = slots.ring
     last = gl.to_tensor(-1)
     for _ in range(tile.begin, tile.end, 64):

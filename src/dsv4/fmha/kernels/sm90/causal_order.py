@@ -1,4 +1,4 @@
-"""In which order the looping kernel's CTAs take row tiles: the number that makes their work even.
+"""The order in which the looping kernel's CTAs take row tiles: the number that makes their work even.
 
 A causal row tile is as long as the keys that it sees, from one tile of keys to all. `forward_persistent.locate` lists
 the row tiles by blocks of `together` (sequence, KV head), and CTA c takes every CTAs-th of the list from c on. How even

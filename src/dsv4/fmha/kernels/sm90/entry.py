@@ -94,7 +94,7 @@ def swaps(p: FmhaProblem) -> bool:
 
 
 def _looping(p: FmhaProblem, target: Target) -> Tiling:
-    """For one CTA per multiprocessor that loops over the row tiles."""
+    """The settings for one CTA per multiprocessor that loops over the row tiles."""
     # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
     keys, stages, regs, producer = {64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)}[p.head_dim]
     order = order_of(p, 128, keys, target.num_sms)

@@ -48,7 +48,7 @@ def hidden_values(gate, up, weight, out):
 
 @gluon.jit
 def write_hidden(h, amax, block, first, stop, shift, out, G: gl.constexpr):
-    """As e4m3 with one scale per row of activations. amax: the greatest of 128 values of each."""
+    """Store h as e4m3 with one scale per row of activations. amax: the greatest of 128 values of each."""
     LN: gl.constexpr = gl.SliceLayout(0, h.type.layout)
     M: gl.constexpr = h.shape[0]
     N: gl.constexpr = h.shape[1]

@@ -26,7 +26,7 @@ factors         1024                fp32 [256]: of the rows of weights
 columns         4 max(N, 32)        of the rows of activations: weights of slots, or numbers of slots
 
 shared memory   bytes in all        holds
-amax            16 max(N, 32)       fp32 [2, 2, N]: of tiles by turns and compute roles, the greatest hidden value
+amax            16 max(N, 32)       fp32 [2, 2, N]: the greatest hidden value, by even and odd tiles and compute roles
 ends            4 EXPERTS           int32: tiles of rows of activations up to each expert's last
 
 barrier         arrives     count   waits       means
@@ -73,7 +73,7 @@ def scale_shift(begin, expert):
 
 @aggregate
 class Operands:
-    """Of one product: weights and activations, and how the tiles of an expert are counted."""
+    """Weights and activations of one product, and how the tiles of an expert are counted."""
 
     values_desc: Value
     offsets_desc: Value
@@ -123,7 +123,7 @@ def hidden_missing(signals, rows, expert, first, shift, blocks, N: gl.constexpr,
 
 @gluon.jit
 def load_weights(given, at, stages, stage, BYTES: gl.constexpr):
-    """Of one step, into a stage that BYTES fill."""
+    """The weights of one step, into a stage that BYTES fill."""
     stages.free.wait(stage.index, stage.phase)
     ready = stages.ready.at(stage.index)
     mbarrier.expect(ready, BYTES)

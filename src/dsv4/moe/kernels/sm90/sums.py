@@ -113,7 +113,7 @@ def operand(words, W: gl.constexpr):
 
 @gluon.jit
 def multiply(a, stages, at, PART: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr):
-    """With the first N rows of a part of activations: issued, not waited for. a: decoded words."""
+    """Multiply by the first N rows of a part of activations: issued, not waited for. a: decoded words."""
     zero = gl.zeros([16 * gl.num_warps(), N], gl.float32, product_layout(gl.num_warps(), N))
     x = stages.x.index(at * PARTS + PART).slice(0, N).permute((1, 0))
     return warpgroup_mma(operand(a, N), x, zero, use_acc=False, is_async=True)
@@ -167,7 +167,7 @@ def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.cons
 
 @gluon.jit
 def bases(factors, PLACE: gl.constexpr):
-    """Of 64 rows of a tile, the byte of offset 0. A factor is 2^(base - 133); the offset of byte `base` is 12."""
+    """The byte of offset 0 for 64 rows of a tile. A factor is 2^(base - 133); the offset of byte `base` is 12."""
     M: gl.constexpr = 16 * gl.num_warps()
     LB: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout(gl.num_warps())))
     return (factors.slice(PLACE * M, M).load(LB) >> 23) - 6
