@@ -94,7 +94,7 @@ class Cta(Waitable):
 
     __slots__ = (
         "barriers cluster cluster_barrier columns ctaid exit_hooks gpu invalidated kernel lane_hooks live machine "
-        "named_barriers phases phases_address program rank shared shared_address shared_base sm threads view "
+        "named_barriers phases phases_address program rank registers shared shared_address shared_base sm threads view "
         "warpgroups warps"
     ).split()
 
@@ -116,6 +116,7 @@ class Cta(Waitable):
         # First and end of the columns of tensor memory that it allocated last: what the compiled loop may touch.
         self.columns = np.zeros(2, np.int64)
         self.named_barriers: dict[int, object] = {}
+        self.registers: Any = None  # what setmaxnreg moves between its warps, once it does
         self.cluster_barrier: Waitable | None = None  # the first CTA of a cluster has it, once it is used
         self.warpgroups: dict[int, Warpgroup] = {}  # those that have used wgmma, by number
         self.view: Any = None  # what an observer knows of it
@@ -156,7 +157,7 @@ class Cta(Waitable):
         for w in self.warps:
             w.forget()
         self.cluster, self.warps, self.barriers, self.named_barriers, self.warpgroups = [], [], {}, {}, {}
-        self.exit_hooks, self.lane_hooks, self.cluster_barrier, self.view = [], [], None, None
+        self.exit_hooks, self.lane_hooks, self.cluster_barrier, self.view, self.registers = [], [], None, None, None
 
     def __str__(self) -> str:
         return f"CTA {self.ctaid}" + (f" of GPU {self.gpu}" if self.machine.gpus > 1 else "")

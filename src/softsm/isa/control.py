@@ -1,4 +1,4 @@
-"""Control flow: bra, brx.idx, call, ret, exit, trap, and instructions that only matter to timing."""
+"""Control flow: bra, brx.idx, call, ret, exit, trap, setmaxnreg, and instructions that only matter to timing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from softsm.engine import program as pg
+from softsm.engine.asynchrony import Blocked
 from softsm.engine.warps import Fragment
 from softsm.errors import Fault
 from softsm.isa.mbarriers import uniform
 from softsm.isa.registry import lowers
+from softsm.memory.waitable import Waitable
 from softsm.ptx.ast import Call, Imm, Instruction, Reg, Symbol
 
 if TYPE_CHECKING:
@@ -292,15 +294,66 @@ def do_trap(w, mask, o):
     raise w.fault("trap", f"{w.instruction().opcode} executed by lanes {mask:#010x}")
 
 
-@lowers("nanosleep", "pragma", "discard", "applypriority", "prefetch", "prefetchu", "setmaxnreg", "pmevent")
+@lowers("nanosleep", "pragma", "discard", "applypriority", "prefetch", "prefetchu", "pmevent")
 def timing_only(asm, ins):
-    """Hints and register-file sizes: they change no value. Their operands are still checked for existence."""
+    """Hints: they change no value. Their operands are still checked for existence."""
     for operand in ins.operands:
         if isinstance(operand, Reg):
             asm.type_of(operand)
-    if ins.opcode == "setmaxnreg" and ins.modifiers[:1] not in (("inc",), ("dec",)):
+
+
+# -- registers of a CTA ------------------------------------------------------------------------------------------------
+
+
+class RegisterPool(Waitable):
+    """What the warps of a CTA have given back, and how many registers a thread of each has."""
+
+    __slots__ = ("free", "of")
+
+    def __init__(self, cta, count: int):
+        super().__init__()
+        self.free, self.of = 0, dict.fromkeys(range(len(cta.warps)), count)
+        cta.exit_hooks.append(self.exited)
+
+    def exited(self, w) -> None:
+        self.give(w, 0)
+
+    def give(self, w, count: int) -> None:
+        self.free += 32 * (self.of[w.index] - count)
+        self.of[w.index] = count
+        self.wake()
+
+
+def registers_at_entry(directives: dict[str, tuple]) -> int | None:
+    """Per thread; None where the kernel leaves them to the assembler. Then setmaxnreg may have no effect (PTX)."""
+    if "maxnreg" in directives:
+        return directives["maxnreg"][0]
+    threads = math.prod(directives.get("reqntid") or directives.get("maxntid") or (0,))
+    most = 65536 // (directives.get("minnctapersm", (0,))[0] * -(-threads // 32) * 32 or 1) // 8 * 8
+    return most if most < 255 else None
+
+
+@lowers("setmaxnreg")
+def setmaxnreg(asm, ins):
+    if ins.modifiers[:1] not in (("inc",), ("dec",)):
         asm.refuse(ins, "expected setmaxnreg.inc or .dec")
-    if ins.opcode == "setmaxnreg":
-        count = ins.operands[0].value
-        if not (24 <= count <= 256 and count % 8 == 0):
-            raise asm.error(f"setmaxnreg takes 24 to 256 in steps of 8, got {count}")
+    count = ins.operands[0].value
+    if not (24 <= count <= 256 and count % 8 == 0):
+        raise asm.error(f"setmaxnreg takes 24 to 256 in steps of 8, got {count}")
+    entry = registers_at_entry(asm.function.directives)
+    if entry is not None:
+        asm.macro(do_setmaxnreg, ins, count=count, entry=entry)
+
+
+def do_setmaxnreg(w, mask, o):
+    """A warp that asks for more waits until the others have given back as many (PTX: per-CTA register pool)."""
+    cta = w.cta
+    if cta.registers is None:
+        cta.registers = RegisterPool(cta, o.entry)
+    pool = cta.registers
+    more = 32 * (o.count - pool.of[w.index])
+    if more > pool.free:
+        text = f"{more} registers for setmaxnreg.inc to {o.count}; the warps of the CTA have given back {pool.free}"
+        return Blocked(pool, text)
+    pool.give(w, o.count)
+    return None

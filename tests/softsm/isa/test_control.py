@@ -5,7 +5,7 @@ import pytest
 from launching import ptx, run, scratch, store, words
 
 import softsm.engine.launch as engine
-from softsm.errors import Fault
+from softsm.errors import Deadlock, Fault
 
 LANES = np.arange(32)
 
@@ -231,17 +231,35 @@ def test_hints_change_nothing(form):
     np.testing.assert_array_equal(run(ptx(body + store("%r1"), "out src"), [words(32), scratch(256)]), LANES)
 
 
-def test_registers_move_between_warpgroups():
-    body = """setp.lt.u32 %p2, %r1, 128;
+def moving(given, taken, directives):
+    """A warpgroup gives registers back, and another takes them."""
+    body = f"""setp.lt.u32 %p2, %r1, 128;
 @%p2 bra FEW;
-setmaxnreg.inc.sync.aligned.u32 152;
+setmaxnreg.inc.sync.aligned.u32 {taken};
 bra DONE;
 FEW:
-setmaxnreg.dec.sync.aligned.u32 24;
+setmaxnreg.dec.sync.aligned.u32 {given};
+setmaxnreg.inc.sync.aligned.u32 {given + 8};
+setmaxnreg.dec.sync.aligned.u32 {given};
 DONE:
+bar.sync 0;
 """
-    text = ptx(body + store("%r1"), directives=".maxntid 256 .maxnreg 88")
-    np.testing.assert_array_equal(run(text, [words(256)], block=256), np.arange(256))
+    return ptx(body + store("%r1"), directives=directives)
+
+
+@pytest.mark.parametrize("directives", [".maxntid 256 .maxnreg 88", ".maxntid 256 .minnctapersm 2", ".maxntid 256"])
+def test_registers_move_between_warpgroups(directives):
+    given = 24 if "88" in directives else 104  # 65,536 registers for 512 threads: 128 each
+    np.testing.assert_array_equal(run(moving(given, 152, directives), [words(256)], block=256), np.arange(256))
+
+
+@pytest.mark.parametrize("directives", [".maxntid 256 .maxnreg 88", ".maxntid 256 .minnctapersm 2"])
+def test_registers_that_nobody_gives_back_are_waited_for(directives):
+    given = 32 if "88" in directives else 112
+    with pytest.raises(Deadlock, match="registers for setmaxnreg.inc to 152"):
+        engine.load(moving(given, 152, directives)).launch(1, 256, [words(256)])
+    few = moving(given, 144, directives)
+    np.testing.assert_array_equal(run(few, [words(256)], block=256), np.arange(256))
 
 
 @pytest.mark.parametrize("form", ["trap;", "brkpt;"])
