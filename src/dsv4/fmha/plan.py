@@ -14,9 +14,12 @@ WHOLE = 128  # keys: a multiple of every kernel's tile
 
 def splits_of(c: Capacities, num_sms: int) -> int:
     rows = c.max_seqlen_q * (c.q_heads // c.kv_heads)
-    # Two warpgroups share a tile of keys, where there are rows for both: as the kernels have it without a plan.
-    of_tile = 2 * ROWS_PER_TILE if rows > ROWS_PER_TILE and 64 < c.head_dim < 512 else ROWS_PER_TILE
-    return choose_splits(c.batch * c.kv_heads * -(-rows // of_tile), num_sms, c.max_seqlen_k)
+    # As the kernels have it without a plan: two warpgroups share a tile of keys, where there are rows for both; two
+    # tiles of 64 rows share a multiprocessor.
+    large = rows > ROWS_PER_TILE and 64 < c.head_dim < 512
+    of_tile = 2 * ROWS_PER_TILE if large else ROWS_PER_TILE
+    shared = 1 if large or c.head_dim > 128 else 2
+    return choose_splits(c.batch * c.kv_heads * -(-rows // of_tile), num_sms, c.max_seqlen_k, shared=shared)
 
 
 def reserved_varlen(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:

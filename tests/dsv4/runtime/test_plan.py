@@ -179,6 +179,14 @@ def test_long_prompts_are_not_split_for_the_sake_of_the_last_round():
     assert choose_splits(8, 132, 16384) > 8
 
 
+def test_blocks_that_share_a_multiprocessor_come_in_pairs():
+    """528 blocks are two for each of 132 multiprocessors, twice; 384 would leave each with one in the end. Up to 132
+    blocks nothing is shared."""
+    assert choose_splits(48, 132, 35325, shared=2) == 11
+    assert choose_splits(48, 132, 35325) == 8
+    assert choose_splits(8, 132, 100000, shared=2) == choose_splits(8, 132, 100000) == 16
+
+
 def test_a_step_that_is_left_over_is_a_split_where_multiprocessors_are_left_over():
     """65 steps of 16 tiles: eight splits of eight steps on 128 of 132 multiprocessors; the other four take four short
     ones each. Not where there are too many of those, two steps are left over, or no multiprocessor is."""

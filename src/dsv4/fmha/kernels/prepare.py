@@ -45,6 +45,11 @@ class Tiling:
         """The CTAs of a cluster."""
         return self.options.get("num_ctas", 1)
 
+    @property
+    def shared(self) -> int:
+        """The CTAs that share a multiprocessor."""
+        return 2 if self.options.get("maxnreg") == 128 else 1
+
 
 def widened(p: FmhaProblem, program: Program) -> FmhaProblem:
     """The problem with q, k, v and out as wide as the tiles of the kernels: copies with columns of zeros, which the
@@ -275,7 +280,7 @@ def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[
     if p.num_splits > 0:
         return p.num_splits, 0
     tiles = row_tiles * p.kv_heads * p.batch * c.ctas
-    return splitting.choose_splits(tiles, target.num_sms, longest), 0
+    return splitting.choose_splits(tiles, target.num_sms, longest, shared=c.shared), 0
 
 
 def partials(p: Any, program: Program, splits: int, rows: int, fp16_partials: bool = False) -> tuple[Slot, Slot]:
