@@ -70,6 +70,18 @@ def test_commit_covers_the_products_of_its_own_thread_only():
     holds(make, args=OUT, strict=False, also=("in-flight",))
 
 
+@pytest.mark.parametrize("order", ("eager", "latest", "random"))
+def test_products_and_commits_are_issued_by_one_lane(order):
+    """32 commits arrive at a barrier that counts one, some of them when the CTA has ended."""
+
+    def make(keep):
+        body = t.only("thread 0" if keep else "warp 0", MMA + t.commit("bar"))
+        return whole(body + t.wait("bar", 0) + t.AFTER + t.load("%r4", 10, 8) + t.WAIT_LD + t.out("%r10"))
+
+    assert not findings(make(True), OUT, strict=False, order=order)
+    assert findings(make(False), OUT, strict=False, order=order)
+
+
 def test_commits_of_one_thread_arrive_in_order_at_the_default_level():
     """DeepGEMM's indexer asks by parity for a phase of one stage behind its wait for another: with the arrivals in
     another order, that answers for the phase before."""

@@ -210,7 +210,7 @@ class BarrierChecks:
         barrier.skipped = Diagnostic("barrier-phase", text, (party,))
         if barrier.waiters:
             self.waited_late(barrier)
-        else:
+        elif barrier.home.view is not None:  # its CTA may have ended with arrivals in flight
             barrier.home.view.unwatch(barrier.clock)  # the next wait is told of
 
     def waited_late(self, barrier) -> None:
