@@ -34,7 +34,7 @@ def served(monkeypatch):
     utils._loaded_implementation = None
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.compile), "gpt_oss"])
 def test_requests_of_any_length_give_the_tokens_of_eager(kind, served):
     model = tiny_dense.build(kind)
     wanted = alone(model)

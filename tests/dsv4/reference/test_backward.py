@@ -69,7 +69,7 @@ def test_varlen_is_the_derivative():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("paged", [pytest.param(False, marks=pytest.mark.compile), True])
 def test_v4_is_the_derivative(paged):
     """Duplicates, -1, an empty list, lengths, the rotation of the output; rows by list and by block table."""
     window_indices = torch.tensor([[0, 1, 1, -1], [2, 2, 0, 3], [-1, -1, -1, -1], [4, 1, 0, 9]], dtype=torch.int32)

@@ -49,6 +49,7 @@ def test_a_call_like_an_earlier_one_is_not_prepared_again(prepared, monkeypatch)
     assert prepared == ["fmha"] and names == 3 * ["fmha_forward", "combine"]
 
 
+@pytest.mark.compile
 def test_tensors_that_came_as_one_and_come_as_two(prepared):
     """k is v in the first call, by descriptors; then not; then again."""
     for turn in range(4):

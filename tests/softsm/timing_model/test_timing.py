@@ -39,6 +39,7 @@ def test_a_chain_of_dependent_instructions_takes_their_latencies() -> None:
     assert p.clock == pytest.approx(1.98)
 
 
+@pytest.mark.compile
 def test_the_pipe_limits_independent_instructions() -> None:
     body = "".join(
         f"  ex2.approx.ftz.f32 %f{4 + i % 4}, %f1; add.f32 %f1, %f1, %f{4 + (i + 1) % 4};\n" for i in range(16)
