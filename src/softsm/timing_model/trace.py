@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 ZEROS = 2  # lines that one of zeros counts for, written where cp.async has nothing to copy (timing_parts.py, conv)
 ATOMIC_BYTES = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}  # else 4
 SM_SHARED, SM_THREADS, SM_CTAS = 233_472, 2048, 32
+CTA_SHARED = 1024  # bytes that every CTA has beside its own
 MANY = 24  # jumps from which on arrays are quicker than a loop
 PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
 
@@ -206,7 +207,7 @@ class Tracer(Observer):
         if any(c.instruction.name.startswith("clusterlaunchcontrol.try_cancel") for c in self.kernel.program.macros):
             # The clusters that find room take the places of all others: one of them stands for each other.
             threads = machine.block[0] * machine.block[1] * machine.block[2]
-            each = min(SM_CTAS, SM_THREADS // threads, SM_SHARED // max(machine.shared_limit, 1))
+            each = min(SM_CTAS, SM_THREADS // threads, SM_SHARED // (machine.shared_limit + CTA_SHARED))
             together = max(1, max(1, each) * self.timer.sms // machine.cluster_size)
             taken = iter(range(together, self.total, together))
             cx, cy, cz = machine.cluster_shape
