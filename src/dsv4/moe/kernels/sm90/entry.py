@@ -24,12 +24,16 @@ FEW_SLOTS, FEW_STAGES = 8, 4  # one token: a CTA has one tile or none, and more 
 
 
 class Tiling(NamedTuple):
-    w: int  # rows of activations to a product
-    parts: int = 1  # products to a tile
+    """Rows of activations to a tile: w, and in a product of their own the rest."""
+
+    w: int
+    rest: int = 0
 
 
 # Rows of an expert that are expected, up to -> tiling
-TILINGS = ((8.5, Tiling(8)), (16.5, Tiling(16)), (32.5, Tiling(32)), (float("inf"), Tiling(64)))
+TILINGS = (
+    (8.5, Tiling(8)), (16.5, Tiling(16)), (32.5, Tiling(32)), (60.5, Tiling(64)), (float("inf"), Tiling(64, 32)),
+)  # fmt: skip
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:
@@ -49,10 +53,10 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
         return
     program.room = p.scratch
     expected = rows_per_expert(p)
-    w, parts = next(tiling for most, tiling in TILINGS if expected <= most)
+    w, rest = next(tiling for most, tiling in TILINGS if expected <= most)
     slots = p.tokens * p.topk
-    stages = min(SHARED_BYTES // stage_bytes(w, parts), FEW_STAGES if slots <= FEW_SLOTS else MOST_STAGES)
-    most_tiles = min(slots, p.experts + slots // (w * parts))
+    stages = min(SHARED_BYTES // stage_bytes(w, rest), FEW_STAGES if slots <= FEW_SLOTS else MOST_STAGES)
+    most_tiles = min(slots, p.experts + slots // (w + rest))
 
     found: list[Product] = []
 
@@ -62,7 +66,7 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
         if not product.first:
             tiles = most_tiles * sum(one.weights.blocks for one in found)
             program.launch(
-                moe_products_sm90, (min(target.num_sms, tiles),), arguments(*found, w, parts), W=w, PARTS=parts,
+                moe_products_sm90, (min(target.num_sms, tiles),), arguments(*found, w, rest), W=w, REST=rest,
                 STAGES=stages, EXPERTS=max(32, 1 << (p.experts - 1).bit_length()),
                 num_warps=4, launch_pdl=True,
             )  # fmt: skip
@@ -70,16 +74,16 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
     prepare_moe(p, program, multiply)
 
 
-def stage_bytes(w: int, parts: int) -> int:
-    return 256 * 64 + 256 * 4 + w * parts * 128 + 4 * scales_width(w, parts)
+def stage_bytes(w: int, rest: int) -> int:
+    return 256 * 64 + 256 * 4 + (w + rest) * 128 + 4 * scales_width(w + rest)
 
 
-def arguments(first: Product, second: Product, w: int, parts: int) -> dict[str, object]:
+def arguments(first: Product, second: Product, w: int, rest: int) -> dict[str, object]:
     one, two, signals = first.weights, second.weights, first.signals
     assert signals is not None
     return dict(
-        **_operands("w13", "x", first, w, parts),
-        **_operands("w2", "h", second, w, parts),
+        **_operands("w13", "x", first, w, rest),
+        **_operands("w2", "h", second, w, rest),
         rows=first.rows,
         sizes=Sizes(one.blocks, one.steps, two.blocks, two.steps),
         hidden=first.out,
@@ -88,14 +92,14 @@ def arguments(first: Product, second: Product, w: int, parts: int) -> dict[str, 
     )
 
 
-def _operands(weights: str, activations: str, product: Product, w: int, parts: int) -> dict[str, object]:
+def _operands(weights: str, activations: str, product: Product, w: int, rest: int) -> dict[str, object]:
     plain, swizzled = gl.NVMMASharedLayout(0, 32, rank=2), gl.NVMMASharedLayout(128, 8, rank=2)
-    x, scales, width = product.x, product.x_scales, scales_width(w, parts)
+    x, scales, width = product.x, product.x_scales, scales_width(w + rest)
     return {
         f"{weights}_desc": _words(product.tiles, 16, plain),
         f"{weights}_offsets_desc": _words(product.scales, 1, plain),
         f"{weights}_factors_desc": _words(product.weights.factor_ptr, 1, plain),
-        f"{activations}_desc": TensorDescriptor(x, list(x.shape), list(x.stride()), [w, STEP.value], swizzled),
+        f"{activations}_desc": TensorDescriptor(x, list(x.shape), list(x.stride()), [rest or w, STEP.value], swizzled),
         f"{activations}_scales_desc": TensorDescriptor(
             scales, list(scales.shape), list(scales.stride()), [1, width], plain
         ),

@@ -83,34 +83,39 @@ def write_slots(sums, columns, channel, first, stop, out):
 
 
 @gluon.jit
+def with_factors(sums, factors, PLACE: gl.constexpr):
+    """Multiply sums by the factors of their rows of weights."""
+    M: gl.constexpr = sums.shape[0]
+    factor = factors.slice(PLACE * M, M).load(gl.SliceLayout(1, sums.type.layout))
+    return sums * factor.to(gl.float32, bitcast=True)[:, None]
+
+
+@gluon.jit
 def write_sums(sums, x, factors, columns, turn, amax, told, out, G: gl.constexpr, FIRST: gl.constexpr):
     """What becomes of the sums of a tile: of 64 of its rows 0-127 by parts, then of 64 of rows 128-255. x: its
     numbers."""
     M: gl.constexpr = sums[0].shape[0]
     W: gl.constexpr = sums[0].shape[1]
     USED: gl.constexpr = len(sums) // 2
-    LP: gl.constexpr = sums[0].type.layout
-    LM: gl.constexpr = gl.SliceLayout(1, LP)
     block, first, stop = number(x, 1), number(x, 2), number(x, 3)
-    factor0 = factors.slice(G * M, M).load(LM).to(gl.float32, bitcast=True)
-    factor1 = factors.slice((2 + G) * M, M).load(LM).to(gl.float32, bitcast=True)
     if FIRST:
         hidden = ()
         for part in gl.static_range(USED):
-            part0 = sums[part] * factor0[:, None]
-            part1 = sums[USED + part] * factor1[:, None]
-            weight = columns.slice(W * part, W).load(gl.SliceLayout(0, LP)).to(gl.float32, bitcast=True)
-            h = hidden_values(part0, part1, weight, out)
-            amax.index(turn * 2 + G).slice(W * part, W).store(gl.max(gl.abs(h), 0))
+            part0 = with_factors(sums[part], factors, G)
+            part1 = with_factors(sums[USED + part], factors, 2 + G)
+            weight = columns.slice(W * part, part0.shape[1]).load(gl.SliceLayout(0, part0.type.layout))
+            h = hidden_values(part0, part1, weight.to(gl.float32, bitcast=True), out)
+            amax.index(turn * 2 + G).slice(W * part, h.shape[1]).store(gl.max(gl.abs(h), 0))
             hidden = hidden + (h,)
         told.arrive(0)
         told.wait(0, turn)
         for part in gl.static_range(USED):
-            other = amax.index(turn * 2 + 1 - G).slice(W * part, W).load(gl.SliceLayout(0, LP))
-            largest = gl.maximum(gl.max(gl.abs(hidden[part]), 0), other)
-            write_hidden(hidden[part], largest, block, first + W * part, stop, number(x, 4), out, G)
+            h = hidden[part]
+            other = amax.index(turn * 2 + 1 - G).slice(W * part, h.shape[1]).load(gl.SliceLayout(0, h.type.layout))
+            largest = gl.maximum(gl.max(gl.abs(h), 0), other)
+            write_hidden(h, largest, block, first + W * part, stop, number(x, 4), out, G)
     else:
         for part in gl.static_range(USED):
-            row, channel, slots = first + W * part, block * ROWS + G * M, columns.slice(W * part, W)
-            write_slots(sums[part] * factor0[:, None], slots, channel, row, stop, out)
-            write_slots(sums[USED + part] * factor1[:, None], slots, channel + 2 * M, row, stop, out)
+            row, channel, slots = first + W * part, block * ROWS + G * M, columns.slice(W * part, sums[part].shape[1])
+            write_slots(with_factors(sums[part], factors, G), slots, channel, row, stop, out)
+            write_slots(with_factors(sums[USED + part], factors, 2 + G), slots, channel + 2 * M, row, stop, out)

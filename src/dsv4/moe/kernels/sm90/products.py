@@ -17,7 +17,8 @@ those have lower tickets, so they are complete or in the hands of CTAs that do n
 shared memory   bytes of a stage    holds
 values          16384               FP4 [256 rows, 4 groups, 16 bytes]
 offsets         1024                E8M0 bytes [256 rows, 4 groups]
-x               128 N               e4m3 [N, 128], with the 128-byte swizzle
+x               128 W               e4m3 [W, 128], with the 128-byte swizzle: the first W rows of activations
+rest            128 REST            the same of the other ones, if there are any; N = W + REST
 x_scales        4 max(N, 32)        fp32, N of them used
 
 shared memory   bytes of a tile     holds, for two tiles
@@ -30,7 +31,7 @@ amax            16 max(N, 32)       fp32 [2, 2, N]: the greatest hidden value, b
 ends            4 EXPERTS           int32: tiles of rows of activations up to each expert's last
 
 barrier         arrives     count   waits       means
-ready[s]        TMA         1       compute     stage s is filled: load expects the bytes of its four copies
+ready[s]        TMA         1       compute     stage s is filled: load expects the bytes of all copies
 free[s]         compute     2       load        stage s has been read, and its products are complete
 known[t]        load, TMA   1       compute     what is known of a tile is there
 done[t]         compute     2       load        it has been read
@@ -45,12 +46,14 @@ from dsv4.moe.kernels.schedule import rows_of_experts, tile_at, write_ends
 from dsv4.moe.kernels.sm90.outputs import number, numbers_layout, write_sums
 from dsv4.moe.kernels.sm90.sums import ROWS, STEP, Stages, bases, tile_sums
 
+FEW = gl.constexpr(32)  # rows of activations: a tile with no more multiplies no more
+
 
 @gluon.constexpr_function
-def scales_width(w, parts):
+def scales_width(n):
     """Scales that a copy brings, a power of two: 128 bytes at least, as copies begin at multiples of that in shared
     memory."""
-    return max(1 << (w * parts - 1).bit_length(), 32)
+    return max(1 << (n - 1).bit_length(), 32)
 
 
 @aggregate
@@ -133,12 +136,13 @@ def load_weights(given, at, stages, stage, BYTES: gl.constexpr):
 
 @gluon.jit
 def load_tile(
-    tile, given, stages, stage, tiles, turn, ends, rows, signals, blocks, PARTS: gl.constexpr, FIRST: gl.constexpr
+    tile, given, stages, stage, tiles, turn, ends, rows, signals, blocks, REST: gl.constexpr, FIRST: gl.constexpr
 ):
     """-> the stage after it. blocks: of product 1."""
     W: gl.constexpr = stages.x.shape[1]
-    N: gl.constexpr = W * PARTS
-    BYTES: gl.constexpr = ROWS * 64 + ROWS * 4 + N * STEP + scales_width(W, PARTS) * 4
+    N: gl.constexpr = W + REST
+    BOX: gl.constexpr = REST if REST > 0 else W
+    BYTES: gl.constexpr = ROWS * 64 + ROWS * 4 + N * STEP + scales_width(N) * 4
     expert, block, first, begin, stop = tile_at(tile, ends, rows, given.blocks, N)
     shift = scale_shift(begin, expert)
     place = expert * given.blocks + block
@@ -149,7 +153,7 @@ def load_tile(
     tma_load(given.factors_desc, [place, 0], known, tiles.factors.index(turn.index))
     early = gl.to_tensor(0)
     if not FIRST:
-        SCALES: gl.constexpr = scales_width(W, PARTS)
+        SCALES: gl.constexpr = scales_width(N)
         if hidden_missing(signals, rows, expert, first, shift, blocks, N, SCALES) > 0:
             early = gl.minimum(stages.values.shape[0], given.steps)  # weights do not wait for hidden values
             to = stage
@@ -164,24 +168,26 @@ def load_tile(
         if step >= early:
             load_weights(given, place * given.steps + step, stages, stage, BYTES)
         ready = stages.ready.at(stage.index)
-        for part in gl.static_range(PARTS):
-            x = stages.x.index(stage.index * PARTS + part)
-            tma_load(given.x_desc, [first + W * part, step * STEP], ready, x)
+        for part in gl.static_range(W // BOX):
+            x = stages.x.index(stage.index).slice(BOX * part, BOX)
+            tma_load(given.x_desc, [first + BOX * part, step * STEP], ready, x)
+        if REST > 0:
+            tma_load(given.x_desc, [first + W, step * STEP], ready, stages.rest.index(stage.index))
         tma_load(given.x_scales_desc, [step, first + shift], ready, stages.x_scales.index(stage.index))
         stage = next_stage(stage, stages.values.shape[0])
     return stage
 
 
 @gluon.jit
-def load_role(first, second, stages, tiles, ends, count, ticket, rows, signals, PARTS: gl.constexpr):
+def load_role(first, second, stages, tiles, ends, count, ticket, rows, signals, REST: gl.constexpr):
     stage, turn = producer_stage(), producer_stage()
     hidden, every = count * first.blocks, count * (first.blocks + second.blocks)
     while ticket < every:
         if ticket < hidden:
-            stage = load_tile(ticket, first, stages, stage, tiles, turn, ends, rows, signals, first.blocks, PARTS, True)
+            stage = load_tile(ticket, first, stages, stage, tiles, turn, ends, rows, signals, first.blocks, REST, True)
         else:
             stage = load_tile(
-                ticket - hidden, second, stages, stage, tiles, turn, ends, rows, signals, first.blocks, PARTS, False
+                ticket - hidden, second, stages, stage, tiles, turn, ends, rows, signals, first.blocks, REST, False
             )
         turn = next_stage(turn, 2)
         ticket = take(signals.ticket_ptr)
@@ -192,37 +198,30 @@ def load_role(first, second, stages, tiles, ends, count, ticket, rows, signals, 
 
 @gluon.jit
 def compute_tile(stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
-                 FIRST: gl.constexpr, USED: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr):  # fmt: skip
-    """One tile, of whose PARTS parts of rows of activations the first ones are used, N rows of each -> the stage after
-    it."""
+                 FIRST: gl.constexpr, N: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+    """One tile, of whose first part of rows of activations N are used, and REST of its second -> the stage after it."""
     factors = tiles.factors.index(turn.index).reshape([ROWS])
     base0, base1 = bases(factors, G), bases(factors, 2 + G)
-    sums, stage = tile_sums(stages, stage, steps, base0, base1, G, USED, PARTS, N)
+    sums, stage = tile_sums(stages, stage, steps, base0, base1, G, N, REST)
     write_sums(sums, x, factors, tiles.columns.index(turn.index), told_turn, amax, told, out, G, FIRST)
     return stage
 
 
 @gluon.jit
 def compute_some(stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
-                 FIRST: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """The same, with all parts or with all but the last; of one part with all rows or with half of them."""
+                 FIRST: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+    """The same, with all rows of activations, or with 32."""
     W: gl.constexpr = stages.x.shape[1]
-    FEWER: gl.constexpr = W * (PARTS - 1) if PARTS > 1 else W // 2
-    if FEWER >= 32 and number(x, 3) - number(x, 2) <= FEWER:
-        stage = compute_tile(
-            stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G, FIRST, max(PARTS - 1, 1), PARTS,
-            W if PARTS > 1 else FEWER,
-        )  # fmt: skip
+    if W > FEW and number(x, 3) - number(x, 2) <= FEW:
+        stage = compute_tile(stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G, FIRST, FEW, 0)
     else:
-        stage = compute_tile(
-            stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G, FIRST, PARTS, PARTS, W
-        )
+        stage = compute_tile(stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G, FIRST, W, REST)
     return stage
 
 
 @gluon.jit
 def compute_role(stages, tiles, amax, told, sizes, hidden, slots, signals, G: gl.constexpr,
-                 PARTS: gl.constexpr):  # fmt: skip
+                 REST: gl.constexpr):  # fmt: skip
     """Rows 64 G to 64 G + 63 of both halves of every tile."""
     stage, turn = consumer_stage(), consumer_stage()
     told_turn = gl.to_tensor(0)
@@ -231,13 +230,13 @@ def compute_role(stages, tiles, amax, told, sizes, hidden, slots, signals, G: gl
     while number(x, 0) >= 0:
         if number(x, 5) != 0:
             stage = compute_some(
-                stages, stage, tiles, x, turn, told_turn, amax, told, sizes.steps1, hidden, G, True, PARTS
+                stages, stage, tiles, x, turn, told_turn, amax, told, sizes.steps1, hidden, G, True, REST
             )
             signal(signals.hidden_ptr + number(x, 0))
             told_turn = told_turn ^ 1
         else:
             stage = compute_some(
-                stages, stage, tiles, x, turn, told_turn, amax, told, sizes.steps2, slots, G, False, PARTS
+                stages, stage, tiles, x, turn, told_turn, amax, told, sizes.steps2, slots, G, False, REST
             )
         tiles.done.arrive(turn.index)
         turn = next_stage(turn, 2)
@@ -248,40 +247,43 @@ def compute_role(stages, tiles, amax, told, sizes, hidden, slots, signals, G: gl
 @gluon.jit
 def moe_products_sm90(
     w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, w2_desc, w2_offsets_desc, w2_factors_desc,
-    h_desc, h_scales_desc, rows, sizes, hidden, slots, signals, W: gl.constexpr, PARTS: gl.constexpr,
+    h_desc, h_scales_desc, rows, sizes, hidden, slots, signals, W: gl.constexpr, REST: gl.constexpr,
     STAGES: gl.constexpr, EXPERTS: gl.constexpr, COMPUTE_REGS: gl.constexpr = 232, LOAD_REGS: gl.constexpr = 40,
 ):  # fmt: skip
     """EXPERTS: a power of two, at least as many as there are and 32."""
     launch_dependents()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values = gl.allocate_shared_memory(gl.int32, [STAGES, 16, 256], w13_desc.layout)
-    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, W, STEP], x_desc.layout)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, W, STEP], x_desc.layout)
+    rest = x
+    if REST > 0:
+        rest = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, REST, STEP], x_desc.layout)
     offsets = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 256], w13_offsets_desc.layout)
-    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, scales_width(W, PARTS)], x_scales_desc.layout)
+    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, scales_width(W + REST)], x_scales_desc.layout)
     numbers = gl.allocate_shared_memory(gl.int32, [2, 8], PLAIN)
     factors = gl.allocate_shared_memory(gl.int32, [2, 1, ROWS], w13_factors_desc.layout)
-    columns = gl.allocate_shared_memory(gl.int32, [2, scales_width(W, PARTS)], PLAIN)
+    columns = gl.allocate_shared_memory(gl.int32, [2, scales_width(W + REST)], PLAIN)
     ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], PLAIN)
-    amax = gl.allocate_shared_memory(gl.float32, [4, scales_width(W, PARTS)], PLAIN)
+    amax = gl.allocate_shared_memory(gl.float32, [4, scales_width(W + REST)], PLAIN)
     ready = new_barriers(STAGES)
     free = new_barriers(STAGES, 2)
     known = new_barriers(2)
     done = new_barriers(2, 2)
     told = new_barriers(1, 2)
     init_barriers((ready, free, known, done, told))
-    stages = Stages(values, offsets, x, x_scales, ready, free)
+    stages = Stages(values, offsets, x, rest, x_scales, ready, free)
     tiles = Tiles(numbers, factors, columns, known, done)
     wait_on_prior_grid()
     counts = rows_of_experts(rows, EXPERTS)
     ticket = take(signals.ticket_ptr)  # while those loads are under way
-    count = write_ends(ends, counts, W * PARTS)
+    count = write_ends(ends, counts, W + REST)
     # Triton 3.6 keeps what roles are given where the ticket was passed on, and orders neither after the other: a warp
     # that reads its ticket late would read, and hand on, the count.
     barrier()
     first = Operands(w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, sizes.blocks1, sizes.steps1)
     second = Operands(w2_desc, w2_offsets_desc, w2_factors_desc, h_desc, h_scales_desc, sizes.blocks2, sizes.steps2)
     gl.warp_specialize([
-        (compute_role, (stages, tiles, amax, told, sizes, hidden, slots, signals, 0, PARTS)),
-        (compute_role, (stages, tiles, amax, told, sizes, hidden, slots, signals, 1, PARTS)),
-        (load_role, (first, second, stages, tiles, ends, count, ticket, rows, signals, PARTS)),
+        (compute_role, (stages, tiles, amax, told, sizes, hidden, slots, signals, 0, REST)),
+        (compute_role, (stages, tiles, amax, told, sizes, hidden, slots, signals, 1, REST)),
+        (load_role, (first, second, stages, tiles, ends, count, ticket, rows, signals, REST)),
     ], [4, 1], [COMPUTE_REGS, LOAD_REGS])  # fmt: skip

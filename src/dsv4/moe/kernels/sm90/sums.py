@@ -1,14 +1,21 @@
 """FP4 weights times FP8 activations on sm_90a: the ring that both come through, decoding, and the sums of a tile.
 
-Weights are operand A of wgmma, decoded from FP4 to e4m3 in registers; activations are operand B. One of two compute
-roles, per step of 128 columns::
+Weights are operand A of wgmma, decoded from FP4 to e4m3 in registers; activations are operand B. Rows of activations
+come in one part or in two, a product each: 96 of them are 64 and 32. One of two compute roles, per step of 128
+columns::
 
-    a = FP4 -> e4m3 of 64 rows      |
-    b = FP4 -> e4m3 of 64 more rows | products of a |
-                                                    | products of b | sums of a
-                                                                    | sums of b
-    (more than 64 rows of activations leave no registers for both: b is decoded after the sums of a)
+    tensor core            beside it
+                           a = FP4 -> e4m3 of 64 rows
+    a x first part         b = FP4 -> e4m3 of 64 more rows
+    a x rest               sums of the product before
+    b x first part         sums of the product before
+    b x rest               sums of the product before
+                           sums of b x rest; the stage is free
+
     sums += products * scale of the row of activations (fp32; the tensor core keeps about 14 bits)
+
+At most two products have registers at a time: each wait names the sums of the product before, or the compiler would put
+all of them off to the end of the step, and spill.
 
 Four e4m3 bytes of {0, .5, 1, 1.5} and of {2, 3, 4, 6}, times the group's power of two, are two words, `low` and `high`;
 `prmt` picks one byte per value by its three bits of magnitude, and signs are or-ed in. Weights lie so (formats.py) that
@@ -30,11 +37,12 @@ AS_BYTES = gl.constexpr("mov.b32 $0, $1;")
 
 @aggregate
 class Stages:
-    """The ring: four buffers to a stage."""
+    """The ring: five buffers to a stage."""
 
     values: Value
     offsets: Value
     x: Value
+    rest: Value
     x_scales: Value
     ready: Barriers
     free: Barriers
@@ -112,54 +120,64 @@ def operand(words, W: gl.constexpr):
 
 
 @gluon.jit
-def multiply(a, stages, at, PART: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr):
-    """Multiply by the first N rows of a part of activations: issued, not waited for. a: decoded words."""
-    zero = gl.zeros([16 * gl.num_warps(), N], gl.float32, product_layout(gl.num_warps(), N))
-    x = stages.x.index(at * PARTS + PART).slice(0, N).permute((1, 0))
-    return warpgroup_mma(operand(a, N), x, zero, use_acc=False, is_async=True)
+def zeros(N: gl.constexpr):
+    return gl.zeros([16 * gl.num_warps(), N], gl.float32, product_layout(gl.num_warps(), N))
 
 
 @gluon.jit
-def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, USED: gl.constexpr, PARTS: gl.constexpr,
-              N: gl.constexpr):  # fmt: skip
-    """(sums of 64 of rows 0-127 by parts, then of 64 of rows 128-255; stage after the tile). USED: the parts that have
-    rows, at most N each. Loads from shared memory are slow beside products, so all come before them, as far as
-    registers allow."""
-    W: gl.constexpr = stages.x.shape[1]
-    LP: gl.constexpr = product_layout(gl.num_warps(), N)
-    EARLY: gl.constexpr = N * USED <= 64
-    zero = gl.zeros([16 * gl.num_warps(), N], gl.float32, LP)
+def multiply(a, stages, at, PART: gl.constexpr, N: gl.constexpr, REST: gl.constexpr):
+    """Multiply by N rows of activations of the first part, or by REST of the second: issued, not waited for. a: decoded
+    words."""
+    if PART == 0:
+        x = stages.x.index(at).slice(0, N).permute((1, 0))
+        return warpgroup_mma(operand(a, N), x, zeros(N), use_acc=False, is_async=True)
+    else:
+        x = stages.rest.index(at).slice(0, REST).permute((1, 0))
+        return warpgroup_mma(operand(a, REST), x, zeros(REST), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def scale_of_part(stages, at, PART: gl.constexpr, N: gl.constexpr, REST: gl.constexpr):
+    """The scales of the rows of activations of a part."""
+    scales = stages.x_scales.index(at).reshape([stages.x_scales.shape[2]])
+    if PART == 0:
+        return scales.slice(0, N).load(gl.SliceLayout(0, product_layout(gl.num_warps(), N)))
+    else:
+        W: gl.constexpr = stages.x.shape[1]
+        return scales.slice(W, REST).load(gl.SliceLayout(0, product_layout(gl.num_warps(), REST)))
+
+
+@gluon.jit
+def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, N: gl.constexpr, REST: gl.constexpr):
+    """(sums of 64 of rows 0-127 by parts, then of 64 of rows 128-255; stage after the tile). N rows of activations of
+    the first part are used, and REST of the second. Loads from shared memory are slow beside products, so all come
+    before them."""
+    USED: gl.constexpr = 2 if REST > 0 else 1
     sums = ()
-    for _ in gl.static_range(2 * USED):
-        sums = sums + (zero,)
+    for unit in gl.static_range(2 * USED):
+        sums = sums + (zeros(N if unit % USED == 0 else REST),)
     for _ in range(steps):
         at = stage.index
         stages.ready.wait(at, stage.phase)
-        scales = stages.x_scales.index(at).reshape([stages.x_scales.shape[2]])
-        rows0 = fetched(stages, at, G)
+        rows0, rows1 = fetched(stages, at, G), fetched(stages, at, 2 + G)
         kept = ()
-        if EARLY:
-            rows1 = fetched(stages, at, 2 + G)
-            for part in gl.static_range(USED):
-                kept = kept + (scales.slice(W * part, N).load(gl.SliceLayout(0, LP)),)
+        for part in gl.static_range(USED):
+            kept = kept + (scale_of_part(stages, at, part, N, REST),)
         a = decoded(rows0, base0)
-        pending = multiply(a, stages, at, 0, PARTS, N)
+        pending = multiply(a, stages, at, 0, N, REST)
+        b = decoded(rows1, base1)
         new = ()
         for unit in gl.static_range(2 * USED):
-            if EARLY and unit == USED - 1:
-                b = decoded(rows1, base1)
-            product = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
-            if EARLY:
-                scale = kept[unit % USED]
+            if unit == 0:
+                product = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
             else:
-                scale = scales.slice(W * (unit % USED), N).load(gl.SliceLayout(0, LP))
+                product, done = warpgroup_mma_wait(num_outstanding=0, deps=(pending, new[unit - 1]))
+                new = new[: unit - 1] + (done,)
             if unit + 1 == 2 * USED:
                 stages.free.arrive(at)
-            new = new + (sums[unit] + product * scale[None, :],)
-            if not EARLY and unit == USED - 1:
-                b = decoded(fetched(stages, at, 2 + G), base1)
             if unit + 1 < 2 * USED:
-                pending = multiply(a if unit + 1 < USED else b, stages, at, (unit + 1) % USED, PARTS, N)
+                pending = multiply(a if unit + 1 < USED else b, stages, at, (unit + 1) % USED, N, REST)
+            new = new + (sums[unit] + product * kept[unit % USED][None, :],)
         sums = new
         stage = next_stage(stage, stages.values.shape[0])
     return sums, stage

@@ -54,10 +54,11 @@ def test_slots_that_are_sorted_in_pieces(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiling", [(16,), (64,), (8, 3), (64, 2), (128,)])
-def test_wider_tiles(tiling, monkeypatch):
-    monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(*tiling)),))
-    experts, given = moe_cases.layer(e=3, h=512, i=256).experts, moe_cases.tokens(40, h=512, e=3, k=2)
+@pytest.mark.parametrize("w, rest, tokens", [(16, 0, 40), (64, 0, 40), (16, 8, 40), (64, 32, 110), (64, 64, 90)])
+def test_wider_tiles(w, rest, tokens, monkeypatch):
+    """Tiles that are full, with all rows of the first part and some of the rest, and with few."""
+    monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(w, rest)),))
+    experts, given = moe_cases.layer(e=3, h=512, i=256).experts, moe_cases.tokens(tokens, h=512, e=3, k=2)
     given["ids"][5:, 0] = 2
     given["ids"][5:, 1] = 0
     shared = (torch.randn(2 * 128, 512) * 0.05).bfloat16(), (torch.randn(512, 128) * 0.1).bfloat16()
