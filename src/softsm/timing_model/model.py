@@ -197,15 +197,15 @@ class Model:
         return max(0.0, sum(s.changed for s in self.sources) - self.gpu["l2.dirty"])
 
     def together(self, s: Source, active: int) -> float:
-        """Multiprocessors that ask for the same lines at about the same time: neighbours in the grid run together. In a
-        grid of one side nothing is known of the neighbours: tiles that run together are taken for a square part of all
-        waves, and of the turns of CTAs that loop over tiles."""
+        """Multiprocessors that ask for the same lines at the same time: neighbours in the grid run together. Which
+        tensor they share is not known: tiles that run together are taken for a square part of all waves, and in a grid
+        of one side of the turns of CTAs that loop over tiles."""
         if s.random or not s.size:
             return 1.0
         sharers = s.asked / s.size
         slots = self.sms // self.cluster * self.occupancy
-        if self.trace.grid[1] == self.trace.grid[2] == 1:
-            sharers /= math.sqrt(max(1.0, self.trace.total / slots) * self.turns)
+        turns = self.turns if self.trace.grid[1] == self.trace.grid[2] == 1 else 1
+        sharers /= math.sqrt(max(1.0, self.trace.total / slots) * turns)
         return max(1.0, min(sharers, active))
 
     def _turns(self) -> int:

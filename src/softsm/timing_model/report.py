@@ -9,12 +9,11 @@ import numpy as np
 
 from softsm.ptx.cplusplus import readable
 from softsm.timing_model import machine
-from softsm.timing_model.follow import branch_on_load, places_of
-from softsm.timing_model.lower import kinds_of
+from softsm.timing_model.follow import places_of
 from softsm.timing_model.machine import WAIT
 from softsm.timing_model.path import critical_path
 from softsm.timing_model.prediction import Prediction
-from softsm.timing_model.validated import band, doubts, statement
+from softsm.timing_model.validated import band, depends_on_data, doubts, statement
 
 SHOWN = 6
 NEEDS = {"registers": "an operand", "pipe": "its pipe", "issue": "an issue slot", "shared memory": "shared memory",
@@ -100,11 +99,8 @@ def _barriers(p: Prediction) -> dict[int, str]:
 
 def doubt(p: Prediction) -> str:
     """What makes the time a guess: CTAs whose way depends on data, of which a few were looked at and differ."""
-    run, trace = p.run, p.trace
-    if run is None or trace is None or trace.total <= len(trace.clusters) or len(set(kinds_of(run.streams))) == 1:
-        return ""
-    found = branch_on_load(trace.source, trace.lines())
-    if found is None:
+    trace, found = p.trace, depends_on_data(p)
+    if found is None or trace is None:
         return ""
     load, branch = (places_of(trace.source, trace.name).get(n, f"PTX line {n}") for n in found)
     return (

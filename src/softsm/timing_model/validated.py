@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from softsm.timing_model.follow import branch_on_load
+from softsm.timing_model.lower import kinds_of
 from softsm.timing_model.parameters import Gpu
 
 # From docs/timing.md: the last seed that was predicted before it was measured.
@@ -19,6 +21,14 @@ class Doubt(NamedTuple):
     words: str
 
 
+def depends_on_data(p) -> tuple[int, int] | None:
+    """PTX lines of a load and of a branch on it, if the CTAs that were looked at go different ways: so may others."""
+    run, trace = p.run, p.trace
+    if run is None or trace is None or trace.total <= len(trace.clusters) or len(set(kinds_of(run.streams))) == 1:
+        return None
+    return branch_on_load(trace.source, trace.lines())
+
+
 def doubts(p) -> list[Doubt]:
     """Reasons to trust a prediction less, the gravest first."""
     out = []
@@ -28,6 +38,8 @@ def doubts(p) -> list[Doubt]:
         fenced = any(op.startswith("MEMBAR") and ".GPU" in op for op in opcodes)
         width, order = (0.45, " with a fence around each") if fenced else (0.35, "")
         out.append(Doubt(width, f"atomic operations{order}: how many of them meet at a line is not known"))
+    if depends_on_data(p) is not None:
+        out.append(Doubt(0.6, "how long a CTA runs depends on data, and few were looked at: the longest is not known"))
     read = sum(s.asked for s in p.sources)
     if sum(s.asked for s in p.sources if s.random and s.piece < 64) > 0.2 * read > 0:
         out.append(Doubt(0.3, "words are read here and there: what device memory does with them depends on where"))

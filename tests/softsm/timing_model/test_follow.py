@@ -7,6 +7,7 @@ import softsm
 from softsm.errors import Deadlock
 from softsm.timing_model import report
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic
+from softsm.timing_model.validated import band
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
@@ -114,11 +115,12 @@ TURN:
 
 
 def test_a_length_that_is_loaded_makes_a_guess_where_ctas_differ() -> None:
-    def doubt(lengths: np.ndarray) -> str:
+    def doubt(lengths: np.ndarray) -> tuple[str, float]:
         with softsm.timing("h200") as timer:
             softsm.load(ROWS).launch(len(lengths), 32, [lengths, 0])
-        return report.doubt(timer.predictions[0])
+        return report.doubt(timer.predictions[0]), band(timer.predictions[0])[1]
 
-    assert doubt(np.full(400, 7, np.uint32)) == ""
-    words = doubt(np.arange(400, dtype=np.uint32))
-    assert words.startswith("a guess") and "the 3 of 400 that were looked at differ" in words
+    words, high = doubt(np.full(400, 7, np.uint32))
+    assert words == "" and high < 1.6
+    words, high = doubt(np.arange(400, dtype=np.uint32))
+    assert words.startswith("a guess") and "the 3 of 400 that were looked at differ" in words and high == 1.6
