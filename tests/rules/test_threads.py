@@ -419,6 +419,15 @@ def test_a_packed_atomic_races_with_an_ordinary_access():
     holds(make, args=ARGS, **GRID)
 
 
+def test_read_only_data_is_not_written_by_the_grid():
+    def make(keep):
+        store = t.only("thread 32", "st.global.u32 [%rd1+4], 5;\n") + "bar.sync 0;\n"
+        return plain(store + f"ld.global.nc.u32 %r42, [%rd1+{8 if keep else 4}];\n" + t.out("%r42", "%rd2"))
+
+    for strict in (True, False):
+        holds(make, args=ARGS, code="read-only", strict=strict, block=64)
+
+
 # -- between grids -----------------------------------------------------------------------------------------------------
 
 

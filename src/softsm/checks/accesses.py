@@ -64,6 +64,26 @@ class MemoryAccesses:
         shadows = [np.zeros(size * sh.GLOBAL_RECORD, np.uint32) for size in sizes]
         return Touched([a.start & ~3 for a in allocations], shadows, [])
 
+    def read_only(self, w, lanes: list[int], addresses: np.ndarray) -> None:
+        """ld.global.nc: the bytes must not change while the grid runs. Asked of the first lane's allocation."""
+        if self.checker.machine.options.dependent:  # words of the grid before it look like its own
+            return
+        for start, shadow in zip(self.touched.origins, self.touched.shadows):
+            at = addresses - start >> 2
+            if 0 <= at[0] < len(shadow) // sh.GLOBAL_RECORD:
+                inside = at.clip(0, len(shadow) // sh.GLOBAL_RECORD - 1)
+                written = np.flatnonzero((shadow[inside * sh.GLOBAL_RECORD] != 0) & (inside == at))
+                if len(written):
+                    place = int(addresses[written[0]])
+                    self.checker.findings.misused(
+                        w,
+                        "read-only",
+                        "global bytes are read as read-only data, and this grid has written them",
+                        f"reads global bytes {place:#x} and following through the non-coherent cache",
+                        lanes[written[0]],
+                    )
+                return
+
     def contended(self) -> bool:
         """Have two clusters touched a word of global memory that one of them wrote?"""
         return bool(self.races[sh.CONTENDED])

@@ -119,6 +119,7 @@ class Checker(Observer):
             "fenced_map": self.maps.fence,
             "fenced_tensor": order.fence_tensor,
             "grid_waited": self.grids.over,
+            "read_only": memory.read_only,
             "accessed_shared": memory.access,
             "accessed_global": memory.global_access,
             "accessed_rows": memory.lines,

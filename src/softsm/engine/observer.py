@@ -146,6 +146,9 @@ class Observer:
     def fenced_tensor(self, warp: Warp, before: bool) -> None:
         """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
 
+    def read_only(self, warp: Warp, lanes: list[int], addresses: np.ndarray) -> None:
+        """ld.global.nc"""
+
     def grid_waited(self, warp: Warp) -> None:
         """griddepcontrol.wait"""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import SEEN
@@ -145,10 +147,18 @@ def ld(asm, ins):
         total = asm.temp("q")  # a register holds the place within the param space
         asm.emit("add.u64", total, row, asm.param_base(), guard=None)
         row = total
+    if asm.checking and "nc" in ins.modifiers:
+        asm.macro(do_read_only, ins, aligned=False, row=row, offset=offset)
     strong = not STRONG.isdisjoint(ins.modifiers)
     asm.record(LOAD_OP[space], asm.pooled(rows), row, offset, format_of(type_, count, wide), int(strong), ins=ins)
     if strong:
         synchronises(asm, ins, space, row, offset, read=True)
+
+
+def do_read_only(w, mask, o):
+    lanes = [lane for lane in range(32) if mask >> lane & 1]
+    w.machine.observer.read_only(w, lanes, w.Q[o.row, lanes].astype(np.int64) + o.offset)
+    return SEEN
 
 
 @lowers("st")

@@ -12,6 +12,11 @@ CODES: dict[str, tuple[str, str]] = {
         "tcgen05.commit, tcgen05.wait; fence.proxy.async between generic and asynchronous accesses. A release by one "
         "lane passes on what that lane did: bar.warp.sync before it passes on what its warp did.",
     ),
+    "read-only": (
+        "ld.global.nc (__ldg, or a const __restrict__ pointer) reads what the same grid has written: the cache that it "
+        "goes through is not coherent, and may hold the bytes of before.",
+        "Read with an ordinary load: drop __ldg, or const and __restrict__ of the pointer.",
+    ),
     "in-flight": (
         "The kernel ends, or frees tensor memory, while an asynchronous operation may still use it.",
         "Wait for the operation before the exit or the dealloc: for a TMA load its mbarrier, for a TMA store "
