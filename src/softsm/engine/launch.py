@@ -37,6 +37,7 @@ from softsm.ptx.declarations import TYPE_BYTES
 
 SM_SHARED = 233_472  # bytes of shared memory of an SM of sm_90 and sm_100
 CTA_SHARED = 232_448  # of them at most for one CTA
+CTA_RESERVED = SM_SHARED - CTA_SHARED  # that every CTA has beside its own
 SM_THREADS = 2048
 SM_CTAS = 32
 SPARE_BYTES = 1 << 20  # of register files that a kernel keeps from launch to launch

@@ -24,6 +24,7 @@ ALIGNED = 512  # bytes: the addresses that PyTorch's allocator gives on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
 AT_ONCE = 512  # loads that are looked at together at first
 REPEATED = 1.3  # sectors that an atomic operation takes as long as whose word another lane has just changed
+ZEROS = 2  # lines that one of zeros counts for, written where cp.async has nothing to copy (timing_parts.py, conv)
 
 
 def _counts() -> dict:

@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 
+from softsm.engine.launch import CTA_RESERVED, SM_CTAS, SM_SHARED, SM_THREADS
 from softsm.timing_model import costs as cs
 from softsm.timing_model import machine
 from softsm.timing_model.atomics import Atomics, slices_of
@@ -21,7 +22,7 @@ from softsm.timing_model.prediction import Prediction, Run
 from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import Code, code_of
 from softsm.timing_model.sources import Source, absent_from_l1, slowest, sources_of
-from softsm.timing_model.trace import CTA_SHARED, SM_CTAS, SM_SHARED, SM_THREADS, LaunchTrace
+from softsm.timing_model.trace import LaunchTrace
 from softsm.timing_model.work import ENGINES, executed, work_of
 
 SM_REGISTERS = 65_536
@@ -41,7 +42,7 @@ def occupancy(trace: LaunchTrace, code: Code) -> int:
     limits = [
         SM_CTAS,
         SM_THREADS // trace.threads,
-        SM_SHARED // (trace.shared + CTA_SHARED),
+        SM_SHARED // (trace.shared + CTA_RESERVED),
         SM_REGISTERS // (per_warp * warps),
     ]
     columns = trace.columns

@@ -19,7 +19,7 @@ from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, nothing
 from softsm.engine.blocks import NO_LOOP
 from softsm.engine.blocks import Blocks as NativeBlocks
-from softsm.engine.launch import Kernel
+from softsm.engine.launch import CTA_RESERVED, SM_CTAS, SM_SHARED, SM_THREADS, Kernel
 from softsm.engine.observer import Observer
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta, Fragment, Warp
@@ -27,7 +27,7 @@ from softsm.errors import Deadlock
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.roles import role_of
 from softsm.timing_model import address_trace
-from softsm.timing_model.accesses import ALIGNED, Access, Instructions, Looks, shifts
+from softsm.timing_model.accesses import ALIGNED, ZEROS, Access, Instructions, Looks, shifts
 from softsm.timing_model.blocks import Blocks, blocks_of
 from softsm.timing_model.follow import CannotFollow
 from softsm.timing_model.machine import (
@@ -53,10 +53,7 @@ from softsm.timing_model.machine import (
 if TYPE_CHECKING:
     from softsm.timing_model.timer import Timer
 
-ZEROS = 2  # lines that one of zeros counts for, written where cp.async has nothing to copy (timing_parts.py, conv)
 ATOMIC_BYTES = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}  # else 4
-SM_SHARED, SM_THREADS, SM_CTAS = 233_472, 2048, 32
-CTA_SHARED = 1024  # bytes that every CTA has beside its own
 MANY = 24  # jumps from which on arrays are quicker than a loop
 PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
 
@@ -207,7 +204,7 @@ class Tracer(Observer):
         if any(c.instruction.name.startswith("clusterlaunchcontrol.try_cancel") for c in self.kernel.program.macros):
             # The clusters that find room take the places of all others: one of them stands for each other.
             threads = machine.block[0] * machine.block[1] * machine.block[2]
-            each = min(SM_CTAS, SM_THREADS // threads, SM_SHARED // (machine.shared_limit + CTA_SHARED))
+            each = min(SM_CTAS, SM_THREADS // threads, SM_SHARED // (machine.shared_limit + CTA_RESERVED))
             together = max(1, max(1, each) * self.timer.sms // machine.cluster_size)
             taken = iter(range(together, self.total, together))
             cx, cy, cz = machine.cluster_shape

@@ -1,9 +1,12 @@
 """What a grid asks of the engines, and what its first CTAs cost more than the others."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import softsm
+from softsm.timing_model.model import occupancy
 from softsm.timing_model.parameters import GPUS
 from softsm.timing_model.work import mma_cycles
 
@@ -58,3 +61,10 @@ def test_cycles_of_products_in_tensor_memory() -> None:
     """As measured on a B200 (SemiAnalysisAI/microbench-blackwell): SS and TS, one CTA and a pair."""
     cases = np.array([(128, 256, 0), (128, 64, 0), (128, 256, 2), (128, 256, 1), (256, 256, 1)])
     assert np.maximum(*mma_cycles(*cases.T)).tolist() == [128, 48, 128, 64, 128]
+
+
+def test_every_cta_has_a_kilobyte_of_shared_memory_beside_its_own() -> None:
+    """Two of 114 KB do not run together: 228 KB are all there is."""
+    code = SimpleNamespace(registers=32)
+    for shared, wanted in ((113 << 10, 2), (114 << 10, 1), (0, 16)):  # 16: threads
+        assert occupancy(SimpleNamespace(threads=128, shared=shared, columns=0), code) == wanted
