@@ -404,7 +404,7 @@ def _keep_blocks(
         )
         program.launch(
             index_blocks_kernel, (count, pieces), arguments, OWNER=owner, FIRST=not started, LAST=last, SIZE=size,
-            KEPT=power_of_two(p.topk_blocks) if last else kept, num_warps=16 if size > 4096 else 4,
+            KEPT=power_of_two(p.topk_blocks) if last else kept, num_warps=32 if size > 4096 else 4,
         )  # fmt: skip
         if last:
             return

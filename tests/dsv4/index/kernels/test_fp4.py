@@ -135,3 +135,11 @@ def test_blocks_in_several_rounds(arch, most, monkeypatch):
     arguments, _, _ = v41_index.problem(3, 3000, lengths=(3000, 2049, 7), topk=8, whole=True, heads=3)
     got, want = source(arch, **arguments, topk_blocks=most), dsv4.index_blocks(**arguments, topk_blocks=most)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.slow
+def test_a_large_piece_of_blocks(arch):
+    """8180 blocks, for which a CTA has 32 warps."""
+    arguments, _, _ = v41_index.problem(1, 8192 * 8 - 100, heads=3, topk=512, whole=True)
+    got, want = source(arch, **arguments, topk_blocks=2048), dsv4.index_blocks(**arguments, topk_blocks=2048)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
