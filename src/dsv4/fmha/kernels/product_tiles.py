@@ -46,6 +46,15 @@ class ProductOperands:
 
 
 @aggregate
+class Gradients:
+    """TMA descriptors of the results."""
+
+    dq_desc: Value
+    dk_desc: Value
+    dv_desc: Value
+
+
+@aggregate
 class Slots:
     """A ring of b, and for each slot of it M / 64 panels of a."""
 

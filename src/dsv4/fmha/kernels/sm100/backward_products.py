@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayo
 from dsv4.fmha.kernels.product_tiles import (
     DK,
     DQ,
+    Gradients,
     ProductOperands,
     Slots,
     count_tiles,
@@ -39,17 +40,8 @@ from dsv4.fmha.kernels.product_tiles import (
     result_scale,
     tile_of_turn,
 )
-from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, reinterpret, store_wait, tma_store
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, reinterpret, store_wait, tma_store
 from dsv4.kernels.ring import Stage, consumer_stage, init_barriers, new_ring
-
-
-@aggregate
-class Gradients:
-    """TMA descriptors."""
-
-    dq_desc: Value
-    dk_desc: Value
-    dv_desc: Value
 
 
 @gluon.jit

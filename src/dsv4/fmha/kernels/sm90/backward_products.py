@@ -24,6 +24,7 @@ warpgroup holds them (gradient_sums.py), a tile of [192, 256] after another.
 from dsv4.fmha.kernels.product_tiles import (
     DK,
     DQ,
+    Gradients,
     ProductOperands,
     Slots,
     count_tiles,
@@ -35,8 +36,6 @@ from dsv4.fmha.kernels.product_tiles import (
 )
 from dsv4.fmha.kernels.sm90.gradient_sums import load_blocks, store_blocks
 from dsv4.kernels.compat import (
-    Value,
-    aggregate,
     fence_async_shared,
     gl,
     gluon,
@@ -50,15 +49,6 @@ from dsv4.kernels.ring import consumer_stage, init_barriers, new_ring
 
 WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 NARROW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-
-
-@aggregate
-class Gradients:
-    """TMA descriptors."""
-
-    dq_desc: Value
-    dk_desc: Value
-    dv_desc: Value
 
 
 @gluon.jit
