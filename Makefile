@@ -73,7 +73,7 @@ test-triton-suite: setup
 # Published kernels in softsm: SOURCES is a folder with checkouts (docs/field.md), ONLY a part of their names.
 test-field: setup
 	@test -n "$(SOURCES)" || { echo "SOURCES: a folder with checkouts of the projects that docs/field.md lists"; exit 1; }
-	$(VENV)/bin/python tools/field.py "$(SOURCES)" --only "$(ONLY)"
+	$(VENV)/bin/python tools/field.py "$(SOURCES)" --only "$(ONLY)" $(if $(WRITE),--write)
 
 test-engines: $(VENVE)/.installed
 	DSV4_ENGINES=1 $(VENVE)/bin/python -m pytest tests/engines

@@ -24,7 +24,7 @@ def tool():
 
 
 def test_the_page_lists_known_kernels_each_with_its_judgement(tool):
-    names = {f"{x.project}: {x.name} ({x.arch})" for x in tool.KERNELS}
+    names = {tool.title(x) for x in tool.KERNELS}
     page = tool.PAGE.read_text()
     rows = re.findall(r"^\| ([^|]+: [^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.M)
     assert len(rows) > 15 and {where for where, _, _ in rows} <= names
@@ -50,3 +50,25 @@ def test_a_command_names_the_sources(tool, tmp_path):
             assert str(tmp_path) in " ".join(words), kernel.name
     assert len({(x.project, x.name, x.arch) for x in tool.KERNELS}) == len(tool.KERNELS)
     assert len(tool.commits(tmp_path)) == len(tool.PROJECTS) + len(tool.PACKAGES)
+
+
+def test_a_finding_without_a_judgement_is_a_failure(tool):
+    kernel = next(x for x in tool.KERNELS if "tutorial 01_mma" in x.name)
+    report = {"failures": [], "warnings": [], "findings": [], "orders": ["eager"], "launches": 1}
+    assert tool.row(kernel, report) == (f"| {tool.title(kernel)} | right | nothing |", True)
+    finding = {"code": "race", "message": "", "parties": [], "stopped": False, "orders": ["eager"]}
+    line, well = tool.row(kernel, report | {"findings": [finding]})
+    assert "NOT JUDGED" in line and not well
+    assert not tool.row(kernel, {})[1]
+
+
+def test_the_table_names_one_commit_of_softsm(tool, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
+    monkeypatch.setattr(tool, "PAGE", page)
+    monkeypatch.setattr(tool, "find_clang", lambda: "clang++")
+    monkeypatch.setattr(tool, "version_of", lambda clang: 22)
+    tool.write(["| a | right | nothing |"], "0123abcd")
+    text = page.read_text()
+    assert "of one commit of softsm, 0123abcd, with clang 22" in text and "| a | right | nothing |" in text
+    assert "old" not in text and text.startswith("before") and text.endswith("after\n")

@@ -8,14 +8,19 @@ a wrong result, is a failure.
 
     python tools/field.py folder                     all
     python tools/field.py folder --only prefill      those with this in their names
-    python tools/field.py folder --write             also put their lines into docs/field.md
+    python tools/field.py folder --write             the table of docs/field.md, of one commit
+
+With --write, reports are kept in the folder for as long as src/softsm, the kernel and the compiler are the same: it
+goes on where it was interrupted, and puts the table on the page when it has all lines.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -24,6 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from field_kernels import JUDGED, KERNELS, PACKAGES, PROJECTS, Kernel, folder_of
+
+from softsm.doors.cuda.compile import find_clang, version_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "field.md"
@@ -69,22 +76,48 @@ def judgement(kernel: Kernel, finding: dict) -> str:
     return ""
 
 
-def row(kernel: Kernel, sources: Path) -> tuple[str, str, bool]:
-    """The first cell and the whole line of the table, and whether it is as it should be."""
-    where, began = f"{kernel.project}: {kernel.name} ({kernel.arch})", time.monotonic()
+def title(kernel: Kernel) -> str:
+    return f"{kernel.project}: {kernel.name} ({kernel.arch})"
+
+
+def report_of(kernel: Kernel, sources: Path) -> dict:
+    """What softsm says, or nothing where it does not run."""
+    began = time.monotonic()
     done = subprocess.run(
         command(kernel, sources), capture_output=True, text=True, check=False, env=environment(kernel, sources)
     )
-    seconds = time.monotonic() - began
+    print(f"{title(kernel)}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     if "{\n" not in done.stdout:
-        print(f"{kernel.name}: {done.stderr[-2000:]}", file=sys.stderr)
-        return where, f"| {where} | does not run | |", False
-    report = json.loads(done.stdout[done.stdout.index("{\n") :])
+        print(done.stderr[-2000:], file=sys.stderr)
+        return {}
+    return json.loads(done.stdout[done.stdout.index("{\n") :])
+
+
+def kept_report(kernel: Kernel, sources: Path, tree: str) -> dict:
+    """That of an earlier run, if what was run is the same."""
+    own = [ROOT / "tests" / "field" / name for name in (kernel.file, "field.h", "maps.h")]
+    facts = [tree, repr(kernel), str(version_of(find_clang())), *(path.read_text() for path in own if path.is_file())]
+    name = f"{folder_of(kernel)}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:12]}.json"
+    file = sources / "reports" / name
+    if file.is_file():
+        return json.loads(file.read_text())
+    report = report_of(kernel, sources)
+    if report:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(report, indent=1))
+    return report
+
+
+def row(kernel: Kernel, report: dict) -> tuple[str, bool]:
+    """The line of the table, and whether it is as it should be."""
+    where = title(kernel)
+    if not report:
+        return f"| {where} | does not run | |", False
     for failure in report["failures"]:
-        print(f"{kernel.name}: {failure['text']}", file=sys.stderr)
+        print(f"{where}: {failure['text']}", file=sys.stderr)
     unjudged = [f for f in report["findings"] if not judgement(kernel, f)]
     for f in unjudged:
-        print(f"{kernel.name}: no judgement of {f['code']} {place(f)}: {f['message']}", file=sys.stderr)
+        print(f"{where}: no judgement of {f['code']} {place(f)}: {f['message']}", file=sys.stderr)
     alike: dict[str, list[str]] = {}
     for f in report["findings"]:
         alike.setdefault(judgement(kernel, f) or "NOT JUDGED", []).append(named(f))
@@ -98,9 +131,8 @@ def row(kernel: Kernel, sources: Path) -> tuple[str, str, bool]:
         right = "right where it ends" if ended else "does not end"
     if not report["launches"]:
         right = "nothing was launched"
-    print(f"{kernel.name}: {right}, {seconds:.0f} s", file=sys.stderr, flush=True)
     line = f"| {where} | {right} | {'; '.join(found) or 'nothing'} |"
-    return where, line, right.startswith(("right", "wrong, by")) and not unjudged
+    return line, right.startswith(("right", "wrong, by")) and not unjudged
 
 
 def commits(sources: Path) -> list[str]:
@@ -130,23 +162,28 @@ def main() -> None:
         sys.exit("SOURCES: these are missing, or at another commit:\n" + "\n".join(wrong))
     if not (Path(os.environ.get("CUDA_HOME", "")) / "include" / "cuda_runtime.h").is_file():
         sys.exit("CUDA_HOME: the headers of a CUDA toolkit are needed (tested: 12.8)")
-    kernels = [x for x in KERNELS if options.only in f"{x.project} {x.name} {x.arch}"]
-    known = dict(re.findall(r"^\| ([^|]+) (\|.*)$", PAGE.read_text(), re.M))
-    well = True
+    kernels = [x for x in KERNELS if options.only in title(x)]
+    git = ["git", "-C", str(ROOT)]
+    head, tree = subprocess.check_output([*git, "rev-parse", "HEAD", "HEAD:src/softsm"], text=True).split()
+    if options.write and subprocess.check_output([*git, "status", "--porcelain", "src/softsm", "tests/field", "tools"]):
+        sys.exit("--write: the tree differs from its commit")
+
+    def judged(kernel: Kernel) -> tuple[str, bool]:
+        line, well = row(kernel, kept_report(kernel, sources, tree) if options.write else report_of(kernel, sources))
+        print(line, flush=True)
+        return line, well
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        for where, line, ok in pool.map(lambda kernel: row(kernel, sources), kernels):
-            known[where], well = line.removeprefix(f"| {where} "), well and ok
-            print(line, flush=True)
-            if options.write:
-                write(known)
-    sys.exit(not well)
+        lines = list(pool.map(judged, kernels))
+    if options.write and len(lines) == len(KERNELS):
+        write([line for line, _ in lines], head[:8])
+    sys.exit(not all(well for _, well in lines))
 
 
-def write(known: dict[str, str]) -> None:
-    """The table of docs/field.md: a kernel that did not run now keeps its line."""
-    names = [f"{x.project}: {x.name} ({x.arch})" for x in KERNELS]
-    lines = [f"| {name} {known[name]}" for name in names if name in known]
-    table = "\n".join([BEGIN, "| kernel | result | found |", "|---|---|---|", *lines, END])
+def write(lines: list[str], commit: str) -> None:
+    clang = version_of(find_clang())
+    said = f"All lines are of one commit of softsm, {commit}, with clang {clang}, on {platform.machine()}."
+    table = "\n".join([BEGIN, said, "", "| kernel | result | found |", "|---|---|---|", *lines, END])
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: table, PAGE.read_text(), flags=re.DOTALL))
 
 
