@@ -30,15 +30,15 @@ def confined(program, load_pc: int, store_pc: int) -> bool:
     load, store = program.instructions[load_pc], program.instructions[store_pc]
     if store.opcode != "st" or store.guard is None or load.opcode != "ld":
         return False
-    flow = [x for x in program.flow if isinstance(x[0], Instruction)]
-    reached: set[str] = set()
-    found = False
-    for ins, _, written in flow:
-        if ins is load:
-            reached |= written
-            found = True
-    if not found or not any(ins is store for ins, _, _ in flow):
-        return False  # in a function that is called
+    for flow in program.flow.values():
+        if any(ins is load for ins, _, _ in flow) and any(ins is store for ins, _, _ in flow):
+            return ends_at(store, load, [x for x in flow if isinstance(x[0], Instruction)])
+    return False  # in two functions
+
+
+def ends_at(store: Instruction, load: Instruction, flow: list[tuple]) -> bool:
+    """`confined`, in the function of both. Calls pass values in registers or through st.param: both leave it."""
+    reached: set[str] = set().union(*(written for ins, _, written in flow if ins is load))
     through_shared = False
     before = -1
     while before != len(reached):

@@ -18,7 +18,7 @@ def undefined_in(kernel: Kernel) -> list[tuple[Instruction, str]]:
     """(instruction, register) of reads that no write comes before."""
     if kernel not in _known:
         wide = {name for name, kind in kernel.function.registers.items() if kind == "b128"}
-        found = undefined(kernel.program.flow, kernel.function.branch_targets)
+        found = undefined(kernel.program.flow[kernel.function.name], kernel.function.branch_targets)
         _known[kernel] = [(ins, name) for ins, name in found if name not in wide]
     return _known[kernel]
 

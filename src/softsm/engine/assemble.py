@@ -84,7 +84,8 @@ class Assembler(AsyncRegisters):
         self.named: set[tuple[str, int]] = set()  # rows of registers, and those that not only arithmetic touches
         self.exposed: set[tuple[str, int]] = set()
         self.entries: dict[str, int] = {}  # .func name -> pc
-        self.flow: list[tuple] = []  # checking: (instruction or label, registers read, registers written)
+        # checking: function -> (instruction or label, registers read, registers written)
+        self.flow: dict[str, list[tuple]] = {}
         self.read: set[str] = set()  # names, of the current instruction
         self.written: set[str] = set()
         self.layout()
@@ -377,6 +378,7 @@ class Assembler(AsyncRegisters):
     def body(self, function: Function) -> None:
         self.registers, self.current_function = function.registers, function
         self.entries[function.name] = len(self.records)
+        self.flow[function.name] = []
         prefix = function.name
         self.scope = prefix
         saved, self.rows = self.rows, {name: row for name, (_, row) in self.passed.items()}
@@ -391,8 +393,7 @@ class Assembler(AsyncRegisters):
                     self.flush_tensor_loads(len(self.records))
                 self.labels[f"{prefix}:{item.name}"] = len(self.records)
                 self.wgmma_busy |= self.wgmma_settled  # a jump to here has not passed the early use
-                if function.entry:
-                    self.flow.append((item, (), ()))
+                self.flow[function.name].append((item, (), ()))
                 continue
             self.lower(item)
             if item.opcode in ("bra", "brx", "ret", "exit", "call") and self.tmem_pending:

@@ -38,7 +38,7 @@ class AsyncRegisters:
     macros: list[pg.MacroCall]
     fixups: list[tuple[int, str, Instruction]]
     touched: set[tuple[str, int]]
-    flow: list[tuple]
+    flow: dict[str, list[tuple]]
     read: set[str]
     written: set[str]
     current_function: Function
@@ -82,8 +82,9 @@ class AsyncRegisters:
         on."""
         if ins.guard is not None:
             self.read.add(ins.guard.name)
-        if self.current_function.entry:
-            self.flow.append((ins, self.read, self.written))
+        if ins.opcode == "ret":
+            self.read |= {v.name for v in self.current_function.returns if v.space == "reg"}
+        self.flow[self.current_function.name].append((ins, self.read, self.written))
         operands = ins.operands
         if operands and isinstance(operands[0], Reg) and ("R", self.rows.get(operands[0].name, -1)) in self.touched:
             kind = ins.modifiers[-1] if ins.modifiers else ""

@@ -184,6 +184,7 @@ class Program:
     param_bytes: int
     branch_tables: list[list[int]] = field(default_factory=list)
     variables: dict[str, Variable] = field(default_factory=dict)
-    flow: list[tuple] = field(default_factory=list)  # for the checkers: (item, names read, names written)
+    # for the checkers: function -> (item, names read, names written)
+    flow: dict[str, list[tuple]] = field(default_factory=dict)
     arrivals: list | None = None  # of engine/arrivals.py, when somebody has looked for them
     private: frozenset[tuple[str, int]] = frozenset()  # (register file, row) that only micro-operations touch

@@ -72,13 +72,53 @@ def counter_that_points(x, o, n, BLOCK: tl.constexpr):
         tl.store(x, v + 1)
 
 
+@triton.jit(noinline=True)
+def add_one(x):
+    tl.store(x, tl.load(x) + 1)
+
+
+@triton.jit
+def counter_in_a_function(x, o, n, BLOCK: tl.constexpr):
+    add_one(x)
+
+
+@triton.jit(noinline=True)
+def fetch_and_add_one(x):
+    v = tl.load(x)
+    tl.store(x, v + 1)
+    return v
+
+
+@triton.jit
+def counter_that_a_function_returns(x, o, n, BLOCK: tl.constexpr):
+    v = fetch_and_add_one(x)
+    tl.store(o + tl.arange(0, 128), v + tl.zeros((128,), tl.float32))
+
+
+@triton.jit(noinline=True)
+def fill(o, v):
+    tl.store(o + tl.arange(0, 128), v + tl.zeros((128,), tl.float32))
+
+
+@triton.jit
+def counter_that_a_function_gets(x, o, n, BLOCK: tl.constexpr):
+    v = tl.load(x)
+    tl.store(x, v + 1)
+    fill(o, v)
+
+
 def findings(kernel, arch, block, strict=False, n=4096):
     with softsm.use(arch), softsm.checking(strict=strict) as report:
         kernel[(1,)](torch.ones(4096), torch.zeros(4096), n, BLOCK=block)
     return [d.code for d in report]
 
 
-@pytest.mark.parametrize("kernel", [in_place, softmax_in_place, there_and_back, counter], ids=lambda k: k.__name__)
+HARMLESS = [in_place, softmax_in_place, there_and_back, counter, counter_in_a_function]
+RACES = [counter_that_is_used, counter_that_decides, gathered_in_place]
+RACES += [counter_that_a_function_returns, counter_that_a_function_gets]
+
+
+@pytest.mark.parametrize("kernel", HARMLESS, ids=lambda k: k.__name__)
 def test_repeated_work_is_no_race(kernel):
     for block, arch in ((16, "sm_90a"), (32, "sm_100a"), (64, "sm_90a"), (512, "sm_90a")):
         assert findings(kernel, arch, block) == [], (block, arch)
@@ -88,9 +128,7 @@ def test_the_strict_level_calls_it_one():
     assert "race" in findings(in_place, "sm_90a", 32, strict=True)
 
 
-@pytest.mark.parametrize(
-    "kernel", [counter_that_is_used, counter_that_decides, gathered_in_place], ids=lambda k: k.__name__
-)
+@pytest.mark.parametrize("kernel", RACES, ids=lambda k: k.__name__)
 def test_values_that_count_are_races(kernel):
     assert "race" in findings(kernel, "sm_90a", 128)
 
