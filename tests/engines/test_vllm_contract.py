@@ -92,11 +92,11 @@ from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.models.deepseek_v4 import attention
 from vllm.models.deepseek_v4.cpu import model as cpu
 from vllm.models.deepseek_v4.nvidia import flashmla, model as nvidia
-from vllm.models.deepseek_v41.nvidia import model as nvidia_v41
+from vllm.models.deepseek_v41.nvidia import flashmla as flashmla_v41, model as nvidia_v41
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
-from dsv4.integrations.vllm import install, v4
+from dsv4.integrations.vllm import choice, install, v4, v41
 from dsv4.integrations.vllm.indexer import Indexer
 def refused(said, f, *arguments, **options):
     try:
@@ -127,11 +127,15 @@ for _ in range(2):
     assert select(config(None)) is (ours if switched else theirs)
 if switched:
     refused("FLASHMLA_SPARSE with DSV4_VLLM=1", select, config(AttentionBackendEnum.FLASHMLA_SPARSE))
-    refused("got DeepSeek-V4.1", nvidia_v41._select_dsv4_attn_cls, config(None, "41"))
 else:
     assert select(config(AttentionBackendEnum.FLASHMLA_SPARSE)) is theirs
-    nvidia_v41._select_dsv4_attn_cls(config(AttentionBackendEnum.FLASHMLA_SPARSE, "41"))
-refused("got DeepSeek-V4.1", nvidia_v41._select_dsv4_attn_cls, config(AttentionBackendEnum.DSV4_GLUON, "41"))
+select41, theirs41 = nvidia_v41._select_dsv4_attn_cls, flashmla_v41.DeepseekV4FlashMLAAttention
+refused("got DeepSeek-V4.1 on a CPU", select41, config(AttentionBackendEnum.DSV4_GLUON, "41"))
+choice._check_v41 = lambda: None
+assert select41(config(AttentionBackendEnum.DSV4_GLUON, "41")) is v41.cuda_class()
+assert select41(config(None, "41")) is (v41.cuda_class() if switched else theirs41)
+if not switched:
+    assert select41(config(AttentionBackendEnum.FLASHMLA_SPARSE, "41")) is theirs41
 def taken(make):  # by the replaced names; vLLM's own classes take other arguments
     try:
         return bool(make(get_current_vllm_config(), no_such_option=1))
@@ -143,8 +147,10 @@ for backend in (AttentionBackendEnum.DSV4_GLUON, None):
     with set_current_vllm_config(config(backend)):
         asked = switched or backend is not None
         assert taken(cpu.DeepseekV4CPUAttention) is taken(attention.SparseAttnIndexer) is asked
-assert v4.prefill().__globals__["flash_mla_sparse_fwd"] is v4.sparse_fwd
-assert theirs._forward_prefill.__globals__["flash_mla_sparse_fwd"] is flashmla.flash_mla_sparse_fwd is not v4.sparse_fwd
+for cls, module in ((theirs, flashmla), (theirs41, flashmla_v41)):
+    copy = v4.copied(cls._forward_prefill, flash_mla_sparse_fwd=v4.sparse_fwd)
+    assert copy.__globals__["flash_mla_sparse_fwd"] is v4.sparse_fwd
+    assert cls._forward_prefill.__globals__["flash_mla_sparse_fwd"] is module.flash_mla_sparse_fwd is not v4.sparse_fwd
 assert [ours.get_padded_num_q_heads(n) for n in (1, 8, 16, 128)] == [1, 8, 16, 128]
 refused("129 on one rank", ours.get_padded_num_q_heads, 129)
 from dsv4.integrations.vllm.dense import Impl

@@ -19,6 +19,7 @@ DSV4 = (
     Variable("DSV4_CUBINS", "1", "0: kernels of the wheel dsv4-cubins are not used where it is installed"),
     Variable("DSV4_VLLM", "", "1: vLLM's attention is dsv4's; 0: it is not; unset: --attention-backend decides"),
     Variable("DSV4_VLLM_PARTS", "indexer", "further parts to replace in vLLM: indexer, compressor, insertion, experts"),
+    Variable("DSV4_VLLM_ROWS", "", "v41: DeepSeek-V4.1 keeps its own rows in vLLM, 528 and 288 bytes, on Hopper too"),
     Variable("DSV4_SGLANG", "0", "1: switches the SGLang plug-in on"),
     Variable("DSV4_SGLANG_PARTS", "", "further parts to replace in SGLang: indexer, compressor, insertion, experts"),
 )

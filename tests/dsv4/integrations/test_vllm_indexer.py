@@ -51,19 +51,21 @@ class Engine:
         options = dict(skip_k_cache_insert=True, compress_ratio=4) | options
         return indexer.Indexer(cache, 128, "ue8m0", TOPK, 128, 1024, 1024, buffer, **options)
 
-    def run(self, metadata, tokens):
+    def run(self, metadata, tokens, **options):
         q, weights = quantize_queries(torch.randn(tokens, HEADS, 128), torch.randn(tokens, HEADS))
         buffer = torch.full((tokens + 3, TOPK + 2), 99, dtype=torch.int32)
         self.context.attn_metadata = {"layer": metadata}
-        assert self.indexer(buffer)(torch.zeros(tokens, 7), q, None, weights) is buffer
+        assert self.indexer(buffer, **options)(torch.zeros(tokens, 7), q, None, weights) is buffer
         assert bool((buffer[tokens:] == 99).all())  # nothing behind the step
         self.q, self.weights = q, weights
         return buffer[:tokens, :TOPK]
 
-    def naive(self, token, request, seen):
+    def scores(self, token, request, seen):
         rows = self.table[request].long().repeat_interleave(ROWS)[:seen] * ROWS + torch.arange(seen) % ROWS
-        scores = self.weights[token] @ (self.q[token].float() @ self.keys[rows].T).relu()
-        best = scores.sort(descending=True, stable=True).indices[:TOPK]
+        return self.weights[token] @ (self.q[token].float() @ self.keys[rows].T).relu()
+
+    def naive(self, token, request, seen):
+        best = self.scores(token, request, seen).sort(descending=True, stable=True).indices[:TOPK]
         return torch.nn.functional.pad(best, (0, TOPK - len(best)), value=-1).int()
 
     def agrees(self, got, wanted):
@@ -145,6 +147,37 @@ def test_a_rank_chooses_for_its_part_of_a_prompt_and_exchanges(engine):
     assert exchanged == [TOPK]
 
 
+def test_two_levels_of_deepseek_v4_1(engine):
+    """One layer keeps the two best blocks of 8 rows of each query, of which the last one that it sees; another layer
+    with queries of its own chooses among their rows. Decodes with drafts before prompts; a sharded prompt is not."""
+    chunks = [chunk(engine.table[2:], [[9, 9, 10], [0, 33]], first=4)]
+    lengths = [[30, 31], [39, 40]]
+    m = metadata(chunks, decode(engine.table[:2], lengths, [2, 2]), 4, shard="not asked for")
+    seen = [(0, 30), (0, 31), (1, 39), (1, 40), (2, 9), (2, 9), (2, 10), (3, 0), (3, 33), None]
+    kept = torch.full((12, 2), 99, dtype=torch.int32)
+    both = dict(candidate_blocks=kept, candidate_block_size=8, compress_ratio=1)
+    got = engine.run(m, 10, **both, candidate_write=True)
+    engine.agrees(got, seen)  # of all rows
+    assert bool((kept[9:] == 99).all())
+    for n, one in enumerate(seen[:-1]):
+        scores = engine.scores(n, *one)
+        best = torch.stack([x.max() for x in scores.split(8)]) if len(scores) else scores
+        best[-1:] = float("inf")
+        blocks = best.sort(descending=True, stable=True).indices[:2].sort().values.tolist()
+        assert kept[n].tolist() == blocks + [-1] * (2 - len(blocks)), f"token {n}"
+    got = engine.run(m, 10, **both)
+    assert bool((kept[9:] == 99).all())
+    for n, one in enumerate(seen):
+        rows = (
+            []
+            if one is None
+            else [8 * b + i for b in kept[n].tolist() if b >= 0 for i in range(8) if 8 * b + i < one[1]]
+        )
+        scores = engine.scores(n, *one)[rows] if rows else torch.zeros(0)
+        order = scores.sort(descending=True, stable=True).indices[:TOPK].tolist()
+        assert got[n].tolist() == [rows[k] for k in order] + [-1] * (TOPK - len(order)), f"token {n}"
+
+
 def test_a_profile_run_writes_nothing(engine):
     buffer = torch.full((4, TOPK), 99, dtype=torch.int32)
     engine.context.attn_metadata = None
@@ -156,7 +189,7 @@ def test_a_profile_run_writes_nothing(engine):
     "options, name",
     [
         (dict(use_fp4_cache=True), "indexer_kv_dtype: got mxfp4"),
-        (dict(candidate_blocks=torch.zeros(1)), "candidate_blocks"),
+        (dict(candidate_blocks=torch.zeros(1), candidate_block_size=16), "candidate_block_size: got 16; accepted: 8"),
         (dict(skip_k_cache_insert=False), "skip_k_cache_insert"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4 import Fp8Cache
+from dsv4 import Fp8Cache, Mxfp8Cache, Nvfp4Cache
 from dsv4.integrations.vllm.insertion import insert
 
 
@@ -13,6 +13,31 @@ def rope(x, angles):
     even, odd = x[..., 448::2], x[..., 449::2]
     turned = [even * angles.cos() - odd * angles.sin(), odd * angles.cos() + even * angles.sin()]
     return torch.cat([x[..., :448], torch.stack(turned, -1).flatten(-2)], -1)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("softsm", marks=pytest.mark.compile)])
+@pytest.mark.parametrize("cls", [Mxfp8Cache, Nvfp4Cache])
+def test_rows_of_deepseek_v4_1_are_rotated_then_packed(cls, backend):
+    """Queries are not normed. A row rounded to bf16 first, as on a CPU, or not, as by the kernel: codes differ where
+    that changes a tie, by one step."""
+    torch.manual_seed(0)
+    q, kv = torch.randn(3, 2, 512).bfloat16(), torch.randn(4, 512).bfloat16()
+    positions, slots = torch.tensor([4, 99, 7]), torch.tensor([70, -1, 5])
+    angles = torch.arange(100)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1).float()
+    window, by_hand = (cls.empty(3, 32) for _ in range(2))
+    got = insert(q, kv, positions, window, slots, cos_sin, None, backend)
+    wanted = rope(q.double(), angles[positions].double())
+    assert ((got.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-6).all()
+    rows = rope(kv[:3].double(), angles[positions].double())
+    by_hand.write(slots, rows.bfloat16() if backend == "cpu" else rows.float())
+    made, right = (x.unpack(torch.float64) for x in (window, by_hand))
+    step = right.abs() / (8 if cls is Mxfp8Cache else 2)  # of e4m3 and of e2m1, at least
+    same = made == right
+    assert (same | ((made - right).abs() <= step * (1 + 1e-9))).all() and same.double().mean() > 0.99
+    others = torch.ones(96, dtype=torch.bool)
+    others[[70, 5]] = False
+    assert torch.equal(made[others], cls.empty(3, 32).unpack(torch.float64)[others])
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("softsm", marks=pytest.mark.compile)])

@@ -16,7 +16,7 @@ from agreement import assert_right
 
 import dsv4.integrations.vllm as plugin
 from dsv4 import reference
-from dsv4.integrations.vllm import choice, compressor, contract, indexer, install, v4
+from dsv4.integrations.vllm import choice, compressor, contract, indexer, install, v4, v41
 
 RECORDED = json.loads((Path(__file__).parents[2] / "engines" / "vllm_recorded.json").read_text())
 
@@ -127,6 +127,10 @@ def configuration(backend=None, kinds=(), model="LlamaForCausalLM", cache_dtype=
     )
 
 
+V41_METHODS = (
+    "_forward_decode", "_forward_prefill", "get_padded_num_q_heads", "_indexer_cls", "_fused_qnorm_rope_kv_insert",
+    "forward_kv",
+)  # fmt: skip
 V4, V41, DENSE = "DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM", "LlamaForCausalLM"
 
 
@@ -146,6 +150,7 @@ def configured(monkeypatch, vllm):
     backend = type("Backends", (), dict(__members__={}))
     modules = {
         "vllm.config": dict(VllmConfig=VllmConfig),
+        "vllm.platforms": dict(current_platform=SimpleNamespace(is_cpu=lambda: False)),
         "vllm.v1.attention.backends.registry": dict(
             AttentionBackendEnum=backend, register_backend=lambda name, path: backend.__members__.update({name: path})
         ),
@@ -157,6 +162,7 @@ def configured(monkeypatch, vllm):
     installed: list = []
     monkeypatch.delenv("DSV4_VLLM", raising=False)
     monkeypatch.delenv("DSV4_VLLM_PARTS", raising=False)
+    monkeypatch.delenv("DSV4_VLLM_ROWS", raising=False)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.setattr(install, "everything", lambda: installed.append(1))
     monkeypatch.setattr(install, "asked", False)
@@ -185,11 +191,17 @@ def test_the_configuration_switches_it_on_where_it_names_the_backend(configured,
         ),
         ("", dict(model=V4, backend="DSV4_GLUON"), "dsv4 is on: DeepSeek-V4's attention, indexer"),
         ("1", dict(model=V4), "dsv4 is on: DeepSeek-V4's attention, indexer"),
+        ("1", dict(model=V41), "dsv4 is on: DeepSeek-V4.1's attention, indexer (DSV4_VLLM_PARTS)\n"),
+        (
+            "1",
+            dict(model=V41, cache_dtype="nvfp4_ds_mla"),
+            "dsv4 is on: DeepSeek-V4.1's attention, indexer (DSV4_VLLM_PARTS), rows of V4.1 (DSV4_VLLM_ROWS)\n",
+        ),
         ("", dict(model=DENSE), f"dsv4 is off for {DENSE} (installed); --attention-backend DSV4_GLUON switches it on"),
         (
             "1",
             dict(model=DENSE),
-            f"dsv4 is off for {DENSE} (DSV4_VLLM=1 is for DeepSeek-V4); --attention-backend DSV4_GLUON",
+            f"dsv4 is off for {DENSE} (DSV4_VLLM=1 is for DeepSeek-V4 and V4.1); --attention-backend DSV4_GLUON",
         ),
         ("1", dict(model=DENSE, backend="DSV4_GLUON"), "dsv4 is on: dense attention\n"),
         ("", dict(model=DENSE, kinds=["sliding_window"]), "dsv4 is on: dense attention, of sliding_window layers"),
@@ -214,39 +226,59 @@ def test_a_draft_models_configuration_is_not_reported(configured, said):
     assert said() == ""
 
 
-@pytest.mark.parametrize("options", [dict(backend="DSV4_GLUON"), dict(kinds=["mla_attention"]), {}])
-def test_deepseek_v4_1_is_refused_by_name(configured, monkeypatch, said, options):
-    """vLLM has classes of its own for it, which look at no name of ours."""
+@pytest.mark.parametrize("platform, parts, why", [
+    (True, "", r"the model: got DeepSeek-V4\.1 on a CPU; accepted: a GPU"),
+    (False, "experts", r"DSV4_VLLM_PARTS: got experts for DeepSeek-V4\.1; accepted: indexer, compressor, insertion"),
+])  # fmt: skip
+def test_what_deepseek_v4_1_does_not_have_is_refused_by_name(configured, monkeypatch, said, platform, parts, why):
     config, _ = configured
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_cpu", lambda: platform)
+    monkeypatch.setenv("DSV4_VLLM_PARTS", parts)
     plugin.register()
-    if not options:
-        config(model=V41)  # nothing is asked for
-        monkeypatch.setenv("DSV4_VLLM", "1")
-    with pytest.raises(ValueError, match=r"the model: got DeepSeek-V4\.1; accepted: DeepSeek-V4 and dense models"):
-        config(model=V41, **options)
+    config(model=V41)  # nothing is asked for
+    with pytest.raises(ValueError, match=why):
+        config("DSV4_GLUON", model=V41)
     assert "is on" not in said()
 
 
-def test_a_backend_for_one_kind_of_layers_is_refused_for_deepseek_v4(configured):
+@pytest.mark.parametrize("model, name", [(V4, "DeepSeek-V4"), (V41, "DeepSeek-V4.1")])
+def test_a_backend_for_one_kind_of_layers_is_refused_for_deepseek_v4(configured, model, name):
     """Its layers look at --attention-backend alone."""
     config, _ = configured
     plugin.register()
-    why = "backend_per_kind: got DSV4_GLUON for mla_attention of DeepSeek-V4; accepted: dense models; DeepSeek-V4 needs"
+    why = f"backend_per_kind: got DSV4_GLUON for mla_attention of {name}; accepted: dense models; {name} needs"
     with pytest.raises(ValueError, match=why):
-        config(model=V4, kinds=["mla_attention"])
+        config(model=model, kinds=["mla_attention"])
 
 
+@pytest.mark.parametrize("model, accepted", [
+    (V4, ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")), (V41, ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla"))
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "bfloat16"])
-def test_rows_that_vllm_would_not_make_are_refused(configured, dtype):
-    """vLLM takes every fp8 name for its rows of e4m3."""
+def test_rows_that_vllm_would_not_make_are_refused(configured, dtype, model, accepted):
+    """vLLM takes every fp8 name for V4's rows of e4m3."""
     config, _ = configured
     plugin.register()
-    config(model=V4, cache_dtype=dtype)  # off
+    config(model=model, cache_dtype=dtype)  # off
     config("DSV4_GLUON", model=DENSE, cache_dtype=dtype)  # the dense backend rejects for itself
-    for accepted in ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"):
-        config("DSV4_GLUON", model=V4, cache_dtype=accepted)
-    with pytest.raises(ValueError, match=f"--kv-cache-dtype: got {dtype}; accepted: auto, fp8, fp8_e4m3, fp8_ds_mla"):
-        config("DSV4_GLUON", model=V4, cache_dtype=dtype)
+    for one in accepted:
+        config("DSV4_GLUON", model=model, cache_dtype=one)
+    with pytest.raises(ValueError, match=f"--kv-cache-dtype: got {dtype}; accepted: {', '.join(accepted)}"):
+        config("DSV4_GLUON", model=model, cache_dtype=dtype)
+
+
+def test_rows_of_v4_1_are_asked_for_by_the_variable_or_by_vllms_name_for_them(configured, monkeypatch):
+    config, _ = configured
+    plugin.register()
+    assert not choice.own_rows(configuration(model=V41))
+    assert choice.own_rows(configuration(model=V41, cache_dtype="nvfp4_ds_mla"))
+    monkeypatch.setenv("DSV4_VLLM_ROWS", "v41")
+    assert choice.own_rows(configuration(model=V41)) and choice.own_rows(configuration(cache_dtype="fp8_ds_mla"))
+    with pytest.raises(ValueError, match="DSV4_VLLM_ROWS: got v41 for DeepSeek-V4; accepted: nothing"):
+        config("DSV4_GLUON", model=V4)
+    monkeypatch.setenv("DSV4_VLLM_ROWS", "v5")
+    with pytest.raises(ValueError, match="DSV4_VLLM_ROWS: got 'v5'; accepted: v41, or nothing"):
+        config("DSV4_GLUON", model=V41)
 
 
 def test_another_backend_contradicts_the_switch(configured, monkeypatch):
@@ -355,6 +387,10 @@ def test_the_contract_is_what_was_recorded():
         (compressor.forward, f"{contract.COMPRESSOR}.forward"),
         (v4.Forward.forward_mqa, f"{contract.FLASHMLA}.forward_mqa"),
         (v4.Forward.get_padded_num_q_heads, f"{contract.FLASHMLA}.get_padded_num_q_heads"),
+        *((getattr(v41.Forward, name), f"{contract.FLASHMLA41}.{name}") for name in V41_METHODS),
+        (v41.insert_cache, "vllm.models.deepseek_v41.compressor.DeepseekCompressor.insert_cache"),
+        (v41.record_rule(bool), "vllm.models.deepseek_v41.attention._use_v41_mxfp8_kv_record"),
+        (v41.context_rows(print), "vllm.models.deepseek_v41.nvidia.dspark._insert_context_kv"),
     ],
 )
 def test_what_is_replaced_takes_the_same_parameters(ours, theirs):

@@ -1,4 +1,4 @@
-"""The plug-in for vLLM: DeepSeek-V4's sparse attention, and dense models with head dims up to 512, on dsv4.
+"""The plug-in for vLLM: the sparse attention of DeepSeek-V4 and V4.1, and dense models, on dsv4.
 
     pip install 'dsv4[vllm]'
     vllm serve deepseek-ai/DeepSeek-V4-Flash --attention-backend DSV4_GLUON ...
@@ -13,11 +13,14 @@ On:
   ``compressor`` (:func:`dsv4.compress.pages.compress_pages`), ``insertion`` (RoPE of queries and rows, writing rows
   to the pages) and ``experts`` (MXFP4 experts on :func:`dsv4.moe`). The last three were not measured in an engine. The
   default is the indexer;
+* DeepSeek-V4.1 (decode, prefill, DSpark's layers) runs on the same switch, with its two-level indexer, on vLLM's pages:
+  rows of 584 bytes on Hopper. ``DSV4_VLLM_ROWS=v41`` or ``--kv-cache-dtype nvfp4_ds_mla`` gives the model's own there,
+  528 and 288 bytes, which dsv4 then writes too. It has run on no GPU yet, and ``experts`` are V4's alone;
 * ``--attention-backend DSV4_GLUON`` runs dense models on :func:`dsv4.fmha_paged`, and ``backend_per_kind`` runs the
   layers of one kind on it. A dense model without either keeps vLLM's choice.
 
-Nothing falls back silently. An untested version of vLLM, a changed signature, a GPU without kernels, DeepSeek-V4.1 or
-another ``--attention-backend`` for DeepSeek-V4 raise an error that says how to turn the plug-in off. With
+Nothing falls back silently. An untested version of vLLM, a changed signature, a GPU without kernels or another
+``--attention-backend`` for DeepSeek-V4 or V4.1 raise an error that says how to turn the plug-in off. With
 ``DSV4_VLLM=0``, or a version of vLLM that was not tested, vLLM does not know the name DSV4_GLUON and raises its own
 error if you use it.
 """
@@ -29,6 +32,8 @@ from typing import NoReturn
 
 SWITCH = "DSV4_VLLM"
 PARTS_SWITCH = "DSV4_VLLM_PARTS"
+ROWS_SWITCH = "DSV4_VLLM_ROWS"
+OWN_ROWS = "v41"
 PARTS = (
     "indexer",
     "compressor",
@@ -62,6 +67,14 @@ def parts() -> list[str]:
     if unknown := [part for part in named if part not in PARTS]:
         raise ValueError(f"{PARTS_SWITCH}: got {', '.join(unknown)}; accepted: any of {', '.join(PARTS)}, or nothing")
     return named
+
+
+def rows() -> str:
+    """What DSV4_VLLM_ROWS says: v41, or nothing: then vLLM decides. ValueError where it is neither."""
+    said = os.environ.get(ROWS_SWITCH, "")
+    if said not in ("", OWN_ROWS):
+        raise ValueError(f"{ROWS_SWITCH}: got {said!r}; accepted: {OWN_ROWS}, or nothing for the rows that vLLM keeps")
+    return said
 
 
 def register() -> None:

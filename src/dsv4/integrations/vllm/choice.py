@@ -6,9 +6,25 @@ A configuration that asks for dsv4 and would get another attention is rejected h
 
 from typing import Any
 
-from dsv4.integrations.vllm import BACKEND, PARTS_SWITCH, SWITCH, parts, refuse, say, switch
+from dsv4.integrations.vllm import (
+    BACKEND,
+    OWN_ROWS,
+    PARTS_SWITCH,
+    ROWS_SWITCH,
+    SWITCH,
+    parts,
+    refuse,
+    rows,
+    say,
+    switch,
+)
 
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")  # of DeepSeek-V4: names of its rows of e4m3
+NAMES = {"deepseek_v4": "DeepSeek-V4", "deepseek_v41": "DeepSeek-V4.1"}
+FP4_ROWS = "nvfp4_ds_mla"  # vLLM's name for V4.1's own rows
+KV_CACHE_DTYPES = {  # of vLLM, for rows that dsv4 reads
+    "deepseek_v4": ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"),
+    "deepseek_v41": ("auto", "fp8", "fp8_ds_mla", FP4_ROWS),
+}
 
 
 def named(config: Any) -> bool:
@@ -26,8 +42,8 @@ def asks(config: Any) -> bool:
 
 
 def v4_is_ours(config: Any) -> bool:
-    """Whether dsv4 serves a DeepSeek-V4 of this configuration. The configuration of a draft model names no backend,
-    whatever that of its target names: MTP layers follow the target's layers, which are there already."""
+    """Whether dsv4 serves a DeepSeek-V4 or V4.1 of this configuration. The configuration of a draft model names no
+    backend, whatever that of its target names: draft layers follow the target's layers, which are there already."""
     if config.attention_config.backend is not None:
         return named(config)
     return switch() is True or any(getattr(layer, "served_by_dsv4", False) for layer in _layers(config))
@@ -49,17 +65,36 @@ def family(config: Any) -> str | None:
 def check(config: Any) -> None:
     """ValueError where dsv4 is asked for and does not serve what is asked for."""
     model, attention = family(config), config.attention_config
-    if model == "deepseek_v41" and (asks(config) or switch()):
-        refuse("the model", "DeepSeek-V4.1", "DeepSeek-V4 and dense models")
-    if model != "deepseek_v4":
+    if model not in NAMES:
         return
     if found := kinds(config):
-        got = f"{BACKEND} for {', '.join(found)} of DeepSeek-V4"
-        refuse("backend_per_kind", got, f"dense models; DeepSeek-V4 needs --attention-backend {BACKEND}")
+        got = f"{BACKEND} for {', '.join(found)} of {NAMES[model]}"
+        refuse("backend_per_kind", got, f"dense models; {NAMES[model]} needs --attention-backend {BACKEND}")
     if switch() and attention.backend is not None and not named(config):
         refuse("--attention-backend", f"{attention.backend.name} with {SWITCH}=1", f"{BACKEND}, or none")
-    if v4_is_ours(config) and config.cache_config.cache_dtype not in KV_CACHE_DTYPES:
-        refuse("--kv-cache-dtype", config.cache_config.cache_dtype, ", ".join(KV_CACHE_DTYPES))
+    if not v4_is_ours(config):
+        return
+    if config.cache_config.cache_dtype not in KV_CACHE_DTYPES[model]:
+        refuse("--kv-cache-dtype", config.cache_config.cache_dtype, ", ".join(KV_CACHE_DTYPES[model]))
+    if model == "deepseek_v41":
+        _check_v41()
+    elif rows():
+        refuse(ROWS_SWITCH, f"{rows()} for DeepSeek-V4", "nothing; V4.1 has other rows")
+
+
+def _check_v41() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        refuse("the model", "DeepSeek-V4.1 on a CPU", "a GPU: vLLM has no other layers of it")
+    if "experts" in parts():
+        refuse(PARTS_SWITCH, "experts for DeepSeek-V4.1", "indexer, compressor, insertion")
+
+
+def own_rows(config: Any) -> bool:
+    """Whether a DeepSeek-V4.1 of this configuration keeps its own rows on any GPU: 528 bytes in the window, and 288
+    compressed unless --kv-cache-dtype says fp8_ds_mla. Elsewhere vLLM decides: 584 bytes on Hopper."""
+    return rows() == OWN_ROWS or config.cache_config.cache_dtype == FP4_ROWS
 
 
 def report(config: Any) -> None:
@@ -67,20 +102,22 @@ def report(config: Any) -> None:
     model = family(config)
     if model is None or _layers(config):
         return
-    if model == "deepseek_v4" and v4_is_ours(config):
-        say(v4_line())
+    if model in NAMES and v4_is_ours(config):
+        say(v4_line(config))
     elif asks(config):
         say(dense_line() if named(config) else f"{dense_line()}, of {', '.join(kinds(config))} layers")
     elif model == "dense":
         who = (config.model_config.hf_config.architectures or ["this model"])[0]
-        why = f"{SWITCH}=1 is for DeepSeek-V4" if switch() else "installed"
+        why = f"{SWITCH}=1 is for DeepSeek-V4 and V4.1" if switch() else "installed"
         say(f"dsv4 is off for {who} ({why}); --attention-backend {BACKEND} switches it on")
     else:
         say(f"dsv4 is installed and off; {SWITCH}=1 or --attention-backend {BACKEND} switches its attention on")
 
 
-def v4_line() -> str:
-    return f"dsv4 is on: DeepSeek-V4's {', '.join(['attention', *parts()])} ({PARTS_SWITCH})"
+def v4_line(config: Any) -> str:
+    model = family(config) or "deepseek_v4"
+    line = f"dsv4 is on: {NAMES[model]}'s {', '.join(['attention', *parts()])} ({PARTS_SWITCH})"
+    return line + f", rows of V4.1 ({ROWS_SWITCH})" if model == "deepseek_v41" and own_rows(config) else line
 
 
 def dense_line() -> str:

@@ -11,6 +11,7 @@ from dsv4.integrations.vllm import way_off
 TESTED = "0.32"
 
 FLASHMLA = "vllm.models.deepseek_v4.nvidia.flashmla.DeepseekV4FlashMLAAttention"
+FLASHMLA41 = "vllm.models.deepseek_v41.nvidia.flashmla.DeepseekV4FlashMLAAttention"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer.SparseAttnIndexer"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor.DeepseekCompressor"
 EXPERTS = "vllm.model_executor.layers.quantization.mxfp4.Mxfp4MoEMethod"
@@ -46,6 +47,29 @@ PARAMETERS = {
     "vllm.model_executor.layers.sparse_attn_indexer.PrefillRowShard.exchange_topk": ("self", "topk_buffer", "width"),
     "vllm.models.deepseek_v4.nvidia.model._select_dsv4_attn_cls": ("vllm_config",),
     "vllm.models.deepseek_v41.nvidia.model._select_dsv4_attn_cls": ("vllm_config",),
+    f"{FLASHMLA41}._forward_decode": (
+        "self", "q", "kv_cache", "swa_metadata", "attn_metadata", "swa_only", "output",
+    ),
+    f"{FLASHMLA41}._forward_prefill": (
+        "self", "q", "positions", "compressed_k_cache", "swa_k_cache", "output", "attn_metadata", "swa_metadata",
+    ),
+    f"{FLASHMLA41}.get_padded_num_q_heads": ("num_heads",),
+    f"{FLASHMLA41}._indexer_cls": ("self", "k_cache"),
+    f"{FLASHMLA41}._fused_qnorm_rope_kv_insert": ("self", "q", "kv", "positions", "attn_metadata"),
+    f"{FLASHMLA41}.forward_kv": ("self", "positions", "hidden_states"),
+    f"{FLASHMLA41}._run_parallel_input_projections": ("self", "hidden_states"),
+    f"{FLASHMLA41}._split_qkv_and_norm": ("self", "qr_kv"),
+    "vllm.models.deepseek_v41.attention._use_v41_mxfp8_kv_record": (),
+    "vllm.models.deepseek_v41.attention.DeepseekV4IndexerCache.get_kv_cache_spec": ("self", "vllm_config"),
+    "vllm.models.deepseek_v41.attention.DeepseekV4Indexer._produce_k": ("self", "latent", "positions", "rotary_emb"),
+    "vllm.models.deepseek_v41.compressor.DeepseekCompressor.forward": ("self", "kv_score", "positions"),
+    "vllm.models.deepseek_v41.compressor.DeepseekCompressor.insert_cache": (
+        "self", "latent", "positions", "rotary_emb",
+    ),
+    "vllm.models.deepseek_v41.nvidia.dspark._insert_context_kv": ("attn", "kv", "positions", "slot_mapping"),
+    "vllm.models.deepseek_v41.common.ops.compute_global_topk_indices_and_lens": (
+        "topk_indices", "token_to_req_indices", "block_table", "block_size", "is_valid_token",
+    ),
     "vllm.models.deepseek_v4.common.ops.compute_global_topk_indices_and_lens": (
         "topk_indices", "token_to_req_indices", "block_table", "block_size", "is_valid_token",
     ),
@@ -71,12 +95,13 @@ PARAMETERS = {
 # dataclass -> the fields that are read; all of them must be there, more may be
 FIELDS = {
     "vllm.v1.attention.backends.mla.sparse_swa.DeepseekSparseSWAMetadata": (
-        "num_prefills", "num_decode_tokens", "is_valid_token", "token_to_req_indices", "decode_swa_indices",
-        "decode_swa_lens", "slot_mapping",
+        "num_prefills", "num_decodes", "num_decode_tokens", "is_valid_token", "token_to_req_indices",
+        "decode_swa_indices", "decode_swa_lens", "slot_mapping",
     ),
     "vllm.models.deepseek_v4.sparse_mla.DeepseekV4FlashMLAMetadata": (
         "block_table", "block_size", "c128a_global_decode_topk_indices", "c128a_decode_topk_lens",
     ),
+    "vllm.models.deepseek_v41.sparse_mla.DeepseekV4FlashMLAMetadata": ("block_table", "block_size", "slot_mapping"),
     "vllm.models.deepseek_v4.compressor.CompressorMetadata": (
         "block_table", "slot_mapping", "block_size", "token_to_req_indices", "c128_boundary",
     ),
@@ -102,6 +127,14 @@ LOOKED_UP = {
     f"{COMPRESSOR}.forward": "_SAVE_PARTIAL_STATES_KERNEL",
     "vllm.models.deepseek_v4.quant_config.DeepseekV4FP8Config.get_quant_method": "Mxfp4MoEMethod",
     "vllm.models.deepseek_v4.nvidia.model.DeepseekV4DecoderLayer.__init__": "_select_dsv4_attn_cls",
+    "vllm.models.deepseek_v41.nvidia.model.DeepseekV4DecoderLayer.__init__": "_select_dsv4_attn_cls",
+    f"{FLASHMLA41}._forward_prefill": "flash_mla_sparse_fwd",
+    "vllm.models.deepseek_v41.attention.DeepseekV4Attention.__init__": "_use_v41_mxfp8_kv_record",
+    "vllm.models.deepseek_v41.attention.DeepseekV4IndexerCache.get_kv_cache_spec": "_use_v41_mxfp8_kv_record",
+    "vllm.models.deepseek_v41.attention.DeepseekV4Indexer.__init__": "attn_cls",
+    "vllm.models.deepseek_v41.nvidia.dspark.DSparkDeepseekV4Model.precompute_and_store_context_kv": (
+        "_insert_context_kv"
+    ),
 }
 
 

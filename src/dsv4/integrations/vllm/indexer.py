@@ -1,8 +1,12 @@
-"""vLLM's sparse indexer of DeepSeek-V4 on dsv4.index_topk: FP8 keys in vLLM's pages, lists in rows of the request.
+"""vLLM's sparse indexer of DeepSeek-V4 and V4.1 on dsv4.index_topk: FP8 keys in vLLM's pages, lists in rows of the
+request.
 
 vLLM gathers the keys of a prompt into a workspace, has DeepGEMM write all scores, and chooses from them; in decode the
 same with another kernel. Here both are one call that reads the pages. Queries and keys are quantised by vLLM's kernels,
 the lists go to vLLM's buffer: nothing around it changes.
+
+V4.1 chooses in two levels. One layer also writes the best blocks of 8 rows to a second buffer; for the layers behind it
+vLLM masks scores of all rows, here no other rows are scored.
 """
 
 from typing import Any
@@ -11,12 +15,12 @@ import torch
 from torch import Tensor
 
 import dsv4
-from dsv4.index.sizes import INDEX_BYTES
+from dsv4.index.sizes import BLOCK, INDEX_BYTES
 from dsv4.integrations.vllm import calls, refuse
 
 
 class Indexer(torch.nn.Module):
-    """Replaces SparseAttnIndexer in vllm.models.deepseek_v4.attention, with the same constructor and the same call."""
+    """Replaces SparseAttnIndexer of vLLM's layers, with the same constructor and the same call."""
 
     def __init__(
         self,
@@ -40,8 +44,8 @@ class Indexer(torch.nn.Module):
 
         if use_fp4_cache:
             refuse("indexer_kv_dtype", "mxfp4", "fp8")
-        if candidate_blocks is not None:
-            refuse("candidate_blocks", "a tensor (DeepSeek-V4.1)", "none (DeepSeek-V4)")
+        if candidate_blocks is not None and candidate_block_size != BLOCK:
+            refuse("candidate_block_size", candidate_block_size, str(BLOCK))
         if not skip_k_cache_insert:
             refuse("skip_k_cache_insert", False, "True: the compressor writes the keys")
         parallel = get_current_vllm_config().parallel_config
@@ -52,6 +56,7 @@ class Indexer(torch.nn.Module):
         self.topk = topk_tokens
         self.ratio = compress_ratio
         self.buffer = topk_indices_buffer
+        self.blocks, self.writes_blocks = candidate_blocks, candidate_write
 
     def forward(self, hidden_states: Tensor, q_quant: Tensor, k: None, weights: Tensor) -> Tensor:
         """q_quant e4m3 [N, H, 128]; weights fp32 [N, H] with the scales of q -> the buffer, int32 [.., topk]."""
@@ -72,7 +77,8 @@ class Indexer(torch.nn.Module):
     def _prefill(self, m: Any, q: Tensor, weights: Tensor) -> None:
         from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
 
-        shard = PrefillRowShard.from_metadata(m.prefill, m.num_decode_tokens)  # a rank's part of very many tokens
+        # A rank's part of very many tokens. Blocks are not exchanged: with them every rank chooses for all tokens.
+        shard = None if self.blocks is not None else PrefillRowShard.from_metadata(m.prefill, m.num_decode_tokens)
         for chunk in m.prefill.chunks:
             part = chunk.token_start, chunk.token_end, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
             if shard is not None:
@@ -110,7 +116,14 @@ class Indexer(torch.nn.Module):
         cache = dsv4.IndexCache.from_pages(self.k_cache.kv_cache)
         # Memory and time go with the width of the table; kernels are compiled for its powers of two.
         pages = 1 << (-(-longest // (self.ratio * cache.rows_per_page)) - 1).bit_length() if longest else 1
-        dsv4.index_topk(
-            q[some], cache, weights[some], self.topk, lengths=lengths, block_table=table[:, :pages],
-            request_starts=starts, scale=1.0, request_rows=True, out=self.buffer[some, : self.topk],
+        given = q[some], cache, weights[some], self.topk
+        options: dict[str, Any] = dict(
+            lengths=lengths, block_table=table[:, :pages], request_starts=starts, scale=1.0, request_rows=True,
+            out=self.buffer[some, : self.topk],
         )  # fmt: skip
+        if self.blocks is None:
+            dsv4.index_topk(*given, **options)
+        elif self.writes_blocks:
+            self.blocks[some] = dsv4.index_blocks(*given, self.blocks.shape[1], **options)[1]
+        else:
+            dsv4.index_topk(*given, blocks=self.blocks[some], **options)

@@ -125,7 +125,7 @@ def wrap(where: Any, name: str, made: Callable[[Any], Any]) -> None:
 
 
 def the_indexer() -> None:
-    """The class of DeepSeek-V4's indexer, where its layer looks it up; DeepSeek-V3.2 and V4.1 have their own."""
+    """The class of DeepSeek-V4's indexer, where its layer looks it up; V4.1's layer is asked for it (v41.py)."""
     from vllm.config import get_current_vllm_config
     from vllm.models.deepseek_v4 import attention
 
@@ -161,26 +161,23 @@ def the_experts() -> None:
 def on_cuda() -> None:
     """The functions that choose the attention class of a layer are wrapped where the layer looks them up."""
     from vllm.models.deepseek_v4.nvidia import model
+    from vllm.models.deepseek_v41 import attention as attention_v41
+    from vllm.models.deepseek_v41.nvidia import dspark as dspark_v41
     from vllm.models.deepseek_v41.nvidia import model as model_v41
 
-    from dsv4.integrations.vllm import v4
+    from dsv4.integrations.vllm import v4, v41
 
-    def choosing(theirs: Callable[[Any], type]) -> Callable[[Any], type]:
+    def choosing(ours: Callable[[], type], theirs: Callable[[Any], type]) -> Callable[[Any], type]:
         def select(vllm_config: Any) -> type:
             choice.check(vllm_config)
-            return v4.cuda_class() if choice.v4_is_ours(vllm_config) else theirs(vllm_config)
+            return ours() if choice.v4_is_ours(vllm_config) else theirs(vllm_config)
 
         return select
 
-    def refusing(theirs: Callable[[Any], type]) -> Callable[[Any], type]:
-        def select(vllm_config: Any) -> type:
-            choice.check(vllm_config)
-            return theirs(vllm_config)
-
-        return select
-
-    wrap(model, "_select_dsv4_attn_cls", choosing)
-    wrap(model_v41, "_select_dsv4_attn_cls", refusing)
+    wrap(model, "_select_dsv4_attn_cls", functools.partial(choosing, v4.cuda_class))
+    wrap(model_v41, "_select_dsv4_attn_cls", functools.partial(choosing, v41.cuda_class))
+    wrap(attention_v41, "_use_v41_mxfp8_kv_record", v41.record_rule)
+    wrap(dspark_v41, "_insert_context_kv", v41.context_rows)
 
 
 def on_a_cpu() -> None:

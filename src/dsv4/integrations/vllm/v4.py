@@ -21,10 +21,22 @@ from dsv4.integrations.vllm.insertion import insert
 HEADS = 128  # of one rank, at most
 
 
-class Forward:
-    """The methods that take the place of vLLM's, for the classes below."""
+class Served:
+    """Of every layer whose attention is dsv4's."""
 
     served_by_dsv4 = True
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """No padding: FlashMLA's kernels need 64 or 128 heads, these any number."""
+        if not 1 <= num_heads <= HEADS:
+            refuse("num_attention_heads", f"{num_heads} on one rank", f"1 to {HEADS}")
+        return num_heads
+
+
+class Forward(Served):
+    """The methods that take the place of vLLM's, for the classes below."""
+
     compress_ratio: int
     scale: float
     attn_sink: Tensor
@@ -36,13 +48,6 @@ class Forward:
     eps: float
     compressor: Any
     indexer: Any
-
-    @classmethod
-    def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """No padding: FlashMLA's kernels need 64 or 128 heads, these any number."""
-        if not 1 <= num_heads <= HEADS:
-            refuse("num_attention_heads", f"{num_heads} on one rank", f"1 to {HEADS}")
-        return num_heads
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """output [N, H, 512] = attention of q; the rows are in the caches already."""
@@ -65,7 +70,7 @@ class Forward:
             self._decode(q[:n], output[:n], swa.decode_swa_indices[:, 0], swa.decode_swa_lens, listed)
             calls["decode"] += 1
         if swa.num_prefills:
-            prefill()(
+            copied(Theirs._forward_prefill, flash_mla_sparse_fwd=sparse_fwd)(
                 self, q=q[n:], positions=positions[n:], swa_k_cache=self.swa_cache_layer.kv_cache,
                 compressed_k_cache=self.kv_cache if self.compress_ratio > 1 else None, output=output[n:],
                 attn_metadata=attn, swa_metadata=swa,
@@ -96,13 +101,13 @@ class Forward:
             swa.is_valid_token[:n],
         )
 
-    def _begin(self, where: str, heads: int) -> None:
+    def _begin(self, vllm_config: Any, where: str, heads: int) -> None:
         """After vLLM's constructor."""
         if "compressor" in parts():
             for made in (self.compressor, self.indexer and self.indexer.compressor):
                 if made is not None:
                     made.__class__ = compressor.replacing(type(made))  # type: ignore[arg-type]
-        say(choice.v4_line())
+        say(choice.v4_line(vllm_config))
         logger.info("%s: dsv4%s, %d heads", self.prefix, where, heads)
 
     def _decode(
@@ -136,31 +141,25 @@ def sparse_fwd(
 
 
 @functools.cache
-def prefill() -> Callable[..., None]:
-    """vLLM's method that gathers the rows of prompts into a workspace, with sparse_fwd under the name that it calls
-    FlashMLA's function by. vLLM's own method stays as it is, for other engines of this process."""
-    from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
-
-    theirs = DeepseekV4FlashMLAAttention._forward_prefill
-    names = {**theirs.__globals__, "flash_mla_sparse_fwd": sparse_fwd}
+def copied(theirs: Any, **names: Any) -> Callable[..., None]:
+    """A method of vLLM's in which names mean something else: that which gathers the rows of prompts into a workspace,
+    with sparse_fwd under the name that it calls FlashMLA's function by. vLLM's own method stays as it is, for other
+    engines of this process."""
+    names = {**theirs.__globals__, **names}
     return types.FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__, theirs.__closure__)
 
 
-def swa_backend() -> type:
-    """vLLM's window backend without FlashMLA's schedule, which its build would ask for."""
-    from vllm.models.deepseek_v4.nvidia.flashmla import (
-        DeepseekSparseSWAFlashMLABackend,
-        DeepseekSparseSWAFlashMLAMetadataBuilder,
-    )
+def swa_backend(flashmla: Any) -> type:
+    """The window backend of vLLM's module for V4 or V4.1 without FlashMLA's schedule, which its build would ask for."""
     from vllm.v1.attention.backends.mla import sparse_swa
 
     kinds = [x for name, x in vars(sparse_swa).items() if name.startswith("_LAYER_TYPE_")]
 
-    class Builder(DeepseekSparseSWAFlashMLAMetadataBuilder):
+    class Builder(flashmla.DeepseekSparseSWAFlashMLAMetadataBuilder):  # type: ignore[misc]
         def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, None]:
             return dict.fromkeys(kinds)
 
-    class Backend(DeepseekSparseSWAFlashMLABackend):
+    class Backend(flashmla.DeepseekSparseSWAFlashMLABackend):  # type: ignore[misc]
         @staticmethod
         def get_builder_cls() -> type:
             return Builder
@@ -171,15 +170,15 @@ def swa_backend() -> type:
 @functools.cache
 def cuda_class() -> type:
     """The class for the NVIDIA model."""
-    from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
+    from vllm.models.deepseek_v4.nvidia import flashmla
 
-    class Dsv4Attention(Forward, DeepseekV4FlashMLAAttention):  # type: ignore[misc]
-        swa_backend_cls = swa_backend()
+    class Dsv4Attention(Forward, flashmla.DeepseekV4FlashMLAAttention):  # type: ignore[misc]
+        swa_backend_cls = swa_backend(flashmla)
 
         def __init__(self, vllm_config: Any, *rest: Any, **options: Any) -> None:
             check_device()
             super().__init__(vllm_config, *rest, **options)
-            self._begin("", self.padded_heads)
+            self._begin(vllm_config, "", self.padded_heads)
 
     return Dsv4Attention
 
@@ -188,11 +187,11 @@ def cuda_class() -> type:
 def cpu_class() -> type:
     """The class for the CPU model: the NVIDIA model's backends, hence its metadata, on dsv4's CPU path."""
     from vllm.models.deepseek_v4.cpu.cpu_sparse import DeepseekV4CPUAttention
-    from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
+    from vllm.models.deepseek_v4.nvidia import flashmla
 
     class Dsv4Attention(Forward, DeepseekV4CPUAttention):  # type: ignore[misc]
-        backend_cls = DeepseekV4FlashMLAAttention.backend_cls
-        swa_backend_cls = swa_backend()
+        backend_cls = flashmla.DeepseekV4FlashMLAAttention.backend_cls
+        swa_backend_cls = swa_backend(flashmla)
 
         def __init__(self, vllm_config: Any, *rest: Any, **options: Any) -> None:
             from vllm.v1.worker import workspace
@@ -200,7 +199,7 @@ def cpu_class() -> type:
             if not workspace.is_workspace_manager_initialized():  # vLLM's CPU worker does without
                 workspace.init_workspace_manager(torch.device("cpu"))
             super().__init__(vllm_config, *rest, **options)
-            self._begin(" on a CPU", self.padded_heads)
+            self._begin(vllm_config, " on a CPU", self.padded_heads)
 
     return Dsv4Attention
 

@@ -1,0 +1,240 @@
+"""DeepSeek-V4.1's attention layer of vLLM with its attention on dsv4.
+
+vLLM's layer keeps projections, norms and metadata. Four layers own compressed rows, the others read theirs; eight run
+an indexer, and those behind it read its lists. Decode reads the pages, whatever rows they have, for as many heads as
+the rank has: drafts come as queries of their own, and the lists say what each of them sees. Prefill reads the bf16
+workspace that vLLM unpacks pages to.
+
+On Hopper vLLM keeps rows of 584 bytes. The model's own, 528 in the window and 288 compressed, are an option there:
+choice.own_rows. vLLM's writers are made for Blackwell, so dsv4 writes these rows itself.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsv4
+from dsv4.caches.pages import PackedRows
+from dsv4.integrations.vllm import calls, choice, logger, parts, refuse, say
+from dsv4.integrations.vllm.insertion import insert, write
+from dsv4.integrations.vllm.v4 import Served, check_device, copied, sparse_fwd, swa_backend
+
+POOLS: dict[int, Any] = {584: dsv4.Fp8Cache, 528: dsv4.Mxfp8Cache, 288: dsv4.Nvfp4Cache}
+own_rows = False  # while a layer with the model's own rows is built
+
+
+class Forward(Served):
+    """The methods that take the place of vLLM's, for the class below."""
+
+    writes_rows = False  # dsv4 does: into the window, and of the compressor
+    is_index_source: bool
+    index_source_layer_id: int
+    layer_id: int
+    compress_ratio: int
+    scale: float
+    attn_sink: Tensor
+    prefix: str
+    swa_cache_layer: Any
+    topk_indices_buffer: Tensor | None
+    rotary_emb: Any
+    compressor: Any
+    indexer: Any
+    listed: tuple[Any, Tensor, Tensor] | None = None  # of a layer with an indexer: (metadata, slots, lengths)
+    _static_forward_context: dict[str, Any]
+
+    def _forward_decode(
+        self, q: Tensor, kv_cache: Tensor | None, swa_metadata: Any, attn_metadata: Any, swa_only: bool, output: Tensor
+    ) -> None:
+        """output [n, H, 512] = attention of q [n, H, 512]; each draft token is a query."""
+        m = swa_metadata
+        more: dict[str, Any] = {}
+        if not swa_only:
+            assert kv_cache is not None
+            slots, lengths = self._slots(m, attn_metadata)
+            more = dict(compressed=pool(kv_cache), compressed_indices=slots, compressed_lengths=lengths)
+        n = m.num_decode_tokens
+        dsv4.v4_attention(
+            q, pool(self.swa_cache_layer.kv_cache), m.decode_swa_indices[:n, 0], window_lengths=m.decode_swa_lens[:n],
+            sink=self.attn_sink, softmax_scale=self.scale, out=output, **more,
+        )  # fmt: skip
+        calls["decode"] += 1
+
+    def _forward_prefill(
+        self, q: Tensor, positions: Tensor, compressed_k_cache: Tensor | None, swa_k_cache: Tensor, output: Tensor,
+        attn_metadata: Any, swa_metadata: Any,
+    ) -> None:  # fmt: skip
+        from vllm.models.deepseek_v41.nvidia.flashmla import DeepseekV4FlashMLAAttention as Theirs
+
+        copied(Theirs._forward_prefill, flash_mla_sparse_fwd=sparse_fwd)(
+            self, q, positions, compressed_k_cache, swa_k_cache, output, attn_metadata, swa_metadata
+        )
+
+    def _slots(self, swa: Any, attn: Any) -> tuple[Tensor, Tensor]:
+        """The lists of the last indexer, in rows of the request -> (slots of the page pool [n, K], how many [n]). The
+        layer with that indexer makes them; those behind it, which come after it in every step, take them from there,
+        unless another half of the batch has been there in between."""
+        if not self.is_index_source:
+            source = self._static_forward_context.get(self._source())
+            found = getattr(source, "listed", None)
+            if found is not None and found[0] is attn:
+                return found[1], found[2]
+        from vllm.models.deepseek_v41.common.ops import compute_global_topk_indices_and_lens
+
+        assert self.topk_indices_buffer is not None
+        n = swa.num_decode_tokens
+        slots, lengths = compute_global_topk_indices_and_lens(
+            self.topk_indices_buffer[:n],
+            swa.token_to_req_indices,
+            attn.block_table[: swa.num_decodes],
+            attn.block_size // self.compress_ratio,
+            swa.is_valid_token[:n],
+        )
+        if self.is_index_source:
+            self.listed = attn, slots, lengths
+        return slots, lengths
+
+    def _source(self) -> str:
+        """The layer whose indexer makes this layer's lists."""
+        return self.prefix.replace(f".{self.layer_id}.", f".{self.index_source_layer_id}.", 1)
+
+    def _indexer_cls(self, k_cache: Any) -> type:
+        from dsv4.integrations.vllm.indexer import Indexer
+
+        theirs = super()._indexer_cls(k_cache)  # type: ignore[misc]
+        return type("Dsv4Indexer", (theirs,), dict(attn_cls=Indexer)) if "indexer" in parts() else theirs
+
+    def _fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any) -> Tensor:
+        """Queries [N, H, 512] on their way to attention; the rows kv [N, 512] go into the window's pages."""
+        if not self.writes_rows or not isinstance(attn_metadata, dict):  # a profile run has no pages
+            theirs = super()._fused_qnorm_rope_kv_insert  # type: ignore[misc]
+            return theirs(q, kv, positions, attn_metadata)
+        slots = attn_metadata[self.swa_cache_layer.prefix].slot_mapping
+        calls["insert"] += 1
+        window = pool(self.swa_cache_layer.kv_cache)
+        return insert(q, kv, positions, window, slots, self.rotary_emb.cos_sin_cache, None)
+
+    def forward_kv(self, positions: Tensor, hidden_states: Tensor) -> None:
+        """The rows and keys that forward writes, of tokens that go no further."""
+        from vllm.forward_context import get_forward_context
+
+        found = get_forward_context().attn_metadata
+        if not self.writes_rows or not isinstance(found, dict):
+            super().forward_kv(positions, hidden_states)  # type: ignore[misc]
+            return
+        both, kv_score, _ = self._run_parallel_input_projections(hidden_states)  # type: ignore[attr-defined]
+        _, _, kv = self._split_qkv_and_norm(both)  # type: ignore[attr-defined]
+        self.write_window(kv, positions, found[self.swa_cache_layer.prefix].slot_mapping)
+        if self.compressor is not None:
+            latent = self.compressor(kv_score, positions)
+            self.compressor.insert_cache(latent, positions, self.rotary_emb)
+            if self.indexer is not None and self.indexer.owns_k:
+                self.indexer._produce_k(latent, positions, self.rotary_emb)
+
+    def write_window(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """kv [>= n, 512], normed, to the slots [n] of the window; -1: nowhere."""
+        write(kv, positions, pool(self.swa_cache_layer.kv_cache), slots, self.rotary_emb.cos_sin_cache)
+        calls["insert"] += 1
+
+
+def pool(pages: Tensor) -> PackedRows:
+    """Pages [P, rows, bytes] of vLLM, which says by the bytes of a row what it is."""
+    if pages.dtype != torch.uint8 or pages.shape[-1] not in POOLS:
+        refuse("--kv-cache-dtype", f"rows of {pages.shape[-1]} x {pages.dtype}", "rows of 584, 528 or 288 bytes")
+    found: PackedRows = POOLS[pages.shape[-1]].from_pages(pages)
+    return found
+
+
+def insert_cache(self: Any, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:
+    """The method of vLLM's compressor: the latent [N, 512] of each token that ends a group to the compressed pages,
+    rotated at the first token of its group. Other lines of the latent are undefined."""
+    if latent is None:
+        return
+    from vllm.forward_context import get_forward_context
+
+    slots = get_forward_context().attn_metadata[self.k_cache_prefix].slot_mapping
+    at = positions[: len(slots)]
+    slots = slots.masked_fill((at + 1) % self.compress_ratio != 0, -1)
+    pages = self._static_forward_context[self.k_cache_prefix].kv_cache
+    write(latent, at - at % self.compress_ratio, pool(pages), slots, rotary_emb.cos_sin_cache)
+    calls["compress"] += 1
+
+
+def record_rule(theirs: Callable[[], bool]) -> Callable[[], bool]:
+    """Around vLLM's function that says whether rows have 528 bytes."""
+    return lambda: own_rows or theirs()
+
+
+def context_rows(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Around vLLM's function that writes rows of the context into the window of a DSpark layer."""
+
+    def insert_context(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
+        if getattr(attn, "writes_rows", False):
+            attn.write_window(kv, positions, slot_mapping)
+        else:
+            theirs(attn, kv, positions, slot_mapping)
+
+    return insert_context
+
+
+@contextmanager
+def rows_of_v41(on: bool) -> Iterator[None]:
+    """vLLM's sizes of pages are those of rows of 528 bytes."""
+    global own_rows
+    before, own_rows = own_rows, on
+    try:
+        yield
+    finally:
+        own_rows = before
+
+
+@functools.cache
+def cuda_class() -> type:
+    """The class for the NVIDIA model."""
+    from vllm.models.deepseek_v41 import attention
+    from vllm.models.deepseek_v41.nvidia import flashmla
+
+    class Dsv4Attention(Forward, flashmla.DeepseekV4FlashMLAAttention):  # type: ignore[misc]
+        swa_backend_cls = swa_backend(flashmla)
+
+        @property
+        def packed_kv_cache_dtype(self) -> str:
+            """What an unspecific --kv-cache-dtype means, while the layer is built."""
+            return choice.FP4_ROWS if own_rows else super().packed_kv_cache_dtype
+
+        def __init__(self, vllm_config: Any, *rest: Any, **options: Any) -> None:
+            check_device()
+            ours = choice.own_rows(vllm_config)
+            made_for_it = attention._use_v41_mxfp8_kv_record()
+            with rows_of_v41(ours):
+                super().__init__(vllm_config, *rest, **options)
+            self.writes_rows = "insertion" in parts() or (ours and not made_for_it)
+            if ours and self.indexer is not None and self.indexer.owns_k:
+                keep_alignment(self.indexer.k_cache)
+            if self.compressor is not None and ("compressor" in parts() or (ours and not made_for_it)):
+                self.compressor.__class__ = inserting(type(self.compressor))  # type: ignore[arg-type]
+            say(choice.v4_line(vllm_config))
+            logger.info("%s: dsv4, %d heads, %d-byte rows", self.prefix, self.padded_heads, self.swa_bytes_per_token)
+
+    return Dsv4Attention
+
+
+@functools.cache
+def inserting(theirs: type) -> type:
+    """A subclass of vLLM's compressor whose rows dsv4 writes."""
+    return type("Compressor", (theirs,), dict(insert_cache=insert_cache))
+
+
+def keep_alignment(cache: Any) -> None:
+    """The pages of index keys share a block with those of rows, and are aligned like them: vLLM asks for both by the
+    function that record_rule is around, and for this one after the layer is built."""
+    theirs = cache.get_kv_cache_spec
+
+    def get_kv_cache_spec(vllm_config: Any) -> Any:
+        with rows_of_v41(True):
+            return theirs(vllm_config)
+
+    cache.get_kv_cache_spec = get_kv_cache_spec
