@@ -148,15 +148,37 @@ def runner(model: str = "deepseek_v4"):
     return types.SimpleNamespace(model_config=config)
 
 
-def test_deepseek_v4_1_is_refused_by_name(monkeypatch, hooked):
-    """It has the backend of DeepSeek-V4, and kernels that no hook reaches."""
+def test_parts_that_deepseek_v4_1_does_not_have_are_refused_by_name(monkeypatch, hooked):
+    """It has the backend of DeepSeek-V4; the hooks of these parts are on functions that it does not call."""
     monkeypatch.setenv("DSV4_SGLANG", "1")
     check = hooked()[install.V4_BACKEND]
-    sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry._patched |= {*install.REPLACED, *install.BYPASSES}
-    with pytest.raises(
-        ValueError, match=r"the model: got DeepSeek-V4\.1; accepted: .*DSV4_SGLANG=0 gives SGLang's own"
-    ):
-        check(None, runner("deepseek_v41"))
+    patched = sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry._patched
+    for parts in ("", "indexer,insertion", "compressor", "indexer,experts"):
+        monkeypatch.setenv("DSV4_SGLANG_PARTS", parts)
+        patched |= {*install.replaced(), *install.wrapped(), *install.BYPASSES}
+        check(None, runner())
+        if not {"compressor", "experts"} & set(parts.split(",")):
+            check(None, runner("deepseek_v41"))
+            continue
+        why = r"got (compressor|experts) for DeepSeek-V4\.1; accepted: indexer, insertion. DSV4_SGLANG=0 gives"
+        with pytest.raises(ValueError, match=f"DSV4_SGLANG_PARTS: {why}"):
+            check(None, runner("deepseek_v41"))
+
+
+@installed
+@pytest.mark.parametrize("target", install.INDEXERS_V41)
+def test_methods_of_the_indexer_of_v4_1_are_those_that_are_replaced(target):
+    module, _, name = target.rsplit(".", 2)
+    ours = inspect.signature(install.INDEXERS_V41[target]).parameters
+    assert list(ours) == [a.arg for a in function(module, name).args.args]
+    types_ = ast.unparse(source(f"{install.INDEXER_V41}.types"))
+    for field in (
+        "indexer", "layer_id", "compress_ratio", "freqs_cis", "q_lora", "positions", "req_rows", "paged_metadata",
+        "out_page_indices",
+    ):  # fmt: skip
+        assert f"    {field}: " in types_
+    blocks = ast.unparse(source(f"{install.INDEXER_V41}.dense_blocks"))
+    assert "self.topk_blocks = " in blocks and "self.block_size = " in blocks and "    blocks: torch.Tensor" in blocks
 
 
 def test_off_it_says_whose_name_dsv4_is(monkeypatch):

@@ -64,7 +64,7 @@ def test_every_attention_of_the_model_is_dsv4s(run):
     assert calls["logprobs"]["compress"] == 2 * (chunks + steps)
     assert calls["logprobs"]["index"] == chunks + steps and calls["indexer"]["index"] >= -(-LONG // CHUNK)
     assert not any(name in on["kernels"] for names in REPLACED.values() for name in names)
-    assert "the dsv4 plug-in is on: DeepSeek-V4's attention, indexer, compressor, insertion" in on["log"]
+    assert "the dsv4 plug-in is on: DeepSeek-V4's and V4.1's attention, indexer, compressor, insertion" in on["log"]
 
 
 def test_without_the_plug_in_nothing_is_dsv4s(run):

@@ -1,4 +1,4 @@
-"""The plug-in for SGLang: DeepSeek-V4's sparse attention, and dense models with head dims up to 512, on dsv4.
+"""The plug-in for SGLang: the sparse attention of DeepSeek-V4 and V4.1, and dense models, on dsv4.
 
     pip install 'dsv4[sglang]'
     DSV4_SGLANG=1 python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V4-Flash --tp 8
@@ -17,8 +17,9 @@ SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`
 
 SGLang logs errors of a plug-in and continues without it. An error in this plug-in therefore ends the process, with the
 reason. Hooks that SGLang could not apply, and SGLang kernels that would bypass dsv4 (fused "mega" attention, FP8
-queries in prefill), raise an error when a DeepSeek-V4 model reaches them. DeepSeek-V4.1, for which SGLang has kernels
-that no hook reaches, is rejected.
+queries in prefill), raise an error when a DeepSeek-V4 or V4.1 model reaches them. V4.1 calls the same two functions, on
+whatever rows SGLang keeps (``SGLANG_DSV4_KV_LAYOUT``; on Hopper SGLang accepts V4's alone). Of the parts it has
+``indexer`` (decode alone) and ``insertion`` (V4's rows alone). It has run in no engine yet.
 """
 
 import logging
@@ -61,7 +62,9 @@ def register() -> None:
     except Exception as why:
         raise SystemExit(f"dsv4: {why!r}. {SWITCH}=0 gives SGLang's own attention") from why
     what = ", ".join(["attention", *parts()])
-    logger.warning("the dsv4 plug-in is on: DeepSeek-V4's %s; --attention-backend %s for dense models", what, BACKEND)
+    logger.warning(
+        "the dsv4 plug-in is on: DeepSeek-V4's and V4.1's %s; --attention-backend %s for dense", what, BACKEND
+    )
 
 
 def parts() -> list[str]:

@@ -1,16 +1,25 @@
-"""What the plug-in replaces in SGLang, in one place: two functions that DeepSeek-V4's backend calls, what else is asked
-for of its attention, and one name of a backend for dense models."""
+"""What the plug-in replaces in SGLang, in one place: two functions that the backend of DeepSeek-V4 and V4.1 calls, what
+else is asked for of their attention, and one name of a backend for dense models."""
 
 from typing import Any, NoReturn
 
-from dsv4.integrations.sglang import BACKEND, SWITCH, experts, indexer, parts, refuse, rows, v4
+from dsv4.integrations.sglang import BACKEND, PARTS_SWITCH, SWITCH, experts, indexer, parts, refuse, rows, v4, v41
 
 INTERFACE = "sglang.kernels.ops.attention.flash_mla_interface"
 REPLACED = {
     f"{INTERFACE}.flash_mla_with_kvcache": v4.flash_mla_with_kvcache,
     f"{INTERFACE}.flash_mla_sparse_fwd": v4.flash_mla_sparse_fwd,
+    # asked before flash_mla_with_kvcache, for V4.1 on Blackwell
+    "sglang.kernels.ops.attention.dsv4.decode_attention_sm100.can_use_swapab_attention": v4.no_other_kernel,
 }
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer.C4IndexerBackendMixin.forward_c4_indexer"
+INDEXER_V41 = "sglang.srt.layers.attention.dsv4.v41_indexer"
+INDEXERS_V41 = {
+    f"{INDEXER_V41}.full_topk.FullTopKIndexer.topk_decode": v41.topk_decode,
+    f"{INDEXER_V41}.dense_blocks.DenseBlocksBackend.publish_decode": v41.publish_decode,
+    f"{INDEXER_V41}.dense_blocks.DenseBlocksBackend.consume_decode": v41.consume_decode,
+}
+PARTS_V41 = ("indexer", "insertion")  # the others replace what V4.1 does not call
 COMPRESSOR = "sglang.srt.layers.attention.dsv4.compressor_v2.compress_norm_rope_store"
 INSERTION = (
     "sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool.set_swa_key_buffer_radix_fused_norm_rope"
@@ -27,11 +36,11 @@ V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBack
 
 def replaced() -> dict[str, Any]:
     """What is hooked -> what takes its place."""
-    more: dict[str, tuple[str, Any]] = {
-        "indexer": (INDEXER, indexer.forward_c4_indexer),
-        "insertion": (INSERTION, rows.insert),
+    more: dict[str, dict[str, Any]] = {
+        "indexer": {INDEXER: indexer.forward_c4_indexer, **INDEXERS_V41},
+        "insertion": {INSERTION: rows.insert},
     }
-    return REPLACED | dict(more[part] for part in parts() if part in more)
+    return REPLACED | {target: ours for part in parts() for target, ours in more.get(part, {}).items()}
 
 
 def wrapped() -> dict[str, Any]:
@@ -56,11 +65,12 @@ def everything() -> None:
 
 def check_hooks(_: Any, model_runner: Any, *__: Any, **___: Any) -> None:
     """Before a DeepSeek-V4 backend starts. SGLang logs a hook that it could not apply and continues: the backend must
-    not. DeepSeek-V4.1 runs on the same backend, with an indexer and kernels that are not hooked."""
+    not. DeepSeek-V4.1 runs on the same backend."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    if getattr(model_runner.model_config.hf_text_config, "model_type", None) == "deepseek_v41":
-        refuse("the model", "DeepSeek-V4.1", "DeepSeek-V4 and dense models")
+    others = [part for part in parts() if part not in PARTS_V41]
+    if others and getattr(model_runner.model_config.hf_text_config, "model_type", None) == "deepseek_v41":
+        refuse(PARTS_SWITCH, f"{', '.join(others)} for DeepSeek-V4.1", ", ".join(PARTS_V41))
     if missing := [target for target in (*replaced(), *wrapped(), *BYPASSES) if target not in HookRegistry._patched]:
         raise RuntimeError(
             f"{SWITCH}=1, but SGLang did not apply the hooks on {', '.join(missing)}; its log says why. "

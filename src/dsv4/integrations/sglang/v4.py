@@ -1,4 +1,4 @@
-"""SGLang's two FlashMLA functions for DeepSeek-V4, decode and prefill, on dsv4."""
+"""SGLang's two FlashMLA functions for DeepSeek-V4 and V4.1, decode and prefill, on dsv4."""
 
 from typing import Any
 
@@ -42,6 +42,11 @@ def flash_mla_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, None, None, softmax_scale, causal, is_fp8_kvcache, indices,
         attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, use_legacy=use_legacy,
     )  # fmt: skip
+
+
+def no_other_kernel(*_: Any, **__: Any) -> bool:
+    """SGLang's question whether a kernel of its own takes a decode of V4.1 away from FlashMLA."""
+    return False
 
 
 def flash_mla_sparse_fwd(
