@@ -48,8 +48,9 @@ def sum_parts(parts_ptr, out_ptr, parts, columns, BM: tl.constexpr, BN: tl.const
     acc = tl.zeros([BM, BN], tl.float32)
     for first in range(0, parts, BM):
         m = first + tl.arange(0, BM)
-        acc += tl.load(parts_ptr + m[:, None] * columns + n[None, :],
-                       mask=(m[:, None] < parts) & (n[None, :] < columns), other=0.0)  # fmt: skip
+        acc += tl.load(
+            parts_ptr + m[:, None] * columns + n[None, :], mask=(m[:, None] < parts) & (n[None, :] < columns), other=0.0
+        )
     tl.store(out_ptr + n, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=n < columns)
 
 
@@ -184,8 +185,9 @@ def long_rows(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
     for first in range(0, columns, BLOCK):
         at = first + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * columns + at, mask=at < columns, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * columns + at, (carry + tl.cumsum(x, 0)).to(out_ptr.dtype.element_ty),
-                 mask=at < columns)  # fmt: skip
+        tl.store(
+            out_ptr + row * columns + at, (carry + tl.cumsum(x, 0)).to(out_ptr.dtype.element_ty), mask=at < columns
+        )
         carry += tl.sum(x, 0)
 
 

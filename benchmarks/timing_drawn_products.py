@@ -35,8 +35,9 @@ def matmul(a_ptr, b_ptr, c_ptr, M, N, K, sam, sak, sbk, sbn, BM: tl.constexpr, B
 
 
 @triton.jit
-def matmul_split(a_ptr, b_ptr, c_ptr, M, N, K, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                 BK: tl.constexpr):  # fmt: skip
+def matmul_split(
+    a_ptr, b_ptr, c_ptr, M, N, K, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     """Parts of K, added in memory."""
     m, n = _tile(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), 8)
     am, bn = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
@@ -52,8 +53,9 @@ def matmul_split(a_ptr, b_ptr, c_ptr, M, N, K, SPLITS: tl.constexpr, BM: tl.cons
 
 
 @triton.jit
-def matmul_weights(a_ptr, b_ptr, scale_ptr, c_ptr, M, N, K, INT4: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                   BK: tl.constexpr):  # fmt: skip
+def matmul_weights(
+    a_ptr, b_ptr, scale_ptr, c_ptr, M, N, K, INT4: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     """Weights [N, K] of one byte, or two in a byte, with a scale for each row; few rows of activations."""
     m, n = tl.program_id(0), tl.program_id(1)
     am, bn, k = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -119,8 +121,9 @@ def matmul_batched(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.conste
 
 
 @triton.jit
-def matmul_experts(x_ptr, rows_ptr, expert_ptr, w_ptr, c_ptr, N, K, BM: tl.constexpr, BN: tl.constexpr,
-                   BK: tl.constexpr):  # fmt: skip
+def matmul_experts(
+    x_ptr, rows_ptr, expert_ptr, w_ptr, c_ptr, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     """BM rows of one expert at a time: rows gathered by number, weights [experts, K, N]."""
     block, n = tl.program_id(0), tl.program_id(1)
     rows = tl.load(rows_ptr + block * BM + tl.arange(0, BM))
@@ -204,8 +207,9 @@ def attention(q_ptr, k_ptr, v_ptr, out_ptr, slope_ptr, T, groups, window, D: tl.
 
 
 @triton.jit
-def attention_decode(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, T, part, D: tl.constexpr, G: tl.constexpr,
-                     BN: tl.constexpr):  # fmt: skip
+def attention_decode(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, T, part, D: tl.constexpr, G: tl.constexpr, BN: tl.constexpr
+):
     """G query heads of one key head, a part of the keys: [heads, T, D]."""
     head, piece = tl.program_id(0), tl.program_id(1)
     base = head.to(tl.int64) * T * D

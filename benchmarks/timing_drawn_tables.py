@@ -200,8 +200,9 @@ def chunk_scan(state_ptr, decay_ptr, chunks, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def chunk_outputs(x_ptr, b_ptr, c_ptr, decay_ptr, state_ptr, out_ptr, T, heads, P: tl.constexpr, S: tl.constexpr,
-                  C: tl.constexpr):  # fmt: skip
+def chunk_outputs(
+    x_ptr, b_ptr, c_ptr, decay_ptr, state_ptr, out_ptr, T, heads, P: tl.constexpr, S: tl.constexpr, C: tl.constexpr
+):
     chunk, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, C)
     t, p, s = chunk * C + i, tl.arange(0, P), tl.arange(0, S)
@@ -217,8 +218,9 @@ def chunk_outputs(x_ptr, b_ptr, c_ptr, decay_ptr, state_ptr, out_ptr, T, heads, 
 
 
 @triton.jit
-def persistent_boxes(a_desc, b_desc, c_desc, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                     FLATTEN: tl.constexpr):  # fmt: skip
+def persistent_boxes(
+    a_desc, b_desc, c_desc, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FLATTEN: tl.constexpr
+):
     """TMA; as many programs as multiprocessors, each goes through tiles. B is [N, K]."""
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -258,8 +260,9 @@ def ring(a_desc, b_desc, c_desc, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.c
         mbarrier.expect(ready.index(step), 2 * (BM + BN) * BK)
         tma.async_copy_global_to_shared(a_desc, [m, step * BK], ready.index(step), a_slots.index(step))
         tma.async_copy_global_to_shared(b_desc, [n, step * BK], ready.index(step), b_slots.index(step))
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1],
-                                                     instr_shape=[16, BN, 16])  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BN, 16]
+    )
     acc = gl.zeros([BM, BN], gl.float32, layout)
     for turn in range(steps):
         at = turn % SLOTS

@@ -30,8 +30,9 @@ def softmax_dropout(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, warps=warps) -> Call:
             x = values(many, columns, device=device, dtype=dtype)
             out = torch.empty_like(x)
-            return lambda: fused.softmax_dropout[(many,)](x, out, columns, 0.1, 7, BLOCK=power(columns),
-                                                          num_warps=warps)  # fmt: skip
+            return lambda: fused.softmax_dropout[(many,)](
+                x, out, columns, 0.1, 7, BLOCK=power(columns), num_warps=warps
+            )
 
         yield f"{many}x{columns} {SHORT[dtype]}", f"w{warps}", make
 
@@ -48,8 +49,9 @@ def norm_backward(r: random.Random) -> Iterator[Drawn]:
             gw, gb = (torch.empty(columns, dtype=BF16, device=device) for _ in "wb")
 
             def call() -> None:
-                fused.norm_backward[(programs,)](x, w, dy, dx, dw, db, many, columns, 1e-5, BLOCK=power(columns),
-                                                 num_warps=warps)  # fmt: skip
+                fused.norm_backward[(programs,)](
+                    x, w, dy, dx, dw, db, many, columns, 1e-5, BLOCK=power(columns), num_warps=warps
+                )
                 for parts, out in ((dw, gw), (db, gb)):
                     fused.sum_parts[(cdiv(columns, 32),)](parts, out, programs, columns, BM=32, BN=32)
 
@@ -83,8 +85,9 @@ def adamw(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, block=block, warps=warps) -> Call:
             p, m = (values(n, device=device, dtype=FP32) for _ in "pm")
             g, v = values(n, device=device), values(n, device=device, dtype=FP32).abs()
-            return lambda: fused.adamw[(cdiv(n, block),)](p, g, m, v, n, 1e-3, 0.9, 0.99, 1e-8, 0.1, BLOCK=block,
-                                                          num_warps=warps)  # fmt: skip
+            return lambda: fused.adamw[(cdiv(n, block),)](
+                p, g, m, v, n, 1e-3, 0.9, 0.99, 1e-8, 0.1, BLOCK=block, num_warps=warps
+            )
 
         yield f"{n}", f"b{block} w{warps}", make
 
@@ -97,8 +100,9 @@ def loss_and_gradient(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, block=block, warps=warps) -> Call:
             x, target = values(many, columns, device=device), numbers(many, columns, device)
             loss = torch.empty(many, device=device)
-            return lambda: fused.loss_and_gradient[(many,)](x, target, loss, columns, 1 / many, BLOCK=block,
-                                                            num_warps=warps)  # fmt: skip
+            return lambda: fused.loss_and_gradient[(many,)](
+                x, target, loss, columns, 1 / many, BLOCK=block, num_warps=warps
+            )
 
         yield f"{many}x{columns}", f"b{block} w{warps}", make
 
@@ -113,8 +117,9 @@ def rope_quantise(r: random.Random) -> Iterator[Drawn]:
             cos, sin = (values(tokens, half, device=device, dtype=FP32) for _ in "cs")
             out = torch.empty(tokens, heads, 2 * half, dtype=FP8, device=device)
             scale, grid = torch.empty(tokens, heads, device=device), (tokens, heads // at_once)
-            return lambda: fused.rope_quantise[grid](x, cos, sin, out, scale, heads, HALF=half, HEADS=at_once,
-                                                     num_warps=warps)  # fmt: skip
+            return lambda: fused.rope_quantise[grid](
+                x, cos, sin, out, scale, heads, HALF=half, HEADS=at_once, num_warps=warps
+            )
 
         yield f"{tokens}x{heads}x{2 * half}", f"h{at_once} w{warps}", make
 
@@ -203,8 +208,9 @@ def embedding_bag(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, warps=warps) -> Call:
             table, index = values(of, columns, device=device), numbers(bags * each, of, device)
             out = torch.empty(bags, columns, dtype=BF16, device=device)
-            return lambda: fused.embedding_bag[(bags,)](table, index, out, columns, EACH=each, BLOCK=columns,
-                                                        num_warps=warps)  # fmt: skip
+            return lambda: fused.embedding_bag[(bags,)](
+                table, index, out, columns, EACH=each, BLOCK=columns, num_warps=warps
+            )
 
         yield f"{bags}x{each} of {of} x {columns}", f"w{warps}", make
 

@@ -76,8 +76,9 @@ def matmul_split(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BM=BM, BN=BN, BK=BK, splits=splits, stages=stages) -> Call:
             a, b = values(M, K, device=device), values(K, N, device=device)
             c, grid = torch.zeros(M, N, device=device), (M // BM * (N // BN), splits)
-            return lambda: products.matmul_split[grid](a, b, c, M, N, K, SPLITS=splits, BM=BM, BN=BN, BK=BK,
-                                                       num_stages=stages, num_warps=4)  # fmt: skip
+            return lambda: products.matmul_split[grid](
+                a, b, c, M, N, K, SPLITS=splits, BM=BM, BN=BN, BK=BK, num_stages=stages, num_warps=4
+            )
 
         yield f"{M}x{N}x{K}", f"{BM}x{BN}x{BK} by {splits} s{stages}", make
 
@@ -91,8 +92,9 @@ def matmul_weights(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BN=BN, BK=BK, stages=stages, warps=warps) -> Call:
             a, b = values(M, K, device=device), typed(N, K // (1 + int4), device=device, dtype=INT8)
             scale, c = values(N, device=device, dtype=FP32), torch.empty(M, N, dtype=BF16, device=device)
-            return lambda: products.matmul_weights[(1, N // BN)](a, b, scale, c, M, N, K, INT4=int4, BM=M, BN=BN, BK=BK,
-                                                                 num_stages=stages, num_warps=warps)  # fmt: skip
+            return lambda: products.matmul_weights[(1, N // BN)](
+                a, b, scale, c, M, N, K, INT4=int4, BM=M, BN=BN, BK=BK, num_stages=stages, num_warps=warps
+            )
 
         yield f"{M}x{N}x{K} {'int4' if int4 else 'int8'}", f"{BN}x{BK} s{stages} w{warps}", make
 
@@ -107,8 +109,9 @@ def matmul_scaled(r: random.Random) -> Iterator[Drawn]:
             sa = values(M, K // 128, device=device, dtype=FP32)
             sb = values(N // 128, K // 128, device=device, dtype=FP32)
             c, grid = torch.empty(M, N, dtype=BF16, device=device), (M // BM * (N // BN),)
-            return lambda: products.matmul_scaled[grid](a, b, sa, sb, c, M, N, K, BM=BM, BN=BN, BK=128,
-                                                        num_stages=stages, num_warps=warps)  # fmt: skip
+            return lambda: products.matmul_scaled[grid](
+                a, b, sa, sb, c, M, N, K, BM=BM, BN=BN, BK=128, num_stages=stages, num_warps=warps
+            )
 
         yield f"{M}x{N}x{K}", f"{BM}x{BN} s{stages} w{warps}", make
 
@@ -122,8 +125,9 @@ def matmul_swiglu(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BM=BM, BN=BN, BK=BK, stages=stages, warps=warps) -> Call:
             x, w, v = values(M, K, device=device), values(K, N, device=device), values(K, N, device=device)
             c, grid = torch.empty(M, N, dtype=BF16, device=device), (M // BM * (N // BN),)
-            return lambda: products.matmul_swiglu[grid](x, w, v, c, M, N, K, BM=BM, BN=BN, BK=BK, num_stages=stages,
-                                                        num_warps=warps)  # fmt: skip
+            return lambda: products.matmul_swiglu[grid](
+                x, w, v, c, M, N, K, BM=BM, BN=BN, BK=BK, num_stages=stages, num_warps=warps
+            )
 
         yield f"{M}x{N}x{K}", f"{BM}x{BN}x{BK} s{stages} w{warps}", make
 
@@ -137,8 +141,9 @@ def matmul_batched(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BM=BM, BN=BN, BK=BK, stages=stages) -> Call:
             a, b = values(batch, M, K, device=device), values(batch, K, N, device=device)
             c, grid = torch.empty(batch, M, N, dtype=BF16, device=device), (M // BM, N // BN, batch)
-            return lambda: products.matmul_batched[grid](a, b, c, M, N, K, BM=BM, BN=BN, BK=BK, num_stages=stages,
-                                                         num_warps=4)  # fmt: skip
+            return lambda: products.matmul_batched[grid](
+                a, b, c, M, N, K, BM=BM, BN=BN, BK=BK, num_stages=stages, num_warps=4
+            )
 
         yield f"{batch}x{M}x{N}x{K}", f"{BM}x{BN}x{BK} s{stages}", make
 
@@ -152,8 +157,9 @@ def matmul_experts(r: random.Random) -> Iterator[Drawn]:
             x, w = values(4096, K, device=device), values(experts, K, N, device=device)
             which, of = numbers(blocks * 128, 4096, device), numbers(blocks * 128 // BM, experts, device).sort()[0]
             c, grid = torch.empty(blocks * 128, N, dtype=BF16, device=device), (blocks * 128 // BM, N // BN)
-            return lambda: products.matmul_experts[grid](x, which, of, w, c, N, K, BM=BM, BN=BN, BK=64,
-                                                         num_stages=stages, num_warps=4)  # fmt: skip
+            return lambda: products.matmul_experts[grid](
+                x, which, of, w, c, N, K, BM=BM, BN=BN, BK=64, num_stages=stages, num_warps=4
+            )
 
         yield f"{experts} experts {blocks * 128}x{N}x{K}", f"{BM}x{BN} s{stages}", make
 
@@ -170,8 +176,9 @@ def matmul_boxes(r: random.Random) -> Iterator[Drawn]:
             c, grid = torch.empty(M, N, dtype=BF16, device=device), (cdiv(M, BM) * cdiv(N, BN),)
             boxes = ((a, [BM, BK]), (b, [BN, BK]), (c, [BM, BN]))
             given = [TensorDescriptor.from_tensor(x, box) for x, box in boxes]
-            return lambda: products.matmul_boxes[grid](*given, M, N, K, BM=BM, BN=BN, BK=BK, num_stages=stages,
-                                                       num_warps=warps)  # fmt: skip
+            return lambda: products.matmul_boxes[grid](
+                *given, M, N, K, BM=BM, BN=BN, BK=BK, num_stages=stages, num_warps=warps
+            )
 
         yield f"{M}x{N}x{K}", f"{BM}x{BN}x{BK} s{stages} w{warps}", make
 
@@ -185,8 +192,9 @@ def conv2d(r: random.Random) -> Iterator[Drawn]:
             x, w = values(images, side, side, C, device=device), values(9, C, F, device=device)
             out = torch.empty(images, side, side, F, dtype=BF16, device=device)
             grid = (images * side * side // BM, F // BN)
-            return lambda: products.conv2d[grid](x, w, out, side, side, C, F, BM=BM, BN=BN, BK=BK, num_stages=stages,
-                                                 num_warps=4)  # fmt: skip
+            return lambda: products.conv2d[grid](
+                x, w, out, side, side, C, F, BM=BM, BN=BN, BK=BK, num_stages=stages, num_warps=4
+            )
 
         yield f"{images}x{side}x{side}x{C} to {F}", f"{BM}x{BN}x{BK} s{stages}", make
 
@@ -211,9 +219,9 @@ def _attention(r: random.Random, form: str) -> Iterator[Drawn]:
             q = values(heads, T, d, device=device)
             k, v = (values(heads // groups, T, d, device=device) for _ in "kv")
             slope, out = values(heads, device=device, dtype=FP32).abs(), torch.empty_like(q)
-            return lambda: products.attention[(T // BM, heads)](q, k, v, out, slope, T, groups, 512, D=d, BM=BM, BN=BN,
-                                                                FORM=form, num_stages=stages,
-                                                                num_warps=warps)  # fmt: skip
+            return lambda: products.attention[(T // BM, heads)](
+                q, k, v, out, slope, T, groups, 512, D=d, BM=BM, BN=BN, FORM=form, num_stages=stages, num_warps=warps
+            )
 
         yield f"{form} {heads}:{heads // groups}x{T}x{d}", f"{BM}x{BN} s{stages} w{warps}", make
 
@@ -226,9 +234,9 @@ def attention_decode(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, splits=splits, BN=BN, stages=stages) -> Call:
             q, k, v = (values(heads, n, d, device=device) for n in (group, T, T))
             out, lse = (torch.empty(heads * splits * group * n, device=device) for n in (d, 1))
-            return lambda: products.attention_decode[(heads, splits)](q, k, v, out, lse, T, T // splits, D=d, G=group,
-                                                                      BN=BN, num_stages=stages,
-                                                                      num_warps=4)  # fmt: skip
+            return lambda: products.attention_decode[(heads, splits)](
+                q, k, v, out, lse, T, T // splits, D=d, G=group, BN=BN, num_stages=stages, num_warps=4
+            )
 
         yield f"{heads}x{T}x{d}", f"by {splits} b{BN} s{stages}", make
 
@@ -241,7 +249,8 @@ def linear_attention(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BV=BV, C=C, stages=stages) -> Call:
             q, k, v = (values(heads, T, d, device=device) for _ in "qkv")
             out = torch.empty_like(q)
-            return lambda: products.linear_attention[(d // BV, heads)](q, k, v, out, T, D=d, BV=BV, C=C,
-                                                                       num_stages=stages, num_warps=4)  # fmt: skip
+            return lambda: products.linear_attention[(d // BV, heads)](
+                q, k, v, out, T, D=d, BV=BV, C=C, num_stages=stages, num_warps=4
+            )
 
         yield f"{heads}x{T}x{d}", f"{BV}x{C} s{stages}", make

@@ -22,8 +22,9 @@ def selective_scan(r: random.Random) -> Iterator[Drawn]:
             b, c = (values(batch * T, S, device=device) for _ in "bc")
             a, out = -values(channels, S, device=device, dtype=FP32).abs(), torch.empty_like(x)
             grid = (channels // block, batch)
-            return lambda: states.selective_scan[grid](x, dt, a, b, c, out, T, channels, BLOCK=block, S=S,
-                                                       num_warps=warps)  # fmt: skip
+            return lambda: states.selective_scan[grid](
+                x, dt, a, b, c, out, T, channels, BLOCK=block, S=S, num_warps=warps
+            )
 
         yield f"{batch}x{T}x{channels}x{S}", f"b{block} w{warps}", make
 
@@ -49,9 +50,9 @@ def norm_atomics(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, at_once=at_once, warps=warps) -> Call:
             x, dy = (values(many, columns, device=device) for _ in "xy")
             w, dx, dw = values(columns, device=device), torch.empty_like(x), torch.zeros(columns, device=device)
-            return lambda: states.norm_atomics[(cdiv(many, at_once),)](x, w, dy, dx, dw, many, columns, 1e-5,
-                                                                       ROWS=at_once, BLOCK=power(columns),
-                                                                       num_warps=warps)  # fmt: skip
+            return lambda: states.norm_atomics[(cdiv(many, at_once),)](
+                x, w, dy, dx, dw, many, columns, 1e-5, ROWS=at_once, BLOCK=power(columns), num_warps=warps
+            )
 
         yield f"{many}x{columns}", f"r{at_once} w{warps}", make
 
@@ -64,8 +65,9 @@ def batch_norm(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, block=block, warps=warps) -> Call:
             x, w = values(images, channels, side * side, device=device), values(channels, device=device)
             out = torch.empty_like(x)
-            return lambda: states.batch_norm[(channels,)](x, w, out, images, channels, side * side, 1e-5, BLOCK=block,
-                                                          num_warps=warps)  # fmt: skip
+            return lambda: states.batch_norm[(channels,)](
+                x, w, out, images, channels, side * side, 1e-5, BLOCK=block, num_warps=warps
+            )
 
         yield f"{images}x{channels}x{side}x{side}", f"b{block} w{warps}", make
 
@@ -129,8 +131,9 @@ def expert_counts(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, block=block, warps=warps) -> Call:
             ids, place = numbers(n, experts, device), torch.empty(n, dtype=torch.int32, device=device)
             count = torch.empty(n // block, experts, dtype=torch.int32, device=device)
-            return lambda: states.expert_counts[(n // block,)](ids, place, count, n, E=experts, BLOCK=block,
-                                                               num_warps=warps)  # fmt: skip
+            return lambda: states.expert_counts[(n // block,)](
+                ids, place, count, n, E=experts, BLOCK=block, num_warps=warps
+            )
 
         yield f"{n} of {experts}", f"b{block} w{warps}", make
 
@@ -242,8 +245,9 @@ def gemv_int4(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BN=BN, BK=BK, warps=warps) -> Call:
             w, scale = numbers(N * K // 8, 1 << 30, device), values(N, K // group, device=device, dtype=FP16)
             x, out = values(K, device=device, dtype=FP16), torch.empty(N, dtype=FP16, device=device)
-            return lambda: states.gemv_int4[(N // BN,)](w, scale, x, out, N, K, GROUP=group, BN=BN, BK=BK,
-                                                        num_warps=warps)  # fmt: skip
+            return lambda: states.gemv_int4[(N // BN,)](
+                w, scale, x, out, N, K, GROUP=group, BN=BN, BK=BK, num_warps=warps
+            )
 
         yield f"{N}x{K} groups of {group}", f"{BN}x{BK} w{warps}", make
 
@@ -259,8 +263,8 @@ def attention_queries(r: random.Random) -> Iterator[Drawn]:
             q, k, v, do = (values(heads, T, d, device=device) for _ in "qkvo")
             lse, delta = (values(heads, T, device=device, dtype=FP32) for _ in "ld")
             dq = torch.empty_like(q)
-            return lambda: states.attention_queries[(T // BM, heads)](q, k, v, do, lse, delta, dq, T, D=d, BM=BM,
-                                                                      BN=BN, CAUSAL=causal, num_stages=stages,
-                                                                      num_warps=warps)  # fmt: skip
+            return lambda: states.attention_queries[(T // BM, heads)](
+                q, k, v, do, lse, delta, dq, T, D=d, BM=BM, BN=BN, CAUSAL=causal, num_stages=stages, num_warps=warps
+            )
 
         yield f"{'causal' if causal else 'full'} {heads}x{T}x{d}", f"{BM}x{BN} s{stages} w{warps}", make

@@ -21,8 +21,9 @@ def grouped(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BM=BM, BN=BN, BK=BK, stages=stages) -> Call:
             x, w = values(rows, K, device=device), values(groups, K, N, device=device)
             first, c = parts_of(rows, groups, device), torch.empty(rows, N, dtype=BF16, device=device)
-            return lambda: tables.grouped[(132,)](x, w, c, first, groups, N, K, BM=BM, BN=BN, BK=BK, num_stages=stages,
-                                                  num_warps=4)  # fmt: skip
+            return lambda: tables.grouped[(132,)](
+                x, w, c, first, groups, N, K, BM=BM, BN=BN, BK=BK, num_stages=stages, num_warps=4
+            )
 
         yield f"{groups} of {rows}x{N}x{K}", f"{BM}x{BN}x{BK} s{stages}", make
 
@@ -35,8 +36,9 @@ def stream_k(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BM=BM, BN=BN, BK=BK, stages=stages) -> Call:
             a, b, c = values(M, K, device=device), values(K, N, device=device), torch.zeros(M, N, device=device)
             each = cdiv(M // BM * (N // BN) * (K // BK), 132)
-            return lambda: tables.stream_k[(132,)](a, b, c, M, N, K, each, BM=BM, BN=BN, BK=BK, num_stages=stages,
-                                                   num_warps=4)  # fmt: skip
+            return lambda: tables.stream_k[(132,)](
+                a, b, c, M, N, K, each, BM=BM, BN=BN, BK=BK, num_stages=stages, num_warps=4
+            )
 
         yield f"{M}x{N}x{K}", f"{BM}x{BN}x{BK} s{stages}", make
 
@@ -51,8 +53,9 @@ def mlp(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BM=BM, BF=BF, stages=stages, warps=warps) -> Call:
             x, w1, w2 = values(M, D, device=device), values(D, F, device=device), values(F, D, device=device)
             out = torch.empty_like(x)
-            return lambda: tables.mlp[(M // BM,)](x, w1, w2, out, F, D=D, BM=BM, BF=BF, num_stages=stages,
-                                                  num_warps=warps)  # fmt: skip
+            return lambda: tables.mlp[(M // BM,)](
+                x, w1, w2, out, F, D=D, BM=BM, BF=BF, num_stages=stages, num_warps=warps
+            )
 
         yield f"{M}x{D}x{F}", f"{BM}x{BF} s{stages} w{warps}", make
 
@@ -68,8 +71,9 @@ def matmul_groups(r: random.Random) -> Iterator[Drawn]:
             a, b = values(M, K, device=device, dtype=FP16), numbers(K // 8 * N, 1 << 30, device)
             scale, zero = (values(K // 128, N, device=device, dtype=FP16) for _ in "sz")
             c, grid = torch.empty(M, N, dtype=FP16, device=device), (cdiv(M, BM) * (N // BN),)
-            return lambda: tables.matmul_groups[grid](a, b, scale, zero, c, M, N, K, GROUP=128, BM=BM, BN=BN, BK=BK,
-                                                      num_stages=stages, num_warps=4)  # fmt: skip
+            return lambda: tables.matmul_groups[grid](
+                a, b, scale, zero, c, M, N, K, GROUP=128, BM=BM, BN=BN, BK=BK, num_stages=stages, num_warps=4
+            )
 
         yield f"{M}x{N}x{K}", f"{BM}x{BN}x{BK} s{stages}", make
 
@@ -86,8 +90,9 @@ def sparse_blocks(r: random.Random) -> Iterator[Drawn]:
             column = there.nonzero()[:, 1].to(torch.int32).to(device)
             value, x = values(len(column), B, B, device=device), values(side, N, device=device)
             out, grid = torch.empty(side, N, dtype=BF16, device=device), (of, N // BN)
-            return lambda: tables.sparse_blocks[grid](value, column, first, x, out, N, B=B, BN=BN, num_stages=stages,
-                                                      num_warps=4)  # fmt: skip
+            return lambda: tables.sparse_blocks[grid](
+                value, column, first, x, out, N, B=B, BN=BN, num_stages=stages, num_warps=4
+            )
 
         yield f"{side}x{N} {share:.0%} of {B}", f"{BN} s{stages}", make
 
@@ -131,9 +136,9 @@ def attention_keys(r: random.Random) -> Iterator[Drawn]:
             q, k, v, do = (values(heads, T, d, device=device) for _ in "qkvo")
             lse, delta = (values(heads, T, device=device, dtype=FP32) for _ in "ld")
             dk, dv = torch.empty_like(k), torch.empty_like(v)
-            return lambda: tables.attention_keys[(T // BN, heads)](q, k, v, do, lse, delta, dk, dv, T, D=d, BM=BM,
-                                                                   BN=BN, CAUSAL=causal, num_stages=stages,
-                                                                   num_warps=warps)  # fmt: skip
+            return lambda: tables.attention_keys[(T // BN, heads)](
+                q, k, v, do, lse, delta, dk, dv, T, D=d, BM=BM, BN=BN, CAUSAL=causal, num_stages=stages, num_warps=warps
+            )
 
         yield f"{'causal' if causal else 'full'} {heads}x{T}x{d}", f"{BM}x{BN} s{stages} w{warps}", make
 
@@ -155,8 +160,9 @@ def chunk_scan(r: random.Random) -> Iterator[Drawn]:
             def call() -> None:
                 tables.chunk_states[(chunks, heads)](x, b, decay, state, T, heads, P=P, S=S, C=C, num_warps=warps)
                 tables.chunk_scan[(P * S // block, heads)](state, ends, chunks, P * S, BLOCK=block, num_warps=4)
-                tables.chunk_outputs[(chunks, heads)](x, b, c, decay, state, out, T, heads, P=P, S=S, C=C,
-                                                      num_warps=warps)  # fmt: skip
+                tables.chunk_outputs[(chunks, heads)](
+                    x, b, c, decay, state, out, T, heads, P=P, S=S, C=C, num_warps=warps
+                )
 
             return call
 
@@ -180,8 +186,9 @@ def persistent_boxes(r: random.Random) -> Iterator[Drawn]:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
             given = [TensorDescriptor.from_tensor(x, box) for x, box in _boxes(M, N, K, BM, BN, BK, device)]
-            return lambda: tables.persistent_boxes[(132,)](*given, M, N, K, BM=BM, BN=BN, BK=BK, FLATTEN=flatten,
-                                                           num_stages=stages, num_warps=warps)  # fmt: skip
+            return lambda: tables.persistent_boxes[(132,)](
+                *given, M, N, K, BM=BM, BN=BN, BK=BK, FLATTEN=flatten, num_stages=stages, num_warps=warps
+            )
 
         yield f"{M}x{N}x{K}", f"{BM}x{BN}x{BK} s{stages} w{warps}{' flat' if flatten else ''}", make
 
@@ -194,8 +201,9 @@ def weight_gradient(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BM=BM, BN=BN, BK=BK, stages=stages) -> Call:
             x, dy = values(T, K, device=device), values(T, N, device=device)
             dw = torch.empty(N, K, dtype=BF16, device=device)
-            return lambda: tables.weight_gradient[(N // BM, K // BN)](x, dy, dw, T, N, K, BM=BM, BN=BN, BK=BK,
-                                                                      num_stages=stages, num_warps=4)  # fmt: skip
+            return lambda: tables.weight_gradient[(N // BM, K // BN)](
+                x, dy, dw, T, N, K, BM=BM, BN=BN, BK=BK, num_stages=stages, num_warps=4
+            )
 
         yield f"{T}x{N}x{K}", f"{BM}x{BN}x{BK} s{stages}", make
 
@@ -215,7 +223,6 @@ def ring(r: random.Random) -> Iterator[Drawn]:
             given = [TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16))
                      for x, box in _boxes(M, N, K, BM, BN, BK, device)]  # fmt: skip
             warps = 8 if BM == 128 else 4
-            return lambda: tables.ring[(M // BM, N // BN)](*given, K, BM=BM, BN=BN, BK=BK, SLOTS=slots,
-                                                           num_warps=warps)  # fmt: skip
+            return lambda: tables.ring[(M // BM, N // BN)](*given, K, BM=BM, BN=BN, BK=BK, SLOTS=slots, num_warps=warps)
 
         yield f"{M}x{N}x{K}", f"{BM}x{BN}x{BK} s{slots}", make

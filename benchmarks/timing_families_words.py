@@ -107,8 +107,9 @@ def gather(r: random.Random) -> Iterator[Drawn]:
             table, index = values(of, columns, device=device), numbers(many, of, device)
             out = torch.empty(many, columns, dtype=BF16, device=device)
             grid = (many // at_once, cdiv(columns, block))
-            return lambda: rows.gather_rows[grid](table, index, out, columns, ROWS=at_once, BLOCK=block,
-                                                  num_warps=warps)  # fmt: skip
+            return lambda: rows.gather_rows[grid](
+                table, index, out, columns, ROWS=at_once, BLOCK=block, num_warps=warps
+            )
 
         yield f"{many} of {of} x {columns}", f"r{at_once} b{block} w{warps}", make
 
@@ -218,9 +219,9 @@ def norm(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, at_once=at_once, warps=warps) -> Call:
             x, w = values(many, columns, device=device), values(columns, device=device)
             out = torch.empty_like(x)
-            return lambda: rows.norm_rows[(cdiv(many, at_once),)](x, out, w, many, columns, 1e-5, MEAN=mean,
-                                                                  ROWS=at_once, BLOCK=block,
-                                                                  num_warps=warps)  # fmt: skip
+            return lambda: rows.norm_rows[(cdiv(many, at_once),)](
+                x, out, w, many, columns, 1e-5, MEAN=mean, ROWS=at_once, BLOCK=block, num_warps=warps
+            )
 
         yield f"{'layer' if mean else 'rms'} {many}x{columns}", f"r{at_once} w{warps}", make
 
@@ -338,8 +339,9 @@ def quantise(r: random.Random) -> Iterator[Drawn]:
             x, out = values(many, columns, device=device), torch.empty(many, columns, dtype=to, device=device)
             scale = torch.empty(many, columns // group, device=device)
             grid = (many // at_once, columns // group)
-            return lambda: rows.quantise[grid](x, out, scale, columns, TOP=448.0 if to == FP8 else 127.0, ROWS=at_once,
-                                               GROUP=group, num_warps=warps)  # fmt: skip
+            return lambda: rows.quantise[grid](
+                x, out, scale, columns, TOP=448.0 if to == FP8 else 127.0, ROWS=at_once, GROUP=group, num_warps=warps
+            )
 
         yield f"{many}x{columns} {SHORT[to]}", f"r{at_once} w{warps}", make
 
@@ -380,8 +382,9 @@ def conv1d(r: random.Random) -> Iterator[Drawn]:
         def make(device: str, BT=BT, BC=BC, warps=warps) -> Call:
             x, w = values(T, C, device=device), values(width, C, device=device)
             out = torch.empty_like(x)
-            return lambda: rows.conv1d[(cdiv(T, BT), C // BC)](x, w, out, T, C, WIDTH=width, BT=BT, BC=BC,
-                                                               num_warps=warps)  # fmt: skip
+            return lambda: rows.conv1d[(cdiv(T, BT), C // BC)](
+                x, w, out, T, C, WIDTH=width, BT=BT, BC=BC, num_warps=warps
+            )
 
         yield f"{T}x{C} width {width}", f"{BT}x{BC} w{warps}", make
 

@@ -32,8 +32,9 @@ def scan(state_ptr, out_ptr, decay_ptr, chunks, size, BLOCK: tl.constexpr, LOADS
 
 
 @triton.jit
-def convolution(x_ptr, w_ptr, out_ptr, H, W, C, F, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                ALL: tl.constexpr):  # fmt: skip
+def convolution(
+    x_ptr, w_ptr, out_ptr, H, W, C, F, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ALL: tl.constexpr
+):
     """3 x 3; if not ALL, the nine places are one and need no masks."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)

@@ -97,8 +97,9 @@ def matmuls(module: Callable[[str], Any]) -> Iterator[tuple[str, str, float, int
 
         def roles(a, b, c):
             t = module("08-warp-specialization")
-            t.matmul_warp_specialized(a, b, c, **tile, SUBTILE_FACTOR=4,
-                                      SchedulerImpl=t.t7.GroupedPersistentTileScheduler(8))  # fmt: skip
+            t.matmul_warp_specialized(
+                a, b, c, **tile, SUBTILE_FACTOR=4, SchedulerImpl=t.t7.GroupedPersistentTileScheduler(8)
+            )
 
         yield "08", "warp-specialised", rate, K, roles
     for K, rate in zip(KS, (1096.31, 1306.07, 1379.8, 1444.26, 1302.33, 1292.4)):

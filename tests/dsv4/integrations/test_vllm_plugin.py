@@ -251,9 +251,10 @@ def test_a_backend_for_one_kind_of_layers_is_refused_for_deepseek_v4(configured,
         config(model=model, kinds=["mla_attention"])
 
 
-@pytest.mark.parametrize("model, accepted", [
-    (V4, ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")), (V41, ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla"))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, accepted",
+    [(V4, ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")), (V41, ("auto", "fp8", "fp8_ds_mla", "nvfp4_ds_mla"))],
+)
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "bfloat16"])
 def test_rows_that_vllm_would_not_make_are_refused(configured, dtype, model, accepted):
     """vLLM takes every fp8 name for V4's rows of e4m3."""

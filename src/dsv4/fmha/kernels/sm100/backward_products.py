@@ -84,8 +84,9 @@ def send(x, out, desc, tile, row, H: gl.constexpr):
 
 
 @gluon.jit
-def out_role(acc, out, gradients, sums_ptr, sizes, opts, scales, H: gl.constexpr, D: gl.constexpr,
-             SCALED: gl.constexpr):  # fmt: skip
+def out_role(
+    acc, out, gradients, sums_ptr, sizes, opts, scales, H: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr
+):
     """Columns 128 H .. 128 H + 127 of every tile, one row per thread."""
     L: gl.constexpr = acc.slots.index(0).slice(0, 128).get_reg_layout()
     row = gl.arange(0, 128, layout=gl.SliceLayout(1, L))

@@ -94,8 +94,9 @@ def send(x, tile, desc, pair, row, key):
 
 
 @gluon.jit
-def score_role(scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.constexpr, SCALED: gl.constexpr,
-               M: gl.constexpr):  # fmt: skip
+def score_role(
+    scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.constexpr, SCALED: gl.constexpr, M: gl.constexpr
+):
     """Keys 64 H .. 64 H + 63 of every tile, one row per thread."""
     DTYPE: gl.constexpr = out.dtype
     L: gl.constexpr = scores.s.slots.index(0).slice(0, 64).get_reg_layout()

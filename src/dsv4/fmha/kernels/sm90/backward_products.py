@@ -96,8 +96,9 @@ def send_all(wide, narrow, scale, out, desc, tile, first, W: gl.constexpr):
 
 
 @gluon.jit
-def product_role(slots, out, gradients, sums_ptr, sizes, opts, scales, W: gl.constexpr, D: gl.constexpr,
-                 SCALED: gl.constexpr):  # fmt: skip
+def product_role(
+    slots, out, gradients, sums_ptr, sizes, opts, scales, W: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr
+):
     M: gl.constexpr = rows_of_tile(slots)
     stage = consumer_stage()
     count = count_tiles(sizes, M, D)

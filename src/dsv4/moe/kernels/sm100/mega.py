@@ -259,9 +259,8 @@ def multiply_role(stages, accs, tickets, tiles, up, down, WORDS: gl.constexpr):
 
 @gluon.jit
 def write_role(
-    accs, tickets, ends, tiles, pool, up, down, hidden, out, counters, peers, RECIPE: gl.constexpr,
-    RANKS: gl.constexpr,
-):  # fmt: skip
+    accs, tickets, ends, tiles, pool, up, down, hidden, out, counters, peers, RECIPE: gl.constexpr, RANKS: gl.constexpr
+):
     N: gl.constexpr = accs.acc.shape[2]
     acc_turn = consumer_stage()
     ticket, turn = get(tickets, consumer_stage())

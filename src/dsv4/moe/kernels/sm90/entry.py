@@ -31,9 +31,7 @@ class Tiling(NamedTuple):
 
 
 # Rows of an expert that are expected, up to -> tiling
-TILINGS = (
-    (8.5, Tiling(8)), (16.5, Tiling(16)), (32.5, Tiling(32)), (60.5, Tiling(64)), (float("inf"), Tiling(64, 32)),
-)  # fmt: skip
+TILINGS = ((8.5, Tiling(8)), (16.5, Tiling(16)), (32.5, Tiling(32)), (60.5, Tiling(64)), (float("inf"), Tiling(64, 32)))
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:

@@ -220,8 +220,7 @@ def compute_some(stages, stage, tiles, x, turn, told_turn, amax, told, steps, ou
 
 
 @gluon.jit
-def compute_role(stages, tiles, amax, told, sizes, hidden, slots, signals, G: gl.constexpr,
-                 REST: gl.constexpr):  # fmt: skip
+def compute_role(stages, tiles, amax, told, sizes, hidden, slots, signals, G: gl.constexpr, REST: gl.constexpr):
     """Rows 64 G to 64 G + 63 of both halves of every tile."""
     stage, turn = consumer_stage(), consumer_stage()
     told_turn = gl.to_tensor(0)

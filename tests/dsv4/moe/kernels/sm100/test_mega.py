@@ -46,9 +46,10 @@ def test_there_is_one_launch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows, recipe", [
-    (16, "fp8_128"), (32, "fp8_32"), (64, "fp8_128"), (128, "fp8_32"), (16, "nvfp4"), (64, "nvfp4"), (128, "nvfp4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, recipe",
+    [(16, "fp8_128"), (32, "fp8_32"), (64, "fp8_128"), (128, "fp8_32"), (16, "nvfp4"), (64, "nvfp4"), (128, "nvfp4")],
+)
 def test_bits_are_those_of_the_several_kernels(rows, recipe, monkeypatch):
     """In every order; with a shared expert and the outputs of slots, too."""
     monkeypatch.setattr(entry, "TILES", ((unlimited, rows),))

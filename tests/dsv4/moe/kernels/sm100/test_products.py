@@ -25,9 +25,10 @@ def test_experts_with_many_rows_with_few_and_with_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows, recipe", [
-    (16, "fp8_128"), (32, "fp8_32"), (64, "fp8_128"), (128, "fp8_32"), (16, "nvfp4"), (64, "nvfp4"), (128, "nvfp4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, recipe",
+    [(16, "fp8_128"), (32, "fp8_32"), (64, "fp8_128"), (128, "fp8_32"), (16, "nvfp4"), (64, "nvfp4"), (128, "nvfp4")],
+)
 def test_every_tile_in_every_order(rows, recipe, monkeypatch):
     """Several tiles to a CTA, the last of an expert partly filled; slots sorted in pieces."""
     monkeypatch.setattr(entry, "TILES", ((float("inf"), rows),))
@@ -47,7 +48,7 @@ def test_what_the_kernels_do_not_take():
         (moe_cases.layer().experts, {}, "weights in the layout 'sm90'"),
         (moe_cases.layer(nvfp4=True, layout="sm100").experts, {}, "activations 'fp8_128' with weights in nvfp4"),
         (moe_cases.layer(layout="sm100").experts, dict(activations="bf16"), "activations 'bf16'"),
-    ):  # fmt: skip
+    ):
         with (
             softsm.use("sm_100a"),
             pytest.raises(ValueError, match=f"^backend: 'softsm' cannot run this moe problem: .*{says}"),

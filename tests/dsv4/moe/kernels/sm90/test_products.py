@@ -115,10 +115,11 @@ def test_what_the_kernels_do_not_take():
     experts = moe_cases.layer(nvfp4=True).experts
     wide = moe_cases.layer(low=100, high=126).experts
     for one, options, says in (
-        (experts, {}, "weights in nvfp4"), (wide, {}, "exponents that spread by"),
+        (experts, {}, "weights in nvfp4"),
+        (wide, {}, "exponents that spread by"),
         (moe_cases.layer().experts, dict(activations="fp8_token"), "activations 'fp8_token'"),
         (moe_cases.layer(layout="sm100").experts, {}, "weights in the layout 'sm100'"),
-    ):  # fmt: skip
+    ):
         with (
             softsm.use("sm_90a"),
             pytest.raises(ValueError, match=f"^backend: 'softsm' cannot run this moe problem: .*{says}"),
