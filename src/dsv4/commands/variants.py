@@ -190,9 +190,9 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
 
 
 def v4_decode_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]:
-    """On Hopper: few work tiles of 16 heads, not split, and split so that each variant of the combine kernel merges
-    them; of 32 heads, blocks of 64 and of 128 rows; few heads of many queries; and tiles that are not few. (queries,
-    heads, splits, blocks of 64 rows)"""
+    """Yields what Hopper tells apart: few work tiles of 16 heads, whole, and split so that each variant of the combine
+    kernel merges them; tiles of 32 heads with blocks of 64 and of 128 rows; few heads of many queries; many tiles.
+    Each is (queries, heads, splits, blocks of 64 rows)."""
     of_16 = ((1, 64, 1, 1), (1, 64, 1, 2), (1, 64, 4, 4), (1, 64, 8, 8), (1, 64, 16, 16), (1, 16, 64, 64))
     of_32 = ((40, 64, 1, 1), (40, 64, 1, 2), (5, 64, 9, 9), (8, 64, 6, 11))
     # Many partial results are in fp16; few are not.

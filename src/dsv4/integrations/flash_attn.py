@@ -276,13 +276,13 @@ def _varlen_paged(
             checks.fail("max_seqlen_q", longest, f"at least {int(counts.max())}, the longest sequence in cu_seqlens_q")
     row = torch.arange(total, device=q.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_q, row, right=True) - 1
-    nobody = sequence >= batch  # rows past the last sequence
+    outside = sequence >= batch  # rows past the last sequence
     sequence = sequence.clamp(0, max(batch - 1, 0))
     spare = batch * longest
     place = row.new_full((total,), spare).long()
     if spare:
         place = sequence * longest + (row - cu_q[sequence] + longest - counts[sequence]).clamp(0, longest - 1)
-        place = place.masked_fill(nobody, spare)
+        place = place.masked_fill(outside, spare)
     lines = q.new_zeros(spare + 1, *q.shape[1:]).index_copy(0, place, q)  # the spare row receives the others
     out, lse = fmha_paged(
         lines[:spare].view(batch, longest, *q.shape[1:]), k, v, table, cu_k.diff(), return_lse=True, **options

@@ -43,7 +43,7 @@ def attend(
 
 
 def cap(s: Tensor, softcap: float | None) -> Tensor:
-    """Between -softcap and softcap; 0 and None: as they are."""
+    """Scores between -softcap and softcap. With 0 or None they stay as they are."""
     return softcap * torch.tanh(s / softcap) if softcap else s
 
 

@@ -3,7 +3,7 @@
 The key is everything that validation and `prepare` look at: the options, and the shape, strides, dtype, device and
 alignment of every tensor. Preparing is a pure function of it (program.py sees to that), so what was prepared for a key
 is kept. What a key cannot hold is looked at in every call: values of tensors where they may be read, and whether the
-memory of an output lies apart from the inputs.
+memory of an output overlaps that of an input.
 
 `run` is for operations: they are validated, allocate their outputs, and have torch code beside their kernels. `launch`
 is for single kernels inside of dsv4 (rows into caches, norms, the compressor), whose callers have done all that.
@@ -254,7 +254,7 @@ def _allocated(
             for other in range(place if begin < end else 0):
                 if begin < addresses[other] + call.spans[other] and addresses[other] < end:
                     names = (*op.tensors, *op.outputs)
-                    checks.fail(names[place], f"memory that overlaps {names[other]}", "memory apart from every input")
+                    checks.fail(names[place], f"memory that overlaps {names[other]}", "memory that overlaps no input")
     for n, like, layout in call.allocated:
         # torch.empty_like takes less time
         x = outputs[n] = torch.empty_like(given.tensors[like]) if like >= 0 else layout.empty(device)

@@ -255,7 +255,7 @@ def no_tangents(**tensors: Tensor | None) -> None:
 
 
 def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: dict[str, Tensor]) -> Tensor:
-    """A tensor that may be written: right shape and dtype, every element its own, apart from the inputs."""
+    """A tensor that may be written: right shape and dtype, every element its own, in memory of its own."""
     like = next(iter(inputs.items()))
     tensor(name, x, tuple(shape), (dtype,), like=like, unit_last=is_tensor(x) and x.ndim > 0)
     holds_its_values(name, x)

@@ -1,10 +1,9 @@
 """Turns a program into launches: each gets its compiled kernel, from Triton or from a file (aot.py).
 
 One path for the GPU and for the emulator, up to the launch itself. On a GPU that is a call of the CUDA driver
-(driver.py); in softsm, which is a Triton driver, it is Triton's own `compiled[grid](...)`, and so it is on a GPU where
-somebody watches launches through Triton's hooks (`triton.knobs.runtime`; Proton has some; they see no kernels from
-files). A pointer is a number on the GPU; softsm gets the tensor, so that it knows how far the memory reaches and what
-its name is.
+(driver.py); in softsm, which is a Triton driver, it is Triton's own `compiled[grid](...)`, and so it is on a GPU while
+Triton's hooks watch launches (`triton.knobs.runtime`; Proton has some; they see no kernels from files). A pointer is a
+number on the GPU; softsm gets the tensor, so that it knows how far the memory reaches and what its name is.
 """
 
 from __future__ import annotations

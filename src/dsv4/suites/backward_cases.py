@@ -69,10 +69,10 @@ class Gradients:
         oracle, dtype = getattr(reference_backward, self.op), self.args["q"].dtype
         given: dict[str, Any] = dict(**self.args, dout=self.dout, dlse=self.dlse)
         ref, low = oracle(**given)._asdict(), oracle(**given, p_dtype=dtype)._asdict()
-        nobody = self.unseen(oracle)
+        unseen = self.unseen(oracle)
         for name, x in found.items():
             if name != "sink":
-                dead = nobody.get(name, (ref[name] == 0).all(-1))
+                dead = unseen.get(name, (ref[name] == 0).all(-1))
                 checks = judge(f"d{name}", x, ref[name], low[name], dead, self.noise(name)) + checks
         if "sink" in found:
             checks.append(judge_sink(found["sink"], ref["sink"], self.sink_terms(), dtype))

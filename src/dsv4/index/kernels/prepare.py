@@ -267,7 +267,7 @@ def _boxes(k: Slot, fp8: bool) -> TensorDescriptor:
 
 
 def _fp4_boxes(k: Slot, keys: int, scales_of: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The same of FP4 pages, as words: boxes of so many keys, and of the scales of so many."""
+    """The same of FP4 pages, as words: boxes of `keys` keys, and of the scales of `scales_of` keys."""
     pages, rows, _ = k.shape
     apart = (k.stride(0) if pages > 1 else INDEX_68.default_stride(rows)) // 4
     words = replace(k.view((pages, rows, 16), (apart, 16, 1)), dtype=torch.int32)

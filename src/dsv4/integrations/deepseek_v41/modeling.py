@@ -299,7 +299,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """At random, for a model without a checkpoint. What was loaded stays."""
+        """Fills weights at random, for a model without a checkpoint. Those that were loaded stay."""
         given = [p for p in module.parameters(recurse=False) if getattr(p, "_is_hf_initialized", False)]
         if given:
             return

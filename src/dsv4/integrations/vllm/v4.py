@@ -22,7 +22,7 @@ HEADS = 128  # of one rank, at most
 
 
 class Served:
-    """Of every layer whose attention is dsv4's."""
+    """A base of every layer whose attention is dsv4's."""
 
     served_by_dsv4 = True
 
@@ -102,7 +102,7 @@ class Forward(Served):
         )
 
     def _begin(self, vllm_config: Any, where: str, heads: int) -> None:
-        """After vLLM's constructor."""
+        """Runs after vLLM's constructor."""
         if "compressor" in parts():
             for made in (self.compressor, self.indexer and self.indexer.compressor):
                 if made is not None:
@@ -205,7 +205,7 @@ def cpu_class() -> type:
 
 
 def check_device() -> None:
-    """Before a model is loaded: whether dsv4 has kernels for this GPU and this Triton."""
+    """Checks, before a model is loaded, that dsv4 has kernels for this GPU and this Triton."""
     from dsv4.runtime import dispatch
 
     try:

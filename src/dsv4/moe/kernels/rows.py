@@ -165,7 +165,7 @@ def quantized(x, token, part, COLUMNS: tl.constexpr, TILE: tl.constexpr, RECIPE:
 
 @triton.jit
 def write_rows(x, codes, scale, part, row, place, COLUMNS: tl.constexpr, RECIPE: tl.constexpr):
-    """To one row."""
+    """Writes one row."""
     WORDS: tl.constexpr = words_of(RECIPE)
     EACH: tl.constexpr = 2 if RECIPE == "nvfp4" else 1  # codes to a byte
     if row >= 0:

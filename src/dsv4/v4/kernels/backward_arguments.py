@@ -57,8 +57,8 @@ class Query:
 
 
 class Terms(NamedTuple):
-    """For each (query, head): the exponent to subtract, delta, and for fp16 what bounds dS and what is added to dKV.
-    What S is multiplied by, in base 2, and dS."""
+    """Per (query, head): the exponent to subtract, delta, and in fp16 a bound of dS and what is added to dKV. Then the
+    factors of S, in base 2, and of dS."""
 
     lse2_ptr: Value
     delta_ptr: Value

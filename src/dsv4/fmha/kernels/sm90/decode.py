@@ -25,8 +25,8 @@ k_free[s]     attend            1           load      it is in registers (k is v
 v_ready[s]    load: TMA bytes   1 + bytes   attend    the V tile is in slot s
 v_free[s]     attend            1           load      it is in registers: refill slot s
 
-P^T is overwritten after the exchange of maxima, before which every warp has waited for O^T += V^T P^T. Rows that nobody
-sees need not be zero: every code becomes a finite number (e4m3_rows.py), and its P is 0.
+P^T is overwritten after the exchange of maxima, before which every warp has waited for O^T += V^T P^T. Unseen
+rows need not be zero: every code becomes a finite number (e4m3_rows.py), and its P is 0.
 """
 
 from dsv4.fmha.kernels import loads

@@ -89,6 +89,6 @@ def operands(product: Product, n: int, nvfp4: bool, w_name: str = "w", x_name: s
 
 
 def _atoms(scales: Slot, count: int) -> TensorDescriptor:
-    """So many of them to a copy; two lines of 256 bytes each."""
+    """A copy brings `count` atoms of scales, each two lines of 256 bytes."""
     lines = scales.seen_as(lambda x: x.view(torch.uint8).view(-1, 256))
     return TensorDescriptor(lines, list(lines.shape), [256, 1], [2 * count, 256], gl.NVMMASharedLayout(0, 8, rank=2))

@@ -18,7 +18,7 @@ Several ranks (RANKS), each with experts of its own: the kernel of each counts a
 it reads from their memory, and writes the outputs of slots to the rank of the token, which adds them up. Ranks meet
 twice, by signals at .sys scope that are never reset (a call waits for as many as there have been calls): before the
 first reads of another's memory (THERE), and before the sum (HAS_WRITTEN), which is told by the CTA that counts the last
-tile. Only then a kernel ends, so nobody reads or writes its memory any more. Of every rank one CTA must be resident.
+tile. Only then a kernel ends, so no rank reads or writes its memory any more. Of every rank one CTA must be resident.
 
 Hazard: stores write what TMA reads (rows of x, hidden values). The load role passes a proxy fence (fence_async) between
 the counter that it waits for and its copies.
@@ -78,7 +78,7 @@ THERE, HAS_WRITTEN = gl.constexpr(0), gl.constexpr(1)  # signals of ranks
 
 @gluon.jit
 def distance(peers, rank, RANKS: gl.constexpr):
-    """From this rank's memory to that of another, in 16 bytes."""
+    """The distance from this rank's memory to that of another, in units of 16 bytes."""
     return gl.load(peers.distance_ptr + rank) if RANKS > 1 else 0
 
 

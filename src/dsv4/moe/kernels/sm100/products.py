@@ -62,7 +62,7 @@ from dsv4.moe.kernels.sm100.tiles import (
 
 @gluon.jit
 def atom_of(first, begin, expert, N: gl.constexpr):
-    """Where the scales of a tile's rows are: experts before this one have at most so many tiles."""
+    """Where the scales of a tile's rows are. The experts before this one have at most begin // N + expert tiles."""
     return begin // N + expert + (first - begin) // N
 
 

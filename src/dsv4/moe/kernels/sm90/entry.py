@@ -105,6 +105,6 @@ def _operands(weights: str, activations: str, product: Product, w: int, rest: in
 
 
 def _words(tiles: Slot, lines: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    """Tiles one after the other as lines of 256 words, so many of them to a tile."""
+    """Tiles one after the other as lines of 256 words; `lines` of them are a tile."""
     words = tiles.seen_as(lambda x: x.view(torch.int32).view(-1, 256))
     return TensorDescriptor(words, list(words.shape), [256, 1], [lines, 256], layout)

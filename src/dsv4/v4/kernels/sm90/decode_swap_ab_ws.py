@@ -75,7 +75,7 @@ GROUPS = gl.constexpr(2)  # of gathering warps, and slots
 
 @aggregate
 class HalfSlots:
-    """Barriers by slot. Of halves apart: the compiler puts a barrier of warps between accesses to the same array."""
+    """Barriers by slot. Halves have their own: the compiler puts a barrier of warps between accesses to one array."""
 
     ready0: Barriers
     ready1: Barriers
@@ -263,7 +263,7 @@ def compute_role(
     slot = 0
     phase = 0
     for block in range(work.begin, work.end):
-        # Opaque, else all wgmma descriptors would be kept in registers, and spilled; apart, else those of S until O.
+        # Opaque, else all wgmma descriptors would be kept in registers, and spilled; two, else those of S until O.
         at = slot + zero(block)
         keys_at = slot + zero(block)
         barriers.ready0.wait(slot, phase)
@@ -292,7 +292,7 @@ def compute_role(
         fence_async_shared()
         barrier()
         o0, o1, o2, o3 = add_all((o0, o1, o2, o3), memory, at, at - here)
-        again = here + zero(block)  # apart: the descriptors of the products above would be kept
+        again = here + zero(block)  # a new one: the descriptors of the products above would be kept
         if gl.max(highest.load(broadcast_layout()), 0).to(gl.float32, bitcast=True) > softmax.RESCALE_ABOVE:
             o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
             top = maxima(x, memory.row_max, m)

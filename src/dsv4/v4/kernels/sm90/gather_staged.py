@@ -24,7 +24,7 @@ SLOTS = gl.constexpr(4)  # as many as there is room for beside 16 heads
 
 @aggregate
 class Staging:
-    # Apart, not one array: the compiler puts a barrier between accesses that may touch the same allocation.
+    # Not one array: the compiler puts a barrier between accesses that may touch the same allocation.
     codes0: Value
     codes1: Value
     codes2: Value

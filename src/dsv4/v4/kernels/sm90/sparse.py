@@ -32,7 +32,7 @@ m_ready[b]      the block's owner            1           the other      resident
 sum_ready[h]    owner of half h              1           the other      its row sums are written; its products are done
 
 SPLIT_SLOTS is for packed rows by list with Triton before 3.9, which puts barriers of warps between stores to one
-allocation: with the halves of a slot apart there are three a block instead of seven. The gathering warps store all of a
+allocation: with two allocations for the halves there are three a block, not seven. The gathering warps store all of a
 half block, meet at a barrier, and one thread arrives (gather.announce). So they do for the rows of gather_codes.py.
 Copies write like ordinary stores; those who wait for them, or for unpacked rows, put the fence before the tensor
 core reads.
@@ -78,10 +78,10 @@ class Memory:
     q: Value
     kv: Ring  # slots are half blocks
     kv_right: Value  # SPLIT_SLOTS: their right halves
-    odd_ready: Barriers  # of slots 1 and 3; SPLIT_SLOTS: apart from ready, which the compiler would guard together
+    odd_ready: Barriers  # of slots 1 and 3; SPLIT_SLOTS: not part of ready, else the compiler guards them together
     bias: Value
     job: Value
-    # Apart, not one array: the compiler puts a barrier between accesses that may touch the same allocation.
+    # Two arrays: the compiler puts a barrier between accesses that may touch the same allocation.
     p0: Value
     p1: Value
     m0: Value

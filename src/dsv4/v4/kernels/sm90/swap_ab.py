@@ -26,7 +26,7 @@ from dsv4.v4.kernels.tile_scheduler import LIST, index_lists
 
 @aggregate
 class Memory:
-    # Apart, not one array: the compiler puts a barrier between accesses that may touch the same allocation.
+    # Not one array: the compiler puts a barrier between accesses that may touch the same allocation.
     q: Value
     kv0: Value
     kv1: Value
