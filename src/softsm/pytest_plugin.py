@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Before any test module is imported: many ask at once whether there is a GPU."""
+    """Runs before any test module is imported, as many ask at once whether there is a GPU."""
     option = early_config.known_args_namespace
     if not (option.softsm or option.softsm_strict):
         return

@@ -189,8 +189,8 @@ class BarrierChecks:
 
     def phase_over(self, barrier) -> None:
         """The phase that ends must not be the second one that no warp has waited for: who still waits by parity then
-        takes it for another. At the end of a kernel slots are given back that nobody fills again, so it counts when
-        somebody waits. All copies that signal it must have been announced, or it ends without them."""
+        takes it for another. At the end of a kernel, slots are given back that are not filled again, so it counts
+        when a warp waits. All copies that signal it must have been announced, or it ends without them."""
         barrier.clock.complete()
         if barrier.asked > 0:
             self.unannounced(barrier)

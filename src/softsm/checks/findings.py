@@ -1,4 +1,4 @@
-"""From what the compiled code noted to diagnostics with both parties."""
+"""Turns what the compiled code noted into diagnostics that name both parties."""
 
 from __future__ import annotations
 

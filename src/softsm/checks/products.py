@@ -237,7 +237,7 @@ class Products:
         record = cta.view.shadow.word(address // 4).tolist()
         what = f"wrote shared byte {address:#x}"
         if record[0] == 0:
-            return [Party("nobody", what=what)]
+            return [Party("no operation", what=what)]
         if record[0] >= sh.ASYNC:
             return self.by_number(record[1], what)
         w = checker.agents[record[0]]

@@ -20,7 +20,7 @@ last and two others (`peer_reader` of checks/byte_ranges.py).
 
 Global memory has records of 16: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older bytes,
 owner, reader, epoch, pc, 0]: the last writer, the last warp or operation that read and two others (`global_reader`),
-and which clusters touched the word at all: the first one's number, WRITTEN when anybody wrote, SEVERAL_CLUSTERS when
+and which clusters touched the word at all: the first one's number, WRITTEN if one of them wrote, SEVERAL_CLUSTERS when
 others came.
 
 An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the

@@ -5,7 +5,7 @@ reads and writes, which operations must come before it, and `effects()`, which d
 the policy's choice, never the instruction's:
 
 * eager: at issue;
-* latest: only when no warp can run any more, and then one that somebody waits for (or where an instruction's own
+* latest: only when no warp can run any more, and then one that a warp waits for (or where an instruction's own
   wait requires it);
 * random: at scheduling points, by seed.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Blocked:
     """Returned by a macro-operation that cannot go on: retry when `on` wakes (or, with `done`, go on behind it).
-    `text` says what it waits for, if somebody asks for its string."""
+    `text` says what it waits for, if its string is wanted."""
 
     on: Waitable
     text: object
@@ -72,10 +72,10 @@ class AsyncEngine:
         self.random = random.Random(seed)
         self.limits = random.Random(seed)  # of waits
         self.pending: dict[int, AsyncOp] = {}  # by id, in order of issue
-        self.signalling: dict[int, AsyncOp] = {}  # those of them that may wake somebody
+        self.signalling: dict[int, AsyncOp] = {}  # those of them that may wake a warp
         self.completed = 0
         self.observer: Observer | None = None
-        self.performing: AsyncOp | None = None  # whose effects are being applied, when somebody observes
+        self.performing: AsyncOp | None = None  # whose effects are being applied, when there is an observer
         self.postponed = None  # effects that wait for more of their kind (isa/product_chain.py)
         self.growing = None  # the products that were issued last, when the next may go with them
 
@@ -140,13 +140,13 @@ class AsyncEngine:
         self.performing = outer
 
     def settle(self) -> None:
-        """Do what waits for more of its kind: before anybody could notice."""
+        """Do what waits for more of its kind: before a warp could notice."""
         waiting, self.postponed = self.postponed, None
         if waiting is not None:
             waiting.perform()
 
     def require(self, op: AsyncOp) -> None:
-        """Somebody waits for op: complete it now."""
+        """A warp waits for op: complete it now."""
         self.perform(op)
         self.settle()
 
@@ -158,7 +158,7 @@ class AsyncEngine:
         self.require(ops[self.random.randrange(len(ops))])
 
     def complete_awaited(self) -> None:
-        """No warp can run: complete the oldest operation that somebody waits for, else the oldest of all."""
+        """No warp can run: complete the oldest operation that a warp waits for, else the oldest of all."""
         if self.order == "random":
             return self.complete_random()
         for op in self.signalling.values():

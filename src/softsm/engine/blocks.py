@@ -1,7 +1,7 @@
 """Straight-line code: runs of micro-operations that are executed often become one native function each.
 
 The dispatch loop moves every operand through the register files. A block instead goes through its instructions for a
-few lanes at a time, with their values in the CPU's registers, and writes each register that somebody may read later
+few lanes at a time, with their values in the CPU's registers, and writes each register that may be read later
 once at the end (engine/translation.py). Where races are not checked it also has the loads from shared memory whose
 addresses it has not computed itself: whether they are plain is known before anything is done. A block that ends with a
 jump to its own head turns by itself as long as all lanes jump.

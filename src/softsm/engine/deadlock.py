@@ -34,7 +34,7 @@ class DeadlockWatch:
     def __init__(self, machine) -> None:
         self.machine = machine
         self.timed_out_at = -1  # changes of memory when waits with a time limit were last told so
-        self.seen_writes = -1  # changes of memory when somebody last used up several quanta
+        self.seen_writes = -1  # changes of memory when a warp last used up several quanta
         self.turns, self.progress = 0, 0
         self.next = PATIENCE
         self.shuffle = machine.shuffle
@@ -42,7 +42,7 @@ class DeadlockWatch:
         self.due = 0  # the turn at which a round is over, and the machine must look as it did
         self.expected: tuple[int, int] = (0, 0)
         self.longest = 0  # turns without progress
-        self.pushes = 0  # times that warps that stood still went on because somebody told them to
+        self.pushes = 0  # times that warps that stood still went on because they were told to
 
     def found(self, why: str) -> NoReturn:
         raise Deadlock(describe(self.machine, why))

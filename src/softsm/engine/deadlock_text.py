@@ -163,7 +163,7 @@ def untouched(barrier: Mbarrier) -> bool:
 
 
 def elsewhere(machine, barrier: Mbarrier) -> Mbarrier | None:
-    """Another mbarrier of its array at which somebody has arrived: then it is not the first wait that goes wrong."""
+    """Another mbarrier of its array at which a warp has arrived: then it is not the first wait that goes wrong."""
     homes = (cta for cta in machine.live if any(b is barrier for b in cta.barriers.values()))
     array = (b for cta in homes for b in cta.barriers.values() if barrier.array and b.array == barrier.array)
     return next((b for b in array if not untouched(b)), None)

@@ -1,5 +1,5 @@
-"""From Python into the dispatch loop: one call of a compiled function that takes and returns numbers, which costs a
-microsecond; by ctypes it is four.
+"""The way from Python into the dispatch loop: one call of a compiled function that takes and returns numbers. It costs
+a microsecond; by ctypes it would be four.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ class Kernel:
         ]
 
     def keep_few_files(self) -> None:
-        """Between launches: a process may hold hundreds of kernels, and a warp of a large one has half a megabyte."""
+        """Runs between launches. A process may hold hundreds of kernels; a warp of a large one has half a megabyte."""
         one = sum(part.nbytes for part in self.spare_files[0]) if self.spare_files else 1
         del self.spare_files[SPARE_BYTES // one :]
 

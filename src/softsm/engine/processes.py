@@ -119,7 +119,7 @@ class Processes:
         )
 
     def quiet(self) -> bool:
-        """Has nothing happened so far that somebody would report?"""
+        """Has nothing happened so far that an observer would report?"""
         observer = self.machine.observer
         return observer is None or observer.uneventful()
 

@@ -186,5 +186,5 @@ class Program:
     variables: dict[str, Variable] = field(default_factory=dict)
     # for the checkers: function -> (item, names read, names written)
     flow: dict[str, list[tuple]] = field(default_factory=dict)
-    arrivals: list | None = None  # of engine/arrivals.py, when somebody has looked for them
+    arrivals: list | None = None  # of engine/arrivals.py, once they have been looked for
     private: frozenset[tuple[str, int]] = frozenset()  # (register file, row) that only micro-operations touch

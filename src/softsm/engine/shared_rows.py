@@ -17,7 +17,7 @@ WRITES_FIRST = frozenset(
     "sqrt sub subc szext tanh xor".split()
 )
 MEMORY = frozenset(("ld", "shfl"))  # of these: their operands are looked at by more than arithmetic
-APART = frozenset(("tcgen05", "wgmma", "call"))  # what they name is used later, or by somebody else
+NAMED_LATER = frozenset(("tcgen05", "wgmma", "call"))  # what they name is used later, or by another function
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "call"))
 BANKS = dict.fromkeys("b16 u16 s16 f16 b32 u32 s32 f32 f16x2 bf16 bf16x2".split(), "R")
 BANKS |= dict.fromkeys("b64 u64 s64 f64".split(), "Q")
@@ -58,7 +58,7 @@ def shared_rows(function: Function) -> dict[str, tuple[str, int]]:
                 if name not in home:
                     home[name] = stretch if position == 0 and _plain_write(item, name) else -1
                     lives[name] = [i, i]
-                elif home[name] != stretch or item.opcode in APART:
+                elif home[name] != stretch or item.opcode in NAMED_LATER:
                     home[name] = -1
                 else:
                     lives[name][1] = i

@@ -1,4 +1,4 @@
-"""Between the lanes of a warp: what shfl and redux compute."""
+"""Exchanges between the lanes of a warp: what shfl and redux compute."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Cta(Waitable):
         self.barriers: dict[int, object] = {}  # mbarriers by shared offset
         self.invalidated: dict[int, tuple] = {}  # names of those that were there, and who invalidated them
         # By shared offset / 8: 0 or 1 + the parity of the phase an mbarrier is in. The compiled loop looks there,
-        # unless somebody follows each event or races are checked.
+        # unless an observer follows each event or races are checked.
         self.phases = np.zeros(-(-machine.shared_limit // 8), np.uint8)
         self.phases_address = self.phases.ctypes.data if machine.unwatched else 0
         # First and end of the columns of tensor memory that it allocated last: what the compiled loop may touch.

@@ -1,4 +1,4 @@
-"""Between the lanes of a warp: shfl.sync, vote.sync, match.sync, redux.sync, elect.sync, activemask, bar.warp.sync.
+"""Exchanges between lanes: shfl.sync, vote.sync, match.sync, redux.sync, elect.sync, activemask, bar.warp.sync.
 
 A .sync instruction waits until every living lane of its membermask is there (the scheduler parks the early ones).
 """

@@ -53,7 +53,7 @@ class Mbarrier(Waitable):
         if not 1 <= count <= MAX_COUNT:
             raise Fault("barrier-count", f"{name}: init with count {count}; 1..{MAX_COUNT} is accepted ({who})")
         self.name = name
-        self.array = ""  # which it belongs to in the program's source, when somebody looks
+        self.array = ""  # which it belongs to in the program's source, once it has been looked up
         self.phase = 0
         self.shown, self.place = None, 0  # an array that holds 1 + the parity of the phase, and where
         self.expected = self.pending = self.next_expected = count
@@ -63,7 +63,7 @@ class Mbarrier(Waitable):
         self.origin: Any = None  # who initialised it
         self.home: Any = None  # its CTA
         self.overwritten: Any = None  # who stored something else over it
-        self.skipped: Any = None  # that two phases have ended unseen: wrong when somebody waits again
+        self.skipped: Any = None  # that two phases have ended unseen: wrong when a warp waits again
         self.asked = 0  # bytes of copies that were started for it, less those that expect_tx announced
         self.watched: Any = None  # its record of checks/clocks.py
         self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)

@@ -27,7 +27,7 @@ NUMBER = re.compile(
     r"|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w)|\d+[eE][+-]?\d+(?!\w)|\d+U?(?!\w)",
     re.ASCII,
 )
-MAX_DIGITS = 100  # longer literals are not numbers anybody meant
+MAX_DIGITS = 100  # longer literals are not meant as numbers
 
 
 def _blank(text: str) -> str:

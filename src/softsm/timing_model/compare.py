@@ -19,7 +19,7 @@ EVERY = 10_000  # stalls: all of them
 
 @dataclass
 class Difference:
-    """What takes so many us in either run. Engines work side by side and waits overlap: they do not add up."""
+    """What takes `first` and `second` us in the two runs. Engines overlap, and so do waits: no sum is the whole."""
 
     kind: str  # engine, wait or line
     what: str

@@ -41,7 +41,7 @@ def exchanges_of(source: str) -> set[int]:
 
 
 def held_up_ns(trace: LaunchTrace, sources: list[Source], gpu: Gpu, running: int) -> float:
-    """By how much every load waits longer, if so many CTAs run at a time."""
+    """How much longer every load waits while `running` CTAs run at a time."""
     warps = -(-trace.threads // 32)
     lines = share = 0.0
     for a in map(trace.access.get, exchanges_of(trace.source) if "st.global" in trace.source else ()):

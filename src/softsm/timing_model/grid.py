@@ -1,4 +1,4 @@
-"""From a few clusters to all of the grid: how long each takes, and when the last one ends."""
+"""Extends a few clusters to all of the grid: how long each takes, and when the last one ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def over_grid(trace: LaunchTrace, known: list[tuple[int, float]]) -> np.ndarray:
     at = sorted(set((numbers % first).tolist()))
     means = [float(values[numbers % first == x].mean()) for x in at]
     if len(at) == 3 and abs(means[1] - means[2]) <= 0.02 * means[2] < means[1] - means[0]:
-        # They grow up to some length, as with a window of keys: that is reached before the middle, nobody knows where.
+        # They grow up to some length, as with a window of keys: that is reached somewhere before the middle.
         at[1] = (at[0] + at[1]) // 2
     return np.interp(every % first, at, means)
 

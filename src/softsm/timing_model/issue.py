@@ -212,7 +212,7 @@ def results(s, w, t, i, k, m, sm, en):
         read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LINES] * s.p[LOAD_LINE])
         s.engines[en + LSU_FREE] = read
         done = t + s.p[L1_LATENCY]
-        # Every so many of the loads of a warp fetch something, the first among them; the others hit L1.
+        # One load of a warp in every few fetches something, the first one too; the others hit L1.
         a = int(s.values[m + FIRST]) * s.sizes[N_WARPS] + w
         x = s.values[m + EXTRA]
         fetches = s.asked[a] < 0.999 * x

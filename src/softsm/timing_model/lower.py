@@ -1,4 +1,4 @@
-"""From a trace of PTX blocks to the stream of machine instructions that each warp issues.
+"""Turns a trace of PTX blocks into the stream of machine instructions that each warp issues.
 
 ptxas cuts its own basic blocks. Each belongs to the PTX block that most of its instructions come from; a block is run
 as often as its PTX block was. Machine blocks that only repeat lines already there are slow paths (the second try of a

@@ -1,4 +1,4 @@
-"""From traces to a time: occupancy, sources of data, the replay of a multiprocessor, the schedule of the grid."""
+"""Turns traces into a time: occupancy, sources of data, the replay of a multiprocessor, the schedule of the grid."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class Model:
         self, queues: list[list[int]], clock: float, active: int, log: int = 0, whole: bool = True, more: int = -1
     ) -> Run:
         """queues: for each slot of the multiprocessor the traces that run in it, one after the other. If not whole,
-        the last of them begins in each slot and need not end. With `more`, each slot has one trace, and so many others
+        the last of them begins in each slot and need not end. With `more`, each slot has one trace, and `more` others
         like the first take the place of whichever ends."""
         trace = self.trace
         memory, write = self.memory(clock, active)

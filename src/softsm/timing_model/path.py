@@ -19,7 +19,7 @@ from softsm.timing_model.prediction import Prediction, Run
 
 @dataclass
 class Link:
-    """`who` was busy for so many cycles before it let `to` go on through `barrier` ('' at the end of the path)."""
+    """`who` was busy for `cycles` before it let `to` go on through `barrier` ('' at the end of the path)."""
 
     who: str
     barrier: str

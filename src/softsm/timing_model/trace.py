@@ -377,7 +377,7 @@ class Tracer(Observer):
             self._operation(warp, trace, add, line, op, o, lanes)
 
     def _packed_atomic(self, warp, trace: ClusterTrace, ins, o, lanes: int) -> None:
-        """On vectors and pairs, which the interpreter does not do itself: their addresses are not among its notes."""
+        """Notes one on vectors or pairs. The interpreter does not do these itself, nor note their addresses."""
         if any(m.startswith("shared") for m in ins.modifiers):
             return
         first = np.array(lanes_of(warp.Q[o.row], lanes, o.offset))

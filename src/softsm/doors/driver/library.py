@@ -1,7 +1,7 @@
 """A stand-in for libcuda.so.1: a small library that passes every call on to one Python function.
 
 It is made of the names that functions.py serves, by the machine's C compiler, and kept in softsm's cache. Loaded under
-the name libcuda.so.1 before anybody else asks for that, it is what they get.
+the name libcuda.so.1 before a program asks for that name, it is what the program gets.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class CUDAGraph:
         self._before.clear()
 
     def keep(self, tensor: object) -> None:
-        """Before a call that may write it."""
+        """Copies a tensor before a call that may write it."""
         if not isinstance(tensor, torch.Tensor):
             return
         storage = tensor.untyped_storage()
