@@ -26,7 +26,7 @@ def tool():
 def test_the_page_lists_known_kernels_each_with_its_judgement(tool):
     names = {tool.title(x) for x in tool.KERNELS}
     page = tool.PAGE.read_text()
-    rows = re.findall(r"^\| ([^|]+: [^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.M)
+    rows = re.findall(r"^\| ([^|]+: [^|]+?)(?: °)? \| ([^|]+) \| ([^|]+) \|$", page, re.M)
     assert len(rows) > 15 and {where for where, _, _ in rows} <= names
     for where, result, found in rows:
         assert "NOT JUDGED" not in found, where
@@ -62,13 +62,20 @@ def test_a_finding_without_a_judgement_is_a_failure(tool):
     assert not tool.row(kernel, {})[1]
 
 
-def test_the_table_names_one_commit_of_softsm(tool, tmp_path, monkeypatch):
+def test_the_table_names_one_commit_of_softsm_and_marks_other_lines(tool, tmp_path, monkeypatch):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
+    new, old, *_ = tool.KERNELS
+    lines = [f"| {tool.title(x)} | right | old |" for x in (new, old)]
+    page.write_text("\n".join(["before", tool.BEGIN, *lines, tool.END, "after"]))
     monkeypatch.setattr(tool, "PAGE", page)
     monkeypatch.setattr(tool, "find_clang", lambda: "clang++")
     monkeypatch.setattr(tool, "version_of", lambda clang: 22)
-    tool.write(["| a | right | nothing |"], "0123abcd")
+    report = {"failures": [], "warnings": [], "findings": [], "orders": ["eager"], "launches": 1}
+    for _ in range(2):  # a mark is not lost, nor made twice
+        tool.write({tool.title(new): report}, "0123abcd")
+        text = page.read_text()
+        assert "1 of 2 lines are of one run: softsm at commit 0123abcd, with clang 22" in text
+        assert f"| {tool.title(new)} | right | nothing |" in text and f"| {tool.title(old)} ° | right | old |" in text
+    tool.write({tool.title(new): report, tool.title(old): report}, "4567abcd")
     text = page.read_text()
-    assert "of one commit of softsm, 0123abcd, with clang 22" in text and "| a | right | nothing |" in text
-    assert "old" not in text and text.startswith("before") and text.endswith("after\n")
+    assert "2 of 2 lines" in text and "°" not in text and text.startswith("before") and text.endswith("after")

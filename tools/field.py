@@ -10,8 +10,8 @@ a wrong result, is a failure.
     python tools/field.py folder --only prefill      those with this in their names
     python tools/field.py folder --write             the table of docs/field.md, of one commit
 
-With --write, reports are kept in the folder for as long as src/softsm, the kernel and the compiler are the same: it
-goes on where it was interrupted, and puts the table on the page when it has all lines.
+With --write, reports are kept in the folder for as long as src/softsm, the kernel and the compiler are the same, so it
+goes on where it was interrupted. A kernel that has no report yet keeps its line on the page, with a mark.
 """
 
 from __future__ import annotations
@@ -93,12 +93,17 @@ def report_of(kernel: Kernel, sources: Path) -> dict:
     return json.loads(done.stdout[done.stdout.index("{\n") :])
 
 
-def kept_report(kernel: Kernel, sources: Path, tree: str) -> dict:
-    """That of an earlier run, if what was run is the same."""
+def report_file(kernel: Kernel, sources: Path, tree: str) -> Path:
+    """The name says what was run: softsm, by its tree, the kernel and the compiler."""
     own = [ROOT / "tests" / "field" / name for name in (kernel.file, "field.h", "maps.h")]
     facts = [tree, repr(kernel), str(version_of(find_clang())), *(path.read_text() for path in own if path.is_file())]
     name = f"{folder_of(kernel)}-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:12]}.json"
-    file = sources / "reports" / name
+    return sources / "reports" / name
+
+
+def kept_report(kernel: Kernel, sources: Path, tree: str) -> dict:
+    """That of an earlier run, if what was run is the same."""
+    file = report_file(kernel, sources, tree)
     if file.is_file():
         return json.loads(file.read_text())
     report = report_of(kernel, sources)
@@ -164,7 +169,7 @@ def main() -> None:
         sys.exit("CUDA_HOME: the headers of a CUDA toolkit are needed (tested: 12.8)")
     kernels = [x for x in KERNELS if options.only in title(x)]
     git = ["git", "-C", str(ROOT)]
-    head, tree = subprocess.check_output([*git, "rev-parse", "HEAD", "HEAD:src/softsm"], text=True).split()
+    tree = subprocess.check_output([*git, "rev-parse", "HEAD:src/softsm"], text=True).strip()
     if options.write and subprocess.check_output([*git, "status", "--porcelain", "src/softsm", "tests/field", "tools"]):
         sys.exit("--write: the tree differs from its commit")
 
@@ -175,14 +180,30 @@ def main() -> None:
 
     with ThreadPoolExecutor(options.jobs) as pool:
         lines = list(pool.map(judged, kernels))
-    if options.write and len(lines) == len(KERNELS):
-        write([line for line, _ in lines], head[:8])
+    if options.write:
+        commit = subprocess.check_output(
+            [*git, "log", "-1", "--format=%h", "--abbrev=8", "--", "src/softsm"], text=True
+        )
+        files = {title(x): report_file(x, sources, tree) for x in KERNELS}
+        reports = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+        write(reports, commit.strip())
     sys.exit(not all(well for _, well in lines))
 
 
-def write(lines: list[str], commit: str) -> None:
-    clang = version_of(find_clang())
-    said = f"All lines are of one commit of softsm, {commit}, with clang {clang}, on {platform.machine()}."
+def write(reports: dict[str, dict], commit: str) -> None:
+    """The table of the page. Lines of another commit are marked."""
+    before = dict(re.findall(r"^\| ([^|]+?) °? ?(\|.*)$", PAGE.read_text(), re.M))
+    lines = []
+    for kernel in KERNELS:
+        name = title(kernel)
+        if name in reports:
+            lines.append(row(kernel, reports[name])[0])
+        elif name in before:
+            lines.append(f"| {name} ° {before[name]}")
+    marked = sum(" ° |" in line for line in lines)
+    made = f"softsm at commit {commit}, with clang {version_of(find_clang())}, on {platform.machine()}"
+    said = f"{len(lines) - marked} of {len(lines)} lines are of one run: {made}."
+    said += " Those marked ° are of earlier commits." if marked else ""
     table = "\n".join([BEGIN, said, "", "| kernel | result | found |", "|---|---|---|", *lines, END])
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: table, PAGE.read_text(), flags=re.DOTALL))
 

@@ -98,7 +98,9 @@ def lecture(file: str, *calls: str, arch: str = "sm_100a") -> Kernel:
 HALF = "dtype=torch.float16"
 LECTURES = (
     lecture("01-vector-add", "torch.equal(add(x := normal(5000), y := normal(5000)), x + y)"),
-    lecture("02-fused-softmax", "close(softmax(x := normal(37, 781, dtype=torch.float32)), torch.softmax(x, 1))"),
+    # ex2.approx is exact to 2 ** -22, two units, in the numerator and in the sum
+    lecture("02-fused-softmax",
+            "close(softmax(x := normal(37, 781, dtype=torch.float32)), torch.softmax(x.double(), 1), units=4)"),
     lecture("03-matrix-multiplication",
             f"close(matmul(a := normal(200, 96, {HALF}), b := normal(96, 160, {HALF})), a.float() @ b.float())"),
     lecture("04-low-memory-dropout",
@@ -161,11 +163,30 @@ def tests(file: str, name: str, *calls: str, arch: str = "sm_100a") -> Kernel:
     return Kernel(f"triton_kernels, {name}", "triton", "tutorial.py", (), arch, words)
 
 
+def scaled(name: str, rows: int, persistent: bool, mode: str, a: str, b: str, moved: bool, swizzled: str,
+           arch: str = "sm_100a") -> Kernel:  # fmt: skip
+    """A product of triton_kernels: `rows` x 128 x 256 in three groups. moved: rows are gathered and scattered;
+    swizzled: which operands have their scales in the order of the hardware."""
+    words = f"{rows}, 128, 256, 1, {moved}, {moved}, None, False, {persistent}, None, 3, '{mode}', '{a}', '{b}', None"
+    words += (
+        f", {128 if 'a' in swizzled else 16}, {'b' in swizzled}, False, {'a' in swizzled}, True, None, False, False"
+    )
+    return tests("test_matmul", f"product, {name}", f"_test_op({words}, False, None, False, 'cuda', None)", arch=arch)
+
+
 PYTHON = (
     *LECTURES,
     tests("test_topk", "top k", 'test_topk(7, 200, 8, True, "float32")', 'test_topk(30, 32, 8, False, "bfloat16")'),
     tests("test_swiglu", "SwiGLU", 'test_op(30, 512, 10, "cuda")'),
     tests("test_compaction", "compaction", 'test_compaction(131, 128, 16, 0.6, "cuda")'),
+    tests("test_reduce", "sums", "test_op(5, 37, 64, 'float16', 0, 'full', None)",
+          "test_op(5, 37, 64, 'mxfloat8', 1, 'none', None)"),
+    scaled("bf16, rows listed", 60, False, "ragged", "bfloat16", "bfloat16", True, ""),
+    scaled("bf16, persistent", 60, True, "ragged", "bfloat16", "bfloat16", False, ""),
+    scaled("bf16 with MXFP4 weights", 60, True, "ragged", "bfloat16", "mxfloat4_e2m1", False, "b"),
+    scaled("MXFP8 with MXFP4 weights", 128, True, "batched", "mxfloat8_e4m3fn", "mxfloat4_e2m1", False, "ab"),
+    scaled("NVFP4", 128, True, "batched", "nvfp4_e2m1", "nvfp4_e2m1", False, "ab"),
+    scaled("bf16 with MXFP4 weights", 60, False, "ragged", "bfloat16", "mxfloat4_e2m1", False, "b", "sm_90a"),
     package("liger-kernel", "RMS norm, layer norm, SwiGLU, softmax, cross entropy, RoPE", "liger_rms_norm",
             "liger_layer_norm", "liger_swiglu", "liger_softmax", "liger_cross_entropy", "liger_rope"),
     package("unsloth", "SwiGLU", "unsloth_swiglu"),
@@ -229,6 +250,7 @@ KERNELS = (
     Kernel("scores of an indexer, e2m1", "DeepGEMM", "deepgemm_logits.cu", (*GEMM, "-DFP4")),
     Kernel("scores of an indexer, e4m3", "DeepGEMM", "deepgemm_logits.cu", (*GEMM, "-DHOPPER"), "sm_90a"),
     Kernel("mega MoE in bf16, one rank", "DeepGEMM", "deepgemm_mega.cu", GEMM),
+    Kernel("mega MoE in FP8 x FP4, one rank", "DeepGEMM", "deepgemm_mega.cu", (*GEMM, "-DFP4")),
     *(lesson(level, 128) for level in (2, 3, 4)),
     *(lesson(level, 256) for level in (5, 6)),
     *(lesson(level, 512) for level in (7, 8)),
@@ -237,6 +259,11 @@ KERNELS = (
 
 RELAXED = (
     "true by PTX: the only order is `barrier.cluster.arrive.relaxed`. It is deliberate there, and works on silicon"
+)
+ADDRESS = RELAXED + " (address of the tensor memory)"
+SLOTS = (
+    "true by PTX, like DeepGEMM#389: outputs of slots are written by ordinary stores and read by bulk copies behind a "
+    "barrier of the grid, without `fence.proxy.async`"
 )
 TOO_EARLY = (
     "real, [cutlass#2687](https://github.com/NVIDIA/cutlass/pull/2687) and "
@@ -296,15 +323,16 @@ JUDGED: dict[tuple[str, str, str], str] = {
     "buffer before `wait_num_outstanding` has waited for the product that reads it",
     ("64 heads", "race", "kernel.cuh:229 against kernel.cuh:309"): "real, exhibit 30 of the museum. "
     "It makes the result wrong here; one barrier before line 309 mends both",
-    ("mega MoE", "race", "ld_st.cuh:103 against sm100_bf16_mega_moe.cuh:236"): RELAXED
-    + " (address of the tensor memory)",
+    ("mega MoE", "race", "ld_st.cuh:103 against sm100_bf16_mega_moe.cuh:236"): ADDRESS,
+    ("mega MoE", "race", "ld_st.cuh:103 against sm100_fp8_fp4_mega_moe.cuh:279"): ADDRESS,
+    ("mega MoE", "race", "tma.cuh:69 against sm100_bf16_mega_moe.cuh:1079"): SLOTS,
+    ("mega MoE", "race", "tma.cuh:69 against sm100_fp8_fp4_mega_moe.cuh:1231"): SLOTS,
     (
         "mega MoE",
         "race",
-        "tma.cuh:69 against sm100_bf16_mega_moe.cuh:1079",
-    ): "true by PTX, like DeepGEMM#389: outputs of "
-    "slots are written by ordinary stores and read by bulk copies behind a barrier of the grid, without "
-    "`fence.proxy.async`",
-    ("GEMM, two CTAs", "race", "_gemm"): RELAXED + " (address of the tensor memory)",
+        "tma_copy.cuh:41 against sm100_fp8_fp4_mega_moe.cuh:",
+    ): "true by PTX, like DeepGEMM#389: scales "
+    "are written by ordinary stores and read by TMA behind a release and an acquire, without `fence.proxy.async`",
+    ("GEMM, two CTAs", "race", "_gemm"): ADDRESS,
     ("GEMM, two CTAs", "in-flight", "_gemm"): RELAXED + " (`tcgen05.dealloc`)",
 }

@@ -35,10 +35,10 @@ def load(file: Path) -> types.ModuleType:
     return module
 
 
-def close(found: torch.Tensor, right: torch.Tensor) -> bool:
-    """Up to a unit in the last place of the dtype, of the largest value."""
+def close(found: torch.Tensor, right: torch.Tensor, units: int = 1) -> bool:
+    """Up to units in the last place of the dtype, of the largest value."""
     error = (found.double() - right.double()).abs().max()
-    return bool(error <= torch.finfo(found.dtype).eps * right.double().abs().max())
+    return bool(error <= units * torch.finfo(found.dtype).eps * right.double().abs().max())
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -384,6 +384,21 @@ def test_copies_around_a_product_that_reads_them_are_in_order():
     holds(make, args=OUT, strict=False)
 
 
+def test_a_product_that_reads_a_part_keeps_whole_copies_apart_by_default():
+    """DeepGEMM's FP8 x FP4 mega MoE copies scales of 128 rows, multiplies by 16 of them, and copies the next ones."""
+
+    def copy(column):
+        return f"add.u32 %r6, %r3, {column};\ntcgen05.cp.cta_group::1.128x256b [%r6], %rd10;\n"
+
+    def make(keep):
+        use = "add.u32 %r6, %r3, 36;\n" + t.mma("%r3", "[%r6]", "%rd11", t.idesc())
+        body = copy(32) + copy(40) + when(keep, use) + copy(32) + when(not keep, use) + t.commit("bar")
+        return whole(t.only("thread 0", body) + t.wait("bar", 0) + t.AFTER)
+
+    holds(make, args=OUT, strict=False)
+    assert findings(make(True), OUT, strict=True)  # PTX does not say so
+
+
 # -- shared memory operands --------------------------------------------------------------------------------------------
 
 

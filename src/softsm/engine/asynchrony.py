@@ -36,7 +36,7 @@ class Blocked:
     limited: bool = False  # it has a time limit: when nothing else can happen, it is told so (Fragment.timed_out)
 
 
-SEEN = object()  # returned by a macro-operation that only tells observers something and changes no state
+SEEN = object()  # returned by a macro-operation that changes registers at most, and may tell observers something
 POLLED = object()  # returned by a macro-operation that asked whether something has happened, and it has not
 
 

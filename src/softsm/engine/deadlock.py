@@ -54,7 +54,7 @@ class DeadlockWatch:
         program does then may change something; if it did not since the last time, this is a deadlock."""
         machine = self.machine
         changes = sum(int(w.S[pg.S_WRITES]) for c in machine.live for w in c.warps)
-        changes += machine.writes + machine.engine.completed
+        changes += machine.writes + machine.engine.completed + machine.clock
         blocked = (f for c in machine.live for w in c.warps for f in w.fragments if f.blocked is not None)
         late = [f for f in blocked if f.blocked.limited]
         if changes == self.timed_out_at or not late:
@@ -107,7 +107,7 @@ class DeadlockWatch:
         """Run one loop of a fragment and compare. What it did on the way is done: it goes on from there."""
         machine = self.machine
         before = warp.R.copy(), warp.Q.copy(), warp.P.copy()
-        start, writes = f.pc, machine.writes
+        start, changes = f.pc, (machine.writes, machine.clock)
         warp.fragment = f
         for _ in range(4096):
             status, pc, mask, lanes, steps = machine.run_code(warp.state, f.pc, f.mask, 1 << 30, 1, 0)
@@ -127,7 +127,7 @@ class DeadlockWatch:
             if f.pc == start:
                 now = warp.R, warp.Q, warp.P
                 same = all(np.array_equal(a, b) for a, b in zip(before, now))
-                return same and not warp.S[pg.S_WRITES] and machine.writes == writes
+                return same and not warp.S[pg.S_WRITES] and changes == (machine.writes, machine.clock)
         return False
 
     # ---- warps that poll together ------------------------------------------------------------------------------

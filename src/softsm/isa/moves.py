@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from softsm.engine import program as pg
 from softsm.engine import vec
+from softsm.engine.asynchrony import SEEN
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import KIND, operands, src16, unary
 from softsm.ptx.ast import Sink, Special, Vector
@@ -44,15 +45,16 @@ def mov(asm, ins):
 
 def do_clock(w, mask, o):
     """One cycle, and one nanosecond, per warp instruction of the whole launch, so that runs can be repeated. Every
-    reading differs from the one before; it counts as a change, since a loop may wait for time to pass."""
+    reading differs from the one before. A loop may wait for time to pass, so it is no deadlock; but it may only limit
+    how long it polls, so it keeps nothing in flight."""
     m = w.machine
-    m.writes += 1
     m.clock = max(m.clock + 1, m.steps)
     on = [lane for lane in range(32) if mask >> lane & 1]
     if o.wide:
         w.Q[o.dst, on] = m.clock
     else:
         w.R[o.dst, on] = (m.clock >> 32 if o.high else m.clock) & pg.ALL
+    return SEEN
 
 
 def element_bits(asm, ins, t: str, count: int) -> int:

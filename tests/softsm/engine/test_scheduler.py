@@ -162,6 +162,34 @@ def test_an_endless_loop_ends_at_the_budget(loop):
         run(f"LOOP: {loop} bra LOOP;", budget=30_000, order="random")
 
 
+def test_polling_with_a_limit_of_time_does_not_hold_up_copies():
+    """DeepGEMM's barriers of a grid read the clock in their loops. Operations in flight complete as soon as all warps
+    only poll; a loop that waits for time to pass goes on."""
+    body = """
+  setp.ge.u32 %p1, %r2, 32; @%p1 bra POLL;
+  setp.ne.u32 %p2, %r2, 0; @%p2 bra END;
+  mbarrier.init.shared.b64 [bar], 1;
+  mov.u32 %r5, 0;
+AGAIN: mbarrier.arrive.expect_tx.shared.b64 _, [bar], 128;
+  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [tile], [%rd1], 128, [bar];
+  and.b32 %r6, %r5, 1;
+WAIT: mbarrier.test_wait.parity.shared.b64 %p3, [bar], %r6; @!%p3 bra WAIT;
+  add.u32 %r5, %r5, 1; setp.lt.u32 %p4, %r5, 20; @%p4 bra AGAIN;
+  st.release.gpu.global.u32 [%rd1+4], 1;
+  bra END;
+POLL: setp.ne.u32 %p2, %r2, 32; @%p2 bra END;
+  mov.u64 %rd5, %clock64;
+ASK: ld.acquire.gpu.global.u32 %r4, [%rd1+4];
+  mov.u64 %rd6, %clock64; sub.u64 %rd6, %rd6, %rd5; setp.gt.u64 %p5, %rd6, 4000000000; @%p5 trap;
+  setp.eq.u32 %p6, %r4, 0; @%p6 bra ASK;
+  mov.u64 %rd5, %clock64;
+LATER: mov.u64 %rd6, %clock64; sub.u64 %rd6, %rd6, %rd5; setp.lt.u64 %p5, %rd6, 100000; @%p5 bra LATER;
+  st.global.u32 [%rd1+8], 7;
+END: ret;"""
+    shared = ".shared .align 128 .b8 tile[128]; .shared .b64 bar;"
+    assert run(body, shared=shared, order="latest", budget=3_000_000)[2] == 7
+
+
 def test_a_device_function_is_called_and_returns():
     ptx = """
 .version 8.0
