@@ -13,8 +13,8 @@ sources:
   it](https://www.engineermaxxing.com/veanors/papers/flash-attention-4.html). Products with both operands in shared
   memory were [measured](https://newsletter.semianalysis.com/p/dissecting-nvidia-blackwell-tensor) to read about 128
   bytes per clock, too.
-- With two query tiles and P in tensor memory, and in the gradients of head dims 64 and 128, a quarter of the
-  exponentials is computed with multiplications and additions; exp cycles count the rest.
+- With two query tiles 9 of 32 exponentials are computed with multiplications and additions, in the gradients of head
+  dims 64 and 128 a quarter; exp cycles count the rest.
 - A product of 64 rows uses half of the tensor core's rows: half the rate is assumed.
 - No rate was found for tensor memory, so the table has its bytes but no cycles.
 - 8 TB/s of device memory
@@ -71,15 +71,13 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
     rate = FLOPS_PER_CLOCK if rows == 128 else FLOPS_PER_CLOCK // 2
     tile = keys * head_dim * 2  # bytes of a K or V tile
     scores = rows * keys
-    by_unit = tiles * scores * 3 // 4 if p_tmem and tiles == 2 else tiles * scores
+    by_unit = tiles * scores * 23 // 32 if tiles == 2 else tiles * scores
     # Written by TMA: K and V. Read by the tensor core, for each query tile: Q and K, then V; P too where it is there,
     # after softmax has written it, once for every 256 columns of O.
     p_bytes = 0 if p_tmem else (1 + -(-head_dim // MMA_N)) * 2 * scores
     shared = 2 * tile + tiles * (rows * head_dim * 2 + 2 * tile + p_bytes)
-    # S: written by the tensor core, read by softmax (twice where a wide one stays in place: see softmax_role). P:
-    # written, then read. O: read and written by the tensor core.
-    reads = 1 if p_tmem or keys == 64 else 2
-    tensor_memory = tiles * ((1 + reads) * 4 * scores + (2 * 2 * scores if p_tmem else 0) + 2 * 4 * rows * head_dim)
+    # S: written by the tensor core, read by softmax. P: written, then read. O: read and written by the tensor core.
+    tensor_memory = tiles * (2 * 4 * scores + (2 * 2 * scores if p_tmem else 0) + 2 * 4 * rows * head_dim)
     return Budget(
         head_dim, p_tmem, rows * tiles, keys, tiles * (qk + pv), flops // rate, tiles * scores,
         by_unit // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, tensor_memory,

@@ -14,7 +14,7 @@ from dsv4.fmha.kernels.prepare import (
     splits_keys,
     widened,
 )
-from dsv4.fmha.kernels.sm100.forward import fmha_forward, s_buffers
+from dsv4.fmha.kernels.sm100.forward import fmha_forward
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
@@ -31,10 +31,12 @@ def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
         p_tmem = head_dim < 512
     if p_tmem and head_dim == 512:
         raise ValueError("p_tmem: got True for head dim 512; its 64-row tiles read P from shared memory only")
+    if not p_tmem and head_dim <= 128:
+        raise ValueError(f"p_tmem: got False for head dim {head_dim}; its two tiles read P from tensor memory only")
     # rows, keys, tiles, ring slots; registers of a softmax thread, and of the load and mma warps
     rows, keys, tiles, slots, softmax, warp = {
         64: (128, 128, 2, 4, 224, 56),
-        128: (128, 128, 2, 4, 224, 56) if p_tmem else (128, 128, 2, 3, 224, 56),
+        128: (128, 128, 2, 4, 224, 56),
         256: (128, 64, 1, 4, 176, 96),
         512: (64, 64, 1, 4, 208, 128),
     }[head_dim]
@@ -47,8 +49,8 @@ def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
 
 def check_budget(head_dim: int, rows: int, keys: int, tiles: int, slots: int, p_tmem: bool) -> None:
     """What the compiler does not check: an over-budget kernel compiles to an empty body."""
-    p_columns = tiles * keys // 2 if p_tmem and tiles == 2 else 0  # else in the place of S, or in shared memory
-    columns = s_buffers(head_dim, p_tmem) * keys + p_columns + tiles * head_dim * rows // 128
+    p_columns = tiles * keys // 2 if tiles == 2 else 0  # else in the place of S, or in shared memory
+    columns = (3 - tiles) * keys + p_columns + tiles * head_dim * rows // 128
     shared = 2 * (tiles * rows * head_dim + slots * keys * min(head_dim, 256) + (0 if p_tmem else 2 * rows * keys))
     if columns > MAX_COLUMNS or shared + OTHER_SHARED > MAX_SHARED:
         raise ValueError(

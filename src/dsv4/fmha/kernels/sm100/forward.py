@@ -11,15 +11,15 @@ products of the other, with one (one_tile.py) S has two stages. Role chart (two 
     correction  | O *= alpha | ... | O / l -> out, lse                      4 warps (one tile only)
 
 head dim   BM x TILES   BN    tensor memory (columns)                       shared memory (KiB), P in shared memory
-64         128 x 2      128   S 128, P 2x64, O 2x64        = 384            Q 32  ring 4 x 16   P 64
-128        128 x 2      128   S 128, P 2x64, O 2x128       = 512            Q 64  ring 3 x 32   P 64  (4 without P)
+64         128 x 2      128   S 128, P 2x64, O 2x64        = 384            Q 32  ring 4 x 16
+128        128 x 2      128   S 128, P 2x64, O 2x128       = 512            Q 64  ring 4 x 32
 256        128 x 1      64    S 2x64, O 256                = 384            Q 64  ring 4 x 32   P 32
 512        64  x 1      64    S 2x64, O 256 (*)            = 384            Q 64  ring 4 x 32   P 16
 (*) 64 rows use half of the 128 lanes; the two halves of O lie side by side in the lanes, 256 columns each.
 
-P goes through tensor memory (P_TMEM) or shared memory. With one tile it takes the place of S. With two it has its own,
-and S is free as soon as the softmax has it in registers: the tiles take turns at one (each has its own where P goes
-through shared memory). At 512 the A operand of 64 rows cannot come from tensor memory, so P goes through shared memory.
+P goes through tensor memory (P_TMEM) or, with one tile, shared memory. With one tile it takes the place of S. With two
+it has its own, and S is free as soon as the softmax has it in registers: the tiles take turns at one. At 512 the A
+operand of 64 rows cannot come from tensor memory, so P goes through shared memory.
 A ring slot holds BN keys of min(D, 256) columns: at 512 a K or V tile is two slots. With one query tile and k the same
 tensor as v (latents), a tile is loaded once and stays in its slots for both products.
 
@@ -71,13 +71,6 @@ class Memory:
     landed: Barriers
 
 
-@gluon.constexpr_function
-def s_buffers(d, p_tmem):
-    """Places for S. One for two tiles: head dim 128 has room for no more, and at 64 it keeps the groups from computing
-    their exponentials at the same time. Where S is read twice (P in shared memory) each tile has its own."""
-    return 1 if d <= 128 and p_tmem else 2
-
-
 @gluon.jit
 def make_memory(
     DTYPE: gl.constexpr,
@@ -99,8 +92,10 @@ def make_memory(
     slots = gl.allocate_shared_memory(DTYPE, [SLOTS, BN, DS], KL)
     stat = gl.allocate_shared_memory(gl.float32, [2, BM], ROW)
     COLUMNS: gl.constexpr = TensorMemoryLayout([BM, BN], col_stride=1)
-    s = allocate_tensor_memory(gl.float32, [s_buffers(D, P_TMEM), BM, BN], COLUMNS)
-    if TILES == 2 and P_TMEM:
+    # One S for two tiles: head dim 128 has room for no more, and at 64 it keeps the groups from computing their
+    # exponentials at the same time.
+    s = allocate_tensor_memory(gl.float32, [3 - TILES, BM, BN], COLUMNS)
+    if TILES == 2:
         p = allocate_tensor_memory(DTYPE, [TILES, BM, BN], COLUMNS)
     else:
         p = gl.allocate_shared_memory(DTYPE, [STAGES, P_ROWS, BN], PL)
@@ -190,8 +185,8 @@ def fmha_forward(
             k_is_v = 0
         if TILES == 2:
             gl.warp_specialize([
-                (two_tiles.softmax_role, (memory, work_tile, tile_row, sign, is_split, 0, D, P_TMEM, KV_LOAD)),
-                (two_tiles.softmax_role, (memory, work_tile, tile_row + BM, sign, is_split, 1, D, P_TMEM, KV_LOAD)),
+                (two_tiles.softmax_role, (memory, work_tile, tile_row, sign, is_split, 0, D, KV_LOAD)),
+                (two_tiles.softmax_role, (memory, work_tile, tile_row + BM, sign, is_split, 1, D, KV_LOAD)),
                 (two_tiles.mma_role, (memory, n)),
                 (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
             ], [4, 1, LOAD_WARPS], [SOFTMAX_REGS, WARP_REGS, LOAD_REGS or WARP_REGS])  # fmt: skip

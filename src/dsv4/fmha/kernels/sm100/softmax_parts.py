@@ -1,5 +1,7 @@
 """What the roles of forward.py share: the queries, the scores that a row sees, P, and the finished rows."""
 
+import struct
+
 from triton.language import PropagateNan
 
 from dsv4.fmha.kernels import loads
@@ -9,6 +11,30 @@ from dsv4.kernels import softmax
 from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
+
+
+FACTORS = (0.05500895, 0.24221101, 0.69328293, 1.0)  # of exp2_by_fma
+
+
+def _by_both(by_unit: int, count: int) -> str:
+    """PTX of exp2_by_both: 2^x of `count` values, the first `by_unit` by the unit."""
+    constants = dict(zip(("big", "less", "minus", "k3", "k2", "k1", "k0"), (12582912.0, -12582912.0, -1.0, *FACTORS)))
+    lines = [".reg .b64 x, r, f, y, " + ", ".join(constants), ".reg .f32 a, b", ".reg .b32 c, d, e, g"]
+    lines += [f"mov.b64 {k}, 0x{2 * struct.pack('>f', x).hex()}" for k, x in constants.items()]
+    for i in range(by_unit, count, 2):
+        lines += [
+            f"max.NaN.f32 a, ${count + i}, 0fC2FC0000", f"max.NaN.f32 b, ${count + i + 1}, 0fC2FC0000",
+            "mov.b64 x, {a, b}", "add.rn.f32x2 r, x, big", "add.rn.f32x2 f, r, less", "fma.rn.f32x2 f, f, minus, x",
+            "fma.rn.f32x2 y, f, k3, k2", "fma.rn.f32x2 y, y, f, k1", "fma.rn.f32x2 y, y, f, k0", "mov.b64 {c, d}, r",
+            "mov.b64 {e, g}, y", "shl.b32 c, c, 23", "shl.b32 d, d, 23", f"add.s32 ${i}, c, e",
+            f"add.s32 ${i + 1}, d, g",
+        ]  # fmt: skip
+    lines += [f"ex2.approx.ftz.f32 ${i}, ${count + i}" for i in range(by_unit)]
+    return "{ " + "; ".join(lines) + "; }"
+
+
+BY_BOTH = gl.constexpr(_by_both(10, 16))
+REGISTERS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 16))
 
 
 @gluon.jit
@@ -50,6 +76,12 @@ def exp2_by_fma(x):
     f = x - (rounded - 12582912.0)
     y = ((0.05500895 * f + 0.24221101) * f + 0.69328293) * f + 1.0
     return (y.to(gl.int32, bitcast=True) + (rounded.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def exp2_by_both(x):
+    """2^x for x up to 127: of 16 columns 10 by the unit for exponentials, 6 by FMA as in exp2_by_fma, two at a time."""
+    return gl.inline_asm_elementwise(BY_BOTH, REGISTERS, [x], dtype=gl.float32, is_pure=True, pack=16)
 
 
 @gluon.jit

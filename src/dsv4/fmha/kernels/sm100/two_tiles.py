@@ -9,20 +9,21 @@ is waited for. The tiles take one S in turn, each while the other is in its expo
     softmax 1   |        read S1, P1 ............ | read S1', P1' ...
 
 A row keeps its reference until its maximum has grown by 2^8; where one moves, the group itself rescales O, so that the
-tensor core waits for no other role. Whether one moves is asked before the wait for P V of the keys before. A quarter of
-the exponentials is computed without the unit that the groups share (`softmax_parts.exp2_by_fma`): between two products
-P V of a tile there is little else than exponentials.
+tensor core waits for no other role. Whether one moves is asked before the wait for P V of the keys before. Some of the
+exponentials are computed without the unit that the groups share (`softmax_parts.exp2_by_both`): between two products
+P V of a tile there is little else than exponentials. ptxas would put all other arithmetic of a step first or last, when
+the unit has nothing to do; so the third quarter of the columns waits for the sum of the first, and the fourth for that
+of the second.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma
 
-from dsv4.fmha.kernels.sm100.softmax_parts import exp2_by_fma, halves, load_queries, scores, store_p, store_rows
+from dsv4.fmha.kernels.sm100.softmax_parts import exp2_by_both, halves, load_queries, scores, store_rows
 from dsv4.fmha.kernels.tiles import mask_bounds
 from dsv4.kernels import softmax
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, reinterpret
+from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.ring import consumer_stage
 
-AT_A_TIME = gl.constexpr(32)  # columns of O, and of S where P goes through shared memory
 VOTES = gl.constexpr(8)  # number of the hardware barrier of tile 0; Triton has the first few
 ANY = gl.constexpr("""{
     .reg .pred mine, some;
@@ -30,12 +31,13 @@ ANY = gl.constexpr("""{
     bar.red.or.pred some, $2, 128, mine;
     selp.b32 $0, 1, 0, some;
 }""")
+AFTER = gl.constexpr("{ .reg .b32 a; shr.u32 a, $2, 31; add.s32 $0, $1, a; }")
 
 
 @gluon.jit
 def multiply_scores(memory, TILE: gl.constexpr, stage):
     """S of a tile for the keys in a ring slot."""
-    s = memory.s.index(TILE % memory.s.shape[0])
+    s = memory.s.index(0)
     tcgen05_mma(memory.q.index(TILE), memory.ring.slot(stage).permute((1, 0)), s, use_acc=False)
     memory.s_ready.arrive_after_mma(TILE)
 
@@ -43,15 +45,13 @@ def multiply_scores(memory, TILE: gl.constexpr, stage):
 @gluon.jit
 def mma_role(memory, n):
     ring, s_read = memory.ring, memory.s_read
-    SHARED: gl.constexpr = memory.s.shape[0] == 1  # the tiles take turns at S
     if n > 0:
         stage = consumer_stage()
         ring.wait(stage)
         memory.q_ready.wait(0, 0)
         multiply_scores(memory, 0, stage)
         memory.q_ready.wait(1, 0)
-        if SHARED:
-            s_read.wait(0, 0)
+        s_read.wait(0, 0)
         multiply_scores(memory, 1, stage)
         ring.release_after_mma(stage)
         stage = ring.next(stage)
@@ -62,10 +62,7 @@ def mma_role(memory, n):
                 stage = ring.next(stage)
             for i in gl.static_range(2):
                 if j + 1 < n:
-                    if SHARED:  # who had S before: the other tile
-                        s_read.wait(1 - i, (j + i) % 2)
-                    else:
-                        s_read.wait(i, j % 2)
+                    s_read.wait(1 - i, (j + i) % 2)  # who had S before: the other tile
                     multiply_scores(memory, i, k_stage)
                     if i == 1:
                         ring.release_after_mma(k_stage)
@@ -97,38 +94,32 @@ def some_row(x, TILE: gl.constexpr):
 
 
 @gluon.jit
-def shifted(x, scale, m):
-    return x * scale - gl.convert_layout(m, gl.SliceLayout(1, x.type.layout))[:, None]
+def after(m, l):
+    """m, which ptxas cannot know before l: the sign of a sum of powers is added to its bits."""
+    l = gl.convert_layout(l, m.type.layout)
+    return gl.inline_asm_elementwise(AFTER, "=r,r,r", [m, l], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def store_some(y, p, FIRST: gl.constexpr):
-    """Columns of P from FIRST on -> tensor memory. Returns the sum of each row."""
-    part = p.slice(FIRST, y.shape[1])
+def store_quarter(x, scale, m, masked, p, QUARTER: gl.constexpr):
+    """P = 2^(x scale - m) of a quarter of the columns -> tensor memory. Returns the sum of each row."""
+    x = x * scale - gl.convert_layout(m, gl.SliceLayout(1, x.type.layout))[:, None]
+    if masked or QUARTER == 3:  # 2^-inf; the last has no arithmetic behind it that could hide more
+        y = gl.exp2(x)
+    else:
+        y = exp2_by_both(x)
+    part = p.slice(QUARTER * x.shape[1], x.shape[1])
     part.store(gl.convert_layout(y.to(p.dtype), part.get_reg_layout()))
     return gl.sum(y, 1)
 
 
 @gluon.jit
-def step(
-    memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr
-):
+def step(memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, KV_LOAD: gl.constexpr):
     """P of one tile of keys -> the rows' references and sums. masked: whether some row does not see some of them."""
-    s, p = memory.s.index(TILE % memory.s.shape[0]), memory.p.index(TILE)
-    BM: gl.constexpr = memory.q.shape[1]
-    BN: gl.constexpr = memory.ring.slots.shape[1]
-    C: gl.constexpr = BN if P_TMEM else AT_A_TIME
-    LS: gl.constexpr = s.slice(0, C).get_reg_layout()
-    parts = s.reinterpret(gl.float32, [BN // C, BM, C], TensorMemoryLayout([BM, C], col_stride=1))
-    if P_TMEM:
-        x = scores(s, column, masked, bounds, LS, KV_LOAD)
-        memory.s_read.arrive(TILE)
-        top = gl.max(x, 1)
-    else:
-        top = gl.full([BM], -float("inf"), gl.float32, gl.SliceLayout(1, LS))
-        for c in range(0, BN // C):
-            top = gl.maximum(top, gl.max(scores(parts.index(c), column + c * C, masked, bounds, LS, KV_LOAD), 1))
-    top = top * scale
+    s, p = memory.s.index(0), memory.p.index(TILE)
+    x = scores(s, column, masked, bounds, s.get_reg_layout(), KV_LOAD)
+    memory.s_read.arrive(TILE)
+    top = gl.max(x, 1) * scale
     moves = top - m > softmax.RESCALE_ABOVE  # -inf - -inf is NaN, which is not above anything
     some = some_row(moves, TILE)
     if j > 0:
@@ -140,52 +131,27 @@ def step(
         if j > 0:
             rescale(memory.o.index(TILE), alpha)
     safe = gl.where(m == -float("inf"), 0.0, m)
-    if P_TMEM:
-        a, b = halves(x)
-        b, c = halves(b)
-        a = gl.exp2(shifted(a, scale, safe))
-        b = gl.exp2(shifted(b, scale, safe))
-        if masked:  # of -inf
-            c = gl.exp2(shifted(c, scale, safe))
-        else:
-            c = exp2_by_fma(shifted(c, scale, safe))
-        a = store_some(a, p, 0)
-        b = store_some(b, p, BN // 2)
-        c = store_some(c, p, BN // 4 * 3)
-        memory.p_ready.arrive(TILE)
-        l += gl.convert_layout(a, l.type.layout)
-        l += gl.convert_layout(b, l.type.layout) + gl.convert_layout(c, l.type.layout)
-    else:
-        panels = reinterpret(p, [BN // 64, BM, 64], gl.NVMMASharedLayout.get_default_for([BM, 64], p.dtype))
-        for c in range(0, BN // 64):
-            for i in gl.static_range(64 // C):
-                x = scores(parts.index(c * (64 // C) + i), column + c * 64 + i * C, masked, bounds, LS, KV_LOAD)
-                l += gl.sum(store_p(x, scale, safe, panels.index(c).slice(i * C, C, dim=1)), 1)
-        memory.s_read.arrive(TILE)
-        fence_async_shared()  # P is read by the tensor core
-        memory.p_ready.arrive(TILE)
-    return m, l
+    a, c = halves(x)
+    a, b = halves(a)
+    c, d = halves(c)
+    a = store_quarter(a, scale, safe, masked, p, 0)
+    b = store_quarter(b, scale, safe, masked, p, 1)
+    safe = after(safe, a)
+    c = store_quarter(c, scale, safe, masked, p, 2)
+    d = store_quarter(d, scale, after(safe, b), masked, p, 3)
+    memory.p_ready.arrive(TILE)
+    l += gl.convert_layout(a, l.type.layout) + gl.convert_layout(b, l.type.layout)
+    return m, l + (gl.convert_layout(c, l.type.layout) + gl.convert_layout(d, l.type.layout))
 
 
 @gluon.jit
-def softmax_role(
-    memory,
-    work_tile,
-    tile_row,
-    sign,
-    split,
-    TILE: gl.constexpr,
-    D: gl.constexpr,
-    P_TMEM: gl.constexpr,
-    KV_LOAD: gl.constexpr,
-):
+def softmax_role(memory, work_tile, tile_row, sign, split, TILE: gl.constexpr, D: gl.constexpr, KV_LOAD: gl.constexpr):
     """Rows of one tile, one per thread: loads Q, then P tile by tile, in the end O / l."""
     tiles, scale, pv_done = work_tile.tiles, work_tile.problem.scale, memory.pv_done.at(TILE)
     BM: gl.constexpr = memory.q.shape[1]
     BN: gl.constexpr = memory.ring.slots.shape[1]
-    LS: gl.constexpr = memory.s.index(0).slice(0, BN if P_TMEM else AT_A_TIME).get_reg_layout()
-    RS: gl.constexpr = gl.SliceLayout(1, LS)
-    load_queries(memory, work_tile, tile_row, sign, TILE, D, 128 if P_TMEM and D == 128 else 64)
+    RS: gl.constexpr = gl.SliceLayout(1, memory.s.index(0).get_reg_layout())
+    load_queries(memory, work_tile, tile_row, sign, TILE, D, D)
     bounds = mask_bounds(tile_row, work_tile, BM, BN, KV_LOAD, RS)
     m = gl.full([BM], -float("inf"), gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
@@ -194,11 +160,9 @@ def softmax_role(
         memory.s_ready.wait(TILE, j % 2)
         column = tiles.first + (tiles.begin + j) * BN
         masked = bounds.bad | (column < bounds.full_first) | (column + BN > bounds.full_end)
-        if P_TMEM:  # two copies of the step: a branch around the mask alone would move all scores to other registers
-            if masked:
-                m, l = step(memory, bounds, m, l, j, column, scale, True, TILE, P_TMEM, KV_LOAD)
-            else:
-                m, l = step(memory, bounds, m, l, j, column, scale, False, TILE, P_TMEM, KV_LOAD)
+        # Two copies of the step: a branch around the mask alone would move all scores to other registers.
+        if masked:
+            m, l = step(memory, bounds, m, l, j, column, scale, True, TILE, KV_LOAD)
         else:
-            m, l = step(memory, bounds, m, l, j, column, scale, masked, TILE, P_TMEM, KV_LOAD)
-    store_rows(work_tile, memory.o.index(TILE), pv_done, m, l, tile_row, n, split, D, D if P_TMEM else AT_A_TIME)
+            m, l = step(memory, bounds, m, l, j, column, scale, False, TILE, KV_LOAD)
+    store_rows(work_tile, memory.o.index(TILE), pv_done, m, l, tile_row, n, split, D, D)
