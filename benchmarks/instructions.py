@@ -17,9 +17,7 @@ from rich.table import Table
 sys.path[:] = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).parent]  # softsm.py
 
 KERNEL = """
-.version 8.6
-.target sm_100a
-.address_size 64
+.version 8.6 .target sm_100a .address_size 64
 .visible .entry k(.param .u64 x, .param .u32 n)
 {{
   .reg .b16 %h<8>; .reg .b32 %r<32>, %f<32>, %s<4>; .reg .b64 %rd<24>; .reg .pred %p<8>;

@@ -26,9 +26,7 @@ from rich.table import Table
 sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != os.path.dirname(os.path.abspath(__file__))]
 
 ALU = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .visible .entry mix(.param .u64 x, .param .u32 n)
 {
   .reg .b32 %r<32>; .reg .f32 %f<32>; .reg .b64 %rd<8>; .reg .pred %p<4>; .shared .align 16 .b8 buffer[4096];

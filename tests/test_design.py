@@ -15,9 +15,7 @@ import softsm
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "DESIGN.md").read_text()
 PATHS = re.findall(r"^## (The path of a [^\n]*)\n(.*?)(?=^## |\Z)", TEXT, flags=re.M | re.S)
-KERNEL = """.version 8.7
-.target sm_90a
-.address_size 64
+KERNEL = """.version 8.7 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 src) {
 .reg .b32 %r<4>; .reg .b64 %rd<4>;
 .shared .align 16 .b8 data[512];

@@ -7,9 +7,7 @@ both), %d0.. (64 bits), %h0.. (16 bits), %p0.. (predicates). `sm` is the first a
 
 from __future__ import annotations
 
-HEAD = """.version 8.3
-.target sm_90a
-.address_size 64
+HEAD = """.version 8.3 .target sm_90a .address_size 64
 .extern .shared .align 1024 .b8 smem[];
 .visible .entry k(.param .u64 p_out, .param .u64 p_src, .param .u32 p_n, .param .u32 p_m, .param .align 64 .b8 p_map[128])
 .reqntid {threads}, 1, 1

@@ -363,9 +363,7 @@ def test_bad_places_are_refused_by_name() -> None:
 
 
 RACE = """
-.version 8.7
-.target sm_100a
-.address_size 64
+.version 8.7 .target sm_100a .address_size 64
 .visible .entry racing(.param .u64 out) {
     .reg .u64 %rd<2>;
     .reg .u32 %r<2>;

@@ -9,9 +9,7 @@ import softsm
 from softsm import accepted
 
 STORE = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .visible .entry store(.param .u64 to, .param .f32 value, .param .u32 number)
 {
   .reg .b32 %r<3>; .reg .b64 %rd<2>;

@@ -18,9 +18,7 @@ from softsm.memory.tensor_map_image import from_image
 from softsm.report.diagnostics import Party
 
 SCALE = """
-.version 8.6
-.target sm_90
-.address_size 64
+.version 8.6 .target sm_90 .address_size 64
 .visible .entry scale(.param .u64 x, .param .f32 f, .param .u32 n) .reqntid 64
 {
     .reg .pred %p<2>; .reg .b32 %r<6>; .reg .f32 %f<4>; .reg .b64 %rd<4>;
@@ -84,7 +82,7 @@ def test_ptx_with_arguments(ptx, tmp_path):
 
 def test_out_of_bounds_is_reported_with_its_place(ptx):
     done = run("--grid", 2, ptx, "f32[80]", "f32=0.5", "u32=90")
-    assert done.exit_code == 1 and "PTX line 18" in done.output and "argument x" in done.output
+    assert done.exit_code == 1 and "PTX line 16" in done.output and "argument x" in done.output
 
 
 @pytest.mark.parametrize("words, message", [
@@ -112,7 +110,7 @@ def test_bad_ptx_names_the_line(tmp_path, ptx):
     path = tmp_path / "bad.ptx"
     path.write_text(SCALE.replace("mul.f32 %f3", "mull.f32 %f3"))
     done = run(path, "f32[80]", "f32=1", "u32=1")
-    assert done.exit_code == 1 and "PTX line 19" in done.output and "mull" in done.output
+    assert done.exit_code == 1 and "PTX line 17" in done.output and "mull" in done.output
 
 
 @pytest.mark.parametrize("arch, capability", [("sm_90a", "(9, 0)"), ("sm_100a", "(10, 0)"), ("sm_103a", "(10, 3)")])
@@ -240,7 +238,7 @@ def test_check_of_ptx(ptx):
     assert done.exit_code == 0 and "orders latest" in done.output, done.output
     done = softsm_command("check", "--grid", 2, ptx, "f32[80]", "f32=0.5", "u32=90")
     assert done.exit_code == 1
-    assert done.output.count("out-of-bounds: ") == 1 and "PTX line 18" in done.output
+    assert done.output.count("out-of-bounds: ") == 1 and "PTX line 16" in done.output
 
 
 def test_the_command_of_the_documentation(tmp_path, ptx):

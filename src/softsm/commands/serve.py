@@ -21,9 +21,7 @@ from typing import Any
 from softsm import resident
 
 KERNEL = """
-.version 8.6
-.target sm_90
-.address_size 64
+.version 8.6 .target sm_90 .address_size 64
 .visible .entry nothing(.param .u64 x)
 {
     .reg .b64 %rd<2>; .reg .b32 %r<2>;

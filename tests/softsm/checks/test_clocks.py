@@ -54,9 +54,7 @@ def test_warps_that_meet_know_what_each_of_them_knew(private):
 
 # A copy into shared memory, a wait for it, and a load: by which parity decides whether the two are ordered.
 COPY = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 x)
 {{
   .reg .b32 %r<9>; .reg .b64 %rd<4>; .reg .pred %p<4>; .shared .align 128 .b8 tile[256]; .shared .align 8 .b8 bar[8];

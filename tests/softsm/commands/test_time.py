@@ -14,9 +14,7 @@ from softsm.doors.triton.runtime import bench_once
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
 PTX = """
-.version 8.3
-.target sm_90a
-.address_size 64
+.version 8.3 .target sm_90a .address_size 64
 .visible .entry doubled(.param .u64 x, .param .u32 n)
 .reqntid 32, 1, 1
 {
@@ -100,7 +98,7 @@ def test_programs_that_are_compared_may_have_arguments_of_their_own(tmp_path) ->
     (tmp_path / "program.py").write_text(PROGRAM + "launch(int(sys.argv[1]))\n")
     done = CliRunner().invoke(app, ["time", "--gpu", "h200", *other, str(tmp_path / "program.py"), "1"])
     assert done.exit_code == 0 and "the second is predicted slower" in done.output, done.output
-    assert "line   PTX line 12: " in done.output, done.output
+    assert "line   PTX line 10: " in done.output, done.output
     done = CliRunner().invoke(app, ["time", "--gpu", "h200", "--json", *other, str(tmp_path / "program.py"), "1"])
     found = json.loads(done.output)
     assert [len(run["launches"]) for run in found["runs"]] == [1, 1] and "slower" in found["verdict"]

@@ -7,9 +7,7 @@ import softsm
 
 # out[tid] = what thread tid loads from the place given by where[tid], out of `data`, by way of shared memory or not.
 KERNEL = """
-.version 8.0
-.target sm_90
-.address_size 64
+.version 8.0 .target sm_90 .address_size 64
 .visible .entry k(.param .u64 data, .param .u64 where, .param .u64 out, .param .u32 active)
 {{
   .reg .b32 %r<40>; .reg .b64 %rd<12>; .reg .pred %p<4>; .shared .align 16 .b8 buffer[4096];
@@ -63,9 +61,7 @@ def test_every_pattern_of_lanes(space, words):
 
 def test_a_load_may_overwrite_its_own_address():
     text = """
-.version 8.0
-.target sm_90
-.address_size 64
+.version 8.0 .target sm_90 .address_size 64
 .visible .entry k(.param .u64 x)
 {
   .reg .b32 %r<8>; .reg .b64 %rd<4>; .shared .align 16 .b8 buffer[512];

@@ -91,9 +91,7 @@ def test_every_micro_operation_alike(part, monkeypatch):
 
 
 LOOP = """
-.version 8.0
-.target sm_90
-.address_size 64
+.version 8.0 .target sm_90 .address_size 64
 .visible .entry k(.param .u64 x, .param .u32 n)
 {
   .reg .b32 %r<8>; .reg .f32 %f<4>; .reg .b64 %rd<4>; .reg .pred %p<4>;
@@ -134,9 +132,7 @@ def test_blocks_end_where_something_jumps_to():
 
 
 HEAD = """
-.version 8.0
-.target sm_90
-.address_size 64
+.version 8.0 .target sm_90 .address_size 64
 .visible .entry k(.param .u64 x, .param .u32 n)
 {
   .reg .b32 %r<16>; .reg .f32 %f<16>; .reg .b64 %rd<4>; .reg .pred %p<4>; .shared .align 4 .b8 s[128];

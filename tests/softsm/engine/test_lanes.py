@@ -8,9 +8,7 @@ from softsm.errors import Fault
 from softsm.isa import matrix_moves
 
 TEXT = """
-.version 8.0
-.target sm_90
-.address_size 64
+.version 8.0 .target sm_90 .address_size 64
 .visible .entry k(.param .u64 x)
 {{
   .reg .b32 %r<32>; .reg .b64 %rd<4>; .shared .align 16 .b8 s[4096];

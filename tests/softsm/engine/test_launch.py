@@ -14,9 +14,7 @@ from softsm.engine import launch, scheduler
 from softsm.errors import Fault, PtxError
 
 COPY = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .visible .entry copy(.param .u64 x, .param .u64 y, .param .u32 offset)
 {
   .reg .b32 %r<8>; .reg .b64 %rd<8>;
@@ -70,7 +68,7 @@ def test_a_bad_launch_names_the_argument(change, message):
 
 
 def test_an_instruction_without_semantics_is_refused_when_loaded():
-    with pytest.raises(PtxError, match="line 9, column 3: frobnicate.b32"):
+    with pytest.raises(PtxError, match="line 7, column 3: frobnicate.b32"):
         softsm.load(COPY.replace("mov.u32 %r2, %tid.x", "frobnicate.b32 %r2, %tid.x"))
 
 
@@ -81,9 +79,7 @@ def test_an_unknown_modifier_is_refused_when_loaded():
 
 def test_module_variables_keep_their_initial_values():
     ptx = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .global .align 4 .u32 table[4] = {10, 20, 30, 40};
 .visible .entry k(.param .u64 x)
 {
@@ -98,9 +94,7 @@ def test_module_variables_keep_their_initial_values():
 
 def test_shared_memory_starts_as_nan_and_is_private_to_the_cta():
     ptx = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .extern .shared .align 16 .b8 dynamic[];
 .visible .entry k(.param .u64 x)
 {
@@ -119,9 +113,7 @@ def test_static_shared_memory_is_what_the_kernel_reaches():
     """A module of several kernels (FlashMLA's dense decode and its sums): each has its own variables, and those of the
     functions that it calls, as ptxas allocates them. What is declared in its body counts always."""
     ptx = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .shared .align 4 .b8 mine[1024];
 .shared .align 4 .b8 others[200000];
 .shared .align 4 .b8 called[64];

@@ -16,9 +16,7 @@ from softsm.errors import Fault, StepBudget
 CTAS, THREADS = 24, 64
 ARRAYS = [np.zeros(CTAS * THREADS, np.uint32) for _ in range(2)]  # the same ones each time: reports have addresses
 HEAD = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 x, .param .u64 y)
 {
   .reg .b32 %r<16>; .reg .b64 %rd<8>; .reg .pred %p<4>; .shared .align 8 .b8 bar[8];

@@ -11,9 +11,7 @@ from softsm.errors import Deadlock
 
 # GPU r writes 10 + r to its own word, raises its flag, waits for the peer's, and reads the peer's word.
 MEET = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .visible .entry meet(.param .u64 mine, .param .u64 theirs, .param .u64 out, .param .u32 rank)
 {
   .reg .b32 %r<8>; .reg .b64 %rd<8>; .reg .pred %p<2>;
@@ -70,9 +68,7 @@ def test_a_flag_of_gpu_scope_does_not():
 
 # Lane 5 writes to the other GPU, all others to their own; lane 0 raises the other's flag when all have met.
 ONE_CROSSES = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .visible .entry mixed(.param .u64 mine, .param .u64 theirs, .param .u64 flag, .param .u64 other, .param .u64 out)
 {
   .reg .b32 %r<6>; .reg .b64 %rd<8>; .reg .pred %p<3>;
@@ -100,9 +96,7 @@ def test_one_lane_of_a_store_that_crosses_is_followed(scope):
 
 
 COUNT = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .visible .entry count(.param .u64 word)
 {
   .reg .b32 %r<3>; .reg .b64 %rd<2>;
@@ -122,9 +116,7 @@ def test_atomics_of_two_gpus_need_sys_scope(ranks, scope, codes):
 
 
 TORN = """
-.version 8.6
-.target sm_90a
-.address_size 64
+.version 8.6 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 signal, .param .u32 rank, .param .u64 out)
 {
 .reg .b32 %r<9>; .reg .b64 %rd<9>; .reg .pred %p<5>;
@@ -164,9 +156,7 @@ def test_a_deadlock_says_how_far_each_rank_has_come():
 
 
 FEW = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .visible .entry few(.param .u64 count, .param .u32 all)
 {
   .reg .b32 %r<4>; .reg .b64 %rd<2>; .reg .pred %p<2>; .shared .align 16 .b8 tile[131072];

@@ -9,9 +9,7 @@ from softsm.errors import Deadlock, Fault, StepBudget
 
 def kernel(body: str, registers: str = "", params: str = ".param .u64 x, .param .u32 n", shared: str = "") -> str:
     return f"""
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .visible .entry k({params})
 {{
   .reg .b32 %r<32>; .reg .b64 %rd<16>; .reg .pred %p<8>; .reg .b16 %h<4>; {registers}
@@ -192,9 +190,7 @@ END: ret;"""
 
 def test_a_device_function_is_called_and_returns():
     ptx = """
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .func (.param .b32 out) twice(.param .b32 a)
 { .reg .b32 %r<4>; ld.param.u32 %r1, [a]; add.u32 %r2, %r1, %r1; st.param.b32 [out], %r2; ret; }
 .visible .entry k(.param .u64 x)

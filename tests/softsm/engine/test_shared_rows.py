@@ -7,9 +7,7 @@ import softsm
 from softsm.engine.shared_rows import shared_rows
 from softsm.ptx import parse
 
-HEAD = """.version 8.7
-.target sm_100a
-.address_size 64
+HEAD = """.version 8.7 .target sm_100a .address_size 64
 .visible .entry k(.param .u64 x)
 {
 .reg .b32 %r<40>; .reg .f32 %f<40>; .reg .b64 %rd<20>; .reg .pred %p<8>;

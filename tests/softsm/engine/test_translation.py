@@ -10,9 +10,7 @@ from softsm.errors import Fault, StepBudget
 
 # %r14 is the address of a lane's word, %r15 that of the buffer; %r9 goes to x at the end.
 HEAD = """
-.version 8.0
-.target sm_90
-.address_size 64
+.version 8.0 .target sm_90 .address_size 64
 .visible .entry k(.param .u64 x, .param .u32 n)
 {
   .reg .b32 %r<32>; .reg .b64 %rd<4>; .reg .pred %p<4>; .shared .align 16 .b8 s[49152];
@@ -118,9 +116,7 @@ def test_a_block_that_turns_forever_ends_with_the_budget(monkeypatch):
 
 
 SPIN = """
-.version 8.0
-.target sm_90
-.address_size 64
+.version 8.0 .target sm_90 .address_size 64
 .visible .entry k(.param .u64 x, .param .u32 n)
 {
   .reg .b32 %r<32>; .reg .b64 %rd<4>; .reg .pred %p<4>; .shared .align 16 .b8 s[16];

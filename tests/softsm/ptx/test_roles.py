@@ -93,9 +93,7 @@ def test_a_deadlock_speaks_of_roles_and_barriers_by_their_names_in_the_source(tm
     source = tmp_path / "program.py"
     source.write_text("def feed_role():\n    mbarrier.init(slot_free.index(i), count=1)\n    wait(slot_free)\n")
     text = f"""
-.version 8.6
-.target sm_90a
-.address_size 64
+.version 8.6 .target sm_90a .address_size 64
 .visible .entry k()
 {{
   .reg .pred %p<4>; .shared .align 8 .b64 bar;

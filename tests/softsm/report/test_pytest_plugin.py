@@ -16,9 +16,7 @@ import pytest
 import softsm
 
 PTX = """
-.version 8.6
-.target sm_90
-.address_size 64
+.version 8.6 .target sm_90 .address_size 64
 .visible .entry exchange(.param .u64 x) .reqntid 64
 {
     .reg .b32 %r<8>; .reg .b64 %rd<4>; .shared .align 4 .b8 buffer[256];

@@ -21,9 +21,7 @@ from softsm.report.launch_recorder import recording
 
 # Warp 0 fetches 1 KiB; warp 1 waits for it, sends it through tensor memory and writes it out.
 PTX = """
-.version 8.7
-.target sm_100a
-.address_size 64
+.version 8.7 .target sm_100a .address_size 64
 .visible .entry relay(.param .u64 x, .param .u64 y) .reqntid 64
 {
     .reg .pred %p<4>; .reg .b32 %r<40>; .reg .b64 %rd<8>;

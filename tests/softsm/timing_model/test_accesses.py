@@ -89,9 +89,7 @@ def test_ranges_begin_anew_as_sectors_do_when_l1_is_full(monkeypatch, kept) -> N
 
 
 ADD_VECTORS = """
-.version 8.6
-.target sm_90a
-.address_size 64
+.version 8.6 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 out)
 {
     .reg .b32 %r<4>;
@@ -125,9 +123,7 @@ def test_warps_wait_for_what_one_of_them_fetches() -> None:
 
 
 STRIDED = """
-.version 8.6
-.target sm_90a
-.address_size 64
+.version 8.6 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 x)
 {
     .reg .b32 %r<5>;
@@ -162,9 +158,7 @@ def test_sectors_of_a_block_that_two_loads_ask_for(step, blocks) -> None:
 
 
 GUARDED = """
-.version 8.6
-.target sm_90a
-.address_size 64
+.version 8.6 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 x)
 {
     .reg .b32 %r<3>;

@@ -11,9 +11,7 @@ from softsm.timing_model import accesses as accesses_module
 from softsm.timing_model import address_trace
 
 PTX = """
-.version 8.6
-.target sm_90a
-.address_size 64
+.version 8.6 .target sm_90a .address_size 64
 .visible .entry walk(.param .u64 p_x, .param .u32 p_n)
 {
   .reg .b32 %n, %i, %v, %t; .reg .b64 %x, %a; .reg .pred %p;

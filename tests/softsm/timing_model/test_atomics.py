@@ -10,9 +10,7 @@ from softsm.timing_model.atomics import atomics_by, changed_together
 from softsm.timing_model.trace import ClusterTrace, WarpTrace
 
 HEAD = """
-.version 8.3
-.target sm_90a
-.address_size 64
+.version 8.3 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 x)
 .reqntid 32, 1, 1
 {

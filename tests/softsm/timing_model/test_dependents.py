@@ -9,9 +9,7 @@ from softsm.timing_model.parameters import GPUS
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
 PTX = """
-.version 8.3
-.target sm_90a
-.address_size 64
+.version 8.3 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 x, .param .u32 n)
 .reqntid 128, 1, 1
 {

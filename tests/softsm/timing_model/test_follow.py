@@ -12,9 +12,7 @@ from softsm.timing_model.validated import band
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
 HEAD = """
-.version 8.3
-.target sm_90a
-.address_size 64
+.version 8.3 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 x, .param .u32 n)
 .reqntid 32, 1, 1
 {

@@ -13,9 +13,7 @@ pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
 # If asked to, CTAs with an odd number make twice as many turns as their neighbours.
 UNEVEN = """
-.version 8.3
-.target sm_90a
-.address_size 64
+.version 8.3 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 x, .param .u32 odd)
 .reqntid 128, 1, 1
 {

@@ -12,9 +12,7 @@ pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 # Warp 0 works and arrives on `full`, warp 1 waits for it and answers on `free`: only one of them works at a time
 # (each stores its result first, so that ptxas cannot move the arrival before the work).
 RELAY = """
-.version 8.3
-.target sm_90a
-.address_size 64
+.version 8.3 .target sm_90a .address_size 64
 .visible .entry relay(.param .u64 x, .param .u32 n)
 .reqntid 64, 1, 1
 {
@@ -72,9 +70,7 @@ def test_the_report_names_it(prediction) -> None:
 
 # Warp 0 works; warps 1 and 2 wait for it, each in a copy of one statement.
 COPIES = """
-.version 8.3
-.target sm_90a
-.address_size 64
+.version 8.3 .target sm_90a .address_size 64
 .visible .entry copies(.param .u64 x, .param .u32 n)
 .reqntid 96, 1, 1
 {

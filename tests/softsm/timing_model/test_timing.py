@@ -9,9 +9,7 @@ from softsm.timing_model import costs, lower, model, parameters, report, sass, t
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
 STREAM = """
-.version 8.3
-.target sm_90a
-.address_size 64
+.version 8.3 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 x, .param .u32 n)
 .reqntid 256, 1, 1
 {
@@ -151,9 +149,7 @@ def test_a_warp_with_a_scheduler_of_its_own_goes_ahead_and_takes_as_long(threads
 
 
 TAKING = """
-.version 8.6
-.target sm_100a
-.address_size 64
+.version 8.6 .target sm_100a .address_size 64
 .visible .entry taking(.param .u64 p_x)
 .reqntid 32, 1, 1
 {

@@ -14,9 +14,7 @@ pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
 WORK = 800
 KERNEL = """
-.version 8.3
-.target sm_90a
-.address_size 64
+.version 8.3 .target sm_90a .address_size 64
 .visible .entry k(.param .u64 x)
 .reqntid 128, 1, 1
 {

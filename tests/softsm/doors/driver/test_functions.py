@@ -13,9 +13,7 @@ from softsm.doors.driver.functions import NOT_FOUND, Driver
 from softsm.errors import Fault
 
 SCALE = b"""
-.version 8.0
-.target sm_90a
-.address_size 64
+.version 8.0 .target sm_90a .address_size 64
 .global .align 4 .u32 factor = 3;
 .visible .entry scale(.param .u64 to, .param .u64 from, .param .u32 n)
 {
