@@ -356,3 +356,21 @@ def test_the_dense_backend_with_windows_sinks_and_shared_keys():
         [sys.executable, folder / "sglang_dense_calls.py"], env=environment, capture_output=True, text=True
     )
     assert done.stdout.endswith("all agree\n"), done.stderr[-4000:]
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_indexer_of_v4_1_chooses_what_sglangs_own_chooses(tmp_path):
+    """Layers that look at all rows, the one that keeps blocks, and those that choose among these; scores are exact, so
+    the sets differ at most among equal ones."""
+    result = tmp_path / "result.json"
+    script = Path(__file__).with_name("sglang_v41_index.py")
+    done = subprocess.run([sys.executable, script, result], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(result.read_text())
+    assert found.pop("calls") == {"index": 8}
+    assert {name.split()[0] for name in found} == {"all", "source", "consumer", "blocks"} and len(found) == 8
+    for theirs, ours in found.values():
+        assert theirs == ours
+    assert found["consumer 1"][0] != found["source 1"][0]  # the blocks leave something out

@@ -1,0 +1,33 @@
+"""Layers of DeepSeek-V4.1 in vLLM on a CPU: vllm_v41_layers.py says what is vLLM's and what is compared. vLLM has no
+whole model of it for CPUs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines_here import needs
+
+pytestmark = [needs("vllm"), pytest.mark.slow, pytest.mark.timeout(3600)]
+
+# bytes of a row in the window and of a compressed row, and what pages are a multiple of
+ROWS = {"hopper": (584, 584, 576), "fp8": (528, 528, 512), "own": (528, 288, 512)}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_prompts_and_decodes_of_six_layers(kind, tmp_path):
+    """Window alone, pairs, a row for each token, readers of another layer's rows, a choice among kept blocks: rows in
+    the pages against fp64, outputs against the oracle. Two requests, three steps: prompts, both, decodes."""
+    script, result = Path(__file__).with_name("vllm_v41_layers.py"), tmp_path / "result.json"
+    done = subprocess.run([sys.executable, script, kind, result], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = json.loads(result.read_text())
+    window, compressed, alignment = ROWS[kind]
+    wanted = {f"model.layers.{n}.attn.swa_cache": [window, 32, alignment] for n in range(6)}
+    for n, rows in ((1, 32), (3, 64)):
+        wanted[f"model.layers.{n}.attn"] = [compressed, rows, alignment]
+        wanted[f"model.layers.{n}.attn.indexer.k_cache"] = [132, rows, alignment]
+    assert found["pages"] == wanted
+    calls = {"prefill": 12, "decode": 12, "insert": 18, "index prefill": 4, "index decode": 4}
+    assert found["calls"] == calls | ({} if kind == "hopper" else {"compress": 6})
