@@ -91,3 +91,11 @@ def order(request):
     random."""
     with options(order=request.param[0], seed=request.param[1]):
         yield request.param
+
+
+@pytest.fixture
+def silent(sm):
+    """What is right must not be reported: no false alarms at the default level."""
+    with softsm.checking() as report:
+        yield
+    assert not report, str(report)

@@ -9,15 +9,7 @@ import triton
 import triton.language as tl
 from bounds import within
 
-import softsm
-
-
-@pytest.fixture(autouse=True)
-def silent(sm):
-    """What is right must not be reported: no false alarms at the default level."""
-    with softsm.checking() as report:
-        yield
-    assert not report, str(report)
+pytestmark = pytest.mark.usefixtures("silent")
 
 
 @triton.jit

@@ -5,9 +5,11 @@ import re
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import silicon
 
 import softsm.engine.launch as engine
+from softsm.errors import Fault
 from softsm.memory.tensor_map_image import encode_im2col, encode_im2col_wide, encode_tiled
 
 ORDERS = [("eager", 0), ("latest", 0), ("random", 1), ("random", 2)]
@@ -166,6 +168,13 @@ def run(text, args, *, grid=1, block=32, cluster=1, shared=0, orders=ORDERS, on_
         first = same(first, got, "on the GPU")
     assert first is not None, "neither softsm nor a CUDA device can run this"
     return first[0] if len(first) == 1 else first
+
+
+def fails(text, code, match=None, *, block=32, cluster=1, grid=1, error=Fault, order="eager"):
+    with pytest.raises(error, match=match) as caught:
+        engine.load(text).launch(grid, block, [words(64)], cluster=cluster, order=order)
+    assert caught.value.code == code
+    return str(caught.value)
 
 
 def same(first, arrays, what):

@@ -2,20 +2,13 @@
 
 import numpy as np
 import pytest
-from launching import ptx, run, store, words
+from launching import fails, ptx, run, store, words
 
 import softsm
 import softsm.engine.launch as engine
-from softsm.errors import Deadlock, Fault, Unsupported
+from softsm.errors import Deadlock, Unsupported
 
 BARRIER = ".shared .align 8 .b8 bar[64];"
-
-
-def fails(text, code, match=None, *, block=32, cluster=1, grid=1, error=Fault, order="eager"):
-    with pytest.raises(error, match=match) as caught:
-        engine.load(text).launch(grid, block, [words(64)], cluster=cluster, order=order)
-    assert caught.value.code == code
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from launching import ptx, run, store, wait, words
+from launching import fails, ptx, run, store, wait, words
 
 import softsm.engine.launch as engine
 from softsm.errors import Deadlock, Fault, Unsupported
@@ -237,13 +237,6 @@ mov.u32 %r12, %ctaid.x;
 """
     text = ptx(body + "@%p1 " + "bra S;\nbra E;\nS:\n" + store("%r10", "%r12") + "E:\n", shared=BARRIER)
     np.testing.assert_array_equal(run(text, [words(8)], grid=8, cluster=4), [0, 1, 2, 3] * 2)
-
-
-def fails(text, code, match=None, *, block=32, cluster=1, grid=1, error=Fault, order="eager"):
-    with pytest.raises(error, match=match) as caught:
-        engine.load(text).launch(grid, block, [words(64)], cluster=cluster, order=order)
-    assert caught.value.code == code
-    return str(caught.value)
 
 
 def test_uninitialised_barrier():
