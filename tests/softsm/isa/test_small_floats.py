@@ -15,6 +15,7 @@ def relu(f, bits):
     return 0 if bits & f.sign and not is_nan(f, bits) else bits
 
 
+blackwell = functools.partial(Case, target="sm_100a")
 E4M3, E5M2 = exact.Format(4, 3, 0x7F), exact.Format(5, 2, 0x7F)
 # exponent and mantissa bits, bias, largest code
 SMALL = {"e2m3": (2, 3, 1, 0x1F), "e3m2": (3, 2, 3, 0x1F), "e2m1": (2, 1, 1, 7)}
@@ -152,19 +153,17 @@ def test_six_and_four_bits_of_sm_100():
     cases = []
     for t in ("e2m3", "e3m2"):
         cases.append(
-            Case(
+            blackwell(
                 f"cvt.rn.satfinite.{t}x2.f32 {{d}}, {{a}}, {{b}};",
                 "b16",
                 lambda a, b, t=t: to_small(t, a) << 8 | to_small(t, b),
-                target="sm_100a",
             )
         )
     cases.append(
-        Case(
+        blackwell(
             "{{ .reg .b8 t; cvt.rn.satfinite.e2m1x2.f32 t, {a}, {b}; cvt.u16.u8 {d}, t; }}",
             "b16",
             lambda a, b: to_small("e2m1", a) << 4 | to_small("e2m1", b),
-            target="sm_100a",
         )
     )
     check(small_inputs(), cases, version="8.6")
@@ -172,20 +171,14 @@ def test_six_and_four_bits_of_sm_100():
     check(
         {"a": ("b16", [x | (63 - x) << 8 for x in range(64)])},
         [
-            Case(
-                f"cvt.rn.f16x2.{t}x2 {{d}}, {{a}};",
-                "b32",
-                lambda a, t=t: g(t, a >> 8) << 16 | g(t, a & 63),
-                target="sm_100a",
-            )
+            blackwell(f"cvt.rn.f16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, t=t: g(t, a >> 8) << 16 | g(t, a & 63))
             for t in ("e2m3", "e3m2")
         ]
         + [
-            Case(
+            blackwell(
                 "{{ .reg .b8 t; cvt.u8.u16 t, {a}; cvt.rn.f16x2.e2m1x2 {d}, t; }}",
                 "b32",
                 lambda a: g("e2m1", a >> 4 & 15) << 16 | g("e2m1", a & 15),
-                target="sm_100a",
             )
         ],
         version="8.6",
@@ -200,22 +193,20 @@ def test_small_floats_and_bf16_of_sm_100():
     check(
         packed,
         [
-            Case(
+            blackwell(
                 f"cvt.rn.satfinite.{t}x2.bf16x2 {{d}}, {{a}};",
                 "b16",
                 lambda a, t=t: to_small(t, wide(a >> 16)) << 8 | to_small(t, wide(a & 0xFFFF)),
-                target="sm_100a",
             )
             for t in ("e4m3", "e5m2", "e2m3", "e3m2")
         ]
         + [
-            Case(
+            blackwell(
                 "{{ .reg .b8 t; cvt.rn.satfinite.relu.e2m1x2.bf16x2 t, {a}; cvt.u16.u8 {d}, t; }}",
                 "b16",
                 lambda a: (
                     to_small("e2m1", relu(F32, wide(a >> 16))) << 4 | to_small("e2m1", relu(F32, wide(a & 0xFFFF)))
                 ),
-                target="sm_100a",
             )
         ],
         version="9.1",
@@ -228,26 +219,21 @@ def test_small_floats_and_bf16_of_sm_100():
     check(
         codes,
         [
-            Case(
-                f"cvt.rn.bf16x2.{t}x2 {{d}}, {{a}};",
-                "b32",
-                lambda a, t=t: back(t, a >> 8) << 16 | back(t, a & 255),
-                target="sm_100a",
+            blackwell(
+                f"cvt.rn.bf16x2.{t}x2 {{d}}, {{a}};", "b32", lambda a, t=t: back(t, a >> 8) << 16 | back(t, a & 255)
             )
             for t in ("e4m3", "e5m2")
         ]
         + [
-            Case(
+            blackwell(
                 "{{ .reg .b8 t; cvt.u8.u16 t, {a}; cvt.rn.bf16x2.e2m1x2 {d}, t; }}",
                 "b32",
                 lambda a: back("e2m1", a >> 4 & 15) << 16 | back("e2m1", a & 15),
-                target="sm_100a",
             ),
-            Case(
+            blackwell(
                 "cvt.rn.relu.bf16x2.e4m3x2 {d}, {a};",
                 "b32",
                 lambda a: relu(BF16, back("e4m3", a >> 8)) << 16 | relu(BF16, back("e4m3", a & 255)),
-                target="sm_100a",
             ),
         ],
         version="9.1",
@@ -269,11 +255,10 @@ def test_exponents_of_sm_100():
     check(
         small_inputs(),
         [
-            Case(
+            blackwell(
                 f"cvt.{m}.satfinite.ue8m0x2.f32 {{d}}, {{a}}, {{b}};",
                 "b16",
                 lambda a, b, m=m: code(a, m == "rp") << 8 | code(b, m == "rp"),
-                target="sm_100a",
             )
             for m in ("rz", "rp")
         ],
@@ -282,11 +267,7 @@ def test_exponents_of_sm_100():
     back = lambda k: 0x7FFF if k == 255 else exact.rounded(BF16, Fraction(2) ** (k - 127))  # noqa: E731
     check(
         {"a": ("b16", [x | (255 - x) << 8 for x in range(256)])},
-        [
-            Case(
-                "cvt.rn.bf16x2.ue8m0x2 {d}, {a};", "b32", lambda a: back(a >> 8) << 16 | back(a & 255), target="sm_100a"
-            )
-        ],
+        [blackwell("cvt.rn.bf16x2.ue8m0x2 {d}, {a};", "b32", lambda a: back(a >> 8) << 16 | back(a & 255))],
         version="8.6",
     )
 
@@ -338,6 +319,6 @@ def test_four_stochastic_roundings():
                 codes = [stochastic(t, x, random) for x, random in zip(values, slices(t, r))]
                 return sum(code << bits * (3 - i) for i, code in enumerate(codes))
 
-            cases.append(Case(f"cvt.rs{flag}.satfinite.{t}x4.f32 {{d}}, {{{{{{a}}, {{b}}, {{e}}, {{f}}}}}}, {{r}};",
-                              "b16" if bits == 4 else "b32", want, target="sm_100a"))  # fmt: skip
+            text = f"cvt.rs{flag}.satfinite.{t}x4.f32 {{d}}, {{{{{{a}}, {{b}}, {{e}}, {{f}}}}}}, {{r}};"
+            cases.append(blackwell(text, "b16" if bits == 4 else "b32", want))
     check({**{k: ("b32", v) for k, v in names.items()}, "r": ("b32", words)}, cases, version="8.7")
