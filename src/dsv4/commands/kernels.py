@@ -33,8 +33,9 @@ predicts.
 
 The kernels are in `src/dsv4/fmha/kernels/sm100` and `src/dsv4/v4/kernels/sm100`. For FMHA they are `forward.py` and,
 for pairs of CTAs, `forward_pair.py`; for V4 attention `sparse.py` and `sparse_pair.py`. Gradients are computed by
-`backward_tiles.py`, `backward_scores.py` and `backward_products.py` (FMHA) and `backward_sparse.py` (V4). Each file
-begins with the roles, the memory maps and the barriers; for pairs of CTAs they are also in `pair_roles.py`.
+`backward_keys.py`, `backward_tiles.py`, `backward_scores.py` and `backward_products.py` (FMHA) and
+`backward_sparse.py` (V4). Each file begins with the roles, the memory maps and the barriers; for pairs of CTAs they are
+also in `pair_roles.py`.
 """
 
 FIGURES = """\
@@ -76,11 +77,13 @@ With keys instead of heads as the rows of the products (S and O transposed), the
 rate in one CTA too, but shared memory would still need 2112 cycles for 64 keys: blocks of 128 keys read Q half as
 often, and each of the four tiles of O reads P."""
 BACKWARD_BUDGET = """\
-Gradients, one step: a tile of rows by keys. Head dims 64 and 128 take two launches: each CTA of the first owns keys
-(dK, dV), each CTA of the second owns queries (dQ). At 256 and 512, P and dS go to memory and three library matrix
-products follow, because accumulators of 128 rows would fill tensor memory. There shared memory is the limit: every
-operand is read once for 128 rows or keys; a pair of CTAs would halve that. V4's products have 64 rows, so the
-tensor core runs at half its rate; V4 also adds 128 KiB of fp32 to memory for each block of 64 rows.
+Gradients, one step: a tile of rows by keys. At head dims 64 and 128 a CTA owns keys (dK, dV) and adds dQ to a sum in
+memory; the limit is shared memory, through which dS and dQ go. Where the order of additions must not change there are
+two launches: each CTA of the first owns keys (dK, dV), each CTA of the second owns queries (dQ). At 256 and 512, P and
+dS go to memory and a second kernel has the other products, because accumulators of 128 rows would fill tensor memory.
+There shared memory is the limit: every operand is read once for 128 rows or keys; a pair of CTAs would halve that. V4's
+products have 64 rows, so the tensor core runs at half its rate; V4 also adds 128 KiB of fp32 to memory for each block
+of 64 rows.
 """
 V4_VARIANTS = (
     (64, "bf16", "window only"), (64, "bf16", "list"), (64, "bf16", "table"), (64, "odd pages", "list"),

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4.fmha.backward import FmhaBackward
+from dsv4.fmha.kernels.backward_arguments import GroupedGradient
 from dsv4.fmha.kernels.backward_rows import RowSizes, RowStrides, RowTensors, backward_rows
 from dsv4.fmha.kernels.prepare import row_strides
+from dsv4.fmha.kernels.round_sum import round_sum
 from dsv4.fmha.kernels.scores import ScoreScale, score_scale
 from dsv4.fmha.kernels.tiles import NO_BOUND
 from dsv4.fmha.problem import FmhaProblem
@@ -205,6 +207,21 @@ def keep_dq(program: Program, dq: Slot, rows: Slot) -> None:
     """What rows_of_dq has made, when it is filled."""
     if dq.index != rows.index:
         _copy_by_head(program, dq, rows.unflatten(2, (-1, dq.shape[3])))
+
+
+def sums_descriptor(sums: Slot) -> TensorDescriptor:
+    """The descriptor by which kernels add blocks to sums (round_sum.py)."""
+    lines = sums.view((sums.numel() // 32, 32), (32, 1))
+    return TensorDescriptor(lines, list(lines.shape), [32, 1], [128, 32], gl.NVMMASharedLayout(128, 32))
+
+
+def prepare_round_sum(program: Program, x: Packed, grad: Slot, tiles: int, arguments: Any, **constants: Any) -> None:
+    """Sums to a gradient [B, H, T, pack, D]. tiles: of 128 rows."""
+    to = grad if is_addressable(grad) else made_like(program, grad.shape, grad.dtype, x.sequences)
+    out = GroupedGradient(to, *(stride // 8 for stride in to.stride()[:4]))
+    program.launch(round_sum, (tiles * x.width // 32,), arguments | dict(out=out), **constants)
+    if to is not grad:
+        program.copy(grad, to)
 
 
 def _copy_by_head(program: Program, to: Slot, source: Slot) -> None:

@@ -92,7 +92,7 @@ class GradientScales(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Sums in fp32 that follow one another in memory (sm90/gradient_sums.py)."""
+    """Sums in fp32 that follow one another in memory (round_sum.py)."""
 
     ptr: Value
     count: Value

@@ -1,9 +1,10 @@
-"""Gradients of fmha on sm_100a: which kernels, and their launches. Deterministic, without atomics.
+"""Gradients of fmha on sm_100a.
 
-head dim    kernels                                              products of the size of the scores, workspace
-64, 128     backward_rows, then backward_tiles twice             7, none
-256, 512    backward_rows, then the chain (fmha/kernels/         5, 1 GiB for P and dS
-            chain.py): backward_scores, backward_products
+head dim    kernels                                                          products of the size of the scores
+64, 128     backward_rows; backward_keys: dK, dV and a sum of dQ; round_sum  5, dQ by atomics
+            deterministic: backward_tiles twice: dK and dV, then dQ          7, the same bits in every run
+256, 512    backward_rows; the chain (fmha/kernels/chain.py):                5, the same bits in every run
+            backward_scores, backward_products
 """
 
 from __future__ import annotations
@@ -12,13 +13,30 @@ from functools import partial
 from typing import Any
 
 from dsv4.fmha.backward import FmhaBackward
-from dsv4.fmha.kernels.backward import FP16_P_SCALE, Packed, descriptor, prepare_at_once, supports
-from dsv4.fmha.kernels.backward_arguments import Gradient, GradientScales, GradientSizes, GradientTensors
+from dsv4.fmha.kernels.backward import (
+    FP16_P_SCALE,
+    TILE,
+    Adding,
+    Packed,
+    Sequences,
+    descriptor,
+    keep_dq,
+    prepare_at_once,
+    prepare_round_sum,
+    row_tiles,
+    rows_descriptor,
+    rows_of_dq,
+    sums_descriptor,
+    supports,
+)
+from dsv4.fmha.kernels.backward_arguments import Gradient, GradientScales, GradientSizes, GradientTensors, Parts
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
+from dsv4.fmha.kernels.sm100.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm100.backward_products import backward_products
 from dsv4.fmha.kernels.sm100.backward_scores import backward_scores
 from dsv4.fmha.kernels.sm100.backward_tiles import backward_tiles
+from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
@@ -28,7 +46,7 @@ __all__ = ["prepare", "supports"]
 def prepare(b: FmhaBackward, target: Target, program: Program) -> None:
     """Fill b.dq, b.dk, b.dv and b.dsink, those that are not None."""
     if b.forward.head_dim <= 128:
-        prepare_at_once(b, program, prepare_tiles)
+        prepare_at_once(b, program, prepare_tiles, find_adding)
     else:
         prepare_by_sequence(b, target, program, partial(prepare_chain, target))
 
@@ -45,29 +63,49 @@ def prepare_chain(target: Target, program: Program, x: Packed) -> None:
     BlackwellChain(target, program, x).prepare()
 
 
+def find_adding(p: FmhaProblem, keys: int, sequences: Sequences | None) -> Adding:
+    """Only dQ is added: a CTA meets all rows that see its keys."""
+    return Adding(p.group, 1)
+
+
 def prepare_tiles(program: Program, x: Packed) -> None:
-    of_rows, of_keys = [[descriptor(y, [1, 1, 128, 64]) for y in pair] for pair in ((x.q, x.dout), (x.k, x.v))]
-    count, starts = 0, (x.lse2, x.lse2)  # or unread
-    if x.sequences is not None:
-        count, starts = x.sequences.count, x.sequences
+    """Without scores in memory."""
+    q, dout = (rows_descriptor(y, TILE) for y in (x.q, x.dout))
+    k, v = (descriptor(y, [1, 1, TILE, 64]) for y in (x.k, x.v))
+    starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences, x.sequences.count)  # or unread
     common: dict[str, Any] = dict(
-        tensors=GradientTensors(x.lse2, x.delta, *starts),
-        whole=GradientSizes(**x.sizes, sequences=count),
+        tensors=GradientTensors(x.lse2, x.delta, *starts[:2]),
+        whole=GradientSizes(**x.sizes, sequences=starts[2]),
         scales=GradientScales(x.scale, FP16_P_SCALE, x.p.softmax_scale, x.ds_scale),
     )
-    options = dict(D=x.width, SCALED=x.fp16, VARLEN=x.sequences is not None, SCORE_REGS=224, WARP_REGS=56, num_warps=4)
+    constants = dict(D=x.width, SCALED=x.fp16, VARLEN=x.sequences is not None, num_warps=4)
+    of_keys, of_rows = ((row_tiles(n, x.sequences), x.batch * x.heads) for n in (x.keys, x.rows))
+    dk, dv = x.dk, x.dv
+    if dk is not None or dv is not None:
+        # Both come from one launch.
+        dk, dv = (program.workspace("unwanted", x.k.shape, x.k.dtype) if y is None else y for y in (dk, dv))
+    if x.sums is not None:
+        arguments = common | dict(
+            q_desc=q, k_desc=k, dout_desc=dout, v_desc=v, sums_desc=sums_descriptor(x.sums),
+            dk=Gradient(dk, *dk.stride()[:3]), dv=Gradient(dv, *dv.stride()[:3]),
+        )  # fmt: skip
+        score, add = (160, 144) if x.width == 128 else (176, 104)
+        registers = dict(SCORE_REGS=score, ADD_REGS=add, WARP_REGS=40)
+        program.launch(backward_keys, of_keys, arguments, **registers, **constants)
+        summed = common | dict(parts=Parts(x.sums, 1))
+        prepare_round_sum(program, x, x.dq, of_rows[0] * of_rows[1], summed, BY_ROWS=True, **constants)
+        return
 
-    def launch(rows: int, first: Slot, second: Slot, own: list, other: list, keys: bool) -> None:
-        tiles = -(-rows // 128) if x.sequences is None else rows // 128 + count  # as many as may be
+    def launch(grid: tuple[int, int], first: Slot, second: Slot, own: tuple, other: tuple, keys: bool) -> None:
         arguments = common | dict(x0_desc=own[0], x1_desc=own[1], y0_desc=other[0], y1_desc=other[1])
         arguments |= dict(
             gradient0=Gradient(first, *first.stride()[:3]), gradient1=Gradient(second, *second.stride()[:3])
         )
-        program.launch(backward_tiles, (tiles, x.batch * x.heads), arguments, KEYS=keys, **options)
+        program.launch(backward_tiles, grid, arguments, KEYS=keys, SCORE_REGS=224, WARP_REGS=56, **constants)
 
-    if x.dk is not None or x.dv is not None:
-        # Both come from one launch.
-        dk, dv = (program.workspace("unwanted", x.k.shape, x.k.dtype) if y is None else y for y in (x.dk, x.dv))
-        launch(x.keys, dk, dv, of_keys, of_rows, True)
+    if dk is not None:
+        launch(of_keys, dk, dv, (k, v), (q, dout), True)
     if x.dq is not None:
-        launch(x.rows, x.dq, x.dq, of_rows, of_keys, False)
+        dq = rows_of_dq(program, x.dq, x.sequences)
+        launch(of_rows, dq, dq, (q, dout), (k, v), False)
+        keep_dq(program, x.dq, dq)

@@ -42,9 +42,9 @@ def seen_by_all(own, sizes, KEYS: gl.constexpr):
 
 @gluon.jit
 def zero_masked(p, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr):
-    """p [128, 64], from `own` of X and `at` of Y on, with 0 where the row does not see the key."""
+    """p [128, columns], from `own` of X and `at` of Y on, with 0 where the row does not see the key."""
     x = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
-    y = (at + gl.arange(0, 64, layout=gl.SliceLayout(0, L)))[None, :]
+    y = (at + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, L)))[None, :]
     if KEYS:
         token = y // sizes.group
         key = x

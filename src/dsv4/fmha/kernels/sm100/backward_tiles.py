@@ -63,10 +63,10 @@ from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayo
 
 from dsv4.fmha.kernels import scores
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
-from dsv4.fmha.kernels.loads import zero_invisible
+from dsv4.fmha.kernels.loads import load_packed, zero_invisible
 from dsv4.fmha.kernels.sm100.backward_mask import seen_by_all, streamed, zero_masked
 from dsv4.fmha.kernels.sm100.softmax_parts import exp2_by_fma, halves, whole
-from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
+from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Barriers, Ring, Stage, init_barriers, new_barriers, new_ring
 
@@ -141,19 +141,10 @@ def stage1(memory, j):
 
 
 @gluon.jit
-def rows_of(desc, tile, ready, work, row, D: gl.constexpr):
-    """[128, D] of packed rows from `row` on, in panels of 64 columns."""
-    BOX: gl.constexpr = desc.layout
-    panels = reinterpret(tile, [D // 64, 1, 1, 128, 64], BOX)
-    for panel in gl.static_range(D // 64):
-        tma_load(desc, [work.batch, work.head, row, panel * 64], ready, panels.index(panel))
-
-
-@gluon.jit
 def load_x(x0_desc, x1_desc, memory, ready, work, D: gl.constexpr):
     mbarrier.expect(ready, 2 * 128 * D * 2)
-    rows_of(x0_desc, memory.x.index(0), ready, work, work.x_begin + work.own, D)
-    rows_of(x1_desc, memory.x.index(1), ready, work, work.x_begin + work.own, D)
+    load_packed(x0_desc, memory.x.index(0), ready, work.batch, work.head, work.x_begin + work.own, D)
+    load_packed(x1_desc, memory.x.index(1), ready, work.batch, work.head, work.x_begin + work.own, D)
 
 
 @gluon.jit
@@ -165,7 +156,7 @@ def load_y(desc, memory, slot, landed_phase, work, row, begin, end, D: gl.conste
         foreign = (row < begin) | (row + 128 > end)
     if foreign:
         mbarrier.expect(memory.landed.at(0), 128 * D * 2)
-        rows_of(desc, tile, memory.landed.at(0), work, work.y_begin + row, D)
+        load_packed(desc, tile, memory.landed.at(0), work.batch, work.head, work.y_begin + row, D)
         memory.landed.wait(0, landed_phase)
         zero_invisible(tile, row, begin, end, 128, D)
         fence_async_shared()  # generic stores -> tensor-core reads
@@ -173,7 +164,7 @@ def load_y(desc, memory, slot, landed_phase, work, row, begin, end, D: gl.conste
         landed_phase = landed_phase ^ 1
     else:
         mbarrier.expect(memory.y.ready.at(slot), 128 * D * 2)
-        rows_of(desc, tile, memory.y.ready.at(slot), work, work.y_begin + row, D)
+        load_packed(desc, tile, memory.y.ready.at(slot), work.batch, work.head, work.y_begin + row, D)
     return landed_phase
 
 

@@ -156,10 +156,12 @@ def backward_budgets() -> list[BackwardBudget]:
     found, tile = [], 128 * 128
     for d in (64, 128):
         operand = 128 * d * 2
-        for owner, products in (("keys", 4), ("queries", 3)):
+        for owner, products in (("keys, dQ added", 5), ("keys", 4), ("queries", 3)):
             # Written: two streamed tiles. Read: both operands of S and of dP; the others have P or dS, which is in
             # tensor memory, on their left.
             shared = (2 + 4 + products - 2) * operand
+            if products == 5:  # the left operand of dQ, dS, is written and read, and so is dQ, in fp32
+                shared += 2 * tile * 2 + 2 * 2 * operand
             found.append(BackwardBudget(
                 f"head dim {d}, own {owner}", 128, 128, products, products * 2 * tile * d // FLOPS_PER_CLOCK,
                 tile * 3 // 4 // EXPONENTIALS_PER_CLOCK, shared,

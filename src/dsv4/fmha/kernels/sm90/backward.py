@@ -26,9 +26,11 @@ from dsv4.fmha.kernels.backward import (
     keep_dq,
     made_like,
     prepare_at_once,
+    prepare_round_sum,
     row_tiles,
     rows_descriptor,
     rows_of_dq,
+    sums_descriptor,
     supports,
 )
 from dsv4.fmha.kernels.backward_arguments import (
@@ -36,7 +38,6 @@ from dsv4.fmha.kernels.backward_arguments import (
     GradientScales,
     GradientSizes,
     GradientTensors,
-    GroupedGradient,
     KeyParts,
     Parts,
 )
@@ -46,11 +47,9 @@ from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_products import backward_products
 from dsv4.fmha.kernels.sm90.backward_scores import backward_scores
-from dsv4.fmha.kernels.sm90.gradient_sums import round_sum
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.runtime.dispatch import Target
-from dsv4.runtime.program import Program, Slot
+from dsv4.runtime.program import Program
 
 __all__ = ["prepare", "supports"]
 
@@ -89,12 +88,12 @@ def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
         q_desc=rows_descriptor(x.q, 64),
         dout_desc=rows_descriptor(x.dout, 64),
     )
-    constants = dict(D=x.width, SLOTS=2, SCALED=x.fp16, VARLEN=x.sequences is not None, num_warps=4)
+    constants = dict(D=x.width, SLOTS=2, SCALED=x.fp16, VARLEN=x.sequences is not None, BY_ROWS=False, num_warps=4)
     of_rows = (row_tiles(x.rows, x.sequences) * x.batch * x.heads,)
     if x.dk is not None or x.dv is not None:
         _prepare_keys(target, program, x, common, constants)
         if x.sums is not None:
-            _round(program, x, x.dq, of_rows[0], common | dict(parts=Parts(x.sums, 1)), constants)
+            prepare_round_sum(program, x, x.dq, of_rows[0], common | dict(parts=Parts(x.sums, 1)), **constants)
     if x.dq is not None and x.sums is None:
         dq = rows_of_dq(program, x.dq, x.sequences)
         target = dq if is_addressable(dq) else made_like(program, dq.shape, dq.dtype, x.sequences)
@@ -128,8 +127,7 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
     k, v, dk_box, dv_box = (descriptor(y, [1, 1, 64, 64]) for y in (x.k, x.v, dk, dv))
     sums_box, dk_block, dv_block, count = dk_box, 0, 0, splits  # unread
     if x.sums is not None:
-        lines = x.sums.view((x.sums.numel() // 32, 32), (32, 1))
-        sums_box = TensorDescriptor(lines, list(lines.shape), [32, 1], [128, 32], gl.NVMMASharedLayout(128, 32))
+        sums_box = sums_descriptor(x.sums)
         size, count = tiles * TILE * x.width, 1
         dk_block, dv_block = ((x.sums.numel() - n * size) // BLOCK for n in (2, 1))
         if shared:
@@ -156,20 +154,13 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
         for n, grad in enumerate(wanted):
             if grad is not None:
                 summed = by_key | dict(parts=Parts(parts[n], count))
-                _round(program, x, grad.unflatten(3, (1, -1)), tiles, summed, constants | dict(SCALED=False))
+                prepare_round_sum(
+                    program, x, grad.unflatten(3, (1, -1)), tiles, summed, **constants | dict(SCALED=False)
+                )
         return
     for grad, found in zip(wanted, made):
         if grad is not None and found is not grad:
             program.copy(grad, found)
-
-
-def _round(program: Program, x: Packed, grad: Slot, tiles: int, arguments: dict[str, Any], constants: dict) -> None:
-    """Sums to a gradient [B, H, T, pack, D]."""
-    to = grad if is_addressable(grad) else made_like(program, grad.shape, grad.dtype, x.sequences)
-    out = GroupedGradient(to, *(stride // 8 for stride in to.stride()[:4]))
-    program.launch(round_sum, (tiles * x.width // 32,), arguments | dict(out=out), **constants)
-    if to is not grad:
-        program.copy(grad, to)
 
 
 def find_adding(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None) -> Adding:

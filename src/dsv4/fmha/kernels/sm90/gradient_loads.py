@@ -5,30 +5,14 @@ Where a tile reaches into the next sequence of a varlen batch, TMA reports to th
 the load role zeroes what is not the sequence's and arrives at `ready` itself.
 """
 
-from dsv4.fmha.kernels.loads import zero_invisible
-from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier, reinterpret, tma_load
-
-
-@gluon.jit
-def load_tile(desc, tile, ready, batch, head, row, D: gl.constexpr):
-    """Rows from `row` on, of 64 or of 128; where they have two dimensions, tokens and group, TMA packs them."""
-    BOX: gl.constexpr = desc.layout
-    ROWS: gl.constexpr = tile.shape[0]  # Triton 3.6: a plain int in a list is no argument of a function
-    GROUP: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
-    if len(desc.block_shape) == 5:
-        panels = reinterpret(tile, [D // 64, 1, 1, ROWS // GROUP, GROUP, 64], BOX)
-        for panel in gl.static_range(D // 64):
-            tma_load(desc, [batch, head, row // GROUP, 0, panel * 64], ready, panels.index(panel))
-    else:
-        panels = reinterpret(tile, [D // 64, 1, 1, ROWS, 64], BOX)
-        for panel in gl.static_range(D // 64):
-            tma_load(desc, [batch, head, row, panel * 64], ready, panels.index(panel))
+from dsv4.fmha.kernels.loads import load_packed, zero_invisible
+from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 
 
 @gluon.jit
 def load_pair(x_desc, y_desc, x, y, ready, batch, head, row, D: gl.constexpr):
-    load_tile(x_desc, x, ready, batch, head, row, D)
-    load_tile(y_desc, y, ready, batch, head, row, D)
+    load_packed(x_desc, x, ready, batch, head, row, D)
+    load_packed(y_desc, y, ready, batch, head, row, D)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Gradients as sums in memory, fp32, which one kernel rounds: dQ, to which CTAs that own keys add their share, and dK
+"""Gradients as sums in memory, fp32, which round_sum rounds: dQ, to which CTAs that own keys add their share, and dK
 and dV of CTAs that own the same keys and different rows: sums too, or one part of each CTA where the order of the
 additions must not change.
 
@@ -11,7 +11,6 @@ The blocks of a pair of sequence and KV head follow one another by rows, then co
 of 128 rows. VARLEN: the tiles of a sequence begin where backward_sequences.tile_of says.
 """
 
-from dsv4.fmha.kernels.backward_sequences import sizes_of, tile_of
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, store_wait, tma_add
 
 BLOCK = gl.constexpr([128, 32])  # 64 x 64 elements
@@ -75,55 +74,3 @@ def load_blocks(like, ptr, D: gl.constexpr):
     L: gl.constexpr = _as_blocks(like, D).type.layout
     x = gl.load(_places(ptr, D, L)).reshape([D // 64, 4, 8, 8, 4, 2, 2]).permute([1, 5, 3, 0, 2, 4, 6])
     return gl.convert_layout(x.reshape([64, D]), like.type.layout, assert_trivial=True)
-
-
-# A thread loads 64 bytes of a block: 8 columns of two rows, which it stores as 16 bytes each. So nothing is exchanged.
-LOADED = gl.constexpr(gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0]))
-STORED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [32, 0]],
-        lane_bases=[[1, 0], [2, 0], [4, 0], [0, 8], [0, 16]],
-        warp_bases=[[0, 32], [16, 0]],
-        block_bases=[],
-        shape=[64, 64],
-    )
-)
-
-
-@gluon.jit
-def round_sum(tensors, parts, out, whole, scales, D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr):
-    """One program: a block of the packed rows of a pair of sequence and head, the sum of the parts. For dK and dV the
-    rows are keys, and the group is 1."""
-    group = whole.group
-    tiles = (whole.rows + 127) // 128
-    if VARLEN:
-        tiles = whole.rows // 128 + whole.sequences
-    number = gl.program_id(0) // (D // 32)  # of the tile of 128 rows
-    block = gl.program_id(0) % (D // 32)
-    pair = number // tiles
-    tile = number - pair * tiles
-    row, end = tile * 128, whole.rows
-    batch, head = pair // whole.heads, pair % whole.heads
-    out_ptr = out.ptr + (batch.to(gl.int64) * out.batch + head.to(gl.int64) * out.head) * 8
-    if VARLEN:
-        seq, row = tile_of(tile, tensors.cu_q_ptr, whole.sequences, group)
-        first_row, _, sizes = sizes_of(seq, row, whole, tensors.cu_q_ptr, tensors.cu_k_ptr, False)
-        end = sizes.rows
-        out_ptr += (first_row // group).to(gl.int64) * out.token * 8
-    scale = scales.gradient
-    if SCALED:
-        scale = scale / gl.load(scales.ds_ptr)
-    line = gl.arange(0, 128, layout=gl.SliceLayout(1, LOADED)) * 32
-    block_ptr = parts.ptr + gl.program_id(0).to(gl.int64) * 4096
-    block_ptr += line[:, None] + gl.arange(0, 32, layout=gl.SliceLayout(0, LOADED))[None, :]
-    x = gl.load(block_ptr)
-    for _ in range(1, parts.count):
-        block_ptr += gl.num_programs(0).to(gl.int64) * 4096
-        x += gl.load(block_ptr)
-    x = x.reshape([4, 8, 8, 4, 2, 2]).permute([0, 4, 2, 1, 3, 5]).reshape([64, 64])
-    x = gl.convert_layout((x * scale).to(out_ptr.dtype.element_ty), STORED)
-    here = row + block // (D // 64) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORED))
-    column = block % (D // 64) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORED))
-    token = here // group
-    place = (token.to(gl.int64) * out.token + (here - token * group).to(gl.int64) * out.member) * 8
-    gl.store(out_ptr + place[:, None] + column[None, :], x, mask=(here < end)[:, None])

@@ -13,6 +13,7 @@ from fmha_gradients import (
     check_a_large_gradient_of_the_lse,
     check_sequences_go_together,
     check_sinks_far_above_the_lse,
+    deterministic,
     request,
     varlen_request,
 )
@@ -40,8 +41,8 @@ CASES = {
 }
 
 
-# At head dims 64 and 128 one kernel gives dK and dV or dQ, of a dense or a varlen batch. The quick tests compile two of
-# these four, at 64: dQ of a dense batch in fp16, dK and dV of a varlen one in bf16.
+# At head dims 64 and 128 one kernel gives all three; another, in an order that is always the same, dK and dV or dQ. The
+# quick tests compile three variants, at 64: the first in bf16, dQ in fp16, dK and dV of a varlen batch in bf16.
 QUICK = ["full-hd64", "causal-gqa-sink-dlse-hd64"]
 
 
@@ -58,11 +59,32 @@ def test_fp16_where_the_gradient_of_the_lse_is_the_larger():
     check_a_large_gradient_of_the_lse(run, 64, "dq")
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "causal-hd512")) for x in CASES])
+SLOW = set(CASES) - {*QUICK, "causal-hd512"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
 def test_gradients(name):
     b, want, low = request(**CASES[name])
     run(b)
     check(b, want, low)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [x for x in CASES if x != "causal-hd512"])
+def test_deterministic_gradients(name):
+    b, want, low = request(**CASES[name])
+    b = deterministic(b)
+    run(b)
+    check(b, want, low)
+
+
+@pytest.mark.slow
+def test_one_launch_adds_dq_unless_the_order_is_fixed(monkeypatch):
+    b, *_ = request(**CASES["full-hd64"])
+    names = launches.launched(monkeypatch)
+    run(b)
+    run(deterministic(b))
+    assert names == ["backward_rows", "backward_keys", "round_sum", "backward_rows", "backward_tiles", "backward_tiles"]
 
 
 @pytest.mark.slow
@@ -95,7 +117,7 @@ def test_only_what_is_wanted():
 
 @pytest.mark.parametrize("name, order, dq", TOGETHER)
 def test_sequences_go_together(name, order, dq, monkeypatch):
-    kernels = ("backward_tiles", "backward_tiles")
+    kernels = ("backward_keys", "round_sum") if dq else ("backward_tiles", "")
     check_sequences_go_together("sm_100a", kernels, name, order, dq, monkeypatch)
 
 
@@ -114,11 +136,19 @@ LONG = {"keys": dict(t=60, s=900), "queries": dict(t=900, s=60)}  # eight tiles 
 
 @pytest.mark.parametrize(
     "d, long, order, all_three",
-    [(64, "keys", "latest", False), *(pytest.param(d, x, y, True, marks=pytest.mark.slow)
-                                      for d in (64, 128) for x in LONG for y in ("latest", "eager", "random"))],
-)  # fmt: skip
+    [
+        (64, "keys", "latest", False),
+        (64, "queries", "latest", True),
+        *(
+            pytest.param(d, x, y, True, marks=pytest.mark.slow)
+            for d in (64, 128)
+            for x in LONG
+            for y in ("latest", "eager", "random")
+        ),
+    ],
+)
 def test_no_race_whenever_copies_and_products_complete(d, long, order, all_three):
-    """A tile of dQ meets all keys, one of dK and dV all queries. Quickly, dQ alone, in fp16."""
+    """A tile of dQ meets all keys, one of dK and dV all queries. Not all three: dQ alone, in fp16."""
     b, want, low = request(heads=(1, 1), d=d, dtype=BF16 if all_three else FP16, **LONG[long])
     b = b if all_three else replace(b, dk=None, dv=None)
     with softsm.use("sm_100a"), softsm.checking(races=True, order=order, seed=7) as report:
