@@ -147,7 +147,7 @@ def check(
     )
     summary = Summary(seed, strict)
     for chosen, number in summary.runs(order):
-        aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is no JSON
+        aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is not JSON
         with aside, summary.run(chosen, number, frames_of=str(file)):
             execute(chosen, number if file.suffix in PROGRAMS else seed)
     typer.echo(summary.json(file) if json else str(summary))
@@ -286,7 +286,7 @@ def time(
     for given, line in zip((file, compare), lines):
         if given is not None:
             execute = program_of(given, line, arg, target, int(device["sms"]), kernel, clang_flags, quiet=True)
-            aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is no JSON
+            aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is not JSON
             with command.timed(device, clock, values) as timer, command.ending(given) as end, aside:
                 execute("eager", 0)
             timers.append(timer)

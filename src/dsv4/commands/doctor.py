@@ -44,7 +44,7 @@ ENGINES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """`ok`: True = works, False = asked to work here and does not, None = not here, and that is no fault."""
+    """`ok`: True = works, False = asked to work here and does not, None = not here, and that is not a fault."""
 
     what: str
     found: str

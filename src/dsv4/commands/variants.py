@@ -419,7 +419,7 @@ def _choices(launch: Launch) -> frozenset[tuple]:
 
 
 def _sizes_between(choices: set[tuple]) -> set[tuple]:
-    """Those that a smaller and a larger one of the same constant enclose. What is at most 8 is no size but a kind."""
+    """Those that a smaller and a larger one of the same constant enclose. What is at most 8 is a kind, not a size."""
     sizes: dict[tuple, list[int]] = defaultdict(list)
     for kernel, name, value in choices:
         if isinstance(name, str) and type(value) is int and value > 8:

@@ -18,7 +18,7 @@ from dsv4.runtime import checks, dispatch
 
 
 def needs_padding(q: Any, v: Any) -> bool:
-    """Looks at shapes alone; what is no tensor is rejected later, by name."""
+    """Looks at shapes alone; what is not a tensor is rejected later, by name."""
     if not (checks.is_tensor(q) and checks.is_tensor(v) and q.ndim and v.ndim):
         return False
     return q.shape[-1] != v.shape[-1] or q.shape[-1] not in checks.HEAD_DIMS

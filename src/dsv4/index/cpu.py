@@ -23,7 +23,7 @@ def forward(p: IndexProblem) -> None:
         return
     flat: dict[str, Any] = {name: _flat(getattr(p, name)) for name in ("q", "weights", "counts", "out", "scores")}
     _forward(replace(p, **flat))
-    for name in ("out", "scores"):  # a batch whose lists lie so that they are no lines of one tensor was copied
+    for name in ("out", "scores"):  # a batch whose lists lie so that they are not lines of one tensor was copied
         x = getattr(p, name)
         if x is not None and flat[name].data_ptr() != x.data_ptr():
             x.copy_(flat[name].view(x.shape))

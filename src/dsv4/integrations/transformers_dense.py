@@ -33,7 +33,7 @@ WITNESSES = 4  # keys of each, besides those at the ends of what it sees
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """What stands in for the mask: the window of every query, and which keys are no padding."""
+    """What stands in for the mask: the window of every query, and which keys are not padding."""
 
     window: tuple[int, int]
     padding: Tensor | None  # bool [B, keys], False = padding

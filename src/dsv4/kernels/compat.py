@@ -58,7 +58,7 @@ else:  # 3.6 has the operation but no name for it
         _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
 
 
-# The type of an aggregate's field that is no aggregate: a number, pointer, descriptor, barrier, known when compiled or
+# The type of a field that is not an aggregate itself: a number, pointer, descriptor, barrier, known when compiled or
 # not. Every kernel has its own mixture of them.
 Value: Any = core.base_value
 _aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate

@@ -13,7 +13,7 @@ from dsv4.kernels.compat import barrier, gl, gluon
 
 ACQUIRE_GPU = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
 ACQUIRE_SYS = gl.constexpr("ld.acquire.sys.global.b32 $0, [$1];")
-GPU = gl.constexpr("gpu")  # a plain string is no default before Triton 3.9
+GPU = gl.constexpr("gpu")  # a plain string cannot be a default before Triton 3.9
 FENCE_ASYNC = gl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
 
 

@@ -97,7 +97,7 @@ def rescale(o, alpha):
 
 @gluon.jit
 def sink_of(sink_ptr, head, here):
-    """The sink's logit of a head or of a tensor of heads, -inf outside ``here``; a null pointer is no sink."""
+    """The sink's logit of a head or of a tensor of heads, -inf outside ``here``; a null pointer means none."""
     return gl.load(sink_ptr + head, mask=here & (sink_ptr.to(gl.int64) != 0), other=-float("inf"))
 
 

@@ -171,7 +171,7 @@ def call(
 
 
 def all_plain(tensors: Sequence[Any], required: int = 0) -> bool:
-    """Are all None, or tensors that are no subclass and no lazy view? The first `required` must be there. What is
+    """Are all None, or tensors that are neither a subclass nor a lazy view? The first `required` must be there. What is
     nested, sparse or on another device is rejected where the call is prepared."""
     for x in tensors[:required]:
         if type(x) not in TENSORS or x.is_neg():

@@ -1,4 +1,4 @@
-"""Options of an operation: a NamedTuple whose fields are its arguments that are no tensors.
+"""Options of an operation: a NamedTuple whose fields are its arguments that are not tensors.
 
 The one object is the key of a call as far as numbers and flags go, the arguments of the torch operators (`schema`), and
 what a problem keeps of them. A NamedTuple, because one is made and hashed in every call.

@@ -296,7 +296,7 @@ def varlens() -> Iterator[tuple[str, Maker, set[str]]]:
 
 
 def pageds() -> Iterator[tuple[str, Maker, set[str]]]:
-    for page in (1, 8, 12, 64, 256):  # 12 is no power of two: TMA cannot step through such pages
+    for page in (1, 8, 12, 64, 256):  # 12 is not a power of two: TMA cannot step through such pages
         yield f"paged-{page}", partial(paged, page=page, lengths=[page + 3, 200, 1]), {"paged"}
     table: list[tuple[str, int, list[int], dict[str, Any]]] = [
         ("gqa", 16, [40, 100], {"heads": 8, "kv_heads": 2}),

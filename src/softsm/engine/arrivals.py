@@ -36,7 +36,7 @@ class Arrival:
 
     @property
     def bytes(self) -> bool:
-        """It brings bytes; it is no arrival."""
+        """It brings bytes; it is not an arrival."""
         return self.instruction.name.startswith(COPIES)
 
     @property

@@ -45,7 +45,7 @@ def mov(asm, ins):
 
 def do_clock(w, mask, o):
     """One cycle, and one nanosecond, per warp instruction of the whole launch, so that runs can be repeated. Every
-    reading differs from the one before. A loop may wait for time to pass, so it is no deadlock; but it may only limit
+    reading differs from the one before. A loop may wait for time to pass, so this is no deadlock; but it may only limit
     how long it polls, so it keeps nothing in flight."""
     m = w.machine
     m.clock = max(m.clock + 1, m.steps)

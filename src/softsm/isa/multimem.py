@@ -89,7 +89,7 @@ def do_multimem(w, mask, o):
             raise w.fault("misaligned", f"{here}: it must be a multiple of {o.size}")
         found = multicast.find(address, o.size)
         if found is None:
-            raise w.fault("out-of-bounds", f"{here}: that is no address of softsm.multicast")
+            raise w.fault("out-of-bounds", f"{here}: that is not an address of softsm.multicast")
         places = found.places(address)
         parts = [located(w, w.machine.global_memory.view, x, o.size, here).view(o.dtype) for x in places]
         if o.what == "ld_reduce":

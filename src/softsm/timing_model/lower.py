@@ -3,7 +3,7 @@
 ptxas cuts its own basic blocks. Each belongs to the PTX block that most of its instructions come from; a block is run
 as often as its PTX block was. Machine blocks that only repeat lines already there are slow paths (the second try of a
 wait, a division of denormals) and are left out, or copies of an unrolled loop, which are taken turn by turn. One with
-the only access to memory of a line is no slow path: ptxas jumps over loads that have a predicate. Events
+the only access to memory of a line is not a slow path: ptxas jumps over loads that have a predicate. Events
 (trace.py) are put at the machine instruction that does them: by PTX line, and by order where a line is off.
 """
 

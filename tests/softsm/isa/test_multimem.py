@@ -152,7 +152,7 @@ def test_who_does_not_release_to_all_races(order, scope):
 
 @pytest.mark.parametrize("instruction, offset, code, what", [
     ("ld.global.u32 %r8, [%rd5];", 0, "out-of-bounds", "outside every known allocation"),
-    ("multimem.st.global.u32 [%rd5], %r1;", 64, "out-of-bounds", "no address of softsm.multicast"),
+    ("multimem.st.global.u32 [%rd5], %r1;", 64, "out-of-bounds", "not an address of softsm.multicast"),
     ("multimem.st.global.v4.f32 [%rd5], {%r1, %r1, %r1, %r1};", 4, "misaligned", "a multiple of 16"),
 ])  # fmt: skip
 def test_addresses_that_cannot_be_meant(instruction, offset, code, what):

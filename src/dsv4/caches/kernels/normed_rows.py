@@ -45,7 +45,7 @@ def normed_rows(
 ):
     """One program: ROWS of x [rows, D], `line` elements apart, of which `heads` neighbours share a position.
 
-    R: columns that are rotated; WIDE: D rounded up to a power of two. A slot that is no row of the pool drops its row;
+    R: columns that are rotated; WIDE: D rounded up to a power of two. A slot outside of the pool drops its row;
     a position that is none counts as the nearest. FORMAT: of the pool; None: rows go to lines.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -11,7 +11,7 @@ NOWHERE = gl.constexpr(1 << 30)
 def tile_of(number, cu_ptr, sequences, unit):
     """(sequence, first row of its tile) of tile `number`; for four warps. Rows: `unit` for each token.
 
-    The tiles of sequence i have the numbers from cu[i] * unit // 128 + i on. That is no less than one past the last
+    The tiles of sequence i have the numbers from cu[i] * unit // 128 + i on. That is not less than one past the last
     number of the sequence before, so nothing has to be added up; a number without a tile lies past the end of
     its sequence.
     """

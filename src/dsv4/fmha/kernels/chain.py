@@ -5,7 +5,7 @@ backward_products     dV = P^T dO, dK = dS^T Q, dQ = dS K
 
 These are five products of the size of the scores, as many as there must be; a slab holds 4 bytes per score. cuBLAS
 multiplies up to 7 % faster without a mask, but needs a launch for each head or sequence and each range of rows, copies
-for a number of keys that is no multiple of 8, and fp32 results to add: (4, 3, 806) causal at head dim 256 takes 25
+for a number of keys that is not a multiple of 8, and fp32 results to add: (4, 3, 806) causal at head dim 256 takes 25
 launches and 1.5 ms with it, 3 and 0.3 without.
 """
 

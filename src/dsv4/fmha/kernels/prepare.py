@@ -91,7 +91,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     elif grid[1] > MAX_GRID:
         raise ValueError(f"{p.kv_heads} KV heads x {splits} splits of the keys are over {MAX_GRID} blocks")
     # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
-    # has room for is no property of a sequence; so paged ones take that way with one split too.
+    # has room for is not a property of a sequence; so paged ones take that way with one split too.
     split = splits > 1 or tiles_per_split > 0 and p.kind == "paged" or is_partial(p)
     kv_load, box = _kv_load(p, c)
     sign, scale = sign_and_scale(p.softmax_scale)

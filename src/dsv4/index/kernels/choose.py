@@ -1,7 +1,7 @@
 """The topk best of a query's scores, exactly, by the greatest score of every GROUP of neighbouring rows.
 
 If `topk` groups have a maximum that is not below a cut, `topk` rows are not below it: the best ones are among them. The
-cut need not be exact, a few rows more are no matter. So one CTA per query, or, for few queries, each of SHARES CTAs
+cut need not be exact, a few rows more do not matter. So one CTA per query, or, for few queries, each of SHARES CTAs
 
     cut       reads the maxima, one for GROUP rows, and looks for a cut with topk groups or up to an eighth more above
     rows      reads the scores of these groups and keeps what is not below the cut: little more than topk, unless scores

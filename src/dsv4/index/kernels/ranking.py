@@ -230,7 +230,7 @@ def write_rows(
     AMONG: gl.constexpr,
 ):  # fmt: skip
     """The rows of keys at their places in the list of a query, and their scores; -1 where a key is not chosen."""
-    if AMONG:  # columns that are no rows score -inf, and there may be fewer keys than are chosen
+    if AMONG:  # columns that are not rows score -inf, and there may be fewer keys than are chosen
         chosen = chosen & ((key >> 32).to(gl.int32) > LOWEST)
     row = row_of(FOREVER - (key & 0x7FFFFFFF).to(gl.int32), query, owners, chosen, AMONG)
     pages = lists.pages

@@ -75,7 +75,7 @@ def index_select(
     # A round before the last may keep a few more, and has found its cut sooner.
     most = wanted if LAST else gl.minimum(wanted + wanted // 8, KEPT)
     taken, present, low = best_of(ordered, number, wanted, most, low, high, present)
-    # Where they are kept is no matter: they are sorted in the end, and rounds go by their numbers.
+    # Where they are kept does not matter: they are sorted in the end, and rounds go by their numbers.
     keep = (n.to(gl.int64) * gl.num_programs(1) + piece) * KEPT
     to = places_of(taken, 1)
     gl.store(chosen.kept_ptr + keep + to, ordered, mask=taken)

@@ -124,7 +124,7 @@ class NGrams:
 
 def smaller_vocabulary(tokenizer: Any) -> Tensor:
     """The number of every token, for NGrams.bind: numbers are given in the order in which texts first appear. The text
-    of a token is compared without case, accents and outer spaces; a token that is no whole character is itself."""
+    of a token is compared without case, accents and outer spaces; a token that is not a whole character is itself."""
     from tokenizers import Regex, normalizers
 
     space = "\ue000"  # keeps a token of spaces alone from being stripped

@@ -65,7 +65,7 @@ def put(out_ptr, number, there, x, FIRST: gl.constexpr):
 
 def pays(p: V4Problem) -> bool:
     """Whether, by shapes alone, the pools of packed rows are smaller than q and than what the queries may list."""
-    if p.deterministic:  # how many queries there are is no property of a query
+    if p.deterministic:  # how many queries there are is not a property of a query
         return False
     rows = sum(caches.pool_size(pool) for pool in _pools(p).values())
     listed = p.batch * p.max_seqlen_k * -(-p.q_heads // 64)

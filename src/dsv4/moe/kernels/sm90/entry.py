@@ -19,7 +19,7 @@ from dsv4.runtime.program import Program, Slot
 
 RECIPES = (("mxfp4", "fp8_128"),)  # weights, activations
 SHARED_BYTES = 204 << 10  # for stages; the rest is for exchanges between warps
-MOST_STAGES = 8  # more are no faster
+MOST_STAGES = 8  # more are not faster
 FEW_SLOTS, FEW_STAGES = 8, 4  # one token: a CTA has one tile or none, and more stages only take time to begin with
 
 

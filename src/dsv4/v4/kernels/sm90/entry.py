@@ -167,6 +167,6 @@ def _blocks(p: V4Problem, keys: int) -> int:
 
 def resident(p: V4Problem) -> bool:
     """Whether, by shapes alone, plain rows come from the L2: it has room for them, and they are listed often.
-    Deterministic: the other order rounds P differently, and how many queries there are is no property of a query."""
+    Deterministic: the other order rounds P differently, and how many queries there are is not a property of a query."""
     rows = sum(caches.pool_size(pool) for pool in (p.window, p.compressed) if pool is not None)
     return not p.deterministic and rows <= L2_ROWS and p.batch * p.max_seqlen_k >= 8 * rows
