@@ -11,8 +11,8 @@ from engines_here import needs
 
 pytestmark = [needs("vllm"), pytest.mark.slow, pytest.mark.timeout(3600)]
 
-# bytes of a row in the window and of a compressed row, and what pages are a multiple of
-ROWS = {"hopper": (584, 584, 576), "fp8": (528, 528, 512), "own": (528, 288, 512)}
+# bytes of a row in the window, of a compressed row and of an index key, and what pages are a multiple of
+ROWS = {"hopper": (584, 584, 132, 576), "fp8": (528, 528, 68, 512), "own": (528, 288, 68, 512)}
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -23,11 +23,11 @@ def test_prompts_and_decodes_of_six_layers(kind, tmp_path):
     done = subprocess.run([sys.executable, script, kind, result], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-6000:]
     found = json.loads(result.read_text())
-    window, compressed, alignment = ROWS[kind]
+    window, compressed, keys, alignment = ROWS[kind]
     wanted = {f"model.layers.{n}.attn.swa_cache": [window, 32, alignment] for n in range(6)}
     for n, rows in ((1, 32), (3, 64)):
         wanted[f"model.layers.{n}.attn"] = [compressed, rows, alignment]
-        wanted[f"model.layers.{n}.attn.indexer.k_cache"] = [132, rows, alignment]
+        wanted[f"model.layers.{n}.attn.indexer.k_cache"] = [keys, rows, alignment]
     assert found["pages"] == wanted
     calls = {"prefill": 12, "decode": 12, "insert": 18, "index prefill": 4, "index decode": 4}
-    assert found["calls"] == calls | ({} if kind == "hopper" else {"compress": 6})
+    assert found["calls"] == calls | ({} if kind == "hopper" else {"compress": 6, "index keys": 6})

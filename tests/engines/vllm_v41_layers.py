@@ -293,7 +293,8 @@ def main(kind: str, result: str) -> None:
             torch.set_default_dtype(torch.float32)
             engine = Engine(config, layers)
             for step in STEPS:
-                engine.run(step)
+                with torch.inference_mode():
+                    engine.run(step)
                 print("step", step, dict(calls), flush=True)
     Path(result).write_text(json.dumps(dict(calls=dict(calls), pages=engine.pages, steps=len(STEPS))))
 

@@ -9,6 +9,7 @@ import torch
 
 import dsv4
 from dsv4.caches.index_keys import quantize_queries
+from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.integrations.vllm import calls, indexer
 
 ROWS, HEADS, TOPK, PAGES = 8, 4, 6, 20  # rows of a page
@@ -45,6 +46,13 @@ class Engine:
         dsv4.IndexCache.from_pages(self.pages).write(torch.arange(PAGES * ROWS), torch.randn(PAGES * ROWS, 128))
         self.keys = dsv4.IndexCache.from_pages(self.pages).unpack(torch.float32)
         self.table = torch.randperm(PAGES).view(4, 5).int()  # of four requests
+
+    def fp4(self):
+        """Keys of 68 bytes in place of those of 132."""
+        self.pages = torch.zeros(PAGES, 2, ROWS, 68, dtype=torch.uint8)[:, 1]
+        cache = dsv4.IndexCache.from_pages(self.pages, format=INDEX_68)
+        cache.write(torch.arange(PAGES * ROWS), self.keys)
+        self.keys = cache.unpack(torch.float32)
 
     def indexer(self, buffer, **options):
         cache = SimpleNamespace(prefix="layer", kv_cache=self.pages)
@@ -147,9 +155,13 @@ def test_a_rank_chooses_for_its_part_of_a_prompt_and_exchanges(engine):
     assert exchanged == [TOPK]
 
 
-def test_two_levels_of_deepseek_v4_1(engine):
-    """One layer keeps the two best blocks of 8 rows of each query, of which the last one that it sees; another layer
-    with queries of its own chooses among their rows. Decodes with drafts before prompts; a sharded prompt is not."""
+@pytest.mark.parametrize("bytes_", [132, 68])
+def test_two_levels_of_deepseek_v4_1(engine, bytes_):
+    """FP8 keys, or the model's own FP4 keys, with FP8 queries. One layer keeps the two best blocks of 8 rows of each
+    query, of which the last one that it sees; another layer with queries of its own chooses among their rows. Decodes
+    with drafts before prompts; a sharded prompt is not."""
+    if bytes_ == 68:
+        engine.fp4()
     chunks = [chunk(engine.table[2:], [[9, 9, 10], [0, 33]], first=4)]
     lengths = [[30, 31], [39, 40]]
     m = metadata(chunks, decode(engine.table[:2], lengths, [2, 2]), 4, shard="not asked for")

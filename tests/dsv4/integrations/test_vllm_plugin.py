@@ -391,6 +391,7 @@ def test_the_contract_is_what_was_recorded():
         *((getattr(v41.Forward, name), f"{contract.FLASHMLA41}.{name}") for name in V41_METHODS),
         (v41.insert_cache, "vllm.models.deepseek_v41.compressor.DeepseekCompressor.insert_cache"),
         (v41.record_rule(bool), "vllm.models.deepseek_v41.attention._use_v41_mxfp8_kv_record"),
+        (v41.key_width(max), "vllm.models.deepseek_v41.attention._indexer_k_cache_head_dim"),
         (v41.context_rows(print), "vllm.models.deepseek_v41.nvidia.dspark._insert_context_kv"),
     ],
 )

@@ -11,6 +11,7 @@ from agreement import assert_right
 import dsv4
 from dsv4 import reference
 from dsv4.caches.formats import FP8_584, MXFP8_528, NVFP4_288
+from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.integrations.vllm import calls, v41
 
 HEADS, TOPK, BLOCK, WINDOW_PAGE = 4, 12, 8, 4  # BLOCK: tokens of a page of compressed rows
@@ -294,6 +295,57 @@ def test_tokens_that_go_no_further_leave_the_same_rows(converted):
     assert_written(layer.swa_cache_layer.kv_cache, slots, turned(kv, ANGLES[positions]))
     context(layer, kv, positions.flip(0), slots)
     assert_written(layer.swa_cache_layer.kv_cache, slots, turned(kv, ANGLES[positions.flip(0)]))
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_fp4_keys_are_normed_rotated_and_packed(converted, ratio):
+    """Where the pages have 68 bytes for a key; elsewhere vLLM writes them."""
+    asked = []
+
+    class Indexer:
+        def _produce_k(self, *rest):
+            asked.append(rest)
+
+    weight = torch.rand(128) + 0.5
+    made = v41.indexer_class(Indexer)()
+    pages = torch.zeros(3, 32 * 68 + 64, dtype=torch.uint8)[:, : 32 * 68].unflatten(1, (32, 68))
+    vars(made).update(
+        use_fp4_kv=False, compress_ratio=ratio, k_cache=SimpleNamespace(prefix="keys", kv_cache=pages[..., :67]),
+        wk=lambda latent: (latent[:, :128] * 2, None), k_norm=SimpleNamespace(weight=weight, variance_epsilon=1e-20),
+    )  # fmt: skip
+    positions, slots = torch.tensor([6, 7, 8, 9, 11]), torch.tensor([3, 70, 64, 9])
+    converted.context.attn_metadata = {"keys": SimpleNamespace(slot_mapping=slots)}
+    ends = (positions[:4] + 1) % ratio == 0
+    latent = torch.randn(5, 512)
+    made._produce_k(latent, positions, ROTARY)
+    made.k_cache.kv_cache = pages
+    made._produce_k(None, positions, ROTARY)
+    assert len(asked) == 2 and not pages.any()
+    before = calls["index keys"]
+    made._produce_k(latent.masked_fill(~torch.cat([ends, ends[:1]])[:, None], float("nan")), positions, ROTARY)
+    assert len(asked) == 2 and calls["index keys"] == before + 1
+    keys = latent[:4, :128].double() * 2
+    keys = keys * torch.rsqrt(keys.square().mean(-1, keepdim=True)) * weight.double()
+    wide = torch.cat([torch.zeros(4, 384), keys], -1)
+    wanted = turned(wide, ANGLES[positions[:4] // ratio * ratio])[ends, 384:]
+    cache = dsv4.IndexCache.from_pages(pages, format=INDEX_68)
+    codes = INDEX_68.quantize(wanted.float())
+    by_hand = INDEX_68.dequantize(*codes, torch.float64)
+    got = cache.unpack(torch.float64)[slots[ends]]
+    assert ((got - by_hand).abs() <= by_hand.abs() / 2).all() and (got == by_hand).double().mean() > 0.99
+    others = torch.ones(96, dtype=torch.bool)
+    others[slots[ends]] = False
+    assert not cache.unpack()[others].any()
+
+
+def test_keys_have_68_bytes_beside_the_models_own_rows(monkeypatch):
+    width = v41.key_width(lambda dim, fp4: dim // 2 + 4 if fp4 else dim + 4)
+    monkeypatch.setenv("DSV4_VLLM_PARTS", "indexer")
+    assert width(128, False) == 132 and width(128, True) == 68
+    with v41.rows_of_v41(True):
+        assert width(128, False) == 68
+        monkeypatch.setenv("DSV4_VLLM_PARTS", "")  # vLLM's own indexer reads no such keys on Hopper
+        assert width(128, False) == 132
 
 
 def test_vllms_rule_for_rows_is_overruled_while_a_layer_with_its_own_is_built():

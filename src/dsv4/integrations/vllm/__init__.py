@@ -15,7 +15,8 @@ On:
   default is the indexer;
 * DeepSeek-V4.1 (decode, prefill, DSpark's layers) runs on the same switch, with its two-level indexer, on vLLM's pages:
   rows of 584 bytes on Hopper. ``DSV4_VLLM_ROWS=v41`` or ``--kv-cache-dtype nvfp4_ds_mla`` gives the model's own there,
-  528 and 288 bytes, which dsv4 then writes too. It has run on no GPU yet, and ``experts`` are V4's alone;
+  528 and 288 bytes and index keys of 68, which dsv4 then writes too. It has run on no GPU yet, and ``experts`` are V4's
+  alone;
 * ``--attention-backend DSV4_GLUON`` runs dense models on :func:`dsv4.fmha_paged`, and ``backend_per_kind`` runs the
   layers of one kind on it. A dense model without either keeps vLLM's choice.
 
@@ -44,8 +45,8 @@ BACKEND = "DSV4_GLUON"
 DENSE = "dsv4.integrations.vllm.dense.Backend"
 PLUGIN = "dsv4"  # the name of the entry point, in VLLM_PLUGINS
 
-# "decode", "prefill", "index decode", "index prefill", "compress", "insert", "experts", "dense decode", "dense
-# prefill": of this process
+# "decode", "prefill", "index decode", "index prefill", "index keys", "compress", "insert", "experts", "dense decode",
+# "dense prefill": of this process
 calls: Counter[str] = Counter()
 
 # vLLM configures the loggers below its own name only, and perhaps after plug-ins are loaded: warnings are seen anyway.

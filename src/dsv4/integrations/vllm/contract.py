@@ -60,6 +60,7 @@ PARAMETERS = {
     f"{FLASHMLA41}._run_parallel_input_projections": ("self", "hidden_states"),
     f"{FLASHMLA41}._split_qkv_and_norm": ("self", "qr_kv"),
     "vllm.models.deepseek_v41.attention._use_v41_mxfp8_kv_record": (),
+    "vllm.models.deepseek_v41.attention._indexer_k_cache_head_dim": ("index_head_dim", "use_fp4_kv"),
     "vllm.models.deepseek_v41.attention.DeepseekV4IndexerCache.get_kv_cache_spec": ("self", "vllm_config"),
     "vllm.models.deepseek_v41.attention.DeepseekV4Indexer._produce_k": ("self", "latent", "positions", "rotary_emb"),
     "vllm.models.deepseek_v41.compressor.DeepseekCompressor.forward": ("self", "kv_score", "positions"),

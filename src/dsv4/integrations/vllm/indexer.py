@@ -1,5 +1,5 @@
-"""vLLM's sparse indexer of DeepSeek-V4 and V4.1 on dsv4.index_topk: FP8 keys in vLLM's pages, lists in rows of the
-request.
+"""vLLM's sparse indexer of DeepSeek-V4 and V4.1 on dsv4.index_topk: FP8 keys in vLLM's pages, or V4.1's own FP4 keys
+that v41.py writes, and lists in rows of the request.
 
 vLLM gathers the keys of a prompt into a workspace, has DeepGEMM write all scores, and chooses from them; in decode the
 same with another kernel. Here both are one call that reads the pages. Queries and keys are quantised by vLLM's kernels,
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import dsv4
+from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.index.sizes import BLOCK, INDEX_BYTES
 from dsv4.integrations.vllm import calls, refuse
 
@@ -113,7 +114,8 @@ class Indexer(torch.nn.Module):
         self, q: Tensor, weights: Tensor, some: slice, lengths: Tensor, table: Tensor, starts: Tensor | None,
         longest: int,
     ) -> None:  # fmt: skip
-        cache = dsv4.IndexCache.from_pages(self.k_cache.kv_cache)
+        keys = self.k_cache.kv_cache
+        cache = dsv4.IndexCache.from_pages(keys, format=INDEX_68 if keys.shape[-1] == INDEX_68.row_bytes else None)
         # Memory and time go with the width of the table; kernels are compiled for its powers of two.
         pages = 1 << (-(-longest // (self.ratio * cache.rows_per_page)) - 1).bit_length() if longest else 1
         given = q[some], cache, weights[some], self.topk

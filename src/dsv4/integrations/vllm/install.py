@@ -177,6 +177,7 @@ def on_cuda() -> None:
     wrap(model, "_select_dsv4_attn_cls", functools.partial(choosing, v4.cuda_class))
     wrap(model_v41, "_select_dsv4_attn_cls", functools.partial(choosing, v41.cuda_class))
     wrap(attention_v41, "_use_v41_mxfp8_kv_record", v41.record_rule)
+    wrap(attention_v41, "_indexer_k_cache_head_dim", v41.key_width)
     wrap(dspark_v41, "_insert_context_kv", v41.context_rows)
 
 

@@ -5,8 +5,9 @@ an indexer, and those behind it read its lists. Decode reads the pages, whatever
 the rank has: drafts come as queries of their own, and the lists say what each of them sees. Prefill reads the bf16
 workspace that vLLM unpacks pages to.
 
-On Hopper vLLM keeps rows of 584 bytes. The model's own, 528 in the window and 288 compressed, are an option there:
-choice.own_rows. vLLM's writers are made for Blackwell, so dsv4 writes these rows itself.
+On Hopper vLLM keeps rows of 584 bytes and index keys of 132. The model's own, 528 in the window, 288 compressed and
+keys of 68, are an option there: choice.own_rows. vLLM's writers are made for Blackwell, so dsv4 writes these itself.
+Queries of the indexer stay FP8.
 """
 
 import functools
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 import dsv4
+from dsv4 import elementwise
+from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.caches.pages import PackedRows
 from dsv4.integrations.vllm import calls, choice, logger, parts, refuse, say
 from dsv4.integrations.vllm.insertion import insert, write
@@ -102,10 +105,8 @@ class Forward(Served):
         return self.prefix.replace(f".{self.layer_id}.", f".{self.index_source_layer_id}.", 1)
 
     def _indexer_cls(self, k_cache: Any) -> type:
-        from dsv4.integrations.vllm.indexer import Indexer
-
-        theirs = super()._indexer_cls(k_cache)  # type: ignore[misc]
-        return type("Dsv4Indexer", (theirs,), dict(attn_cls=Indexer)) if "indexer" in parts() else theirs
+        theirs: type = super()._indexer_cls(k_cache)  # type: ignore[misc]
+        return indexer_class(theirs) if "indexer" in parts() else theirs
 
     def _fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any) -> Tensor:
         """Queries [N, H, 512] on their way to attention; the rows kv [N, 512] go into the window's pages."""
@@ -161,6 +162,44 @@ def insert_cache(self: Any, latent: Tensor | None, positions: Tensor, rotary_emb
     pages = self._static_forward_context[self.k_cache_prefix].kv_cache
     write(latent, at - at % self.compress_ratio, pool(pages), slots, rotary_emb.cos_sin_cache)
     calls["compress"] += 1
+
+
+@functools.cache
+def indexer_class(theirs: Any) -> type:
+    """A subclass of vLLM's indexer that scores by dsv4, and writes FP4 keys where the pages have them."""
+    from dsv4.integrations.vllm.indexer import Indexer
+
+    class Dsv4Indexer(theirs):  # type: ignore[misc]
+        attn_cls = Indexer
+
+        def _produce_k(self, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:
+            from vllm.forward_context import get_forward_context
+
+            found, pages = get_forward_context().attn_metadata, self.k_cache.kv_cache
+            if self.use_fp4_kv or latent is None or pages.shape[-1] != INDEX_68.row_bytes:
+                super()._produce_k(latent, positions, rotary_emb)
+            else:
+                slots = found[self.k_cache.prefix].slot_mapping
+                write_keys(self, self.wk(latent)[0], positions, slots, pages, rotary_emb.cos_sin_cache)
+
+    return Dsv4Indexer
+
+
+def write_keys(indexer: Any, keys: Tensor, positions: Tensor, slots: Tensor, pages: Tensor, cos_sin: Tensor) -> None:
+    """keys [>= n, 128] of tokens that end a group, normed and rotated at its first token, to the slots [n] of pages."""
+    at = positions[: len(slots)]
+    slots = slots.masked_fill((at + 1) % indexer.compress_ratio != 0, -1)
+    cache = dsv4.IndexCache.from_pages(pages, format=INDEX_68)
+    steps = elementwise.choose("auto", keys.device)
+    with steps.running():
+        steps.store(cache, slots, keys[: len(slots)], indexer.k_norm, cos_sin, at - at % indexer.compress_ratio)
+    calls["index keys"] += 1
+
+
+def key_width(theirs: Callable[[int, bool], int]) -> Callable[[int, bool], int]:
+    """Around vLLM's function that says how many bytes an index key has: 68 beside the model's own rows, if dsv4 reads
+    them."""
+    return lambda index_head_dim, use_fp4_kv: theirs(index_head_dim, use_fp4_kv or (own_rows and "indexer" in parts()))
 
 
 def record_rule(theirs: Callable[[], bool]) -> Callable[[], bool]:
