@@ -74,7 +74,7 @@ def test_the_table_names_one_commit_of_softsm_and_marks_other_lines(tool, tmp_pa
     for _ in range(2):  # a mark is not lost, nor made twice
         tool.write({tool.title(new): report}, "0123abcd")
         text = page.read_text()
-        assert "1 of 2 lines are of one run: softsm at commit 0123abcd, with clang 22" in text
+        assert "1 of 2 lines are of one commit of softsm, 0123abcd, with clang 22" in text
         assert f"| {tool.title(new)} | right | nothing |" in text and f"| {tool.title(old)} ° | right | old |" in text
     tool.write({tool.title(new): report, tool.title(old): report}, "4567abcd")
     text = page.read_text()

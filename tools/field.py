@@ -201,8 +201,8 @@ def write(reports: dict[str, dict], commit: str) -> None:
         elif name in before:
             lines.append(f"| {name} ° {before[name]}")
     marked = sum(" ° |" in line for line in lines)
-    made = f"softsm at commit {commit}, with clang {version_of(find_clang())}, on {platform.machine()}"
-    said = f"{len(lines) - marked} of {len(lines)} lines are of one run: {made}."
+    made = f"with clang {version_of(find_clang())}, on {platform.machine()}"
+    said = f"{len(lines) - marked} of {len(lines)} lines are of one commit of softsm, {commit}, {made}."
     said += " Those marked ° are of earlier commits." if marked else ""
     table = "\n".join([BEGIN, said, "", "| kernel | result | found |", "|---|---|---|", *lines, END])
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: table, PAGE.read_text(), flags=re.DOTALL))

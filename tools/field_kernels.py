@@ -167,7 +167,10 @@ def scaled(name: str, rows: int, persistent: bool, mode: str, a: str, b: str, mo
            arch: str = "sm_100a") -> Kernel:  # fmt: skip
     """A product of triton_kernels: `rows` x 128 x 256 in three groups. moved: rows are gathered and scattered;
     swizzled: which operands have their scales in the order of the hardware."""
-    words = f"{rows}, 128, 256, 1, {moved}, {moved}, None, False, {persistent}, None, 3, '{mode}', '{a}', '{b}', None"
+    warps = 4 if arch == "sm_90a" else None
+    words = (
+        f"{rows}, 128, 256, 1, {moved}, {moved}, None, False, {persistent}, {warps}, 3, '{mode}', '{a}', '{b}', None"
+    )
     words += (
         f", {128 if 'a' in swizzled else 16}, {'b' in swizzled}, False, {'a' in swizzled}, True, None, False, False"
     )
