@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import bisect
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 from softsm.engine import program as pg
@@ -21,6 +22,7 @@ class Blocks:
     lines: list[int]  # sorted keys of of_line
     labels: list[int] = field(default_factory=list)  # lines of the PTX where a label stands
     loops: list[int] = field(default_factory=list)  # around each block
+    crowded: set[int] = field(default_factory=set)  # PTX lines with more than one instruction
 
     def at(self, pc: int) -> int:
         return bisect.bisect_right(self.starts, pc) - 1
@@ -66,7 +68,9 @@ def blocks_of(program, macro_at, source: str) -> Blocks:
     of_line: dict[int, int] = {}
     for i, ins in enumerate(program.instructions):
         of_line.setdefault(ins.line, bisect.bisect_right(starts, i) - 1)
-    return Blocks(starts, of_line, sorted(of_line), labels_of(source), _loops(program, starts, branches))
+    places = Counter(line for line, _ in {(ins.line, ins.column) for ins in program.instructions})
+    crowded = {line for line, n in places.items() if n > 1}
+    return Blocks(starts, of_line, sorted(of_line), labels_of(source), _loops(program, starts, branches), crowded)
 
 
 def _loops(program, starts: list[int], branches: list[tuple[int, int]]) -> list[int]:

@@ -225,11 +225,13 @@ class Lowering:
 
     def _copies(self, block: range) -> int:
         """How many turns of a loop are in a block that has no copy of one turn beside it: ptxas unrolls so if it knows
-        their number. Most lines are there that often with each of their opcodes. Products and copies have moves of a
-        line for each of them; loops with those are not unrolled so."""
+        their number. Most lines are there that often with each of their opcodes, but for lines with more than one PTX
+        instruction (inline PTX). Products and copies have moves of a line for each of them; loops with those are not
+        unrolled so."""
         if any(self.code.instructions[i].opcode.startswith(ALL) for i in block):
             return 1
-        pairs = Counter((x.line, x.opcode) for x in (self.code.instructions[i] for i in block) if x.line)
+        made, crowded = [self.code.instructions[i] for i in block], self.blocks.crowded
+        pairs = Counter((x.line, x.opcode) for x in made if x.line and x.line not in crowded)
         return round(float(np.median(list(pairs.values())))) if len(pairs) >= MANY_PAIRS else 1
 
     def _first_turn(self, block: range) -> list[int]:

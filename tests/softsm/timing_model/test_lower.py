@@ -57,6 +57,21 @@ def test_a_loop_unrolled_without_a_single_turn_beside_it_is_issued_by_turns() ->
     assert len(last.instructions) == 14 + 2 * 81 + 11 + 1
 
 
+def test_instructions_of_one_line_are_no_copies_of_a_loop() -> None:
+    """Inline PTX has many instructions in a line: that an opcode is there ten times does not make it ten turns."""
+    rows = [(n, f"{op} R1, R1") for n in range(2, 12) for op in ("MUFU.EX2", "FMUL") for _ in range(10)]
+    rows = [(1, "MOV R1, R2"), *rows, (12, "@P0 BRA `(.L_x_0)"), (13, "EXIT")]
+    text = "".join(
+        (".L_x_0:\n" if n == 1 else "")
+        + f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * n:04x}*/ {ins} ;\n'
+        for n, (line, ins) in enumerate(rows)
+    )
+    lines = {1: 0, **dict.fromkeys(range(2, 13), 1), 13: 2}
+    blocks = Blocks([0, 1, 12], lines, sorted(lines), [], loops=[0, 1, 0], crowded=set(range(2, 12)))
+    path = Lowering(sass.read(text, ""), blocks)._path([0, *[1] * 16, 2], [0] * 18, [])
+    assert len(path.instructions) == 1 + 16 * 201 + 1
+
+
 def test_a_wait_belongs_to_its_first_try_not_to_the_second_behind_all_other_code() -> None:
     """The first try has a neighbour's line. Another wait's first try is a short block too, but asks something else."""
     rows = [
