@@ -12,6 +12,7 @@ from functools import partial
 from softsm.engine import vec
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import Modifiers, lowers_typed, needs_target, operands, unary
+from softsm.ptx.ast import Imm
 
 micro("add.f32", "f=ff", lambda a, b: a + b, canonical_nan=True, hot=True)
 micro("sub.f32", "f=ff", lambda a, b: a - b, canonical_nan=True, hot=True)
@@ -145,6 +146,8 @@ def arithmetic(asm, ins):
             asm.refuse(ins, ".sat is not for .f32x2")
     kind = {"f32": "f", "f64": "d", "f32x2": "q"}[t]
     d, *sources = operands(asm, ins, 4 if op == "fma" else 3)
+    if t == "f32x2" and any(isinstance(x, Imm) for x in sources):
+        asm.refuse(ins, ".f32x2 needs registers, not numbers")
     rows = [asm.src(x, kind) for x in sources]
     rounding = rounding or "rn"
     if rounding == "rn" and t == "f32" and ftz:

@@ -157,3 +157,12 @@ def test_operands_of_the_wrong_kind(instruction, message):
     with pytest.raises(PtxError) as error:
         softsm.load(TEXT.format(instruction=instruction, target="sm_90a"))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "instruction", ["add.rn.f32x2 %rd1, %rd2, 0;", "fma.rn.f32x2 %rd1, %rd2, %rd2, 4575657222473777152;"]
+)
+def test_pairs_of_f32_come_in_registers(instruction):
+    """ptxas: Arguments mismatch."""
+    with pytest.raises(Unsupported, match="f32x2.*needs registers"):
+        softsm.load(TEXT.format(instruction=instruction, target="sm_100a"))
