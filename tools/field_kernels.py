@@ -25,7 +25,8 @@ PACKAGES = {
 CUTE = ("-I{cutlass}/include", "-I{cutlass}/tools/util/include", "-I{cutlass}/examples/common", "-DNDEBUG")
 MLA = ("-I{FlashMLA}/csrc", "-I{FlashMLA}/csrc/sm90", "-I{FlashMLA}/csrc/kerutils/include", *CUTE)
 GEMM = ("-I{DeepGEMM}/deep_gemm/include", *CUTE)
-TK = ("-I{ThunderKittens}/include", "-I{ThunderKittens}/prototype", "-DNDEBUG", "-DKITTENS_BLACKWELL")
+# Its initialisers need a signed char, which a host with ARM cores does not have.
+TK = ("-fsigned-char", "-I{ThunderKittens}/include", "-I{ThunderKittens}/prototype", "-DNDEBUG", "-DKITTENS_BLACKWELL")
 
 
 @dataclass(frozen=True)
