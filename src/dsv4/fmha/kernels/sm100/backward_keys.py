@@ -58,18 +58,19 @@ from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayo
 
 from dsv4.fmha.kernels import scores
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
-from dsv4.fmha.kernels.loads import zero_invisible
 from dsv4.fmha.kernels.sm100.backward_mask import seen_by_all, streamed, zero_masked
 from dsv4.fmha.kernels.sm100.backward_tiles import (
     Numbers,
     Result,
     TileProduct,
     accumulate,
+    column_numbers,
     finish,
-    load_x,
+    load_own,
     load_y,
     operand,
     powers,
+    scaled,
 )
 from dsv4.fmha.kernels.sm100.softmax_parts import whole
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, store_wait, tma_add
@@ -117,21 +118,7 @@ def dout_stage(memory, j):
 @gluon.jit
 def load_role(q_desc, k_desc, dout_desc, v_desc, memory, work, sizes, numbers, D: gl.constexpr, VARLEN: gl.constexpr):
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    landed_phase = gl.to_tensor(0)
-    begin = first_visible(sizes)
-    foreign: gl.constexpr = False
-    if VARLEN:
-        foreign = (work.own < begin) | (work.own + 128 > sizes.keys)
-    if foreign:
-        load_x(k_desc, v_desc, memory, memory.landed.at(0), work, D)
-        memory.landed.wait(0, landed_phase)
-        zero_invisible(memory.x.index(0), work.own, begin, sizes.keys, 128, D)
-        zero_invisible(memory.x.index(1), work.own, begin, sizes.keys, 128, D)
-        fence_async_shared()  # generic stores -> tensor-core reads
-        memory.x_ready.arrive(0)
-        landed_phase = landed_phase ^ 1
-    else:
-        load_x(k_desc, v_desc, memory, memory.x_ready.at(0), work, D)
+    landed_phase = load_own(k_desc, v_desc, memory, work, first_visible(sizes), sizes.keys, D, VARLEN)
     for j in range(0, work.tiles):
         at_q = q_stage(j)
         at_dout = dout_stage(memory, j)
@@ -192,12 +179,6 @@ def mma_role(memory, work, D: gl.constexpr):
                 accumulate(acc.index(1), s, ring.slot(next_dout), 0, DTYPE)
                 ring.release_after_mma(next_dout)
         memory.done.arrive_after_mma(0)
-
-
-@gluon.jit
-def column_numbers(memory, number, first, L: gl.constexpr, COLUMNS: gl.constexpr):
-    """lse2 or delta of columns of the scores, all of them in every thread."""
-    return memory.stat.index(number).slice(first, COLUMNS).load(gl.SliceLayout(0, L))[None, :]
 
 
 @gluon.jit
@@ -359,13 +340,7 @@ def backward_keys(
     first, end = streamed(own, sizes, True)
     first = first // 128 * 128  # a tile of the sum
     work = TileProduct(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128, first_key, first_row)
-    ds_scale = 1.0
-    dk_factor = scales.gradient
-    dv_factor = 1.0
-    if SCALED:
-        ds_scale = gl.load(scales.ds_ptr)
-        dk_factor = scales.gradient / ds_scale
-        dv_factor = 1.0 / scales.p
+    ds_scale, dk_factor, dv_factor = scaled(scales, SCALED)
     numbers = Numbers(lse2_ptr, delta_ptr, scales.s, scales.p, ds_scale)
     result = Result(dk_ptr, dv_ptr, dk.row, dv.row, dk_factor, dv_factor)
     gl.warp_specialize([

@@ -148,6 +148,26 @@ def load_x(x0_desc, x1_desc, memory, ready, work, D: gl.constexpr):
 
 
 @gluon.jit
+def load_own(x0_desc, x1_desc, memory, work, begin, end, D: gl.constexpr, VARLEN: gl.constexpr):
+    """X, with 0 in rows outside of [begin, end) of the sequence -> next phase of landed."""
+    landed_phase = gl.to_tensor(0)
+    foreign: gl.constexpr = False
+    if VARLEN:
+        foreign = (work.own < begin) | (work.own + 128 > end)
+    if foreign:
+        load_x(x0_desc, x1_desc, memory, memory.landed.at(0), work, D)
+        memory.landed.wait(0, landed_phase)
+        zero_invisible(memory.x.index(0), work.own, begin, end, 128, D)
+        zero_invisible(memory.x.index(1), work.own, begin, end, 128, D)
+        fence_async_shared()  # generic stores -> tensor-core reads
+        memory.x_ready.arrive(0)
+        landed_phase = landed_phase ^ 1
+    else:
+        load_x(x0_desc, x1_desc, memory, memory.x_ready.at(0), work, D)
+    return landed_phase
+
+
+@gluon.jit
 def load_y(desc, memory, slot, landed_phase, work, row, begin, end, D: gl.constexpr, VARLEN: gl.constexpr):
     """A tile of Y from `row` of the sequence on; 0 in rows outside of [begin, end) of it -> next phase of landed."""
     tile = memory.y.slots.index(slot)
@@ -183,25 +203,12 @@ def load_role(
     VARLEN: gl.constexpr,
 ):
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    landed_phase = gl.to_tensor(0)
     # Of X and of Y: the rows of the sequence that meet any of the other.
     x_visible = first_visible(sizes) if KEYS else 0
     x_end = sizes.keys if KEYS else sizes.rows
     y_visible = 0 if KEYS else first_visible(sizes)
     y_end = sizes.rows if KEYS else sizes.keys
-    foreign: gl.constexpr = False
-    if VARLEN:
-        foreign = (work.own < x_visible) | (work.own + 128 > x_end)
-    if foreign:
-        load_x(x0_desc, x1_desc, memory, memory.landed.at(0), work, D)
-        memory.landed.wait(0, landed_phase)
-        zero_invisible(memory.x.index(0), work.own, x_visible, x_end, 128, D)
-        zero_invisible(memory.x.index(1), work.own, x_visible, x_end, 128, D)
-        fence_async_shared()
-        memory.x_ready.arrive(0)
-        landed_phase = landed_phase ^ 1
-    else:
-        load_x(x0_desc, x1_desc, memory, memory.x_ready.at(0), work, D)
+    landed_phase = load_own(x0_desc, x1_desc, memory, work, x_visible, x_end, D, VARLEN)
     for j in range(0, work.tiles):
         at0 = stage0(memory, j)
         at1 = stage1(memory, j)
@@ -286,9 +293,9 @@ def row_numbers(ptr, own, sizes, L: gl.constexpr, OTHER: gl.constexpr):
 
 
 @gluon.jit
-def column_numbers(memory, slot, H: gl.constexpr, L: gl.constexpr):
-    """lse2 or delta of the columns of scores, all of them in every thread."""
-    return memory.stat.index(slot).slice(H * 64, 64).load(gl.SliceLayout(0, L))[None, :]
+def column_numbers(memory, number, first, L: gl.constexpr, COLUMNS: gl.constexpr = 64):
+    """lse2 or delta of columns of the scores, all of them in every thread."""
+    return memory.stat.index(number).slice(first, COLUMNS).load(gl.SliceLayout(0, L))[None, :]
 
 
 @gluon.jit
@@ -326,14 +333,14 @@ def score_role(
         if KEYS:
             at0 = stage0(memory, j)
             memory.y.wait(at0)  # stat of these rows
-            lse2 = column_numbers(memory, 2 * at0.index, H, L)
+            lse2 = column_numbers(memory, 2 * at0.index, H * 64, L)
         memory.s_ready.wait(0, j % 2)
         x = s.load()
         if not KEYS:
             memory.p_ready.arrive(0)
         x, score = scores.exponents(x, lse2, numbers.scale)
         if KEYS:
-            delta = column_numbers(memory, 2 * at0.index + 1, H, L)  # under the exponentials
+            delta = column_numbers(memory, 2 * at0.index + 1, H * 64, L)  # under the exponentials
         p = powers(x, masked)
         if masked:
             p = zero_masked(p, own, first + H * 64, sizes, L, KEYS)
@@ -372,6 +379,19 @@ def finish(acc, ptr, stride, factor, work, rows, BEGIN: gl.constexpr, WIDTH: gl.
         if work.tiles > 0:
             x = acc.slice(BEGIN + c * 32, 32).load() * factor
         gl.store(ptr + offset[:, None] + column[None, :], x.to(ptr.dtype.element_ty), mask=(row < rows)[:, None])
+
+
+@gluon.jit
+def scaled(scales, SCALED: gl.constexpr):
+    """(the scale of dS, the factors of dQ or dK and of dV)."""
+    ds_scale = 1.0
+    factor0 = scales.gradient
+    factor1 = 1.0
+    if SCALED:
+        ds_scale = gl.load(scales.ds_ptr)
+        factor0 = scales.gradient / ds_scale
+        factor1 = 1.0 / scales.p
+    return ds_scale, factor0, factor1
 
 
 @gluon.jit
@@ -446,13 +466,7 @@ def backward_tiles(
         ptr1 += x_begin.to(gl.int64) * gradient1.row
     first, end = streamed(own, sizes, KEYS)
     work = TileProduct(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128, x_begin, y_begin)
-    ds_scale = 1.0
-    factor0 = scales.gradient
-    factor1 = 1.0
-    if SCALED:
-        ds_scale = gl.load(scales.ds_ptr)
-        factor0 = scales.gradient / ds_scale
-        factor1 = 1.0 / scales.p
+    ds_scale, factor0, factor1 = scaled(scales, SCALED)
     numbers = Numbers(lse2_ptr, delta_ptr, scales.s, scales.p, ds_scale)
     result = Result(ptr0, ptr1, gradient0.row, gradient1.row, factor0, factor1)
     gl.warp_specialize([
