@@ -40,6 +40,7 @@ BEGIN, END = "<!-- made by tools/field.py -->", "<!-- end -->"
 def command(kernel: Kernel, sources: Path) -> list[str]:
     flags = " ".join(f"'{flag}'" for flag in kernel.flags_at(sources))
     words = ["check", str(kernel.source(sources)), "--json", "--arch", kernel.arch, "--sms", str(kernel.sms)]
+    words += ["--ranks", str(kernel.ranks)] if kernel.ranks > 1 else []
     words += ["--clang-flags", flags] if flags else []
     arguments = kernel.arguments_at(sources)
     return [sys.executable, "-m", "softsm", *words, *(["--", *arguments] if arguments else [])]

@@ -38,6 +38,7 @@ class Kernel:
     arch: str = "sm_100a"
     arguments: tuple[str, ...] = ()
     sms: int = 4
+    ranks: int = 1
 
     def source(self, sources: Path) -> Path:
         own = "/" not in self.file
@@ -253,8 +254,12 @@ KERNELS = (
     Kernel("scores of an indexer, e4m3", "DeepGEMM", "deepgemm_logits.cu", GEMM),
     Kernel("scores of an indexer, e2m1", "DeepGEMM", "deepgemm_logits.cu", (*GEMM, "-DFP4")),
     Kernel("scores of an indexer, e4m3", "DeepGEMM", "deepgemm_logits.cu", (*GEMM, "-DHOPPER"), "sm_90a"),
-    Kernel("mega MoE in bf16, one rank", "DeepGEMM", "deepgemm_mega.cu", GEMM),
-    Kernel("mega MoE in FP8 x FP4, one rank", "DeepGEMM", "deepgemm_mega.cu", (*GEMM, "-DFP4")),
+    *(
+        Kernel(f"mega MoE in {name}, {count}", "DeepGEMM", "deepgemm_mega.cu", (*GEMM, *flags, f"-DRANKS={ranks}"),
+               ranks=ranks)
+        for name, flags in (("bf16", ()), ("FP8 x FP4", ("-DFP4",)))
+        for ranks, count in ((1, "one rank"), (2, "two ranks"), (4, "four ranks"))
+    ),
     *(lesson(level, 128) for level in (2, 3, 4)),
     *(lesson(level, 256) for level in (5, 6)),
     *(lesson(level, 512) for level in (7, 8)),

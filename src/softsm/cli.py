@@ -63,7 +63,7 @@ Save = Annotated[
     list[str] | None,
     typer.Option(help="N=file.npy: write the array of argument N, a number or a name, after the run; may be repeated"),
 ]
-Ranks = Annotated[int, typer.Option(help="ranks of a Python program, as torchrun starts it")]
+Ranks = Annotated[int, typer.Option(help="ranks of a Python program, as torchrun starts it; devices of a .cu program")]
 Order = Annotated[str, typer.Option(help="completion of asynchronous operations: eager, latest, random")]
 Seed = Annotated[int, typer.Option(help="seed of random order and random arguments")]
 Strict = Annotated[bool, typer.Option(help="follow PTX 9.4 literally")]

@@ -45,16 +45,18 @@ def program_of(
     quiet: bool = False,
 ) -> Callable[[str, int], None]:
     """What runs the file: execute(order, seed)."""
-    if file.suffix != ".py" and ranks != 1:
-        usage(f"ranks: got {ranks}, accepted for Python programs")
+    if file.suffix not in PROGRAMS and ranks != 1:
+        usage(f"ranks: got {ranks}, accepted for Python and CUDA C++ programs")
     if file.suffix in PROGRAMS and arg:
         usage(f"arg: got {arg[0]!r}, accepted for PTX; options of a program of this name go behind --")
     if file.suffix == ".cu":
         from softsm.commands.cuda import CudaFile
 
-        program = CudaFile(
-            file, arguments or [], arch or os.environ.get("SOFTSM") or "sm_100a", shlex.split(clang_flags)
-        )
+        target = arch or os.environ.get("SOFTSM") or "sm_100a"
+        try:
+            program = CudaFile(file, arguments or [], target, shlex.split(clang_flags), ranks)
+        except ValueError as problem:
+            usage(str(problem))
         return lambda order, seed: program.run(sms, order, seed)
     if file.suffix == ".py":
         return lambda order, seed: _program(file, arguments or [], arch, sms, ranks, order, seed)

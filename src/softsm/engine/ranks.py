@@ -32,7 +32,12 @@ class Launch:
     kernel: Kernel
     shape: tuple  # grid, block, shared memory, cluster and options: the same for all ranks
     args: object
-    memory: object
+    memory: Any
+
+    def run(self) -> None:
+        """On this GPU alone, or as a rank."""
+        grid, block, shared, cluster, changes = self.shape
+        self.kernel.launch(grid, block, self.args, shared=shared, cluster=cluster, memory=self.memory, **dict(changes))
 
     def __str__(self) -> str:
         grid, block, shared, cluster, _ = self.shape

@@ -23,12 +23,16 @@ struct Served {
     int (*encode)(void *map, int type, unsigned rank, void *address, const uint64_t *dims, const uint64_t *strides,
                   const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill);
     int (*occupancy)(const void *kernel, int threads, size_t shared);
+    int (*devices)();
+    int (*select)(int device);
+    int (*synchronise)();
     void (*module)(const char *ptx);
     void (*function)(const void *kernel, const char *name);
     void (*variable)(const void *symbol, const char *name);
 };
 static Served served;
 static int last;  // the error that cudaGetLastError returns
+static int current;  // device
 
 static cudaError_t done(int status) {
     if (status) last = status;
@@ -69,7 +73,7 @@ extern "C" int main(int, char **);
 
 API int softsm_main(const Served *table, int count, char **words) {
     served = *table;
-    last = 0;
+    last = current = 0;
     for (auto text : modules()) served.module(text);
     for (auto &f : functions()) served.function(f.symbol, f.name);
     for (auto &v : variables()) served.variable(v.symbol, v.name);
@@ -168,9 +172,24 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const
 
 // ---- the device ----------------------------------------------------------------------------------------------------
 
-API cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
-API cudaError_t cudaSetDevice(int device) { return done(device ? 101 : 0); }
-API cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
+API cudaError_t cudaGetDevice(int *device) { return *device = current, cudaSuccess; }
+API cudaError_t cudaSetDevice(int device) {
+    int status = served.select(device);
+    if (!status) current = device;
+    return done(status);
+}
+API cudaError_t cudaGetDeviceCount(int *count) { return *count = served.devices(), cudaSuccess; }
+API cudaError_t cudaDeviceCanAccessPeer(int *able, int device, int peer) {
+    return *able = device != peer && device < served.devices() && peer < served.devices(), cudaSuccess;
+}
+API cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) { return done(peer < served.devices() ? 0 : 101); }
+API cudaError_t cudaDeviceDisablePeerAccess(int) { return cudaSuccess; }
+API cudaError_t cudaMemcpyPeer(void *to, int, const void *from, int, size_t size) {
+    return cudaMemcpy(to, from, size, cudaMemcpyDeviceToDevice);
+}
+API cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t) {
+    return cudaMemcpy(to, from, size, cudaMemcpyDeviceToDevice);
+}
 API cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 API cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
@@ -188,20 +207,23 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
     return cudaSuccess;
 }
 
-// ---- streams and events: everything is complete when a call returns ------------------------------------------------
+// ---- streams and events: a device does one thing after the other ---------------------------------------------------
 
-API cudaError_t cudaDeviceSynchronize() { return (cudaError_t)last; }
+API cudaError_t cudaDeviceSynchronize() {
+    done(served.synchronise());
+    return (cudaError_t)last;
+}
 API cudaError_t cudaDeviceReset() { return cudaSuccess; }
 API cudaError_t cudaStreamCreate(cudaStream_t *stream) { return *stream = nullptr, cudaSuccess; }
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) { return *stream = nullptr, cudaSuccess; }
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-API cudaError_t cudaStreamSynchronize(cudaStream_t) { return (cudaError_t)last; }
+API cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 API cudaError_t cudaEventCreate(cudaEvent_t *event) { return *event = nullptr, cudaSuccess; }
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { return *event = nullptr, cudaSuccess; }
 API cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 API cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-API cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+API cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaDeviceSynchronize(); }
 API cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { return *ms = 0, cudaSuccess; }
 
 // ---- errors --------------------------------------------------------------------------------------------------------
@@ -220,6 +242,7 @@ API const char *cudaGetErrorName(cudaError_t error) {
         case 9: return "cudaErrorInvalidConfiguration";
         case 13: return "cudaErrorInvalidSymbol";
         case 98: return "cudaErrorInvalidDeviceFunction";
+        case 101: return "cudaErrorInvalidDevice";
         case 719: return "cudaErrorLaunchFailure";
         default: return "cudaErrorUnknown";
     }
@@ -232,6 +255,7 @@ API const char *cudaGetErrorString(cudaError_t error) {
         case 9: return "invalid configuration argument";
         case 13: return "invalid device symbol";
         case 98: return "invalid device function";
+        case 101: return "invalid device ordinal";
         case 719: return "unspecified launch failure";
         default: return "unknown error";
     }

@@ -1,8 +1,9 @@
 """The CUDA runtime of a program that runs in softsm: memory, variables, launches. host.cpp is its other half.
 
-Device memory is host memory, and everything is complete when a call returns. What a kernel does wrong cannot be raised
-through the program's own frames: the call returns an error, as it would on a GPU, and `call` raises it when the program
-has ended.
+Device memory is host memory, and everything is complete when a call returns. With several devices, a kernel waits until
+the program waits for its device; then the next kernels of all devices run together, as far as they are the same. What a
+kernel does wrong cannot be raised through the program's own frames: the call returns an error, as it would on a GPU,
+and `call` raises it when the program has ended.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import numpy as np
 
 from softsm.doors.cuda.compile import Program
 from softsm.engine.launch import CTA_SHARED, SM_SHARED, SM_THREADS, Kernel, load
+from softsm.engine.ranks import Launch, together
 from softsm.memory import tensor_map_image
 from softsm.memory.global_memory import GlobalMemory
 from softsm.ptx.cplusplus import readable
 
 SUCCESS, INVALID_VALUE, NO_MEMORY, INVALID_CONFIGURATION = 0, 1, 2, 9
-INVALID_SYMBOL, INVALID_FUNCTION, LAUNCH_FAILURE = 13, 98, 719
+INVALID_SYMBOL, INVALID_FUNCTION, INVALID_DEVICE, LAUNCH_FAILURE = 13, 98, 101, 719
 ALIGNED = 512  # as cudaMalloc does
 MOST_BYTES = 1 << 36
 
@@ -43,6 +45,9 @@ SERVED: dict[str, tuple[Any, tuple]] = {
     "attribute": (INT, (AT, INT)),
     "encode": (INT, (AT, INT, UINT, AT, AT, AT, AT, AT, INT, INT, INT, INT)),
     "occupancy": (INT, (AT, INT, SIZE)),
+    "devices": (INT, ()),
+    "select": (INT, (INT,)),
+    "synchronise": (INT, ()),
     "module": (None, (TEXT,)),
     "function": (None, (AT, TEXT)),
     "variable": (None, (AT, TEXT)),
@@ -56,8 +61,10 @@ def listed(at: int, kind: Any, count: int) -> list[int]:
 class Runtime:
     """The state of one run of a program."""
 
-    def __init__(self, arch: str, sms: int, **options: Any):
+    def __init__(self, arch: str, sms: int, ranks: int = 1, **options: Any):
         self.arch, self.sms, self.options = arch, sms, options
+        self.device = 0  # that the program has selected
+        self.waiting: list[list[Launch]] = [[] for _ in range(ranks)]  # kernels of each device
         self.kernels: dict[int, Kernel] = {}  # by the address of the host function
         self.names: dict[int, str] = {}  # of variables, by the address of the host's shadow
         self.variables: dict[str, np.ndarray] = {}
@@ -98,6 +105,7 @@ class Runtime:
         self.names[host] = name.decode()
 
     def symbol(self, at: int, host: int, end: int) -> int:
+        self.synchronise()
         array = self.variables.get(self.names.get(host, ""))
         if array is None:
             return INVALID_SYMBOL
@@ -120,6 +128,7 @@ class Runtime:
         return SUCCESS
 
     def free(self, at: int | None) -> int:
+        self.synchronise()
         return SUCCESS if not at or self.live.pop(at, None) is not None else INVALID_VALUE
 
     def holds(self, at: int | None, size: int) -> bool:
@@ -127,6 +136,7 @@ class Runtime:
 
     def copy(self, to: int | None, source: int | None, size: int, kind: int) -> int:
         """kind: cudaMemcpyKind. A device address that no allocation holds is an error, as on a GPU."""
+        self.synchronise()
         device = {1: (to,), 2: (source,), 3: (to, source)}.get(kind, ())
         symbols = [(a.ctypes.data, a.nbytes) for a in self.variables.values()]
         for at in device:
@@ -138,6 +148,7 @@ class Runtime:
         return SUCCESS
 
     def set(self, to: int | None, value: int, size: int) -> int:
+        self.synchronise()
         if size and not self.holds(to, size):
             return INVALID_VALUE
         ctypes.memset(to, value & 255, size)  # type: ignore[arg-type]
@@ -167,16 +178,38 @@ class Runtime:
             return LAUNCH_FAILURE
         params = kernel.function.params
         values = [ctypes.string_at(at, p.size) for at, p in zip(listed(args, ctypes.c_uint64, len(params)), params)]
-        self.flush()
-        try:
-            kernel.launch(
-                tuple(grid), tuple(block), values, shared=shared, cluster=tuple(cluster), memory=self.memory(),
-                arch=self.arch, sms=self.sms, dependent=dependent, **self.options,
-            )  # fmt: skip
-        except ValueError as problem:  # of the launch: too many threads, a grid that clusters do not divide
-            print(f"softsm: {readable(kernel.name)}: {problem}", file=sys.stderr)
-            return INVALID_CONFIGURATION
+        changes = {"arch": self.arch, "sms": self.sms, "dependent": dependent, **self.options}
+        shape = tuple(grid), tuple(block), shared, tuple(cluster), tuple(sorted(changes.items()))
+        self.waiting[self.device].append(Launch(kernel, shape, values, None))
+        return self.synchronise() if self.devices() == 1 else SUCCESS
+
+    def devices(self) -> int:
+        return len(self.waiting)
+
+    def select(self, device: int) -> int:
+        if not 0 <= device < self.devices():
+            return INVALID_DEVICE
+        self.device = device
         return SUCCESS
+
+    def synchronise(self) -> int:
+        """Run what waits on this device, together with the same on others."""
+        status = SUCCESS
+        while self.waiting[self.device] and self.failure is None:
+            first = self.waiting[self.device][0]
+            alike = [bool(x) and (x[0].kernel, x[0].shape) == (first.kernel, first.shape) for x in self.waiting]
+            launches = [x.pop(0) if same else None for x, same in zip(self.waiting, alike)]
+            first.memory = self.memory()
+            self.flush()
+            try:
+                if self.devices() > 1:
+                    together(launches)
+                else:
+                    first.run()
+            except ValueError as problem:  # of the launch: too many threads, a grid that clusters do not divide
+                print(f"softsm: {readable(first.kernel.name)}: {problem}", file=sys.stderr)
+                status = INVALID_CONFIGURATION
+        return status
 
     def occupancy(self, host: int, threads: int, shared: int) -> int:
         return max(1, min(32, SM_THREADS // max(threads, 1), SM_SHARED // max(shared, 1)))
@@ -226,6 +259,9 @@ class Runtime:
 
             self.flush = flush_all
             status = library.softsm_main(table, len(words), listed_words)
+            for device in range(self.devices()):
+                self.select(device)
+                self.synchronise()
         if self.failure is not None:
             raise self.failure
         return status

@@ -206,6 +206,77 @@ def test_tensor_maps(tmp_path):
     assert done.exit_code == 0 and "0 136 1111 sm_100" in done.output, done.output
 
 
+PEERS = r"""
+#include <cuda_runtime.h>
+#include <cstdio>
+#include <cstdlib>
+
+__device__ void raise(int *flag) { asm volatile("st.release.SCOPE.global.u32 [%0], 1;" ::"l"(flag) : "memory"); }
+__device__ void wait(int *flag) {
+    int now;
+    do asm volatile("ld.acquire.SCOPE.global.u32 %0, [%1];" : "=r"(now) : "l"(flag) : "memory");
+    while (now != 1);
+}
+__global__ void meet(int *mine, int *theirs, int *out, int value) {
+    mine[0] = value;
+    raise(mine + 1);
+    wait(theirs + 1);
+    *out = theirs[0];
+}
+__global__ void twice(int *out) { *out *= 2; }
+
+int main(int, char **words) {
+    int count, accessible, *at[8], *out[8];
+    cudaGetDeviceCount(&count);
+    for (int d = 0; d < count; d++) {
+        cudaSetDevice(d);
+        cudaMalloc(&at[d], 8);
+        cudaMalloc(&out[d], 4);
+        cudaDeviceCanAccessPeer(&accessible, d, (d + 1) % count);
+        if (count > 1) cudaDeviceEnablePeerAccess((d + 1) % count, 0);
+    }
+    for (int d = 0; d < atoi(words[1]); d++) {
+        cudaSetDevice(d);
+        cudaMemset(at[d], 0, 8);  // the kernel of the device before waits for ours meanwhile
+        meet<<<1, 1>>>(at[d], at[(d + 1) % count], out[d], 10 + d);
+        twice<<<1, 1>>>(out[d]);
+    }
+    for (int d = 0; d < count; d++) {
+        int got = 0, device;
+        cudaSetDevice(d);
+        cudaGetDevice(&device);
+        cudaMemcpy(&got, out[d], 4, cudaMemcpyDeviceToHost);
+        printf("device %d of %d (%d): %d\n", device, count, accessible, got);
+    }
+    printf("%s\n", cudaGetErrorName(cudaSetDevice(count)));
+}
+"""
+
+
+@pytest.mark.compile
+def test_kernels_of_several_devices_run_together(tmp_path):
+    """`--ranks 3` are three devices, whose memory all reach; what they order needs .sys scope."""
+    source = tmp_path / "peers.cu"
+    source.write_text(PEERS.replace("SCOPE", "sys"))
+    done = softsm("check", source, "--ranks", 3, "--", 3)
+    assert done.exit_code == 0 and "nothing found in 2 launches" in done.output, done.output
+    for d, value in enumerate((22, 24, 20)):
+        assert f"device {d} of 3 (1): {value}" in done.output
+    assert "cudaErrorInvalidDevice" in done.output
+    source.write_text(PEERS.replace("SCOPE", "gpu"))
+    done = softsm("check", source, "--ranks", 2, "--order", "eager", "--", 2)
+    assert done.exit_code == 1 and "of GPU 1" in done.output and ".sys scope" in done.output, done.output
+
+
+@pytest.mark.compile
+def test_a_device_that_launches_nothing_is_waited_for_in_vain(tmp_path):
+    (tmp_path / "peers.cu").write_text(PEERS.replace("SCOPE", "sys"))
+    done = softsm("check", tmp_path / "peers.cu", "--ranks", 2, "--order", "eager", "--", 1)
+    assert done.exit_code == 1 and "GPU 0: 0 of 1 CTAs have ended" in done.output, done.output
+    done = softsm("run", tmp_path / "peers.cu", "--ranks", 9, "--", 1)
+    assert done.exit_code == 2 and "ranks: got 9, accepted are ints from 1 to 8" in done.output
+
+
 @pytest.mark.compile
 def test_the_page(tmp_path):
     page = (Path(__file__).parents[4] / "docs" / "cuda.md").read_text()
