@@ -175,11 +175,10 @@ class Fp8Rows(RowFormat):
 
     def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """e4m3 times a power of two is exact in bf16."""
-        n, shape = data.shape[0], (data.shape[0], self.groups, self.group)
-        rows = torch.empty(n, self.values, dtype=dtype, device=data.device)
-        codes = data[:, : self.coded].contiguous().view(torch.float8_e4m3fn).to(dtype).view(shape)
-        scale = scales[:, : self.groups].contiguous().view(torch.float8_e8m0fnu).to(dtype)
-        torch.mul(codes, scale[..., None], out=rows[:, : self.coded].view(shape))
+        rows = torch.empty(data.shape[0], self.values, dtype=dtype, device=data.device)
+        groups = rows[:, : self.coded].unflatten(1, (self.groups, self.group))
+        groups.copy_(data[:, : self.coded].contiguous().view(torch.float8_e4m3fn).view(groups.shape))
+        groups *= scales[:, : self.groups].contiguous().view(torch.float8_e8m0fnu).to(dtype)[..., None]
         # a copy also of a single row, which is contiguous as it is: it may lie at an odd address
         rows[:, self.coded :] = data[:, self.coded :].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
         return rows

@@ -33,7 +33,7 @@ class Spread(NamedTuple):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Fp4Experts:
     """Weights of E experts in MXFP4 or NVFP4, in the tiles that the kernels read (formats.py). Nothing is rounded: the
     bytes of the checkpoint come back from :meth:`unpack`. Make one with :meth:`pack` or
@@ -74,7 +74,13 @@ class Fp4Experts:
     def nbytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
 
+    def __repr__(self) -> str:
+        sizes = f"{self.experts} experts, hidden {self.hidden}, intermediate {self.intermediate}"
+        return f"Fp4Experts({self.format}, {sizes}, layout {self.layout}, {self.nbytes} bytes on {self.w13.device})"
+
     def to(self, device: torch.device | str) -> Fp4Experts:
+        """The same bytes on another device."""
+        device = checks.device("device", device)
         return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)[:6]})
 
     @classmethod

@@ -151,11 +151,10 @@ def build(
 def _pool(name: str, x, q: Tensor) -> None:
     d = q.shape[-1]
     if isinstance(x, PackedRows):
-        kind = f"an {type(x).__name__}"
         if d != x.format.values:
-            checks.fail(name, f"{kind} with q of head dim {d}", f"{kind} with q of head dim {x.format.values}")
+            checks.fail(name, f"packed rows of {x.format.values} values ({x.format.name})", f"rows of {d}, as q")
         if x.device != q.device:
-            checks.fail(name, f"{kind} on {x.device}", f"the device of q, {q.device}")
+            checks.fail(name, f"packed rows on {x.device}", f"the device of q, {q.device}")
         return
     if not checks.is_tensor(x):
         accepted = f"a tensor [rows, {d}] or [pages, rows per page, {d}], or an {CACHE_NAMES}"

@@ -162,6 +162,19 @@ def test_write_is_an_operator_that_compiles_in_one_graph(kind, read):
     meta.write(slots.to("meta"), rows.to("meta"))
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", [Fp8Cache, dsv4.Mxfp8Cache, dsv4.Nvfp4Cache, dsv4.IndexCache])
+def test_rows_are_read_in_one_graph(kind):
+    cache = kind.pack(torch.randn(9, kind.empty(0, 1).format.values), rows_per_page=4)
+
+    def read(indices):
+        return cache.gather(indices), cache.unpack(torch.float32)
+
+    slots = torch.tensor([[7, -1], [0, 8]])
+    for got, want in zip(torch.compile(read, fullgraph=True, backend="aot_eager")(slots), read(slots)):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(
     "rows, stride, one", [(64, 37440, True), (2, 1728, False), (256, 149760, True), (4, 2336, False)]
 )

@@ -110,3 +110,16 @@ def test_saved_and_loaded(tmp_path):
     back = torch.load(tmp_path / "experts", weights_only=True)
     assert torch.equal(back.w2_scales, experts.w2_scales) and back.spread == experts.spread
     assert back.to("cpu").nbytes == experts.nbytes
+
+
+def test_only_the_device_can_change():
+    """`to` of a tensor accepts a dtype as well, which would round the codes."""
+    experts = moe_cases.layer().experts
+    for other in (torch.bfloat16, torch.zeros(1), None, "x"):
+        with pytest.raises(ValueError, match="^device: got .*; accepted: a torch.device or its name"):
+            experts.to(other)
+    assert experts.to("meta").w13.is_meta
+
+
+def test_repr_has_sizes_not_values():
+    assert repr(moe_cases.layer().experts).startswith("Fp4Experts(mxfp4, 4 experts, hidden 256, intermediate 128, ")

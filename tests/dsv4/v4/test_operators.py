@@ -216,7 +216,7 @@ def test_bad_input_is_refused_by_name(case):
 
 
 def test_an_fp8_pool_needs_head_dim_512():
-    with pytest.raises(ValueError, match="^window: got an Fp8Cache with q of head dim 64"):
+    with pytest.raises(ValueError, match=r"^window: got packed rows of 512 values \(fp8_584\); accepted: rows of 64"):
         dsv4.v4_attention(torch.zeros(1, 1, 64, dtype=BF16), Fp8Cache.empty(1, 2), ints(0)[None])
 
 
