@@ -6,10 +6,17 @@ from __future__ import annotations
 
 import bisect
 import re
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from softsm.engine import program as pg
+from softsm.engine.blocks import NO_LOOP
+from softsm.engine.blocks import Blocks as NativeBlocks
+from softsm.engine.launch import Kernel
+from softsm.timing_model.accesses import Instructions
 from softsm.timing_model.loops import depths
 
 
@@ -85,3 +92,41 @@ def _loops(program, starts: list[int], branches: list[tuple[int, int]]) -> list[
         if last.guard is not None or last.opcode not in ("bra", "ret", "exit", "brx"):
             edges.append((n, n + 1))
     return depths(len(starts), edges, {0, *map(at, tables)})
+
+
+class Known:
+    """What all timed launches of a kernel share."""
+
+    def __init__(self, kernel: Kernel):
+        program = kernel.program
+        self.blocks = blocks_of(program, kernel.macro_at, kernel.module.source)
+        self.instructions = Instructions(program)
+        self.roles: dict[int, str] = {}  # by record
+        self.products = any(c.instruction.opcode in ("wgmma", "tcgen05") for c in program.macros)
+        n = len(program.code)
+        stop = program.code[:, 0] == pg.OP_BRA
+        stop[self.blocks.starts] = True
+        at = np.where(stop, np.arange(n), n)
+        self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # the next branch or block from there on
+        self.far_from = np.searchsorted(self.blocks.starts, np.arange(n + 2))  # the first block there or later
+        self.block_from = self.far_from.tolist()
+        self.code = quiet_code(program, kernel.blocks)
+
+
+def quiet_code(program: pg.Program, native: NativeBlocks) -> np.ndarray:
+    """The records, with those native blocks that have nothing to note: no loads, no turns."""
+    code = program.code.copy()
+    for n, (first, length) in enumerate(native.found):
+        if native.table[n, 2] == NO_LOOP and not any(at in native.loads for at in range(first, first + length)):
+            code[first] = native.code[first]
+    return code
+
+
+_known: weakref.WeakKeyDictionary[Kernel, Known] = weakref.WeakKeyDictionary()
+
+
+def known_of(kernel: Kernel) -> Known:
+    found = _known.get(kernel)
+    if found is None:
+        found = _known[kernel] = Known(kernel)
+    return found

@@ -10,12 +10,17 @@ from softsm.timing_model.trace import LaunchTrace
 
 
 def over_grid(trace: LaunchTrace, known: list[tuple[int, float]]) -> np.ndarray:
-    """A value for every cluster of the grid, from the sampled ones: by its first coordinate if that tells."""
+    """A value for every cluster of the grid, from the sampled ones: by its number of instructions where that is known,
+    else by its first coordinate if that tells."""
     first = -(-trace.grid[0] // trace.cluster[0])
     every, numbers = np.arange(trace.total), np.array([n for n, _ in known])
     values = np.array([v for _, v in known])
     if len(known) == 1 or values.max() <= values.min() * 1.02:
         return np.full(trace.total, values.mean())
+    if trace.lengths is not None:
+        steps = trace.lengths[numbers]
+        order = steps.argsort()
+        return np.interp(trace.lengths, steps[order], values[order])
     if len(set((numbers % first).tolist())) == 1:
         return np.interp(every, numbers, values)
     at = sorted(set((numbers % first).tolist()))
@@ -35,3 +40,14 @@ def makespan(durations: np.ndarray, slots: int, more: float) -> float:
     for d in durations[slots:].tolist():
         heapq.heapreplace(ends, ends[0] + d)
     return max(ends)
+
+
+def beside_longest(trace: LaunchTrace, each: int, sms: int, heavy: int) -> list[int]:
+    """Traces of the clusters on the multiprocessor that decides, `each` at most, if all of the grid run at once. heavy:
+    the trace of the longest."""
+    if trace.lengths is None:
+        return [heavy] * each
+    longest = int(trace.lengths.argmax())
+    known = trace.lengths[[c.number for c in trace.clusters]]
+    others = (n for n in range(longest % sms, trace.total, sms) if n != longest)
+    return [heavy, *(int(np.abs(known - trace.lengths[n]).argmin()) for n in others)]

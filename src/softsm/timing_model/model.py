@@ -14,7 +14,7 @@ from softsm.timing_model import machine
 from softsm.timing_model.atomics import Atomics, slices_of
 from softsm.timing_model.exchanges import held_up_ns
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
-from softsm.timing_model.grid import makespan, over_grid
+from softsm.timing_model.grid import beside_longest, makespan, over_grid
 from softsm.timing_model.lower import Path, kinds_of, lowering_of
 from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
@@ -49,11 +49,6 @@ def occupancy(trace: LaunchTrace, code: Code) -> int:
     if columns:
         limits.append(512 // columns)
     return max(1, min(limits))
-
-
-def parameters_of(gpu: Gpu) -> np.ndarray:
-    """The GPU's parameters in the order of the replay."""
-    return np.array([gpu[name] if name else 0.0 for name in machine.PARAMETERS])
 
 
 def within(value: float, low: float, high: float) -> float:
@@ -97,7 +92,7 @@ class Model:
         # Shares of their rates that device memory and L2 are used with: they answer later the busier they are.
         self.device_use = self.l2_use = 0.0
         self.crowded = 1.0  # ... and how much of the others' traffic a request meets
-        again = (1 - self.l1_share()) * trace.total / max(1, len(trace.clusters))
+        again = (1 - self.l1_share()) * trace.total * self.typical / max(1, len(trace.clusters))
         found = self.l2_finds_again()
         twice = any(a.space == "load" and 4 * a.distant > a.units for a in trace.access.values())
         self.kept = min(1.0, self.l1_share() + found) if twice else None
@@ -145,7 +140,13 @@ class Model:
                 both = bytes_of.setdefault(max(a.tensors, key=lambda n: a.tensors[n]), [0.0, 0.0])
                 both[0] += 32 * a.missed * a.times
                 both[1] += 32 * a.distant * a.times
-        return sum(map(min, bytes_of.values())) / len(self.trace.clusters)
+        return sum(map(min, bytes_of.values())) * self.typical / len(self.trace.clusters)
+
+    @functools.cached_property
+    def typical(self) -> float:
+        """How much the clusters of the grid do, as a part of what those do that were looked at."""
+        lengths = self.trace.lengths
+        return 1.0 if lengths is None else float(lengths.mean() / lengths[self.trace.samples].mean())
 
     def l1_share(self) -> float:
         """The share of the sectors a CTA asks for again that L1 still holds: L1 is what shared memory leaves. It
@@ -239,7 +240,7 @@ class Model:
         like the first take the place of whichever ends."""
         trace = self.trace
         memory, write = self.memory(clock, active)
-        p = parameters_of(self.gpu)
+        p = np.array([self.gpu[name] if name else 0.0 for name in machine.PARAMETERS])
         p[machine.STORE_CYCLE], p[machine.SM_BYTE] = write, 1 / self.gpu["sm.rate"]
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]
@@ -358,8 +359,12 @@ class Model:
         log = 60_000 if whole else 0
         if not self.waves:
             each = -(-total // (self.sms // self.cluster))
-            heavy = self._heaviest()
-            run = self.replay([[heavy]] * each, f, min(total * self.cluster, self.sms), log)
+            run = self.replay(
+                [[n] for n in beside_longest(self.trace, each, self.sms // self.cluster, self._heaviest())],
+                f,
+                min(total * self.cluster, self.sms),
+                log,
+            )
             cycles = float(run.end.max())
             resident = each
         else:
@@ -374,7 +379,7 @@ class Model:
 
     def _alike(self) -> bool:
         """Whether one trace stands for the grid: the others do as much, but perhaps the last, at the edge."""
-        kinds = set(self.kinds if len(self.kinds) < 3 else self.kinds[:-1])
+        kinds = set(self.kinds if len(self.kinds) < 3 or self.trace.lengths is not None else self.kinds[:-1])
         sizes = [sum(len(x.instructions) for x in self.streams[n].paths) for n in kinds]
         return max(sizes) <= 1.02 * min(sizes)
 

@@ -103,9 +103,12 @@ def doubt(p: Prediction) -> str:
     if found is None or trace is None:
         return ""
     load, branch = (places_of(trace.source, trace.name).get(n, f"PTX line {n}") for n in found)
+    why = f"how long a CTA runs depends on data (the branch at {branch}, on what {load} loads), and the"
+    if trace.lengths is not None:
+        return f"{why} longest executes {trace.lengths.max() / trace.lengths.mean():.1f} times as much as the average"
     return (
-        f"a guess: how long a CTA runs depends on data (the branch at {branch}, on what {load} loads), and the "
-        f"{len(trace.clusters)} of {trace.total} that were looked at differ; the others are taken to lie between them"
+        f"a guess: {why} {len(trace.clusters)} of {trace.total} that were looked at differ; the others are taken to "
+        "lie between them"
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from softsm.timing_model.grid import over_grid
 from softsm.timing_model.machine import CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.trace import LaunchTrace
@@ -65,10 +66,18 @@ def shares(looked: int) -> list[float]:
     return [1 / 6, 2 / 3, 1 / 6] if looked == 3 else [1 / looked] * looked
 
 
+def shares_of(trace: LaunchTrace) -> list[float]:
+    """The same, where their lengths are known: what lies between two of them is a bit of both."""
+    numbers = [c.number for c in trace.clusters]
+    if len(numbers) == 1 or trace.lengths is None:
+        return shares(len(numbers))
+    return [float(over_grid(trace, [(m, float(m == n)) for m in numbers]).mean()) for n in numbers]
+
+
 def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[Source]:
     out = [Source(name, size) for name, size in trace.tensors]
     most = Counter[int]()  # lines that a cluster asks for
-    for c, share in zip(trace.clusters, shares(len(trace.clusters))):
+    for c, share in zip(trace.clusters, shares_of(trace)):
         scale = trace.total * share
         for (tensor, way), n in c.traffic.items():
             if 0 <= tensor < len(out):

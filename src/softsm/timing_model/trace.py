@@ -7,7 +7,6 @@ An event is what other warps or engines notice: an arrival, a wait, a copy, a pr
 from __future__ import annotations
 
 import bisect
-import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,18 +16,16 @@ import numpy as np
 from softsm.engine import dispatch
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import AsyncOp, nothing
-from softsm.engine.blocks import NO_LOOP
-from softsm.engine.blocks import Blocks as NativeBlocks
-from softsm.engine.launch import CTA_RESERVED, SM_CTAS, SM_SHARED, SM_THREADS, Kernel
+from softsm.engine.launch import CTA_RESERVED, SM_CTAS, SM_SHARED, SM_THREADS
 from softsm.engine.observer import Observer
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta, Fragment, Warp
 from softsm.errors import Deadlock
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.roles import role_of
-from softsm.timing_model import address_trace
-from softsm.timing_model.accesses import ALIGNED, ZEROS, Access, Instructions, Looks, shifts
-from softsm.timing_model.blocks import Blocks, blocks_of
+from softsm.timing_model import address_trace, scout
+from softsm.timing_model.accesses import ALIGNED, ZEROS, Access, Looks, shifts
+from softsm.timing_model.blocks import Blocks, known_of
 from softsm.timing_model.follow import CannotFollow
 from softsm.timing_model.machine import (
     ARRIVAL,
@@ -82,7 +79,6 @@ class ClusterTrace:
     warps: list[WarpTrace] = field(default_factory=list)
     barriers: dict = field(default_factory=dict)  # (rank, offset) -> number
     names: list[str] = field(default_factory=list)
-    instructions: int = 0
     # (tensor, 'read', 'write' or 'atomic') -> bytes; 'read lines': of 128, whole or not; 'read blocks': of 64
     traffic: dict = field(default_factory=Counter)
     starts: dict = field(default_factory=_lists)  # tensor -> addresses asked for, in order
@@ -108,6 +104,7 @@ class LaunchTrace:
     samples: list[int]
     total: int  # clusters of the grid
     dependent: bool = False  # launched early: it may begin before the grid before it has ended
+    lengths: np.ndarray | None = None  # instructions of every cluster, if they depend on data (scout.py)
 
     def lines(self) -> list[int]:
         """PTX lines that at least one CTA ran."""
@@ -130,37 +127,6 @@ def ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
     return np.repeat(first - ends + lengths, lengths) + np.arange(ends[-1])
 
 
-class Known:
-    """What all timed launches of a kernel share."""
-
-    def __init__(self, kernel: Kernel):
-        program = kernel.program
-        self.blocks = blocks_of(program, kernel.macro_at, kernel.module.source)
-        self.instructions = Instructions(program)
-        self.roles: dict[int, str] = {}  # by record
-        self.products = any(c.instruction.opcode in ("wgmma", "tcgen05") for c in program.macros)
-        n = len(program.code)
-        stop = program.code[:, 0] == pg.OP_BRA
-        stop[self.blocks.starts] = True
-        at = np.where(stop, np.arange(n), n)
-        self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # the next branch or block from there on
-        self.far_from = np.searchsorted(self.blocks.starts, np.arange(n + 2))  # the first block there or later
-        self.block_from = self.far_from.tolist()
-        self.code = quiet_code(program, kernel.blocks)
-
-
-def quiet_code(program: pg.Program, native: NativeBlocks) -> np.ndarray:
-    """The records, with those native blocks that have nothing to note: no loads, no turns."""
-    code = program.code.copy()
-    for n, (first, length) in enumerate(native.found):
-        if native.table[n, 2] == NO_LOOP and not any(at in native.loads for at in range(first, first + length)):
-            code[first] = native.code[first]
-    return code
-
-
-_known: weakref.WeakKeyDictionary[Kernel, Known] = weakref.WeakKeyDictionary()
-
-
 class Tracer(Observer):
     """Lets some clusters of the grid run, and gives a LaunchTrace to the timer that asked for it."""
 
@@ -172,9 +138,7 @@ class Tracer(Observer):
         self.ops: list[AsyncOp] = []
         self.inits: list[Mbarrier] = []
         self.over: Mbarrier | None = None  # whose phase it found complete
-        known = _known.get(machine.kernel)
-        if known is None:
-            known = _known[machine.kernel] = Known(machine.kernel)
+        known = known_of(machine.kernel)
         self.blocks, self.roles, self.products = known.blocks, known.roles, known.products
         self.stops, self.code = known.stops, known.code
         self.block_from, self.far_from = known.block_from, known.far_from
@@ -192,6 +156,8 @@ class Tracer(Observer):
         self.traces: list[ClusterTrace] = []
         self.ctas: list[int] = []  # of each warp, by its number in the notes
         self.owners: list[ClusterTrace] = []  # of each CTA
+        self.scouts: scout.Scouts | None = None  # while they run
+        self.lengths: np.ndarray | None = None
         self.trail = address_trace.Trail(address_trace.ROOM)
         self.inner = dispatch.runner(address_trace.operation())
 
@@ -201,6 +167,7 @@ class Tracer(Observer):
         def place(i: int) -> tuple[int, int, int]:
             return i % nx, i // nx % ny, i // (nx * ny)
 
+        self.place = place
         if any(c.instruction.name.startswith("clusterlaunchcontrol.try_cancel") for c in self.kernel.program.macros):
             # The clusters that find room take the places of all others: one of them stands for each other.
             threads = machine.block[0] * machine.block[1] * machine.block[2]
@@ -218,15 +185,24 @@ class Tracer(Observer):
 
             machine.try_cancel = try_cancel  # type: ignore[method-assign]
             self.samples, self.total = [0], min(self.total, together)
-        machine.clusters = iter([place(i) for i in self.samples])
-        machine.left = len(self.samples)
-        machine.run_code = self._run
+        if scout.worthwhile(self.kernel, self.total, len(self.samples)):
+            self.scouts = scout.Scouts(machine, place)
+        else:
+            self._trace_samples()
         # Zeros where accumulators are read that no product was written to: branches may depend on them.
         machine.reuses_registers = self.timer.values or not self.products
+
+    def _trace_samples(self) -> None:
+        machine = self.machine
+        machine.clusters = map(self.place, self.samples)
+        machine.left, machine.steps, machine.run_code = len(self.samples), 0, self._run
 
     # ---- the path ------------------------------------------------------------------------------------------------
 
     def cta_began(self, cta: Cta) -> None:
+        if self.scouts is not None:
+            self.scouts.began(cta)
+            return
         if cta.rank == 0:
             self.traces.append(ClusterTrace(cta.ctaid, self.samples[len(self.traces)]))
         trace = self.home[cta] = self.traces[-1]
@@ -238,6 +214,14 @@ class Tracer(Observer):
             w.S[pg.S_CODE] = self.code.ctypes.data
             self.ctas.append(len(self.owners))
         self.owners.append(trace)
+
+    def cta_ended(self, cta: Cta) -> None:
+        if self.scouts is not None and self.scouts.ended():
+            self.lengths = self.scouts.lengths()
+            if self.lengths is not None:
+                self.samples = self.scouts.chosen(self.lengths, self.timer.most)
+            self.scouts = None
+            self._trace_samples()
 
     def warp_ended(self, warp: Warp) -> None:
         warp.S[pg.S_CODE] = self.kernel.blocks.code.ctypes.data
@@ -302,6 +286,8 @@ class Tracer(Observer):
             op.effects = nothing
 
     def barrier_initialised(self, warp: Warp, barrier: Mbarrier, old: Mbarrier | None, cta: Cta, offset: int) -> None:
+        if self.scouts is not None:
+            return
         trace = self.home[cta]
         number = trace.barriers.setdefault((cta.rank, offset), len(trace.barriers))
         if number == len(trace.names):
@@ -319,6 +305,9 @@ class Tracer(Observer):
         self.arrivals, self.ops, self.inits, self.over = [], [], [], None
 
     def executed(self, warp: Warp, fragment: Fragment, call: pg.MacroCall, lanes: int) -> None:
+        if self.scouts is not None:
+            self.scouts.executed()
+            return
         mine, pc, ins = self.by_warp[warp], warp.pc, call.instruction
         if fragment.parked or (fragment.blocked is not None and not fragment.blocked.done):
             mine.retry = pc
@@ -476,8 +465,6 @@ class Tracer(Observer):
             ) from failure
         if failure is not None:
             return
-        for trace in self.traces:
-            trace.instructions = machine.steps // max(1, len(self.traces))
         self.timer.traced(
             LaunchTrace(
                 self.kernel.name,
@@ -496,5 +483,6 @@ class Tracer(Observer):
                 self.samples,
                 self.total,
                 machine.options.dependent,
+                self.lengths,
             )
         )

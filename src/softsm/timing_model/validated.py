@@ -38,7 +38,9 @@ def doubts(p) -> list[Doubt]:
         fenced = any(op.startswith("MEMBAR") and ".GPU" in op for op in opcodes)
         width, order = (0.45, " with a fence around each") if fenced else (0.35, "")
         out.append(Doubt(width, f"atomic operations{order}: how many of them meet at a line is not known"))
-    if depends_on_data(p) is not None:
+    if depends_on_data(p) is not None and p.trace.lengths is not None:
+        out.append(Doubt(0.3, "how long a CTA runs depends on data: beside which others it runs is not known"))
+    elif depends_on_data(p) is not None:
         out.append(Doubt(0.6, "how long a CTA runs depends on data, and few were looked at: the longest is not known"))
     read = sum(s.asked for s in p.sources)
     if sum(s.asked for s in p.sources if s.random and s.piece < 64) > 0.2 * read > 0:

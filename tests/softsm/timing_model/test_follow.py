@@ -5,7 +5,7 @@ import pytest
 
 import softsm
 from softsm.errors import Deadlock
-from softsm.timing_model import report
+from softsm.timing_model import report, scout
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic
 from softsm.timing_model.validated import band
 
@@ -112,13 +112,31 @@ TURN:
 )
 
 
-def test_a_length_that_is_loaded_makes_a_guess_where_ctas_differ() -> None:
-    def doubt(lengths: np.ndarray) -> tuple[str, float]:
-        with softsm.timing("h200") as timer:
-            softsm.load(ROWS).launch(len(lengths), 32, [lengths, 0])
-        return report.doubt(timer.predictions[0]), band(timer.predictions[0])[1]
+def of_rows(lengths: np.ndarray):
+    with softsm.timing("h200") as timer:
+        softsm.load(ROWS).launch(len(lengths), 32, [lengths, 0])
+    return timer.predictions[0]
 
-    words, high = doubt(np.full(400, 7, np.uint32))
-    assert words == "" and high < 1.6
-    words, high = doubt(np.arange(400, dtype=np.uint32))
-    assert words.startswith("a guess") and "the 3 of 400 that were looked at differ" in words and high == 1.6
+
+def test_lengths_that_are_loaded_are_counted_where_ctas_differ() -> None:
+    alike = of_rows(np.full(400, 7, np.uint32))
+    assert report.doubt(alike) == "" and band(alike)[1] < 1.3 and alike.trace.lengths is None
+    growing = of_rows(np.arange(400, dtype=np.uint32))
+    assert "the longest executes 2.0 times as much as the average" in report.doubt(growing)
+
+
+def test_the_longest_of_many_ctas_decides() -> None:
+    """It is none of those at the ends or in the middle of the grid."""
+    lengths = np.full(400, 7, np.uint32)
+    without = of_rows(lengths).cycles
+    lengths[123] = 5000
+    assert of_rows(lengths).cycles > 20 * without
+    lengths[77] = 20
+    assert of_rows(lengths).trace.samples[-1] in (123, 399)
+
+
+def test_ctas_that_are_too_many_to_count_are_a_guess(monkeypatch) -> None:
+    monkeypatch.setattr(scout, "COST", 20_000)
+    p = of_rows(np.arange(400, dtype=np.uint32))
+    assert p.trace.lengths is None and band(p)[1] == 1.6
+    assert "the 3 of 400 that were looked at differ" in report.doubt(p)

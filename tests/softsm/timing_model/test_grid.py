@@ -79,7 +79,7 @@ def test_a_replay_that_is_cut_short_begins_every_cta_when_the_whole_one_does(odd
     ],
 )
 def test_what_grows_along_the_grid(durations, wanted) -> None:
-    trace = SimpleNamespace(grid=(17, 1, 1), cluster=(1, 1, 1), total=17)
+    trace = SimpleNamespace(grid=(17, 1, 1), cluster=(1, 1, 1), total=17, lengths=None)
     found = grid.over_grid(trace, list(zip((0, 8, 16), durations)))
     assert found[[0, 4, 8, 16]].tolist() == wanted
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.timing_model import costs, lower, model, parameters, report, sass, trace
+from softsm.timing_model import blocks, costs, lower, model, parameters, report, sass
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
@@ -115,12 +115,12 @@ def test_what_does_not_change_between_launches_is_made_once(monkeypatch) -> None
         plain = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *a, **k: made.append(name) or plain(*a, **k))
 
-    for place, name in ((sass, "disassemble"), (trace, "blocks_of"), (trace, "Instructions"), (costs, "fixed_costs"),
+    for place, name in ((sass, "disassemble"), (blocks, "blocks_of"), (blocks, "Instructions"), (costs, "fixed_costs"),
                         (lower.Lowering, "_path"), (model.Model, "replay")):  # fmt: skip
         counted(place, name)
     kernel = softsm.load(STREAM.replace("%BODY%", "  ex2.approx.ftz.f32 %f1, %f1;\n" * 7))
     sass.code_of.cache_clear()
-    trace._known.pop(kernel, None)
+    blocks._known.pop(kernel, None)
     for launch in range(2):
         with softsm.timing("h200"):
             kernel.launch(1, 256, [np.zeros(1024, np.float32), 50])
