@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from softsm.checks import benign_races, grids
+from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
+from softsm.checks.advice import before_the_access
 from softsm.engine import program as pg
 from softsm.errors import Fault
 from softsm.ptx.cplusplus import readable
@@ -54,7 +56,21 @@ def add_failure(report: Report, machine, failure: BaseException | None) -> None:
         for diagnostic in wrong_bytes(machine):
             report.add(diagnostic)
     if isinstance(failure, Fault):
-        report.add(Diagnostic(failure.code, failure.message, raised=True))
+        what, *rest = failure.message.split("\n")
+        unseen = unseen_phases(machine) if failure.code == "deadlock" else []
+        report.add(Diagnostic(failure.code, "\n".join([what, *unseen, *rest]), raised=True))
+
+
+def unseen_phases(machine) -> list[str]:
+    """mbarriers that warps wait on though the phase before has ended and nobody has waited for that one."""
+    found = [
+        f"  phase {b.phase - 1} of {b.name} has ended and nobody waited for it; the wait that hangs is for phase "
+        f"{b.phase}: has it the wrong parity?"
+        for cta in machine.live
+        for b in cta.barriers.values()
+        if b.waiters and b.watched is not None and b.watched[cl.WAITED] < b.phase - 1
+    ]
+    return list(dict.fromkeys(found))
 
 
 def wrong_bytes(machine) -> Iterator[Diagnostic]:
@@ -211,11 +227,8 @@ class Findings:
         elif other_op is not None and other_op is self.checker.grids.before:
             fix = grids.FIX
         elif other_op is not None:
-            barriers = [b.name for b in other_op.signals if getattr(b, "name", "")]
-            told = f"it signals {barriers[0]}" if barriers else "its mbarrier, group wait or tcgen05.wait"
-            fix = f"wait for the {other_op.kind} to complete ({told}) before this access"
-            if barriers:
-                fix += "; a wait for the parity of an earlier phase of that mbarrier is not enough"
+            waited = self.checker.order.knows(other_op.warp, other_op.number)
+            fix = before_the_access(other_op, waited, self.checker.operations.by_number.values())
             if memory == "tensor memory" and other.what.startswith("read "):
                 fix += (
                     f"; where it was to read what this one writes, let it wait for the {this.who.split(' issued')[0]}"

@@ -9,6 +9,7 @@ import numpy as np
 
 from softsm.checks import shadow as sh
 from softsm.checks import tmem_shadow
+from softsm.checks.advice import STORES, TENSOR, before_the_end
 from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
 from softsm.checks.tmem_shadow import ENTRY
@@ -20,18 +21,8 @@ from softsm.isa import product_chain
 from softsm.isa.tcgen05 import Work, checked_regions
 from softsm.report.diagnostics import Diagnostic
 
-TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}
 GENERIC = {"cp.async", "st.async", "red.async"}  # asynchronous, but of the generic proxy
-STORES = {"TMA store (read)", "TMA reduction (read)", "bulk store (read)", "bulk reduction (read)"}
 MUST_END = {*TENSOR, *STORES, "TMA load", "bulk load", "bulk copy to a peer"}
-
-
-def how_to_wait(op: AsyncOp) -> str:
-    if op.kind in STORES:
-        return "cp.async.bulk.commit_group, and cp.async.bulk.wait_group.read 0 before the exit"
-    if op.kind in TENSOR:
-        return "tcgen05.commit, and a wait for its mbarrier before the exit"
-    return "wait for the mbarrier that it signals before the exit"
 
 
 class Operations:
@@ -244,7 +235,7 @@ class Operations:
                 continue
             party = self.checker.findings.party(op.warp, op, "may still be in flight")
             text = f"{cta} ends, but nothing waited for this {op.kind}"
-            found = Diagnostic("in-flight", text, (party,), how_to_wait(op))
+            found = Diagnostic("in-flight", text, (party,), before_the_end(op))
             if op.kind in STORES and not self.checker.strict:  # kernels that run on GPUs every day do not wait for it
                 self.checker.report.warn(found)
             else:

@@ -23,28 +23,54 @@ def describe(machine, why: str) -> str:
             f"  a CTA starts when another one ends: {fit} fit on {machine.sms_per_gpu} SMs (sms=), the grid has "
             f"{math.prod(machine.grid)}; a barrier of the whole grid needs all of them resident"
         )
-    lines += standing(machine)
     text = Text(machine)
     found, barriers = cycle(machine, text)
+    lines += [f"  {clue}" for clue in clues(machine, text, barriers)]
+    lines += standing(machine)
     if found:
         lines += ["  they wait for each other:", *(f"    {line}" for line in found)]
-    waits = [b for b in dict.fromkeys(awaited(machine).values()) if isinstance(b, Mbarrier) and untouched(b)]
-    others = {b: elsewhere(machine, b) for b in waits}
-    fresh = [b for b in barriers or awaited(machine).values() if isinstance(b, Mbarrier) and not others.get(b)]
-    if fresh and all(untouched(b) for b in fresh):
-        names = " and ".join(dict.fromkeys(map(name, fresh)))
-        lines.append(
-            f"  nothing has arrived at {names} since mbarrier.init: who waits for buffers "
-            "that are free from the start waits for parity 1 first, as the phase before phase 0 counts as complete"
+    lines += [f"  {line}" for line in missing(machine, text, barriers)]
+    return "\n".join(lines)
+
+
+def clues(machine, text: Text, ring: list) -> list[str]:
+    """What is probably wrong, most telling first. ring: barriers of a cycle."""
+    waits = [b for b in dict.fromkeys(awaited(machine).values()) if isinstance(b, Mbarrier) and b.pending]
+    others = {b: elsewhere(machine, b) for b in waits if untouched(b)}
+    never = [b for b, other in others.items() if not (other or text.silent or text.anywhere(b))]
+    found = [
+        f"no instruction is known to arrive at {name(b)}: an mbarrier.arrive, a tcgen05.commit or an arrive.expect_tx "
+        "is missing"
+        for b in never
+    ]
+    found += [
+        f"{name(b)} misses {b.pending} of {b.expected} arrivals, and who can come to its arrival has arrived in this "
+        "phase already: is the count of its mbarrier.init too large, or has a warp left without arriving?"
+        for b in waits
+        if all_came(machine, b, text)
+    ]
+    fresh = [b for b in ring or awaited(machine).values() if isinstance(b, Mbarrier) and not others.get(b)]
+    if fresh and not never and all(untouched(b) for b in fresh):
+        found.append(
+            f"nothing has arrived at {' and '.join(dict.fromkeys(map(name, fresh)))} since mbarrier.init: who waits "
+            "for buffers that are free from the start waits for parity 1 first, as the phase before phase 0 counts as "
+            "complete"
         )
-    lines += [
-        f"  nothing has arrived at {name(b)} since mbarrier.init, but at {name(other)}: does an arrival, or this wait, "
+    found += [
+        f"nothing has arrived at {name(b)} since mbarrier.init, but at {name(other)}: does an arrival, or this wait, "
         "have the wrong index?"
         for b, other in others.items()
         if other
     ]
-    lines += [f"  {line}" for line in missing(machine, text, barriers)]
-    return "\n".join(lines)
+    return list(dict.fromkeys(found))
+
+
+def all_came(machine, barrier: Mbarrier, text: Text) -> bool:
+    """Has every warp that can come to the code that arrives there, in one place, done so in this phase?"""
+    came = {(e.who.ctaid, e.who.warp) for e in barrier.history if e.phase == barrier.phase and hasattr(e.who, "warp")
+            and e.what in ("arrive", "drop")}  # fmt: skip
+    able = {(w.cta.ctaid, w.index) for w, _ in suppliers(machine, barrier, text)}
+    return bool(came) and able <= came and len(text.anywhere(barrier)) == 1 and not text.silent
 
 
 def standing(machine) -> list[str]:
@@ -97,6 +123,7 @@ class Text:
 
     def __init__(self, machine):
         kernels = [x for x in machine.kernels if x is not None]
+        self.live = machine.live
         self.found = {x: arrivals(x.program) for x in kernels}
         self.silent = any(silent(x.program) for x in kernels)
         self.ahead: dict[tuple, set[int]] = {}
@@ -105,6 +132,10 @@ class Text:
         offset = next((at for at, b in cta.barriers.items() if b is barrier), None)
         found = [] if offset is None else at_barrier(self.found[cta.kernel], offset)
         return [a for a in found if not a.waits]
+
+    def anywhere(self, barrier: Mbarrier) -> list:
+        """The instructions of all CTAs."""
+        return list(dict.fromkeys(a.instruction for cta in self.live for a in self.of(barrier, cta)))
 
     def can_reach(self, warp, arrival: Arrival) -> bool:
         kernel = warp.cta.kernel
@@ -195,8 +226,8 @@ def sentence(machine, waiter, supplier, barrier, needs) -> str:
 
 
 def missing(machine, text: Text, named: list) -> list[str]:
-    """One line for each mbarrier that a warp waits on: the code that should arrive, or that there is none. `named`:
-    barriers of which the cycle has said it."""
+    """One line for each mbarrier that a warp waits on: the code that should arrive. `named`: barriers of which the
+    cycle has said it."""
     lines = []
     for barrier in dict.fromkeys(awaited(machine).values()):
         if not isinstance(barrier, Mbarrier) or not barrier.pending or barrier in named:
@@ -205,8 +236,6 @@ def missing(machine, text: Text, named: list) -> list[str]:
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             lines.append(f"arrivals at {name(barrier)}: {'; '.join(place(x) for x in found[:3])}{more}")
-        elif untouched(barrier) and not text.silent:
-            lines.append(f"arrivals at {name(barrier)}: none so far, and no instruction is known to arrive there")
     return list(dict.fromkeys(lines))[:SHOWN]
 
 

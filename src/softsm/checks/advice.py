@@ -1,0 +1,84 @@
+"""How to wait for an asynchronous operation: the instruction for its kind, and what its issuer has done about it so
+far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from softsm.engine.asynchrony import AsyncOp
+from softsm.engine.in_flight import Groups, InFlight
+from softsm.ptx.roles import place_of
+
+TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}
+STORES = {"TMA store (read)", "TMA reduction (read)", "bulk store (read)", "bulk reduction (read)"}
+WRITES = {kind.removesuffix(" (read)") for kind in STORES}
+NOT_BEHIND = (
+    "who issued it has waited for it, but this access is not ordered behind that wait: put a barrier, or an mbarrier "
+    "arrive and wait, between the two"
+)
+
+
+def before_the_end(op: AsyncOp) -> str:
+    if op.kind in STORES:
+        return "cp.async.bulk.commit_group, and cp.async.bulk.wait_group.read 0 before the exit"
+    if op.kind in TENSOR:
+        return "tcgen05.commit, and a wait for its mbarrier before the exit"
+    return "wait for the mbarrier that it signals before the exit"
+
+
+def before_the_access(op: AsyncOp, waited: bool, others: Iterable[AsyncOp]) -> str:
+    """`waited`: does its issuer know that it is complete? `others`: operations that may be behind it."""
+    if named(op):
+        return (
+            f"wait for the {op.kind} to complete (it signals {named(op)[0]}) before this access; a wait for the parity "
+            "of an earlier phase of that mbarrier is not enough"
+        )
+    if waited:
+        return NOT_BEHIND
+    return f"wait for the {op.kind} to complete before this access: {by_kind(op, others)}"
+
+
+def by_kind(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
+    mine = op.warp.in_flight or InFlight()
+    if op.kind == "cp.async":
+        return in_groups(op, mine.cp_async, "cp.async.commit_group", "cp.async.wait_group")
+    if op.kind in STORES or op.kind in WRITES:
+        wait = "cp.async.bulk.wait_group" + (".read" if op.kind in STORES else "")
+        return in_groups(op, mine.bulk, "cp.async.bulk.commit_group", wait)
+    if op.kind in ("tcgen05.ld", "tcgen05.st"):
+        return f"tcgen05.wait::{op.kind[-2:]} in the warp that issued it, and then a barrier or an mbarrier arrive"
+    if op.kind == "wgmma":
+        groups = mine.wgmma.group.batches if mine.wgmma is not None else {}
+        number = next((n for n, batch in groups.items() if op in (batch.ops or ())), None)
+        newer = 0 if number is None or mine.wgmma is None else mine.wgmma.committed - 1 - number
+        return f"wgmma.wait_group {or_less(newer)}, behind the product"
+    if op.kind in TENSOR:
+        commits = [x for x in others if x.kind == "tcgen05.commit" and x.warp is op.warp and x.number > op.number]
+        if not commits:
+            return "its thread has no tcgen05.commit behind it so far; commit it, and wait for that mbarrier"
+        first = min(commits, key=lambda x: x.number)
+        loc = place_of(first.instruction)
+        place = f"{loc.file}:{loc.line}" if loc else f"PTX line {first.line}"
+        return f"the first tcgen05.commit behind it ({place}) arrives at {' and '.join(named(first))}; wait for that"
+    return "by its mbarrier, or a wait for its group"
+
+
+def named(op: AsyncOp) -> list[str]:
+    """The mbarriers at which its completion arrives."""
+    return [name for name in (getattr(b, "name", "") for b in op.signals) if name]
+
+
+def in_groups(op: AsyncOp, groups: Groups, commit: str, wait: str) -> str:
+    """Of a thread's groups, a wait leaves as many of the newest as it says."""
+    if any(op in ops for _, ops in groups.open):
+        return f"no {commit} is behind it so far; commit it, and then {wait} 0"
+    at = next((i for i, (_, ops) in enumerate(groups.closed) if op in ops), None)
+    if at is None:
+        return f"{commit}, then {wait} 0"
+    own = groups.closed[at][0]
+    newer = sum(bool(those & own) for those, _ in groups.closed[at + 1 :])
+    return f"{wait} {or_less(newer)} in the thread that issued it, which has committed {newer or 'no'} newer group(s)"
+
+
+def or_less(number: int) -> str:
+    return f"{number} or less" if number else "0"

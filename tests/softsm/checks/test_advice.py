@@ -1,0 +1,95 @@
+"""The advice of a race names the wait of the other operation's kind, and what its issuer has done so far."""
+
+import numpy as np
+import pytest
+
+import softsm
+from softsm.museum import text as t
+
+SHARED = (
+    ".shared .align 1024 .b8 a[4096]; .shared .align 1024 .b8 b[4096]; .shared .align 8 .b64 bar; "
+    ".shared .align 8 .b64 bar2; .shared .align 4 .b32 place;"
+)
+ADDRESS = "mul.wide.u32 %rd20, %r0, 4;\nadd.s64 %rd20, %rd1, %rd20;\nshl.b32 %r41, %r0, 2;\nmov.u32 %r40, a;\n"
+ADDRESS += "add.u32 %r40, %r40, %r41;\n"
+COPY = "cp.async.ca.shared.global [%r40], [%rd20], 4;\n"
+READ = "ld.shared.u32 %r42, [%r40];\n" + t.out("%r42", base="%rd2")
+FILL = t.fill("a", 4096, 5) + "fence.proxy.async;\nbar.sync 0;\n"
+STORE = "cp.async.bulk.global.shared::cta.bulk_group [%rd2], [a], 4096;\n"
+STORE_B = "cp.async.bulk.global.shared::cta.bulk_group [%rd2+4096], [b], 4096;\n"
+COMMIT, LAST = "cp.async.bulk.commit_group;\n", t.only("%p0", "cp.async.bulk.wait_group 0;\n")
+
+
+def advice(body: str, target: str = "sm_90a", params: str = "x out") -> list[str]:
+    text = t.kernel(body, params, shared=SHARED, target=target, version="8.8" if "100" in target else "8.6")
+    arrays = [np.zeros(4096, np.uint32) for _ in params.split()]
+    with softsm.checking(order="latest") as report:
+        softsm.load(text).launch(1, 128, arrays)
+    return [found.fix for found in report if found.code == "race"]
+
+
+def said(body: str, *words: str, **launch) -> None:
+    found = advice(body, **launch)
+    assert found and all(word in found[0] for word in words), found
+
+
+@pytest.mark.parametrize(
+    "behind, words",
+    [
+        ("", "no cp.async.commit_group is behind it so far"),
+        ("cp.async.commit_group;\n" * 3 + "cp.async.wait_group 3;\n", "cp.async.wait_group 2 or less"),
+        ("cp.async.commit_group;\n", "cp.async.wait_group 0 in the thread"),
+        ("cp.async.commit_group;\ncp.async.wait_group 0;\n", ""),
+    ],
+    ids=["not committed", "too many are left", "no wait", "right"],
+)
+def test_groups_of_cp_async(behind, words):
+    body = ADDRESS + COPY + behind + READ
+    if words:
+        said(body, words)
+    else:
+        assert not advice(body)
+
+
+def test_who_waited_must_be_followed_by_a_barrier():
+    """Threads wait for their own copies; those of warp 3 read the copies of warp 0."""
+    other = t.only("warp 3", "sub.u32 %r40, %r40, 384;\n" + READ)
+    start = ADDRESS + COPY + "cp.async.commit_group;\ncp.async.wait_group 0;\n"
+    said(start + other, "not ordered behind that wait", "put a barrier")
+    assert not advice(start + "bar.sync 0;\n" + other)
+
+
+@pytest.mark.parametrize(
+    "store, words",
+    [
+        (STORE, "no cp.async.bulk.commit_group is behind it so far"),
+        (STORE + COMMIT + STORE_B + COMMIT + "cp.async.bulk.wait_group.read 2;\n", "wait_group.read 1 or less"),
+        (STORE + COMMIT + STORE_B + COMMIT + "cp.async.bulk.wait_group.read 1;\n", ""),
+    ],
+    ids=["not committed", "too many are left", "right"],
+)
+def test_groups_of_bulk_stores(store, words):
+    body = t.fill("b", 4096, 6) + FILL + t.only("%p0", store) + "bar.sync 0;\n" + t.fill("a", 4096, 7)
+    body += t.only("%p0", COMMIT) + LAST
+    if words:
+        said(body, words)
+    else:
+        assert not advice(body)
+
+
+TILES = t.init("bar", "bar2") + t.alloc(64) + t.fill("a", 4096) + t.fill("b", 256) + "fence.proxy.async;\nbar.sync 0;\n"
+TILES += t.descriptor("%rd10", "a") + t.descriptor("%rd11", "b")
+
+
+@pytest.mark.parametrize(
+    "behind, words",
+    [("", "no tcgen05.commit behind it so far"), (t.commit("bar2"), "arrives at mbarrier bar2")],
+    ids=["not committed", "committed elsewhere"],
+)
+def test_products(behind, words):
+    product = t.mma("%r3", "%rd10", "%rd11", t.idesc())
+    start = TILES + t.only("thread 0", product + behind) + "bar.sync 0;\n"
+    end = t.only("thread 0", t.commit("bar")) + t.wait("bar", 0) + t.AFTER
+    over = t.fill("a", 4096, 7)
+    said(start + over + end + t.dealloc(64), words, target="sm_100a", params="out")
+    assert not advice(start + end + over + t.dealloc(64), target="sm_100a", params="out")
