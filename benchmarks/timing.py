@@ -46,6 +46,10 @@ def cases(given) -> list:
 
         with softsm.use("sm_100a", cuda_shim=True):  # they ask for the GPU while they are imported
             every = timing_published.cases(given.published)
+    elif given.user:
+        import timing_user
+
+        every = timing_user.CASES
     elif given.parts:
         import timing_parts
 
@@ -184,6 +188,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("timing.json"))
     parser.add_argument("--seed", type=int, nargs="+", metavar="N", help="cases drawn at random")
     parser.add_argument("--tune", action="store_true", help="tiles of one matrix product (timing_tune.py)")
+    parser.add_argument("--user", action="store_true", help="kernels as users bring them (timing_user.py)")
     parser.add_argument("--parts", action="store_true", help="parts of kernels (timing_parts.py)")
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--repeats", type=int, default=9)
@@ -198,11 +203,13 @@ def main() -> int:
     parser.add_argument("--cost", action="store_true", help="what a timing run costs beside plain emulation")
     parser.add_argument("--published", type=Path, metavar="FOLDER", help="Triton's python/tutorials/gluon")
     given = parser.parse_args()
-    if given.seed and given.predict:
+    if (given.seed or given.user) and given.predict:
         import triton
 
         if not triton.__version__.startswith(MEASURED_WITH):
-            parser.error(f"--seed: got Triton {triton.__version__}; the kernels are measured with {MEASURED_WITH}")
+            parser.error(
+                f"--seed, --user: got Triton {triton.__version__}; the kernels are measured with {MEASURED_WITH}"
+            )
     if given.cost:
         print(cost(given.only))
     elif given.blackwell and given.write:
@@ -220,7 +227,8 @@ def main() -> int:
     elif given.compile:
         measuring.compile_part(given.compile, cases(given))
     elif given.measure:
-        drawn = ["--seed", *map(str, given.seed)] if given.seed else ["--tune"] * given.tune + ["--parts"] * given.parts
+        others = [f"--{name}" for name in ("tune", "parts", "user") if getattr(given, name)]
+        drawn = ["--seed", *map(str, given.seed)] if given.seed else others
         command = [sys.executable, __file__, *drawn, "--only", given.only, "--compile"]
         measuring.measure(given.json, cases(given), command, given.repeats, given.limit)
     return 0
