@@ -36,8 +36,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OF_V4 = ("v4", "index", "compress", "model")  # all that a layer of DeepSeek-V4 launches, in bf16; v4 in fp16 too
 ONLY_V4 = (*OF_V4, "v4-backward", "v4.1", "moe")
 OF_FMHA = ("dense", "varlen", "paged")
-KINDS = (*OF_FMHA, *OF_V4, "fmha-backward", "v4-backward", "v4.1", "softcap", "e4m3", "moe")
-CAP = 50.0  # any: a capped score has variants of its own, whatever the cap
+OPTIONS = {"softcap": 50.0}  # of fmha, that have variants of their own, whatever the value
+KINDS = (*OF_FMHA, *OF_V4, "fmha-backward", "v4-backward", "v4.1", *OPTIONS, "e4m3", "moe")
 ROWS = ("bf16", "fp8", "mixed")  # of V4 attention: both pools, or the window FP8 and the compressed rows plain
 # The window's and the compressed rows' bytes; None: a tensor
 POOLS = {"fp8": (Fp8Cache, Fp8Cache), "mixed": (Fp8Cache, None), "v4.1": (Mxfp8Cache, Nvfp4Cache)}
@@ -94,8 +94,8 @@ def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> 
     parts = of_fmha(kinds, dims, dtypes)
     if "e4m3" in kinds:
         parts += [("e4m3", *part) for part in of_fmha(OF_FMHA, dims, dtypes)]
-    if "softcap" in kinds:
-        parts += [("softcap", *part) for part in of_fmha((*OF_FMHA, "fmha-backward"), dims, dtypes)]
+    for option in filter(kinds.__contains__, OPTIONS):
+        parts += [(option, *part) for part in of_fmha((*OF_FMHA, "fmha-backward"), dims, dtypes)]
     if 512 in dims:
         rows = [x for x in (*ROWS, "fp16") if ("fp16" if x == "fp16" else "bf16") in dtypes]
         if "v4" in kinds:
@@ -129,18 +129,16 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     from . import gradient_variants, moe_variants, v41_variants  # with Triton, which the command line must do without
 
     kind, *rest = part
-    cap, codes = None, kind == "e4m3"
-    if codes:
+    codes, option = kind == "e4m3", {kind: OPTIONS[kind]} if kind in OPTIONS else {}
+    if codes or option:
         kind, *rest = rest
-    if kind == "softcap":
-        cap, (kind, *rest) = CAP, rest
     target = dispatch.compile_target(arch)
     if kind == "compress":
         return compress_launches(sizes, arch)
     if kind == "model":
         return model_launches(sizes)
     if kind == "fmha-backward":
-        return gradient_variants.fmha_launches(rest[0], DTYPES[rest[1]], arch, softcap=cap)
+        return gradient_variants.fmha_launches(rest[0], DTYPES[rest[1]], arch, **option)
     if kind == "v4-backward":
         return gradient_variants.v4_launches(sizes.heads, sizes.rope, DTYPES[rest[0]], arch)
     if kind == "v4.1" and rest[0] == "compress":
@@ -157,8 +155,8 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
         found = moe_variants.problems(rest[0], rest[1], sizes.hidden, sizes.experts, sizes.experts_of_token, arch)
     else:
         found = problems(rest[0], rest[1], kind, rest[2], sizes.page_size)
-    if cap is not None:
-        found = (replace(p, options=p.options._replace(softcap=cap)) for p in found)
+    if option:
+        found = (replace(p, options=p.options._replace(**option)) for p in found)
     if codes:
         found = map(in_e4m3, found)
     made = []

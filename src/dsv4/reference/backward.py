@@ -56,18 +56,18 @@ def attend(
     dlse: Tensor | None,  # [Hq, T]
     compute: torch.dtype,
     p_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
+    **score,  # of reference.scores and slope
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """One sequence -> dq [Hq, T, D], dk and dv [Hkv, S, D], dsink [Hq]."""
-    out, _ = reference.attend(q, k, v, seen, sink, scale, compute, p_dtype, softcap)
+    out, _ = reference.attend(q, k, v, seen, sink, scale, compute, p_dtype, **score)
     if p_dtype is not None:
         out = out.to(p_dtype).to(compute)
     q, k, v, dout = (x.to(compute) for x in (q, k, v, dout))
     used = seen.any(0)[:, None]  # a row that no query sees may hold NaN
     k, v = torch.where(used, k, 0), torch.where(used, v, 0)
 
-    capped = reference.cap(over_groups(q, k.mT) * scale, softcap)
-    s = torch.where(seen, capped, NEG_INF)
+    found = reference.scores(over_groups(q, k.mT) * scale, **score)
+    s = torch.where(seen, found, NEG_INF)
     lse = s.logsumexp(-1)
     empty = lse == NEG_INF
     alone = torch.where(seen & ~empty[..., None], (s - torch.where(empty, 0, lse)[..., None]).exp(), 0)
@@ -78,14 +78,18 @@ def attend(
     ds = p * (over_groups(dout, v.mT) - delta[..., None])
     if dlse is not None:
         ds = ds + alone * torch.where(empty, 0, dlse.to(compute))[..., None]
-    if softcap:
-        ds = ds * (1 - (capped / softcap) ** 2)  # unseen: 0 times a finite number
+    ds = ds * slope(found, **score)  # unseen: 0 times a finite number
     ds, p = rounded(ds, p_dtype), rounded(p, p_dtype)
     dq = over_groups(ds, k) * scale
     ds, q, p, dout = (in_groups(x, k.shape[0]) for x in (ds, q, p, dout))
     dk, dv = ds.mT @ q * scale, p.mT @ dout
     dsink = None if sink is None else -(torch.where(empty, 0, (1 - keep) * delta)).sum(-1)
     return dq, dk, dv, dsink
+
+
+def slope(s: Tensor, softcap: float | None = None) -> Tensor | float:
+    """The derivative of reference.scores, by the scores."""
+    return 1 - (s / softcap) ** 2 if softcap else 1.0
 
 
 def fmha(
@@ -99,9 +103,9 @@ def fmha(
     window: tuple[int, int] = (-1, -1),
     sink: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float | None = None,
     compute: torch.dtype = torch.float64,
     p_dtype: torch.dtype | None = None,
+    **score,  # softcap: of reference.scores
 ) -> FmhaGradients:
     t, d = q.shape[1], q.shape[3]
     scale = d**-0.5 if softmax_scale is None else softmax_scale
@@ -111,7 +115,7 @@ def fmha(
     for n in range(q.shape[0]):
         q1, k1, v1, dout1 = (x[n].transpose(0, 1) for x in (q, k, v, dout))
         dlse1 = None if dlse is None else dlse[n]
-        *grads, one_sink = attend(q1, k1, v1, seen, sink, scale, dout1, dlse1, compute, p_dtype, softcap)
+        *grads, one_sink = attend(q1, k1, v1, seen, sink, scale, dout1, dlse1, compute, p_dtype, **score)
         for whole, one in zip((dq, dk, dv), grads, strict=True):
             whole[n] = one.transpose(0, 1)
         if dsink is not None:

@@ -24,14 +24,14 @@ def attend(
     scale: float,
     compute: torch.dtype,
     p_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
+    **score,  # of `scores`
 ) -> tuple[Tensor, Tensor]:
     """One sequence: softmax(q k^T * scale) v over the keys seen -> out [Hq, T, D], lse [Hq, T] (sink excluded)."""
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
     # A row that no query sees may hold anything: 0 * NaN is NaN, so it leaves before the product.
     v = torch.where(seen.any(0)[:, None], v, 0)
 
-    s = torch.where(seen, cap(over_groups(q, k.mT) * scale, softcap), NEG_INF)  # [Hq, T, S]
+    s = torch.where(seen, scores(over_groups(q, k.mT) * scale, **score), NEG_INF)  # [Hq, T, S]
     top = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], NEG_INF)
     p = (s - torch.where(top == NEG_INF, 0, top)[..., None]).exp()
     p_sum = p.sum(-1)
@@ -42,8 +42,8 @@ def attend(
     return apply_sink(out, lse, sink[:, None] if sink is not None else None), lse
 
 
-def cap(s: Tensor, softcap: float | None) -> Tensor:
-    """Scores between -softcap and softcap. With 0 or None they stay as they are."""
+def scores(s: Tensor, softcap: float | None = None) -> Tensor:
+    """Scores of scaled products: between -softcap and softcap. With 0 or None they stay as they are."""
     return softcap * torch.tanh(s / softcap) if softcap else s
 
 
@@ -92,9 +92,9 @@ def fmha(
     k_scale: Tensor | None = None,  # [] or [1] or [Hkv]: what k, in e4m3, is multiplied by
     v_scale: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float | None = None,
     compute: torch.dtype = torch.float64,
     p_dtype: torch.dtype | None = None,
+    **score,  # softcap: of `scores`
 ) -> tuple[Tensor, Tensor]:
     """out [B, T, Hq, Dv], lse [B, Hq, T]."""
     b, t, hq, d = q.shape
@@ -107,7 +107,7 @@ def fmha(
     lse = torch.full((b, hq, t), NEG_INF, dtype=compute, device=q.device)
     for n in range(b):
         q1, k1, v1 = (x[n].transpose(0, 1) for x in (q, k, v))  # [H, tokens, D]
-        o, lse[n] = attend(q1, k1, v1, seen, sink, scale, compute, p_dtype, softcap)
+        o, lse[n] = attend(q1, k1, v1, seen, sink, scale, compute, p_dtype, **score)
         out[n] = o.transpose(0, 1)
     return out, lse
 
