@@ -28,7 +28,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     from dsv4.runtime.warmup import warmup
     from dsv4.v4.api import v4_attention
 
-    # Tensors with a few numbers beside them: torch.load(..., weights_only=True) may make them.
+    # Tensors and a few numbers: torch.load(..., weights_only=True) may create them.
     torch.serialization.add_safe_globals(
         [Fp4Experts, Fp8Cache, Mxfp8Cache, Nvfp4Cache, IndexCache, Plan, CompressState, Spread]
     )

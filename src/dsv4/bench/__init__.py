@@ -2,11 +2,11 @@
 
     timing      alternating CUDA-graph replays (ours, theirs, ours, ...), a cold L2 before each, the clock after each
     peers       who can be imported here, and their calls
-    dense       fmha beside torch, FFPA and flash-attn
-    v4, v41     v4_attention beside FlashMLA, with rows of V4 and of V4.1
-    index       index_topk beside DeepGEMM's logits and torch.topk; compress and the writing of rows beside torch
-    moe         a layer of FP4 experts beside torch's grouped products
-    backward    the gradients of fmha beside torch, FFPA and flash-attn; those of v4_attention
+    dense       fmha and torch, FFPA and flash-attn
+    v4, v41     v4_attention and FlashMLA, with rows of V4 and of V4.1
+    index       index_topk and DeepGEMM's logits, torch.topk; compress, the writing of rows and torch
+    moe         a layer of FP4 experts and torch's grouped products
+    backward    the gradients of fmha and torch, FFPA and flash-attn; those of v4_attention
     drawn       cases of every suite, drawn at random by a seed
     measured    one case: every contender is checked first, then timed; as JSON
 

@@ -1,4 +1,4 @@
-"""The suite `backward`: the gradients of fmha beside torch's, FFPA's and flash-attn's; those of v4_attention.
+"""The suite `backward` times the gradients of fmha and v4_attention, and those of torch, FFPA and flash-attn.
 
 TFLOP/s count 2.5 times the forward's products, whatever a kernel computes again; bytes are inputs and gradients, once
 each. Autograd runs a backward pass on the stream of its forward pass, so no CUDA graph can be made of it alone: it is

@@ -1,4 +1,4 @@
-"""The suite `dense`: fmha beside torch's backends, FFPA (head dim 512) and flash-attn."""
+"""The suite `dense` times fmha, torch's backends, FFPA (head dim 512) and flash-attn."""
 
 from __future__ import annotations
 

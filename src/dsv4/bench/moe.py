@@ -1,4 +1,4 @@
-"""The suite `moe`: a layer of FP4 experts beside torch's grouped products of the same weights in bf16.
+"""The suite `moe` times a layer of FP4 experts and torch's grouped products of the same weights in bf16.
 
 Layers have the sizes of V4-Flash, V4-Pro and V4.1. A layer is what dsv4.moe does: activations to FP8, both products,
 SwiGLU, the weighted sum; routing is drawn, evenly or by Zipf's law, and given. FLOP = 6 x slots x hidden x inner; bytes
@@ -81,7 +81,7 @@ def weights_of(layer: Layer) -> dsv4.Fp4Experts:
 
 @lru_cache(maxsize=1)
 def bf16_weights(layer: Layer) -> tuple[Tensor, Tensor]:
-    """The same for torch: [E, H, 2 I] and [E, I, H], as its grouped product takes them."""
+    """The same for torch: [E, H, 2 I] and [E, I, H], as its grouped product expects them."""
     w13, w2 = weights_of(layer).dequantize(torch.bfloat16)
     return w13.mT, w2.mT
 

@@ -186,7 +186,7 @@ def dense_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) 
 
 def v4_backward(q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Calls:
     """Gradients of V4 attention: q, out, dout [N, H, 512], kv [rows, 512], indices [N, K], lse [N, H] without the sink
-    -> dq, dsink, dkv. The peer takes a finished forward pass, not autograd's."""
+    -> dq, dsink, dkv. The peer expects a finished forward pass, not autograd's."""
     cudnn = module("cuDNN frontend")
     if cudnn is None:
         return

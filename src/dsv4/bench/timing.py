@@ -105,7 +105,7 @@ def time_turns(
 
 
 def turns_of(seconds: float, repeats: int) -> set[int]:
-    """The turns, of `repeats`, in which a call that takes so long is replayed: all, or fewer, evenly spread."""
+    """The turns, of `repeats`, in which a call of this duration is replayed: all, or fewer, evenly spread."""
     count = min(repeats, max(FEWEST, int(SECONDS / max(seconds, 1e-9))))
     return {turn for turn in range(repeats) if (turn + 1) * count // repeats > turn * count // repeats}
 

@@ -1,4 +1,4 @@
-"""The suite `v4`: v4_attention beside FlashMLA.
+"""The suite `v4` times v4_attention and FlashMLA.
 
 Rows are picked at random from a pool: of 8192 rows for prefill, else larger than the L2. FLOP = 4 x queries x heads x
 rows x 512; bytes = the rows that queries list, each counted once per query, though the tiles of 64 heads of a query
@@ -32,7 +32,7 @@ class V4Case:
     compressed: int
     fp8: bool
     pool: int = LARGE
-    each: int = 0  # queries of a request, whose compressed rows come by block table; 0: by list
+    each: int = 0  # queries of a request, whose compressed rows a block table names; 0: a list
 
     @property
     def name(self) -> str:

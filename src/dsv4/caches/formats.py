@@ -37,7 +37,7 @@ class RowFormat:
     scale_bytes: int  # of a row, with padding
     stride_unit: int  # pages begin at multiples of it when nothing else is asked for
     interleaved: bool = False
-    unpacks_smaller: ClassVar[bool] = False  # whether unpack takes the SPEED of that name
+    unpacks_smaller: ClassVar[bool] = False  # whether unpack accepts the SPEED of that name
 
     def __post_init__(self) -> None:
         if FORMATS.setdefault(self.name, self) is not self:
@@ -108,7 +108,7 @@ class RowFormat:
     @property
     def unpack(self) -> Any:
         """Gluon: (words of codes [rows, panels, panel_words], scales of the rows, FIRST panel, SPEED) -> bf16 in pairs,
-        int32 [rows, panels, 32]. caches/kernels/unpack.py says what scales and SPEED are."""
+        int32 [rows, panels, 32]. caches/kernels/unpack.py defines scales and SPEED."""
         return self._kernel("unpack")
 
     @property
@@ -190,7 +190,7 @@ class Mxfp8Rows(RowFormat):
     512 x e4m3   values / scale                                        512 B   data row
      16 x ue8m0  scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))         16 B   scale row
 
-    Rows of V3.2 without RoPE have 528 bytes, too, and mean something else: 4 scales in fp32. Hopper's kernels take
+    Rows of V3.2 without RoPE have 528 bytes, too, and mean something else: 4 scales in fp32. Hopper's kernels accept
     scales up to 2 ** 15; rows with greater ones, of values beyond 448 * 2 ** 15, become inf or NaN there.
     """
 
@@ -218,7 +218,7 @@ class Nvfp4Rows(RowFormat):
     512 x e2m1   values / scale, two to a byte, the first in its low bits          256 B   data row
      32 x e4m3   scale = amax / 6, between 2 ** -9 and 448                          32 B   scale row
 
-    There is no scale of the whole tensor. Larger values than 6 * 448 become 6 * 448.
+    There is no scale of the whole tensor. Values beyond 6 * 448 become 6 * 448.
     """
 
     KERNELS = {"unpack": "unpack.unpack_e2m1", "unpack_bytes": "unpack.e2m1_bytes", "store": "pack.store_nvfp4_row"}
@@ -239,7 +239,7 @@ class Nvfp4Rows(RowFormat):
 
 
 class Fp8Keys(RowFormat):
-    """Keys of the lightning indexer: 128 e4m3 and one scale. Readers take any positive scale, not only powers of two.
+    """Keys of the lightning indexer: 128 e4m3 and one scale. Readers accept any positive scale, not only powers of two.
 
     128 x e4m3   values / scale                                          128 B   data row
       1 x fp32   scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))            4 B   scale

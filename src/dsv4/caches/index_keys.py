@@ -33,7 +33,7 @@ def quantize_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_queries_fp4(q: Tensor) -> tuple[Tensor, Tensor]:
     """q [..., H, 128] -> (uint8 [..., H, 64], two e2m1 to a byte, int32 [..., H], four ue8m0 each, the first lowest).
 
-    The bytes are those of an FP4 key. index_topk takes them as q and q_scales.
+    The bytes are those of an FP4 key. Pass them to index_topk as q and q_scales.
     """
     if not checks.is_tensor(q) or q.ndim < 2:
         checks.fail("q", checks.describe(q), f"a tensor [..., H, {INDEX_68.values}]")

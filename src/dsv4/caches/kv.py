@@ -80,7 +80,7 @@ CACHES = (Fp8Cache, Mxfp8Cache, Nvfp4Cache)
 Pool = torch.Tensor | PackedRows
 
 
-# An operator takes a pool as a tensor, rows per page, page stride and the name of the format; without a name the
+# An operator receives a pool as a tensor, rows per page, page stride and the name of the format; without a name the
 # tensor holds rows.
 
 

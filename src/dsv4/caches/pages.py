@@ -32,7 +32,7 @@ class PackedRows:
     rows_per_page: int
     page_stride: int = -1
     format_name: str = ""
-    kind: ClassVar[type[RowFormat]] = RowFormat  # of the formats that a class takes
+    kind: ClassVar[type[RowFormat]] = RowFormat  # of the formats that a class accepts
 
     def __post_init__(self) -> None:
         checks.tensor("storage", self.storage, ("bytes",), (torch.uint8,))

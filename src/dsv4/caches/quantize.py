@@ -1,4 +1,4 @@
-"""Activations as MXFP8: what an FP8 product takes whose weights have scales for every 32 columns, as V4.1's wo_a."""
+"""Activations as MXFP8, for an FP8 product whose weights have a scale for every 32 columns, as V4.1's wo_a has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dsv4 bench`: speed on this GPU, beside what else can be imported, and how far from the machine's ceilings."""
+"""`dsv4 bench` measures speed on this GPU, also of every peer that can be imported, and compares it with ceilings."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """A table: one row per case, the best of all peers beside ours."""
+    """A table with one row per case: ours and the best of all peers."""
     turns = "; dsv4 and peers alternate" if "peers" in record else ""
     lines = [
         f"{record['device']}, torch {record['torch']}, Triton {record['triton']}; CUDA-graph replay, cold L2, "

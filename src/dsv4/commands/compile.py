@@ -1,4 +1,4 @@
-"""`dsv4 compile`: cubins and metadata for machines without a compiler, made on a machine without a GPU."""
+"""`dsv4 compile` makes cubins and metadata for machines without a compiler. It needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`dsv4 completion bash|zsh|fish`: a script that completes subcommands and options. The words are in the script: asking
-the program itself, as typer's own completion does, would import torch at every key."""
+"""`dsv4 completion bash|zsh|fish` prints a script that completes subcommands and options. The words are in the
+script: asking the program itself, as typer's own completion does, would import torch at every key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dsv4 demo`: the main job on this machine, whatever it has, with every result compared with the oracle."""
+"""`dsv4 demo` does the main job on this machine, whatever it has, and compares every result with the oracle."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def roles_table(activity: Any) -> Table:
         found.add_column(name, justify="left" if name == "role" else "right")
     for name, role in sorted(activity.roles.items(), key=lambda item: item[0]):
         if name == "-":
-            continue  # warps that fill up a warpgroup, and the small kernels beside
+            continue  # warps that fill up a warpgroup, and other small kernels
         cells = [_amount(role.operations.get(kind)) for kind in ("TMA load", "tcgen05.mma", "tcgen05.ld", "tcgen05.st")]
         found.add_row(name.removesuffix("_role"), str(role.warps), f"{role.instructions:,}", *cells)
     return found

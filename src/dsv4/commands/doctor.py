@@ -1,4 +1,4 @@
-"""`dsv4 doctor`: what this machine can run, and why it cannot run the rest."""
+"""`dsv4 doctor` shows what this machine can run, and why it cannot run the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dsv4 hub --out DIR`: the attention of dsv4 as a kernel of the Hugging Face hub, `build/torch-universal`.
+"""`dsv4 hub --out DIR` writes the attention of dsv4 as a kernel of the Hugging Face hub, `build/torch-universal`.
 
 The hub loads a folder as a module with a name of its own, beside other builds and perhaps beside an installed dsv4. So
 the modules that attention needs are copied, and every mention of the package `dsv4` in them (imports, module names in

@@ -27,7 +27,7 @@ COLUMNS = (
 HEAD = """\
 # What the Blackwell kernels cost
 
-`dsv4 kernels --write docs/kernels.md` generates this page on any machine; the compiler and the assembler come with
+`dsv4 kernels --write docs/kernels.md` generates this page on any machine; the compiler and the assembler are part of
 Triton. None of these kernels has run on a Blackwell GPU; [timing.md](timing.md) has the times that softsm's model
 predicts.
 
@@ -132,7 +132,7 @@ PREDICTED = "\n## Predicted times\n"  # written by benchmarks/timing.py
 
 
 def predicted_section(path: Path) -> str:
-    """What the page says of the model's times: it is kept when the rest is written again."""
+    """The part of the page about the model's times, which is kept when the rest is written again."""
     text = path.read_text() if path.exists() else ""
     return text[text.index(PREDICTED) :] if PREDICTED in text else ""
 

@@ -1,7 +1,7 @@
-"""`dsv4 support`: which backend runs what, generated from the code; the table in the README is its output.
+"""`dsv4 support` generates from the code which backend runs what; the table in the README is its output.
 
 Each feature is a small problem, built by the same functions as a user's call. A kernel package answers for itself
-through its `supports(problem)`; where there is no such module the cell says "not yet".
+through its `supports(problem)`; without such a module the cell is "not yet".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`dsv4 verify`: run the suites and say how many cases passed."""
+"""`dsv4 verify` runs the suites and prints how many cases passed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dsv4.merge import merge_states
 
 
 class Setting(NamedTuple):
-    """What prefill was asked for, beside the tensors."""
+    """The arguments of prefill that are not tensors."""
 
     left: int
     right: int

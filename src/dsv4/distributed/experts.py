@@ -97,7 +97,7 @@ def moe(
         experts: those of this rank, as many as the others have.
         ids: int32 or int64 [T, k]: numbers of experts among those of all ranks, -1 = none.
         activations, limit, shared, deterministic, backend: as in dsv4.moe. shared: the same on every rank.
-        fused: None: tokens go to all ranks and outputs of slots come back by collectives. An :class:`ExpertMemory`: on
+        fused: None sends tokens to all ranks and outputs of slots back by collectives. An :class:`ExpertMemory`: on
             sm_100a one kernel on each rank that reads and writes the memory of the others; tokens may differ in number.
         group: of torch.distributed; that of ``fused`` if it is given.
     """

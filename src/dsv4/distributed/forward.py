@@ -201,7 +201,7 @@ def prefill(
     If k and v are the same tensor, it is sent once.
 
     Differentiable: every rank calls backward, and gets the gradients of its own q, k and v for the sum of the losses of
-    all ranks. For sink, which all ranks have, it gets the part that comes from its own queries.
+    all ranks. For sink, which all ranks have, it gets the part of its own queries.
     """
     rank, size = rank_and_size(group)
     left, right = checks.window(window, checks.flag("causal", causal))

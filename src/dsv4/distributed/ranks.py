@@ -67,7 +67,7 @@ def exchange(x: Tensor, dim: int, group: Any, name: str) -> list[Tensor]:
 
 
 def swapped(parts: Sequence[Tensor], group: Any) -> Tensor:
-    """Part r to rank r -> what the ranks had for this one, stacked. One tensor: gloo of torch 2.11 takes no lists."""
+    """Part r to rank r -> what the ranks had for this one, stacked. One tensor: gloo of torch 2.11 accepts no lists."""
     import torch.distributed as dist
 
     given = torch.stack([*parts])

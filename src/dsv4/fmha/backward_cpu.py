@@ -1,6 +1,6 @@
 """The gradients of fmha in torch: blocks of queries times blocks of keys, products in fp32 by the BLAS.
 
-The CPU backend, and what a GPU runs where there is no kernel for a problem.
+The CPU backend; a GPU runs it too for problems without a kernel.
 
 The formulas are those of reference_backward.py. Extra memory is one block of scores and, for the KV heads that are
 worked on at once, dK and dV of one sequence in fp32: no matrix of queries times keys.

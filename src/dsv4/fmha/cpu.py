@@ -294,7 +294,7 @@ def _call_flash(q, k, v, scale, *, causal=False, mask=None) -> tuple[Tensor, Ten
     if causal and scale <= 0:  # the kernel masks with -inf before it scales
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
     out, lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    # Of a row whose scores are all -inf the kernel says 0 and an LSE of 0. Every row sees a key here: they overflowed.
+    # The kernel gives 0 and an LSE of 0 if all scores are -inf. Every row sees a key here, so they overflowed.
     suspect = lse == 0
     if bool(suspect.any()) and k.numel():
         largest = q.abs().amax(-1).double() * k.abs().amax().double() * q.shape[-1]

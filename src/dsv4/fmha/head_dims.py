@@ -25,7 +25,7 @@ def needs_padding(q: Any, v: Any) -> bool:
 
 
 def kernels_take(tensors: Sequence[Any], backend: str) -> bool:
-    """Whether there are kernels for q, k and v as they are. What is wrong with them `padded` says."""
+    """Whether there are kernels for q, k and v as they are. `padded` reports what is wrong with them."""
     q, k, v = tensors[:3]
     if not all(checks.is_tensor(x) and x.ndim == 4 and x.dtype in checks.LOW_PRECISION for x in (q, k, v)):
         return False

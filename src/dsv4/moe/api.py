@@ -1,4 +1,4 @@
-"""The experts of DeepSeek-V4: which ones a token takes, and what they make of it."""
+"""The experts of DeepSeek-V4: the choice of experts for each token, and their output."""
 
 from __future__ import annotations
 
@@ -43,13 +43,12 @@ def moe_route(
                 = table[token_ids]                                 a hash layer: no bias, and scores still weigh
         weights = s_ids / (sum of s_ids + eps) * scale
 
-    Learned choices fall by s + bias; of equal ones the lower expert comes first.
+    Learned choices are in descending order of s + bias; of equal ones the lower expert is first.
 
     Args:
         x: [T, H]; gate: [E, H], both bf16, fp16 or fp32.
         bias: fp32 [E].
-        bias_vl, image: fp32 [E] and bool [T] (V4.1): tokens of images are chosen for by bias_vl, in place of bias or
-            of the table.
+        bias_vl, image: fp32 [E] and bool [T] (V4.1): for tokens of images, bias_vl replaces bias and the table.
         table, token_ids: int32 or int64 [vocabulary, topk] and [T].
         scale: "routed_scaling_factor" of the model: 1.5 for V4-Flash and V4.1, 2.5 for V4-Pro.
         backend: "auto" (a kernel if there is one, else torch), "cuda", "softsm", "cpu".
@@ -127,22 +126,22 @@ def moe(
             in bf16.
         return_slots: also return y_j of every slot [T, k, H], before they are summed; 0 where the id is -1.
         out: write here and return it; it has x's dtype and overlaps no input.
-        deterministic: a token has the same bits in every batch. The kernels always give that; a CPU then takes one row
-            at a time, and the shared expert is excepted on a GPU.
+        deterministic: a token has the same bits in every batch. The kernels always give that, except for the shared
+            expert; a CPU then computes one row at a time.
         fused: on sm_100a one persistent kernel from the choice of experts to the sum, with the same bits as the several
-            kernels. On a CPU it says nothing; on sm_90a True is an error.
-        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`: memory for what is between the kernels, of which a call then
+            kernels. On a CPU it has no effect; on sm_90a True is an error.
+        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`: memory for what is between the kernels, so that a call
             allocates none.
         backend: "auto" (kernels if they can run the problem, else torch), "cuda" and "softsm" (the kernels), "cpu".
 
-    A number of an expert that is out of range is an error where values are checked (DESIGN.md); the kernels count it as
-    -1, in a CUDA graph too, and read nothing out of bounds.
+    An expert number out of range is an error where values are checked (DESIGN.md); the kernels treat it as -1, in a
+    CUDA graph too, and read nothing out of bounds.
 
-    Kernels take bf16 x and FP4 weights in the layout of the architecture (Fp4Experts.layout). On sm_90a: MXFP4 weights
-    whose exponents spread by at most 11 in a row (Fp4Experts.spread), activations "fp8_128". On sm_100a: MXFP4 weights,
-    activations "fp8_128" or "fp8_32"; NVFP4 weights, activations "nvfp4". Gradients exist for weights of x's dtype with
-    activations "bf16", with respect to x, both weights, ``weights`` and the shared expert; FP4 weights are frozen and x
-    has no gradient through them.
+    The kernels accept bf16 x and FP4 weights in the layout of the architecture (Fp4Experts.layout). On sm_90a: MXFP4
+    weights whose exponents spread by at most 11 in a row (Fp4Experts.spread), activations "fp8_128". On sm_100a: MXFP4
+    weights, activations "fp8_128" or "fp8_32"; NVFP4 weights, activations "nvfp4". Gradients exist for weights of x's
+    dtype with activations "bf16", with respect to x, both weights, ``weights`` and the shared expert; FP4 weights are
+    frozen and x has no gradient through them.
     """
     checks.flag("return_slots", return_slots)
     sw13, sw2 = pair("shared", shared) if shared is not None else (None, None)

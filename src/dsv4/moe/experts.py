@@ -181,7 +181,7 @@ class Fp4Experts:
         return cls.pack(*stacked, layout=layout)
 
     def unpack(self) -> dict[str, Tensor]:
-        """The tensors that :meth:`pack` takes, by their names, uint8 and (NVFP4) float8_e4m3fn and fp32."""
+        """The arguments of :meth:`pack` by name: uint8 and (NVFP4) float8_e4m3fn and fp32."""
         made: dict[str, Tensor] = {}
         layout = self.layout
         codes = formats.from_tiles(self.w13, layout)

@@ -1,4 +1,4 @@
-"""What moe and moe_route are asked for, beside their tensors."""
+"""The arguments of moe and moe_route that are not tensors."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ FORMAT = 4
 
 def variant(name: str, arguments: list[str], constants: dict[str, Any], arch: str = "sm_90a") -> str:
     """The name of a variant: arguments are type names in order, constants what is fixed at compile time:
-    numbers, texts, and formats of rows, whose repr says all there is to know."""
+    numbers, texts, and formats of rows, whose repr is complete."""
     text = json.dumps([FORMAT, arch, name, arguments, constants], sort_keys=True, default=repr)
     return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -67,7 +67,7 @@ def _dtype(x: Any) -> str:
 
 
 def source_of(kernel: Any, arguments: list[Any], constants: dict[str, Any], capability: int = 90) -> tuple:
-    """What triton.compile takes for a launch with these arguments: (source, backend, options)."""
+    """The arguments of triton.compile for a launch with these arguments: (source, backend, options)."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.experimental.gluon._runtime import GluonASTSource

@@ -5,7 +5,7 @@ alignment of every tensor. Preparing is a pure function of it (program.py sees t
 is kept. What a key cannot hold is looked at in every call: values of tensors where they may be read, and whether the
 memory of an output overlaps that of an input.
 
-`run` is for operations: they are validated, allocate their outputs, and have torch code beside their kernels. `launch`
+`run` is for operations: they are validated, allocate their outputs, and have torch code as well as kernels. `launch`
 is for single kernels inside of dsv4 (rows into caches, norms, the compressor), whose callers have done all that.
 """
 
@@ -33,7 +33,7 @@ class Operation:
 
     name: str  # of the public function and of the torch operator
     folder: str  # dsv4.<folder>.cpu, dsv4.<folder>.kernels.<arch>.entry; or backward_cpu, backward
-    tensors: tuple[str, ...]  # its arguments that are tensors; the first is there and says on which device
+    tensors: tuple[str, ...]  # its arguments that are tensors; the first is never None and has the device
     required: int  # as many of them, from the first, must be there
     options: Any  # class of the other arguments (options.py)
     outputs: tuple[str, ...]  # the first of a forward operation is always wanted
@@ -46,7 +46,7 @@ class Operation:
     warmup: Callable[..., Any] | None = None  # calls that compile what it needs (warmup.CALLS)
     falls_back: bool = False  # backend "auto" runs torch code where no kernel serves the problem
     backward: bool = False
-    positional: tuple[str, ...] = ()  # arguments that the operator takes by their place, after the required tensors
+    positional: tuple[str, ...] = ()  # positional arguments of the operator after the required tensors
     without: tuple[str, ...] = ()  # options that it does not take
 
     same_places: tuple[int, ...] = field(init=False)  # of those two among the tensors
@@ -335,7 +335,7 @@ def program_of(problem: Any, target: Target, tensors: dict[str, Tensor | None], 
 
 
 def _in_torch(op: Operation, problem: Any, outputs: list[Tensor | None]) -> list[Tensor | None]:
-    """The CPU backend, or what a GPU runs where there is no kernel for a problem."""
+    """The CPU backend; a GPU runs it too for problems without a kernel."""
     problem = replace(problem, **dict(zip(op.outputs, outputs)))
     if problem.no_keys():
         for name, empty in problem.nothing_seen.items():

@@ -131,7 +131,7 @@ SCALE = "None or a finite number"
 
 
 def scale(x: Any) -> float | None:
-    """A softmax scale: None or a number, as a float. softmax_scale() says whether it is finite."""
+    """A softmax scale: None or a number, as a float. softmax_scale() checks that it is finite."""
     return None if x is None else real("softmax_scale", x, SCALE)
 
 
@@ -166,7 +166,7 @@ def window(x: Any, causal: bool = False) -> tuple[int, int]:
 
 
 def two_ints(x: Any) -> tuple[int, int]:
-    """A window as two ints that an operator takes; window_bounds says whether they are right."""
+    """A window as two ints, for an operator; window_bounds checks their values."""
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         fail("window", describe(x), WINDOW)
     left, right = whole(x[0]), whole(x[1])
@@ -186,7 +186,7 @@ BOUND = "None or an int >= 0"
 
 
 def bound(name: str, x: Any) -> int | None:
-    """A bound on a length, None or an int; one that bounds nothing is None. The problem says whether it is negative."""
+    """A bound on a length, None or an int; one that bounds nothing is None. The problem rejects a negative one."""
     number = whole(x)
     if x is not None and (number is None or number < -NO_BOUND):
         fail(name, describe(x), BOUND)

@@ -41,7 +41,7 @@ DEFAULT_NUM_SMS = 132  # assumed where kernels are only compiled
 
 
 class Target(NamedTuple):
-    """What a program is made for, beside the shapes of the call."""
+    """What a program depends on apart from the shapes of the call."""
 
     backend: str  # cuda, softsm
     capability: tuple[int, int]
@@ -158,7 +158,7 @@ def softsm_arch() -> str:
 
 
 def kernel_module(operation: str, capability: tuple[int, int], backward: bool = False) -> ModuleType:
-    """The kernels of this architecture; RuntimeError says what is missing."""
+    """The kernels of this architecture; a RuntimeError names what is missing."""
     if capability not in ARCHITECTURES:
         raise RuntimeError(no_kernels(capability))
     package, arch = ARCHITECTURES[capability][:2]

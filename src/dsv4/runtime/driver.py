@@ -1,6 +1,6 @@
 """A launch through the CUDA driver: what is the same in every call is laid out once; a launch fills in addresses.
 
-`cuLaunchKernelEx` takes pointers to the parameters of a kernel. A Block has both, and the tensor maps and the
+`cuLaunchKernelEx` expects pointers to the parameters of a kernel. A Block has both, and the tensor maps and the
 configuration of the launch: of all that, the addresses of tensors and the stream change from call to call. So a launch
 is one `pack_into`, one call of the driver for each tensor map whose address has changed, and one for the kernel.
 (Triton's launcher reads every argument anew, also those that were fixed at compile time, and encodes tensor maps from
@@ -77,7 +77,7 @@ class Function(NamedTuple):
     clusters: int  # CTAs of one
     dependent: bool  # launched while the grid before it still runs (kernels/dependent.py)
     types: tuple[str, ...]  # of the parameters, in Triton's words; the compiled kernel has no "constexpr"
-    descriptors: tuple[dict[str, Any], ...]  # what Triton's metadata says of its tensor maps
+    descriptors: tuple[dict[str, Any], ...]  # its tensor maps, from Triton's metadata
 
     @classmethod
     def of(cls, compiled: Any, device: int) -> Function | None:
@@ -100,7 +100,7 @@ KINDS = {*NUMBERS, "constexpr", "tensordesc"}
 
 
 class TensorMap:
-    """What `cuTensorMapEncodeTiled` takes, but for the address. Dimensions go innermost first."""
+    """The arguments of `cuTensorMapEncodeTiled` without the address. Dimensions go innermost first."""
 
     def __init__(self, x: Any, meta: dict[str, Any]):
         rank = len(x.shape)

@@ -1,6 +1,6 @@
 """Operators with gradients: how a forward operator, its backward operator and autograd are tied together.
 
-Inference does not come here. A public function that sees grad mode and an input that requires grad calls
+Inference does not use this module. A public function that sees grad mode and an input that requires grad calls
 
     torch.ops.dsv4.X_training(...)   the forward pass, with what backward needs as outputs
     torch.ops.dsv4.X_backward(...)   the gradients, called by autograd

@@ -24,7 +24,7 @@ from dsv4.runtime.program import Compute, Launch, Layout, Null, Number, Program,
 
 
 class Ready:
-    """run(tensors) allocates the workspace and takes the steps. Holds no tensor: any number of threads may run it."""
+    """run(tensors) allocates the workspace and executes the steps. It holds no tensor, so threads may share it."""
 
     def __init__(self, program: Program, target: Target):
         self.device = program.device
@@ -93,7 +93,7 @@ class TritonLaunch:
         self.tensors: list[tuple[int, Slot]] = []  # (place, what stands there)
         self.numbers: list[tuple[int, int]] = []  # (place, index into memory)
         self.descriptors: list[tuple[int, Slot]] = []  # (place, its base)
-        self.like = arguments if any(isinstance(x, tuple) for x in arguments) else None  # structs, as Triton takes them
+        self.like = arguments if any(isinstance(x, tuple) for x in arguments) else None  # structs
         for place, x in enumerate(structs.flat(arguments)):
             if isinstance(x, Slot):
                 self.tensors.append((place, x))

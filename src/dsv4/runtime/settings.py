@@ -1,4 +1,4 @@
-"""What the environment says, read once, when dsv4 is imported. A call reads it here: os.environ takes a microsecond."""
+"""Environment variables, read once, when dsv4 is imported. A call reads them here: os.environ needs a microsecond."""
 
 import os
 from dataclasses import dataclass

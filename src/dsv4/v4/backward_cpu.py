@@ -1,6 +1,6 @@
 """The gradients of v4_attention in torch: blocks of queries, blocks of their rows, products in fp32 by the BLAS.
 
-The CPU backend, and what a GPU runs where there is no kernel for a problem.
+The CPU backend; a GPU runs it too for problems without a kernel.
 
 The formulas are those of reference_backward.py. Extra memory is that of one block and, where a pool is not in fp32, the
 sum of its gradient in fp32. Rows are added in the order of the lists: the same bits on every run.

@@ -1,4 +1,4 @@
-"""What v4_attention is asked for, beside its tensors."""
+"""The arguments of v4_attention that are not tensors."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class V4Problem:
     nothing_seen: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
 
     def no_keys(self) -> bool:
-        """True when the shapes alone say that there is no query, or none that sees a row."""
+        """True if, by the shapes alone, there is no query or none sees a row."""
         window = caches.pool_size(self.window) and self.window_indices.shape[1]
         compressed = self.compressed is not None and caches.pool_size(self.compressed) and self.compressed_capacity
         return self.q.numel() == 0 or not window and not compressed

@@ -1,6 +1,6 @@
-"""v4_attention with gradients: its training operators. backward.py says what a backend receives.
+"""v4_attention with gradients: its training operators. backward.py defines what a backend receives.
 
-Packed rows have no gradient; q and sink have theirs beside them.
+Packed rows have no gradient; q and sink still have theirs.
 """
 
 from dsv4.runtime import gradients
