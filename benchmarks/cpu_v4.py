@@ -1,18 +1,10 @@
-"""v4_attention on a CPU: speed beside SDPA with a dense mask, and the memory that it needs.
+"""v4_attention on a CPU, for cpu.py: SDPA with a dense mask as its peer, and the memory that it needs."""
 
-    python benchmarks/cpu_v4.py [--threads N] [--repeat N]
-
-Both sides of a line run in turn, so that what else the machine does meets both; the best of the repeats counts.
-"""
-
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
 import dsv4
@@ -41,21 +33,8 @@ def layer(kind: str, queries: int, heads: int, context: int, dtype: torch.dtype)
     return args, pool, seen
 
 
-def best(calls: dict[str, Callable[[], object]], repeat: int) -> dict[str, float]:
-    """Seconds of each call, best of `repeat`, the calls taking turns."""
-    seconds = dict.fromkeys(calls, float("inf"))
-    for call in calls.values():
-        call()
-    for _ in range(repeat):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            seconds[name] = min(seconds[name], time.perf_counter() - begin)
-    return seconds
-
-
-def beside_dense_sdpa(repeat: int = 3) -> Iterator[dict]:
-    """v4_attention and SDPA with a dense mask over the same rows, in fp32.
+def beside_dense_sdpa() -> Iterator[tuple[str, Callable, Callable]]:
+    """(name, v4_attention, SDPA with a dense mask over the same rows), in fp32.
 
     Not in bf16: many CPUs have no bf16 instructions, and there SDPA takes minutes for what is half a second in fp32.
     """
@@ -63,15 +42,11 @@ def beside_dense_sdpa(repeat: int = 3) -> Iterator[dict]:
     for kind in ("swa", "csa"):
         args, pool, seen = layer(kind, queries, heads, context, torch.float32)
         q, kv = (args[0].transpose(0, 1)[None], pool.expand(1, heads, *pool.shape))  # [1, H, T, 512], [1, H, S, 512]
-        calls = {
-            "dsv4": lambda a=args: dsv4.v4_attention(*a),
-            "sdpa": lambda q=q, kv=kv, m=seen: scaled_dot_product_attention(q, kv, kv, attn_mask=m),
-        }
-        ours, theirs = dsv4.v4_attention(*args), calls["sdpa"]()[0].transpose(0, 1)
-        assert (ours - theirs).norm() / theirs.norm() < 1e-5
-        seconds = best(calls, repeat)
-        name = f"{kind.upper()}, {queries} queries x {heads} heads, {context} tokens"
-        yield dict(name=name, dsv4_s=seconds["dsv4"], sdpa_s=seconds["sdpa"], ratio=seconds["sdpa"] / seconds["dsv4"])
+        yield (
+            f"v4: {kind.upper()}, {queries} queries x {heads} heads, {context} tokens, float32",
+            lambda a=args: dsv4.v4_attention(*a),
+            lambda q=q, kv=kv, m=seen: scaled_dot_product_attention(q, kv, kv, attn_mask=m)[0].transpose(0, 1),
+        )
 
 
 def memory(queries: int = 4096, heads: int = 64, rows: int = WINDOW + TOPK) -> dict:
@@ -100,25 +75,3 @@ def resident(field: str) -> int:
     """Bytes, from /proc/self/status."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
     return int(line.split()[1]) * 1024
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=3)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    console = Console(width=120)
-    console.print(f"torch {torch.__version__}, {options.threads} threads")
-    table = Table("v4_attention", "dsv4 ms", "dense-mask SDPA ms", "times faster")
-    for r in beside_dense_sdpa(options.repeat):
-        table.add_row(r["name"], f"{r['dsv4_s'] * 1e3:.1f}", f"{r['sdpa_s'] * 1e3:.1f}", f"{r['ratio']:.1f}")
-    console.print(table)
-    m = memory()
-    console.print(
-        f"{m['name']}: {m['extra_gib']:.3f} GiB extra (limit 1), {m['seconds']:.1f} s, {m['gflops']:.0f} GFLOP/s"
-    )
-
-
-if __name__ == "__main__":
-    main()

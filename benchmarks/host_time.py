@@ -12,23 +12,18 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != HERE]  # benchmarks/softsm.py is not the package
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-import torch  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
-
-import dsv4  # noqa: E402
-from dsv4.runtime import checks, dispatch, driver, launch, structs  # noqa: E402
+import dsv4
+from dsv4.runtime import checks, dispatch, driver, launch, structs
 
 
 class Bench:

@@ -5,8 +5,6 @@ CPU time of one core, best of three, the loop and the launch taken off. A plain 
 
 from __future__ import annotations
 
-import pathlib
-import sys
 import time
 
 import numpy as np
@@ -14,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-sys.path[:] = [p for p in sys.path if pathlib.Path(p or ".").resolve() != pathlib.Path(__file__).parent]  # softsm.py
+import softsm
 
 KERNEL = """
 .version 8.6 .target sm_100a .address_size 64
@@ -89,8 +87,6 @@ COPIES, ROUNDS = 40, 4000
 
 def cost(instruction: str) -> float:
     """ns of one execution."""
-    import softsm
-
     x = np.zeros(4096, np.uint32)
 
     def seconds(body: str) -> float:

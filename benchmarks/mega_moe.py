@@ -12,17 +12,14 @@ has as many rows. What is left out: waiting for other CTAs, and everything betwe
 import argparse
 import importlib.util
 import re
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent]  # softsm.py
-
-import dsv4  # noqa: E402
-import softsm  # noqa: E402
-from dsv4.moe.kernels.sm100 import mega  # noqa: E402
+import dsv4
+import softsm
+from dsv4.moe.kernels.sm100 import mega
 
 EXPERTS, TOPK, HIDDEN, INNER = 32, 6, 4096, 2048  # of one rank of eight
 PUBLISHED = {1: 56.5, 512: 146.5, 8192: 1283}  # us on a B200, DeepGEMM#316, eight ranks with NVLink

@@ -36,7 +36,6 @@ from typing import Annotated
 
 import typer
 
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).parent]  # softsm.py
 os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 
 PARAMETER = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+|[^\]]*)\]")

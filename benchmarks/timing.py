@@ -23,14 +23,10 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != HERE]  # benchmarks/softsm.py is not the package
-sys.path.append(str(HERE))
+import timing_measure as measuring
+import timing_tables as tables
 
 MEASURED_WITH = "3.6"  # the Triton of the GPU's machine: the code of another is another kernel
-
-import timing_measure as measuring  # noqa: E402
-import timing_tables as tables  # noqa: E402
 
 
 def cases(given) -> list:

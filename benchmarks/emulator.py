@@ -1,4 +1,4 @@
-"""Speed of softsm on this machine: `python benchmarks/softsm.py [--json FILE]`, on an idle one and with the kernels of
+"""Speed of softsm on this machine: `python benchmarks/emulator.py [--json FILE]`, on an idle one, with the kernels of
 an earlier run cached. Ratios are taken within one run; figures in CPU seconds say so, the others pass on the clock.
 
 What must hold, and what is aimed at: ALU mix 200 (500) M warp instructions/s on one core; the 72 configurations of the
@@ -21,9 +21,6 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
-
-# This file has the package's name: `import softsm` must not find it in the script's own folder.
-sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != os.path.dirname(os.path.abspath(__file__))]
 
 ALU = """
 .version 8.0 .target sm_90a .address_size 64
