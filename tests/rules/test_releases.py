@@ -143,3 +143,33 @@ def test_a_fence_of_every_lane_is_no_meeting():
     for text in (behind, before):
         for strict in (True, False):
             assert not findings(message(text), strict=strict, **GRID)
+
+
+TICKET = "@%p0 atom.relaxed.gpu.global.add.u32 %r62, [%rd2], 1;\n"
+POLL = "ld.relaxed.gpu.global.u32 %r60, [%rd2];\n"
+
+
+def ticket(fences: str, order="sc") -> str:
+    """Four warps of CTA 0 write; those named fence in front of the barrier, and thread 0 takes a ticket behind it.
+    CTA 1 reads what warp 2 wrote."""
+    fence = f"fence.{order}.gpu;\n"
+    send = "".join(t.only(f"warp {w}", fence) for w in map(int, fences)) + "bar.sync 0;\n" + TICKET
+    text = message(send, POLL, fence)
+    return text.replace("mul.wide.u32 %rd11, %r2, 4;", "mul.wide.u32 %rd11, %r0, 4;")
+
+
+@pytest.mark.parametrize("order", ["sc", "acq_rel"])
+def test_fences_of_all_threads_before_a_barrier_count_for_one_that_takes_a_ticket(order):
+    """The pattern of PyTorch's reductions; PTX orders it by fence.sc, hardware by either."""
+    grid = dict(GRID, block=128, args=[np.zeros(256, np.uint32), np.zeros(256, np.uint32)])
+    for schedule in ("eager", "latest"):
+        assert not findings(ticket("0123", order), strict=False, order=schedule, **grid)
+        for missing in ("", "0", "013"):
+            assert findings(ticket(missing, order), strict=False, order=schedule, **grid).codes() == ["race"], missing
+
+
+def test_a_ticket_behind_a_barrier_and_a_fence_of_its_own_thread():
+    grid = dict(GRID, block=128, args=[np.zeros(256, np.uint32), np.zeros(256, np.uint32)])
+    text = ticket("").replace(TICKET, "@%p0 " + FENCE + TICKET)
+    for strict in (True, False):
+        assert not findings(text, strict=strict, **grid)

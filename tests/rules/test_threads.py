@@ -511,3 +511,38 @@ def test_an_mbarrier_is_invalidated_before_its_word_is_used_again():
 
     holds(make, args=ARGS, code="barrier-overwritten")
     warns(make, "barrier-overwritten")
+
+
+ADDS = {
+    "atom": "@%p0 atom.relaxed.gpu.global.add.u32 %r60, [%rd1], 1;\n",
+    "red": "@%p0 red.relaxed.gpu.global.add.u32 [%rd1], 1;\n",
+    "bulk": "mov.u32 %r41, a;\n@%p0 st.shared.u32 [%r41], 1;\nfence.proxy.async;\nbar.sync 0;\n"
+    "@%p0 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1], [a], 16;\n"
+    "@%p0 cp.async.bulk.commit_group;\n@%p0 cp.async.bulk.wait_group 0;\n",
+}
+
+
+@pytest.mark.parametrize("add", ADDS)
+def test_one_cta_may_not_clear_what_all_add_to(add):
+    """It clears before it adds itself; the others may have added before."""
+    first = "mov.u32 %r50, %ctaid.x;\nsetp.eq.u32 %p4, %r50, 0;\nand.pred %p4, %p4, %p0;\n"
+    shared = ".shared .align 128 .b8 a[128];"
+    fill = t.fill("a", 128, 0)
+
+    def make(keep):
+        clear = "@%p4 st.global.u32 [%rd1], 0;\nbar.sync 0;\n"
+        return t.kernel(fill + first + when(not keep, clear) + ADDS[add], "x", shared=shared, target="sm_90a",
+                        version="8.6")  # fmt: skip
+
+    for strict in (True, False):
+        report = holds(make, args=[np.zeros(64, np.uint32)], strict=strict, grid=3, block=64)
+        assert any("wrote global bytes" in p.what and "st.global" in p.instruction for d in report for p in d.parties)
+
+
+def test_all_may_add_behind_a_flag_of_who_has_cleared():
+    first = "mov.u32 %r50, %ctaid.x;\nsetp.eq.u32 %p4, %r50, 0;\nand.pred %p4, %p4, %p0;\n"
+    clear = "@%p4 st.global.u32 [%rd1], 0;\n@%p4 st.release.gpu.global.u32 [%rd1+4], 1;\n"
+    poll = "POLL:\nld.acquire.gpu.global.u32 %r61, [%rd1+4];\nsetp.eq.u32 %p6, %r61, 0;\n@%p6 bra POLL;\n"
+    text = t.kernel(first + clear + poll + ADDS["atom"], "x", target="sm_90a", version="8.6")
+    for order in ("eager", "latest", "random"):
+        assert not findings(text, [np.zeros(64, np.uint32)], order=order, grid=3, block=64)

@@ -59,7 +59,10 @@ def by_kind(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
         first = min(commits, key=lambda x: x.number)
         loc = place_of(first.instruction)
         place = f"{loc.file}:{loc.line}" if loc else f"PTX line {first.line}"
-        return f"the first tcgen05.commit behind it ({place}) arrives at {' and '.join(named(first))}; wait for that"
+        told = f"the first tcgen05.commit behind it ({place}) arrives at {named(first)[0]}"
+        if len(first.signals) > 1:
+            return f"{told} and in other CTAs; wait there, with a count of mbarrier.init for the commits of all CTAs"
+        return f"{told}; wait for that"
     return "by its mbarrier, or a wait for its group"
 
 
@@ -77,7 +80,7 @@ def in_groups(op: AsyncOp, groups: Groups, commit: str, wait: str) -> str:
         return f"{commit}, then {wait} 0"
     own = groups.closed[at][0]
     newer = sum(bool(those & own) for those, _ in groups.closed[at + 1 :])
-    return f"{wait} {or_less(newer)} in the thread that issued it, which has committed {newer or 'no'} newer group(s)"
+    return f"{wait} {or_less(newer)} in the thread that issued it, which has committed {newer} newer"
 
 
 def or_less(number: int) -> str:

@@ -92,14 +92,18 @@ class BarrierChecks:
     def bar_arrived(self, w, barrier, count: int | None, waits: bool, stays: bool) -> None:
         if count is not None and count < 32 * len(barrier.cta.warps):
             self.joins(w, barrier, waits)
+        barrier.clock.present.append((w, stays))
         if stays:
             barrier.clock.members.extend((w.view.at, w.view.slot))
         else:
             barrier.clock.gather()
 
-    @staticmethod
-    def bar_completed(barrier) -> None:
-        barrier.clock.complete()
+    def bar_completed(self, barrier) -> None:
+        clock = barrier.clock
+        clock.complete()
+        if not self.strict and any(w.view.released for w, _ in clock.present):
+            self.order.share_fences([w for w, _ in clock.present], [w for w, stays in clock.present if stays])
+        clock.present.clear()
         barrier.group_before, barrier.group = barrier.group, {}
 
     def cluster_arrival(self, w, barrier, relaxed: bool) -> None:

@@ -121,6 +121,7 @@ def global_word(at, address, word, touched, write, number, agent_kind, clock, kn
         global_shadow.global_reader(at, agent_kind, number, pc, 0, word, 0, clock, known, newest, races)
         return
     global_shadow.global_readers(at, address, touched & STRONG, pc, 0, clock, known, newest, races, -1)
+    global_shadow.keep_write(at, touched, word, 0, clock, known, newest, races)
     store32(at, u4(agent_kind))
     store32(at + 4, u4(number))
     store32(at + 8, u4(pc))

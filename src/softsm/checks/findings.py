@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from softsm.checks import benign_races, grids
 from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
-from softsm.checks.advice import before_the_access
+from softsm.checks.advice import WRITES, before_the_access
 from softsm.engine import program as pg
 from softsm.errors import Fault
 from softsm.ptx.cplusplus import readable
@@ -127,7 +127,7 @@ class Findings:
                     Diagnostic("uninitialised", f"{memory} bytes are read, but nothing wrote them", (this,))
                 )
                 continue
-            did = "read" if kind == sh.WAR else "wrote"
+            did = "wrote" if kind != sh.WAR or agent < sh.ASYNC and stores(agents[agent], other_pc) else "read"
             if agent >= sh.ASYNC:
                 other_op = operations.get(epoch)
                 if other_op is None:
@@ -229,6 +229,8 @@ class Findings:
         elif other_op is not None:
             waited = self.checker.order.knows(other_op.warp, other_op.number)
             fix = before_the_access(other_op, waited, self.checker.operations.by_number.values())
+            if memory == "global memory" and other_op.kind in WRITES and this.who.startswith(other_op.kind):
+                fix += "; if they were to write different places, compare their coordinates"
             if memory == "tensor memory" and other.what.startswith("read "):
                 fix += (
                     f"; where it was to read what this one writes, let it wait for the {this.who.split(' issued')[0]}"
@@ -261,6 +263,11 @@ class Findings:
         warp = str(w).replace(" of ", f" ({role}) of ", 1) if role else str(w)
         who = f"{op.kind} issued by {warp}" if op is not None else warp + (f", lane {lane}" if 0 <= lane < 32 else "")
         return Party(who, ins.line, ins.text, source, what)
+
+
+def stores(w, pc: int) -> bool:
+    """Is it an ordinary store? Behind one, an atomic is remembered among the reads (checks/global_shadow.py)."""
+    return w.cta.program.instructions[pc].name.startswith("st.")
 
 
 def seen(w, other, epoch: int) -> bool:

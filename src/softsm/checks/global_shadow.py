@@ -11,6 +11,7 @@ from softsm.checks.shadow import (
     CLUSTERS,
     CONTENDED,
     GLOBAL_RECORD,
+    LANE,
     LATER,
     PC,
     QUIET,
@@ -118,6 +119,18 @@ def global_readers(at, address, touched, pc, me, clock, known, newest, races, la
                 report(races, WAR, 1, address, pc, agent, seen, place & PC, lanes_of(lane, found))
 
 
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8)")
+def keep_write(at, touched, word, me, clock, known, newest, races):
+    """An atomic comes behind an ordinary write. Other atomics do not race with the atomic, but with that write: it is
+    remembered among the reads."""
+    agent, theirs = i8(load32(at)), i8(load32(at + 12))
+    if agent and touched & STRONG and not theirs & STRONG:
+        mark = ((theirs >> LANE) & 63) << READ_LANE
+        global_reader(
+            at, agent, i8(load32(at + 4)), i8(load32(at + 8)) & PC, mark, word, me, clock, known, newest, races
+        )
+
+
 @native("void(i8, i8, i8, i8)")
 def global_owner(at, cluster, write, races):
     """Cluster `cluster` touches a word: is it the only one, or are all of them readers?"""
@@ -154,6 +167,7 @@ def global_record(at, address, word, touched, write, pc, lane, clock, known, me,
         global_reader(at, me, now, pc, mark, word, me, clock, known, newest, races)
         return
     global_readers(at, address, touched, pc, me, clock, known, newest, races, lane)
+    keep_write(at, touched, word, me, clock, known, newest, races)
     written_by(at, me, now, pc, releasing(clock, touched, now, address), theirs, agent, lane, 40)
 
 

@@ -250,6 +250,21 @@ class Order:
         if release:
             w.view.released[scope] = self.snapshot(w)
 
+    def share_fences(self, warps: list, members: list) -> None:
+        """A barrier of a CTA at the default level. `__threadfence(); __syncthreads();`, and one thread takes a ticket
+        by a relaxed atomic, as PyTorch's reductions do: what each thread has fenced is there before the atomic. By
+        the letter of PTX fences of other threads count where they are fence.sc (Fence-SC order)."""
+        shared: dict[str, Clock] = {}
+        for w in warps:
+            for scope, snapshot in w.view.released.items():
+                if scope not in shared:
+                    values = np.zeros_like(w.view.clock)
+                    shared[scope] = Clock(values, address_of(values), values)
+                self.send_earlier(shared[scope], w, snapshot)
+        for w in members:
+            for scope, clock in shared.items():
+                w.view.released[scope] = Snapshot(clock.values, clock.at, w.alive, w.view.begin, 0)
+
     def fence_tensor(self, w, before: bool) -> None:
         """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
         if self.strict:
@@ -359,10 +374,11 @@ class SyncClock:
     """What a barrier passes on: arrivals gather, a completed phase publishes them to who waits. `home` is the CTA of an
     mbarrier; `far` keeps what threads of other CTAs tell, for waits of cluster scope."""
 
-    __slots__ = ("far", "gathering", "home", "members", "order", "published")
+    __slots__ = ("far", "gathering", "home", "members", "order", "present", "published")
 
     def __init__(self, order: Order):
         self.order, self.home, self.far = order, None, None
+        self.present: list = []  # (warp, whether it waits), of a barrier of a CTA
         self.members = array("q")  # whole warps that have arrived and wait: their clocks' addresses, and slots
         self.gathering, self.published = order.new_clock(), order.new_clock()
 

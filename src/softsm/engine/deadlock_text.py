@@ -69,8 +69,15 @@ def all_came(machine, barrier: Mbarrier, text: Text) -> bool:
     """Has every warp that can come to the code that arrives there, in one place, done so in this phase?"""
     came = {(e.who.ctaid, e.who.warp) for e in barrier.history if e.phase == barrier.phase and hasattr(e.who, "warp")
             and e.what in ("arrive", "drop")}  # fmt: skip
-    able = {(w.cta.ctaid, w.index) for w, _ in suppliers(machine, barrier, text)}
+    able = {(w.cta.ctaid, w.index) for w, ins in suppliers(machine, barrier, text) if ins is None or guarded(w, ins)}
     return bool(came) and able <= came and len(text.anywhere(barrier)) == 1 and not text.silent
+
+
+def guarded(warp, ins) -> bool:
+    """Does the instruction's predicate hold for a lane of the warp, by the value that it has now?"""
+    program = warp.cta.program
+    row, inverted = program.code[program.instructions.index(ins), 6:8].tolist()
+    return bool(int(warp.P[row]) ^ inverted)
 
 
 def standing(machine) -> list[str]:

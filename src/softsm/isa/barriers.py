@@ -445,7 +445,7 @@ def fence(asm, ins):
     elif asm.checking and kind.startswith("mbarrier_init"):
         asm.macro(do_fence_init, ins)
     elif asm.checking and not kind.startswith("proxy"):
-        scope = next((m for m in ins.modifiers if m in ("cta", "cluster")), "gpu")
+        scope = next((m for m in ins.modifiers if m in ("cta", "cluster", "sys")), "gpu")
         asm.macro(do_fence, ins, release="acquire" not in kind, acquire="release" not in kind, scope=scope)
     elif asm.checking and "tensormap::generic" in ins.modifiers:
         asm.macro(do_fence_map, ins, at=asm.address_row(ins.operands[0], "q") if names_map else None)

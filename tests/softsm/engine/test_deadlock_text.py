@@ -130,6 +130,13 @@ def test_a_count_that_is_too_large_is_named_first():
     assert "mbarrier ping" in text.splitlines()[1] and "misses 1 of 2 arrivals" in text
 
 
+def test_warps_that_do_not_arrive_are_not_waited_for():
+    """Four warps come to the arrival again and again, thread 0 alone arrives, as Gluon has it."""
+    lead = t.init(("ping", 2), "pong") + t.only("warp 4", t.wait("ping", 0) + "@%p4 " + t.arrive("pong"))
+    text = stuck(lead + "AGAIN:\nbar.sync 1, 128;\n@%p0 " + t.arrive("ping") + t.wait("pong", 0) + "bra AGAIN;\n", 160)
+    assert "is the count of its mbarrier.init too large" in text.splitlines()[1], text
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_count_that_is_right(count):
     kernel = t.kernel(handed_over(count, count), "out", shared=SHARED, target="sm_90a", version="8.6")

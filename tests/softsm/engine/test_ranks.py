@@ -66,6 +66,16 @@ def test_a_flag_of_gpu_scope_does_not():
     assert sorted(p.who.split(" of GPU ")[1][0] for p in found.parties) == ["0", "1"]
 
 
+@pytest.mark.parametrize("fence", ["fence.acq_rel.sys", "fence.sc.sys", "membar.sys", "fence.sc.gpu", "membar.gl"])
+def test_fences_beside_a_relaxed_flag_need_sys_scope(fence):
+    text = MEET.replace("st.release.SCOPE", f"{fence}; st.relaxed.sys").replace("ld.acquire.SCOPE", "ld.relaxed.sys")
+    kernel = softsm.load(text.replace("ld.global.u32 %r5", f"{fence}; ld.global.u32 %r5"))
+    words, outs = np.zeros((2, CTAS, 2), np.uint32), np.zeros((2, CTAS), np.uint32)
+    with softsm.checking() as report:
+        softsm.ranks(2, lambda r: kernel.launch(CTAS, 1, [words[r], words[1 - r], outs[r], r], sms=1))
+    assert report.codes() == ([] if fence.endswith("sys") else ["race"]), str(report)
+
+
 # Lane 5 writes to the other GPU, all others to their own; lane 0 raises the other's flag when all have met.
 ONE_CROSSES = """
 .version 8.0 .target sm_90a .address_size 64

@@ -244,9 +244,9 @@ extern "C" __device__ void __assertfail(const char *message, const char *file, u
 #endif
 
 SOFTSM_DEVICE void __syncwarp(unsigned mask = 0xffffffff) { asm volatile("bar.warp.sync %0;" ::"r"(mask) : "memory"); }
-SOFTSM_DEVICE void __threadfence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-SOFTSM_DEVICE void __threadfence_block() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
-SOFTSM_DEVICE void __threadfence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+SOFTSM_DEVICE void __threadfence() { asm volatile("fence.sc.gpu;" ::: "memory"); }
+SOFTSM_DEVICE void __threadfence_block() { asm volatile("fence.sc.cta;" ::: "memory"); }
+SOFTSM_DEVICE void __threadfence_system() { asm volatile("fence.sc.sys;" ::: "memory"); }
 SOFTSM_DEVICE void __nanosleep(unsigned ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 SOFTSM_DEVICE void __trap() { asm volatile("trap;"); }
 SOFTSM_DEVICE size_t __cvta_generic_to_shared(const void *at) {
