@@ -19,7 +19,7 @@ GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
 STORES = (pg.OP_STG, pg.OP_ST)
 WAYS, SPACES = ("read", "write", "atomic"), ("load", "store", "atomic")
 LOOKS = 64  # of each warp, at the addresses of one instruction
-L1_BYTES, NEAR_BYTES, SECTOR = 200 << 10, 12 << 10, 32  # what a CTA finds in L1 if it is alone; in any case
+NEAR_BYTES, SECTOR = 12 << 10, 32  # what a CTA finds in L1 in any case
 ALIGNED = 512  # bytes: the addresses that PyTorch's allocator gives on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
 AT_ONCE = 512  # loads that are looked at together at first
@@ -314,8 +314,8 @@ def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def filled_again(loads: int, new_from: Callable[[int, int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The sectors that each load brings into an L1 of L1_BYTES, and into one of NEAR_BYTES."""
-    missed = filled(loads, new_from, L1_BYTES)
+    """The sectors that each load asks for first, and those it brings into an L1 of NEAR_BYTES."""
+    missed = new_from(0, loads) if loads else np.zeros(0, np.int64)
     if SECTOR * missed.sum() <= NEAR_BYTES:
         return missed, missed
     # Two that begin anew at different times: what is asked for again at once is in one of them.

@@ -263,7 +263,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
                 a + (1 - l1) * b for a, b in ((found.missed, found.distant), (found.missing, found.again))
             )
             often = min(often, found.looks)  # the others find all of it in L1
-            if 2 * found.later > found.missing:
+            if 2 * found.later > found.missing > found.again:
                 behind.append(i)
             values[i, r.UNITS] = 32 * fetched / max(often, 1e-9) * found.looks / each
             values[i, r.EXTRA], values[i, r.LINES] = often / found.looks, found.lines / each

@@ -10,6 +10,7 @@ the only access to memory of a line is not a slow path: ptxas jumps over loads t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -183,8 +184,8 @@ class Lowering:
         )
         return again if tries >= len(again) else set()
 
-    def _kept(self, numbers: list[int]) -> tuple[np.ndarray, int, np.ndarray | None]:
-        """(instructions, turns of a loop they make up, those of one turn where the loop is unrolled)"""
+    def _kept(self, numbers: list[int]) -> dict[int, np.ndarray]:
+        """Turns of a loop -> the instructions that make them up, most turns first; without a loop, one turn."""
         kept: list[int] = []
         seen: Counter = Counter()
         accessed: set[int] = set()
@@ -193,7 +194,7 @@ class Lowering:
         for number in (n for n in numbers if n not in again):
             made = [self.code.instructions[i] for i in self.code.blocks[number]]
             lines = Counter(ins.line for ins in made)
-            accesses = {ins.line for ins in made if ins.line and ins.opcode.startswith(ACCESSES)}
+            accesses = self._accesses(number).keys()
             new = sum(n for line, n in lines.items() if line not in seen)
             if not kept or new * 4 >= sum(lines.values()) or new >= 12 or accesses - accessed:
                 kept.append(number)
@@ -201,27 +202,57 @@ class Lowering:
                 accessed |= accesses
             else:
                 left_out.append(number)
-        whole = np.array([i for number in kept for i in self.code.blocks[number]], np.int32)
         best = max(kept, key=lambda k: len(self.code.blocks[k]))
-        copies = [best]
-        for number in left_out:
-            block, other = self.code.blocks[number], self.code.blocks[best]
+        rest = [i for k in kept if k != best for i in self.code.blocks[k]]
+
+        def made_of(block: Iterable[int]) -> np.ndarray:
+            return np.array([*rest, *block], np.int32)
+
+        whole = np.array([i for number in kept for i in self.code.blocks[number]], np.int32)
+        longer = self.code.blocks[best]
+        by_accesses = self._turns_by_accesses(best, left_out)
+        if by_accesses:
+            return {turns: made_of(block) for turns, block in sorted(by_accesses.items(), reverse=True)}
+        copies = [longer]
+        for block in (self.code.blocks[number] for number in left_out):
             lines = Counter(self.code.instructions[i].line for i in block)
-            shared = sum((Counter(self.code.instructions[i].line for i in other) & lines).values())
-            if shared >= 0.7 * min(len(block), len(other)) and min(len(block), len(other)) >= 6:
-                copies.append(number)
+            shared = sum((Counter(self.code.instructions[i].line for i in longer) & lines).values())
+            if shared >= 0.7 * min(len(block), len(longer)) and min(len(block), len(longer)) >= 6:
+                copies.append(block)
         # ptxas unrolls by four and leaves copies for two turns and for one: the smallest is one turn.
-        blocks = sorted((self.code.blocks[k] for k in copies), key=len)
-        longer, single = blocks[-1], blocks[0]
-        if len(longer) >= 1.7 * len(single):
-            rest = [i for k in kept if k != best for i in self.code.blocks[k]]
-            turns = self._turns(longer, single)
-            return (np.array([*rest, *longer], np.int32), turns, np.array([*rest, *single], np.int32))
+        *_, longer = blocks = sorted(copies, key=len)
+        if len(longer) >= 1.7 * len(blocks[0]):
+            return {self._turns(longer, blocks[0]): made_of(longer), 1: made_of(blocks[0])}
         turns = self._copies(longer) if self.depths[best] else 1
         if turns >= MANY_TURNS:
-            rest = [i for k in kept if k != best for i in self.code.blocks[k]]
-            return whole, turns, np.array([*rest, *self._first_turn(longer)], np.int32)
-        return whole, 1, None
+            return {turns: whole, 1: made_of(self._first_turn(longer))}
+        return {1: whole}
+
+    def _accesses(self, number: int) -> Counter:
+        """How often a machine block has the access to memory of each PTX line."""
+        made = (self.code.instructions[i] for i in self.code.blocks[number])
+        return Counter(ins.line for ins in made if ins.line and ins.opcode.startswith(ACCESSES))
+
+    def _turns_by_accesses(self, best: int, left_out: list[int]) -> dict[int, Iterable[int]]:
+        """Turns -> block, of an unrolled loop whose rest ptxas has cut where it jumps over a load: what is left is no
+        copy of the others then, but the accesses tell how many turns each has."""
+        longer = self._accesses(best)
+        least = {
+            line: min([n, *filter(None, (self._accesses(k)[line] for k in left_out))]) for line, n in longer.items()
+        }
+        found: dict[int, Iterable[int]] = {}
+        cut = False
+        for number in (best, *left_out):
+            accesses = self._accesses(number)
+            turns = {accesses[line] / n for line, n in least.items()}
+            if len(turns) == 1 and 0 not in turns and turns.copy().pop() >= 1:
+                if len(self.code.blocks[number]) < 6:
+                    cut = True
+                else:
+                    found.setdefault(round(turns.pop()), self.code.blocks[number])
+        if not cut or not self.depths[best] or max(found, default=1) < 2:
+            return {}
+        return {1: self._first_turn(self.code.blocks[best])} | found
 
     def _copies(self, block: range) -> int:
         """How many turns of a loop are in a block that has no copy of one turn beside it: ptxas unrolls so if it knows
@@ -300,15 +331,11 @@ class Lowering:
             return np.array(out, np.int32), [moved[n] for n in range(len(events))]
         return part, found
 
-    def _variant(self, home: int, single: bool, events: tuple) -> Path:
-        key = (home, single, events)
+    def _variant(self, home: int, turns: int, events: tuple) -> Path:
+        key = (home, turns, events)
         found = self.variants.get(key)
         if found is None:
-            part = self.parts.get(home)
-            if part is None:
-                base = np.zeros(0, np.int32)
-            else:
-                base = part[2] if single and part[2] is not None else part[0]
+            base = self.parts[home][turns] if home in self.parts else np.zeros(0, np.int32)
             base, places = self._anchors(base, events) if events else (base, [])
             at, count = np.full(len(base), -1, np.int32), np.zeros(len(base), np.int32)
             order = sorted(range(len(events)), key=lambda k: places[k])
@@ -328,18 +355,15 @@ class Lowering:
         while n < total:
             home = self.once.get(blocks[n], blocks[n])
             begin = marks[n]
-            single = False
+            options = self.parts.get(home, {1: None})
+            turns = max(options)
             if home in self.once:
                 while n < total and self.once.get(blocks[n]) == home:
                     n += 1
             else:
-                turns = self.parts[home][1] if home in self.parts else 1
-                single = turns > 1
-                if single and n + turns <= total and all(x == home for x in blocks[n : n + turns]):
-                    n, single = n + turns, False
-                else:
-                    n += 1
-            parts.append(self._variant(home, single, tuple(events[begin : ends[n - 1]])))
+                turns = next(t for t in options if t == 1 or blocks[n : n + t] == [home] * t)
+                n += turns
+            parts.append(self._variant(home, turns, tuple(events[begin : ends[n - 1]])))
             begins.append(begin)
         if not parts:
             none = np.zeros(0, np.int32)

@@ -132,15 +132,15 @@ class Model:
             )
 
     @functools.cached_property
-    def _twice(self) -> float:
-        """Bytes that a CTA loads, and loads again after many others."""
+    def _twice(self) -> dict[int, float]:
+        """Bytes of each tensor that a CTA loads, and loads again after many others."""
         bytes_of: dict[int, list[float]] = {}
         for a in self.trace.access.values():
             if a.space == "load" and a.tensors:
                 both = bytes_of.setdefault(max(a.tensors, key=lambda n: a.tensors[n]), [0.0, 0.0])
                 both[0] += 32 * a.missed * a.times
                 both[1] += 32 * a.distant * a.times
-        return sum(map(min, bytes_of.values())) * self.typical / len(self.trace.clusters)
+        return {n: min(both) * self.typical / len(self.trace.clusters) for n, both in bytes_of.items()}
 
     @functools.cached_property
     def typical(self) -> float:
@@ -152,13 +152,14 @@ class Model:
         """The share of the sectors a CTA asks for again that L1 still holds: L1 is what shared memory leaves. It
         forgets what was used longest ago, so rows that are read twice are found whole or not at all."""
         room = max(1.0, SM_L1 - self.occupancy * self.trace.shared)
-        return within(self._twice * self.occupancy / room, 0.6, 1.1)
+        return within(sum(self._twice.values()) * self.occupancy / room, 0.6, 1.1)
 
     def l2_finds_again(self) -> float:
-        """The same for L2 and what L1 did not hold: all CTAs that run together fill it."""
+        """The same for L2 and what L1 did not hold: all CTAs that run together fill it, with no more than there is."""
         written = sum(s.written for s in self.sources) / self.trace.total / self.cluster
         ctas = min(self.trace.total * self.cluster, self.sms * self.occupancy)
-        return within(ctas * (self._twice + written) / self.gpu["l2.bytes"], 0.6, 1.2)
+        read = sum(min(ctas * n, self.sources[t].size) for t, n in self._twice.items() if 0 <= t < len(self.sources))
+        return within((read + ctas * written) / self.gpu["l2.bytes"], 0.6, 1.2)
 
     def memory(self, clock: float, active: int) -> tuple[np.ndarray, float]:
         """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
@@ -404,8 +405,7 @@ class Model:
 
     def _queues(self, resident: int, waves: int) -> list[list[int]]:
         """Kinds of clusters (traces) in each slot of a multiprocessor, in turn. Each is once neither the first of its
-        slot, which begins with all others at once and with cold code, nor the last, which ends alone; as far as a slot
-        of the grid runs that many."""
+        slot, which begins with cold code, nor the last, which ends alone; as far as a slot runs that many."""
         kinds = sorted(set(self.kinds))
         many = len(kinds)
         length, most = QUEUE

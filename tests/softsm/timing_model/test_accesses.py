@@ -31,10 +31,12 @@ def test_a_sector_is_fetched_by_the_load_that_asks_first() -> None:
     assert accesses.first_asked(sectors, fresh)[0].tolist() == [3, 2, 0]
 
 
-def test_l1_begins_anew_when_it_is_full(monkeypatch) -> None:
-    monkeypatch.setattr(accesses, "L1_BYTES", 3 * 32)
-    sectors = np.array([[1, 2], [3, 4], [1, 2], [1, 2]])
-    assert accesses.first_asked(sectors, np.ones((4, 2), bool))[0].tolist() == [2, 2, 2, 0]
+def test_a_row_longer_than_l1_that_is_read_again_is_no_new_row() -> None:
+    """Else it would be taken for another part of the tensor, which L2 has got from device memory for all CTAs."""
+    row = np.arange(0, 300 << 10, 1024) >> 5
+    sectors = np.concatenate([row, row])[:, None] + np.arange(32)
+    missed, near = accesses.first_asked(sectors, np.ones(sectors.shape, bool))
+    assert missed.sum() == 32 * len(row) and near.sum() == 2 * 32 * len(row)
 
 
 def test_what_was_asked_for_long_ago_is_told_from_what_was_lately(monkeypatch) -> None:
@@ -80,12 +82,12 @@ def test_the_first_places_of_values_on_few_pages_and_on_many(pages) -> None:
 
 @pytest.mark.parametrize("kept", [1, 3, 7, 1000])
 def test_ranges_begin_anew_as_sectors_do_when_l1_is_full(monkeypatch, kept) -> None:
-    monkeypatch.setattr(accesses, "L1_BYTES", 8 * 32 * kept)
+    monkeypatch.setattr(accesses, "NEAR_BYTES", 8 * 32 * kept)
     first = 8 * np.random.default_rng(kept).integers(0, 5, 40)
     sectors = first[:, None] + np.arange(8)
-    wanted, _ = accesses.first_asked(sectors, np.ones(sectors.shape, bool))
+    wanted = accesses.first_asked(sectors, np.ones(sectors.shape, bool))
     found = accesses.ranges_first_asked(sectors[:, [0, -1]], np.full(40, 8))
-    assert found is not None and found[0].tolist() == wanted.tolist()
+    assert found is not None and [x.tolist() for x in found] == [x.tolist() for x in wanted]
 
 
 ADD_VECTORS = """

@@ -45,3 +45,15 @@ def test_copies_of_an_unrolled_load_fetch_by_turns() -> None:
 
     assert first(4, 4) == [0, 0, 0, 0]
     assert first(8, 4) == [0, 1, 0, 1]
+
+
+def test_a_second_pass_over_a_row_does_not_wait_for_the_first() -> None:
+    """Its lines were asked for, but too long ago to be on their way."""
+    code = sass.Code([sass.Sass(index=0, opcode="LDG.E", text="", line=1, guarded=False)], [range(1)], 32, 0)
+
+    def behind(**counts: int) -> list[int]:
+        access = {1: Access(looks=8, ran=8, units=32, lines=8, bytes=1024, space="load", later=8, **counts)}
+        return costs.costs_of(code, GPUS["h200"], access).behind
+
+    assert behind(missed=32, missing=8) == [0]  # other parts of lines that were asked for lately
+    assert behind(distant=32, missing=8, again=8) == []

@@ -57,6 +57,32 @@ def test_a_loop_unrolled_without_a_single_turn_beside_it_is_issued_by_turns() ->
     assert len(last.instructions) == 14 + 2 * 81 + 11 + 1
 
 
+def test_a_rest_that_is_cut_where_the_machine_code_jumps_over_a_load_is_told_by_its_loads() -> None:
+    """Four turns, then two, then one that jumps over its load: it is in three pieces, none of which is a turn."""
+    turn = [(2, "LDG.E R4, [R2.64]"), *[(n, f"{op} R1, R1, R3") for n, op in zip((3, 4, 5), ("FADD", "FMUL", "SHF"))]]
+    one = [*[(3, "FADD R1, R1, R3")] * 7, (2, "@P1 BRA `(.L_x_1)"), turn[0], *turn[1:] * 2]
+    rows = [
+        (1, "MOV R1, R2"),
+        *turn * 4,
+        (6, "@P0 BRA `(.L_x_0)"),
+        *turn * 2,
+        (6, "@P2 BRA `(.L_x_2)"),
+        *one,
+        (7, "EXIT"),
+    ]
+    labels = {1: ".L_x_0:\n", len(rows) - 7: ".L_x_1:\n", len(rows) - 1: ".L_x_2:\n"}
+    text = "".join(
+        labels.get(n, "") + f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * n:04x}*/ {ins} ;\n'
+        for n, (line, ins) in enumerate(rows)
+    )
+    lines = {1: 0, **dict.fromkeys(range(2, 7), 1), 7: 2}
+    lowering = Lowering(sass.read(text, ""), Blocks([0, 1, 6], lines, sorted(lines), [], loops=[0, 1, 0]))
+    assert list(lowering.parts[1]) == [4, 2, 1]
+    path = lowering._path([0, *[1] * 7, 2], [0] * 9, [])
+    loads = [i for i in path.instructions.tolist() if lowering.code.instructions[i].opcode == "LDG.E"]
+    assert len(loads) == 7
+
+
 def test_instructions_of_one_line_are_no_copies_of_a_loop() -> None:
     """Inline PTX has many instructions in a line: that an opcode is there ten times does not make it ten turns."""
     rows = [(n, f"{op} R1, R1") for n in range(2, 12) for op in ("MUFU.EX2", "FMUL") for _ in range(10)]
