@@ -24,6 +24,7 @@ ALIGNED = 512  # bytes: the addresses that PyTorch's allocator gives on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
 AT_ONCE = 512  # loads that are looked at together at first
 REPEATED = 1.3  # sectors that an atomic operation takes as long as whose word another lane has just changed
+ROW_STEP = 64 << 10  # bytes: further than that is another place
 ZEROS = 2  # lines that one of zeros counts for, written where cp.async has nothing to copy (timing_parts.py, conv)
 
 
@@ -46,6 +47,7 @@ class Access:
     later: int = (
         0  # looks of the first kind whose line the CTA had asked for a part of: it is on its way to L2, or there
     )
+    along: int = 0  # looks of a store that go on near where the warp's last one was
     bytes: int = 0
     space: str = "shared"  # or load, store, atomic
     tensors: dict = field(default_factory=_counts)
@@ -135,7 +137,7 @@ class Looks:
         shared = known.shared[records]
         if known.any_generic:
             shared |= known.generic[records] & (first >= pg.SHARED_WINDOW)
-        units, missed, distant, asked_lines, joined, later = np.zeros((6, len(rows)), np.int64)
+        units, missed, distant, asked_lines, joined, later, along = np.zeros((7, len(rows)), np.int64)
         for size in set(sizes[shared].tolist()):
             those = (shared & (sizes == size)).nonzero()[0]
             units[those] = wavefronts(addresses(those), size)
@@ -166,6 +168,7 @@ class Looks:
             joined[those] = joins(cta, turn, first[those] + shift >> 5, missed[those])
             order, at = turns_of(warps)[those], first[those] + shift >> 7
             later[those] = (asked_lines[those] == 1) & ~store & comes_later(cta, order, at)
+            along[those] = store & goes_on(warps[those] * len(known.of) + records[those], first[those])
             tensors = len(starts) + 1
             keys = ((of[those] * tensors + tensor + 1) * 3 + store + atomic) * len(traces) + cta
             lone = (~store & (4 * units[those] < 5 * asked_lines[those])).nonzero()[0]
@@ -186,12 +189,12 @@ class Looks:
                 traces[k].traffic[at, way] += round(32 * new * often[line])
                 traces[k].traffic[at, f"{way} lines"] += round(lines * new / all_ * often[line])
         fetches = (missed > 0) | (joined > 0)
-        looked = units, asked_lines, missed, distant, fetches, distant > 0, fetches & (later > 0), nbytes
+        looked = units, asked_lines, missed, distant, fetches, distant > 0, fetches & (later > 0), along, nbytes
         totals = [np.bincount(of, x, count).astype(int).tolist() for x in looked]
         for a, n, times, *a_sums in zip(out, looks, often, *totals):
             if n:
                 a.looks, a.ran = n, round(n * times)
-                a.units, a.lines, a.missed, a.distant, a.missing, a.again, a.later, a.bytes = a_sums
+                a.units, a.lines, a.missed, a.distant, a.missing, a.again, a.later, a.along, a.bytes = a_sums
         return {line: a for line, a in zip(known.lines.tolist(), out) if a is not None}
 
     def _executed(self) -> list[float]:
@@ -270,6 +273,15 @@ def comes_later(cta: np.ndarray, turn: np.ndarray, line: np.ndarray) -> np.ndarr
     earliest = np.full(of.max() + 1, turn.max())
     np.minimum.at(earliest, of, turn)
     return turn > earliest[of]
+
+
+def goes_on(which: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Whether an instruction of a warp, `which`, goes on a bit behind where it was the last time."""
+    order = np.argsort(which, kind="stable")
+    step = np.diff(first[order])
+    out = np.zeros(len(which), bool)
+    out[order[1:]] = (np.diff(which[order]) == 0) & (step > 0) & (step <= ROW_STEP)
+    return out
 
 
 def apart(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

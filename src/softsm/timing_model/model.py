@@ -195,9 +195,11 @@ class Model:
         """What a byte from device memory takes more than in a stream, if pieces of a line are read here and there."""
         return max(1.0, self.gpu["hbm.piece"] / s.block) if s.random or s.scattered else 1.0
 
-    def drained(self) -> float:
-        """Bytes that device memory takes while the kernel runs: L2 keeps the last."""
-        return max(0.0, sum(s.changed for s in self.sources) - self.gpu["l2.dirty"])
+    def drained_ns(self) -> float:
+        """What device memory takes for what is written while the kernel runs: L2 keeps the last."""
+        g, changed = self.gpu, sum(s.changed for s in self.sources)
+        took = sum(s.changed / g["hbm.rows" if s.rows else "hbm.mixed"] for s in self.sources)
+        return took * max(0.0, 1 - g["l2.dirty"] / max(changed, 1.0))
 
     def together(self, s: Source, active: int) -> float:
         """Multiprocessors that ask for the same lines at the same time: neighbours in the grid run together. Which
@@ -447,8 +449,7 @@ class Model:
 
     def _prediction(self, run: Run, cycles: float, f: float, resident: int, waves: float) -> Prediction:
         trace, g = self.trace, self.gpu
-        us = 1e-3 / f
-        sms = self.sms
+        us, sms = 1e-3 / f, self.sms
         needs = dict(zip(ENGINES, (self.work / sms * us).tolist()))
         read = sum(s.asked * s.granules / self.l2_share(s, sms) / sms for s in self.sources)
         written = sum(s.written for s in self.sources) / g["hbm.write"]
@@ -457,7 +458,7 @@ class Model:
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {
             "L2": max(read + changed, written) * 1e-3,  # answers and stores go different ways
             "atomics": changed * 1e-3,
-            "device memory": (device / g["hbm.rate"] + self.drained() / g["hbm.mixed"]) * 1e-3,
+            "device memory": (device / g["hbm.rate"] + self.drained_ns()) * 1e-3,
             "CTA launches": trace.total * self.cluster / g["cta.rate"] * 1e-3,
         }
         # Nothing is faster than what it must do, and no memory is busy before the first request has got there.
@@ -469,13 +470,12 @@ class Model:
         share = {k: v / body for k, v in roofline.items()}
         top = max(share, key=lambda k: share[k])
         bound = f"{top} {share[top]:.0%}" if share[top] >= 0.6 else f"chain ({top} {share[top]:.0%})"
-        ctas = trace.total * self.cluster
         return Prediction(
             trace.name,
             g,
             trace.grid,
             trace.threads,
-            ctas,
+            trace.total * self.cluster,
             resident,
             waves,
             cycles,

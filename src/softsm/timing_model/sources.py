@@ -33,6 +33,7 @@ class Source:
     device: float = 0.0  # share that comes from device memory
     random: bool = False
     boxes: bool = False  # read by TMA
+    rows: bool = False  # written by CTAs that go along rows of their own
     few: bool = False  # a cluster asks for few lines: for all lanes, it may be
 
     @property
@@ -100,17 +101,24 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
                 steps = np.diff(np.array(starts))
                 # What follows a rule has a few steps, whatever the number of its copies.
                 out[tensor].random |= len(np.unique(steps[np.abs(steps) > ROW])) > 32
+    for a in trace.access.values():
+        if a.space == "store" and 2 * a.along > a.looks and a.tensors:
+            tensor = max(a.tensors, key=lambda n: a.tensors[n])
+            if 0 <= tensor < len(out):
+                out[tensor].rows = True
     l2, held = gpu["l2.bytes"], gpu["l2.held"]
     for tensor, s in enumerate(out):
         s.few = most[tensor] < MANY_LINES
         if s.asked:
             s.random |= s.scattered and s.block < WHOLE
             s.device = min(1.0, s.size / s.asked)
+            # A word brings the 64 bytes around it, of which it is asked for 32.
+            there = s.size * max(0.5, min(1.0, s.block / 64))
             if s.random and s.size > held:
-                unique = s.size * (1 - np.exp(-s.asked / s.size))
+                unique = there * (1 - np.exp(-s.asked / there))
                 s.device = max(min(1.0, unique / s.asked), 1 - held / s.size)
             elif s.random:
-                s.device = min(1.0, s.size * (1 - np.exp(-s.asked / s.size)) / s.asked)
+                s.device = min(1.0, there * (1 - np.exp(-s.asked / there)) / s.asked)
             if recent.get(s.name.split(" [")[0], 0):  # L2 keeps it, or a part of it
                 s.device = 0.0 if s.size < l2 / 2 else s.device * min(1.0, s.size / l2)
     return out

@@ -75,7 +75,7 @@ def test_tensors_that_tma_reads_are_known():
     """Their lines are asked for at once: L2 answers more of those who share them together."""
     events = [(7, LOAD, 0, 4096, 1), (8, CP_ASYNC, 0, 512, 4), (9, LOAD, 0, 4096, -2)]
     cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, 0, events=events)])
-    trace = SimpleNamespace(clusters=[cluster], tensors=[("a", 64), ("b", 64), ("c", 64)], total=1)
+    trace = SimpleNamespace(clusters=[cluster], tensors=[("a", 64), ("b", 64), ("c", 64)], total=1, access={})
     assert [s.boxes for s in sources_of(trace, GPUS["h200"], {})] == [False, True, False]
 
 
@@ -84,6 +84,16 @@ def test_a_number_that_all_lanes_read_is_not_scattered(lines, scattered):
     """One sector of a line says nothing; one of each of many lines does."""
     traffic = Counter({(0, "read"): 32 * lines, (0, "read lines"): lines})
     cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, 0)], traffic=traffic)
-    trace = SimpleNamespace(clusters=[cluster], tensors=[("a", 1 << 20)], total=100)
+    trace = SimpleNamespace(clusters=[cluster], tensors=[("a", 1 << 20)], total=100, access={})
     (found,) = sources_of(trace, GPUS["h200"], {})
     assert (found.scattered, found.random) == (scattered, scattered)
+
+
+def test_a_word_brings_its_neighbour():
+    """As many words as a table has sectors, at random: the half of its blocks of 64 bytes is read by 86 % of them."""
+    size = 16 << 20
+    cluster = ClusterTrace((0, 0, 0), 0)
+    cluster.traffic = Counter({(0, "read"): size, (0, "read lines"): size // 32, (0, "read blocks"): size // 32})
+    trace = SimpleNamespace(clusters=[cluster], tensors=[("table", size)], total=1, access={})
+    (found,) = sources_of(trace, GPUS["h200"], {})
+    assert found.random and found.device == pytest.approx(0.43, abs=0.01)
