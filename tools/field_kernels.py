@@ -73,6 +73,12 @@ def gemm(file: str, element: str, arch: str) -> Kernel:
     )
 
 
+def fmha(project: str, name: str, folder: str, *flags: str) -> Kernel:
+    """FlashMLA's dense prefill is made of CUTLASS's example."""
+    what = (f"-I{{{project}}}/{folder}", "-DDIM=128", "-DMASK=NoMask", *flags)
+    return Kernel(name, project, "cutlass_fmha.cu", (*CUTE, *what), arguments=("256", "256", "2", "1"))
+
+
 def prefill(name: str, source: str, call: str, heads: int, dim: int, arch: str = "sm_100a") -> Kernel:
     what = (f"-DHEADS={heads}", f"-DDIM={dim}", f"-DKERNEL={call}", f'-DSOURCE="{source}/phase1.cuh"')
     return Kernel(f"sparse prefill, {name}, head dim {dim}", "FlashMLA", "flashmla_prefill.cu", (*MLA, *what), arch)
@@ -98,6 +104,7 @@ def lecture(file: str, *calls: str, arch: str = "sm_100a") -> Kernel:
 
 
 HALF = "dtype=torch.float16"
+PERSISTENT = [f"matmul_kernel_{x}" for x in ("persistent", "tma", "tma_persistent", "tma_clc", "descriptor_persistent")]
 LECTURES = (
     lecture("01-vector-add", "torch.equal(add(x := normal(5000), y := normal(5000)), x + y)"),
     # ex2.approx is exact to 2 ** -22, two units, in the numerator and in the sum
@@ -118,6 +125,12 @@ LECTURES = (
             "a.float() @ b.float())",
             f"close(group_gemm_tma_fn([a := normal(256, 128, {HALF})] * 2, [b := normal(128, 128, {HALF})] * 2)[1], "
             "a.float() @ b.float().T)"),
+    lecture("09-persistent-matmul", f"[setattr(k, 'configs', k.configs[:1]) for k in ({', '.join(PERSISTENT)})]",
+            f"close(matmul_persistent(a := normal(256, 128, {HALF}), b := normal(128, 384, {HALF})), "
+            "c := a.float() @ b.float())",
+            "close(matmul_tma(a, bt := b.T.contiguous(), True), c)", "close(matmul_tma_clc(a, bt, False), c)",
+            "close(matmul_tma_persistent(a, bt, False), c)", "close(matmul_tma_persistent(a, bt, True), c)",
+            "close(matmul_descriptor_persistent(a, bt, True), c)"),
     lecture("10-block-scaled-matmul", 'validate_block_scaled(128, 256, 512, "nvfp4")',
             'validate_block_scaled(128, 256, 512, "mixed")'),
     lecture("11-programmatic-dependent-launch", "torch.equal(add(x := normal(5000), y := normal(5000)), x + y)"),
@@ -209,9 +222,14 @@ KERNELS = (
     tutorial("03_mma_tma_multicast_sm100.cu", "512", "1024", "128", sms=16),
     tutorial("04_mma_tma_2sm_sm100.cu", "512", "1024", "128", sms=16),
     tutorial("05_mma_tma_epi_sm100.cu", "512", "1024", "128", sms=16),
-    Kernel("77_blackwell_fmha, head dim 128", "cutlass", "cutlass_fmha.cu",
-           (*CUTE, "-I{cutlass}/examples/77_blackwell_fmha", "-DDIM=128", "-DMASK=NoMask"),
-           arguments=("256", "256", "2", "1")),
+    *(
+        fmha(project, f"{name}, head dim {dims}", folder, *flags)
+        for project, name, folder in (
+            ("cutlass", "77_blackwell_fmha", "examples/77_blackwell_fmha"),
+            ("FlashMLA", "dense prefill", "csrc/sm100/prefill/dense"),
+        )
+        for dims, flags in (("128", ()), ("192, of V 128", ("-DROPE=64",)))
+    ),
     gemm("hopper/wgmma_sm90.cu", "cute::half_t", "sm_90a"),
     gemm("hopper/wgmma_tma_sm90.cu", "cute::half_t", "sm_90a"),
     gemm("sgemm_1.cu", "float", "sm_90a"),
@@ -274,6 +292,11 @@ SLOTS = (
     "true by PTX, like DeepGEMM#389: outputs of slots are written by ordinary stores and read by bulk copies behind a "
     "barrier of the grid, without `fence.proxy.async`"
 )
+CLEARED = (
+    "real, hardly on silicon: a dispatch warp with no token to pull reads the numbers of tokens, and nothing orders "
+    "that before another CTA clears them for the next call (what all CTAs wait for before that are the epilogues). A "
+    "warp that is late by a whole layer polls for ever"
+)
 TOO_EARLY = (
     "real, [cutlass#2687](https://github.com/NVIDIA/cutlass/pull/2687) and "
     "[#3653](https://github.com/NVIDIA/cutlass/pull/3653), exhibit 36 of the museum: row maxima and sums are announced "
@@ -312,8 +335,11 @@ JUDGED: dict[tuple[str, str, str], str] = {
         "",
     ): "real, rare on silicon. Warps 1 to 3 wait for `inputs_arrived` by parity, and nothing keeps "
     "warp 0 from ending two phases while one of them has not looked",
-    ("77_blackwell_fmha", "race", "mainloop_tma_warpspecialized.hpp"): TOO_EARLY,
-    ("77_blackwell_fmha", "in-flight", "mainloop_tma_warpspecialized.hpp"): TOO_EARLY,
+    **{
+        (name, code, "mainloop_tma_warpspecialized.hpp"): TOO_EARLY
+        for name in ("77_blackwell_fmha", "dense prefill")
+        for code in ("race", "in-flight")
+    },
     (
         "scores of an indexer, e2m1",
         "race",
@@ -334,6 +360,8 @@ JUDGED: dict[tuple[str, str, str], str] = {
     "It makes the result wrong here; one barrier before line 309 mends both",
     ("mega MoE", "race", "ld_st.cuh:103 against sm100_bf16_mega_moe.cuh:236"): ADDRESS,
     ("mega MoE", "race", "ld_st.cuh:103 against sm100_fp8_fp4_mega_moe.cuh:279"): ADDRESS,
+    ("mega MoE", "race", "sm100_bf16_mega_moe.cuh:569 against ld_st.cuh:165"): CLEARED,
+    ("mega MoE", "race", "sm100_fp8_fp4_mega_moe.cuh:630 against ld_st.cuh:165"): CLEARED,
     ("mega MoE", "race", "tma.cuh:69 against sm100_bf16_mega_moe.cuh:1079"): SLOTS,
     ("mega MoE", "race", "tma.cuh:69 against sm100_fp8_fp4_mega_moe.cuh:1231"): SLOTS,
     (

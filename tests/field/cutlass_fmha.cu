@@ -1,11 +1,13 @@
-// CUTLASS's attention for Blackwell (examples/77_blackwell_fmha), fp16; arguments: queries, keys, heads, heads of K and V.
-//   -DDIM=128 -DMASK=NoMask (ResidualMask, CausalMask<true>); -DFP8 takes e4m3.
+// CUTLASS's attention for Blackwell (examples/77_blackwell_fmha), and FlashMLA's dense prefill, which is made of it, in
+// fp16; arguments: queries, keys, heads, heads of K and V.
+//   -DDIM=128 -DMASK=NoMask (ResidualMask, CausalMask<true>); -DFP8 takes e4m3; -DROPE=64: Q and K are longer than V.
 #include "field.h"
 #include <cutlass/cutlass.h>
 #include <cutlass/kernel_hardware_info.h>
 #include "device/fmha.hpp"
 #include "collective/fmha_fusion.hpp"
 #include "collective/sm100_fmha_fwd_mainloop_tma_warpspecialized.hpp"
+#include "collective/sm100_fmha_mla_fwd_mainloop_tma_warpspecialized.hpp"
 #include "collective/sm100_fmha_fwd_epilogue_tma_warpspecialized.hpp"
 #include "kernel/fmha_options.hpp"
 #include "kernel/fmha_tile_scheduler.hpp"
@@ -22,30 +24,49 @@ using Element = cutlass::half_t;
 using Heads = tuple<tuple<int, int>, int>;  // of a group, of K and V; batch
 using Rows = tuple<int, _1, Heads>;
 using Shared = tuple<int, _1, tuple<tuple<_0, int>, int>>;
+#ifdef ROPE
+constexpr int long_dim = DIM + ROPE;  // of Q and K
+using Mainloop = Sm100MlaFwdMainloopTmaWarpspecialized<Element, float, float, Shape<_256, _128, Shape<Int<DIM>, Int<ROPE>>>,
+                                                       Rows, Shared, Shared, MASK>;
+using Dims = tuple<int, int>;
+using Schedule = Sm100MlaFwdCtxKernelWarpspecializedSchedule;
+const Dims dims(DIM, ROPE);
+#else
+constexpr int long_dim = DIM;
 using Mainloop = Sm100FmhaFwdMainloopTmaWarpspecialized<Element, float, float, Shape<_256, _128, Int<DIM>>, Rows, Shared,
                                                         Shared, MASK>;
+using Dims = int;
+using Schedule = Sm100FmhaCtxKernelWarpspecializedSchedule;
+const Dims dims = DIM;
+#endif
 using Epilogue = Sm100FmhaFwdEpilogueTmaWarpspecialized<cutlass::half_t, float, typename Mainloop::TileShapePV, Rows,
                                                         tuple<_1, Heads>>;
-using Kernel = Sm100FmhaFwdKernelTmaWarpspecialized<tuple<int, int, int, Heads>, Mainloop, Epilogue, IndividualTileScheduler>;
+using Kernel = Sm100FmhaFwdKernelTmaWarpspecialized<tuple<int, int, Dims, Heads>, Mainloop, Epilogue,
+                                                    IndividualTileScheduler, Schedule>;
 using Operation = cutlass::fmha::device::FMHA<Kernel>;
 
 int main(int, char **words) {
     const int queries = atoi(words[1]), keys = atoi(words[2]), heads = atoi(words[3]), shared = atoi(words[4]);
     constexpr bool causal = !std::is_same_v<MASK, NoMask> && !std::is_same_v<MASK, ResidualMask>;
-    Array<Element> q(size_t(queries) * heads * DIM), k(size_t(keys) * shared * DIM), v(size_t(keys) * shared * DIM);
-    Array<cutlass::half_t> out(q.host.size());
+    Array<Element> q(size_t(queries) * heads * long_dim), k(size_t(keys) * shared * long_dim), v(size_t(keys) * shared * DIM);
+    Array<cutlass::half_t> out(size_t(queries) * heads * DIM);
     Array<float> lse(size_t(queries) * heads);
     for (auto *x : {&q, &k, &v})
         for (auto &y : x->host) y = Element(normal());
     const int group = heads / shared;
-    Rows rows = make_stride(heads * DIM, _1{}, make_stride(make_stride(DIM, group * DIM), heads * DIM * queries));
-    Shared places = make_stride(shared * DIM, _1{}, make_stride(make_stride(_0{}, DIM), shared * DIM * keys));
+    auto rows = [&](int dim) -> Rows {
+        return make_stride(heads * dim, _1{}, make_stride(make_stride(dim, group * dim), heads * dim * queries));
+    };
+    auto places = [&](int dim) -> Shared {
+        return make_stride(shared * dim, _1{}, make_stride(make_stride(_0{}, dim), shared * dim * keys));
+    };
+    const float scale = 1 / std::sqrt(float(long_dim));
     auto sums_at = make_stride(_1{}, make_stride(make_stride(queries, queries * group), queries * heads));
     cutlass::KernelHardwareInfo machine{0, 4};
     typename Operation::Arguments arguments{
-        make_tuple(queries, keys, DIM, make_tuple(make_tuple(group, shared), 1)),
-        {q.upload(), rows, k.upload(), places, v.upload(), places},
-        {out.upload(), rows, lse.upload(), sums_at},
+        make_tuple(queries, keys, dims, make_tuple(make_tuple(group, shared), 1)),
+        {q.upload(), rows(long_dim), k.upload(), places(long_dim), v.upload(), places(DIM), scale},
+        {out.upload(), rows(DIM), lse.upload(), sums_at},
         machine};
     Operation operation;
     Array<uint8_t> workspace(Operation::get_workspace_size(arguments) + 1);
@@ -63,10 +84,10 @@ int main(int, char **words) {
             double top = -INFINITY, total = 0;
             for (int j = 0; j < keys; j++) {
                 double s = 0;
-                for (int d = 0; d < DIM; d++)
-                    s += double(float(q[(size_t(i) * heads + h) * DIM + d])) *
-                         float(k[(size_t(j) * shared + h / group) * DIM + d]);
-                e[j] = causal && j > i ? -INFINITY : s / std::sqrt(double(DIM)), top = fmax(top, e[j]);
+                for (int d = 0; d < long_dim; d++)
+                    s += double(float(q[(size_t(i) * heads + h) * long_dim + d])) *
+                         float(k[(size_t(j) * shared + h / group) * long_dim + d]);
+                e[j] = causal && j > i ? -INFINITY : s / std::sqrt(double(long_dim)), top = fmax(top, e[j]);
             }
             for (int j = 0; j < keys; j++) {
                 total += e[j] = exp(e[j] - top);
