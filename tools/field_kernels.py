@@ -76,7 +76,7 @@ def gemm(file: str, element: str, arch: str) -> Kernel:
 def fmha(project: str, name: str, folder: str, *flags: str) -> Kernel:
     """FlashMLA's dense prefill is made of CUTLASS's example."""
     what = (f"-I{{{project}}}/{folder}", "-DDIM=128", "-DMASK=NoMask", *flags)
-    return Kernel(name, project, "cutlass_fmha.cu", (*CUTE, *what), arguments=("256", "256", "2", "1"))
+    return Kernel(name, project, "cutlass_fmha.cu", (*MLA, *what), arguments=("256", "256", "2", "1"))
 
 
 def prefill(name: str, source: str, call: str, heads: int, dim: int, arch: str = "sm_100a") -> Kernel:

@@ -83,38 +83,49 @@ def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
     clang = find_clang()
     common = [clang, *COMMON, f"--cuda-gpu-arch={arch}", *headers(flags), *sources.macros(arch), *flags]
     said = run([*common, "--cuda-host-only", "-M", str(file)])
-    used = sorted({Path(word) for word in said.replace("\\\n", " ").split(":", 1)[1].split()} | {HERE / "host.cpp"})
+    used = sorted({Path(word) for word in said.replace("\\\n", " ").split(":", 1)[1].split()})
     facts = [
-        *(*common, *DEVICE, *HOST, *LINK),
+        *(*common, *DEVICE, *HOST),
         *map(str, sources.rules(used).values()),
-        *(f"{path.resolve()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in used),
+        *(f"{path.resolve()} {digest(path.read_bytes())}" for path in used),
     ]
-    folder = cache_folder() / "cuda" / hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
-    if not (folder / "program.so").is_file():
+    folder = cache_folder() / "cuda" / digest("\n".join(facts).encode())
+    if not (folder / "program.o").is_file():
         build(common, file, arch, folder, used)
-    return Program((folder / "kernels.ptx").read_text(), folder / "program.so")
+    library = folder / f"program-{digest((HERE / 'host.cpp').read_bytes() + repr(LINK).encode())[:8]}.so"
+    if not library.is_file():
+        link(common, folder, library)
+    return Program((folder / "kernels.ptx").read_text(), library)
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def build(common: list[str], file: Path, arch: str, folder: Path, used: Sequence[Path]) -> None:
+    """What clang makes of the program, without the runtime: kernels.ptx and program.o."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-        at = Path(made)
+        at, whole = Path(made), Path(made) / "whole"
+        whole.mkdir()
         common = [*common, *sources.corrected(used, at)]
         feature = ["-Xclang", "-target-feature", "-Xclang", PTX_FEATURE[arch]]
-        run([*common, *DEVICE, *feature, str(file), "-o", str(at / "kernels.ptx")])
+        run([*common, *DEVICE, *feature, str(file), "-o", str(whole / "kernels.ptx")])
         # The runtime gets PTX as text, with an end, where a fat binary would be.
-        (at / "embedded").write_bytes((at / "kernels.ptx").read_bytes() + b"\0")
+        (at / "embedded").write_bytes((whole / "kernels.ptx").read_bytes() + b"\0")
         embed = ["-Xclang", "-fcuda-include-gpubinary", "-Xclang", str(at / "embedded")]
-        run([*common, *HOST, *embed, str(file), "-o", str(at / "program.o")])
-        run([*common, *HOST, "-Wno-main", str(HERE / "host.cpp"), "-o", str(at / "host.o")])
-        run([common[0], *LINK, str(at / "program.o"), str(at / "host.o"), "-o", str(at / "program.so")])
+        run([*common, *HOST, *embed, str(file), "-o", str(whole / "program.o")])
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(
-            shutil.copytree(
-                at, at / "whole", ignore=shutil.ignore_patterns("whole", "*.o", "embedded", "overlay.yaml", "*-*")
-            ),
-            folder,
-        )
+        os.replace(whole, folder)
+
+
+def link(common: list[str], folder: Path, library: Path) -> None:
+    """With the runtime, which may change, or lack a function, while the program stays what it is."""
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        host, linked = Path(made) / "host.o", Path(made) / "program.so"
+        run([*common, *HOST, "-Wno-main", str(HERE / "host.cpp"), "-o", str(host)])
+        run([common[0], *LINK, str(folder / "program.o"), str(host), "-o", str(linked)])
+        os.replace(linked, library)
 
 
 def run(command: list[str]) -> str:

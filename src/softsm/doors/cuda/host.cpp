@@ -164,6 +164,11 @@ API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void
     attributes->maxDynamicSharedSizeBytes = 232448;
     return cudaSuccess;
 }
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int threads,
+                                                                       size_t shared, unsigned) {
+    *blocks = served.occupancy(kernel, threads, shared);
+    return cudaSuccess;
+}
 API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *kernel, int threads,
                                                               size_t shared) {
     *blocks = served.occupancy(kernel, threads, shared);

@@ -40,3 +40,23 @@ def test_both_halves_of_the_runtime_have_the_same_functions():
     struct = text[text.index("struct Served {") : text.index("static Served served;")]
     members = [line.split("(*")[1].split(")")[0] for line in struct.splitlines() if "(*" in line]
     assert members == list(SERVED)
+
+
+@pytest.mark.compile
+def test_another_runtime_needs_no_other_program(monkeypatch, tmp_path):
+    """What clang made of the program is kept: a function that the runtime lacked costs no second compilation."""
+    try:
+        cc.find_clang()
+    except cc.CompileError as problem:
+        pytest.skip(str(problem))
+    monkeypatch.setattr(cc, "cache_folder", lambda: tmp_path / "cache")
+    (tmp_path / "p.cu").write_text("__global__ void k() {}\nint main() { k<<<1, 1>>>(); }\n")
+    first = cc.compiled(tmp_path / "p.cu", "sm_90a")
+    commands = []
+    run = cc.run
+    monkeypatch.setattr(cc, "run", lambda command: commands.append(command) or run(command))
+    assert cc.compiled(tmp_path / "p.cu", "sm_90a") == first and len(commands) == 1  # which files it includes
+    monkeypatch.setattr(cc, "LINK", (*cc.LINK, "-Wl,-O1"))
+    second = cc.compiled(tmp_path / "p.cu", "sm_90a")
+    assert second.library != first.library and second.ptx == first.ptx
+    assert not any(str(tmp_path / "p.cu") == word for command in commands[2:] for word in command)
