@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import softsm
 from dsv4 import bench as measuring
 from dsv4 import reference
-from dsv4.bench import backward, clock, drawn, measured, peers, summary, timing
+from dsv4.bench import backward, clock, drawn, humming, measured, peers, summary, timing
 from dsv4.bench.dense import DenseCase
 from dsv4.bench.moe import FLASH, MoeCase
 from dsv4.bench.v4 import V4Case
@@ -83,6 +83,18 @@ def test_bytes_of_experts():
     assert FLASH.expert_bytes == 13_369_344 and one.flops == 6 * 6 * 4096 * 2048
     assert one.bytes == pytest.approx(6 * 13_369_344, rel=0.02) and many.bytes == pytest.approx(256 * 13_369_344)
     assert MoeCase(FLASH, 128, zipf=True).bytes < 0.8 * MoeCase(FLASH, 128).bytes
+
+
+def test_rows_of_experts_as_humming_takes_them():
+    """Six slots of experts 0 and 2, by where experts begin, and by blocks of four slots that are one expert's."""
+    product = object.__new__(humming._Product)
+    product.form, product.tuning = "grouped_contiguous", {"block_shape": (4, 256, 128)}
+    order, starts = torch.tensor([2, 0, 2, 2, 2, 2]).argsort(stable=True), torch.tensor([0, 1, 1, 6])
+    assert product.places(order, starts)["expert_layout"] is starts
+    product.form = "indexed"
+    found = product.places(order, starts)
+    assert found["sorted_ids"].tolist() == [1, 6, 6, 6, 0, 2, 3, 4, 5, 6, 6, 6]  # 6: no slot
+    assert found["expert_ids"].tolist() == [0, 2, 2] and int(found["num_tokens_padded"]) == 12
 
 
 @pytest.mark.parametrize("queries, other", [(3, "dsv4 584"), (513, "dsv4 bf16")])

@@ -5,7 +5,7 @@
     dense       fmha and torch, FFPA and flash-attn
     v4, v41     v4_attention and FlashMLA, with rows of V4 and of V4.1
     index       index_topk and DeepGEMM's logits, torch.topk; compress, the writing of rows and torch
-    moe         a layer of FP4 experts and torch's grouped products
+    moe         a layer of FP4 experts, Humming's (humming.py) and torch's grouped products
     backward    the gradients of fmha and torch, FFPA and flash-attn; those of v4_attention
     drawn       cases of every suite, drawn at random by a seed
     measured    one case: every contender is checked first, then timed; as JSON

@@ -1,4 +1,4 @@
-"""The suite `moe` times a layer of FP4 experts and torch's grouped products of the same weights in bf16.
+"""The suite `moe` times a layer of FP4 experts, Humming's, and torch's grouped products of the same weights in bf16.
 
 Layers have the sizes of V4-Flash, V4-Pro and V4.1. A layer is what dsv4.moe does: activations to FP8, both products,
 SwiGLU, the weighted sum; routing is drawn, evenly or by Zipf's law, and given. FLOP = 6 x slots x hidden x inner; bytes
@@ -86,6 +86,14 @@ def bf16_weights(layer: Layer) -> tuple[Tensor, Tensor]:
     return w13.mT, w2.mT
 
 
+@lru_cache(maxsize=2)
+def humming_weights(layer: Layer, scales: int) -> Any:
+    """The same for Humming, which has a layout for each recipe of activations."""
+    from dsv4.bench.humming import Humming  # with Triton, which a machine without a GPU may not have
+
+    return Humming(weights_of(layer).unpack(), scales)
+
+
 class MoeContest:
     def __init__(self, case: MoeCase) -> None:
         self.case, self.experts = case, weights_of(case.layer)
@@ -98,7 +106,22 @@ class MoeContest:
     def contenders(self) -> peers.Calls:
         out = torch.empty_like(self.x)
         yield "dsv4", lambda: dsv4.moe(self.x, self.experts, self.ids, self.weights, out=out, backend="cuda")
+        if peers.module("Humming") is not None:
+            for scales, name in ((128, "per 128"), (0, "per token")):
+                for form in ("grouped_contiguous", "indexed"):
+                    yield f"Humming, scales {name}, {form}", self._humming(scales, form)
         yield "torch, bf16 weights", self._torch()
+
+    def _humming(self, scales: int, form: str) -> Callable[[], Tensor]:
+        made: list[Callable[[], Tensor]] = []
+
+        def call() -> Tensor:
+            if not made:  # its kernels are compiled by the first call
+                weights = humming_weights(self.case.layer, scales)
+                made.append(weights.call(self.x, self.ids, self.weights, form))
+            return made[0]()
+
+        return call
 
     def _torch(self) -> Callable[[], Tensor]:
         case = self.case

@@ -14,6 +14,7 @@ Nothing of theirs is part of this package. To bring one to a GPU machine, unpack
 | flash-attn | flash-attn, flash-attn-3 (built) | flash_attn, flash_attn_interface | dense, head dims to 256 |
 | FlashAttention-4 | flash-attn-4 4.0.0b36, nvidia-cutlass-dsl 4.6.2 and its -libs-base, -libs-core, -libs-cu13, | | |
 | | quack-kernels 0.6.4, apache-tvm-ffi 0.1.15, einops | flash_attn.cute | dense, head dims to 256 |
+| Humming | humming-kernels 0.1.19, cuda-bindings (compiles at run time: humming.py) | humming.layer | FP4 experts |
 | cuDNN frontend | nvidia-cudnn-frontend 1.32.0, nvidia-cutlass-dsl 4.8.1 and its libs, | | |
 | | apache-tvm-ffi, cuda-bindings | cudnn | gradients of V4 attention; no inverse RoPE |
 
@@ -41,6 +42,7 @@ PEERS = {
     "flash-attn 3": (("flash_attn_interface",), ("flash-attn-3", "flash_attn_3")),
     "flash-attn": (("flash_attn",), ("flash-attn",)),
     "FlashAttention-4": (("flash_attn.cute",), ("flash-attn-4",)),
+    "Humming": (("humming.layer",), ("humming-kernels",)),
     "cuDNN frontend": (("cudnn.deepseek_sparse_attention",), ("nvidia-cudnn-frontend",)),
 }
 TORCH = {

@@ -48,8 +48,8 @@ def bench(
 ) -> None:
     """Time dsv4 and every importable peer, alternating: CUDA-graph replays with a cold L2, medians, clocks.
 
-    Peers: torch, FlashMLA, FFPA, DeepGEMM, flash-attn 2 to 4. A wheel unpacked into a folder on PYTHONPATH is
-    enough; the docstring of dsv4.bench.peers has the commands.
+    Peers: torch, FlashMLA, FFPA, DeepGEMM, Humming, flash-attn 2 to 4. A wheel unpacked into a folder on PYTHONPATH
+    is enough; the docstring of dsv4.bench.peers has the commands.
     """
     for option, value, accepted in (("--suite", suite, SUITES), ("--shapes", shapes, ("fixed", "random"))):
         if value not in accepted:
