@@ -177,7 +177,8 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
     for wide in (False, True):
         for splits in (1, 4, 8, 16, 128):  # each merged by a variant of its own
             yield v4_small(rows, named, splits, wide=wide)
-        yield v4_small(rows, named, heads=128, wide=wide)  # on Blackwell a pair of CTAs takes them
+        for splits, queries in ((1, 1), (2, 5), (1, 64)):  # 128 heads: a pair of CTAs on Blackwell, V4.1 rows unpacked
+            yield v4_small(rows, named, splits, heads=128, wide=wide, queries=queries)
         for splits in (1, 2):  # Hopper: FP8 rows unpacked first, plain ones in L2
             yield v4_small(rows, named, splits, wide=wide, queries=64)
         yield v4_small(rows, named, wide=wide, queries=528, width=32)  # Hopper: several tiles of plain rows for a CTA
@@ -196,7 +197,7 @@ def v4_decode_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]
     # Many partial results are in fp16; few are not.
     not_few = tuple((132, 64, splits, 2) for splits in (1, 2, 8, 16, 32, 64, 128, 256))
     in_fp32 = ((40, 64, 2, 12), (10, 64, 8, 40), (5, 64, 16, 80), (1, 64, 64, 600))
-    few_heads = ((128, 16, 1, 10), (32, 16, 4, 10), (40, 64, 1, 3), (32, 32, 4, 10))
+    few_heads = ((128, 16, 1, 10), (32, 16, 4, 10), (64, 16, 2, 34), (40, 64, 1, 3), (32, 32, 4, 10))
     for queries, heads, splits, blocks in (*of_16, *of_32, *few_heads, *not_few, *in_fp32):
         width = 64 * (blocks if named == "window only" else blocks - 1)
         if width > 0:
@@ -280,7 +281,8 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
             p = problem.dense(q, k, k if same_kv else torch.empty_like(k), window=window)
         p = replace(p, same_kv=same_kv)
         out, lse = torch.empty_like(p.q), torch.empty(p.lse_shape)
-        for splits in split[batch] if phase == "split" else (1,):
+        # Keys of many rows are split, too, if there are few heads.
+        for splits in {"split": split[batch], "prefill": (1, 4)}.get(phase, (1,)):
             yield replace(p, out=out, lse=lse, num_splits=splits)
 
 

@@ -27,19 +27,8 @@ def missing(launched, arch):
 def test_attention(arch, named):
     """Decode of few and many queries, of all heads and of a rank's share, and prefill."""
     window, compressed = dsv4.Mxfp8Cache.empty(8, 32), dsv4.Nvfp4Cache.empty(8, 64)
-    sizes = [
-        (1, 64),
-        (1, 8),
-        (4, 64),
-        (8, 64),
-        (32, 64),
-        (128, 64),
-        (256, 64),
-        (32, 8),
-        (128, 16),
-        (128, 32),
-        (1100, 64),
-    ]
+    of_64 = [(n, 64) for n in (1, 4, 8, 32, 128, 256, 1100)]
+    sizes = [*of_64, (1, 8), (32, 8), (64, 16), (128, 16), (128, 32), (5, 128), (64, 128), (1000, 128)]
     with recording(arch) as launched:
         for queries, heads in sizes:
             q, numbers = torch.empty(queries, heads, 512, dtype=torch.bfloat16), torch.zeros(queries, 512).int()

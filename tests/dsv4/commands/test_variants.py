@@ -1,5 +1,6 @@
 """What `dsv4 compile` writes is what a model launches: no call of a V4 layer is left to a compiler."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from dsv4.fmha import problem  # noqa: E402
 from dsv4.fmha.kernels.backward import Adding  # noqa: E402
 from dsv4.fmha.kernels.sm90 import backward  # noqa: E402
 from dsv4.runtime import aot, calls, dispatch  # noqa: E402
+from dsv4.runtime.checks import HEAD_DIMS  # noqa: E402
 from dsv4.v4.problem import build  # noqa: E402
 
 
@@ -59,6 +61,36 @@ def test_compressed_rows_without_rope_are_written():
     with recording("sm_90a") as launched:
         dsv4.compress(kv, kv, torch.empty(4, 1024, dtype=torch.bfloat16), weight, backend="softsm")
     assert launched and not set(launched) - written(["compress"], "sm_90a")
+
+
+# (batch, queries, keys, KV heads, heads of a group): decode, prompts, few heads, whose keys are split
+SHAPES = [(64, 1, 8192, 8, 8), (1, 1, 131072, 8, 8), (2, 2048, 2048, 16, 1), (1, 512, 512, 4, 1), (1, 40, 131072, 2, 4),
+          (3, 300, 4096, 3, 1), (8, 4, 1000, 1, 16)]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("kind", variants.OF_FMHA)
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_calls_of_fmha_are_written(arch, kind, d):
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    known, target = written([kind], arch, d, sizes=variants.Sizes()), dispatch.compile_target(arch)
+    for (b, t, s, heads, group), causal in itertools.product(SHAPES, (False, True)):
+        q, k, v = empty(b, t, heads * group, d), empty(b, s, heads, d), empty(b, s, heads, d)
+        if kind == "dense":
+            p = problem.dense(q, k, v, causal=causal)
+        elif kind == "varlen":
+            starts = [empty(b + 1, dtype=torch.int32) for _ in "qk"]
+            rows = (x.flatten(0, 1) for x in (q, k, v))
+            p = problem.varlen(*rows, *starts, causal=causal, max_seqlen_q=t, max_seqlen_k=s)
+        else:
+            pages = empty(99, 64, heads, d), empty(99, 64, heads, d)
+            table, lengths = empty(b, -(-s // 64), dtype=torch.int32), empty(b, dtype=torch.int32)
+            p = problem.paged(q, *pages, table, lengths, causal=causal)
+        p = replace(p, out=empty(*p.q.shape), lse=empty(*p.lse_shape, dtype=torch.float32))
+        missing = {aot.variant_of(x, arch): x.kernel.__name__ for x in calls.launches_of(p, target)}
+        assert not missing.keys() - known, (b, t, s, heads, group, causal, missing)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
