@@ -1,5 +1,7 @@
-"""Helpers of kernel tests: run a problem, set how many SMs a call sees, list the kernels it launches."""
+"""Helpers of kernel tests: run a problem, also free of races, set how many SMs a call sees, list its launches."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dsv4.runtime import calls, dispatch
@@ -15,6 +17,16 @@ def run(problem: Any) -> None:
     tensors = tensors_of(problem)
     program = calls.program_of(problem, target, tensors, device)
     Ready(program, target).run([*tensors.values()], [x.data_ptr() for x in tensors.values()])
+
+
+@contextmanager
+def race_free(arch: str, order: str = "latest", seed: int = 0, **machine: Any) -> Iterator[None]:
+    """What runs inside runs in the emulator, which must find nothing."""
+    import softsm  # here: tests on a GPU use this file too, and do without it
+
+    with softsm.use(arch, **machine), softsm.checking(races=True, order=order, seed=seed) as report:
+        yield
+    assert not report, str(report)
 
 
 def num_sms(monkeypatch, count: int) -> None:

@@ -49,11 +49,6 @@ def positions(device: torch.device | None = None) -> Tensor:
     return torch.tensor(POSITIONS, device=device)
 
 
-def in_kernel_order(x: Tensor) -> Tensor:
-    """Columns [..., k] by groups of 128 in the order of POSITIONS."""
-    return x.unflatten(-1, (-1, GROUP))[..., positions(x.device)].flatten(-2)
-
-
 def fp4_values(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Bytes [..., n] of two codes -> values [..., 2 n]."""
     table = torch.tensor((*FP4_VALUES, *(-x for x in FP4_VALUES)), dtype=dtype, device=codes.device)

@@ -96,16 +96,43 @@ def first_lane() -> ir.Value | None:
 # ---------------------------------------------------------------- values
 
 
-class Vector:
+def _operator(*arguments, method: str = "_binary", **options):
+    """A method of two operands: `method` with these arguments."""
+
+    def apply(self, other):
+        return getattr(self, method)(other, *arguments, **options)
+
+    return apply
+
+
+class _Lanes:
+    """What all lanes have; code for 32 lanes cannot branch on one."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    __and__, __or__, __xor__ = _operator("and_"), _operator("or_"), _operator("xor")
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
+    def __invert__(self):
+        return type(self)(here().not_(self.value))
+
+    def __bool__(self):
+        raise TypeError("the code for 32 lanes cannot branch on a lane's value")
+
+
+class Vector(_Lanes):
     """One value per lane."""
 
-    __slots__ = ("kind", "value")
+    __slots__ = ("kind",)
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, value: ir.Value, kind: Kind):
         self.value, self.kind = value, kind
 
-    def _binary(self, other, on_float: str | None, on_int: str, *, swap: bool = False) -> Vector:
+    def _binary(self, other, on_int: str, on_float: str | None = None, *, swap: bool = False) -> Vector:
         x, y = self, as_vector(other, self.kind)
         if swap:
             x, y = y, x
@@ -114,26 +141,9 @@ class Vector:
             raise TypeError(f"{on_int} of floats")
         return Vector(getattr(here(), name)(x.value, y.value), self.kind)
 
-    def __add__(self, other):
-        return self._binary(other, "fadd", "add")
-
-    def __sub__(self, other):
-        return self._binary(other, "fsub", "sub")
-
-    def __mul__(self, other):
-        return self._binary(other, "fmul", "mul")
-
-    def __truediv__(self, other):
-        return self._binary(other, "fdiv", "none")
-
-    def __and__(self, other):
-        return self._binary(other, None, "and_")
-
-    def __or__(self, other):
-        return self._binary(other, None, "or_")
-
-    def __xor__(self, other):
-        return self._binary(other, None, "xor")
+    __add__, __sub__, __mul__ = _operator("add", "fadd"), _operator("sub", "fsub"), _operator("mul", "fmul")
+    __truediv__, __rtruediv__ = _operator("none", "fdiv"), _operator("none", "fdiv", swap=True)
+    __radd__, __rsub__, __rmul__ = __add__, _operator("sub", "fsub", swap=True), __mul__
 
     # Shift amounts must be below the width: see vec_math.shl and friends for PTX's clamping shifts.
     def __lshift__(self, other):
@@ -147,14 +157,6 @@ class Vector:
         if amount.type != self.value.type:
             raise TypeError(f"{self.kind.name} shifted by {other.kind.name}")
         return Vector(getattr(here(), name)(self.value, amount), self.kind)
-
-    __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
-
-    def __rsub__(self, other):
-        return self._binary(other, "fsub", "sub", swap=True)
-
-    def __rtruediv__(self, other):
-        return self._binary(other, "fdiv", "none", swap=True)
 
     def __neg__(self):
         return Vector((here().fneg if self.kind.floating else here().neg)(self.value), self.kind)
@@ -170,85 +172,30 @@ class Vector:
             method = here().icmp_signed if self.kind.signed else here().icmp_unsigned
         return Mask(method(sign, self.value, y))
 
-    def __lt__(self, other):
-        return self._compare(other, "<")
-
-    def __le__(self, other):
-        return self._compare(other, "<=")
-
-    def __gt__(self, other):
-        return self._compare(other, ">")
-
-    def __ge__(self, other):
-        return self._compare(other, ">=")
-
-    def __eq__(self, other):
-        return self._compare(other, "==")
-
-    def __ne__(self, other):
-        return self._compare(other, "!=")
-
-    def __bool__(self):
-        raise TypeError("the code for 32 lanes cannot branch on a lane's value")
+    __lt__, __le__, __gt__, __ge__, __eq__, __ne__ = (  # type: ignore[assignment]
+        _operator(sign, method="_compare") for sign in ("<", "<=", ">", ">=", "==", "!=")
+    )
 
 
-class Mask:
+class Mask(_Lanes):
     """One bit per element, <n x i1>: what comparing two vectors gives."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: ir.Value):
-        self.value = value
+    __slots__ = ()
 
     def _binary(self, other, name: str) -> Mask:
         return Mask(getattr(here(), name)(self.value, lane_mask(other).value))
 
-    def __and__(self, other):
-        return self._binary(other, "and_")
 
-    def __or__(self, other):
-        return self._binary(other, "or_")
-
-    def __xor__(self, other):
-        return self._binary(other, "xor")
-
-    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
-
-    def __invert__(self):
-        return Mask(here().not_(self.value))
-
-    def __bool__(self):
-        raise TypeError("the code for 32 lanes cannot branch on a lane's value")
-
-
-class Bits:
+class Bits(_Lanes):
     """A plain uint32: bit i belongs to lane i."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: ir.Value):
-        self.value = value
+    __slots__ = ()
 
     def _binary(self, other, name: str) -> Bits | Mask:
         if isinstance(other, Mask):
-            return getattr(other, {"and_": "__and__", "or_": "__or__", "xor": "__xor__"}[name])(self)
+            return other._binary(self, name)
         y = other.value if isinstance(other, Bits) else _I32(other)
         return Bits(getattr(here(), name)(self.value, y))
-
-    def __and__(self, other):
-        return self._binary(other, "and_")
-
-    def __or__(self, other):
-        return self._binary(other, "or_")
-
-    def __xor__(self, other):
-        return self._binary(other, "xor")
-
-    def __invert__(self):
-        return Bits(here().not_(self.value))
-
-    def __bool__(self):
-        raise TypeError("the code for 32 lanes cannot branch on a lane's value")
 
 
 def as_vector(x, kind: Kind) -> Vector:

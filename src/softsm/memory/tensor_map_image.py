@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache
 from typing import TypeVar
@@ -271,10 +270,3 @@ def replace_field(image: np.ndarray, field: str, ordinal: int, value: int) -> No
     size = struct.calcsize(form)
     start = offset + ordinal * size
     image[start : start + size] = np.frombuffer(struct.pack("<" + form, value), np.uint8)
-
-
-def replace_address(image: bytes, global_address: int) -> bytes:
-    """cuTensorMapReplaceAddress."""
-    made = replace(from_image(bytes(image)), base=int(global_address))
-    check(made)
-    return to_image(made)

@@ -13,7 +13,6 @@ from softsm.memory.tensor_map_image import (
     encode_im2col_wide,
     encode_tiled,
     from_image,
-    replace_address,
     replace_field,
 )
 
@@ -266,9 +265,3 @@ def test_what_no_program_packs_is_no_map(change):
 def test_a_map_in_the_form_of_the_hardware_obeys_the_rules():
     with pytest.raises(ValueError, match="global_address"):
         from_image(hardware_form(base=0x4008))
-
-
-def test_replace_address():
-    assert from_image(replace_address(encode_tiled(**GOOD), 0x8000)).base == 0x8000
-    with pytest.raises(ValueError, match="global_address"):
-        replace_address(encode_tiled(**GOOD), 0x8001)

@@ -36,9 +36,8 @@ def test_split_keys(arch, d, same_kv):
     q, k, v = (3 * x for x in qkv(1, 6, 150, 4, 2, d, torch.bfloat16))
     v, options = k if same_kv else v, dict(causal=True, softcap=SOFTCAP, sink=torch.randn(4))
     p = replace(poisoned(problem.dense(q, k, v, **options)), num_splits=2, same_kv=same_kv)
-    with softsm.use(arch), softsm.checking(races=True) as report:
+    with launches.race_free(arch):
         launches.run(p)
-    assert "nothing found" in str(report), str(report)
     assert_agrees((p.out, p.lse), reference.fmha, q, k, v, **options)
 
 

@@ -1,5 +1,6 @@
 """The router's kernels on a CPU, through softsm."""
 
+import launches
 import pytest
 import torch
 
@@ -14,9 +15,8 @@ OPTIONS = dict(topk=4, scale=2.5)
 
 
 def kernel(x, gate, arch="sm_90a", **given):
-    with softsm.use(arch), softsm.checking(races=True, order="random") as report:
+    with launches.race_free(arch, order="random"):
         found = dsv4.moe_route(x, gate, **given, **OPTIONS, backend="softsm")
-    assert not report.codes(), str(report)
     return found
 
 

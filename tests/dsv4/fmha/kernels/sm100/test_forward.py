@@ -20,6 +20,7 @@ from pathlib import Path
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is unset
 
+import launches
 import pytest
 import torch
 from agreement import assert_agrees
@@ -278,12 +279,11 @@ def test_keys_of_pages_that_are_none_are_unseen(key: tuple, compiled, monkeypatc
     table[bad] = torch.tensor([-1, 40, -(1 << 31), (1 << 31) - 1], dtype=torch.int32).repeat(pages)[: int(bad.sum())]
     plan = dsv4.plan(dsv4.fmha_paged, batch=3, q_heads=2, kv_heads=1, head_dim=d, max_seqlen_q=2,
                      max_seqlen_k=pages * page, device="cpu")  # fmt: skip
-    with softsm.use("sm_100a"), softsm.checking(order="latest") as report:
+    with launches.race_free("sm_100a", order="latest"):
         out, lse = dsv4.fmha_paged(
             q, k, v, table, lengths, plan=replace(plan, num_splits=2), return_lse=True, backend="softsm",
             **softcap_of(key),
         )  # fmt: skip
-    assert not report, str(report)
     for n, length in enumerate(lengths.tolist()):
         seen = (~bad[n]).repeat_interleave(page)[:length]
         kn, vn = (x[table[n].clamp(0, 39).long()].flatten(0, 1)[:length][seen][None] for x in (k, v))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import launches
 import pytest
 import torch
 from agreement import assert_agrees, qkv
@@ -55,9 +56,8 @@ def test_tensors_are_read_as_they_are_where_rows_are_many_and_padded_where_they_
 def test_the_kernel_of_many_rows(d, width, order):
     q, k, v = draw(d, width)
     sink = torch.randn(4)
-    with softsm.use("sm_90a", sms=2), softsm.checking(races=True, order=order, seed=7) as report:
+    with launches.race_free("sm_90a", sms=2, order=order, seed=7):
         got = dsv4.fmha(q, k, v, causal=True, sink=sink, return_lse=True, backend="softsm")
-    assert "nothing found" in str(report), str(report)
     assert_agrees(got, reference.fmha, q, k, v, causal=True, sink=sink)
 
 
