@@ -30,8 +30,9 @@ class Tiling(NamedTuple):
     rest: int = 0
 
 
-# Rows of an expert that are expected, up to -> tiling
-TILINGS = ((8.5, Tiling(8)), (16.5, Tiling(16)), (32.5, Tiling(32)), (60.5, Tiling(64)), (float("inf"), Tiling(64, 32)))
+# Rows of an expert that are expected, up to -> tiling. Experts have more and fewer, and one row over a tile costs
+# another tile, so tiles of up to 32 rows are for about half as many.
+TILINGS = ((4.5, Tiling(8)), (13.0, Tiling(16)), (24.0, Tiling(32)), (60.5, Tiling(64)), (float("inf"), Tiling(64, 32)))
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:
