@@ -74,9 +74,10 @@ def gemm(file: str, element: str, arch: str) -> Kernel:
 
 
 def fmha(project: str, name: str, folder: str, *flags: str) -> Kernel:
-    """FlashMLA's dense prefill is made of CUTLASS's example."""
+    """FlashMLA's dense prefill is made of CUTLASS's example; it needs the CUTLASS of its submodule."""
     what = (f"-I{{{project}}}/{folder}", "-DDIM=128", "-DMASK=NoMask", *flags)
-    return Kernel(name, project, "cutlass_fmha.cu", (*MLA, *what), arguments=("256", "256", "2", "1"))
+    what = ("-I{FlashMLA}/csrc/cutlass/include", *MLA, *what) if project == "FlashMLA" else (*CUTE, *what)
+    return Kernel(name, project, "cutlass_fmha.cu", what, arguments=("256", "256", "2", "1"))
 
 
 def prefill(name: str, source: str, call: str, heads: int, dim: int, arch: str = "sm_100a") -> Kernel:

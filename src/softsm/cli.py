@@ -146,10 +146,13 @@ def check(
         file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags, ranks
     )
     summary = Summary(seed, strict)
-    for chosen, number in summary.runs(order):
+
+    def one(chosen: str, number: int) -> None:
         aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is not JSON
         with aside, summary.run(chosen, number, frames_of=str(file)):
             execute(chosen, number if file.suffix in PROGRAMS else seed)
+
+    summary.all(order, one, apart=file.suffix == ".cu")  # torch's threads do not live in a copy of the process
     typer.echo(summary.json(file) if json else str(summary))
     if summary.failed:
         raise typer.Exit(1)

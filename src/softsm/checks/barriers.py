@@ -91,7 +91,7 @@ class BarrierChecks:
 
     def bar_arrived(self, w, barrier, count: int | None, waits: bool, stays: bool) -> None:
         if count is not None and count < 32 * len(barrier.cta.warps):
-            self.joins(w, barrier, waits)
+            self.joins(w, barrier, count, waits)
         barrier.clock.present.append((w, stays))
         if stays:
             barrier.clock.members.extend((w.view.at, w.view.slot))
@@ -152,7 +152,7 @@ class BarrierChecks:
                 )
             )
 
-    def joins(self, w, barrier, waits: bool) -> None:
+    def joins(self, w, barrier, count: int, waits: bool) -> None:
         """A warp arrives at a named barrier of a part of the CTA. It must come after all who met there before, or on
         hardware it may be counted among them. Who waited there did."""
         view, found = w.view, None
@@ -166,7 +166,10 @@ class BarrierChecks:
         barrier.group.setdefault(w, (view.epoch, w.pc, waits))
         if found is None:
             return
-        text = f"two groups of warps use barrier {barrier.number}, and warps of both may meet there"
+        text = (
+            f"two groups of warps use barrier {barrier.number}, and warps of both may meet there; if they are one "
+            f"group, its count of {count} threads is too small"
+        )
         if w is found[0] or w in earlier:
             text = f"this warp may arrive at barrier {barrier.number} twice in one phase"
         other = self.party(found[0], None, "came to it before, and that phase may not be over", pc=found[1])

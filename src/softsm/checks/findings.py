@@ -36,6 +36,10 @@ BETWEEN_GPUS = (
     "the two run on different GPUs: order them by a flag released and acquired at .sys scope, or split the work into "
     "launches with a synchronisation between them"
 )
+BEHIND_STORE = (
+    "the store has written global memory when cp.async.bulk.wait_group, without .read, is over in the thread that "
+    "issued it: release a flag at .{scope} scope behind that, and acquire it before this access"
+)
 UNFENCED = (
     "the write is ordered before this operation, but in the generic proxy: put fence.proxy.async between them, in the "
     "threads that write, before they arrive or release, or behind the wait and before this operation"
@@ -153,6 +157,8 @@ class Findings:
                 fix = self.across(w, them)
                 if fix == WITHIN_CLUSTER and other_op is not None:  # its completion can be waited for
                     fix = ""
+                elif fix and other_op is not None and other_op.kind in WRITES:
+                    fix = BEHIND_STORE.format(scope="sys" if fix == BETWEEN_GPUS else "gpu")
             elif them is w:
                 fix = ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
             else:

@@ -7,8 +7,9 @@ import json
 import os
 import re
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import typer
 
 from softsm import __version__
 from softsm.checks.checking import checking
+from softsm.commands.copies import in_copies
+from softsm.engine.options import options
+from softsm.engine.processes import processes
 from softsm.errors import SoftsmError
 from softsm.report.codes import depth, fix
 from softsm.report.diagnostics import Diagnostic, Party, launches
@@ -52,6 +56,38 @@ class Summary:
         for name, number in ALL if order == "all" else [(order, 0)]:
             if not self.over:
                 yield name, self.seed + number
+
+    def all(self, order: str, one: Callable[[str, int], None], apart: bool) -> None:
+        """All runs, by `one`, which calls `run`. apart: those behind the first, which may have ended them all, in
+        copies of this process; what they find is taken in their order."""
+        runs = self.runs(order)
+        for run in runs:
+            one(*run)
+            if apart and processes() > 1 and hasattr(os, "fork"):
+                break
+        rest = list(runs)
+        for run, found in zip(rest, in_copies([partial(self.apart, one, run) for run in rest], processes())):
+            if found is None:
+                one(*run)
+            else:
+                self.take(found)
+
+    def apart(self, one: Callable[[str, int], None], run: tuple[str, int]) -> Summary:
+        """In a copy of this process: what one run finds."""
+        self.findings, self.warnings, self.failures = {}, {}, {}
+        with options(processes=1):
+            one(*run)
+        return self
+
+    def take(self, other: Summary) -> None:
+        self.orders.append(other.orders[-1])
+        self.launches = max(self.launches, other.launches)
+        for key, found in other.findings.items():
+            self.findings.setdefault(key, replace(found, orders=[])).orders.extend(found.orders)
+        for text, orders in other.failures.items():
+            self.failures.setdefault(text, []).extend(orders)
+        for key, warning in other.warnings.items():
+            self.warnings.setdefault(key, warning)
 
     @contextlib.contextmanager
     def run(self, order: str, seed: int, frames_of: str = "") -> Iterator[None]:

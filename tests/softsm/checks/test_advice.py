@@ -93,3 +93,23 @@ def test_products(behind, words):
     over = t.fill("a", 4096, 7)
     said(start + over + end + t.dealloc(64), words, target="sm_100a", params="out")
     assert not advice(start + end + over + t.dealloc(64), target="sm_100a", params="out")
+
+
+FLAGGED = """mov.u32 %r50, %ctaid.x;
+setp.eq.u32 %p5, %r50, 0;
+"""
+
+
+@pytest.mark.parametrize("wait, words", [(".read", "wait_group, without .read, is over in the thread"), ("", "")])
+def test_a_flag_behind_a_store_that_was_only_read(wait, words):
+    """CTA 0 stores in bulk and raises a flag; wait_group.read does not say that the bytes are there."""
+    send = STORE + COMMIT + f"cp.async.bulk.wait_group{wait} 0;\nst.release.gpu.global.u32 [%rd1], 1;\n"
+    send = FILL + t.only("%p0", send + "cp.async.bulk.wait_group 0;\n")
+    poll = "POLL:\nld.acquire.gpu.global.u32 %r60, [%rd1];\nsetp.eq.u32 %p7, %r60, 0;\n@%p7 bra POLL;\n"
+    take = poll + "ld.global.u32 %r61, [%rd2];\n"
+    text = t.kernel(FLAGGED + t.only("%p5", send) + "setp.ne.u32 %p6, %r50, 0;\n" + t.only("%p6", take), "x out",
+                    shared=SHARED, target="sm_90a", version="8.6")  # fmt: skip
+    with softsm.checking(order="latest") as report:
+        softsm.load(text).launch(2, 128, [np.zeros(4096, np.uint32) for _ in "xo"])
+    found = [x.fix for x in report]
+    assert len(found) == bool(words) and all(words in x and "at .gpu scope" in x for x in found), str(report)

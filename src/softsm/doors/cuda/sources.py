@@ -21,6 +21,9 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
     "collective/sm100_fmha_fwd_mainloop_tma_warpspecialized.hpp": [
         (r"recast<decltype\(convert\)", "recast<typename decltype(convert)")
     ],
+    "collective/sm100_fmha_mla_fwd_mainloop_tma_warpspecialized.hpp": [
+        (r"recast<decltype\(convert\)", "recast<typename decltype(convert)")
+    ],
     "collective/sm100_fmha_fwd_epilogue_tma_warpspecialized.hpp": [
         (r"CUTLASS_DEVICE (static constexpr\s+auto get_problem_shape_O)", r"CUTLASS_HOST_DEVICE \1")
     ],
