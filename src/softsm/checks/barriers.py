@@ -172,8 +172,8 @@ class BarrierChecks:
         )
         if w is found[0] or w in earlier:
             text = f"this warp may arrive at barrier {barrier.number} twice in one phase"
-        other = self.party(found[0], None, "came to it before, and that phase may not be over", pc=found[1])
-        self.report.add(Diagnostic("barrier-groups", text, (self.party(w, None, "comes to it"), other)))
+        other = self.party(found[0], None, "arrived there before, and that phase may not be over", pc=found[1])
+        self.report.add(Diagnostic("barrier-groups", text, (self.party(w, None, "arrives there"), other)))
 
     def left(self, cta) -> None:
         """The CTA ends: bytes that came and were never announced ended some phase too early, or none."""

@@ -157,7 +157,7 @@ class Checker(Observer):
                 Diagnostic(
                     "uninitialised",
                     f"register {name} is read, but nothing before it writes it",
-                    (Party("every warp that comes here", ins.line, ins.text, source, f"reads {name}"),),
+                    (Party("every warp that gets here", ins.line, ins.text, source, f"reads {name}"),),
                 )
             )
 

@@ -66,10 +66,10 @@ def add_failure(report: Report, machine, failure: BaseException | None) -> None:
 
 
 def unseen_phases(machine) -> list[str]:
-    """mbarriers that warps wait on though the phase before has ended and nobody has waited for that one."""
+    """mbarriers that warps wait on though the phase before has ended and no warp has waited for that one."""
     found = [
-        f"  phase {b.phase - 1} of {b.name} has ended and nobody waited for it; the wait that hangs is for phase "
-        f"{b.phase}: has it the wrong parity?"
+        f"  phase {b.phase - 1} of {b.name} has ended and no warp waited for it; the wait that hangs is for phase "
+        f"{b.phase}: does it have the wrong parity?"
         for cta in machine.live
         for b in cta.barriers.values()
         if b.waiters and b.watched is not None and b.watched[cl.WAITED] < b.phase - 1

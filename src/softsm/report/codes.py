@@ -48,7 +48,7 @@ CODES: dict[str, tuple[str, str]] = {
         "with the parity of the round before; the readers must wait for the bytes before they give it back.",
     ),
     "barrier-groups": (
-        "Warps come to a named barrier for one phase, and nothing orders them after those of the phase before: "
+        "Warps arrive at a named barrier for one phase, and nothing orders them after those of the phase before: "
         "hardware counts warps, not who they are, so warps of two groups may meet.",
         "Give each group of warps a barrier number of its own (0 to 15), or order the second use behind the first.",
     ),
