@@ -173,3 +173,21 @@ def test_a_ticket_behind_a_barrier_and_a_fence_of_its_own_thread():
     text = ticket("").replace(TICKET, "@%p0 " + FENCE + TICKET)
     for strict in (True, False):
         assert not findings(text, strict=strict, **grid)
+
+
+@pytest.mark.parametrize("order", ["sc", "acq_rel"])
+def test_a_ticket_that_one_thread_took_counts_behind_a_barrier_for_fences_of_all(order):
+    """The other half of it: thread 0 of CTA 1 sees the ticket, and behind a barrier warp 2 reads."""
+    arrays = [np.zeros(256, np.uint32), np.zeros(256, np.uint32)]
+    poll = "POLL:\n@%p0 ld.relaxed.gpu.global.u32 %r60, [%rd2];\nsetp.eq.and.u32 %p7, %r60, 0, %p0;\n@%p7 bra POLL;\n"
+
+    def make(keep):
+        fence = f"fence.{order}.gpu;\n"
+        rank = "mov.u32 %r50, %ctaid.x;\nsetp.eq.u32 %p4, %r50, 0;\nsetp.ne.u32 %p6, %r50, 0;\n"
+        at = "mul.wide.u32 %rd11, %r0, 4;\nadd.s64 %rd11, %rd1, %rd11;\n"
+        send = "st.global.u32 [%rd11], 5;\n" + fence + "bar.sync 0;\n" + TICKET
+        take = poll + "bar.sync 0;\n" + when(keep, fence) + "ld.global.u32 %r61, [%rd11];\n"
+        body = rank + at + t.only("%p4", send) + t.only("%p6", take)
+        return t.kernel(body, "x out", target="sm_90a", version="8.6")
+
+    holds(make, strict=False, args=arrays, grid=2, block=128)

@@ -101,7 +101,7 @@ class BarrierChecks:
     def bar_completed(self, barrier) -> None:
         clock = barrier.clock
         clock.complete()
-        if not self.strict and any(w.view.released for w, _ in clock.present):
+        if not self.strict and any(w.view.released or w.view.acquirable for w, _ in clock.present):
             self.order.share_fences([w for w, _ in clock.present], [w for w, stays in clock.present if stays])
         clock.present.clear()
         barrier.group_before, barrier.group = barrier.group, {}

@@ -252,18 +252,27 @@ class Order:
 
     def share_fences(self, warps: list, members: list) -> None:
         """A barrier of a CTA at the default level. `__threadfence(); __syncthreads();`, and one thread takes a ticket
-        by a relaxed atomic, as PyTorch's reductions do: what each thread has fenced is there before the atomic. By
-        the letter of PTX fences of other threads count where they are fence.sc (Fence-SC order)."""
-        shared: dict[str, Clock] = {}
+        by a relaxed atomic, as PyTorch's reductions do: what each thread has fenced is there before the atomic. Behind
+        it another barrier, and a fence in each thread takes in what the ticket says. By the letter of PTX fences of
+        other threads count where they are fence.sc (Fence-SC order)."""
+        sent: dict[str, Clock] = {}
+        found: dict[str, np.ndarray] = {}
+        flags: dict[str, dict] = {}
         for w in warps:
             for scope, snapshot in w.view.released.items():
-                if scope not in shared:
+                if scope not in sent:
                     values = np.zeros_like(w.view.clock)
-                    shared[scope] = Clock(values, address_of(values), values)
-                self.send_earlier(shared[scope], w, snapshot)
+                    sent[scope] = Clock(values, address_of(values), values)
+                self.send_earlier(sent[scope], w, snapshot)
+            for scope, clock in w.view.acquirable.items():
+                self.join(address_of(found.setdefault(scope, np.zeros_like(clock))), address_of(clock))
+                flags.setdefault(scope, {}).update(w.view.acquirable_flags.get(scope, {}))
         for w in members:
-            for scope, clock in shared.items():
-                w.view.released[scope] = Snapshot(clock.values, clock.at, w.alive, w.view.begin, 0)
+            for scope, target in sent.items():
+                w.view.released[scope] = Snapshot(target.values, target.at, w.alive, w.view.begin, 0)
+            for scope, clock in found.items():
+                w.view.acquirable[scope] = clock.copy()
+                w.view.acquirable_flags[scope] = dict(flags[scope])
 
     def fence_tensor(self, w, before: bool) -> None:
         """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
