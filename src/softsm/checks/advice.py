@@ -14,7 +14,7 @@ STORES = {"TMA store (read)", "TMA reduction (read)", "bulk store (read)", "bulk
 WRITES = {kind.removesuffix(" (read)") for kind in STORES}
 NOT_BEHIND = (
     "who issued it has waited for it, but this access is not ordered behind that wait: put a barrier, or an mbarrier "
-    "arrive and wait, between the two"
+    "arrive and wait, between the two; the wait stands before the arrive that announces the operation"
 )
 
 
