@@ -148,6 +148,6 @@ def check_sequences_go_together(arch, kernels, name, order, dq, monkeypatch):
     names = launches.launched(monkeypatch)
     with launches.race_free(arch, order=order, seed=7):
         launches.run(b)
-    assert names[:2] == ["backward_rows", kernels[0]]
-    assert set(names[2:]) == ({kernels[1]} if dq else set()) and len(names) <= 5
+    assert names[:3] == ["clear_past", "backward_rows", kernels[0]]
+    assert set(names[3:]) == ({kernels[1]} if dq else set()) and len(names) <= 6
     check(b, want, low)

@@ -17,6 +17,7 @@ from dsv4.bench.dense import DenseCase
 from dsv4.bench.moe import FLASH, MoeCase
 from dsv4.bench.v4 import V4Case
 from dsv4.bench.v41 import V41Case, V41Contest
+from dsv4.bench.varlen import VarlenCase
 from dsv4.cli import app
 from dsv4.commands import bench
 from dsv4.reference import backward as reference_backward
@@ -75,6 +76,16 @@ def test_flops_and_bytes_of_a_case():
     assert DenseCase("x", 1, 1, 1, 1, 5, 64, same_kv=True).bytes == 2 * 64 * (5 + 2)
     assert V4Case(2, 64, 128, 512, True).flops == 4 * 2 * 64 * 640 * 512
     assert V4Case(2, 64, 128, 512, True).bytes == 2 * 640 * 584
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_varlen_contest_tells_right_from_wrong(gradient):
+    contest = VarlenCase(3, 4, 2, 5, 40, 64, gradient=gradient).on_device(device="cpu")
+    name, call = next(contest.contenders())
+    result = call()
+    assert name == "dsv4" and contest.error(name, result) <= 1
+    wrong = tuple(1.05 * x for x in result) if gradient else 1.05 * result
+    assert contest.error(name, wrong) > 1
 
 
 def test_bytes_of_experts():
@@ -183,7 +194,10 @@ def test_without_a_gpu_it_says_so():
 
 def test_a_suite_that_there_is_not_is_refused_in_words():
     result = CliRunner().invoke(app, ["bench", "--suite", "gemm"], prog_name="dsv4")
-    assert result.exit_code == 2 and "--suite gemm: accepted: dense, v4, index, moe, backward, all" in result.output
+    assert (
+        result.exit_code == 2
+        and "--suite gemm: accepted: dense, varlen, v4, index, moe, backward, all" in result.output
+    )
 
 
 def test_a_record_that_is_none_is_refused_in_words(tmp_path):

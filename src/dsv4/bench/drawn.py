@@ -18,6 +18,7 @@ from dsv4.bench.index_fp4 import BLOCK, BLOCKS, Fp4Case
 from dsv4.bench.moe import FLASH, PRO, V41, MoeCase
 from dsv4.bench.v4 import V4Case
 from dsv4.bench.v41 import V41Case
+from dsv4.bench.varlen import VarlenCase
 
 MOST_FLOPS = 2.5e13  # of a forward pass
 MOST_BYTES = 8e9
@@ -97,10 +98,18 @@ def index(draw: random.Random) -> IndexCase | Fp4Case:
     return IndexCase(between(draw, 1, 200), each, keys, draw.choice((512, 1024)), fp8=True)
 
 
+def varlen(draw: random.Random) -> VarlenCase:
+    d, group, causal = draw.choice((64, 128, 128, 256)), draw.choice(GROUPS), draw.random() < 0.7
+    kv_heads, batch = between(draw, 1, 16), between(draw, 2, 300)
+    shortest = between(draw, 10, 2000)
+    longest = between(draw, shortest, 10 * shortest)
+    return VarlenCase(batch, kv_heads * group, kv_heads, shortest, longest, d, causal, draw.random() < 0.3)
+
+
 def moe(draw: random.Random) -> MoeCase:
     return MoeCase(draw.choice((FLASH, FLASH, V41, PRO)), between(draw, 1, 10_000), draw.random() < 0.4)
 
 
 DRAW: dict[str, Callable[[random.Random], Any]] = {
-    "dense": dense, "v4": v4, "index": index, "moe": moe, "backward": backward,
+    "dense": dense, "varlen": varlen, "v4": v4, "index": index, "moe": moe, "backward": backward,
 }  # fmt: skip

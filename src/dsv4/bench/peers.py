@@ -27,6 +27,7 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Calls:
                 ).transpose(1, 2),
             )
     for name, flash in flash_attentions(d):
-        yield name, lambda flash=flash: _first(flash(q, k, v, causal=causal))
+        yield name, lambda flash=flash: first(flash(q, k, v, causal=causal))
 
 
 def flash_attentions(d: int) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -141,6 +142,26 @@ def flash_attentions(d: int) -> Iterator[tuple[str, Callable[..., Any]]]:
         function = getattr(module(name), "flash_attn_func", None)
         if function is not None and d <= 256:
             yield name, function
+
+
+def varlen(starts: Tensor, longest: int, causal: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Functions of q, k, v [tokens, H, D], the sequences of which begin at `starts`."""
+    for name in ("flash-attn 3", "flash-attn", "FlashAttention-4"):
+        function = getattr(module(name), "flash_attn_varlen_func", None)
+        if function is not None:
+            bounds = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
+            yield name, partial(function, **bounds, causal=causal)
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return
+    window = (-1, 0) if causal else (-1, -1)
+
+    def of_torch(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        gqa = {} if q.shape[1] == k.shape[1] else dict(enable_gqa=True)
+        return varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window, **gqa)
+
+    yield "torch varlen", of_torch
 
 
 def gradients(
@@ -153,7 +174,7 @@ def gradients(
 
     def call() -> tuple[Tensor, ...]:
         if not done:
-            done.append(_first(forward(*leaves)))
+            done.append(first(forward(*leaves)))
         found = torch.autograd.grad(done[0], leaves, dout, retain_graph=True)
         return tuple(x.transpose(1, 2) for x in found) if heads_first else found
 
@@ -202,7 +223,7 @@ def v4_backward(q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor, out: Tenso
     yield "cuDNN frontend", call
 
 
-def _first(x: Any) -> Tensor:
+def first(x: Any) -> Tensor:
     return x[0] if isinstance(x, tuple) else x
 
 

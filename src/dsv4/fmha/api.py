@@ -139,7 +139,7 @@ def _call(
     if problem.in_e4m3(tensors[1]):
         checks.forward_only(**dict(zip(op.tensors, tensors)))
     if head_dims.needs_padding(tensors[0], tensors[2]) and op is not FMHA_PAGED:
-        if op is not FMHA or plan is not None or not head_dims.kernels_take(tensors, backend):
+        if plan is not None or not head_dims.kernels_take(tensors, backend):
             return _padded(op, tensors, checked, return_lse, out, plan, backend)
     return operators.call(op, tensors, checked, return_lse, out, plan, backend)
 
@@ -164,6 +164,7 @@ for _function, _keywords in ((fmha, FmhaKeywords), (fmha_varlen, VarlenKeywords)
 
 
 KV, PAGES = ("k", "v"), ("k_pages", "v_pages")
+SEQUENCES = ("same_sequences", "cu_seqlens_q", "cu_seqlens_k")
 BOUNDS = ("max_seqlen_q", "max_seqlen_k")
 OPTIONAL = ("sink", "k_scale", "v_scale")
 
@@ -186,16 +187,16 @@ def _outputs(arguments: dict[str, Any]) -> Shapes:
 
 FMHA = Operation(
     "fmha", "fmha", ("q", *KV, *OPTIONAL), 3, FmhaOptions, ("out", "lse"), _outputs, _from_operator(problem.dense),
-    problem.check_values, (4,), ("same_kv", *KV), plans.reserved, plans.warmup_calls, without=BOUNDS,
+    problem.check_values, (4,), (("same_kv", *KV),), plans.reserved, plans.warmup_calls, without=BOUNDS,
 )  # fmt: skip
 FMHA_VARLEN = Operation(
     "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", *OPTIONAL), 5, FmhaOptions, ("out", "lse"),
-    _outputs, _from_operator(problem.varlen), problem.check_values, (3,), ("same_kv", *KV), plans.reserved_varlen,
-    plans.warmup_calls, positional=BOUNDS,
+    _outputs, _from_operator(problem.varlen), problem.check_values, (3,), (("same_kv", *KV), SEQUENCES),
+    plans.reserved_varlen, plans.warmup_calls, positional=BOUNDS,
 )  # fmt: skip
 FMHA_PAGED = Operation(
     "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", *OPTIONAL), 5, FmhaOptions, ("out", "lse"),
-    _outputs, _from_operator(problem.paged), problem.check_values, (4,), ("same_kv", *PAGES), plans.reserved,
+    _outputs, _from_operator(problem.paged), problem.check_values, (4,), (("same_kv", *PAGES),), plans.reserved,
     plans.warmup_calls, without=BOUNDS,
 )  # fmt: skip
 for _operation in (FMHA, FMHA_VARLEN, FMHA_PAGED):

@@ -2,7 +2,7 @@
 
 A zero column adds nothing to a score, and gives a column of out that is cut off. Padding copies q, k and v once, so it
 is for dense and varlen calls; a paged cache would be copied whole, and its head dim has to be one of the kernels'.
-Dense calls without gradients get to the kernels as they are: those of sm_90a read them so where there are many rows
+Calls without gradients get to the kernels as they are: those of sm_90a read them so where there are many rows
 (sm90/columns.py), for others the program pads (kernels/prepare.py).
 """
 
@@ -27,10 +27,10 @@ def needs_padding(q: Any, v: Any) -> bool:
 def kernels_take(tensors: Sequence[Any], backend: str) -> bool:
     """Whether there are kernels for q, k and v as they are. `padded` reports what is wrong with them."""
     q, k, v = tensors[:3]
-    if not all(checks.is_tensor(x) and x.ndim == 4 and x.dtype in checks.LOW_PRECISION for x in (q, k, v)):
+    if not all(checks.is_tensor(x) and x.ndim == q.ndim and x.dtype in checks.LOW_PRECISION for x in (q, k, v)):
         return False
     fits = all(is_between(x.shape[-1]) for x in (q, k, v))
-    if not fits or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[:4]):
+    if not fits or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return False
     return not q.is_meta and dispatch.resolve(backend, q.device) != "cpu"
 

@@ -59,6 +59,7 @@ class FmhaProblem:
     num_splits: int = 0  # from a plan: KV splits to use; 0 = the kernel's choice
     scratch: Tensor | None = None  # from a plan: flat fp32, for the partial results of the splits
     same_kv: bool = False  # k and v lie in the same memory
+    same_sequences: bool = False  # so do cu_seqlens_q and cu_seqlens_k
 
     left = property(lambda self: self.options.window_left)
     right = property(lambda self: self.options.window_right)  # 0 when causal

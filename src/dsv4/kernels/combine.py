@@ -177,7 +177,7 @@ def combine_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.constexpr,
 
 
 @gluon.jit
-def clear_rest(tensors, sizes, strides, D: gl.constexpr):
+def clear_rest(tensors, sizes, strides, D: gl.constexpr, COLUMNS: gl.constexpr):
     """Rows of a varlen batch past its last sequence: out 0, lse -inf. One program per head, all such tokens."""
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     head = gl.program_id(0)
@@ -185,7 +185,8 @@ def clear_rest(tensors, sizes, strides, D: gl.constexpr):
     begin = gl.minimum(gl.maximum(gl.load(tensors.cu_q_ptr + sizes.last_sequence), 0), sizes.total_q)
     for token in range(begin + gl.program_id(1), sizes.total_q, gl.num_programs(1)):
         offset = token.to(gl.int64) * strides.out_token + head.to(gl.int64) * strides.out_head
-        gl.store(tensors.out_ptr + offset * 8 + column, gl.zeros([D], tensors.out_ptr.dtype.element_ty, L))
+        zeros = gl.zeros([D], tensors.out_ptr.dtype.element_ty, L)
+        gl.store(tensors.out_ptr + offset * 8 + column, zeros, mask=column < COLUMNS)
         if sizes.want_lse != 0:
             gl.store(
                 tensors.lse_ptr + token.to(gl.int64) * strides.lse_token + head.to(gl.int64) * strides.lse_head,

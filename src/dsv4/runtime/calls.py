@@ -41,7 +41,7 @@ class Operation:
     build: Callable[..., Any]  # (**arguments) -> problem; reads no values
     check_values: Callable[[Any], None] | None = None
     ranks: tuple[int, ...] = ()  # of q, for which `shapes` has an answer
-    same: tuple[str, str, str] | None = None  # field of the problem: whether these two arguments are the same memory
+    same: tuple[tuple[str, str, str], ...] = ()  # field of the problem: whether two arguments are the same memory
     plan: Callable[..., tuple[int, int]] | None = None  # what a plan reserves for it (plan.RULES)
     warmup: Callable[..., Any] | None = None  # calls that compile what it needs (warmup.CALLS)
     falls_back: bool = False  # backend "auto" runs torch code where no kernel serves the problem
@@ -49,10 +49,11 @@ class Operation:
     positional: tuple[str, ...] = ()  # positional arguments of the operator after the required tensors
     without: tuple[str, ...] = ()  # options that it does not take
 
-    same_places: tuple[int, ...] = field(init=False)  # of those two among the tensors
+    same_places: tuple[tuple[int, int], ...] = field(init=False)  # of those two among the tensors
 
     def __post_init__(self):
-        object.__setattr__(self, "same_places", tuple(self.tensors.index(name) for name in (self.same or ())[1:]))
+        places = ((self.tensors.index(a), self.tensors.index(b)) for _, a, b in self.same)
+        object.__setattr__(self, "same_places", tuple(places))
 
     @property
     def second(self) -> str:
@@ -133,8 +134,8 @@ def run_on(op: Operation, given: Given, backend: str, target: Target, device: to
     except RuntimeError:  # a tensor without strides or an address: what it is says the problem
         _problem(op, given)
         raise
-    same = op.same is not None and addresses[op.same_places[0]] == addresses[op.same_places[1]]
-    key = (op.name, backend, target, wanted, capacities, same, options, *layouts)
+    same = [addresses[a] == addresses[b] for a, b in op.same_places]
+    key = (op.name, backend, target, wanted, capacities, options, *same, *layouts)
     call = _calls.get(key)
     if call is None:
         if problem is None:
@@ -208,8 +209,8 @@ def _problem(op: Operation, given: Given) -> Any:
         changes["num_splits"] = given.capacities[0]
     if given.scratch is not None:
         changes["scratch"] = given.scratch
-    if op.same is not None:
-        changes[op.same[0]] = _same(*(given.tensors[place] for place in op.same_places))
+    for (name, *_), (a, b) in zip(op.same, op.same_places):
+        changes[name] = _same(given.tensors[a], given.tensors[b])
     return replace(problem, **changes)
 
 

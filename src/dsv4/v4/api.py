@@ -173,7 +173,7 @@ V4_ATTENTION = Operation(
     _build,
     problem.check_values,
     (3,),
-    ("same_pools", "window", "compressed"),
+    (("same_pools", "window", "compressed"),),
     plans.reserved,
     plans.warmup_calls,
     positional=("compressed", "compressed_indices"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.kernels.backward_arguments import GroupedGradient
 from dsv4.fmha.kernels.backward_rows import RowSizes, RowStrides, RowTensors, backward_rows
+from dsv4.fmha.kernels.backward_sequences import Past, clear_past
 from dsv4.fmha.kernels.prepare import row_strides
 from dsv4.fmha.kernels.round_sum import round_sum
 from dsv4.fmha.kernels.scores import ScoreScale, score_scale
@@ -116,9 +117,7 @@ def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels, find_ad
     if p.kind == "dense":
         prepare_dense(b, program, kernels, find_adding=find_adding)
         return
-    for x in (b.dq, b.dk, b.dv):
-        if x is not None:
-            program.fill(x, 0)
+    _prepare_clear(b, program)
 
     def one(x: Slot | None) -> Slot | None:
         return None if x is None else x[None]
@@ -133,6 +132,21 @@ def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels, find_ad
     gradients = (one(x) for x in (b.dq, b.dk, b.dv))
     request = FmhaBackward(dense, one(b.dout), by_head(b.dlse), *gradients, b.dsink)
     prepare_dense(request, program, kernels, Sequences(p.cu_seqlens_q, p.cu_seqlens_k), find_adding)
+
+
+def _prepare_clear(b: FmhaBackward, program: Program) -> None:
+    """Zeros in rows of a varlen batch that no sequence has; the others are written anyway."""
+    p = b.forward
+
+    def past(x: Slot | None, like: Slot, cu: Slot) -> Past:
+        heads = 0 if x is None else x.shape[1]
+        x = like if x is None else x
+        return Past(x, cu, cu.shape[0] - 1, x.shape[0], heads, *x.stride()[:2])
+
+    gradients = dict(
+        dq=past(b.dq, p.q, p.cu_seqlens_q), dk=past(b.dk, p.k, p.cu_seqlens_k), dv=past(b.dv, p.v, p.cu_seqlens_k)
+    )
+    program.launch(clear_past, (p.q_heads, 3, 4), gradients, D=p.head_dim, num_warps=4)
 
 
 def prepare_dense(

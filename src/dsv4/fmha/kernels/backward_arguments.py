@@ -41,7 +41,7 @@ class GradientTile:
 
 @aggregate
 class Result:
-    """A gradient; the strides of its heads and its rows, in elements."""
+    """A gradient; the strides of its heads and its rows, in units of 8 elements."""
 
     desc: Value
     ptr: Value
@@ -120,7 +120,7 @@ class GroupedGradient(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A gradient, and the strides of its sequences, heads and rows, in elements."""
+    """A gradient, and the strides of its sequences, heads and rows, in elements or, on sm_90a, in units of 8."""
 
     ptr: Value
     batch: Value

@@ -1,8 +1,12 @@
-"""Gradients of all sequences of a varlen batch by one launch: which tile of which sequence a CTA has."""
+"""Gradients of all sequences of a varlen batch by one launch: which tile of which sequence a CTA has, and what no
+sequence has."""
+
+from typing import NamedTuple
 
 from dsv4.fmha.kernels.backward_arguments import Sizes
+from dsv4.fmha.kernels.backward_rows import row_layout
 from dsv4.fmha.kernels.tiles import packed_sequence
-from dsv4.kernels.compat import gl, gluon
+from dsv4.kernels.compat import Value, gl, gluon
 
 NOWHERE = gl.constexpr(1 << 30)
 
@@ -43,3 +47,43 @@ def sizes_of(seq, own, whole, cu_q_ptr, cu_k_ptr, KEYS: gl.constexpr):
 def first_visible(sizes):
     """The first key of the sequence that some query sees; those before may hold NaN."""
     return gl.minimum(gl.maximum(sizes.keys - sizes.tokens - sizes.left, 0), sizes.keys)
+
+
+class Past(NamedTuple):
+    """A gradient [tokens, heads, D] and its strides; its sequences end at cu_ptr[last]."""
+
+    any_alignment = ("ptr", "cu_ptr")
+
+    ptr: Value
+    cu_ptr: Value
+    last: Value
+    tokens: Value
+    heads: Value  # 0: not wanted
+    token: Value
+    head: Value
+
+
+@gluon.jit
+def clear_past(dq, dk, dv, D: gl.constexpr):
+    """Zeros in rows past the last sequence. Program (head, gradient, some of the rows)."""
+    if gl.program_id(1) == 0:
+        _clear(dq, D)
+    elif gl.program_id(1) == 1:
+        _clear(dk, D)
+    else:
+        _clear(dv, D)
+
+
+@gluon.jit
+def _clear(x, D: gl.constexpr):
+    L: gl.constexpr = row_layout(D)
+    ROWS: gl.constexpr = 16
+    head = gl.program_id(0)
+    if head < x.heads:
+        first = gl.minimum(gl.maximum(gl.load(x.cu_ptr + x.last), 0), x.tokens)
+        column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
+        for begin in range(first + gl.program_id(2) * ROWS, x.tokens, gl.num_programs(2) * ROWS):
+            token = begin + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+            place = token.to(gl.int64) * x.token + head.to(gl.int64) * x.head
+            zeros = gl.zeros([ROWS, D], x.ptr.dtype.element_ty, L)
+            gl.store(x.ptr + place[:, None] + column[None, :], zeros, mask=(token < x.tokens)[:, None])

@@ -34,7 +34,7 @@ class Tiling:
     box: int  # rows of a TMA box at most
     options: dict  # further compile-time arguments of the kernel
     loop: bool = False  # one CTA per multiprocessor loops over the row tiles; no splits
-    order: Any = None  # in which they do (sm90/causal_order.py)
+    order: Any = None  # in which they do (sm90/causal_order.py, sm90/varlen_order.py)
     dense_as_rows: bool = False  # dense and varlen problems share a variant
     halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
     codes_by_tma: bool = False  # e4m3 comes as it is, not by way of registers
@@ -87,7 +87,8 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     splits, tiles_per_split = _splits(p, target, c, row_tiles)
     grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
     if c.loop:
-        grid = (min(row_tiles * p.kv_heads * p.batch, target.num_sms // c.ctas),)
+        all_tiles = most_row_tiles(p, c.rows) if p.kind == "varlen" else row_tiles * p.kv_heads * p.batch
+        grid = (min(all_tiles, target.num_sms // c.ctas),)
     elif grid[1] > MAX_GRID:
         raise ValueError(f"{p.kv_heads} KV heads x {splits} splits of the keys are over {MAX_GRID} blocks")
     # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
@@ -165,7 +166,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
     elif split:
         prepare_merge(p, program, merge, splits, varlen=varlen)
     elif varlen:
-        program.launch(clear_rest, (p.q_heads, 4), merge, D=p.head_dim, num_warps=4)
+        program.launch(clear_rest, (p.q_heads, 4), merge, D=p.head_dim, COLUMNS=out.shape[-1], num_warps=4)
     if out is not p.out:
         program.copy(p.out, out)
 
@@ -256,6 +257,11 @@ def rounds_of_steps(p: FmhaProblem, target: Target, c: Tiling) -> int:
 
 def _row_tiles(p: FmhaProblem, c: Tiling) -> int:
     return -(-p.max_seqlen_q * p.group // c.rows)
+
+
+def most_row_tiles(p: FmhaProblem, rows: int) -> int:
+    """Row tiles of a varlen batch, of all heads, at most."""
+    return (p.q.shape[0] * p.group // rows + p.batch) * p.kv_heads
 
 
 def _longest(p: FmhaProblem) -> int:

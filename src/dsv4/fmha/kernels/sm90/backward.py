@@ -49,7 +49,7 @@ from dsv4.fmha.kernels.sm90.backward_products import backward_products
 from dsv4.fmha.kernels.sm90.backward_scores import backward_scores
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.dispatch import Target
-from dsv4.runtime.program import Program
+from dsv4.runtime.program import Program, Slot
 
 __all__ = ["prepare", "supports"]
 
@@ -99,7 +99,7 @@ def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
         target = dq if is_addressable(dq) else made_like(program, dq.shape, dq.dtype, x.sequences)
         k, v = (descriptor(y, [1, 1, TILE, 64]) for y in (x.k, x.v))
         dq_desc = descriptor(target, [1, 1, 64, 64])
-        arguments = common | dict(k_desc=k, v_desc=v, dq_desc=dq_desc, dq=Gradient(target, *target.stride()[:3]))
+        arguments = common | dict(k_desc=k, v_desc=v, dq_desc=dq_desc, dq=gradient_of(target))
         registers, load = _registers(x, of_keys=False)
         program.launch(backward_dq, of_rows, arguments, DQ_REGS=registers, LOAD_REGS=load, **constants)
         if target is not dq:
@@ -136,8 +136,8 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
         parts = program.workspace("parts of dk and dv", (2, splits * tiles * TILE * x.width), torch.float32)
     arguments = common | dict(
         q_desc=rows_descriptor(x.q, rows), dout_desc=rows_descriptor(x.dout, rows), k_desc=k, v_desc=v,
-        sums_desc=sums_box, dk_desc=dk_box, dv_desc=dv_box, dk=Gradient(dk, *dk.stride()[:3]),
-        dv=Gradient(dv, *dv.stride()[:3]), parts=KeyParts(splits, packs, pairs_at_once(x), dk_block, dv_block, parts),
+        sums_desc=sums_box, dk_desc=dk_box, dv_desc=dv_box, dk=gradient_of(dk),
+        dv=gradient_of(dv), parts=KeyParts(splits, packs, pairs_at_once(x), dk_block, dv_block, parts),
     )  # fmt: skip
     registers, load = _registers(x, of_keys=True)
     program.launch(
@@ -161,6 +161,11 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
     for grad, found in zip(wanted, made):
         if grad is not None and found is not grad:
             program.copy(grad, found)
+
+
+def gradient_of(x: Slot) -> Gradient:
+    """An addressable gradient, its strides in units of 8 elements, so that 16-byte accesses are provable."""
+    return Gradient(x, *(stride // 8 for stride in x.stride()[:3]))
 
 
 def find_adding(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None) -> Adding:

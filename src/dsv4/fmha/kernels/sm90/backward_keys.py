@@ -44,6 +44,7 @@ from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_o
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
 from dsv4.fmha.kernels.sm90.gradient_loads import load_next, load_own
 from dsv4.fmha.kernels.sm90.gradient_sums import Sums, add_block, add_blocks, store_blocks
+from dsv4.fmha.kernels.sm90.work import in_pieces
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -267,12 +268,12 @@ def finish(x, tile, result, work, first, row, end, D: gl.constexpr, VARLEN: gl.c
     if VARLEN:
         last = row + 64 > end
     if last:
-        L: gl.constexpr = accumulator(D)
+        x16 = in_pieces(x.to(tile.dtype))
+        L: gl.constexpr = x16.type.layout
         here = row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
         column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-        offset = work.head.to(gl.int64) * result.head + (first + here).to(gl.int64) * result.row
-        place = result.ptr + offset[:, None] + column[None, :]
-        gl.store(place, x.to(tile.dtype), mask=(here < end)[:, None])
+        offset = (work.head.to(gl.int64) * result.head + (first + here).to(gl.int64) * result.row) * 8
+        gl.store(result.ptr + offset[:, None] + column[None, :], x16, mask=(here < end)[:, None])
     else:
         send(x, tile, result.desc, work, first + row, D)
 

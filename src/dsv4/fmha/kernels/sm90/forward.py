@@ -27,7 +27,7 @@ Three attend roles are for forward_persistent.py, which uses the parts of this f
 from dsv4.fmha.kernels import e4m3_rows, loads
 from dsv4.fmha.kernels.e4m3_rows import in_codes
 from dsv4.fmha.kernels.sm90 import work
-from dsv4.fmha.kernels.tiles import PAGES, ROWS, mask_bounds
+from dsv4.fmha.kernels.tiles import DENSE, PAGES, ROWS, mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import aggregate, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.ring import Ring, consumer_stage, init_barriers, new_barriers, new_ring, producer_stage
@@ -73,11 +73,13 @@ def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.const
     D: gl.constexpr = k.slots.shape[2]
     CK: gl.constexpr = D if COLUMNS is None else COLUMNS
     CV: gl.constexpr = D if V_COLUMNS is None else V_COLUMNS
+    # Keys of another sequence may stay: their scores get a mask. Values may not: 0 * NaN is NaN.
+    K_LOAD: gl.constexpr = DENSE if KV_LOAD == ROWS and not SAME_KV else KV_LOAD
     for tile in range(tiles.begin, tiles.end):
         row = tiles.first + (-tile if DOWN else tile) * BN
         k.acquire(stage)
         landed_phase = loads.fill_any(source.k_desc, source.k_rows, k.slot(stage), k.ready_at(stage), landed.at(0),
-                                      landed_phase, where, row, 0, BN, CK, KV_LOAD)  # fmt: skip
+                                      landed_phase, where, row, 0, BN, CK, K_LOAD)  # fmt: skip
         if not SAME_KV:
             v.acquire(stage)
             landed_phase = loads.fill_any(source.v_desc, source.v_rows, v.slot(stage), v.ready_at(stage), landed.at(0),

@@ -1,4 +1,4 @@
-"""The kernel of forward.py for large dense problems: one CTA per multiprocessor, which loops over row tiles.
+"""The kernel of forward.py for large dense and varlen problems: one CTA per multiprocessor, which loops over row tiles.
 
 The load warp runs ahead into the next row tile while the attend roles write their output. Role chart::
 
@@ -21,33 +21,27 @@ adds up its own part of the row sums, O is rescaled only where a maximum grew by
 are registers for Q.
 
 There are two attend roles, or three. Shared memory and barriers are those of forward.py; the ring's slot and phase
-carry over from tile to tile. Every work tile has a tile of keys, if only one that none of its rows sees.
-
-CTA c takes work tiles c, c + CTAs, ... of this list: blocks of some (sequence, head), as many as causal_order.py
-chooses, or of one where nothing is causal and all tiles are alike; within a block, the tiles by
-their place in the sequence, those of all heads side by side; every other block backwards, the last one from its longest
-causal tiles on. So a CTA gets long and short tiles alternately, those that have one work tile more than others get the
-shortest, and the heads whose keys are read at one time are few.
+carry over from tile to tile. Which work tiles a CTA takes, and the barriers by which its roles agree about it in a
+varlen batch, is in tile_scheduler.py. Every work tile has a tile of keys, if only one that none of its rows sees.
 """
 
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
 from dsv4.fmha.kernels.sm90 import columns, forward, work
-from dsv4.fmha.kernels.tiles import DENSE, Pages, end_key, first_key, mask_bounds
+from dsv4.fmha.kernels.sm90.tile_scheduler import (
+    TileScheduler,
+    course,
+    hand_out,
+    locate,
+    new_tickets,
+    take_ticket,
+    tile_id_at,
+)
+from dsv4.fmha.kernels.tiles import DENSE, ROWS, Pages, end_key, first_key, mask_bounds
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.division import divide
 from dsv4.kernels.ring import consumer_stage, producer_stage
-
-
-@aggregate
-class TileScheduler:
-    """What is walked over."""
-
-    order: Value  # causal_order.TileOrder
-    num_tiles: Value
-    sizes: Value
-    opts: Value
 
 
 @aggregate
@@ -61,6 +55,7 @@ class Arguments:
     pages: Pages
     columns: Value  # of q and k
     v_columns: Value  # of v and out
+    kv_load: Value
 
 
 @aggregate
@@ -77,73 +72,62 @@ class Keys:
 
 
 @gluon.jit
-def locate(tile_id, scheduler, BN: gl.constexpr, M: gl.constexpr):
-    """(sequence, KV head, first row, first key, key tiles) of a work tile."""
-    order, sizes, opts = scheduler.order, scheduler.sizes, scheduler.opts
-    group, tokens, keys = sizes.group, sizes.tokens, sizes.keys
-    block = divide(tile_id, order.block)
-    inner = tile_id - block * order.block.number
-    last = block == order.last_block
-    width = gl.where(last, order.rest.number, order.together.number)
-    tile = gl.where(last, divide(inner, order.rest), divide(inner, order.together))
-    pair = block * order.together.number + inner - tile * width
-    tile_row = gl.where((order.last_block - block) % 2 == 0, order.row_tiles - 1 - tile, tile) * M
-    first = first_key(divide(tile_row, group), tokens, keys, opts.left)
-    end = end_key(gl.minimum(divide(tile_row + M - 1, group), tokens - 1), tokens, keys, opts.right)
-    seq = divide(pair, order.kv_heads)
-    head = pair - seq * order.kv_heads.number
-    return seq, head, tile_row, first, gl.maximum(end - first + BN - 1, BN) // BN
-
-
-@gluon.jit
-def course(scheduler, M: gl.constexpr):
-    """(first, end, step) of what the roles count: with three attend roles turns, with two work tiles, since ptxas makes
-    the better loops of these. Of the other ones it makes, with three, a softmax that takes the two rows of a thread one
-    after the other, 1103 static cycles a step instead of 966; with two, loops that differ in their speed alone."""
-    if M == 192:
-        return 0, (scheduler.num_tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0), 1
-    else:
-        return gl.program_id(0), scheduler.num_tiles, gl.num_programs(0)
-
-
-@gluon.jit
-def tile_id_at(at, M: gl.constexpr):
-    if M == 192:
-        return gl.program_id(0) + at * gl.num_programs(0)
-    else:
-        return at
-
-
-@gluon.jit
 def whole(first, tiles, BN: gl.constexpr, EVEN: gl.constexpr):
     """All tiles of keys of a work tile, with EVEN from the last one on."""
     return Tiles(first + (tiles - 1) * BN if EVEN else first, gl.to_tensor(0), tiles, gl.to_tensor(-1))
 
 
 @gluon.jit
-def load_role(source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.constexpr, EVEN: gl.constexpr):
+def load_work_tile(
+    stage, landed_phase, tile_id, source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.constexpr,
+    EVEN: gl.constexpr, KV_LOAD: gl.constexpr
+):  # fmt: skip
+    """K and V of a work tile -> where the ring and landed stand"""
     BN: gl.constexpr = kv.k.slots.shape[1]
+    place = locate(tile_id, scheduler, BN, M, KV_LOAD)
+    visible = 0
+    if KV_LOAD == ROWS:
+        visible = first_key(0, place.tokens, place.keys, scheduler.opts.left)
+    where = loads.Where(place.seq, place.head, place.k_start, place.keys, visible, place.keys,
+                        source.pages.table_ptr, source.pages.page_size)  # fmt: skip
+    here = Source(source.k_desc, source.v_desc, source.k_rows, source.v_rows, where)
+    return forward.load_tiles(
+        stage,
+        landed_phase,
+        here,
+        kv,
+        landed,
+        whole(place.first, place.tiles, BN, EVEN),
+        SAME_KV,
+        KV_LOAD,
+        EVEN,
+        columns.loaded(source.columns),
+        columns.loaded(source.v_columns),
+    )
+
+
+@gluon.jit
+def load_role(
+    source, kv, landed, scheduler, tickets, M: gl.constexpr, SAME_KV: gl.constexpr, EVEN: gl.constexpr,
+    KV_LOAD: gl.constexpr
+):  # fmt: skip
     stage = producer_stage()
     landed_phase = gl.to_tensor(0)
-    keys = scheduler.sizes.keys
-    begin, end, step = course(scheduler, M)
-    for at in range(begin, end, step):
-        seq, head, tile_row, first, tiles = locate(tile_id_at(at, M), scheduler, BN, M)
-        where = loads.Where(seq, head, 0, keys, 0, keys, source.pages.table_ptr, source.pages.page_size)
-        here = Source(source.k_desc, source.v_desc, source.k_rows, source.v_rows, where)
-        stage, landed_phase = forward.load_tiles(
-            stage,
-            landed_phase,
-            here,
-            kv,
-            landed,
-            whole(first, tiles, BN, EVEN),
-            SAME_KV,
-            DENSE,
-            EVEN,
-            columns.loaded(source.columns),
-            columns.loaded(source.v_columns),
-        )
+    if KV_LOAD == ROWS:
+        ticket = producer_stage()
+        tile_id = gl.program_id(0)
+        while tile_id < scheduler.num_tiles:
+            after, ticket = hand_out(tickets, ticket, scheduler)
+            stage, landed_phase = load_work_tile(
+                stage, landed_phase, tile_id, source, kv, landed, scheduler, M, SAME_KV, EVEN, KV_LOAD
+            )
+            tile_id = after
+    else:
+        begin, end, step = course(scheduler, M)
+        for at in range(begin, end, step):
+            stage, landed_phase = load_work_tile(
+                stage, landed_phase, tile_id_at(at, M), source, kv, landed, scheduler, M, SAME_KV, EVEN, KV_LOAD
+            )
 
 
 @gluon.jit
@@ -154,23 +138,26 @@ def rows_of(
     see, with OWN_END, and that their WorkTile then leaves out"""
     tensors, strides, scheduler = arguments.tensors, arguments.strides, arguments.scheduler
     sizes = scheduler.sizes
-    seq, head, tile_row, first, tiles = locate(tile_id, scheduler, BN, M)
-    tile_row += 64 * W
+    place = locate(tile_id, scheduler, BN, M, arguments.kv_load)
+    tile_row, first, tiles = place.tile_row + 64 * W, place.first, place.tiles
     unseen = 0
     if OWN_END:
-        token = gl.minimum(divide(tile_row + 63, sizes.group), sizes.tokens - 1)
-        end = end_key(token, sizes.tokens, sizes.keys, arguments.opts.right)
+        token = gl.minimum(divide(tile_row + 63, sizes.group), place.tokens - 1)
+        end = end_key(token, place.tokens, place.keys, arguments.opts.right)
         unseen = tiles - gl.maximum(end - first + BN - 1, BN) // BN
-    n = seq.to(gl.int64)
-    here = RowTensors(
-        tensors.q_ptr + n * strides.q_batch * 8,
-        tensors.out_ptr + n * strides.out_batch * 8,
-        tensors.lse_ptr + n * strides.lse_batch,
-        tensors.sink_ptr,
-        tensors.part_ptr,
-        tensors.part_lse_ptr,
-    )
-    problem = problem_of(head, sizes.tokens, sizes.keys, sizes, arguments.opts)
+    q_ptr, out_ptr, lse_ptr = tensors.q_ptr, tensors.out_ptr, tensors.lse_ptr
+    if arguments.kv_load == ROWS:
+        n = place.q_start.to(gl.int64)
+        q_ptr += n * strides.q_token * 8
+        out_ptr += n * strides.out_token * 8
+        lse_ptr += n * strides.lse_token
+    else:
+        n = place.seq.to(gl.int64)
+        q_ptr += n * strides.q_batch * 8
+        out_ptr += n * strides.out_batch * 8
+        lse_ptr += n * strides.lse_batch
+    here = RowTensors(q_ptr, out_ptr, lse_ptr, tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)
+    problem = problem_of(place.head, place.tokens, place.keys, sizes, arguments.opts)
     work_tile = WorkTile(here, strides, problem, whole(first, tiles - unseen, BN, EVEN), arguments.pages)
     return tile_row, work_tile, unseen
 
@@ -229,22 +216,35 @@ def place_of(q, at, W: gl.constexpr):
 
 @gluon.jit
 def ask_for_next(
-    q, at, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr,
-    OWN_END: gl.constexpr
+    q, at, next_tile, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, SIGN: gl.constexpr,
+    EVEN: gl.constexpr, OWN_END: gl.constexpr
 ):  # fmt: skip
-    """The query rows of the next row tile, if there is one, are on their way."""
-    first, end, step = course(arguments.scheduler, M)
-    if at + step < end:
-        tile_row, work_tile, _ = rows_of(tile_id_at(at + step, M), arguments, BN, W, M, EVEN, OWN_END)
-        if q.shape[2] > 64:
-            barrier()  # every warp has read the last of q
-        ask(place_of(q, at + step, W), tile_row, work_tile, arguments.columns, SIGN)
+    """The query rows of the next row tile, if there is one, are on their way. next_tile: in a varlen batch, its
+    number."""
+    if arguments.kv_load == ROWS:
+        if next_tile < arguments.scheduler.num_tiles:
+            ask_for(q, at + 1, next_tile, arguments, BN, W, M, SIGN, EVEN, OWN_END)
+    else:
+        first, end, step = course(arguments.scheduler, M)
+        if at + step < end:
+            ask_for(q, at + step, tile_id_at(at + step, M), arguments, BN, W, M, SIGN, EVEN, OWN_END)
+
+
+@gluon.jit
+def ask_for(
+    q, at, tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, SIGN: gl.constexpr,
+    EVEN: gl.constexpr, OWN_END: gl.constexpr
+):  # fmt: skip
+    tile_row, work_tile, _ = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
+    if q.shape[2] > 64:
+        barrier()  # every warp has read the last of q
+    ask(place_of(q, at, W), tile_row, work_tile, arguments.columns, SIGN)
 
 
 @gluon.jit
 def attend_tile(
-    stage, q, tile_row, at, arguments, kv, work_tile, unseen, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
-    SIGN: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
+    stage, q, tile_row, at, next_tile, arguments, kv, work_tile, unseen, W: gl.constexpr, M: gl.constexpr,
+    SAME_KV: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
     """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of forward.attend."""
     SOON: gl.constexpr = EVEN and q.shape[2] < 256
@@ -272,7 +272,7 @@ def attend_tile(
             stage = k.next(stage)
     rows_q = columns.operand(place_of(q, at, W), C, LS)
     if SOON:
-        ask_for_next(q, at, arguments, BN, W, M, SIGN, EVEN, OWN_END)
+        ask_for_next(q, at, next_tile, arguments, BN, W, M, SIGN, EVEN, OWN_END)
     s = columns.scores(rows_q, k, stage, C)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
@@ -299,7 +299,7 @@ def attend_tile(
         pa = gl.convert_layout(p.to(q.dtype), LA)
         stage = after
     if not SOON:
-        ask_for_next(q, at, arguments, BN, W, M, SIGN, EVEN, OWN_END)
+        ask_for_next(q, at, next_tile, arguments, BN, W, M, SIGN, EVEN, OWN_END)
     o = columns.add_values(o, pa, v, stage, CV, SAME_KV)
     o = columns.wait(o)
     v.release(stage)
@@ -312,12 +312,39 @@ def attend_tile(
 
 @gluon.jit
 def attend_early(
-    q, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr,
-    OWN_END: gl.constexpr,
+    q, arguments, kv, tickets, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
+    EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
     """What attend_role does with EARLY."""
     BN: gl.constexpr = kv.k.slots.shape[1]
     stage = consumer_stage()
+    if arguments.kv_load == ROWS:
+        ticket, at, tile_id = consumer_stage(), gl.to_tensor(0), gl.program_id(0)
+        num_tiles = arguments.scheduler.num_tiles
+        if tile_id < num_tiles:
+            first_row, first_work_tile, _ = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
+            ask(place_of(q, at, W), first_row, first_work_tile, arguments.columns, SIGN)
+        arrived(SIGN)
+        while tile_id < num_tiles:
+            after, ticket = take_ticket(tickets, ticket)
+            tile_row, work_tile, unseen = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
+            stage = attend_tile(
+                stage, q, tile_row, at, after, arguments, kv, work_tile, unseen, W, M, SAME_KV, SIGN, EVEN, OWN_END
+            )
+            arrived(SIGN)
+            at += 1
+            tile_id = after
+    else:
+        attend_turns(q, stage, arguments, kv, W, M, SAME_KV, SIGN, EVEN, OWN_END)
+
+
+@gluon.jit
+def attend_turns(
+    q, stage, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
+    EVEN: gl.constexpr, OWN_END: gl.constexpr,
+):  # fmt: skip
+    """The same of a dense batch."""
+    BN: gl.constexpr = kv.k.slots.shape[1]
     first, end, step = course(arguments.scheduler, M)
     first_row, first_work_tile, _ = rows_of(tile_id_at(first, M), arguments, BN, W, M, EVEN, OWN_END)
     ask(place_of(q, first, W), first_row, first_work_tile, arguments.columns, SIGN)
@@ -325,20 +352,27 @@ def attend_early(
     for at in range(first, end, step):
         tile_row, work_tile, unseen = rows_of(tile_id_at(at, M), arguments, BN, W, M, EVEN, OWN_END)
         stage = attend_tile(
-            stage, q, tile_row, at, arguments, kv, work_tile, unseen, W, M, SAME_KV, SIGN, EVEN, OWN_END
+            stage, q, tile_row, at, 0, arguments, kv, work_tile, unseen, W, M, SAME_KV, SIGN, EVEN, OWN_END
         )
         arrived(SIGN)
 
 
 @gluon.jit
 def attend_role(
-    q, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
+    q, arguments, kv, tickets, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
     EARLY: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 W to 64 W + 63 of each tile of M."""
     BN: gl.constexpr = kv.k.slots.shape[1]
     if EARLY:
-        attend_early(q, arguments, kv, W, M, SAME_KV, SIGN, EVEN, OWN_END)
+        attend_early(q, arguments, kv, tickets, W, M, SAME_KV, SIGN, EVEN, OWN_END)
+    elif arguments.kv_load == ROWS:
+        stage, ticket, tile_id = consumer_stage(), consumer_stage(), gl.program_id(0)
+        while tile_id < arguments.scheduler.num_tiles:
+            after, ticket = take_ticket(tickets, ticket)
+            tile_row, work_tile, _ = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
+            stage = forward.attend(stage, q.index(W), tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
+            tile_id = after
     else:
         stage = consumer_stage()
         for tile_id in range(gl.program_id(0), arguments.scheduler.num_tiles, gl.num_programs(0)):
@@ -353,26 +387,30 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order
                    SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
                    PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr,
                    OWN_END: gl.constexpr):  # fmt: skip
-    gl.static_assert(KV_LOAD == DENSE and not SPLIT)
+    gl.static_assert((KV_LOAD == DENSE or KV_LOAD == ROWS) and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
     pages = Pages(tensors.table_ptr, sizes.page_size, sizes.total_k)
     k_rows, v_rows = kv_rows(tensors, sizes, strides)
     source = Keys(k_desc, v_desc, k_rows, v_rows, pages, COLUMNS, V_COLUMNS)
     PLACES: gl.constexpr = 2 * CONSUMERS if CONSUMERS == 3 else CONSUMERS
     q, kv, landed = forward.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD, PLACES)
-    scheduler = TileScheduler(order, order.num_tiles, sizes, opts)
-    arguments = Arguments(tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS)
+    tickets = kv.k  # unused
+    if KV_LOAD == ROWS:
+        tickets = new_tickets(CONSUMERS)
+    num_tiles = order.num_tiles if KV_LOAD == DENSE else gl.load(order.entries_ptr)
+    scheduler = TileScheduler(order, num_tiles, sizes, opts)
+    arguments = Arguments(tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS, KV_LOAD)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (attend_role, (q, arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (attend_role, (q, arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (load_role, (source, kv, landed, scheduler, M, SAME_KV, EVEN)),
+            (attend_role, (q, arguments, kv, tickets, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q, arguments, kv, tickets, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (load_role, (source, kv, landed, scheduler, tickets, M, SAME_KV, EVEN, KV_LOAD)),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize([
-            (attend_role, (q, arguments, kv, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (attend_role, (q, arguments, kv, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (attend_role, (q, arguments, kv, 2, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (load_role, (source, kv, landed, scheduler, M, SAME_KV, EVEN)),
+            (attend_role, (q, arguments, kv, tickets, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q, arguments, kv, tickets, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (attend_role, (q, arguments, kv, tickets, 2, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+            (load_role, (source, kv, landed, scheduler, tickets, M, SAME_KV, EVEN, KV_LOAD)),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

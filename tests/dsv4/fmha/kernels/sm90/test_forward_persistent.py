@@ -8,8 +8,8 @@ import torch
 import softsm
 from dsv4.fmha import problem
 from dsv4.fmha.kernels.arguments import Options, Sizes
-from dsv4.fmha.kernels.sm90 import causal_order, entry, forward_persistent
-from dsv4.fmha.kernels.tiles import NO_BOUND
+from dsv4.fmha.kernels.sm90 import causal_order, entry, tile_scheduler
+from dsv4.fmha.kernels.tiles import DENSE, NO_BOUND
 from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.division import divisor
 from dsv4.runtime import dispatch
@@ -23,13 +23,13 @@ def taken(out_ptr, order, group, tokens, right, M: gl.constexpr):
     """What each CTA takes, tile by tile: (CTA, sequence x head, row tile, tiles of 128 keys)."""
     sizes = Sizes(0, 0, tokens, tokens, 0, group, 1, 0, 1, 0)
     opts = Options(1.0, 1, NO, right, 0, 0, None)
-    scheduler = forward_persistent.TileScheduler(order, order.num_tiles, sizes, opts)
+    scheduler = tile_scheduler.TileScheduler(order, order.num_tiles, sizes, opts)
     for tile_id in range(gl.program_id(0), scheduler.num_tiles, gl.num_programs(0)):
-        seq, head, tile_row, _, tiles = forward_persistent.locate(tile_id, scheduler, 128, M)
+        place = tile_scheduler.locate(tile_id, scheduler, 128, M, DENSE)
         gl.store(out_ptr + 4 * tile_id, gl.program_id(0))
-        gl.store(out_ptr + 4 * tile_id + 1, seq * order.kv_heads.number + head)
-        gl.store(out_ptr + 4 * tile_id + 2, tile_row // M)
-        gl.store(out_ptr + 4 * tile_id + 3, tiles)
+        gl.store(out_ptr + 4 * tile_id + 1, place.seq * order.kv_heads.number + place.head)
+        gl.store(out_ptr + 4 * tile_id + 2, place.tile_row // M)
+        gl.store(out_ptr + 4 * tile_id + 3, place.tiles)
 
 
 def ordered(sequences, kv_heads, group, tokens, causal, rows, head_dim=64):
