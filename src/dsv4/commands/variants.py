@@ -42,7 +42,9 @@ ROWS = ("bf16", "fp8", "mixed")  # of V4 attention: both pools, or the window FP
 # The window's and the compressed rows' bytes; None: a tensor
 POOLS = {"fp8": (Fp8Cache, Fp8Cache), "mixed": (Fp8Cache, None), "v4.1": (Mxfp8Cache, Nvfp4Cache)}
 NAMED = ("window only", "list", "table")  # how compressed rows are named
-PHASES = ("prefill", "large", "decode", "split")  # many rows; so many that blocks loop; one row per head; keys split
+# Many rows; one tile of them, and two, which e4m3 tells apart; so many that blocks loop; one row per head; keys split
+PHASES = ("prefill", "tile", "tiles", "large", "decode", "split")
+ROWS_OF = {"prefill": 256, "tile": 64, "tiles": 128, "large": 69632}
 
 
 class Sizes(NamedTuple):
@@ -252,7 +254,7 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
     options: dict[str, Any] = dict(dtype=DTYPES[dtype])
     if phase == "large" and (kind != "dense" or head_dim == 512):
         return  # only dense problems have a kernel of their own for this
-    queries, heads = {"prefill": (256, 1), "large": (69632, 1)}.get(phase, (1, 8))
+    queries, heads = (ROWS_OF[phase], 1) if phase in ROWS_OF else (1, 8)
     # Blocks that loop have variants by which tiles of keys need a mask: the diagonal of as many keys as queries meets
     # the tiles at their corners, that of one more does not.
     masks = [((-1, -1), 4096)] + [((-1, 0), queries), ((-1, 0), queries + 1), ((5, -1), 4096)] * (phase == "large")
@@ -282,7 +284,7 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
         p = replace(p, same_kv=same_kv)
         out, lse = torch.empty_like(p.q), torch.empty(p.lse_shape)
         # Keys of many rows are split, too, if there are few heads.
-        for splits in {"split": split[batch], "prefill": (1, 4)}.get(phase, (1,)):
+        for splits in split[batch] if phase == "split" else (1,) if phase in ("large", "decode") else (1, 4):
             yield replace(p, out=out, lse=lse, num_splits=splits)
 
 

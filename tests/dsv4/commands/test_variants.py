@@ -151,7 +151,7 @@ def test_fp8_caches_are_written(arch):
     k = torch.zeros(3, 4, 2, 128).to(torch.float8_e4m3fn)
     table, lengths, scale = torch.zeros(1, 3).int(), torch.tensor([9]).int(), torch.ones(2)
     with recording(arch) as launched:
-        for t in (1, 60):
+        for t in (1, 20, 40, 60):
             q = torch.zeros(1, t, 6, 128).bfloat16()
             dsv4.fmha_paged(q, k, k.clone(), table, lengths, k_scale=scale, backend="softsm")
             dsv4.fmha_paged(q, k, k.clone(), table, lengths, causal=True, backend="softsm")
