@@ -24,6 +24,9 @@ ALIGNED = 512  # bytes: the addresses that PyTorch's allocator gives on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
 AT_ONCE = 512  # loads that are looked at together at first
 REPEATED = 1.3  # sectors that an atomic operation takes as long as whose word another lane has just changed
+# ... and one of many that lanes pick here and there: slices of L2 are used unevenly
+# (benchmarks/microbench, everyday: scattered atomics; counts by atomics of seeds 707 and 808)
+UNEVEN, MANY_SECTORS = 1.25, 8
 ROW_STEP = 64 << 10  # bytes: further than that is another place
 ZEROS = 2  # lines that one of zeros counts for, written where cp.async has nothing to copy (timing_parts.py, conv)
 
@@ -163,7 +166,9 @@ class Looks:
                 on = lanes[added] == 1 if lanes is not None else np.ones((len(added), 32), bool)
                 more = np.rint(REPEATED * repeated(addresses(added) + shift[atomic, None], on)).astype(np.int64)
                 units[added] += more
-                missed[added] += more
+                uneven = (units[added] > MANY_SECTORS) & (steps[added] == address_trace.NO_STEP)
+                units[added] = np.rint(units[added] * np.where(uneven, UNEVEN, 1.0))
+                missed[added] = units[added]
             turn = turns_of(warps[those] * len(known.of) + records[those])
             joined[those] = joins(cta, turn, first[those] + shift >> 5, missed[those])
             order, at = turns_of(warps)[those], first[those] + shift >> 7

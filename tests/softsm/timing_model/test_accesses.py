@@ -208,3 +208,26 @@ def test_stores_that_go_along_a_row_are_told_from_those_of_a_grid_in_step() -> N
     which = np.array([0, 1, 0, 1, 0, 1])
     first = np.array([0, 0, 2 << 10, 1 << 20, 4 << 10, 2 << 20])
     assert accesses.goes_on(which, first).tolist() == [False, False, True, False, True, False]
+
+
+COUNT = """
+.version 8.3 .target sm_90a .address_size 64
+.visible .entry k(.param .u64 out, .param .u64 which)
+.reqntid 32, 1, 1
+{
+  .reg .b32 %r<4>; .reg .b64 %d<8>;
+  ld.param.u64 %d1, [out]; ld.param.u64 %d2, [which]; mov.u32 %r1, %tid.x;
+  mul.wide.u32 %d3, %r1, 4; add.u64 %d3, %d3, %d2; ld.global.u32 %r2, [%d3];
+  mul.wide.u32 %d4, %r2, 4; add.u64 %d4, %d4, %d1; red.global.add.u32 [%d4], 1;
+  ret;
+}"""
+
+
+def test_atomic_operations_here_and_there_use_slices_unevenly() -> None:
+    def sectors(which: np.ndarray) -> int:
+        with softsm.timing("h200") as timer:
+            softsm.load(COUNT).launch(1, 32, [np.zeros(512, np.uint32), which.astype(np.uint32)])
+        return next(a.units for a in timer.predictions[0].trace.access.values() if a.space == "atomic")
+
+    assert sectors(LANES * 8) == 32  # in step
+    assert sectors(np.random.default_rng(1).permutation(LANES * 8)) == 32 * accesses.UNEVEN
