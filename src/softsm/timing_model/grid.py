@@ -8,6 +8,9 @@ import numpy as np
 
 from softsm.timing_model.trace import LaunchTrace
 
+QUEUE = 3, 6  # CTAs in a row that the replay looks at: at least, at most
+GOLDEN = 0.6180339887498949  # its multiples lie evenly between whole numbers
+
 
 def over_grid(trace: LaunchTrace, known: list[tuple[int, float]]) -> np.ndarray:
     """A value for every cluster of the grid, from the sampled ones: by its number of instructions where that is known,
@@ -51,3 +54,27 @@ def beside_longest(trace: LaunchTrace, each: int, sms: int, heavy: int) -> list[
     known = trace.lengths[[c.number for c in trace.clusters]]
     others = (n for n in range(longest % sms, trace.total, sms) if n != longest)
     return [heavy, *(int(np.abs(known - trace.lengths[n]).argmin()) for n in others)]
+
+
+def queues_of(kinds: list[int], shares: list[float] | None, resident: int, waves: int) -> list[list[int]]:
+    """Kinds of clusters (traces) in each slot of a multiprocessor, in turn. Each is once neither the first of its
+    slot, which begins with cold code, nor the last, which ends alone; as far as a slot runs that many. Where the shares
+    of the traces are known, each kind is there as often as in the grid: beside a long one mostly others run."""
+    each = sorted(set(kinds))
+    many = len(each)
+    length, most = QUEUE
+    while length < most and {(s + k * resident) % many for s in range(resident) for k in range(1, length - 1)} < set(
+        range(many)
+    ):
+        length += 1
+    length = min(length, waves + 1)
+    if shares is None:
+        return [[each[(s + k * resident) % many] for k in range(length)] for s in range(resident)]
+    up_to = np.cumsum([sum(x for x, kind in zip(shares, kinds) if kind == n) for n in each])
+    chosen = np.minimum(np.searchsorted(up_to, np.arange(resident * length) * GOLDEN % 1.0), many - 1)
+    queues = [[each[n] for n in row] for row in chosen.reshape(length, resident).T.tolist()]
+    inner = [(s, k) for k in range(1, length - 1) for s in range(resident)]
+    for n, (s, k) in zip(each, inner):
+        if all(n not in q[1:-1] for q in queues):
+            queues[s][k] = n
+    return queues

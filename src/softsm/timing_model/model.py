@@ -14,14 +14,14 @@ from softsm.timing_model import machine
 from softsm.timing_model.atomics import Atomics, slices_of
 from softsm.timing_model.exchanges import held_up_ns
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
-from softsm.timing_model.grid import beside_longest, makespan, over_grid
+from softsm.timing_model.grid import beside_longest, makespan, over_grid, queues_of
 from softsm.timing_model.lower import Path, kinds_of, lowering_of
 from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.prediction import Prediction, Run
 from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import Code, code_of
-from softsm.timing_model.sources import Source, absent_from_l1, slowest, sources_of
+from softsm.timing_model.sources import Source, absent_from_l1, shares_of, slowest, sources_of
 from softsm.timing_model.trace import LaunchTrace
 from softsm.timing_model.work import ENGINES, executed, work_of
 
@@ -33,7 +33,6 @@ BATCH = 16  # rows that a warp waits for together, at least
 TURNS = 6  # of a multiprocessor's places that the replay looks at, the first of which begins with cold caches
 CROWD = 0.5  # the power of L2's use that says how much of the others' traffic a request meets
 MERGED = 16  # multiprocessors that ask for a line: more of them gain nothing (benchmarks/microbench, copies)
-QUEUE = 3, 6  # CTAs in a row that the replay looks at: at least, at most
 
 
 def occupancy(trace: LaunchTrace, code: Code) -> int:
@@ -374,11 +373,15 @@ class Model:
             resident = self.occupancy
             if self._alike():
                 return self._in_waves(f, log, whole)
-            queues = self._queues(resident, -(-total // slots))
+            queues = queues_of(self.kinds, self._shares(), resident, -(-total // slots))
             whole |= {n for q in queues for n in q[:-1]} < {n for q in queues for n in q}
             run = self.replay(queues, f, self.sms, log, whole)
             cycles = self._schedule(run, queues, slots)
         return self._prediction(run, cycles, f, resident, total / slots)
+
+    def _shares(self) -> list[float] | None:
+        """Of the grid that the traces stand for, where that is known."""
+        return None if self.trace.lengths is None else shares_of(self.trace)
 
     def _alike(self) -> bool:
         """Whether one trace stands for the grid: the others do as much, but perhaps the last, at the edge."""
@@ -404,19 +407,6 @@ class Model:
             early = max(0, min(2 * resident - 1, last - resident))
             cycles += left * float(begun[last] - begun[early]) / (last - early)
         return self._prediction(run, cycles, f, resident, self.trace.total / self.slots)
-
-    def _queues(self, resident: int, waves: int) -> list[list[int]]:
-        """Kinds of clusters (traces) in each slot of a multiprocessor, in turn. Each is once neither the first of its
-        slot, which begins with cold code, nor the last, which ends alone; as far as a slot runs that many."""
-        kinds = sorted(set(self.kinds))
-        many = len(kinds)
-        length, most = QUEUE
-        while length < most and {
-            (s + k * resident) % many for s in range(resident) for k in range(1, length - 1)
-        } < set(range(many)):
-            length += 1
-        length = min(length, waves + 1)
-        return [[kinds[(s + k * resident) % many] for k in range(length)] for s in range(resident)]
 
     def _schedule(self, run: Run, queues: list[list[int]], slots: int) -> float:
         """List scheduling of all clusters: each takes the place of the first that ends. Those that begin together, one

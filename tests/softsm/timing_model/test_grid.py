@@ -65,7 +65,7 @@ def test_streams_differ_if_an_event_does() -> None:
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_replay_that_is_cut_short_begins_every_cta_when_the_whole_one_does(odd) -> None:
     m = timed(odd)
-    queues = m._queues(m.occupancy, 5)
+    queues = grid.queues_of(m.kinds, None, m.occupancy, 5)
     whole, short = (m.replay(queues, 1.98, 132, whole=x) for x in (True, False))
     assert whole.end.min() > 0 and short.end.min() < 0  # some have not ended
     assert whole.start.tolist() == short.start.tolist()
@@ -89,3 +89,11 @@ def test_ends_of_a_grid_are_looked_at() -> None:
     timer = Timer("h200")
     assert timer.choose([8, 16, 1], 128) == [8 * 8, 8 * 8 + 7]
     assert timer.choose([512, 2, 1], 1024) == [512, 512 + 298, 1023]
+
+
+def test_kinds_of_clusters_run_beside_each_other_as_often_as_in_the_grid() -> None:
+    queues = grid.queues_of([0, 1, 2], [0.1, 0.85, 0.05], 20, 9)
+    every = [n for q in queues for n in q]
+    assert 0.75 < every.count(1) / len(every) < 0.95
+    assert {n for q in queues for n in q[1:-1]} == {0, 1, 2}
+    assert {n for q in grid.queues_of([0, 1, 2], [0.1, 0.9, 0.0], 1, 9) for n in q[1:-1]} == {0, 1, 2}
