@@ -17,9 +17,9 @@ from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta
 from softsm.timing_model.follow import branch_on_load
 
-COST = 6_000_000  # instructions in all: a second or two
+COST = 12_000_000  # instructions in all: a second or two
 MACRO, CTA = 400, 1500  # instructions that take as long as one that Python does, and as the start of a CTA
-FEW = 16  # clusters of a larger grid say nothing about the others
+FEW = 8  # clusters of a larger grid say nothing about the others
 ALIKE = 1.02
 
 
