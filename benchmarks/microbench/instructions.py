@@ -20,6 +20,17 @@ OPERATIONS = {
     "imad.hi": ("mul.hi.u32 {d}, {d}, %r50;", "IMAD.HI", 1),
     "prmt": ("prmt.b32 {d}, {d}, %r50, 0x2541;", "PRMT", 1),
     "setp+sel": ("setp.lt.s32 %p5, {d}, %r50; selp.b32 {d}, %r51, {d}, %p5;", "SEL", 2),
+    "setp.s64+sel": (
+        "{{ .reg .b64 w; .reg .pred q; mov.b64 w, {{{d}, %r50}}; setp.lt.s64 q, w, 123456789012; "
+        "selp.b32 {d}, %r51, {d}, q; }}",
+        "SEL",
+        3,
+    ),
+    "setp+and+sel": (
+        "{{ .reg .pred q; setp.lt.s32 q, {d}, %r50; setp.gt.and.s32 q, {d}, %r51, q; selp.b32 {d}, %r51, {d}, q; }}",
+        "SEL",
+        3,
+    ),
     "imnmx": ("max.s32 {d}, {d}, %r50; min.s32 {d}, {d}, %r51;", "MNMX", 2),
     "ex2": ("ex2.approx.ftz.f32 {d}, {d};", "MUFU.EX2", 1),
     "rcp": ("rcp.approx.ftz.f32 {d}, {d}; add.f32 {d}, {d}, %f300;", "MUFU.RCP", 1),

@@ -27,6 +27,7 @@ REPEATED = 1.3  # sectors that an atomic operation takes as long as whose word a
 # ... and one of many that lanes pick here and there: slices of L2 are used unevenly
 # (benchmarks/microbench, everyday: scattered atomics; counts by atomics of seeds 707 and 808)
 UNEVEN, MANY_SECTORS = 1.25, 8
+PARTS_OF_LINES = 2.5  # sectors of a line: below it, device memory may give more than is asked for
 ROW_STEP = 64 << 10  # bytes: further than that is another place
 ZEROS = 2  # lines that one of zeros counts for, written where cp.async has nothing to copy (timing_parts.py, conv)
 
@@ -169,14 +170,15 @@ class Looks:
                 uneven = (units[added] > MANY_SECTORS) & (steps[added] == address_trace.NO_STEP)
                 units[added] = np.rint(units[added] * np.where(uneven, UNEVEN, 1.0))
                 missed[added] = units[added]
-            turn = turns_of(warps[those] * len(known.of) + records[those])
-            joined[those] = joins(cta, turn, first[those] + shift >> 5, missed[those])
+            which = warps[those] * len(known.of) + records[those]
+            same = cta * len(known.of) + records[those]
+            joined[those] = joins(same, turns_of(which), first[those] + shift >> 5, missed[those])
             order, at = turns_of(warps)[those], first[those] + shift >> 7
             later[those] = (asked_lines[those] == 1) & ~store & comes_later(cta, order, at)
-            along[those] = store & goes_on(warps[those] * len(known.of) + records[those], first[those])
+            along[those] = store & goes_on(which, first[those])
             tensors = len(starts) + 1
             keys = ((of[those] * tensors + tensor + 1) * 3 + store + atomic) * len(traces) + cta
-            lone = (~store & (4 * units[those] < 5 * asked_lines[those])).nonzero()[0]
+            lone = (~store & (units[those] < PARTS_OF_LINES * asked_lines[those])).nonzero()[0]
             for key in np.unique(tensor[lone] * len(traces) + cta[lone]).tolist():
                 at, k = divmod(key, len(traces))
                 mine = lone[(tensor[lone] == at) & (cta[lone] == k)]
@@ -263,9 +265,10 @@ def sectors_of(
     return units, missed, distant, lines
 
 
-def joins(cta: np.ndarray, turn: np.ndarray, sector: np.ndarray, missed: np.ndarray) -> np.ndarray:
-    """Whether a warp of the CTA fetches the same in the same turn of a loop: all of them wait for it."""
-    step = cta * (turn.max() + 1) + turn
+def joins(which: np.ndarray, turn: np.ndarray, sector: np.ndarray, missed: np.ndarray) -> np.ndarray:
+    """Whether a warp of the CTA fetches the same in the same turn of a loop: all of them wait for it. which: the CTA
+    and the instruction; another may ask for it again much later."""
+    step = which * (turn.max() + 1) + turn
     at = sector - sector.min()
     same = np.unique(step * (at.max() + 1) + at, return_inverse=True)[1]
     return np.bincount(same, missed)[same] > 0

@@ -7,7 +7,7 @@ from softsm.timing_model.machine import (
     ATOMIC, ATOMIC_LATENCY,
     BARRIER, BESIDE, BRANCH, BULK_WAIT, B_CAUSES, B_COLUMNS, B_PHASES, B_TIMES, CLUSTER_WAIT, CODE, COMPUTES, COPIES,
     CP_WAIT, DEPENDS, ENGINES, EXTRA, FIRST, HOLDS, INF, INTERVAL, ISSUE, ISSUE_SLOT, KIND, L1_LATENCY, LATENCY,
-    LDS_BESIDE,
+    ISSUE_CYCLES, LDS_BESIDE,
     LINES, LOAD_LINE, LOW, LSU_FREE, LSU_QUEUE, MEMBAR, NAMED, N_GROUPS, N_WARPS, ON_BARRIER, ON_CLUSTER, ON_PRODUCTS,
     OPERANDS, PIPE, PIPE_OF, PORT, PORT_CYCLES, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCTS, PRODUCT_DELAY,
     PRODUCT_DEPTH, PRODUCT_TAIL, PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, QUIET, READ, REASON_COUNT, RING, SETS,
@@ -50,7 +50,7 @@ def run_alone(s, w, t, pos, end, slot):
         if te > t:
             s.stalls[REASON_COUNT * i + (reason & 15)] += te - t
         s.pipes[k] = te + s.values[m + INTERVAL]
-        s.pipes[slot + ISSUE_SLOT] = te + 1
+        s.pipes[slot + ISSUE_SLOT] = te + s.p[ISSUE_CYCLES]
         s.issued[i] += 1
         r = 8 * w + (s.ints[m + SETS] & 7)
         s.board[r] = max(s.board[r], te + s.values[m + LATENCY])
@@ -183,7 +183,7 @@ def claim(s, t, m, slot, en):
         ):  # less than two cycles after the one before
             s.engines[en + TENSOR_FREE] += s.p[PRODUCT_DELAY]
     s.pipes[slot + (s.ints[m + PIPE_OF] & LOW)] = t + hold
-    s.pipes[slot + ISSUE_SLOT] = t + 1
+    s.pipes[slot + ISSUE_SLOT] = t + s.p[ISSUE_CYCLES]
 
 
 @part

@@ -54,6 +54,7 @@ PARAMETERS = (
     "copy.line",
     "load.line",
     "atomic.latency",
+    "issue",
 )
 (
     PRODUCT_TAIL,
@@ -90,6 +91,7 @@ PARAMETERS = (
     CP_LINE,
     LOAD_LINE,
     ATOMIC_LATENCY,
+    ISSUE_CYCLES,
 ) = range(len(PARAMETERS))
 # Events (trace.py), by their kind; ARRIVE and COMMIT are parameters.
 (

@@ -103,6 +103,7 @@ class Model:
                     device = s.device * s.asked + (1 - found) * more
                     s.lines *= 1 + more / max(s.asked, 1.0)
                     s.asked += more
+                    s.again += more
                     s.device = device / max(s.asked, 1.0)
 
     def _unknown_tensors(self) -> None:
@@ -165,6 +166,7 @@ class Model:
         g = self.gpu
         slow = g["hbm.busy"] * self.device_use**3 + g["hbm.slowest"] * self.slowest
         slow += self.exchange
+        idle = 1 - (1 - g["load.idle"]) * self.alone
         slow_l2 = g["l2.busy"] * self.l2_use**3 + self.exchange
 
         def row(s: Source) -> list[float]:
@@ -179,7 +181,7 @@ class Model:
             # What is in L2 overtakes what is not: two queues.
             queue = machine.DEVICE_FREE if far > 0.5 else machine.L2_FREE
             delays = (
-                clock * ((g[f"{way}.l2"] + late) * (1 - far) + (g[f"{way}.hbm"] + slow) * far)
+                clock * ((g[f"{way}.l2"] * idle + late) * (1 - far) + (g[f"{way}.hbm"] * idle + slow) * far)
                 for way, late in (("load", slow_l2), ("tma", 0.0))
             )
             return [per, *delays, queue]
@@ -191,8 +193,14 @@ class Model:
         return np.array(rows), max(write, 1 / g["sm.write"])
 
     def device_cost(self, s: Source) -> float:
-        """What a byte from device memory takes more than in a stream, if pieces of a line are read here and there."""
-        return max(1.0, self.gpu["hbm.piece"] / s.block) if s.random or s.scattered else 1.0
+        """What a byte from device memory takes more than in a stream, if pieces of a line are read."""
+        return max(1.0, self.gpu["hbm.piece"] / s.block) if s.random or s.scattered else 1 / s.filled
+
+    @functools.cached_property
+    def alone(self) -> float:
+        """For which part of its time the longest CTA runs while the others have ended."""
+        lengths = self.trace.lengths
+        return 0.0 if lengths is None or self.waves else float(1 - lengths.mean() / lengths.max())
 
     def drained_ns(self) -> float:
         """What device memory takes for what is written while the kernel runs: L2 keeps the last."""
@@ -206,7 +214,7 @@ class Model:
         of one side of the turns of CTAs that loop over tiles."""
         if s.random or not s.size:
             return 1.0
-        sharers = s.asked / s.size
+        sharers = (s.asked - s.again) / s.size
         slots = self.sms // self.cluster * self.occupancy
         turns = self.turns if self.trace.grid[1] == self.trace.grid[2] == 1 else 1
         sharers /= math.sqrt(max(1.0, self.trace.total / slots) * turns)

@@ -94,6 +94,7 @@ HOPPER = {
     "latency.uniform": _p(6, "cycles", FGS, "C"),
     "latency.convert": _p(17.0, "cycles", OURS, "A"),
     "latency.pack": _p(4.1, "cycles", OURS, "A"),
+    "issue": _p(1.1, "cycles of a scheduler that warps share, an instruction", DRAWN, "B", 1.0, 1.2),  # FFMA: 1.02 up
     "operands": _p(12, "cycles until a memory instruction has read its registers", HUE, "C", 9, 20),
     "membar": _p(9.1, "cycles", OURS, "A", 9, 94),
     "product.issue": _p(8, "cycles", FGS, "B", 4, 17),
@@ -119,6 +120,7 @@ HOPPER = {
     "load.l1": _p(34, "cycles", LU, "B"),
     "load.l2": _p(170.0, "ns", DRAWN, "B", 130, 210),
     "load.hbm": _p(415.0, "ns", DRAWN, "B", 320, 430),  # 330 of one lane alone, one after another
+    "load.idle": _p(0.8, "times, of a CTA that is alone", OURS, "B", 0.75, 0.9),  # 330 ns of a lane alone
     "hbm.slowest": _p(65.0, "ns of a wait for 16 KB or more", OURS, "B", 50, 110),  # 8, 16, 32 KB: copies, 1 CTA
     "hbm.busy": _p(250.0, "ns, times the cube of its use", OURS, "B", 188, 290),  # gathers: 443 at 53 %, 575 at 82 %
     "l2.busy": _p(500.0, "ns, times the cube of its use", DRAWN, "B", 0, 800),

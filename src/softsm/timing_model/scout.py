@@ -17,7 +17,7 @@ from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta
 from softsm.timing_model.follow import branch_on_load
 
-COST = 12_000_000  # instructions in all: a second or two
+COST = 16_000_000  # instructions in all: two seconds
 MACRO, CTA = 400, 1500  # instructions that take as long as one that Python does, and as the start of a CTA
 FEW = 8  # clusters of a larger grid say nothing about the others
 ALIKE = 1.02

@@ -26,6 +26,7 @@ class Source:
     name: str
     size: int
     asked: float = 0.0  # bytes, whole grid
+    again: float = 0.0  # ... of which a CTA had asked for them before
     lines: float = 0.0  # of 128 bytes that those are in, whole or not
     blocks: float = 0.0  # of 64 bytes, if words are read here and there
     written: float = 0.0
@@ -49,6 +50,11 @@ class Source:
     def block(self) -> float:
         """Bytes of 64 that a CTA asks for, if not by one instruction: device memory gives 64."""
         return min(64.0, self.asked / self.blocks) if self.blocks and self.scattered else self.piece
+
+    @property
+    def filled(self) -> float:
+        """Of 64 bytes that device memory gives, the share that is asked for."""
+        return min(1.0, self.asked / self.blocks / 64) if self.blocks else 1.0
 
     @property
     def granules(self) -> float:

@@ -53,7 +53,8 @@ def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:
         filled = ((table[:, 0] == LOAD) | (table[:, 0] == GATHER)) & (table[:, 3] != -2)
         port += table[filled, 2].sum() / 128 * gpu["tma.port"]
     at = PIPES.index
+    issue = ran.sum() / 4 * gpu["issue"]
     return np.array([
-        products + pipe[at("hmma")], pipe[at("mufu")], pipe[at("fma")], pipe[at("alu")], ran.sum() / 4, port,
+        products + pipe[at("hmma")], pipe[at("mufu")], pipe[at("fma")], pipe[at("alu")], issue, port,
         (units[r.TENSOR_READ] + units[r.TENSOR_WRITE]) / gpu["tmem.rate"], max(pipe[at(name)] for name in OTHERS),
     ])  # fmt: skip

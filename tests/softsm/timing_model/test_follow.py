@@ -136,7 +136,7 @@ def test_the_longest_of_many_ctas_decides() -> None:
 
 
 def test_ctas_that_are_too_many_to_count_are_a_guess(monkeypatch) -> None:
-    monkeypatch.setattr(scout, "COST", 20_000)
+    monkeypatch.setattr(scout, "COST", 10_000)
     p = of_rows(np.arange(400, dtype=np.uint32))
     assert p.trace.lengths is None and band(p)[1] == 1.6
     assert "the 3 of 400 that were looked at differ" in report.doubt(p)
