@@ -252,8 +252,8 @@ def v4_small(
 def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 64) -> Iterator[FmhaProblem]:
     """Problems (tensors unset, never read) that need the variants of this description."""
     options: dict[str, Any] = dict(dtype=DTYPES[dtype])
-    if phase == "large" and (kind != "dense" or head_dim == 512):
-        return  # only dense problems have a kernel of their own for this
+    if phase == "large" and (kind == "paged" or head_dim == 512):
+        return  # these have no kernel of their own for this
     queries, heads = (ROWS_OF[phase], 1) if phase in ROWS_OF else (1, 8)
     # Blocks that loop have variants by which tiles of keys need a mask: the diagonal of as many keys as queries meets
     # the tiles at their corners, that of one more does not.
@@ -270,7 +270,7 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
             k = torch.empty(keys, 1, head_dim, **options)
             v = k if same_kv else torch.empty_like(k)
             cu = torch.zeros(batch + 1, dtype=torch.int32)
-            p = problem.varlen(q, k, v, cu, cu.clone(), max_seqlen_q=queries)
+            p = problem.varlen(q, k, v, cu, cu.clone(), max_seqlen_q=queries, window=window)
         elif kind == "paged":
             q = torch.empty(batch, queries, heads, head_dim, **options)
             k = torch.empty(2, page_size, 1, head_dim, **options)
@@ -283,8 +283,9 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
             p = problem.dense(q, k, k if same_kv else torch.empty_like(k), window=window)
         p = replace(p, same_kv=same_kv)
         out, lse = torch.empty_like(p.q), torch.empty(p.lse_shape)
-        # Keys of many rows are split, too, if there are few heads.
-        for splits in split[batch] if phase == "split" else (1,) if phase in ("large", "decode") else (1, 4):
+        if phase in ("prefill", "tile", "tiles"):  # few heads: keys are split; at head dim 512 also to fp16 parts
+            split[1] = (1, 4, 32) if head_dim == 512 else (1, 4)
+        for splits in (1,) if phase in ("large", "decode") else split[batch]:
             yield replace(p, out=out, lse=lse, num_splits=splits)
 
 
