@@ -1,5 +1,8 @@
 """A tiny random DeepSeek-V4 of transformers: layers of each kind, two of CSA, real code."""
 
+from functools import cache
+
+import in_fp64
 import torch
 import transformers
 
@@ -33,3 +36,15 @@ def build(head_dim=64, dtype=torch.float32, rope=16, **changes):
             if name.endswith("tid2eid"):
                 buffer.random_(0, 4)
     return model.to(dtype)
+
+
+@cache
+def allowed():
+    ids = torch.randint(0, 512, (2, 140), generator=torch.Generator().manual_seed(2))
+    return in_fp64.allowed(build(), ids)
+
+
+def same(a, b):
+    """Logits of the model `build()`, by eager attention and by another."""
+    difference = (a - b).abs().max().item()
+    assert difference <= allowed(), difference

@@ -1,15 +1,12 @@
 """A tiny DeepSeek-V4 with dsv4's caches against the model's own eager attention, one request at a time and unpaged."""
 
-from functools import cache
-
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-import in_fp64  # noqa: E402
 import wrong  # noqa: E402
-from tiny_v4 import build  # noqa: E402
+from tiny_v4 import allowed, build, same  # noqa: E402
 
 import dsv4  # noqa: E402
 import softsm  # noqa: E402
@@ -51,17 +48,6 @@ def served(model, **options):
             else:
                 pool.fill_(float("nan"))
     return made
-
-
-@cache
-def allowed():
-    ids = torch.randint(0, 512, (2, 140), generator=torch.Generator().manual_seed(2))
-    return in_fp64.allowed(build(), ids)
-
-
-def same(a, b):
-    difference = (a - b).abs().max().item()
-    assert difference <= allowed(), difference
 
 
 @pytest.mark.parametrize("length", [1, 4, 15, 33, 110])

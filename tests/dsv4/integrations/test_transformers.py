@@ -1,14 +1,11 @@
 """attn_implementation="dsv4" against "eager": a tiny random DeepSeek-V4 with layers of every kind, real code."""
 
-from functools import cache
-
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-import in_fp64  # noqa: E402
-from tiny_v4 import WINDOW, build  # noqa: E402
+from tiny_v4 import WINDOW, build, same  # noqa: E402
 
 import dsv4.integrations.transformers as integration  # noqa: E402
 
@@ -52,17 +49,6 @@ def cached(model, implementation, ids, steps, **options):
         out.append(model(ids[:, begin:end], past_key_values=cache, use_cache=True, **more).logits)
         begin = end
     return torch.cat(out, 1)
-
-
-@cache
-def allowed():
-    ids = torch.randint(0, 512, (2, 140), generator=torch.Generator().manual_seed(2))
-    return in_fp64.allowed(build(), ids)
-
-
-def same(a, b):
-    difference = (a - b).abs().max().item()
-    assert difference <= allowed(), difference
 
 
 # Both sides of: the first row of CSA and of HCA, the full window, the second HCA row, the full top-k list (4 * 8).
