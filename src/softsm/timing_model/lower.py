@@ -39,6 +39,7 @@ ANCHORS = {
     machine.CLUSTER_ARRIVE: ("UCGABAR_ARV",),
     machine.CLUSTER_WAIT: ("UCGABAR_WAIT",),
 }
+LONG_CODE = 2304  # machine instructions, 36 KB: the first instruction cache (benchmarks/microbench, shared limits)
 PEELED = 4  # times as many instructions of a loop as of what comes before it
 MANY_PAIRS = 8  # of lines and opcodes: fewer say nothing
 MANY_TURNS = 3  # that a block has at least: two may be the halves of 64 bits

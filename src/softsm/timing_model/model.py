@@ -8,46 +8,32 @@ from collections import Counter
 
 import numpy as np
 
-from softsm.engine.launch import CTA_RESERVED, SM_CTAS, SM_SHARED, SM_THREADS
 from softsm.timing_model import costs as cs
 from softsm.timing_model import machine
 from softsm.timing_model.atomics import Atomics, slices_of
 from softsm.timing_model.exchanges import held_up_ns
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
 from softsm.timing_model.grid import beside_longest, makespan, over_grid, queues_of
-from softsm.timing_model.lower import Path, kinds_of, lowering_of
+from softsm.timing_model.lower import LONG_CODE, Path, kinds_of, lowering_of
 from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.prediction import Prediction, Run
 from softsm.timing_model.replay import simulate
-from softsm.timing_model.sass import Code, code_of
+from softsm.timing_model.sass import code_of
 from softsm.timing_model.sources import Source, absent_from_l1, shares_of, slowest, sources_of
 from softsm.timing_model.trace import LaunchTrace
-from softsm.timing_model.work import ENGINES, executed, work_of
+from softsm.timing_model.work import ENGINES, executed, occupancy, work_of
 
-SM_REGISTERS = 65_536
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
 # Above this, Triton asks for as much shared memory as there is (benchmarks/NOTES.md, L1 carve-out).
 MUCH_SHARED, L1_LEFT = 48 << 10, 28 << 10
 BATCH = 16  # rows that a warp waits for together, at least
 TURNS = 6  # of a multiprocessor's places that the replay looks at, the first of which begins with cold caches
 CROWD = 0.5  # the power of L2's use that says how much of the others' traffic a request meets
+REPEATED = 3  # times that a loop has at least
+# Cycles of an instruction of longer loops by log2 of the warps (benchmarks/microbench, shared limits).
+LONG_CODE_CYCLES = (2, 3, 4, 5), (2.7, 2.0, 1.6, 1.4)
 MERGED = 16  # multiprocessors that ask for a line: more of them gain nothing (benchmarks/microbench, copies)
-
-
-def occupancy(trace: LaunchTrace, code: Code) -> int:
-    warps = -(-trace.threads // 32)
-    per_warp = -(-code.registers * 32 // 256) * 256
-    limits = [
-        SM_CTAS,
-        SM_THREADS // trace.threads,
-        SM_SHARED // (trace.shared + CTA_RESERVED),
-        SM_REGISTERS // (per_warp * warps),
-    ]
-    columns = trace.columns
-    if columns:
-        limits.append(512 // columns)
-    return max(1, min(limits))
 
 
 def within(value: float, low: float, high: float) -> float:
@@ -86,6 +72,8 @@ class Model:
         )
         came = np.sum([executed(streams, len(self.code.instructions) + 1) for streams in self.streams], 0)
         self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent, spilled, came)
+        # Machine instructions that warps come back to.
+        self.repeated = int((came >= REPEATED * sum(len(c.warps) for c in trace.clusters)).sum())
         self._unknown_tensors()
         self.kinds = kinds_of(self.streams)
         # Shares of their rates that device memory and L2 are used with: they answer later the busier they are.
@@ -252,6 +240,7 @@ class Model:
         memory, write = self.memory(clock, active)
         p = np.array([self.gpu[name] if name else 0.0 for name in machine.PARAMETERS])
         p[machine.STORE_CYCLE], p[machine.SM_BYTE] = write, 1 / self.gpu["sm.rate"]
+        p[machine.ISSUE_CYCLES] = self._issue_cycles(len(queues) * -(-trace.threads // 32))
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]
         if more >= 0:
@@ -309,6 +298,12 @@ class Model:
         return Run(self.code, self.lowering, self.streams, trace.clusters, warps, order, state.i_start, state.i_end,
                    stalls, state.issued, kept, state.s_ins, state.s_ev, events,
                    state.w_event, state.fetched)  # fmt: skip
+
+    def _issue_cycles(self, warps: int) -> float:
+        """Of a scheduler, an instruction: more if the loops do not fit into the first instruction cache."""
+        if self.repeated <= LONG_CODE:
+            return self.gpu["issue"]
+        return float(np.interp(np.log2(warps), *LONG_CODE_CYCLES))
 
     def _stuck(self, state: machine.State, warps: list[tuple[int, int]]) -> str:
         places = []

@@ -6,14 +6,34 @@ from collections import Counter
 
 import numpy as np
 
+from softsm.engine.launch import CTA_RESERVED, SM_CTAS, SM_SHARED, SM_THREADS
 from softsm.timing_model import machine
 from softsm.timing_model.costs import PIPES, Costs
 from softsm.timing_model.lower import Streams
 from softsm.timing_model.machine import GATHER, LOAD, MMA
 from softsm.timing_model.parameters import Gpu
+from softsm.timing_model.sass import Code
+from softsm.timing_model.trace import LaunchTrace
 
+SM_REGISTERS = 65_536
 ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory", "other pipes")
 OTHERS = ("imad", "half", "pack", "convert", "memory", "uniform")
+
+
+def occupancy(trace: LaunchTrace, code: Code) -> int:
+    """CTAs that find room on a multiprocessor."""
+    warps = -(-trace.threads // 32)
+    per_warp = -(-code.registers * 32 // 256) * 256
+    limits = [
+        SM_CTAS,
+        SM_THREADS // trace.threads,
+        SM_SHARED // (trace.shared + CTA_RESERVED),
+        SM_REGISTERS // (per_warp * warps),
+    ]
+    columns = trace.columns
+    if columns:
+        limits.append(512 // columns)
+    return max(1, min(limits))
 
 
 def mma_cycles(rows: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

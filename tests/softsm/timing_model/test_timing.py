@@ -241,3 +241,16 @@ def test_spills_beside_much_shared_memory_have_little_l1() -> None:
 
     assert spill_room(40 << 10, 216 << 10) == 216 << 10
     assert spill_room(132 << 10, 124 << 10) == 28 << 10
+
+
+@pytest.mark.compile
+def test_loops_longer_than_the_instruction_cache_are_fetched_again() -> None:
+    """Of 2600 instructions, eight warps issue one in two cycles."""
+    start = "".join(f"  add.f32 %f{n}, %f1, 0f3F80000{n};\n" for n in (4, 5, 6, 7))  # all alike they would be one
+    turn = "".join(f"  fma.rn.f32 %f{n}, %f1, %f{n}, %f1;\n" for n in (4, 5, 6, 7))
+    end = "".join(f"  add.f32 %f1, %f1, %f{n};\n" for n in (4, 5, 6, 7))
+
+    def each(count: int) -> float:
+        return predicted(start + turn * (count // 4) + end, 20).cycles / count
+
+    assert each(2600) > 1.5 * each(1300)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.timing_model.model import occupancy
 from softsm.timing_model.parameters import GPUS
-from softsm.timing_model.work import mma_cycles
+from softsm.timing_model.work import mma_cycles, occupancy
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
