@@ -213,6 +213,7 @@ def _listed(pool: str, indices: Tensor, lengths: Tensor | None, rows: int) -> No
         least, most = (int(e) for e in torch.aminmax(indices))
         if least < -1 or most >= rows:
             accepted = f"row numbers from 0 to {rows - 1}, the rows of {pool}, or -1 for nothing"
+            accepted = accepted if rows else f"-1, because {pool} has no rows"
             checks.fail(f"{pool}_indices", f"values from {least} to {most}", accepted)
 
 

@@ -220,6 +220,11 @@ def test_an_fp8_pool_needs_head_dim_512():
         dsv4.v4_attention(torch.zeros(1, 1, 64, dtype=BF16), Fp8Cache.empty(1, 2), ints(0)[None])
 
 
+def test_an_empty_pool_has_no_row_numbers():
+    with pytest.raises(ValueError, match="^window_indices: got .*; accepted: -1, because window has no rows"):
+        dsv4.v4_attention(torch.zeros(1, 1, 512), torch.zeros(0, 512), ints(0)[None])
+
+
 def test_grad_is_no_matter_without_grad_mode():
     with torch.no_grad():
         dsv4.v4_attention(**arguments(q=GOOD["q"].clone().requires_grad_()))
