@@ -15,7 +15,7 @@ import dsv4.bench as bench  # noqa: E402
 from deepseek_v4.paged_model import PagedModel  # noqa: E402
 from deepseek_v4.step import CSA, HCA  # noqa: E402
 from dsv4.bench.v4 import V4Case  # noqa: E402
-from dsv4.commands import variants  # noqa: E402
+from dsv4.commands import moe_variants, variants  # noqa: E402
 from dsv4.fmha import problem  # noqa: E402
 from dsv4.fmha.kernels.backward import Adding  # noqa: E402
 from dsv4.fmha.kernels.sm90 import backward  # noqa: E402
@@ -269,3 +269,16 @@ def test_the_v4_rows_of_the_speed_table_are_written():
     for case in (x for x in bench.cases("v4") if isinstance(x, V4Case) and not x.each):
         for one in calls.launches_of(v4_problem(case), target):
             assert aot.variant_of(one, "sm_90a") in there, f"{case.name}: {one.kernel.__name__} {one.constants}"
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_tile_of_experts_is_written(arch):
+    """Tiles have as many rows as the experts of V4-Flash expect."""
+    s, target = variants.Sizes(), dispatch.compile_target(arch)
+    known = {aot.variant_of(x, arch) for x in variants.launches(("moe", "mxfp4", False), s, arch)}
+    layout = "sm90" if arch == "sm_90a" else "sm100"
+    for tokens in (1, 3, 8, 22, 43, 86, 171, 342, 683, 900, 1366, 3000, 20000):
+        sizes = (tokens, s.experts_of_token, s.experts, s.hidden, 2048)
+        p = moe_variants.without_memory(sizes, layout, ("mxfp4", "fp8_128"), False, False, torch.int32)
+        for launch in calls.launches_of(p, target):
+            assert aot.variant_of(launch, arch) in known, (tokens, launch.kernel.__name__, launch.constants)
