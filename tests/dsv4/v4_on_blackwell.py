@@ -3,6 +3,7 @@
 import launches
 import torch
 from agreement import assert_agrees
+from v41_problem import numbers
 
 import dsv4
 from dsv4 import reference
@@ -12,11 +13,6 @@ NAN = float("nan")
 
 def rows(count: int) -> torch.Tensor:
     return torch.randn(count, 512).bfloat16()
-
-
-def numbers(*shape: int, of: int) -> torch.Tensor:
-    """Row numbers, repeated ones and -1 among them."""
-    return torch.randint(-1, of, shape, dtype=torch.int32)
 
 
 def run(order: str = "eager", seed: int = 11, **arguments):

@@ -6,6 +6,7 @@ import launches
 import pytest
 import torch
 from agreement import assert_agrees
+from v41_problem import numbers
 
 import dsv4
 from dsv4 import reference
@@ -19,11 +20,6 @@ NAN = float("nan")
 
 def pool(count: int, per_page: int = 64, **options) -> dsv4.Fp8Cache:
     return dsv4.Fp8Cache.pack(torch.randn(count, 512).bfloat16(), rows_per_page=per_page, **options)
-
-
-def numbers(*shape: int, of: int) -> torch.Tensor:
-    """Row numbers, repeated ones and -1 among them."""
-    return torch.randint(-1, of, shape, dtype=torch.int32)
 
 
 def launch_of(**arguments):
