@@ -264,6 +264,7 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
     if head_dim == 512:
         split |= {200: (4, 8), 64: (16, 32, 64, 128, 256)}
     same = (False, True) if head_dim == 512 else (False,)
+    starts = (False, True) if kind == "varlen" and phase == "large" else (False,)  # of queries and keys, one tensor
     for batch, same_kv, (window, keys) in itertools.product(split if phase == "split" else (1,), same, masks):
         if kind == "varlen":
             q = torch.empty(batch * queries, heads, head_dim, **options)
@@ -286,7 +287,8 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
         if phase in ("prefill", "tile", "tiles"):  # few heads: keys are split; at head dim 512 also to fp16 parts
             split[1] = (1, 4, 32) if head_dim == 512 else (1, 4)
         for splits in (1,) if phase in ("large", "decode") else split[batch]:
-            yield replace(p, out=out, lse=lse, num_splits=splits)
+            for same_sequences in starts:
+                yield replace(p, out=out, lse=lse, num_splits=splits, same_sequences=same_sequences)
 
 
 def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]:

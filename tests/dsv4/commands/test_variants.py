@@ -89,8 +89,10 @@ def test_calls_of_fmha_are_written(arch, kind, d):
             table, lengths = empty(b, -(-s // 64), dtype=torch.int32), empty(b, dtype=torch.int32)
             p = problem.paged(q, *pages, table, lengths, causal=causal)
         p = replace(p, out=empty(*p.q.shape), lse=empty(*p.lse_shape, dtype=torch.float32))
-        missing = {aot.variant_of(x, arch): x.kernel.__name__ for x in calls.launches_of(p, target)}
-        assert not missing.keys() - known, (b, t, s, heads, group, causal, missing)
+        for same in (False, True) if kind == "varlen" else (False,):
+            launched = calls.launches_of(replace(p, same_sequences=same), target)
+            missing = {aot.variant_of(x, arch): x.kernel.__name__ for x in launched}
+            assert not missing.keys() - known, (b, t, s, heads, group, causal, missing)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
