@@ -2,7 +2,7 @@
 
 Each architecture is compiled by the Triton whose code for it is fastest (benchmarks/NOTES.md, section 3): Hopper's by
 the oldest that is accepted, which tools/environments.py installs beside the environment, Blackwell's by the
-environment's own. No GPU is needed; all kernels take two to three hours on two cores. The wheel has no code, fits one
+environment's own. No GPU is needed; all kernels take one to two hours on two cores. The wheel has no code, fits one
 version of the kernel sources, and is found by src/dsv4/runtime/cubins.py where it is installed.
 
     python tools/cubins.py                                    everything, into dist/
