@@ -178,6 +178,7 @@ HOPPER = {
     "clock.full": _p(0.5, "tensor-core use", "NOTES.md, clock: 1.61 to 1.77 GHz at 60 % use", "B", 0.4, 0.75),
 }
 BLACKWELL = HOPPER | {
+    "issue": _p(1.0, "cycles of a scheduler, an instruction", "as fitted to the tutorials", "D", 1.0, 1.2),
     "sms": _p(148, "count", "driver", "A"),
     "tma.interval": _p(48, "cycles", QRC, "B", 48, 65),
     "l2.coincide.tma": _p(0.03, "share of the sharers", "as of other loads: nothing is known", "D", 0.02, 0.07),

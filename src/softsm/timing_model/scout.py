@@ -20,7 +20,7 @@ from softsm.timing_model.follow import branch_on_load
 COST = 16_000_000  # instructions in all: two seconds
 MACRO, CTA = 400, 1500  # instructions that take as long as one that Python does, and as the start of a CTA
 FEW = 8  # clusters of a larger grid say nothing about the others
-ALIKE = 1.02
+ALIKE, MANY_ALIKE = 1.02, 512  # after so many that are alike the others are taken to be, too
 
 
 @functools.lru_cache(64)
@@ -72,6 +72,8 @@ class Scouts:
         self.live -= 1
         affordable = COST * self.begun // max(1, self.cost)  # clusters in all, if the others are like these
         more = self.cost < COST and self.begun < len(self.order) and affordable >= min(FEW, len(self.order))
+        if self.begun == MANY_ALIKE and not self.live:
+            more &= max(self.steps.values()) > ALIKE * min(self.steps.values())
         self.machine.left = int(not self.live and more)
         return not self.live and not more
 

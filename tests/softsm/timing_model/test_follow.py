@@ -140,3 +140,13 @@ def test_ctas_that_are_too_many_to_count_are_a_guess(monkeypatch) -> None:
     p = of_rows(np.arange(400, dtype=np.uint32))
     assert p.trace.lengths is None and band(p)[1] == 1.6
     assert "the 3 of 400 that were looked at differ" in report.doubt(p)
+
+
+def test_many_ctas_that_are_alike_are_enough(monkeypatch) -> None:
+    monkeypatch.setattr(scout, "MANY_ALIKE", 20)
+    begun: list[int] = []
+    plain = scout.Scouts.began
+    monkeypatch.setattr(scout.Scouts, "began", lambda self, cta: begun.append(1) or plain(self, cta))
+    assert of_rows(np.full(400, 7, np.uint32)).trace.lengths is None and len(begun) == 20
+    of_rows(np.arange(400, dtype=np.uint32))
+    assert len(begun) == 420
