@@ -168,7 +168,6 @@ class Sums(NamedTuple):
     """Outputs of slots, and what becomes of them."""
 
     slots_ptr: Any  # [tokens * topk, width]
-    row_ptr: Any
     groups: Any  # of 128 columns
     shared_ptr: Any  # [tokens, width]
     out_ptr: Any

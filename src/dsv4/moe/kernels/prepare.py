@@ -130,10 +130,10 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     multiply(Product(False, p.w2, p.w2_scales, h_rows, h_scales, rows, tiles, SlotOutputs(y, p.hidden), signals))
     shared = prepare_shared(p, program)
     out = p.out if p.out.stride(0) % 8 == 0 else program.workspace("out", p.out.shape, p.out.dtype)
-    sums = Sums(y, row_of, groups, shared, out, out.stride(0) // 8)
+    sums = Sums(y, groups, shared, out, out.stride(0) // 8)
     program.launch(
-        moe_sum, (p.tokens, parts), dict(sums=sums), TOPK=p.topk, SHARED=p.shared_w13 is not None, COLUMNS=COLUMNS,
-        num_warps=4, launch_pdl=True,
+        moe_sum, (p.tokens, parts), dict(sums=sums, choice=choice), TOPK=p.topk, SHARED=p.shared_w13 is not None,
+        COLUMNS=COLUMNS, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if out is not p.out:
         program.copy(p.out, out)

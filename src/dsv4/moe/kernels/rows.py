@@ -219,19 +219,22 @@ def moe_sort_rows(choice, to, x, TOPK: tl.constexpr, SLOTS: tl.constexpr, COLUMN
 
 
 @triton.jit
-def moe_sum(sums, TOPK: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program: COLUMNS of a token, its slots in their order."""
+def moe_sum(sums, choice, TOPK: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr):
+    """One program: COLUMNS of a token, its slots in their order. Which of them have an expert is read before the slots
+    are there: the router's choice was there before the first of these kernels."""
     gdc_launch_dependents()
-    wait_on_prior_grid()
     token, part = tl.program_id(0), tl.program_id(1)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     width = sums.groups * GROUP
     there = column < width
+    chosen = ()
+    for j in tl.static_range(TOPK):
+        chosen = chosen + (ids_of(choice, token * TOPK + j) >= 0,)
+    wait_on_prior_grid()
     values = ()
     for j in tl.static_range(TOPK):
         slot = token * TOPK + j
-        chosen = tl.load(sums.row_ptr + slot) >= 0
-        y = tl.load(sums.slots_ptr + slot.to(tl.int64) * width + column, mask=there & chosen, other=0.0)
+        y = tl.load(sums.slots_ptr + slot.to(tl.int64) * width + column, mask=there & chosen[j], other=0.0)
         values = values + (y,)
     total = tl.zeros([COLUMNS], tl.float32)
     for j in tl.static_range(TOPK):
