@@ -61,9 +61,11 @@ def macros(arch: str) -> list[str]:
 
 def rules(files: Iterable[Path]) -> dict[Path, list[tuple[str, str]]]:
     """The known ones of these files, each with its corrections."""
+    names = {end.rpartition("/")[2] for end in CORRECTIONS}
     found = {}
-    for file in files:
-        known = next((rules for end, rules in CORRECTIONS.items() if file.resolve().as_posix().endswith(end)), None)
+    for file in (x for x in files if x.name in names):  # of thousands: a path takes its time to resolve
+        path = file.resolve().as_posix()
+        known = next((rules for end, rules in CORRECTIONS.items() if path.endswith(end)), None)
         if known is not None:
             found[file] = known
     return found
