@@ -221,6 +221,23 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
     return Costs(ints, values, accesses, products)
 
 
+def _first_asks(code: Code, ints: np.ndarray, values: np.ndarray, loads: list[int], behind: list[int]) -> None:
+    """Of loads of one line, the first in the order of the program was seen to bring it. Where ptxas has put another of
+    them first, that one does, and the others find it."""
+    r = machine
+    together: dict[tuple[int, int], list[int]] = {}
+    for i in sorted(loads):
+        if values[i, r.LINES] == 1:
+            together.setdefault((code.instructions[i].block, int(ints[i, r.TENSOR])), []).append(i)
+    for first, *others in together.values():
+        line = code.instructions[first].line
+        bring = (i for i in others if values[i, r.EXTRA] > 0 and i not in behind and code.instructions[i].line < line)
+        i = next(bring, None)
+        if values[first, r.EXTRA] == 0 and i is not None:
+            for column in (r.UNITS, r.EXTRA):
+                values[first, column], values[i, column] = values[i, column], values[first, column]
+
+
 def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list[float] | None = None,
              absent: list[float] | None = None, spilled: float = 0.0,
              executed: np.ndarray | None = None) -> Costs:  # fmt: skip
@@ -275,6 +292,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             if kind == r.ATOMIC and found.tensors:
                 tensor = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= changing[tensor] if changing and 0 <= tensor < len(changing) else 1.0
+    _first_asks(code, ints, values, [i for copies in loads.values() for i in copies], behind)
     for i, ins in enumerate(code.instructions if spilled else ()):
         if ins.opcode.startswith("LDL"):
             values[i, r.UNITS], values[i, r.EXTRA], ints[i, r.TENSOR] = 32 * _width(ins.opcode), spilled, -1

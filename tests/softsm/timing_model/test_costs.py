@@ -57,3 +57,18 @@ def test_a_second_pass_over_a_row_does_not_wait_for_the_first() -> None:
 
     assert behind(missed=32, missing=8) == [0]  # other parts of lines that were asked for lately
     assert behind(distant=32, missing=8, again=8) == []
+
+
+def test_the_load_that_the_machine_code_has_first_brings_the_line() -> None:
+    """The program loads lines 1, 2 and 3 of one line of memory in this order, ptxas 2, 3, 1."""
+    made = [sass.Sass(index=n, opcode="LDG.E", text="", line=line, guarded=False) for n, line in enumerate((2, 3, 1))]
+    code = sass.Code(made, [range(3)], 32, 0)
+
+    def access(missed: int) -> Access:
+        of = {0: 8}
+        return Access(
+            looks=8, ran=8, units=8, lines=8, bytes=1024, space="load", missed=missed, missing=missed, tensors=of
+        )
+
+    found = costs.costs_of(code, GPUS["h200"], {1: access(8), 2: access(0), 3: access(0)})
+    assert found.values[:3, machine.EXTRA].tolist() == [1, 0, 0]
