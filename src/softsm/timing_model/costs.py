@@ -7,6 +7,7 @@ numbers come from parameters.py, by the name of the pipe.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -232,10 +233,10 @@ def _first_asks(code: Code, ints: np.ndarray, values: np.ndarray, loads: list[in
     for first, *others in together.values():
         line = code.instructions[first].line
         bring = (i for i in others if values[i, r.EXTRA] > 0 and i not in behind and code.instructions[i].line < line)
-        i = next(bring, None)
-        if values[first, r.EXTRA] == 0 and i is not None:
-            for column in (r.UNITS, r.EXTRA):
-                values[first, column], values[i, column] = values[i, column], values[first, column]
+        if values[first, r.EXTRA] == 0:
+            for i in itertools.islice(bring, 1):
+                for column in (r.UNITS, r.EXTRA):
+                    values[first, column], values[i, column] = values[i, column], values[first, column]
 
 
 def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list[float] | None = None,
