@@ -52,6 +52,10 @@ def doubts(p) -> list[Doubt]:
         out.append(Doubt(0.4, f"{len(opcodes)} machine instructions: more than the first instruction cache holds"))
     if busy.get("L2", 0.0) > 0.6 and any(s.asked > 2 * s.size > 0 for s in p.sources):
         out.append(Doubt(0.3, "L2 is busy with tiles that CTAs share: how many ask for one together is not known"))
+    if busy.get("issue", 0.0) > 0.6 and busy.get("tensor core", 0.0) > 0.1:  # windows of keys, seeds 202 to 909
+        out.append(
+            Doubt(0.6, "much is computed beside products: such masks were up to 1.6 times slower than predicted")
+        )
     if p.bound.startswith("chain"):
         out.append(Doubt(0.27, "nothing is busy: the time is a chain of waits, whose latencies add up"))
     if p.us < SHORT:

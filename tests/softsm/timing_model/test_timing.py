@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.timing_model import blocks, costs, lower, model, parameters, report, sass
+from softsm.timing_model import blocks, costs, lower, model, parameters, report, sass, validated
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
@@ -254,3 +254,12 @@ def test_loops_longer_than_the_instruction_cache_are_fetched_again() -> None:
         return predicted(start + turn * (count // 4) + end, 20).cycles / count
 
     assert each(2600) > 1.5 * each(1300)
+
+
+@pytest.mark.parametrize(("issue", "high"), [(30.0, 1.2), (70.0, 1.6)])
+def test_much_work_beside_products_is_a_reason_to_doubt(issue, high) -> None:
+    found = predicted("  add.f32 %f1, %f1, %f2;")
+    found.roofline |= {"issue": issue, "tensor core": 30.0, "L2": 0.0}
+    found.body_us = found.us = 100.0
+    found.bound, found.trace = "issue", None
+    assert validated.band(found)[1] == pytest.approx(high)
