@@ -24,7 +24,7 @@ SUITES = ("dense", "varlen", "v4", "index", "moe", "backward", "all")
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="dense, v4, index, moe, backward or all")] = "dense",
+    suite: Annotated[str, typer.Option(help="dense, varlen, v4, index, moe, backward or all")] = "dense",
     shapes: Annotated[
         str, typer.Option(help="fixed, or random: cases drawn by --seed, --count of each suite")
     ] = "fixed",
