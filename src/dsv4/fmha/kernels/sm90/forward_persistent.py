@@ -243,10 +243,10 @@ def ask_for(
 
 @gluon.jit
 def attend_tile(
-    stage, q, tile_row, at, next_tile, arguments, kv, work_tile, unseen, W: gl.constexpr, M: gl.constexpr,
-    SAME_KV: gl.constexpr, SIGN: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
+    stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
+    SIGN: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
-    """One row tile, whose Q is there, and the Q of the next one asked for. The steps are those of forward.attend."""
+    """One row tile, whose Q is there, as that of the next one is in the end. The steps are those of forward.attend."""
     SOON: gl.constexpr = EVEN and q.shape[2] < 256
     k, v = kv.k, kv.v
     BN: gl.constexpr = v.slots.shape[1]
@@ -260,6 +260,7 @@ def attend_tile(
     OWN: gl.constexpr = EVEN or D > 64
     ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if D > 64 else 0
     FINITE: gl.constexpr = D == 128 and not EVEN
+    tile_row, work_tile, unseen = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
     tiles, scale = work_tile.tiles, work_tile.problem.scale
     bounds = mask_bounds(tile_row, work_tile, 64, BN, DENSE, RS)
     if OWN_END:
@@ -307,6 +308,7 @@ def attend_tile(
     if OWN:
         l = gl.convert_layout(gl.sum(l, 1), RS)
     work.write_at_once(o, m, l, tile_row, work_tile, CV, D)
+    arrived(SIGN)
     return stage
 
 
@@ -327,11 +329,7 @@ def attend_early(
         arrived(SIGN)
         while tile_id < num_tiles:
             after, ticket = take_ticket(tickets, ticket)
-            tile_row, work_tile, unseen = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
-            stage = attend_tile(
-                stage, q, tile_row, at, after, arguments, kv, work_tile, unseen, W, M, SAME_KV, SIGN, EVEN, OWN_END
-            )
-            arrived(SIGN)
+            stage = attend_tile(stage, q, at, tile_id, after, arguments, kv, W, M, SAME_KV, SIGN, EVEN, OWN_END)
             at += 1
             tile_id = after
     else:
@@ -350,11 +348,8 @@ def attend_turns(
     ask(place_of(q, first, W), first_row, first_work_tile, arguments.columns, SIGN)
     arrived(SIGN)
     for at in range(first, end, step):
-        tile_row, work_tile, unseen = rows_of(tile_id_at(at, M), arguments, BN, W, M, EVEN, OWN_END)
-        stage = attend_tile(
-            stage, q, tile_row, at, 0, arguments, kv, work_tile, unseen, W, M, SAME_KV, SIGN, EVEN, OWN_END
-        )
-        arrived(SIGN)
+        tile_id = tile_id_at(at, M)
+        stage = attend_tile(stage, q, at, tile_id, 0, arguments, kv, W, M, SAME_KV, SIGN, EVEN, OWN_END)
 
 
 @gluon.jit
