@@ -14,7 +14,7 @@ ORDERS = ("eager", "latest", "random")  # of completion of asynchronous operatio
 
 
 def refuse(name: str, got: Any, accepted: str) -> NoReturn:
-    raise ValueError(f"{name}: got {_described(got)}, accepted {accepted}")
+    raise ValueError(f"{name}: got {_described(got)}; accepted: {accepted}")
 
 
 def _described(value: Any) -> str:
@@ -29,25 +29,25 @@ def _described(value: Any) -> str:
 
 def one_of(name: str, value: Any, accepted: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in accepted:
-        refuse(name, value, f"are {', '.join(accepted)}")
+        refuse(name, value, f"{', '.join(accepted)}")
     return value
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     if not _is_whole(value) or not least <= value <= (value if most is None else most):
-        refuse(name, value, f"are ints from {least} on" if most is None else f"are ints from {least} to {most}")
+        refuse(name, value, f"ints from {least} on" if most is None else f"ints from {least} to {most}")
     return int(value)
 
 
 def positive(name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
-        refuse(name, value, "are None and positive numbers")
+        refuse(name, value, "None and positive numbers")
     return float(value)
 
 
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        refuse(name, value, "are True and False")
+        refuse(name, value, "True and False")
     return value
 
 
@@ -58,7 +58,7 @@ def sides(
     given = (value,) if isinstance(value, numbers.Integral) else value
     fits = isinstance(given, (tuple, list)) and 1 <= len(given) <= 3
     if not fits or not all(_is_whole(x) and least <= x <= limit for x, limit in zip(given, most)):
-        refuse(name, value, f"are one to three ints, each {least} or more and at most {most}")
+        refuse(name, value, f"one to three ints, each {least} or more and at most {most}")
     x, y, z, *_ = (*map(int, given), 1, 1)
     return x, y, z
 
@@ -67,7 +67,7 @@ def number_in(variable: str, otherwise: int) -> int:
     """A number in the environment."""
     text = os.environ.get(variable, "")
     if text and not text.isdecimal():
-        refuse(variable, text, "is a number")
+        refuse(variable, text, "a number")
     return int(text) if text else otherwise
 
 

@@ -46,7 +46,7 @@ def parse_argument(text: str, seed: int = 0, before: Sequence[Value] = ()) -> Va
     match = _FORM.fullmatch(text)
     if match is None or match["type"] not in TYPES:
         raise ValueError(
-            f"argument: got {text!r}, accepted are forms such as f32[1024]:rand, u32=7, x.npy or "
+            f"argument: got {text!r}; accepted: forms such as f32[1024]:rand, u32=7, x.npy or "
             f"map[64,64]:bf16[256,128]:rand; types: {', '.join(TYPES)}"
         )
     dtype, value = np.dtype(TYPES[match["type"]]), match["value"]
@@ -56,7 +56,7 @@ def parse_argument(text: str, seed: int = 0, before: Sequence[Value] = ()) -> Va
         return dtype.type(_number(value, text, dtype))
     shape = tuple(int(n) for n in match["shape"].split(",") if n.strip())
     if math.prod(shape) * dtype.itemsize > MOST_BYTES:
-        raise ValueError(f"argument: got {text!r}, accepted are arrays of at most {MOST_BYTES >> 30} GiB")
+        raise ValueError(f"argument: got {text!r}; accepted: arrays of at most {MOST_BYTES >> 30} GiB")
     return _aligned(_filled(text, shape, dtype, value, seed))
 
 
@@ -73,7 +73,7 @@ def _filled(text: str, shape: tuple[int, ...], dtype: np.dtype, value: str | Non
     if value.endswith(".npy"):
         array = _file(value)
         if array.shape != shape:
-            raise ValueError(f"argument: got {text!r}, accepted is the shape of the file, {list(array.shape)}")
+            raise ValueError(f"argument: got {text!r}; accepted: the shape of the file, {list(array.shape)}")
         if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:  # how NumPy saves bf16 and fp8
             return array.view(dtype)
         return array.astype(dtype)
@@ -86,7 +86,7 @@ def _file(path: str) -> np.ndarray:
     try:
         return np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as problem:
-        raise ValueError(f"argument: got {path}, accepted are arrays that numpy.save wrote ({problem})") from None
+        raise ValueError(f"argument: got {path}; accepted: arrays that numpy.save wrote ({problem})") from None
 
 
 def _aligned(array: np.ndarray) -> np.ndarray:
@@ -104,7 +104,7 @@ def _map(text: str, seed: int, before: Sequence[Value]) -> TensorMapArgument:
     match = _MAP.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"argument: got {text!r}, accepted are forms such as map[64,64]:bf16[256,128]:rand and "
+            f"argument: got {text!r}; accepted: forms such as map[64,64]:bf16[256,128]:rand and "
             "map[64,64;swizzle=128]:arg0"
         )
     array: Value
@@ -114,12 +114,12 @@ def _map(text: str, seed: int, before: Sequence[Value]) -> TensorMapArgument:
     elif int(other[1]) < len(before):
         array = before[int(other[1])]
     else:
-        raise ValueError(f"argument: got {text!r}, accepted are arg0 to arg{len(before) - 1} (arguments before it)")
+        raise ValueError(f"argument: got {text!r}; accepted: arg0 to arg{len(before) - 1} (arguments before it)")
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"argument: got {text!r}, accepted are maps over arrays")
+        raise ValueError(f"argument: got {text!r}; accepted: maps over arrays")
     swizzle = int(match["swizzle"] or 0)
     if swizzle not in SWIZZLES:
-        raise ValueError(f"argument: got {text!r}, accepted are swizzles of {', '.join(map(str, SWIZZLES))} bytes")
+        raise ValueError(f"argument: got {text!r}; accepted: swizzles of {', '.join(map(str, SWIZZLES))} bytes")
     try:
         return tensor_map(array, tuple(int(n) for n in match["box"].split(",") if n.strip()), swizzle=swizzle)
     except ValueError as problem:
@@ -133,5 +133,5 @@ def _number(value: str, text: str, dtype: np.dtype) -> float | int:
         raise ValueError(f"argument: {value!r} in {text!r} is not a number, arange, rand or a file x.npy") from None
     if dtype.kind in "iu" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
         limits = np.iinfo(dtype)
-        raise ValueError(f"argument: got {text!r}, accepted are numbers from {limits.min} to {limits.max}")
+        raise ValueError(f"argument: got {text!r}; accepted: numbers from {limits.min} to {limits.max}")
     return number

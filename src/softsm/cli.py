@@ -8,15 +8,17 @@ import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from softsm import accepted, resident
 from softsm.accepted import ORDERS
 from softsm.commands.program import (
     PROGRAMS,
     PtxOptions,
+    UsageError,
     accept,
     exists,
     program_errors,
@@ -26,10 +28,29 @@ from softsm.commands.program import (
     writable,
 )
 
+
+class Commands(typer.core.TyperGroup):
+    """Prints every error as one line, `softsm COMMAND: what is wrong`, and exits with status 2."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        alone = options.pop("standalone_mode", True)
+        try:
+            status = super().main(*args, **options | {"standalone_mode": False})
+        except UsageError as problem:
+            # Without an argument there is no text, and typer has shown the help.
+            if text := problem.format_message():
+                typer.echo(f"{problem.ctx.command_path if problem.ctx else 'softsm'}: {text}", err=True)
+            sys.exit(2)
+        except typer.Abort:
+            typer.echo("softsm: interrupted", err=True)
+            sys.exit(130)
+        return sys.exit(status or 0) if alone else status
+
+
 app = typer.Typer(
+    cls=Commands,
     help="A streaming multiprocessor in software: runs PTX, and Triton or Gluon programs, on a CPU.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -282,7 +303,7 @@ def time(
     if output is not None:
         writable(output)
     if compare_arguments is not None and compare is None:
-        usage(f"compare_arguments: got {compare_arguments!r}, accepted only with --compare")
+        usage(f"compare_arguments: got {compare_arguments!r}; accepted: only with --compare")
     lines = [arguments or [], (arguments or []) if compare_arguments is None else shlex.split(compare_arguments)]
     kernel = PtxOptions(entry, grid, block, cluster, shared)
     timers, ends = [], []
@@ -318,7 +339,7 @@ def museum(
     everything = gather()
     unknown = [n for n in numbers or () if n not in everything]
     if unknown:
-        usage(f"numbers: got {unknown[0]}, there are exhibits {min(everything)} to {max(everything)}")
+        usage(f"numbers: got {unknown[0]}; accepted: {min(everything)} to {max(everything)}")
     failed = 0
     for number in numbers or everything:
         verdict = judge(everything[number])
@@ -344,7 +365,7 @@ def serve(idle: Annotated[float, typer.Option(help="minutes without a request af
     from softsm.commands.serve import Server, preload
 
     if idle <= 0:
-        usage(f"idle: got {idle}, accepted are numbers > 0")
+        usage(f"idle: got {idle}; accepted: numbers > 0")
     path = resident.socket_path()
     if resident.alive(path):
         typer.echo(f"softsm serve runs already ({path})", err=True)
@@ -353,7 +374,7 @@ def serve(idle: Annotated[float, typer.Option(help="minutes without a request af
     try:
         server = Server(path, run_command)
     except (OSError, ValueError) as problem:
-        usage(f"softsm serve: {problem}")
+        usage(str(problem))
     typer.echo(f"softsm serve: process {os.getpid()}, ends after {idle:g} minutes without a request", err=True)
     try:
         server.run(60 * idle)

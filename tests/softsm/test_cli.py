@@ -158,7 +158,7 @@ def test_argument_forms(tmp_path, monkeypatch):
     for form in ("bf16[2,3]:half.npy", "bf16[2,3]=half.npy"):
         assert parse_argument(form).astype(float).tolist() == [[0.5] * 3] * 2
     assert parse_argument("bf16[3]:x.npy").dtype == ml_dtypes.bfloat16
-    with pytest.raises(ValueError, match=r"accepted is the shape of the file, \[3\]"):
+    with pytest.raises(ValueError, match=r"accepted: the shape of the file, \[3\]"):
         parse_argument("f32[4]:x.npy")
     assert parse_argument("f32[8]:rand").ctypes.data % 256 == 0
     first, second = parse_argument("f32[4]=random", 1), parse_argument("f32[4]=random", 1)
@@ -174,7 +174,7 @@ def test_a_tensor_map_on_the_command_line():
     assert parse_argument("map[16]:f32[64]:3").array.tolist() == [3] * 64
     for text, words in (
         ("map[64]:arg0", "maps over arrays"), ("map[64,64]:arg2", "arg0 to arg1"), ("map[64]:arg1", "box: got"),
-        ("map[64,64;swizzle=12]:arg1", "swizzles of 0, 32, 64, 128"), ("map:arg1", "accepted are forms"),
+        ("map[64,64;swizzle=12]:arg1", "swizzles of 0, 32, 64, 128"), ("map:arg1", "accepted: forms"),
         ("map[64,64;swizzle=32]:arg1", "box_dim"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="^argument: got .*" + words):
@@ -199,7 +199,7 @@ FINISH
 
 
 def softsm_command(*words):
-    return CliRunner().invoke(app, [*map(str, words)])
+    return CliRunner().invoke(app, [*map(str, words)], prog_name="softsm")
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_the_command_of_the_documentation(tmp_path, ptx):
     assert done.exit_code == 0  # .target sm_90 runs there too
     ptx.write_text(SCALE.replace("sm_90", "sm_90a"))
     done = softsm_command("check", ptx, *words[2:], "--arch", "sm_100a")
-    assert done.exit_code == 2 and "arch: got 'sm_100a', accepted is what runs the module's .target" in done.output
+    assert done.exit_code == 2 and "arch: got 'sm_100a'; accepted: what runs the module's .target" in done.output
 
 
 def test_json_of_a_check(ptx, tmp_path):
@@ -317,9 +317,10 @@ def test_options_behind_the_file_are_taken(ptx, tmp_path):
 
 def test_an_unknown_option_ahead_of_the_file_is_named(ptx):
     done = softsm_command("check", "--archh", "sm_90a", ptx)
-    assert (done.exit_code, done.output) == (2, "--archh: there is no such option; did you mean --arch?\n")
+    assert done.exit_code == 2
+    assert done.output == "softsm check: --archh: there is no such option; did you mean --arch?\n"
     done = softsm_command("time", "--nothing", ptx)
-    assert (done.exit_code, done.output) == (2, "--nothing: there is no such option\n")
+    assert (done.exit_code, done.output) == (2, "softsm time: --nothing: there is no such option\n")
 
 
 def test_behind_two_dashes_everything_is_the_programs(tmp_path, racy):
@@ -332,7 +333,7 @@ def test_behind_two_dashes_everything_is_the_programs(tmp_path, racy):
 def test_an_unknown_order_is_one_line(ptx, command):
     done = softsm_command(command, ptx, "--order", "sideways")
     assert done.exit_code == 2 and len(done.output.splitlines()) == 1
-    assert done.output.startswith("order: got 'sideways', accepted are eager, latest, random")
+    assert done.output.startswith(f"softsm {command}: order: got 'sideways'; accepted: eager, latest, random")
 
 
 WRONG = {"--sms": "0", "--seed": "-5", "--arch": "sm_80"}
@@ -345,7 +346,7 @@ def test_a_wrong_option_is_one_line_and_nothing_runs(racy, tmp_path, command, op
     where = ["-o", tmp_path / "out"] if command == "trace" else []
     done = softsm_command(command, racy, option, WRONG[option], *where)
     assert done.exit_code == 2 and len(done.output.splitlines()) == 1
-    assert done.output.startswith(f"{option[2:]}: got ") and "accepted are " in done.output
+    assert done.output.startswith(f"softsm {command}: {option[2:]}: got ") and "accepted: " in done.output
     assert not (tmp_path / "out").exists()
 
 
@@ -362,12 +363,12 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(racy, ptx,
 def test_time_takes_no_clock_below_zero(tmp_path):
     (tmp_path / "program.py").write_text("")
     done = softsm_command("time", tmp_path / "program.py", "--clock", "-3")
-    assert done.exit_code == 2 and done.output.startswith("clock: got -3.0, accepted are ")
+    assert done.exit_code == 2 and done.output.startswith("softsm time: clock: got -3.0; accepted: ")
 
 
 @pytest.mark.parametrize("text", ["u32=70000000000", "u32=-1", "u8[8]=300", "f32[99999999999999]"])
 def test_numbers_that_do_not_fit_are_refused(text):
-    with pytest.raises(ValueError, match="^argument: got .*, accepted are "):
+    with pytest.raises(ValueError, match="^argument: got .*; accepted: "):
         parse_argument(text)
 
 
@@ -380,7 +381,7 @@ def test_trace_prints_what_it_found(racy, tmp_path):
 def test_options_of_time_behind_the_file_are_taken(tmp_path):
     (tmp_path / "program.py").write_text("raise SystemExit(3)\n")
     result = CliRunner().invoke(app, ["time", str(tmp_path / "program.py"), "--gpu", "b2"])
-    assert result.exit_code == 2 and "gpu: got 'b2', accepted are" in result.output
+    assert result.exit_code == 2 and "gpu: got 'b2'; accepted:" in result.output
 
 
 def test_version():
@@ -391,3 +392,22 @@ def test_version():
     done = softsm_command("--version")
     assert done.output == f"softsm {softsm.__version__}\n"
     assert softsm.__version__ == importlib.metadata.version("dsv4")
+
+
+@pytest.mark.parametrize("command, says", [
+    ("chekc x.py", "softsm: No such command 'chekc'. Did you mean 'check'?"),
+    ("check no.py", "softsm check: there is no file no.py"),
+    ("time --gpu b2 no.py", "softsm time: there is no file no.py"),
+    ("museum 99", "softsm museum: numbers: got 99; accepted: 1 to "),
+    ("explain nothing", "softsm explain: topic: got 'nothing'; accepted: "),
+    ("serve --idle 0", "softsm serve: idle: got 0.0; accepted: numbers > 0"),
+    ("museum --ful", "softsm museum: No such option: --ful"),
+])  # fmt: skip
+def test_wrong_usage_is_one_line_with_the_name_of_the_command(command, says):
+    done = CliRunner().invoke(app, command.split(), prog_name="softsm")
+    assert done.exit_code == 2 and done.output.startswith(says) and done.output.count("\n") == 1, done.output
+
+
+def test_a_shell_completes_commands_and_options():
+    asks = {"_SOFTSM_COMPLETE": "complete_bash", "COMP_WORDS": "softsm che", "COMP_CWORD": "1"}
+    assert CliRunner().invoke(app, env=asks, prog_name="softsm").output.split() == ["check"]

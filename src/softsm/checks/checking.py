@@ -92,9 +92,9 @@ def expect_mma(name: str, a=None, b=None, *, column: int | None = None) -> None:
     if checks is None:
         raise ValueError("expect_mma: it belongs inside `with softsm.checking(...)`")
     if not isinstance(name, str):
-        accepted.refuse("name", name, "is the product's name")
+        accepted.refuse("name", name, "the product's name")
     if a is None and b is None:
-        raise ValueError("a, b: got None, accepted are the expected operands, at least one")
+        raise ValueError("a, b: got None; accepted: the expected operands, at least one")
     if column is not None:
         accepted.whole("column", column, 0, COLUMNS - 1)
     checks.expectations.append(Expectation(name, _array(a, "a"), _array(b, "b"), column))
@@ -111,5 +111,5 @@ def _array(value, name: str) -> np.ndarray | None:
     except (TypeError, ValueError, RuntimeError):  # no numbers; a tensor that is sparse or on another device
         array = None
     if array is None or array.ndim not in (2, 3, 4):
-        accepted.refuse(name, value, "are numbers in 2 to 4 dimensions, on the CPU")
+        accepted.refuse(name, value, "numbers in 2 to 4 dimensions, on the CPU")
     return array

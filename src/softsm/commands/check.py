@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from softsm import __version__
 from softsm.checks.checking import checking
 from softsm.commands.copies import in_copies
+from softsm.commands.program import OWN
 from softsm.engine.options import options
 from softsm.engine.processes import processes
 from softsm.errors import SoftsmError
@@ -109,7 +108,7 @@ class Summary:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     self.fail(f"the program ended with status {end.code}", name)
-            except typer.Exit:  # of the command itself
+            except OWN:
                 raise
             except Exception as problem:
                 self.fail(own_traceback(problem, frames_of), name)

@@ -12,12 +12,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import typer
 
 from softsm import accepted
 
+if TYPE_CHECKING:
+    from click import UsageError
+else:
+    UsageError = typer.BadParameter.__base__  # of click, or of the copy of click in newer typers
+
+OWN = (typer.Exit, UsageError)  # exceptions of the command itself, not of the program that it runs
 PROGRAMS = (".py", ".cu")  # with a command line of their own
 KNOWN = tuple(
     "--arch --entry --grid --block --cluster --shared --sms --ranks --order --seed --strict --output --json".split()
@@ -46,9 +52,9 @@ def program_of(
 ) -> Callable[[str, int], None]:
     """What runs the file: execute(order, seed)."""
     if file.suffix not in PROGRAMS and ranks != 1:
-        usage(f"ranks: got {ranks}, accepted for Python and CUDA C++ programs")
+        usage(f"ranks: got {ranks}; accepted: with Python and CUDA C++ programs")
     if file.suffix in PROGRAMS and arg:
-        usage(f"arg: got {arg[0]!r}, accepted for PTX; options of a program of this name go behind --")
+        usage(f"arg: got {arg[0]!r}; accepted: with PTX; options of a program of this name go behind --")
     if file.suffix == ".cu":
         from softsm.commands.cuda import CudaFile
 
@@ -61,7 +67,7 @@ def program_of(
     if file.suffix == ".py":
         return lambda order, seed: _program(file, arguments or [], arch, sms, ranks, order, seed)
     if arguments and arg:
-        usage(f"arg: got {arg[0]!r} and {arguments[0]!r}, accepted is one of the two ways to give arguments")
+        usage(f"arg: got {arg[0]!r} and {arguments[0]!r}; accepted: one of the two ways to give arguments")
     from softsm.commands.ptx import PtxFile
 
     given = PtxFile(file, arguments or arg or [], arch, *kernel)
@@ -126,7 +132,7 @@ def writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        usage(f"output: got {folder}, accepted is a folder to write to ({problem.strerror})")
+        usage(f"output: got {folder}; accepted: a folder to write to ({problem.strerror})")
 
 
 def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, order: str, seed: int) -> None:
@@ -159,7 +165,7 @@ def program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterato
     """An exception of the program is shown as `python file` would: without the frames that led to it."""
     from softsm.errors import SoftsmError
 
-    passed: tuple[type[BaseException], ...] = (typer.Exit, *but)
+    passed: tuple[type[BaseException], ...] = (*OWN, *but)
     try:
         yield
     except passed:
@@ -176,6 +182,5 @@ def program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterato
 
 
 def usage(message: str) -> NoReturn:
-    """The command line is wrong."""
-    typer.echo(message, err=True)
-    raise typer.Exit(2)
+    """Says that the command line is wrong; `softsm.cli.Commands` prints it."""
+    raise UsageError(message)

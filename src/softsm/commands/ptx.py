@@ -49,7 +49,7 @@ class PtxFile:
             try:
                 np.save(path, array)
             except OSError as problem:
-                raise ValueError(f"save: got {path}, accepted is a file to write to ({problem.strerror})") from None
+                raise ValueError(f"save: got {path}; accepted: a file to write to ({problem.strerror})") from None
 
     def values(self, kernel: PtxKernel, seed: int) -> list[Value]:
         names = kernel.parameters
@@ -71,7 +71,7 @@ class PtxFile:
         array = array_of(values[at]) if at < len(values) else None
         if not equals or array is None:
             listed = ", ".join(f"{i} ({n})" for i, (n, v) in enumerate(zip(names, values)) if array_of(v) is not None)
-            raise ValueError(f"save: got {text!r}, accepted is N=file.npy with an array for N: {listed or 'none'}")
+            raise ValueError(f"save: got {text!r}; accepted: N=file.npy with an array for N: {listed or 'none'}")
         return array, path
 
     def table(self, kernel: PtxKernel, before: list, values: list[Value]) -> Table:
@@ -100,4 +100,4 @@ def dims(text: str, name: str) -> tuple[int, ...]:
     try:
         return tuple(int(n) for n in text.replace("x", ",").split(","))
     except ValueError:
-        raise ValueError(f"{name}: got {text!r}, accepted are up to three numbers such as 4,1,1") from None
+        raise ValueError(f"{name}: got {text!r}; accepted: up to three numbers such as 4,1,1") from None

@@ -71,7 +71,7 @@ class Server:
         finally:
             os.umask(mask)
         if not resident.trusted(path):
-            raise ValueError(f"folder: got {path.parent}, accepted: a folder of this user that no other user may read")
+            raise ValueError(f"folder: got {path.parent}; accepted: a folder of this user that no other user may read")
         self.listener.listen()
         self.running: dict[int, socket.socket] = {}
         self.wakes, self.wake = socket.socketpair()

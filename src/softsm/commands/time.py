@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
-
 from softsm import __version__
+from softsm.commands.program import OWN
 from softsm.errors import SoftsmError
 from softsm.ptx.cplusplus import readable
 from softsm.timing_model import compare, report
@@ -29,7 +28,7 @@ which helps where a grid has one CTA)."""
 def target(arch: str, gpu: str) -> tuple[str, Gpu]:
     """The architecture and the GPU of a command line."""
     if gpu and gpu not in GPUS:
-        raise ValueError(f"gpu: got {gpu!r}, accepted are {', '.join(GPUS)}")
+        raise ValueError(f"gpu: got {gpu!r}; accepted: {', '.join(GPUS)}")
     chosen = arch or (GPUS[gpu].arch if gpu else os.environ.get("SOFTSM") or "sm_100a")
     return chosen, gpu_for(gpu or None, chosen)
 
@@ -57,9 +56,9 @@ def ending(file: Path) -> Iterator[End]:
         end.words = f"{file} ended with status {done.code}" if done.code else ""
     except SoftsmError as problem:
         end.words, end.failed = f"{file}: no time: {problem}", True
+    except OWN:
+        raise
     except Exception as problem:
-        if isinstance(problem, typer.Exit):  # of the command itself
-            raise
         frames = problem.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename != str(file):
             frames = frames.tb_next

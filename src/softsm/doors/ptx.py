@@ -29,7 +29,7 @@ class PtxKernel:
 
     def __getitem__(self, shape: tuple) -> PtxLaunch:
         if not isinstance(shape, tuple) or len(shape) not in (2, 3):
-            accepted.refuse("launch", shape, "are [grid, block] and [grid, block, cluster]")
+            accepted.refuse("launch", shape, "[grid, block] and [grid, block, cluster]")
         return PtxLaunch(self, *shape)
 
     def __repr__(self) -> str:
@@ -42,7 +42,7 @@ class PtxLaunch:
         required = kernel.kernel.function.directives.get("reqnctapercluster", (1, 1, 1))
         self.cluster = required if cluster is None else cluster
         if required != (1, 1, 1) and accepted.sides("cluster", self.cluster) != accepted.sides("cluster", required):
-            accepted.refuse("cluster", cluster, f"is {required}, which the kernel requires (.reqnctapercluster)")
+            accepted.refuse("cluster", cluster, f"{required}, which the kernel requires (.reqnctapercluster)")
 
     def __call__(self, *args: Any, shared: int = 0, **options: Any) -> Machine | None:
         """Run the grid to its end.
@@ -67,7 +67,7 @@ def load_ptx(ptx: str | Path, name: str | None = None, *, arch: str = "") -> Ptx
         arch: the GPU to emulate, sm_90a, sm_100a or sm_103a; default: the module's `.target`.
     """
     if not isinstance(ptx, (str, Path)):
-        accepted.refuse("ptx", ptx, "are PTX text and the path of a file")
+        accepted.refuse("ptx", ptx, "PTX text and the path of a file")
     text = ptx.read_text() if isinstance(ptx, Path) else ptx
     kernel = load(text, name)
     return PtxKernel(kernel, machine_of(kernel.module.target, arch))
@@ -83,7 +83,7 @@ def machine_of(target: str, arch: str) -> str:
     family = suffix == "f" and made // 10 == number // 10 and made <= number
     if made == number or family or (not suffix and made <= number):
         return arch
-    accepted.refuse("arch", arch, f"is what runs the module's .target {target}")
+    accepted.refuse("arch", arch, f"what runs the module's .target {target}")
 
 
 def _parts(target: str) -> tuple[int, str]:

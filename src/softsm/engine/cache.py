@@ -42,7 +42,7 @@ def made_cache_folder() -> pathlib.Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        why = f"SOFTSM_CACHE: got {folder}, accepted is a folder to write to ({problem.strerror})"
+        why = f"SOFTSM_CACHE: got {folder}; accepted: a folder to write to ({problem.strerror})"
         raise ValueError(why) from None
     return folder
 

@@ -159,8 +159,7 @@ class Kernel:
         unknown = [name for name in changes if name not in CHANGES]
         if unknown:
             raise TypeError(
-                f"launch: got {unknown[0]}=, accepted are grid, block, args, shared, cluster, memory, "
-                f"{', '.join(CHANGES)}"
+                f"launch: got {unknown[0]}=; accepted: grid, block, args, shared, cluster, memory, {', '.join(CHANGES)}"
             )
         chosen = replace(current_options(), **{"arch": self.module.target, **changes})
         if not all(x.computes for x in chosen.sessions):
@@ -175,9 +174,9 @@ class Kernel:
         cluster = accepted.sides("cluster", cluster, CLUSTER_SIDES, least=1)
         ctas, threads = math.prod(cluster), math.prod(block)
         if ctas > CLUSTER_CTAS:
-            raise ValueError(f"cluster: got {cluster}, that is {ctas} CTAs; accepted are 1 to {CLUSTER_CTAS}")
+            raise ValueError(f"cluster: got {cluster}, that is {ctas} CTAs; accepted: 1 to {CLUSTER_CTAS}")
         if threads > 1024:
-            raise ValueError(f"block: got {block}, that is {threads} threads; accepted are 1 to 1024")
+            raise ValueError(f"block: got {block}, that is {threads} threads; accepted: 1 to 1024")
         required = accepted.sides("reqntid", self.function.directives.get("reqntid", block))
         if required != block:
             raise ValueError(f"block: got {block}, the kernel requires {required} (.reqntid)")
@@ -189,7 +188,7 @@ class Kernel:
             raise ValueError(f"shared: got {shared} bytes and {static} static ones; a CTA has {CTA_SHARED}")
         for given in memories:
             if given is not None and not isinstance(given, GlobalMemory):
-                accepted.refuse("memory", given, "are None and a GlobalMemory")
+                accepted.refuse("memory", given, "None and a GlobalMemory")
         memory = memories[0] or GlobalMemory()
         for other in memories[1:]:  # GPUs reach each other's memory
             for a in other.allocations if other is not None else ():
@@ -230,7 +229,7 @@ class Kernel:
         """The parameter buffer, 64-byte aligned; storages of array arguments become known allocations."""
         params = self.function.params
         if not isinstance(args, (list, tuple)):
-            accepted.refuse("args", args, "is a list of the kernel's arguments")
+            accepted.refuse("args", args, "a list of the kernel's arguments")
         if len(args) != len(params):
             names = ", ".join(p.name for p in params)
             raise ValueError(f"args: got {len(args)}, {self.name} accepts {len(params)} ({names})")
@@ -390,7 +389,7 @@ def aligned(shape: tuple[int, int], dtype) -> np.ndarray:
 
 
 def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
-    name, forms = f"args: parameter {p.name}", "are arrays, CPU tensors, numbers, bytes and tensor maps"
+    name, forms = f"args: parameter {p.name}", "arrays, CPU tensors, numbers, bytes and tensor maps"
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if isinstance(value, TensorMapArgument):
@@ -420,11 +419,11 @@ def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
         return bytes(value)
     if isinstance(value, float) or (isinstance(value, int) and p.type in ("f32", "f64")):
         if p.type[0] not in "fb":
-            accepted.refuse(name, value, f"are ints, for .{p.type}")
+            accepted.refuse(name, value, f"ints, for .{p.type}")
         return struct.pack("<d", value) if p.size == 8 else bytes(ctypes.c_float(value))  # 1e40 is inf
     if isinstance(value, int):
         bits = 8 * p.size
         if not -(1 << bits - 1) <= value < 1 << bits:
-            accepted.refuse(name, value, f"are ints of {bits} bits")
+            accepted.refuse(name, value, f"ints of {bits} bits")
         return (value & (1 << bits) - 1).to_bytes(p.size, "little")
     accepted.refuse(name, value, forms)

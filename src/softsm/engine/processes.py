@@ -70,7 +70,7 @@ def processes() -> int:
     chosen = os.environ.get("SOFTSM_PROCESSES", "")
     if chosen:
         if not chosen.isdigit() or int(chosen) < 1:
-            raise ValueError(f"SOFTSM_PROCESSES: got {chosen!r}, accepted are numbers >= 1")
+            raise ValueError(f"SOFTSM_PROCESSES: got {chosen!r}; accepted: numbers >= 1")
         return int(chosen)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 

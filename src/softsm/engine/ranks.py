@@ -192,7 +192,7 @@ def ranks(count: int, program: Callable[[int], Any], *, turn: Callable[[int], No
     """
     accepted.whole("count", count, 1, MOST)
     if not callable(program):
-        accepted.refuse("program", program, "is a function of a rank")
+        accepted.refuse("program", program, "a function of a rank")
     now = current_options()
     if now.meeting is not None:
         raise ValueError("ranks: they cannot be nested")

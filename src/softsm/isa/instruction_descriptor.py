@@ -105,15 +105,15 @@ def decode(value: int, kind: str, group: int = 1, ws: bool = False, sparse: bool
     if a is None or b is None:
         name, first = ("A", 7) if a is None else ("B", 10)
         accepted = ", ".join(f"{c} = {t}" for c, t in types.items())
-        raise wrong(f"type {value >> first & 7} of {name} in bits {first}-{first + 2}; accepted are {accepted}")
+        raise wrong(f"type {value >> first & 7} of {name} in bits {first}-{first + 2}; accepted: {accepted}")
     d = "f32"
     if not block:
         d = _RESULTS[kind].get(value >> 4 & 3, "")
         if not d:
             accepted = ", ".join(f"{c} = {t}" for c, t in _RESULTS[kind].items())
-            raise wrong(f"type {value >> 4 & 3} of D in bits 4-5; accepted are {accepted}")
+            raise wrong(f"type {value >> 4 & 3} of D in bits 4-5; accepted: {accepted}")
         if kind == "f16" and (a != b or (a == "bf16" and d != "f32")):
-            raise wrong(f"A {a}, B {b}, D {d}; accepted are f16 x f16 -> f16 or f32, and bf16 x bf16 -> f32")
+            raise wrong(f"A {a}, B {b}, D {d}; accepted: f16 x f16 -> f16 or f32, and bf16 x bf16 -> f32")
     m, n = (value >> 24 & 31) << 4, (value >> 17 & 63) << 3
     text = _shape_error(kind, m, n, group, ws, sparse)
     if text is not None:
@@ -134,7 +134,7 @@ def decode(value: int, kind: str, group: int = 1, ws: bool = False, sparse: bool
             if value >> 31:
                 raise wrong("bit 31 asks for K = 96, which exists on sm_103 only")
             if a_id & 1 or b_id & 1:
-                raise wrong(f"scale-factor ids A {a_id}, B {b_id}; accepted are 0 and 2")
+                raise wrong(f"scale-factor ids A {a_id}, B {b_id}; accepted: 0 and 2")
     return InstructionDescriptor(
         kind, m, n, K_OF_KIND[kind] << sparse, a, b, d, negate, not transposed & 1, not transposed >> 1,
         bool(value >> 3 & 1) and kind == "i8", scale, a_id, b_id, sparse, selector,

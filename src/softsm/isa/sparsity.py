@@ -87,7 +87,7 @@ def check(codes: np.ndarray, kind: str, accepted: frozenset[int] = DIFFERENT) ->
         size, code = _CHUNK[kind], int(codes[row, chunk])
         what = f"the positions are {code & 3} and {code >> 2}"
         if kind == ONE_OF_TWO:
-            what = f"the code is 0b{code:04b}, accepted are 0b0100 and 0b1110"
+            what = f"the code is 0b{code:04b}; accepted: 0b0100 and 0b1110"
         raise Fault("metadata", f"row {row}, columns {size * chunk} to {size * chunk + size - 1}: {what}")
 
 

@@ -148,7 +148,7 @@ def do_shift(w, mask, o):
         address = int(w.R[o.address, thread])
         lane, column = address >> 16, address & 0xFFFF
         if lane % 32 or lane >= tm.LANES:
-            raise w.fault("tmem-lane", f"tcgen05.shift at lane {lane}; accepted are multiples of 32")
+            raise w.fault("tmem-lane", f"tcgen05.shift at lane {lane}; accepted: multiples of 32")
         for cta in ctas:
             located(w, cta.tmem.check, cta, column, 8, "tcgen05.shift")
         start_shift(w, thread, ctas, (lane,), column)

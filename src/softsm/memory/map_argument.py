@@ -48,18 +48,18 @@ def tensor_map(
     shape = tuple(int(n) for n in getattr(array, "shape", ()))
     kind = _TYPES.get(str(getattr(array, "dtype", "")).removeprefix("torch."))
     if kind is None or not shape:
-        accepted.refuse("array", array, f"are arrays and CPU tensors of {', '.join(_TYPES)}")
+        accepted.refuse("array", array, f"arrays and CPU tensors of {', '.join(_TYPES)}")
     for name, value in (("box", box), ("element_strides", element_strides)):
         if value is not None and len(value) != len(shape):
-            accepted.refuse(name, value, f"are {len(shape)} numbers, one for each dimension of the array")
+            accepted.refuse(name, value, f"{len(shape)} numbers, one for each dimension of the array")
     if swizzle not in SWIZZLES:
-        accepted.refuse("swizzle", swizzle, f"are {', '.join(map(str, SWIZZLES))} bytes")
+        accepted.refuse("swizzle", swizzle, f"{', '.join(map(str, SWIZZLES))} bytes")
     if hasattr(array, "untyped_storage"):
         address, strides = array.data_ptr(), [n * array.element_size() for n in array.stride()]
     else:
         address, strides = array.ctypes.data, list(array.strides)
     if strides[-1] != kind.bits // 8 and shape[-1] > 1:
-        accepted.refuse("array", array, "are arrays whose last dimension is contiguous")
+        accepted.refuse("array", array, "arrays whose last dimension is contiguous")
     image = encode_tiled(
         kind, len(shape), address, shape[::-1], strides[-2::-1], tuple(box)[::-1],
         tuple(element_strides)[::-1] if element_strides is not None else None,

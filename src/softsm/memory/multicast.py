@@ -23,7 +23,7 @@ class Multicast:
 
     def __init__(self, members: Sequence):
         if not isinstance(members, (list, tuple)) or not members:
-            accepted.refuse("members", members, "is a list with a tensor or an array for each GPU")
+            accepted.refuse("members", members, "a list with a tensor or an array for each GPU")
         places = [_place(member, i) for i, member in enumerate(members)]
         sizes = [size for _, size in places]
         if len(set(sizes)) != 1:
@@ -45,10 +45,10 @@ def _place(member, i: int) -> tuple[int, int]:
         start, size, dense = member.ctypes.data, member.nbytes, member.flags.c_contiguous
     elif hasattr(member, "untyped_storage"):
         if member.is_sparse or member.untyped_storage().device.type != "cpu":  # a device that cuda_shim does not hide
-            accepted.refuse(f"members[{i}]", member, "are dense CPU tensors")
+            accepted.refuse(f"members[{i}]", member, "dense CPU tensors")
         start, size, dense = member.data_ptr(), member.numel() * member.element_size(), member.is_contiguous()
     else:
-        accepted.refuse(f"members[{i}]", member, "are tensors and arrays")
+        accepted.refuse(f"members[{i}]", member, "tensors and arrays")
     if not dense or not size or start % 16:
         raise ValueError(
             f"members[{i}]: got {size} bytes at {start:#x}, {'' if dense else 'not '}contiguous; contiguous ones at a "

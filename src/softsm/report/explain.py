@@ -76,7 +76,7 @@ def number(text: str, name: str) -> int:
     try:
         return int(text, 0)
     except ValueError:
-        raise ValueError(f"{name}: got {text!r}, accepted is a number such as 0x4000404000010040") from None
+        raise ValueError(f"{name}: got {text!r}; accepted: a number such as 0x4000404000010040") from None
 
 
 def overview() -> RenderableType:
@@ -125,7 +125,7 @@ def chapter(name: str, parts: list[str]) -> RenderableType:
         near = difflib.get_close_matches(name, known, 3, 0.5) or difflib.get_close_matches(parts[0], known, 3, 0.5)
         hint = f"; near it: {', '.join(near)}" if near else ""
         raise ValueError(
-            f"topic: got {name!r}, accepted are a diagnostic code, an instruction, descriptor and idesc{hint}"
+            f"topic: got {name!r}; accepted: a diagnostic code, an instruction, descriptor and idesc{hint}"
         )
     module = __import__(function.__module__, fromlist=["__doc__"])
     return Group(
@@ -136,10 +136,10 @@ def chapter(name: str, parts: list[str]) -> RenderableType:
 def tensor_move(parts: list[str]) -> RenderableType:
     shape = next((p for p in parts if p in tm.REGISTERS), None)
     if shape is None:
-        raise ValueError(f"shape: got {'.'.join(parts)}, accepted are {', '.join(tm.REGISTERS)}")
+        raise ValueError(f"shape: got {'.'.join(parts)}; accepted: {', '.join(tm.REGISTERS)}")
     repeat = next((int(p[1:]) for p in parts if re.fullmatch(r"x\d+", p)), 1)
     if repeat not in (1, 2, 4, 8, 16, 32, 64, 128):
-        raise ValueError(f"repeat: got x{repeat}, accepted are x1, x2, x4, ... x128")
+        raise ValueError(f"repeat: got x{repeat}; accepted: x1, x2, x4, ... x128")
     packed = any(p in ("pack::16b", "unpack::16b") for p in parts)
     column, lane = tm.register_map(shape, repeat)
     registers = column.shape[0]
@@ -186,7 +186,7 @@ def tensor_move(parts: list[str]) -> RenderableType:
 def tensor_copy(parts: list[str]) -> RenderableType:
     shape = next((p for p in parts if p in tm.COPY_SHAPES), None)
     if shape is None:
-        raise ValueError(f"shape: got {'.'.join(parts)}, accepted are {', '.join(tm.COPY_SHAPES)}")
+        raise ValueError(f"shape: got {'.'.join(parts)}; accepted: {', '.join(tm.COPY_SHAPES)}")
     multicast = next((p for p in parts if p.startswith("warpx")), "")
     rows, chunks = tm.COPY_SHAPES[shape]
     lanes = tm.copy_lanes(shape, multicast)
@@ -326,7 +326,7 @@ def descriptor(raw: int, tile: Tile) -> RenderableType:
     accepted.whole("rows", tile.rows, 1, MOST_ROWS)
     accepted.whole("k", tile.k, 1, MOST_K)
     if not 0 <= raw < 1 << 64:
-        raise ValueError(f"descriptor: got {raw:#x}, accepted are 64 bits")
+        raise ValueError(f"descriptor: got {raw:#x}; accepted: 64 bits")
     blackwell = not tile.arch.startswith("sm_90")
     fields = Table("bits", "field", "value", title=f"descriptor 0x{raw:016x} on {tile.arch}", title_justify="left")
     fields.add_row("0-13", "start address", f"0x{(raw & 0x3FFF) << 4:x}")
@@ -414,7 +414,7 @@ def instruction_descriptor(raw: int, tile: Tile) -> RenderableType:
     from softsm.isa import instruction_descriptor as idesc
 
     if tile.kind not in idesc.K_OF_KIND:
-        raise ValueError(f"kind: got {tile.kind!r}, accepted are {', '.join(idesc.K_OF_KIND)}")
+        raise ValueError(f"kind: got {tile.kind!r}; accepted: {', '.join(idesc.K_OF_KIND)}")
     sparse = bool(raw >> 2 & 1)
     try:
         d = idesc.decode(raw, tile.kind, 1, False, sparse)

@@ -216,7 +216,7 @@ def gpu_for(name: str | None, arch: str) -> Gpu:
     if name is None:
         name = "b200" if arch.startswith("sm_10") else "h200"
     if name not in GPUS:
-        raise ValueError(f"gpu: got {name!r}, accepted are {', '.join(GPUS)}")
+        raise ValueError(f"gpu: got {name!r}; accepted: {', '.join(GPUS)}")
     gpu = GPUS[name]
     if gpu.arch[:5] != arch[:5]:
         raise ValueError(f"gpu: got {name}, which runs {gpu.arch}; the program was compiled for {arch}")

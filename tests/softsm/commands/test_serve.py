@@ -55,7 +55,7 @@ def softsm(environment, *arguments, folder=None, **more):
 
 def test_the_status_and_the_streams_are_those_of_the_command(server, environment, tmp_path):
     done = softsm(environment, "check", "missing.ptx", folder=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "there is no file missing.ptx\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "softsm check: there is no file missing.ptx\n")
     assert server.poll() is None
 
 

@@ -63,15 +63,15 @@ def test_the_machine_must_run_the_target(target, arch, fits):
     if fits:
         assert softsm.load_ptx(text, arch=arch).arch == arch
     else:
-        with pytest.raises(ValueError, match=f"^arch: got '{arch}', accepted"):
+        with pytest.raises(ValueError, match=f"^arch: got '{arch}'; accepted"):
             softsm.load_ptx(text, arch=arch)
 
 
 def test_what_is_no_launch_is_refused():
-    with pytest.raises(ValueError, match="^ptx: got 5, accepted"):
+    with pytest.raises(ValueError, match="^ptx: got 5; accepted"):
         softsm.load_ptx(5)
-    with pytest.raises(ValueError, match="^launch: got 4, accepted"):
+    with pytest.raises(ValueError, match="^launch: got 4; accepted"):
         softsm.load_ptx(SQUARE)[4]
     clusters = SQUARE.replace("\n{", ".reqnctapercluster 2, 1, 1\n{", 1)
-    with pytest.raises(ValueError, match=r"^cluster: got 4, accepted is \(2, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"^cluster: got 4; accepted: \(2, 1, 1\)"):
         softsm.load_ptx(clusters)[4, 32, 4]

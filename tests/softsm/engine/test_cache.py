@@ -130,5 +130,5 @@ def test_the_cache_folder_is_the_users_own(monkeypatch, tmp_path):
 def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SOFTSM_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ValueError, match=r"^SOFTSM_CACHE: got .*/cache, accepted is a folder to write to \(.*\)$"):
+    with pytest.raises(ValueError, match=r"^SOFTSM_CACHE: got .*/cache; accepted: a folder to write to \(.*\)$"):
         cache.made_cache_folder()

@@ -18,7 +18,7 @@ from softsm.isa import instruction_descriptor as idesc
         ("tf32", idesc.encode("f16", 128, 64, "f16", "f16"), 1, "type 0 of A"),
         ("i8", idesc.encode("i8", 128, 40, "s8", "s8", "s32"), 1, "kind::i8 accepts N"),
         ("mxf8f6f4", idesc.encode("mxf8f6f4", 128, 64, "e4m3", "e4m3", scale="ue4m3"), 1, "ue4m3"),
-        ("mxf4", idesc.encode("mxf4", 128, 64, "e2m1", "e2m1", a_scale_id=1), 1, "accepted are 0 and 2"),
+        ("mxf4", idesc.encode("mxf4", 128, 64, "e2m1", "e2m1", a_scale_id=1), 1, "accepted: 0 and 2"),
         ("mxf4", idesc.encode("mxf4", 128, 64, "e2m1", "e2m1", a_mn=True), 1, "K-major"),
     ],
 )

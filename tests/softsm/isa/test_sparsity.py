@@ -28,7 +28,7 @@ def test_elements_return_to_their_columns(name, k, selector):
     (0b0110, sparsity.TWO_OF_FOUR, sparsity.ASCENDING, "columns 4 to 7: the positions are 2 and 1"),
     (0b0001, sparsity.PAIRS_OF_EIGHT, sparsity.OF_TCGEN05, "columns 8 to 15: the positions are 1 and 0"),
     (0b1000, sparsity.ONE_OF_TWO, sparsity.DIFFERENT,
-     "columns 2 to 3: the code is 0b1000, accepted are 0b0100 and 0b1110"),
+     "columns 2 to 3: the code is 0b1000; accepted: 0b0100 and 0b1110"),
 ])  # fmt: skip
 def test_codes_without_a_meaning(code, kind, accepted, words):
     codes = np.full((16, 4), 0b0100, np.uint8)

@@ -41,7 +41,7 @@ class Generator(torch.Generator):
 
     def set_offset(self, offset: int) -> Generator:
         if offset % 4:
-            raise RuntimeError(f"offset: got {offset}, accepted are multiples of 4")
+            raise RuntimeError(f"offset: got {offset}; accepted: multiples of 4")
         self._offset = int(offset)
         return self
 
@@ -52,7 +52,7 @@ class Generator(torch.Generator):
 
     def set_state(self, state: torch.Tensor) -> Generator:
         if state.dtype != torch.uint8 or state.numel() != 16:
-            raise RuntimeError(f"state: got {state.numel()} x {state.dtype}, accepted are the 16 bytes of get_state()")
+            raise RuntimeError(f"state: got {state.numel()} x {state.dtype}; accepted: the 16 bytes of get_state()")
         seed, offset = state.contiguous().view(torch.int64).tolist()
         self._seed, self._offset = seed % 2**64, offset
         self._start()

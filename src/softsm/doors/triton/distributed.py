@@ -61,7 +61,7 @@ def _here() -> Meeting:
 
 def _whole(group: Any) -> None:
     if group is not None and not isinstance(group, World) and group not in (World.group_name, "0"):
-        accepted.refuse("group", group, "is None: all ranks are one group")
+        accepted.refuse("group", group, "None: all ranks are one group")
 
 
 def _exchange(name: str, value: Any, group: Any = None) -> list:
@@ -81,7 +81,7 @@ class Done:
 
 def _reduced(parts: list[torch.Tensor], op: Any) -> torch.Tensor:
     if op not in OPS:
-        accepted.refuse("op", op, "are SUM, AVG, PRODUCT, MAX and MIN")
+        accepted.refuse("op", op, "SUM, AVG, PRODUCT, MAX and MIN")
     return OPS[op](torch.stack(parts), 0).to(parts[0].dtype)
 
 
@@ -180,7 +180,7 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> Handle:
     given = _exchange("rendezvous", (tensor, pad), group)
     shapes = [(list(x.shape), x.dtype) for x, _ in given]
     if any(x != shapes[0] for x in shapes) or not tensor.is_contiguous():
-        raise ValueError(f"tensor: got {shapes} on the ranks, accepted are contiguous tensors of one shape and dtype")
+        raise ValueError(f"tensor: got {shapes} on the ranks; accepted: contiguous tensors of one shape and dtype")
     return Handle([x for x, _ in given], [x for _, x in given])
 
 

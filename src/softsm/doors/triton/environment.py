@@ -21,7 +21,7 @@ def enter() -> None:
     _entered = True
     arch = os.environ["SOFTSM"]
     if arch not in in_use.ARCHITECTURES:
-        raise ValueError(f"SOFTSM: got {arch!r}, accepted are {', '.join(in_use.ARCHITECTURES)}")
+        raise ValueError(f"SOFTSM: got {arch!r}; accepted: {', '.join(in_use.ARCHITECTURES)}")
     import torch
 
     shim = not torch.cuda.is_available()

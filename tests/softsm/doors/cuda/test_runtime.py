@@ -274,7 +274,7 @@ def test_a_device_that_launches_nothing_is_waited_for_in_vain(tmp_path):
     done = softsm("check", tmp_path / "peers.cu", "--ranks", 2, "--order", "eager", "--", 1)
     assert done.exit_code == 1 and "GPU 0: 0 of 1 CTAs have ended" in done.output, done.output
     done = softsm("run", tmp_path / "peers.cu", "--ranks", 9, "--", 1)
-    assert done.exit_code == 2 and "ranks: got 9, accepted are ints from 1 to 8" in done.output
+    assert done.exit_code == 2 and "ranks: got 9; accepted: ints from 1 to 8" in done.output
 
 
 @pytest.mark.compile

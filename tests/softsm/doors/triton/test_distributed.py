@@ -119,7 +119,7 @@ def test_the_process_group():
         pytest.raises(ValueError, match="rank 0 waits in .*barrier; rank 1 has"),
     ):
         world.run(lambda rank: dist.barrier() if rank == 0 else None)
-    with softsm.use("sm_90a", ranks=2) as world, pytest.raises(ValueError, match="^group: got .*accepted is None"):
+    with softsm.use("sm_90a", ranks=2) as world, pytest.raises(ValueError, match="^group: got .*accepted: None"):
         world.run(lambda rank: dist.barrier(group=object()))
 
 

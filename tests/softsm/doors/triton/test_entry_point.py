@@ -81,4 +81,4 @@ assert AsmDict(softsm=b"", ptx=".version 8.6\\n.target sm_90a\\n.address_size 64
 
 def test_unknown_architecture_is_said_at_once(run):
     done = run("import triton", softsm="sm_75", check=False)
-    assert done.returncode and "SOFTSM: got 'sm_75', accepted are sm_90a, sm_100a, sm_103a" in done.stderr
+    assert done.returncode and "SOFTSM: got 'sm_75'; accepted: sm_90a, sm_100a, sm_103a" in done.stderr

@@ -81,7 +81,7 @@ def test_outer_stop_ends_inner_uses():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "", "cuda"])
 def test_unknown_architecture(arch):
     before = traces()
-    with pytest.raises(ValueError, match="arch: got .* accepted are sm_90a, sm_100a, sm_103a"):
+    with pytest.raises(ValueError, match="arch: got .* accepted: sm_90a, sm_100a, sm_103a"):
         softsm.use(arch)
     assert traces() == before
 
