@@ -3,11 +3,13 @@
 from typing import NamedTuple
 
 import launches
+import pytest
 import torch
 from torch import Tensor
 
 import dsv4
 from dsv4 import Fp4Experts, reference
+from dsv4.runtime.program import Layout
 
 
 class Layer(NamedTuple):
@@ -34,6 +36,17 @@ def tokens(t: int, h: int = 256, e: int = 4, k: int = 3, dtype=torch.bfloat16) -
     """x, ids (different ones of a token) and weights."""
     ids = torch.rand(t, e).argsort(-1)[:, :k].int()
     return dict(x=torch.randn(t, h).to(dtype), ids=ids, weights=torch.rand(t, k) * 0.7 + 0.1)
+
+
+def poison(monkeypatch, byte: int) -> None:
+    """Memory that calls allocate has this byte everywhere; 0xFF is NaN in every type of float, and -1."""
+    plain = Layout.empty
+    monkeypatch.setattr(Layout, "empty", lambda self, device: filled(plain(self, device), byte))
+
+
+def filled(x: Tensor, byte: int) -> Tensor:
+    x.view(torch.uint8).fill_(byte)
+    return x
 
 
 def relative(x: Tensor, want: Tensor) -> float:
@@ -70,9 +83,8 @@ def check_many_rows_few_and_none(kernel, experts: Fp4Experts, given: dict, some:
 
 
 def kernel(arch: str, experts: Fp4Experts, given: dict, order: str = "random", sms: int | None = None, **options):
-    """dsv4.moe through softsm: races checked; the outputs were NaN before."""
-
+    """dsv4.moe through softsm: races checked; all memory that is written was NaN before."""
     out = torch.full_like(given["x"], float("nan"))
-    with launches.race_free(arch, sms=sms, order=order):
-        found = dsv4.moe(**given, experts=experts, out=out, backend="softsm", **options)
-    return found
+    with launches.race_free(arch, sms=sms, order=order), pytest.MonkeyPatch.context() as patch:
+        poison(patch, 0xFF)
+        return dsv4.moe(**given, experts=experts, out=out, backend="softsm", **options)

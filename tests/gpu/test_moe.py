@@ -1,5 +1,7 @@
 """A layer of experts on a GPU: right, and a token's bits depend neither on its batch nor on how tiles are cut."""
 
+import functools
+
 import moe_cases
 import pytest
 import torch
@@ -38,6 +40,31 @@ def test_bits_in_every_batch(layer, rows):
     experts, given = layer
     whole = dsv4.moe(**given, experts=experts, backend="cuda")
     assert torch.equal(dsv4.moe(**some(given, rows), experts=experts, backend="cuda"), whole[rows])
+
+
+@pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x55])
+@pytest.mark.parametrize("tokens", [1, 8, 120, 300])
+def test_memory_may_hold_anything(layer, tokens, byte, monkeypatch):
+    """What a call allocates, the memory of a plan, and the output, in calls and replays of graphs: the same bits."""
+    experts, given = layer
+    given = some(given, slice(0, tokens))
+    given["ids"][-1, 2] = -1
+    want = dsv4.moe(**given, experts=experts, return_slots=True, backend="cuda")
+    moe_cases.poison(monkeypatch, byte)
+    got = dsv4.moe(**given, experts=experts, return_slots=True, backend="cuda")
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    out = torch.empty_like(given["x"])
+    plan = dsv4.plan(dsv4.moe, batch=tokens, q_heads=6, kv_heads=48, head_dim=2048, max_seqlen_k=1024)
+    for options in ({}, dict(deterministic=True), dict(plan=plan)):
+        call = functools.partial(dsv4.moe, **given, experts=experts, out=out, backend="cuda", **options)
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        for run in (call, graph.replay, graph.replay):
+            moe_cases.filled(out, byte), moe_cases.filled(plan.scratch, byte)
+            run()
+            assert torch.equal(out, want[0])
 
 
 @pytest.mark.skipif(LAYOUT != "sm90", reason="these are tilings of the Hopper kernel")
