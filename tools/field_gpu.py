@@ -20,7 +20,10 @@ from pathlib import Path
 from field_kernels import KERNELS, Kernel, folder_of
 
 ROOT = Path(__file__).parents[1]
-FLAGS = ("-std=c++20", "-O3", "-arch=sm_90a", "--expt-relaxed-constexpr", "--expt-extended-lambda", "-w", "-lcuda")
+FLAGS = (
+    *("-std=c++20", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr"),
+    *("--expt-extended-lambda", "-w", "-lcuda"),
+)
 STUBS = "-L/usr/local/cuda/lib64/stubs"
 
 

@@ -152,7 +152,8 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, 
         usage(str(problem))
     sys.argv = [str(file), *arguments]
     sys.path.insert(0, str(file.resolve().parent))
-    with softsm, options(order=order, seed=seed), driver(softsm.arch, sms, at_import=True):
+    late = b"libcuda" not in file.read_bytes()  # a program may load the library itself
+    with softsm, options(order=order, seed=seed), driver(softsm.arch, sms, at_import=late):
         if ranks == 1:
             runpy.run_path(str(file), run_name="__main__")
         else:

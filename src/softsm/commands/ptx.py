@@ -80,8 +80,12 @@ class PtxFile:
             array = array_of(new)
             changed = str(int((bits(old) != bits(array)).sum())) if array is not None else ""
             first = np.asarray(new if array is None else array).reshape(-1)[:8]
-            table.add_row(name, text, changed, ", ".join(f"{float(v):g}" for v in first))
+            table.add_row(name, text, changed, ", ".join(map(shown, first)))
         return table
+
+
+def shown(value: np.generic) -> str:
+    return str(value) if isinstance(value, np.integer) else f"{float(value):g}"
 
 
 def array_of(value: Value) -> np.ndarray | None:

@@ -40,6 +40,10 @@ def special_value(machine: Machine, cta: Cta, index: int, name: str):
             return machine.sms_per_gpu
         case "gridid" | "current_graph_exec" | "envreg0" | "reserved_smem_offset_begin":
             return 0
+        case "envreg1":
+            return machine.options.workspace >> 32
+        case "envreg2":
+            return machine.options.workspace & 0xFFFFFFFF
         case "lanemask_eq":
             return np.uint32(1) << LANE_IDS
         case "lanemask_lt":

@@ -165,3 +165,20 @@ def loaded_early(bug: str) -> Program:
         body + t.dealloc(32), "x", shared=SHARED + ".shared .align 1024 .b8 b[256]; .shared .align 4 .b32 place;"
     )
     return Program(text, [np.full(1024, t.ONES, np.uint32)])
+
+
+@exhibit(38, "numbers of tokens are cleared for the next call while a late warp still polls them", "race", "deadlock")
+def cleared_early(bug: str) -> Program:
+    """deepseek-ai/DeepGEMM 54e2261, sm100_bf16_mega_moe.cuh:569: when all epilogues have come, a CTA clears the numbers
+    of tokens that dispatch warps poll for. A dispatch warp that has no token to pull is waited for by nobody: late, it
+    reads 0 and polls for ever. Mended by a barrier of dispatch and epilogue warps before the epilogue arrives."""
+    poll = "POLL:\nld.volatile.global.u32 %r10, [%rd1];\nsetp.eq.u32 %p4, %r10, 0;\n@%p4 bra POLL;\n"
+    poll += "mov.u32 %r11, %ctaid.x;\n" + t.out("%r10", "%rd2", "%r11")
+    arrive = "atom.add.release.gpu.global.u32 %r12, [%rd1+4], 1;\nALL:\nld.acquire.gpu.global.u32 %r12, [%rd1+4];\n"
+    arrive += "setp.lt.u32 %p4, %r12, 2;\n@%p4 bra ALL;\n"
+    clear = "mov.u32 %r11, %ctaid.x;\nsetp.eq.u32 %p5, %r11, 1;\n@%p5 st.global.u32 [%rd1], 0;\n"
+    body = t.only("thread 0", poll) + ("" if bug else "bar.sync 1, 64;\n") + t.only("thread 32", arrive)
+    body += "bar.sync 2, 64;\n" + t.only("thread 0", clear)
+    counts, text = np.array([5, 0], np.uint32), t.kernel(body, "counts out", target="sm_90a", version="8.6")
+    right = None if bug else lambda arrays: bool((arrays[1][:2] == 5).all())
+    return Program(text, [counts, np.zeros(2, np.uint32)], grid=2, block=64, right=right)

@@ -32,6 +32,8 @@ COMMON = (
 DEVICE = ("--cuda-device-only", "-O3", "-S", "-mllvm", "-inline-threshold=20000")
 HOST = ("--cuda-host-only", "-O1", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic", "-Wl,--wrap=exit", "-Wl,--wrap=abort")
+IR = ("-x", "ir", "--target=nvptx64-nvidia-cuda", "-nocudalib", "-O3", "-S", "-Xclang", "-disable-llvm-passes")
+CLUSTER_HEADERS = ("host_defines.h", "cuda_runtime.h", "softsm_toolkit.h")  # they define __cluster_dims__
 PTX_FEATURE = {"sm_90a": "+ptx80", "sm_100a": "+ptx86", "sm_103a": "+ptx88"}
 
 
@@ -110,13 +112,42 @@ def build(common: list[str], file: Path, arch: str, folder: Path, used: Sequence
         whole.mkdir()
         common = [*common, *sources.corrected(used, at)]
         feature = ["-Xclang", "-target-feature", "-Xclang", PTX_FEATURE[arch]]
-        run([*common, *DEVICE, *feature, str(file), "-o", str(whole / "kernels.ptx")])
+        device = [*common, *DEVICE, *feature, str(file), "-o"]
+        if any(b"__cluster_dims__(" in path.read_bytes() for path in used if path.name not in CLUSTER_HEADERS):
+            clustered(device, [common[0], *IR, f"-march={arch}", *feature], at, whole / "kernels.ptx")
+        else:
+            run([*device, str(whole / "kernels.ptx")])
         # The runtime gets PTX as text, with an end, where a fat binary would be.
         (at / "embedded").write_bytes((whole / "kernels.ptx").read_bytes() + b"\0")
         embed = ["-Xclang", "-fcuda-include-gpubinary", "-Xclang", str(at / "embedded")]
         run([*common, *HOST, *embed, str(file), "-o", str(whole / "program.o")])
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(whole, folder)
+
+
+def clustered(device: list[str], back_end: list[str], at: Path, ptx: Path) -> None:
+    """clang 22 drops __cluster_dims__. softsm's headers make an annotation of it, which is in LLVM's text, not in PTX;
+    there the directive is written behind the kernel's parameters."""
+    text = run([*device, "-", "-emit-llvm"])
+    dims = cluster_dims(text)
+    (at / "kernels.ll").write_text(re.sub(r"^@llvm\.global\.annotations = .*\n", "", text, flags=re.M))
+    made = run([*back_end, str(at / "kernels.ll"), "-o", "-"])
+    for name, sides in dims.items():
+        directive = rf"\1\n.explicitcluster\n.reqnctapercluster {', '.join(sides)}"
+        made = re.sub(rf"(\.entry {re.escape(name)}\([^)]*\))", directive, made)
+    ptx.write_text(made)
+
+
+def cluster_dims(text: str) -> dict[str, list[str]]:
+    """Of each kernel that has the annotation."""
+    constants = dict(re.findall(r'^(@[\w.]+) = .*constant (.*), section "llvm.metadata"', text, re.M))
+    listed = re.search(r"^@llvm\.global\.annotations = .*", text, re.M)
+    entry = r"\{ ptr @([\w.$]+), ptr (@[\w.]+), ptr @[\w.]+, i32 \d+, ptr (@[\w.]+) \}"
+    return {
+        name: re.findall(r"i\d+ (\d+)", constants[args])
+        for name, label, args in re.findall(entry, listed[0] if listed else "")
+        if "softsm_cluster" in constants[label]
+    }
 
 
 def link(common: list[str], folder: Path, library: Path) -> None:

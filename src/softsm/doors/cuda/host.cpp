@@ -18,7 +18,8 @@ struct Served {
     int (*copy)(void *to, const void *from, size_t size, int kind);
     int (*set)(void *to, int value, size_t size);
     int (*symbol)(void **at, const void *symbol, size_t end);
-    int (*launch)(const void *kernel, const unsigned *shape, void **args, size_t shared, int dependent);
+    int (*launch)(const void *kernel, const unsigned *shape, void **args, size_t shared, int how);
+    int (*most_shared)(const void *kernel, int bytes);
     int (*attribute)(int *value, int attribute);
     int (*encode)(void *map, int type, unsigned rank, void *address, const uint64_t *dims, const uint64_t *strides,
                   const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill);
@@ -100,6 +101,28 @@ API cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKi
 API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t) {
     return done(served.copy(to, from, size, kind));
 }
+API cudaError_t cudaMallocPitch(void **at, size_t *pitch, size_t width, size_t height) {
+    *pitch = (width + 511) / 512 * 512;
+    return cudaMalloc(at, *pitch * height);
+}
+API cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                             size_t height, cudaMemcpyKind kind) {
+    if (width > to_pitch || width > from_pitch) return done(12);  // cudaErrorInvalidPitchValue
+    int status = 0;
+    for (size_t row = 0; row < height && !status; row++)
+        status = served.copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width, kind);
+    return done(status);
+}
+API cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                                  size_t height, cudaMemcpyKind kind, cudaStream_t) {
+    return cudaMemcpy2D(to, to_pitch, from, from_pitch, width, height, kind);
+}
+API cudaError_t cudaMemset2D(void *to, size_t pitch, int value, size_t width, size_t height) {
+    int status = 0;
+    for (size_t row = 0; row < height && !status; row++) status = served.set((char *)to + row * pitch, value, width);
+    return done(status);
+}
+API cudaError_t cudaHostGetDevicePointer(void **at, void *host, unsigned) { return *at = host, cudaSuccess; }
 API cudaError_t cudaMemset(void *to, int value, size_t size) { return done(served.set(to, value, size)); }
 API cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t) {
     return done(served.set(to, value, size));
@@ -119,6 +142,15 @@ API cudaError_t cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, 
     return done(status);
 }
 
+API cudaError_t cudaMemcpyToSymbolAsync(const void *symbol, const void *from, size_t size, size_t offset,
+                                        cudaMemcpyKind kind, cudaStream_t) {
+    return cudaMemcpyToSymbol(symbol, from, size, offset, kind);
+}
+API cudaError_t cudaMemcpyFromSymbolAsync(void *to, const void *symbol, size_t size, size_t offset,
+                                          cudaMemcpyKind kind, cudaStream_t) {
+    return cudaMemcpyFromSymbol(to, symbol, size, offset, kind);
+}
+
 // ---- launches ------------------------------------------------------------------------------------------------------
 
 struct Call { dim3 grid, block; size_t shared; void *stream; };
@@ -133,9 +165,10 @@ API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shar
     *grid = call.grid, *block = call.block, *shared = call.shared, *(void **)stream = call.stream;
     return cudaSuccess;
 }
-static cudaError_t launch(const void *kernel, dim3 g, dim3 b, dim3 c, void **args, size_t shared, int dependent) {
+enum { DEPENDENT = 1, COOPERATIVE = 2 };  // how
+static cudaError_t launch(const void *kernel, dim3 g, dim3 b, dim3 c, void **args, size_t shared, int how) {
     unsigned shape[] = {g.x, g.y, g.z, b.x, b.y, b.z, c.x, c.y, c.z};
-    return done(served.launch(kernel, shape, args, shared, dependent));
+    return done(served.launch(kernel, shape, args, shared, how));
 }
 API cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **args, size_t shared,
                                  cudaStream_t) {
@@ -143,21 +176,26 @@ API cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void
 }
 API cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid, dim3 block, void **args, size_t shared,
                                             cudaStream_t) {
-    return launch(kernel, grid, block, dim3(0, 0, 0), args, shared, 0);
+    return launch(kernel, grid, block, dim3(0, 0, 0), args, shared, COOPERATIVE);
 }
 API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **args) {
     dim3 cluster(0, 0, 0);
-    int dependent = 0;
+    int how = 0;
     for (unsigned i = 0; i < config->numAttrs; i++) {
         auto &a = config->attrs[i];
         if (a.id == cudaLaunchAttributeClusterDimension)
             cluster = dim3(a.val.clusterDim.x, a.val.clusterDim.y, a.val.clusterDim.z);
-        if (a.id == cudaLaunchAttributeProgrammaticStreamSerialization)
-            dependent = a.val.programmaticStreamSerializationAllowed;
+        if (a.id == cudaLaunchAttributeProgrammaticStreamSerialization && a.val.programmaticStreamSerializationAllowed)
+            how |= DEPENDENT;
+        if (a.id == cudaLaunchAttributeCooperative && a.val.cooperative) how |= COOPERATIVE;
     }
-    return launch(kernel, config->gridDim, config->blockDim, cluster, args, config->dynamicSmemBytes, dependent);
+    return launch(kernel, config->gridDim, config->blockDim, cluster, args, config->dynamicSmemBytes, how);
 }
-API cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute, int) { return cudaSuccess; }
+API cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value) {
+    return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize ? done(served.most_shared(kernel, value))
+                                                                    : cudaSuccess;
+}
+API cudaError_t cudaFuncSetCacheConfig(const void *, cudaFuncCache) { return cudaSuccess; }
 API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
     memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024;
@@ -218,6 +256,17 @@ API cudaError_t cudaDeviceSynchronize() {
     done(served.synchronise());
     return (cudaError_t)last;
 }
+API cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *data) {
+    served.synchronise();
+    return function(data), cudaSuccess;
+}
+API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *most) { return *least = *most = 0, cudaSuccess; }
+API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned, int) {
+    return *stream = nullptr, cudaSuccess;
+}
+API cudaError_t cudaStreamQuery(cudaStream_t) { return cudaDeviceSynchronize(); }
+API cudaError_t cudaEventQuery(cudaEvent_t) { return cudaDeviceSynchronize(); }
+API cudaError_t cudaDeviceSetLimit(cudaLimit, size_t) { return cudaSuccess; }
 API cudaError_t cudaDeviceReset() { return cudaSuccess; }
 API cudaError_t cudaStreamCreate(cudaStream_t *stream) { return *stream = nullptr, cudaSuccess; }
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) { return *stream = nullptr, cudaSuccess; }
@@ -236,7 +285,7 @@ API cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { retu
 API cudaError_t cudaPeekAtLastError() { return (cudaError_t)last; }
 API cudaError_t cudaGetLastError() {
     int status = last;
-    last = status == 719 ? status : 0;  // a kernel that failed stays failed
+    last = status >= 700 && status < 720 ? status : 0;  // a kernel that failed stays failed
     return (cudaError_t)status;
 }
 API const char *cudaGetErrorName(cudaError_t error) {
@@ -248,6 +297,11 @@ API const char *cudaGetErrorName(cudaError_t error) {
         case 13: return "cudaErrorInvalidSymbol";
         case 98: return "cudaErrorInvalidDeviceFunction";
         case 101: return "cudaErrorInvalidDevice";
+        case 12: return "cudaErrorInvalidPitchValue";
+        case 700: return "cudaErrorIllegalAddress";
+        case 710: return "cudaErrorAssert";
+        case 716: return "cudaErrorMisalignedAddress";
+        case 720: return "cudaErrorCooperativeLaunchTooLarge";
         case 719: return "cudaErrorLaunchFailure";
         default: return "cudaErrorUnknown";
     }
@@ -261,6 +315,11 @@ API const char *cudaGetErrorString(cudaError_t error) {
         case 13: return "invalid device symbol";
         case 98: return "invalid device function";
         case 101: return "invalid device ordinal";
+        case 12: return "invalid pitch argument";
+        case 700: return "an illegal memory access was encountered";
+        case 710: return "device-side assert triggered";
+        case 716: return "misaligned address";
+        case 720: return "too many blocks in cooperative launch";
         case 719: return "unspecified launch failure";
         default: return "unknown error";
     }

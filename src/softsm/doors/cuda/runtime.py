@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import shutil
@@ -29,7 +30,10 @@ from softsm.memory.global_memory import GlobalMemory
 from softsm.ptx.cplusplus import readable
 
 SUCCESS, INVALID_VALUE, NO_MEMORY, INVALID_CONFIGURATION = 0, 1, 2, 9
-INVALID_SYMBOL, INVALID_FUNCTION, INVALID_DEVICE, LAUNCH_FAILURE = 13, 98, 101, 719
+INVALID_SYMBOL, INVALID_FUNCTION, INVALID_DEVICE, LAUNCH_FAILURE, TOO_LARGE = 13, 98, 101, 719, 720
+STATUS = {"out-of-bounds": 700, "assert": 710, "misaligned": 716}  # of what stopped a kernel, by its code
+DEPENDENT, COOPERATIVE = 1, 2  # how a kernel is launched
+WITHOUT_ASKING = 48 << 10  # bytes of shared memory; more of them need cudaFuncSetAttribute
 ALIGNED = 512  # as cudaMalloc does
 MOST_BYTES = 1 << 36
 
@@ -42,6 +46,7 @@ SERVED: dict[str, tuple[Any, tuple]] = {
     "set": (INT, (AT, INT, SIZE)),
     "symbol": (INT, (AT, AT, SIZE)),
     "launch": (INT, (AT, AT, AT, SIZE, INT)),
+    "most_shared": (INT, (AT, INT)),
     "attribute": (INT, (AT, INT)),
     "encode": (INT, (AT, INT, UINT, AT, AT, AT, AT, AT, INT, INT, INT, INT)),
     "occupancy": (INT, (AT, INT, SIZE)),
@@ -70,6 +75,8 @@ class Runtime:
         self.variables: dict[str, np.ndarray] = {}
         self.live: dict[int, tuple[int, np.ndarray]] = {}  # address -> size, what keeps it
         self.texts: list[str] = []
+        self.dynamic: dict[int, int] = {}  # most bytes of dynamic shared memory, by the address of the host function
+        self.workspace = np.zeros(2, np.uint32)  # of cooperative launches: its size, and the barrier of the grid
         self.count = 0
         self.failure: BaseException | None = None
         self.flush: Callable[[], None] = lambda: None  # what the host has printed comes first
@@ -83,9 +90,13 @@ class Runtime:
                 return function(*arguments)
             except BaseException as problem:
                 self.failure = self.failure or problem
-                return None if result is None else LAUNCH_FAILURE
+                return None if result is None else self.failed()
 
         return call
+
+    def failed(self) -> int:
+        """What the program is told."""
+        return STATUS.get(getattr(self.failure, "code", ""), LAUNCH_FAILURE)
 
     # ---- modules -----------------------------------------------------------------------------------------------
 
@@ -137,6 +148,8 @@ class Runtime:
     def copy(self, to: int | None, source: int | None, size: int, kind: int) -> int:
         """kind: cudaMemcpyKind. A device address that no allocation holds is an error, as on a GPU."""
         self.synchronise()
+        if self.failure is not None:  # it stays
+            return self.failed()
         device = {1: (to,), 2: (source,), 3: (to, source)}.get(kind, ())
         symbols = [(a.ctypes.data, a.nbytes) for a in self.variables.values()]
         for at in device:
@@ -149,6 +162,8 @@ class Runtime:
 
     def set(self, to: int | None, value: int, size: int) -> int:
         self.synchronise()
+        if self.failure is not None:
+            return self.failed()
         if size and not self.holds(to, size):
             return INVALID_VALUE
         ctypes.memset(to, value & 255, size)  # type: ignore[arg-type]
@@ -158,27 +173,48 @@ class Runtime:
         known = GlobalMemory()
         for number, (start, (size, raw)) in enumerate(self.live.items()):
             known.add(start, size, f"allocation {number} (cudaMalloc of {size} bytes)", raw)
+        known.add(self.workspace.ctypes.data, self.workspace.nbytes, "the barrier of the grid", self.workspace)
         return known
 
     # ---- launches ----------------------------------------------------------------------------------------------
 
-    def launch(self, host: int, shape: int, args: int, shared: int, dependent: int) -> int:
-        sides = listed(shape, UINT, 9)
+    def most_shared(self, host: int, size: int) -> int:
+        """cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size)"""
+        kernel = self.kernels.get(host)
+        if kernel is None:
+            return INVALID_FUNCTION
+        if not 0 <= size <= CTA_SHARED - kernel.program.shared_static:
+            return INVALID_VALUE
+        self.dynamic[host] = size
+        return SUCCESS
+
+    def launch(self, host: int, shape: int, args: int, shared: int, how: int) -> int:
+        sides, kernel = listed(shape, UINT, 9), self.kernels.get(host)
         cluster = [max(n, 1) for n in sides[6:]]
-        return self.start(self.kernels.get(host), sides[:3], sides[3:6], cluster, args, shared, bool(dependent))
+        if kernel is not None and shared > max(
+            self.dynamic.get(host, 0), WITHOUT_ASKING - kernel.program.shared_static
+        ):
+            text = f"{shared} bytes of dynamic shared memory need cudaFuncSetAttribute before the launch"
+            print(f"softsm: {readable(kernel.name)}: {text}", file=sys.stderr)
+            return INVALID_VALUE
+        return self.start(kernel, sides[:3], sides[3:6], cluster, args, shared, how)
 
     def start(
         self, kernel: Kernel | None, grid: Sequence[int], block: Sequence[int], cluster: Sequence[int], args: int,
-        shared: int, dependent: bool,
+        shared: int, how: int = 0,
     ) -> int:  # fmt: skip
         """args: the address of the addresses of the arguments"""
         if kernel is None:
             return INVALID_FUNCTION
         if self.failure is not None:
-            return LAUNCH_FAILURE
+            return self.failed()
+        if how & COOPERATIVE and math.prod(grid) > self.sms * self.occupancy(0, math.prod(block), shared):
+            return TOO_LARGE
         params = kernel.function.params
         values = [ctypes.string_at(at, p.size) for at, p in zip(listed(args, ctypes.c_uint64, len(params)), params)]
-        changes = {"arch": self.arch, "sms": self.sms, "dependent": dependent, **self.options}
+        changes = {"arch": self.arch, "sms": self.sms, "dependent": bool(how & DEPENDENT), **self.options}
+        if how & COOPERATIVE and self.devices() == 1:
+            changes["workspace"] = self.workspace.ctypes.data
         shape = tuple(grid), tuple(block), shared, tuple(cluster), tuple(sorted(changes.items()))
         self.waiting[self.device].append(Launch(kernel, shape, values, None))
         return self.synchronise() if self.devices() == 1 else SUCCESS
@@ -217,8 +253,9 @@ class Runtime:
     def attribute(self, at: int, attribute: int) -> int:
         number = int("".join(c for c in self.arch if c.isdigit()))
         known = {
-            1: 1024, 8: 49152, 10: 32, 16: self.sms, 39: SM_THREADS, 75: number // 10, 76: number % 10, 81: SM_SHARED,
-            95: 1, 97: CTA_SHARED, 106: 32,
+            1: 1024, 2: 1024, 3: 1024, 4: 64, 5: 2**31 - 1, 6: 65535, 7: 65535, 8: 49152, 9: 65536, 10: 32, 12: 65536,
+            16: self.sms, 38: 50 << 20, 39: SM_THREADS, 41: 1, 75: number // 10, 76: number % 10, 78: 1, 81: SM_SHARED,
+            82: 65536, 83: 1, 95: 1, 97: CTA_SHARED, 106: 32, 115: 1, 120: 1,
         }  # fmt: skip
         if attribute not in known:
             return INVALID_VALUE

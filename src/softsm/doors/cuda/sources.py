@@ -37,10 +37,17 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
         (r"epilogue_type_t::apply_index_n<", "epilogue_type_t::template apply_index_n<")
     ],
     # ThunderKittens: special registers in asm with operands are written with %%; nvcc also takes %. A template that
-    # nothing uses names an operand that is not there.
+    # nothing uses names an operand that is not there. `typename`, and commas between operands of asm, are missing.
     "include/common/util.cuh": [(r"(?<!%)%(n?cluster)", r"%%\1")],
     "ops/thread/util/sync.cuh": [(r"(?<!%)%clock64", "%%clock64")],
     "ops/thread/util/tma.cuh": [(r"(?<!%)%clock64", "%%clock64")],
+    **{
+        f"{name}_gemm.cu": [
+            (r"(allocate<|sizeof\()(G|globals)::", r"\1typename \2::"),
+            (r'(\+ (?:scale_)?offset\))(\s+"[hr]"\()', r"\1,\2"),
+        ]
+        for name in ("/bf16_b200", "/fp8_b200", "/mxfp8_b200", "/nvfp4_b200")
+    },
     "ops/thread/memory/tile/tma.cuh": [(r"\{%3, %4, %5, %6\}\], \[%2\], %8;", "{%3, %4, %5, %6}], [%2], %7;")],
 }
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from softsm import accepted
-from softsm.doors.cuda.runtime import INVALID_VALUE, LAUNCH_FAILURE, SUCCESS, Runtime
+from softsm.doors.cuda.runtime import COOPERATIVE, DEPENDENT, INVALID_VALUE, SUCCESS, Runtime
 from softsm.doors.driver import library
 from softsm.doors.triton.in_use import ARCHITECTURES, DEFAULT_SMS
 from softsm.engine.launch import Kernel, load
@@ -30,7 +30,7 @@ INVALID_IMAGE, NOT_FOUND = 200, 500
 PACKAGES = ("cuda.bindings", "pycuda")
 CONTEXT, STREAM, POOL = 0xC0, 0x50, 0x90  # what handles are, where there is one of a kind
 VERSION = 12080  # of the driver
-CLUSTER, DEPENDENT = 4, 6  # attributes of a launch
+TOGETHER, CLUSTER, PROGRAMMATIC = 2, 4, 6  # attributes of a launch
 ATTRIBUTE_BYTES = 72  # of one of them
 DONE = (
     "cuInit cuCtxSynchronize cuStreamSynchronize cuStreamQuery cuEventRecord cuEventRecordWithFlags cuEventSynchronize "
@@ -97,7 +97,7 @@ class Driver(Runtime):
             return getattr(self, name)(a)
         except BaseException as problem:
             self.failure = self.failure or problem
-            return LAUNCH_FAILURE
+            return self.failed()
 
     # ---- contexts and devices ----------------------------------------------------------------------------------
 
@@ -245,16 +245,20 @@ class Driver(Runtime):
 
     def cuLaunchKernel(self, a: list[int]) -> int:
         sides = [number(x) for x in a[1:7]]
-        return self.start(self.loaded.get(a[0]), sides[:3], sides[3:], (1, 1, 1), a[9], number(a[7]), False)
+        return self.start(self.loaded.get(a[0]), sides[:3], sides[3:], (1, 1, 1), a[9], number(a[7]))
 
     def cuLaunchKernelEx(self, a: list[int]) -> int:
         *sides, shared, _, attributes, count = read(a[0], "7I4xQQI")
-        cluster, dependent = (1, 1, 1), False
+        cluster, how = (1, 1, 1), 0
         for at in range(attributes, attributes + ATTRIBUTE_BYTES * count, ATTRIBUTE_BYTES):
             which, *value = read(at, "I4x3I")
             cluster = tuple(value) if which == CLUSTER else cluster
-            dependent = bool(value[0]) if which == DEPENDENT else dependent
-        return self.start(self.loaded.get(a[1]), sides[:3], sides[3:], cluster, a[2], shared, dependent)
+            how |= {PROGRAMMATIC: DEPENDENT, TOGETHER: COOPERATIVE}.get(which, 0) if value[0] else 0
+        return self.start(self.loaded.get(a[1]), sides[:3], sides[3:], cluster, a[2], shared, how)
+
+    def cuLaunchCooperativeKernel(self, a: list[int]) -> int:
+        sides = [number(x) for x in a[1:7]]
+        return self.start(self.loaded.get(a[0]), sides[:3], sides[3:], (1, 1, 1), a[9], number(a[7]), COOPERATIVE)
 
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, a: list[int]) -> int:
         return write(a[0], "i", self.occupancy(a[1], number(a[2]), a[3]))

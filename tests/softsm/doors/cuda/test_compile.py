@@ -42,6 +42,20 @@ def test_both_halves_of_the_runtime_have_the_same_functions():
     assert members == list(SERVED)
 
 
+def test_cluster_dims_are_those_of_the_annotation():
+    text = """
+@.str = private unnamed_addr constant [15 x i8] c"softsm_cluster\\00", section "llvm.metadata"
+@.str1 = private unnamed_addr constant [5 x i8] c"p.cu\\00", section "llvm.metadata"
+@.args = private unnamed_addr constant { i32, i64 } { i32 4, i64 2 }, section "llvm.metadata"
+@.mine = private unnamed_addr constant [5 x i8] c"mine\\00", section "llvm.metadata"
+@llvm.global.annotations = appending global [2 x { ptr, ptr, ptr, i32, ptr }] [{ ptr, ptr, ptr, i32, ptr } \
+{ ptr @_Z1kv, ptr @.str, ptr @.str1, i32 4, ptr @.args }, { ptr, ptr, ptr, i32, ptr } \
+{ ptr @other, ptr @.mine, ptr @.str1, i32 4, ptr @.args }], section "llvm.metadata"
+"""
+    assert cc.cluster_dims(text.replace("\\\n", "")) == {"_Z1kv": ["4", "2"]}
+    assert cc.cluster_dims("") == {}
+
+
 @pytest.mark.compile
 def test_another_runtime_needs_no_other_program(monkeypatch, tmp_path):
     """What clang made of the program is kept: a function that the runtime lacked costs no second compilation."""

@@ -139,7 +139,7 @@ def test_a_program_without_a_mistake(program):
 
 def test_a_fault_reaches_the_program_and_the_report(program):
     done = softsm("check", program, "past", "--order", "eager")
-    assert done.exit_code == 1 and "cudaErrorLaunchFailure" in done.output
+    assert done.exit_code == 1 and "cudaErrorIllegalAddress" in done.output
     line = next(i for i, text in enumerate(PROGRAM.splitlines(), 1) if "void past" in text)
     for words in ("out-of-bounds: ", "(cudaMalloc of 512 bytes)", f"program.cu:{line}"):
         assert words in done.output
@@ -275,6 +275,34 @@ def test_a_device_that_launches_nothing_is_waited_for_in_vain(tmp_path):
     assert done.exit_code == 1 and "GPU 0: 0 of 1 CTAs have ended" in done.output, done.output
     done = softsm("run", tmp_path / "peers.cu", "--ranks", 9, "--", 1)
     assert done.exit_code == 2 and "ranks: got 9; accepted: ints from 1 to 8" in done.output
+
+
+CLUSTERS = r"""
+#include <cuda_runtime.h>
+#include <cstdio>
+template <int N> __global__ __cluster_dims__(N, 1, 1) void __launch_bounds__(32, 1) ranks(unsigned *out) {
+    unsigned rank, count;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
+    if (threadIdx.x == 0) out[blockIdx.x] = 10 * count + rank;
+}
+int main() {
+    unsigned *x, got[4];
+    cudaMalloc(&x, sizeof got);
+    ranks<2><<<4, 32>>>(x);
+    cudaMemcpy(got, x, sizeof got, cudaMemcpyDeviceToHost);
+    printf("%d %d %d %d\n", got[0], got[1], got[2], got[3]);
+    ranks<4><<<3, 32>>>(x);
+    printf("%s\n", cudaGetErrorName(cudaGetLastError()));
+}
+"""
+
+
+@pytest.mark.compile
+def test_a_kernel_with_cluster_dims_needs_no_attribute_of_the_launch(tmp_path):
+    (tmp_path / "clusters.cu").write_text(CLUSTERS)
+    done = softsm("run", tmp_path / "clusters.cu")
+    assert done.exit_code == 0 and "20 21 20 21\ncudaErrorInvalidConfiguration\n" in done.output, done.output
 
 
 @pytest.mark.compile

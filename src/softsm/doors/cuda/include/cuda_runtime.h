@@ -20,7 +20,7 @@
 #define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__ __attribute__((grid_constant))
-#define __cluster_dims__(...) __attribute__((cluster_dims(__VA_ARGS__)))
+#define __cluster_dims__(...) __attribute__((annotate("softsm_cluster", __VA_ARGS__)))  // see compile.py
 #define CUDART_VERSION 12080
 #define CUDA_VERSION 12080
 
@@ -58,7 +58,8 @@ struct dim3 {
 enum cudaError_t {
     cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorInvalidDeviceFunction = 98,
     cudaErrorInvalidConfiguration = 9, cudaErrorInvalidSymbol = 13, cudaErrorNotSupported = 801,
-    cudaErrorNotReady = 600, cudaErrorIllegalAddress = 700, cudaErrorLaunchFailure = 719, cudaErrorUnknown = 999
+    cudaErrorNotReady = 600, cudaErrorIllegalAddress = 700, cudaErrorAssert = 710, cudaErrorMisalignedAddress = 716,
+    cudaErrorLaunchFailure = 719, cudaErrorCooperativeLaunchTooLarge = 720, cudaErrorUnknown = 999
 };
 typedef cudaError_t cudaError;
 enum cudaMemcpyKind {
@@ -91,6 +92,10 @@ struct cudaFuncAttributes {
     size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
     int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion, cacheModeCA, maxDynamicSharedSizeBytes;
 };
+enum cudaFuncCache { cudaFuncCachePreferNone, cudaFuncCachePreferShared, cudaFuncCachePreferL1 };
+enum cudaLimit { cudaLimitStackSize, cudaLimitPrintfFifoSize, cudaLimitMallocHeapSize };
+enum { cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
+typedef void (*cudaHostFn_t)(void *data);
 typedef struct CUstream_st *cudaStream_t;
 typedef struct CUevent_st *cudaEvent_t;
 enum cudaLaunchAttributeID {
@@ -124,6 +129,21 @@ cudaError_t cudaMalloc(void **at, size_t size);
 cudaError_t cudaMallocManaged(void **at, size_t size, unsigned flags = 1);
 cudaError_t cudaMallocHost(void **at, size_t size);
 cudaError_t cudaMallocAsync(void **at, size_t size, cudaStream_t stream);
+cudaError_t cudaHostAlloc(void **at, size_t size, unsigned flags);
+cudaError_t cudaHostGetDevicePointer(void **at, void *host, unsigned flags);
+cudaError_t cudaMallocPitch(void **at, size_t *pitch, size_t width, size_t height);
+cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                         cudaMemcpyKind kind);
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind kind, cudaStream_t stream = 0);
+cudaError_t cudaMemset2D(void *to, size_t pitch, int value, size_t width, size_t height);
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data);
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *most);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority);
+cudaError_t cudaStreamQuery(cudaStream_t stream);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaDeviceSetLimit(cudaLimit limit, size_t value);
+cudaError_t cudaFuncSetCacheConfig(const void *kernel, cudaFuncCache config);
 cudaError_t cudaFree(void *at);
 cudaError_t cudaFreeHost(void *at);
 cudaError_t cudaFreeAsync(void *at, cudaStream_t stream);
@@ -187,6 +207,15 @@ template <typename T> inline cudaError_t cudaMallocManaged(T **at, size_t size, 
 }
 template <typename T> inline cudaError_t cudaMallocHost(T **at, size_t size) {
     return cudaMallocHost((void **)at, size);
+}
+template <typename T> inline cudaError_t cudaHostAlloc(T **at, size_t size, unsigned flags) {
+    return cudaHostAlloc((void **)at, size, flags);
+}
+template <typename T> inline cudaError_t cudaHostGetDevicePointer(T **at, void *host, unsigned flags) {
+    return cudaHostGetDevicePointer((void **)at, host, flags);
+}
+template <typename T> inline cudaError_t cudaMallocPitch(T **at, size_t *pitch, size_t width, size_t height) {
+    return cudaMallocPitch((void **)at, pitch, width, height);
 }
 template <typename T> inline cudaError_t cudaMallocAsync(T **at, size_t size, cudaStream_t stream) {
     return cudaMallocAsync((void **)at, size, stream);
@@ -353,12 +382,16 @@ SOFTSM_DEVICE float fabsf(float x) { return __builtin_fabsf(x); }
 SOFTSM_DEVICE float fmaxf(float x, float y) { return __builtin_fmaxf(x, y); }
 SOFTSM_DEVICE float fminf(float x, float y) { return __builtin_fminf(x, y); }
 SOFTSM_DEVICE float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
-SOFTSM_DEVICE int max(int x, int y) { return x > y ? x : y; }
-SOFTSM_DEVICE int min(int x, int y) { return x < y ? x : y; }
-SOFTSM_DEVICE unsigned max(unsigned x, unsigned y) { return x > y ? x : y; }
-SOFTSM_DEVICE unsigned min(unsigned x, unsigned y) { return x < y ? x : y; }
-SOFTSM_DEVICE float max(float x, float y) { return fmaxf(x, y); }
-SOFTSM_DEVICE float min(float x, float y) { return fminf(x, y); }
+#define SOFTSM_EXTREMES(T)                                                          \
+    __host__ __device__ inline T max(T x, T y) { return x > y || y != y ? x : y; }  \
+    __host__ __device__ inline T min(T x, T y) { return x < y || y != y ? x : y; }
+SOFTSM_EXTREMES(int)
+SOFTSM_EXTREMES(unsigned)
+SOFTSM_EXTREMES(long long)
+SOFTSM_EXTREMES(unsigned long long)
+SOFTSM_EXTREMES(float)
+SOFTSM_EXTREMES(double)
+#undef SOFTSM_EXTREMES
 SOFTSM_DEVICE float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 SOFTSM_DEVICE int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 SOFTSM_DEVICE float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }

@@ -1,0 +1,155 @@
+"""CUDA C++ programs as strangers write them: streams, pitched memory, symbols, cooperative launches, shared memory on
+request. Each runs without a finding, and with a mistake that is named."""
+
+import pytest
+from typer.testing import CliRunner
+
+from softsm.cli import app
+from softsm.doors.cuda.compile import CompileError, find_clang
+
+try:
+    find_clang()
+except CompileError as problem:
+    pytest.skip(str(problem), allow_module_level=True)
+
+pytestmark = pytest.mark.compile
+
+PROGRAM = r"""
+#include <cuda_runtime.h>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+static void check(cudaError_t status, const char *what) {
+    if (status == cudaSuccess) return;
+    printf("%s: %s\n", what, cudaGetErrorName(status));
+    exit(1);
+}
+__global__ void saxpy(int n, float a, const float *x, float *y) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = a * x[i] + y[i];
+}
+__constant__ float weights[3];
+__global__ void weigh(float *x, size_t pitch, int width, int taps) {
+    float *row = (float *)((char *)x + blockIdx.x * pitch), sum = 0;
+    for (int k = 0; k < taps; k++) sum += weights[k];
+    if (threadIdx.x < width) row[threadIdx.x] = sum + blockIdx.x;
+}
+extern __shared__ float tile[];
+__global__ void large(float *out, int n) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) tile[i] = i;
+    __syncthreads();
+    if (threadIdx.x == 0) *out = tile[n - 1];
+}
+// What cooperative_groups::this_grid().sync() does.
+__device__ void meet() {
+    unsigned high, low;
+    asm("mov.u32 %0, %%envreg1;" : "=r"(high));
+    asm("mov.u32 %0, %%envreg2;" : "=r"(low));
+    unsigned *barrier = (unsigned *)((unsigned long long)high << 32 | low) + 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned mine = blockIdx.x ? 1 : 0x80000000 - (gridDim.x - 1);
+        __threadfence();
+        unsigned before = atomicAdd(barrier, mine);
+        while (((before ^ *(volatile unsigned *)barrier) & 0x80000000) == 0) {}
+        __threadfence();
+    }
+    __syncthreads();
+}
+__global__ void reverse(int *x, int *y, int n, bool together) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    x[i] = i;
+    if (together) meet();
+    y[i] = x[n - 1 - i];
+}
+static void called(void *data) { *(int *)data = 7; }
+
+int main(int, char **words) {
+    const std::string what = words[1];
+    const int n = 1000;
+    std::vector<float> host(n, 1.0f), got(n);
+    cudaStream_t first, second;
+    cudaEvent_t ready, over;
+    check(cudaStreamCreateWithPriority(&first, cudaStreamNonBlocking, 0), "stream");
+    check(cudaStreamCreate(&second), "stream");
+    check(cudaEventCreate(&ready), "event");
+    check(cudaEventCreateWithFlags(&over, cudaEventDisableTiming), "event");
+    float *x, *y;
+    check(cudaMallocAsync(&x, n * sizeof(float), first), "cudaMallocAsync");
+    check(cudaMallocAsync(&y, n * sizeof(float), first), "cudaMallocAsync");
+    check(cudaMemcpyAsync(x, host.data(), n * sizeof(float), cudaMemcpyHostToDevice, first), "copy");
+    check(cudaMemsetAsync(y, 0, n * sizeof(float), first), "set");
+    check(cudaEventRecord(ready, first), "record");
+    check(cudaStreamWaitEvent(second, ready), "wait");
+    saxpy<<<min(4, 9), 256, 0, second>>>(n + (what == "past"), 3, x, y);
+    check(cudaGetLastError(), "saxpy");
+    check(cudaEventRecord(over, second), "record");
+    while (cudaEventQuery(over) == cudaErrorNotReady) {}
+    check(cudaMemcpyAsync(got.data(), y, n * sizeof(float), cudaMemcpyDeviceToHost, second), "copy");
+    int seen = 0;
+    check(cudaLaunchHostFunc(second, called, &seen), "cudaLaunchHostFunc");
+    check(cudaStreamQuery(second), "query");
+    printf("saxpy %g %g, host %d\n", got[0], got[n - 1], seen);
+
+    const float three[3] = {1, 2, 3};
+    float *rows, *pinned;
+    size_t pitch;
+    check(cudaMemcpyToSymbol(weights, three, sizeof three), "symbol");
+    check(cudaMallocPitch(&rows, &pitch, 33 * sizeof(float), 5), "pitch");
+    check(cudaHostAlloc(&pinned, 33 * 5 * sizeof(float), cudaHostAllocDefault), "cudaHostAlloc");
+    weigh<<<5, 64>>>(rows, pitch, 33, what == "taps" ? 4 : 3);
+    check(cudaMemcpy2D(pinned, 33 * 4, rows, pitch, 33 * 4, 5, cudaMemcpyDeviceToHost), "cudaMemcpy2D");
+    printf("rows %g %g\n", pinned[0], pinned[5 * 33 - 1]);
+
+    if (what != "shared")
+        check(cudaFuncSetAttribute(large, cudaFuncAttributeMaxDynamicSharedMemorySize, 80000), "attribute");
+    large<<<1, 256, 80000>>>(x, 20000);
+    check(cudaGetLastError(), "large");
+
+    int count = 512, *a, *b, ends[2];
+    bool together = what != "barrier";
+    check(cudaMalloc(&a, count * 4), "cudaMalloc");
+    check(cudaMalloc(&b, count * 4), "cudaMalloc");
+    void *args[] = {&a, &b, &count, &together};
+    check(cudaLaunchCooperativeKernel((void *)reverse, 4, 128, args, 0, 0), "reverse");
+    check(cudaMemcpy(ends, b, sizeof ends, cudaMemcpyDeviceToHost), "copy");
+    printf("reverse %d %d\n", ends[0], ends[1]);
+    printf("%s\n", cudaGetErrorName(cudaLaunchCooperativeKernel((void *)reverse, 4096, 128, args, 0, 0)));
+    check(cudaFreeAsync(x, first), "free");
+    check(cudaStreamDestroy(first), "destroy");
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("strangers") / "program.cu"
+    path.write_text(PROGRAM)
+    return path
+
+
+def checked(program, what):
+    return CliRunner().invoke(app, ["check", str(program), "--order", "latest", "--", what])
+
+
+def test_a_program_without_a_mistake(program):
+    done = checked(program, "fine")
+    assert done.exit_code == 0 and "nothing found in 4 launches" in done.output, done.output
+    said = ("saxpy 3 3, host 7", "rows 6 10", "reverse 511 510", "cudaErrorCooperativeLaunchTooLarge")
+    assert all(line in done.output for line in said), done.output
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("past", ("saxpy: cudaErrorIllegalAddress", "out-of-bounds:", "cudaMalloc of 4000 bytes")),
+        ("taps", ("cudaMemcpy2D: cudaErrorIllegalAddress", "past the end of variable weights")),
+        ("shared", ("large: cudaErrorInvalidValue", "80000 bytes of dynamic shared memory need cudaFuncSetAttribute")),
+        ("barrier", ("race: two accesses of global memory", "in reverse")),
+    ],
+)
+def test_a_mistake_is_named(program, what, named):
+    done = checked(program, what)
+    assert done.exit_code == 1 and all(text in done.output for text in named), done.output
