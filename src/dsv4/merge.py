@@ -46,15 +46,20 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | 
 
 
 def _weights(lses: list[Tensor], sink: Tensor | None, four: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(lse, each partial's share of the softmax [n, *lse], what the sink leaves of it and what it takes [*lse])."""
+    """(lse, each partial's share of the softmax [n, *lse], what the sink leaves of it and what it takes [*lse]).
+
+    Everything is relative to the largest LSE, not to the merged one, in which a large LSE leaves no room for log n."""
     parts = torch.stack(lses)
     parts = torch.where(parts == float("inf"), float("-inf"), parts)
-    lse = parts.logsumexp(0)
-    empty = lse == float("-inf")
-    shares = torch.where(parts == float("-inf"), 0, (parts - torch.where(empty, 0, lse)).exp())
+    top = parts.amax(0)
+    empty = top == float("-inf")
+    top = torch.where(empty, 0, top)
+    weights = (parts - top).exp()
+    total = weights.sum(0)
+    lse, shares = top + total.log(), weights / torch.where(empty, 1, total)
     keep, lost = torch.ones_like(lse), torch.zeros_like(lse)
     if sink is not None:
-        over = torch.where(empty, float("inf"), sink[:, None] if four else sink) - lse
+        over = torch.where(empty, float("inf"), (sink[:, None] if four else sink) - top - total.log())
         keep, lost = torch.sigmoid(-over), torch.sigmoid(over)  # 1 - keep would lose its bits where lost is small
     return lse, shares, keep, lost
 

@@ -113,3 +113,33 @@ def test_fp32_partials_of_bf16_inputs_are_rounded_once(operation):
     assert errors[torch.float32] <= 1.01 * once < errors[torch.bfloat16]
     with pytest.raises(ValueError, match="^out: got dtype float16; accepted: bfloat16"):
         calls[0][0](*calls[0][1], out=torch.empty(q.shape, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("size", [0.0, 2.0**16, 2.0**24, -(2.0**31)])
+def test_parts_with_large_lses_are_averaged_not_added(size):
+    """An fp32 LSE of 2^24 has no room for log 2: weights must not be relative to the merged LSE."""
+    outs = [torch.randn(1, 3, 2, 64) for _ in range(3)]
+    lses = [torch.full((1, 2, 3), size) for _ in range(3)]
+    for sink in (None, torch.full((2,), size)):
+        want, want_lse = reference.merge_states(outs, lses, sink)
+        out, lse = dsv4.merge_states(outs, lses, sink)
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(lse, want_lse.float())
+        got = backward_of_merging(outs, lses, sink)
+        for x, y in zip(got, reference.backward.merge_states(outs, lses, sink, torch.ones_like(outs[0]))):
+            for a, b in zip(*((x, y) if isinstance(x, list) else ([x], [y]))):
+                torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4) if b is not None else None
+
+
+def backward_of_merging(outs, lses, sink):
+    leaves = [x.clone().requires_grad_() for x in (*outs, *lses, *([] if sink is None else [sink]))]
+    out, _ = dsv4.merge_states(leaves[:3], leaves[3:6], leaves[6] if sink is not None else None)
+    grads = torch.autograd.grad(out.sum(), leaves)
+    return list(grads[:3]), list(grads[3:6]), grads[6] if sink is not None else None
+
+
+def test_weights_of_pieces_add_up_to_1_on_a_cpu():
+    """Scores of 2^24; keys that all queries see are a piece of their own."""
+    q, k, v = torch.full((1, 600, 1, 64), 2.0**12), torch.full((1, 900, 1, 64), 2.0**9), torch.ones(1, 900, 1, 64)
+    torch.testing.assert_close(dsv4.fmha(q, k, v, causal=True), torch.ones_like(q))
+    torch.testing.assert_close(dsv4.fmha(q, k, v, softcap=2.0**24), torch.ones_like(q))

@@ -283,9 +283,12 @@ def _attend_capped(q, k, v, offset, left, right, scale, softcap) -> tuple[Tensor
             k1, v1 = (x[:, :, j : j + block].float() for x in (k, v))
             s = (q1 @ k1.mT).tanh_().mul_(softcap)
             s += _mask(s.shape[2], s.shape[3], offset + i - j, left, right, s.dtype)
-            part = s.logsumexp(-1)
-            p = s.sub_(torch.where(part == NEG_INF, 0, part)[..., None]).exp_()
-            found = merge(found, (p @ v1, part))
+            top = s.amax(-1, keepdim=True)
+            top = torch.where(top == NEG_INF, 0, top)
+            p = s.sub_(top).exp_()
+            total = p.sum(-1, keepdim=True)
+            part = (p @ v1 / torch.where(total == 0, 1, total), (top + total.log())[..., 0])
+            found = merge(found, part)
         out[:, :, rows], lse[:, :, rows] = found
     return out, lse
 
@@ -319,6 +322,10 @@ def _mask(t: int, s: int, offset: int, left: int, right: int, dtype: torch.dtype
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Two partial results (out [..., D], lse [...]) over disjoint keys -> theirs together, out in fp32."""
-    lse = torch.logaddexp(a[1], b[1])
-    safe = torch.where(lse == NEG_INF, 0, lse)  # both empty: the weights are exp(-inf) = 0
-    return sum(out * (part - safe).exp()[..., None] for out, part in (a, b)), lse
+    top = torch.maximum(a[1], b[1])
+    top = torch.where(top == NEG_INF, 0, top)  # both empty: the weights are exp(-inf) = 0
+    weights = [(part - top).exp() for _, part in (a, b)]
+    total = weights[0] + weights[1]
+    # Not relative to the merged LSE, in which a large LSE leaves no room for log 2.
+    shares = [(x / torch.where(total == 0, 1, total))[..., None] for x in weights]
+    return a[0] * shares[0] + b[0] * shares[1], top + total.log()

@@ -38,6 +38,11 @@ def describe(x: Any) -> str:
         return "a nested tensor"
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+    # Values of tensors in a container are not printed: they fill the screen, and on a GPU they synchronise.
+    if isinstance(x, dict):
+        return f"a dict with the keys {', '.join(map(repr, x))}"[:160]
+    if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
+        return f"a {type(x).__name__} of {', '.join(map(describe, x))}"[:160]
     return f"{type(x).__name__} {x!r}"[:80]
 
 

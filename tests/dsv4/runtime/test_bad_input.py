@@ -1,5 +1,7 @@
 """Bad input to the fmha family: a ValueError that names the argument, what it got and what is accepted."""
 
+import re
+
 import pytest
 import torch
 from agreement import assert_agrees, qkv
@@ -196,3 +198,13 @@ def test_any_table_is_refused_or_right(lengths, table):
     else:
         with pytest.raises(ValueError, match="(lengths|block_table): got .*; accepted: "):
             dsv4.fmha_paged(**a)
+
+
+@pytest.mark.parametrize("experts, text", [
+    ((torch.ones(2, 3),), "experts: got a tuple of float32 [2, 3] on cpu; accepted: "),
+    ({"w1": torch.ones(9, 9), "w2": 0}, "experts: got a dict with the keys 'w1', 'w2'; accepted: "),
+])  # fmt: skip
+def test_values_of_tensors_in_a_container_are_not_printed(experts, text):
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        dsv4.moe(x, experts, torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
