@@ -46,6 +46,10 @@ def cases(given) -> list:
         import timing_user
 
         every = timing_user.CASES
+    elif given.second:
+        import timing_second
+
+        every = timing_second.CASES
     elif given.parts:
         import timing_parts
 
@@ -185,6 +189,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, nargs="+", metavar="N", help="cases drawn at random")
     parser.add_argument("--tune", action="store_true", help="tiles of one matrix product (timing_tune.py)")
     parser.add_argument("--user", action="store_true", help="kernels as users bring them (timing_user.py)")
+    parser.add_argument("--second", action="store_true", help="ten more of them (timing_second.py)")
     parser.add_argument("--parts", action="store_true", help="parts of kernels (timing_parts.py)")
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--repeats", type=int, default=9)
@@ -199,12 +204,12 @@ def main() -> int:
     parser.add_argument("--cost", action="store_true", help="what a timing run costs beside plain emulation")
     parser.add_argument("--published", type=Path, metavar="FOLDER", help="Triton's python/tutorials/gluon")
     given = parser.parse_args()
-    if (given.seed or given.user) and given.predict:
+    if (given.seed or given.user or given.second) and given.predict:
         import triton
 
         if not triton.__version__.startswith(MEASURED_WITH):
             parser.error(
-                f"--seed, --user: got Triton {triton.__version__}; the kernels are measured with {MEASURED_WITH}"
+                f"--seed, --user, --second: got Triton {triton.__version__}, measured with is {MEASURED_WITH}"
             )
     if given.cost:
         print(cost(given.only))
@@ -223,7 +228,7 @@ def main() -> int:
     elif given.compile:
         measuring.compile_part(given.compile, cases(given))
     elif given.measure:
-        others = [f"--{name}" for name in ("tune", "parts", "user") if getattr(given, name)]
+        others = [f"--{name}" for name in ("tune", "parts", "user", "second") if getattr(given, name)]
         drawn = ["--seed", *map(str, given.seed)] if given.seed else others
         command = [sys.executable, __file__, *drawn, "--only", given.only, "--compile"]
         measuring.measure(given.json, cases(given), command, given.repeats, given.limit)
