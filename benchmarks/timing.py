@@ -208,9 +208,7 @@ def main() -> int:
         import triton
 
         if not triton.__version__.startswith(MEASURED_WITH):
-            parser.error(
-                f"--seed, --user, --second: got Triton {triton.__version__}, measured with is {MEASURED_WITH}"
-            )
+            parser.error(f"--seed, --user, --second: got Triton {triton.__version__}, measured with is {MEASURED_WITH}")
     if given.cost:
         print(cost(given.only))
     elif given.blackwell and given.write:

@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 def gather_pages(pages, scales, block_table, out, stride_table, HEADS: tl.constexpr, D: tl.constexpr,
                  PAGE: tl.constexpr):  # fmt: skip
-    """FP8 keys of a paged cache [pages, PAGE, HEADS, D] with a scale for each row, unpacked in the order of a request."""
+    """FP8 keys of a paged cache [pages, PAGE, HEADS, D] with a scale for each row, in the order of a request."""
     seq, page, head = tl.program_id(1), tl.program_id(0), tl.program_id(2)
     physical = tl.load(block_table + seq * stride_table + page).to(tl.int64)
     slot, d = tl.arange(0, PAGE), tl.arange(0, D)

@@ -20,7 +20,7 @@ from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.prediction import Prediction, Run
 from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import code_of
-from softsm.timing_model.sources import Source, absent_from_l1, shares_of, slowest, sources_of
+from softsm.timing_model.sources import Source, absent_from_l1, gone, shares_of, slowest, sources_of, within
 from softsm.timing_model.trace import LaunchTrace
 from softsm.timing_model.work import ENGINES, executed, occupancy, work_of
 
@@ -34,11 +34,6 @@ REPEATED = 3  # times that a loop has at least
 # Cycles of an instruction of longer loops by log2 of the warps (benchmarks/microbench, shared limits).
 LONG_CODE_CYCLES = (2, 3, 4, 5), (2.7, 2.0, 1.6, 1.4)
 MERGED = 16  # multiprocessors that ask for a line: more of them gain nothing (benchmarks/microbench, copies)
-
-
-def within(value: float, low: float, high: float) -> float:
-    """1 up to low, 0 from high on."""
-    return float(np.clip((high - value) / (high - low), 0.0, 1.0))
 
 
 def spill_room(shared: int, left: float) -> float:
@@ -163,7 +158,8 @@ class Model:
             if s.device:
                 per = max(per, s.device * active * clock * self.device_cost(s) / g["hbm.rate"])
             # Who asks together waits together: for device memory, if the line is not in L2 yet.
-            far = min(1.0, s.device * self.together(s, active))
+            together = self.together(s, active)
+            far = min(1.0, max(s.device * together, gone(s, self.sources, together, g["l2.held"])))
             if s.random:  # a wait is for many rows: the slowest counts
                 far = 1 - (1 - s.device) ** BATCH
             # What is in L2 overtakes what is not: two queues.

@@ -16,6 +16,7 @@ ROW = 2048  # bytes
 SCATTERED = 40  # bytes of a line: below it, lanes read words here and there
 MANY_LINES = 8  # ... of a CTA: fewer say nothing, they may be a number that all lanes read
 WHOLE = 56  # bytes of 64, from which on a CTA asks for all of them
+HELD = 0.8, 1.2  # bytes between two reads, of those that L2 holds: found again up to the first, gone from the second
 FEW, MANY = 4096, 16384  # bytes that are waited for together: the slowest of many lines comes later than that of few
 
 
@@ -34,6 +35,7 @@ class Source:
     device: float = 0.0  # share that comes from device memory
     random: bool = False
     boxes: bool = False  # read by TMA
+    copied: bool = False  # ... or by cp.async, tile by tile
     rows: bool = False  # written by CTAs that go along rows of their own
     few: bool = False  # a cluster asks for few lines: for all lanes, it may be
 
@@ -101,7 +103,10 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
                     out[tensor].atomic += n * scale
         for tensor in {e[4] for w in c.warps for e in w.events if e[1] == LOAD}:
             if 0 <= tensor < len(out):
-                out[tensor].boxes = True
+                out[tensor].boxes = out[tensor].copied = True
+        for tensor in {e[2] for w in c.warps for e in w.events if e[1] == CP_ASYNC}:
+            if 0 <= tensor < len(out):
+                out[tensor].copied = True
         for tensor, starts in c.starts.items():
             if len(starts) > 24 and 0 <= tensor < len(out):
                 steps = np.diff(np.array(starts))
@@ -145,6 +150,22 @@ def slowest(trace: LaunchTrace) -> float:
     warps = len(cluster.warps)
     burst += sum(32 * a.missed * warps / a.looks for a in trace.access.values() if a.space == "load" and a.looks)
     return float(np.clip(np.log(max(burst, 1.0) / FEW) / np.log(MANY / FEW), 0.0, 1.0))
+
+
+def within(value: float, low: float, high: float) -> float:
+    """1 up to low, 0 from high on."""
+    return float(np.clip((high - value) / (high - low), 0.0, 1.0))
+
+
+def gone(s: Source, sources: list[Source], together: float, held: float) -> float:
+    """0 to 1: how far a tensor that is read tile by tile has left an L2 of `held` bytes when others come back to it.
+    Between two passes over it lies all of it, and what is read and written of others meanwhile; L2 forgets what was
+    used longest ago. together: multiprocessors that read the same at a time."""
+    passes = (s.asked - s.again) / max(s.size, 1) / together
+    if s.random or not s.copied or passes <= 1:
+        return 0.0
+    others = sum(o.size if o.asked else o.changed for o in sources if o is not s)
+    return 1 - within((s.size + others / passes) / held, *HELD)
 
 
 def absent_from_l1(s: Source, room: float, sms: int) -> float:

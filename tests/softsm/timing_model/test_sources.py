@@ -7,7 +7,7 @@ import pytest
 
 from softsm.timing_model.machine import CP_ASYNC, LOAD
 from softsm.timing_model.parameters import GPUS
-from softsm.timing_model.sources import Source, absent_from_l1, shares, slowest, sources_of
+from softsm.timing_model.sources import Source, absent_from_l1, gone, shares, slowest, sources_of
 from softsm.timing_model.trace import ClusterTrace, WarpTrace
 
 L1 = 256 << 10
@@ -97,3 +97,16 @@ def test_a_word_brings_its_neighbour():
     trace = SimpleNamespace(clusters=[cluster], tensors=[("table", size)], total=1, access={})
     (found,) = sources_of(trace, GPUS["h200"], {})
     assert found.random and found.device == pytest.approx(0.43, abs=0.01)
+
+
+def test_what_is_read_tile_by_tile_leaves_an_l2_that_it_does_not_fit() -> None:
+    """Two passes over a tensor find it again only if it and its share of the others fit."""
+
+    def share(size: float, other: float, reads: float = 16, copied: bool = True) -> float:
+        mine = Source("a", int(size), asked=reads * size, copied=copied)
+        return gone(mine, [mine, Source("b", int(other), asked=16 * other, copied=True)], 4.0, 26e6)
+
+    assert share(8e6, 8e6) == 0.0
+    assert share(24e6, 32e6) == 1.0
+    assert share(1e5, 60e6, reads=64) == 0.0  # a table that every CTA reads again and again
+    assert share(24e6, 32e6, copied=False) == 0.0
