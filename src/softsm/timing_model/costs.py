@@ -294,9 +294,9 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
                 tensor = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= changing[tensor] if changing and 0 <= tensor < len(changing) else 1.0
     _first_asks(code, ints, values, [i for copies in loads.values() for i in copies], behind)
-    for i, ins in enumerate(code.instructions if spilled else ()):
-        if ins.opcode.startswith("LDL"):
+    for i, ins in enumerate(code.instructions if code.spills else ()):
+        if ins.opcode.startswith("LDL") and spilled:
             values[i, r.UNITS], values[i, r.EXTRA], ints[i, r.TENSOR] = 32 * _width(ins.opcode), spilled, -1
-        elif ins.opcode.startswith("STL"):
-            values[i, r.UNITS] = 32 * _width(ins.opcode) * spilled
+        elif ins.opcode.startswith("STL"):  # L1 hands all of them on to L2
+            values[i, r.UNITS] = 32 * _width(ins.opcode)
     return Costs(ints, values, fixed.accesses, fixed.products, behind)

@@ -40,6 +40,7 @@ ANCHORS = {
     machine.CLUSTER_WAIT: ("UCGABAR_WAIT",),
 }
 LONG_CODE = 2304  # machine instructions, 36 KB: the first instruction cache (benchmarks/microbench, shared limits)
+SHORT = 4  # machine instructions of a block that tries a wait again
 PEELED = 4  # times as many instructions of a loop as of what comes before it
 MANY_PAIRS = 8  # of lines and opcodes: fewer say nothing
 MANY_TURNS = 3  # that a block has at least: two may be the halves of 64 bits
@@ -160,17 +161,24 @@ class Lowering:
         return None
 
     def _second_tries(self) -> set[int]:
-        """Short blocks behind an EXIT that ask what code before them has asked."""
+        """Short blocks behind an EXIT that ask a barrier which code before them has asked, perhaps with the phase in
+        another register."""
+
+        def asks(block: range) -> set[str]:
+            made = (self.code.instructions[i] for i in block)
+            return {
+                ins.text.partition("[")[2].partition("]")[0] for ins in made if ins.opcode.startswith("SYNCS.PHASECHK")
+            }
+
         asked: set[str] = set()
         out: set[int] = set()
         behind = False
         for number, block in enumerate(self.code.blocks):
-            instructions = [self.code.instructions[i] for i in block]
-            first = instructions[0]
-            if behind and len(block) <= 3 and first.opcode.startswith("SYNCS.PHASECHK") and first.text in asked:
+            asking = asks(block)
+            if behind and len(block) <= SHORT and asking and asking <= asked:
                 out.add(number)
-            asked |= {ins.text for ins in instructions if ins.opcode.startswith("SYNCS.PHASECHK")}
-            behind |= instructions[-1].opcode == "EXIT"
+            asked |= asking
+            behind |= self.code.instructions[block[-1]].opcode == "EXIT"
         return out
 
     def _tried_again(self, numbers: list[int]) -> set[int]:

@@ -67,6 +67,9 @@ class Model:
         )
         came = np.sum([executed(streams, len(self.code.instructions) + 1) for streams in self.streams], 0)
         self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent, spilled, came)
+        stores = [n for op, where in self.code.places.items() if op.startswith("STL") for n in where]
+        self.spilled = float((came[stores] * self.costs.values[stores, machine.UNITS]).sum()) * self.typical
+        self.spilled *= trace.total / len(trace.clusters)  # bytes, whole grid
         # Machine instructions that warps come back to.
         self.repeated = int((came >= REPEATED * sum(len(c.warps) for c in trace.clusters)).sum())
         self._unknown_tensors()
@@ -190,7 +193,13 @@ class Model:
         """What device memory takes for what is written while the kernel runs: L2 keeps the last."""
         g, changed = self.gpu, sum(s.changed for s in self.sources)
         took = sum(s.changed / g["hbm.rows" if s.rows else "hbm.mixed"] for s in self.sources)
-        return took * max(0.0, 1 - g["l2.dirty"] / max(changed, 1.0))
+        took *= max(0.0, 1 - g["l2.dirty"] / max(changed, 1.0))
+        if not self.spilled:
+            return took
+        # The next CTAs spill to the same places: they stay in L2 if all that these CTAs move does.
+        moved = self.spilled + changed + sum(s.asked * s.device for s in self.sources)
+        kept = within(moved * min(1.0, self.slots / self.trace.total) / g["l2.bytes"], 0.6, 1.2)
+        return took + self.spilled * (1 - kept) / g["hbm.mixed"]
 
     def together(self, s: Source, active: int) -> float:
         """Multiprocessors that ask for the same lines at the same time: neighbours in the grid run together. Which
@@ -441,7 +450,7 @@ class Model:
         us, sms = 1e-3 / f, self.sms
         needs = dict(zip(ENGINES, (self.work / sms * us).tolist()))
         read = sum(s.asked * s.granules / self.l2_share(s, sms) / sms for s in self.sources)
-        written = sum(s.written for s in self.sources) / g["hbm.write"]
+        written = (sum(s.written for s in self.sources) + self.spilled) / g["hbm.write"]
         changed = sum(self.atomics.ns)
         device = sum(s.asked * s.device * self.device_cost(s) + min(s.atomic, s.size) for s in self.sources)
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {

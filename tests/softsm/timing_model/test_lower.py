@@ -128,3 +128,30 @@ def test_loops_around_a_loop_that_became_one_do_not_unroll_it() -> None:
     blocks = Blocks([0, 1, 2, 3, 4], {n + 1: n for n in range(5)}, [1, 2, 3, 4, 5], [], loops=[0, 2, 3, 2, 0])
     path = Lowering(sass.read(text, ""), blocks)._path([0, 1, 2, 2, 2, 3, 1, 2, 3, 4], [0] * 10, [])
     assert sum(3 < i < 25 for i in path.instructions.tolist()) == 4 * 21
+
+
+def test_a_second_try_whose_phase_is_in_another_register_is_no_wait() -> None:
+    """Behind the end of the program: the phase once more, and the same question. The wait is at the first one, before
+    the product that follows it; at the second it would come after it, and a ring would have a slot more."""
+    wait = "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR17+0x16000]"
+    rows = [
+        (1, "MOV R1, R2"),
+        (2, "IADD3 R22, R22, 0x1, RZ"),
+        (2, f"{wait}, R22"),
+        (2, "@!P0 BRA `(.L_x_1)"),
+        *[(3, "FADD R1, R1, R3")] * 8,
+        (3, "@P1 BRA `(.L_x_0)"),
+        (4, "EXIT"),
+        (3, "IMAD.U32 R18, RZ, RZ, UR9"),
+        (3, f"{wait}, R18"),
+        (3, "@!P0 BRA `(.L_x_1)"),
+    ]
+    text = "".join(
+        {1: ".L_x_0:\n", 14: ".L_x_1:\n"}.get(n, "")
+        + f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * n:04x}*/ {ins} ;\n'
+        for n, (line, ins) in enumerate(rows)
+    )
+    lowering = Lowering(sass.read(text, ""), BLOCKS)
+    path = lowering._path([0, 1, 1, 2], [0, 0, 1, 2], [(3, WAIT)] * 2)
+    at = [path.instructions.tolist()[n] for n, e in enumerate(path.events.tolist()) if e >= 0]
+    assert at == [2, 2]
