@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -145,6 +146,8 @@ class Cost:
         self.workers += said.get("processor", 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for reason, count in reasons(terminalreporter.stats.get("skipped", ())):
+            terminalreporter.write_line(f"{count} skipped: {reason}")
         self.add(COMPILED)
         compiled = f"{self.kernels} kernels compiled by Triton in {self.seconds:.0f} s"
         beside = 0.0
@@ -153,6 +156,12 @@ class Cost:
             beside = usage.ru_utime + usage.ru_stime
         children = beside + self.workers if self.workers else sum(os.times()[2:4])
         terminalreporter.write_line(f"{compiled}; {sum(os.times()[:2]) + children:.0f} s of processor time in all")
+
+
+def reasons(skipped: Iterable[pytest.TestReport]) -> list[tuple[str, int]]:
+    """Why tests were skipped, the most frequent reason first: a run says what it did not test."""
+    found = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped if report.longrepr)
+    return found.most_common()
 
 
 EMULATOR = """

@@ -1,7 +1,7 @@
 """An engine that is missing, or that cannot run on this CPU, fails `make test-engines`: nothing is skipped there."""
 
 import ast
-import importlib
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -46,3 +46,10 @@ def test_what_the_tests_of_engines_import_of_dsv4_is_there():
             module = importlib.import_module(node.module)
             missing += [f"{file.name}: {node.module}.{x.name}" for x in node.names if not hasattr(module, x.name)]
     assert not missing
+
+
+def test_a_folder_of_tests_is_not_the_package_of_its_name(monkeypatch):
+    """tests/dsv4 is on the path, and has a folder named kernels, as a package on the hub is."""
+    monkeypatch.delenv("DSV4_ENGINES", raising=False)
+    found = importlib.util.find_spec("kernels")
+    assert needs("kernels").args[0] == (found is None or found.origin is None)

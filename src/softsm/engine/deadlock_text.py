@@ -221,15 +221,15 @@ def cycle(machine, text: Text) -> tuple[list[str], list]:
             w = next((x for x, _ in needs[waits[w]] if x is not w), None)
         if w in path:
             ring = path[path.index(w) :]
-            lines = [sentence(machine, a, b, waits[a], needs) for a, b in zip(ring, [*ring[1:], ring[0]])]
+            lines = [sentence(a, b, waits[a], needs) for a, b in zip(ring, [*ring[1:], ring[0]])]
             return lines, list(dict.fromkeys(waits[a] for a in ring))
     return [], []
 
 
-def sentence(machine, waiter, supplier, barrier, needs) -> str:
+def sentence(waiter, supplier, barrier, needs) -> str:
     where = next((ins for w, ins in needs[barrier] if w is supplier), None)
     arrives = f", to arrive in {place(where)}" if where is not None else ""
-    return f"{called(machine, waiter)} waits for {called(machine, supplier)} at {name(barrier)}{arrives}"
+    return f"{called(waiter)} waits for {called(supplier)} at {name(barrier)}{arrives}"
 
 
 def missing(machine, text: Text, named: list) -> list[str]:
@@ -246,7 +246,7 @@ def missing(machine, text: Text, named: list) -> list[str]:
     return list(dict.fromkeys(lines))[:SHOWN]
 
 
-def called(machine, warp) -> str:
+def called(warp) -> str:
     role = role_of(warp.cta.program.instructions[warp.fragments[0].pc]) if warp.fragments else ""
     return str(warp).replace(" of ", f" ({role}) of ", 1) if role else str(warp)
 
