@@ -1,12 +1,13 @@
-"""One call of an operation: key -> prepared launches -> run(tensors). The same code the first time and the thousandth.
+"""Runs one call of an operation: key -> prepared launches -> run(tensors). The first call and the thousandth run the
+same code.
 
-The key is everything that validation and `prepare` look at: the options, and the shape, strides, dtype, device and
-alignment of every tensor. Preparing is a pure function of it (program.py sees to that), so what was prepared for a key
-is kept. What a key cannot hold is looked at in every call: values of tensors where they may be read, and whether the
-memory of an output overlaps that of an input.
+The key holds everything that validation and `prepare` look at: the options, and the shape, strides, dtype, device and
+alignment of every tensor. `prepare` is a pure function of the key (program.py ensures that), so its result is cached.
+Every call checks what the key cannot hold: values of tensors, where they may be read, and whether an output overlaps an
+input in memory.
 
-`run` is for operations: they are validated, allocate their outputs, and have torch code as well as kernels. `launch`
-is for single kernels inside of dsv4 (rows into caches, norms, the compressor), whose callers have done all that.
+`run` is for operations, which are validated, allocate their outputs, and have torch code as well as kernels. `launch`
+is for single kernels inside dsv4 (rows into caches, norms, the compressor), whose callers do this themselves.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
 
 @dataclass(frozen=True)
 class Operation:
-    """What the runtime knows of an operation. Its problem has a field for each output."""
+    """Describes an operation to the runtime. Its problem has a field for each output."""
 
     name: str  # of the public function and of the torch operator
     folder: str  # dsv4.<folder>.cpu, dsv4.<folder>.kernels.<arch>.entry; or backward_cpu, backward
-    tensors: tuple[str, ...]  # its arguments that are tensors; the first is never None and has the device
-    required: int  # as many of them, from the first, must be there
+    tensors: tuple[str, ...]  # the tensor arguments; the first is never None, and its device is that of the call
+    required: int  # how many of them, counted from the first, must not be None
     options: Any  # class of the other arguments (options.py)
-    outputs: tuple[str, ...]  # the first of a forward operation is always wanted
+    outputs: tuple[str, ...]  # a forward operation always computes the first
     shapes: Callable[[dict[str, Any]], Shapes]  # (arguments) -> shape and dtype of each output
     build: Callable[..., Any]  # (**arguments) -> problem; reads no values
     check_values: Callable[[Any], None] | None = None
-    ranks: tuple[int, ...] = ()  # of q, for which `shapes` has an answer
-    same: tuple[tuple[str, str, str], ...] = ()  # field of the problem: whether two arguments are the same memory
-    plan: Callable[..., tuple[int, int]] | None = None  # what a plan reserves for it (plan.RULES)
-    warmup: Callable[..., Any] | None = None  # calls that compile what it needs (warmup.CALLS)
-    falls_back: bool = False  # backend "auto" runs torch code where no kernel serves the problem
+    ranks: tuple[int, ...] = ()  # ranks of q that `shapes` accepts
+    same: tuple[tuple[str, str, str], ...] = ()  # (field of the problem, two arguments): whether they share memory
+    plan: Callable[..., tuple[int, int]] | None = None  # computes what a plan reserves (plan.RULES)
+    warmup: Callable[..., Any] | None = None  # makes the calls that compile its kernels (warmup.CALLS)
+    falls_back: bool = False  # backend "auto" runs torch code if no kernel supports the problem
     backward: bool = False
     positional: tuple[str, ...] = ()  # positional arguments of the operator after the required tensors
-    without: tuple[str, ...] = ()  # options that it does not take
+    without: tuple[str, ...] = ()  # options that it does not accept
 
-    same_places: tuple[tuple[int, int], ...] = field(init=False)  # of those two among the tensors
+    same_places: tuple[tuple[int, int], ...] = field(init=False)  # positions of the arguments of `same` in `tensors`
 
     def __post_init__(self):
         places = ((self.tensors.index(a), self.tensors.index(b)) for _, a, b in self.same)
@@ -57,18 +58,18 @@ class Operation:
 
     @property
     def second(self) -> str:
-        """The optional output of a forward operation."""
+        """Returns the name of the optional output of a forward operation."""
         return self.outputs[1]
 
     def named(self, tensors: Sequence[Any], options: Any) -> dict[str, Any]:
-        """All arguments by their names."""
+        """Returns all arguments by name."""
         found = dict(zip(self.tensors, tensors, strict=True)) | options._asdict()
         for name in self.without:
             del found[name]
         return found
 
     def empty(self, arguments: dict[str, Any], wanted: Sequence[bool], out: Tensor | None = None) -> list[Tensor]:
-        """The outputs, to be written; of size 0 where one is not wanted."""
+        """Allocates the outputs; an output that is not wanted has size 0."""
         device = arguments[self.tensors[0]].device
         made = [
             torch.empty(shape if want else (0,), dtype=dtype, device=device)
@@ -78,21 +79,21 @@ class Operation:
 
 
 class Given(NamedTuple):
-    """The arguments of one call: those of the operator, but for backend and outputs, and what the caller provides."""
+    """The arguments of one call: those of the operator except backend and outputs, and what the caller provides."""
 
     tensors: Sequence[Any]  # in the order of the operation
-    options: Any  # of the class of the operation: a tuple
+    options: Any  # an instance of `Operation.options`, which is a tuple
     wanted: tuple[bool, ...]  # outputs
-    outputs: tuple[Tensor | None, ...]  # provided ones, to be written
+    outputs: tuple[Tensor | None, ...]  # buffers that the caller provides
     scratch: Tensor | None = None
-    capacities: tuple[int, ...] | None = None  # of the plan that the scratch memory belongs to
+    capacities: tuple[int, ...] | None = None  # of the plan that owns the scratch memory
 
 
 class Call(NamedTuple):
-    """What is prepared for a key."""
+    """What `_prepare` made for a key."""
 
-    allocated: list[tuple[int, int, Layout]]  # (output, which of the tensors it is like or -1, its layout)
-    spans: list[int] | None  # bytes of the tensors and of the provided outputs; None: none is provided
+    allocated: list[tuple[int, int, Layout]]  # (output, the tensor whose layout it has or -1, its layout)
+    spans: list[int] | None  # bytes of the tensors and provided outputs; None if no output is provided
     ready: Any  # launch.Ready; None: torch code
 
 
@@ -100,12 +101,12 @@ _calls: dict[tuple, Any] = {}
 
 
 def forget() -> None:
-    """Drop what is prepared; for tests that change a constant."""
+    """Empties the cache, for tests that change a constant."""
     _calls.clear()
 
 
 def run(op: Operation, given: Given, backend: str) -> list[Tensor | None]:
-    """-> the outputs; None where one is not wanted."""
+    """Returns the outputs, None for each that is not wanted."""
     device = given.tensors[0].device
     found = dispatch.resolve(backend, device)
     if found == "cpu":
@@ -122,7 +123,7 @@ def run(op: Operation, given: Given, backend: str) -> list[Tensor | None]:
 
 
 def run_on(op: Operation, given: Given, backend: str, target: Target, device: torch.device) -> list[Tensor | None]:
-    """The same on a target that launches go to already."""
+    """Does the same on a target that is already active."""
     problem = None
     if op.check_values is not None and checks.values_checked(given.tensors[0]):
         given = _distinct(given)
@@ -131,7 +132,7 @@ def run_on(op: Operation, given: Given, backend: str, target: Target, device: to
     tensors, options, wanted, provided, scratch, capacities = given
     try:
         layouts, addresses = _layouts((*tensors, *provided, scratch))
-    except RuntimeError:  # a tensor without strides or an address: what it is says the problem
+    except RuntimeError:  # a tensor without strides or address; validating the problem names it
         _problem(op, given)
         raise
     same = [addresses[a] == addresses[b] for a, b in op.same_places]
@@ -150,7 +151,7 @@ def run_on(op: Operation, given: Given, backend: str, target: Target, device: to
 
 
 def launch(one: Launch) -> None:
-    """A single launch on the device that is current, of tensors and numbers. Its outputs are among the tensors."""
+    """Launches one kernel on the current device, with tensors and numbers. Its outputs are among the tensors."""
     known: list[Any] = []
     memory: list[Any] = []
     addresses: list[int] = []
@@ -187,7 +188,7 @@ def _kept(key: tuple, prepared: Any) -> Any:
 
 
 def _layouts(tensors: Sequence[Any]) -> tuple[list[tuple | None], list[int]]:
-    """(what a key holds of the tensors, their addresses; 0 where there is none)."""
+    """Returns (what the key holds of each tensor, its address or 0)."""
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     return [
         None if x is None else (x.shape, x.stride(), x.dtype, x.device, address & 15)
@@ -196,12 +197,12 @@ def _layouts(tensors: Sequence[Any]) -> tuple[list[tuple | None], list[int]]:
 
 
 def _same(a: Tensor, b: Tensor | None) -> bool:
-    """Whether two arguments are the same memory: one address, which is in the key, and one layout."""
+    """Whether two arguments share memory: they have the same address, which is in the key, and the same layout."""
     return b is not None and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
 
 
 def _problem(op: Operation, given: Given) -> Any:
-    """The validated problem, with what the caller provides for its results."""
+    """Returns the validated problem, with the buffers that the caller provides for its results."""
     problem = op.build(**op.named(given.tensors, given.options))
     checked_outputs(op, given, problem)
     changes: dict[str, Any] = {}
@@ -215,7 +216,7 @@ def _problem(op: Operation, given: Given) -> Any:
 
 
 def checked_outputs(op: Operation, given: Given, problem: Any) -> None:
-    """ValueError unless the outputs and the plan's memory that the caller provides fit the problem. Reads no values."""
+    """Raises ValueError unless the provided outputs and the plan's memory fit the problem. Reads no values."""
     shapes = op.shapes(op.named(given.tensors, given.options))
     for name, x, (shape, dtype) in zip(op.outputs, given.outputs, shapes):
         if x is not None:
@@ -231,7 +232,7 @@ def checked_outputs(op: Operation, given: Given, problem: Any) -> None:
 
 
 def _outputs_of(op: Operation, given: Given) -> tuple[list[tuple[int, int, Layout]], list[int] | None]:
-    """(outputs that a call allocates, how far its memory reaches), as in a Call."""
+    """Returns (the outputs that a call allocates, the bytes of each tensor), as `Call` holds them."""
     allocated = []
     for n, (shape, dtype) in enumerate(op.shapes(op.named(given.tensors, given.options))):
         if given.wanted[n] and given.outputs[n] is None:
@@ -246,8 +247,8 @@ def _outputs_of(op: Operation, given: Given) -> tuple[list[tuple[int, int, Layou
 def _allocated(
     op: Operation, call: Call, given: Given, addresses: list[int], device: torch.device
 ) -> list[Tensor | None]:
-    """All outputs, whose addresses are there then. Those that the caller provides share no memory with an input, nor
-    with each other."""
+    """Returns all outputs and adds their addresses. Checks that provided ones share no memory with an input or with
+    each other."""
     outputs, first = list(given.outputs), len(given.tensors)
     if call.spans is not None:
         for place in range(first, first + len(outputs)):
@@ -257,7 +258,7 @@ def _allocated(
                     names = (*op.tensors, *op.outputs)
                     checks.fail(names[place], f"memory that overlaps {names[other]}", "memory that overlaps no input")
     for n, like, layout in call.allocated:
-        # torch.empty_like takes less time
+        # torch.empty_like is faster
         x = outputs[n] = torch.empty_like(given.tensors[like]) if like >= 0 else layout.empty(device)
         addresses[first + n] = x.data_ptr()
     return outputs
@@ -293,8 +294,8 @@ def _prepare(op: Operation, given: Given, problem: Any, backend: str, target: Ta
 
 
 def _distinct(given: Given) -> Given:
-    """Gives every tensor an object of its own. A problem tells its tensors apart by identity, and the key does not say
-    which arguments are the same tensor."""
+    """Makes a separate object of every tensor. A problem distinguishes its tensors by identity, and the key does not
+    record which arguments are the same tensor."""
     seen: set[int] = set()
     tensors = []
     for x in given.tensors:
@@ -306,7 +307,7 @@ def _distinct(given: Given) -> Given:
 
 
 def launches_of(problem: Any, target: Target, **options: Any) -> list[Launch]:
-    """The launches of a problem that has its outputs. Nothing is compiled, nothing runs. options: of `prepare`."""
+    """Returns the launches of a problem that has its outputs, without compiling or running. options: of `prepare`."""
     program = Program(tensors_of(problem), problem.q.device)
     module = dispatch.kernel_module(problem.operation, target.capability, problem.backward)
     module.prepare(program.slots_of(problem), target, program, **options)
@@ -314,7 +315,7 @@ def launches_of(problem: Any, target: Target, **options: Any) -> list[Launch]:
 
 
 def workspace_of(problem: Any, target: Target) -> int:
-    """Bytes between the launches of a problem that has its outputs."""
+    """Returns the bytes of workspace that the launches of a problem with outputs need."""
     program = Program(tensors_of(problem), problem.q.device)
     dispatch.kernel_module(problem.operation, target.capability, problem.backward).prepare(
         program.slots_of(problem), target, program
@@ -323,7 +324,7 @@ def workspace_of(problem: Any, target: Target) -> int:
 
 
 def program_of(problem: Any, target: Target, tensors: dict[str, Tensor | None], device: torch.device) -> Program:
-    """The steps of this problem, whose tensors are among those given. Nothing is compiled, nothing runs."""
+    """Returns the steps of a problem whose tensors are among those given, without compiling or running."""
     program = Program(tensors, device)
     slots = program.slots_of(problem)
     if slots.no_keys():
@@ -336,14 +337,14 @@ def program_of(problem: Any, target: Target, tensors: dict[str, Tensor | None], 
 
 
 def _in_torch(op: Operation, problem: Any, outputs: list[Tensor | None]) -> list[Tensor | None]:
-    """The CPU backend; a GPU runs it too for problems without a kernel."""
+    """Runs the CPU backend; a GPU uses it too, for problems without a kernel."""
     problem = replace(problem, **dict(zip(op.outputs, outputs)))
     if problem.no_keys():
         for name, empty in problem.nothing_seen.items():
             if getattr(problem, name) is not None:
                 getattr(problem, name).fill_(empty)
         return outputs
-    with torch.autocast(problem.q.device.type, enabled=False):  # an fp32 product inside stays one
+    with torch.autocast(problem.q.device.type, enabled=False):  # products in fp32 must stay fp32
         if op.backward:
             importlib.import_module(f"dsv4.{op.folder}.backward_cpu").backward(problem)
         else:

@@ -1,8 +1,8 @@
 """Validation shared by every public operation.
 
-An error is a ValueError of one form: ``argument: got VALUE; accepted: VALUES``. Functions here look at
-shapes, dtypes, devices and strides, which costs nothing and is safe under torch.compile; the functions that read
-tensor values say so and run only where :func:`values_checked` allows.
+Every error is a ValueError of the form ``argument: got VALUE; accepted: VALUES``. These functions read shapes, dtypes,
+devices and strides, which is cheap and safe under torch.compile. The docstring of a function that reads tensor values
+mentions it; such a function runs only where :func:`values_checked` allows it.
 """
 
 import math
@@ -20,25 +20,25 @@ HEAD_DIMS = (64, 128, 256, 512)
 Backend = Literal["auto", "cuda", "softsm", "cpu"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-FLOATS = (*LOW_PRECISION, torch.float32)  # fp32 only on the cpu backend
+FLOATS = (*LOW_PRECISION, torch.float32)  # fp32 on the CPU backend only
 E4M3 = torch.float8_e4m3fn
-CACHED = (*FLOATS, E4M3)  # of keys and values
-NO_BOUND = 1 << 30  # no sequence is longer; kernels add positions and bounds in 32 bits
+CACHED = (*FLOATS, E4M3)  # dtypes of keys and values
+NO_BOUND = 1 << 30  # longer than any sequence; kernels add positions and bounds in 32 bits
 
 
 def fail(argument: str, got: Any, accepted: str) -> NoReturn:
-    if torch.jit.is_tracing():  # sizes are tensors there, and no check of a number passes
+    if torch.jit.is_tracing():  # sizes are tensors while it traces, and every check of a number fails
         argument, got, accepted = "torch.jit.trace", "a call of dsv4", "torch.compile or torch.export"
     raise ValueError(f"{argument}: got {got}; accepted: {accepted}")
 
 
 def describe(x: Any) -> str:
-    """A value in words, for an error text."""
+    """Describes a value in words, for an error text."""
     if isinstance(x, Tensor) and x.is_nested:
         return "a nested tensor"
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
-    # Values of tensors in a container are not printed: they fill the screen, and on a GPU they synchronise.
+    # Values of tensors in a container are not printed: they would fill the screen and synchronise a GPU.
     if isinstance(x, dict):
         return f"a dict with the keys {', '.join(map(repr, x))}"[:160]
     if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
@@ -47,7 +47,7 @@ def describe(x: Any) -> str:
 
 
 def is_tensor(x: Any) -> bool:
-    """A tensor whose shape, strides and dtype may be asked for: a nested one answers with errors of its own."""
+    """Whether x is a tensor with a shape, strides and a dtype; a nested tensor raises its own errors for these."""
     return isinstance(x, Tensor) and not x.is_nested
 
 
@@ -60,10 +60,10 @@ def tensor(
     like: tuple[str, Tensor] | None = None,
     unit_last: bool = True,
 ) -> Tensor:
-    """x is a tensor of this shape (str entries are free sizes and name themselves), dtype, and device.
+    """Checks that x is a tensor of this shape, dtype and device. A str in the shape names a size that is free.
 
-    like = (name, tensor) demands the same device. unit_last demands stride 1 in the last dimension; all other
-    strides are honoured as they are.
+    like = (name, tensor) requires the device of that tensor. unit_last requires stride 1 in the last dimension; all
+    other strides are accepted.
     """
     if not is_tensor(x):
         fail(name, describe(x), f"a tensor {_in_brackets(shape)}")
@@ -86,7 +86,7 @@ def _in_brackets(shape: Sequence[int | str]) -> str:
 
 
 def int32(name: str, x: Any, shape: Sequence[int | str], like: tuple[str, Tensor]) -> Tensor:
-    """An int32 tensor on the device of ``like``, e.g. lengths, indices, block tables."""
+    """Checks an int32 tensor (lengths, indices, block tables) on the device of ``like``."""
     return tensor(name, x, shape, (torch.int32,), like=like)
 
 
@@ -104,17 +104,17 @@ def head_ratio(hq: int, hkv: int, name: str = "q") -> None:
 
 
 def sink(x: Any, heads: int, like: tuple[str, Tensor]) -> Tensor | None:
-    """None, or one fp32 logit per query head."""
+    """Checks a sink: None, or one fp32 logit per query head."""
     return None if x is None else tensor("sink", x, (heads,), (torch.float32,), like=like)
 
 
 def number(name: str, x: Any, accepted: str = "a finite number") -> float:
-    """A finite number, as a float."""
+    """Returns a finite number as a float."""
     return finite(name, real(name, x, accepted), accepted)
 
 
 def real(name: str, x: Any, accepted: str) -> float:
-    """A number, as a float; an int that no float holds is infinite."""
+    """Returns a number as a float; an int that no float can hold becomes infinite."""
     if isinstance(x, bool) or not isinstance(x, (int, float, numbers.Real)):
         fail(name, describe(x), accepted)
     try:
@@ -123,7 +123,7 @@ def real(name: str, x: Any, accepted: str) -> float:
         return math.inf
 
 
-LARGEST = torch.finfo(torch.float32).max  # kernels and the CPU path compute with numbers of 32 bits
+LARGEST = torch.finfo(torch.float32).max  # kernels and the CPU path compute with 32-bit numbers
 
 
 def finite(name: str, x: float, accepted: str = "a finite number") -> float:
@@ -136,12 +136,12 @@ SCALE = "None or a finite number"
 
 
 def scale(x: Any) -> float | None:
-    """A softmax scale: None or a number, as a float. softmax_scale() checks that it is finite."""
+    """Returns a softmax scale, None or a number, as a float. softmax_scale() checks that it is finite."""
     return None if x is None else real("softmax_scale", x, SCALE)
 
 
 def softmax_scale(x: float | None, d: int) -> float:
-    """The softmax scale of a head dim; None = head dim ** -0.5."""
+    """Returns the softmax scale; the default (None) is head dim ** -0.5."""
     return d**-0.5 if x is None else finite("softmax_scale", x, SCALE)
 
 
@@ -165,13 +165,13 @@ WINDOW = "(left, right), two ints >= 0 or -1 for no bound"
 
 
 def window(x: Any, causal: bool = False) -> tuple[int, int]:
-    """(left, right) with causal folded in; -1 = no bound."""
+    """Returns (left, right), in which causal sets right to 0 and -1 means no bound."""
     left, right = window_bounds(*two_ints(x))
     return left, 0 if causal else right
 
 
 def two_ints(x: Any) -> tuple[int, int]:
-    """A window as two ints, for an operator; window_bounds checks their values."""
+    """Returns a window as two ints, for an operator; window_bounds checks their values."""
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         fail("window", describe(x), WINDOW)
     left, right = whole(x[0]), whole(x[1])
@@ -181,7 +181,7 @@ def two_ints(x: Any) -> tuple[int, int]:
 
 
 def window_bounds(left: int, right: int) -> tuple[int, int]:
-    """Both >= 0, or -1 for no bound; one that bounds nothing is -1."""
+    """Checks that both are >= 0, or -1 for no bound. A bound longer than any sequence becomes -1."""
     if left < -1 or right < -1:
         fail("window", describe((left, right)), WINDOW)
     return -1 if left > NO_BOUND else left, -1 if right > NO_BOUND else right
@@ -191,7 +191,8 @@ BOUND = "None or an int >= 0"
 
 
 def bound(name: str, x: Any) -> int | None:
-    """A bound on a length, None or an int; one that bounds nothing is None. The problem rejects a negative one."""
+    """Returns a bound on a length, None or an int. A bound longer than any sequence becomes None; the problem rejects a
+    negative one."""
     number = whole(x)
     if x is not None and (number is None or number < -NO_BOUND):
         fail(name, describe(x), BOUND)
@@ -199,7 +200,7 @@ def bound(name: str, x: Any) -> int | None:
 
 
 def at_least(low: int, name: str, x: Any, accepted: str = "") -> int:
-    """An int that is not less than low."""
+    """Returns an int that is at least low."""
     number = whole(x)
     if number is None or number < low:
         fail(name, describe(x), accepted or f"an int >= {low}")
@@ -209,7 +210,7 @@ def at_least(low: int, name: str, x: Any, accepted: str = "") -> int:
 
 
 def whole(x: Any) -> Any:
-    """x as an int, also from NumPy's integers and torch.compile's symbolic ones; None if it is not one."""
+    """Returns x as an int (NumPy's integers and torch.compile's symbolic ones too), or None if it is not an int."""
     if isinstance(x, bool):
         return None
     if isinstance(x, (int, torch.SymInt)):
@@ -234,12 +235,12 @@ def backend(x: Any) -> str:
 
 
 def derivatives() -> bool:
-    """Whether torch may be asked for a derivative now."""
+    """Whether torch may compute a derivative of the call."""
     return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
 def forward_only(**tensors: Tensor | None) -> None:
-    """Reject an input that requires a derivative, for an operation that has none."""
+    """Rejects an input that requires a derivative, for an operation without one."""
     if not derivatives():
         return
     if torch.is_grad_enabled():
@@ -251,7 +252,7 @@ def forward_only(**tensors: Tensor | None) -> None:
 
 
 def no_tangents(**tensors: Tensor | None) -> None:
-    """There are no forward-mode derivatives; torch would silently drop them."""
+    """Rejects forward-mode derivatives, which dsv4 does not have and torch would silently drop."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     for name, x in tensors.items():
@@ -260,7 +261,8 @@ def no_tangents(**tensors: Tensor | None) -> None:
 
 
 def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: dict[str, Tensor]) -> Tensor:
-    """A tensor that may be written: right shape and dtype, every element its own, in memory of its own."""
+    """Checks that x can be written: it has this shape and dtype, its elements do not overlap, nor does it overlap an
+    input."""
     like = next(iter(inputs.items()))
     tensor(name, x, tuple(shape), (dtype,), like=like, unit_last=is_tensor(x) and x.ndim > 0)
     holds_its_values(name, x)
@@ -270,13 +272,13 @@ def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: 
 
 
 def holds_its_values(name: str, x: Tensor) -> None:
-    """The dispatcher cannot resolve a lazy view in an output."""
-    if not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):  # two questions that cannot be traced
+    """Rejects a lazy view (negated or conjugated) as an output: the dispatcher cannot resolve it."""
+    if not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):  # the compiler cannot trace these two
         fail(name, "a lazily negated or conjugated view", "a tensor that holds its own values")
 
 
 def _overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements may share memory: some dimension steps less far than the smaller ones reach."""
+    """Whether two elements may share memory: a stride is smaller than the extent of the dimensions below it."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size != 1):
         if size == 0:
@@ -288,17 +290,17 @@ def _overlaps_itself(x: Tensor) -> bool:
 
 
 def span(x: Tensor) -> int:
-    """Bytes from the address of a tensor to the end of its last element."""
+    """Returns the bytes from the address of a tensor to the end of its last element."""
     if x.numel() == 0:
         return 0
     return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
 
 
 def values_checked(x: Tensor) -> bool:
-    """Whether checks may read tensor values: always on a CPU; on a GPU, where it costs a sync, with DSV4_CHECK=1.
+    """Whether checks may read tensor values: always on a CPU; on a GPU, which must synchronise, with DSV4_CHECK=1.
 
-    Code that torch.compile traces has no values yet; the operators check theirs when they run. Nor has a CUDA graph
-    while it is captured.
+    While torch.compile traces, tensors have no values yet; the operators check them when they run. While a CUDA graph
+    is captured, they have none either.
     """
     if x.is_cuda and not settings.check_values or torch.compiler.is_compiling():
         return False
@@ -306,7 +308,7 @@ def values_checked(x: Tensor) -> bool:
 
 
 def in_range(name: str, x: Tensor, low: int, high: int) -> None:
-    """Reads values: every entry lies in low .. high, both included."""
+    """Reads values; checks that every entry is between low and high, both included."""
     if x.numel() == 0:
         return
     least, most = (int(e) for e in torch.aminmax(x))
@@ -315,7 +317,7 @@ def in_range(name: str, x: Tensor, low: int, high: int) -> None:
 
 
 def request_starts(x: Any, requests: int, queries: int, like: tuple[str, Tensor]) -> None:
-    """Check the request starts of a block table: they are needed unless it has one line for each query."""
+    """Checks the request starts of a block table. They are required unless it has one line for each query."""
     if x is not None:
         int32("request_starts", x, (requests + 1,), like)
     elif requests != queries:
@@ -324,7 +326,8 @@ def request_starts(x: Any, requests: int, queries: int, like: tuple[str, Tensor]
 
 
 def page_numbers(name: str, table: Tensor, page: int, rows: Tensor, pages: int, seen: str) -> None:
-    """Reads values: rows [R] of each line of a block table are in pages that exist. seen: which pages these are."""
+    """Reads values; checks that the first rows [R] of each line of a block table are in existing pages. seen: words for
+    these pages."""
     first_row = torch.arange(table.shape[1], device=table.device) * page
     bad = (first_row < rows[:, None]) & ((table < 0) | (table >= pages))
     if bool(bad.any()):
@@ -334,7 +337,7 @@ def page_numbers(name: str, table: Tensor, page: int, rows: Tensor, pages: int, 
 
 
 def cumulative(name: str, x: Tensor, total: int, total_name: str) -> None:
-    """Reads values: starts at 0, never falls, ends within the tensor it divides."""
+    """Reads values; checks that x starts at 0, never decreases, and ends within the tensor that it divides."""
     if int(x[0]) != 0:
         fail(name, f"first entry {int(x[0])}", "0 as the first entry")
     if bool((x[1:] < x[:-1]).any()):

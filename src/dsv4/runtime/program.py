@@ -1,8 +1,8 @@
-"""What a call does on a GPU, once its shapes are known: memory to allocate, copies, fills, launches, torch functions.
+"""What a call does on a GPU: the memory it allocates, its copies, fills and launches, and calls of torch functions.
 
-`prepare` of an operation (<operation>/kernels/prepare.py) makes a Program from a problem whose tensors are
-Slots: names with a layout, without an address. So a program cannot depend on where tensors lie, nor do any work while
-it is made; everything it may depend on is in the key of the call (calls.py), and it serves every call with that key.
+`prepare` of an operation (<operation>/kernels/prepare.py) makes a Program from a problem whose tensors are Slots: names
+with a layout and without an address. So a program cannot depend on addresses, and making it does no work. It depends
+only on the key of the call (calls.py), and is reused for every call with that key.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 
 def is_pages(x: Any) -> bool:
-    """Rows as bytes in one flat tensor, its `storage` (dsv4.caches)."""
+    """Whether x is a cache (dsv4.caches), which keeps rows as bytes in one flat tensor, its `storage`."""
     return hasattr(x, "with_storage")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slot:
-    """A tensor of the call, or a part of one, as far as its shapes tell. It has a tensor's questions, and no memory."""
+    """Stands for a tensor of the call, or a part of one. It has the methods of a tensor and no memory."""
 
-    index: int  # among the tensors of the call, then the program's workspace buffers
+    index: int  # into the tensors of the call, followed by the program's workspace buffers
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -34,7 +34,7 @@ class Slot:
     device: torch.device
     misaligned: int = 0  # its address modulo 16
     offset: int = 0  # bytes from the beginning of the tensor
-    part: bool = False  # not the whole tensor as it lies
+    part: bool = False  # it is not the whole tensor with its own strides
 
     @classmethod
     def of(cls, index: int, name: str, x: Tensor) -> Slot:
@@ -62,7 +62,7 @@ class Slot:
         return self.dtype.itemsize
 
     def data_ptr(self) -> int:
-        """Modulo 16: what Triton specialises on, and all that is known."""
+        """Returns the address modulo 16, on which Triton specialises; more is not known."""
         return (self.misaligned + self.offset) % 16
 
     def is_contiguous(self) -> bool:
@@ -74,12 +74,12 @@ class Slot:
         return True
 
     def view(self, shape: Sequence[int], strides: Sequence[int], skip: int = 0) -> Slot:
-        """Part of the same tensor, from `skip` elements on."""
+        """Returns a part of the same tensor, which begins `skip` elements later."""
         offset = self.offset + skip * self.element_size()
         return replace(self, shape=tuple(shape), strides=tuple(strides), offset=offset, part=True)
 
     def seen_as(self, function: Callable[[Tensor], Tensor]) -> Slot:
-        """What a function of torch that makes a view makes of it."""
+        """Returns the slot of the view that a function of torch makes of the tensor."""
         x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
         made = function(x)
         assert made.untyped_storage()._cdata == x.untyped_storage()._cdata, "not a view"
@@ -102,7 +102,7 @@ class Slot:
         return self.seen_as(lambda x: x.view(dtype))
 
     def tensor(self, memory: Sequence[Any]) -> Tensor:
-        """The tensor, or the part of one, among those of a call."""
+        """Returns the tensor, or the part of one, from the tensors of a call."""
         x = memory[self.index]
         if not self.part:
             return x
@@ -113,7 +113,7 @@ class Slot:
         return x.as_strided(self.shape, self.strides, x.storage_offset() + self.offset // x.element_size())
 
     def words(self, begin: int, size: int, dtype: torch.dtype) -> Slot:
-        """Flat memory from element `begin` on, seen as `size` elements of another type, no smaller than its own."""
+        """Returns flat memory from element `begin` as `size` elements of another dtype, which is not smaller."""
         assert dtype.itemsize % self.element_size() == 0
         return replace(self.view((size,), (1,), begin), dtype=dtype)
 
@@ -124,7 +124,8 @@ class Slot:
 
 
 class Layout(NamedTuple):
-    """The layout of contiguous memory that a call allocates. torch.empty_strided takes half the time of torch.empty."""
+    """The layout of contiguous memory that a call allocates, by torch.empty_strided, which is twice as fast as
+    torch.empty."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -152,7 +153,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Null:
-    """A pointer that this kind of problem does not read, or whose absence the kernel asks about."""
+    """A null pointer: the kernel does not read it for this problem, or checks for it."""
 
     dtype: torch.dtype
 
@@ -161,18 +162,18 @@ class Null:
 
 
 class Changing(int):
-    """A 32-bit number that changes from call to call, and on which its kernel does not specialise."""
+    """A 32-bit number that changes from call to call; the kernel is not specialised for it."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """Stands for a Changing number: it is at this index among the tensors of the call."""
+    """Stands for a Changing number, which is at this index among the tensors of the call."""
 
     index: int
 
 
 def compiled_for(x: Any) -> Any:
-    """A kernel does not specialise on a Number: any that is neither 1 nor a multiple of 16 will do."""
+    """Replaces a Number, for which a kernel is not specialised, by one that is neither 1 nor a multiple of 16."""
     return 2 if isinstance(x, Number) else x
 
 
@@ -202,8 +203,8 @@ class Fill:
 
 @dataclass(frozen=True)
 class Compute:
-    """function(*arguments): what torch does better, or has to be asked in every call. Arguments: Slots, None, and
-    problems with Slots in them; the function gets tensors."""
+    """Calls function(*arguments), for work that torch does better or that depends on values. Arguments are Slots, None,
+    and problems that hold Slots; the function gets tensors."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -217,7 +218,7 @@ class Compute:
 
 
 def slots_in(x: Any) -> Iterator[Slot]:
-    """A slot itself, or those of a problem."""
+    """Yields the slot itself, or the slots in a problem."""
     if isinstance(x, Slot):
         yield x
     elif is_dataclass(x) and not isinstance(x, type):
@@ -226,7 +227,7 @@ def slots_in(x: Any) -> Iterator[Slot]:
 
 
 def with_tensors(x: Any, memory: Sequence[Any]) -> Any:
-    """A slot's tensor, or a problem with tensors in place of its slots."""
+    """Returns the tensor of a slot, or the problem with tensors in place of slots."""
     if isinstance(x, Slot):
         return x.tensor(memory)
     if not is_dataclass(x) or isinstance(x, type):
@@ -247,7 +248,7 @@ class Launch:
 
 
 def rounded(count: int) -> int:
-    """Bytes of workspace that a plan reserves for this many: buffers begin where any kernel can read them."""
+    """Returns the bytes that a plan reserves for a buffer of this size, so that every buffer is aligned."""
     return -(-count // 256) * 256
 
 
@@ -255,20 +256,20 @@ TRITON_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"
 
 
 class Program:
-    """Steps in order, and the workspace buffers (memory that only this call needs) that are allocated before them."""
+    """The steps of a call in order, and the workspace buffers that are allocated before them and freed after them."""
 
     def __init__(self, tensors: Mapping[str, Tensor | None], device: torch.device):
         self.device = device
         self.inputs = list(tensors)
         self.buffers: list[Layout] = []
-        self.room: Slot | None = None  # flat memory of a plan that workspace is taken from
-        self.taken = 0  # bytes of it
+        self.room: Slot | None = None  # flat memory of a plan, from which workspace is allocated
+        self.taken = 0  # bytes of it in use
         self.steps: list[Copy | Fill | Compute | Launch] = []
         self.slots = [None if x is None else Slot.of(n, name, x) for n, (name, x) in enumerate(tensors.items())]
         self._by_tensor = {id(x): slot for x, slot in zip(tensors.values(), self.slots)}
 
     def slots_of(self, problem: Any) -> Any:
-        """The problem with a slot in place of each of its tensors, which must be those of the call."""
+        """Returns the problem with slots in place of its tensors, which must be tensors of the call."""
         changed: dict[str, Any] = {}
         for field in fields(problem):
             x = getattr(problem, field.name)
@@ -281,7 +282,7 @@ class Program:
         return replace(problem, **changed)
 
     def stand_ins(self, arguments: Sequence[Any]) -> list[Any]:
-        """Slots and Numbers in place of tensors and Changing numbers, which are those of the call in their order."""
+        """Returns Slots and Numbers in place of tensors and Changing numbers, which are those of the call, in order."""
         indices = itertools.count()
 
         def stand_in(x: Any) -> Any:
@@ -304,13 +305,13 @@ class Program:
         return Slot(len(self.inputs) + len(self.buffers) - 1, name, *layout, self.device)
 
     def copied(self, x: Slot) -> Slot:
-        """A contiguous copy of a tensor that a kernel cannot read as it lies."""
+        """Returns a contiguous copy of a tensor whose strides a kernel does not support."""
         made = self.workspace(f"copy of {x.name}", x.shape, x.dtype)
         self.copy(made, x)
         return made
 
     def flattened(self, x: Slot) -> Slot:
-        """The first two dimensions as one: the same memory where its strides allow that, else a copy."""
+        """Merges the first two dimensions, in the same memory if the strides allow it, otherwise in a copy."""
         (a, b, *rest), (outer, inner, *strides) = x.shape, x.strides
         if a > 1 and b > 1 and outer != b * inner:
             return self.flattened(self.copied(x))
@@ -326,8 +327,8 @@ class Program:
         self.steps.append(Compute(function, arguments))
 
     def launch(self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **constants: Any) -> None:
-        """Arguments and constants by the names of the kernel's parameters; of both a kernel gets what it names, and
-        Triton's own options (num_warps, ...) with them."""
+        """Adds a launch. Arguments and constants have the names of the kernel's parameters; those without a parameter
+        are dropped, except Triton's options (num_warps, ...)."""
         own = set(kernel.arg_names)
         taken = [arguments[name] for name in kernel.arg_names if name in arguments]
         options = {name: x for name, x in constants.items() if name in own or name in TRITON_OPTIONS}
@@ -339,7 +340,7 @@ class Program:
 
 
 def tensors_of(problem: Any) -> dict[str, Tensor]:
-    """The tensors of a problem by the names of its fields, and of the problem in it."""
+    """Returns the tensors of a problem, and of the problem inside it, by field name."""
     found: dict[str, Tensor] = {}
     for field in fields(problem):
         x = getattr(problem, field.name)
