@@ -1,8 +1,8 @@
-"""Which launches `dsv4 compile` compiles: problems of each form that has a variant of its own, kind by kind.
+"""Lists the launches that `dsv4 compile` compiles, from problems that together need every variant, kind by kind.
 
-Nothing is computed: a problem's tensors are never read, and kernels that are launched one by one give their launches to
-a list. A variant depends on types and on what a kernel fixes at compile time, not on how many tokens there
-are; only `index_topk` has variants by the room of a request's block table.
+Nothing is computed: the tensors of a problem are never read, and kernels that are launched alone add their launches to
+a list. A variant depends on types and on compile-time constants, not on the number of tokens. Only `index_topk` has
+variants by the capacity of a request's block table, too.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from dsv4.v4 import problem as v4_problem
 from dsv4.v4.problem import V4Problem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-OF_V4 = ("v4", "index", "compress", "model")  # all that a layer of DeepSeek-V4 launches, in bf16; v4 in fp16 too
+OF_V4 = ("v4", "index", "compress", "model")  # everything that a layer of DeepSeek-V4 launches, in bf16; v4 in fp16 too
 ONLY_V4 = (*OF_V4, "v4-backward", "v4.1", "moe")
 OF_FMHA = ("dense", "varlen", "paged")
-OPTIONS = {"softcap": 50.0}  # of fmha, that have variants of their own, whatever the value
+OPTIONS = {"softcap": 50.0}  # options of fmha that need other variants, whatever their value
 KINDS = (*OF_FMHA, *OF_V4, "fmha-backward", "v4-backward", "v4.1", *OPTIONS, "e4m3", "moe")
-ROWS = ("bf16", "fp8", "mixed")  # of V4 attention: both pools, or the window FP8 and the compressed rows plain
-# The window's and the compressed rows' bytes; None: a tensor
+ROWS = ("bf16", "fp8", "mixed")  # rows of V4 attention; mixed: FP8 in the window, plain in the compressed pool
+# Formats of window and compressed rows; None is a tensor.
 POOLS = {"fp8": (Fp8Cache, Fp8Cache), "mixed": (Fp8Cache, None), "v4.1": (Mxfp8Cache, Nvfp4Cache)}
-NAMED = ("window only", "list", "table")  # how compressed rows are named
-# Many rows; one tile of them, and two, which e4m3 tells apart; so many that blocks loop; one row per head; keys split
+NAMED = ("window only", "list", "table")  # how a call selects compressed rows
+# Many rows; one tile and two, which differ for e4m3; enough rows that CTAs loop; one row per head; split keys
 PHASES = ("prefill", "tile", "tiles", "large", "decode", "split")
 ROWS_OF = {"prefill": 256, "tile": 64, "tiles": 128, "large": 69632}
 
@@ -62,13 +62,13 @@ class Sizes(NamedTuple):
     topk: int = 512
     ratios: tuple[int, int] = (4, 128)  # CSA, HCA
     page_size: int = 64
-    index_rows: int = 65536  # that the block table of a request has room for
+    index_rows: int = 65536  # capacity of the block table of a request
     experts: int = 256
     experts_of_token: int = 6
 
     @classmethod
     def read(cls, path: Path) -> Sizes:
-        """The sizes in the config.json of a checkpoint."""
+        """Reads the sizes from the config.json of a checkpoint."""
         names = dict(hidden="hidden_size", q_lora="q_lora_rank", streams="hc_mult", heads="num_attention_heads",
                      head_dim="head_dim", rope="qk_rope_head_dim", index_heads="index_n_heads",
                      index_dims="index_head_dim", topk="index_topk", experts="n_routed_experts",
@@ -79,19 +79,19 @@ class Sizes(NamedTuple):
             config = None
         if not isinstance(config, dict):
             raise ValueError(f"{path}: got no JSON object; accepted: the config.json of a DeepSeek-V4")
-        config = config.get("text_config", config)  # V4.1's has the text model inside
+        config = config.get("text_config", config)  # in V4.1 the text model is nested
         missing = [name for name in names.values() if not isinstance(config.get(name), int)]
         if missing:
             raise ValueError(f"{path}: got no {', '.join(missing)}; accepted: the config.json of a DeepSeek-V4")
         return cls(fp4_index_heads=config["index_n_heads"], **{mine: config[name] for mine, name in names.items()})
 
 
-# All there is: also pages that no TMA box fits, and many rows
+# Everything, also pages that no TMA box fits, and many rows
 EVERYTHING = ((KINDS, Sizes()), (("paged", "index"), Sizes(page_size=1, index_rows=2**20)))
 
 
 def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> list[tuple]:
-    """The parts of the work, each for one process: (kind, what of it)."""
+    """Returns the parts of the work, each for one process, as (kind, which part)."""
     kinds, dims, dtypes = list(kinds), list(dims), list(dtypes)
     parts = of_fmha(kinds, dims, dtypes)
     if "e4m3" in kinds:
@@ -127,8 +127,8 @@ def of_fmha(kinds: Iterable[str], dims: list[int], dtypes: list[str]) -> list[tu
 
 
 def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
-    """The launches of one part of `wanted`."""
-    from . import gradient_variants, moe_variants, v41_variants  # with Triton, which the command line must do without
+    """Returns the launches of one part of `wanted`."""
+    from . import gradient_variants, moe_variants, v41_variants  # they import Triton; the command line must not
 
     kind, *rest = part
     codes, option = kind == "e4m3", {kind: OPTIONS[kind]} if kind in OPTIONS else {}
@@ -168,22 +168,22 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
 
 
 def in_e4m3(p: Any) -> Any:
-    """The problem with an FP8 cache and scales."""
+    """Returns the problem with an FP8 cache and scales."""
     k = torch.empty(p.k.shape, dtype=torch.float8_e4m3fn, device=p.k.device)
     scales = [torch.empty(1, device=p.k.device) for _ in "kv"]
     return replace(p, k=k, v=k.view_as(k) if p.same_kv else torch.empty_like(k), k_scale=scales[0], v_scale=scales[1])
 
 
 def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
-    """Problems of V4 attention (tensors unset, never read) that need the variants of this description."""
+    """Yields problems of V4 attention (with unset tensors) that need the variants of this description."""
     for wide in (False, True):
-        for splits in (1, 4, 8, 16, 128):  # each merged by a variant of its own
+        for splits in (1, 4, 8, 16, 128):  # a different variant merges each
             yield v4_small(rows, named, splits, wide=wide)
         for splits, queries in ((1, 1), (2, 5), (1, 64)):  # 128 heads: a pair of CTAs on Blackwell, V4.1 rows unpacked
             yield v4_small(rows, named, splits, heads=128, wide=wide, queries=queries)
         for splits in (1, 2):  # Hopper: FP8 rows unpacked first, plain ones in L2
             yield v4_small(rows, named, splits, wide=wide, queries=64)
-        yield v4_small(rows, named, wide=wide, queries=528, width=32)  # Hopper: several tiles of plain rows for a CTA
+        yield v4_small(rows, named, wide=wide, queries=528, width=32)  # Hopper: several tiles of plain rows per CTA
         if rows in ("fp8", "v4.1"):
             yield v4_small(rows, named, wide=wide, queries=1300, width=768, room=600)  # unpacked first, not in L2
         if rows in ("fp8", "v4.1", "bf16", "odd pages"):
@@ -191,12 +191,12 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
 
 
 def v4_decode_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]:
-    """Yields what Hopper tells apart: few work tiles of 16 heads, whole, and split so that each variant of the combine
-    kernel merges them; tiles of 32 heads with blocks of 64 and of 128 rows; few heads of many queries; many tiles.
+    """Yields the cases that differ on Hopper: few work tiles of 16 heads, whole, and split so that each variant of the
+    combine kernel merges them; tiles of 32 heads with blocks of 64 and 128 rows; few heads of many queries; many tiles.
     Each is (queries, heads, splits, blocks of 64 rows)."""
     of_16 = ((1, 64, 1, 1), (1, 64, 1, 2), (1, 64, 4, 4), (1, 64, 8, 8), (1, 64, 16, 16), (1, 16, 64, 64))
     of_32 = ((40, 64, 1, 1), (40, 64, 1, 2), (5, 64, 9, 9), (8, 64, 6, 11))
-    # Many partial results are in fp16; few are not.
+    # Many partial results are stored in fp16, few in fp32.
     not_few = tuple((132, 64, splits, 2) for splits in (1, 2, 8, 16, 32, 64, 128, 256))
     in_fp32 = ((40, 64, 2, 12), (10, 64, 8, 40), (5, 64, 16, 80), (1, 64, 64, 600))
     few_heads = ((128, 16, 1, 10), (32, 16, 4, 10), (64, 16, 2, 34), (40, 64, 1, 3), (32, 32, 4, 10))
@@ -208,7 +208,7 @@ def v4_decode_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]
 
 @cache
 def unset_pages(count: int, cls: type) -> torch.Tensor:
-    """Memory of pages of 64 packed rows; problems see views of it, each of them a tensor of its own."""
+    """Allocates pages of 64 packed rows; each problem gets its own view of them."""
     return torch.empty(count * cls.stride_for(64), dtype=torch.uint8)  # type: ignore[attr-defined]
 
 
@@ -222,16 +222,16 @@ def v4_small(
     width: int = 0,
     room: int = 64,
 ) -> V4Problem:
-    """rows: of ROWS, `v4.1`, `fp16` (q too), or `odd pages`, plain rows that are not equally far apart. wide: positions
-    have 64 bits. width: of the window's list, and then there are 64 compressed rows at most. room: pages of the pools
-    then; 64 are too many to be unpacked first for few queries."""
+    """Returns a small problem. rows: one of ROWS, `v4.1`, `fp16` (for q too), or `odd pages`, plain rows at uneven
+    distances. wide: positions have 64 bits. width: of the window's list; with it there are at most 64 compressed rows.
+    room: pages of the pools with it; 64 are too many to unpack first for few queries."""
     dtype = torch.float16 if rows == "fp16" else torch.bfloat16
     q = torch.empty(queries, heads, 512, dtype=dtype)
 
     def pool(cls: type | None) -> Any:
         if cls is not None:
             return cls(unset_pages(room if width else 2, cls).view(-1), 64)
-        count = 4 if queries == 64 else 512  # 4: every row is listed often
+        count = 4 if queries == 64 else 512  # with 4, every row is listed often
         pages = torch.empty(count, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=dtype)
         return pages[:, : 8 * 512].view(count, 8, 512)
 
@@ -250,21 +250,21 @@ def v4_small(
 
 
 def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 64) -> Iterator[FmhaProblem]:
-    """Problems (tensors unset, never read) that need the variants of this description."""
+    """Yields problems (with unset tensors) that need the variants of this description."""
     options: dict[str, Any] = dict(dtype=DTYPES[dtype])
     if phase == "large" and (kind == "paged" or head_dim == 512):
-        return  # these have no kernel of their own for this
+        return  # no separate kernel
     queries, heads = (ROWS_OF[phase], 1) if phase in ROWS_OF else (1, 8)
-    # Blocks that loop have variants by which tiles of keys need a mask: the diagonal of as many keys as queries meets
-    # the tiles at their corners, that of one more does not.
+    # CTAs that loop have variants by which tiles of keys need a mask: with as many keys as queries, the diagonal meets
+    # the corners of the tiles, with one key more it does not.
     masks = [((-1, -1), 4096)] + [((-1, 0), queries), ((-1, 0), queries + 1), ((5, -1), 4096)] * (phase == "large")
-    # Up to 4, 8 and 16 splits and more are merged by variants of their own; those of many rows at head dim 512 by one
-    # for each power of two.
+    # Different variants merge up to 4, 8, 16 and more splits; at head dim 512, many rows have a variant for each power
+    # of two.
     split: dict[int, tuple[int, ...]] = {1: (4, 8, 16, 128)}
     if head_dim == 512:
         split |= {200: (4, 8), 64: (16, 32, 64, 128, 256)}
     same = (False, True) if head_dim == 512 else (False,)
-    starts = (False, True) if kind == "varlen" and phase == "large" else (False,)  # of queries and keys, one tensor
+    starts = (False, True) if kind == "varlen" and phase == "large" else (False,)  # queries and keys share it
     for batch, same_kv, (window, keys) in itertools.product(split if phase == "split" else (1,), same, masks):
         if kind == "varlen":
             q = torch.empty(batch * queries, heads, head_dim, **options)
@@ -284,7 +284,7 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
             p = problem.dense(q, k, k if same_kv else torch.empty_like(k), window=window)
         p = replace(p, same_kv=same_kv)
         out, lse = torch.empty_like(p.q), torch.empty(p.lse_shape)
-        if phase in ("prefill", "tile", "tiles"):  # few heads: keys are split; at head dim 512 also to fp16 parts
+        if phase in ("prefill", "tile", "tiles"):  # few heads: keys are split, at head dim 512 also into fp16
             split[1] = (1, 4, 32) if head_dim == 512 else (1, 4)
         for splits in (1,) if phase in ("large", "decode") else split[batch]:
             for same_sequences in starts:
@@ -292,9 +292,9 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
 
 
 def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]:
-    """Queries of a request together: each. Keys in pages; a request is one query, or those between two starts."""
+    """Yields problems with `each` queries per request and keys in pages."""
     pages = -(-sizes.index_rows // sizes.page_size)
-    # As many queries as several CTAs each, fewer and fewer, choose rows for (index_shares); one each; many.
+    # Numbers of queries for which several CTAs, ever fewer, choose the rows of one (index_shares); one CTA each; many.
     counts_of_requests = sorted({max(n // each, 1) for n in (1, 4, 8, 16)} | {4 * dispatch.DEFAULT_NUM_SMS})
     heads, dims = sizes.index_heads, sizes.index_dims
     for requests, starts in itertools.product(counts_of_requests, (True, False) if each == 1 else (True,)):
@@ -316,8 +316,8 @@ def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]
 
 
 def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
-    """dsv4.compress to rows, to a pool and to FP8 pages, also from an engine's states; rows and index keys into FP8
-    pages."""
+    """Returns the launches of dsv4.compress into rows, a pool and FP8 pages, also from an engine's states, and those
+    that write rows and index keys into FP8 pages."""
     from dsv4.caches.kernels.pack import write_rows
     from dsv4.compress.kernels import pages
 
@@ -343,14 +343,14 @@ def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
 
 
 def _packed(d: int) -> Fp8Cache | IndexCache | None:
-    """FP8 pages for rows of d values."""
+    """Returns FP8 pages for rows of d values, or None."""
     return Fp8Cache.empty(1, 64) if d == 512 else IndexCache.empty(1, 64) if d == 128 else None
 
 
 def _compress_problem(
     m: int, d: int, overlap: bool, rope: int, parameters: torch.dtype, pool: Any, numbers: torch.dtype
 ) -> compressor.CompressProblem:
-    """One window. Parameters: position bias and norm weight. Without `rope` the caller turns the rows."""
+    """Returns a problem of one window. parameters: of bias and norm weight. rope 0: the caller rotates rows."""
     width = d * (1 + overlap)
     kv = torch.empty(1, m, width, dtype=torch.bfloat16)
     bias, weight = torch.empty(m, width, dtype=parameters), torch.empty(d, dtype=parameters)
@@ -360,7 +360,7 @@ def _compress_problem(
 
 
 def model_launches(sizes: Sizes) -> list[Launch]:
-    """The steps between the products of a layer (elementwise.py): norms, RoPE, rows into pages, compressor, streams."""
+    """Returns the launches between the products of a layer (elementwise.py): norms, RoPE, rows into pages, streams."""
     from dsv4.caches.kernels.normed_rows import normed
     from dsv4.compress.kernels.rings import compress_rings
     from dsv4.kernels.hyper_connections import collapse, spread
@@ -400,9 +400,9 @@ def model_launches(sizes: Sizes) -> list[Launch]:
 
 
 def representative(launches: Iterable[Launch], most: int | None = None, every_size: bool = False) -> list[Launch]:
-    """A few launches that together have every value of every compile-time constant and every type of every argument,
-    not every combination; those first that add most, at most `most` of a kernel. Of sizes (head dims, keys of a tile)
-    the least and the greatest, or every one."""
+    """Returns a few launches that together have every value of every compile-time constant and every type of every
+    argument, not every combination. Launches that add most come first, at most `most` per kernel. Of sizes (head dims,
+    keys of a tile) only the smallest and the largest count, unless every_size."""
     by_choices = {_choices(x): x for x in launches}
     missing: set[tuple] = set().union(*by_choices)
     few: dict[str, list[Launch]] = defaultdict(list)
@@ -416,15 +416,15 @@ def representative(launches: Iterable[Launch], most: int | None = None, every_si
 
 
 def _choices(launch: Launch) -> frozenset[tuple]:
-    """What a launch fixes at compile time, but for numbers of registers and warps, which no line of a kernel reads, and
-    descriptors, whose dtype a pointer has too and whose box is made of sizes."""
+    """Returns what a launch fixes at compile time, except the numbers of registers and warps, which no line of a kernel
+    reads, and descriptors, which follow from pointers and sizes."""
     types = [(i, t) for i, t in enumerate(aot.argument_types(launch.arguments)) if not t.startswith("tensordesc")]
     constants = [x for x in launch.constants.items() if not x[0].endswith(("REGS", "reg", "warps"))]
     return frozenset((launch.kernel.__name__, *x) for x in (*types, *constants))
 
 
 def _sizes_between(choices: set[tuple]) -> set[tuple]:
-    """Those that a smaller and a larger one of the same constant enclose. What is at most 8 is a kind, not a size."""
+    """Returns the sizes between the smallest and the largest of a constant. A value of at most 8 is not a size."""
     sizes: dict[tuple, list[int]] = defaultdict(list)
     for kernel, name, value in choices:
         if isinstance(name, str) and type(value) is int and value > 8:

@@ -1,8 +1,8 @@
-"""What a case is: fresh inputs, a call of a public operation, and the measurements that decide.
+"""Cases: fresh inputs, a call of a public operation, and the measurements that decide whether it is right.
 
 A `Case` is data. `make(draw)` builds a `Trial`, whose `run(where)` calls the library through its public names and
 whose `check(got)` returns the measurements. Tests, `dsv4 verify`, `dsv4 demo` and the kernel tests all use the same
-cases; they differ only in `Where` the operation runs.
+cases; only `Where` the operation runs differs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ARCHS = tuple(entry.name for entry in dispatch.ARCHITECTURES.values())
 
 
 class Unavailable(RuntimeError):
-    """This machine cannot run what was asked for; the message says what is missing."""
+    """Raised if this machine cannot run a case; the message names what is missing."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where an operation runs: the `backend` it is given, and for softsm the architecture that is emulated.
+    """Where an operation runs: its `backend` argument, and the architecture that softsm emulates.
 
-    `checked` (softsm): everything asynchronous completes as late as it may, and what the checkers find is an error.
+    `checked` (softsm): asynchronous operations complete as late as possible, and a finding of the checkers is an error.
     """
 
     backend: Backend = "auto"
@@ -40,7 +40,7 @@ class Where:
     checked: bool = False
 
     def resolve(self) -> Where:
-        """Turn `auto` and a missing arch into what will really run, or raise `Unavailable`."""
+        """Replaces `auto` and a missing arch by what will run, or raises `Unavailable`."""
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; accepted: {', '.join(BACKENDS)}")
         if self.arch is not None and self.arch not in ARCHS:
@@ -70,7 +70,7 @@ class Where:
         return torch.device("cuda" if self.backend == "cuda" else "cpu")
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """What every call is wrapped in: the emulator for softsm, nothing otherwise."""
+        """Returns the context of every call: the emulator for softsm, otherwise an empty one."""
         if self.backend != "softsm":
             return contextlib.nullcontext()
         return self._checked() if self.checked else softsm().use(self.arch)
@@ -88,7 +88,7 @@ class Where:
 
 
 def gpu_arch() -> str | None:
-    """The architecture of the current CUDA device as kernels are named, None without one they exist for."""
+    """Returns the architecture of the current CUDA device, as kernels are named, or None if it has no kernels."""
     if not torch.cuda.is_available():
         return None
     entry = dispatch.ARCHITECTURES.get(dispatch.capability_of())
@@ -96,7 +96,7 @@ def gpu_arch() -> str | None:
 
 
 def softsm() -> Any:
-    """The emulator, or `Unavailable` with the reason: it is only needed when asked for."""
+    """Imports the emulator, or raises `Unavailable` with the reason."""
     try:
         return dispatch.import_softsm()
     except ImportError as why:
@@ -104,7 +104,7 @@ def softsm() -> Any:
 
 
 class Draw:
-    """Random inputs on a device, the same for the same seed whatever the device."""
+    """Draws random inputs on a device. They depend on the seed, not on the device."""
 
     def __init__(self, seed: int, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
@@ -125,7 +125,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Check:
-    """One measurement against its bound; ok iff value <= bound (or >= where `at_least`). NaN is never ok."""
+    """A measurement and its bound. It is ok iff value <= bound (>= if `at_least`); NaN is never ok."""
 
     name: str
     value: float
@@ -138,7 +138,8 @@ class Check:
 
     @property
     def used(self) -> float:
-        """How much of the allowance is used: 1 is the limit. For `at_least` checks, of the distance to 1."""
+        """Returns the used share of the allowed error; 1 is the limit. For `at_least` checks it is the share of the
+        distance to 1."""
         room, need = (1 - self.bound, 1 - self.value) if self.at_least else (self.bound, self.value)
         if need <= 0:
             return 0.0
@@ -158,7 +159,7 @@ class Trial(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """A named case of a suite. `features` are words to select by; the maker draws fresh inputs each time."""
+    """A named case of a suite. `select` filters by `features`; the maker draws fresh inputs each time."""
 
     suite: str
     name: str
@@ -171,12 +172,12 @@ class Case:
         return f"{self.suite}/{self.name}"
 
     def seed(self, seed: int) -> int:
-        """The seed of this case within a run: independent of which other cases run."""
+        """Returns the seed of this case in a run, which does not depend on the other cases."""
         return zlib.crc32(f"{seed}/{self.suite}/{self.name}".encode())
 
 
 def brief(text: str, most: int = 400) -> str:
-    """One line; of a long text (a compiler quotes the kernel's source) the beginning and the end."""
+    """Shortens a text to one line: its beginning and its end (a compiler quotes the kernel's source)."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most // 3]} ... {text[-(most - most // 3) :]}"
 
@@ -185,8 +186,8 @@ def brief(text: str, most: int = 400) -> str:
 class Result:
     case: Case
     checks: list[Check]
-    error: str | None  # the exception's text where the call raised
-    seconds: float  # of the call alone: inputs and oracle excluded
+    error: str | None  # text of the exception, if the call raised one
+    seconds: float  # of the call alone, without inputs and oracle
 
     @property
     def ok(self) -> bool:
@@ -200,19 +201,20 @@ class Result:
         return max(self.checks, key=lambda check: (not check.ok, check.used), default=None)
 
     def why(self) -> str:
-        """What went wrong, on one line. `error` has the whole text."""
+        """Says in one line what went wrong. `error` has the whole text."""
         return brief(self.error) if self.error is not None else "; ".join(str(c) for c in self.checks if not c.ok)
 
 
 def run_case(case: Case, where: Where, seed: int) -> Result:
-    """Draw, run, check. What the operation raises is the result's error; errors of the case itself propagate."""
+    """Draws inputs, runs and checks. An exception of the operation becomes the result's error; one of the case
+    propagates."""
     trial = case.make(Draw(case.seed(seed), where.device))
     started = time.perf_counter()
     try:
         got = trial.run(where)
         if where.backend == "cuda":
             torch.cuda.synchronize()
-    except Exception as error:  # whatever it is, the case failed and the others still run
+    except Exception as error:  # the case failed; the others still run
         return Result(case, [], f"{type(error).__name__}: {error}", time.perf_counter() - started)
     seconds = time.perf_counter() - started
     return Result(case, trial.check(got), None, seconds)
