@@ -1,8 +1,8 @@
-"""Tensor memory under the checkers: order of tcgen05 operations, cells that were never written, types, and work in
-flight.
+"""Checks tensor memory: the order of tcgen05 operations, reads of cells that were never written, types, and operations
+in flight.
 
-Cells are followed in groups of 16 lanes by column: the last writer, three readers (numbers of operations), and
-what the cell holds as far as the program says so (an accumulator, f32 values stored by a warp).
+A cell is one column of 16 lanes. Its shadow holds the last writer, three readers (numbers of operations), and the kind
+of its values, if the program reveals it (an accumulator, f32 values that a warp stored).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PACKED = ("f16", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "s8", "u8")
 
 
 class TensorShadow:
-    """The shadow of one SM's tensor memory. The compiled code of checks/tmem_shadow.py knows its layout."""
+    """The shadow of one SM's tensor memory. The compiled code of checks/tmem_shadow.py depends on its layout."""
 
     def __init__(self) -> None:
         raw = np.zeros(HELD_AT // 8 + SHADOW_CELLS // 8, np.int64)
@@ -53,7 +53,7 @@ class TensorShadow:
 
 @functools.lru_cache(maxsize=1 << LANE_GROUPS)
 def rows_of(groups: int) -> list[int] | slice:
-    """Groups of 16 lanes as an index: a slice where they are evenly spaced, which makes views of the tables."""
+    """Returns groups of 16 lanes as an index: a slice if they are evenly spaced, so that tables give views."""
     rows = [g for g in range(LANE_GROUPS) if groups >> g & 1]
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     even = slice(rows[0], rows[-1] + 1, step)
@@ -61,13 +61,13 @@ def rows_of(groups: int) -> list[int] | slice:
 
 
 def cells(groups: int, low: int, high: int):
-    """The cells of a region as an index into the tables of a TensorShadow."""
+    """Returns the cells of a region as an index into the tables of a TensorShadow."""
     rows = rows_of(groups)
     return (rows, slice(low, high)) if isinstance(rows, slice) else np.ix_(rows, range(low, high))
 
 
 class Where:
-    """The place in tensor memory, put into words only for a report."""
+    """A place in tensor memory, which is formatted only for a report."""
 
     __slots__ = ("groups", "high", "low")
 
@@ -81,7 +81,8 @@ class Where:
 
 @functools.cache
 def left_and_wrong(operation: str, note: str, write: bool) -> tuple[int, int]:
-    """What an access leaves behind in its cells, and what they must not hold: see `look` of checks/tmem_shadow.py."""
+    """Returns the kind that an access leaves in its cells, and the kinds that they must not hold; see `look` of
+    checks/tmem_shadow.py."""
     kind = UNKNOWN
     if write:
         kind = ACCUMULATOR if operation == "tcgen05.mma" else STORED.get(note, UNKNOWN)
@@ -94,13 +95,13 @@ def left_and_wrong(operation: str, note: str, write: bool) -> tuple[int, int]:
 
 @functools.cache
 def product(accumulator: tuple) -> int:
-    """The kind of the products on one accumulator, see checks/tmem_shadow.py."""
+    """Returns the kind of the products on one accumulator; see checks/tmem_shadow.py."""
     return PRODUCT | next(_accumulators) << SUMS
 
 
 def work(accumulator: tuple, ctas: list, reads: tuple, writes: tuple) -> tuple[np.ndarray, int]:
-    """The kind and regions of a product, as `operation` of checks/tmem_shadow.py takes them, and their address: the
-    same for all CTAs that issue it."""
+    """Returns the kind and regions of a product, in the form that `operation` of checks/tmem_shadow.py expects, and
+    their address. They are the same for all CTAs that issue it."""
     regions: list[int] = []
     shared: list[int] = []
     for write, those in ((0, reads), (1, writes)):
@@ -118,7 +119,7 @@ def work(accumulator: tuple, ctas: list, reads: tuple, writes: tuple) -> tuple[n
 
 
 class TensorChecks:
-    """The part of the checker that knows tensor memory."""
+    """The part of the checker for tensor memory."""
 
     work = staticmethod(work)
 
@@ -140,14 +141,14 @@ class TensorChecks:
     def access(self, op, region, write: bool) -> None:
         """region: ('tmem', cta, first column, end column, lanes as a mask of groups of 16, note).
 
-        note: 'accumulate' and the type when a product adds to what it overwrites, else the element type an operand A is
-        read as or the kind of cell a store leaves behind."""
+        note: 'accumulate' and the type if a product adds to the cells that it overwrites; otherwise the element type of
+        an operand A, or the kind of cell that a store leaves."""
         _, cta, low, high, groups, note = region
         shadow = self.by_sm.get(cta.sm.index) or self.shadow_of(cta)
         w, number = op.warp, op.number
         left, wrong = left_and_wrong(op.kind, note, write)
         n = self.touch(w.state, shadow.address, groups, low, high, write, number, w.pc, self.kind_of(op), left, wrong)
-        if n < 0:  # nothing touched the cells in between, and they hold what they should
+        if n < 0:  # nothing accessed the cells in between, and their kinds are right
             return
         flags, *entries = self.found[: n + 1].tolist()
         flags &= wrong
@@ -185,14 +186,15 @@ class TensorChecks:
         self.mark(w.state, shadow.address, groups, low, high, write, op.number, left)
 
     def unwaited_load(self, w):
-        """The last tcgen05.ld that the warp has not waited for."""
+        """Returns the last tcgen05.ld that the warp has not waited for."""
         count = w.S.item(pg.S_LOADS)
         issued = self.operations.get(w.S.item(pg.S_LOADS + count)) if count else None
         loads = w.view.unwaited_loads
         return loads[-1] if loads and (issued is None or loads[-1].number > issued.number) else issued
 
     def loads_used(self, w, loads: frozenset[int]) -> None:
-        """The instruction waits for them: complete at the default level, for it and for what it is ordered before."""
+        """The instruction waits for these loads. At the default level they are complete for it and for all that it
+        precedes."""
         if self.strict:
             last = self.unwaited_load(w)
             if last is not None and last.number > w.view.used_early:
@@ -200,7 +202,7 @@ class TensorChecks:
                 self.findings.used_early(w, last)
             return
         w.view.unwaited_loads = [op for op in w.view.unwaited_loads if not self.used(w, op, loads)]
-        numbers = [w.S.item(pg.S_LOADS + 1 + k) for k in range(w.S.item(pg.S_LOADS))]  # of compiled code
+        numbers = [w.S.item(pg.S_LOADS + 1 + k) for k in range(w.S.item(pg.S_LOADS))]  # those of compiled code
         left = [number for number in numbers if not self.used(w, self.operations.get(number), loads)]
         w.S[pg.S_LOADS + 1 : pg.S_LOADS + 1 + len(left)] = left
         w.S[pg.S_LOADS] = len(left)
@@ -219,7 +221,7 @@ class TensorChecks:
         self.complete(w, w.view.unwaited_stores, pg.S_STORES)
 
     def complete(self, w, operations: list, others: int) -> None:
-        """These operations of the warp are complete, and `others`, which compiled code has issued."""
+        """Marks these operations of the warp as complete, and `others`, which compiled code has issued."""
         for op in operations:
             self.order.observe(w, op)
         operations.clear()
@@ -227,7 +229,7 @@ class TensorChecks:
         w.S[pg.S_OWED] = bool(w.view.unwaited_loads or w.view.unwaited_stores)
 
     def held_wrongly(self, op, shadow: TensorShadow, where: Where, note: str, flags: int) -> None:
-        """Cells hold values of another kind than the operation takes them for."""
+        """Reports cells whose values have another kind than the operation expects."""
         window = cells(where.groups, where.low, where.high)
         if flags & 2 << STORED_PACKED:
             text = "the product adds to cells that were stored as packed values of 16 bits or less"
@@ -238,7 +240,7 @@ class TensorChecks:
                 self.check_held(op, shadow, window, held, text, f"reads {{}} as packed {note}", where)
 
     def check_held(self, op, shadow, window, wrong: int, text: str, what: str, where: Where) -> None:
-        """Cells that must not hold values of some kind. what: the operation does with them, {} being the place."""
+        """Reports cells that hold values of a wrong kind. what: words for what the operation does; {} is the place."""
         found = shadow.held[window] == wrong
         if not found.any():
             return
@@ -249,14 +251,14 @@ class TensorChecks:
         self.report.add(Diagnostic("type", text, tuple(parties)))
 
     def kind_of(self, op) -> int:
-        """The kind of an operation, as far as order depends on it: see `in_order` of checks/tmem_shadow.py."""
+        """Returns the kind of an operation, on which its order depends; see `in_order` of checks/tmem_shadow.py."""
         footprint = op.footprint
         if footprint is None:
             return KINDS[op.kind]
         return product(footprint.accumulator) if footprint.what == "mma" else KINDS[footprint.what]
 
     def places(self, ctas: list) -> int:
-        """The address of the tables and sites of these CTAs."""
+        """Returns the address of the tables and sites of these CTAs."""
         view = ctas[0].view
         if view.places is None:
             pairs = [x for cta in ctas for x in (self.shadow_of(cta).address, cta.view.site)]
@@ -265,8 +267,8 @@ class TensorChecks:
         return view.places[1]
 
     def read_between(self, shadow: TensorShadow, window, old, new) -> bool:
-        """Did products read what `old` wrote there, in order behind it, and before `new` in order as well? A part of it
-        is enough by default, as the whole operation is over then; at the strict level they have to read all."""
+        """Whether products, ordered after `old` and before `new`, read what `old` wrote there. By default it is enough
+        that they read a part, because then the whole operation is over; at the strict level they must read all."""
         cells = shadow.writer[window] == old.number
         between = np.zeros_like(cells)
         for ring in shadow.readers:
@@ -287,7 +289,7 @@ class TensorChecks:
     # ---- allocation --------------------------------------------------------------------------------------------
 
     def allocated(self, cta, column: int, columns: int) -> None:
-        """Mark cells as fresh: nothing has been written to them yet."""
+        """Marks cells as never written."""
         shadow = self.shadow_of(cta)
         window = slice(None), slice(column, column + columns)
         tables: list[np.ndarray] = [shadow.writer, *shadow.readers, shadow.held]
@@ -295,7 +297,7 @@ class TensorChecks:
             table[window] = 0
 
     def pair_allocates(self, w) -> None:
-        """tcgen05.alloc of a pair needs a peer that runs. Tutorials leave out the barrier and mostly run."""
+        """Checks that the peer runs, which tcgen05.alloc of a pair requires. Tutorials omit the barrier."""
         if not w.cta.view.met:
             text = "tensor memory of a pair of CTAs is allocated, and the peer may not have started"
             found = Diagnostic("peer-start", text, (self.findings.party(w, None, "allocates in both CTAs"),))
@@ -324,7 +326,7 @@ class TensorChecks:
 
 
 def lanes_text(rows: list[int]) -> str:
-    """Groups of 16 lanes as ranges."""
+    """Returns groups of 16 lanes as ranges."""
     parts, start = [], None
     for g in range(LANE_GROUPS + 1):
         if g in rows and start is None:

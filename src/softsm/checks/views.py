@@ -1,4 +1,4 @@
-"""What the race checker keeps of each warp and each CTA (`warp.view`, `cta.view`)."""
+"""The state that the race checker keeps for each warp and each CTA (`warp.view`, `cta.view`)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from softsm.checks import shadow as sh
 from softsm.checks.clocks import FIELDS, PUBLISHED, WORDS
 from softsm.engine.asynchrony import AsyncOp
 
-RECORDS = 16  # made at once
+RECORDS = 16  # allocated at once
 
 
 def zeros(shape: tuple[int, ...]) -> np.ndarray:
-    """uint32, in pages of its own: of what is never touched nothing is ever cleared."""
+    """Returns zeros of uint32 in separate pages; the system clears only the pages that are used."""
     size = 4 * math.prod(shape)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, np.uint32).reshape(shape)
 
 
 class SharedShadow:
-    """The shadow of a CTA's shared memory (checks/shadow.py): records of words and of blocks of words, which of the two
-    count, and the reads of each warp."""
+    """The shadow of a CTA's shared memory (checks/shadow.py): records of words and of blocks of words, flags that tell
+    which of the two is valid, and the reads of each warp."""
 
     __slots__ = ("address", "of_blocks", "of_words", "reads", "reads_address", "size", "split")
 
@@ -40,7 +40,7 @@ class SharedShadow:
         self.reads_address = self.reads.__array_interface__["data"][0]
 
     def word(self, word: int) -> np.ndarray:
-        """The record of one word, which has its own from now on."""
+        """Returns the record of one word, which no longer shares that of its block."""
         block = word // sh.BLOCK
         if not self.split[block]:
             self.split[block] = 1
@@ -49,15 +49,15 @@ class SharedShadow:
 
 
 class SpareShadows:
-    """Shadows of CTAs that are over, for the next ones: fresh pages cost more than what is cleared here. Only what
-    blocks lead to is ever looked at; a word's reads, only where its record says so."""
+    """Keeps the shadows of finished CTAs for the next ones: new pages cost more than what is cleared here. Only records
+    that a block refers to are ever read, and the reads of a word only if its record refers to them."""
 
     def __init__(self, most: int):
         self.most = most
         self.spare: list[SharedShadow] = []
 
     def take(self, words: int, warps: int) -> SharedShadow:
-        try:  # no lock, which a fork in another thread might find taken
+        try:  # without a lock, which might be held when another thread forks
             found = self.spare.pop()
         except IndexError:
             found = None
@@ -82,28 +82,28 @@ class Issued(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class WarpView:
-    """What a warp has seen, done and not waited for."""
+    """What a warp has acquired, done and not waited for."""
 
     slot: int  # its place in vector clocks
     clock: np.ndarray  # see checks/order.py
     at: int  # its address
     head: np.ndarray  # `begin` and `dirty`, which compiled code keeps (checks/clocks.py)
     copies: np.ndarray  # bits of its cp.async, for their arrival on an mbarrier
-    loose: np.ndarray  # what relaxed arrivals at the cluster barrier have told it
+    loose: np.ndarray  # what it has learnt from relaxed arrivals at the cluster barrier
     issued: dict[int, Issued] = field(default_factory=dict)  # lane -> its tcgen05 operations, for commit
     released: dict[str, tuple] = field(default_factory=dict)  # by scope: what fences beside relaxed accesses
     acquirable: dict[str, np.ndarray] = field(
         default_factory=dict
     )  # pass on (Snapshot of checks/order.py), and take in
-    suspected: list = field(default_factory=list)  # races of it that may be none (checks/benign_races.py)
-    predicates: np.ndarray | None = None  # as they were when it exited
+    suspected: list = field(default_factory=list)  # its accesses that may be benign races (checks/benign_races.py)
+    predicates: np.ndarray | None = None  # their values when it exited
     initialised: list = field(default_factory=list)  # mbarriers since the last fence.mbarrier_init
     # flags that the warp has acquired, and those that a fence of a scope would: (address, writer's slot) -> its epoch
     flags: dict[tuple[int, int], int] = field(default_factory=dict)
     acquirable_flags: dict[str, dict[tuple[int, int], int]] = field(default_factory=dict)
     unwaited_loads: list[AsyncOp] = field(default_factory=list)  # tcgen05.ld and st without their wait
     unwaited_stores: list[AsyncOp] = field(default_factory=list)
-    used_early: int = 0  # the last of these loads that was reported
+    used_early: int = 0  # the last of these loads that has been reported
 
     @property
     def epoch(self) -> int:
@@ -125,7 +125,7 @@ class WarpView:
         return found
 
     def forget(self) -> None:
-        """Its cluster is over: clocks stay comparable, and operations may still be told of."""
+        """Frees state when its cluster is over; clocks stay comparable, and operations may still be reported."""
         self.released, self.acquirable = {}, {}
         self.flags, self.acquirable_flags = {}, {}
         self.initialised, self.unwaited_loads, self.unwaited_stores = [], [], []
@@ -135,10 +135,10 @@ class WarpView:
 class CtaView:
     slot0: int  # of its first warp
     shadow: SharedShadow | None
-    site: int  # address of both, and of how many words and warps there are and the first slot, for compiled code
-    kept: np.ndarray  # what the site leads to
+    site: int  # address of both, the numbers of words and warps, and the first slot, for compiled code
+    kept: np.ndarray  # objects that the site points to
     waits: np.ndarray  # for each 8 bytes of its shared memory the address of a record of checks/clocks.py, or 0
-    outstanding: list[int] = field(default_factory=list)  # numbers of operations that must be over when it ends
+    outstanding: list[int] = field(default_factory=list)  # numbers of operations that must complete before it ends
     touched_by: dict[int, tuple] = field(default_factory=dict)  # by peers: slot -> (epoch, pc, warp)
     used_by: list[int] = field(default_factory=list)  # by operations of peers: their numbers
     issuers: list[int] = field(default_factory=list)  # its warps, see checks/operations.py
@@ -146,11 +146,11 @@ class CtaView:
     locations: dict[int, object] = field(default_factory=dict)  # strong accesses of its shared memory, by offset
     records: list[tuple[np.ndarray, int]] = field(default_factory=list)  # of mbarriers, and their addresses
     room: list[tuple[np.ndarray, int]] = field(default_factory=list)
-    met: bool = False  # its warps have passed a barrier of the cluster: all CTAs of it run
+    met: bool = False  # its warps have passed a cluster barrier, so that all CTAs of the cluster run
 
     def watch(self, offset: int, fields: list[int]) -> np.ndarray:
-        """A record for the mbarrier at this offset: the compiled loop may answer waits on it."""
-        if not self.room:  # memory for the next ones; an address takes Python longer than a record
+        """Makes a record for the mbarrier at this offset, with which the compiled loop handles waits on it."""
+        if not self.room:  # allocate several: to get an address costs Python more than a record
             rows = np.zeros((RECORDS, FIELDS), np.int64)
             first = rows.__array_interface__["data"][0]
             self.room = [(row, first + k * rows.strides[0]) for k, row in enumerate(rows)][::-1]
@@ -161,6 +161,6 @@ class CtaView:
         return record
 
     def unwatch(self, clock) -> None:
-        """Python answers waits on the mbarrier of this clock from now on."""
+        """Lets Python handle waits on the mbarrier of this clock from now on."""
         at = [where for record, where in self.records if record[PUBLISHED] == clock.published.at]
         self.waits[np.isin(self.waits, at)] = 0

@@ -1,12 +1,12 @@
 """Asynchronous operations and the order in which they complete.
 
-Every copy, matrix product and tensor-memory access that PTX calls asynchronous is an `AsyncOp`: who issued it, what it
-reads and writes, which operations must come before it, and `effects()`, which does it all at once. When that happens is
-the policy's choice, never the instruction's:
+Every copy, matrix product and tensor-memory access that PTX calls asynchronous is an `AsyncOp`. It holds the issuing
+warp, the regions it reads and writes, the operations that must precede it, and `effects()`, which performs it at once.
+The policy decides when that happens, never the instruction:
 
 * eager: at issue;
-* latest: only when no warp can run any more, and then one that a warp waits for (or where an instruction's own
-  wait requires it);
+* latest: only when no warp can run any more, and then an operation that a warp waits for (or when the wait of an
+  instruction requires it);
 * random: at scheduling points, by seed.
 """
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Blocked:
-    """Returned by a macro-operation that cannot go on: retry when `on` wakes (or, with `done`, go on behind it).
-    `text` says what it waits for, if its string is wanted."""
+    """Returned by a macro-operation that cannot continue: it is tried again when `on` wakes (with `done`, the warp
+    continues after it). str(text) describes what it waits for."""
 
     on: Waitable
     text: object
     done: bool = False
-    told: bool = False  # `on` tells observers that the warp goes on
-    limited: bool = False  # it has a time limit: when nothing else can happen, it is told so (Fragment.timed_out)
+    told: bool = False  # `on` tells observers that the warp continues
+    limited: bool = False  # it has a time limit, which ends when nothing else can happen (Fragment.timed_out)
 
 
-SEEN = object()  # returned by a macro-operation that changes registers at most, and may tell observers something
-POLLED = object()  # returned by a macro-operation that asked whether something has happened, and it has not
+SEEN = object()  # returned by a macro-operation that changes only registers, and may call observers
+POLLED = object()  # returned by a macro-operation that polled without success
 
 
 @dataclass(slots=True, eq=False)
@@ -48,22 +48,22 @@ class AsyncOp:
     line: int  # PTX line of the issuing instruction
     effects: Callable[[], None]
     after: tuple[AsyncOp, ...] = ()
-    signals: tuple[Waitable, ...] = ()  # what its completion may wake
+    signals: tuple[Waitable, ...] = ()  # objects that its completion may wake
     reads: tuple = ()  # regions, for observers
     writes: tuple = ()
-    footprint: Any = None  # of a tcgen05 operation: decides what the hardware keeps in order
+    footprint: Any = None  # of a tcgen05 operation; it decides which others the hardware keeps in order
     done: bool = False
     product: tuple | None = None  # of a tcgen05.mma: its `Work` (isa/tcgen05.py) and its CTAs
     # for observers:
-    nbytes: int = 0  # that it brings to each mbarrier it signals
+    nbytes: int = 0  # that count for each mbarrier it signals
     number: int = 0
-    publishes: Any = None  # what its completion tells who waits for it
+    publishes: Any = None  # what a wait for it acquires
     instruction: Any = None
-    seen: int = 0  # address of the clock that it is judged by, where that is not its warp's
+    seen: int = 0  # address of the clock that orders it, if that is not its warp's
 
 
 def nothing() -> None:
-    """The effects of an operation that has been performed."""
+    """Replaces the effects of an operation that has been performed."""
 
 
 class AsyncEngine:
@@ -72,16 +72,16 @@ class AsyncEngine:
         self.random = random.Random(seed)
         self.limits = random.Random(seed)  # of waits
         self.pending: dict[int, AsyncOp] = {}  # by id, in order of issue
-        self.signalling: dict[int, AsyncOp] = {}  # those of them that may wake a warp
+        self.signalling: dict[int, AsyncOp] = {}  # the pending operations that may wake a warp
         self.completed = 0
         self.observer: Observer | None = None
-        self.performing: AsyncOp | None = None  # whose effects are being applied, when there is an observer
+        self.performing: AsyncOp | None = None  # the operation whose effects are being applied, if there is an observer
         self.postponed = None  # effects that wait for more of their kind (isa/product_chain.py)
-        self.growing = None  # the products that were issued last, when the next may go with them
+        self.growing = None  # the chain of the products that were issued last, while the next may join it
 
     def impatient(self, w: Warp) -> bool:
-        """Is the time limit of this wait over before it has waited? PTX leaves it to the system; a program that does
-        not ask again goes on too early. Order 'random' draws it, but not twice in a row: loops come to rest."""
+        """Whether the time limit of this wait expires at once. PTX leaves the limit to the system; a program that does
+        not try again continues too early. Order 'random' draws it, but never twice in a row, so that loops end."""
         fragment = w.fragment
         early = self.order == "random" and fragment.told_no != w.pc and self.limits.random() < 0.25
         fragment.told_no = w.pc if early else -1
@@ -101,7 +101,7 @@ class AsyncEngine:
         return op
 
     def perform(self, op: AsyncOp) -> None:
-        """Complete op now, its prerequisites first. They may be a long chain."""
+        """Completes op now, after its prerequisites, which may be a long chain."""
         if op.done:
             return
         if not op.after:
@@ -119,7 +119,7 @@ class AsyncEngine:
                     self.complete(due)
 
     def complete(self, op: AsyncOp) -> None:
-        """Do what op does: nothing comes before it any more."""
+        """Applies the effects of op, whose prerequisites are complete."""
         if self.postponed is not None and op.kind != self.postponed.kind:
             self.settle()
         op.done = True
@@ -134,19 +134,19 @@ class AsyncEngine:
             return
         outer, self.performing = self.performing, op
         observer.performing(op)
-        effects, op.effects = op.effects, nothing  # observers remember operations; not what those held
+        effects, op.effects = op.effects, nothing  # observers keep operations; this frees what the effects held
         effects()
         observer.performed(op)
         self.performing = outer
 
     def settle(self) -> None:
-        """Do what waits for more of its kind: before a warp could notice."""
+        """Applies postponed effects, before a warp could notice."""
         waiting, self.postponed = self.postponed, None
         if waiting is not None:
             waiting.perform()
 
     def require(self, op: AsyncOp) -> None:
-        """A warp waits for op: complete it now."""
+        """Completes op now, because a warp waits for it."""
         self.perform(op)
         self.settle()
 
@@ -158,7 +158,7 @@ class AsyncEngine:
         self.require(ops[self.random.randrange(len(ops))])
 
     def complete_awaited(self) -> None:
-        """No warp can run: complete the oldest operation that a warp waits for, else the oldest of all."""
+        """Completes, when no warp can run, the oldest operation that a warp waits for, or else the oldest of all."""
         if self.order == "random":
             return self.complete_random()
         for op in self.signalling.values():
@@ -169,6 +169,6 @@ class AsyncEngine:
         self.require(next(iter(self.pending.values())))
 
     def drain(self) -> None:
-        """Complete everything that is left."""
+        """Completes all pending operations."""
         for op in list(self.pending.values()):
             self.require(op)

@@ -1,4 +1,4 @@
-"""What a deadlock looks like: who waits for what, what is missing, and the cycle that keeps everybody waiting."""
+"""Describes a deadlock: which warp waits for what, which arrivals are missing, and the cycle of warps that wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe(machine, why: str) -> str:
 
 
 def clues(machine, text: Text, ring: list) -> list[str]:
-    """What is probably wrong, most telling first. ring: barriers of a cycle."""
+    """Returns likely causes, the most specific first. ring: barriers of a cycle."""
     waits = [b for b in dict.fromkeys(awaited(machine).values()) if isinstance(b, Mbarrier) and b.pending]
     others = {b: elsewhere(machine, b) for b in waits if untouched(b)}
     never = [b for b, other in others.items() if not (other or text.silent or text.anywhere(b))]
@@ -66,7 +66,7 @@ def clues(machine, text: Text, ring: list) -> list[str]:
 
 
 def all_came(machine, barrier: Mbarrier, text: Text) -> bool:
-    """Has every warp that can come to the code that arrives there, in one place, done so in this phase?"""
+    """Whether every warp that can reach the only code that arrives there has done so in this phase."""
     came = {(e.who.ctaid, e.who.warp) for e in barrier.history if e.phase == barrier.phase and hasattr(e.who, "warp")
             and e.what in ("arrive", "drop")}  # fmt: skip
     able = {(w.cta.ctaid, w.index) for w, ins in suppliers(machine, barrier, text) if ins is None or guarded(w, ins)}
@@ -74,15 +74,15 @@ def all_came(machine, barrier: Mbarrier, text: Text) -> bool:
 
 
 def guarded(warp, ins) -> bool:
-    """Does the instruction's predicate hold for a lane of the warp, by the value that it has now?"""
+    """Whether the instruction's predicate holds for a lane of the warp, with its present value."""
     program = warp.cta.program
     row, inverted = program.code[program.instructions.index(ins), 6:8].tolist()
     return bool(int(warp.P[row]) ^ inverted)
 
 
 def standing(machine) -> list[str]:
-    """What each warp waits for. What is the same for several warps of a CTA is said once, and so is what is the same
-    in several CTAs but for their names."""
+    """Returns what each warp waits for. Warps of a CTA that wait for the same thing share a line, and so do CTAs whose
+    lines differ only in their names."""
     shown: dict[tuple[int, str], list[str]] = {}  # (GPU, text without the CTA's name) -> names of the CTAs
     for home in machine.live:
         alike: dict[tuple[str, str, str], list[int]] = {}
@@ -112,7 +112,7 @@ def standing(machine) -> list[str]:
 
 
 def progress(machine) -> list[str]:
-    """How far each GPU has come, where there are several."""
+    """Returns the progress of each GPU, if there are several."""
     if machine.gpus == 1:
         return []
     lines = []
@@ -126,7 +126,7 @@ def progress(machine) -> list[str]:
 
 
 class Text:
-    """What the kernel's text says about arrivals."""
+    """Finds arrivals in the kernel's text."""
 
     def __init__(self, machine):
         kernels = [x for x in machine.kernels if x is not None]
@@ -141,7 +141,7 @@ class Text:
         return [a for a in found if not a.waits]
 
     def anywhere(self, barrier: Mbarrier) -> list:
-        """The instructions of all CTAs."""
+        """Returns the instructions of all CTAs."""
         return list(dict.fromkeys(a.instruction for cta in self.live for a in self.of(barrier, cta)))
 
     def can_reach(self, warp, arrival: Arrival) -> bool:
@@ -155,14 +155,14 @@ class Text:
 
 
 def awaited(machine) -> dict:
-    """warp -> the barrier it is blocked on, for each living warp."""
+    """Returns, for each running warp, the barrier that it is blocked on."""
     return {w: f.blocked.on for cta in machine.live for w in cta.warps for f in w.fragments if f.blocked is not None}
 
 
 def suppliers(machine, barrier, text: Text) -> list[tuple]:
-    """[(warp, where it should arrive or None)] of warps that the barrier still needs. For an mbarrier: those whose role
-    has the code that arrives there, or that have arrived in earlier phases; for barriers of whole CTAs and clusters:
-    those that are not there."""
+    """Returns [(warp, where it should arrive or None)] for the warps that a barrier still needs. For an mbarrier these
+    are warps whose role contains code that arrives there, or that arrived in earlier phases; for barriers of whole CTAs
+    and clusters, the warps that have not arrived."""
     living = [w for cta in machine.live for w in cta.warps if w.fragments]
     if isinstance(barrier, Mbarrier):
         came = {
@@ -177,13 +177,13 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
         found: list[tuple] = []
         for cta in machine.live:
             for arrival in text.of(barrier, cta):
-                if bool(barrier.pending) == arrival.bytes:  # what is missing: arrivals, or bytes
+                if bool(barrier.pending) == arrival.bytes:  # either arrivals are missing or bytes
                     continue
                 able = [w for w in living if w.cta in (cta, *cta.cluster) and text.can_reach(w, arrival)]
                 role = role_of(arrival.instruction)
                 ours = [w for w in able if role and role_of(w.cta.program.instructions[w.fragments[0].pc]) == role]
                 found += [(w, arrival.instruction) for w in ours or able if not late or w in late]
-        if not barrier.pending:  # who waits for the bytes of this phase does not bring them
+        if not barrier.pending:  # a warp that waits for the bytes of this phase does not bring them
             there = {w for w, other in awaited(machine).items() if other is barrier}
             return [(w, ins) for w, ins in found if w not in there]
         return found or [(w, None) for w in late]
@@ -196,20 +196,20 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
 
 
 def untouched(barrier: Mbarrier) -> bool:
-    """Whether no arrival has come yet."""
+    """Whether nothing has arrived yet."""
     return barrier.phase == 0 and not any(e.what not in ("init", "increment") for e in barrier.history)
 
 
 def elsewhere(machine, barrier: Mbarrier) -> Mbarrier | None:
-    """Another mbarrier of its array at which a warp has arrived: then it is not the first wait that goes wrong."""
+    """Returns another mbarrier of its array at which a warp has arrived: the first wait succeeded then."""
     homes = (cta for cta in machine.live if any(b is barrier for b in cta.barriers.values()))
     array = (b for cta in homes for b in cta.barriers.values() if barrier.array and b.array == barrier.array)
     return next((b for b in array if not untouched(b)), None)
 
 
 def cycle(machine, text: Text) -> tuple[list[str], list]:
-    """Warps that wait for each other, as sentences, and their barriers; empty when no warp is left to do what is
-    missing."""
+    """Returns sentences about warps that wait for each other, and their barriers; both are empty if no running warp
+    could supply what is missing."""
     waits = awaited(machine)
     needs = {}
     for barrier in set(waits.values()):
@@ -233,8 +233,8 @@ def sentence(waiter, supplier, barrier, needs) -> str:
 
 
 def missing(machine, text: Text, named: list) -> list[str]:
-    """One line for each mbarrier that a warp waits on: the code that should arrive. `named`: barriers of which the
-    cycle has said it."""
+    """Returns one line for each mbarrier that a warp waits on: the code that should arrive. `named`: barriers that the
+    cycle has mentioned already."""
     lines = []
     for barrier in dict.fromkeys(awaited(machine).values()):
         if not isinstance(barrier, Mbarrier) or not barrier.pending or barrier in named:

@@ -1,15 +1,15 @@
-"""One seam for all that follow a launch: the race checker, the recorder, the tracer of the timing model, counters.
+"""One interface for everything that follows a launch: race checker, recorder, tracer of the timing model, counters.
 
-A `Session` stands for a `with` block (`softsm.checking`, `recording`, `timing`, `counting`) and makes an `Observer` for
-each launch inside. The machine and the instructions call the observer's methods when something happens; a method does
-nothing unless a class overrides it. `machine.observer` is None when nothing observes, and then an instruction pays for
-that one comparison.
+A `Session` belongs to a `with` block (`softsm.checking`, `recording`, `timing`, `counting`) and makes an `Observer` for
+each launch inside it. The machine and the instructions call the observer's methods when something happens; a method
+does nothing unless a class overrides it. Without an observer, `machine.observer` is None, and an event costs one
+comparison.
 
-What Python sees depends on what the compiled loop does by itself. It shortcuts least for an observer that `follows`,
-and in a program that is assembled for the race checker (`Kernel.checking`) it does the checker's work itself.
+Python sees only what the compiled loop does not handle itself. The loop handles least for an observer that `follows`.
+In a program that is assembled for the race checker (`Kernel.checking`), it does the checker's work too.
 
-An observer may keep what it knows of a thing in the thing: `Cta.view`, `Warp.view`, `Waitable.clock`, and the fields of
-`AsyncOp` and `Mbarrier` that are marked so. The engine itself never reads them.
+An observer may store its data in the objects of the engine: in `Cta.view`, `Warp.view`, `Waitable.clock`, and in the
+fields of `AsyncOp` and `Mbarrier` that are marked for observers. The engine never reads them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """What happens during one launch, as methods to override."""
+    """The events of one launch, as methods to override."""
 
-    follows: bool = False  # It is told of everything, the events marked (f) included; the launch stays in one process.
-    divisible: bool = True  # CTAs may go on in several processes, see the last section.
-    strict: bool = False  # It takes PTX to the letter.
-    operands: bool = False  # It looks at the operands of matrix products.
-    notes: np.ndarray | None = None  # Its first word is not 0 when compiled code has left notes (`take_notes`).
+    follows: bool = False  # It gets all events, also those marked (f); the launch stays in one process.
+    divisible: bool = True  # CTAs may continue in several processes, see the last section.
+    strict: bool = False  # It follows PTX literally.
+    operands: bool = False  # It reads the operands of matrix products.
+    notes: np.ndarray | None = None  # Compiled code that left notes sets its first word (`take_notes`).
 
     # ---- the launch --------------------------------------------------------------------------------------------
 
     def launched(self, machine: Machine) -> None:
-        """The machine is ready and nothing has started. It may still be told to run less."""
+        """The machine is ready and nothing has started. The observer may still reduce what runs."""
 
     def cta_began(self, cta: Cta) -> None: ...
 
@@ -49,10 +49,10 @@ class Observer:
         """All warps of its cluster have exited."""
 
     def ended(self, failure: BaseException | None) -> None:
-        """The launch is over, or it failed; what is left of it is still there."""
+        """The launch is over, or it failed; its state still exists."""
 
     def closed(self) -> None:
-        """Nothing of the launch is left."""
+        """The state of the launch has been freed."""
 
     # ---- warps -------------------------------------------------------------------------------------------------
 
@@ -63,10 +63,10 @@ class Observer:
         """(f) It blocks, has used up its quantum, or has exited."""
 
     def executing(self, warp: Warp, fragment: Fragment, call: MacroCall, lanes: int) -> None:
-        """(f) A macro-operation begins: an instruction that the compiled loop does not do by itself."""
+        """(f) A macro-operation begins: an instruction that the compiled loop does not execute."""
 
     def executed(self, warp: Warp, fragment: Fragment, call: MacroCall, lanes: int) -> None:
-        """(f) It is over; `fragment.blocked` says whether it has to be tried again."""
+        """(f) It is over; `fragment.blocked` tells whether it must be tried again."""
 
     def woken(self, warp: Warp) -> None:
         """(f) The warp can run again, or it is new."""
@@ -82,17 +82,17 @@ class Observer:
     def issued(self, op: AsyncOp) -> None: ...
 
     def performing(self, op: AsyncOp) -> None:
-        """Its effects come next: `engine.performing` is the operation while they last."""
+        """Its effects follow; during them, `engine.performing` is the operation."""
 
     def performed(self, op: AsyncOp) -> None: ...
 
     def waited(self, warp: Warp, op: AsyncOp) -> None:
-        """The warp has waited for the operation by its group, or by tcgen05.wait."""
+        """The warp has waited for the operation, through its group or by tcgen05.wait."""
 
     # ---- mbarriers ---------------------------------------------------------------------------------------------
 
     def barrier_initialised(self, warp: Warp, barrier: Mbarrier, old: Mbarrier | None, cta: Cta, offset: int) -> None:
-        """old: the mbarrier that was there."""
+        """An mbarrier is initialised. old: the mbarrier that was at this address."""
 
     def barrier_invalidated(self, cta: Cta, offset: int) -> None: ...
 
@@ -100,14 +100,14 @@ class Observer:
         """An instruction names the mbarrier; asynchronous: for a copy that will signal it."""
 
     def arrived(self, barrier: Mbarrier, what: str, amount: int, relaxed: bool = False, scope: str = "") -> None:
-        """what: 'arrive', 'drop', 'expect_tx', 'complete_tx' or 'increment'. By the operation that is being performed,
-        else by the running warp."""
+        """The operation that is being performed, or else the running warp, arrives. what: 'arrive', 'drop',
+        'expect_tx', 'complete_tx' or 'increment'."""
 
     def phase_ended(self, barrier: Mbarrier) -> None:
-        """The last arrival and the last byte are in; `barrier.phase` is still the phase that ends."""
+        """The last arrival and the last byte have arrived; `barrier.phase` is still the phase that ends."""
 
     def passed(self, warp: Warp, barrier: Mbarrier, relaxed: bool, scope: str) -> None:
-        """A wait of the warp finds that its phase is over."""
+        """A wait of the warp succeeds, because its phase is over."""
 
     # ---- other barriers, fences --------------------------------------------------------------------------------
 
@@ -115,8 +115,8 @@ class Observer:
         """A named barrier is used for the first time."""
 
     def bar_arrived(self, warp: Warp, barrier: Waitable, count: int | None, waits: bool, stays: bool) -> None:
-        """count: of threads, where the instruction names one. waits: the warp goes on when the barrier completes;
-        stays: the whole warp, which does nothing before."""
+        """A warp arrives at a named barrier. count: of threads, if the instruction has one. waits: the warp continues
+        when the barrier completes; stays: the whole warp waits, and does nothing before."""
 
     def bar_completed(self, barrier: Waitable) -> None: ...
 
@@ -127,7 +127,7 @@ class Observer:
     def cluster_passed(self, warp: Warp, barrier: Waitable) -> None: ...
 
     def acquired(self, warp: Warp, what: Waitable) -> None:
-        """The warp goes on behind a named barrier, or behind what has woken it."""
+        """The warp continues after a named barrier, or after what has woken it."""
 
     def warp_synced(self, warp: Warp) -> None:
         """bar.warp.sync"""
@@ -141,7 +141,7 @@ class Observer:
         """fence.mbarrier_init"""
 
     def fenced_map(self, warp: Warp, address: int | None) -> None:
-        """fence.proxy.tensormap: acquire of the map at an address, or release."""
+        """fence.proxy.tensormap, as an acquire of the map at an address, or as a release."""
 
     def fenced_tensor(self, warp: Warp, before: bool) -> None:
         """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
@@ -158,7 +158,7 @@ class Observer:
         self, warp: Warp, cta: Cta, low: int, high: int, write: bool, strong: bool = False, lane: int = -1,
         unchanged: bool = False,
     ) -> None:  # fmt: skip
-        """A macro-operation reads or writes bytes [low, high) of shared memory; unchanged: a store of what is there."""
+        """A macro-operation reads or writes bytes [low, high) of shared memory; unchanged: it stores the same value."""
 
     def accessed_global(
         self, warp: Warp, low: int, high: int, write: bool, strong: bool, lane: int, unchanged: bool
@@ -176,7 +176,7 @@ class Observer:
         """An atomic, volatile or otherwise strong access of global memory (cta is None) or of shared memory."""
 
     def map_written(self, warp: Warp, address: int, released: bool) -> None:
-        """A tensor map in global memory."""
+        """A tensor map in global memory is written."""
 
     def map_used(self, warp: Warp, address: int) -> None: ...
 
@@ -184,34 +184,34 @@ class Observer:
         """A TMA load is issued."""
 
     def misused(self, warp: Warp, code: str, message: str, what: str, lane: int = -1) -> None:
-        """An instruction of a checked program has found a mistake. what: the warp does."""
+        """An instruction of a checked program has found a mistake. what: words for what the warp does."""
 
     # ---- tensor memory and matrix products ---------------------------------------------------------------------
 
     def tensor_allocated(self, cta: Cta, column: int, columns: int) -> None: ...
 
     def pair_allocates(self, warp: Warp) -> None:
-        """The warp asks for columns in both CTAs of its pair."""
+        """The warp allocates columns in both CTAs of its pair."""
 
     def tensor_freed(self, warp: Warp, column: int, columns: int) -> None: ...
 
     def tensor_loads_used(self, warp: Warp, loads: frozenset[int]) -> None:
-        """An instruction touches registers of a tcgen05.ld that the warp may not have waited for. loads: the ids of the
-        instructions whose registers it uses; none where it copies them."""
+        """An instruction uses registers of a tcgen05.ld that the warp may not have waited for. loads: the ids of the
+        instructions whose registers it uses; empty if it copies them."""
 
     def tensor_loads_waited(self, warp: Warp) -> None: ...
 
     def tensor_stores_waited(self, warp: Warp) -> None: ...
 
     def product_joined(self, warp: Warp, lane: int, work: Any, ctas: list[Cta]) -> None:
-        """A tcgen05.mma goes with the one before it (isa/product_chain.py)."""
+        """A tcgen05.mma joins the chain of the one before it (isa/product_chain.py)."""
 
     def products_joinable(self, together: Any, warp: Warp, lane: int, work: Any, ctas: list[Cta]) -> Any:
-        """Others may go with this product: the object that compiled code notes them in, or None."""
+        """Products may join the chain of this one. Returns the object in which compiled code records them, or None."""
         return None
 
     def tensor_product(self, warp: Warp, product: Any, ctas: list[Cta], effects: Callable[[], None]) -> None:
-        """A tcgen05.mma is performed, by effects()."""
+        """effects() performs a tcgen05.mma."""
         effects()
 
     def warpgroup_committed(self, warp: Warp, batch: Any) -> None:
@@ -226,31 +226,31 @@ class Observer:
     # ---- several processes (engine/processes.py) ---------------------------------------------------------------
 
     def uneventful(self) -> bool:
-        """Has nothing happened that has to be reported, or that copies of the process might see differently?"""
+        """Whether nothing has happened that must be reported, or that copies of the process might see differently."""
         return True
 
     def checkpoint(self) -> Any:
-        """What `since` needs to know of the state when the launch is divided."""
+        """Returns the state that `since` needs, when the launch is divided."""
 
     def since(self, checkpoint: Any) -> Any:
-        """What happened in this copy of the process; it can be sent to the others."""
+        """Returns what happened in this copy of the process, in a form that can be sent to the others."""
 
     def conflict(self, results: list[Any]) -> bool:
-        """Did one copy touch what another one wrote? results: of `since`."""
+        """Whether one copy accessed what another one wrote. results: of `since`."""
         return False
 
     def adopt(self, result: Any) -> None:
-        """What a copy did counts."""
+        """Adopts what a copy did."""
 
     def cta_moved(self, cta: Cta) -> None:
-        """The CTA goes on in another process."""
+        """The CTA continues in another process."""
 
 
 EVENTS = tuple(name for name, value in vars(Observer).items() if callable(value))
 
 
 class Observers(Observer):
-    """Several observers as one: each event goes to those that override its method, in their order."""
+    """Combines several observers: each event goes to those that override its method, in order."""
 
     def __init__(self, several: list[Observer]):
         self.follows = any(x.follows for x in several)
@@ -280,16 +280,16 @@ class Session:
     """Follows the launches of a `with` block (`softsm.engine.options.observing`)."""
 
     races: bool = False  # It needs programs that are assembled for the race checker.
-    computes: ClassVar[bool] = True  # False: launches do not compute all values, and sessions that need them wait.
+    computes: ClassVar[bool] = True  # False: launches do not compute all values; sessions that need them pause.
     needs_values: ClassVar[bool] = False
     one_gpu: ClassVar[bool] = False  # It follows launches of one GPU.
 
     def options(self, chosen: Options) -> Options:
-        """How a launch runs that the session follows."""
+        """Returns the options of a launch that the session follows."""
         return chosen
 
     def observer(self, machine: Machine) -> Observer | None:
-        """The observer of one launch."""
+        """Returns the observer of one launch."""
         raise NotImplementedError
 
 

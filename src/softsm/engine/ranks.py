@@ -1,4 +1,4 @@
-"""Several ranks in one process, each with a GPU of its own: `softsm.ranks(2, program)` calls program(0) and program(1).
+"""Runs several ranks in one process, each with its own GPU: `softsm.ranks(2, program)` calls program(0), program(1).
 
     def program(rank):
         kernel[grid](buffers[rank], pointers_of_all, rank)
@@ -6,10 +6,10 @@
     softsm.ranks(2, program)
 
 Each rank has a thread, but only one runs at a time, in order of rank, so that nothing depends on timing. A rank runs
-until it launches a kernel, meets the others in a collective (doors/triton/distributed.py) or ends. When all ranks have
-come that far, their launches run together: CTAs of all GPUs side by side, each GPU with its own multiprocessors and
-with access to the memory of all. If only some ranks launch, their launches run without the others. A kernel may be
-compiled for each rank (a rank that is a constant), but all launch the same one, with the same grid and block.
+until it launches a kernel, enters a collective (doors/triton/distributed.py) or ends. When all have stopped, their
+launches run together: the CTAs of all GPUs run concurrently, each GPU has its own SMs, and all can access the memory of
+all. If only some ranks launch, their launches run without the others. A kernel may be compiled for each rank (if the
+rank is a constant), but all ranks launch the same kernel, with the same grid and block.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MOST = 8
 @dataclass
 class Launch:
     kernel: Kernel
-    shape: tuple  # grid, block, shared memory, cluster and options: the same for all ranks
+    shape: tuple  # grid, block, shared memory, cluster and options, equal for all ranks
     args: object
     memory: Any
 
     def run(self) -> None:
-        """On this GPU alone, or as a rank."""
+        """Launches on this GPU alone, or as a rank."""
         grid, block, shared, cluster, changes = self.shape
         self.kernel.launch(grid, block, self.args, shared=shared, cluster=cluster, memory=self.memory, **dict(changes))
 
@@ -47,7 +47,7 @@ class Launch:
 
 @dataclass
 class Exchange:
-    """A collective: every rank brings a value and gets those of all."""
+    """A collective: every rank contributes a value and gets the values of all."""
 
     name: str
     value: object
@@ -66,16 +66,16 @@ class End:
 
 
 class Aborted(BaseException):
-    """Another rank, or a launch, has failed: this one does not go on."""
+    """Raised in a rank when another rank, or a launch, has failed."""
 
 
 class Meeting:
-    """The ranks of one `softsm.ranks`, and where each of them stands."""
+    """The ranks of one `softsm.ranks` and their states."""
 
     def __init__(self, count: int, turn: Callable[[int], None] | None = None):
         self.count, self.sessions = count, current_options().sessions
-        self.turn = turn  # called before a rank goes on
-        self.rank = 0  # that runs now
+        self.turn = turn  # called before a rank continues
+        self.rank = 0  # the rank that runs now
         self.stops: list[Any] = [None] * count  # Launch, Exchange or End
         self.answers: list[Any] = [None] * count
         self.over = False
@@ -85,7 +85,7 @@ class Meeting:
     # ---- called by the program of a rank -----------------------------------------------------------------------
 
     def stop(self, what: Launch | Exchange) -> Any:
-        """Wait for the other ranks. Returns the answer."""
+        """Waits for the other ranks and returns the answer."""
         rank = self.rank
         self.stops[rank] = what
         self.back.release()
@@ -139,7 +139,7 @@ class Meeting:
         self.back.release()
 
     def resume(self, rank: int) -> None:
-        """Let a rank run until it stops."""
+        """Lets a rank run until it stops."""
         self.rank = rank
         if self.turn is not None:
             self.turn(rank)
@@ -150,7 +150,7 @@ class Meeting:
             raise stop.error
 
     def act(self) -> None:
-        """All ranks have stopped: do what they wait for."""
+        """Does what the ranks wait for, when all have stopped."""
         launching = [rank for rank, x in enumerate(self.stops) if isinstance(x, Launch)]
         waiting = [rank for rank, x in enumerate(self.stops) if isinstance(x, Exchange)]
         if launching:
@@ -172,7 +172,7 @@ class Meeting:
 
 
 def together(launches: list[Launch | None]) -> None:
-    """Run the launches of all ranks, None for those that have none, at the same time."""
+    """Runs the launches of all ranks concurrently; None stands for a rank without one."""
     rank, first = next((i, x) for i, x in enumerate(launches) if x is not None)
     for i, launch in enumerate(launches):
         if launch is not None and (launch.kernel.name, launch.shape) != (first.kernel.name, first.shape):
@@ -185,10 +185,11 @@ def together(launches: list[Launch | None]) -> None:
 
 
 def ranks(count: int, program: Callable[[int], Any], *, turn: Callable[[int], None] | None = None) -> list:
-    """Run program(rank) for `count` ranks, each with a GPU of its own (see above). Returns what the programs returned.
+    """Runs program(rank) for `count` ranks, each with its own GPU, and returns what the programs returned.
 
-    Launches of all ranks run at the same time and reach each other's memory. Within `softsm.checking()`, a flag between
-    ranks orders only what is released and acquired at .sys scope. `turn(rank)` is called whenever a rank goes on.
+    Launches of all ranks run concurrently and can access each other's memory. In `softsm.checking()`, a flag between
+    ranks orders only accesses that are released and acquired at .sys scope. `turn(rank)` is called whenever a rank
+    continues.
     """
     accepted.whole("count", count, 1, MOST)
     if not callable(program):

@@ -1,12 +1,11 @@
-"""Recording what a launch does: slices on the tracks of warps and engines, waits, arrivals, tensor memory, buffers.
+"""What a recorded launch consists of: slices on the tracks of warps and engines, waits, arrivals, memory, buffers.
 
-report/launch_recorder.py observes the launch; this file holds what is recorded.
+report/launch_recorder.py observes the launch and fills these classes.
 
-The emulator runs one warp after the other; here every warp has a clock of its own, as if all ran at once. One warp
-instruction takes one cycle. Copies, matrix products and accesses of tensor memory take the cycles that the timing model
-has for them (timing_model/engines.py); operations of one engine queue. A wait ends when the last of those it waits for
-has arrived. The picture shows who waits for whom; report/predicted.py draws how long a kernel takes, in
-nanoseconds.
+The emulator runs one warp after another; a recording gives every warp its own clock, as if all ran at once. A warp
+instruction lasts one cycle. Copies, matrix products and accesses of tensor memory last as long as the timing model
+predicts (timing_model/engines.py), and operations of one engine queue. A wait ends with the last arrival that it waits
+for. The picture shows which warp waits for which; report/predicted.py draws the predicted time in nanoseconds.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import NamedTuple
 from softsm.engine.asynchrony import AsyncOp
 from softsm.ptx.roles import place_of
 
-GAP = 200  # between launches
+GAP = 200  # cycles between launches
 MAX_SLICES = 200_000
-MAX_CTAS = 8  # of which slices are kept
+MAX_CTAS = 8  # CTAs whose slices are kept
 
 ENGINES = {
     "TMA": ("TMA load", "TMA store", "TMA reduction", "bulk"),
@@ -32,7 +31,7 @@ ENGINES = {
 
 class Track(NamedTuple):
     launch: int
-    cta: int  # number in order of their start
+    cta: int  # number, in order of start
     kind: str  # 'warp', or the name of an engine
     number: int
 
@@ -49,7 +48,7 @@ class Slice:
 
 @dataclass(slots=True)
 class Barrier:
-    """An mbarrier, for the table: who arrives and waits, how often, how long."""
+    """A row of the table of mbarriers: which warps arrive and wait, how often, and how long."""
 
     launch: int
     cta: int
@@ -63,15 +62,15 @@ class Barrier:
     arrivers: set = field(default_factory=set)  # tracks
     waiters: set = field(default_factory=set)
     waited: int = 0  # cycles
-    time: int = 0  # of the latest arrival in this phase
+    time: int = 0  # time of the latest arrival in this phase
     cause: int = -1  # slice of that arrival
-    ended: int = 0  # when the phase before was over
+    ended: int = 0  # when the previous phase ended
     ended_cause: int = -1
 
 
 @dataclass(slots=True)
 class Buffer:
-    """A part of shared memory that copies or products touch."""
+    """A part of shared memory that copies or products access."""
 
     low: int
     high: int
@@ -100,7 +99,7 @@ class Launch:
 
 @dataclass(slots=True)
 class Clock:
-    """One warp's time, and what is open on its track."""
+    """The time of one warp, and the open slices of its track."""
 
     track: Track
     time: int
@@ -113,14 +112,14 @@ class Clock:
     deeds: set = field(default_factory=set)
     waiting: dict = field(default_factory=dict)  # fragment -> (start, instruction, what it waits on, in words)
     macs: int = 0
-    groups: list = field(default_factory=list)  # ends of its wgmma
-    stores: list = field(default_factory=list)  # ends of its bulk stores
+    groups: list = field(default_factory=list)  # when its wgmma end
+    stores: list = field(default_factory=list)  # when its bulk stores end
 
 
 class Recorder:
     def __init__(self) -> None:
         self.unit = "cycles"
-        self.model = ""  # what the times rest on, in words
+        self.model = ""  # the source of the times, in words
         self.launches: list[Launch] = []
         self.slices: list[Slice] = []
         self.flows: list[tuple[int, int]] = []  # slice -> slice
@@ -170,18 +169,18 @@ def place(ins) -> str:
 
 
 def macs(text: str, footprint=None) -> int:
-    """Multiply-adds of a product, counted as 16-bit ones."""
+    """Returns the multiply-adds of a product, in units of 16-bit ones."""
     found = re.search(r"m64n(\d+)k(\d+)", text)
     if found:
         return 64 * int(found[1]) * 16
     if footprint is None:
         return 0
     _, _, m, n, _ = footprint.accumulator
-    return m * n * 16  # K of every kind is 32 bytes: twice the rate makes up for half the width
+    return m * n * 16  # K of every kind is 32 bytes: half the width runs at twice the rate
 
 
 def volume(op: AsyncOp) -> int:
-    """Bytes that an operation moves; 0 for products."""
+    """Returns the bytes that an operation moves; 0 for a product."""
     if op.kind in ("tcgen05.ld", "tcgen05.st"):
         return sum(128 * (r[3] - r[2]) for r in (*op.reads, *op.writes) if r[0] == "tmem")
     if "mma" in op.kind or op.kind == "tcgen05.commit":
