@@ -28,7 +28,7 @@ class Commands(typer.core.TyperGroup):
         except show.UsageError as problem:
             # no text: no argument at all, and typer has shown the help
             if text := problem.format_message():
-                print(f"{problem.ctx.command_path}: {text}" if problem.ctx else text, file=sys.stderr)
+                print(f"{problem.ctx.command_path if problem.ctx else 'dsv4'}: {text}", file=sys.stderr)
             sys.exit(2)
         except typer.Abort:
             print("dsv4: interrupted", file=sys.stderr)

@@ -287,6 +287,7 @@ def test_values_that_an_option_does_not_have(command, says) -> None:
 @pytest.mark.parametrize("command, says", [
     ("verfy", "dsv4: No such command 'verfy'. Did you mean 'verify'?"),
     ("verify --bakend cpu", "dsv4 verify: No such option: --bakend (Possible options: --backend)"),
+    ("verify --json", "dsv4: Option '--json' requires an argument."),
     ("verify --jobs 0", "dsv4 verify: Invalid value for '--jobs'"),
     ("bench --suite nope", "dsv4 bench: --suite nope: accepted: dense"),
     ("completion csh", "dsv4 completion: csh: accepted: bash, zsh, fish"),
