@@ -33,9 +33,13 @@ def compare(name: str, ours: Callable, theirs: Callable, repeat: int, limit: flo
     seconds = best({"dsv4": ours, "sdpa": theirs}, repeat)
     ratio = seconds["sdpa"] / seconds["dsv4"]
     return {
-        "name": name, "dsv4_ms": seconds["dsv4"] * 1e3, "sdpa_ms": seconds["sdpa"] * 1e3,
-        "ratio": ratio, "at_least": limit, "ok": limit is None or ratio >= limit,
-    }  # fmt: skip
+        "name": name,
+        "dsv4_ms": seconds["dsv4"] * 1e3,
+        "sdpa_ms": seconds["sdpa"] * 1e3,
+        "ratio": ratio,
+        "at_least": limit,
+        "ok": limit is None or ratio >= limit,
+    }
 
 
 def best(calls: dict[str, Callable[[], object]], repeat: int) -> dict[str, float]:
@@ -127,9 +131,13 @@ def main() -> None:
         results.append(line)
         limit = "" if line["at_least"] is None else f"{line['at_least']:.2f}"
         table.add_row(
-            line["name"], f"{line['dsv4_ms']:.1f}", f"{line['sdpa_ms']:.1f}", f"{line['ratio']:.2f}", limit,
+            line["name"],
+            f"{line['dsv4_ms']:.1f}",
+            f"{line['sdpa_ms']:.1f}",
+            f"{line['ratio']:.2f}",
+            limit,
             "ok" if line["ok"] else "TOO SLOW",
-        )  # fmt: skip
+        )
     console.print(table)
 
     use = cpu_v4.memory()

@@ -196,8 +196,12 @@ def make_test() -> float:
     return time.perf_counter() - start
 
 
-def main(json_file: str = typer.Option(None, "--json"), skip_cold: bool = False, skip_seeds: bool = False,
-         tests: bool = typer.Option(False, help="time `make test` too")) -> None:  # fmt: skip
+def main(
+    json_file: str = typer.Option(None, "--json"),
+    skip_cold: bool = False,
+    skip_seeds: bool = False,
+    tests: bool = typer.Option(False, help="time `make test` too"),
+) -> None:
     rows: list[tuple[str, float, str]] = []
     engine, used, loop = alu_mix()
     rows.append(("ALU mix, M warp instructions/s", engine / 1e6, ">= 200 (aim 500)"))

@@ -75,10 +75,13 @@ def norm(dim: int, device: torch.device) -> SimpleNamespace:
 def compressor(s: Sizes, dim: int, ratio: int, device: torch.device) -> SimpleNamespace:
     width = dim * (2 if ratio == 4 else 1)
     return SimpleNamespace(
-        kv_proj=linear(width, s.hidden, device), gate_proj=linear(width, s.hidden, device), head_dim=dim,
-        position_bias=torch.zeros(ratio, width, device=device).bfloat16(), kv_norm=norm(dim, device),
+        kv_proj=linear(width, s.hidden, device),
+        gate_proj=linear(width, s.hidden, device),
+        head_dim=dim,
+        position_bias=torch.zeros(ratio, width, device=device).bfloat16(),
+        kv_norm=norm(dim, device),
         compress_rate=ratio,
-    )  # fmt: skip
+    )
 
 
 def attention(s: Sizes, kind: str, index: int, device: torch.device) -> SimpleNamespace:
@@ -166,8 +169,12 @@ class Layer:
             if self.kind == CSA:
                 options = dict(compressed=pools["compressed"], compressed_indices=at["rows"])
             elif self.kind == HCA:
-                options = dict(compressed=pools["compressed"], compressed_block_table=step.table,
-                               compressed_lengths=step.rows[HCA].visible, request_starts=step.starts)  # fmt: skip
+                options = dict(
+                    compressed=pools["compressed"],
+                    compressed_block_table=step.table,
+                    compressed_lengths=step.rows[HCA].visible,
+                    request_starts=step.starts,
+                )
             at["seen"] = dsv4.v4_attention(
                 at["turned"], pools["window"], step.window_rows, sink=a.sinks, softmax_scale=a.scaling,
                 inverse_rope=(cos_sin, step.positions), backend=step.model.backend, plan=step.plans.get(self.kind),

@@ -197,8 +197,12 @@ def main(
         lines = differences(before, after)
         both = before.keys() & after.keys()
         same = sum(before[x]["ptx"] == after[x]["ptx"] for x in both)
-        print(*lines, f"{len(both)} variants: {same} with equal PTX, {len(both) - same - len(lines)} with equal SASS, "
-              f"{len(lines)} different; {len(before) - len(both)} only in the first file", sep="\n")  # fmt: skip
+        print(
+            *lines,
+            f"{len(both)} variants: {same} with equal PTX, {len(both) - same - len(lines)} with equal SASS, "
+            f"{len(lines)} different; {len(before) - len(both)} only in the first file",
+            sep="\n",
+        )
         raise typer.Exit(bool(lines))
     import triton
 

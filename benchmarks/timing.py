@@ -175,8 +175,10 @@ def cost(only: str) -> str:
             looked = of(len(run.order)).make("cpu")
             looked()
             plain = took(looked)
-        lines.append(f"| {case.name} | {n} | {len(trace.clusters)} | {len(run.order)} | {plain:.1f} | {first:.0f} "
-                     f"| {again:.1f} | {again / plain:.1f} |")  # fmt: skip
+        lines.append(
+            f"| {case.name} | {n} | {len(trace.clusters)} | {len(run.order)} | {plain:.1f} | {first:.0f} "
+            f"| {again:.1f} | {again / plain:.1f} |"
+        )
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 

@@ -220,8 +220,10 @@ def ring(r: random.Random) -> Iterator[Drawn]:
             from triton.experimental.gluon import language as gl
             from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-            given = [TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16))
-                     for x, box in _boxes(M, N, K, BM, BN, BK, device)]  # fmt: skip
+            given = [
+                TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16))
+                for x, box in _boxes(M, N, K, BM, BN, BK, device)
+            ]
             warps = 8 if BM == 128 else 4
             return lambda: tables.ring[(M // BM, N // BN)](*given, K, BM=BM, BN=BN, BK=BK, SLOTS=slots, num_warps=warps)
 

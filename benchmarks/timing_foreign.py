@@ -182,8 +182,11 @@ def cases(
         return case(f"{what} {BK}x{BV} w{warps}", "packages", make, what)
 
     if blackwell:  # published for a B200: tritonbench#1014
-        return [attention(4, 48, t, 128, False, 128, 128, s, w, r) for t in (1024, 4096)
-                for s, w, r in ((2, 4, True), (3, 8, False))]  # fmt: skip
+        return [
+            attention(4, 48, t, 128, False, 128, 128, s, w, r)
+            for t in (1024, 4096)
+            for s, w, r in ((2, 4, True), (3, 8, False))
+        ]
     return [
         matmul(4096, 4096, 4096, 128, 256, 64, 3, 8), matmul(4096, 4096, 4096, 128, 64, 32, 4, 4),
         matmul(2048, 2048, 2048, 128, 128, 32, 4, 4), matmul(8192, 8192, 1024, 128, 256, 64, 3, 8),

@@ -49,8 +49,10 @@ def measure(path: Path, cases: list, command: list[str], repeats: int, limit: fl
         torch.cuda.empty_cache()
         path.write_text(json.dumps({"device": gpu.device, "cases": found}, indent=0))
         if n < len(cases):
-            print(f"{case.name:60s} {row.get('us', 0):10.1f} us  {row.get('mhz', 0):7.0f} MHz  {row.get('error', '')}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{case.name:60s} {row.get('us', 0):10.1f} us  {row.get('mhz', 0):7.0f} MHz  {row.get('error', '')}",
+                flush=True,
+            )
 
 
 def one(torch, gpu, flush, probe: str, call, repeats: int) -> dict:

@@ -68,9 +68,13 @@ def matmuls(module: Callable[[str], Any]) -> Iterator[tuple[str, str, float, int
     for depth, warps, rate in ((64, 4, 1000.51), (64, 8, 1113.49), (128, 4, 1040.27), (128, 8, 1011.47)):
         call = lambda a, b, c, d=depth, w=warps: module("06-tcgen05").blocked_matmul_pipelined(a, b, c, 128, 128, d, w)  # noqa: E731
         yield "06", f"pipelined 128x128x{depth} w{warps}", rate, K, call
-    for depth, buffers, warps, one, many in ((128, 2, 4, 735.96, 712.25), (128, 2, 8, 697.97, 686.64),
-                                             (64, 3, 4, 1054.0, 1032.16), (64, 3, 8, 973.94, 938.81),
-                                             (64, 4, 8, 1072.83, 1071.46)):  # fmt: skip
+    for depth, buffers, warps, one, many in (
+        (128, 2, 4, 735.96, 712.25),
+        (128, 2, 8, 697.97, 686.64),
+        (64, 3, 4, 1054.0, 1032.16),
+        (64, 3, 8, 973.94, 938.81),
+        (64, 4, 8, 1072.83, 1071.46),
+    ):
         given = (128, 256, depth, buffers, warps)
         call = lambda a, b, c, g=given: module("07-persistence").matmul_pipelined(a, b, c, *g)  # noqa: E731
         yield "07", f"128x256x{depth} b{buffers} w{warps}", one, K, call

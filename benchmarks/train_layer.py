@@ -64,9 +64,13 @@ def run(a: argparse.Namespace) -> dict:
     device = "cuda" if torch.cuda.is_available() and not a.tiny else "cpu"
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     config = dict(
-        vocab_size=1024, num_hidden_layers=1, layer_types=[KINDS[a.kind]], mlp_layer_types=["moe"],
-        n_routed_experts=a.experts, experts_implementation="eager",
-    ) | (TINY if a.tiny else {})  # fmt: skip
+        vocab_size=1024,
+        num_hidden_layers=1,
+        layer_types=[KINDS[a.kind]],
+        mlp_layer_types=["moe"],
+        n_routed_experts=a.experts,
+        experts_implementation="eager",
+    ) | (TINY if a.tiny else {})
     ids = torch.randint(0, 1024, (1, a.tokens), generator=torch.Generator().manual_seed(1)).to(device)
     result: dict = dict(kind=a.kind, tokens=a.tokens, device=device, dtype=str(dtype).removeprefix("torch."), sides={})
     for name in ("dsv4", "eager"):  # one after the other: the peak of one must not hold the other's weights
@@ -75,9 +79,11 @@ def run(a: argparse.Namespace) -> dict:
         found = [side.measured(ids) for _ in range(a.repeat)]
         seconds = [one for one, _ in found]
         result["sides"][name] = dict(
-            first_loss=losses[0], step_ms=min(seconds) * 1e3, step_ms_median=statistics.median(seconds) * 1e3,
+            first_loss=losses[0],
+            step_ms=min(seconds) * 1e3,
+            step_ms_median=statistics.median(seconds) * 1e3,
             peak_gib=max(peak for _, peak in found) / 2**30,
-        )  # fmt: skip
+        )
         del side
         if device == "cuda":
             torch.cuda.empty_cache()

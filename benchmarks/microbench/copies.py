@@ -16,10 +16,14 @@ COLUMNS = 64  # of a box: 128 bytes, as the swizzle wants it
 def copy(how: str, box: int, barrier: str, target: str) -> str:
     """A copy of `box` bytes: 'bulk' from %d2, or 'tile' of 128-byte rows from row %r30 and column 0 on of the tensor map."""
     if how == "bulk":
-        return (f"  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{target}], [%d2], {box}, "
-                f"[{barrier}];\n")  # fmt: skip
-    return ("  cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-            f"[{target}], [%map, {{%r31, %r30}}], [{barrier}];\n")  # fmt: skip
+        return (
+            f"  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{target}], [%d2], {box}, "
+            f"[{barrier}];\n"
+        )
+    return (
+        "  cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        f"[{target}], [%map, {{%r31, %r30}}], [{barrier}];\n"
+    )
 
 
 def advance(how: str, box: int, step: str) -> str:

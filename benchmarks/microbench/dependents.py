@@ -55,8 +55,10 @@ class Dependents(Bench):
                         def after(early=early, work=work, grid=grid) -> None:
                             device.launch(second(work), grid, 128, 0, 0, 0, FIRST, b"", early)
 
-                        name = (f"{grid} CTAs that work {work} cycles and wait, behind {cycles} cycles, "
-                                f"{'launched early' if early else 'in order'}")  # fmt: skip
+                        name = (
+                            f"{grid} CTAs that work {work} cycles and wait, behind {cycles} cycles, "
+                            f"{'launched early' if early else 'in order'}"
+                        )
                         with self.point(name) as report:
                             alone = device.graph_behind_us([before])
                             both = device.graph_behind_us([before, after])

@@ -55,8 +55,11 @@ def atomics(op: str, warps: int, scattered: bool) -> str:
 
 def shared_atomics(warps: int, pattern: str, bins: int) -> str:
     """atom.shared.add.u32: lanes at words of their own banks, at random bins, or all at one word."""
-    where = {"apart": "  shl.b32 %r3, %lane, 2;\n", "same": "  mov.b32 %r3, 0;\n",
-             "random": f"  mad.lo.u32 %r3, %r2, 1024, %thread; {HASH.format(d='%r3', s='%r3')} and.b32 %r3, %r3, {bins - 1}; shl.b32 %r3, %r3, 2;\n"}[pattern]  # fmt: skip
+    where = {
+        "apart": "  shl.b32 %r3, %lane, 2;\n",
+        "same": "  mov.b32 %r3, 0;\n",
+        "random": f"  mad.lo.u32 %r3, %r2, 1024, %thread; {HASH.format(d='%r3', s='%r3')} and.b32 %r3, %r3, {bins - 1}; shl.b32 %r3, %r3, 2;\n",
+    }[pattern]
     ops = "".join(
         f"{where}  add.u32 %r3, %r3, %sm; red.shared.add.u32 [%r3], %r6; add.u32 %r2, %r2, 1;\n" for _ in range(8)
     )

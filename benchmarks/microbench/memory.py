@@ -26,9 +26,11 @@ RATES = {  # name: (text, bytes between lanes)
     "lds.32, 32 ways": ("  ld.volatile.shared.b32 %r8, [%r1];\n", 128),
     "sts.32, 8 ways": ("  st.volatile.shared.b32 [%r1], %r4;\n", 32),
     "ldmatrix.x4": (
-        "  ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r9, %r10, %r11, %r12}, [%r1]; xor.b32 %r8, %r8, %r9;\n", 16),
+        "  ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r9, %r10, %r11, %r12}, [%r1]; xor.b32 %r8, %r8, %r9;\n",
+        16,
+    ),
     "stmatrix.x4": ("  stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r4, %r5, %r6, %r7};\n", 16),
-}  # fmt: skip
+}
 LATENCIES = {
     "lds": "  ld.shared.b32 %r1, [%r1];\n",
     "ldmatrix.x4": "  ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r10, %r11, %r12}, [%r1];\n",

@@ -140,9 +140,13 @@ class Products(Bench):
                     m = max(1, round(n * 8 * 64 / (per * {"ex2": 8, "ffma": 1}.get(op, 2))))
                     both = run(text, 132, 256, TILE, n=n, m=m)
                     alone = run(text, 132, 256, TILE, n=1, m=m)
-                    yield report(both.cycles(slice(0, 4)) / (n * 8), "cycles a product", both,
-                                 work=both.cycles(slice(4, 8)) / (m * per),
-                                 work_alone=alone.cycles(slice(4, 8)) / (m * per))  # fmt: skip
+                    yield report(
+                        both.cycles(slice(0, 4)) / (n * 8),
+                        "cycles a product",
+                        both,
+                        work=both.cycles(slice(4, 8)) / (m * per),
+                        work_alone=alone.cycles(slice(4, 8)) / (m * per),
+                    )
         source = self.device.memory(256 << 20)
         for box, stages in ((4096, 4), (16384, 4), (32768, 3)):
             for n in (64, 256):
@@ -155,9 +159,13 @@ class Products(Bench):
                     both = run(text, 132, 160, shared, source=source, n=rounds, m=m)
                     alone = run(text, 132, 160, shared, source=source, n=1, m=m)
                     copied = (m + 1) * stages * box
-                    yield report(both.cycles(slice(0, 4)) / (rounds * 8), "cycles a product", both,
-                                 bytes_a_cycle=copied / both.cycles(slice(4, 5)),
-                                 bytes_a_cycle_alone=copied / alone.cycles(slice(4, 5)))  # fmt: skip
+                    yield report(
+                        both.cycles(slice(0, 4)) / (rounds * 8),
+                        "cycles a product",
+                        both,
+                        bytes_a_cycle=copied / both.cycles(slice(4, 5)),
+                        bytes_a_cycle_alone=copied / alone.cycles(slice(4, 5)),
+                    )
 
 
 class Clock(Bench):

@@ -142,8 +142,12 @@ class Strips(Bench):
                         mask = min(16 << 20, self.device.most) // (512 // piece * PITCH) - 1
                         run(text, 132, 32 * w, 8192 * w, source=big, n=n, m=mask)
                         stamps = run(text, grid, 32 * w, 8192 * w, source=big, n=n, m=mask)
-                        yield report(stamps.cycles() / (n * w * 4), "cycles of the SM an instruction", stamps,
-                                     bytes_a_cycle=n * w * 2048 / stamps.cycles())  # fmt: skip
+                        yield report(
+                            stamps.cycles() / (n * w * 4),
+                            "cycles of the SM an instruction",
+                            stamps,
+                            bytes_a_cycle=n * w * 2048 / stamps.cycles(),
+                        )
         for w, g in ((8, 8), (4, 4)):
             for mb in (8, 16, 32, 64, 128, 256, 512):
                 with self.point(f"gather of 1 KB rows out of {mb} MB, {w} warps, {g} under way each") as report:

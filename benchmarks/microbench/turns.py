@@ -138,11 +138,13 @@ K = 1 << 10
 # name -> operands, mask of steps
 SHAPES = {
     f"{rows} rows of {piece}, pitch {pitch}, {by} of a tile": (
-        ((rows, piece, pitch, piece, by, -(-132 // by), rows * pitch),), window // piece - 1)
+        ((rows, piece, pitch, piece, by, -(-132 // by), rows * pitch),),
+        window // piece - 1,
+    )
     for rows, piece in ((192, 64), (96, 128), (48, 256))
     for pitch in (8 * K, 16 * K, 16 * K + 128)
     for by, window in ((1, 512), (8, 2 * K))
-}  # fmt: skip
+}
 PAIRS = {  # two operands that CTAs in a square share: A by rows, B by columns
     "A 64 x 64 of pitch 16384, B 32 x 256 of pitch 2048": (
         ((64, 64, 16 * K, 64, 8, 16, 64 * 16 * K), (32, 256, 2 * K, 64 * K, 1, 8, 256)), 255),

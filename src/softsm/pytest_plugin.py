@@ -28,8 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(
             f"--softsm={arch}", dest="softsm", action="store_const", const=f"={arch}", help=f"as --softsm, for {arch}"
         )
-    group.addoption("--softsm-order", default="latest", choices=("eager", "latest", "random"),
-                    help="completion of asynchronous operations under --softsm")  # fmt: skip
+    group.addoption(
+        "--softsm-order",
+        default="latest",
+        choices=("eager", "latest", "random"),
+        help="completion of asynchronous operations under --softsm",
+    )
     group.addoption("--softsm-seed", type=int, default=0, help="of --softsm-order random")
     group.addoption("--softsm-strict", action="store_true", help="take PTX 9.4 to the letter (implies --softsm)")
 

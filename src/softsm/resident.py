@@ -64,9 +64,13 @@ def hand_over(kind: str, arguments: list[str]) -> int | None:
             connection.settimeout(PATIENCE)
             connection.connect(str(path))
             request = {
-                "kind": kind, "arguments": arguments, "path": sys.path, "folder": os.getcwd(),
-                "environment": dict(os.environ), "identity": identity(),
-            }  # fmt: skip
+                "kind": kind,
+                "arguments": arguments,
+                "path": sys.path,
+                "folder": os.getcwd(),
+                "environment": dict(os.environ),
+                "identity": identity(),
+            }
             sys.stdout.flush()
             sys.stderr.flush()
             send(connection, request, [0, 1, 2])

@@ -34,8 +34,12 @@ class Problem:
         self.same_kv = self.r.random() < 0.35
         self.batch = pick((1, 1, 2, 3))
         getattr(self, pick(("dense", "varlen", "paged")))()
-        self.args |= dict(causal=self.causal, window=self.window, sink=self.sink(),
-                          softmax_scale=pick((None, None, None, 0.0, -0.05, 0.3, -1.0)))  # fmt: skip
+        self.args |= dict(
+            causal=self.causal,
+            window=self.window,
+            sink=self.sink(),
+            softmax_scale=pick((None, None, None, 0.0, -0.05, 0.3, -1.0)),
+        )
         self.call = Call(self.op, self.args, out_pad=pick((0, 0, 8, 3)), extra=self.extra())
 
     def size(self) -> int:

@@ -209,8 +209,12 @@ def test_a_record_that_is_none_is_refused_in_words(tmp_path):
 
 
 def test_a_case_without_peer_or_result_is_no_row():
-    lone = RECORD | {"cases": [{"case": "x", "microseconds": who} for who in
-                           ({}, {"dsv4": 1.0}, {"dsv4": 1.0, "dsv4 deterministic": 2.0}, {"torch": 1.0})]}  # fmt: skip
+    lone = RECORD | {
+        "cases": [
+            {"case": "x", "microseconds": who}
+            for who in ({}, {"dsv4": 1.0}, {"dsv4": 1.0, "dsv4 deterministic": 2.0}, {"torch": 1.0})
+        ]
+    }
     assert bench.markdown(lone).endswith("|---|---|---|---|---|---|")
 
 

@@ -267,31 +267,37 @@ def test_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().out.splitlines()[-1] == "1 passed, 0 failed"
 
 
-@pytest.mark.parametrize("command, says", [
-    ("compile -o x --arch sm_80", "sm_80: accepted: sm_90a, sm_100a, sm_103a"),
-    ("compile -o x --head-dim 100", "100: accepted: 64, 128, 256, 512"),
-    ("compile -o x --dtype fp32", "fp32: accepted: bf16, fp16"),
-    ("compile -o x --kind pages", "pages: accepted: dense, varlen, paged, v4"),
-    ("compile -o x --kind v4 --head-dim 64", "v4: accepted: with head dim 512 and bf16"),
-    ("compile -o x --page-size 0", "--page-size"),
-    ("kernels --arch sm_90a", "sm_90a: accepted: sm_100a"),
-    ("kernels --operation merge", "merge: accepted: fmha, v4"),
-    ("kernels --kv-load tma", "tma: accepted: rows, pages, cp_async"),
-    ("kernels --head-dim 5", "5: accepted: 64, 128, 256, 512"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command, says",
+    [
+        ("compile -o x --arch sm_80", "sm_80: accepted: sm_90a, sm_100a, sm_103a"),
+        ("compile -o x --head-dim 100", "100: accepted: 64, 128, 256, 512"),
+        ("compile -o x --dtype fp32", "fp32: accepted: bf16, fp16"),
+        ("compile -o x --kind pages", "pages: accepted: dense, varlen, paged, v4"),
+        ("compile -o x --kind v4 --head-dim 64", "v4: accepted: with head dim 512 and bf16"),
+        ("compile -o x --page-size 0", "--page-size"),
+        ("kernels --arch sm_90a", "sm_90a: accepted: sm_100a"),
+        ("kernels --operation merge", "merge: accepted: fmha, v4"),
+        ("kernels --kv-load tma", "tma: accepted: rows, pages, cp_async"),
+        ("kernels --head-dim 5", "5: accepted: 64, 128, 256, 512"),
+    ],
+)
 def test_values_that_an_option_does_not_have(command, says) -> None:
     result = run(*command.split())
     assert result.code == 2 and says in result.err and "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("command, says", [
-    ("verfy", "dsv4: No such command 'verfy'. Did you mean 'verify'?"),
-    ("verify --bakend cpu", "dsv4 verify: No such option: --bakend (Possible options: --backend)"),
-    ("verify --json", "dsv4: Option '--json' requires an argument."),
-    ("verify --jobs 0", "dsv4 verify: Invalid value for '--jobs'"),
-    ("bench --suite nope", "dsv4 bench: --suite nope: accepted: dense"),
-    ("completion csh", "dsv4 completion: csh: accepted: bash, zsh, fish"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command, says",
+    [
+        ("verfy", "dsv4: No such command 'verfy'. Did you mean 'verify'?"),
+        ("verify --bakend cpu", "dsv4 verify: No such option: --bakend (Possible options: --backend)"),
+        ("verify --json", "dsv4: Option '--json' requires an argument."),
+        ("verify --jobs 0", "dsv4 verify: Invalid value for '--jobs'"),
+        ("bench --suite nope", "dsv4 bench: --suite nope: accepted: dense"),
+        ("completion csh", "dsv4 completion: csh: accepted: bash, zsh, fish"),
+    ],
+)
 def test_wrong_usage_is_one_line_and_status_2(command, says) -> None:
     result = run(*command.split())
     assert result.code == 2 and result.err.startswith(says) and result.err.count("\n") == 1 and not result.out

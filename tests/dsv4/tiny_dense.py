@@ -17,15 +17,23 @@ def build(kind):
         model = transformers.LlamaForCausalLM(config)
     elif kind == "gpt_oss":
         config = transformers.GptOssConfig(
-            num_hidden_layers=2, head_dim=64, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=2,
+            num_hidden_layers=2,
+            head_dim=64,
+            sliding_window=WINDOW,
+            num_local_experts=2,
+            num_experts_per_tok=2,
             **COMMON,
-        )  # fmt: skip
+        )
         model = transformers.GptOssForCausalLM(config)
     elif kind == "gemma3":
         config = transformers.Gemma3TextConfig(
-            num_hidden_layers=2, head_dim=512, query_pre_attn_scalar=512, sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention"], **COMMON,
-        )  # fmt: skip
+            num_hidden_layers=2,
+            head_dim=512,
+            query_pre_attn_scalar=512,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"],
+            **COMMON,
+        )
         model = transformers.Gemma3ForCausalLM(config)
     else:
         from transformers.models.gemma4 import Gemma4ForCausalLM, Gemma4TextConfig

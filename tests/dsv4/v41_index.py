@@ -101,8 +101,12 @@ def scores_of(arguments, q, keys, bf16=False):
     requests = keys.shape[0]
     each = q.shape[0] // requests
     parts = [
-        scores(q[r * each : (r + 1) * each].double(), arguments["weights"][r * each : (r + 1) * each].double(),
-               keys[r].double(), bf16)
+        scores(
+            q[r * each : (r + 1) * each].double(),
+            arguments["weights"][r * each : (r + 1) * each].double(),
+            keys[r].double(),
+            bf16,
+        )
         for r in range(requests)
-    ]  # fmt: skip
+    ]
     return torch.cat(parts)

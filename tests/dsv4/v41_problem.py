@@ -29,12 +29,15 @@ def problem(window: RowFormat, compressed: RowFormat | None, heads: int, table: 
     """Three queries: seven blocks of rows, of which two are the window's; none at all; one of each pool."""
     torch.manual_seed(3)
     arguments = dict(
-        q=torch.randn(3, heads, 512).bfloat16(), window=pool(window, 100, 32, more),
-        window_indices=numbers(3, 128, of=100), window_lengths=torch.tensor([128, 0, 3], dtype=torch.int32),
+        q=torch.randn(3, heads, 512).bfloat16(),
+        window=pool(window, 100, 32, more),
+        window_indices=numbers(3, 128, of=100),
+        window_lengths=torch.tensor([128, 0, 3], dtype=torch.int32),
         compressed=pool(compressed, 320, 16, more),
-        compressed_lengths=torch.tensor([300, 0, 7], dtype=torch.int32), sink=torch.randn(heads),
+        compressed_lengths=torch.tensor([300, 0, 7], dtype=torch.int32),
+        sink=torch.randn(heads),
         inverse_rope=(reference.rope_table(50, 64), torch.tensor([3, 49, 1], dtype=torch.int32)),
-    )  # fmt: skip
+    )
     if table:
         pages = torch.stack([torch.randperm(20) for _ in range(3)]).int()
         return arguments | dict(compressed_block_table=pages, request_starts=torch.arange(4, dtype=torch.int32))

@@ -33,11 +33,14 @@ def plain(queries: int = 1, heads: int = 80, window: int = 70, compressed: int =
     pool = torch.full((90, 576), NAN).bfloat16()[:, :512]
     pool[:60] = rows(60)
     return dict(
-        q=torch.randn(queries, heads, 512).bfloat16(), window=rows(100), sink=torch.randn(heads),
-        window_indices=numbers(queries, window, of=100), compressed=pool,
+        q=torch.randn(queries, heads, 512).bfloat16(),
+        window=rows(100),
+        sink=torch.randn(heads),
+        window_indices=numbers(queries, window, of=100),
+        compressed=pool,
         compressed_indices=numbers(queries, compressed, of=60),
         inverse_rope=(reference.rope_table(50, 64), torch.randint(0, 50, (queries,), dtype=torch.int32)),
-    )  # fmt: skip
+    )
 
 
 def in_fp16(problem: dict) -> dict:
@@ -51,9 +54,12 @@ def fp8() -> dict:
     compressed.storage.fill_(255)
     compressed.write(torch.arange(150), rows(150))
     return dict(
-        q=torch.randn(4, 16, 512).bfloat16(), window=window, window_indices=numbers(4, 60, of=64),
-        window_lengths=torch.tensor([60, 0, 7, 33], dtype=torch.int32), compressed=compressed,
+        q=torch.randn(4, 16, 512).bfloat16(),
+        window=window,
+        window_indices=numbers(4, 60, of=64),
+        window_lengths=torch.tensor([60, 0, 7, 33], dtype=torch.int32),
+        compressed=compressed,
         compressed_block_table=torch.randint(0, 75, (3, 40), dtype=torch.int32),
         compressed_lengths=torch.tensor([80, 70, 0, 80], dtype=torch.int32),
         request_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
-    )  # fmt: skip
+    )

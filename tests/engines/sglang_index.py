@@ -58,9 +58,12 @@ def chosen(method, batch, pages, table, lengths, q, weights) -> tuple[torch.Tens
     backend = SimpleNamespace(
         forward_metadata=SimpleNamespace(indexer_metadata=index, core_metadata=core),
         token_to_kv_pool=SimpleNamespace(get_index_k_with_scale_buffer=lambda layer_id: pages.flatten(1)),
-        _forward_prepare_normal=lambda **_: (q, weights), _get_nonpaged_indexer_plan=lambda **_: None,
-        debug_use_external_c4_sparse_indices=False, hisparse_coordinator=None, dsa_topk_backend=DSATopKBackend.TORCH,
-    )  # fmt: skip
+        _forward_prepare_normal=lambda **_: (q, weights),
+        _get_nonpaged_indexer_plan=lambda **_: None,
+        debug_use_external_c4_sparse_indices=False,
+        hisparse_coordinator=None,
+        dsa_topk_backend=DSATopKBackend.TORCH,
+    )
     x = torch.zeros(n, 1)
     method(backend, x, x, SimpleNamespace(layer_id=0, use_fp4_indexer=False, index_topk=TOPK), batch)
     return slots, rows
@@ -69,9 +72,12 @@ def chosen(method, batch, pages, table, lengths, q, weights) -> tuple[torch.Tens
 def steps(mode) -> tuple[SimpleNamespace, torch.Tensor, list[int]]:
     """(a batch of SGLang, what each query sees, the request of each query)."""
     batch = SimpleNamespace(
-        forward_mode=mode, _original_forward_mode=None, tbo_parent_token_range=None, extend_seq_lens=None,
+        forward_mode=mode,
+        _original_forward_mode=None,
+        tbo_parent_token_range=None,
+        extend_seq_lens=None,
         extend_num_tokens=None,
-    )  # fmt: skip
+    )
     if mode.is_decode():
         return batch, torch.tensor(LENGTHS["decode"], dtype=torch.int32), list(range(len(LENGTHS["decode"])))
     new = [n for _, n in LENGTHS["extend"]]

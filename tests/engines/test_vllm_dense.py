@@ -96,9 +96,13 @@ def test_shared_keys_drafts_and_preemption(checkpoints, serve):
     folder, wanted = checkpoints("gemma4_shared")
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
     engine = dict(
-        dtype="float32", max_num_batched_tokens=128, kv_cache_memory_bytes=1 << 28, attention_backend="DSV4_GLUON",
-        speculative_config=drafts, disable_log_stats=False,
-    )  # fmt: skip
+        dtype="float32",
+        max_num_batched_tokens=128,
+        kv_cache_memory_bytes=1 << 28,
+        attention_backend="DSV4_GLUON",
+        speculative_config=drafts,
+        disable_log_stats=False,
+    )
     lengths = [(300,), LENGTHS, (300, 40), LENGTHS]
     batches = [dict(prompts=wanted.prompts(*some), tokens=TOKENS) for some in lengths]
     batches[0] |= dict(logprobs=True)
@@ -142,9 +146,13 @@ def test_a_server_with_processes_for_engine_and_worker(checkpoints, tmp_path, wa
     ]  # fmt: skip
     environment = os.environ | {"DSV4_VLLM": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     body = dict(
-        model=str(folder), prompt=wanted.prompts(300)[0], max_tokens=TOKENS, temperature=0, ignore_eos=True,
+        model=str(folder),
+        prompt=wanted.prompts(300)[0],
+        max_tokens=TOKENS,
+        temperature=0,
+        ignore_eos=True,
         return_token_ids=True,
-    )  # fmt: skip
+    )
     said = served.answer(command, environment, tmp_path / "log", "/v1/completions", body)
     wanted.assert_tokens([said["choices"][0]["token_ids"]], (300,))
     log = (tmp_path / "log").read_text()

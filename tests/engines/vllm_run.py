@@ -210,15 +210,22 @@ def main(checkpoint: str, requests: str, result: str) -> None:
             record(os.environ["DSV4_RECORD"])
         load_general_plugins()  # LLM reads attention_config before it does that
         engine = LLM(
-            model=str(Path(checkpoint).resolve()), skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=8,
-            enforce_eager=True, **asked["engine"],
-        )  # fmt: skip
+            model=str(Path(checkpoint).resolve()),
+            skip_tokenizer_init=True,
+            max_model_len=4096,
+            max_num_seqs=8,
+            enforce_eager=True,
+            **asked["engine"],
+        )
         batches = []
         for batch in asked["batches"]:
             sampling = SamplingParams(
-                temperature=0, ignore_eos=True, detokenize=False, max_tokens=batch["tokens"],
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                max_tokens=batch["tokens"],
                 prompt_logprobs=0 if batch.get("logprobs") else None,
-            )  # fmt: skip
+            )
             prompts = batch["prompts"]
             outs = generate(engine, prompts, sampling, batch.get("preempt"))
             got = dict(tokens=[list(o.outputs[0].token_ids) for o in outs], cached=[o.num_cached_tokens for o in outs])

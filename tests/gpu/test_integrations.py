@@ -73,9 +73,12 @@ def test_flash_mla_decode(heads, s_q):
 
 def test_flash_mla_prefill_with_indices_out_of_range():
     arguments = dict(
-        q=torch.randn(20, 64, 512).bfloat16(), kv=torch.randn(300, 1, 512).bfloat16(), sm_scale=0.04,
-        indices=torch.randint(-3, 340, (20, 1, 128)).int(), attn_sink=torch.randn(64),
-    )  # fmt: skip
+        q=torch.randn(20, 64, 512).bfloat16(),
+        kv=torch.randn(300, 1, 512).bfloat16(),
+        sm_scale=0.04,
+        indices=torch.randint(-3, 340, (20, 1, 128)).int(),
+        attn_sink=torch.randn(64),
+    )
     want = flash_mla.flash_mla_sparse_fwd(**arguments, return_max_logits=True)
     got = flash_mla.flash_mla_sparse_fwd(**moved(arguments), return_max_logits=True)
     close(got[0], want[0])

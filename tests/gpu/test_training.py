@@ -43,8 +43,12 @@ def of_v4():
     return [q, window, compressed, sink], loss
 
 
-LOSSES = {"hd 64": lambda: of_fmha(64), "hd 512": lambda: of_fmha(512), "varlen hd 128": lambda: of_varlen(128),
-          "v4": of_v4}  # fmt: skip
+LOSSES = {
+    "hd 64": lambda: of_fmha(64),
+    "hd 512": lambda: of_fmha(512),
+    "varlen hd 128": lambda: of_varlen(128),
+    "v4": of_v4,
+}
 ATOMIC = ("hd 64", "varlen hd 128", "v4")  # sums in any order, without deterministic=True
 
 

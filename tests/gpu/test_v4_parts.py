@@ -53,8 +53,11 @@ def test_compress_gives_the_same_bits_in_any_steps(d, m, overlap):
 def test_compress_into_pages_is_compress_and_write():
     d, m, n = 512, 4, 41
     kv, gate = (torch.randn(2, n, 2 * d, device="cuda").bfloat16() for _ in "kg")
-    rest = dict(position_bias=torch.randn(m, 2 * d, device="cuda"), norm_weight=torch.rand(d, device="cuda"),
-                cos_sin=rope_table(64).cuda())  # fmt: skip
+    rest = dict(
+        position_bias=torch.randn(m, 2 * d, device="cuda"),
+        norm_weight=torch.rand(d, device="cuda"),
+        cos_sin=rope_table(64).cuda(),
+    )
     rows, state = dsv4.compress(kv, gate, **rest)
     slots = torch.randperm(40, device="cuda")[:20].view(2, 10)
     slots[0, 3] = -1
@@ -105,9 +108,12 @@ def test_index_topk_of_pages_as_on_a_cpu(topk, pages, counts):
 def test_index_topk_in_a_graph_follows_its_inputs():
     page, pages, n = 64, 300, 2
     k = small_integers(n * pages, page, 128).cuda()
-    arguments = dict(q=small_integers(n, 64, 128).cuda(), weights=small_integers(n, 64).cuda(),
-                     lengths=torch.full((n,), 7, dtype=torch.int32, device="cuda"),
-                     block_table=torch.arange(n * pages, dtype=torch.int32, device="cuda").view(n, pages))  # fmt: skip
+    arguments = dict(
+        q=small_integers(n, 64, 128).cuda(),
+        weights=small_integers(n, 64).cuda(),
+        lengths=torch.full((n,), 7, dtype=torch.int32, device="cuda"),
+        block_table=torch.arange(n * pages, dtype=torch.int32, device="cuda").view(n, pages),
+    )
     out = torch.zeros(n, 512, dtype=torch.int32, device="cuda")
     plan = dsv4.plan(dsv4.index_topk, batch=n, q_heads=64, kv_heads=1, head_dim=128, max_seqlen_k=page * pages)
     dsv4.index_topk(**arguments, k=k, topk=512, out=out, plan=plan)

@@ -35,15 +35,22 @@ EITHER_TARGET = ("test_elementwise.py", "test_language.py", "test_foreign_rows.p
 FOREIGN = ("test_foreign_rows.py", "test_foreign_matrices.py")
 # In test_matmul.py these are not about the product; Hopper's is the quicker one to compile.
 ON_HOPPER = (
-    "test_autotuned_matmul", "test_grouped_gemm_with_pointer_arrays", "test_matmul_with_one_warpgroup_and_large_tile",
-    "test_matmul_of_small_tiles_uses_mma", "test_persistent_matmul_with_host_descriptors",
-    "test_persistent_matmul_with_device_descriptors", "test_persistent_matmul_with_device_descriptors_in_every_order",
-)  # fmt: skip
+    "test_autotuned_matmul",
+    "test_grouped_gemm_with_pointer_arrays",
+    "test_matmul_with_one_warpgroup_and_large_tile",
+    "test_matmul_of_small_tiles_uses_mma",
+    "test_persistent_matmul_with_host_descriptors",
+    "test_persistent_matmul_with_device_descriptors",
+    "test_persistent_matmul_with_device_descriptors_in_every_order",
+)
 # These are about operands; `make test` has Hopper's, and Blackwell's in test_gluon_blackwell.py.
 OF_OPERANDS = (
-    "test_matmul_of_a_transposed_operand", "test_matmul_tf32", "test_matmul_fp8", "test_matmul_int8",
+    "test_matmul_of_a_transposed_operand",
+    "test_matmul_tf32",
+    "test_matmul_fp8",
+    "test_matmul_int8",
     "test_fused_attention",
-)  # fmt: skip
+)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -59,10 +59,14 @@ class BackwardContest:
     def contenders(self) -> peers.Calls:
         inputs = (self.q, self.k, self.v)
         for name, deterministic in (("dsv4", False), ("dsv4 deterministic", True)):
-            yield name, peers.gradients(
-                lambda q, k, v, sure=deterministic: dsv4.fmha(q, k, v, causal=self.case.causal, deterministic=sure),
-                inputs, self.dout,
-            )  # fmt: skip
+            yield (
+                name,
+                peers.gradients(
+                    lambda q, k, v, sure=deterministic: dsv4.fmha(q, k, v, causal=self.case.causal, deterministic=sure),
+                    inputs,
+                    self.dout,
+                ),
+            )
         yield from peers.dense_backward(*inputs, self.dout, self.case.causal)
 
     def error(self, name: str, result: Any) -> float:

@@ -62,9 +62,13 @@ def write(out: Path) -> tuple[str, Path, list[str]]:
 def metadata(name: str) -> dict:
     """What the hub asks of a build. `cpu` is the type of a build that runs anywhere; GPUs are found at the call."""
     return {
-        "name": "dsv4", "id": name, "version": 1, "license": "Apache-2.0", "python-depends": [],
+        "name": "dsv4",
+        "id": name,
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
         "backend": {"type": "cpu"},
-    }  # fmt: skip
+    }
 
 
 def needed() -> list[str]:

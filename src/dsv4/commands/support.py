@@ -101,9 +101,13 @@ def paged(page: int, gap: int = 0) -> Any:
 
 
 def v4(
-    fp8: bool = False, heads: int = 64, how: str = "window", rope: bool = False, sink: bool = True,
+    fp8: bool = False,
+    heads: int = 64,
+    how: str = "window",
+    rope: bool = False,
+    sink: bool = True,
     dtype: torch.dtype = torch.bfloat16,
-) -> Any:  # fmt: skip
+) -> Any:
     pool = Fp8Cache.empty(2, 64) if fp8 else zeros(2, 64, 512, dtype=dtype)
     options: dict[str, Any] = {"sink": torch.zeros(heads)} if sink else {}
     if how == "list":

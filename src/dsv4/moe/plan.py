@@ -34,9 +34,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def without_memory(
-    sizes: tuple[int, int, int, int, int], layout: str, recipe: tuple[str, str], fused: bool, shared: bool,
+    sizes: tuple[int, int, int, int, int],
+    layout: str,
+    recipe: tuple[str, str],
+    fused: bool,
+    shared: bool,
     numbers: torch.dtype = torch.int32,
-) -> MoeProblem:  # fmt: skip
+) -> MoeProblem:
     """A problem of this size with its output. sizes: tokens, slots of a token, experts, hidden, inner; recipe: format
     of weights, activations; numbers: the dtype of ids."""
     (tokens, topk, experts, hidden, inner), (format, activations) = sizes, recipe

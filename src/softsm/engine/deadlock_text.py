@@ -67,8 +67,11 @@ def clues(machine, text: Text, ring: list) -> list[str]:
 
 def all_came(machine, barrier: Mbarrier, text: Text) -> bool:
     """Whether every warp that can reach the only code that arrives there has done so in this phase."""
-    came = {(e.who.ctaid, e.who.warp) for e in barrier.history if e.phase == barrier.phase and hasattr(e.who, "warp")
-            and e.what in ("arrive", "drop")}  # fmt: skip
+    came = {
+        (e.who.ctaid, e.who.warp)
+        for e in barrier.history
+        if e.phase == barrier.phase and hasattr(e.who, "warp") and e.what in ("arrive", "drop")
+    }
     able = {(w.cta.ctaid, w.index) for w, ins in suppliers(machine, barrier, text) if ins is None or guarded(w, ins)}
     return bool(came) and able <= came and len(text.anywhere(barrier)) == 1 and not text.silent
 

@@ -97,6 +97,8 @@ def compare(one: list[Prediction], other: list[Prediction], first: float, second
 def as_dict(one: list[Prediction], other: list[Prediction], first: float, second: float) -> dict:
     if not one or not other:
         return {"verdict": "nothing to compare: a run without launches", "differences": []}
-    rows = [{"kind": d.kind, "what": d.what, "first_us": round(d.first, 2), "second_us": round(d.second, 2)}
-            for d in differences(one, other)]  # fmt: skip
+    rows = [
+        {"kind": d.kind, "what": d.what, "first_us": round(d.first, 2), "second_us": round(d.second, 2)}
+        for d in differences(one, other)
+    ]
     return {"verdict": verdict(one, other, first, second), "differences": rows}

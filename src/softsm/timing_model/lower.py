@@ -301,8 +301,12 @@ class Lowering:
         found = [-1] * len(events)
 
         def candidates(kind: int) -> list[int]:
-            return [at for at in range(len(part)) if part[at] < self.pseudo
-                    and self.code.instructions[part[at]].opcode.startswith(ANCHORS.get(kind, ("?",)))]  # fmt: skip
+            return [
+                at
+                for at in range(len(part))
+                if part[at] < self.pseudo
+                and self.code.instructions[part[at]].opcode.startswith(ANCHORS.get(kind, ("?",)))
+            ]
 
         by_kind = {kind: candidates(kind) for kind in {k for _, k in events}}
         for n, (line, kind) in enumerate(events):  # by line

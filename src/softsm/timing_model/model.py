@@ -328,8 +328,10 @@ class Model:
         if len(works) == 1:
             return works[0] * self.trace.total
         numbers = [c.number for c in self.trace.clusters]
-        return sum(over_grid(self.trace, [(m, float(m == n)) for m in numbers]).sum() * works[k]
-                   for n, k in zip(numbers, self.kinds))  # fmt: skip
+        return sum(
+            over_grid(self.trace, [(m, float(m == n)) for m in numbers]).sum() * works[k]
+            for n, k in zip(numbers, self.kinds)
+        )
 
     # ---- the grid -------------------------------------------------------------------------------------------------
 

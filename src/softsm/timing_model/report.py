@@ -32,8 +32,12 @@ class Stall:
 
     def __str__(self) -> str:
         who, verb = (self.role, "waits") if self.role else ("warps", "wait")
-        targets = {"barrier": f"for {self.what}", "products": "for products", "copies": "for copies",
-                   "bar.sync": "at bar.sync"}  # fmt: skip
+        targets = {
+            "barrier": f"for {self.what}",
+            "products": "for products",
+            "copies": "for copies",
+            "bar.sync": "at bar.sync",
+        }
         if self.reason in targets:
             words = f"{who} {verb} {targets[self.reason]}"
         else:

@@ -50,9 +50,13 @@ def test_index(arch, each, requests, page):
     n, heads, topk = requests * each, SIZES.fp4_index_heads, SIZES.topk
     cache = dsv4.IndexCache.empty(4, page, format=INDEX_68)
     q, scales = torch.zeros(n, heads, 64, dtype=torch.uint8), torch.zeros(n, heads, dtype=torch.int32)
-    more = dict(q_scales=scales, block_table=torch.zeros(requests, SIZES.index_rows // page, dtype=torch.int32),
-                request_starts=torch.arange(0, n + 1, each, dtype=torch.int32), lengths=torch.ones(n).int(),
-                **BACKEND)  # fmt: skip
+    more = dict(
+        q_scales=scales,
+        block_table=torch.zeros(requests, SIZES.index_rows // page, dtype=torch.int32),
+        request_starts=torch.arange(0, n + 1, each, dtype=torch.int32),
+        lengths=torch.ones(n).int(),
+        **BACKEND,
+    )
     with recording(arch) as launched:
         for dtype in (torch.float32, torch.bfloat16):
             call = q, cache, torch.empty(n, heads, dtype=dtype), topk

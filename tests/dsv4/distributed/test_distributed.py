@@ -68,9 +68,13 @@ def test_a_failed_check_fails_alone(tmp_path):
 
 @settings(max_examples=60)
 @given(
-    t=st.integers(1, 9), s=st.integers(1, 9), shift=st.integers(-12, 12), left=st.integers(-1, 8),
-    right=st.integers(-1, 4), split=st.integers(1, 9),
-)  # fmt: skip
+    t=st.integers(1, 9),
+    s=st.integers(1, 9),
+    shift=st.integers(-12, 12),
+    left=st.integers(-1, 8),
+    right=st.integers(-1, 4),
+    split=st.integers(1, 9),
+)
 def test_a_piece_of_queries_sees_what_it_should(t, s, shift, left, right, split):
     """Any place of the keys relative to the queries, in one part and in two."""
     generator = torch.Generator().manual_seed(t + 10 * s)

@@ -89,8 +89,11 @@ def test_any_outer_strides(dtype):
     q, k, v = packed.unbind(2)
     check(q, k, v, causal=True)
     wide = torch.randn(4, 20, 2, 80).to(dtype)
-    check(q.transpose(1, 2).contiguous().transpose(1, 2), k[::2].expand(2, -1, -1, -1), wide[::2, :, :, 8:72][:, :, :1]
-          .expand(-1, -1, 4, -1))  # fmt: skip
+    check(
+        q.transpose(1, 2).contiguous().transpose(1, 2),
+        k[::2].expand(2, -1, -1, -1),
+        wide[::2, :, :, 8:72][:, :, :1].expand(-1, -1, 4, -1),
+    )
 
 
 def test_out_is_written_and_returned():

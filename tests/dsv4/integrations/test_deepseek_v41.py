@@ -111,13 +111,17 @@ def test_a_checkpoint_is_loaded_by_name(tmp_path):
     model().save_pretrained(tmp_path)
     found = safetensors.load_file(tmp_path / "model.safetensors")
     kinds = {
-        "embed.weight": torch.float32, "layers.0.attn.wq_b.weight": torch.float8_e4m3fn,
-        "layers.0.attn.wq_b.scale": torch.float8_e8m0fnu, "layers.5.ffn.experts.3.w2.weight": torch.int8,
-        "layers.5.ffn.experts.3.w2.scale": torch.float8_e8m0fnu, "layers.5.hc_ffn_fn": torch.float32,
+        "embed.weight": torch.float32,
+        "layers.0.attn.wq_b.weight": torch.float8_e4m3fn,
+        "layers.0.attn.wq_b.scale": torch.float8_e8m0fnu,
+        "layers.5.ffn.experts.3.w2.weight": torch.int8,
+        "layers.5.ffn.experts.3.w2.scale": torch.float8_e8m0fnu,
+        "layers.5.hc_ffn_fn": torch.float32,
         "layers.1.attn.compressor.wgate.weight": torch.float32,
         "layers.4.attn.indexer.wq_b.scale": torch.float8_e8m0fnu,
-        "layers.3.attn.indexer.wk.weight": torch.float32, "head.weight": torch.float32,
-    }  # fmt: skip
+        "layers.3.attn.indexer.wk.weight": torch.float32,
+        "head.weight": torch.float32,
+    }
     assert {name: found[name].dtype for name in kinds} == kinds
     assert not any(
         name in found for name in ("layers.3.attn.compressor.wgate.weight", "layers.4.attn.indexer.wk.weight")

@@ -269,34 +269,46 @@ def test_what_it_cannot_do_it_says():
         ("causal: ", dict(causal=1)),
         ("softmax_scale: ", dict(softmax_scale="x")),
     ]
-    refused(flash_attn_func, dict(q=q, k=k, v=v), [
-        *everywhere,
-        ("dropout_p: got float 0.1; accepted: 0.0", dict(dropout_p=0.1)),
-        ("q: got head dim 576", dict(q=torch.zeros(2, 3, 4, 576), k=torch.zeros(2, 8, 2, 576))),
-        ("k: got head dim 32", dict(k=k[..., :32])),
-        ("q: got 3 query heads on 2 KV heads", dict(q=q[:, :, :3])),
-        ("k: got shape", dict(k=k[0])),
-        ("return_attn_probs: ", dict(return_attn_probs=None)),
-    ])  # fmt: skip
+    refused(
+        flash_attn_func,
+        dict(q=q, k=k, v=v),
+        [
+            *everywhere,
+            ("dropout_p: got float 0.1; accepted: 0.0", dict(dropout_p=0.1)),
+            ("q: got head dim 576", dict(q=torch.zeros(2, 3, 4, 576), k=torch.zeros(2, 8, 2, 576))),
+            ("k: got head dim 32", dict(k=k[..., :32])),
+            ("q: got 3 query heads on 2 KV heads", dict(q=q[:, :, :3])),
+            ("k: got shape", dict(k=k[0])),
+            ("return_attn_probs: ", dict(return_attn_probs=None)),
+        ],
+    )
     cu_q, cu_k = torch.tensor([0, 3, 6]).int(), torch.tensor([0, 8, 16]).int()
     good = dict(q=q.flatten(0, 1), k=k.flatten(0, 1), v=v.flatten(0, 1), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
                 max_seqlen_q=3, max_seqlen_k=8)  # fmt: skip
-    refused(flash_attn_varlen_func, good, [
-        *everywhere[:-1],
-        ("dropout_p: ", dict(dropout_p=0.1)),
-        ("cu_seqlens_k: ", dict(cu_seqlens_k=cu_k.long())),
-        ("max_seqlen_q: ", dict(max_seqlen_q=2)),
-    ])  # fmt: skip
+    refused(
+        flash_attn_varlen_func,
+        good,
+        [
+            *everywhere[:-1],
+            ("dropout_p: ", dict(dropout_p=0.1)),
+            ("cu_seqlens_k: ", dict(cu_seqlens_k=cu_k.long())),
+            ("max_seqlen_q: ", dict(max_seqlen_q=2)),
+        ],
+    )
     table = torch.tensor([[0], [1]]).int()
-    refused(flash_attn_varlen_func, good | dict(k=k, v=v, block_table=table), [
-        ("block_table: ", dict(block_table=table + 1)),
-        ("block_table: ", dict(block_table=table[:1])),
-        ("cu_seqlens_q: ", dict(cu_seqlens_q=cu_q.flip(0))),
-        ("cu_seqlens_k: ", dict(cu_seqlens_k=cu_k * 2)),
-        ("max_seqlen_q: ", dict(max_seqlen_q=2)),
-        ("k: got head dim 32", dict(k=k[..., :32])),
-        ("k: got shape", dict(k=k[0])),
-    ])  # fmt: skip
+    refused(
+        flash_attn_varlen_func,
+        good | dict(k=k, v=v, block_table=table),
+        [
+            ("block_table: ", dict(block_table=table + 1)),
+            ("block_table: ", dict(block_table=table[:1])),
+            ("cu_seqlens_q: ", dict(cu_seqlens_q=cu_q.flip(0))),
+            ("cu_seqlens_k: ", dict(cu_seqlens_k=cu_k * 2)),
+            ("max_seqlen_q: ", dict(max_seqlen_q=2)),
+            ("k: got head dim 32", dict(k=k[..., :32])),
+            ("k: got shape", dict(k=k[0])),
+        ],
+    )
 
 
 def test_a_cache_is_not_touched_by_a_call_that_is_refused():

@@ -413,10 +413,14 @@ def test_the_kernels_give_what_the_cpu_gives(arch):
     q = normal(2, 1, 16, 512, dtype=torch.bfloat16)
     (window, _), (extra, _) = pages(2, 8), pages(3, 2, 50)
     options = dict(
-        is_fp8_kvcache=True, indices=lists(2, 1, 12, 16, 3), topk_length=torch.tensor([12, 0]).int(),
-        extra_k_cache=extra, extra_indices_in_kvcache=lists(2, 1, 6, 6, 4), attn_sink=normal(16, seed=5),
+        is_fp8_kvcache=True,
+        indices=lists(2, 1, 12, 16, 3),
+        topk_length=torch.tensor([12, 0]).int(),
+        extra_k_cache=extra,
+        extra_indices_in_kvcache=lists(2, 1, 6, 6, 4),
+        attn_sink=normal(16, seed=5),
         extra_topk_length=torch.tensor([6, 0]).int(),
-    )  # fmt: skip
+    )
     want, want_lse = flash_mla_with_kvcache(q, window, None, None, 512, None, **options)
     with softsm.use(arch):
         out, lse = flash_mla_with_kvcache(q, window, None, None, 512, None, backend="softsm", **options)

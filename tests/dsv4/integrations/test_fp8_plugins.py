@@ -29,12 +29,16 @@ class Type(Enum):
 VLLM = {
     "vllm.platforms": dict(current_platform=SimpleNamespace(is_cuda=lambda: False)),
     "vllm.v1.attention.backend": dict(
-        AttentionBackend=Base, AttentionCGSupport=SimpleNamespace(UNIFORM_SINGLE_TOKEN_DECODE=1), AttentionImpl=Base,
-        AttentionMetadataBuilder=Base, AttentionType=SimpleNamespace(DECODER="decoder"), CommonAttentionMetadata=object,
+        AttentionBackend=Base,
+        AttentionCGSupport=SimpleNamespace(UNIFORM_SINGLE_TOKEN_DECODE=1),
+        AttentionImpl=Base,
+        AttentionMetadataBuilder=Base,
+        AttentionType=SimpleNamespace(DECODER="decoder"),
+        CommonAttentionMetadata=object,
         MultipleOf=int,
     ),
     "vllm.v1.attention.backends.utils": dict(split_decodes_and_prefills=None),
-}  # fmt: skip
+}
 SGLANG = {
     "sglang.srt.layers.attention.base_attn_backend": dict(AttentionBackend=Base),
     "sglang.srt.layers.radix_attention": dict(AttentionType=Type),
@@ -129,10 +133,13 @@ def test_sglang(plugin, scaled):
 
     def runner(dtype):
         return SimpleNamespace(
-            use_mla_backend=False, model_config=SimpleNamespace(is_encoder_decoder=False, context_len=8),
-            server_args=SimpleNamespace(speculative_algorithm=None), token_to_kv_pool=Pool(dtype), page_size=4,
+            use_mla_backend=False,
+            model_config=SimpleNamespace(is_encoder_decoder=False, context_len=8),
+            server_args=SimpleNamespace(speculative_algorithm=None),
+            token_to_kv_pool=Pool(dtype),
+            page_size=4,
             req_to_token_pool=SimpleNamespace(req_to_token=places),
-        )  # fmt: skip
+        )
 
     backend = dense.Backend(runner(E4M3))
     q, k, v = drawn(10)

@@ -30,13 +30,16 @@ def test_results_and_gradients_are_those_of_torch(tokens, keys, causal, d, d_v, 
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shapes, gqa", [
-    (((4, 3, 64), (4, 5, 64), (4, 5, 64)), False),  # no batch
-    (((2, 3, 4, 5, 64), (2, 3, 4, 6, 64), (2, 3, 4, 6, 64)), False),  # two batch dims
-    (((2, 6, 3, 64), (2, 2, 5, 64), (2, 2, 5, 64)), True),
-    (((2, 6, 3, 64), (2, 1, 5, 64), (2, 1, 5, 64)), False),  # one KV head is broadcast
-    (((2, 4, 3, 64), (1, 4, 5, 64), (1, 4, 5, 64)), False),  # so is one sequence
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shapes, gqa",
+    [
+        (((4, 3, 64), (4, 5, 64), (4, 5, 64)), False),  # no batch
+        (((2, 3, 4, 5, 64), (2, 3, 4, 6, 64), (2, 3, 4, 6, 64)), False),  # two batch dims
+        (((2, 6, 3, 64), (2, 2, 5, 64), (2, 2, 5, 64)), True),
+        (((2, 6, 3, 64), (2, 1, 5, 64), (2, 1, 5, 64)), False),  # one KV head is broadcast
+        (((2, 4, 3, 64), (1, 4, 5, 64), (1, 4, 5, 64)), False),  # so is one sequence
+    ],
+)
 def test_shapes_of_torch(shapes, gqa):
     given = tensors(*shapes)
     got = scaled_dot_product_attention(*given, enable_gqa=gqa)
@@ -53,17 +56,20 @@ def test_views_of_one_projection_are_not_copied(monkeypatch):
     assert [x.untyped_storage().data_ptr() for x in seen] == [made.untyped_storage().data_ptr()] * 3
 
 
-@pytest.mark.parametrize("change, says", [
-    (dict(attn_mask=torch.ones(3, 3, dtype=torch.bool)), "^attn_mask: got bool .*is_causal=True"),
-    (dict(dropout_p=0.1), "^dropout_p: got float 0.1; accepted: 0.0"),
-    (dict(key=torch.zeros(1, 2, 3, 64)), "^enable_gqa: got False with 4 query heads on 2 KV heads; accepted: True"),
-    (dict(query=torch.zeros(1, 4, 3, 600)), "^query: got head dim 600; accepted: a head dim from 1 to 512"),
-    (dict(query=torch.zeros(3, 64)), "^query: got float32 .*accepted: a tensor .*heads, tokens"),
-    (dict(query=torch.zeros(1, 4, 3, 64, dtype=torch.float64)), "^query: got dtype torch.float64"),
-    (dict(key=torch.zeros(1, 4, 3, 64, dtype=torch.bfloat16)), "^key: got"),
-    (dict(scale="1"), "^scale: got str"),
-    (dict(is_causal=1), "^is_causal: got int 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(attn_mask=torch.ones(3, 3, dtype=torch.bool)), "^attn_mask: got bool .*is_causal=True"),
+        (dict(dropout_p=0.1), "^dropout_p: got float 0.1; accepted: 0.0"),
+        (dict(key=torch.zeros(1, 2, 3, 64)), "^enable_gqa: got False with 4 query heads on 2 KV heads; accepted: True"),
+        (dict(query=torch.zeros(1, 4, 3, 600)), "^query: got head dim 600; accepted: a head dim from 1 to 512"),
+        (dict(query=torch.zeros(3, 64)), "^query: got float32 .*accepted: a tensor .*heads, tokens"),
+        (dict(query=torch.zeros(1, 4, 3, 64, dtype=torch.float64)), "^query: got dtype torch.float64"),
+        (dict(key=torch.zeros(1, 4, 3, 64, dtype=torch.bfloat16)), "^key: got"),
+        (dict(scale="1"), "^scale: got str"),
+        (dict(is_causal=1), "^is_causal: got int 1"),
+    ],
+)
 def test_what_dsv4_does_not_compute_is_named(change, says):
     x = torch.zeros(1, 4, 3, 64)
     with pytest.raises(ValueError, match=says):

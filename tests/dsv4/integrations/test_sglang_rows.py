@@ -103,9 +103,13 @@ def test_the_compressor_packs_a_row_for_each_entry_that_ends_a_group(decode, ang
     slots = torch.arange(200, 212)
     entries = torch.stack([seen, token + (3 << 16), seen, seen], 1).int().view(torch.uint8)
     given = dict(
-        norm_weight=weight, norm_eps=EPS, freq_cis=complex_table(angles), out_loc=slots[:4] if decode else slots,
-        kvcache=pages, page_size=PAGE,
-    )  # fmt: skip
+        norm_weight=weight,
+        norm_eps=EPS,
+        freq_cis=complex_table(angles),
+        out_loc=slots[:4] if decode else slots,
+        kvcache=pages,
+        page_size=PAGE,
+    )
     sglang.calls.clear()
     rows.compressed(None, kv, Plan((4, entries, decode)), **given)
     kept = torch.tensor([0, 2])
@@ -119,9 +123,13 @@ def test_the_compressor_packs_a_row_for_each_entry_that_ends_a_group(decode, ang
 def test_keys_of_the_indexer_stay_sglangs(angles, pages):
     passed = []
     given = dict(
-        norm_weight=torch.ones(128), norm_eps=EPS, freq_cis=complex_table(angles), out_loc=torch.arange(3),
-        kvcache=pages, page_size=PAGE,
-    )  # fmt: skip
+        norm_weight=torch.ones(128),
+        norm_eps=EPS,
+        freq_cis=complex_table(angles),
+        out_loc=torch.arange(3),
+        kvcache=pages,
+        page_size=PAGE,
+    )
     sglang.calls.clear()
     kv = torch.zeros(3, 128)
     rows.compressed(lambda *a, **options: passed.append((a, options)), kv, "plan", **given, use_fp4=True)

@@ -43,8 +43,9 @@ class Layer:
         freqs = torch.randn(300, 32)
         self.backend = SimpleNamespace(
             token_to_kv_pool=SimpleNamespace(get_index_k_with_scale_buffer=lambda layer_id: {20: self.pages}[layer_id]),
-            topk_blocks=KEPT, block_size=8,
-        )  # fmt: skip
+            topk_blocks=KEPT,
+            block_size=8,
+        )
         self.inputs = SimpleNamespace(
             indexer=SimpleNamespace(
                 queries=lambda q_lora, f: self.q if torch.equal(f, freqs[positions]) else None,

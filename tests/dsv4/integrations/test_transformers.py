@@ -73,10 +73,14 @@ def test_one_shot_with_as_many_heads_dims_as_v4(ids):
         same(logits(model, "dsv4", ids[:, :70]), logits(model, "eager", ids[:, :70]))
 
 
-@pytest.mark.parametrize("prefill, step", [
-    pytest.param(prefill, step, marks=[pytest.mark.slow] * (n + 1 != step))
-    for n, prefill in enumerate((1, 14, 30, 55)) for step in (1, 2, 3, 4)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "prefill, step",
+    [
+        pytest.param(prefill, step, marks=[pytest.mark.slow] * (n + 1 != step))
+        for n, prefill in enumerate((1, 14, 30, 55))
+        for step in (1, 2, 3, 4)
+    ],
+)
 def test_cached_steps_of_1_to_4_tokens(model, ids, eager, prefill, step):
     """From each prefill the steps cross boundaries of the window, of CSA and of HCA, at every phase."""
     steps = [prefill] + [step] * (20 // step)
@@ -183,8 +187,12 @@ def test_what_it_cannot_do_it_says(model, ids):
     with pytest.raises(ValueError, match="^backend: "):
         integration.register(backend="gpu")
     llama = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
         attn_implementation="dsv4",
-    )  # fmt: skip
+    )
     with torch.no_grad(), pytest.raises(ValueError, match="accepted: DeepSeek"):
         transformers.LlamaForCausalLM(llama)(ids[:, :4] % 64)

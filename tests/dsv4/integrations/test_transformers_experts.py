@@ -69,9 +69,12 @@ def test_it_loads_and_generates_what_the_oracle_does(tmp_path):
     said = {}
     for way in ("oracle", "fp4"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "plain", dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
+            tmp_path / "plain",
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
             output_loading_info=True,
-        )  # fmt: skip
+        )
         assert not info["missing_keys"] and not info["unexpected_keys"]
         if way == "fp4":
             use_fp4_experts(model, safetensors.load_file(tmp_path / "stored.safetensors"), activations="bf16")

@@ -96,9 +96,12 @@ def chunk(table, lengths, first=0):
 
 def metadata(chunks=(), decode=None, decode_tokens=0, **prefill):
     return SimpleNamespace(
-        max_seq_len=4 * 5 * ROWS, num_decode_tokens=decode_tokens, num_prefills=len(chunks), decode=decode,
+        max_seq_len=4 * 5 * ROWS,
+        num_decode_tokens=decode_tokens,
+        num_prefills=len(chunks),
+        decode=decode,
         prefill=SimpleNamespace(chunks=chunks, row_shard_sizes=None, **prefill),
-    )  # fmt: skip
+    )
 
 
 def decode(table, lengths, each):

@@ -128,9 +128,13 @@ def configuration(backend=None, kinds=(), model="LlamaForCausalLM", cache_dtype=
 
 
 V41_METHODS = (
-    "_forward_decode", "_forward_prefill", "get_padded_num_q_heads", "_indexer_cls", "_fused_qnorm_rope_kv_insert",
+    "_forward_decode",
+    "_forward_prefill",
+    "get_padded_num_q_heads",
+    "_indexer_cls",
+    "_fused_qnorm_rope_kv_insert",
     "forward_kv",
-)  # fmt: skip
+)
 V4, V41, DENSE = "DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM", "LlamaForCausalLM"
 
 

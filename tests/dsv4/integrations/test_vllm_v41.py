@@ -105,9 +105,13 @@ def step(tokens, of, width=16, padding=0):
     if padding:
         lengths[-padding:], valid[-padding:] = 0, False
     swa = SimpleNamespace(
-        num_decodes=requests, num_decode_tokens=n, token_to_req_indices=torch.tensor([*of, 0, 0]).int(),
-        is_valid_token=valid, decode_swa_indices=window, decode_swa_lens=lengths,
-    )  # fmt: skip
+        num_decodes=requests,
+        num_decode_tokens=n,
+        token_to_req_indices=torch.tensor([*of, 0, 0]).int(),
+        is_valid_token=valid,
+        decode_swa_indices=window,
+        decode_swa_lens=lengths,
+    )
     table = torch.stack([torch.randperm(12) for _ in range(requests + 1)]).int()
     return swa, SimpleNamespace(block_table=table, block_size=BLOCK)
 
@@ -310,9 +314,12 @@ def test_fp4_keys_are_normed_rotated_and_packed(converted, ratio):
     made = v41.indexer_class(Indexer)()
     pages = torch.zeros(3, 32 * 68 + 64, dtype=torch.uint8)[:, : 32 * 68].unflatten(1, (32, 68))
     vars(made).update(
-        use_fp4_kv=False, compress_ratio=ratio, k_cache=SimpleNamespace(prefix="keys", kv_cache=pages[..., :67]),
-        wk=lambda latent: (latent[:, :128] * 2, None), k_norm=SimpleNamespace(weight=weight, variance_epsilon=1e-20),
-    )  # fmt: skip
+        use_fp4_kv=False,
+        compress_ratio=ratio,
+        k_cache=SimpleNamespace(prefix="keys", kv_cache=pages[..., :67]),
+        wk=lambda latent: (latent[:, :128] * 2, None),
+        k_norm=SimpleNamespace(weight=weight, variance_epsilon=1e-20),
+    )
     positions, slots = torch.tensor([6, 7, 8, 9, 11]), torch.tensor([3, 70, 64, 9])
     converted.context.attn_metadata = {"keys": SimpleNamespace(slot_mapping=slots)}
     ends = (positions[:4] + 1) % ratio == 0

@@ -51,8 +51,11 @@ def lower(launch):
 def names_for_blackwell():
     dispatch.use_aot("anywhere")  # an older Triton plans such launches for files alone
     try:
-        found = [x for part in variants.wanted(("v4", "index", "compress"), (512,), ("bf16",))
-                 for x in variants.launches(part, variants.Sizes(), "sm_100a")]  # fmt: skip
+        found = [
+            x
+            for part in variants.wanted(("v4", "index", "compress"), (512,), ("bf16",))
+            for x in variants.launches(part, variants.Sizes(), "sm_100a")
+        ]
     finally:
         dispatch.use_aot(None)
     return sorted({aot.variant_of(x, "sm_100a") for x in found})

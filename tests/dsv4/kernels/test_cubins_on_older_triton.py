@@ -50,9 +50,13 @@ def old(monkeypatch, tmp_path):
 
 
 PARTS = [
-    ("v4", "fp8", "list"), ("v4", "bf16", "table"), ("paged", 512, "bf16", "split"), ("dense", 512, "bf16", "prefill"),
-    ("index", True, 1), ("compress",),
-]  # fmt: skip
+    ("v4", "fp8", "list"),
+    ("v4", "bf16", "table"),
+    ("paged", 512, "bf16", "split"),
+    ("dense", 512, "bf16", "prefill"),
+    ("index", True, 1),
+    ("compress",),
+]
 GRADIENTS = [("fmha-backward", 64, "bf16"), ("fmha-backward", 512, "bf16"), ("v4-backward", "bf16")]
 
 

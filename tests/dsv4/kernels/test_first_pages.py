@@ -40,8 +40,11 @@ def made(path: Path) -> dict[str, str]:
     for name, call in calls(tree, "new_barriers"):
         found[name] = ast.unparse(call.args[1]) if len(call.args) > 1 else "1"
     for name, call in calls(tree, "new_ring"):
-        free, ready = [*(ast.unparse(x) for x in call.args[1:]), "1", "1"][:2] if len(call.args) < 3 else (
-            ast.unparse(call.args[1]), ast.unparse(call.args[2]))  # fmt: skip
+        free, ready = (
+            [*(ast.unparse(x) for x in call.args[1:]), "1", "1"][:2]
+            if len(call.args) < 3
+            else (ast.unparse(call.args[1]), ast.unparse(call.args[2]))
+        )
         prefix = "" if name == "ring" else f"{name}_"
         found |= {f"{prefix}ready": ready, f"{prefix}free": free}
     for x in tree.body if not found else ():

@@ -61,9 +61,13 @@ def test_a_cpu_takes_a_plan():
 
 @pytest.mark.parametrize(
     "change, says",
-    [(dict(batch=8), "batch=8.*at least 9"), (dict(q_heads=2), "q_heads=2.*q_heads=3"),
-     (dict(kv_heads=5), "kv_heads=5.*kv_heads=4"), (dict(max_seqlen_k=64), "max_seqlen_k=64.*at least 128")],
-)  # fmt: skip
+    [
+        (dict(batch=8), "batch=8.*at least 9"),
+        (dict(q_heads=2), "q_heads=2.*q_heads=3"),
+        (dict(kv_heads=5), "kv_heads=5.*kv_heads=4"),
+        (dict(max_seqlen_k=64), "max_seqlen_k=64.*at least 128"),
+    ],
+)
 def test_a_plan_that_does_not_fit(change, says):
     experts, given = moe_cases.layer().experts, moe_cases.tokens(9)
     made = dsv4.plan(dsv4.moe, **SIZES | change, device="cpu")

@@ -56,8 +56,11 @@ def test_fmha_is_the_derivative(b, t, s, heads, options):
     check(
         lambda q, k, v, sink: finite(*reference.fmha(q, k, v, sink=sink, **options)),
         lambda x, douts: backward.fmha(*x[:3], *douts, sink=x[3], **options),
-        q, k, v, normal(heads[0]),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        normal(heads[0]),
+    )
 
 
 def test_varlen_is_the_derivative():
@@ -65,8 +68,11 @@ def test_varlen_is_the_derivative():
     check(
         lambda q, k, v, sink: finite(*reference.fmha_varlen(q, k, v, cu_q, cu_k, sink=sink, causal=True)),
         lambda x, douts: backward.fmha_varlen(*x[:3], cu_q, cu_k, *douts, sink=x[3], causal=True),
-        normal(6, 2, 2), normal(8, 1, 2), normal(8, 1, 2, seed=1), normal(2),
-    )  # fmt: skip
+        normal(6, 2, 2),
+        normal(8, 1, 2),
+        normal(8, 1, 2, seed=1),
+        normal(2),
+    )
 
 
 @pytest.mark.parametrize("paged", [pytest.param(False, marks=pytest.mark.compile), True])
@@ -93,8 +99,11 @@ def test_v4_is_the_derivative(paged):
         lambda x, douts: backward.v4_attention(
             x[0], x[1], window_indices, x[2], dout=douts[0], dlse=douts[1], sink=x[3], **options
         ),
-        normal(4, 2, D), normal(5, D, seed=2), compressed, normal(2),
-    )  # fmt: skip
+        normal(4, 2, D),
+        normal(5, D, seed=2),
+        compressed,
+        normal(2),
+    )
 
 
 def test_sinks_without_bound():
@@ -142,8 +151,11 @@ def test_compress_is_the_derivative(width):
     check(
         lambda *x: compress(*[y.detach() for y in x], cos_sin=tables)[0],
         lambda x, douts: backward.compress(*x, *douts, cos_sin=tables),
-        normal(2, 7, width), normal(2, 7, width, seed=1), normal(2, width), normal(D),
-    )  # fmt: skip
+        normal(2, 7, width),
+        normal(2, 7, width, seed=1),
+        normal(2, width),
+        normal(D),
+    )
 
 
 def test_index_loss_is_the_derivative():

@@ -156,9 +156,13 @@ def test_rope_table_equals_transformers(theta, factor):
     parameters = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 64 / 512}
     if factor != 1.0:
         parameters |= {
-            "rope_type": "yarn", "factor": factor, "beta_fast": 32, "beta_slow": 1,
-            "original_max_position_embeddings": 65536, "attention_factor": 1.0,
-        }  # fmt: skip
+            "rope_type": "yarn",
+            "factor": factor,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+            "attention_factor": 1.0,
+        }
         config.rope_parameters = parameters
         frequencies, attention_factor = rope.ROPE_INIT_FUNCTIONS["yarn"](config, device="cpu")
         assert attention_factor == 1.0

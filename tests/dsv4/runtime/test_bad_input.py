@@ -200,10 +200,13 @@ def test_any_table_is_refused_or_right(lengths, table):
             dsv4.fmha_paged(**a)
 
 
-@pytest.mark.parametrize("experts, text", [
-    ((torch.ones(2, 3),), "experts: got a tuple of float32 [2, 3] on cpu; accepted: "),
-    ({"w1": torch.ones(9, 9), "w2": 0}, "experts: got a dict with the keys 'w1', 'w2'; accepted: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "experts, text",
+    [
+        ((torch.ones(2, 3),), "experts: got a tuple of float32 [2, 3] on cpu; accepted: "),
+        ({"w1": torch.ones(9, 9), "w2": 0}, "experts: got a dict with the keys 'w1', 'w2'; accepted: "),
+    ],
+)
 def test_values_of_tensors_in_a_container_are_not_printed(experts, text):
     x = torch.ones(1, 256, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=re.escape(text)):

@@ -120,12 +120,16 @@ def test_values_are_checked_in_every_call(prepared):
         dsv4.v4_attention(**problem, backend="softsm")
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"return_lse": 1}, "return_lse: got int 1; accepted: True or False"),
-    ({"window": (127.0, 0)}, "window: got tuple"),
-    ({"deterministic": 0}, "deterministic: got int 0"),
-    ({"backend": 3}, "backend: got int 3"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"return_lse": 1}, "return_lse: got int 1; accepted: True or False"),
+        ({"window": (127.0, 0)}, "window: got tuple"),
+        ({"deterministic": 0}, "deterministic: got int 0"),
+        ({"backend": 3}, "backend: got int 3"),
+    ],
+    ids=str,
+)
 def test_what_compares_equal_but_is_wrong_is_refused_after_a_right_call_too(prepared, change, message):
     q, k = torch.randn(1, 2, 1, 64).bfloat16(), torch.randn(1, 9, 1, 64).bfloat16()
     right = dict(window=(127, 0), deterministic=False, return_lse=True, backend="softsm")

@@ -55,10 +55,13 @@ def test_old_triton_may_launch_compiled_kernels(monkeypatch, tmp_path, operation
     assert dispatch.kernel_module(operation, (10, 0)).__name__ == f"dsv4.{operation}.kernels.sm100.entry"
 
 
-@pytest.mark.parametrize("capability, hip, named", [
-    ((8, 0), None, "NVIDIA A100-SXM4-80GB, compute capability 8.0"),
-    ((9, 0), "7.2", "AMD Instinct MI250X, an AMD GPU"),  # gfx90a, which torch calls 9.0
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "capability, hip, named",
+    [
+        ((8, 0), None, "NVIDIA A100-SXM4-80GB, compute capability 8.0"),
+        ((9, 0), "7.2", "AMD Instinct MI250X, an AMD GPU"),  # gfx90a, which torch calls 9.0
+    ],
+)
 def test_a_gpu_without_kernels_is_named_and_so_is_the_way_out(monkeypatch, capability, hip, named):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: named.split(",")[0])

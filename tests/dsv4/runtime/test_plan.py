@@ -33,8 +33,11 @@ def test_warmup_gives_a_plan_for_calls_of_that_size_and_no_larger(function):
     q, k, v = qkv(2, 3, 9, 4, 2, 64)
     cu_q, cu_k = torch.tensor([0, 3, 6]).int(), torch.tensor([0, 9, 18]).int()
     table, lengths = torch.tensor([[0], [1]]).int(), torch.tensor([9, 9]).int()
-    tensors = {"fmha": (q, k, v), "fmha_varlen": (*(x.flatten(0, 1) for x in (q, k, v)), cu_q, cu_k),
-               "fmha_paged": (q, k, v, table, lengths)}[function.__name__]  # fmt: skip
+    tensors = {
+        "fmha": (q, k, v),
+        "fmha_varlen": (*(x.flatten(0, 1) for x in (q, k, v)), cu_q, cu_k),
+        "fmha_paged": (q, k, v, table, lengths),
+    }[function.__name__]
     assert torch.equal(function(*tensors, plan=made), function(*tensors))
     with pytest.raises(ValueError, match="^plan: got capacity "):
         function(*tensors, plan=dsv4.warmup(function, **CAPACITY | dict(batch=1, max_seqlen_q=2)))

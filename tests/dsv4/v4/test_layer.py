@@ -55,9 +55,13 @@ def pooled(compressor, x, cos_sin, cuts):
     state, rows = None, []
     for part in x.tensor_split(cuts):
         more, state = dsv4.compress(
-            compressor.kv_proj(part), compressor.gate_proj(part), compressor.position_bias,
-            compressor.kv_norm.weight, cos_sin=cos_sin, state=state,
-        )  # fmt: skip
+            compressor.kv_proj(part),
+            compressor.gate_proj(part),
+            compressor.position_bias,
+            compressor.kv_norm.weight,
+            cos_sin=cos_sin,
+            state=state,
+        )
         rows.append(more)
     return torch.cat(rows)
 

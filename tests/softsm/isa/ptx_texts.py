@@ -9,8 +9,11 @@ import numpy as np
 from silicon import RECORD, run_ptx
 
 # The lowest .version that knows an instruction, where it is not 8.0.
-NEWER = [("8.7", r"mma\.sync\S+k16\S+\.e\dm\d|mma\.sync\S+\.f16\.e\dm\d"),
-         ("8.4", r"mma\.sync\S+\.e\dm\d|wgmma\S+\.(s8\.u8|u8\.s8)"), ("8.2", r"mma_async\.sp")]  # fmt: skip
+NEWER = [
+    ("8.7", r"mma\.sync\S+k16\S+\.e\dm\d|mma\.sync\S+\.f16\.e\dm\d"),
+    ("8.4", r"mma\.sync\S+\.e\dm\d|wgmma\S+\.(s8\.u8|u8\.s8)"),
+    ("8.2", r"mma_async\.sp"),
+]
 
 
 def check(name, ptx, inputs, outputs, want, *, block=32, bound=None):

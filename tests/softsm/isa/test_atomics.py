@@ -140,8 +140,12 @@ def test_sixteen_bytes_at_once(op, space):
     np.testing.assert_array_equal(got, np.where(swapped[:, None], new, cell))
 
 
-HALVES = [("f16", np.float16, 1), ("bf16", ml_dtypes.bfloat16, 1), ("f16x2", np.float16, 2),
-          ("bf16x2", ml_dtypes.bfloat16, 2)]  # fmt: skip
+HALVES = [
+    ("f16", np.float16, 1),
+    ("bf16", ml_dtypes.bfloat16, 1),
+    ("f16x2", np.float16, 2),
+    ("bf16x2", ml_dtypes.bfloat16, 2),
+]
 
 
 @pytest.mark.parametrize("kind, dtype, count", HALVES)

@@ -11,8 +11,11 @@ def ldmatrix_kernel(instruction, count, pitch, target="sm_90a", version=None):
         + f"mad.lo.u32 %r5, %r0, {pitch}, %r1;\n{instruction} {kn.braces(regs)}, [%r5];\n"
         + kn.thread_pointer("%rd2", count, "%rd3")
         + kn.store_words("%rd3", regs),
-        ["source", "out"], shared=1024, target=target, version=version,
-    )  # fmt: skip
+        ["source", "out"],
+        shared=1024,
+        target=target,
+        version=version,
+    )
 
 
 def test_ldmatrix():

@@ -348,11 +348,15 @@ def test_a_wait_that_is_over_needs_no_macro_operation(monkeypatch):
         return answers(w, mask, o)
 
     monkeypatch.setattr(mbarriers, "_answers", counted)
-    body = init(32) + """mbarrier.arrive.shared::cta.b64 _, [%r2];
+    body = (
+        init(32)
+        + """mbarrier.arrive.shared::cta.b64 _, [%r2];
 and.b32 %r4, %r1, {parity};
 mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r2], %r4;
 selp.u32 %r3, 1, 0, %p2;
-""" + store("%r3")  # fmt: skip
+"""
+        + store("%r3")
+    )
     one = ptx(body.format(parity=0), shared=BARRIER)
     np.testing.assert_array_equal(run(one, [words(32)], block=32), 1)
     assert not asked

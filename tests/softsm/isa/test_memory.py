@@ -109,10 +109,14 @@ shl.b32 %r10, %r1, 2;
 
 
 def test_constants_and_initial_values():
-    text = ptx("mov.u64 %rd4, table;\n" + at("%rd4", 4) + "ld.const.u32 %r3, [%rd10];\nld.const.f32 %r4, [pi];\n"
-               "mov.u64 %rd5, more;\nand.b32 %r5, %r1, 3;\nmul.wide.u32 %rd6, %r5, 2;\nadd.s64 %rd6, %rd5, %rd6;\n"
-               "ld.global.s16 %r6, [%rd6];\nadd.u32 %r7, %r1, 32;\nadd.u32 %r8, %r1, 64;\n"
-               + store("%r3") + store("%r4", "%r7") + store("%r6", "%r8"))  # fmt: skip
+    text = ptx(
+        "mov.u64 %rd4, table;\n" + at("%rd4", 4) + "ld.const.u32 %r3, [%rd10];\nld.const.f32 %r4, [pi];\n"
+        "mov.u64 %rd5, more;\nand.b32 %r5, %r1, 3;\nmul.wide.u32 %rd6, %r5, 2;\nadd.s64 %rd6, %rd5, %rd6;\n"
+        "ld.global.s16 %r6, [%rd6];\nadd.u32 %r7, %r1, 32;\nadd.u32 %r8, %r1, 64;\n"
+        + store("%r3")
+        + store("%r4", "%r7")
+        + store("%r6", "%r8")
+    )
     numbers = ", ".join(str(3 * i + 1) for i in range(32))
     declared = f".const .align 4 .u32 table[32] = {{{numbers}}};\n.const .f32 pi = 0f40490FDB;\n"
     declared += ".global .align 2 .s16 more[4] = {-1, 2, -3};\n.visible .entry"

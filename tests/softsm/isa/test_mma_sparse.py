@@ -77,11 +77,14 @@ def test_what_does_not_exist_is_refused(instruction, why):
         softsm.load(kn.text(instruction, [], version="8.5"))
 
 
-@pytest.mark.parametrize(("name", "k", "word", "variant"), [
-    ("f16", 16, 0x55555555, "sp"),  # both positions are 1
-    ("f16", 16, 0x11111111, "sp::ordered_metadata"),  # 1, then 0
-    ("tf32", 16, 0x88888888, "sp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "k", "word", "variant"),
+    [
+        ("f16", 16, 0x55555555, "sp"),  # both positions are 1
+        ("f16", 16, 0x11111111, "sp::ordered_metadata"),  # 1, then 0
+        ("tf32", 16, 0x88888888, "sp"),
+    ],
+)
 def test_metadata_without_a_meaning_are_a_fault(name, k, word, variant):
     import softsm
     from softsm.errors import Fault

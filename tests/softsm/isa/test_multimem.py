@@ -150,11 +150,14 @@ def test_who_does_not_release_to_all_races(order, scope):
     assert "race" in all_reduced(order, scope)[1].codes()
 
 
-@pytest.mark.parametrize("instruction, offset, code, what", [
-    ("ld.global.u32 %r8, [%rd5];", 0, "out-of-bounds", "outside every known allocation"),
-    ("multimem.st.global.u32 [%rd5], %r1;", 64, "out-of-bounds", "not an address of softsm.multicast"),
-    ("multimem.st.global.v4.f32 [%rd5], {%r1, %r1, %r1, %r1};", 4, "misaligned", "a multiple of 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "instruction, offset, code, what",
+    [
+        ("ld.global.u32 %r8, [%rd5];", 0, "out-of-bounds", "outside every known allocation"),
+        ("multimem.st.global.u32 [%rd5], %r1;", 64, "out-of-bounds", "not an address of softsm.multicast"),
+        ("multimem.st.global.v4.f32 [%rd5], {%r1, %r1, %r1, %r1};", 4, "misaligned", "a multiple of 16"),
+    ],
+)
 def test_addresses_that_cannot_be_meant(instruction, offset, code, what):
     _, address = members_of(np.zeros((2, 16), np.uint32))
     text = kernel(f"add.s64 %rd5, %rd1, {offset};\n{instruction}\n", "at", version="8.1")
@@ -163,15 +166,18 @@ def test_addresses_that_cannot_be_meant(instruction, offset, code, what):
     assert error.value.code == code
 
 
-@pytest.mark.parametrize("instruction, why", [
-    ("multimem.ld_reduce.global.add.b32 %r8, [%rd1];", ".add is not defined for .b32"),
-    ("multimem.red.acquire.sys.global.add.u32 [%rd1], %r8;", "unknown modifier .acquire"),
-    ("multimem.red.global.min.f16x2 [%rd1], %r8;", "is .add"),
-    ("multimem.ld_reduce.global.add.v4.f64 {%rd2, %rd3, %rd4, %rd5}, [%rd1];", "4 elements of .f64"),
-    ("multimem.ld_reduce.global.add.f16 %rs1, [%rd1];", "1 elements of .f16"),
-    ("multimem.ld_reduce.global.add.e4m3x4 %r8, [%rd1];", "does not say what they do"),
-    ("multimem.ld.global.u32 %r8, [%rd1];", "expected multimem.ld_reduce"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "instruction, why",
+    [
+        ("multimem.ld_reduce.global.add.b32 %r8, [%rd1];", ".add is not defined for .b32"),
+        ("multimem.red.acquire.sys.global.add.u32 [%rd1], %r8;", "unknown modifier .acquire"),
+        ("multimem.red.global.min.f16x2 [%rd1], %r8;", "is .add"),
+        ("multimem.ld_reduce.global.add.v4.f64 {%rd2, %rd3, %rd4, %rd5}, [%rd1];", "4 elements of .f64"),
+        ("multimem.ld_reduce.global.add.f16 %rs1, [%rd1];", "1 elements of .f16"),
+        ("multimem.ld_reduce.global.add.e4m3x4 %r8, [%rd1];", "does not say what they do"),
+        ("multimem.ld.global.u32 %r8, [%rd1];", "expected multimem.ld_reduce"),
+    ],
+)
 def test_what_does_not_exist_is_refused(instruction, why):
     with pytest.raises(Unsupported, match=why):
         softsm.load(kernel(instruction, "at", version="8.6"))

@@ -103,17 +103,20 @@ def test_metadata_are_an_operand_that_races():
         assert "race" in report.codes(), str(report)
 
 
-@pytest.mark.parametrize(("options", "code", "words"), [
-    ({"sparse": False}, "idesc", "bit 2 asks for a dense product, the instruction is sparse"),
-    ({"selector": 2}, "idesc", "sparsity selector 2"),
-    ({"column": 65}, "metadata", "begin at an even column"),
-    ({"lane": 16}, "tmem-lane", "metadata at lane 16 and D at lane 0"),
-    ({"m": 64, "d_lane": 16}, "tmem-lane", "metadata at lane 0 and D at lane 16"),
-    ({"ws": ".ws", "n": 256}, "idesc", "N 64, 128"),
-    ({"column": 128}, "tmem", "reads tensor memory"),
-    ({"b_at": B_AT + 96}, "descriptor", "64 bytes of k from byte 96"),
-    ({"b_mode": layouts.SW32}, "descriptor", "64 bytes of k from byte 0 of a row of 32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ({"sparse": False}, "idesc", "bit 2 asks for a dense product, the instruction is sparse"),
+        ({"selector": 2}, "idesc", "sparsity selector 2"),
+        ({"column": 65}, "metadata", "begin at an even column"),
+        ({"lane": 16}, "tmem-lane", "metadata at lane 16 and D at lane 0"),
+        ({"m": 64, "d_lane": 16}, "tmem-lane", "metadata at lane 0 and D at lane 16"),
+        ({"ws": ".ws", "n": 256}, "idesc", "N 64, 128"),
+        ({"column": 128}, "tmem", "reads tensor memory"),
+        ({"b_at": B_AT + 96}, "descriptor", "64 bytes of k from byte 96"),
+        ({"b_mode": layouts.SW32}, "descriptor", "64 bytes of k from byte 0 of a row of 32"),
+    ],
+)
 def test_operands_that_cannot_be_meant(options, code, words):
     image, _ = operands()
     with pytest.raises(Fault, match=words) as error:

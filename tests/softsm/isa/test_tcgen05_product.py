@@ -392,10 +392,14 @@ def test_sparse_products_of_a_pair_with_64_rows_in_each():
     np.testing.assert_array_equal(got, a @ b.T)
 
 
-@pytest.mark.parametrize(("kind", "a_type", "b_type", "blocks", "scale"), [
-    ("mxf8f6f4", "e4m3", "e2m1", 1, "ue8m0"), ("mxf4", "e2m1", "e2m1", 2, "ue8m0"),
-    ("mxf4nvf4", "e2m1", "e2m1", 4, "ue4m3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "a_type", "b_type", "blocks", "scale"),
+    [
+        ("mxf8f6f4", "e4m3", "e2m1", 1, "ue8m0"),
+        ("mxf4", "e2m1", "e2m1", 2, "ue8m0"),
+        ("mxf4nvf4", "e2m1", "e2m1", 4, "ue4m3"),
+    ],
+)
 @pytest.mark.parametrize("wide", [False, True])
 def test_sparse_block_scaled_products(kind, a_type, b_type, blocks, scale, wide):
     """A scale factor is for K / blocks columns: 64 of mxf8f6f4 and mxf4, 32 of scale_vec::4X."""

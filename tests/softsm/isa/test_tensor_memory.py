@@ -324,15 +324,18 @@ def test_a_missing_commit_is_a_deadlock():
         launch(kernel(body, size=32768), np.zeros(4, np.uint32), np.zeros(4, np.uint32))
 
 
-@pytest.mark.parametrize("name", [
-    "tcgen05.mma.cta_group::1.kind::f16.ashift [%r8], %rd7, %rd8, %r20, %p6",
-    "tcgen05.mma.cta_group::1.kind::f16.ashift.collector::a::use [%r8], [%r9], %rd8, %r20, %p6",
-    "tcgen05.mma.cta_group::1.kind::mxf4 [%r8], %rd7, %rd8, %r20, %p6",
-    "tcgen05.ld.red.sync.aligned.32x32b.x2.min.u32 {%r20, %r21}, %r22, [%r9]",
-    "tcgen05.cp.cta_group::1.64x128b [%r8], %rd7",
-    "tcgen05.frobnicate.cta_group::1 [%r8]",
-    "tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r20}, [%r9]",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tcgen05.mma.cta_group::1.kind::f16.ashift [%r8], %rd7, %rd8, %r20, %p6",
+        "tcgen05.mma.cta_group::1.kind::f16.ashift.collector::a::use [%r8], [%r9], %rd8, %r20, %p6",
+        "tcgen05.mma.cta_group::1.kind::mxf4 [%r8], %rd7, %rd8, %r20, %p6",
+        "tcgen05.ld.red.sync.aligned.32x32b.x2.min.u32 {%r20, %r21}, %r22, [%r9]",
+        "tcgen05.cp.cta_group::1.64x128b [%r8], %rd7",
+        "tcgen05.frobnicate.cta_group::1 [%r8]",
+        "tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r20}, [%r9]",
+    ],
+)
 def test_what_has_no_meaning_is_refused_when_loaded(name):
     with pytest.raises(Unsupported):
         load(kernel(name + ";\n"))

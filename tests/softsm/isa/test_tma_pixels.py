@@ -100,13 +100,16 @@ def test_who_reads_before_the_copy_has_arrived_races():
     assert "race" in launched(text.replace(wait("%r3", 0, "W"), ""), description, array, order="latest").codes()
 
 
-@pytest.mark.parametrize("mode, coords, info, made_for, words_of_it", [
-    ("im2col::w", (0, 0, 0, 0), (512, 0), 0, "wHalo 512"),
-    ("im2col::w", (0, 0, 0, 0), (0, 32), 0, "wOffset 32"),
-    ("im2col::w::128", (0, 0, 0, 0), (32, 0), 1, "wHalo 32"),
-    ("im2col::w", (0, 9, 0, 0), (0, 0), 0, "W = 9; the bounding box ends before 9"),
-    ("im2col::w", (0, 0, 0, 0), (0, 0), 1, "with a map made for im2col::w::128"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode, coords, info, made_for, words_of_it",
+    [
+        ("im2col::w", (0, 0, 0, 0), (512, 0), 0, "wHalo 512"),
+        ("im2col::w", (0, 0, 0, 0), (0, 32), 0, "wOffset 32"),
+        ("im2col::w::128", (0, 0, 0, 0), (32, 0), 1, "wHalo 32"),
+        ("im2col::w", (0, 9, 0, 0), (0, 0), 0, "W = 9; the bounding box ends before 9"),
+        ("im2col::w", (0, 0, 0, 0), (0, 0), 1, "with a map made for im2col::w::128"),
+    ],
+)
 def test_wide_operands_that_cannot_be_meant(mode, coords, info, made_for, words_of_it):
     array = tensor(DataType.UINT16, SHAPE)
     with pytest.raises(Fault, match=words_of_it):

@@ -35,14 +35,17 @@ def test_it_lives_as_long_as_the_object():
     assert multicast.find(address, 4) is None
 
 
-@pytest.mark.parametrize("members, why", [
-    ([], r"members: got \[\]"),
-    ([np.zeros(4), np.zeros(8)], r"got \[32, 64\] bytes"),
-    ([np.zeros((4, 4))[:, ::2]], r"members\[0\].*not contiguous"),
-    ([np.zeros(8, np.uint8)[1:]], "multiple of 16"),
-    ([torch.zeros(4), 17], r"members\[1\]: got 17"),
-    ([torch.zeros(4, device="meta")], "on meta"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "members, why",
+    [
+        ([], r"members: got \[\]"),
+        ([np.zeros(4), np.zeros(8)], r"got \[32, 64\] bytes"),
+        ([np.zeros((4, 4))[:, ::2]], r"members\[0\].*not contiguous"),
+        ([np.zeros(8, np.uint8)[1:]], "multiple of 16"),
+        ([torch.zeros(4), 17], r"members\[1\]: got 17"),
+        ([torch.zeros(4, device="meta")], "on meta"),
+    ],
+)
 def test_members_that_are_refused(members, why):
     with pytest.raises(ValueError, match=why):
         softsm.multicast(members)

@@ -135,12 +135,15 @@ def test_lane_ownership(warp, lane, shape, fine):
             tm.check_lanes(warp, lane, shape, "tcgen05.ld")
 
 
-@pytest.mark.parametrize(("m", "n", "folded", "where"), [
-    (128, 64, False, lambda m, n: (m, n)),
-    (64, 64, False, lambda m, n: (32 * (m // 16) + m % 16, n)),
-    (64, 64, True, lambda m, n: (m + 64 * (n // 32), n % 32)),
-    (32, 64, True, lambda m, n: (m + 32 * (n // 16), n % 16)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("m", "n", "folded", "where"),
+    [
+        (128, 64, False, lambda m, n: (m, n)),
+        (64, 64, False, lambda m, n: (32 * (m // 16) + m % 16, n)),
+        (64, 64, True, lambda m, n: (m + 64 * (n // 32), n % 32)),
+        (32, 64, True, lambda m, n: (m + 32 * (n // 16), n % 16)),
+    ],
+)
 def test_accumulator_layouts(m, n, folded, where):
     seen = {}
     for b in tm.accumulator_blocks(m, n, folded):

@@ -105,8 +105,12 @@ def test_kernel_parameters():
 def test_performance_directives():
     head = ".entry k() .reqntid 128, 2 .maxnreg 168 .minnctapersm 1 .explicitcluster .reqnctapercluster 2, 1, 1"
     assert function("", head=head).directives == {
-        "reqntid": (128, 2), "maxnreg": (168,), "minnctapersm": (1,), "explicitcluster": (),
-        "reqnctapercluster": (2, 1, 1)}  # fmt: skip
+        "reqntid": (128, 2),
+        "maxnreg": (168,),
+        "minnctapersm": (1,),
+        "explicitcluster": (),
+        "reqnctapercluster": (2, 1, 1),
+    }
 
 
 def test_unknown_function_directive():
@@ -328,10 +332,13 @@ def test_branch_targets():
 
 def test_call_with_parameters_in_a_scope():
     before = ".extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);"
-    f = function("""{ .param .b64 param0; .param .b64 param1; .param .b32 retval0;
+    f = function(
+        """{ .param .b64 param0; .param .b64 param1; .param .b32 retval0;
         st.param.b64 [param0], %rd1;
         call.uni (retval0), vprintf, (param0, param1);
-        }""", before=before)  # fmt: skip
+        }""",
+        before=before,
+    )
     assert f.body[0].operands[0] == Address(Symbol("param0@1"))
     assert f.body[1].operands == (Call(("retval0@1",), Symbol("vprintf"), (Symbol("param0@1"), Symbol("param1@1"))),)
     assert [v.name for v in f.variables] == ["param0@1", "param1@1", "retval0@1"]
@@ -407,24 +414,27 @@ def test_a_function_that_is_inlined_twice_has_each_caller():
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("body, line, column, message", [
-    ("add.s32 %r1, %r2, %r9;", 7, 19, "the register '%r9' is not declared here (declared are %r0 to %r7)"),
-    ("mov.u32 %r1, %tidd.x;", 7, 14, "'%tidd.x' is not declared here (did you mean '%tid.x'?)"),
-    ("mov.b32 %r1 %r2;", 7, 13, "expected ',' or ';' after an operand, found '%r2'"),
-    ("mov.b32 %r1, ;", 7, 14, "expected an operand, found ';'"),
-    ("mov.b32 %r1, %r2\nmov.b32 %r2, %r3;", 8, 1, "expected ',' or ';' after an operand, found 'mov.b32'"),
-    ("ld.global.b32 %r1, [%rd1;", 7, 25, "expected ']' after an address, found ';'"),
-    ("st.global.v2.b32 [%rd1], {%r1, %r2;", 7, 26, "expected ';' after 'st.global.v2.b32'"),
-    ("bra Lopp;\nLoop:", 7, 5, "there is no label 'Lopp' in this scope (did you mean 'Loop'?)"),
-    ("L: ret;\nL: ret;", 8, 1, "the label 'L' is defined in lines 7 and 8 of one scope"),
-    ("mov.b32 %r1, 099;", 7, 14, "'099' is not a number that PTX can hold"),
-    ("mov.b32 %r1, 1 / 0;", 7, 16, "this constant expression has no value"),
-    (".regg .b32 x;", 7, 1, "softsm does not know the directive '.regg' in a function (did you mean 'reg'?)"),
-    (".reg .b33 x;", 7, 6, "expected a type (such as .pred, .b32 or .f32), found '.b33'"),
-    ("@7 bra L;\nL:", 7, 2, "expected an operand, found '7'"),
-    ("add..s32 %r1, %r2, %r3;", 7, 1, "'add..s32' is not the name of an instruction"),
-    ("?", 7, 1, "expected an instruction, a label, a declaration or '}', found '?'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body, line, column, message",
+    [
+        ("add.s32 %r1, %r2, %r9;", 7, 19, "the register '%r9' is not declared here (declared are %r0 to %r7)"),
+        ("mov.u32 %r1, %tidd.x;", 7, 14, "'%tidd.x' is not declared here (did you mean '%tid.x'?)"),
+        ("mov.b32 %r1 %r2;", 7, 13, "expected ',' or ';' after an operand, found '%r2'"),
+        ("mov.b32 %r1, ;", 7, 14, "expected an operand, found ';'"),
+        ("mov.b32 %r1, %r2\nmov.b32 %r2, %r3;", 8, 1, "expected ',' or ';' after an operand, found 'mov.b32'"),
+        ("ld.global.b32 %r1, [%rd1;", 7, 25, "expected ']' after an address, found ';'"),
+        ("st.global.v2.b32 [%rd1], {%r1, %r2;", 7, 26, "expected ';' after 'st.global.v2.b32'"),
+        ("bra Lopp;\nLoop:", 7, 5, "there is no label 'Lopp' in this scope (did you mean 'Loop'?)"),
+        ("L: ret;\nL: ret;", 8, 1, "the label 'L' is defined in lines 7 and 8 of one scope"),
+        ("mov.b32 %r1, 099;", 7, 14, "'099' is not a number that PTX can hold"),
+        ("mov.b32 %r1, 1 / 0;", 7, 16, "this constant expression has no value"),
+        (".regg .b32 x;", 7, 1, "softsm does not know the directive '.regg' in a function (did you mean 'reg'?)"),
+        (".reg .b33 x;", 7, 6, "expected a type (such as .pred, .b32 or .f32), found '.b33'"),
+        ("@7 bra L;\nL:", 7, 2, "expected an operand, found '7'"),
+        ("add..s32 %r1, %r2, %r3;", 7, 1, "'add..s32' is not the name of an instruction"),
+        ("?", 7, 1, "expected an instruction, a label, a declaration or '}', found '?'"),
+    ],
+)
 def test_errors_name_line_column_and_what_was_expected(body, line, column, message):
     problem = error(body)
     assert message in str(problem)

@@ -117,9 +117,11 @@ def test_loops_around_a_loop_that_became_one_do_not_unroll_it() -> None:
     rows = [
         (1, "MOV R1, R2"),
         *[(2, "IADD3 R4, R4, 0x1, RZ")] * 3,
-        *[(3, "FADD R1, R1, R3")] * 20, (3, "@P0 BRA `(.L_x_1)"),
-        (4, "@P1 BRA `(.L_x_0)"), (5, "EXIT"),
-    ]  # fmt: skip
+        *[(3, "FADD R1, R1, R3")] * 20,
+        (3, "@P0 BRA `(.L_x_1)"),
+        (4, "@P1 BRA `(.L_x_0)"),
+        (5, "EXIT"),
+    ]
     text = "".join(
         (".L_x_0:\n" if n == 1 else ".L_x_1:\n" if n == 4 else "")
         + f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * n:04x}*/ {ins} ;\n'

@@ -112,9 +112,12 @@ def _alone(b: FmhaBackward, span: Span, dsink: Tensor | None) -> FmhaBackward:
     tensors = dict(q=p.q[None, rows], k=p.k[None, keys], v=p.v[None, keys], out=p.out[None, rows])
     one = _as_dense(p, span.queries, span.keys, **tensors, lse=p.lse[rows].T[None])
     return FmhaBackward(
-        one, b.dout[None, rows], None if b.dlse is None else b.dlse[rows].T[None],
-        *(None if x is None else x[None, where] for x, where in ((b.dq, rows), (b.dk, keys), (b.dv, keys))), dsink,
-    )  # fmt: skip
+        one,
+        b.dout[None, rows],
+        None if b.dlse is None else b.dlse[rows].T[None],
+        *(None if x is None else x[None, where] for x, where in ((b.dq, rows), (b.dk, keys), (b.dv, keys))),
+        dsink,
+    )
 
 
 class Copies:

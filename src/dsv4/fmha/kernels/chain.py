@@ -116,19 +116,23 @@ class Chain:
         }
         of_keys, of_rows = (-(-size // self.tile_rows) for size in (x.keys, rows))
         tiles = (2 * of_keys + of_rows) * (x.width // 256)
-        arguments = read | written | dict(
-            p_desc=descriptor(p, [1, 64, 64]),
-            ds_desc=descriptor(ds, [1, 64, 64]),
-            sums_ptr=sums,
-            sizes=self._sizes(slab),
-            opts=ProductOptions(
-                **{name: int(name in made) for name in ("dv", "dk", "dq")},
-                at_once=self._pairs_at_once(pairs, tiles),
-                add=int(slab.rows.start > 0),
-                keep=int(slab.rows.stop < x.rows),
-            ),
-            scales=GradientScales(x.scale, FP16_P_SCALE, x.p.softmax_scale, x.ds_scale),
-        )  # fmt: skip
+        arguments = (
+            read
+            | written
+            | dict(
+                p_desc=descriptor(p, [1, 64, 64]),
+                ds_desc=descriptor(ds, [1, 64, 64]),
+                sums_ptr=sums,
+                sizes=self._sizes(slab),
+                opts=ProductOptions(
+                    **{name: int(name in made) for name in ("dv", "dk", "dq")},
+                    at_once=self._pairs_at_once(pairs, tiles),
+                    add=int(slab.rows.start > 0),
+                    keep=int(slab.rows.stop < x.rows),
+                ),
+                scales=GradientScales(x.scale, FP16_P_SCALE, x.p.softmax_scale, x.ds_scale),
+            )
+        )
         self._launch(type(self).products, tiles * pairs, arguments, self.product_options)
 
     def _pairs_at_once(self, pairs: int, tiles: int) -> int:

@@ -245,9 +245,13 @@ def _score(
         arguments["keys_desc"] = _boxes(k, p.fp8)
     fp4 = SAME if not p.fp4 else FP4_KEYS if p.q_scales is None else FP4_BOTH
     constants = dict(
-        WHOLE=p.head_dim == dims, ALONE=p.k.shape[1] == 64, FP4=fp4.value, AMONG=p.among is not None,
-        BLOCKS=p.topk_blocks > 0, BF16=p.bf16_scores,
-    )  # fmt: skip
+        WHOLE=p.head_dim == dims,
+        ALONE=p.k.shape[1] == 64,
+        FP4=fp4.value,
+        AMONG=p.among is not None,
+        BLOCKS=p.topk_blocks > 0,
+        BF16=p.bf16_scores,
+    )
     program.launch(
         kernel, (blocks, splits), arguments, OWNER=owner, QUERIES=together, HEADS=heads, DIMS=dims, **constants,
         **options,

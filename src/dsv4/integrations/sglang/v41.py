@@ -52,9 +52,12 @@ def _call(backend: Any, inputs: Any) -> tuple[tuple[Tensor, dsv4.IndexCache, Ten
     cache = dsv4.IndexCache.from_pages(pages[:, : rows * bytes_].unflatten(1, (rows, bytes_)), format=INDEX_68)
     q, scales = quantize_queries_fp4(indexer.queries(inputs.q_lora, inputs.freqs_cis[inputs.positions]))
     options = dict(
-        q_scales=scales, lengths=((inputs.positions + 1) // inputs.compress_ratio).int(),
-        block_table=m.page_table[:n], scale=1.0, bf16_scores=True,
+        q_scales=scales,
+        lengths=((inputs.positions + 1) // inputs.compress_ratio).int(),
+        block_table=m.page_table[:n],
+        scale=1.0,
+        bf16_scores=True,
         out=inputs.out_page_indices[:n, : indexer.index_topk],
-    )  # fmt: skip
+    )
     calls["index"] += 1
     return (q, cache, indexer.head_weights(inputs.x).float(), indexer.index_topk), options

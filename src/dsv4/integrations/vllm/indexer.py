@@ -120,9 +120,13 @@ class Indexer(torch.nn.Module):
         pages = 1 << (-(-longest // (self.ratio * cache.rows_per_page)) - 1).bit_length() if longest else 1
         given = q[some], cache, weights[some], self.topk
         options: dict[str, Any] = dict(
-            lengths=lengths, block_table=table[:, :pages], request_starts=starts, scale=1.0, request_rows=True,
+            lengths=lengths,
+            block_table=table[:, :pages],
+            request_starts=starts,
+            scale=1.0,
+            request_rows=True,
             out=self.buffer[some, : self.topk],
-        )  # fmt: skip
+        )
         if self.blocks is None:
             dsv4.index_topk(*given, **options)
         elif self.writes_blocks:

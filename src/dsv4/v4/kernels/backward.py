@@ -80,8 +80,10 @@ def prepare_sparse(
     sums = program.workspace("dkv", (total, 512), torch.float32)
     program.fill(sums, 0)
     tiles = -(-p.q_heads // 64)
-    boxes = {name: descriptor(x, [1, 64, 64]) for name, x in
-             (("q_desc", q), ("dout_desc", dout), ("turned_desc", turned), ("dq_desc", dq))}  # fmt: skip
+    boxes = {
+        name: descriptor(x, [1, 64, 64])
+        for name, x in (("q_desc", q), ("dout_desc", dout), ("turned_desc", turned), ("dq_desc", dq))
+    }
     common: dict[str, Any] = boxes | dict(
         pools=PlainPools(
             window_ptr=window,

@@ -7,10 +7,13 @@ import pytest
 from dsv4.compress.pages import compress_pages
 from dsv4.kernels.compat import TRITON_VERSION
 
-BLACKWELL = pytest.param("sm_100a", marks=[
-    pytest.mark.slow,
-    pytest.mark.skipif(TRITON_VERSION < (3, 9), reason="softsm's Blackwell needs triton >= 3.9"),
-])  # fmt: skip
+BLACKWELL = pytest.param(
+    "sm_100a",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(TRITON_VERSION < (3, 9), reason="softsm's Blackwell needs triton >= 3.9"),
+    ],
+)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", BLACKWELL])

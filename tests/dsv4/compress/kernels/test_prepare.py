@@ -6,10 +6,13 @@ import torch
 
 from dsv4.kernels.compat import TRITON_VERSION
 
-BLACKWELL = pytest.param("sm_100a", marks=[
-    pytest.mark.slow,
-    pytest.mark.skipif(TRITON_VERSION < (3, 9), reason="the Blackwell kernels need triton >= 3.9"),
-])  # fmt: skip
+BLACKWELL = pytest.param(
+    "sm_100a",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(TRITON_VERSION < (3, 9), reason="the Blackwell kernels need triton >= 3.9"),
+    ],
+)
 pytestmark = pytest.mark.parametrize("arch", ["sm_90a", BLACKWELL])
 
 

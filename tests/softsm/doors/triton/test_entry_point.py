@@ -59,7 +59,8 @@ print(sorted(m for m in sys.modules if m == "torch" or m == "numba" or m.startsw
 @pytest.mark.compile
 def test_awake(run, arch, first, second):
     """The other order of imports is quick in tests/softsm/report/test_pytest_plugin.py."""
-    done = run(f"""
+    done = run(
+        f"""
 import {first}
 import {second}
 import triton.testing
@@ -75,7 +76,9 @@ assert triton.runtime.driver.active.get_current_target() == target
 triton.testing.do_bench(lambda: print("call"))
 from triton.compiler.compiler import AsmDict
 assert AsmDict(softsm=b"", ptx=".version 8.6\\n.target sm_90a\\n.address_size 64")["cubin"][:4] == b"\\x7fELF"
-""", softsm=arch)  # fmt: skip
+""",
+        softsm=arch,
+    )
     assert done.stdout.split() == ["call"]  # a benchmark is one call
 
 

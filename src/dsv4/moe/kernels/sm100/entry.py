@@ -41,9 +41,12 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program, rank
     n = next(rows for most, rows in TILES if expected <= most)
     nvfp4 = p.format == "nvfp4"
     constants: dict[str, Any] = dict(
-        N=n, STAGES=min(SHARED_BYTES // stage_bytes(n, nvfp4), MOST_STAGES), RECIPE=p.activations,
-        EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), num_warps=4,
-    )  # fmt: skip
+        N=n,
+        STAGES=min(SHARED_BYTES // stage_bytes(n, nvfp4), MOST_STAGES),
+        RECIPE=p.activations,
+        EXPERTS=max(32, 1 << (p.experts - 1).bit_length()),
+        num_warps=4,
+    )
     slots = size * p.tokens * p.topk
     most_tiles = min(slots, p.experts + slots // n)
 

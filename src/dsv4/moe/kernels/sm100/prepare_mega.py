@@ -18,9 +18,12 @@ COUNTERS = 224  # words before the counters of tiles, as in mega.py
 
 
 def prepare_mega(
-    p: MoeProblem, program: Program, launch: Callable[[Product, Product, dict[str, object]], None], tile: int,
+    p: MoeProblem,
+    program: Program,
+    launch: Callable[[Product, Product, dict[str, object]], None],
+    tile: int,
     ranks: Any = None,
-) -> None:  # fmt: skip
+) -> None:
     """The tensors of p are slots. launch(product 1, product 2, the kernel's other arguments by name). ranks: None, or
     distributed.experts.Ranks: then x, ids, weights and slots lie in memory that all ranks reach."""
     size = 1 if ranks is None else ranks.size

@@ -161,14 +161,17 @@ def test_query_heads_that_share_keys_add_to_one_sum(name, pack, monkeypatch):
     check(b, want, low)
 
 
-@pytest.mark.parametrize("batch, heads, tokens, d, causal, pack", [
-    (7, (24, 3), 2235, 128, True, 2),
-    (2, (32, 4), 8192, 128, True, 1),
-    (2, (64, 8), 4096, 64, True, 4),
-    (1, (16, 2), 2000, 64, True, 1),  # more would leave SMs without a key tile
-    (3, (16, 4), 2666, 128, False, 4),  # CTAs are at the same rows: no limit
-    (1, (40, 8), 12288, 128, False, 1),  # a group of 5
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "batch, heads, tokens, d, causal, pack",
+    [
+        (7, (24, 3), 2235, 128, True, 2),
+        (2, (32, 4), 8192, 128, True, 1),
+        (2, (64, 8), 4096, 64, True, 4),
+        (1, (16, 2), 2000, 64, True, 1),  # more would leave SMs without a key tile
+        (3, (16, 4), 2666, 128, False, 4),  # CTAs are at the same rows: no limit
+        (1, (40, 8), 12288, 128, False, 1),  # a group of 5
+    ],
+)
 def test_how_many_query_heads_go_together(batch, heads, tokens, d, causal, pack):
     q = torch.empty(batch, tokens, heads[0], d, dtype=BF16, device="meta")
     k = torch.empty(batch, tokens, heads[1], d, dtype=BF16, device="meta")

@@ -125,9 +125,11 @@ def test_without_tickets_all_ctas_have_to_be_resident(monkeypatch, tmp_path):
     ticket = "    item = take(counters.ptr + ROW_TICKET)\n"
     first, next_one = (ticket + "    items", "    " + ticket + "    return")
     plant(
-        monkeypatch, tmp_path, (first, first.replace("take(counters.ptr + ROW_TICKET)", "gl.program_id(0)")),
+        monkeypatch,
+        tmp_path,
+        (first, first.replace("take(counters.ptr + ROW_TICKET)", "gl.program_id(0)")),
         (next_one, next_one.replace("take(counters.ptr + ROW_TICKET)", "item + gl.num_programs(0)")),
-    )  # fmt: skip
+    )
     experts, given = case()
     with softsm.use("sm_100a", sms=2), pytest.raises(Deadlock, match="have not started"):
         dsv4.moe(**given, experts=experts, backend="softsm", fused=True)

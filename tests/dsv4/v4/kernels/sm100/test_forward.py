@@ -109,9 +109,13 @@ def test_bad_numbers_count_as_nothing(monkeypatch):
     listed[0, 10:20] = -1
     with softsm.use("sm_100a"):
         out, lse = dsv4.v4_attention(
-            **arguments, window_indices=bad, compressed_indices=numbers(1, 4, of=30) * 0 + 30, return_lse=True,
-            window_lengths=torch.tensor([1 << 20], dtype=torch.int32), backend="softsm",
-        )  # fmt: skip
+            **arguments,
+            window_indices=bad,
+            compressed_indices=numbers(1, 4, of=30) * 0 + 30,
+            return_lse=True,
+            window_lengths=torch.tensor([1 << 20], dtype=torch.int32),
+            backend="softsm",
+        )
     compare((out, lse), dict(q=arguments["q"], window=window, window_indices=listed))
 
 

@@ -188,10 +188,13 @@ def test_rows_that_became_bf16_first_give_the_same_bits(order, monkeypatch):
     """Scales from 2^-12 to 2^12, a last page in part, two pools."""
     wide_rows = torch.randn(70, 512) * torch.exp2(torch.randint(-12, 13, (70, 1)))
     arguments = dict(
-        q=torch.randn(2, 128, 512).bfloat16() / 64, window=dsv4.Fp8Cache.pack(wide_rows, rows_per_page=16),
-        window_indices=numbers(2, 60, of=70), compressed=dsv4.Fp8Cache.pack(rows(30), rows_per_page=2),
-        compressed_indices=numbers(2, 150, of=30), sink=torch.randn(128),
-    )  # fmt: skip
+        q=torch.randn(2, 128, 512).bfloat16() / 64,
+        window=dsv4.Fp8Cache.pack(wide_rows, rows_per_page=16),
+        window_indices=numbers(2, 60, of=70),
+        compressed=dsv4.Fp8Cache.pack(rows(30), rows_per_page=2),
+        compressed_indices=numbers(2, 150, of=30),
+        sink=torch.randn(128),
+    )
     found = []
     for first in (True, False):
         monkeypatch.setattr(unpack_pools, "pays", lambda p, first=first: first)

@@ -119,8 +119,11 @@ TWO_POOLS_ONLY_WINDOW = {name: x for name, x in TWO_POOLS.items() if name != "co
 
 def test_pools_that_begin_at_an_odd_address_are_copied():
     b, want, low = request(**TWO_POOLS)
-    odd = {name: torch.empty(x.numel() + 1, dtype=BF16)[1:].view_as(x).copy_(x)
-           for name in ("window", "compressed") for x in (getattr(b.forward, name),)}  # fmt: skip
+    odd = {
+        name: torch.empty(x.numel() + 1, dtype=BF16)[1:].view_as(x).copy_(x)
+        for name in ("window", "compressed")
+        for x in (getattr(b.forward, name),)
+    }
     b = replace(b, forward=replace(b.forward, **odd))
     run(b)
     check(b, want, low)

@@ -64,11 +64,15 @@ def test_blocks_are_split_and_merged(order, check):
 def test_a_query_without_rows_waits_for_its_copies(check):
     """Its CTA has no block of rows: Q must have landed before its memory serves the sums at the end."""
     check(
-        q=torch.randn(2, 16, 512).bfloat16(), window=pool(100), window_indices=numbers(2, 128, of=100),
-        window_lengths=torch.tensor([30, 0], dtype=torch.int32), compressed=pool(90, 2),
-        compressed_indices=numbers(2, 48, of=90), compressed_lengths=torch.tensor([48, 0], dtype=torch.int32),
+        q=torch.randn(2, 16, 512).bfloat16(),
+        window=pool(100),
+        window_indices=numbers(2, 128, of=100),
+        window_lengths=torch.tensor([30, 0], dtype=torch.int32),
+        compressed=pool(90, 2),
+        compressed_indices=numbers(2, 48, of=90),
+        compressed_lengths=torch.tensor([48, 0], dtype=torch.int32),
         sink=torch.randn(16),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
@@ -78,12 +82,16 @@ def test_rows_by_block_table_and_requests(check):
     compressed.storage.fill_(255)
     compressed.write(torch.arange(150), torch.randn(150, 512).bfloat16())
     check(
-        q=torch.randn(4, 16, 512).bfloat16(), window=pool(64), window_indices=numbers(4, 60, of=64),
-        window_lengths=torch.tensor([60, 0, 7, 33], dtype=torch.int32), compressed=compressed,
+        q=torch.randn(4, 16, 512).bfloat16(),
+        window=pool(64),
+        window_indices=numbers(4, 60, of=64),
+        window_lengths=torch.tensor([60, 0, 7, 33], dtype=torch.int32),
+        compressed=compressed,
         compressed_block_table=torch.randint(0, 75, (3, 40), dtype=torch.int32),
         compressed_lengths=torch.tensor([80, 70, 0, 80], dtype=torch.int32),
-        request_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32), softmax_scale=-0.1,
-    )  # fmt: skip
+        request_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
+        softmax_scale=-0.1,
+    )
 
 
 @pytest.mark.slow
@@ -106,10 +114,14 @@ def test_blocks_of_128_rows(check, monkeypatch):
     """A block of window rows and two of compressed ones, two of them in one CTA; 40 heads are two tiles."""
     monkeypatch.setattr(entry, "decode_kernel", lambda p, target: (entry.v4_decode_swap_ab, entry.OF_32_LONG, 2))
     check(
-        q=torch.randn(1, 40, 512).bfloat16(), window=pool(100), window_indices=numbers(1, 100, of=100),
-        compressed=pool(90, 2), compressed_indices=numbers(1, 150, of=90), sink=torch.randn(40),
+        q=torch.randn(1, 40, 512).bfloat16(),
+        window=pool(100),
+        window_indices=numbers(1, 100, of=100),
+        compressed=pool(90, 2),
+        compressed_indices=numbers(1, 150, of=90),
+        sink=torch.randn(40),
         inverse_rope=(reference.rope_table(50, 64), torch.tensor([3], dtype=torch.int32)),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("order", ["latest", pytest.param("eager", marks=pytest.mark.slow)])
@@ -131,10 +143,12 @@ def test_plain_rows_come_when_those_of_the_last_block_are_no_longer_read(order, 
 def test_one_pool_of_any_stride_and_one_without_rows(stride, check):
     empty = dsv4.Fp8Cache(torch.empty(0, dtype=torch.uint8), 64)
     check(
-        q=torch.randn(1, 8, 512).bfloat16(), window=pool(9, 3, page_stride=3 * 584 + stride),
-        window_indices=numbers(1, 30, of=9), compressed=empty,
+        q=torch.randn(1, 8, 512).bfloat16(),
+        window=pool(9, 3, page_stride=3 * 584 + stride),
+        window_indices=numbers(1, 30, of=9),
+        compressed=empty,
         compressed_indices=torch.full((1, 5), -1, dtype=torch.int32),
-    )  # fmt: skip
+    )
 
 
 def test_few_items_take_it():

@@ -72,12 +72,16 @@ def test_fp16_rows_in_pages_by_block_table(order):
     """Three blocks of the window and one of the compressed rows, in part; more heads than a tile."""
     half = torch.float16
     compared = run(
-        order, q=torch.randn(2, 65, 512).to(half), window=torch.randn(90, 512).to(half),
-        window_indices=numbers(2, 130, of=90), compressed=torch.randn(5, 3, 512).to(half),
+        order,
+        q=torch.randn(2, 65, 512).to(half),
+        window=torch.randn(90, 512).to(half),
+        window_indices=numbers(2, 130, of=90),
+        compressed=torch.randn(5, 3, 512).to(half),
         compressed_block_table=torch.tensor([[4, 0, 2]], dtype=torch.int32),
         compressed_lengths=torch.tensor([8, 0], dtype=torch.int32),
-        request_starts=torch.tensor([0, 2], dtype=torch.int32), sink=torch.randn(65),
-    )  # fmt: skip
+        request_starts=torch.tensor([0, 2], dtype=torch.int32),
+        sink=torch.randn(65),
+    )
     compare(*compared)
 
 
@@ -159,10 +163,14 @@ def test_many_partial_results_are_in_fp16(order, monkeypatch):
     plan = dsv4.plan(dsv4.v4_attention, batch=2, q_heads=80, kv_heads=1, head_dim=512, max_seqlen_k=300, device="cpu")
     plan = dataclasses.replace(plan, num_splits=3, scratch=torch.full((3 * 2 * 80 * 513,), NAN))
     compared = run(
-        order, q=(torch.randn(2, 80, 512) / size).bfloat16(), window=(rows(130) * size).bfloat16(),
-        window_indices=numbers(2, 260, of=130), window_lengths=torch.tensor([260, 90], dtype=torch.int32),
-        sink=torch.randn(80), plan=plan,
-    )  # fmt: skip
+        order,
+        q=(torch.randn(2, 80, 512) / size).bfloat16(),
+        window=(rows(130) * size).bfloat16(),
+        window_indices=numbers(2, 260, of=130),
+        window_lengths=torch.tensor([260, 90], dtype=torch.int32),
+        sink=torch.randn(80),
+        plan=plan,
+    )
     assert names == ["v4_sparse", "combine_fp16"]
     compare(*compared)
 
@@ -181,11 +189,15 @@ def test_bad_numbers_count_as_nothing(monkeypatch):
     listed[0, 10:20] = -1
     with softsm.use("sm_90a"):
         out, lse = dsv4.v4_attention(
-            **same, window_indices=bad, compressed=rows(30).half(),
-            compressed_indices=torch.full((1, 4), 30, dtype=torch.int32), return_lse=True,
-            window_lengths=torch.tensor([1 << 20], dtype=torch.int32), plan=dataclasses.replace(plan, num_splits=4),
+            **same,
+            window_indices=bad,
+            compressed=rows(30).half(),
+            compressed_indices=torch.full((1, 4), 30, dtype=torch.int32),
+            return_lse=True,
+            window_lengths=torch.tensor([1 << 20], dtype=torch.int32),
+            plan=dataclasses.replace(plan, num_splits=4),
             backend="softsm",
-        )  # fmt: skip
+        )
     compare((out, lse), same | dict(window_indices=listed))
 
 

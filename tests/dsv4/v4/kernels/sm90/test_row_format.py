@@ -18,9 +18,11 @@ def test_a_toy_format(monkeypatch):
     names = launches.launched(monkeypatch)
     cache = PackedRows.pack(torch.randn(100, 512).bfloat16(), rows_per_page=8, format=TOY)
     arguments = dict(
-        q=torch.randn(1, 16, 512).bfloat16(), window=cache,
-        window_indices=torch.randint(-1, 100, (1, 150), dtype=torch.int32), sink=torch.randn(16),
-    )  # fmt: skip
+        q=torch.randn(1, 16, 512).bfloat16(),
+        window=cache,
+        window_indices=torch.randint(-1, 100, (1, 150), dtype=torch.int32),
+        sink=torch.randn(16),
+    )
     with launches.race_free("sm_90a"):
         got = dsv4.v4_attention(**arguments, return_lse=True, backend="softsm")
     assert names[0] in ("v4_decode_swap_ab_ws", "v4_decode_swap_ab")

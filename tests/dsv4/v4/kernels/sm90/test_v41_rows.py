@@ -165,9 +165,12 @@ CHOICES = {  # queries, heads -> kernel, heads of a CTA, splits, whether rows ar
 def test_which_kernel_is_chosen(queries, heads):
     lists = [torch.zeros(queries, n, dtype=torch.int32) for n in (128, 512)]
     p = v4_problem.build(
-        torch.zeros(queries, heads, 512, dtype=torch.bfloat16), dsv4.Mxfp8Cache.empty(4, 32), lists[0],
-        dsv4.Nvfp4Cache.empty(4, 64), lists[1],
-    )  # fmt: skip
+        torch.zeros(queries, heads, 512, dtype=torch.bfloat16),
+        dsv4.Mxfp8Cache.empty(4, 32),
+        lists[0],
+        dsv4.Nvfp4Cache.empty(4, 64),
+        lists[1],
+    )
     found = entry.decode_kernel(p, dispatch.compile_target("sm_90a"))
     if found is not None:
         kernel, options, splits = found
