@@ -70,8 +70,12 @@ class Product(NamedTuple):
     signals: Slot | None = None  # int32 [1 + experts], zeros
 
 
-def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], None], tile: int = 0) -> None:
-    """The tensors of p are slots. tile: rows of activations to a tile, if their scales lie in atoms."""
+def prepare_moe(
+    p: MoeProblem, program: Program, multiply: Callable[[Product], None], tile: int = 0,
+    hidden: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """The tensors of p are slots. tile: rows of activations to a tile, if their scales lie in atoms. hidden: rows of
+    hidden values and scales to a line, if they do not lie as those of x do."""
     slots, atoms = p.tokens * p.topk, p.tokens * p.topk // tile + p.experts if tile else 0
     words = words_of(p.activations)
     line, scale = (128 * words * atoms, torch.int32) if tile else (scale_line(p), torch.float32)
@@ -86,8 +90,9 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
     row_weight = program.workspace("weight of row", (slots,), torch.float32)
     x_rows = program.workspace("rows of x", (slots, p.hidden // each), codes)
     x_scales = program.workspace("scales of x", (p.hidden // formats.GROUP, line), scale)
-    h_rows = program.workspace("rows of h", (slots, p.intermediate // each), codes)
-    h_scales = program.workspace("scales of h", (p.intermediate // formats.GROUP, line), scale)
+    h_count, h_line = hidden or (slots, line)
+    h_rows = program.workspace("rows of h", (h_count, p.intermediate // each), codes)
+    h_scales = program.workspace("scales of h", (p.intermediate // formats.GROUP, h_line), scale)
     y = p.slots
     if y is None or not y.is_contiguous():
         y = program.workspace("outputs of slots", (p.tokens, p.topk, p.hidden), p.x.dtype)
@@ -123,9 +128,9 @@ def prepare_moe(p: MoeProblem, program: Program, multiply: Callable[[Product], N
         )  # fmt: skip
     rows = SortedRows(starts, slot_of, row_weight, p.experts, atoms)
     blocks = p.intermediate // formats.GROUP
-    hidden = Hidden(h_rows, h_scales, p.intermediate, line, p.limit)
     tiles = WeightTiles(p.w13_factors, blocks, groups)
-    multiply(Product(True, p.w13, p.w13_scales, x_rows, x_scales, rows, tiles, hidden, signals))
+    values = Hidden(h_rows, h_scales, p.intermediate, h_line, p.limit)
+    multiply(Product(True, p.w13, p.w13_scales, x_rows, x_scales, rows, tiles, values, signals))
     tiles = WeightTiles(p.w2_factors, p.hidden // formats.TILE_ROWS, p.intermediate // formats.GROUP)
     multiply(Product(False, p.w2, p.w2_scales, h_rows, h_scales, rows, tiles, SlotOutputs(y, p.hidden), signals))
     shared = prepare_shared(p, program)

@@ -20,7 +20,7 @@ from dsv4.runtime.program import Program, Slot
 RECIPES = (("mxfp4", "fp8_128"),)  # weights, activations
 SHARED_BYTES = 204 << 10  # for stages; the rest is for exchanges between warps
 MOST_STAGES = 8  # more are not faster
-FEW_SLOTS, FEW_STAGES = 8, 4  # one token: a CTA has one tile or none, and more stages only take time to begin with
+NARROW_ROWS = 8  # of activations to a tile: up to which there are four compute roles
 
 
 class Tiling(NamedTuple):
@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
 
 # Rows of an expert that are expected, up to -> tiling. Experts have more and fewer, and one row over a tile costs
 # another tile, so tiles of 16 and 32 rows are for fewer; those of 8 are not faster, but for a few tokens.
-TILINGS = ((1.3, Tiling(8)), (13.0, Tiling(16)), (24.0, Tiling(32)), (60.5, Tiling(64)), (float("inf"), Tiling(64, 32)))
+TILINGS = ((1.5, Tiling(8)), (13.0, Tiling(16)), (24.0, Tiling(32)), (60.5, Tiling(64)), (float("inf"), Tiling(64, 32)))
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:
@@ -54,7 +54,7 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
     expected = rows_per_expert(p)
     w, rest = next(tiling for most, tiling in TILINGS if expected <= most)
     slots = p.tokens * p.topk
-    stages = min(SHARED_BYTES // stage_bytes(w, rest), FEW_STAGES if slots <= FEW_SLOTS else MOST_STAGES)
+    stages = min(SHARED_BYTES // stage_bytes(w, rest), MOST_STAGES)
     most_tiles = min(slots, p.experts + slots // (w + rest))
 
     found: list[Product] = []
@@ -66,11 +66,17 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
             tiles = most_tiles * sum(one.weights.blocks for one in found)
             program.launch(
                 moe_products_sm90, (min(target.num_sms, tiles),), arguments(*found, w, rest), W=w, REST=rest,
-                STAGES=stages, EXPERTS=max(32, 1 << (p.experts - 1).bit_length()),
+                STAGES=stages, EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), **roles(w),
                 num_warps=4, launch_pdl=True,
             )  # fmt: skip
 
-    prepare_moe(p, program, multiply)
+    prepare_moe(p, program, multiply, hidden=(most_tiles * (w + rest), most_tiles * scales_width(w + rest)))
+
+
+def roles(w: int) -> dict[str, int]:
+    """How many compute roles, and the registers of a thread that computes and of one that loads."""
+    few = w <= NARROW_ROWS
+    return dict(ROLES=4 if few else 2, COMPUTE_REGS=112 if few else 232, LOAD_REGS=32 if few else 40)
 
 
 def stage_bytes(w: int, rest: int) -> int:

@@ -47,24 +47,25 @@ def hidden_values(gate, up, weight, out):
 
 
 @gluon.jit
-def write_hidden(h, amax, block, first, stop, shift, out, G: gl.constexpr):
-    """Store h as e4m3 with one scale per row of activations. amax: the greatest of 128 values of each."""
+def write_hidden(h, amax, block, rows, place, scale_place, out, G: gl.constexpr):
+    """Store h as e4m3 with one scale per row of activations: so many of them, at their places. amax: the greatest of
+    128 values of each."""
     LN: gl.constexpr = gl.SliceLayout(0, h.type.layout)
     M: gl.constexpr = h.shape[0]
     N: gl.constexpr = h.shape[1]
     exponent = scale_of(amax)
     inverse = ((254 - exponent) << 23).to(gl.float32, bitcast=True)
     if G == 0:
-        row = first + gl.arange(0, N, layout=LN)
+        row = gl.arange(0, N, layout=LN)
         scale = (exponent << 23).to(gl.float32, bitcast=True)
-        gl.store(out.scale_ptr + block * out.scale_line + row + shift, scale, mask=row < stop)
+        gl.store(out.scale_ptr + block * out.scale_line + scale_place + row, scale, mask=row < rows)
     low, high = row_pairs((h * inverse[None, :]).to(gl.float8e4nv).to(gl.uint8, bitcast=True))
     pair = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
     L: gl.constexpr = pair.type.layout
     channels = block * M + G * (M // 2) + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # by twos, as places
-    row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
-    at = (row.to(gl.int64) * (out.width // 2))[None, :] + channels[:, None]
-    gl.store(out.ptr.to(gl.pointer_type(gl.uint16), bitcast=True) + at, pair, mask=(row < stop)[None, :])
+    row = gl.arange(0, N, layout=gl.SliceLayout(0, L))
+    at = ((place + row).to(gl.int64) * (out.width // 2))[None, :] + channels[:, None]
+    gl.store(out.ptr.to(gl.pointer_type(gl.uint16), bitcast=True) + at, pair, mask=(row < rows)[None, :])
 
 
 @gluon.jit
@@ -113,7 +114,8 @@ def write_sums(sums, x, factors, columns, turn, amax, told, out, G: gl.constexpr
             h = hidden[part]
             other = amax.index(turn * 2 + 1 - G).slice(W * part, h.shape[1]).load(gl.SliceLayout(0, h.type.layout))
             largest = gl.maximum(gl.max(gl.abs(h), 0), other)
-            write_hidden(h, largest, block, first + W * part, stop, number(x, 4), out, G)
+            place, scale_place = number(x, 4) + W * part, number(x, 6) + W * part
+            write_hidden(h, largest, block, stop - first - W * part, place, scale_place, out, G)
     else:
         for part in gl.static_range(USED):
             row, channel, slots = first + W * part, block * ROWS + G * M, columns.slice(W * part, sums[part].shape[1])

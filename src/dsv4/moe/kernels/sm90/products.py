@@ -8,11 +8,14 @@ maxima (outputs.py). Product 2: 256 channels of the output.
 
 CTAs take tiles by tickets, those of product 1 first, of one expert one after the other; of two tiles with the same
 weights the second finds them in L2. A tile of product 2 waits until the tiles of product 1 of its expert are written:
-those have lower tickets, so they are complete or in the hands of CTAs that do not wait (kernels/signals.py)::
+those have lower tickets, so they are complete or in the hands of CTAs that do not wait (kernels/signals.py). Every tile
+of rows has a place of its own in the hidden values, so a copy of a whole tile reads those of no other expert, which may
+not be there::
 
     load        tile 0, step 0 | step 1 | ... | tile 1, step 0 ...           one warp, TMA, as far ahead as the ring is
     compute 0   rows 0-63 and 128-191 of every tile
     compute 1   the other 128 rows: it decodes while the tensor core works for compute 0
+    or four of them, with 64 rows each, where tiles have few rows of activations (narrow.py)
 
 shared memory   bytes of a stage    holds
 values          16384               FP4 [256 rows, 4 groups, 16 bytes]
@@ -22,27 +25,28 @@ rest            128 REST            the same of the other ones, if there are any
 x_scales        4 max(N, 32)        fp32, N of them used
 
 shared memory   bytes of a tile     holds, for two tiles
-numbers         32                  expert (-1: there is no tile more), block, rows, which product
+numbers         32                  expert (-1: no tile is left), block, rows, which product, places of hidden values
 factors         1024                fp32 [256]: of the rows of weights
 columns         4 max(N, 32)        of the rows of activations: weights of slots, or numbers of slots
 
 shared memory   bytes in all        holds
-amax            16 max(N, 32)       fp32 [2, 2, N]: the greatest hidden value, by even and odd tiles and compute roles
+amax            8 ROLES max(N, 32)  fp32 [2, ROLES, N]: the greatest hidden value, by even and odd tiles and roles
 ends            4 EXPERTS           int32: tiles of rows of activations up to each expert's last
 
 barrier         arrives     count   waits       means
 ready[s]        TMA         1       compute     stage s is filled: load expects the bytes of all copies
-free[s]         compute     2       load        stage s has been read, and its products are complete
+free[s]         compute     ROLES   load        stage s has been read, and its products are complete
 known[t]        load, TMA   1       compute     what is known of a tile is there
-done[t]         compute     2       load        it has been read
-told            compute     2       compute     both have written their maxima of a tile
+done[t]         compute     ROLES   load        it has been read
+told            compute     ROLES   compute     all have written their maxima of a tile
 """
 
 from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon, mbarrier, tma_load
 from dsv4.kernels.dependent import launch_dependents, wait_on_prior_grid
 from dsv4.kernels.ring import Barriers, consumer_stage, init_barriers, new_barriers, next_stage, producer_stage
 from dsv4.kernels.signals import GPU, fence_async, read_acquire, signal, take
-from dsv4.moe.kernels.schedule import rows_of_experts, tile_at, write_ends
+from dsv4.moe.kernels.schedule import experts_layout, rows_of_experts, write_ends
+from dsv4.moe.kernels.sm90.narrow import NARROW, narrow_sums, write_narrow
 from dsv4.moe.kernels.sm90.outputs import number, numbers_layout, write_sums
 from dsv4.moe.kernels.sm90.sums import ROWS, STEP, Stages, bases, tile_sums
 
@@ -88,12 +92,13 @@ class Operands:
 
 
 @gluon.jit
-def write_tile(tiles, at, expert, block, first, stop, shift, rows, FIRST: gl.constexpr):
-    """What the computing warps have to know of a tile, but for its factors."""
-    n = gl.arange(0, 8, layout=numbers_layout(gl.num_warps()))
-    x = gl.where(n == 0, expert, gl.where(n == 1, block, gl.where(n == 2, first, gl.where(n == 3, stop, shift))))
-    tiles.numbers.index(at).store(gl.where(n == 5, 1 if FIRST else 0, x))
+def write_tile(tiles, at, expert, block, first, stop, place, rows, N: gl.constexpr, FIRST: gl.constexpr):
+    """What the computing warps have to know of a tile, but for its factors. place: which tile of rows it is."""
     COLUMNS: gl.constexpr = tiles.columns.shape[1]
+    n = gl.arange(0, 8, layout=numbers_layout(gl.num_warps()))
+    x = gl.where(n == 0, expert, gl.where(n == 1, block, gl.where(n == 2, first, stop)))
+    x = gl.where(n == 4, place * N, gl.where(n == 5, 1 if FIRST else 0, gl.where(n == 6, place * COLUMNS, x)))
+    tiles.numbers.index(at).store(x)
     row = first + gl.arange(0, COLUMNS, layout=gl.BlockedLayout([COLUMNS // 32], [32], [gl.num_warps()], [0]))
     if FIRST:
         column = gl.load(rows.weight_ptr + row, mask=row < stop, other=0.0).to(gl.int32, bitcast=True)
@@ -103,25 +108,10 @@ def write_tile(tiles, at, expert, block, first, stop, shift, rows, FIRST: gl.con
 
 
 @gluon.jit
-def hidden_missing(signals, rows, expert, first, shift, blocks, N: gl.constexpr, SCALES: gl.constexpr):
-    """> 0 unless the hidden values of N rows and as many scales as are read with them are there, also those of the next
-    experts, which no output is made of. All lanes look, at 32 experts at a time, which have 128 scales or more; both
-    compute roles signal every tile."""
+def missing(word, wanted):
+    """> 0 until so many signals are there. All lanes look, and see the same."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    missing, begin = gl.to_tensor(0), first
-    while begin < first + N:
-        there = expert + lane < rows.experts
-        one = gl.where(there, expert + lane, 0)
-        begins = gl.load(rows.starts_ptr + one)
-        ends = gl.load(rows.starts_ptr + one + 1)
-        read = (begins < first + N) | (begins + scale_shift(begins, one) < first + shift + SCALES)
-        wanted = gl.where(there & read, 2 * blocks * ((ends - begins + N - 1) // N), 0)
-        missing = gl.maximum(missing, gl.max(wanted - read_acquire(signals.hidden_ptr + one, GPU), 0))
-        expert += 32
-        begin = first + N
-        if expert < rows.experts:
-            begin = gl.load(rows.starts_ptr + expert)
-    return missing
+    return wanted - gl.min(read_acquire(word + lane * 0, GPU), 0)
 
 
 @gluon.jit
@@ -135,61 +125,89 @@ def load_weights(given, at, stages, stage, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def row_tile_at(tile, ends, blocks):
+    """-> expert, block of weights, which tile of rows of all, which of the expert, and how many those are. Nothing is
+    read from global memory."""
+    all_ends = ends.load(experts_layout(ends.shape[0], gl.num_warps()))
+    done = all_ends * blocks <= tile
+    before = gl.max(gl.where(done, all_ends, 0), 0)
+    parts = gl.min(gl.where(done, 0x7FFFFFFF, all_ends), 0) - before
+    local = tile - before * blocks
+    block = local // parts
+    part = local - block * parts
+    return gl.sum(done.to(gl.int32), 0), block, before + part, part, parts
+
+
+@gluon.jit
 def load_tile(
-    tile, given, stages, stage, tiles, turn, ends, rows, signals, blocks, REST: gl.constexpr, FIRST: gl.constexpr
-):
-    """-> the stage after it. blocks: of product 1."""
+    tile, given, stages, stage, tiles, turn, ends, rows, signals, needed, ahead, REST: gl.constexpr,
+    FIRST: gl.constexpr,
+):  # fmt: skip
+    """-> the stage after it. needed: signals of a tile of rows of product 1. ahead: steps whose weights are asked for
+    before anything is read."""
     W: gl.constexpr = stages.x.shape[1]
     N: gl.constexpr = W + REST
     BOX: gl.constexpr = REST if REST > 0 else W
     BYTES: gl.constexpr = ROWS * 64 + ROWS * 4 + N * STEP + scales_width(N) * 4
-    expert, block, first, begin, stop = tile_at(tile, ends, rows, given.blocks, N)
-    shift = scale_shift(begin, expert)
-    place = expert * given.blocks + block
+    STAGES: gl.constexpr = stages.values.shape[0]
+    expert, block, place, part, parts = row_tile_at(tile, ends, given.blocks)
+    begin = gl.load(rows.starts_ptr + expert)
+    stop = gl.load(rows.starts_ptr + expert + 1)
+    weights = expert * given.blocks + block
+    early, to = gl.minimum(ahead, given.steps), stage
+    for step in range(early):
+        load_weights(given, weights * given.steps + step, stages, to, BYTES)
+        to = next_stage(to, STAGES)
+    first = begin + part * N
     tiles.done.wait(turn.index, turn.phase)
-    write_tile(tiles, turn.index, expert, block, first, stop, shift, rows, FIRST)
+    write_tile(tiles, turn.index, expert, block, first, stop, place, rows, N, FIRST)
+    barrier()  # all lanes have written; one of them arrives
     known = tiles.known.at(turn.index)
     mbarrier.expect(known, ROWS * 4)
-    tma_load(given.factors_desc, [place, 0], known, tiles.factors.index(turn.index))
-    early = gl.to_tensor(0)
-    if not FIRST:
-        SCALES: gl.constexpr = scales_width(N)
-        if hidden_missing(signals, rows, expert, first, shift, blocks, N, SCALES) > 0:
-            early = gl.minimum(stages.values.shape[0], given.steps)  # weights do not wait for hidden values
-            to = stage
-            for step in range(early):
-                load_weights(given, place * given.steps + step, stages, to, BYTES)
-                to = next_stage(to, stages.values.shape[0])
-            while hidden_missing(signals, rows, expert, first, shift, blocks, N, SCALES) > 0:
+    tma_load(given.factors_desc, [weights, 0], known, tiles.factors.index(turn.index))
+    row, scale = place * N, place * scales_width(N)
+    if FIRST:
+        row, scale = first, first + scale_shift(begin, expert)
+    else:
+        if missing(signals.hidden_ptr + expert, needed * parts) > 0:
+            some = gl.minimum(STAGES, given.steps)  # weights do not wait for hidden values
+            for step in range(early, some):
+                load_weights(given, weights * given.steps + step, stages, to, BYTES)
+                to = next_stage(to, STAGES)
+            early = some
+            while missing(signals.hidden_ptr + expert, needed * parts) > 0:
                 pass
         barrier()  # what lanes have seen, the one that issues copies has
         fence_async()
     for step in range(given.steps):
         if step >= early:
-            load_weights(given, place * given.steps + step, stages, stage, BYTES)
+            load_weights(given, weights * given.steps + step, stages, stage, BYTES)
         ready = stages.ready.at(stage.index)
-        for part in gl.static_range(W // BOX):
-            x = stages.x.index(stage.index).slice(BOX * part, BOX)
-            tma_load(given.x_desc, [first + BOX * part, step * STEP], ready, x)
+        for n in gl.static_range(W // BOX):
+            x = stages.x.index(stage.index).slice(BOX * n, BOX)
+            tma_load(given.x_desc, [row + BOX * n, step * STEP], ready, x)
         if REST > 0:
-            tma_load(given.x_desc, [first + W, step * STEP], ready, stages.rest.index(stage.index))
-        tma_load(given.x_scales_desc, [step, first + shift], ready, stages.x_scales.index(stage.index))
-        stage = next_stage(stage, stages.values.shape[0])
+            tma_load(given.x_desc, [row + W, step * STEP], ready, stages.rest.index(stage.index))
+        tma_load(given.x_scales_desc, [step, scale], ready, stages.x_scales.index(stage.index))
+        stage = next_stage(stage, STAGES)
     return stage
 
 
 @gluon.jit
-def load_role(first, second, stages, tiles, ends, count, ticket, rows, signals, REST: gl.constexpr):
+def load_role(given, REST: gl.constexpr, ROLES: gl.constexpr):
+    first, second, stages, tiles, ends, count, ticket, rows, signals = given
     stage, turn = producer_stage(), producer_stage()
+    needed, ahead = ROLES * first.blocks, gl.to_tensor(stages.values.shape[0])
     hidden, every = count * first.blocks, count * (first.blocks + second.blocks)
     while ticket < every:
         if ticket < hidden:
-            stage = load_tile(ticket, first, stages, stage, tiles, turn, ends, rows, signals, first.blocks, REST, True)
+            stage = load_tile(ticket, first, stages, stage, tiles, turn, ends, rows, signals, needed, ahead, REST, True)
         else:
             stage = load_tile(
-                ticket - hidden, second, stages, stage, tiles, turn, ends, rows, signals, first.blocks, REST, False
+                ticket - hidden, second, stages, stage, tiles, turn, ends, rows, signals, needed, ahead, REST, False
             )
         turn = next_stage(turn, 2)
+        ahead = gl.to_tensor(0)
         ticket = take(signals.ticket_ptr)
     tiles.done.wait(turn.index, turn.phase)
     tiles.numbers.index(turn.index).store(gl.full([8], -1, gl.int32, numbers_layout(gl.num_warps())))
@@ -197,57 +215,71 @@ def load_role(first, second, stages, tiles, ends, count, ticket, rows, signals, 
 
 
 @gluon.jit
-def compute_tile(stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
-                 FIRST: gl.constexpr, N: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def compute_tile(stages, stage, tiles, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
+                 FIRST: gl.constexpr, N: gl.constexpr, REST: gl.constexpr, ROLES: gl.constexpr):  # fmt: skip
     """One tile, of whose first part of rows of activations N are used, and REST of its second -> the stage after it."""
     factors = tiles.factors.index(turn.index).reshape([ROWS])
-    base0, base1 = bases(factors, G), bases(factors, 2 + G)
-    sums, stage = tile_sums(stages, stage, steps, base0, base1, G, N, REST)
-    write_sums(sums, x, factors, tiles.columns.index(turn.index), told_turn, amax, told, out, G, FIRST)
+    columns = tiles.columns.index(turn.index)
+    if ROLES == NARROW:
+        sums, stage = narrow_sums(stages, stage, steps, factors, G, FIRST)
+        write_narrow(sums, numbers_of(tiles, turn), factors, columns, told_turn, amax, told, out, G, FIRST)
+    else:
+        base0, base1 = bases(factors, G, 64), bases(factors, 2 + G, 64)
+        sums, stage = tile_sums(stages, stage, steps, base0, base1, G, N, REST)
+        write_sums(sums, numbers_of(tiles, turn), factors, columns, told_turn, amax, told, out, G, FIRST)
     return stage
 
 
 @gluon.jit
-def compute_some(stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
-                 FIRST: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+def compute_some(stages, stage, tiles, rows, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
+                 FIRST: gl.constexpr, REST: gl.constexpr, ROLES: gl.constexpr):  # fmt: skip
     """The same, with all rows of activations, or with 32."""
     W: gl.constexpr = stages.x.shape[1]
-    if W > FEW and number(x, 3) - number(x, 2) <= FEW:
-        stage = compute_tile(stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G, FIRST, FEW, 0)
+    if W > FEW and rows <= FEW:
+        stage = compute_tile(stages, stage, tiles, turn, told_turn, amax, told, steps, out, G, FIRST, FEW, 0, ROLES)
     else:
-        stage = compute_tile(stages, stage, tiles, x, turn, told_turn, amax, told, steps, out, G, FIRST, W, REST)
+        stage = compute_tile(stages, stage, tiles, turn, told_turn, amax, told, steps, out, G, FIRST, W, REST, ROLES)
     return stage
 
 
 @gluon.jit
-def compute_role(stages, tiles, amax, told, sizes, hidden, slots, signals, G: gl.constexpr, REST: gl.constexpr):
-    """Rows 64 G to 64 G + 63 of both halves of every tile."""
+def numbers_of(tiles, turn):
+    return tiles.numbers.index(turn.index).load(numbers_layout(gl.num_warps()))
+
+
+@gluon.jit
+def compute_role(given, G: gl.constexpr, REST: gl.constexpr, ROLES: gl.constexpr):
+    """Of two roles: rows 64 G to 64 G + 63 of both halves of every tile. Of four: narrow.py. The numbers of a tile are
+    read again behind its sums, which need the registers."""
+    stages, tiles, amax, told, sizes, hidden, slots, signals = given
     stage, turn = consumer_stage(), consumer_stage()
     told_turn = gl.to_tensor(0)
     tiles.known.wait(turn.index, turn.phase)
-    x = tiles.numbers.index(turn.index).load(numbers_layout(gl.num_warps()))
+    x = numbers_of(tiles, turn)
     while number(x, 0) >= 0:
+        rows = number(x, 3) - number(x, 2)
         if number(x, 5) != 0:
             stage = compute_some(
-                stages, stage, tiles, x, turn, told_turn, amax, told, sizes.steps1, hidden, G, True, REST
+                stages, stage, tiles, rows, turn, told_turn, amax, told, sizes.steps1, hidden, G, True, REST, ROLES
             )
-            signal(signals.hidden_ptr + number(x, 0))
+            signal(signals.hidden_ptr + number(numbers_of(tiles, turn), 0))
             told_turn = told_turn ^ 1
         else:
             stage = compute_some(
-                stages, stage, tiles, x, turn, told_turn, amax, told, sizes.steps2, slots, G, False, REST
+                stages, stage, tiles, rows, turn, told_turn, amax, told, sizes.steps2, slots, G, False, REST, ROLES
             )
         tiles.done.arrive(turn.index)
         turn = next_stage(turn, 2)
         tiles.known.wait(turn.index, turn.phase)
-        x = tiles.numbers.index(turn.index).load(numbers_layout(gl.num_warps()))
+        x = numbers_of(tiles, turn)
 
 
 @gluon.jit
 def moe_products_sm90(
     w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, w2_desc, w2_offsets_desc, w2_factors_desc,
     h_desc, h_scales_desc, rows, sizes, hidden, slots, signals, W: gl.constexpr, REST: gl.constexpr,
-    STAGES: gl.constexpr, EXPERTS: gl.constexpr, COMPUTE_REGS: gl.constexpr = 232, LOAD_REGS: gl.constexpr = 40,
+    STAGES: gl.constexpr, EXPERTS: gl.constexpr, ROLES: gl.constexpr, COMPUTE_REGS: gl.constexpr,
+    LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
     """EXPERTS: a power of two, at least as many as there are and 32."""
     launch_dependents()
@@ -263,12 +295,12 @@ def moe_products_sm90(
     factors = gl.allocate_shared_memory(gl.int32, [2, 1, ROWS], w13_factors_desc.layout)
     columns = gl.allocate_shared_memory(gl.int32, [2, scales_width(W + REST)], PLAIN)
     ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], PLAIN)
-    amax = gl.allocate_shared_memory(gl.float32, [4, scales_width(W + REST)], PLAIN)
+    amax = gl.allocate_shared_memory(gl.float32, [2 * ROLES, scales_width(W + REST)], PLAIN)
     ready = new_barriers(STAGES)
-    free = new_barriers(STAGES, 2)
+    free = new_barriers(STAGES, ROLES)
     known = new_barriers(2)
-    done = new_barriers(2, 2)
-    told = new_barriers(1, 2)
+    done = new_barriers(2, ROLES)
+    told = new_barriers(1, ROLES)
     init_barriers((ready, free, known, done, told))
     stages = Stages(values, offsets, x, rest, x_scales, ready, free)
     tiles = Tiles(numbers, factors, columns, known, done)
@@ -281,8 +313,19 @@ def moe_products_sm90(
     barrier()
     first = Operands(w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, sizes.blocks1, sizes.steps1)
     second = Operands(w2_desc, w2_offsets_desc, w2_factors_desc, h_desc, h_scales_desc, sizes.blocks2, sizes.steps2)
-    gl.warp_specialize([
-        (compute_role, (stages, tiles, amax, told, sizes, hidden, slots, signals, 0, REST)),
-        (compute_role, (stages, tiles, amax, told, sizes, hidden, slots, signals, 1, REST)),
-        (load_role, (first, second, stages, tiles, ends, count, ticket, rows, signals, REST)),
-    ], [4, 1], [COMPUTE_REGS, LOAD_REGS])  # fmt: skip
+    given = (stages, tiles, amax, told, sizes, hidden, slots, signals)
+    load = (first, second, stages, tiles, ends, count, ticket, rows, signals)
+    if ROLES == NARROW:
+        gl.warp_specialize([
+            (compute_role, (given, 0, REST, ROLES)),
+            (compute_role, (given, 1, REST, ROLES)),
+            (compute_role, (given, 2, REST, ROLES)),
+            (compute_role, (given, 3, REST, ROLES)),
+            (load_role, (load, REST, ROLES)),
+        ], [4, 4, 4, 1], [COMPUTE_REGS, COMPUTE_REGS, COMPUTE_REGS, LOAD_REGS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (compute_role, (given, 0, REST, ROLES)),
+            (compute_role, (given, 1, REST, ROLES)),
+            (load_role, (load, REST, ROLES)),
+        ], [4, 1], [COMPUTE_REGS, LOAD_REGS])  # fmt: skip

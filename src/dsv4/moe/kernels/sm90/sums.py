@@ -62,9 +62,14 @@ def operand_layout(warps):
 
 
 @gluon.constexpr_function
-def words_layout(warps):
-    """The words of FP4 [16 warps, 4 groups, 4 words]."""
-    return gl.SliceLayout(3, gl.SliceLayout(4, operand_layout(warps)))
+def words_layout(warps, rows):
+    """The words of FP4 [rows, 4 groups, 4 words]: 16 rows to a warp, or 8."""
+    if rows == 16 * warps:
+        return gl.SliceLayout(3, gl.SliceLayout(4, operand_layout(warps)))
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2]], lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[8 << i, 0, 0] for i in range(warps.bit_length() - 1)], block_bases=[], shape=[rows, 4, 4],
+    )  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -73,11 +78,9 @@ def product_layout(warps, n):
 
 
 @gluon.jit
-def fetched(stages, at, PLACE: gl.constexpr):
-    """Rows M PLACE to M PLACE + M - 1 of a stage, M = 16 warps: words of codes [M, 4, 4], bytes of scales [M, 4]."""
-    WARPS: gl.constexpr = gl.num_warps()
-    M: gl.constexpr = 16 * WARPS
-    L: gl.constexpr = words_layout(WARPS)
+def fetched(stages, at, PLACE: gl.constexpr, M: gl.constexpr):
+    """Rows M PLACE to M PLACE + M - 1 of a stage: words of codes [M, 4, 4], bytes of scales [M, 4]."""
+    L: gl.constexpr = words_layout(gl.num_warps(), M)
     PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     values = reinterpret_as(stages.values.index(at), gl.int32, [ROWS // M, M, 4, 4], PLAIN3)
@@ -87,12 +90,12 @@ def fetched(stages, at, PLACE: gl.constexpr):
 
 @gluon.jit
 def decoded(rows, base):
-    """Fetched rows as words of e4m3 [64, 4, 4], of values 0 to 3 and of values 4 to 7 of each word of codes.
+    """Fetched rows as words of e4m3 [M, 4, 4], of values 0 to 3 and of values 4 to 7 of each word of codes.
     base: of each row, the byte of offset 0."""
-    M: gl.constexpr = 16 * gl.num_warps()
     w, o = rows
+    L: gl.constexpr = w.type.layout
     o = gl.maximum(o - base[:, None], 1)  # groups of zeros may have any byte
-    zeros = gl.zeros([M, 4, 4], gl.int32, words_layout(gl.num_warps()))
+    zeros = gl.zeros(w.shape, gl.int32, L)
     low = (o * 0x08080800 + 0x0C080000)[:, :, None] + zeros
     high = (o * 0x08080808 + 0x1C181410)[:, :, None] + zeros
     return gl.inline_asm_elementwise(
@@ -101,12 +104,12 @@ def decoded(rows, base):
 
 
 @gluon.jit
-def as_e4m3(words):
-    """Decoded words as e4m3 [64, 128]: no instruction."""
+def as_e4m3(x):
+    """Decoded words [64, 4, 4, 2] as e4m3 [64, 128]: no instruction."""
     WARPS: gl.constexpr = gl.num_warps()
     M: gl.constexpr = 16 * WARPS
     L: gl.constexpr = operand_layout(WARPS)
-    x = gl.convert_layout(gl.join(words[0], words[1]), gl.SliceLayout(4, L), assert_trivial=True)
+    x = gl.convert_layout(x, gl.SliceLayout(4, L), assert_trivial=True)
     x = x[:, :, :, :, None] + gl.zeros([M, 4, 4, 2, 4], gl.int32, L)
     x = gl.inline_asm_elementwise(AS_BYTES, "=r,r,r,r,r", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
     return x.permute((0, 2, 3, 1, 4)).reshape((M, 128))
@@ -116,7 +119,7 @@ def as_e4m3(words):
 def operand(words, W: gl.constexpr):
     """Decoded words as operand A."""
     LA: gl.constexpr = gl.DotOperandLayout(0, product_layout(gl.num_warps(), W), 4)
-    return gl.convert_layout(as_e4m3(words), LA, assert_trivial=True)
+    return gl.convert_layout(as_e4m3(gl.join(words[0], words[1])), LA, assert_trivial=True)
 
 
 @gluon.jit
@@ -159,7 +162,7 @@ def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, N: gl.constex
     for _ in range(steps):
         at = stage.index
         stages.ready.wait(at, stage.phase)
-        rows0, rows1 = fetched(stages, at, G), fetched(stages, at, 2 + G)
+        rows0, rows1 = fetched(stages, at, G, 64), fetched(stages, at, 2 + G, 64)
         kept = ()
         for part in gl.static_range(USED):
             kept = kept + (scale_of_part(stages, at, part, N, REST),)
@@ -184,8 +187,7 @@ def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, N: gl.constex
 
 
 @gluon.jit
-def bases(factors, PLACE: gl.constexpr):
-    """The byte of offset 0 for 64 rows of a tile. A factor is 2^(base - 133); the offset of byte `base` is 12."""
-    M: gl.constexpr = 16 * gl.num_warps()
-    LB: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout(gl.num_warps())))
+def bases(factors, PLACE: gl.constexpr, M: gl.constexpr):
+    """The byte of offset 0 for M rows of a tile. A factor is 2^(base - 133); the offset of byte `base` is 12."""
+    LB: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout(gl.num_warps(), M)))
     return (factors.slice(PLACE * M, M).load(LB) >> 23) - 6
