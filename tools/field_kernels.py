@@ -23,6 +23,7 @@ PACKAGES = {
     "attn-gym": "0.0.17",
 }
 CUTE = ("-I{cutlass}/include", "-I{cutlass}/tools/util/include", "-I{cutlass}/examples/common", "-DNDEBUG")
+EXAMPLE_77 = "-I{cutlass}/examples/77_blackwell_fmha"
 MLA = ("-I{FlashMLA}/csrc", "-I{FlashMLA}/csrc/sm90", "-I{FlashMLA}/csrc/kerutils/include", *CUTE)
 GEMM = ("-I{DeepGEMM}/deep_gemm/include", *CUTE)
 # Its initialisers need a signed char, which a host with ARM cores does not have.
@@ -238,6 +239,10 @@ KERNELS = (
         )
         for dims, flags in (("128", ()), ("192, of V 128", ("-DROPE=64",)))
     ),
+    Kernel("77_blackwell_fmha_bwd, head dim 64", "cutlass", "cutlass_backward.cu",
+           (*CUTE, EXAMPLE_77, "-DDIM=64", "-DMASK=NoMask"), arguments=("256", "256", "2", "1")),
+    Kernel("77_blackwell_mla, decode", "cutlass", "cutlass_mla.cu",
+           (*CUTE, EXAMPLE_77, "-DSCHEDULER=Sm100MlaPersistentTileScheduler"), arguments=("256", "1", "1")),
     gemm("hopper/wgmma_sm90.cu", "cute::half_t", "sm_90a"),
     gemm("hopper/wgmma_tma_sm90.cu", "cute::half_t", "sm_90a"),
     gemm("sgemm_1.cu", "float", "sm_90a"),
@@ -305,9 +310,9 @@ SLOTS = (
     "barrier of the grid, without `fence.proxy.async`"
 )
 CLEARED = (
-    "real, hardly on silicon: a dispatch warp with no token to pull reads the numbers of tokens, and nothing orders "
-    "that before another CTA clears them for the next call (what all CTAs wait for before that are the epilogues). A "
-    "warp that is late by a whole layer polls for ever"
+    "real, hardly on silicon, exhibit 38 of the museum: a dispatch warp with no token to pull reads the numbers of "
+    "tokens, and nothing orders that before another CTA clears them for the next call (what all CTAs wait for before "
+    "that are the epilogues). A warp that is late by a whole layer polls for ever"
 )
 TOO_EARLY = (
     "real, [cutlass#2687](https://github.com/NVIDIA/cutlass/pull/2687) and "
@@ -347,6 +352,20 @@ JUDGED: dict[tuple[str, str, str], str] = {
         "",
     ): "real, rare on silicon. Warps 1 to 3 wait for `inputs_arrived` by parity, and nothing keeps "
     "warp 0 from ending two phases while one of them has not looked",
+    **{
+        ("fmha_bwd", code, ""): "real, hidden while the memory stays as it is: all tensor memory is freed behind a "
+        "barrier of the compute warps alone; the last product of dQ, and the warps that load it, may not be done"
+        for code in ("in-flight", "tmem-unallocated")
+    },
+    ("77_blackwell_mla", "race", "sm100_fmha_mla_tma_warpspecialized.hpp:1702"): "real, the mistake of exhibit 30: row "
+    "maxima are exchanged through one buffer, and no barrier lies between a read and the store of the next step. It "
+    "makes the result wrong here; one barrier behind line 1706 mends it",
+    (
+        "77_blackwell_mla",
+        "barrier-groups",
+        "sm100_fmha_mla_tma_warpspecialized.hpp:816",
+    ): "true, harmless: all warps of "
+    "the CTA arrive at a barrier of five, and nobody waits there any more (line 778 is commented out)",
     ("level 9", "in-flight", "tensor.cuh:133"): "true by PTX: warp 0 frees the tensor memory behind a barrier of the "
     "cluster, to which the other warps come by ending; an end releases nothing",
     **{

@@ -58,6 +58,13 @@ def micro_numbers() -> dict[str, int]:
     return {m.name: pg.FIRST_MICRO + i for i, m in enumerate(hot + cold)}
 
 
+# Instructions of PTX that are left out
+LACKING = {
+    "wmma": "mma.sync has the same products",
+    **dict.fromkeys("tex tld4 txq suld sust sured suq".split(), "there are no textures and surfaces"),
+}
+
+
 class Assembler(AsyncRegisters):
     def __init__(self, module: Module, function: Function, numbers: dict[str, int], checking: bool = False):
         super().__init__()
@@ -364,6 +371,8 @@ class Assembler(AsyncRegisters):
     def lower(self, ins: Instruction) -> None:
         lowering = LOWERERS.get(ins.opcode)
         if lowering is None:
+            if ins.opcode in LACKING:
+                self.refuse(ins, f"softsm does not have it: {LACKING[ins.opcode]}")
             near = difflib.get_close_matches(ins.opcode, list(LOWERERS), 1)
             self.refuse(ins, "no such instruction" + (f"; did you mean {near[0]}?" if near else ""))
         self.ins, self.touched, self.read, self.written = ins, set(), set(), set()

@@ -5,6 +5,8 @@ import inspect
 import pytest
 
 from softsm.engine.assemble import load_chapters
+from softsm.engine.launch import load
+from softsm.errors import Unsupported
 from softsm.isa import registry
 
 load_chapters()
@@ -39,3 +41,12 @@ def test_a_definition_may_be_a_decorated_function(monkeypatch):
 
 def test_the_dispatch_function_stays_small():
     assert sum(m.hot for m in registry.MICROS.values()) <= 200
+
+
+@pytest.mark.parametrize(
+    ("opcode", "instead"), [("wmma.mma.sync", "mma.sync has the same"), ("tex.1d.v4", "no textures")]
+)
+def test_instructions_that_are_left_out_are_named(opcode, instead):
+    text = f".version 8.6\n.target sm_90a\n.address_size 64\n.visible .entry k() {{ {opcode}; ret; }}\n"
+    with pytest.raises(Unsupported, match=f"softsm does not have it: .*{instead}"):
+        load(text).program  # noqa: B018
