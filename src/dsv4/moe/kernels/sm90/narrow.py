@@ -36,7 +36,7 @@ def narrow_sums(stages, stage, steps, factors, G: gl.constexpr, FIRST: gl.conste
     N: gl.constexpr = stages.x.shape[1]
     LA: gl.constexpr = gl.DotOperandLayout(0, product_layout(gl.num_warps(), N), 4)
     if FIRST:
-        base0, base1 = bases(factors, G, 32), bases(factors, 4 + G, 32)
+        base0, base1 = bases(factors, G, 32), bases(factors, NARROW + G, 32)
     else:
         base0 = bases(factors, G, 64)
         base1 = base0
