@@ -8,8 +8,9 @@
 Masks other than ``is_causal``, and dropout, are rejected by name; within :func:`replaced` such calls run in torch, and
 a warning tells why, once for each reason. ``calls`` counts both.
 
-Gradients, torch.compile, DDP and FSDP work as with :func:`dsv4.fmha`. Head dims other than 64, 128, 256 and 512 are
-padded with columns of zeros, which is exact and costs a copy, or read as they are (:func:`dsv4.fmha` on Hopper).
+Gradients, torch.compile, DDP and FSDP work as with :func:`dsv4.fmha`. Under torch.autocast, inputs are cast. Head dims
+other than 64, 128, 256 and 512 are padded with columns of zeros, which is exact and costs a copy, or read as they are
+(:func:`dsv4.fmha` on Hopper).
 """
 
 import contextlib
@@ -62,6 +63,7 @@ def scaled_dot_product_attention(
     """
     checks.flag("is_causal", is_causal)
     checks.flag("enable_gqa", enable_gqa)
+    query, key, value = _autocast(query, key, value)
     if rejected := reason(query, key, value, attn_mask, dropout_p, enable_gqa):
         checks.fail(*rejected)
     lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
@@ -101,6 +103,15 @@ def reason(
     return None
 
 
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Casts to the dtype of torch.autocast, as torch does for its own function."""
+    kind = tensors[0].device.type if checks.is_tensor(tensors[0]) else ""
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if checks.is_tensor(x) and x.dtype in checks.FLOATS else x for x in tensors)
+
+
 def _tokens_first(x: Tensor, lead: torch.Size) -> Tensor:
     """[..., heads, tokens, head dim] -> [batch, tokens, heads, head dim]; a view where strides allow it."""
     return x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:]).transpose(1, 2)
@@ -122,7 +133,7 @@ def _either(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    rejected = reason(query, key, value, attn_mask, dropout_p, enable_gqa)
+    rejected = reason(*_autocast(query, key, value), attn_mask, dropout_p, enable_gqa)
     calls["torch" if rejected else "dsv4"] += 1
     if rejected is None:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -120,3 +120,23 @@ def test_a_training_step_under_ddp_and_fsdp(tmp_path):
             torch.testing.assert_close(one, found[0], rtol=1e-4, atol=1e-4)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.float32, torch.bfloat16)])
+def test_autocast_casts_as_for_torchs_function(dtypes):
+    """Where RoPE is computed in fp32, query and key have another dtype than value."""
+    given = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(tensors(*[(2, 4, 9, 64)] * 3), dtypes)]
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(*x):
+        return scaled_dot_product_attention(*x, is_causal=True)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = F.scaled_dot_product_attention(*given, is_causal=True)
+        outs = [f(*given, is_causal=True) for f in (scaled_dot_product_attention, sdpa._either)]
+        outs.append(compiled(*given))
+    for out in outs:
+        assert out.dtype == wanted.dtype == torch.bfloat16
+        torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
+        for x, grad in zip(given, torch.autograd.grad(out.float().sum(), given)):
+            assert grad.dtype == x.dtype
