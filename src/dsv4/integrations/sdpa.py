@@ -133,7 +133,8 @@ def _either(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    rejected = reason(*_autocast(query, key, value), attn_mask, dropout_p, enable_gqa)
+    query, key, value = _autocast(query, key, value)
+    rejected = reason(query, key, value, attn_mask, dropout_p, enable_gqa)
     calls["torch" if rejected else "dsv4"] += 1
     if rejected is None:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
