@@ -397,7 +397,11 @@ class Tracer(Observer):
                 addresses = [a for a, n in zip(addresses, lanes_of(warp.R[o.used], lanes, 0)) if n]
             tensor = self._tensor(addresses[0]) if addresses else -1
             shift = self.shifts.item(tensor)
-            sectors, lines_asked = (len({a + shift >> bits for a in addresses}) for bits in (5, 7))
+            lines_asked = len({a + shift >> 7 for a in addresses})
+            # Lanes that make up 128 bytes go together: a sector that others of the warp need too is asked for again.
+            few = 128 // o.size
+            groups = (addresses[n : n + few] for n in range(0, len(addresses), few))
+            sectors = sum(len({a + shift >> 5 for a in some}) for some in groups)
             if sectors:
                 trace.traffic[tensor, "read"] += 32 * sectors
                 trace.traffic[tensor, "read lines"] += lines_asked

@@ -263,3 +263,26 @@ def test_much_work_beside_products_is_a_reason_to_doubt(issue, high) -> None:
     found.body_us = found.us = 100.0
     found.bound, found.trace = "issue", None
     assert validated.band(found)[1] == pytest.approx(high)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("swapped, sectors", [(False, 16), (True, 32)])
+def test_copies_of_half_a_sector_ask_for_it_twice(swapped: bool, sectors: int) -> None:
+    """Eight lanes of 16 bytes go together: the first eight may have the first halves of sectors, the next the others.
+    Counted on an H200 (ncu, products with weights of int4)."""
+    lane = (
+        "and.b32 %r2, %r1, 7; shl.b32 %r2, %r2, 1; shr.u32 %r3, %r1, 3; and.b32 %r4, %r3, 1; add.u32 %r2, %r2, %r4; "
+        "shr.u32 %r3, %r3, 1; shl.b32 %r3, %r3, 4; add.u32 %r2, %r2, %r3;"
+    )
+    ptx = f"""
+.version 8.3 .target sm_90a .address_size 64
+.visible .entry k(.param .u64 x) .reqntid 32, 1, 1
+{{
+  .reg .b32 %r<8>; .reg .b64 %d<8>; .shared .align 16 .b8 data[512];
+  ld.param.u64 %d1, [x]; mov.u32 %r1, %tid.x; mov.u32 %r2, %r1; {lane if swapped else ""}
+  mul.wide.u32 %d2, %r2, 16; add.u64 %d2, %d2, %d1; mov.u32 %r5, data; shl.b32 %r6, %r1, 4; add.u32 %r5, %r5, %r6;
+  cp.async.cg.shared.global [%r5], [%d2], 16; cp.async.wait_all; ret;
+}}"""
+    with softsm.timing("h200") as timer:
+        softsm.load(ptx).launch(1, 32, [np.zeros(1024, np.float32)])
+    assert sum(s.asked for s in timer.predictions[0].sources) == 32 * sectors
