@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from softsm.timing_model.follow import ADDRESS, REGISTER, statements_of
+from softsm.timing_model.follow import addressed_by
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.sources import Source
 from softsm.timing_model.trace import LaunchTrace
@@ -17,41 +17,12 @@ from softsm.timing_model.trace import LaunchTrace
 SLICES = (1, 4, 8, 16, 32, 64, 256, 4096), (1.0, 1.5, 2.0, 3.5, 5.8, 11.0, 27.5, 59.0)
 RELAXED = 0.3  # of the time for which reads wait behind atomics with fences, those without
 _FENCED = re.compile(r"\b(?:atom|red)\.[\w.:]*(?:acq_rel|acquire|release)")
-_CTA = re.compile(r"%ctaid\.[xyz]")
 
 
 def slices_of(s: Source, lines: float = math.inf) -> float:
     """How many slices of L2 have lines of s: few lines lie in few slices."""
     lines = max(1.0, min(s.size / 128, lines))
     return float(np.exp(np.interp(np.log(lines), np.log(SLICES[0]), np.log(SLICES[1]))))
-
-
-def atomics_by(source: str) -> dict[int, frozenset[str]]:
-    """PTX line of each atomic operation on global memory -> what its address depends on: %ctaid.x, y, z, or "data" that
-    was loaded."""
-    statements = statements_of(source)
-    found: dict[str, frozenset[str]] = {}
-    grew = True
-    while grew:
-        grew = False
-        for s in statements:
-            if s.name.startswith(("bra", "bar", "ret", "st.", "red.")):
-                continue
-            read = s.rest[len(s.target) :]
-            loaded = s.name.startswith(("ld.", "atom.")) and not s.name.startswith("ld.param")
-            new = {"data"} if loaded else set(_CTA.findall(read))
-            for r in () if loaded else REGISTER.findall(read):
-                new |= found.get(r, frozenset())
-            for r in REGISTER.findall(s.target):
-                if not new <= found.get(r, frozenset()):
-                    found[r] = found.get(r, frozenset()) | new
-                    grew = True
-    out: dict[int, frozenset[str]] = {}
-    for s in statements:
-        address = ADDRESS.search(s.rest)
-        if s.name.startswith(("atom.", "red.")) and ".shared" not in s.name and address:
-            out[s.line] = frozenset().union(*(found.get(r, frozenset()) for r in REGISTER.findall(address[1])))
-    return out
 
 
 def changed_together(trace: LaunchTrace, tensor: int, running: int, by: dict[int, frozenset[str]]) -> float:
@@ -75,7 +46,7 @@ class Atomics:
     def __init__(self, trace: LaunchTrace, sources: list[Source], gpu: Gpu, running: int):
         there = any(s.atomic for s in sources)
         self.waits = 1.0 if _FENCED.search(trace.source) else RELAXED
-        by = atomics_by(trace.source) if there else {}
+        by = addressed_by(trace.source) if there else {}
         lines = [changed_together(trace, n, running, by) if s.atomic else 0.0 for n, s in enumerate(sources)]
         self.slices = [slices_of(s, n) for s, n in zip(sources, lines)]
         # What L2 needs for them: each slice does one sector after another.

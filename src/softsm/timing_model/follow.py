@@ -23,6 +23,7 @@ REGISTER = re.compile(r"%[A-Za-z_$][\w$]*")
 ADDRESS = re.compile(r"\[([^\]]*)\]")
 _TARGET = re.compile(r"\s*(\{[^}]*\}|[^,]*)")
 _SUM = re.compile(r"^([%\w$]+)(?:\+(-?\d+))?$")
+_CTA = re.compile(r"%ctaid\.[xyz]")
 _LOADS = ("ld.global", "ld.acquire", "ld.relaxed", "ld.volatile", "ld.weak")
 
 
@@ -49,6 +50,35 @@ def statements_of(source: str) -> list[Statement]:
         for text in line.partition("//")[0].split(";")
         if (m := _STATEMENT.match(text))
     ]
+
+
+def addressed_by(source: str) -> dict[int, frozenset[str]]:
+    """PTX line of each atomic operation on global memory and of each copy from there -> what its address depends on:
+    %ctaid.x, y, z, or "data" that was loaded."""
+    statements = statements_of(source)
+    found: dict[str, frozenset[str]] = {}
+    grew = True
+    while grew:
+        grew = False
+        for s in statements:
+            if s.name.startswith(("bra", "bar", "ret", "st.", "red.")):
+                continue
+            read = s.rest[len(s.target) :]
+            loaded = s.name.startswith(("ld.", "atom.")) and not s.name.startswith("ld.param")
+            new = {"data"} if loaded else set(_CTA.findall(read))
+            for r in () if loaded else REGISTER.findall(read):
+                new |= found.get(r, frozenset())
+            for r in REGISTER.findall(s.target):
+                if not new <= found.get(r, frozenset()):
+                    found[r] = found.get(r, frozenset()) | new
+                    grew = True
+    out: dict[int, frozenset[str]] = {}
+    for s in statements:
+        copies = s.name.startswith("cp.async") and ".shared" in s.name and ".global" in s.name
+        addresses = ADDRESS.findall(s.rest)[copies:]  # a copy's first one is in shared memory
+        if addresses and (copies or s.name.startswith(("atom.", "red.")) and ".shared" not in s.name):
+            out[s.line] = frozenset().union(*(found.get(r, frozenset()) for r in REGISTER.findall(addresses[0])))
+    return out
 
 
 class Addresses:

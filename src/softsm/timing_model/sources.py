@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
+from softsm.timing_model.follow import addressed_by
 from softsm.timing_model.grid import over_grid
 from softsm.timing_model.machine import CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
@@ -36,6 +38,7 @@ class Source:
     random: bool = False
     boxes: bool = False  # read by TMA
     copied: bool = False  # ... or by cp.async, tile by tile
+    parts: int = 1  # ... which CTAs read one after another, and do not come back to: of a head, of a matrix of a batch
     rows: bool = False  # written by CTAs that go along rows of their own
     few: bool = False  # a cluster asks for few lines: for all lanes, it may be
 
@@ -118,6 +121,10 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
             if 0 <= tensor < len(out):
                 out[tensor].rows = True
     l2, held = gpu["l2.bytes"], gpu["l2.held"]
+    if sum(s.size for s in out if s.copied) > HELD[0] * held:
+        for tensor, parts in parts_of(trace).items():
+            if 0 <= tensor < len(out):
+                out[tensor].parts = parts
     for tensor, s in enumerate(out):
         s.few = most[tensor] < MANY_LINES
         if s.asked:
@@ -162,10 +169,30 @@ def gone(s: Source, sources: list[Source], together: float, held: float) -> floa
     Between two passes over it lies all of it, and what is read and written of others meanwhile; L2 forgets what was
     used longest ago. together: multiprocessors that read the same at a time."""
     passes = (s.asked - s.again) / max(s.size, 1) / together
-    if s.random or not s.copied or passes <= 1:
+    if s.random or not s.copied or s.piece < WHOLE or passes <= 1:
         return 0.0
-    others = sum(o.size if o.asked else o.changed for o in sources if o is not s)
-    return 1 - within((s.size + others / passes) / held, *HELD)
+    others = sum((o.size if o.asked else o.changed) / o.parts for o in sources if o is not s)
+    return 1 - within((s.size / s.parts + others / passes) / held, *HELD)
+
+
+def parts_of(trace: LaunchTrace) -> dict[int, int]:
+    """Tensor -> parts that CTAs read one after another: those of the last side of the grid, if its number is in the
+    address, since CTAs begin in the order of their numbers."""
+    sides = dict(zip(("%ctaid.x", "%ctaid.y", "%ctaid.z"), trace.grid))
+    last = max(sides, key=lambda name: (sides[name] > 1, name))
+    if last == "%ctaid.x":
+        return {}
+    on: dict[int, set[str]] = {}
+    by = addressed_by(trace.source)
+    for w in trace.clusters[0].warps:
+        for line, kind, a, _, c in w.events:
+            if kind in (LOAD, CP_ASYNC):
+                on.setdefault(c if kind == LOAD else a, set()).update(by.get(line, ()))
+    return {
+        tensor: math.prod(n for name, n in sides.items() if name in axes - {"%ctaid.x"})
+        for tensor, axes in on.items()
+        if last in axes
+    }
 
 
 def absent_from_l1(s: Source, room: float, sms: int) -> float:

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from softsm.timing_model.accesses import Access
-from softsm.timing_model.atomics import atomics_by, changed_together
+from softsm.timing_model.atomics import changed_together
+from softsm.timing_model.follow import addressed_by
 from softsm.timing_model.trace import ClusterTrace, WarpTrace
 
 HEAD = """
@@ -30,7 +31,7 @@ def test_what_the_address_of_an_atomic_depends_on() -> None:
   red.global.add.u32 [%d1], %r1;
 }"""
     )
-    assert list(atomics_by(text).values()) == [{"%ctaid.y"}, {"%ctaid.y", "data"}, frozenset()]
+    assert list(addressed_by(text).values()) == [{"%ctaid.y"}, {"%ctaid.y", "data"}, frozenset()]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from softsm.timing_model.machine import CP_ASYNC, LOAD
 from softsm.timing_model.parameters import GPUS
-from softsm.timing_model.sources import Source, absent_from_l1, gone, shares, slowest, sources_of
+from softsm.timing_model.sources import Source, absent_from_l1, gone, parts_of, shares, slowest, sources_of
 from softsm.timing_model.trace import ClusterTrace, WarpTrace
 
 L1 = 256 << 10
@@ -102,11 +102,27 @@ def test_a_word_brings_its_neighbour():
 def test_what_is_read_tile_by_tile_leaves_an_l2_that_it_does_not_fit() -> None:
     """Two passes over a tensor find it again only if it and its share of the others fit."""
 
-    def share(size: float, other: float, reads: float = 16, copied: bool = True) -> float:
-        mine = Source("a", int(size), asked=reads * size, copied=copied)
-        return gone(mine, [mine, Source("b", int(other), asked=16 * other, copied=True)], 4.0, 26e6)
+    def share(size: float, other: float, reads: float = 16, copied: bool = True, parts: int = 1) -> float:
+        mine = Source("a", int(size), asked=reads * size, copied=copied, parts=parts)
+        return gone(mine, [mine, Source("b", int(other), asked=16 * other, copied=True, parts=parts)], 4.0, 26e6)
 
     assert share(8e6, 8e6) == 0.0
     assert share(24e6, 32e6) == 1.0
     assert share(1e5, 60e6, reads=64) == 0.0  # a table that every CTA reads again and again
     assert share(24e6, 32e6, copied=False) == 0.0
+    assert share(64e6, 64e6, parts=32) == 0.0  # head after head
+
+
+def test_parts_of_the_last_side_of_a_grid_are_read_one_after_another() -> None:
+    """A depends on x, B on y, which changes last: what has been read of B is not read again."""
+    ptx = """
+    mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ctaid.y; mul.wide.u32 %d2, %r1, 64; mul.wide.u32 %d3, %r2, 64;
+    cp.async.cg.shared.global [ %r9 + 0 ], [ %d2 + 0 ], 16, %r2;
+    cp.async.bulk.tensor.2d.shared::cluster.global [%r9], [%d1, {%r8, %r2}], [%r7];
+    """
+    events = [(3, CP_ASYNC, 0, 512, 4), (4, LOAD, 0, 512, 1)]
+    cluster = SimpleNamespace(warps=[SimpleNamespace(events=events)])
+    trace = SimpleNamespace(grid=(8, 32, 1), source=ptx, clusters=[cluster])
+    assert parts_of(trace) == {1: 32}
+    trace.grid = (256, 1, 1)
+    assert parts_of(trace) == {}
