@@ -353,8 +353,9 @@ JUDGED: dict[tuple[str, str, str], str] = {
     ): "real, rare on silicon. Warps 1 to 3 wait for `inputs_arrived` by parity, and nothing keeps "
     "warp 0 from ending two phases while one of them has not looked",
     **{
-        ("fmha_bwd", code, ""): "real, hidden while the memory stays as it is: all tensor memory is freed behind a "
-        "barrier of the compute warps alone; the last product of dQ, and the warps that load it, may not be done"
+        ("fmha_bwd", code, ""): "real, exhibit 39 of the museum, hidden while the memory stays as it is: all tensor "
+        "memory is freed behind a barrier of the compute warps alone; the last product of dQ, and the warps that load "
+        "it, may not be done"
         for code in ("in-flight", "tmem-unallocated")
     },
     ("77_blackwell_mla", "race", "sm100_fmha_mla_tma_warpspecialized.hpp:1702"): "real, the mistake of exhibit 30: row "

@@ -27,7 +27,8 @@ def place(array: str, to: str, index: str = "%r0") -> str:
 def reused_buffer(bug: str) -> Program:
     """FlashMLA 9241ae3, sm100/decode/head64/kernel.cuh:229 and :309. Threads i and i ^ 64 hold halves of a row and
     exchange maxima through a buffer in each step of a loop; behind the loop they exchange sums through the same buffer,
-    with no barrier since the last read of a maximum. One named barrier mends it."""
+    with no barrier since the last read of a maximum. One named barrier mends it. NVIDIA/cutlass 7107b05, MLA decode of
+    example 77 (sm100_fmha_mla_tma_warpspecialized.hpp:1702 and :1706), has it between two steps of the loop."""
     exchange = "bar.sync 1, 128;\nld.shared.u32 %r13, [%r12];\nmax.u32 %r14, %r14, %r13;\n"
     body = place("buffer", "%r11") + "xor.b32 %r10, %r0, 64;\n" + place("buffer", "%r12", "%r10") + "mov.u32 %r14, 0;\n"
     for step in range(2):
@@ -182,3 +183,19 @@ def cleared_early(bug: str) -> Program:
     counts, text = np.array([5, 0], np.uint32), t.kernel(body, "counts out", target="sm_90a", version="8.6")
     right = None if bug else lambda arrays: bool((arrays[1][:2] == 5).all())
     return Program(text, [counts, np.zeros(2, np.uint32)], grid=2, block=64, right=right)
+
+
+@exhibit(39, "tensor memory is freed behind a barrier of some of its users", "in-flight", "tmem-unallocated")
+def freed_early(bug: str) -> Program:
+    """NVIDIA/cutlass 7107b05, the backward of example 77 (sm100_fmha_bwd_kernel_tma_warpspecialized.hpp:1815): compute
+    warps meet and free all columns, while the warps that add up dQ may still load theirs. Mended by a barrier to which
+    both come. Here: warps 0 to 3, and warp 4, which has the lanes of warp 0."""
+    give = "add.u32 %r20, %r0, 5;\nmov.u32 %r21, 7;\n" + t.lanes_of_warp("%r10") + t.store("%r10", 20, 2) + t.WAIT_ST
+    take = t.lanes_of_warp("%r10") + t.load("%r10", 30, 2) + t.WAIT_LD
+    take += "add.u32 %r30, %r30, %r31;\n" + t.out("%r30", "%rd2", "%r2")
+    body = t.alloc(32) + t.only("warp 0", give) + t.BEFORE + "bar.sync 0;\n" + t.AFTER + t.only("warp 4", take)
+    free = "bar.sync 1, 128;\n" + t.dealloc(32, sync=False)
+    body += "setp.lt.u32 %p4, %r1, 4;\n" + t.only("%p4", free) if bug else t.BEFORE + t.dealloc(32)
+    text = t.kernel(body, "x out", shared=SHARED + ".shared .align 4 .b32 place;")
+    right = None if bug else lambda arrays: bool((arrays[1][:32] == X[:32] + 12).all())
+    return Program(text, [X, np.zeros(4096, np.uint32)], block=160, right=right)
