@@ -218,6 +218,7 @@ class Kernel:
                 else:
                     if observer is not None:
                         observer.ended(None)
+                    memory.check_copies()
                 finally:
                     Kernel.executed += machine.steps
                     machine.close()
@@ -388,12 +389,14 @@ def aligned(shape: tuple[int, int], dtype) -> np.ndarray:
     return raw[offset : offset + nbytes].view(dtype).reshape(shape)
 
 
-def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
+def argument_bytes(value, p, memory: GlobalMemory, in_place: bool = False) -> bytes:
+    """Returns the bytes of a parameter. Unless `in_place`, a kernel gets a copy of a read-only array: a store
+    to a file that is mapped so would end the process."""
     name, forms = f"args: parameter {p.name}", "arrays, CPU tensors, numbers, bytes and tensor maps"
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if isinstance(value, TensorMapArgument):
-        argument_bytes(value.array, p, memory)  # what the map points to becomes known
+        argument_bytes(value.array, p, memory, in_place=True)  # what the map points to becomes known
         return bytes(value)
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
@@ -403,8 +406,12 @@ def argument_bytes(value, p, memory: GlobalMemory) -> bytes:
         owner = value
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
-        memory.add(owner.ctypes.data, owner.nbytes, f"argument {p.name}", owner)
-        return struct.pack("<Q", value.ctypes.data)
+        held = owner
+        if not owner.flags.writeable and not in_place:
+            held = owner.copy(order="K")
+            memory.copies.append((p.name, owner, held))
+        memory.add(held.ctypes.data, held.nbytes, f"argument {p.name}", held)
+        return struct.pack("<Q", held.ctypes.data + value.ctypes.data - owner.ctypes.data)
     if isinstance(value, np.generic):
         return value.tobytes()
     if hasattr(value, "untyped_storage"):

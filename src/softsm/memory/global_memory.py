@@ -38,6 +38,16 @@ class GlobalMemory:
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.allocations: list[Allocation] = []
+        self.copies: list[tuple[str, np.ndarray, np.ndarray]] = []  # of read-only arguments: name, array, its copy
+
+    def check_copies(self) -> None:
+        """Raises ValueError if a launch has written to the copy of a read-only array."""
+        copies, self.copies = self.copies, []
+        for name, array, copy in copies:
+            if array.tobytes() != copy.tobytes():
+                raise ValueError(
+                    f"args: parameter {name}: got a read-only array, which the kernel writes; accepted: a writable one"
+                )
 
     @property
     def lo(self) -> np.ndarray:

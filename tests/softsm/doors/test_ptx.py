@@ -75,3 +75,16 @@ def test_what_is_no_launch_is_refused():
     clusters = SQUARE.replace("\n{", ".reqnctapercluster 2, 1, 1\n{", 1)
     with pytest.raises(ValueError, match=r"^cluster: got 4; accepted: \(2, 1, 1\)"):
         softsm.load_ptx(clusters)[4, 32, 4]
+
+
+def test_an_array_in_read_only_memory_may_be_read_and_not_written(tmp_path):
+    """A store to a file that is mapped to be read would end the process."""
+    np.save(tmp_path / "x.npy", np.arange(32, dtype=np.uint32))
+    x, out = np.load(tmp_path / "x.npy", mmap_mode="r"), np.zeros(32, np.uint32)
+    load = "mad.wide.u32 %rd10, %r0, 4, %rd1;\nld.global.u32 %r10, [%rd10];\n"
+    store = "mad.wide.u32 %rd10, %r0, 4, %rd2;\nst.global.u32 [%rd10], %r10;\n"
+    softsm.load_ptx(t.kernel(load + store, "x out", target="sm_90"))[1, 32](x, out)
+    assert np.array_equal(out, np.arange(32))
+    with pytest.raises(ValueError, match="^args: parameter x: got a read-only array, which the kernel writes"):
+        softsm.load_ptx(SQUARE)[1, 32](x)
+    assert np.array_equal(x, np.arange(32))
