@@ -1,11 +1,12 @@
 """Times of calls on a GPU.
 
-Each call is captured in a CUDA graph and its replays are timed with events (a backward pass, which autograd ties to the
-stream of its forward pass, is called instead). Before every replay a buffer larger than
-the L2 is read, so that nothing is found there (read, not written: writing its lines back would be timed too). The
-graphs of all calls take turns, so that a change of the clock or of the temperature meets all of them; a call whose
-replays would take more than a second has fewer, spread over the turns. After every replay a kernel on the same stream
-reads the clock of a multiprocessor against the nanosecond timer.
+Each call is captured in a CUDA graph and its replays are timed with events. A backward pass, which autograd ties to the
+stream of its forward pass, is called instead, on an idle GPU: otherwise the host would run ahead during a long call,
+and the calls behind it would not show their host time. Before every replay a buffer larger than the L2 is read, so that
+nothing is found there (read, not written: writing its lines back would be timed too). The graphs of all calls take
+turns, so that a change of the clock or of the temperature meets all of them; a call whose replays would take more than
+a second has fewer, spread over the turns. After every replay a kernel on the same stream reads the clock of a
+multiprocessor against the nanosecond timer.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def time_calls(
             runs[name] = captured(call).replay if graphs else warmed(call)
         except (RuntimeError, torch.OutOfMemoryError) as why:
             refused[name] = in_one_line(why)
-    return time_turns(runs, repeats), refused
+    return time_turns(runs, repeats, idle=not graphs), refused
 
 
 def warmed(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -78,7 +79,11 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def time_turns(
-    runs: Mapping[str, Callable[[], Any]], repeats: int, flush: Tensor | None = None, clocks: bool = True
+    runs: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    flush: Tensor | None = None,
+    clocks: bool = True,
+    idle: bool = False,
 ) -> dict[str, Sample]:
     from dsv4.bench import clock  # with Triton, which a machine without a GPU may not have
 
@@ -92,6 +97,8 @@ def time_turns(
         for n, (name, run) in enumerate(runs.items()):
             if turn not in turns[name]:
                 continue
+            if idle:
+                torch.cuda.synchronize()
             times[name].append(_timed(run, flush))
             if clocks:
                 clock.read_clock[(1,)](stamps[n, len(times[name]) - 1], PROBE_NS, num_warps=1)
