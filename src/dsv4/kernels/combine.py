@@ -177,18 +177,33 @@ def combine_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.constexpr,
 
 
 @gluon.jit
+def clear_rows(
+    tensors, strides, begin, total_q, step, head, end_head, want_lse, D: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
+    """out 0 and lse -inf in tokens begin, begin + step, .. of the heads; for four warps."""
+    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    column = gl.arange(0, D, layout=L)
+    for token in range(begin, total_q, step):
+        for h in range(head, end_head):
+            offset = token.to(gl.int64) * strides.out_token + h * strides.out_head.to(gl.int64)
+            zeros = gl.zeros([D], tensors.out_ptr.dtype.element_ty, L)
+            gl.store(tensors.out_ptr + offset * 8 + column, zeros, mask=column < COLUMNS)
+            if want_lse != 0:
+                offset = token.to(gl.int64) * strides.lse_token + h * strides.lse_head.to(gl.int64)
+                gl.store(tensors.lse_ptr + offset, -float("inf"))
+
+
+@gluon.jit
+def end_of_sequences(cu_q_ptr, sequences, total_q):
+    """The first query token of a varlen batch that no sequence has."""
+    return gl.minimum(gl.maximum(gl.load(cu_q_ptr + sequences), 0), total_q)
+
+
+@gluon.jit
 def clear_rest(tensors, sizes, strides, D: gl.constexpr, COLUMNS: gl.constexpr):
     """Rows of a varlen batch past its last sequence: out 0, lse -inf. One program per head, all such tokens."""
-    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     head = gl.program_id(0)
-    column = gl.arange(0, D, layout=L)
-    begin = gl.minimum(gl.maximum(gl.load(tensors.cu_q_ptr + sizes.last_sequence), 0), sizes.total_q)
-    for token in range(begin + gl.program_id(1), sizes.total_q, gl.num_programs(1)):
-        offset = token.to(gl.int64) * strides.out_token + head.to(gl.int64) * strides.out_head
-        zeros = gl.zeros([D], tensors.out_ptr.dtype.element_ty, L)
-        gl.store(tensors.out_ptr + offset * 8 + column, zeros, mask=column < COLUMNS)
-        if sizes.want_lse != 0:
-            gl.store(
-                tensors.lse_ptr + token.to(gl.int64) * strides.lse_token + head.to(gl.int64) * strides.lse_head,
-                -float("inf"),
-            )
+    begin = end_of_sequences(tensors.cu_q_ptr, sizes.last_sequence, sizes.total_q) + gl.program_id(1)
+    clear_rows(
+        tensors, strides, begin, sizes.total_q, gl.num_programs(1), head, head + 1, sizes.want_lse, D, COLUMNS
+    )  # fmt: skip

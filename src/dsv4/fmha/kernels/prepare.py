@@ -39,6 +39,7 @@ class Tiling:
     halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
     codes_by_tma: bool = False  # e4m3 comes as it is, not by way of registers
     fp16_partials: bool = False  # the kernel can write fp16 partial results (combine.py)
+    clears_rest: bool = False  # the kernel fills rows of a varlen batch that no sequence has
 
     @property
     def ctas(self) -> int:
@@ -165,7 +166,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         prepare_fp16_merge(p, program, merge, splits)
     elif split:
         prepare_merge(p, program, merge, splits, varlen=varlen)
-    elif varlen:
+    elif varlen and not c.clears_rest:
         program.launch(clear_rest, (p.q_heads, 4), merge, D=p.head_dim, COLUMNS=out.shape[-1], num_warps=4)
     if out is not p.out:
         program.copy(p.out, out)

@@ -276,6 +276,7 @@ def fmha_decode(
     SPLIT: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):
+    work.clear_rest(tensors, sizes, strides, opts, D, KV_LOAD, SPLIT)
     coord = work.block_coord(tensors, sizes, opts, k_desc.block_shape[1], ROWS, BN, KV_LOAD)
     tile_row = coord.tile_row
     if tile_row < coord.rows:

@@ -59,13 +59,14 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
         tiles = min(tiles, (p.q.shape[0] * p.group // 128 + p.batch // 2) * p.kv_heads)
     # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
     # head dim 64 without a mask, (4, 16, 1024) 57 instead of 53 us; decode was not measured with fewer than four.
-    # A varlen batch needs a list of its row tiles first: 8 x 100 to 700 tokens, 232 tiles, 27 instead of 24 us.
+    # A varlen batch needs a list of its row tiles first: 8 x 100 to 700 tokens, 232 tiles, 30 instead of 28 us.
     enough = 4 if rows <= 64 or p.head_dim == 64 and p.right < 0 or p.kind == "varlen" else 1
     may_loop = p.kind != "paged" and not p.e4m3 and not p.deterministic and not is_partial(p)
-    if may_loop and (tiles >= enough * target.num_sms or _loops_with_few(p, target, rows, tiles)):
+    short = may_loop and rows > 64 and is_short(p, target, tiles)
+    if may_loop and not short and (tiles >= enough * target.num_sms or _loops_with_few(p, target, rows, tiles)):
         return _looping(p, target)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
-    if few or p.head_dim == 64:
+    if few or short or p.head_dim == 64:
         # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share a multiprocessor.
         keys, stages, producer, maxnreg = {64: (128, 3, 40, 128), 128: (64, 3, 40, 128), 256: (64, 2, 96, 168)}[
             p.head_dim
@@ -77,6 +78,27 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     if p.e4m3:
         return _rows_tiling(p.head_dim, keys, 2, 2, 208, 88, LOAD_WARPS=4)
     return _rows_tiling(p.head_dim, keys, 2, 2, 232, 40)
+
+
+def is_short(p: FmhaProblem, target: Target, tiles: int) -> bool:
+    """Whether row tiles of 64, two CTAs to an SM, take less time at head dim 128 than the looping kernel: they need
+    less time to begin and to end, and more for a step. Fitted to twelve problems, in us: 8 + 3.5 tiles + 1.85 steps
+    beside 10.5 + 4.5 tiles + steps, both of 128 rows and keys and for an SM, and 3 for the list of a varlen batch.
+    Without the list its grid has a CTA for every row tile that a sequence might have. Measured from 42 tiles for 132
+    SMs on."""
+    varlen = p.kind == "varlen"
+    # Other head dims than 128 would have to be copied, or were not measured.
+    if tiles < 0.3 * target.num_sms or not p.q.shape[-1] == p.v.shape[-1] == 128:
+        return False
+    if varlen and -(-p.max_seqlen_q * p.group // 64) * p.kv_heads * p.batch > 3 * tiles:
+        return False
+    keys = min(p.k.shape[0] / max(p.batch, 1), p.max_seqlen_k) if varlen else p.max_seqlen_k
+    if p.left >= 0:
+        keys = min(keys, p.left + max(p.right, 0) + 128 / p.group)
+    elif p.right >= 0:
+        keys = keys - min(p.max_seqlen_q, keys) / 2
+    steps = tiles * (keys / 128 + 0.5)
+    return 0.85 * steps < tiles + (5.5 if varlen else 2.5) * target.num_sms
 
 
 def _loops_with_few(p: FmhaProblem, target: Target, rows: int, tiles: int) -> bool:
@@ -136,7 +158,7 @@ def supports(p: FmhaProblem) -> str | None:
 
 def prepare(p: FmhaProblem, target: Target, program: Program) -> None:
     p, out = converted(p, program) if converts_first(p) else p, p.out
-    c = tiling(p, target)
+    c = replace(tiling(p, target), clears_rest=True)
     if not c.loop:
         p = widened(p, program)
     elif p.kind == "varlen":

@@ -286,6 +286,7 @@ def fmha_forward(
     PRODUCER_REGS: gl.constexpr,
     LOAD_WARPS: gl.constexpr = 1,
 ):
+    work.clear_rest(tensors, sizes, strides, opts, D, KV_LOAD, SPLIT)
     coord = work.block_coord(tensors, sizes, opts, loads.box_rows(k_desc), 64 * CONSUMERS, BN, KV_LOAD)
     tile_row = coord.tile_row
     CODES: gl.constexpr = in_codes(tensors.k_ptr.dtype)

@@ -161,6 +161,7 @@ def fmha_forward_d512(
     PRODUCER_REGS: gl.constexpr,
     LOAD_WARPS: gl.constexpr = 1,
 ):
+    work.clear_rest(tensors, sizes, strides, opts, 512, KV_LOAD, SPLIT)
     coord = work.block_coord(tensors, sizes, opts, loads.box_rows(k_desc), 64, 128, KV_LOAD)
     tile_row = coord.tile_row
     if tile_row < coord.rows:

@@ -39,6 +39,7 @@ from dsv4.fmha.kernels.sm90.tile_scheduler import (
 )
 from dsv4.fmha.kernels.tiles import DENSE, ROWS, Pages, end_key, first_key, mask_bounds
 from dsv4.kernels import softmax
+from dsv4.kernels.combine import clear_rows, end_of_sequences
 from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.division import divide
 from dsv4.kernels.ring import consumer_stage, producer_stage
@@ -393,6 +394,12 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order
     if KV_LOAD == ROWS:
         tickets = new_tickets(CONSUMERS)
     num_tiles = order.num_tiles if KV_LOAD == DENSE else gl.load(order.entries_ptr)
+    if KV_LOAD == ROWS:
+        begin = end_of_sequences(tensors.cu_q_ptr, order.sequences, sizes.total_q) + gl.program_id(0)
+        heads = sizes.kv_heads * sizes.group.number
+        clear_rows(
+            tensors, strides, begin, sizes.total_q, gl.num_programs(0), 0, heads, opts.want_lse, D, V_COLUMNS
+        )  # fmt: skip
     scheduler = TileScheduler(order, num_tiles, sizes, opts)
     arguments = Arguments(tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS, KV_LOAD)
     if CONSUMERS == 2:

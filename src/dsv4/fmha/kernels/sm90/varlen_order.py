@@ -31,6 +31,7 @@ class SequenceOrder(NamedTuple):
     """The list as the looping kernel gets it. Entry 0 has the number of the others, and the tickets."""
 
     entries_ptr: Value
+    sequences: Value
 
 
 class Blocks(NamedTuple):
@@ -148,4 +149,4 @@ def prepare_order(p: FmhaProblem, program: Program, rows: int) -> SequenceOrder:
     )  # fmt: skip
     arguments = dict(entries_ptr=entries, sequences=sequences, blocks=blocks)
     program.launch(list_row_tiles, (p.batch,), arguments, M=rows, CAUSAL=p.right >= 0, num_warps=4)
-    return SequenceOrder(entries)
+    return SequenceOrder(entries, p.batch)

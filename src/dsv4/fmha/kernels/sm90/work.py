@@ -11,6 +11,7 @@ from dsv4.fmha.kernels.scores import capped, of_values
 from dsv4.fmha.kernels.sm90 import columns
 from dsv4.fmha.kernels.tiles import PAGES, ROWS, Pages, first_key, key_tiles, mask_pages, sequence, token_and_head
 from dsv4.kernels import softmax
+from dsv4.kernels.combine import clear_rows, end_of_sequences
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
 # SPLIT of a kernel: False, True, or that it writes fp16 partial results
@@ -47,6 +48,19 @@ def block_coord(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, B
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * M  # causal: the longest tiles start first
     first, begin, end = key_tiles(tile_row, tokens, keys, split, sizes, opts, BOX_ROWS, M, BN, KV_LOAD)
     return BlockCoord(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, begin, end)
+
+
+@gluon.jit
+def clear_rest(tensors, sizes, strides, opts, D: gl.constexpr, KV_LOAD: gl.constexpr, SPLIT: gl.constexpr):
+    """A CTA's share of the rows of a varlen batch that no sequence has, by the same grid: a launch for them alone would
+    take 2 us, and a batch seldom has such rows. SPLIT: the combine kernel does it."""
+    if KV_LOAD == ROWS and not SPLIT:
+        begin = end_of_sequences(tensors.cu_q_ptr, gl.num_programs(2), sizes.total_q)
+        begin += gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+        step = gl.num_programs(0) * gl.num_programs(2)
+        head = gl.program_id(1) * sizes.group.number
+        end_head = head + sizes.group.number
+        clear_rows(tensors, strides, begin, sizes.total_q, step, head, end_head, opts.want_lse, D, D)
 
 
 @gluon.jit

@@ -90,8 +90,9 @@ LARGE = [(64, False), (128, True), (128, False), (256, True)]
 @pytest.mark.parametrize(
     "head_dim, causal", [(64, True), *(pytest.param(d, c, marks=pytest.mark.slow) for d, c in LARGE)]
 )
-def test_one_block_loops_over_many_tiles(head_dim, causal):
+def test_one_block_loops_over_many_tiles(monkeypatch, head_dim, causal):
     """As on a GPU with two multiprocessors: the ring and its phases go on from tile to tile."""
+    monkeypatch.setattr(fmha, "is_short", lambda *_: False)
     q = torch.randn(2, 330, 2, head_dim).bfloat16()
     k, v = torch.randn(2, 200, 2, head_dim).bfloat16(), torch.randn(2, 200, 2, head_dim).bfloat16()
     two = dispatch.compile_target("sm_90a")._replace(num_sms=2)
@@ -111,9 +112,10 @@ ORDERS = ("eager", "latest", "random")
     [(128, "latest"), *(pytest.param(d, o, marks=pytest.mark.slow) for d in (64, 128, 256) for o in ORDERS
                         if (d, o) != (128, "latest"))],
 )  # fmt: skip
-def test_only_the_last_tile_of_keys_is_masked(head_dim, order):
+def test_only_the_last_tile_of_keys_is_masked(monkeypatch, head_dim, order):
     """Without a mask, and with a diagonal that crosses one tile in 64 rows. The keys shrink: the last tile comes first,
     and others raise the maximum of some rows by more than 8 and of some by less: O is rescaled, or left as it is."""
+    monkeypatch.setattr(fmha, "is_short", lambda *_: False)
     one = dispatch.compile_target("sm_90a")._replace(num_sms=1)
     for tokens, keys, causal in ((330, 500, False), (330, 458, True), (458, 330, True)):
         q, v = torch.randn(1, tokens, 2, head_dim).bfloat16(), torch.randn(1, keys, 1, head_dim).bfloat16()
@@ -154,8 +156,9 @@ def test_three_roles_of_head_dim_64(monkeypatch, order, causal):
     [(64, "latest"), *(pytest.param(d, o, marks=pytest.mark.slow) for d in (64, 128) for o in ORDERS
                        if (d, o) != (64, "latest"))],
 )  # fmt: skip
-def test_rows_that_see_few_keys_or_none_of_a_tile(head_dim, order):
+def test_rows_that_see_few_keys_or_none_of_a_tile(monkeypatch, head_dim, order):
     """More queries than keys, windows: rows that see nothing, that begin late, that end early."""
+    monkeypatch.setattr(fmha, "is_short", lambda *_: False)
     q = torch.randn(1, 500, 1, head_dim).bfloat16()
     k, v = (torch.randn(1, 260, 1, head_dim).bfloat16() for _ in "kv")
     one = dispatch.compile_target("sm_90a")._replace(num_sms=1)
@@ -165,6 +168,30 @@ def test_rows_that_see_few_keys_or_none_of_a_tile(head_dim, order):
         with launches.race_free("sm_90a", sms=1, order=order, seed=SEED):
             _, lse = dsv4.fmha(q, k, v, window=window, out=out, return_lse=True, backend="softsm")
         assert_agrees((out, lse), reference.fmha, q, k, v, window=window)
+
+
+@pytest.mark.parametrize(
+    "batch, heads, kv_heads, tokens, causal, short",
+    [(6, 6, 6, 366, True, True), (1, 8, 8, 1000, True, True), (2, 30, 6, 824, True, False),
+     (2, 16, 16, 2048, True, False), (16, 16, 16, 512, True, False), (1, 4, 4, 4000, False, False)],
+)  # fmt: skip
+def test_short_problems_have_row_tiles_of_64(batch, heads, kv_heads, tokens, causal, short):
+    """As measured on an H200: the looping kernel needs more time to begin a row tile, and less for a step."""
+    q, k = (torch.empty(batch, tokens, n, 128, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads))
+    c = fmha.tiling(problem.dense(q, k, k.clone(), causal=causal), dispatch.compile_target("sm_90a"))
+    assert (c.rows, c.loop) == ((64, False) if short else (128, True))
+
+
+def test_short_sequences_beside_a_long_one_have_no_grid_of_empty_tiles():
+    """A CTA for each row tile that a sequence might have: 200 sequences, of which one has 5000 tokens."""
+    x = torch.empty(15000, 8, 128, dtype=torch.bfloat16, device="meta")
+    starts = torch.empty(201, dtype=torch.int32, device="meta")
+    target = dispatch.compile_target("sm_90a")
+    problems = [
+        problem.varlen(x, x.clone(), x.clone(), starts, starts, causal=True, max_seqlen_q=n, max_seqlen_k=n)
+        for n in (100, 5000)
+    ]
+    assert [fmha.tiling(p, target).loop for p in problems] == [False, True]
 
 
 def test_every_head_dim_has_a_configuration():
