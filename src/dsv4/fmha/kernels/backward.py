@@ -338,9 +338,9 @@ def addressable(program: Program, x: Slot) -> Slot:
     return x if is_addressable(x) else program.copied(x)
 
 
-def rows_descriptor(x: Slot, rows: int) -> TensorDescriptor:
-    """The descriptor of packed rows, which TMA packs where they have two dimensions."""
-    return descriptor(x, [1, 1, rows, 64] if x.ndim == 4 else [1, 1, rows // x.shape[3], x.shape[3], 64])
+def rows_box(x: Slot, rows: int) -> list[int]:
+    """The box of packed rows, which TMA packs where they have two dimensions."""
+    return [1, 1, rows, 64] if x.ndim == 4 else [1, 1, rows // x.shape[3], x.shape[3], 64]
 
 
 def descriptor(x: Slot, block: list[int]) -> TensorDescriptor:

@@ -40,16 +40,6 @@ class GradientTile:
 
 
 @aggregate
-class Result:
-    """A gradient; the strides of its heads and its rows, in units of 8 elements."""
-
-    desc: Value
-    ptr: Value
-    head: Value
-    row: Value
-
-
-@aggregate
 class Terms:
     """The terms of the packed rows: the exponent to subtract and delta (backward_rows.py)."""
 

@@ -58,19 +58,20 @@ class Where:
 
 
 @gluon.jit
-def load_packed(desc, tile, ready, batch, head, row, D: gl.constexpr):
-    """Rows from `row` on, of 64 or of 128; where they have two dimensions, tokens and group, TMA packs them."""
+def load_packed(desc, tile, ready, batch, head, row, D: gl.constexpr, begin=0):
+    """Rows from `row` on, of 64 or of 128; where they have two dimensions, tokens and group, TMA packs them. begin: the
+    coordinate of row 0."""
     BOX: gl.constexpr = desc.layout
     ROWS: gl.constexpr = tile.shape[0]  # Triton 3.6: a plain int in a list is no argument of a function
     GROUP: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
     if len(desc.block_shape) == 5:
         panels = reinterpret(tile, [D // 64, 1, 1, ROWS // GROUP, GROUP, 64], BOX)
         for panel in gl.static_range(D // 64):
-            tma_load(desc, [batch, head, row // GROUP, 0, panel * 64], ready, panels.index(panel))
+            tma_load(desc, [batch, head, begin + row // GROUP, 0, panel * 64], ready, panels.index(panel))
     else:
         panels = reinterpret(tile, [D // 64, 1, 1, ROWS, 64], BOX)
         for panel in gl.static_range(D // 64):
-            tma_load(desc, [batch, head, row, panel * 64], ready, panels.index(panel))
+            tma_load(desc, [batch, head, begin + row, panel * 64], ready, panels.index(panel))
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from dsv4.fmha.kernels.backward import (
     prepare_at_once,
     prepare_round_sum,
     row_tiles,
-    rows_descriptor,
+    rows_box,
     rows_of_dq,
     sums_descriptor,
     supports,
@@ -70,7 +70,7 @@ def find_adding(p: FmhaProblem, keys: int, sequences: Sequences | None) -> Addin
 
 def prepare_tiles(program: Program, x: Packed) -> None:
     """Without scores in memory."""
-    q, dout = (rows_descriptor(y, TILE) for y in (x.q, x.dout))
+    q, dout = (descriptor(y, rows_box(y, TILE)) for y in (x.q, x.dout))
     k, v = (descriptor(y, [1, 1, TILE, 64]) for y in (x.k, x.v))
     starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences, x.sequences.count)  # or unread
     common: dict[str, Any] = dict(

@@ -10,7 +10,7 @@ head dim    kernels                                                          pro
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,21 +28,15 @@ from dsv4.fmha.kernels.backward import (
     prepare_at_once,
     prepare_round_sum,
     row_tiles,
-    rows_descriptor,
+    rows_box,
     rows_of_dq,
     sums_descriptor,
     supports,
 )
-from dsv4.fmha.kernels.backward_arguments import (
-    Gradient,
-    GradientScales,
-    GradientSizes,
-    GradientTensors,
-    KeyParts,
-    Parts,
-)
+from dsv4.fmha.kernels.backward_arguments import GradientScales, GradientSizes, GradientTensors, KeyParts, Parts
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
+from dsv4.fmha.kernels.ragged import Ragged, ragged_descriptor
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_products import backward_products
@@ -78,6 +72,18 @@ def prepare_chain(target: Target, program: Program, x: Packed) -> None:
     HopperChain(target, program, x).prepare()
 
 
+class RaggedOperands(NamedTuple):
+    """Of varlen tensors; see ragged.py."""
+
+    q: Ragged
+    dout: Ragged
+    k: Ragged
+    v: Ragged
+    dq: Ragged
+    dk: Ragged
+    dv: Ragged
+
+
 def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
     """Without scores in memory."""
     starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences, x.sequences.count)  # or unread
@@ -85,8 +91,6 @@ def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
         tensors=GradientTensors(x.lse2, x.delta, *starts[:2]),
         whole=GradientSizes(**x.sizes, sequences=starts[2]),
         scales=GradientScales(x.scale, FP16_P_SCALE, x.p.softmax_scale, x.ds_scale),
-        q_desc=rows_descriptor(x.q, 64),
-        dout_desc=rows_descriptor(x.dout, 64),
     )
     constants = dict(D=x.width, SLOTS=2, SCALED=x.fp16, VARLEN=x.sequences is not None, BY_ROWS=False, num_warps=4)
     of_rows = (row_tiles(x.rows, x.sequences) * x.batch * x.heads,)
@@ -97,9 +101,7 @@ def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
     if x.dq is not None and x.sums is None:
         dq = rows_of_dq(program, x.dq, x.sequences)
         target = dq if is_addressable(dq) else made_like(program, dq.shape, dq.dtype, x.sequences)
-        k, v = (descriptor(y, [1, 1, TILE, 64]) for y in (x.k, x.v))
-        dq_desc = descriptor(target, [1, 1, 64, 64])
-        arguments = common | dict(k_desc=k, v_desc=v, dq_desc=dq_desc, dq=gradient_of(target))
+        arguments = common | operands(x, dict(q=64, dout=64, k=TILE, v=TILE, dq=64), dq=target)
         registers, load = _registers(x, of_keys=False)
         program.launch(backward_dq, of_rows, arguments, DQ_REGS=registers, LOAD_REGS=load, **constants)
         if target is not dq:
@@ -124,8 +126,8 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
     ]
     dk, dv = made or (x.k, x.v)  # these are not written
     parts = x.lse2  # unread
-    k, v, dk_box, dv_box = (descriptor(y, [1, 1, 64, 64]) for y in (x.k, x.v, dk, dv))
-    sums_box, dk_block, dv_block, count = dk_box, 0, 0, splits  # unread
+    boxes = operands(x, dict(q=rows, dout=rows, k=64, v=64, dk=64, dv=64), dk=dk, dv=dv)
+    sums_box, dk_block, dv_block, count = boxes["dk_desc"], 0, 0, splits  # unread
     if x.sums is not None:
         sums_box = sums_descriptor(x.sums)
         size, count = tiles * TILE * x.width, 1
@@ -134,10 +136,9 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
             parts = x.sums[x.sums.numel() - 2 * size :].view((2, size), (size, 1))
     elif shared:
         parts = program.workspace("parts of dk and dv", (2, splits * tiles * TILE * x.width), torch.float32)
-    arguments = common | dict(
-        q_desc=rows_descriptor(x.q, rows), dout_desc=rows_descriptor(x.dout, rows), k_desc=k, v_desc=v,
-        sums_desc=sums_box, dk_desc=dk_box, dv_desc=dv_box, dk=gradient_of(dk),
-        dv=gradient_of(dv), parts=KeyParts(splits, packs, pairs_at_once(x), dk_block, dv_block, parts),
+    arguments = common | boxes
+    arguments |= dict(
+        sums_desc=sums_box, parts=KeyParts(splits, packs, pairs_at_once(x), dk_block, dv_block, parts)
     )  # fmt: skip
     registers, load = _registers(x, of_keys=True)
     program.launch(
@@ -163,9 +164,18 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
             program.copy(grad, found)
 
 
-def gradient_of(x: Slot) -> Gradient:
-    """An addressable gradient, its strides in units of 8 elements, so that 16-byte accesses are provable."""
-    return Gradient(x, *(stride // 8 for stride in x.stride()[:3]))
+def operands(x: Packed, boxes: dict[str, int], **gradients: Slot) -> dict[str, Any]:
+    """The descriptors of tensors and gradients, and `ragged`. boxes: their rows."""
+    ragged = dict.fromkeys(RaggedOperands._fields, Ragged(0, 0))
+    found: dict[str, Any] = {}
+    for name, rows in boxes.items():
+        y = gradients[name] if name in gradients else getattr(x, name)
+        box = rows_box(y, rows)
+        if x.sequences is None:
+            found[f"{name}_desc"] = descriptor(y, box)
+        else:
+            found[f"{name}_desc"], ragged[name] = ragged_descriptor(y, box)
+    return found | dict(ragged=RaggedOperands(**ragged))
 
 
 def find_adding(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None) -> Adding:

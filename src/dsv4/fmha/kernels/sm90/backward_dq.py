@@ -17,14 +17,16 @@ barrier         arrives            count       waits          means
 own_ready       load: TMA bytes    1 + bytes   left, right    Q and dO are there
 ready[slot]     load: TMA bytes    1 + bytes   left, right    K and V are in the slot
 free[slot]      left, right        2           load           both have used it
-landed          TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
+
+Keys before a window, which may hold NaN, are not read: the first tile of keys begins where the first row's window does.
 """
 
-from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Terms
-from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
+from dsv4.fmha.kernels.backward_arguments import GradientTile, Terms
+from dsv4.fmha.kernels.backward_sequences import sizes_of, tile_of
+from dsv4.fmha.kernels.ragged import place_of
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
-from dsv4.fmha.kernels.sm90.backward_keys import accumulator, finish, scores
-from dsv4.fmha.kernels.sm90.gradient_loads import load_next, load_own
+from dsv4.fmha.kernels.sm90.backward_keys import accumulator, scores, send
+from dsv4.fmha.kernels.sm90.gradient_loads import Pair, load_next, load_own
 from dsv4.fmha.kernels.tiles import end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
@@ -38,39 +40,25 @@ class Memory:
     ring: Ring  # of K, and with it v
     v: Value
     own_ready: Barriers
-    landed: Barriers
 
 
 @gluon.jit
 def keys_of(row, sizes):
-    """[first, end) of the tiles of 128 keys that some of 128 packed rows see."""
+    """[first, end) of the keys that some of 128 packed rows see."""
     tokens, keys = sizes.tokens, sizes.keys
     first = first_key(row // sizes.group, tokens, keys, sizes.left)
     end = end_key(gl.minimum((row + 127) // sizes.group, tokens - 1), tokens, keys, sizes.right)
-    return first // 128 * 128, end
+    return first, end
 
 
 @gluon.jit
-def load_role(operands, memory, work, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
-    past: gl.constexpr = False
-    if VARLEN:
-        past = work.own + 128 > sizes.rows
-    landed_phase = load_own(
-        operands.q_desc, operands.dout_desc, memory.q, memory.dout, memory, past, work, work.head, work.first_row, 0,
-        sizes.rows, D,
-    )  # fmt: skip
-    first, end = keys_of(work.own, sizes)
+def load_role(rows, keys, memory, own, sizes, D: gl.constexpr):
+    load_own(rows, memory.q, memory.dout, memory.own_ready.at(0), own, D)
+    first, end = keys_of(own, sizes)
     ring, stage = memory.ring, producer_stage()
     for key in range(first, end, 128):
         ring.acquire(stage)
-        k, v, ready = ring.slot(stage), memory.v.index(stage.index), ring.ready_at(stage)
-        place = work.first_key + key
-        foreign: gl.constexpr = False
-        if VARLEN:
-            foreign = (key < first_visible(sizes)) | (key + 128 > sizes.keys)
-        landed_phase = load_next(operands.k_desc, operands.v_desc, k, v, ready, memory.landed.at(0), landed_phase,
-                                 foreign, work, work.kv_head, place, key, first_visible(sizes), sizes.keys,
-                                 D)  # fmt: skip
+        load_next(keys, ring.slot(stage), memory.v.index(stage.index), ring.ready_at(stage), key, D)
         stage = ring.next(stage)
 
 
@@ -116,11 +104,12 @@ def step(s, dq, memory, row, key, stage, turn, lse2, delta, sizes, scales, ds_sc
 
 
 @gluon.jit
-def dq_role(memory, result, terms, work, sizes, scales, W: gl.constexpr, D: gl.constexpr,
-            SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def dq_role(
+    memory, dq_desc, place, terms, own, sizes, scales, W: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr
+):  # fmt: skip
     """dQ of 64 packed rows."""
     LS: gl.constexpr = accumulator(128)
-    row = work.own + 64 * W
+    row = own + 64 * W
     number = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LS))
     lse2 = gl.load(terms.lse2_ptr + number, mask=number < sizes.rows, other=float("inf"))
     delta = gl.load(terms.delta_ptr + number, mask=number < sizes.rows, other=0.0)
@@ -128,7 +117,7 @@ def dq_role(memory, result, terms, work, sizes, scales, W: gl.constexpr, D: gl.c
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
     dq = gl.zeros([64, D], gl.float32, accumulator(D))
-    first, end = keys_of(work.own, sizes)
+    first, end = keys_of(own, sizes)
     memory.own_ready.wait(0, 0)
     if first < end:
         stage = consumer_stage()
@@ -143,7 +132,7 @@ def dq_role(memory, result, terms, work, sizes, scales, W: gl.constexpr, D: gl.c
     scale = scales.gradient
     if SCALED:
         scale = scale / ds_scale
-    finish(dq * scale, memory.q.index(W), result, work, work.first_row, row, sizes.rows, D, VARLEN)
+    send(dq * scale, memory.q.index(W), dq_desc, place, row, D)
 
 
 @gluon.jit
@@ -154,7 +143,7 @@ def backward_dq(
     dout_desc,
     v_desc,
     dq_desc,
-    dq,
+    ragged,
     whole,
     scales,
     D: gl.constexpr,
@@ -174,12 +163,7 @@ def backward_dq(
     v = gl.allocate_shared_memory(DTYPE, [SLOTS, 128, D], TILE)
     own_ready = new_barriers(1)
     ring = new_ring(k, 2)
-    barriers = (own_ready, ring.ready, ring.free)
-    landed = own_ready  # unused
-    if VARLEN:
-        landed = new_barriers(1)
-        barriers += (landed,)
-    init_barriers(barriers)
+    init_barriers((own_ready, ring.ready, ring.free))
     tiles = (whole.rows + 127) // 128
     if VARLEN:
         tiles = whole.rows // 128 + whole.sequences
@@ -196,12 +180,18 @@ def backward_dq(
         work = GradientTile(0, pair, pair, row, first_row, first_key)
         lse2_ptr += first_row
         delta_ptr += first_row
-    operands = Operands(q_desc, k_desc, dout_desc, v_desc)
-    memory = Memory(q, dout, ring, v, own_ready, landed)
+    batch, first_row, first_key = work.batch, work.first_row, work.first_key
+    q_place = place_of(q_desc, ragged.q, batch, work.head, first_row, sizes.rows, VARLEN)
+    dout_place = place_of(dout_desc, ragged.dout, batch, work.head, first_row, sizes.rows, VARLEN)
+    dq_place = place_of(dq_desc, ragged.dq, batch, work.head, first_row, sizes.rows, VARLEN)
+    k_place = place_of(k_desc, ragged.k, batch, work.head, first_key, sizes.keys, VARLEN)
+    v_place = place_of(v_desc, ragged.v, batch, work.head, first_key, sizes.keys, VARLEN)
+    rows = Pair(q_desc, dout_desc, q_place, dout_place)
+    keys = Pair(k_desc, v_desc, k_place, v_place)
+    memory = Memory(q, dout, ring, v, own_ready)
     terms = Terms(lse2_ptr, delta_ptr)
-    result = Result(dq_desc, dq.ptr, dq.head, dq.row)
     gl.warp_specialize([
-        (dq_role, (memory, result, terms, work, sizes, scales, 0, D, SCALED, VARLEN)),
-        (dq_role, (memory, result, terms, work, sizes, scales, 1, D, SCALED, VARLEN)),
-        (load_role, (operands, memory, work, sizes, D, VARLEN)),
+        (dq_role, (memory, dq_desc, dq_place, terms, work.own, sizes, scales, 0, D, SCALED)),
+        (dq_role, (memory, dq_desc, dq_place, terms, work.own, sizes, scales, 1, D, SCALED)),
+        (load_role, (rows, keys, memory, work.own, sizes, D)),
     ], [4, 1], [DQ_REGS, LOAD_REGS])  # fmt: skip

@@ -29,22 +29,23 @@ own_ready       load: TMA bytes    1 + bytes   left, right    K and V are there
 ready[slot]     load: TMA bytes    1 + bytes   left, right    Q, dO and stat are in the slot
 free[slot]      left, right        2           load           both have used it
 ds_ready[slot]  left, right        2           left, right    dS of both is in the slot
-landed          TMA bytes          1 + bytes   load           VARLEN: what reaches into the next sequence is there
+landed          TMA bytes          1 + bytes   load           VARLEN: K and V are there, with keys that no query sees
 
 Step n writes slot n & 1 of ds, which the product of step n - 1 (that of dS n - 2) reads: both roles have done it when
 they have released what they read in step n - 1, so that free[slot] says it too. This is why SLOTS is 2 with ADD_DQ.
 
 Tensors are [batch, KV head, packed row, column] as in backward_scores.py. TMA fills what lies past the end with zeros;
-P is 0 there, because of lse2 or of the mask. VARLEN: one batch of all sequences, whose ends TMA does not know; load
-zeroes what is not the sequence's, and the last tile of a sequence is stored row by row.
+P is 0 there, because of lse2 or of the mask. VARLEN: one batch of all sequences, at whose ends TMA stops too
+(fmha/kernels/ragged.py). load zeroes keys before a window, which may hold NaN.
 """
 
-from dsv4.fmha.kernels.backward_arguments import GradientTile, Operands, Result, Terms
+from dsv4.fmha.kernels.backward_arguments import GradientTile, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
+from dsv4.fmha.kernels.loads import zero_invisible
+from dsv4.fmha.kernels.ragged import place_of
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
-from dsv4.fmha.kernels.sm90.gradient_loads import load_next, load_own
+from dsv4.fmha.kernels.sm90.gradient_loads import Pair, load_next, load_own
 from dsv4.fmha.kernels.sm90.gradient_sums import Sums, add_block, add_blocks, store_blocks
-from dsv4.fmha.kernels.sm90.work import in_pieces
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -129,13 +130,27 @@ def cut(first, end, split, splits, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def load_role(operands, memory, terms, work, part, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
-    ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    foreign: gl.constexpr = False
+def load_keys(keys, memory, own, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
+    """K and V of 128 keys."""
+    unseen: gl.constexpr = False
     if VARLEN:
-        foreign = (work.own < first_visible(sizes)) | (work.own + 128 > sizes.keys)
-    landed_phase = load_own(operands.k_desc, operands.v_desc, memory.k, memory.v, memory, foreign, work,
-                            work.kv_head, work.first_key, first_visible(sizes), sizes.keys, D)  # fmt: skip
+        unseen = own < first_visible(sizes)
+    if unseen:
+        load_own(keys, memory.k, memory.v, memory.landed.at(0), own, D)
+        memory.landed.wait(0, 0)
+        for half in gl.static_range(2):
+            zero_invisible(memory.k.index(half), own + half * 64, first_visible(sizes), sizes.keys, 64, D)
+            zero_invisible(memory.v.index(half), own + half * 64, first_visible(sizes), sizes.keys, 64, D)
+        fence_async_shared()  # generic stores -> tensor-core reads
+        memory.own_ready.arrive(0)
+    else:
+        load_own(keys, memory.k, memory.v, memory.own_ready.at(0), own, D)
+
+
+@gluon.jit
+def load_role(rows, keys, memory, terms, own, part, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
+    ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    load_keys(keys, memory, own, sizes, D, VARLEN)
     ROWS: gl.constexpr = memory.stat.shape[1]
     ring, stage = memory.ring, producer_stage()
     for row in range(part.first, part.end, ROWS):
@@ -146,13 +161,7 @@ def load_role(operands, memory, terms, work, part, sizes, D: gl.constexpr, VARLE
         memory.stat.index(stage.index * 2).store(lse2)
         memory.stat.index(stage.index * 2 + 1).store(delta)
         barrier()  # one lane arrives for all; Triton 3.6 puts nothing between
-        q, dout, ready = ring.slot(stage), memory.dout.index(stage.index), ring.ready_at(stage)
-        place = work.first_row + row
-        past: gl.constexpr = False
-        if VARLEN:
-            past = row + ROWS > sizes.rows
-        landed_phase = load_next(operands.q_desc, operands.dout_desc, q, dout, ready, memory.landed.at(0), landed_phase,
-                                 past, work, work.head, place, row, 0, sizes.rows, D)  # fmt: skip
+        load_next(rows, ring.slot(stage), memory.dout.index(stage.index), ring.ready_at(stage), row, D)
         stage = ring.next(stage)
 
 
@@ -262,38 +271,21 @@ def step(s, dk, dv, memory, sums, row, key, stage, turn, more, whole, sizes, sca
 
 
 @gluon.jit
-def finish(x, tile, result, work, first, row, end, D: gl.constexpr, VARLEN: gl.constexpr):
-    """x [64, D] to rows from `row` on of a sequence that begins at `first` and has `end` rows."""
-    last: gl.constexpr = False
-    if VARLEN:
-        last = row + 64 > end
-    if last:
-        x16 = in_pieces(x.to(tile.dtype))
-        L: gl.constexpr = x16.type.layout
-        here = row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-        column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-        offset = (work.head.to(gl.int64) * result.head + (first + here).to(gl.int64) * result.row) * 8
-        gl.store(result.ptr + offset[:, None] + column[None, :], x16, mask=(here < end)[:, None])
-    else:
-        send(x, tile, result.desc, work, first + row, D)
-
-
-@gluon.jit
-def send(x, tile, desc, work, row, D: gl.constexpr):
-    """x [64, D] to rows from `row` on, by way of the tile."""
+def send(x, tile, desc, place, row, D: gl.constexpr):
+    """x [64, D] to rows from `row` on of a sequence and head, by way of the tile."""
     tile.store(x.to(tile.dtype))
     fence_async_shared()
     BOX: gl.constexpr = desc.layout
     panels = reinterpret(tile, [D // 64, 1, 1, 64, 64], BOX)
     for panel in gl.static_range(D // 64):
-        tma_store(desc, [work.batch, work.head, row, panel * 64], panels.index(panel))
+        tma_store(desc, [place.outer, place.offset, place.begin + row, panel * 64], panels.index(panel))
     store_wait(0)
 
 
 @gluon.jit
-def gradient_role(memory, sums, dk_result, dv_result, work, part, sizes, scales, W: gl.constexpr,
-                  D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):  # fmt: skip
-    """dK and dV of 64 keys, from a part of the rows."""
+def gradient_role(memory, sums, results, own, part, sizes, scales, W: gl.constexpr, D: gl.constexpr,
+                  SCALED: gl.constexpr, ADD_DQ: gl.constexpr):  # fmt: skip
+    """dK and dV of 64 keys, from a part of the rows. results: dK and dV."""
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
     dv = gl.zeros([64, D], gl.float32, accumulator(D))
     ds_scale = 1.0
@@ -301,7 +293,7 @@ def gradient_role(memory, sums, dk_result, dv_result, work, part, sizes, scales,
         ds_scale = gl.load(scales.ds_ptr)
     ROWS: gl.constexpr = memory.stat.shape[1]
     first, end = part.first, part.end
-    mine = work.own + 64 * W
+    mine = own + 64 * W
     memory.own_ready.wait(0, 0)
     if first < end:
         stage = consumer_stage()
@@ -340,8 +332,8 @@ def gradient_role(memory, sums, dk_result, dv_result, work, part, sizes, scales,
             store_blocks(dk * scale, part.dk_ptr + W * (64 * D), D)
     else:
         tile = memory.v.index(W)
-        finish(dv, tile, dv_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
-        finish(dk * scale, tile, dk_result, work, work.first_key, mine, sizes.keys, D, VARLEN)
+        send(dv, tile, results.y_desc, results.y_place, mine, D)
+        send(dk * scale, tile, results.x_desc, results.x_place, mine, D)
     if ADD_DQ:
         store_wait(0)  # shared memory is there until the last tile has been read
 
@@ -356,8 +348,7 @@ def backward_keys(
     sums_desc,
     dk_desc,
     dv_desc,
-    dk,
-    dv,
+    ragged,
     parts,
     whole,
     scales,
@@ -372,7 +363,7 @@ def backward_keys(
 ):
     """One program: 128 keys of a pair of sequence and pack of query heads, one of `parts.splits` parts of the rows.
     lse2, delta [pairs, rows]. VARLEN: `whole` has rows, tokens and keys of all sequences, which begin where cu_q and
-    cu_k say; only then are the pointers of dk and dv used. sums_desc: the sums of gradient_sums.py."""
+    cu_k say. sums_desc: the sums of gradient_sums.py."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -422,17 +413,22 @@ def backward_keys(
     first, end = rows_of(work.own, sizes, ROWS)
     first, end = cut(first, end, split, splits, ROWS)
     part = Part(first, end, splits * parts.packs > 1, dk_parts_ptr, dv_parts_ptr)
-    operands = Operands(q_desc, k_desc, dout_desc, v_desc)
+    batch, kv_head, first_row, first_key = work.batch, work.kv_head, work.first_row, work.first_key
+    q_place = place_of(q_desc, ragged.q, batch, work.head, first_row, sizes.rows, VARLEN)
+    dout_place = place_of(dout_desc, ragged.dout, batch, work.head, first_row, sizes.rows, VARLEN)
+    k_place = place_of(k_desc, ragged.k, batch, kv_head, first_key, sizes.keys, VARLEN)
+    v_place = place_of(v_desc, ragged.v, batch, kv_head, first_key, sizes.keys, VARLEN)
+    dk_place = place_of(dk_desc, ragged.dk, batch, kv_head, first_key, sizes.keys, VARLEN)
+    dv_place = place_of(dv_desc, ragged.dv, batch, kv_head, first_key, sizes.keys, VARLEN)
     memory = Memory(k, v, ring, dout, stat, own_ready, landed, ds, ds_ready)
     own_block = (pair // parts.packs * tiles + tile) * (D // 32)
     sums = Sums(sums_desc, sum_tiles, first_block, parts.dk_block + own_block, parts.dv_block + own_block)
     terms = Terms(lse2_ptr, delta_ptr)
-    dk_result = Result(dk_desc, dk.ptr, dk.head, dk.row)
-    dv_result = Result(dv_desc, dv.ptr, dv.head, dv.row)
+    rows = Pair(q_desc, dout_desc, q_place, dout_place)
+    keys = Pair(k_desc, v_desc, k_place, v_place)
+    results = Pair(dk_desc, dv_desc, dk_place, dv_place)
     gl.warp_specialize([
-        (gradient_role, (memory, sums, dk_result, dv_result, work, part, sizes, scales, 0, D, SCALED, VARLEN,
-                         ADD_DQ)),
-        (gradient_role, (memory, sums, dk_result, dv_result, work, part, sizes, scales, 1, D, SCALED, VARLEN,
-                         ADD_DQ)),
-        (load_role, (operands, memory, terms, work, part, sizes, D, VARLEN)),
+        (gradient_role, (memory, sums, results, work.own, part, sizes, scales, 0, D, SCALED, ADD_DQ)),
+        (gradient_role, (memory, sums, results, work.own, part, sizes, scales, 1, D, SCALED, ADD_DQ)),
+        (load_role, (rows, keys, memory, terms, work.own, part, sizes, D, VARLEN)),
     ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip

@@ -1,0 +1,61 @@
+"""Descriptors of tensors whose sequences lie end to end, with which TMA stops at the end of a sequence.
+
+Rows past its end are filled with zeros, or not written. A descriptor has one bound for each dimension, and sequences
+end anywhere; but addresses are numbers of 64 bits. Two dimensions come before the rows::
+
+    dimension   stride (elements)   coordinate
+    outer       2^34 - row          2^30, so that 2^30 * 2^34 elements of two bytes are 0
+    offset      step                (end of the sequence * row + head * stride of a head) / step
+    rows        row                 2^30 - rows of the sequence + row
+
+The sum is the address of (row, head) of the sequence; the bound of the rows is 2^30. Triton's ragged_tma has the idea,
+with a dimension for heads; here it belongs to the offset, so that there is room for packed query heads.
+"""
+
+import math
+from typing import NamedTuple
+
+from dsv4.kernels.compat import TensorDescriptor, Value, aggregate, gl, gluon
+from dsv4.runtime.program import Slot
+
+BOUND = gl.constexpr(1 << 30)
+MOST = 0x7FFF0000  # coordinates
+TURN = 1 << 34
+
+
+class Ragged(NamedTuple):
+    """What a row and a head count in the coordinate `offset` of a tensor."""
+
+    row: Value
+    head: Value
+
+
+@aggregate
+class Place:
+    """The coordinates of a sequence and head: row r has begin + r."""
+
+    outer: Value
+    offset: Value
+    begin: Value
+
+
+@gluon.jit
+def place_of(desc, ragged, batch, head, first, rows, VARLEN: gl.constexpr):
+    """-> Place. VARLEN: of a sequence that has `rows` rows from `first` on, packed ones; else of a dense batch."""
+    if VARLEN:
+        GROUP: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
+        end = (first + rows) // GROUP
+        return Place(gl.to_tensor(BOUND), end * ragged.row + head * ragged.head, BOUND - rows // GROUP)
+    else:
+        return Place(batch, head, gl.to_tensor(0))
+
+
+def ragged_descriptor(x: Slot, block: list[int]) -> tuple[TensorDescriptor, Ragged]:
+    """Of x [1, heads, rows, D] or [1, heads, tokens, pack, D], addressable. block: [1, 1, rows, ..]"""
+    heads, rows = x.shape[1:3]
+    row = x.stride(2) if rows > 1 else x.shape[-1]
+    head = x.stride(1) if heads > 1 else row
+    step = math.gcd(row, head)
+    layout = gl.NVMMASharedLayout(block[-1] * 2, 16, rank=len(block))
+    shape, strides = [MOST, MOST, BOUND.value, *x.shape[3:]], [TURN - row, step, row, *x.stride()[3:]]
+    return TensorDescriptor(x, shape, strides, block, layout), Ragged(row // step, head // step)
