@@ -10,12 +10,14 @@ LAUNCH_BOUND = 20.0  # us: below it the worst case does not count
 
 
 def concordance(rows: list[tuple], together) -> tuple[float, int]:
-    """Kendall's tau over pairs of rows that differ by more than 5 %, and how many there are."""
+    """Kendall's tau over pairs of rows that differ by more than 5 %, and how many there are. Equal predictions are
+    neither right nor wrong."""
     agree = pairs = 0
     for a, b in itertools.combinations(rows, 2):
         if abs(a[1] / b[1] - 1) > 0.05 and together(a[0], b[0]):
             pairs += 1
-            agree += 1 if (a[1] < b[1]) == (a[2] < b[2]) else -1
+            order = (a[2] > b[2]) - (a[2] < b[2])
+            agree += order if a[1] > b[1] else -order
     return agree / max(pairs, 1), pairs
 
 
