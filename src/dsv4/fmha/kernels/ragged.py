@@ -56,6 +56,9 @@ def ragged_descriptor(x: Slot, block: list[int]) -> tuple[TensorDescriptor, Ragg
     row = x.stride(2) if rows > 1 else x.shape[-1]
     head = x.stride(1) if heads > 1 else row
     step = math.gcd(row, head)
+    if (rows * row + heads * head) // step >= MOST:
+        got = f"strides of {row} and {head} elements for {rows} rows and {heads} heads"
+        raise ValueError(f"{x.name}: got {got}; accepted: up to 2^31 times their common divisor in all, as in a copy")
     layout = gl.NVMMASharedLayout(block[-1] * 2, 16, rank=len(block))
     shape, strides = [MOST, MOST, BOUND.value, *x.shape[3:]], [TURN - row, step, row, *x.stride()[3:]]
     return TensorDescriptor(x, shape, strides, block, layout), Ragged(row // step, head // step)

@@ -6,6 +6,7 @@ import torch
 import softsm
 from dsv4.fmha.kernels.ragged import place_of, ragged_descriptor
 from dsv4.kernels.compat import gl, gluon, mbarrier, store_wait, tma_load, tma_store
+from dsv4.runtime.program import Slot
 
 
 @gluon.jit
@@ -53,3 +54,9 @@ def test_only_the_rows_of_the_sequence_are_copied(pack):
     mine = slice(head * pack, (head + 1) * pack)
     expected[first : first + length, mine] = source[first : first + length, mine]
     assert torch.equal(goal, expected)
+
+
+def test_a_tensor_too_large_for_its_coordinates_is_named():
+    x = Slot(0, "q", (1, 2, 1 << 28, 64), (8, 8, 72, 1), torch.bfloat16, torch.device("meta"))
+    with pytest.raises(ValueError, match="q: got strides of 72 and 8 elements"):
+        ragged_descriptor(x, [1, 1, 64, 64])
