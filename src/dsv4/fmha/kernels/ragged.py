@@ -15,6 +15,7 @@ with a dimension for heads; here it belongs to the offset, so that there is room
 import math
 from typing import NamedTuple
 
+from dsv4.fmha.kernels.loads import load_packed
 from dsv4.kernels.compat import TensorDescriptor, Value, aggregate, gl, gluon
 from dsv4.runtime.program import Slot
 
@@ -37,6 +38,36 @@ class Place:
     outer: Value
     offset: Value
     begin: Value
+
+
+@aggregate
+class Pair:
+    """Two tensors, and where a sequence and head of them lies."""
+
+    x_desc: Value
+    y_desc: Value
+    x_place: Value
+    y_place: Value
+
+
+@gluon.jit
+def load_rows(desc, place, tile, ready, row, D: gl.constexpr):
+    """Packed rows from `row` on."""
+    load_packed(desc, tile, ready, place.outer, place.offset, row, D, place.begin)
+
+
+@gluon.jit
+def load_pair(pair, x, y, ready, row, D: gl.constexpr):
+    load_rows(pair.x_desc, pair.x_place, x, ready, row, D)
+    load_rows(pair.y_desc, pair.y_place, y, ready, row, D)
+
+
+@gluon.jit
+def pair_of(x_desc, y_desc, x_ragged, y_ragged, batch, head, first, rows, VARLEN: gl.constexpr):
+    """-> Pair; see place_of"""
+    x_place = place_of(x_desc, x_ragged, batch, head, first, rows, VARLEN)
+    y_place = place_of(y_desc, y_ragged, batch, head, first, rows, VARLEN)
+    return Pair(x_desc, y_desc, x_place, y_place)
 
 
 @gluon.jit

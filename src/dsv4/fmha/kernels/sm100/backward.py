@@ -10,7 +10,7 @@ head dim    kernels                                                          pro
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.kernels.backward import (
@@ -32,11 +32,13 @@ from dsv4.fmha.kernels.backward import (
 from dsv4.fmha.kernels.backward_arguments import Gradient, GradientScales, GradientSizes, GradientTensors, Parts
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
+from dsv4.fmha.kernels.ragged import Ragged, ragged_descriptor
 from dsv4.fmha.kernels.sm100.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm100.backward_products import backward_products
 from dsv4.fmha.kernels.sm100.backward_scores import backward_scores
 from dsv4.fmha.kernels.sm100.backward_tiles import backward_tiles
 from dsv4.fmha.problem import FmhaProblem
+from dsv4.kernels.compat import TensorDescriptor
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
@@ -68,10 +70,28 @@ def find_adding(p: FmhaProblem, keys: int, sequences: Sequences | None) -> Addin
     return Adding(p.group, 1)
 
 
+class RaggedTiles(NamedTuple):
+    """What a CTA owns of varlen tensors, K and V or Q and dO, and the others (ragged.py)."""
+
+    x0: Ragged
+    x1: Ragged
+    y0: Ragged
+    y1: Ragged
+
+
+def operands(x: Packed) -> tuple[list[TensorDescriptor], RaggedTiles]:
+    """The descriptors of q, dout, k and v; what a CTA needs that owns keys."""
+    boxes = [(y, rows_box(y, TILE)) for y in (x.q, x.dout, x.k, x.v)]
+    if x.sequences is None:
+        return [descriptor(*box) for box in boxes], RaggedTiles(*[Ragged(0, 0)] * 4)
+    found = [ragged_descriptor(*box) for box in boxes]
+    q, dout, k, v = (ragged for _, ragged in found)
+    return [desc for desc, _ in found], RaggedTiles(k, v, q, dout)
+
+
 def prepare_tiles(program: Program, x: Packed) -> None:
     """Without scores in memory."""
-    q, dout = (descriptor(y, rows_box(y, TILE)) for y in (x.q, x.dout))
-    k, v = (descriptor(y, [1, 1, TILE, 64]) for y in (x.k, x.v))
+    (q, dout, k, v), ragged = operands(x)
     starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences, x.sequences.count)  # or unread
     common: dict[str, Any] = dict(
         tensors=GradientTensors(x.lse2, x.delta, *starts[:2]),
@@ -86,7 +106,7 @@ def prepare_tiles(program: Program, x: Packed) -> None:
         dk, dv = (program.workspace("unwanted", x.k.shape, x.k.dtype) if y is None else y for y in (dk, dv))
     if x.sums is not None:
         arguments = common | dict(
-            q_desc=q, k_desc=k, dout_desc=dout, v_desc=v, sums_desc=sums_descriptor(x.sums),
+            q_desc=q, k_desc=k, dout_desc=dout, v_desc=v, ragged=ragged, sums_desc=sums_descriptor(x.sums),
             dk=Gradient(dk, *dk.stride()[:3]), dv=Gradient(dv, *dv.stride()[:3]),
         )  # fmt: skip
         score, add = (160, 144) if x.width == 128 else (176, 104)
@@ -98,6 +118,7 @@ def prepare_tiles(program: Program, x: Packed) -> None:
 
     def launch(grid: tuple[int, int], first: Slot, second: Slot, own: tuple, other: tuple, keys: bool) -> None:
         arguments = common | dict(x0_desc=own[0], x1_desc=own[1], y0_desc=other[0], y1_desc=other[1])
+        arguments["ragged"] = ragged if keys else RaggedTiles(*ragged[2:], *ragged[:2])
         arguments |= dict(
             gradient0=Gradient(first, *first.stride()[:3]), gradient1=Gradient(second, *second.stride()[:3])
         )

@@ -41,7 +41,7 @@ x_ready         TMA bytes           1           mma                K and V are t
 ready[i]        TMA bytes           1           mma, left, right   slot i is filled, and stat of the rows in it
 free[i]         commit of mma       1           load               the products that read slot i are complete; of Q the
                                                                    last of them waited for ds_ready, so stat is read
-landed          TMA bytes           1           load               VARLEN: what reaches into the next sequence is there
+landed          TMA bytes           1           load               VARLEN: K and V are there, unseen keys too
 s_ready         commit of mma       1           left, right        S is complete
 p_ready         left, right         2           mma                P is stored, S is read
 dp_ready        commit of mma       1           left, right        dP is complete
@@ -57,7 +57,8 @@ the tensor core works in order. Rows past the end are as in backward_tiles.py.
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
 
 from dsv4.fmha.kernels import scores
-from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
+from dsv4.fmha.kernels.backward_sequences import sizes_of, tile_of
+from dsv4.fmha.kernels.ragged import pair_of
 from dsv4.fmha.kernels.sm100.backward_mask import seen_by_all, streamed, zero_masked
 from dsv4.fmha.kernels.sm100.backward_tiles import (
     Numbers,
@@ -116,9 +117,9 @@ def dout_stage(memory, j):
 
 
 @gluon.jit
-def load_role(q_desc, k_desc, dout_desc, v_desc, memory, work, sizes, numbers, D: gl.constexpr, VARLEN: gl.constexpr):
+def load_role(keys, rows, memory, work, sizes, numbers, D: gl.constexpr, VARLEN: gl.constexpr):
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    landed_phase = load_own(k_desc, v_desc, memory, work, first_visible(sizes), sizes.keys, D, VARLEN)
+    load_own(keys, memory, work.own, sizes, D, True, VARLEN)
     for j in range(0, work.tiles):
         at_q = q_stage(j)
         at_dout = dout_stage(memory, j)
@@ -129,9 +130,9 @@ def load_role(q_desc, k_desc, dout_desc, v_desc, memory, work, sizes, numbers, D
         memory.y.free.wait(at_q.index, at_q.phase ^ 1)  # the first wait on an untouched barrier passes
         memory.stat.index(2 * at_q.index).store(lse2)
         memory.stat.index(2 * at_q.index + 1).store(delta)
-        landed_phase = load_y(q_desc, memory, at_q.index, landed_phase, work, row, 0, sizes.rows, D, VARLEN)
+        load_y(rows.x_desc, rows.x_place, memory, at_q.index, row, D)
         memory.y.free.wait(at_dout.index, at_dout.phase ^ 1)
-        landed_phase = load_y(dout_desc, memory, at_dout.index, landed_phase, work, row, 0, sizes.rows, D, VARLEN)
+        load_y(rows.y_desc, rows.y_place, memory, at_dout.index, row, D)
 
 
 @gluon.jit
@@ -272,6 +273,7 @@ def backward_keys(
     dout_desc,
     v_desc,
     sums_desc,
+    ragged,
     dk,
     dv,
     whole,
@@ -339,7 +341,9 @@ def backward_keys(
         dv_ptr += first_key.to(gl.int64) * dv.row
     first, end = streamed(own, sizes, True)
     first = first // 128 * 128  # a tile of the sum
-    work = TileProduct(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128, first_key, first_row)
+    work = TileProduct(own, first, (gl.maximum(end - first, 0) + 127) // 128)
+    keys = pair_of(k_desc, v_desc, ragged.x0, ragged.x1, batch, head, first_key, sizes.keys, VARLEN)
+    rows = pair_of(q_desc, dout_desc, ragged.y0, ragged.y1, batch, head, first_row, sizes.rows, VARLEN)
     ds_scale, dk_factor, dv_factor = scaled(scales, SCALED)
     numbers = Numbers(lse2_ptr, delta_ptr, scales.s, scales.p, ds_scale)
     result = Result(dk_ptr, dv_ptr, dk.row, dv.row, dk_factor, dv_factor)
@@ -348,5 +352,5 @@ def backward_keys(
         (score_role, (memory, work, sizes, numbers, result, 1, D, SCALED)),
         (add_role, (memory, work, sums_desc, tile * (D // 32), D)),
         (mma_role, (memory, work, D)),
-        (load_role, (q_desc, k_desc, dout_desc, v_desc, memory, work, sizes, numbers, D, VARLEN)),
+        (load_role, (keys, rows, memory, work, sizes, numbers, D, VARLEN)),
     ], [4, 4, 1, 1], [SCORE_REGS, ADD_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

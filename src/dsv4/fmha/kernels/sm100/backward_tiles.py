@@ -46,7 +46,7 @@ ready[i]        TMA bytes           1           mma; KEYS: left,   slot i is fil
 free[i]         commit of mma       1           load               the products that read slot i are complete; KEYS: of
                                                                    Y0 the last of them waited for ds_ready, so stat is
                                                                    read
-landed          TMA bytes           1           load               VARLEN: what reaches into the next sequence is there
+landed          TMA bytes           1           load               VARLEN, KEYS: X is there, unseen keys too
 s_ready         commit of mma       1           left, right        S is complete
 p_ready         left, right         2           mma                S is read; KEYS: P is stored
 dp_ready        commit of mma       1           left, right        dP is complete
@@ -56,14 +56,16 @@ done            commit of mma       1           left, right        the accumulat
 S of the next tile overwrites P of this one, and dP overwrites dS: the products that read them were issued before, and
 the tensor core works in order. TMA fills what lies past the end of a tensor with zeros, so nothing foreign enters a
 product; lse2 of rows past the end is +inf, which makes P 0 (without the unit 2^-126, which is multiplied by zeros).
-VARLEN: one batch of all sequences, whose ends TMA does not know; load zeroes what is not the sequence's.
+VARLEN: one batch of all sequences, at whose ends TMA stops too (fmha/kernels/ragged.py). load zeroes keys before a
+window, which may hold NaN.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
 
 from dsv4.fmha.kernels import scores
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
-from dsv4.fmha.kernels.loads import load_packed, zero_invisible
+from dsv4.fmha.kernels.loads import zero_invisible
+from dsv4.fmha.kernels.ragged import load_pair, load_rows, pair_of
 from dsv4.fmha.kernels.sm100.backward_mask import seen_by_all, streamed, zero_masked
 from dsv4.fmha.kernels.sm100.softmax_parts import exp2_by_fma, halves, whole
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
@@ -94,13 +96,9 @@ class Memory:
 class TileProduct:
     """What one CTA has to do: of X the rows from `own` on, of Y `tiles` tiles from row `first` on."""
 
-    batch: Value
-    head: Value  # KV head
     own: Value
     first: Value
     tiles: Value
-    x_begin: Value  # first row of the sequence in X, in Y: 0 in a dense batch
-    y_begin: Value
 
 
 @aggregate
@@ -141,74 +139,39 @@ def stage1(memory, j):
 
 
 @gluon.jit
-def load_x(x0_desc, x1_desc, memory, ready, work, D: gl.constexpr):
+def load_x(x, memory, ready, own, D: gl.constexpr):
     mbarrier.expect(ready, 2 * 128 * D * 2)
-    load_packed(x0_desc, memory.x.index(0), ready, work.batch, work.head, work.x_begin + work.own, D)
-    load_packed(x1_desc, memory.x.index(1), ready, work.batch, work.head, work.x_begin + work.own, D)
+    load_pair(x, memory.x.index(0), memory.x.index(1), ready, own, D)
 
 
 @gluon.jit
-def load_own(x0_desc, x1_desc, memory, work, begin, end, D: gl.constexpr, VARLEN: gl.constexpr):
-    """X, with 0 in rows outside of [begin, end) of the sequence -> next phase of landed."""
-    landed_phase = gl.to_tensor(0)
-    foreign: gl.constexpr = False
-    if VARLEN:
-        foreign = (work.own < begin) | (work.own + 128 > end)
-    if foreign:
-        load_x(x0_desc, x1_desc, memory, memory.landed.at(0), work, D)
-        memory.landed.wait(0, landed_phase)
-        zero_invisible(memory.x.index(0), work.own, begin, end, 128, D)
-        zero_invisible(memory.x.index(1), work.own, begin, end, 128, D)
+def load_own(x, memory, own, sizes, D: gl.constexpr, KEYS: gl.constexpr, VARLEN: gl.constexpr):
+    """X; 0 in keys that no query sees."""
+    unseen: gl.constexpr = False
+    if KEYS and VARLEN:
+        unseen = own < first_visible(sizes)
+    if unseen:
+        load_x(x, memory, memory.landed.at(0), own, D)
+        memory.landed.wait(0, 0)
+        zero_invisible(memory.x.index(0), own, first_visible(sizes), sizes.keys, 128, D)
+        zero_invisible(memory.x.index(1), own, first_visible(sizes), sizes.keys, 128, D)
         fence_async_shared()  # generic stores -> tensor-core reads
         memory.x_ready.arrive(0)
-        landed_phase = landed_phase ^ 1
     else:
-        load_x(x0_desc, x1_desc, memory, memory.x_ready.at(0), work, D)
-    return landed_phase
+        load_x(x, memory, memory.x_ready.at(0), own, D)
 
 
 @gluon.jit
-def load_y(desc, memory, slot, landed_phase, work, row, begin, end, D: gl.constexpr, VARLEN: gl.constexpr):
-    """A tile of Y from `row` of the sequence on; 0 in rows outside of [begin, end) of it -> next phase of landed."""
-    tile = memory.y.slots.index(slot)
-    foreign: gl.constexpr = False
-    if VARLEN:
-        foreign = (row < begin) | (row + 128 > end)
-    if foreign:
-        mbarrier.expect(memory.landed.at(0), 128 * D * 2)
-        load_packed(desc, tile, memory.landed.at(0), work.batch, work.head, work.y_begin + row, D)
-        memory.landed.wait(0, landed_phase)
-        zero_invisible(tile, row, begin, end, 128, D)
-        fence_async_shared()  # generic stores -> tensor-core reads
-        memory.y.ready.arrive(slot)
-        landed_phase = landed_phase ^ 1
-    else:
-        mbarrier.expect(memory.y.ready.at(slot), 128 * D * 2)
-        load_packed(desc, tile, memory.y.ready.at(slot), work.batch, work.head, work.y_begin + row, D)
-    return landed_phase
+def load_y(desc, place, memory, slot, row, D: gl.constexpr):
+    """A tile of Y from `row` of the sequence on."""
+    mbarrier.expect(memory.y.ready.at(slot), 128 * D * 2)
+    load_rows(desc, place, memory.y.slots.index(slot), memory.y.ready.at(slot), row, D)
 
 
 @gluon.jit
-def load_role(
-    x0_desc,
-    x1_desc,
-    y0_desc,
-    y1_desc,
-    memory,
-    work,
-    sizes,
-    numbers,
-    D: gl.constexpr,
-    KEYS: gl.constexpr,
-    VARLEN: gl.constexpr,
-):
+def load_role(x, y, memory, work, sizes, numbers, D: gl.constexpr, KEYS: gl.constexpr, VARLEN: gl.constexpr):
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    # Of X and of Y: the rows of the sequence that meet any of the other.
-    x_visible = first_visible(sizes) if KEYS else 0
-    x_end = sizes.keys if KEYS else sizes.rows
-    y_visible = 0 if KEYS else first_visible(sizes)
-    y_end = sizes.rows if KEYS else sizes.keys
-    landed_phase = load_own(x0_desc, x1_desc, memory, work, x_visible, x_end, D, VARLEN)
+    load_own(x, memory, work.own, sizes, D, KEYS, VARLEN)
     for j in range(0, work.tiles):
         at0 = stage0(memory, j)
         at1 = stage1(memory, j)
@@ -221,9 +184,9 @@ def load_role(
         if KEYS:
             memory.stat.index(2 * at0.index).store(lse2)
             memory.stat.index(2 * at0.index + 1).store(delta)
-        landed_phase = load_y(y0_desc, memory, at0.index, landed_phase, work, row, y_visible, y_end, D, VARLEN)
+        load_y(y.x_desc, y.x_place, memory, at0.index, row, D)
         memory.y.free.wait(at1.index, at1.phase ^ 1)
-        landed_phase = load_y(y1_desc, memory, at1.index, landed_phase, work, row, y_visible, y_end, D, VARLEN)
+        load_y(y.y_desc, y.y_place, memory, at1.index, row, D)
 
 
 @gluon.jit
@@ -401,6 +364,7 @@ def backward_tiles(
     x1_desc,
     y0_desc,
     y1_desc,
+    ragged,
     gradient0,
     gradient1,
     whole,
@@ -465,7 +429,10 @@ def backward_tiles(
         ptr0 += x_begin.to(gl.int64) * gradient0.row
         ptr1 += x_begin.to(gl.int64) * gradient1.row
     first, end = streamed(own, sizes, KEYS)
-    work = TileProduct(batch, head, own, first, (gl.maximum(end - first, 0) + 127) // 128, x_begin, y_begin)
+    work = TileProduct(own, first, (gl.maximum(end - first, 0) + 127) // 128)
+    x_end, y_end = (sizes.keys, sizes.rows) if KEYS else (sizes.rows, sizes.keys)
+    x_pair = pair_of(x0_desc, x1_desc, ragged.x0, ragged.x1, batch, head, x_begin, x_end, VARLEN)
+    y_pair = pair_of(y0_desc, y1_desc, ragged.y0, ragged.y1, batch, head, y_begin, y_end, VARLEN)
     ds_scale, factor0, factor1 = scaled(scales, SCALED)
     numbers = Numbers(lse2_ptr, delta_ptr, scales.s, scales.p, ds_scale)
     result = Result(ptr0, ptr1, gradient0.row, gradient1.row, factor0, factor1)
@@ -473,5 +440,5 @@ def backward_tiles(
         (score_role, (memory, work, sizes, numbers, result, 0, D, KEYS, SCALED)),
         (score_role, (memory, work, sizes, numbers, result, 1, D, KEYS, SCALED)),
         (mma_role, (memory, work, KEYS)),
-        (load_role, (x0_desc, x1_desc, y0_desc, y1_desc, memory, work, sizes, numbers, D, KEYS, VARLEN)),
+        (load_role, (x_pair, y_pair, memory, work, sizes, numbers, D, KEYS, VARLEN)),
     ], [4, 1, 1], [SCORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip

@@ -23,10 +23,10 @@ Keys before a window, which may hold NaN, are not read: the first tile of keys b
 
 from dsv4.fmha.kernels.backward_arguments import GradientTile, Terms
 from dsv4.fmha.kernels.backward_sequences import sizes_of, tile_of
-from dsv4.fmha.kernels.ragged import place_of
+from dsv4.fmha.kernels.ragged import pair_of, place_of
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
 from dsv4.fmha.kernels.sm90.backward_keys import accumulator, scores, send
-from dsv4.fmha.kernels.sm90.gradient_loads import Pair, load_next, load_own
+from dsv4.fmha.kernels.sm90.gradient_loads import load_next, load_own
 from dsv4.fmha.kernels.tiles import end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
@@ -180,14 +180,10 @@ def backward_dq(
         work = GradientTile(0, pair, pair, row, first_row, first_key)
         lse2_ptr += first_row
         delta_ptr += first_row
-    batch, first_row, first_key = work.batch, work.first_row, work.first_key
-    q_place = place_of(q_desc, ragged.q, batch, work.head, first_row, sizes.rows, VARLEN)
-    dout_place = place_of(dout_desc, ragged.dout, batch, work.head, first_row, sizes.rows, VARLEN)
-    dq_place = place_of(dq_desc, ragged.dq, batch, work.head, first_row, sizes.rows, VARLEN)
-    k_place = place_of(k_desc, ragged.k, batch, work.head, first_key, sizes.keys, VARLEN)
-    v_place = place_of(v_desc, ragged.v, batch, work.head, first_key, sizes.keys, VARLEN)
-    rows = Pair(q_desc, dout_desc, q_place, dout_place)
-    keys = Pair(k_desc, v_desc, k_place, v_place)
+    batch, head, begin, end = work.batch, work.head, work.first_row, sizes.rows
+    rows = pair_of(q_desc, dout_desc, ragged.q, ragged.dout, batch, head, begin, end, VARLEN)
+    keys = pair_of(k_desc, v_desc, ragged.k, ragged.v, batch, head, work.first_key, sizes.keys, VARLEN)
+    dq_place = place_of(dq_desc, ragged.dq, batch, head, begin, end, VARLEN)
     memory = Memory(q, dout, ring, v, own_ready)
     terms = Terms(lse2_ptr, delta_ptr)
     gl.warp_specialize([

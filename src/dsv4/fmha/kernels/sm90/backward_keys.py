@@ -42,9 +42,9 @@ P is 0 there, because of lse2 or of the mask. VARLEN: one batch of all sequences
 from dsv4.fmha.kernels.backward_arguments import GradientTile, Terms
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
-from dsv4.fmha.kernels.ragged import place_of
+from dsv4.fmha.kernels.ragged import pair_of
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
-from dsv4.fmha.kernels.sm90.gradient_loads import Pair, load_next, load_own
+from dsv4.fmha.kernels.sm90.gradient_loads import load_next, load_own
 from dsv4.fmha.kernels.sm90.gradient_sums import Sums, add_block, add_blocks, store_blocks
 from dsv4.kernels.compat import (
     Value,
@@ -413,20 +413,16 @@ def backward_keys(
     first, end = rows_of(work.own, sizes, ROWS)
     first, end = cut(first, end, split, splits, ROWS)
     part = Part(first, end, splits * parts.packs > 1, dk_parts_ptr, dv_parts_ptr)
-    batch, kv_head, first_row, first_key = work.batch, work.kv_head, work.first_row, work.first_key
-    q_place = place_of(q_desc, ragged.q, batch, work.head, first_row, sizes.rows, VARLEN)
-    dout_place = place_of(dout_desc, ragged.dout, batch, work.head, first_row, sizes.rows, VARLEN)
-    k_place = place_of(k_desc, ragged.k, batch, kv_head, first_key, sizes.keys, VARLEN)
-    v_place = place_of(v_desc, ragged.v, batch, kv_head, first_key, sizes.keys, VARLEN)
-    dk_place = place_of(dk_desc, ragged.dk, batch, kv_head, first_key, sizes.keys, VARLEN)
-    dv_place = place_of(dv_desc, ragged.dv, batch, kv_head, first_key, sizes.keys, VARLEN)
     memory = Memory(k, v, ring, dout, stat, own_ready, landed, ds, ds_ready)
     own_block = (pair // parts.packs * tiles + tile) * (D // 32)
     sums = Sums(sums_desc, sum_tiles, first_block, parts.dk_block + own_block, parts.dv_block + own_block)
     terms = Terms(lse2_ptr, delta_ptr)
-    rows = Pair(q_desc, dout_desc, q_place, dout_place)
-    keys = Pair(k_desc, v_desc, k_place, v_place)
-    results = Pair(dk_desc, dv_desc, dk_place, dv_place)
+    rows = pair_of(
+        q_desc, dout_desc, ragged.q, ragged.dout, work.batch, work.head, work.first_row, sizes.rows, VARLEN
+    )  # fmt: skip
+    batch, head, begin = work.batch, work.kv_head, work.first_key
+    keys = pair_of(k_desc, v_desc, ragged.k, ragged.v, batch, head, begin, sizes.keys, VARLEN)
+    results = pair_of(dk_desc, dv_desc, ragged.dk, ragged.dv, batch, head, begin, sizes.keys, VARLEN)
     gl.warp_specialize([
         (gradient_role, (memory, sums, results, work.own, part, sizes, scales, 0, D, SCALED, ADD_DQ)),
         (gradient_role, (memory, sums, results, work.own, part, sizes, scales, 1, D, SCALED, ADD_DQ)),
