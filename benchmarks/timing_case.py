@@ -24,6 +24,10 @@ def values(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> tor
     return out.view(shape)
 
 
+def empty(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, device=device, dtype=dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     name: str
@@ -31,3 +35,16 @@ class Case:
     make: Callable[[str], Call]
     variants: str = ""  # cases with the same word here compute the same: their order counts
     values: bool = False  # whether products are computed: a later launch depends on them
+
+
+def adding_to(cases: list[Case]) -> Callable[..., Any]:
+    """A decorator (kernel, problem, variant): it adds the case whose call the decorated function makes on a device."""
+
+    def case(kernel: str, problem: str, variant: str = "") -> Callable[[Callable[[str], Call]], None]:
+        def add(make: Callable[[str], Call]) -> None:
+            name = f"{kernel} {problem}"
+            cases.append(Case(f"{name} {variant}".strip(), kernel, make, name))
+
+        return add
+
+    return case

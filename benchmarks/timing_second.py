@@ -7,25 +7,11 @@ from __future__ import annotations
 
 import timing_second_kernels as kernels
 import torch
-from timing_case import Call, Case, values
-from timing_family import BF16, FP8, FP16, FP32, numbers
+from timing_case import Call, Case, adding_to, empty, values
+from timing_family import FP8, FP16, FP32, numbers
 
 CASES: list[Case] = []
-
-
-def case(kernel: str, problem: str, variant: str = ""):
-    """Adds the case whose call the decorated function makes on a device."""
-
-    def add(make) -> None:
-        name = f"{kernel} {problem}"
-        CASES.append(Case(f"{name} {variant}".strip(), kernel, make, name))
-
-    return add
-
-
-def empty(*shape: int, device: str, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.empty(*shape, device=device, dtype=dtype)
-
+case = adding_to(CASES)
 
 for page, warps in ((64, 4), (16, 2)):
 

@@ -103,9 +103,8 @@ def is_short(p: FmhaProblem, target: Target, tiles: int) -> bool:
 
 def _loops_with_few(p: FmhaProblem, target: Target, rows: int, tiles: int) -> bool:
     """Whether the looping kernel, whose loop is the better one, pays with less than a row tile for every SM: at head
-    dim 256 always, (1, 5, 2560) causal 58 instead of 65 us; at head dim 128 where keys would be split, (15, 1, 506) 17
-    instead of 20 us, and without a mask on 1024 keys or more, (1, 4, 4000) 56 instead of 65 us, but not (1, 32:4, 500),
-    19 instead of 18 us. Measured from 60 tiles for 132 SMs on."""
+    dim 256 always, (1, 5, 2560) causal 58 instead of 65 us; at head dim 128, if not short, where keys would be split
+    and without a mask on 1024 keys or more, (1, 4, 4000) 56 instead of 65 us. Measured from 60 tiles for 132 SMs on."""
     if p.kind == "varlen" or p.head_dim < 128 or rows <= 64 or tiles < FEW * target.num_sms:
         return False
     if p.head_dim == 256:

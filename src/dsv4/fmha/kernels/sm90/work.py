@@ -1,6 +1,6 @@
 """What the kernels of this folder share: a CTA's share of the problem, masks, and what becomes of a finished row.
 
-A kernel groups its arguments (shared/fmha/arguments.py), asks `block_coord` for its rows and tiles of keys, and
+A kernel groups its arguments (fmha/kernels/arguments.py), asks `block_coord` for its rows and tiles of keys, and
 `make_work_tile` for what its roles need: WorkTile for those who compute, Source for those who load.
 """
 
