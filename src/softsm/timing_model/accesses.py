@@ -29,6 +29,7 @@ REPEATED = 1.3  # sectors that an atomic operation takes as long as whose word a
 UNEVEN, MANY_SECTORS = 1.25, 8
 PARTS_OF_LINES = 2.5  # sectors of a line: below it, device memory may give more than is asked for
 ROW_STEP = 64 << 10  # bytes: further than that is another place
+DEVICE_PAGE = 1 << 10  # bytes of device memory that one bank holds open
 ZEROS = 2  # lines that one of zeros counts for, written where cp.async has nothing to copy (timing_parts.py, conv)
 
 
@@ -52,6 +53,7 @@ class Access:
         0  # looks of the first kind whose line the CTA had asked for a part of: it is on its way to L2, or there
     )
     along: int = 0  # looks of a store that go on near where the warp's last one was
+    jumps: int = 0  # looks of a load in another page of device memory than the warp's last one
     bytes: int = 0
     space: str = "shared"  # or load, store, atomic
     tensors: dict = field(default_factory=_counts)
@@ -141,7 +143,7 @@ class Looks:
         shared = known.shared[records]
         if known.any_generic:
             shared |= known.generic[records] & (first >= pg.SHARED_WINDOW)
-        units, missed, distant, asked_lines, joined, later, along = np.zeros((7, len(rows)), np.int64)
+        units, missed, distant, asked_lines, joined, later, along, jumps = np.zeros((8, len(rows)), np.int64)
         for size in set(sizes[shared].tolist()):
             those = (shared & (sizes == size)).nonzero()[0]
             units[those] = wavefronts(addresses(those), size)
@@ -175,7 +177,9 @@ class Looks:
             joined[those] = joins(same, turns_of(which), first[those] + shift >> 5, missed[those])
             order, at = turns_of(warps)[those], first[those] + shift >> 7
             later[those] = (asked_lines[those] == 1) & ~store & comes_later(cta, order, at)
-            along[those] = store & goes_on(which, first[those])
+            step = steps_of(which, first[those])
+            along[those] = store & (step > 0) & (step <= ROW_STEP)
+            jumps[those] = ~store & (abs(step) >= DEVICE_PAGE)
             tensors = len(starts) + 1
             keys = ((of[those] * tensors + tensor + 1) * 3 + store + atomic) * len(traces) + cta
             lone = (~store & (units[those] < PARTS_OF_LINES * asked_lines[those])).nonzero()[0]
@@ -196,12 +200,12 @@ class Looks:
                 traces[k].traffic[at, way] += round(32 * new * often[line])
                 traces[k].traffic[at, f"{way} lines"] += round(lines * new / all_ * often[line])
         fetches = (missed > 0) | (joined > 0)
-        looked = units, asked_lines, missed, distant, fetches, distant > 0, fetches & (later > 0), along, nbytes
+        looked = units, asked_lines, missed, distant, fetches, distant > 0, fetches & (later > 0), along, jumps, nbytes
         totals = [np.bincount(of, x, count).astype(int).tolist() for x in looked]
         for a, n, times, *a_sums in zip(out, looks, often, *totals):
             if n:
                 a.looks, a.ran = n, round(n * times)
-                a.units, a.lines, a.missed, a.distant, a.missing, a.again, a.later, a.along, a.bytes = a_sums
+                a.units, a.lines, a.missed, a.distant, a.missing, a.again, a.later, a.along, a.jumps, a.bytes = a_sums
         return {line: a for line, a in zip(known.lines.tolist(), out) if a is not None}
 
     def _executed(self) -> list[float]:
@@ -283,12 +287,11 @@ def comes_later(cta: np.ndarray, turn: np.ndarray, line: np.ndarray) -> np.ndarr
     return turn > earliest[of]
 
 
-def goes_on(which: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Whether an instruction of a warp, `which`, goes on a bit behind where it was the last time."""
+def steps_of(which: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Bytes from where an instruction of a warp, `which`, was the last time; 0 the first time."""
     order = np.argsort(which, kind="stable")
-    step = np.diff(first[order])
-    out = np.zeros(len(which), bool)
-    out[order[1:]] = (np.diff(which[order]) == 0) & (step > 0) & (step <= ROW_STEP)
+    out = np.zeros(len(which), np.int64)
+    out[order[1:]] = np.diff(first[order]) * (np.diff(which[order]) == 0)
     return out
 
 

@@ -22,7 +22,7 @@ from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import code_of
 from softsm.timing_model.sources import Source, absent_from_l1, gone, shares_of, slowest, sources_of, within
 from softsm.timing_model.trace import LaunchTrace
-from softsm.timing_model.work import ENGINES, executed, occupancy, work_of
+from softsm.timing_model.work import ENGINES, beside, executed, occupancy, work_of
 
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
 # Above this, Triton asks for as much shared memory as there is (benchmarks/NOTES.md, L1 carve-out).
@@ -192,7 +192,7 @@ class Model:
     def drained_ns(self) -> float:
         """What device memory takes for what is written while the kernel runs: L2 keeps the last."""
         g, changed = self.gpu, sum(s.changed for s in self.sources)
-        took = sum(s.changed / g["hbm.rows" if s.rows else "hbm.mixed"] for s in self.sources)
+        took = sum(s.changed / g[s.way_written] for s in self.sources)
         took *= max(0.0, 1 - g["l2.dirty"] / max(changed, 1.0))
         if not self.spilled:
             return took
@@ -453,23 +453,23 @@ class Model:
         needs = dict(zip(ENGINES, (self.work / sms * us).tolist()))
         read = sum(s.asked * s.granules / self.l2_share(s, sms) / sms for s in self.sources)
         written = (sum(s.written for s in self.sources) + self.spilled) / g["hbm.write"]
-        changed = sum(self.atomics.ns)
+        changed, drained = sum(self.atomics.ns), self.drained_ns()
         device = sum(s.asked * s.device * self.device_cost(s) + min(s.atomic, s.size) for s in self.sources)
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {
             "L2": max(read + changed, written) * 1e-3,  # answers and stores go different ways
             "atomics": changed * 1e-3,
-            "device memory": (device / g["hbm.rate"] + self.drained_ns()) * 1e-3,
+            "device memory": max(device / g["hbm.rate"] + drained, 1e-9) * 1e-3,
             "CTA launches": trace.total * self.cluster / g["cta.rate"] * 1e-3,
         }
         # Nothing is faster than what it must do, and no memory is busy before the first request has got there.
         first = {"L2": g["load.l2"] * 1e-3, "device memory": g["load.hbm"] * 1e-3}
         least = max(*needs.values(), *(took + first.get(name, 0.0) for name, took in roofline.items()))
-        taken = max(cycles * us, least)
-        body = g["cta.start"] + taken + self.atomics.held_up_us() * min(1.0, roofline["device memory"] / taken) ** 3
+        memory = roofline["device memory"]
+        taken = max(least, beside(cycles * us, memory + first["device memory"], drained * 1e-3 / memory))
+        body = g["cta.start"] + taken + self.atomics.held_up_us() * min(1.0, memory / taken) ** 3
         busy = {name: took / body for name, took in (needs | roofline).items()}
-        share = {k: v / body for k, v in roofline.items()}
-        top = max(share, key=lambda k: share[k])
-        bound = f"{top} {share[top]:.0%}" if share[top] >= 0.6 else f"chain ({top} {share[top]:.0%})"
+        top = max(roofline, key=lambda k: roofline[k])
+        bound = f"{top} {busy[top]:.0%}" if busy[top] >= 0.6 else f"chain ({top} {busy[top]:.0%})"
         return Prediction(
             trace.name,
             g,

@@ -129,7 +129,8 @@ HOPPER = {
     "hbm.rate": _p(4600.0, "bytes/ns", OURS, "A", 4400, 4650),
     "hbm.write": _p(4400.0, "bytes/ns", OURS, "A", 4350, 4760),
     "hbm.mixed": _p(3900.0, "bytes/ns written beside reads", DRAWN, "B", 3800, 4400),
-    "hbm.rows": _p(2700.0, "bytes/ns written by CTAs along rows of their own", DRAWN, "B", 2300, 3200),
+    "hbm.rows": _p(2700.0, "bytes/ns written by CTAs along rows of their own, 2 KB at a time", DRAWN, "B", 2300, 3200),
+    "hbm.rows.wide": _p(3450.0, "bytes/ns, more at a time", DRAWN, "B", 3200, 3900),
     "hbm.piece": _p(104.0, "bytes that a sector takes which is read alone", DRAWN, "B", 64, 110),
     "atomic.slice": _p(1.8, "sectors/ns of a slice of L2", EVERYDAY, "A", 1.6, 1.9),
     "atomic.latency": _p(495.0, "cycles", EVERYDAY, "B", 450, 570),
@@ -194,6 +195,7 @@ BLACKWELL = HOPPER | {
         15e6, "bytes that are still there when a kernel ends", "the H200's share of l2.bytes", "D", 8e6, 21e6
     ),
     "hbm.rows": _p(5000, "bytes/ns written by CTAs along rows of their own", "the H200's share", "D", 4200, 7000),
+    "hbm.rows.wide": _p(6400, "bytes/ns, more at a time", "the H200's share", "D", 5900, 7200),
     "hbm.mixed": _p(7200, "bytes/ns written beside reads", GLUON, "B", 6900, 7300),
     "cta.rate": _p(1.86, "CTAs/ns of the GPU", "the H200's, by the number of SMs", "D", 1.6, 2.0),
     # The clock falls with the use of the tensor cores, most of all in runs as long as those of a benchmark.

@@ -20,6 +20,7 @@ MANY_LINES = 8  # ... of a CTA: fewer say nothing, they may be a number that all
 WHOLE = 56  # bytes of 64, from which on a CTA asks for all of them
 HELD = 0.8, 1.2  # bytes between two reads, of those that L2 holds: found again up to the first, gone from the second
 FEW, MANY = 4096, 16384  # bytes that are waited for together: the slowest of many lines comes later than that of few
+ALONE = -1.3  # ... and one line of an open page earlier: 330 ns (benchmarks/microbench), of load.hbm and hbm.slowest
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Source:
     boxes: bool = False  # read by TMA
     copied: bool = False  # ... or by cp.async, tile by tile
     parts: int = 1  # ... which CTAs read one after another, and do not come back to: of a head, of a matrix of a batch
-    rows: bool = False  # written by CTAs that go along rows of their own
+    rows: float = 0.0  # bytes that a CTA writes in a turn, if CTAs go along rows of their own
     few: bool = False  # a cluster asks for few lines: for all lanes, it may be
 
     @property
@@ -65,6 +66,11 @@ class Source:
     def granules(self) -> float:
         """What L2 does for what is asked for: it answers 64 bytes at a time."""
         return max(1.0, 64 / self.piece)
+
+    @property
+    def way_written(self) -> str:
+        """The rate of device memory for what is written."""
+        return "hbm.mixed" if not self.rows else "hbm.rows" if self.rows <= ROW else "hbm.rows.wide"
 
     @property
     def changed(self) -> float:
@@ -119,7 +125,7 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
         if a.space == "store" and 2 * a.along > a.looks and a.tensors:
             tensor = max(a.tensors, key=lambda n: a.tensors[n])
             if 0 <= tensor < len(out):
-                out[tensor].rows = True
+                out[tensor].rows += a.bytes / a.looks * len(trace.clusters[0].warps)
     l2, held = gpu["l2.bytes"], gpu["l2.held"]
     if sum(s.size for s in out if s.copied) > HELD[0] * held:
         for tensor, parts in parts_of(trace).items():
@@ -143,7 +149,8 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
 
 
 def slowest(trace: LaunchTrace) -> float:
-    """0 to 1: how far a wait is for many lines. What a CTA asks for in a turn of its loop, or once, counts together."""
+    """-1.3 to 1: how far a wait is for many lines. What a CTA asks for in a turn of its loop, or once, counts together.
+    A wait for few is shorter only where loads stay in a page of device memory that is open."""
     cluster = trace.clusters[-1]
     asked, most = Counter[int](), Counter[int]()
     for w in cluster.warps:
@@ -153,10 +160,11 @@ def slowest(trace: LaunchTrace) -> float:
                 asked[line] += b
                 turns[line] += 1
         most |= turns
+    loads = [a for a in trace.access.values() if a.space == "load" and a.missed]
     burst = sum(n / most[line] for line, n in asked.items())
-    warps = len(cluster.warps)
-    burst += sum(32 * a.missed * warps / a.looks for a in trace.access.values() if a.space == "load" and a.looks)
-    return float(np.clip(np.log(max(burst, 1.0) / FEW) / np.log(MANY / FEW), 0.0, 1.0))
+    burst += sum(32 * a.missed * len(cluster.warps) / a.looks for a in loads)
+    near = 0.0 if asked else 1 - max((a.jumps / a.looks for a in loads), default=1.0)
+    return float(np.clip(np.log(max(burst, 1.0) / FEW) / np.log(MANY / FEW), ALONE * near, 1.0))
 
 
 def within(value: float, low: float, high: float) -> float:

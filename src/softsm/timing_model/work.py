@@ -18,6 +18,7 @@ from softsm.timing_model.trace import LaunchTrace
 SM_REGISTERS = 65_536
 ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory", "other pipes")
 OTHERS = ("imad", "half", "pack", "convert", "memory", "uniform")
+BESIDE = 8  # the power of their norm, from kernels of development seeds 707 to 1111
 
 
 def occupancy(trace: LaunchTrace, code: Code) -> int:
@@ -34,6 +35,14 @@ def occupancy(trace: LaunchTrace, code: Code) -> int:
     if columns:
         limits.append(512 // columns)
     return max(1, min(limits))
+
+
+def beside(chain: float, memory: float, written: float) -> float:
+    """How long a kernel takes whose CTAs need `chain`, in which reads and writes go side by side, and device memory
+    `memory`, in which they take turns; written: the share of writes in it. If both take as long, they disturb each
+    other: with as many writes as reads it is 9 % more than either."""
+    most = max(chain, memory)
+    return most * (1 + 4 * written * (1 - written) * (min(chain, memory) / most) ** BESIDE) ** (1 / BESIDE)
 
 
 def mma_cycles(rows: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -203,11 +203,11 @@ def test_a_part_of_a_line_that_is_asked_for_later_is_in_l2() -> None:
     assert accesses.comes_later(cta, turn, line).tolist() == [False, False, True, False, False]
 
 
-def test_stores_that_go_along_a_row_are_told_from_those_of_a_grid_in_step() -> None:
-    """Two instructions of a warp in turn: one goes on by 2 KB, the other, with tiles far apart, by 1 MB."""
+def test_steps_of_an_instruction_are_those_of_one_warp() -> None:
+    """Two instructions in turn: one goes on by 2 KB, the other, with tiles far apart, by 1 MB."""
     which = np.array([0, 1, 0, 1, 0, 1])
     first = np.array([0, 0, 2 << 10, 1 << 20, 4 << 10, 2 << 20])
-    assert accesses.goes_on(which, first).tolist() == [False, False, True, False, True, False]
+    assert accesses.steps_of(which, first).tolist() == [0, 0, 2 << 10, 1 << 20, 2 << 10, 1 << 20]
 
 
 COUNT = """

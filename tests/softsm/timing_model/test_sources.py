@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from softsm.timing_model.accesses import Access
 from softsm.timing_model.machine import CP_ASYNC, LOAD
 from softsm.timing_model.parameters import GPUS
 from softsm.timing_model.sources import Source, absent_from_l1, gone, parts_of, shares, slowest, sources_of
@@ -69,6 +70,26 @@ def test_a_wait_for_many_lines_is_longer(kind):
     assert asked(4096, 1) == asked(4096, 50) == asked(1024, 3) == 0
     assert asked(8192, 9) == asked(8192, 9, 1) == pytest.approx(0.5)
     assert asked(16384, 2) == asked(1 << 20, 1) == 1
+
+
+@pytest.mark.parametrize(("jumps", "wanted"), ((0, -1.0), (4, 0.0), (2, -0.65)))
+def test_a_wait_for_few_lines_of_an_open_page_is_shorter(jumps, wanted):
+    """1 KB by four warps; loads that jump to other pages of device memory wait as long as they did."""
+    cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, n) for n in range(4)])
+    load = Access(looks=4, ran=4, missed=32, jumps=jumps, space="load")
+    found = slowest(SimpleNamespace(clusters=[cluster], access={7: load}))
+    assert found == pytest.approx(wanted)
+
+
+def test_pieces_of_rows_are_written_at_their_own_rates():
+    """CTAs that go along rows: device memory takes pieces of 2 KB more slowly than larger ones."""
+    cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, n) for n in range(4)])
+    trace = SimpleNamespace(clusters=[cluster], tensors=[("a", 1 << 20)], total=1, access={})
+    ways = []
+    for size, along in ((512, 3), (1024, 3), (1024, 0)):
+        trace.access = {7: Access(looks=4, ran=4, along=along, bytes=4 * size, space="store", tensors={0: 1})}
+        ways.append(sources_of(trace, GPUS["h200"], {})[0].way_written)
+    assert ways == ["hbm.rows", "hbm.rows.wide", "hbm.mixed"]
 
 
 def test_tensors_that_tma_reads_are_known():

@@ -7,7 +7,7 @@ import pytest
 
 import softsm
 from softsm.timing_model.parameters import GPUS
-from softsm.timing_model.work import mma_cycles, occupancy
+from softsm.timing_model.work import beside, mma_cycles, occupancy
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
@@ -25,6 +25,21 @@ KERNEL = """
   add.f32 %f4, %f4, %f5; add.f32 %f4, %f4, %f6; add.f32 %f4, %f4, %f7;
   mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; st.global.b32 [%d2], %f4; ret;
 }""".replace("%BODY%", "\n".join(f"  fma.rn.f32 %f{4 + i % 4}, %f{4 + i % 4}, %f2, %f3;" for i in range(WORK)))
+
+
+@pytest.mark.parametrize(
+    ("chain", "memory", "written", "least", "most"),
+    (
+        (100, 100, 0.5, 109, 109.1),
+        (100, 100, 0.1, 103, 104),
+        (100, 100, 0.0, 100, 100),
+        (60, 100, 0.5, 100, 100.3),
+        (100, 60, 0.5, 100, 100.3),
+    ),
+)
+def test_a_chain_and_device_memory_that_take_as_long_disturb_each_other(chain, memory, written, least, most):
+    """Reads alone do not: the chain has them at the rate of device memory."""
+    assert least <= beside(chain, memory, written) <= most
 
 
 @pytest.fixture(scope="module")
