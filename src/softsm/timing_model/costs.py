@@ -132,7 +132,7 @@ def latency_of(opcode: str, gpu: Gpu, pipe: str) -> float:
     return gpu[f"latency.{pipe}" if pipe in ("uniform", "convert") else "latency.alu"]
 
 
-def _width(op: str) -> int:
+def lane_bytes(op: str) -> int:
     """Bytes of a lane."""
     if op.startswith(("LDSM", "STSM")):
         return 4 * (int(op[-1]) if op[-1] in "24" else 1)
@@ -154,13 +154,13 @@ def _kind(ins: Sass) -> tuple[int, float, float, float]:
     if op.startswith("SHFL"):  # through the crossbar of shared memory (benchmarks/microbench, crossbar)
         return machine.SHARED, 1, 0, 0
     if op.startswith(("LDS", "STS", "ATOMS")):
-        return machine.SHARED, _width(op) / 4, float(op.startswith("LD")), 0
+        return machine.SHARED, lane_bytes(op) / 4, float(op.startswith("LD")), 0
     if op.startswith(("ATOMG", "ATOM.", "RED")) and not op.startswith("REDUX"):
-        return machine.ATOMIC, 32 * _width(op), 0, 0
+        return machine.ATOMIC, 32 * lane_bytes(op), 0, 0
     if op.startswith(("LDG.", "LD.")):
-        return machine.READ, 32 * _width(op), 1, 0
+        return machine.READ, 32 * lane_bytes(op), 1, 0
     if op.startswith(("STG", "ST.")):
-        return machine.WRITE, 32 * _width(op), 0, 0
+        return machine.WRITE, 32 * lane_bytes(op), 0, 0
     if op.startswith(("LDL", "STL")):
         return machine.READ if op.startswith("LDL") else machine.WRITE, 0, 0, 0
     if op.startswith(("LDTM", "STTM")):
@@ -180,8 +180,8 @@ def _interval(op: str, pipe: str, gpu: Gpu) -> float:
         return gpu["product.issue"]
     if op.startswith("MEMBAR"):
         return gpu["membar"]
-    if op.startswith(("STS", "STG")) and _width(op) > 4:
-        return gpu["interval.store.128" if _width(op) == 16 else "interval.store.64"]
+    if op.startswith(("STS", "STG")) and lane_bytes(op) > 4:
+        return gpu["interval.store.128" if lane_bytes(op) == 16 else "interval.store.64"]
     if op.startswith("IMAD.HI"):
         return 2 * gpu["interval.imad"]
     if op.startswith("HMMA") and "1688" in op and "16816" not in op:
@@ -217,7 +217,7 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
         if kind == r.READ:
             values[i, r.FIRST] = i
         if kind in (r.SHARED, r.READ, r.WRITE, r.ATOMIC) and not op.startswith(("LDL", "STL", "SHFL")):
-            accesses.append((i, ins.line, _width(op)))
+            accesses.append((i, ins.line, lane_bytes(op)))
     products = any(ins.opcode.startswith((*WARPGROUP_PRODUCTS, "UTC")) for ins in code.instructions)
     return Costs(ints, values, accesses, products)
 
@@ -296,7 +296,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
     _first_asks(code, ints, values, [i for copies in loads.values() for i in copies], behind)
     for i, ins in enumerate(code.instructions if code.spills else ()):
         if ins.opcode.startswith("LDL") and spilled:
-            values[i, r.UNITS], values[i, r.EXTRA], ints[i, r.TENSOR] = 32 * _width(ins.opcode), spilled, -1
+            values[i, r.UNITS], values[i, r.EXTRA], ints[i, r.TENSOR] = 32 * lane_bytes(ins.opcode), spilled, -1
         elif ins.opcode.startswith("STL"):  # L1 hands all of them on to L2
-            values[i, r.UNITS] = 32 * _width(ins.opcode)
+            values[i, r.UNITS] = 32 * lane_bytes(ins.opcode)
     return Costs(ints, values, fixed.accesses, fixed.products, behind)

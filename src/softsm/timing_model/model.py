@@ -14,7 +14,7 @@ from softsm.timing_model.atomics import Atomics, slices_of
 from softsm.timing_model.exchanges import held_up_ns
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
 from softsm.timing_model.grid import beside_longest, makespan, over_grid, queues_of
-from softsm.timing_model.lower import LONG_CODE, Path, kinds_of, lowering_of
+from softsm.timing_model.lower import Path, kinds_of, lowering_of
 from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.prediction import Prediction, Run
@@ -22,7 +22,7 @@ from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import code_of
 from softsm.timing_model.sources import Source, absent_from_l1, gone, shares_of, slowest, sources_of, within
 from softsm.timing_model.trace import LaunchTrace
-from softsm.timing_model.work import ENGINES, beside, executed, occupancy, work_of
+from softsm.timing_model.work import ENGINES, beside, executed, occupancy, share_fetched_again, spilled_bytes, work_of
 
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
 # Above this, Triton asks for as much shared memory as there is (benchmarks/NOTES.md, L1 carve-out).
@@ -30,7 +30,6 @@ MUCH_SHARED, L1_LEFT = 48 << 10, 28 << 10
 BATCH = 16  # rows that a warp waits for together, at least
 TURNS = 6  # of a multiprocessor's places that the replay looks at, the first of which begins with cold caches
 CROWD = 0.5  # the power of L2's use that says how much of the others' traffic a request meets
-REPEATED = 3  # times that a loop has at least
 # Cycles of an instruction of longer loops by log2 of the warps (benchmarks/microbench, shared limits).
 LONG_CODE_CYCLES = (2, 3, 4, 5), (2.7, 2.0, 1.6, 1.4)
 MERGED = 16  # multiprocessors that ask for a line: more of them gain nothing (benchmarks/microbench, copies)
@@ -62,16 +61,14 @@ class Model:
         absent = [absent_from_l1(s, room, self.sms) for s in self.sources]
         for s, share in zip(self.sources, absent):
             s.asked, s.lines, s.device = s.asked * share, s.lines * share, min(1.0, s.device / share)
-        spilled = 1 - within(
-            self.code.spills * trace.threads * self.occupancy / spill_room(trace.shared, room), 0.6, 1.1
-        )
+        local = max(spilled_bytes(streams, self.code) for streams in self.streams) / self.cluster * self.occupancy
+        spilled = 1 - within(local / spill_room(trace.shared, room), 0.6, 1.1)
         came = np.sum([executed(streams, len(self.code.instructions) + 1) for streams in self.streams], 0)
         self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent, spilled, came)
         stores = [n for op, where in self.code.places.items() if op.startswith("STL") for n in where]
         self.spilled = float((came[stores] * self.costs.values[stores, machine.UNITS]).sum()) * self.typical
         self.spilled *= trace.total / len(trace.clusters)  # bytes, whole grid
-        # Machine instructions that warps come back to.
-        self.repeated = int((came >= REPEATED * sum(len(c.warps) for c in trace.clusters)).sum())
+        self.fetched_again = share_fetched_again(came, sum(len(c.warps) for c in trace.clusters))
         self._unknown_tensors()
         self.kinds = kinds_of(self.streams)
         # Shares of their rates that device memory and L2 are used with: they answer later the busier they are.
@@ -306,9 +303,8 @@ class Model:
 
     def _issue_cycles(self, warps: int) -> float:
         """Of a scheduler, an instruction: more if the loops do not fit into the first instruction cache."""
-        if self.repeated <= LONG_CODE:
-            return self.gpu["issue"]
-        return float(np.interp(np.log2(warps), *LONG_CODE_CYCLES))
+        more = float(np.interp(np.log2(warps), *LONG_CODE_CYCLES)) - self.gpu["issue"]
+        return self.gpu["issue"] + more * self.fetched_again
 
     def _stuck(self, state: machine.State, warps: list[tuple[int, int]]) -> str:
         places = []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import numpy as np
 
 from softsm.engine.launch import CTA_RESERVED, SM_CTAS, SM_SHARED, SM_THREADS
 from softsm.timing_model import machine
-from softsm.timing_model.costs import PIPES, Costs
-from softsm.timing_model.lower import Streams
+from softsm.timing_model.costs import PIPES, Costs, lane_bytes
+from softsm.timing_model.lower import LONG_CODE, Streams
 from softsm.timing_model.machine import GATHER, LOAD, MMA
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.sass import Code
@@ -18,6 +19,7 @@ from softsm.timing_model.trace import LaunchTrace
 SM_REGISTERS = 65_536
 ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory", "other pipes")
 OTHERS = ("imad", "half", "pack", "convert", "memory", "uniform")
+REPEATED = 3  # times that a loop has at least
 BESIDE = 8  # the power of their norm, from kernels of development seeds 707 to 1111
 
 
@@ -60,6 +62,32 @@ def executed(streams: Streams, count: int) -> np.ndarray:
     for k, path in {id(path): path for path in streams.paths}.items():
         ran += often[k] * np.bincount(path.instructions, minlength=count)
     return ran
+
+
+def spilled_bytes(streams: Streams, code: Code) -> int:
+    """Of local memory that the warps of a cluster keep in use: all that is spilled; of a warp that loads some of it
+    again and again, that: what it spilled before its loop may leave L1."""
+    local = [n for op, where in code.places.items() if op.startswith(("LDL", "STL")) for n in where]
+    often = Counter(map(id, streams.paths))
+    total = 0
+    for k, path in {id(path): path for path in streams.paths}.items() if code.spills else ():
+        ran = np.bincount(path.instructions, minlength=len(code.instructions))
+        again: dict[str, int] = {}
+        for n in local:
+            if ran[n] >= REPEATED:
+                ins = code.instructions[n]
+                again[re.search(r"\[.*\]", ins.text)[0]] = 32 * lane_bytes(ins.opcode)  # type: ignore[index]
+        total += often[k] * (sum(again.values()) or 32 * code.spills)
+    return total
+
+
+def share_fetched_again(came: np.ndarray, warps: int) -> float:
+    """Of the instructions that warps issue, those that the first instruction cache has lost since the last turn. A turn
+    that goes through more code than it holds loses all of it, and there are as many such turns as the first instruction
+    that finds no room is executed; turns of shorter loops in between find theirs. came: how often each is executed."""
+    often = np.sort(came)[::-1]
+    turns = often[LONG_CODE] if len(often) > LONG_CODE else 0
+    return float(np.minimum(often, turns).sum() / often.sum()) if turns >= REPEATED * warps else 0.0
 
 
 def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:

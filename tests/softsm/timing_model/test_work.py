@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import softsm
+from softsm.timing_model.lower import LONG_CODE
 from softsm.timing_model.parameters import GPUS
-from softsm.timing_model.work import beside, mma_cycles, occupancy
+from softsm.timing_model.work import beside, mma_cycles, occupancy, share_fetched_again, spilled_bytes
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
@@ -40,6 +41,29 @@ KERNEL = """
 def test_a_chain_and_device_memory_that_take_as_long_disturb_each_other(chain, memory, written, least, most):
     """Reads alone do not: the chain has them at the rate of device memory."""
     assert least <= beside(chain, memory, written) <= most
+
+
+def test_turns_of_short_loops_find_their_code():
+    """Four warps. One long loop loses all of its code in every turn; if most turns are those of a loop of 500
+    instructions within it, these are found; without the rest of it, nothing is lost."""
+    long, short = np.full(LONG_CODE + 500, 4 * 10), np.full(500, 4 * 990)
+    assert share_fetched_again(long, 4) == 1.0
+    both = np.concatenate((long, short))
+    assert share_fetched_again(both, 4) == pytest.approx(40 * len(both) / both.sum())
+    assert share_fetched_again(np.concatenate((long // 10, short)), 4) == 0.0
+    assert share_fetched_again(short, 4) == 0.0
+
+
+@pytest.mark.parametrize(("turns", "wanted"), ((1, 4 * 32 * 16), (50, 32 * 8 + 3 * 32 * 16)))
+def test_a_role_keeps_what_it_loads_again(turns, wanted):
+    """16 bytes are spilled by four warps; one of them has a loop in which it loads 8 of them."""
+    texts = {"STL": "[R1], R0", "STL.64": "[R1+0x8], R2", "LDL.64": "R2, [R1+0x8]", "LDL": "R0, [R1]"}
+    instructions = [SimpleNamespace(opcode=op, text=text) for op, text in texts.items()]
+    code = SimpleNamespace(instructions=instructions, spills=16, places={op: [n] for n, op in enumerate(texts)})
+    other, looping = (SimpleNamespace(instructions=np.array([0, 1] + [2] * n + [3])) for n in (1, turns))
+    assert spilled_bytes(SimpleNamespace(paths=[other, other, other, looping]), code) == wanted
+    code.spills = 0
+    assert spilled_bytes(SimpleNamespace(paths=[other]), code) == 0
 
 
 @pytest.fixture(scope="module")
