@@ -1,6 +1,5 @@
-"""Loads, stores and asynchronous accesses of shared and global memory, compared with the shadow of what they touch
-(checks/shadow.py, checks/byte_ranges.py). The compiled code notes what it finds in `races`; checks/findings.py reads
-it."""
+"""Compares loads, stores and asynchronous accesses of shared and global memory with the shadow (checks/shadow.py,
+checks/byte_ranges.py). Compiled code writes findings to `races`, which checks/findings.py reads."""
 
 from __future__ import annotations
 
@@ -22,19 +21,19 @@ READ, WROTE = 16, 32  # flags of `touched_since`
 
 
 class Touched(NamedTuple):
-    """What a launch has done to global memory: shadows, and the address of the first word of each."""
+    """The accesses of a launch to global memory: shadows, and the address of the first word of each."""
 
     origins: list[int]
     shadows: list[np.ndarray]
-    elsewhere: list[np.ndarray]  # `touched_since` of the processes that had a share of it, see engine/processes.py
+    elsewhere: list[np.ndarray]  # `touched_since` of forked processes (engine/processes.py)
 
     def owners(self) -> list[np.ndarray]:
-        """uint32, for each word: who has touched it."""
+        """For each word the clusters that accessed it, as uint32."""
         return [shadow[sh.OWNER :: sh.GLOBAL_RECORD].copy() for shadow in self.shadows]
 
     @staticmethod
     def meet(shares: list[np.ndarray]) -> bool:
-        """`touched_since` of several processes: is there a word that one has written and another one touched?"""
+        """Whether one process wrote a word that another accessed. shares: `touched_since` of each process."""
         touched = sum((flags != 0).astype(np.int32) for flags in shares)
         return any((touched[flags & WROTE != 0] > 1).any() for flags in shares)
 
@@ -51,7 +50,7 @@ class MemoryAccesses:
         self.races[sh.PARTS] = address_of(self.order.parts)
         self.one_span = np.zeros(2, np.int64)
         self.one_span_address = address_of(self.one_span)
-        self.kept = np.zeros((32, 16), np.uint8)  # lines before a stmatrix
+        self.kept = np.zeros((32, 16), np.uint8)  # contents of the rows before a stmatrix
         self.order.newest[pg.KEPT] = address_of(self.kept)
         self.clusters = self.races[sh.CLUSTERS :]
         self.touched = self.shadow_global()
@@ -65,8 +64,9 @@ class MemoryAccesses:
         return Touched([a.start & ~3 for a in allocations], shadows, [])
 
     def read_only(self, w, lanes: list[int], addresses: np.ndarray) -> None:
-        """ld.global.nc: the bytes must not change while the grid runs. Asked of the first lane's allocation."""
-        if self.checker.machine.options.dependent:  # words of the grid before it look like its own
+        """ld.global.nc: no write may change the bytes while the grid runs. Only the first lane's allocation is
+        checked."""
+        if self.checker.machine.options.dependent:  # accesses by the previous grid look like those of this one
             return
         for start, shadow in zip(self.touched.origins, self.touched.shadows):
             at = addresses - start >> 2
@@ -85,11 +85,11 @@ class MemoryAccesses:
                 return
 
     def contended(self) -> bool:
-        """Have two clusters touched a word of global memory that one of them wrote?"""
+        """Whether a cluster wrote a word of global memory that another one accessed."""
         return bool(self.races[sh.CONTENDED])
 
     def touched_since(self, owners: list[np.ndarray]) -> np.ndarray:
-        """uint8, for each word of the shadows, one after the other: 0 where the owners are those of before; else the
+        """Returns a uint8 for each word of the shadows, one after the other: 0 if the owners are unchanged, else the
         bytes written last (4 bits), READ and WROTE."""
         flags = [np.zeros(len(before), np.uint8) for before in owners]
         for shadow, before, here in zip(self.touched.shadows, owners, flags):
@@ -120,7 +120,7 @@ class MemoryAccesses:
         number, base, slots = op.number, view.at, self.order.slots
         known = base + 8 * slots
         fenced = known if generic else known + 4 * WORDS
-        seen = base if write or generic else base + 4 * slots  # as in spans.asynchronous
+        seen = base if write or generic else base + 4 * slots  # as in byte_ranges.asynchronous
         kind = sh.GENERIC_COPY if generic else sh.ASYNC
         if place == "tensor":
             spans = spans_of(region[1])
@@ -158,8 +158,8 @@ class MemoryAccesses:
     def access(
         self, w, cta, low: int, high: int, write: bool, strong: bool = False, lane: int = -1, same: bool = False
     ) -> None:
-        """A macro-operation of the warp reads or writes bytes [low, high) of a shared memory, generic proxy; same: the
-        store changes nothing."""
+        """An instruction executed in Python reads or writes bytes [low, high) of shared memory in the generic proxy.
+        same: the store changes no byte."""
         if cta is w.cta:
             self.spans.span(w.state, low, high, write, w.pc)
         else:
@@ -188,7 +188,7 @@ class MemoryAccesses:
         self.checker.findings.collect(w)
 
     def global_access(self, w, low: int, high: int, write: bool, strong: bool, lane: int, same: bool) -> None:
-        """A macro-operation reads or writes bytes [low, high) of one allocation of global memory."""
+        """An instruction executed in Python reads or writes bytes [low, high) of one allocation of global memory."""
         memory = self.global_memory
         i = bisect.bisect_right(memory.starts, low) - 1
         if i < 0 or i >= len(self.touched.shadows):
@@ -214,7 +214,7 @@ class MemoryAccesses:
         self.checker.findings.collect(w)
 
     def lines(self, w, cta, offsets: np.ndarray, write: bool, same: bool = False) -> None:
-        """ldmatrix and stmatrix: rows of 16 bytes; same: the store changes nothing."""
+        """ldmatrix and stmatrix, which access rows of 16 bytes. same: the store changes no byte."""
         if cta is not w.cta:
             for at in offsets.tolist():
                 self.access(w, cta, at, at + 16, write)

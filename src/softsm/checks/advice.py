@@ -1,5 +1,4 @@
-"""How to wait for an asynchronous operation: the instruction for its kind, and what its issuer has done about it so
-far."""
+"""Advice on how to wait for an asynchronous operation, by its kind and what its issuer has already done."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def before_the_end(op: AsyncOp) -> str:
 
 
 def before_the_access(op: AsyncOp, waited: bool, others: Iterable[AsyncOp]) -> str:
-    """`waited`: does its issuer know that it is complete? `others`: operations that may be behind it."""
+    """waited: whether its issuer knows that it is complete. others: operations that may follow it."""
     if named(op):
         return (
             f"wait for the {op.kind} to complete (it signals {named(op)[0]}) before this access; a wait for the parity "
@@ -72,7 +71,7 @@ def named(op: AsyncOp) -> list[str]:
 
 
 def in_groups(op: AsyncOp, groups: Groups, commit: str, wait: str) -> str:
-    """Of a thread's groups, a wait leaves as many of the newest as it says."""
+    """A wait with operand n leaves the n newest groups of the thread pending."""
     if any(op in ops for _, ops in groups.open):
         return f"no {commit} is behind it so far; commit it, and then {wait} 0"
     at = next((i for i, (_, ops) in enumerate(groups.closed) if op in ops), None)

@@ -1,5 +1,5 @@
-"""Barriers under the checkers: initialisation, counts and phases of mbarriers, the cluster barrier, and who meets at a
-named barrier."""
+"""Checks barriers: initialisation, counts and phases of mbarriers, the cluster barrier, and the warps at a named
+barrier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from softsm.report.diagnostics import Diagnostic
 
 
 class BarrierChecks:
-    """The part of the checker that knows mbarriers."""
+    """The part of the checker for barriers."""
 
     def __init__(self, checker):
         self.checker, self.order = checker, checker.order
@@ -47,8 +47,8 @@ class BarrierChecks:
         cta.view.waits[offset // 8] = 0
 
     def over_barrier(self, w, op, cta, offset: int, pc: int, lane: int) -> None:
-        """Something else is written over an mbarrier. A program may be done with it, and only the letter of PTX asks
-        for mbarrier.inval then; a finding it is by default when the mbarrier is used again."""
+        """Another value overwrites an mbarrier. PTX requires mbarrier.inval first, even if the program no longer needs
+        the mbarrier. The default level reports it only if the mbarrier is used again."""
         barrier = cta.barriers.get(offset)
         if barrier is None:
             return
@@ -59,7 +59,7 @@ class BarrierChecks:
         (self.report.add if self.strict else self.report.warn)(said)
 
     def initialised_again(self, w, barrier) -> None:
-        """PTX wants mbarrier.inval before the word is used again, also for another mbarrier."""
+        """PTX requires mbarrier.inval before the word is used again, even for another mbarrier."""
         if barrier.origin is not None and (self.strict or barrier.overwritten is None):
             _, _, pc, creator, _ = barrier.origin
             text = f"{barrier.name} is initialised again without mbarrier.inval"
@@ -67,7 +67,8 @@ class BarrierChecks:
             (self.report.add if self.strict else self.report.warn)(Diagnostic("barrier-init", text, parties))
 
     def fence_init(self, w) -> None:
-        """fence.mbarrier_init: barriers this warp initialised are visible to the cluster and the copy engine."""
+        """fence.mbarrier_init makes the barriers that this warp initialised visible to the cluster and the copy
+        engine."""
         passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
         for barrier in w.view.initialised:
             barrier.origin[4] = 1 + (0 if passed is None else passed.generation)
@@ -80,7 +81,7 @@ class BarrierChecks:
             barrier.clock.gather(relaxed, scope)
 
     def passed(self, w, barrier, relaxed: bool, scope: str) -> None:
-        """A wait on an mbarrier goes on."""
+        """A wait on an mbarrier has succeeded."""
         if barrier.skipped is not None:
             self.waited_late(barrier)
         barrier.watched[cl.WAITED] = barrier.phase - 1
@@ -107,9 +108,8 @@ class BarrierChecks:
         barrier.group_before, barrier.group = barrier.group, {}
 
     def cluster_arrival(self, w, barrier, relaxed: bool) -> None:
-        """Someone arrives at the cluster barrier. A relaxed arrival orders nothing by the letter. Triton puts one
-        between the start of a kernel and the first copy into a peer: by default such copies come after what was before
-        it."""
+        """An arrival at the cluster barrier. In PTX a relaxed arrival orders nothing. Triton emits one between the
+        start of a kernel and the first copy to a peer; at the default level it orders such copies."""
         if barrier.loose is None:
             barrier.loose = np.zeros((2, self.order.slots), np.uint32)  # gathered, published
         np.maximum(barrier.loose[0], w.view.clock[: self.order.slots], out=barrier.loose[0])
@@ -128,7 +128,7 @@ class BarrierChecks:
         w.cta.view.met = True
 
     def uses_barrier(self, w, barrier, asynchronous: bool = False) -> None:
-        """An mbarrier is touched: its initialisation must have happened before, and be visible to the copy engine."""
+        """Checks that an mbarrier's initialisation happens before this use and is visible to the copy engine."""
         if barrier.overwritten is not None:
             parties = (self.party(w, None, "uses it"), barrier.overwritten)
             text = f"{barrier.name} is used, but it was overwritten"
@@ -137,7 +137,7 @@ class BarrierChecks:
             return
         slot, epoch, pc, creator, fenced = barrier.origin
         seen = creator is w or w.view.clock.item(slot) >= epoch
-        if fenced and not seen:  # behind the fence even a relaxed arrival at the cluster barrier is enough
+        if fenced and not seen:  # after the fence even a relaxed arrival at the cluster barrier suffices
             passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
             seen = passed is not None and passed.generation >= fenced
         if asynchronous and self.strict and not fenced:
@@ -153,12 +153,12 @@ class BarrierChecks:
             )
 
     def joins(self, w, barrier, count: int, waits: bool) -> None:
-        """A warp arrives at a named barrier of a part of the CTA. It must come after all who met there before, or on
-        hardware it may be counted among them. Who waited there did."""
+        """A warp arrives at a named barrier for some warps of the CTA. Its arrival must be ordered after the previous
+        phase, or else hardware may count it in that phase. A warp that waited in that phase is ordered."""
         view, found = w.view, None
         earlier = barrier.group_before
         if w in barrier.group:
-            if w.index not in barrier.partial:  # else others of its lanes
+            if w.index not in barrier.partial:  # otherwise other lanes of it have arrived
                 found = w, barrier.group[w][1]
         elif w not in earlier or not earlier[w][2]:
             unseen = ((o, pc) for o, (epoch, pc, _) in earlier.items() if view.clock.item(o.view.slot) < epoch)
@@ -176,7 +176,7 @@ class BarrierChecks:
         self.report.add(Diagnostic("barrier-groups", text, (self.party(w, None, "arrives there"), other)))
 
     def left(self, cta) -> None:
-        """The CTA ends: bytes that came and were never announced ended some phase too early, or none."""
+        """At the end of the CTA, reports transaction bytes that no expect_tx announced."""
         for barrier in cta.barriers.values():
             if barrier.tx < 0:
                 text = f"{barrier.name}: {-barrier.tx} bytes have arrived that no expect_tx announced"
@@ -195,9 +195,9 @@ class BarrierChecks:
         barrier.asked = 0
 
     def phase_over(self, barrier) -> None:
-        """The phase that ends must not be the second one that no warp has waited for: who still waits by parity then
-        takes it for another. At the end of a kernel, slots are given back that are not filled again, so it counts
-        when a warp waits. All copies that signal it must have been announced, or it ends without them."""
+        """A phase completes. It must not be the second one in a row that no warp has waited for: a wait by parity would
+        confuse the two. Kernels release slots at their end that are not filled again, so this is reported only when a
+        warp waits. expect_tx must have announced all copies that signal the barrier, or a phase ends without them."""
         barrier.clock.complete()
         if barrier.asked > 0:
             self.unannounced(barrier)
@@ -217,8 +217,8 @@ class BarrierChecks:
         barrier.skipped = Diagnostic("barrier-phase", text, (party,))
         if barrier.waiters:
             self.waited_late(barrier)
-        elif barrier.home.view is not None:  # its CTA may have ended with arrivals in flight
-            barrier.home.view.unwatch(barrier.clock)  # the next wait is told of
+        elif barrier.home.view is not None:  # the CTA may have ended before all arrivals
+            barrier.home.view.unwatch(barrier.clock)  # Python sees the next wait
 
     def waited_late(self, barrier) -> None:
         self.report.add(barrier.skipped)

@@ -1,19 +1,18 @@
-"""Work that several warps repeat: accesses that look like races, and whether their values matter.
+"""Benign races, in which several warps repeat the same work.
 
-A block smaller than the CTA is held by several warps: all of them load it and compute, one stores the result. A load
-and a store of one place (`tl.store(p, tl.load(p) + 1)`) are then ordered in the warp that stores, and in no other; but
-what the others read ends at stores that their guard forbids (`confined`, and Findings.suspect for the guard). An atomic
-operation under a mask hands its old value to the other warps through shared memory, where nothing was written when the
-mask was false.
+A Triton block smaller than the CTA is replicated: all warps load it and compute, and one stores the result. In
+`tl.store(p, tl.load(p) + 1)` only the storing warp orders its load before the store. The other warps' loads race, but
+their values only reach stores that the guard disables (`confined`; Findings.suspect checks the guard). An atomic under
+a mask passes its old value to the other warps through shared memory, which is not written if the mask is false.
 
-The default level stays silent about both as far as the program's text proves them harmless; the strict level does not.
+The default level does not report either race if the program proves it harmless. The strict level reports both.
 """
 
 from __future__ import annotations
 
 from softsm.ptx.ast import Instruction, Reg
 
-# What takes a value out of the warp, or lets it steer the program. Everything else computes registers from registers.
+# Instructions that move a value out of the warp or into control flow. All others compute registers from registers.
 LEAVES = {
     "atom", "bar", "barrier", "bra", "brx", "call", "clusterlaunchcontrol", "cp", "discard", "exit", "fence",
     "griddepcontrol", "mbarrier", "multimem", "nanosleep", "prefetch", "red", "ret", "setmaxnreg", "st", "stmatrix",
@@ -26,7 +25,7 @@ def in_shared(ins: Instruction) -> bool:
 
 
 def confined(program, load_pc: int, store_pc: int) -> bool:
-    """Does what the load brings end at the store, or at others under the same guard?"""
+    """Whether the loaded value reaches only the store, or others under the same guard."""
     load, store = program.instructions[load_pc], program.instructions[store_pc]
     if store.opcode != "st" or store.guard is None or load.opcode != "ld":
         return False
@@ -37,7 +36,8 @@ def confined(program, load_pc: int, store_pc: int) -> bool:
 
 
 def ends_at(store: Instruction, load: Instruction, flow: list[tuple]) -> bool:
-    """`confined`, in the function of both. Calls pass values in registers or through st.param: both leave it."""
+    """`confined` within one function. Calls pass values in registers or through st.param, so both count as leaving
+    it."""
     reached: set[str] = set().union(*(written for ins, _, written in flow if ins is load))
     through_shared = False
     before = -1
@@ -52,7 +52,7 @@ def ends_at(store: Instruction, load: Instruction, flow: list[tuple]) -> bool:
                 continue
             if ins.opcode in ("st", "stmatrix") and in_shared(ins):
                 through_shared = True
-            elif ins.opcode in LEAVES or ins.opcode == "ld":  # another value may be no address at all
+            elif ins.opcode in LEAVES or ins.opcode == "ld":  # with another value the address may be invalid
                 return False
             else:
                 reached |= written
@@ -60,7 +60,7 @@ def ends_at(store: Instruction, load: Instruction, flow: list[tuple]) -> bool:
 
 
 def masked_atomic(program, load_pc: int) -> bool:
-    """Is this the load with which all warps fetch the result of an atomic operation of one of them, under a guard?"""
+    """Whether all warps fetch the result of one warp's guarded atomic with this load."""
     load = program.instructions[load_pc]
     before = [ins for ins in program.instructions[:load_pc] if ins is not None and ins is not load]
     stores = [ins for ins in before if ins.opcode == "st" and in_shared(ins)]

@@ -1,4 +1,4 @@
-"""TMA boxes under the checkers: the bytes of global memory they cover, and boxes outside their tensor."""
+"""Checks TMA boxes: the bytes of global memory that they cover, and boxes outside their tensor."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from softsm.report.diagnostics import Diagnostic
 
 
 class BoxChecks:
-    """The part of the checker that looks at the boxes of TMA loads."""
+    """The part of the checker for boxes of TMA loads."""
 
     def __init__(self, checker):
         self.checker = checker
 
     def filled(self, w, box) -> None:
-        """A TMA load is issued: a box wholly outside its tensor brings nothing but fill."""
+        """Reports a TMA load whose box lies wholly outside its tensor and yields only fill values."""
         if self.checker.strict and not len(box_spans(box)):
             m = box.map
             outside = [
@@ -43,12 +43,12 @@ class Spans(NamedTuple):
     first: int
     table: np.ndarray
     at: int  # address of the table
-    end: int  # greatest in it
+    end: int  # the greatest end in it
 
 
 def spans_of(box) -> Spans | None:
-    """The bytes of global memory that a TMA box covers; None for none. All boxes of a map that lie inside their tensor
-    cover the same, counted from their first byte."""
+    """The bytes of global memory that a TMA box covers, or None. Relative to their first byte they are the same for all
+    boxes of a map that lie inside the tensor."""
     m, coords = box.map, box.coords
     if box.rows is None and all([0 <= c <= d - r for c, d, r in zip(coords, m.dims, m.reach)]):
         first = m.base + coords[0] * m.data_type.bits // 8

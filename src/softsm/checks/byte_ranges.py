@@ -1,5 +1,5 @@
-"""Shadow memory, continued: whole spans of bytes, touched by asynchronous operations, by warps of other CTAs of the
-cluster, and by a warp as a whole.
+"""Shadow memory: ranges of bytes that asynchronous operations, warps of other CTAs of the cluster, or whole warps
+access.
 
 The records are those of checks/shadow.py.
 """
@@ -54,8 +54,8 @@ from softsm.engine.program import (
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane, me, begin):
-    """Have the warps of the CTA read these bytes before another agent, which has seen `clock`, writes them? Of the warp
-    `me` (or 0) it is the lane `lane` that lets them be written, and all lanes have met in the epoch `begin`."""
+    """Reports reads of these bytes by warps of the CTA that do not happen before a write by another agent with `clock`.
+    If the warp `me` (or 0) issues the write, lane `lane` does, and all its lanes last synchronised in epoch `begin`."""
     readers = load32(at + 40)
     if readers == u4(0):
         return
@@ -78,8 +78,8 @@ def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, 
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, begin, lane):
-    """Is the operation `number` ordered behind the last writer of a word? 1 when it is behind all that this one wrote
-    in its epoch; 0 when it is not, which has been reported, or when another word of that epoch may be another case."""
+    """Reports the last write of a word if it does not happen before the operation `number`. Returns 1 if all writes of
+    that writer in its epoch happen before it, 0 if not or if the result may differ for another word."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     kind, place = WAW if write else RAW, i8(load32(at + 8))
     if agent == 0:
@@ -130,8 +130,8 @@ def global_word(at, address, word, touched, write, number, agent_kind, clock, kn
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def peer_reader(at, word, me, now, place, clock, known, newest, races):
-    """Remember a read by the warp `me` of another CTA, and of those before it, which are not ordered, two: others in
-    each word, as in `global_reader`."""
+    """Records a read by the warp `me` of another CTA, and keeps two earlier reads that are not ordered before it, as
+    `global_reader` does."""
     last = i8(load32(at + 24))
     if last and last != me and global_shadow.outlives(at + 24, 0, me, clock, known, newest, races):
         least, to = global_shadow.priority(last, i8(load32(at + 28)), word), i8(0)
@@ -153,7 +153,8 @@ def peer_reader(at, word, me, now, place, clock, known, newest, races):
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
-    """A warp (`me` = 1 + its slot) touches bytes [low, high) of the shared memory of another CTA."""
+    """Checks and records an access by a warp (`me` = 1 + its slot) to bytes [low, high) of another CTA's shared
+    memory."""
     now, who = i8(load32(clock + 4 * (me - 1))) - 1, i8(NOBODY) if lane < 0 else lane
     for word in range(low >> 2, (high + 3) >> 2):
         records.split_block(shadow, (words + BLOCK - 1) >> BLOCK_BITS, word)
@@ -181,7 +182,7 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
 
 @native("i8(i8, i8, i8)")
 def together(words, block, flag):
-    """The records of a block's words are at `words`. Does one record, at `block`, do for all of them?"""
+    """Merges the records of a block's words, at `words`, into the one at `block` if they are equal."""
     for k in range(BLOCK):
         at = words + k * 4 * RECORD
         if load32(at + 40):  # warps have read it
@@ -197,8 +198,8 @@ def together(words, block, flag):
 
 @native("void(i8, i8, i8, u8, i8)")
 def new_reader(at, word, number, readers, known):
-    """The operation `number` reads a word. Of three operations, those are kept that are not known to be over; of more,
-    others in each word."""
+    """Records that the operation `number` reads a word. Up to three readers that are not known to be complete are kept;
+    if there are more, different ones in each word."""
     last, other, third = i8(readers & np.uint64(0xFFFFFFFF)), i8(readers >> np.uint64(32)), i8(load32(at + 44))
     if last and not records.complete(known, last, number):
         if other and not records.complete(known, other, number):
@@ -215,11 +216,11 @@ def new_reader(at, word, number, readers, known):
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def asynchronous(site, layout, races, spans, count, write, number, generic, at_clock, told, pc, slot, lane):
-    """An asynchronous operation `number` reads or writes `count` spans of bytes (pairs low, high) of a shared memory,
-    whose `site` is described in CtaView. layout: see checks/clocks.py. at_clock, slot: of the issuer; told: in place of
-    what its clock says of other warps, or 0. generic: the operation is of the generic proxy.
+    """Checks and records an asynchronous operation `number` that reads or writes `count` ranges (pairs low, high) of
+    the shared memory with this `site` (CtaView). layout: see checks/clocks.py. at_clock, slot: of the issuer. told:
+    clock entries that replace those of the issuer, or 0. generic: the operation belongs to the generic proxy.
 
-    Many words have one writer: it is judged once, as long as nothing else decides. Fields by pairs."""
+    Many words have the same writer, so its verdict is reused while nothing else matters. Fields are read in pairs."""
     shadow, reads, words = i8(load64(site)), i8(load64(site + 8)), i8(load64(site + 16))
     warps, slot0 = i8(load64(site + 24)), i8(load64(site + 32))
     blocks = (words + BLOCK - 1) >> BLOCK_BITS
@@ -228,15 +229,15 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
     known = at_clock + 8 * slots
     # Which cp.async are complete, and visible to the operation's proxy.
     fenced = known if generic else known + 4 * WORDS
-    # The order of writes behind reads needs no proxy fence: the reads are over when they are signalled.
+    # A write after a read needs no proxy fence: a read is complete when it is signalled.
     clock = at_clock if write or generic else at_clock + 4 * slots
-    # Writes of the issuer's other lanes are before it, if the lanes have met since its proxy was told of them.
+    # Writes by other lanes of the issuer happen before it if the lanes have synchronised since, before a proxy fence.
     begin = i8(load32(at_clock + BEGIN))
     me = slot + 1 if i8(load32(clock + 4 * slot)) > begin else i8(0)
     agent_kind = i8(GENERIC_COPY) if generic else i8(ASYNC)
     if told:
         clock = told
-    behind = w0 = w1 = ~np.uint64(0)  # a writer that is over; what was judged last
+    behind = w0 = w1 = ~np.uint64(0)  # a complete writer; the last verdict
     new0, new1 = np.uint64(agent_kind | number << 32), np.uint64(pc | (15 | 15 << FRESH | NOBODY << LANE) << 32)
     for s in range(count):
         low, high = i8(load64(spans + 16 * s)), i8(load64(spans + 16 * s + 8))
@@ -273,10 +274,9 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
 def asynchronous_global(
     shadow, origin, start, spans, count, write, number, agent_kind, clock, known, fenced, races, pc, flags, slot
 ):
-    """The same for spans of one allocation of global memory whose shadow begins at the address `origin`. They count
-    from `start`. flags: STRONG
-    for reductions, which do not race with each other. slot: of the issuer. Fields by pairs: the writer's two, the
-    readers' three, the last one."""
+    """Does the same for ranges of one allocation of global memory whose shadow begins at the address `origin`. They are
+    relative to `start`. flags: STRONG for reductions, which do not race with each other. slot: of the issuer. Fields
+    are read in pairs: two for the writer, three for the readers, and the last one."""
     cluster = i8(load64(races + 8 * (CLUSTERS + slot)))
     last = i8(0)
     w0 = w1 = r0 = r1 = r2 = o0 = r3 = r4 = np.uint64(0)
@@ -314,14 +314,14 @@ def asynchronous_global(
 
 @native("void(i8, i8, i8, i8, i8)", python=True)
 def span(S, low, high, write, pc):
-    """The warp of S itself reads or writes bytes [low, high) of its own shared memory."""
+    """Checks and records an access by the warp of S to bytes [low, high) of its CTA's shared memory."""
     for word in range(low >> 2, (high + 3) >> 2):
         records.shared_word(S, word, 15, write, pc, -1, records.sget(S, S_CLOCK), records.sget(S, S_KNOWN))
 
 
 @native("void(i8, i8, i8)", python=True)
 def barrier_word(S, low, pc):
-    """The warp of S initialises the mbarrier at `low`: 8 bytes, which are one from now on."""
+    """The warp of S initialises an mbarrier in the 8 bytes at `low`."""
     span(S, low, low + 8, 1, pc)
     for word in range(low >> 2, (low >> 2) + 2):
         at = records.sget(S, S_SHADOW) + word * 4 * RECORD + 12
@@ -330,7 +330,7 @@ def barrier_word(S, low, pc):
 
 @native("void(i8, i8, i8, i8, i8, i8)", python=True)
 def lines(S, offsets, count, write, pc, flags):
-    """The warp of S itself reads or writes rows of 16 bytes of its own shared memory. flags: QUIET."""
+    """Checks and records an access by the warp of S to rows of 16 bytes of its CTA's shared memory. flags: QUIET."""
     for k in range(count):
         first = i8(load64(offsets + 8 * k)) >> 2
         for word in range(first, first + 4):
@@ -340,8 +340,8 @@ def lines(S, offsets, count, write, pc, flags):
 
 @native("i8(i8, i8, i8, i8)")
 def keep_lines(S, row, count, to):
-    """Copy the lines of 16 bytes of the warp's shared memory that the first `count` lanes name in register `row`. 1,
-    and nothing copied, when one is not aligned or out of bounds, or two are the same."""
+    """Copies the rows of 16 bytes of shared memory whose addresses the first `count` lanes have in register `row`.
+    Returns 1 and copies nothing if one is misaligned or out of bounds, or two are equal."""
     addresses, base = records.sget(S, S_R) + row * 128, records.sget(S, S_SHARED_BASE)
     memory, end = records.sget(S, S_SHARED), records.sget(S, S_SHARED_SIZE) & ~15
     for k in range(count):
@@ -360,7 +360,7 @@ def keep_lines(S, row, count, to):
 
 @native("void(i8, i8, i8, i8, i8, i8)")
 def register_lines(S, row, count, write, pc, kept):
-    """The warp of S reads or has written those lines. kept: what was there before a store."""
+    """Checks and records that the warp of S reads or has written those rows. kept: their contents before a store."""
     addresses, base = records.sget(S, S_R) + row * 128, records.sget(S, S_SHARED_BASE)
     memory, flags = records.sget(S, S_SHARED), i8(QUIET)
     if write:

@@ -1,16 +1,16 @@
-"""The checker of one launch: an observer (engine/observer.py), and its parts by name.
+"""The checker of one launch. It is an observer (engine/observer.py) with these parts:
 
-order        who has seen what: vector clocks, moved by barriers, fences and waits
-operations   asynchronous operations: numbered and compared when issued, over before their CTA ends
-memory       accesses of shared and global memory against their shadow
+order        happens-before order: vector clocks, which barriers, fences and waits merge
+operations   asynchronous operations, which must be complete before their CTA ends
+memory       accesses of shared and global memory, compared with their shadow
 tensor       accesses of tensor memory
-growing      products that others may join
+growing      MMAs that later ones may join
 barriers     mbarriers and the cluster barrier
 boxes        TMA boxes outside their tensor
 maps         tensor maps that the kernel writes itself
-grids        the grid before, under programmatic dependent launch
-findings     from what the compiled code notes to diagnostics with both parties
-products     operands of matrix products (None unless they are looked at)
+grids        the previous grid, under programmatic dependent launch
+findings     diagnostics with both parties, made from the compiled code's findings
+products     operands of matrix products, or None
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 
 class ProcessResult(NamedTuple):
-    """What a copy of the process found out (engine/processes.py)."""
+    """The findings of a forked process (engine/processes.py)."""
 
-    touched: np.ndarray  # of `MemoryAccesses.touched_since`
+    touched: np.ndarray  # from `MemoryAccesses.touched_since`
     warnings: list[Diagnostic]
 
 
@@ -64,7 +64,7 @@ class Checker(Observer):
         self.warps = -(-(machine.block[0] * machine.block[1] * machine.block[2]) // 32)  # per CTA
         ctas = max(len(machine.sms) * machine.per_sm, machine.cluster_size)
         self.free = [k * self.warps for k in range(ctas)][::-1]  # first slots of CTAs that may start
-        self.agents: dict[int, Warp] = {}  # 1 + slot -> warp that used it last
+        self.agents: dict[int, Warp] = {}  # 1 + slot -> the last warp in that slot
         earlier = checks.last[0] if machine.options.dependent and checks.last else None
 
         self.order = Order(machine, strict, ctas * self.warps, clocks)
@@ -90,7 +90,7 @@ class Checker(Observer):
         self.found = report.additions
 
     def listen(self) -> None:
-        """Which part takes which event: directly, since some come by the million."""
+        """Connects each event directly with the part that handles it: some events occur millions of times."""
         order, operations, memory, barriers = self.order, self.operations, self.memory, self.barriers
         events: dict[str, Callable] = {
             "take_notes": self.findings.collect,
@@ -162,7 +162,7 @@ class Checker(Observer):
             )
 
     def cta_began(self, cta) -> None:
-        """A CTA starts: slots, clocks and the shadow of its shared memory."""
+        """Gives a new CTA its slots, its clocks and the shadow of its shared memory."""
         order = self.order
         words = (len(cta.shared) + 3) // 4
         shadow, slot0 = shadows.take(words, self.warps), self.free.pop()
@@ -209,7 +209,7 @@ class Checker(Observer):
     def cta_moved(self, cta) -> None:
         self.free.append(cta.view.slot0)
         shadows.give_back(cta.view.shadow)
-        cta.view.shadow = None  # the CTA itself lives on in what is told of its operations
+        cta.view.shadow = None  # reports about its operations still refer to the CTA
         things = [*cta.barriers.values(), *cta.named_barriers.values()]
         gone = [x for t in things if t.clock is not None for x in t.clock.parts()]
         gone += [clock.at for place in cta.view.locations.values() for clock in place.clocks.values()]
@@ -220,7 +220,7 @@ class Checker(Observer):
     # ---- several processes -------------------------------------------------------------------------------------
 
     def uneventful(self) -> bool:
-        """Has nothing been found, and has no word been touched by two clusters and written by one?"""
+        """Whether nothing has been found, and no cluster wrote a word that another one accessed."""
         return self.report.additions == self.found and not self.memory.contended()
 
     def checkpoint(self) -> list[np.ndarray]:
@@ -245,7 +245,7 @@ class Checker(Observer):
             w.view.forget()
 
     def closed(self) -> None:
-        """The launch is over. Parts refer to each other and hold large arrays, for which the garbage collector would
-        let them stand; a dependent launch asks only which global memory was touched (Checks.last)."""
+        """Frees the parts. They refer to each other, so their large arrays would wait for the garbage collector. A
+        dependent launch needs only the global memory that this one accessed (Checks.last)."""
         self.order.close()
         vars(self).clear()

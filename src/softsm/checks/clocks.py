@@ -1,8 +1,9 @@
-"""Vector clocks, compiled: what barriers do with them (checks/order.py has their layout), and instructions that need
-Python only when something is wrong, waits on mbarriers above all.
+"""Compiled operations on vector clocks, whose layout checks/order.py defines, and instructions that call Python only
+on an error or a rare case. Waits on mbarriers are the most frequent ones.
 
-A watched mbarrier has a record of int64, found through a table that has one address for every 8 bytes of its CTA's
-shared memory: 0 where none lies, or where Python has to look (its word was overwritten, peers have arrived at it).
+A watched mbarrier has a record of int64 fields. A table of the CTA has the record's address for every 8 bytes of shared
+memory. The address is 0 where no mbarrier lies, and where Python must handle the wait: the word was overwritten, or
+peers have arrived.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from softsm.engine.program import (
     USED,
 )
 
-WORDS = 512  # of a set of asynchronous operations
-HEAD = 4  # uint32 before each clock, which a warp's own uses. Where they lie:
-BEGIN, DIRTY = -16, -12  # the epoch in which its lanes met last, and the lanes with accesses since then
-RELEASING, PLACE = -8, -4  # the epoch in which it released something last, and the address, without its high bits
-PUBLISHED, SLOT, EPOCH, PHASE, WAITED, FIELDS = range(6)  # of a watched mbarrier
+WORDS = 512  # in a set of asynchronous operations
+HEAD = 4  # uint32 words before each clock, used in a warp's own clock; their offsets in bytes:
+BEGIN, DIRTY = -16, -12  # the epoch in which the lanes last synchronised, and the lanes with accesses since then
+RELEASING, PLACE = -8, -4  # the epoch of the last release, and the low 32 bits of its address
+PUBLISHED, SLOT, EPOCH, PHASE, WAITED, FIELDS = range(6)  # fields of a watched mbarrier's record
 
 
 def _four(name: str, merged):
-    """Merges four entries of the clock at one address into those at another; Numba does not see that it could."""
+    """Merges four entries of one clock into another, as vectors. Numba does not vectorise this itself."""
     vector = ir.VectorType(ir.IntType(32), 4)
 
     def function(typingctx, target, source):
@@ -57,8 +58,8 @@ union = _four("union", lambda b, old, new: b.or_(old, new))
 
 @native("void(i8, i8, i8, i8, i8)", python=True)
 def join(target, source, clocks, sections, used):
-    """The maximum of the first `clocks` entries; the union of the bits in each of the sections behind them, whose first
-    `used` words may hold some. Both numbers are multiples of four."""
+    """Merges a clock into `target`: the maximum of each of the `clocks` entries, and the union of the sets in the
+    sections after them, of which the first `used` words count. Both numbers are multiples of four."""
     for at in range(0, 4 * clocks, 16):
         later(target + at, source + at)
     for s in range(sections):
@@ -69,7 +70,7 @@ def join(target, source, clocks, sections, used):
 
 @native("void(i8, i8)")
 def met(clock, slot):
-    """The lanes of the warp of this slot have met, or all of them have passed on what they did: see Order.tick."""
+    """Order.tick: the lanes of the warp have synchronised, or all of them have released."""
     epoch = load32(clock + 4 * slot) + u4(2)
     store32(clock + 4 * slot, epoch)
     store32(clock + BEGIN, epoch - u4(1))
@@ -78,8 +79,8 @@ def met(clock, slot):
 
 @native("void(i8, i8, i8, i8, i8, i8, i8)", python=True)
 def publish(target, clock, slot, clocks, sections, private, used):
-    """A warp passes on what it has seen, all its lanes, and a new epoch of it begins (Order.tick). private: a section
-    that it keeps to itself, or -1."""
+    """Merges the clock of a warp, all of whose lanes release, into `target`, and begins an epoch (Order.tick).
+    private: a section that is not published, or -1."""
     for at in range(0, 4 * clocks, 16):
         later(target + at, clock + at)
     for s in range(sections):
@@ -92,9 +93,9 @@ def publish(target, clock, slot, clocks, sections, private, used):
 
 @native("void(i8, i8, i8, i8, i8, i8)", python=True)
 def commit(target, clock, slot, issued, bit, layout):
-    """What tcgen05.commit, operation `bit` of a set, tells when it completes: what the warp has seen, of which a new
-    epoch begins, the operations `issued` by its thread (or 0) and itself. At the strict level it tells of operations
-    alone."""
+    """Fills `target` with what tcgen05.commit publishes when it completes: the warp's clock, the operations `issued` by
+    its thread (an address, or 0) and the commit itself, operation `bit` of a set. At the strict level it publishes
+    operations only. The warp begins an epoch."""
     clocks, sections = i8(load64(layout + 8 * CLOCKS)), i8(load64(layout + 8 * SECTIONS))
     used, strict = i8(load64(layout + 8 * USED)), sections == 4
     for k in range(clocks):
@@ -114,7 +115,7 @@ def commit(target, clock, slot, issued, bit, layout):
 
 @native("void(i8, i8, i8, i8, i8)", python=True)
 def hand_over(published, gathering, clocks, sections, used):
-    """A phase ends: what was gathered is published, and the next phase begins with nothing."""
+    """Ends a phase: publishes what was gathered, and clears it for the next phase."""
     join(published, gathering, clocks, sections, used)
     for k in range(clocks):
         store32(gathering + 4 * k, u4(0))
@@ -126,8 +127,8 @@ def hand_over(published, gathering, clocks, sections, used):
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def meet(published, gathering, members, count, clocks, sections, private, used):
-    """A phase ends at which warps have waited (pairs: the address of a clock, its slot): each passes on what it has
-    seen, and takes in what all have."""
+    """Ends a phase of a barrier at which `count` warps wait. Each publishes its clock and acquires those of all.
+    members: pairs of a clock's address and a slot."""
     for k in range(count):
         clock, slot = i8(load64(members + 16 * k)), i8(load64(members + 16 * k + 8))
         publish(gathering, clock, slot, clocks, sections, private, used)
@@ -138,8 +139,9 @@ def meet(published, gathering, members, count, clocks, sections, private, used):
 
 @native("i8(i8, i8, i8, i8, i8, i8, u4)")
 def answer_wait(R, P, S, predicate, address_row, phase_row, m):
-    """mbarrier.try_wait and test_wait by parity, of the lanes of m: 0 when the phase is over, nothing is wrong and the
-    warp has taken in what the barrier publishes; else MACRO, and nothing has changed."""
+    """mbarrier.try_wait and test_wait by parity, by the lanes of m. Returns 0 if the phase is complete and the warp has
+    acquired what the barrier published. Otherwise, or if there is something to report, it returns MACRO and changes
+    nothing."""
     table = i8(load64(S + 8 * S_PHASES))
     if table == 0 or load64(S + 8 * S_RACES) == np.uint64(0):
         return i8(MACRO)
@@ -179,8 +181,8 @@ def answer_wait(R, P, S, predicate, address_row, phase_row, m):
 
 @native("i8(i8, i8, i8, u4)")
 def members(R, S, row, m):
-    """A .sync instruction: 0 when the membermask of each lane of m names that lane, else MACRO."""
-    if load64(S + 8 * S_PHASES) == np.uint64(0):  # an observer follows each event
+    """A .sync instruction: 0 if the membermask of each lane of m contains that lane, else MACRO."""
+    if load64(S + 8 * S_PHASES) == np.uint64(0):  # an observer must see each event
         return i8(MACRO)
     for lane in range(32):
         if (m >> u4(lane)) & u4(1) and not (load32(R + (row * 32 + lane) * 4) >> u4(lane)) & u4(1):
@@ -190,7 +192,7 @@ def members(R, S, row, m):
 
 @native("i8(i8)")
 def tick(S):
-    """bar.warp.sync: Order.tick for the warp of S. MACRO when no clocks are kept here."""
+    """bar.warp.sync: Order.tick for the warp of S, or MACRO if it has no compiled clock."""
     if load64(S + 8 * S_RACES) == np.uint64(0) or load64(S + 8 * S_PHASES) == np.uint64(0):
         return i8(MACRO)
     met(i8(load64(S + 8 * S_CLOCK)), i8(load64(S + 8 * S_SLOT)))

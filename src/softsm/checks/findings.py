@@ -1,4 +1,4 @@
-"""Turns what the compiled code noted into diagnostics that name both parties."""
+"""Turns the compiled code's findings into diagnostics that name both parties."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ WITHIN_CLUSTER = (
 
 
 def add_failure(report: Report, machine, failure: BaseException | None) -> None:
-    """What stops a kernel is a finding too, with barriers that explain it by themselves: bytes for which warps wait for
-    ever, or without which a slot is filled again."""
+    """Reports the failure that stopped a kernel, and barriers that explain it: bytes that warps wait for in vain, or
+    bytes whose absence lets a slot be refilled too early."""
     for barrier in [b for cta in machine.live for b in cta.barriers.values()] if failure is not None else ():
         if barrier.skipped is not None and barrier.waiters:
             report.add(barrier.skipped)
@@ -66,7 +66,7 @@ def add_failure(report: Report, machine, failure: BaseException | None) -> None:
 
 
 def unseen_phases(machine) -> list[str]:
-    """mbarriers that warps wait on though the phase before has ended and no warp has waited for that one."""
+    """The mbarriers on which warps wait although the previous phase has completed and no warp has waited for it."""
     found = [
         f"  phase {b.phase - 1} of {b.name} has ended and no warp waited for it; the wait that hangs is for phase "
         f"{b.phase}: does it have the wrong parity?"
@@ -78,9 +78,9 @@ def unseen_phases(machine) -> list[str]:
 
 
 def wrong_bytes(machine) -> Iterator[Diagnostic]:
-    """mbarriers that warps wait on for bytes alone, which no copy under way will bring."""
+    """Reports mbarriers that lack only bytes, which no copy in flight will deliver."""
     coming = {id(barrier) for op in machine.engine.pending.values() for barrier in op.signals}
-    said = set()  # the same is wrong in every CTA
+    said = set()  # report an error of all CTAs once
     for barrier in [b for cta in machine.live for b in cta.barriers.values()]:
         if barrier.waiters and barrier.pending == 0 and barrier.tx and id(barrier) not in coming:
             if barrier.tx > 0:
@@ -93,7 +93,7 @@ def wrong_bytes(machine) -> Iterator[Diagnostic]:
 
 
 class Findings:
-    """The part of the checker that writes the report."""
+    """The part of the checker that makes diagnostics."""
 
     def __init__(self, checker):
         self.checker = checker
@@ -101,7 +101,7 @@ class Findings:
         self.confined_pairs: dict[tuple[int, int, int], bool] = {}  # (program, load, store), see checks/benign_races.py
 
     def collect(self, w, op=None) -> None:
-        """Turn the compiled code's findings into diagnostics."""
+        """Turns the compiled code's findings into diagnostics."""
         races = self.checker.memory.races
         n = races.item(0)
         if not n:
@@ -155,7 +155,7 @@ class Findings:
                 fix = UNFENCED
             elif other_lane < 0:
                 fix = self.across(w, them)
-                if fix == WITHIN_CLUSTER and other_op is not None:  # its completion can be waited for
+                if fix == WITHIN_CLUSTER and other_op is not None:  # a wait for its completion is possible
                     fix = ""
                 elif fix and other_op is not None and other_op.kind in WRITES:
                     fix = BEHIND_STORE.format(scope="sys" if fix == BETWEEN_GPUS else "gpu")
@@ -175,7 +175,7 @@ class Findings:
             self.report.add(found)
 
     def across(self, w, other) -> str:
-        """Advice for warps of different CTAs; '' for those of one."""
+        """Advice for warps of different CTAs, or '' for warps of one CTA."""
         if other is None or other.cta is w.cta:
             return ""
         if other.cta.gpu != w.cta.gpu:
@@ -192,14 +192,14 @@ class Findings:
         return known
 
     def suspect(self, reader, found: Diagnostic, store: int, lanes: int) -> None:
-        """A race, unless the reader only repeats what others do and its lanes do not come to pass the store's guard:
-        the guard's last value tells, when the reader has ended."""
+        """Holds a race back until the reader has ended. It is benign if the last value of the store's guard shows that
+        the reader's lanes never executed the store."""
         reader.view.suspected.append((found, store, lanes))
         if not reader.fragments:
             self.ended(reader)
 
     def ended(self, w) -> None:
-        """A warp has exited; its predicates are still there."""
+        """A warp has exited, and its predicates can still be read."""
         if w.view.predicates is None:
             w.view.predicates = w.P.copy()
         for found, store, lanes in w.view.suspected:
@@ -209,12 +209,12 @@ class Findings:
         w.view.suspected.clear()
 
     def misused(self, w, code: str, message: str, what: str, lane: int = -1) -> None:
-        """What instructions of a checked program find by themselves."""
+        """Reports an error that an instruction itself detects."""
         self.report.add(Diagnostic(code, message, (self.party(w, None, what, lane=lane),)))
 
     def used_early(self, w, load) -> None:
-        """An instruction touches registers of a tcgen05.ld that was not waited for. Triton computes with them
-        before the wait (a true dependency, which the hardware honours), so this counts at the strict level only."""
+        """An instruction uses registers of a tcgen05.ld without a wait. Triton computes with them before the wait, and
+        the hardware respects the dependency, so only the strict level reports it."""
         other = self.party(load.warp, load, "may still be writing its registers")
         self.add_race(
             self.party(w, None, "uses registers of a tcgen05.ld"),
@@ -260,7 +260,7 @@ class Findings:
         ins = program.instructions[w.pc if pc is None else pc]
         if op is not None and pc is None:
             ins = op.instruction or ins
-        if op is not None and ins.line != op.line:  # a wgmma is issued with its group; name the product
+        if op is not None and ins.line != op.line:  # a wgmma is issued with its group: name the MMA itself
             ins = next((x for x in program.instructions if x.line == op.line), ins)
         loc = place_of(ins)
         function = (function_at(loc.file, loc.line) or readable(loc.function)) if loc else ""
@@ -272,23 +272,23 @@ class Findings:
 
 
 def stores(w, pc: int) -> bool:
-    """Is it an ordinary store? Behind one, an atomic is remembered among the reads (checks/global_shadow.py)."""
+    """Whether it is an ordinary store. One that an atomic follows is kept among the reads (checks/global_shadow.py)."""
     return w.cta.program.instructions[pc].name.startswith("st.")
 
 
 def seen(w, other, epoch: int) -> bool:
-    """Does the warp know of what another one did, in the generic proxy?"""
+    """Whether an access by another warp happens before the warp's next one, in the generic proxy."""
     return int(w.view.clock[other.view.slot]) >= epoch
 
 
 def behind_flag(w, address: int, agent: int, epoch: int) -> bool:
-    """Is the other access the very write of a flag whose value the warp has acquired, by a fence behind its read? Then
-    it may read the flag, or reset it, by ordinary accesses."""
+    """Whether the other access is the write of a flag that the warp has acquired with a read and a fence. Ordinary
+    accesses may then read or reset the flag."""
     return any(w.view.flags.get((at, agent - 1), -1) == epoch for at in (address, address - 4))
 
 
 def one_statement(w, pc: int, other, other_pc: int) -> bool:
-    """Did the compiler make both instructions of one place of the source? It repeats the end of a branch, or the
-    first turn of a loop; warps on both ways that store one value are like warps in one instruction."""
+    """Whether the compiler made both instructions from one source statement. It duplicates the end of a branch or peels
+    a loop. Warps on both paths that store one value count as warps in one instruction."""
     here, there = w.cta.program.instructions[pc].loc, other.cta.program.instructions[other_pc].loc
     return here is not None and here == there

@@ -1,4 +1,4 @@
-"""Records of words of global memory (checks/shadow.py), and the accesses of a warp to shared and global memory."""
+"""The shadow of global memory (checks/shadow.py), and the accesses of a warp to shared and global memory."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ from softsm.engine.program import (
 
 @native("i8(i8, i8)")
 def reader_at(at, k):
-    """Where the three fields of reader k lie in the record of a word of global memory."""
+    """The address of the three fields of reader k in the record at `at`."""
     return at + 16 + 12 * k if k < 2 else at + 48
 
 
 @native("i8(i8, i8, i8)")
 def priority(agent, epoch, word):
-    """A number that looks random, of a reader and a word."""
+    """A hash of a reader and a word."""
     h = (epoch if agent >= ASYNC else agent) * 0x9E3779B1 + (word + 1) * 0x85EBCA6B & 0xFFFFFFFF
     h = (h ^ h >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
     return h ^ h >> 12
@@ -70,8 +70,8 @@ def priority(agent, epoch, word):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8)")
 def outlives(at, mark, me, clock, known, newest, races):
-    """Must the read whose three fields lie at `at` be remembered although `me` reads? Not if it comes before that: who
-    writes behind the new read is behind the old one. A strong read does not stand for another."""
+    """Whether the read at `at` must be kept when `me` reads. It need not if it happens before the new read: a write
+    ordered after the new read is then ordered after both. A strong read does not replace another."""
     agent, place = i8(load32(at)), i8(load32(at + 8))
     if mark & READ_SEVERAL and not place & READ_SEVERAL:
         return i8(agent != 0)
@@ -80,8 +80,8 @@ def outlives(at, mark, me, clock, known, newest, races):
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def global_reader(at, agent, epoch, pc, mark, word, me, clock, known, newest, races):
-    """Remember a read, and of those before it, which are not ordered, two: others in each word, so that among many
-    words that many readers share every reader is remembered somewhere. word: its place in the allocation."""
+    """Records a read, and keeps two earlier reads that are not ordered before it. The hash selects different ones in
+    each word, so if many readers share many words, some word keeps each reader. word: its index in the allocation."""
     last = i8(load32(at + 16))
     if (last != agent or agent >= ASYNC and i8(load32(at + 20)) != epoch) and (
         last and outlives(at + 16, mark, me, clock, known, newest, races)
@@ -105,7 +105,7 @@ def global_reader(at, agent, epoch, pc, mark, word, me, clock, known, newest, ra
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def global_readers(at, address, touched, pc, me, clock, known, newest, races, lane):
-    """Are the reads of a word over before `me` writes? (me = 0: the asynchronous operation `newest`)"""
+    """Reports reads of a word that do not happen before a write by `me` (0: the asynchronous operation `newest`)."""
     for k in range(READERS):
         there = reader_at(at, k)
         agent, seen, place = i8(load32(there)), i8(load32(there + 4)), i8(load32(there + 8))
@@ -121,8 +121,8 @@ def global_readers(at, address, touched, pc, me, clock, known, newest, races, la
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8)")
 def keep_write(at, touched, word, me, clock, known, newest, races):
-    """An atomic comes behind an ordinary write. Other atomics do not race with the atomic, but with that write: it is
-    remembered among the reads."""
+    """Keeps an ordinary write among the reads when an atomic follows it. Other atomics do not race with the atomic, but
+    may race with that write."""
     agent, theirs = i8(load32(at)), i8(load32(at + 12))
     if agent and touched & STRONG and not theirs & STRONG:
         mark = ((theirs >> LANE) & 63) << READ_LANE
@@ -133,7 +133,7 @@ def keep_write(at, touched, word, me, clock, known, newest, races):
 
 @native("void(i8, i8, i8, i8)")
 def global_owner(at, cluster, write, races):
-    """Cluster `cluster` touches a word: is it the only one, or are all of them readers?"""
+    """Records an access by `cluster`, and sets CONTENDED if several clusters accessed the word and one wrote it."""
     owner = i8(load32(at + 44))
     now = owner if owner else cluster
     if write:
@@ -148,7 +148,7 @@ def global_owner(at, cluster, write, races):
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def global_record(at, address, word, touched, write, pc, lane, clock, known, me, newest, races):
-    """Warp `me` touches some bytes of a word of global memory, number `word` of its allocation, whose record lies at
+    """Checks and records an access by warp `me` to some bytes of word `word` of an allocation; its record is at
     `at`."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     now, begin = i8(load32(clock + 4 * (me - 1))) - 1, i8(load32(clock + BEGIN))
@@ -173,7 +173,7 @@ def global_record(at, address, word, touched, write, pc, lane, clock, known, me,
 
 @native("void(i8, i8, i8, i8, i8, i8, i8)")
 def global_word(S, address, touched, write, pc, lane, clock):
-    """One warp touches some bytes of one word of global memory. Lanes may be in several allocations."""
+    """Checks and records an access by a warp to some bytes of one word of global memory, in any allocation."""
     if not in_allocation(S, address, address + 1):
         return
     hit = sget(S, S_HIT)
@@ -188,7 +188,8 @@ def global_word(S, address, touched, write, pc, lane, clock):
 
 @native("void(i8, i8, u4, i8, i8, i8)")
 def note(S, size, m, write, flags, pc):
-    """The access whose host addresses are in S[SCRATCH:] is made by the lanes of m. flags: 1 = strong, QUIET."""
+    """Checks and records an access by the lanes of m, whose host addresses are in S[SCRATCH:]. flags: 1 = strong,
+    QUIET."""
     if sget(S, S_RACES) == 0:
         return
     clock, known = sget(S, S_CLOCK), sget(S, S_KNOWN)

@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: what a grid may not touch before it has waited for the grid before it.
+"""Programmatic dependent launch: accesses that a grid must not make before it has waited for the previous grid.
 
-Launches run one after the other here, so a forgotten griddepcontrol.wait changes no value. The grid before stands in
-the shadow of global memory as one asynchronous operation, which wrote and read what that grid did, and which
-griddepcontrol.wait completes. A grid that never executes griddepcontrol.launch_dependents has ended before the next one
-begins (PTX, griddepcontrol; FlashMLA's decode relies on it): nothing of it is asked for.
+The emulator runs launches one after the other, so a missing griddepcontrol.wait changes no value. The shadow of global
+memory treats the previous grid as one asynchronous operation with all its reads and writes, which griddepcontrol.wait
+completes. A grid that never executes griddepcontrol.launch_dependents has ended before the next one begins (PTX,
+griddepcontrol; FlashMLA's decode relies on it), so it is not checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIX = (
 
 
 class GridChecks:
-    """The part of the checker that knows the launch before, where this one may begin before that has ended."""
+    """The part of the checker for a previous launch that this one may overlap."""
 
     def __init__(self, order: Order, operations: Operations, memory: MemoryAccesses, earlier: Touched | None):
         self.order = order
@@ -46,13 +46,13 @@ class GridChecks:
                 inherit(mine, start, theirs, other_start, number)
 
     def over(self, w) -> None:
-        """griddepcontrol.wait: the grid before has ended, and what it wrote is visible."""
+        """griddepcontrol.wait: the previous grid has ended, and its writes are visible."""
         if self.before is not None:
             self.order.observe(w, self.before)
 
 
 def take_in(grid: Touched) -> None:
-    """What other processes did for that grid, into the fields that `inherit` asks for."""
+    """Adds the accesses that forked processes made for that grid to the fields that `inherit` reads."""
     for flags in grid.elsewhere:
         first = 0
         for shadow in grid.shadows:
@@ -67,7 +67,7 @@ def take_in(grid: Touched) -> None:
 
 
 def inherit(mine: np.ndarray, start: int, theirs: np.ndarray, other_start: int, number: int) -> None:
-    """Words of both shadows that the grid before touched become accesses of the operation `number`."""
+    """Turns the previous grid's accesses to words of both shadows into accesses by the operation `number`."""
     size = 4 * sh.GLOBAL_RECORD
     low = max(start, other_start)
     high = min(start + mine.nbytes // size * 4, other_start + theirs.nbytes // size * 4)

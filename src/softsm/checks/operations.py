@@ -1,5 +1,5 @@
-"""Asynchronous operations under the checkers: numbered and compared when they are issued, waited for before their CTA
-ends. So a race is found although the values are right."""
+"""Checks asynchronous operations. Each gets a number when it is issued, and its accesses are compared with the shadow
+at that time, so a race is found even if the values are right. It must be complete before its CTA ends."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from softsm.isa import product_chain
 from softsm.isa.tcgen05 import Work, checked_regions
 from softsm.report.diagnostics import Diagnostic
 
-GENERIC = {"cp.async", "st.async", "red.async"}  # asynchronous, but of the generic proxy
+GENERIC = {"cp.async", "st.async", "red.async"}  # asynchronous operations of the generic proxy
 MUST_END = {*TENSOR, *STORES, "TMA load", "bulk load", "bulk copy to a peer"}
 
 
 class Operations:
-    """The part of the checker that knows what is in flight."""
+    """The checker's table of asynchronous operations."""
 
     def __init__(self, checker):
         self.checker, self.order = checker, checker.order
-        self.by_number: dict[int, AsyncOp] = {}  # those that Python has issued
-        # tcgen05 operations, also those that compiled code issues (checks/tmem_shadow.py), in the place of their
-        # number: the number, who from where, and the kind. Warps have numbers here, from 1 on.
+        self.by_number: dict[int, AsyncOp] = {}  # issued by Python
+        # tcgen05 operations, including those that compiled code issues (checks/tmem_shadow.py), by number: the number,
+        # the issuing warp and its pc, and the kind. Warps have numbers here, from 1 on.
         self.log = np.zeros((sh.OPS, ENTRY // 8), np.int64)
         self.order.newest[pg.LOG] = address_of(self.log)
         self.issuers: dict[int, Warp] = {}
         self.entered = 0
-        self.past: deque[tuple[int, list[int]]] = deque()  # (operations so far, numbers of the warps of a CTA)
+        self.past: deque[tuple[int, list[int]]] = deque()  # (operations so far, numbers of a CTA's warps)
         self.operation = tmem_shadow.operation
-        self.races: np.ndarray  # of MemoryAccesses, which are made after this
+        self.races: np.ndarray  # set by MemoryAccesses, which is created later
 
     def enter(self, w) -> int:
-        """A warp begins; its number as an issuer."""
+        """Returns a number for a new warp as an issuer."""
         self.entered += 1
         self.issuers[self.entered] = w
         return self.entered
 
     def leave(self, numbers: list[int]) -> None:
-        """The warps of a CTA have ended. What they have issued may be asked for as long as its numbers are not used
-        again."""
+        """The warps of a CTA have ended. Their numbers are freed once no operation that they issued can be looked
+        up."""
         newest = self.order.newest.item(pg.NEWEST)
         self.past.append((newest, numbers))
         while self.past[0][0] + sh.OPS <= newest:
@@ -57,7 +57,7 @@ class Operations:
                 del self.issuers[number]
 
     def get(self, number: int) -> AsyncOp | None:
-        """The operation of a number, unless it was too long ago."""
+        """Returns the operation of a number, or None if its entry has been reused."""
         op = self.by_number.get(number)
         if op is None and number > 0:
             issued, place, _ = self.log[number % sh.OPS].tolist()
@@ -69,12 +69,12 @@ class Operations:
         return op
 
     def issued(self, op) -> None:
-        """Number the operation and compare what it touches with the shadow, from what its issuer has seen."""
+        """Numbers the operation and compares its accesses with the shadow, by the clock of its issuer."""
         kind = op.kind
         if op.product is not None:
             self.product_issued(op)
             return
-        if kind == "wgmma result":  # registers of one warp, which no other warp can touch
+        if kind == "wgmma result":  # registers of one warp, which no other warp can access
             return
         w = op.warp
         view, cta = w.view, w.cta
@@ -90,7 +90,7 @@ class Operations:
             self.mark(view, op)
         elif kind == "tcgen05.commit":
             self.committed(op)
-            if not self.checker.strict:  # the commits of a thread arrive in order, as Triton's pairs of CTAs rely on
+            if not self.checker.strict:  # a thread's commits arrive in order; Triton's 2-CTA kernels need it
                 self.mark(view, op)
             return
         elif kind == "cp.async arrival":
@@ -99,8 +99,8 @@ class Operations:
             self.order.tell(clock.values, op)
             clock.values[self.order.known] |= view.copies
             if not self.checker.strict:
-                # PTX asks for fence.proxy.async before a product reads what cp.async wrote. CUTLASS's mainloops with
-                # cp.async for sm_100 and FlashMLA's prefill kernels have none behind this arrival.
+                # PTX requires fence.proxy.async before an MMA reads what cp.async wrote. CUTLASS's mainloops with
+                # cp.async for sm_100 and FlashMLA's prefill kernels have none after this arrival.
                 clock.values[self.order.fenced] |= view.copies
             return
         elif kind == "cp.async":
@@ -126,9 +126,10 @@ class Operations:
             self.checker.findings.collect(w, op)
 
     def warpgroup_committed(self, w, batch) -> None:
-        """A product begins when all four warps have come to it: an H200 read what one of them had written last, without
-        a barrier between them (benchmarks/results/rules-h200.json), and FlashMLA's dense decode relies on it. At the
-        strict level it is behind one warp alone: wgmma.fence orders registers, and the accesses of its own warp."""
+        """At the default level a wgmma comes after the accesses of all four warps. On an H200 it read what one of them
+        had just written, without a barrier between them (benchmarks/results/rules-h200.json), and FlashMLA's dense
+        decode relies on this. At the strict level it comes after those of one warp: wgmma.fence orders registers and
+        the accesses of its own warp."""
         seen = self.order.snapshot(w)
         if batch.seen is None:
             batch.seen = seen
@@ -141,7 +142,7 @@ class Operations:
             op.publishes = None
 
     def product_issued(self, op) -> None:
-        """The same for a tcgen05.mma."""
+        """Numbers and checks a tcgen05.mma."""
         w, (work, ctas) = op.warp, op.product
         op.product = None
         op.number = number = self.new_number()
@@ -152,7 +153,7 @@ class Operations:
         self.product(w, op.lane, number, work, ctas, op)
 
     def product_joined(self, w, lane: int, work: Work, ctas: list) -> None:
-        """The same for one that goes with the product before it (isa/product_chain.py); the log knows it."""
+        """Checks a tcgen05.mma that joins the one before it (isa/product_chain.py) and has an entry in the log."""
         self.product(w, lane, self.new_number(), work, ctas)
 
     def products_joinable(self, together, w, lane: int, work: Work, ctas: list) -> Growing:
@@ -188,13 +189,13 @@ class Operations:
 
     @staticmethod
     def mark(view, op) -> None:
-        """The thread has issued this tcgen05 operation."""
+        """Records that the thread has issued this tcgen05 operation."""
         bits = view.issued_by(op.lane).bits
         word = op.number % sh.OPS // 32
         bits[word] = bits.item(word) | 1 << op.number % 32
 
     def forget(self, number: int) -> None:
-        """The numbers from here to the next multiple of 32 have had other owners, as in Order.number."""
+        """Clears the bits from this number to the next multiple of 32 for their new operations, as in Order.number."""
         for earlier in range(number - sh.OPS - 32, number - sh.OPS):
             self.by_number.pop(earlier, None)
         word = number % sh.OPS // 32
@@ -204,7 +205,7 @@ class Operations:
                 issued.bits[word] = 0
 
     def committed(self, op) -> None:
-        """What tcgen05.commit tells; other operations tell of themselves alone, see Order.publish."""
+        """Sets what a tcgen05.commit publishes. Other operations publish only themselves (Order.publish)."""
         order, view = self.order, op.warp.view
         op.publishes = order.borrow()
         issued = view.issued[op.lane].at if op.lane in view.issued else 0
@@ -221,7 +222,7 @@ class Operations:
             cta.view.used_by.append(op.number)
 
     def unfinished(self, cta) -> None:
-        """The CTA ends: operations whose completion none of its cluster's warps has seen."""
+        """Reports operations that no warp of the cluster knows to be complete when the CTA ends."""
         self.checker.growing.flush()
         if not cta.view.outstanding:
             return
@@ -236,19 +237,19 @@ class Operations:
             party = self.checker.findings.party(op.warp, op, "may still be in flight")
             text = f"{cta} ends, but nothing waited for this {op.kind}"
             found = Diagnostic("in-flight", text, (party,), before_the_end(op))
-            if op.kind in STORES and not self.checker.strict:  # kernels that run on GPUs every day do not wait for it
+            if op.kind in STORES and not self.checker.strict:  # production kernels do not wait for it
                 self.checker.report.warn(found)
             else:
                 self.checker.report.add(found)
         cta.view.outstanding = []
 
     def touches_peer(self, w, cta) -> None:
-        """The warp accesses the shared memory, or an mbarrier, of another CTA of its cluster."""
+        """Records that the warp accesses the shared memory or an mbarrier of another CTA of its cluster."""
         slot = w.view.slot
         cta.view.touched_by[slot] = w.view.epoch, w.pc, w
 
     def left_by_peers(self, cta) -> None:
-        """Did the CTA know, when it ended, that its peers were done with its shared memory?"""
+        """Reports peers' accesses to the CTA's shared memory that do not happen before its end."""
         if not cta.view.touched_by and not cta.view.used_by:
             return
         seen = np.maximum.reduce([np.maximum(w.view.clock[: self.order.slots], w.view.loose) for w in cta.warps])

@@ -1,17 +1,18 @@
-"""Happens-before: who has seen what.
+"""Happens-before order, by vector clocks.
 
-Every warp has a vector clock over all resident warps, twice: what it has seen, and what of that is visible to the
-async proxy (after fence.proxy.async); and sets of asynchronous operations as bits: those it knows to be complete, those
-of them that are visible to the async proxy, and at the strict level those that its tcgen05 operations come after, and
-those it passes on to who synchronises with it. Barriers, fences and waits move these clocks.
+A warp has two vector clocks over all resident warps. The first holds the accesses that happen before its next one. The
+second holds those that are also visible to the async proxy, which needs fence.proxy.async. A warp also has bit sets of
+asynchronous operations: those it knows to be complete, and those of them that are visible to the async proxy. The
+strict level adds two sets: the operations that precede the warp's next tcgen05 operation, and those that it passes on
+when it synchronises. Barriers, fences and waits merge clocks and sets.
 
-A release by some lanes of a warp is theirs: it passes on what they did, and what all lanes had done when they last met
-(bar.warp.sync, a barrier, a release by all of them). That lanes converge, exchange values (shfl.sync, vote.sync) or
-elect one of them orders no memory.
+When only some lanes of a warp release, they publish their own accesses and those that all lanes had made when they last
+synchronised (bar.warp.sync, a barrier, a release by all of them). Convergence, shfl.sync, vote.sync and elect.sync do
+not order memory.
 
-Default level: a bar.sync or an mbarrier wait orders tensor-memory operations without tcgen05.fence, and an initialised
-mbarrier reaches the copy engine by a barrier alone, as Triton's output relies on. strict=True takes PTX 9.4 to
-the letter.
+The default level is weaker than PTX in two points that Triton's output relies on. A bar.sync or an mbarrier wait
+orders tensor-memory operations without tcgen05.fence, and a barrier alone makes an initialised mbarrier visible to the
+copy engine. strict=True follows PTX 9.4 to the letter.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ from softsm.engine import program as pg
 
 SCOPES = ("cta", "cluster", "gpu", "sys")
 PEER_STORES = ("st.async", "red.async")
-SHEET = 32  # clocks that are made, and forget numbers, together
+SHEET = 32  # clocks in one allocation
 
 
 class Order:
-    """The part of the checker that keeps the clocks."""
+    """The checker's clocks, and the rules by which synchronisation merges them."""
 
     def __init__(self, machine, strict: bool, slots: int, clocks: ModuleType):
         self.machine, self.strict = machine, strict
-        self.slots = slots = slots + slots % 2  # clocks are merged by four
+        self.slots = slots = slots + slots % 2  # compiled code merges four clocks at a time
         self.clocks = 2 * slots
         self.take_in, self.pass_on = clocks.join, clocks.publish
         self.hand_over, self.meet, self.commit = clocks.hand_over, clocks.meet, clocks.commit
-        self.spare: list[Clock] = []  # of operations that are over
+        self.spare: list[Clock] = []  # of completed operations, to be used again
         self.known = slice(2 * slots, 2 * slots + WORDS)
         self.fenced = slice(self.known.stop, self.known.stop + WORDS)
-        self.tensor = slice(self.fenced.stop, self.fenced.stop + WORDS)  # strict only, as is the next
+        self.tensor = slice(self.fenced.stop, self.fenced.stop + WORDS)  # this set and the next one: strict level only
         self.sent = slice(self.tensor.stop, self.tensor.stop + WORDS)
         self.sections = 4 if strict else 2
         self.words = WORDS * self.sections
-        self.private = 2 if strict else -1  # the section that a warp does not pass on: `tensor`
+        self.private = 2 if strict else -1  # the section that a warp does not publish: `tensor`
         self.engine = machine.engine
-        self.used = 4  # words of a section that hold bits so far; a multiple of four
-        # The number of the next asynchronous operation, and what compiled code must know of clocks.
+        self.used = 4  # words of a section with bits so far, a multiple of four
+        # The number of the next asynchronous operation, and the layout of clocks for compiled code.
         self.newest = np.zeros(pg.LAYOUT, np.int64)
         self.newest[: pg.LOG] = 1, 2 * slots, self.sections, self.used
         self.newest_address = address_of(self.newest)
-        self.sheets: list[Sheet] = []  # of clocks
-        self.room: list[Clock] = []  # of the last sheet, not yet used
-        self.sheet_of: dict[int, Sheet] = {}  # by the address of the clock: all that live long
+        self.sheets: list[Sheet] = []
+        self.room: list[Clock] = []  # unused clocks of the last sheet
+        self.sheet_of: dict[int, Sheet] = {}  # by the address of a clock that `drop` may free
         self.locations: dict[int, Location] = {}  # strong accesses of global memory, by address
         self.parts = np.zeros((slots, sh.PARTS_KEPT, 2), np.uint32)  # (begin, lanes): see shadow.released
 
@@ -70,15 +71,15 @@ class Order:
         return self.room.pop()
 
     def borrow(self) -> Clock:
-        """A clock for what an operation publishes, until it is over; it holds anything."""
+        """A clock with undefined contents, for an operation to publish until it completes."""
         return self.spare.pop() if self.spare else self.new_clock()
 
     def join(self, target: int, source: int) -> None:
-        """Addresses of clocks: the first takes in the second."""
+        """Merges the clock at address `source` into the one at `target`."""
         self.take_in(target, source, self.clocks, self.sections, self.used)
 
     def drop(self, clocks: list[int]) -> None:
-        """Clocks that are no longer read, by address."""
+        """Frees clocks, given by address."""
         for at in clocks:
             sheet = self.sheet_of.pop(at, None)
             if sheet is not None:
@@ -90,8 +91,8 @@ class Order:
         self.sheet_of, self.locations, self.sheets, self.spare, self.room = {}, {}, [], [], []
 
     def number(self) -> int:
-        """A number for an asynchronous operation. Numbers are used again after sh.OPS others: then no warp may seem to
-        know the new one."""
+        """Numbers an asynchronous operation. The bit of a number is used again after sh.OPS operations, so it is first
+        cleared in all clocks: no warp knows the new operation to be complete."""
         number = self.newest.item(pg.NEWEST)
         self.newest[pg.NEWEST] = number + 1
         if not number & 31:
@@ -101,18 +102,18 @@ class Order:
         return number
 
     def tick(self, w) -> None:
-        """A new epoch: the lanes of the warp have met, or what all of them did before has been passed on."""
+        """Begins an epoch after the lanes of the warp have synchronised, or after all of them have released."""
         view = w.view
         self.new_epoch(view)
         view.head[:2] = view.clock.item(view.slot) - 1, 0
 
     @staticmethod
     def new_epoch(view) -> None:
-        """A warp's clock holds its own epoch plus one: see checks/shadow.py."""
+        """Begins an epoch. A warp's clock holds the warp's own epoch plus one (checks/shadow.py)."""
         view.clock[view.slot] = view.clock.item(view.slot) + 2
 
     def snapshot(self, w) -> Snapshot:
-        """What the warp can pass on now; its own later accesses are not part of it."""
+        """What the warp can publish now. The epoch that begins keeps its later accesses out of the snapshot."""
         view = w.view
         copy = view.clock.copy()
         if self.strict:
@@ -121,8 +122,8 @@ class Order:
         return Snapshot(copy, address_of(copy), self.machine.active, view.begin, view.dirty)
 
     def parted(self, w, lanes: int, begin: int, dirty: int) -> bool:
-        """Do these lanes release without others, which have accessed memory since the lanes last met, in the epoch
-        `begin`? Then they are written down. Lanes that have released one by one count as all of them."""
+        """Whether these lanes release without others that have accessed memory since the epoch `begin`, in which all
+        lanes last synchronised. If so, `parts` records the lanes. Once every lane has released, it returns False."""
         if not dirty or not w.alive & ~lanes:
             return False
         table = self.parts[w.view.slot]
@@ -134,7 +135,8 @@ class Order:
         return w.alive & ~lanes != 0
 
     def releasing(self, w, epoch: int) -> str:
-        """The lanes of the warp that released without the others, in words; `epoch` is of something they left out."""
+        """The lanes of the warp that released without the others, for a report. `epoch` is that of an access by another
+        lane."""
         table = self.parts[w.view.slot]
         at = int(np.where(table[:, 0] <= epoch, table[:, 0], 0).argmax())
         lanes = [lane for lane in range(32) if table.item(at, 1) >> lane & 1]
@@ -143,13 +145,14 @@ class Order:
         )
 
     def withhold(self, target: np.ndarray, slot: int, begin: int, before: tuple[int, int]) -> None:
-        """`target`, which said `before` of the warp, has taken in its clock, but is told by some lanes only."""
+        """Corrects `target` after a release by some lanes only. It was merged with the clock of the whole warp.
+        `before` holds its two entries for the warp before the merge."""
         for at, old in zip((slot, self.slots + slot), before):
             new = target.item(at)
             target[at] = max(old, new & ~1 if new > begin else new)
 
     def send(self, target: Clock, w) -> None:
-        """`target` takes in what the running lanes of the warp can pass on; a new epoch begins."""
+        """Merges what the running lanes of the warp can publish into `target`, and begins an epoch."""
         view, lanes = w.view, self.machine.active
         if w.alive & ~lanes and self.parted(w, lanes, view.begin, view.dirty):
             values, slot, begin, dirty = target.values, view.slot, view.begin, view.dirty
@@ -161,8 +164,8 @@ class Order:
             self.pass_on(target.at, view.at, view.slot, self.clocks, self.sections, self.private, self.used)
 
     def send_earlier(self, target: Clock, w, snapshot: Snapshot) -> bool:
-        """The same for what the lanes could pass on when the snapshot was made, those of them that run now or have met
-        those since. Was it for all lanes?"""
+        """Merges a snapshot into `target`: the part of those of its lanes that run now or have synchronised with them
+        since. Returns whether that part covers the whole warp."""
         slot, (_, at, lanes, begin, dirty) = w.view.slot, snapshot
         if w.view.begin == begin:
             lanes &= self.machine.active
@@ -174,13 +177,13 @@ class Order:
         return False
 
     def spans_cluster(self, scope: str) -> bool:
-        """Does an mbarrier operation of this scope reach other CTAs? '' is .cta by the letter; Triton means the cluster
-        where it arrives at a peer."""
+        """Whether an mbarrier operation of this scope reaches other CTAs. In PTX no scope means .cta, but Triton omits
+        the scope when it arrives at a peer's barrier."""
         return scope == "cluster" or not (scope or self.strict)
 
     def publish(self, target: Clock, relaxed: bool = False, fences: tuple[str, ...] = SCOPES) -> None:
-        """`target` takes in what the current arrival tells: that of the operation that is completing, else of the
-        running warp; a relaxed one only what a fence of these scopes released before."""
+        """Merges what the current arrival publishes into `target`. The operation that is completing arrives, or else
+        the running warp. A relaxed arrival publishes only what a fence of one of these scopes has released."""
         op = self.engine.performing
         if op is not None:
             if op.publishes is None:
@@ -197,8 +200,8 @@ class Order:
                 self.send_earlier(target, w, snapshot)
 
     def tell(self, clock: np.ndarray, op) -> None:
-        """What the completion of an operation tells: that it is complete. Default level: what a peer's st.async brought
-        is visible to the async proxy, too, as FlashMLA's decode kernel for sm_90 relies on."""
+        """Marks the operation complete in `clock`. At the default level a peer's st.async is then visible to the async
+        proxy too, which FlashMLA's decode kernel for sm_90 relies on."""
         bit = op.number % sh.OPS
         sections = (self.known, self.sent) if self.strict else (self.known,)
         if op.kind in PEER_STORES and not self.strict:
@@ -221,7 +224,8 @@ class Order:
                 self.join(w.view.at, clock.far.published.at)
 
     def waits_relaxed(self, w, barrier, scope: str) -> None:
-        """A relaxed wait tells nothing, but a fence that follows takes in what it found, as far as both reach."""
+        """A relaxed wait acquires nothing itself. A later fence acquires what the barrier published, within the
+        narrower of both scopes."""
         near, far = barrier.clock, barrier.clock.far
         for fenced in SCOPES:
             if fenced not in w.view.acquirable:
@@ -231,9 +235,8 @@ class Order:
                 self.join(address_of(w.view.acquirable[fenced]), far.published.at)
 
     def fence_async(self, w, wide: bool) -> None:
-        """fence.proxy.async: what the warp has seen or done becomes visible to the async proxy; what it does from now
-        on does not. `wide`: of the cluster's shared memory too; Triton arrives relaxed at the cluster barrier behind
-        it."""
+        """fence.proxy.async: makes all that happens before it visible to the async proxy, and nothing later. `wide`:
+        in the shared memory of the cluster too. Triton then arrives at the cluster barrier relaxed."""
         n = self.slots
         np.maximum(w.view.clock[n : 2 * n], w.view.clock[:n], out=w.view.clock[n : 2 * n])
         w.view.clock[self.fenced] |= w.view.clock[self.known]
@@ -243,7 +246,8 @@ class Order:
             self.new_epoch(w.view)
 
     def fence(self, w, release: bool, acquire: bool, scope: str) -> None:
-        """fence.acq_rel and the like: they make relaxed accesses beside them synchronise, within their scope."""
+        """fence.acq_rel and the like, which make relaxed accesses before and after them synchronise within their
+        scope."""
         if acquire and scope in w.view.acquirable:
             self.join(w.view.at, address_of(w.view.acquirable[scope]))
             w.view.flags |= w.view.acquirable_flags.get(scope, {})
@@ -251,10 +255,10 @@ class Order:
             w.view.released[scope] = self.snapshot(w)
 
     def share_fences(self, warps: list, members: list) -> None:
-        """A barrier of a CTA at the default level. `__threadfence(); __syncthreads();`, and one thread takes a ticket
-        by a relaxed atomic, as PyTorch's reductions do: what each thread has fenced is there before the atomic. Behind
-        it another barrier, and a fence in each thread takes in what the ticket says. By the letter of PTX fences of
-        other threads count where they are fence.sc (Fence-SC order)."""
+        """A CTA barrier at the default level shares the fences of its warps. PyTorch's reductions need this: after
+        `__threadfence(); __syncthreads();` one thread takes a ticket with a relaxed atomic. The atomic releases what
+        each thread has fenced. After another barrier, a fence in any thread acquires what the ticket published. PTX
+        guarantees this only for fence.sc (Fence-SC order)."""
         sent: dict[str, Clock] = {}
         found: dict[str, np.ndarray] = {}
         flags: dict[str, dict] = {}
@@ -281,9 +285,9 @@ class Order:
             w.view.clock[target] |= w.view.clock[source]
 
     def strong(self, w, address: int, cta, order: str, scope: str, *, read: bool, write: bool) -> None:
-        """An atomic, volatile or otherwise strong access of global memory (cta is None) or of a CTA's shared memory: a
-        release passes on what the warp has seen, to those whose acquire at the same place is within its scope; relaxed
-        ones do so only beside fences."""
+        """An atomic, volatile or otherwise strong access of global memory (cta is None) or of a CTA's shared memory. A
+        release publishes all that happens before it to acquires of the same address within its scope. Relaxed accesses
+        do so only together with fences."""
         places = self.locations if cta is None else cta.view.locations
         place = places.get(address)
         if place is None:
@@ -295,7 +299,7 @@ class Order:
                 if key in place.clocks:
                     self.join(w.view.at, place.clocks[key].at)
                     w.view.flags |= place.writers[key]
-        elif read:  # a fence that follows takes it in, as far as the narrower scope of the two reaches
+        elif read:  # a later fence acquires it, within the narrower of both scopes
             for fenced in SCOPES:
                 for key in reached(w, min(scope, fenced, key=rank)):
                     if key in place.clocks:
@@ -313,15 +317,15 @@ class Order:
                     whole = self.send_earlier(place.clocks[key], w, snapshot) or whole
                     if self.machine.active.bit_count() == 1:  # else another lane may still write
                         place.writers[key][address, w.view.slot] = w.view.epoch
-            if sent:  # the snapshot has begun an epoch, to which this write belongs
+            if sent:  # this write belongs to the epoch that the snapshot began
                 if whole:
                     w.view.head[:2] = w.view.epoch, 0
                 w.view.head[2:] = w.view.epoch, address & ~3 & pg.ALL
 
     def volatile(self, w, cta, write: bool) -> str:
-        """PTX: relaxed. At the default level shared memory is in order, and a flag in global memory passes on all that
-        its warp has seen if the warp has executed a fence before: where every thread fences its stores in front of
-        a barrier and one raises the flag behind it, the stores are there."""
+        """The memory order of a volatile access. PTX defines it as relaxed. At the default level it is acq_rel in
+        shared memory. In global memory a volatile write is a release if its warp has executed a fence: every thread
+        fences its stores, all meet at a barrier, and one thread sets a flag."""
         if self.strict:
             return "relaxed"
         if cta is not None:
@@ -329,7 +333,7 @@ class Order:
         return "release" if write and w.view.released else "relaxed"
 
     def observe(self, w, op) -> None:
-        """A wait of the issuing thread says that op is complete."""
+        """The issuing thread has waited for `op`, so the warp knows it to be complete."""
         number = op.number
         if number:
             clock, bit = w.view.clock, number % sh.OPS
@@ -344,14 +348,14 @@ class Order:
         return bool(w.view.clock.item((section or self.known).start + bit // 32) >> bit % 32 & 1)
 
     def unknown(self, known: np.ndarray, numbers: np.ndarray) -> list[int]:
-        """Which of the operations are not in the set of those known to be complete?"""
+        """The operations that are not in the set of those known to be complete."""
         bits = numbers % sh.OPS
         recent = self.newest.item(0) - numbers < sh.OPS - 64
         return numbers[recent & ((known[bits // 32] >> (bits % 32).astype(np.uint32)) & 1 == 0)].tolist()
 
 
 class Clock(NamedTuple):
-    """A row of a sheet, its address, and what lies before it (checks/clocks.py)."""
+    """A row of a sheet, its address, and the header before it (checks/clocks.py)."""
 
     values: np.ndarray
     at: int
@@ -359,7 +363,7 @@ class Clock(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A warp's clock as it was at a fence or a release, the lanes that came there, and `begin` and `dirty` of its
+    """A warp's clock at a fence or release, the lanes that executed it, and `begin` and `dirty` of the warp's
     view."""
 
     clock: np.ndarray
@@ -376,23 +380,23 @@ class Sheet:
 
     def __init__(self, length: int):
         self.rows = np.zeros((SHEET, length), np.uint32)
-        self.live = SHEET  # clocks that may still be read, or that are not used yet
+        self.live = SHEET  # clocks that are in use or not used yet
 
 
 class SyncClock:
-    """What a barrier passes on: arrivals gather, a completed phase publishes them to who waits. `home` is the CTA of an
-    mbarrier; `far` keeps what threads of other CTAs tell, for waits of cluster scope."""
+    """The clocks of a barrier. Arrivals merge into `gathering`; when a phase completes, waiters acquire `published`.
+    `home` is the CTA of an mbarrier. `far` holds the arrivals from other CTAs, for waits of cluster scope."""
 
     __slots__ = ("far", "gathering", "home", "members", "order", "present", "published")
 
     def __init__(self, order: Order):
         self.order, self.home, self.far = order, None, None
-        self.present: list = []  # (warp, whether it waits), of a barrier of a CTA
-        self.members = array("q")  # whole warps that have arrived and wait: their clocks' addresses, and slots
+        self.present: list = []  # (warp, whether it waits) at a CTA barrier
+        self.members = array("q")  # clock address and slot of each whole warp that has arrived and waits
         self.gathering, self.published = order.new_clock(), order.new_clock()
 
     def gather(self, relaxed: bool = False, scope: str = "") -> None:
-        """Called by the barrier for each arrival: by the operation that is completing, else by the running warp."""
+        """The barrier calls this for each arrival, by the operation that is completing or else by the running warp."""
         order = self.order
         performing = order.engine.performing
         if performing is None and not relaxed and (self.home is None or order.machine.current.cta is self.home):
@@ -418,13 +422,13 @@ class SyncClock:
             self.far.complete()
 
     def parts(self) -> list[int]:
-        """Addresses of its clocks."""
+        """The addresses of all its clocks."""
         return [self.gathering.at, self.published.at, *(self.far.parts() if self.far is not None else ())]
 
 
 class Location:
-    """Releases at one address: by everybody at sys scope, and what only a CTA, cluster or GPU may rely on. Who acquires
-    one comes after the write that released, too: `writers` has the epoch of each, by address and slot."""
+    """Releases at one address, for each scope that an acquire may have. An acquire also orders the releasing write
+    itself: `writers` has its epoch, by address and slot."""
 
     __slots__ = ("clocks", "writers")
 
@@ -442,6 +446,6 @@ def rank(scope: str) -> int:
 
 
 def reached(w, scope: str) -> list:
-    """Keys of a Location that an access of this scope writes, or reads."""
+    """The keys of a Location that an access of this scope reads or writes."""
     cta, gpu = w.cta, w.cta.gpu
     return [(gpu, cta.ctaid), ("cluster", gpu, cta.cluster[0].ctaid), ("gpu", gpu), None][: rank(scope) + 1]

@@ -1,11 +1,11 @@
-"""What matrix products really read and wrote: the operand tap, expectations, and where a NaN came from.
+"""The operands and results of MMAs: the operand tap, expectations, and the origin of NaNs.
 
     with softsm.checking(tap=True) as report:
         softsm.expect_mma("qk", b=k_tiles, column=0)     # K by tile: [tiles, n, head dim]
         kernel[grid](...)
     report.tap.mma[3].b                                   # float32 [n, k], with .tile and .step
 
-A tile begins with a product that does not accumulate; steps count the products that follow on the same accumulator.
+A tile begins with an MMA that does not accumulate. Steps count the following MMAs on the same accumulator.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from softsm.report.diagnostics import Diagnostic, Party
 
 @dataclass(frozen=True)
 class Mma:
-    """One tcgen05.mma, wgmma or mma.sync: its logical operands and the accumulator after it (of wgmmas that are
-    computed together, with the last one)."""
+    """One tcgen05.mma, wgmma or mma.sync: its logical operands and the accumulator after it. Only the last wgmma of a
+    group that is computed together has the accumulator."""
 
     a: np.ndarray  # float32 [m, k]
     b: np.ndarray  # float32 [n, k]
     d: np.ndarray  # float32 [m, n]
     tile: int
     step: int
-    column: int  # of the accumulator, from the start of its allocation; -1 for a wgmma and mma.sync
+    column: int  # of the accumulator, relative to its allocation; -1 for wgmma and mma.sync
     line: int  # PTX line
     who: str
     cta: tuple[int, int, int]
@@ -47,7 +47,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class Expectation:
-    """Operands that products should read: arrays [tiles, steps, rows, k], [tiles, rows, K] or [rows, K]."""
+    """Operands that MMAs should read: arrays [tiles, steps, rows, k], [tiles, rows, K] or [rows, K]."""
 
     name: str
     a: np.ndarray | None
@@ -55,7 +55,7 @@ class Expectation:
     column: int | None
 
     def part(self, operand: str, tile: int, step: int, k: int) -> np.ndarray | None:
-        """[rows, k] of that tile and step; None when nothing is expected there."""
+        """The operand [rows, k] of that tile and step, or None if nothing is expected."""
         whole = self.a if operand == "a" else self.b
         if whole is None:
             return None
@@ -68,7 +68,7 @@ class Expectation:
         return whole[:, step * k : step * k + k] if (step + 1) * k <= whole.shape[1] else None
 
     def find(self, operand: str, values: np.ndarray) -> str:
-        """Where in the expected operand these neighbours along k stand, when they stand at one place."""
+        """The position of these neighbours along k in the expected operand, if they occur exactly once."""
         whole = self.a if operand == "a" else self.b
         assert whole is not None
         places = np.argwhere(whole == values[0])
@@ -82,7 +82,7 @@ class Expectation:
 
 
 class Products:
-    """Looks at every tcgen05.mma while it is performed."""
+    """Inspects every MMA when it is performed."""
 
     def __init__(self, checker, tap: Tap | None, expectations: list[Expectation], nan: bool):
         self.checker, self.tap, self.expectations, self.nan = checker, tap, expectations, nan
@@ -123,7 +123,7 @@ class Products:
                     break
 
     def warpgroup(self, w, chain: list, results: list) -> None:
-        """Products of a warpgroup that follow each other on one accumulator; d is what the last of them leaves."""
+        """Consecutive wgmmas on one accumulator, which has the last one's result."""
         from softsm.isa import wgmma_product
 
         cta = w.cta
@@ -155,7 +155,7 @@ class Products:
                         break
 
     def warp(self, w, a: np.ndarray, b: np.ndarray, d: np.ndarray, add: bool, rows: tuple) -> None:
-        """mma.sync, which is done at once. A tile begins where all of C is zero."""
+        """mma.sync, which is synchronous. A tile begins where all of C is zero."""
         place = self.places.setdefault((w.cta.ctaid, w.index, rows), [-1, 0])
         if not add or place[0] < 0:
             place[0], place[1] = place[0] + 1, 0
@@ -203,11 +203,11 @@ class Products:
         self.checker.report.add(Diagnostic(code, message, tuple(parties)))
 
     def provenance(self, operand: str, row: int, k: int, p, ctas) -> list[Party]:
-        """Who wrote the element last."""
+        """The last writer of the element."""
         from softsm.isa import tcgen05_product as tcgen05
 
         s = p.shape
-        if operand == "a" and s.sparse:  # k is not where the element lies
+        if operand == "a" and s.sparse:  # k is not the element's position
             return []
         if not hasattr(p, "pair"):  # a wgmma
             if operand == "a" and isinstance(p.a, np.ndarray):
@@ -261,7 +261,7 @@ class Products:
 
 
 def feeding_load(instructions: list, pc: int) -> int | None:
-    """The load whose value the store at `pc` wrote: the nearest one before it, following the registers backwards."""
+    """The load whose value the store at `pc` wrote: the nearest earlier one along the registers' definitions."""
 
     def registers(operand) -> list[str]:
         items = operand.items if isinstance(operand, Vector) else (operand,)
@@ -281,7 +281,7 @@ def feeding_load(instructions: list, pc: int) -> int | None:
 
 
 def logical_a(tcgen05, p, cta) -> np.ndarray:
-    """Rows of A that this CTA multiplies: float32 [rows, k]."""
+    """The rows of A that this CTA multiplies: float32 [rows, k]."""
     rows = tcgen05.rows_of(p)
     plan = tcgen05.lane_plan(rows, p.shape.n, p.folded, p.lane)
     by_lane = tcgen05.operand_a(p, cta, plan)[:-2].reshape(p.shape.k, 128).view(np.float32)

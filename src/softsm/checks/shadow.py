@@ -1,37 +1,44 @@
-"""Shadow memory: who touched each word of shared and global memory last, and was it before?
+"""Shadow memory: the last accesses of each word of shared and global memory, with which new accesses may race.
 
-One record of uint32 per 4-byte word of shared memory:
+Each 4-byte word of shared memory has a record of uint32 fields:
 
     [writer, epoch, pc, bytes, async reader, async reader, peer reader, epoch, pc, epoch of older bytes,
      warps of the CTA that have read it, async reader, peer reader, epoch, pc, peer reader, epoch, pc]
 
-Blocks of BLOCK words have such records too. Asynchronous operations touch whole blocks, whose words then stay alike:
-one record stands for all of them until an access touches a single word (`split_block`). In memory: the records of all
-words, those of all blocks, and a byte for each block: 0 while its own record counts.
+Blocks of BLOCK words have records too. An asynchronous operation accesses whole blocks, so all words of a block have
+the same state: the block's record describes them until an access touches a single word (`split_block`). The memory
+holds the records of all words, those of all blocks, and one byte per block, which is 0 while the block's record is
+valid.
 
-`writer` is 0 if there is none, 1 + slot for a warp, ASYNC or GENERIC_COPY for an asynchronous operation whose number is
-then `epoch`. `bytes` holds, from the low bits on: the bytes written (4 bits), STRONG for atomic and volatile accesses,
-which do not race with each other, the bytes of them written in `epoch` itself (4 bits, from FRESH on; the others are
-older), the lane that wrote them (6 bits, from LANE on; NOBODY when it is not one lane's doing), SEVERAL when lanes
-wrote different bytes, and LIVE where an mbarrier lies. Warps are the bits of a word; of more than 32 several share one.
-The last read of each word by each warp of the CTA has an array of its own, of (epoch, pc). Above the pc stand the bytes
-read in that epoch (4 bits) and the lane. The peer readers are the warp of another CTA of the cluster that read the word
-last and two others (`peer_reader` of checks/byte_ranges.py).
+`writer` is 0 for none, 1 + slot for a warp, and ASYNC or GENERIC_COPY for an asynchronous operation, whose number is
+then in `epoch`. `bytes` holds, from the low bits up:
 
-Global memory has records of 16: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older bytes,
-owner, reader, epoch, pc, 0]: the last writer, the last warp or operation that read and two others (`global_reader`),
-and which clusters touched the word at all: the first one's number, WRITTEN if one of them wrote, SEVERAL_CLUSTERS when
-others came.
+    4 bits   the bytes written
+    STRONG   the write was atomic or volatile; such accesses do not race with each other
+    FRESH    4 bits: the bytes written in `epoch`; the others are older
+    LANE     6 bits: the lane that wrote them, or NOBODY
+    SEVERAL  several lanes wrote different bytes
+    LIVE     the word belongs to an mbarrier
 
-An access is ordered behind an earlier one iff the warp's vector clock has reached the other warp's epoch, or the
-asynchronous operation's bit is set in what the warp knows to be complete. Lanes of one warp are ordered when they have
-met in between: at a barrier, bar.warp.sync among them, or in a release by all of them (clocks.BEGIN). Epochs are even
-numbers. What a clock says of a warp is odd where all its lanes have passed on what they did up to that epoch, even
-where only some of them have, without having met the others: `released` tells which.
+The set of warps that have read the word has 32 bits; warp i has bit i % 32. A separate array holds the last read of
+each word by each warp of the CTA, as (epoch, pc), with the bytes read in that epoch (4 bits) and the lane above the pc.
+The peer readers are three warps of other CTAs of the cluster, the last one among them (`peer_reader` in
+checks/byte_ranges.py).
 
-Races are appended to a small buffer (one entry per pair of program places) that the scheduler empties. Here is what
-all records share, and shared memory; checks/global_shadow.py has global memory, checks/stored_values.py compares what
-is stored, and checks/byte_ranges.py has the rest.
+Global memory has records of 16 fields: [writer, epoch, pc, bytes, reader, epoch, pc, reader, epoch, pc, epoch of older
+bytes, owner, reader, epoch, pc, 0]. The readers are three warps or operations, the last one among them
+(`global_reader`). The owner is the number of the first cluster that accessed the word, with WRITTEN if a cluster wrote
+it and SEVERAL_CLUSTERS if other clusters accessed it.
+
+An earlier access by another warp happens before this one iff the vector clock has reached its epoch. An asynchronous
+operation happens before it iff its bit is set in the operations that the warp knows to be complete. Lanes of one warp
+are ordered if they have synchronised in between: at a barrier, at bar.warp.sync, or in a release by all of them
+(clocks.BEGIN). Epochs are even numbers. A clock entry is odd if all lanes of the warp have published their accesses up
+to that epoch. It is even if only some have, without synchronising with the others; `released` tells which.
+
+Races go into a small buffer, one entry per pair of instructions, which the scheduler empties. This file has what all
+records share, and shared memory. checks/global_shadow.py has global memory, checks/stored_values.py compares stored
+values, and checks/byte_ranges.py has the rest.
 """
 
 from __future__ import annotations
@@ -56,13 +63,13 @@ from softsm.engine.program import (
 ASYNC = 0x40000000
 GENERIC_COPY = 0x60000000  # cp.async: asynchronous, but of the generic proxy
 STRONG = 16
-LATER = 64  # not the first word of a vector: a compiler may load padding with it
-RELEASED = 128  # who acquires what this write released comes after the write too
-QUIET = 32  # a store that changes no byte: several warps executing one store of one value do not race
+LATER = 64  # not the first word of a vector; compilers may load padding in one
+RELEASED = 128  # an acquire of this release also orders the write itself
+QUIET = 32  # a store that changes no byte; it does not race with the same instruction in another warp
 FRESH = 8  # first bit of the bytes written in the record's epoch
 LANE = 12  # first bit of the lane that wrote them
-WHOLE_WARP = 32  # in place of a lane: stmatrix and ldmatrix, which move registers of all lanes
-NOBODY = 63  # no lane to hold responsible
+WHOLE_WARP = 32  # instead of a lane, for stmatrix and ldmatrix, which move registers of all lanes
+NOBODY = 63  # not a single lane's access
 SEVERAL = 1 << 18
 LIVE = 1 << 19
 READ_BYTES = 21  # first bit of the bytes read, above the pc
@@ -71,18 +78,18 @@ READ_SEVERAL = 1 << 31
 PC = (1 << READ_BYTES) - 1
 RECORD = 18  # fields of a word of shared memory
 BLOCK_BITS = 3
-BLOCK = 1 << BLOCK_BITS  # words: 32 bytes, which a product reads of a row
+BLOCK = 1 << BLOCK_BITS  # words: 32 bytes, the row of an MMA operand
 GLOBAL_RECORD = 16
-READERS = 3  # of a word of global memory, and of peers of one of shared memory, that are remembered
-OWNER = 11  # its field
+READERS = 3  # kept for a word of global memory, and peer readers kept for one of shared memory
+OWNER = 11  # its field in the record
 OPS = 32 * WORDS  # asynchronous operations that have a bit of their own; older ones count as complete
 RAW, WAW, WAR, UNINITIALISED, OVER_BARRIER = 0, 1, 2, 3, 4
-SAME = 5  # WAW, but the value was there already
+SAME = 5  # WAW with an equal value
 MAX_RACES = 64
 RACE_FIELDS = 8
-CONTENDED = 1 + MAX_RACES * RACE_FIELDS  # behind the findings: has a word been touched by two clusters, written by one?
-PARTS = CONTENDED + 1  # the address of a table: PARTS_KEPT words for each slot, see `released`
-CLUSTERS = PARTS + 1  # and behind that the cluster of each slot, counted from 1
+CONTENDED = 1 + MAX_RACES * RACE_FIELDS  # after the findings: whether two clusters accessed a word and one wrote it
+PARTS = CONTENDED + 1  # the address of the table of `released`, PARTS_KEPT words per slot
+CLUSTERS = PARTS + 1  # after it, the cluster of each slot, counted from 1
 PARTS_KEPT = 8
 MANY = 64  # added to a lane: others have touched the same bytes
 WRITTEN = 1 << 30
@@ -97,7 +104,7 @@ def sget(S, k):
 
 @native("i8(i8, i8, i8)")
 def complete(known, number, newest):
-    """Is the asynchronous operation known to be complete?"""
+    """Whether the asynchronous operation is known to be complete."""
     if newest - number >= OPS - 64:
         return 1
     k = number & (OPS - 1)
@@ -126,9 +133,9 @@ def report(races, kind, place, address, pc, agent, epoch, other_pc, lane):
 
 @native("i8(i8, i8, i8, i8, i8)")
 def released(races, slot, upto, epoch, lane):
-    """Some lanes of the warp of `slot` have passed on what they did up to the epoch `upto`. Is an access of `epoch` by
-    `lane` part of that? What came before the lanes had met is. The table has, for each of the last times between two
-    meetings that this happened in: the epoch it began with, and above that the lanes that have passed on something."""
+    """Some lanes of the warp of `slot` have published their accesses up to the epoch `upto`. Returns whether that
+    includes an access by `lane` in `epoch`. It includes all accesses from before the lanes last synchronised. An entry
+    of the table has the epoch of a synchronisation of the lanes, and above it the lanes that have released since."""
     table = i8(load64(races + 8 * PARTS)) + 8 * PARTS_KEPT * slot
     begin, mask = i8(0), u4(0)
     for k in range(PARTS_KEPT):
@@ -144,8 +151,8 @@ def released(races, slot, upto, epoch, lane):
 
 @native("i8(i8, i8, i8, i8, i8)")
 def unseen(clock, agent, epoch, lane, races):
-    """An access by a warp: 0 when it happened before, as `clock` says, 1 when it did not, 2 + lane when other lanes of
-    its warp have released what they did, and this one has not."""
+    """0 if a warp's access happened before, according to `clock`; 1 if it did not; 2 + lane if other lanes of its
+    warp have released, but not the one that made the access."""
     upto = i8(load32(clock + 4 * (agent - 1)))
     if upto < epoch:
         return 1
@@ -156,7 +163,7 @@ def unseen(clock, agent, epoch, lane, races):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def not_before(agent, epoch, lane, me, clock, known, newest, races):
-    """Did the last writer or reader (agent, epoch) happen before me? As in `unseen`."""
+    """The result of `unseen` for a writer or reader (agent, epoch) that may be an asynchronous operation, or `me`."""
     if agent == 0 or agent == me:
         return 0
     if agent >= ASYNC:
@@ -166,19 +173,19 @@ def not_before(agent, epoch, lane, me, clock, known, newest, races):
 
 @native("i8(i8, i8)")
 def both(lane, other):
-    """Two lanes as one number of a finding."""
+    """Packs two lanes into one field of a finding."""
     return (NOBODY if lane < 0 else lane) | (other + 1) << 6
 
 
 @native("i8(i8, i8)")
 def lanes_of(lane, found):
-    """The same for what `unseen` has found."""
+    """Packs the lane and the result of `unseen`."""
     return lane if found < 2 else both(lane, found - 2)
 
 
 @native("i8(i8, i8)")
 def writer(touched, theirs):
-    """The lane that wrote the touched bytes, from what the record says of its bytes, or NOBODY."""
+    """The lane that wrote the touched bytes, or NOBODY. theirs: the record's `bytes`."""
     fresh = (theirs >> FRESH) & 15
     if touched & fresh == 0 or theirs & SEVERAL and touched & fresh != fresh:
         return i8(NOBODY)
@@ -187,7 +194,7 @@ def writer(touched, theirs):
 
 @native("i8(i8, i8)")
 def reader(touched, place):
-    """The same for a read, by the field with its pc."""
+    """The lane that read the touched bytes, or NOBODY. place: the field with the pc of the read."""
     whole = (place >> READ_BYTES) & 15
     if place & READ_SEVERAL and touched & whole != whole:
         return i8(NOBODY)
@@ -196,8 +203,8 @@ def reader(touched, place):
 
 @native("i8(i8, i8, i8, i8, i8)")
 def written(at, touched, theirs, epoch, older):
-    """The epoch in which the writer last wrote one of the touched bytes; -1 when it wrote none of them. `older`: where
-    the record keeps the epoch of bytes that are not of its own."""
+    """The epoch in which the writer last wrote one of the touched bytes, or -1. older: the offset of the field with the
+    epoch of older bytes."""
     if touched & (theirs >> FRESH) & 15:
         return epoch
     if touched & theirs & 15:
@@ -207,19 +214,19 @@ def written(at, touched, theirs, epoch, older):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def unordered(at, touched, older, pc, me, clock, known, newest, races):
-    """Does warp `me` touch bytes that another warp wrote, and nothing orders that write before? As in `unseen`."""
+    """The result of `unseen` for the last write of the touched bytes, which warp `me` accesses; 0 if there is none."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     when = written(at, touched, theirs, epoch, older)
     if when < 0 or touched & theirs & STRONG or touched & QUIET and i8(load32(at + 8)) == pc:
         return 0
     if theirs & RELEASED and when == epoch and (theirs >> LANE) & 63 != NOBODY:
-        when -= 2  # the epoch that it released; of several lanes one may still write when another's value is there
+        when -= 2  # the epoch that it released. With several lanes, one may write after another's value was read.
     return not_before(agent, when, writer(touched, theirs), me, clock, known, newest, races)
 
 
 @native("i8(i8, i8)")
 def behind_write(touched, write):
-    """What an access that is not ordered behind a write is called."""
+    """The kind of race of an access that an earlier write does not happen before."""
     if not write:
         return RAW
     return SAME if touched & QUIET else WAW
@@ -227,8 +234,8 @@ def behind_write(touched, write):
 
 @native("i8(i8, i8, i8, i8, i8, i8)")
 def lanes_race(touched, theirs, epoch, begin, lane, write):
-    """One warp again, and its lanes have not met: did another lane of it write these bytes? Returns that lane, else -1.
-    Bytes that several lanes wrote are held against an access of all of them only: then one was another's."""
+    """The lane of the same warp that wrote these bytes without having synchronised since, or -1. If several lanes wrote
+    them, only an access of all these bytes is a race: one lane must have written some of them."""
     fresh = (theirs >> FRESH) & 15
     if epoch < begin or lane == NOBODY or not touched & fresh or touched & STRONG and theirs & STRONG:
         return -1
@@ -242,7 +249,7 @@ def lanes_race(touched, theirs, epoch, begin, lane, write):
 
 @native("i8(i8, i8, i8, i8)")
 def releasing(clock, touched, now, address):
-    """What is touched, with RELEASED if this is the write by which the warp has just released."""
+    """`touched`, with RELEASED if this write is the warp's latest release."""
     if touched & STRONG and i8(load32(clock + RELEASING)) == now and load32(clock + PLACE) == u4(address & ~i8(3)):
         return touched | RELEASED
     return touched
@@ -250,7 +257,7 @@ def releasing(clock, touched, now, address):
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def written_by(at, me, now, pc, touched, theirs, agent, lane, older):
-    """The record of a write by warp `me`, in its epoch `now`."""
+    """Records a write by warp `me` in its epoch `now`."""
     fresh = touched & 15
     mask, who, several = fresh, lane, i8(0)
     if agent == me:
@@ -274,13 +281,14 @@ def written_by(at, me, now, pc, touched, theirs, agent, lane, older):
 
 @native("i8(i8, i8)")
 def peer_at(at, k):
-    """Where the three fields of peer reader k lie in the record of a word."""
+    """The address of the three fields of peer reader k in the record at `at`."""
     return at + 24 if k == 0 else at + 36 + 12 * k
 
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def other_readers(at, word, pc, me, clock, known, newest, races, lane):
-    """Are the reads of asynchronous operations and of peers over before `me` writes? (me = 0: an asynchronous write)"""
+    """Reports reads by asynchronous operations and peers that do not happen before a write by `me` (0: an asynchronous
+    write)."""
     for k in range(3):
         number = i8(load32(at + 16 + 4 * k if k < 2 else at + 44))
         if number and not (me == 0 and number == newest) and not complete(known, number, newest):
@@ -296,14 +304,14 @@ def other_readers(at, word, pc, me, clock, known, newest, races, lane):
 
 @native("void(i8, i8, i8)")
 def split_block(shadow, blocks, word):
-    """Each word of the block of `word` has a record of its own from now on."""
+    """Gives each word of the block of `word` a record of its own."""
     block = word >> BLOCK_BITS
     flag = shadow + (BLOCK + 1) * blocks * 4 * RECORD + block
     if load8(flag):
         return
     store8(flag, np.uint8(1))
     of, to = shadow + (BLOCK * blocks + block) * 4 * RECORD, shadow + BLOCK * block * 4 * RECORD
-    for field in range(0, 4 * RECORD, 8):  # warps have not read it
+    for field in range(0, 4 * RECORD, 8):  # no warp has read it
         value = load64(of + field)
         for k in range(BLOCK):
             store64(to + k * 4 * RECORD + field, value)
@@ -311,7 +319,7 @@ def split_block(shadow, blocks, word):
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8)")
 def shared_word(S, word, touched, write, pc, lane, clock, known):
-    """One warp touches some bytes of one word of its own shared memory."""
+    """Checks and records an access by a warp to some bytes of one word of its CTA's shared memory."""
     index = sget(S, S_INDEX)
     me, newest, races = sget(S, S_SLOT) + 1, i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES)
     words = (sget(S, S_SHARED_SIZE) + 3) >> 2
@@ -337,7 +345,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
         mine = reads + index * words * 8
         before, readers = i8(load32(mine + 4)), load32(at + 40)
         several, bytes_read = i8(0), touched & 15
-        # Else what is there is of a CTA that is over (SpareShadows).
+        # Otherwise the entry is of an earlier CTA (SpareShadows).
         if (readers >> u4(index & 31)) & u4(1) and i8(load32(mine)) >= begin:
             bytes_read |= (before >> READ_BYTES) & 15
             if before & READ_SEVERAL or (before >> READ_LANE) & 63 != who:

@@ -1,4 +1,5 @@
-"""Stores by value: would one change nothing, and do lanes of one store write different values to one place?
+"""Checks stored values: a store that changes no byte, and lanes of one store that write different values to one
+address.
 
 The host addresses of a store are in S[SCRATCH:], one for each lane. The records are those of checks/shadow.py.
 """
@@ -15,7 +16,7 @@ from softsm.engine.program import S_RACES, S_SCRATCH, S_SHARED, S_SHARED_SIZE, S
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def there(R, Q, S, row, k, log, wide, lane):
-    """Does element k of what a lane stores already lie where it goes? The host addresses are in S[SCRATCH:]."""
+    """Whether memory already holds element k of what a lane stores. The host addresses are in S[SCRATCH:]."""
     a = sget(S, S_SCRATCH + lane) + (k << log)
     if wide:
         new = load64(Q + (row * 32 + lane) * 8)
@@ -32,7 +33,7 @@ def there(R, Q, S, row, k, log, wide, lane):
 
 @native("i8(i8, u4, i8)")
 def overwriter(S, m, lane):
-    """The last of the lanes after this one that store to the same place; -1 when there is none."""
+    """The last lane after this one that stores to the same address, or -1."""
     for later in range(31, lane, -1):
         if (m >> u4(later)) & u4(1) and sget(S, S_SCRATCH + later) == sget(S, S_SCRATCH + lane):
             return i8(later)
@@ -41,21 +42,21 @@ def overwriter(S, m, lane):
 
 @native("i8(i8, i8, i8, i8, i8, i8, u4)")
 def quiet(R, Q, pool, S, rows, fmt, m):
-    """Would the store whose host addresses are in S[SCRATCH:] change nothing?"""
+    """Whether the store whose host addresses are in S[SCRATCH:] would change no byte."""
     for k in range((fmt >> 4) & 15):
         row = i8(np.int32(load32(pool + 4 * (rows + k))))
         for lane in range(32):
             if (m >> u4(lane)) & u4(1) and not there(R, Q, S, row, k, fmt & 3, fmt & 512, lane):
-                if overwriter(S, m, lane) < 0:  # of lanes that write one place the last one's value stays
+                if overwriter(S, m, lane) < 0:  # the last lane's value remains
                     return 0
     return QUIET
 
 
 @native("void(i8, i8, i8, i8, i8, i8, u4, i8)")
 def collide(R, Q, pool, S, rows, fmt, m, pc):
-    """That store has been made. A lane whose value is not there wrote to the place of another, with another value.
-    In global memory only: Triton has all lanes of a reduction store what they have to one word of shared memory, and
-    their sums may differ in the last bit."""
+    """Checks global memory after the store: if it does not hold a lane's value, another lane wrote a different value to
+    the same address. Shared memory is not checked: Triton lets all lanes of a reduction store their sums to one word,
+    and these may differ in the last bit."""
     if sget(S, S_RACES) == 0:
         return
     for k in range((fmt >> 4) & 15):

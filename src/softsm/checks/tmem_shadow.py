@@ -1,7 +1,7 @@
-"""Cells of tensor memory under the checkers, compiled: who touched them, and whole tcgen05.ld and st of shape 32x32b.
+"""Compiled checks of tensor memory, and tcgen05.ld and st of shape 32x32b by a whole warp.
 
-The shadow of an SM is a table of int64 of all cells (groups of 16 lanes by column) four times over, for the operation
-that wrote each cell last and three that read it (`new_readers`), and behind that a byte for each cell: what it holds
+The shadow of an SM has four int64 tables over all cells (groups of 16 lanes by column): the operation that wrote each
+cell last, and three that read it (`new_readers`). After them a byte per cell has the kind of its values
 (checks/tensor.py).
 """
 
@@ -81,17 +81,17 @@ from softsm.engine.program import (
 
 LANE_GROUPS, COLUMNS = 8, 512
 SHADOW_CELLS = LANE_GROUPS * COLUMNS
-TABLES = 4  # the writer, and readers
-HELD_AT = TABLES * 8 * SHADOW_CELLS  # where the bytes begin
+TABLES = 4  # one for the writer, three for readers
+HELD_AT = TABLES * 8 * SHADOW_CELLS  # offset of the bytes
 COLUMN = 4 * 128  # bytes of tensor memory from one column to the next
 STRICT = 4  # sections of a clock at the strict level
-ENTRY = 24  # bytes of an operation in the log: its number, who issued it from where, its kind
+ENTRY = 24  # bytes of an operation in the log: its number, the issuing warp and pc, its kind
 NO_KIND, LOAD, STORE, PRODUCT, SHIFT, COPY, COPY_4X256B = range(7)
-SUMS = 8  # first bit of the number of a product's accumulator, in its kind
+SUMS = 8  # first bit of the accumulator's number in the kind of an MMA
 REGION = 7  # fields of a region
 
 
-FOUR = ir.VectorType(ir.IntType(64), 4)  # cells at once; Numba does not see that it could
+FOUR = ir.VectorType(ir.IntType(64), 4)  # four cells at once: Numba does not vectorise this itself
 
 
 def _splat(builder, value):
@@ -106,7 +106,7 @@ def _cells(builder, at):
 
 @intrinsic
 def four_are(typingctx, at, value):
-    """Do four cells hold this value?"""
+    """Whether four cells hold this value."""
 
     def codegen(context, builder, signature, args):
         same = builder.icmp_unsigned("==", builder.load(_cells(builder, args[0]), align=8), _splat(builder, args[1]))
@@ -126,7 +126,7 @@ def store_four(typingctx, at, value):
 
 @native("void(i8, i8, i8, i8)")
 def note(S, number, pc, kind):
-    """Operation `number` is issued by the warp of S."""
+    """Logs operation `number`, which the warp of S issues."""
     entry = i8(load64(i8(load64(S + 8 * S_NEXT_OP)) + 8 * LOG)) + ENTRY * (number & (OPS - 1))
     store64(entry, np.uint64(number))
     store64(entry + 8, np.uint64(i8(load64(S + 8 * S_ISSUER)) << 32 | pc))
@@ -135,8 +135,8 @@ def note(S, number, pc, kind):
 
 @native("i8(i8, i8, i8, i8, i8)", python=True)
 def in_order(old, read, new, write, strict):
-    """Pairs that one warp issues and the hardware keeps in order (PTX 9.4): an operation of kind `old` that read or
-    wrote cells, and a later one of kind `new` that reads or writes them."""
+    """Whether the hardware keeps two operations of one warp in order (PTX 9.4): one of kind `old` that read or wrote
+    cells, and a later one of kind `new` that reads or writes them."""
     was, now = old & ((1 << SUMS) - 1), new & ((1 << SUMS) - 1)
     if was == LOAD or was == STORE or now == LOAD or now == STORE:
         return i8((was == STORE and now == LOAD) or (was <= STORE and now == STORE))
@@ -144,14 +144,14 @@ def in_order(old, read, new, write, strict):
         return write if read else i8(write and old == new)
     if was == SHIFT:
         return i8(now == PRODUCT or now == COPY_4X256B)
-    # a copy, and a product that uses what it brought: PTX 9.4 means A and scale factors, Triton the accumulator too
+    # A copy and an MMA that reads its data. PTX 9.4 names A and scale factors, Triton relies on the accumulator too.
     return i8(now == PRODUCT and not (write and strict))
 
 
 @native("void(i8, i8, i8, i8, i8, i8)")
 def unordered(S, number, reader, me, write, out):
-    """Operation `number` wrote cells that `me` touches, or read cells that it writes, and is not known to be complete:
-    add it to `out` unless it is in order before."""
+    """Adds operation `number` to `out` unless the hardware orders it before `me`. It wrote cells that `me` accesses, or
+    read cells that `me` writes, and is not known to be complete."""
     layout = i8(load64(S + 8 * S_NEXT_OP))
     log = i8(load64(layout + 8 * LOG))
     old, new = log + ENTRY * (number & (OPS - 1)), log + ENTRY * (me & (OPS - 1))
@@ -169,8 +169,8 @@ def unordered(S, number, reader, me, write, out):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def users(S, table, low, high, reader, me, write, known, out):
-    """One row of cells of one table: adds to `out` the operations that are neither `me` nor known to be complete nor in
-    order. Returns 1 when there is an unused cell."""
+    """Adds the operations of one row of cells of one table to `out` that are not `me`, not known to be complete and not
+    in order. Returns 1 if a cell is unused."""
     empty, last, at = i8(0), i8(-1), low
     while at < high:
         if at + 4 <= high and four_are(table + 8 * at, last):
@@ -190,7 +190,7 @@ def users(S, table, low, high, reader, me, write, known, out):
 
 @native("i8(i8)")
 def known_complete(S):
-    """Where the bits of the operations are that tcgen05 operations of the warp of S come after."""
+    """The address of the set of operations that precede the tcgen05 operations of the warp of S."""
     layout = i8(load64(S + 8 * S_NEXT_OP))
     known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
     return known + 4 * 2 * WORDS if i8(load64(layout + 8 * SECTIONS)) == STRICT else known
@@ -198,12 +198,11 @@ def known_complete(S):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def look(S, table, groups, low, high, write, me, wrong):
-    """Operation `me` of the warp of S, which has been noted, is about to touch the cells [low, high) of the lane groups
-    of tensor memory. Which operations wrote them (and read them, for a write) and are neither `me`, nor known to be
-    complete, nor in order? And what do the cells hold: bit 0 when one was never written, 2 << k when one holds kind k.
-    The answer is -1 when there is no such operation, and nothing that `wrong` names; else the number of operations.
-    Then found[0] is what the cells hold, behind it the operations, 2 * number for a writer and one more for a
-    reader."""
+    """Finds conflicts of the logged operation `me` of the warp of S with the cells [low, high) of the lane groups. A
+    conflict is an operation that wrote them, or for a write also one that read them, and is not `me`, not known to be
+    complete and not in order. The kinds of the cells are bits: bit 0 if one was never written, 2 << k if one holds kind
+    k. Returns -1 if there is no conflict and no kind of `wrong`, else the number of conflicts. found[0] then has the
+    kinds, and the operations follow: 2 * number for a writer, 2 * number + 1 for a reader."""
     layout, flags = i8(load64(S + 8 * S_NEXT_OP)), i8(0)
     out = i8(load64(layout + 8 * FOUND))
     known = known_complete(S)
@@ -228,8 +227,8 @@ def look(S, table, groups, low, high, write, me, wrong):
 
 @native("i8(i8, i8, i8, i8)")
 def stands_for(layout, known, me, number):
-    """Is who comes behind the read of `me` behind the earlier one of `number`, too? It is complete, or both are
-    products of one warp, of which one thread issues them: its commits cover all before."""
+    """Whether an operation ordered after the read of `me` is also ordered after that of `number`: it is complete, or
+    both are MMAs of one warp. One thread issues these, and its commits cover all earlier ones."""
     if number == 0 or records.complete(known, number, me + 1):
         return i8(1)
     log, kinds = i8(load64(layout + 8 * LOG)), (1 << SUMS) - 1
@@ -241,8 +240,8 @@ def stands_for(layout, known, me, number):
 
 @native("void(i8, i8, i8, i8, i8)")
 def new_readers(S, table, at, end, me):
-    """Operation `me` has read a row of cells. Of the readers before it that it does not stand for, two are kept; of
-    more, others in each cell."""
+    """Records that operation `me` has read a row of cells. Two earlier readers that it does not replace are kept; if
+    there are more, different ones in each cell."""
     layout, last, keep = i8(load64(S + 8 * S_NEXT_OP)), i8(0), i8(0)
     known = known_complete(S)
     while at < end:
@@ -269,7 +268,7 @@ def new_readers(S, table, at, end, me):
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def mark(S, table, groups, low, high, write, me, kind):
-    """Operation `me` of the warp of S has written the cells, which now hold values of `kind`, or read them."""
+    """Records that operation `me` of the warp of S has read the cells, or has written values of `kind`."""
     for g in range(LANE_GROUPS):
         if (groups >> g) & 1 == 0:
             continue
@@ -288,8 +287,8 @@ def mark(S, table, groups, low, high, write, me, kind):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def touch(S, table, groups, low, high, write, me, pc, kind, left, wrong):
-    """Note an operation of this kind that touches a region, `look`, and `mark` when the answer is -1. left: what it
-    leaves behind in the cells."""
+    """Logs an operation of this kind on a region, calls `look`, and `mark` if that returns -1. left: the kind of the
+    cells afterwards."""
     note(S, me, pc, kind)
     n = look(S, table, groups, low, high, write, me, wrong)
     if n < 0:
@@ -299,8 +298,7 @@ def touch(S, table, groups, low, high, write, me, pc, kind, left, wrong):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def compare(S, work, places, me, pc, lane, issued, silent):
-    """What `operation` does. silent: where something is wrong it has changed nothing that doing it again would not, and
-    reported nothing."""
+    """`operation` itself. silent: on an error it reports nothing, and repeating the call is safe."""
     layout, slot, races = i8(load64(S + 8 * S_NEXT_OP)), i8(load64(S + 8 * S_SLOT)), i8(load64(S + 8 * S_RACES))
     note(S, me, pc, i8(load64(work)))
     regions, count = work + 16, i8(load64(work + 8))
@@ -326,7 +324,7 @@ def compare(S, work, places, me, pc, lane, issued, silent):
     if silent and load64(races) != np.uint64(0):
         store64(races, np.uint64(0))
         return i8(1)
-    if wrong == 0:  # all regions have been compared before one is marked
+    if wrong == 0:  # compare all regions before marking one
         for k in range(count):
             r = regions + 8 * REGION * k
             table = i8(load64(places + 16 * i8(load64(r))))
@@ -337,19 +335,19 @@ def compare(S, work, places, me, pc, lane, issued, silent):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8)", python=True)
 def operation(S, work, places, me, pc, lane, issued):
-    """A matrix product, issued by one lane of the warp of S. Returns 1 when Python has to compare the regions of tensor
-    memory, which then are as before.
+    """Checks and records an MMA issued by one lane of the warp of S. Returns 1 if Python must compare the regions of
+    tensor memory, which are then unchanged.
 
-    work: its kind; how many regions of tensor memory it touches (in which CTA, lane groups, first and end column,
-    write, what it leaves behind, what is wrong there), and they; how often it reads shared memory (in which CTA, spans,
-    how many), and where. places: of each CTA the table of its tensor memory and the site of its shared memory. issued:
-    a set of operations that it becomes one of."""
+    work: the kind; the number of regions of tensor memory and the regions (CTA, lane groups, first and end column,
+    write, kind afterwards, wrong kinds); the number of reads of shared memory and the reads (CTA, spans, their number).
+    places: for each CTA the table of its tensor memory and the site of its shared memory. issued: the set of operations
+    to which it is added."""
     return compare(S, work, places, me, pc, lane, issued, 0)
 
 
 @native("i8(i8, i8, i8, i8, i8, i8)")
 def known_product(S, rows, table, a_tensor, lane, chain):
-    """The entry of the product whose operands the registers `rows` of a lane have, or 0: see engine/mma_chains.py."""
+    """The entry of the MMA with the operands in the registers `rows` of a lane, or 0 (engine/mma_chains.py)."""
     R, Q, P = i8(load64(S + 8 * S_R)), i8(load64(S + 8 * S_Q)), i8(load64(S + 8 * S_P))
     idesc = i8(load32(R + (i8(load32(rows)) * 32 + lane) * 4))
     d = i8(load32(R + (i8(load32(rows + 4)) * 32 + lane) * 4))
@@ -374,9 +372,9 @@ def known_product(S, rows, table, a_tensor, lane, chain):
 
 @native("i8(i8, i8, i8, i8, u4, i8)")
 def product(S, rows, which, a_tensor, m, pc):
-    """A matrix product, instruction `which` of them, that goes with the one before it: 0 when nothing is out of the
-    ordinary and it has been compared, marked, numbered and noted in engine/mma_chains.py; else MACRO, and nothing has
-    changed that issuing it in Python would not."""
+    """Issues MMA instruction `which`, which joins the one before it. Returns 0 if it has been checked, recorded,
+    numbered and added to its chain (engine/mma_chains.py). Otherwise it returns MACRO, and Python can still issue
+    it."""
     layout, columns = i8(load64(S + 8 * S_NEXT_OP)), i8(load64(S + 8 * S_COLUMNS))
     growing, number = i8(load64(layout + 8 * GROWING)), i8(load64(layout + 8 * NEWEST))
     if load64(S + 8 * S_PHASES) == np.uint64(0) or i8(load64(growing + 8 * G_OWNER)) != S or columns == 0:
@@ -409,7 +407,7 @@ def product(S, rows, which, a_tensor, m, pc):
 
 @native("i8(i8, i8, i8, i8)", python=True)
 def busy(S, table, low, high):
-    """Has some operation touched these columns that the warp of S does not know to be complete?"""
+    """Whether an operation on these columns is not known to the warp of S to be complete."""
     layout = i8(load64(S + 8 * S_NEXT_OP))
     known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
     newest = i8(load64(layout + 8 * NEWEST))
@@ -426,8 +424,8 @@ def busy(S, table, low, high):
 
 @native("void(i8, i8)", python=True)
 def waited(S, those):
-    """The warp of S has waited for its loads or stores (`those`: S_LOADS or S_STORES): it knows them to be complete, at
-    the strict level for its tcgen05 operations as well."""
+    """The warp of S has waited for its loads or stores (`those`: S_LOADS or S_STORES) and knows them to be complete. At
+    the strict level they also precede its tcgen05 operations."""
     layout = i8(load64(S + 8 * S_NEXT_OP))
     known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
     for k in range(i8(load64(S + 8 * those))):
@@ -442,7 +440,7 @@ def waited(S, those):
 
 @native("i8(i8, i8, u4)")
 def wait(S, kind, m):
-    """tcgen05.wait, or registers of a load are due: MACRO when Python has to look, else 0."""
+    """tcgen05.wait, or the first use of loaded registers: MACRO if Python must handle it, else 0."""
     if load64(S + 8 * S_PHASES) == np.uint64(0) or load64(S + 8 * S_OWED) != np.uint64(0):
         return i8(MACRO)
     if kind == WAIT_LOADS or kind == WAIT_STORES:
@@ -458,8 +456,8 @@ def wait(S, kind, m):
 @native("i8(i8, i8, i8, i8, i8, i8, i8)")
 def access(S, rows, row, count, store, about, pc):
     """tcgen05.ld and st by a whole warp: `count` registers, whose numbers are at `rows`, and as many columns of its 32
-    lanes from the address in register `row` on. 0 when nothing is out of the ordinary and it has been done, compared,
-    marked and numbered; else MACRO, and nothing has changed."""
+    lanes, from the address in register `row`. Returns 0 if the access has been made, checked and recorded. Otherwise it
+    returns MACRO and changes nothing."""
     columns, layout = i8(load64(S + 8 * S_COLUMNS)), i8(load64(S + 8 * S_NEXT_OP))
     those = i8(S_STORES if store else S_LOADS)
     number, unwaited = i8(load64(layout + 8 * NEWEST)), i8(load64(S + 8 * those))
@@ -467,7 +465,7 @@ def access(S, rows, row, count, store, about, pc):
         return i8(MACRO)
     if load64(S + 8 * S_LATEST) != np.uint64(0) and about >> DISTANCE == 0:
         return i8(MACRO)
-    if unwaited == UNWAITED or number & 31 == 0:  # Order.number has more to do then
+    if unwaited == UNWAITED or number & 31 == 0:  # then Order.number must clear bits
         return i8(MACRO)
     R = i8(load64(S + 8 * S_R))
     address = load32(R + row * 128)
@@ -476,7 +474,7 @@ def access(S, rows, row, count, store, about, pc):
             return i8(MACRO)
     first, lanes = i8(address & u4(0xFFFF)), i8(load64(S + 8 * S_TENSOR_LANE))
     named = i8(address) - first
-    if named == 0 and i8(load64(layout + 8 * SECTIONS)) != STRICT:  # no lanes: the warp's own
+    if named == 0 and i8(load64(layout + 8 * SECTIONS)) != STRICT:  # no lanes given: those of the warp
         named = lanes
     if named != lanes or first < i8(load64(columns)) or first + count > i8(load64(columns + 8)):
         return i8(MACRO)
