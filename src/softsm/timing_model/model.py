@@ -22,7 +22,16 @@ from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import code_of
 from softsm.timing_model.sources import Source, absent_from_l1, gone, shares_of, slowest, sources_of, within
 from softsm.timing_model.trace import LaunchTrace
-from softsm.timing_model.work import ENGINES, beside, executed, occupancy, share_fetched_again, spilled_bytes, work_of
+from softsm.timing_model.work import (
+    ENGINES,
+    beside,
+    executed,
+    fetched_again,
+    issue_cycles,
+    occupancy,
+    spilled_bytes,
+    work_of,
+)
 
 SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
 # Above this, Triton asks for as much shared memory as there is (benchmarks/NOTES.md, L1 carve-out).
@@ -30,8 +39,6 @@ MUCH_SHARED, L1_LEFT = 48 << 10, 28 << 10
 BATCH = 16  # rows that a warp waits for together, at least
 TURNS = 6  # of a multiprocessor's places that the replay looks at, the first of which begins with cold caches
 CROWD = 0.5  # the power of L2's use that says how much of the others' traffic a request meets
-# Cycles of an instruction of longer loops by log2 of the warps (benchmarks/microbench, shared limits).
-LONG_CODE_CYCLES = (2, 3, 4, 5), (2.7, 2.0, 1.6, 1.4)
 MERGED = 16  # multiprocessors that ask for a line: more of them gain nothing (benchmarks/microbench, copies)
 
 
@@ -68,7 +75,7 @@ class Model:
         stores = [n for op, where in self.code.places.items() if op.startswith("STL") for n in where]
         self.spilled = float((came[stores] * self.costs.values[stores, machine.UNITS]).sum()) * self.typical
         self.spilled *= trace.total / len(trace.clusters)  # bytes, whole grid
-        self.fetched_again = share_fetched_again(came, sum(len(c.warps) for c in trace.clusters))
+        self.fetched_again = fetched_again(came, sum(len(c.warps) for c in trace.clusters))
         self._unknown_tensors()
         self.kinds = kinds_of(self.streams)
         # Shares of their rates that device memory and L2 are used with: they answer later the busier they are.
@@ -242,13 +249,13 @@ class Model:
         memory, write = self.memory(clock, active)
         p = np.array([self.gpu[name] if name else 0.0 for name in machine.PARAMETERS])
         p[machine.STORE_CYCLE], p[machine.SM_BYTE] = write, 1 / self.gpu["sm.rate"]
-        p[machine.ISSUE_CYCLES] = self._issue_cycles(len(queues) * -(-trace.threads // 32))
+        each = -(-trace.threads // 32)
+        p[machine.ISSUE_CYCLES] = issue_cycles(self.gpu["issue"], self.fetched_again, len(queues) * each)
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]
         if more >= 0:
             order += order[:1] * more
             places += [n % len(queues) for n in range(more)]
-        each = -(-trace.threads // 32)
         ways: list[Path] = []
         tables, placed, events_of = [], {}, {}
         at, events_at = 0, 0
@@ -300,11 +307,6 @@ class Model:
         return Run(self.code, self.lowering, self.streams, trace.clusters, warps, order, state.i_start, state.i_end,
                    stalls, state.issued, kept, state.s_ins, state.s_ev, events,
                    state.w_event, state.fetched)  # fmt: skip
-
-    def _issue_cycles(self, warps: int) -> float:
-        """Of a scheduler, an instruction: more if the loops do not fit into the first instruction cache."""
-        more = float(np.interp(np.log2(warps), *LONG_CODE_CYCLES)) - self.gpu["issue"]
-        return self.gpu["issue"] + more * self.fetched_again
 
     def _stuck(self, state: machine.State, warps: list[tuple[int, int]]) -> str:
         places = []

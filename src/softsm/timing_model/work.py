@@ -19,6 +19,8 @@ from softsm.timing_model.trace import LaunchTrace
 SM_REGISTERS = 65_536
 ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory", "other pipes")
 OTHERS = ("imad", "half", "pack", "convert", "memory", "uniform")
+# Cycles of an instruction of loops of so many, with 4, 8, 16 and 32 warps (benchmarks/microbench, shared limits).
+LONG_LOOPS, LONG_CYCLES = (3072, 4096), ((2.7, 1.5, 1.5, 1.35), (2.7, 2.0, 1.6, 1.4))
 REPEATED = 3  # times that a loop has at least
 BESIDE = 8  # the power of their norm, from kernels of development seeds 707 to 1111
 
@@ -81,13 +83,23 @@ def spilled_bytes(streams: Streams, code: Code) -> int:
     return total
 
 
-def share_fetched_again(came: np.ndarray, warps: int) -> float:
-    """Of the instructions that warps issue, those that the first instruction cache has lost since the last turn. A turn
-    that goes through more code than it holds loses all of it, and there are as many such turns as the first instruction
-    that finds no room is executed; turns of shorter loops in between find theirs. came: how often each is executed."""
+def fetched_again(came: np.ndarray, warps: int) -> tuple[float, int]:
+    """(share of the issued instructions that the first instruction cache has lost since the last turn, length of that
+    turn). A turn that goes through more code than it holds loses all of it, and there are as many such turns as the
+    first instruction that finds no room is executed; turns of shorter loops in between find theirs. came: how often
+    each instruction is executed."""
     often = np.sort(came)[::-1]
     turns = often[LONG_CODE] if len(often) > LONG_CODE else 0
-    return float(np.minimum(often, turns).sum() / often.sum()) if turns >= REPEATED * warps else 0.0
+    if turns < REPEATED * warps:
+        return 0.0, 0
+    return float(np.minimum(often, turns).sum() / often.sum()), int((often >= REPEATED * warps).sum())
+
+
+def issue_cycles(usual: float, again: tuple[float, int], warps: int) -> float:
+    """Of a scheduler, an instruction."""
+    share, length = again
+    long = [usual, *(float(np.interp(np.log2(warps), (2, 3, 4, 5), row)) for row in LONG_CYCLES)]
+    return usual + share * (float(np.interp(length, (LONG_CODE, *LONG_LOOPS), long)) - usual)
 
 
 def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:

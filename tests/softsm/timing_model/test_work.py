@@ -8,7 +8,7 @@ import pytest
 import softsm
 from softsm.timing_model.lower import LONG_CODE
 from softsm.timing_model.parameters import GPUS
-from softsm.timing_model.work import beside, mma_cycles, occupancy, share_fetched_again, spilled_bytes
+from softsm.timing_model.work import beside, fetched_again, issue_cycles, mma_cycles, occupancy, spilled_bytes
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
@@ -47,11 +47,19 @@ def test_turns_of_short_loops_find_their_code():
     """Four warps. One long loop loses all of its code in every turn; if most turns are those of a loop of 500
     instructions within it, these are found; without the rest of it, nothing is lost."""
     long, short = np.full(LONG_CODE + 500, 4 * 10), np.full(500, 4 * 990)
-    assert share_fetched_again(long, 4) == 1.0
+    assert fetched_again(long, 4) == (1.0, LONG_CODE + 500)
     both = np.concatenate((long, short))
-    assert share_fetched_again(both, 4) == pytest.approx(40 * len(both) / both.sum())
-    assert share_fetched_again(np.concatenate((long // 10, short)), 4) == 0.0
-    assert share_fetched_again(short, 4) == 0.0
+    assert fetched_again(both, 4) == (pytest.approx(40 * len(both) / both.sum()), LONG_CODE + 1000)
+    assert fetched_again(np.concatenate((long // 10, short)), 4) == (0.0, 0)
+    assert fetched_again(short, 4) == (0.0, 0)
+
+
+def test_long_loops_are_issued_as_slowly_as_measured():
+    """Eight warps: a loop of 3072 instructions takes 1.5 cycles for each, one of 4096 and more takes 2."""
+    found = [issue_cycles(1.1, (1.0, n), 8) for n in (LONG_CODE, 3072, 4096, 9000)]
+    assert found == pytest.approx([1.1, 1.5, 2.0, 2.0])
+    assert issue_cycles(1.1, (0.5, 4096), 8) == pytest.approx(1.55)
+    assert issue_cycles(1.1, (0.0, 0), 8) == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize(("turns", "wanted"), ((1, 4 * 32 * 16), (50, 32 * 8 + 3 * 32 * 16)))
