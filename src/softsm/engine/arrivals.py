@@ -1,8 +1,8 @@
-"""Which instructions of a kernel arrive at an mbarrier, read from its text: for barriers without an arrival.
+"""Finds the instructions of a kernel that arrive at an mbarrier in its text, for reports on missing arrivals.
 
-The address of a barrier is a shared variable plus constants, plus in a ring an index that only the run knows. An
-instruction without such an index arrives at one barrier; one with an index at those from its address on, as far as no
-other instruction begins later, be it one that waits.
+A barrier's address is a shared variable plus constants, plus, in a ring, an index that is known only at run time. An
+instruction without an index arrives at one barrier. One with an index arrives at the barriers from its address up to
+the next address that another instruction names, including waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_DEPTH = 40
 
 @dataclass(frozen=True)
 class SharedAddress:
-    """A shared address: where it begins, and whether an index is added."""
+    """A shared address: its constant part, and whether an index is added."""
 
     offset: int
     indexed: bool
@@ -36,17 +36,17 @@ class Arrival:
 
     @property
     def bytes(self) -> bool:
-        """It brings bytes; it is not an arrival."""
+        """Whether it delivers bytes and is not an arrival."""
         return self.instruction.name.startswith(COPIES)
 
     @property
     def waits(self) -> bool:
-        """It arrives nowhere, but names a barrier."""
+        """Whether it waits at the barrier."""
         return self.instruction.name.startswith(WAITS)
 
 
 class Addresses:
-    """Values of registers as far as the text tells them."""
+    """Values of registers that the text determines."""
 
     def __init__(self, program):
         self.program = program
@@ -57,7 +57,7 @@ class Addresses:
                 self.definitions[ins.operands[0].name].append(ins)
 
     def of(self, operand, depth: int = 0) -> tuple[int | None, int, bool]:
-        """(offset of the shared variable or None, constant, is anything unknown added)."""
+        """Returns (offset of the shared variable or None, constant, whether an unknown value is added)."""
         unknown = (None, 0, True)
         if depth > MAX_DEPTH:
             return unknown
@@ -81,7 +81,7 @@ class Addresses:
         sources = ins.operands[1:]
         if ins.opcode in ("mov", "cvta") and len(sources) == 1:
             return self.of(sources[0], depth)
-        if ins.opcode in ("add", "or") and len(sources) == 2:  # `or` where bits do not meet
+        if ins.opcode in ("add", "or") and len(sources) == 2:  # `or` of disjoint bits
             return add(*(self.of(x, depth) for x in sources))
         if ins.opcode == "mad" and len(sources) == 3:
             return add((None, 0, True), self.of(sources[2], depth))
@@ -95,7 +95,7 @@ def add(a, b) -> tuple[int | None, int, bool]:
 
 
 def arrivals(program) -> list[Arrival]:
-    """All arrivals and waits whose barrier the text tells."""
+    """Returns all arrivals and waits whose barrier the text determines."""
     known = Addresses(program)
     out, seen = [], set()
     for pc, ins in enumerate(program.instructions):
@@ -110,13 +110,14 @@ def arrivals(program) -> list[Arrival]:
 
 
 def silent(program) -> bool:
-    """Is there an arrival whose barrier the text does not tell?"""
+    """Whether the text does not determine the barrier of some arrival."""
     found = {a.instruction.line for a in arrivals(program)}
     return any(ins is not None and ins.line not in found and barrier_operand(ins) for ins in program.instructions)
 
 
 def barrier_operand(ins: Instruction):
-    """The operand that names an mbarrier which this instruction arrives at, brings bytes to or waits for."""
+    """Returns the operand with the mbarrier at which this instruction arrives or waits, or to which it delivers
+    bytes."""
     addresses = [x for x in ins.operands if isinstance(x, Address)]
     if not addresses:
         return None
@@ -128,7 +129,8 @@ def barrier_operand(ins: Instruction):
 
 
 def at_barrier(found: list[Arrival], offset: int) -> list[Arrival]:
-    """Those that may arrive or wait at the barrier of this offset: exactly there, or from the nearest place below."""
+    """Returns those that may arrive or wait at the barrier at this offset: with that address, or with an index from the
+    nearest lower address."""
     exact = [a for a in found if a.place.offset == offset]
     if exact:
         return exact
@@ -138,7 +140,7 @@ def at_barrier(found: list[Arrival], offset: int) -> list[Arrival]:
 
 
 def reached(program, start: int) -> set[int]:
-    """Places of the program that can come after `start`."""
+    """Returns the instructions that are reachable from `start`."""
     seen, work = set(), [start]
     while work:
         pc = work.pop()

@@ -1,8 +1,8 @@
 """Assembles a parsed function into bytecode.
 
-Each PTX instruction is handed to the lowering registered for its base opcode, which calls back `emit`, `macro`, ...
-Everything that can be rejected is rejected here, before the kernel runs: an instruction without a lowering, a modifier
-the lowering does not know, a register of the wrong width.
+The lowering registered for an instruction's base opcode calls back `emit`, `macro`, ... The assembler rejects every
+error that it can detect before the kernel runs: an instruction without a lowering, an unknown modifier, a register of
+the wrong width.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ SPECIAL_64 = {"clock64", "globaltimer", "gridid", "current_graph_exec"}
 
 
 def load_chapters() -> None:
-    """Import every instruction chapter once; they fill the registries."""
+    """Imports all instruction chapters, which fill the registries."""
     for chapter in CHAPTERS:
         importlib.import_module(f"softsm.isa.{chapter}")
 
 
 def micro_numbers() -> dict[str, int]:
-    """Opcode number of every micro-operation: hot ones first, then the banks, in order of definition."""
+    """Returns the opcode number of every micro-operation: hot ones first, then the banks, in order of definition."""
     hot = [m for m in MICROS.values() if m.hot]
     cold = [m for m in MICROS.values() if not m.hot]
     return {m.name: pg.FIRST_MICRO + i for i, m in enumerate(hot + cold)}
 
 
-# Instructions of PTX that are left out
+# PTX instructions that softsm does not implement
 LACKING = {
     "wmma": "mma.sync has the same products",
     **dict.fromkeys("tex tld4 txq suld sust sured suq".split(), "there are no textures and surfaces"),
@@ -74,8 +74,8 @@ class Assembler(AsyncRegisters):
         self.instructions: list[Instruction] = []
         self.macros: list[pg.MacroCall] = []
         self.pool: list[int] = []
-        self.carry: int | None = None  # row of the condition code CC.CF, once it is used
-        self.count = {"R": 1, "Q": 1, "P": 1}  # row 0 of R and Q stays zero; predicate 0 is always true
+        self.carry: int | None = None  # row of the condition code CC.CF, if used
+        self.count = {"R": 1, "Q": 1, "P": 1}  # row 0 of R and Q is zero; predicate 0 is true
         self.rows: dict[str, int] = {}
         self.sharing: dict[str, tuple[str, int]] = {}  # see engine/shared_rows.py
         self.shared_rows: dict[tuple[str, int], int] = {}
@@ -87,13 +87,13 @@ class Assembler(AsyncRegisters):
         self.fixups: list[tuple[int, str, Instruction]] = []
         self.branch_tables: list[list[str]] = []
         self.ins: Any = None  # the current instruction
-        self.touched: set[tuple[str, int]] = set()  # rows the current instruction reads or writes
-        self.named: set[tuple[str, int]] = set()  # rows of registers, and those that not only arithmetic touches
+        self.touched: set[tuple[str, int]] = set()  # rows that the current instruction reads or writes
+        self.named: set[tuple[str, int]] = set()  # rows of registers, and rows used by more than arithmetic
         self.exposed: set[tuple[str, int]] = set()
         self.entries: dict[str, int] = {}  # .func name -> pc
         # checking: function -> (instruction or label, registers read, registers written)
         self.flow: dict[str, list[tuple]] = {}
-        self.read: set[str] = set()  # names, of the current instruction
+        self.read: set[str] = set()  # register names that the current instruction reads
         self.written: set[str] = set()
         self.layout()
 
@@ -116,7 +116,7 @@ class Assembler(AsyncRegisters):
         dynamic = []
         reached = referenced(self.module, self.function)
         functions = [self.function, *(f for f in self.module.functions.values() if not f.entry and f.name in reached)]
-        ours = [v for v in self.module.variables if v.space != "shared" or v.name in reached]  # as ptxas has it
+        ours = [v for v in self.module.variables if v.space != "shared" or v.name in reached]  # as in ptxas
         for v in [*ours, *(v for f in functions for v in f.variables)]:
             self.variables[v.name] = v
             if v.space == "shared":
@@ -137,14 +137,14 @@ class Assembler(AsyncRegisters):
                     self.passed[v.name] = bank, self.fresh(bank, 2 if width == 128 else 1)
                 else:
                     self.place_local(v)
-        for v in dynamic:  # all extern arrays start where the static ones end
+        for v in dynamic:  # all extern arrays start at the end of the static ones
             shared = -(-shared // max(v.align, 16)) * max(v.align, 16)
         for v in dynamic:
             self.shared_variables[v.name] = shared
         self.shared_static = shared - pg.SHARED_START
 
     def place_local(self, v) -> None:
-        """Local variables, and the parameters of device functions, which live in the caller's local memory."""
+        """Places a local variable, or a parameter of a device function in the caller's local memory."""
         self.local_bytes = -(-self.local_bytes // max(v.align, 1)) * max(v.align, 1)
         self.local_variables[v.name] = self.local_bytes
         self.local_bytes += max(v.size, 1)
@@ -178,7 +178,7 @@ class Assembler(AsyncRegisters):
         return row
 
     def row_for(self, name: str, bank: str, n: int) -> int:
-        """A row of its own, or one that it shares."""
+        """Returns the register's own row, or one that it shares."""
         shared = self.sharing.get(name)
         if shared is None:
             return self.fresh(bank, n)
@@ -205,7 +205,7 @@ class Assembler(AsyncRegisters):
         return self.const_rows[key]
 
     def literal(self, imm: Imm, kind: str) -> int:
-        """Bits of a literal used as an operand of this kind."""
+        """Returns the bits of a literal operand of this kind."""
         if imm.kind == "int" and not isinstance(imm.value, float):
             if kind == "f":
                 return struct.unpack("<I", struct.pack("<f", float(imm.value)))[0] if imm.bits == 0 else imm.bits
@@ -237,7 +237,7 @@ class Assembler(AsyncRegisters):
         if isinstance(operand, Special):
             return self.special(operand.name, bank)
         if isinstance(operand, Symbol):
-            if operand.name in self.param_offsets:  # its place in the param space; cvta.param makes it generic
+            if operand.name in self.param_offsets:  # its address in the param space; cvta.param makes it generic
                 return self.const(self.param_offsets[operand.name] + operand.offset, kind)
             return self.symbol(operand.name, operand.offset, bank)
         if isinstance(operand, Vector) and len(operand.items) == 1:
@@ -271,7 +271,7 @@ class Assembler(AsyncRegisters):
         return row
 
     def symbol(self, name: str, offset: int, bank: str) -> int:
-        """Row with the address of a variable in its own space."""
+        """Returns the row with the address of a variable in its own space."""
         if name in self.shared_variables or name in self.local_variables:
             key = (bank, name, offset)
         elif name in self.param_offsets or name in self.variables or name in self.module.functions:
@@ -286,7 +286,7 @@ class Assembler(AsyncRegisters):
         return self.symbol_rows[key]
 
     def param_base(self) -> int:
-        """Row with the generic address of the param space."""
+        """Returns the row with the generic address of the param space."""
         key = ("Q", pg.PARAM_SPACE, 0)
         if key not in self.symbol_rows:
             self.symbol_rows[key] = self.fresh("Q")
@@ -308,8 +308,8 @@ class Assembler(AsyncRegisters):
         return bank, self.symbol(base.name, base.offset, bank), operand.offset
 
     def address_row(self, operand, kind: str) -> int:
-        """Row of the requested kind ('u' for a shared or tensor-memory address, 'q' for a generic or global one)
-        holding base + offset, for macro-operations."""
+        """Returns the row with base + offset for macro-operations. kind: 'u' for a shared or tensor-memory address, 'q'
+        for a generic or global one."""
         bank, row, offset = self.address(operand)
         want = self.bank(kind)
         if bank != want:
@@ -338,21 +338,21 @@ class Assembler(AsyncRegisters):
     _UNSET = object()
 
     def emit(self, name: str, dst: int, *srcs: int, guard=_UNSET) -> None:
-        """One micro-operation, with the guard of the current instruction unless another is given (None = none)."""
+        """Emits a micro-operation with the guard of the current instruction, or with this one (None: no guard)."""
         m = MICROS[name]
         assert len(srcs) == len(m.srcs), f"{name} takes {len(m.srcs)} sources, got {len(srcs)}"
         ins = self.ins if guard is self._UNSET else guard
         self.record(self.numbers[name], dst, *srcs, *([0] * (4 - len(srcs))), ins=ins)
 
     def macro(self, function, ins: Instruction, *, aligned: bool | None = None, waits=False, **operands) -> None:
-        """A macro-operation: at run time `function(warp, mask, operands)`. `waits`: for operations of the warp that are
-        in flight, and does nothing else."""
+        """Emits a macro-operation, which calls `function(warp, mask, operands)` at run time. waits: it only waits for
+        operations of the warp that are in flight."""
         is_aligned = "aligned" in ins.modifiers if aligned is None else aligned
         self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), ins, is_aligned))
         self.record(pg.OP_MACRO, int(waits), len(self.macros) - 1, ins=ins)
 
     def answered(self, op: int, rd: int = 0, rb: int = 0, rc: int = 0) -> None:
-        """The macro-operation just recorded is one of pg.MACROS that compiled code mostly does by itself."""
+        """Turns the last macro-operation into one of pg.MACROS, which compiled code executes except in rare cases."""
         _, _, number, _, _, _, *guard = self.records[-1]
         self.records[-1] = [op, rd, number, rb, rc, 0, *guard]
 
@@ -401,7 +401,7 @@ class Assembler(AsyncRegisters):
                 if self.tmem_pending:
                     self.flush_tensor_loads(len(self.records))
                 self.labels[f"{prefix}:{item.name}"] = len(self.records)
-                self.wgmma_busy |= self.wgmma_settled  # a jump to here has not passed the early use
+                self.wgmma_busy |= self.wgmma_settled  # a jump to here skips the early use
                 self.flow[function.name].append((item, (), ()))
                 continue
             self.lower(item)

@@ -1,8 +1,8 @@
-"""Registers that asynchronous instructions still work on: what is inserted where a program touches them.
+"""Registers that asynchronous instructions write after they are issued: tcgen05.ld and wgmma.
 
-tcgen05.ld and wgmma write registers after they are issued. The assembler follows, in the order of the text, which rows
-those are, and puts a macro-operation before an instruction that touches one of them: the result is delivered there, and
-the race checker is told. Types of registers and the flow of values are noted here too, for the checkers alone.
+The assembler tracks these rows in program order. Before an instruction that uses one of them it inserts a
+macro-operation, which delivers the result and informs the race checker. For the checkers it also records the types of
+registers and the data flow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from softsm.ptx.ast import Function, Imm, Instruction, Reg, Vector
 
 
 def owners_of(function: Function) -> dict[str, str]:
-    """Registers that products of the function work on -> the first register of their operand, the accumulator or A."""
+    """Maps each register of a wgmma's accumulator or A operand to the first register of that operand."""
     owners: dict[str, str] = {}
     for item in function.body:
         if isinstance(item, Instruction) and item.opcode == "wgmma" and item.modifiers[:1] == ("mma_async",):
@@ -27,9 +27,9 @@ def owners_of(function: Function) -> dict[str, str]:
 
 
 class AsyncRegisters:
-    """The part of the assembler that knows them."""
+    """The part of the assembler that tracks them."""
 
-    # of the assembler itself
+    # attributes of the assembler
     checking: bool
     ins: Any
     rows: dict[str, int]
@@ -44,29 +44,30 @@ class AsyncRegisters:
     current_function: Function
 
     def __init__(self) -> None:
-        self.tmem_pending: set[tuple[str, int]] = set()  # destinations of tcgen05.ld not yet waited for
-        self.tensor_uses: Uses = {}  # checking: instructions that use registers of a tcgen05.ld first
-        self.produced: dict[tuple[str, int], str] = {}  # checking: the type a register was last written as
-        # checking: registers of wgmmas not yet waited for, and those they were copied to -> row of the wgmma
+        self.tmem_pending: set[tuple[str, int]] = set()  # destinations of tcgen05.ld without a wait so far
+        self.tensor_uses: Uses = {}  # checking: the first uses of registers of a tcgen05.ld
+        self.produced: dict[tuple[str, int], str] = {}  # checking: the type with which a register was last written
+        # checking: registers of wgmmas without a wait so far, and copies of them -> row of the wgmma
         self.wgmma_pending: dict[tuple[str, int], int] = {}
-        self.wgmma_busy: dict[tuple[str, int], frozenset] = {}  # row -> rows of the wgmma that works on it
-        self.wgmma_settled: dict[tuple[str, int], frozenset] = {}  # the same, behind an early use
+        self.wgmma_busy: dict[tuple[str, int], frozenset] = {}  # row -> rows of the wgmma that uses it
+        self.wgmma_settled: dict[tuple[str, int], frozenset] = {}  # the same, after an early use
         self.wgmma_owners: dict[str, str] = {}  # checking: register of some wgmma -> first register of its operand
-        # checking: of these, looked at since the last label, jump or wgmma, and whether because of a write
+        # checking: those checked since the last label, jump or wgmma, and whether for a write
         self.wgmma_looked: set[tuple[str, bool]] = set()
         self.wgmma_dirty: set[tuple[str, int]] | None = None  # checking: registers used since the last wgmma.fence
 
     def touches_registers(self, ins: Instruction, start: int) -> None:
-        """The instruction has been lowered, to records from `start` on."""
-        if not (ins.opcode == "tcgen05" and ins.modifiers[0] in ("ld", "st")):  # they look before they are issued
+        """Called after the instruction has been lowered to the records from `start` on."""
+        if not (ins.opcode == "tcgen05" and ins.modifiers[0] in ("ld", "st")):  # they check before they are issued
             self.settle_tensor_loads(start)
         if self.wgmma_busy and ins.opcode != "wgmma":
             self.settle_products(start, ins.opcode == "mov")
-        if self.checking:  # it looks before anything is settled: what is inserted last comes first
+        if self.checking:  # the last macro-operation inserted runs first: check before results are delivered
             self.follow_registers(ins, start)
 
     def settle_products(self, start: int, move: bool) -> None:
-        """Registers of a wgmma are touched before its wait. ptxas waits there by itself, once for all its registers."""
+        """The program uses registers of a wgmma before its wait. ptxas inserts a wait there, once for all its
+        registers."""
         for row in self.touched & self.wgmma_busy.keys():
             used = self.wgmma_busy.get(row)
             if used is None:
@@ -78,8 +79,7 @@ class AsyncRegisters:
                 self.wgmma_settled[settled] = self.wgmma_busy.pop(settled)
 
     def follow_registers(self, ins: Instruction, start: int) -> None:
-        """Record for the checkers what type each register was written as, and uses of registers that a wgmma works
-        on."""
+        """Records the type of each written register, and uses of registers of wgmmas in flight, for the checkers."""
         if ins.guard is not None:
             self.read.add(ins.guard.name)
         if ins.opcode == "ret":
@@ -118,8 +118,8 @@ class AsyncRegisters:
             self.look_back(ins, start)
 
     def look_back(self, ins: Instruction, start: int) -> None:
-        """Registers of a wgmma that stands behind in the text, and may be before in a loop: the first use of them in
-        each stretch of the program asks whether it is over."""
+        """Handles registers of a wgmma that follows in the text but may precede in a loop: their first use in each
+        basic block checks whether it is complete."""
         mine = (self.read | self.written) & self.wgmma_owners.keys()
         looks = {name: (self.wgmma_owners[name], name in self.written) for name in mine}
         fresh = {name for name in mine if looks[name] not in self.wgmma_looked}
@@ -140,14 +140,14 @@ class AsyncRegisters:
         self.fixups = [(i + (i >= at), name, x) for i, name, x in self.fixups]
 
     def settle_tensor_loads(self, at: int) -> None:
-        """The current instruction touches registers of a tcgen05.ld: the load delivers them first."""
+        """Makes a tcgen05.ld deliver its registers before the current instruction uses them."""
         uses = self.tensor_uses.get(id(self.ins))
         if uses is not None or self.touched & self.tmem_pending:
             self.flush_tensor_loads(at, uses)
 
     def flush_tensor_loads(self, at: int, uses: frozenset[int] | None = None) -> None:
-        """tcgen05.ld delivers its registers when one is touched, or at wait::ld; at a jump at the latest. uses: loads
-        whose registers are used, and which are complete then."""
+        """Makes each tcgen05.ld deliver its registers: at their first use, at wait::ld, or at a jump. uses: loads whose
+        registers are used and which are then complete."""
         from softsm.isa.tensor_memory import flush_tmem_loads
 
         if self.checking:

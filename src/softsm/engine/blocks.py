@@ -1,14 +1,14 @@
-"""Straight-line code: runs of micro-operations that are executed often become one native function each.
+"""Compiles straight-line runs of micro-operations that are executed often, each to one native function.
 
-The dispatch loop moves every operand through the register files. A block instead goes through its instructions for a
-few lanes at a time, with their values in the CPU's registers, and writes each register that may be read later
-once at the end (engine/translation.py). Where races are not checked it also has the loads from shared memory whose
-addresses it has not computed itself: whether they are plain is known before anything is done. A block that ends with a
-jump to its own head turns by itself as long as all lanes jump.
+The dispatch loop moves every operand through the register files. A block executes its instructions for a few lanes at a
+time with the values in CPU registers, and writes each register that may be read later once at the end
+(engine/translation.py). Without the race checker a block may contain loads from shared memory whose addresses it does
+not compute itself, so that it is known at entry whether they are plain. A block that ends with a jump to its own head
+loops as long as all lanes jump.
 
-The interpreter calls a block when the whole warp runs together and the quantum leaves room for all of it; otherwise,
-when a load is not plain, and when a fragment enters in the middle, the records are interpreted as ever. Results, steps
-and diagnostics are the same either way.
+The interpreter calls a block if the whole warp runs together and the quantum is long enough. Otherwise, if a load is
+not plain, or if a fragment enters in the middle, it interprets the records. Results, steps and diagnostics are the same
+either way.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from softsm.engine.translation import Load, bank_of, sources, translate
 from softsm.engine.vec_access import ELEMENT, WIDE, WORDS
 from softsm.isa.registry import Micro
 
-SHORTEST = 3  # records; a shorter run gains nothing over its dispatch
-NO_LOOP = 1 << 40  # records of a turn of a block that does not turn: more than any quantum has
+SHORTEST = 3  # records; a shorter run gains nothing
+NO_LOOP = 1 << 40  # records per iteration if a block does not loop: more than any quantum
 _compiling = threading.Lock()
 
 
@@ -50,8 +50,8 @@ def plain_loads(program: pg.Program) -> dict[int, Load]:
 def find(
     program: pg.Program, local: np.ndarray, loads: dict[int, Load], micros: dict[int, Micro]
 ) -> list[tuple[int, int]]:
-    """(first record, length) of the runs of micro-operations and loads that nothing jumps into, and which compute no
-    address that they load from. local[op]: is it a micro-operation that may stand in one?"""
+    """Returns (first record, length) of each run of micro-operations and loads without a jump target inside, which does
+    not compute an address that it loads from. local[op]: whether a run may contain the micro-operation."""
     code = program.code
     inside = local[np.minimum(code[:, 0], len(local) - 1)]
     inside[list(loads)] = True
@@ -75,7 +75,7 @@ def find(
 
 
 class Blocks:
-    """The blocks of one program, and its records with their heads replaced."""
+    """The blocks of one program, and its records, in which OP_BLOCK replaces the head of each block."""
 
     def __init__(self, program: pg.Program, checking: bool = False):
         hot, cold = numbered()
@@ -86,8 +86,7 @@ class Blocks:
         self.loads = {} if checking else plain_loads(program)
         self.found = find(program, local, self.loads, self.micros)
         self.code = program.code.copy()
-        # Per block: address, executions so far, records from one turn to the next, a spare one, the record that stood
-        # at its head.
+        # Per block: address, executions so far, records per iteration, unused, and the original record of its head.
         self.table = np.zeros((max(len(self.found), 1), 8), np.int64)
         for i, (first, length) in enumerate(self.found):
             self.table[i, 2] = NO_LOOP if self.loop(first, length) is None else length + 1
@@ -95,14 +94,14 @@ class Blocks:
             self.code[first] = [pg.OP_BLOCK, length, i, 0, 0, 0, 0, 0]
 
     def loop(self, first: int, length: int) -> tuple[int, int] | None:
-        """(guard, flip) of the jump to its own head behind a block, if there is one."""
+        """Returns (guard, flip) of a jump after the block to its head, or None."""
         record = self.program.code[first + length] if first + length < len(self.program.code) else None
         if record is None or record[0] != pg.OP_BRA or record[5] != first:
             return None
         return int(record[6]), int(record[7])
 
     def compile(self, index: int) -> None:
-        """Called when the block has been executed dispatch.HOT times."""
+        """Compiles a block that has been executed dispatch.HOT times."""
         with _compiling:
             if self.table[index, 0]:
                 return
@@ -122,8 +121,8 @@ class Blocks:
 
     @functools.cached_property
     def read_first(self) -> set[tuple[str, int]]:
-        """Rows that some run of micro-operations reads before it writes them. What a block leaves in others is read by
-        nothing, unless something other than a micro-operation reads them."""
+        """Returns the rows that some run of micro-operations reads before writing. Other rows are dead after a block
+        unless something other than a micro-operation reads them."""
         code, heads = self.program.code, {first for first, _ in self.found}
         heads |= {first + length for first, length in self.found} | set(jump_targets(self.program).tolist())
         found: set[tuple[str, int]] = set()

@@ -1,18 +1,17 @@
-"""Deadlock detection: when nothing will ever change again.
+"""Detects deadlocks.
 
-There are three ways to stand still, and each is looked for where it shows:
+There are three kinds:
 
-* every warp is blocked and nothing is in flight (`time_out`; a wait with a time limit may answer no first);
-* every warp that can run polls by itself: it uses whole quanta without any memory changing and comes back to where it
-  was with the same registers (`spinning`);
-* warps poll together: those of a CTA ask for a flag, meet at a bar.sync, and ask again (`turn`). No single warp of them
-  comes back to where it was without the others, and each round stores to shared memory, so this is looked for in the
-  machine as a whole: registers, program counters and memory, after the same number of turns the same as before. The
-  first look comes after PATIENCE turns in which no asynchronous operation completes and no warp exits, each later one
-  after twice as many. While it lasts warps have their turns in order, so that a state that comes back comes back for
-  ever.
+* Every warp is blocked, and nothing is in flight (`time_out`; a wait with a time limit may first return false).
+* Every warp that can run polls alone: it uses whole quanta without a change of memory, and returns to the same pc with
+  the same registers (`spinning`).
+* Warps poll together: those of a CTA read a flag, meet at a bar.sync, and read it again (`turn`). No warp returns to
+  its state without the others, and each round stores to shared memory, so the state of the whole machine is compared:
+  registers, program counters and memory repeat after the same number of turns. The first comparison takes place after
+  PATIENCE turns in which no asynchronous operation completes and no warp exits, each later one after twice as many.
+  Meanwhile the warps run in a fixed order, so a state that repeats once repeats for ever.
 
-What a deadlock looks like in words is engine/deadlock_text.py.
+engine/deadlock_text.py describes a deadlock.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from softsm.engine.deadlock_text import POLLING, describe
 from softsm.errors import Deadlock
 
 PATIENCE = 4096  # turns of warps
-ROUND = 256  # turns of a round, at most
+ROUND = 256  # the most turns in a round
 
 
 class DeadlockWatch:
     def __init__(self, machine) -> None:
         self.machine = machine
-        self.timed_out_at = -1  # changes of memory when waits with a time limit were last told so
+        self.timed_out_at = -1  # changes of memory when the last waits timed out
         self.seen_writes = -1  # changes of memory when a warp last used up several quanta
         self.turns, self.progress = 0, 0
         self.next = PATIENCE
         self.shuffle = machine.shuffle
         self.seen: dict[int, int] = {}  # fingerprint -> turn
-        self.due = 0  # the turn at which a round is over, and the machine must look as it did
+        self.due = 0  # the turn that ends a round, when the state must repeat
         self.expected: tuple[int, int] = (0, 0)
         self.longest = 0  # turns without progress
-        self.pushes = 0  # times that warps that stood still went on because they were told to
+        self.pushes = 0  # number of times that blocked warps continued because of a timeout
 
     def found(self, why: str) -> NoReturn:
         raise Deadlock(describe(self.machine, why))
@@ -50,8 +49,8 @@ class DeadlockWatch:
     # ---- everybody is blocked ----------------------------------------------------------------------------------
 
     def time_out(self) -> None:
-        """No warp can run and nothing is in flight. A wait with a time limit (try_wait) may answer no, and what the
-        program does then may change something; if it did not since the last time, this is a deadlock."""
+        """No warp can run, and nothing is in flight. A wait with a time limit (try_wait) may return false, after which
+        the program may change something. If nothing has changed since the last timeout, this is a deadlock."""
         machine = self.machine
         changes = sum(int(w.S[pg.S_WRITES]) for c in machine.live for w in c.warps)
         changes += machine.writes + machine.engine.completed + machine.clock
@@ -64,7 +63,7 @@ class DeadlockWatch:
         for f in late:
             f.blocked.on.waiters.remove(f)
             f.timed_out = True
-            f.warp.S[pg.S_PHASES] = 0  # its next wait has to be told
+            f.warp.S[pg.S_PHASES] = 0  # Python must handle its next wait
             f.unblock()
 
     # ---- warps that poll, each by itself -----------------------------------------------------------------------
@@ -81,7 +80,7 @@ class DeadlockWatch:
         self.machine.make_ready(warp)
 
     def spinning(self) -> None:
-        """A warp has used up whole quanta without any memory changing: do all that can run?"""
+        """A warp has used whole quanta without a change of memory. Checks whether all warps that can run do so."""
         machine, engine = self.machine, self.machine.engine
         for w in machine.ready:
             machine.writes += int(w.S[pg.S_WRITES])
@@ -99,12 +98,12 @@ class DeadlockWatch:
             w.spins = 0
 
     def polls(self, warp) -> bool:
-        """Do all fragments of the warp that can run come back to where they are, with the same registers?"""
+        """Whether all fragments of the warp that can run return to the same pc with the same registers."""
         able = [f for f in warp.fragments if f.blocked is None and not f.parked]
         return bool(able) and all(self.comes_back(warp, f) for f in able)
 
     def comes_back(self, warp, f) -> bool:
-        """Run one loop of a fragment and compare. What it did on the way is done: it goes on from there."""
+        """Runs one iteration of a fragment's loop and compares the state. The fragment continues from there."""
         machine = self.machine
         before = warp.R.copy(), warp.Q.copy(), warp.P.copy()
         start, changes = f.pc, (machine.writes, machine.clock)
@@ -112,7 +111,7 @@ class DeadlockWatch:
         for _ in range(4096):
             status, pc, mask, lanes, steps = machine.run_code(warp.state, f.pc, f.mask, 1 << 30, 1, 0)
             machine.steps += steps
-            if mask != f.mask:  # lanes exit: not here, where nothing follows them
+            if mask != f.mask:  # lanes would exit, which is not handled here
                 f.pc = warp.pc = pc - 1 if status == pg.MERGE else pc
                 return False
             f.pc = warp.pc = pc
@@ -133,7 +132,7 @@ class DeadlockWatch:
     # ---- warps that poll together ------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """One warp has its turn."""
+        """Called for each turn of a warp."""
         self.turns += 1
         engine = self.machine.engine
         progress = engine.completed + self.machine.exits
@@ -143,7 +142,7 @@ class DeadlockWatch:
             self.look_later(PATIENCE)
         if self.turns < self.next:
             return
-        if engine.pending:  # what waits for it has waited long enough
+        if engine.pending:  # complete it now: warps have waited long enough
             engine.complete_awaited()
         else:
             self.look()
@@ -172,7 +171,7 @@ class DeadlockWatch:
             self.look_later(2 * self.turns)
 
     def fingerprint(self) -> int:
-        """Registers, program counters and shared memory of everybody, and whose turn it is."""
+        """Hashes the registers, program counters and shared memory of all warps, and the warp to run next."""
         value = zlib.crc32(repr([id(w) for w in self.machine.ready]).encode())
         for cta in self.machine.live:
             value = zlib.crc32(cta.shared, value)

@@ -2,15 +2,15 @@
 
     status, pc, mask, lanes, steps = run(S, pc, mask, stop, quantum, multi)
 
-runs one fragment from `pc` until something needs Python: a macro-operation, a branch that diverges, an exit, the pc
-`stop` where another fragment waits, the end of its quantum. `multi`: 0 go on at jumps, 1 come back, else the address of
-the place where the jumps are noted, which begins with the address of the next two words: where from, where to. S is the
-address of the state vector of engine/program.py, which holds the addresses of everything else. `lanes` tells which
-lanes the status is about.
+runs one fragment from `pc` until Python must act: at a macro-operation, a divergent branch, an exit, the pc `stop`
+where another fragment waits, or the end of the quantum. `multi`: 0 continues at jumps, 1 returns at jumps, and any
+other value is the address of a log of jumps, which begins with the address of its next entry (two words: from, to). S
+is the address of the state vector of engine/program.py, which holds the addresses of everything else. `lanes` are the
+lanes that the status concerns.
 
-Hot micro-operations are cases of the loop's switch, the others functions of their own, a call further away, compiled in
-groups when a program first needs one of the group. Everything else (memory, exchange between lanes) goes through the
-function at the address `lane_operation`, so that one loop serves the plain and the checking engine alike.
+Hot micro-operations are cases of the loop's switch. The others are functions, compiled in groups when a program first
+needs one of the group. Memory accesses and exchange between lanes call the function at the address `lane_operation`, so
+the plain and the checking engine share one loop.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from softsm.isa.registry import MICROS, Micro
 
 GROUP = 40  # cold micro-operations compiled together
 KINDS = {"u": U, "i": I, "f": F, "q": Q, "l": L, "d": D}
-HOT = 10_000  # executions after which a block is compiled: that takes about as long as interpreting it so often
-BLOCK = ir.FunctionType(_I64, [_I64] * 5)  # of engine/translation.py: R, Q, P, S, most turns; how many it made
+HOT = 10_000  # executions after which a block is compiled, which takes about as long as they did
+BLOCK = ir.FunctionType(_I64, [_I64] * 5)  # of engine/translation.py: (R, Q, P, S, most turns) -> turns
 COLD = ir.FunctionType(ir.VoidType(), [_I32] * 6 + [_I64] * 3)  # rd, ra, rb, rc, rx, m, R, Q, P
 RUN = ir.FunctionType(_I64, [_I64] * 9)  # lane operation, cold operations, S, pc, mask, stop, quantum, multi, results
 
 
 def numbered() -> tuple[list[tuple[int, Micro]], list[tuple[int, Micro]]]:
-    """(hot, cold) micro-operations with their opcode numbers: hot ones first, then the cold ones, as defined."""
+    """Returns the (hot, cold) micro-operations with their opcode numbers: hot ones first, in order of definition."""
     hot = [m for m in MICROS.values() if m.hot]
     cold = [m for m in MICROS.values() if not m.hot]
     return list(enumerate(hot, pg.FIRST_MICRO)), list(enumerate(cold, pg.FIRST_MICRO + len(hot)))
 
 
 def emit(m: Micro, rd, sources, mask: Bits, files: dict[str, ir.Value]) -> None:
-    """Append the code of one micro-operation on the rows rd and `sources`, under the lane mask."""
+    """Emits the code of one micro-operation on the rows rd and `sources` under the lane mask."""
     operands: list[Bits | Vector] = []
     for kind, row in zip(m.srcs, sources):
         if kind == "p":
@@ -61,7 +61,7 @@ def emit(m: Micro, rd, sources, mask: Bits, files: dict[str, ir.Value]) -> None:
 
 
 def evaluate(m: Micro, sources: list, mask: Bits | None):
-    """The value of a micro-operation under a lane mask, which only those that work on all lanes look at."""
+    """Returns the value of a micro-operation. Only cross-lane operations use the mask."""
     value = m.function(*sources, mask) if m.masked else m.function(*sources)
     return canonical(value) if m.canonical_nan else value
 
@@ -79,7 +79,7 @@ def cold_group(module: ir.Module, part: list[tuple[int, Micro]]) -> None:
 
 
 class ColdOperations:
-    """The table of their addresses; a group is compiled or loaded when a program has one of it."""
+    """The table of their addresses. A group is compiled or loaded when a program contains one of its operations."""
 
     def __init__(self):
         hot, cold = numbered()
@@ -89,14 +89,14 @@ class ColdOperations:
         self.address = self.table.ctypes.data
 
     def prepare(self, code: np.ndarray) -> None:
-        """Make ready what the program's records need."""
+        """Compiles or loads the operations that the program needs."""
         used = {(int(op) - self.first) // GROUP for op in np.unique(code[:, 0]) if op >= self.first}
         for g in sorted(used):
             if not self.table[g * GROUP]:
                 part = self.groups[g]
                 names = {f"op{n}": n for n, _ in part}
                 got = native.functions(f"operations{g}", functools.partial(cold_group, part=part), list(names))
-                for name, n in reversed(names.items()):  # the first of the group last: it says that all are there
+                for name, n in reversed(names.items()):  # the first one last: it marks the group as complete
                     self.table[n - self.first] = got[name]
 
 
@@ -104,7 +104,7 @@ class ColdOperations:
 
 
 def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
-    """Add the function `run` to the module."""
+    """Adds the function `run` to the module."""
     tensor = {pg.OP_TENSOR_LD: tensor_access(module, False), pg.OP_TENSOR_ST: tensor_access(module, True)}
     function = ir.Function(module, RUN, "run")
     lane_operation, cold, S, pc0, mask0, stop, quantum, multi, results = function.args
@@ -112,7 +112,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
     with building(ir.IRBuilder(block("entry"))) as b:
         code, R, Q_, P = (field(S, k) for k in (pg.S_CODE, pg.S_R, pg.S_Q, pg.S_P))
         files = {"R": R, "Q": Q_, "P": P}
-        # Steps are pc - begin + jumps: only jumps need counting. `limit` is where they end or another fragment waits.
+        # Steps are pc - begin + jumps, so only jumps are counted. At `limit` the quantum ends or a fragment waits.
         pc_, mask_, jumps_, limit_ = b.alloca(_I64), b.alloca(_I32), b.alloca(_I64), b.alloca(_I64)
         b.store(pc0, pc_)
         b.store(b.trunc(mask0, _I32), mask_)
@@ -169,7 +169,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
                 per_turn = b.load(turn)
                 most = b.add(b.udiv(b.sub(b.load(limit_), end), per_turn), _I64(1))
                 turns = b.call(b.inttoptr(native_block, BLOCK.as_pointer()), [R, Q_, P, S, most])
-                with b.if_then(b.icmp_unsigned("!=", turns, _I64(0)), likely=True):  # 0: a load is not plain
+                with b.if_then(b.icmp_unsigned("!=", turns, _I64(0)), likely=True):  # 0: some load is not plain
                     jumps = b.add(b.load(jumps_), b.mul(b.sub(turns, _I64(1)), per_turn))
                     b.store(jumps, jumps_)
                     b.store(_least(b, stop, b.sub(b.add(pc0, quantum), jumps)), limit_)
@@ -179,7 +179,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
             b.store(count, executed)
             with b.if_then(b.icmp_unsigned("==", count, _I64(HOT))):
                 leave(_I64(pg.HOT), pc, mask, pc)
-        at.add_incoming(b.add(row, _I64(32)), b.block)  # the record that stands here otherwise
+        at.add_incoming(b.add(row, _I64(32)), b.block)  # the record that the block replaced
         b.branch(decode)
 
         case(pg.OP_BRA)
@@ -211,8 +211,8 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
             leave(_I64(pg.MERGE), following, m, following)
         b.branch(loop)
 
-        # mbarrier.try_wait and test_wait by parity: rd the predicate, rb the address, rc the parity. Where all lanes
-        # ask for the same phase and Cta.phases tells that it is over, that is the answer; else a macro-operation.
+        # mbarrier.try_wait and test_wait by parity: rd the predicate, rb the address, rc the parity. If all lanes wait
+        # for the same phase and it is complete by Cta.phases, the wait succeeds here, else in a macro-operation.
         case(pg.OP_WAIT)
         asking = block("asking")
         with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
@@ -239,7 +239,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
             with b.if_then(b.and_(b.icmp_unsigned("==", others_differ, _I32(0)), inside)):
                 at_phase = b.inttoptr(b.add(phases, b.lshr(offset, _I64(3))), ir.IntType(8).as_pointer())
                 phase = b.zext(b.load(at_phase), _I32)
-                # 0: no barrier; else 1 + the parity of the phase that is on
+                # 0: no barrier; else 1 + the parity of the current phase
                 over = b.icmp_unsigned("==", b.and_(phase, _I32(1)), b.and_(chosen[1], _I32(1)))
                 with b.if_then(b.and_(b.icmp_unsigned("!=", phase, _I32(0)), over)):
                     store_predicate(P, rd, Bits(m), Bits(_I32(FULL)))
@@ -259,7 +259,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
                 b.branch(loop)
             leave(_I64(pg.MACRO), pc, m, following)
 
-        # The same when races are checked. rx: the number of records up to where its result is due, from pg.DISTANCE on.
+        # The same with the race checker. rx, from pg.DISTANCE: the number of records until its result is needed.
         for number in (pg.OP_CHECKED_LD, pg.OP_CHECKED_ST):
             case(number)
             due = b.add(pc, b.zext(b.lshr(rx, _I32(pg.DISTANCE)), _I64))
@@ -271,7 +271,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
                 b.branch(loop)
             leave(_I64(pg.MACRO), pc, m, following)
 
-        case(pg.OP_MACRO)  # rd: 1 if it only waits for what is in flight
+        case(pg.OP_MACRO)  # rd: 1 if it only waits for operations in flight
         with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
             b.branch(loop)
         whole = b.icmp_unsigned("==", b.zext(m, _I64), field(S, pg.S_ALIVE))
@@ -290,7 +290,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
             b.icmp_unsigned("==", m, _I32(0)),
             b.and_(b.icmp_unsigned("==", op, _I32(pg.OP_CONVERGE)), b.icmp_unsigned("==", m, _I32(FULL))),
         )
-        with b.if_then(idle):  # no lane acts, or none can be missing
+        with b.if_then(idle):  # no lane is active, or no other lane can arrive
             b.branch(loop)
         status = b.call(b.inttoptr(lane_operation, OPERATION.as_pointer()), [op, rd, ra, rb, rc, rx, m, S, pc])
         with b.if_then(b.icmp_unsigned("==", status, _I64(0)), likely=True):

@@ -1,4 +1,4 @@
-"""What the asynchronous instructions of a warp have started and not yet waited for."""
+"""Asynchronous operations that a warp has issued and not yet waited for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from softsm.memory.waitable import Waitable
 
 
 class Groups:
-    """Operations of a warp's threads, put into groups by commit and awaited by wait_group, lane by lane."""
+    """Operations of a warp's threads in commit groups, which wait_group awaits lane by lane."""
 
     __slots__ = ("closed", "landed", "open")
 
     def __init__(self) -> None:
         self.open: list[tuple[int, tuple]] = []  # (lanes, operations) since their last commit
         self.closed: list[tuple[int, list]] = []  # (lanes, operations) oldest first
-        self.landed = 0  # how many of the oldest of `open` have completed: a kernel may never commit
+        self.landed = 0  # number of the oldest in `open` that have completed: a kernel may never commit
 
     def add(self, mask: int, *operations) -> None:
         self.open.append((mask, operations))
@@ -28,12 +28,12 @@ class Groups:
         self.closed.append((mask, group))
 
     def _leave_open(self, mask: int) -> None:
-        """All that is open but for those lanes."""
+        """Removes those lanes from the open group."""
         self.open = [(those & ~mask, ops) for those, ops in self.open if those & ~mask]
         self.landed = 0
 
     def take(self, mask: int, newest: int) -> list:
-        """Operations of all but the `newest` groups of each lane, which are then forgotten for those lanes."""
+        """Removes and returns the operations of all but the `newest` groups of each of these lanes."""
         if all(those == mask for those, _ in self.closed):  # the warp commits and waits as one
             cut = max(0, len(self.closed) - newest)
             due, self.closed = self.closed[:cut], self.closed[cut:]
@@ -57,7 +57,7 @@ class Groups:
         return [op for ops in reversed(due) for op in ops]
 
     def take_all(self, mask: int) -> list:
-        """Everything those lanes have in flight, committed or not."""
+        """Removes and returns all operations of those lanes, committed or not."""
         due = self.take(mask, 0) + [op for those, ops in self.open if those & mask for op in ops]
         self._leave_open(mask)
         return due
@@ -70,7 +70,7 @@ class Groups:
 
 
 class Warpgroup(Waitable):
-    """Four warps and the groups of products they have committed."""
+    """Four warps and the groups of wgmmas that they have committed."""
 
     __slots__ = ("batches", "first", "warps")
 
@@ -82,8 +82,8 @@ class Warpgroup(Waitable):
 
 
 class Batch:
-    """One commit group: what each warp put into it, and the operations once all four are there: the products, and for
-    each warp (by index) those that bring the results into its registers."""
+    """One commit group. It has the wgmmas of each warp and, after all four warps have committed, the operations: the
+    wgmmas, and for each warp (by index) those that write the results to its registers."""
 
     __slots__ = ("ops", "parts", "results", "seen", "waited")
 
@@ -92,11 +92,11 @@ class Batch:
         self.ops: list[AsyncOp] | None = None
         self.results: dict[int, list[AsyncOp]] = {}
         self.waited = 0
-        self.seen: Any = None  # for observers: what its warps had seen when they committed
+        self.seen: Any = None  # for observers: the clocks of its warps when they committed
 
 
 class GroupSequence:
-    """A warp's place in the sequence of groups."""
+    """A warp's position in the sequence of groups."""
 
     __slots__ = ("committed", "group", "open", "waited")
 
@@ -109,7 +109,7 @@ class GroupSequence:
 
 @dataclass(slots=True)
 class InFlight:
-    """What one warp has in flight, by the instructions that wait for it."""
+    """The operations of one warp in flight, by the instructions that wait for them."""
 
     cp_async: Groups = field(default_factory=Groups)
     bulk: Groups = field(default_factory=Groups)
@@ -117,5 +117,5 @@ class InFlight:
     tensor_loads: list[AsyncOp] = field(default_factory=list)  # tcgen05.ld whose registers have not been delivered
     tensor_stores: list[AsyncOp] = field(default_factory=list)
     tensor_ops: list[tuple[AsyncOp, int, object]] = field(default_factory=list)  # with lane and footprint
-    products: int = 0  # of them
+    products: int = 0  # the number of MMAs among them
     commits: dict[int, AsyncOp] = field(default_factory=dict)  # the last tcgen05.commit of each lane

@@ -1,4 +1,4 @@
-"""Loading a kernel from PTX and launching it on arrays.
+"""Loads a kernel from PTX and launches it on arrays.
 
     kernel = softsm.load(ptx_text)
     kernel.launch(grid=(4,), block=(128,), args=[x, y, n], shared=0)
@@ -36,19 +36,19 @@ from softsm.ptx.ast import Function, Instruction, Module, Symbol, referenced
 from softsm.ptx.declarations import TYPE_BYTES
 
 SM_SHARED = 233_472  # bytes of shared memory of an SM of sm_90 and sm_100
-CTA_SHARED = 232_448  # of them at most for one CTA
-CTA_RESERVED = SM_SHARED - CTA_SHARED  # that every CTA has beside its own
+CTA_SHARED = 232_448  # the most of it for one CTA
+CTA_RESERVED = SM_SHARED - CTA_SHARED  # reserved for the system in every CTA
 SM_THREADS = 2048
 SM_CTAS = 32
-SPARE_BYTES = 1 << 20  # of register files that a kernel keeps from launch to launch
+SPARE_BYTES = 1 << 20  # of register files that a kernel keeps between launches
 BLOCK_SIDES, CLUSTER_SIDES, CLUSTER_CTAS = (1024, 1024, 64), (16, 16, 16), 16
-CHANGES = ("arch", "order", "seed", "sms", "budget", "processes", "dependent", "workspace")  # of one launch
+CHANGES = ("arch", "order", "seed", "sms", "budget", "processes", "dependent", "workspace")  # options of one launch
 
 
 @contextlib.contextmanager
 def no_garbage():
-    """A launch leaves nothing that only the garbage collector could free, and makes objects by the hundred thousand:
-    each full collection would look at everything that torch and Triton have loaded."""
+    """Disables garbage collection. A launch leaves no reference cycles, but creates hundreds of thousands of objects,
+    and each full collection would traverse everything that torch and Triton have loaded."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -60,7 +60,7 @@ def no_garbage():
 
 @functools.lru_cache(maxsize=256)
 def load(ptx: str, name: str | None = None) -> Kernel:
-    """Parse PTX and decode the kernel called `name` (or the only one). PtxError if something is not supported."""
+    """Parses PTX and decodes the kernel called `name`, or the only one. Raises PtxError for anything unsupported."""
     from softsm.ptx import parse
 
     module = parse(ptx)
@@ -104,7 +104,7 @@ class Kernel:
             default=0,
         )
         self.spare_files: list = []  # register files of warps that have exited
-        self.variables: dict[str, np.ndarray] = {}  # .global and .const of the module, as long as the kernel lives
+        self.variables: dict[str, np.ndarray] = {}  # .global and .const variables of the module
         self.place_variables()
 
     # ---- module variables --------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Kernel:
                 self.variables[v.name][:] = np.frombuffer(self.initial_bytes(v).ljust(v.size, b"\0"), np.uint8)
 
     def share(self, variables: dict[str, np.ndarray]) -> None:
-        """Use these, as other kernels of the module do."""
+        """Uses the variables of another kernel of the module."""
         self.variables = variables
         if "checked" in vars(self):
             self.checked.variables = variables
@@ -143,7 +143,7 @@ class Kernel:
     def launch(
         self, grid, block, args=(), *, shared: int = 0, cluster=(1, 1, 1), memory: GlobalMemory | None = None, **changes
     ) -> Machine | None:
-        """Run the grid to its end. Returns the machine, for inspection; a rank of `softsm.ranks` gets nothing."""
+        """Runs the grid to its end. Returns the machine for inspection, or None to a rank of `softsm.ranks`."""
         meeting = current_options().meeting
         if meeting is not None:
             meeting.launch(self, grid, block, args, shared, cluster, memory, changes)
@@ -153,9 +153,8 @@ class Kernel:
     def launch_together(
         self, kernels: list[Kernel | None], grid, block, args: list, memories: list, shared: int, cluster, changes: dict
     ) -> Machine:
-        """The same grid on each GPU with its kernel and its arguments, all at the same time. The kernels, of which this
-        is the first, are one, or compiled from one source for different constants; None where a GPU has nothing to
-        do."""
+        """Runs the same grid on all GPUs at the same time, each with its kernel and arguments. The kernels, of which
+        this is the first, are equal or compiled from one source with different constants. None: the GPU is idle."""
         unknown = [name for name in changes if name not in CHANGES]
         if unknown:
             raise TypeError(
@@ -190,7 +189,7 @@ class Kernel:
             if given is not None and not isinstance(given, GlobalMemory):
                 accepted.refuse("memory", given, "None and a GlobalMemory")
         memory = memories[0] or GlobalMemory()
-        for other in memories[1:]:  # GPUs reach each other's memory
+        for other in memories[1:]:  # GPUs can access each other's memory
             for a in other.allocations if other is not None else ():
                 memory.add(a.start, a.size, a.name, a)
         multicast.add_members(memory)
@@ -208,7 +207,7 @@ class Kernel:
         machine = Machine(kernels, grid, block, shared, cluster, memory, parameters, chosen)
         observer = machine.observer
         if machine.left:
-            with no_garbage():  # until what the launch made is gone again
+            with no_garbage():  # until the launch's objects are freed
                 try:
                     machine.run()
                 except BaseException as failure:
@@ -227,7 +226,7 @@ class Kernel:
         return machine
 
     def pack(self, args, memory: GlobalMemory) -> np.ndarray:
-        """The parameter buffer, 64-byte aligned; storages of array arguments become known allocations."""
+        """Returns the parameter buffer, 64-byte aligned. Storages of array arguments become known allocations."""
         params = self.function.params
         if not isinstance(args, (list, tuple)):
             accepted.refuse("args", args, "a list of the kernel's arguments")
@@ -247,19 +246,19 @@ class Kernel:
 
     @functools.cached_property
     def checked(self) -> Kernel:
-        """The same kernel, assembled for the race checker; module variables are shared."""
+        """The same kernel assembled for the race checker. Both share module variables."""
         twin = Kernel(self.module, self.function, checking=True)
         twin.variables = self.variables
         return twin
 
     @functools.cached_property
     def independent(self) -> bool:
-        """Do its clusters stay away from each other?"""
+        """Whether its clusters do not communicate."""
         return processes.independent(self.module, self.program.specials)
 
     @functools.cached_property
     def launches_dependents(self) -> bool:
-        """May the next grid begin before this one has ended?"""
+        """Whether the next grid may begin before this one has ended."""
         reached = referenced(self.module, self.function)
         bodies = [self.function.body, *(f.body for f in self.module.functions.values() if f.name in reached)]
         return any(
@@ -283,8 +282,8 @@ class Kernel:
         return TensorMemory()
 
     def new_files(self):
-        """Register files of one warp, with what never changes: constants are rows that are never written. Later warps
-        use them again; a register that a kernel reads before writing it has whatever was there, as on the device."""
+        """Returns register files of one warp with their constant rows. Later warps use them again, so a register that a
+        kernel reads before writing has an arbitrary value, as on the device."""
         p = self.program
         R, Q, P = aligned((p.nr, 32), np.uint32), aligned((p.nq, 32), np.uint64), np.zeros(p.np_, np.uint32)
         P[0] = pg.ALL
@@ -299,7 +298,7 @@ class Kernel:
 
     @functools.cached_property
     def constant_rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(rows, values) of constants in the files R, Q and P."""
+        """Returns the (rows, values) of constants in the files R, Q and P."""
         p = self.program
         rows = [(np.array(list(c), np.int64), list(c.values())) for c in (p.constants_r, p.constants_q, p.constants_p)]
         (r, of_r), (q, of_q), (predicates, of_p) = rows
@@ -310,12 +309,13 @@ class Kernel:
         ]
 
     def keep_few_files(self) -> None:
-        """Runs between launches. A process may hold hundreds of kernels; a warp of a large one has half a megabyte."""
+        """Frees register files between launches. A process may hold hundreds of kernels, and a warp of a large one uses
+        half a megabyte."""
         one = sum(part.nbytes for part in self.spare_files[0]) if self.spare_files else 1
         del self.spare_files[SPARE_BYTES // one :]
 
     def launch_rows(self, machine: Machine, parameters: np.ndarray):
-        """Rows and values that are the same for all warps of a launch on one GPU: parameters and addresses."""
+        """Returns the rows and values that all warps of a launch on one GPU share: parameters and addresses."""
         p = self.program
         R: dict[int, int] = {}
         Q: dict[int, int] = {}
@@ -352,7 +352,7 @@ class Kernel:
             {"R": R, "Q": Q, "P": P}[bank][row] = special_value(machine, cta, index, name)
         if p.local_bytes:
             local[:] = 0xFF
-        S[pg.S_WRITES] = S[pg.S_HIT] = S[pg.S_RACES] = 0  # where the files are stays as `new_files` has it
+        S[pg.S_WRITES] = S[pg.S_HIT] = S[pg.S_RACES] = 0  # `new_files` has set the addresses of the files
         S[pg.S_ALIVE], S[pg.S_PHASES] = pg.ALL, cta.phases_address
         S[pg.S_UNWATCHED] = machine.unwatched
         idle = S[pg.S_IDLE] = machine.unwatched and machine.options.order == "eager"
@@ -382,7 +382,7 @@ class Kernel:
 
 
 def aligned(shape: tuple[int, int], dtype) -> np.ndarray:
-    """A zeroed array on a 64-byte boundary."""
+    """Returns a zeroed array on a 64-byte boundary."""
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(nbytes + 64, np.uint8)
     offset = -raw.ctypes.data % 64
@@ -396,7 +396,7 @@ def argument_bytes(value, p, memory: GlobalMemory, in_place: bool = False) -> by
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if isinstance(value, TensorMapArgument):
-        argument_bytes(value.array, p, memory, in_place=True)  # what the map points to becomes known
+        argument_bytes(value.array, p, memory, in_place=True)  # makes the map's memory known
         return bytes(value)
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:

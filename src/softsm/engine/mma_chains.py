@@ -1,9 +1,9 @@
-"""Products that compiled code issues: those that go with the one before them (isa/product_chain.py).
+"""MMAs that compiled code issues because they join the one before them (isa/product_chain.py).
 
-Python issues the first product on an accumulator, and each one whose operands it has not seen in that instruction. What
-it has learned of the others stands in tables of int64, one for each instruction: how many entries, then the entries
-(`Entry`). `Growing` is where `product` of checks/tmem_shadow.py reads what it may go on with, and notes what it has
-issued.
+Python issues the first MMA on an accumulator, and each one whose operands are new for its instruction. What it learns
+about the others goes into int64 tables, one per instruction: the number of entries, then the entries (`Entry`).
+`product` of checks/tmem_shadow.py reads the chain that it may continue from `Growing`, and records there what it
+issues.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from softsm.engine import program as pg
 
 MOST = 32  # entries of a table
-# Fields of an entry: operands, what the product touches, which others it can be computed with, and the first and end of
-# what it touches of tensor and shared memory.
+# Fields of an entry: the operands, the accesses, the chain that the MMA can join, and the bounds of its accesses to
+# tensor and shared memory.
 E_IDESC, E_D, E_A, E_B, E_ADD, E_WORK, E_CHAIN, E_COLUMN, E_PAST_COLUMN, E_SHARED, E_PAST_SHARED, ENTRY = range(12)
 TABLE = 1 + MOST * ENTRY
-# Whose products (the address of a warp's state, 0: none), by which lane, on which accumulator, the tables and sites
-# of its CTA, the operations of its thread, how many more may follow, how many have, and of each table, entry and number
+# The issuer (address of a warp's state, 0: none), its lane, the accumulator, the tables and sites of its CTA, the
+# operations of its thread, how many more may follow, how many have, and for each of these table, entry and number
 G_OWNER, G_LANE, G_CHAIN, G_PLACES, G_ISSUED, G_ROOM, G_COUNT, G_FIRST = range(8)
 G_FIELDS = 2  # table << 32 | entry, number
 
@@ -29,7 +29,7 @@ class Tables:
     """The chains of one kernel."""
 
     def __init__(self, program: pg.Program, products: dict):
-        """products: by record, their operands."""
+        """products: the operands of each MMA, by record."""
         self.rows = np.zeros((max(len(products), 1), TABLE), np.int64)
         self.works: list[list] = [[] for _ in products]
         self.chains: dict[tuple, int] = {}
@@ -38,7 +38,7 @@ class Tables:
                 program.code[record, 3], operands.which, operands.learned = which, which, self
 
     def chain(self, work) -> int:
-        """The number of what products have in common that are computed and completed together."""
+        """Returns the number of the chain: MMAs with the same number can be computed and completed together."""
         if not work.chain:
             p, footprint = work.product, work.footprint
             key = (p.column, p.lane, p.shape, p.ws, p.pair, p.skipped, work.plan.a is None, footprint.accumulator,
@@ -47,7 +47,7 @@ class Tables:
         return work.chain
 
     def learn(self, table: int, operands: tuple, work) -> None:
-        """Compiled code may issue this product of instruction `table` from now on."""
+        """Allows compiled code to issue this MMA of instruction `table`."""
         row, works = self.rows[table], self.works[table]
         if len(works) < MOST:
             at = 1 + len(works) * ENTRY
@@ -62,7 +62,7 @@ class Tables:
 
 
 class Growing:
-    """Products in flight that others may join, of one launch; `together` are those of Python."""
+    """The MMAs of one launch that others may join. `together`: those that Python issued."""
 
     def __init__(self, order, tables: Tables, longest: int):
         self.tables = tables
@@ -76,7 +76,7 @@ class Growing:
         self.fields[:G_FIRST] = w.state, lane, self.tables.chain(work), places, issued, room, 0
 
     def flush(self) -> None:
-        """Python learns what has been issued."""
+        """Passes what compiled code has issued to Python."""
         count = self.fields.item(G_COUNT)
         if count:
             self.fields[G_COUNT] = 0
@@ -88,7 +88,7 @@ class Growing:
                 cta.view.outstanding.append(number)
 
     def used(self) -> None:
-        """One has joined them in Python."""
+        """Counts one that Python issued."""
         self.fields[G_ROOM] -= 1
 
     def end(self) -> None:

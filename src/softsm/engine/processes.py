@@ -1,16 +1,14 @@
-"""The CTAs of one launch in several processes.
+"""Runs the CTAs of one launch in several processes.
 
-A launch in which nothing happens ends in several processes; anything else is run by one.
+After TURNS turns of its warps the process forks. Each child continues with a share of the clusters, including those
+that have started. Their results are used only if every child finished, found nothing, never needed the deadlock watch,
+and accessed no word (without checks: changed no byte) that another cluster wrote. Otherwise they are discarded, and the
+process continues alone from the fork. So results, steps, errors, findings and their order are those of one process and
+do not depend on the number or load of CPUs. Without checks, one case goes unnoticed: a cluster reads what a cluster in
+another process wrote.
 
-After TURNS turns of its warps the process stops, and copies of it go on, each with a share of the clusters, those in
-the middle of their work included. What they did is taken only if every copy came to its end, found nothing, never had
-to be pushed on by the deadlock watch, and touched no word (unchecked: changed no byte) that another cluster wrote.
-Otherwise it is thrown away, and the process goes on alone from where it stopped. So results, steps, errors, findings
-and their order are those of one process, whatever the number of CPUs and however busy they are. Without checks one
-thing cannot be seen: that a cluster read what a cluster in another process wrote.
-
-Clusters that communicate on purpose, which `independent` reads off the program, are not divided, nor is the order
-'random', whose choices are about all clusters together.
+Clusters that communicate are not divided (`independent` reads this from the program). Neither is the order 'random',
+which draws over all clusters.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from softsm.engine.deadlock import PATIENCE
 from softsm.memory.global_memory import Allocation
 from softsm.ptx.ast import Call, Instruction, Module, Symbol
 
-TURNS = 300  # of warps, about 30 ms; a fork takes about 5 ms
-LARGEST = 1 << 29  # bytes of global memory that are compared afterwards
+TURNS = 300  # turns of warps, about 30 ms; a fork takes about 5 ms
+LARGEST = 1 << 29  # the most bytes of global memory to compare afterwards
 LINE = 64
 MAPS = "/proc/self/maps"
 STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio", "sc"}
@@ -41,9 +39,9 @@ SAME_FOR_ALL = {"smid", "clock", "clock_hi", "clock64", "globaltimer", "globalti
 
 
 def independent(module: Module, specials) -> bool:
-    """Do clusters of the program stay away from each other, whatever they compute?"""
+    """Whether clusters of the program cannot communicate, whatever they compute."""
     items = [item for f in module.functions.values() for item in f.body if isinstance(item, Instruction)]
-    # Who allocates tensor memory piece by piece may wait for another CTA of the SM.
+    # A CTA that allocates part of tensor memory may wait for another CTA of the SM.
     pieces = sum(ins.name.startswith("tcgen05.alloc") for ins in items)
     return pieces < 2 and not set(specials) & SAME_FOR_ALL and not any(communicates(module, ins) for ins in items)
 
@@ -66,7 +64,7 @@ def communicates(module: Module, ins: Instruction) -> bool:
 
 
 def processes() -> int:
-    """The number of CPUs that this process may use, or $SOFTSM_PROCESSES."""
+    """Returns $SOFTSM_PROCESSES, or the number of CPUs that this process may use."""
     chosen = os.environ.get("SOFTSM_PROCESSES", "")
     if chosen:
         if not chosen.isdigit() or int(chosen) < 1:
@@ -76,18 +74,18 @@ def processes() -> int:
 
 
 def shared_between_processes(allocations: list[Allocation]) -> bool:
-    """Would a copy of this process write into our memory (np.memmap, torch's share_memory_)?"""
+    """Whether a child would write to this process's memory (np.memmap, torch's share_memory_)."""
     try:
         with open(MAPS) as maps:
             lines = [line.split(None, 2) for line in maps]
     except OSError:
-        return True  # a system that does not tell
+        return True  # the system does not provide this
     spans = [[int(x, 16) for x in line[0].split("-")] for line in lines if line[1][3] == "s"]
     return any(a.start < end and start < a.end for start, end in spans for a in allocations)
 
 
 def dealt(items: list, parts: int) -> list[list]:
-    """Shares of nearly the same length, dealt to and fro: clusters often have more work the later they come."""
+    """Returns shares of nearly equal length, dealt back and forth: later clusters often have more work."""
     hands: list[list] = [[] for _ in range(parts)]
     for i, item in enumerate(items):
         there, k = divmod(i, parts)
@@ -96,12 +94,12 @@ def dealt(items: list, parts: int) -> list[list]:
 
 
 class Processes:
-    """Divides a launch over processes. The machine asks it between the turns of its warps."""
+    """Divides a launch among processes. The machine calls it between the turns of its warps."""
 
     def __init__(self, machine):
         self.machine = machine
         self.parts = machine.options.processes or processes()
-        # Another thread may hold a lock that a copy would wait for.
+        # Another thread may hold a lock that a child would wait for.
         able = self.parts > 1 and hasattr(os, "fork") and threading.active_count() == 1 and self.possible()
         self.turns = TURNS if able else 0  # until the launch is divided
 
@@ -119,7 +117,7 @@ class Processes:
         )
 
     def quiet(self) -> bool:
-        """Has nothing happened so far that an observer would report?"""
+        """Whether nothing has happened so far that an observer would report."""
         observer = self.machine.observer
         return observer is None or observer.uneventful()
 
@@ -138,7 +136,7 @@ class Processes:
             drop(machine, list(machine.live))
 
     def outcomes(self, shares: list) -> list[Outcome] | None:
-        """What the copies that continue with the shares found; None as soon as one of them has something to report."""
+        """Returns the outcomes of the children, or None as soon as one of them has something to report."""
         children: list[Child] = []
         before = Before(self.machine)
         try:
@@ -160,9 +158,9 @@ class Processes:
                 child.end()
 
     def agree(self, outcomes: list[Outcome]) -> bool:
-        """Is this what one process would have done?"""
+        """Whether one process would have done the same."""
         machine = self.machine
-        # In one process no warp would have waited for longer than all of them together.
+        # In one process no warp would have waited longer than in all of them together.
         if sum(o.longest for o in outcomes) >= PATIENCE:
             return False
         if machine.steps + sum(o.steps for o in outcomes) > machine.options.budget:
@@ -191,7 +189,7 @@ class Processes:
     # ---- in a copy ---------------------------------------------------------------------------------------------
 
     def work(self, started: list, waiting: list) -> bool:
-        """Go on with a share of the clusters. True if nothing happened."""
+        """Runs a share of the clusters. Returns whether there is nothing to report."""
         machine = self.machine
         drop(machine, [cta for cta in machine.live if cta.cluster[0] not in started])
         machine.clusters, machine.left = iter(waiting), len(waiting)
@@ -213,12 +211,12 @@ class Processes:
 
 
 class Change(NamedTuple):
-    """Lines of an allocation that a copy has changed."""
+    """Lines of an allocation that a child has changed."""
 
     allocation: int
     lines: np.ndarray  # int64
     data: np.ndarray  # uint8 [lines, LINE]
-    bytes: np.ndarray  # uint8 [lines, LINE / 8], a bit for each byte that is another one
+    bytes: np.ndarray  # uint8 [lines, LINE / 8], a bit for each changed byte
 
     def apply(self, allocations: list[Allocation]) -> None:
         a = allocations[self.allocation]
@@ -230,18 +228,18 @@ class Change(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a copy did."""
+    """The result of a child."""
 
     steps: int
     completed: int
     longest: int  # turns without progress
     changes: list[Change]
     compiled: list[int]  # blocks
-    observed: Any  # of `Observer.since`
+    observed: Any  # from `Observer.since`
 
 
 class Before:
-    """The machine when it is divided."""
+    """The state of the machine at the fork."""
 
     def __init__(self, machine):
         self.steps, self.completed = machine.steps, machine.engine.completed
@@ -260,20 +258,20 @@ class Before:
 
 
 class Child:
-    """A copy of this process with a share of the launch."""
+    """A forked process with a share of the launch."""
 
     def __init__(self, processes: Processes, share: tuple[list, list], before: Before):
         self.connection, theirs = Pipe(duplex=False)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads: torch's, which the child never asks
+            warnings.simplefilter("ignore", DeprecationWarning)  # other threads are torch's, which the child never uses
             self.pid = os.fork()
         if self.pid == 0:
             try:
                 uneventful = False
-                with contextlib.suppress(BaseException):  # whatever it is, one process meets it again
+                with contextlib.suppress(BaseException):  # a single process will meet the same error
                     uneventful = processes.work(*share)
                 theirs.send(processes.outcome(before) if uneventful else None)
-            except Exception:  # it goes on alone, but nothing may be wrong here
+            except Exception:  # the process continues alone, but this is a bug
                 traceback.print_exc()
             finally:
                 os._exit(0)
@@ -286,7 +284,7 @@ class Child:
 
 
 def drop(machine, gone: list) -> None:
-    """These CTAs go on in another process."""
+    """Removes CTAs that continue in another process."""
     ids = {id(cta) for cta in gone}
     machine.live = [cta for cta in machine.live if id(cta) not in ids]
     for warp in [w for w in machine.ready if id(w.cta) in ids]:
@@ -308,7 +306,7 @@ def drop(machine, gone: list) -> None:
 
 
 def lines_of(data: np.ndarray) -> np.ndarray:
-    """uint8 [lines, LINE], a view where the size allows it; else a copy with zeros at the end."""
+    """Returns uint8 [lines, LINE]: a view if the size is a multiple of LINE, else a copy padded with zeros."""
     if data.size % LINE:
         whole = np.zeros(-(-data.size // LINE) * LINE, np.uint8)
         whole[: data.size] = data

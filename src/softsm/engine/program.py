@@ -1,4 +1,4 @@
-"""Bytecode: what the assembler produces and the interpreter runs.
+"""The bytecode that the assembler produces and the interpreter runs.
 
 A record is eight uint32: [op, rd, ra, rb, rc, rx, guard, guard_xor]. Operands are row numbers of the warp's register
 files; immediates, special registers and kernel parameters are rows as well. guard is a predicate number (0 is always
@@ -54,7 +54,7 @@ from softsm.ptx.ast import Function, Instruction, Variable
     OP_CHECKED_MMA,
 ) = range(31)
 FIRST_MICRO = 32
-# Macro-operations; all but the first where compiled code cannot do it.
+# Macro-operations. Compiled code tries all but the first one itself.
 MACROS = (
     OP_MACRO,
     OP_WAIT,
@@ -71,17 +71,18 @@ MACROS = (
     OP_CHECKED_MMA,
 )
 
-# OP_CHECKED_LD and ST, the last operand: what a store leaves in its cells, and from this bit on the number of records
-# up to where the result is due, 0 if something else may happen before (engine/tensor_waits.py). OP_TENSOR_WAIT: kinds.
+# The last operand of OP_CHECKED_LD and ST: the kind that a store leaves in its cells, and from this bit on the number
+# of records until the result is needed, or 0 if something else may happen before (engine/tensor_waits.py). Of
+# OP_TENSOR_WAIT: kinds.
 DISTANCE = 4
 FLUSH, FIRST_USE, WAIT_LOADS, WAIT_STORES = range(4)
 
-# Why the interpreter came back.
+# The reasons for which the interpreter returns.
 QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN, HOT = range(9)
 
-UNWAITED = 7  # numbers of operations in `loads` and in `stores`, at most, behind their count
+UNWAITED = 7  # the most operations in `loads` and in `stores`, after their count
 
-# The state of a warp, which Python and compiled code share. Addresses are the host's.
+# The state of a warp, which Python and compiled code share. Addresses are host addresses.
 WARP_STATE = np.dtype([
     ("writes", np.int64),
     ("alive", np.int64),  # lanes that have not exited
@@ -94,9 +95,9 @@ WARP_STATE = np.dtype([
     ("code", np.int64), ("pool", np.int64),
     ("blocks", np.int64),  # the table of engine/blocks.py
     ("phases", np.int64),  # Cta.phases, when races are checked the table of checks/clocks.py; 0: waits are macros
-    ("idle", np.int64),  # nothing is ever in flight: macro-operations that only wait for that may be passed over
+    ("idle", np.int64),  # nothing is ever in flight, so macro-operations that only wait are skipped
     ("tensor", np.int64),  # the warp's 32 lanes of tensor memory, column 0
-    ("tensor_lane", np.int64),  # the first of them as a tensor-memory address has it
+    ("tensor_lane", np.int64),  # the first of them, as in a tensor-memory address
     ("columns", np.int64),  # Cta.columns, or 0: every access to tensor memory is a macro-operation
     ("scratch", np.int64, 32),  # lane addresses
     ("unwatched", np.int64),  # nothing observes single events
@@ -106,10 +107,10 @@ WARP_STATE = np.dtype([
     ("reads", np.int64),  # the reads of warps, see checks/shadow.py
     # ... and tcgen05.ld and st (checks/tmem_shadow.py):
     ("cells", np.int64),  # the TensorShadow
-    ("latest", np.int64),  # an access completes at its wait: compiled code does only those that nothing can come behind
-    ("owed", np.int64),  # Python has issued some that the warp has not waited for
-    ("issuer", np.int64),  # the warp's number in what is kept of the operations that compiled code issues
-    ("loads", np.int64, 1 + UNWAITED), ("stores", np.int64, 1 + UNWAITED),  # those of compiled code not waited for
+    ("latest", np.int64),  # accesses complete at their wait; compiled code does only those without an event in between
+    ("owed", np.int64),  # Python has issued accesses that the warp has not waited for
+    ("issuer", np.int64),  # the warp's number in the log of operations
+    ("loads", np.int64, 1 + UNWAITED), ("stores", np.int64, 1 + UNWAITED),  # accesses by compiled code without a wait
     # When a launch is timed:
     ("notes", np.int64),  # the control words of timing_model/address_trace.py
     ("noted", np.int64),  # the number of the warp there
@@ -117,7 +118,7 @@ WARP_STATE = np.dtype([
 
 
 def _word(name: str) -> int:
-    """Where a field of the state begins, in words of 64 bits."""
+    """Returns the offset of a field of the state, in 64-bit words."""
     return WARP_STATE.fields[name][1] // 8  # type: ignore[index]
 
 
@@ -131,14 +132,14 @@ S_RACES, S_SHADOW, S_GLOBAL_SHADOW, S_READS = _word("races"), _word("shadow"), _
 S_CLOCK, S_KNOWN, S_NEXT_OP, S_INDEX, S_WARPS = map(_word, ("clock", "known", "next_op", "index", "warps"))
 S_SLOT, S_SLOT0, S_CELLS, S_LATEST, S_OWED = map(_word, ("slot", "slot0", "cells", "latest", "owed"))
 S_ISSUER, S_LOADS, S_STORES, S_NOTES, S_NOTED = map(_word, ("issuer", "loads", "stores", "notes", "noted"))
-# What S_NEXT_OP leads to: the number of the next asynchronous operation, how clocks are laid out, and where to write
-# down operations (checks/operations.py), cells (checks/tensor.py) and lines (checks/accesses.py), and what is known of
-# products (engine/mma_chains.py).
+# The table at S_NEXT_OP: the number of the next asynchronous operation, the layout of clocks, and the addresses of the
+# log of operations (checks/operations.py), of buffers for cells (checks/tensor.py) and rows (checks/accesses.py), and
+# of the chains of MMAs (engine/mma_chains.py).
 NEWEST, CLOCKS, SECTIONS, USED, LOG, FOUND, KEPT, GROWING, PRODUCTS, LAYOUT = range(10)
 
 SHARED_WINDOW = 1 << 56  # generic address of shared memory: SHARED_WINDOW + the 32-bit shared address
 LOCAL_WINDOW = 1 << 57
-PARAM_SPACE = "%param"  # symbol: where the kernel's parameters begin
+PARAM_SPACE = "%param"  # symbol: the start of the kernel's parameters
 SHARED_START = 1024  # the first KiB of a CTA's window belongs to the system, as on the device
 RANK_SHIFT = 24  # shared::cluster address = rank << 24 | offset
 
@@ -146,13 +147,13 @@ ALL = 0xFFFFFFFF
 
 
 def row_set(rows: Iterable[int]) -> int:
-    """Rows of a register file as the bits of a number."""
+    """Returns rows of a register file as the bits of a number."""
     return functools.reduce(operator.or_, (1 << row for row in rows), 0)
 
 
 @dataclass(slots=True)
 class MacroCall:
-    """A macro-operation in the code: the function, its resolved operands and the instruction it came from."""
+    """A macro-operation in the code: the function, its resolved operands and the PTX instruction."""
 
     function: Callable
     operands: SimpleNamespace
@@ -186,5 +187,5 @@ class Program:
     variables: dict[str, Variable] = field(default_factory=dict)
     # for the checkers: function -> (item, names read, names written)
     flow: dict[str, list[tuple]] = field(default_factory=dict)
-    arrivals: list | None = None  # of engine/arrivals.py, once they have been looked for
-    private: frozenset[tuple[str, int]] = frozenset()  # (register file, row) that only micro-operations touch
+    arrivals: list | None = None  # of engine/arrivals.py, computed when needed
+    private: frozenset[tuple[str, int]] = frozenset()  # (register file, row) that only micro-operations use

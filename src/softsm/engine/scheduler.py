@@ -1,8 +1,8 @@
 """The machine: the loop that runs the warps of all CTAs (engine/warps.py).
 
-A warp is a list of fragments (pc, lanes): one as long as it does not diverge. The fragment with the lowest pc runs
-first; fragments that meet at one pc merge. An `.aligned` or `.sync` instruction reached by a part of the warp parks
-that part until the others arrive. Scheduling is cooperative: a warp runs until it blocks or its quantum is used up.
+A warp is a list of fragments (pc, lanes), and has one fragment until it diverges. The fragment with the lowest pc runs
+first, and fragments with the same pc merge. If a part of the warp reaches an `.aligned` or `.sync` instruction, it is
+parked until the others arrive. Scheduling is cooperative: a warp runs until it blocks or has used up its quantum.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from softsm.errors import StepBudget
 
 QUANTUM = 20_000
 TURN = 512
-SEEN_COST = 32  # in instructions of a quantum: a loop that polls by acquire loads ends its turn sooner
+SEEN_COST = 32  # instructions of the quantum, so that a loop that polls with acquire loads yields sooner
 NEVER = 1 << 30  # a pc that no program reaches
 
 
 class Machine:
     def __init__(self, kernels: list, grid, block, shared: int, cluster, memory, parameters, options):
-        self.kernels = kernels  # of each GPU (engine/ranks.py), None where nothing runs
+        self.kernels = kernels  # one per GPU (engine/ranks.py), None for an idle GPU
         present = [k for k in kernels if k is not None]
         kernel = present[0]
         self.program: pg.Program = kernel.program
@@ -49,15 +49,16 @@ class Machine:
         self.shuffle = options.order == "random"
         self.steps = 0
         self.clock = 0  # the last reading of %clock or %globaltimer
-        self.writes = 0  # changes of memory and barriers that have been counted so far
+        self.writes = 0  # number of changes of memory and barriers so far
         self.live: list[Cta] = []
         self.output: list[str] = []
         self.current: Warp | None = None
-        self.active = pg.ALL  # its lanes that execute a macro-operation
-        self.reuses_registers = True  # else new warps find zeros in registers that nothing wrote
+        self.active = pg.ALL  # the lanes that execute the current macro-operation
+        self.reuses_registers = True  # otherwise registers of new warps are zero
         self.exits = 0  # warps that have exited
-        # Triton stores what a whole CTA computes alike by the first warp, and lets all warps load it: in step the
-        # others have read before it writes. 'eager' plays that: the first warp starts last, and stays last at barriers.
+        # When all warps of a CTA compute the same value, Triton lets the first warp store it and all warps load it. In
+        # lockstep the others have read before it writes. 'eager' emulates that: the first warp starts last, and stays
+        # last at barriers.
         self.in_step = options.order == "eager" and not kernel.checking
         self.watch = DeadlockWatch(self)
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
@@ -82,12 +83,12 @@ class Machine:
 
     @property
     def unwatched(self) -> bool:
-        """May the compiled loop do all that it can, without a word?"""
+        """Whether the compiled loop may run without reporting events."""
         return self.follower is None and not self.kernel.checking
 
     @property
     def explicit_cluster(self) -> bool:
-        """Launched as clusters, be it of one CTA: what the distributed shared memory of a GPU needs."""
+        """Whether the launch has clusters, even of one CTA, which distributed shared memory requires."""
         return self.cluster_size > 1 or "reqnctapercluster" in self.kernel.function.directives
 
     @property
@@ -97,7 +98,7 @@ class Machine:
     # ---- admission ---------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Start clusters while there is room for all their CTAs."""
+        """Starts clusters while the GPU has room for all their CTAs."""
         while self.left:
             if self.gpus == 1:
                 where = next(self.clusters) if self.room(0) else None
@@ -111,11 +112,11 @@ class Machine:
             self.start_cluster(where)
 
     def room(self, gpu: int) -> bool:
-        """Is there room for a cluster on the GPU?"""
+        """Whether the GPU has room for a cluster."""
         return sum(self.per_sm - sm.resident for sm in self.sms if sm.gpu == gpu) >= self.cluster_size
 
     def start_cluster(self, where: tuple[int, ...]) -> None:
-        """where: the cluster's place in the grid, and the GPU where there are several."""
+        """where: the cluster's position in the grid, followed by the GPU if there are several."""
         cx, cy, cz = self.cluster_shape
         gpu = where[3] if self.gpus > 1 else 0
         cluster: list[Cta] = []
@@ -134,7 +135,7 @@ class Machine:
                 self.make_ready(w)
 
     def try_cancel(self, gpu: int) -> tuple[int, int, int] | None:
-        """clusterlaunchcontrol: take a cluster that has not started; its first ctaid."""
+        """clusterlaunchcontrol.try_cancel: cancels a cluster that has not started and returns its first ctaid."""
         where = None
         if self.gpus > 1:
             where = next((x for x in self.clusters if x[3] == gpu), None)
@@ -202,7 +203,7 @@ class Machine:
         engine.drain()
 
     def run_warp(self, warp: Warp) -> None:
-        """Run until every fragment is blocked, parked or gone, or the quantum is used up."""
+        """Runs until every fragment is blocked, parked or has exited, or the quantum is used up."""
         quantum = QUANTUM
         run_code, p, observer, engine = self.run_code, warp.cta.program, self.observer, self.engine
         notes = observer.notes if observer is not None else None
@@ -274,7 +275,7 @@ class Machine:
         return cost
 
     def macro(self, warp: Warp, fragment: Fragment, pc: int, lanes: int) -> int:
-        """Execute a macro-operation -> what it costs of the quantum: all of it if it asked in vain."""
+        """Executes a macro-operation and returns its cost in instructions: the whole quantum if it polled in vain."""
         call = warp.cta.kernel.macro_at[pc]
         if call.aligned and lanes != warp.alive:
             missing = warp.alive & ~fragment.mask
@@ -304,9 +305,9 @@ class Machine:
         return 0
 
     def choose(self, warp: Warp) -> tuple[Fragment | None, int]:
-        """Choose the fragment to run next -> it, and the pc at which it meets another one."""
+        """Returns the fragment to run next, and the pc at which it meets another one."""
         fragments = warp.fragments
-        # The lowest pc first, so that fragments meet; but one that spins must let the others go on.
+        # The lowest pc runs first, so that fragments meet. A spinning fragment must let the others run.
         able = [f for f in fragments if f.blocked is None and not f.parked]
         chosen = min(able, key=lambda f: (f.steps // TURN, f.pc), default=None)
         if chosen is None:
@@ -373,7 +374,7 @@ class Machine:
             self.admit()
 
     def close(self) -> None:
-        """The launch is over, or has failed: nothing in here is part of a circle any more."""
+        """Breaks reference cycles after the launch has ended or failed."""
         for cta in self.live:
             cta.forget()
         self.live, self.current = [], None

@@ -1,7 +1,7 @@
-"""Does this LLVM compile the vector vocabulary right for this CPU? Asked whenever the interpreter is compiled.
+"""Checks that LLVM compiles the vector operations correctly for this CPU, whenever the interpreter is compiled.
 
-A compiler that is wrong about one operation would make every result silently wrong: LLVM 20 was, for llvm.minimumnum on
-x86. Each operation here runs on corner cases and is compared with NumPy's answer, bit by bit (all NaNs are one).
+A compiler error in one operation would make results silently wrong; LLVM 20 had one in llvm.minimumnum on x86. Each
+operation runs on corner cases and is compared with NumPy bit by bit, except that all NaNs are equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLOATS = (0.0, -0.0, 1.0, -1.0, np.nan, -np.nan, np.inf, -np.inf, 1.5, 2.5, -2.5
 class Trial:
     name: str
     operate: Callable
-    expected: Callable  # the same on NumPy arrays
+    expected: Callable  # the operation on NumPy arrays
     kinds: tuple[Kind, ...]
     result: Kind
 
@@ -56,7 +56,7 @@ TRIALS = [
     Trial("div.F", lambda x, y: x / y, lambda x, y: x / y, (F, F), F),
     Trial("sqrt.F", vec_ops.vsqrt, np.sqrt, (F,), F),
     Trial("rint.F", vec_ops.vrint, np.rint, (F,), F),
-    # Products of these are exact in double, and so is the sum: one rounding either way.
+    # Product and sum are exact in double precision, so both sides round once.
     Trial("fma.F", vec_ops.fma, _fused, (F, F, F), F),
     Trial("select.F", lambda x, y: sel(x < y, x, y), lambda x, y: np.where(x < y, x, y), (F, F), F),
     Trial("float to int", vec_ops.toi, _saturated, (F,), I),
@@ -68,7 +68,7 @@ TRIALS = [
 
 
 def corners(kind: Kind, shift: int) -> np.ndarray:
-    """32 lanes of awkward values; another shift pairs them differently."""
+    """Returns 32 corner cases. Different shifts pair them differently."""
     if kind.floating:
         values = np.roll(np.array(FLOATS * 2, TYPES[kind]), shift)
         return np.concatenate([values[:16], values[16:][:: 1 if shift % 2 else -1]])
@@ -88,7 +88,7 @@ def _build(trials: list[Trial]) -> Callable[[ir.Module], None]:
 
 
 def wrong(trials: list[Trial] = TRIALS) -> list[str]:
-    """What this LLVM gets wrong, in words."""
+    """Returns a description of each operation that LLVM compiles incorrectly."""
     names = [f"trial{number}" for number in range(len(trials))]
     at = native.addresses(native.object_code(_build(trials), "selftest"), names)
     found = []
@@ -114,7 +114,7 @@ def wrong(trials: list[Trial] = TRIALS) -> list[str]:
 
 
 def check() -> None:
-    """RuntimeError if the code that LLVM makes for this CPU is wrong."""
+    """Raises RuntimeError if LLVM's code for this CPU is wrong."""
     found = wrong()
     if found:
         version = ".".join(map(str, llvm.llvm_version_info))

@@ -1,30 +1,30 @@
 """Registers that can share a row of the register file.
 
-A compiler gives nearly every value a register of its own; a row for each makes a file of a megabyte for a warp, and a
-launch waits for the CPU's caches. A register that is written before it is read, and only used, within one stretch of
-code without a label, jump or call is empty outside of it: its row serves others there. Lanes of a warp that are
-elsewhere have their own part of each row. Operands of asynchronous instructions keep rows of their own.
+A compiler gives nearly every value its own register. With a row for each, a warp's register file would have a megabyte
+and exceed the CPU's caches. A register that occurs in only one basic block, and is written there before it is read, is
+dead elsewhere, so other registers can use its row. Diverged lanes have their own part of each row. Operands of
+asynchronous instructions keep their own rows.
 """
 
 from __future__ import annotations
 
 from softsm.ptx.ast import Address, Call, Function, Instruction, Label, Pair, Reg, Vector
 
-# Their first operand is what they write, all of it, when they are executed; they lower to nothing that stays behind.
+# They write their first operand completely and at once, and nothing refers to it later.
 WRITES_FIRST = frozenset(
     "abs add addc and bfe bfi bfind bmsk brev clz copysign cnot cos cvt cvta div dp2a dp4a ex2 fma fns ld lg2 lop3 mad "
     "mad24 madc max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shfl shl shr sin slct "
     "sqrt sub subc szext tanh xor".split()
 )
-MEMORY = frozenset(("ld", "shfl"))  # of these: their operands are looked at by more than arithmetic
-NAMED_LATER = frozenset(("tcgen05", "wgmma", "call"))  # what they name is used later, or by another function
+MEMORY = frozenset(("ld", "shfl"))  # among these, those whose operands not only arithmetic uses
+NAMED_LATER = frozenset(("tcgen05", "wgmma", "call"))  # their operands are used later, or by another function
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "call"))
 BANKS = dict.fromkeys("b16 u16 s16 f16 b32 u32 s32 f32 f16x2 bf16 bf16x2".split(), "R")
 BANKS |= dict.fromkeys("b64 u64 s64 f64".split(), "Q")
 
 
 def registers(operand) -> list[str]:
-    """Names in an operand, however deep."""
+    """Returns the register names in an operand, at any depth."""
     if isinstance(operand, Reg):
         return [operand.name]
     if isinstance(operand, Vector):
@@ -41,11 +41,11 @@ def registers(operand) -> list[str]:
 
 
 def shared_rows(function: Function) -> dict[str, tuple[str, int]]:
-    """Register -> (register file, number of a shared row), for those that can. Registers that arithmetic alone uses,
-    whose values engine/blocks.py need not keep, have negative numbers."""
-    stretch, home = 0, {}  # name -> the only stretch it occurs in, or -1
+    """Maps each register that can share a row to (register file, number of the row). Numbers are negative for registers
+    that only arithmetic uses, whose values engine/blocks.py need not keep."""
+    stretch, home = 0, {}  # name -> the only basic block in which it occurs, or -1
     lives: dict[str, list[int]] = {}  # name -> first and last instruction
-    looked_at: set[str] = set()  # by other instructions
+    looked_at: set[str] = set()  # used by other than arithmetic instructions
     for i, item in enumerate(function.body):
         if isinstance(item, Label):
             stretch += 1
@@ -74,7 +74,7 @@ def shared_rows(function: Function) -> dict[str, tuple[str, int]]:
 
 
 def _plain_write(item: Instruction, name: str) -> bool:
-    """Is it a write of the whole register by every active lane, before the instruction reads anything of the name?"""
+    """Whether every active lane writes the whole register before the instruction reads it."""
     if item.opcode not in WRITES_FIRST or item.guard is not None:
         return False
     return not any(name in registers(x) for x in item.operands[1:])
@@ -83,8 +83,8 @@ def _plain_write(item: Instruction, name: str) -> bool:
 def _dealt(
     function: Function, begins: dict[int, list[str]], lives: dict[str, list[int]], looked_at: set[str]
 ) -> dict[str, tuple[str, int]]:
-    """Row numbers, the one that was free last first. A row is free behind the last use: never within an instruction,
-    whose parts may write before they read."""
+    """Assigns row numbers, the most recently freed one first. A row becomes free after the instruction with its last
+    use, since parts of an instruction may write before they read."""
     free: dict[tuple[str, int], list[int]] = {(bank, sign): [] for bank in "RQ" for sign in (1, -1)}
     used = dict.fromkeys(free, 0)
     ends: dict[int, list[tuple[tuple[str, int], int]]] = {}

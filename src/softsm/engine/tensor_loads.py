@@ -1,8 +1,8 @@
-"""Where registers of a tcgen05.ld are used first: data flow over the blocks of a function.
+"""Finds the first uses of registers of a tcgen05.ld by data-flow analysis of a function's blocks.
 
-ptxas lets the first instruction that uses a register wait for the load that writes it, so kernels leave out
-tcgen05.wait::ld. A copy (`mov`) becomes no instruction: its destination stands for the load as well. A register that is
-written again, and was never read, tells nothing about the load.
+ptxas makes the first instruction that uses such a register wait for the load, so kernels omit tcgen05.wait::ld. A copy
+(`mov`) becomes no instruction, so its destination belongs to the load as well. If a register is overwritten without
+having been read, nothing follows about the load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Item = Instruction | Label
 
 
 class State:
-    """Loads that may be in flight, as bits, and the registers that stand for them."""
+    """Loads that may be in flight, as bits, and the registers that belong to them."""
 
     __slots__ = ("flying", "held")
 
@@ -27,7 +27,7 @@ class State:
         return State(self.flying, {name: loads for name, loads in self.held.items() if loads & self.flying})
 
     def join(self, other: State) -> bool:
-        """What may be true on one of two ways; says whether that is more than before."""
+        """Merges the state of another predecessor. Returns whether this one has changed."""
         before = self.flying, sum(loads.bit_count() for loads in self.held.values())
         self.flying |= other.flying
         for name, loads in other.held.items():
@@ -35,7 +35,8 @@ class State:
         return before != (self.flying, sum(loads.bit_count() for loads in self.held.values()))
 
     def step(self, item: Item, number: dict[int, int]) -> int | None:
-        """Execute; the loads whose registers are used, 0 where they are only copied or overwritten, else None."""
+        """Executes an item. Returns the loads whose registers it uses, 0 if it only copies or overwrites them, else
+        None."""
         if isinstance(item, Label):
             return None
         if item.opcode == "tcgen05" and item.modifiers[:1] == ("wait::ld",):
@@ -74,7 +75,7 @@ def first_uses(function: Function) -> Uses:
         return {}
     number = {id(load): 1 << i for i, load in enumerate(loads)}
     blocks = blocks_of(body, function.branch_targets)
-    before = {0: State()}  # of the blocks that are reached
+    before = {0: State()}  # state before each reachable block
     reached, work = {0}, [0]
     while work:
         at = work.pop()

@@ -1,9 +1,9 @@
-"""One block of engine/blocks.py on its way to LLVM.
+"""Translates a block of engine/blocks.py to LLVM.
 
     turns = block(R, Q, P, S, most)
 
-executes the block once, or up to `most` times if it ends with a jump to its own head that all lanes take, and says how
-often. 0: a load is not plain, and nothing was done.
+executes the block once, or up to `most` times if it ends with a jump to its head that all lanes take, and returns how
+often. It returns 0 and does nothing if a load is not plain.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from softsm.isa.registry import Micro
 
 @dataclass(frozen=True)
 class Load:
-    """One, two or four words from shared memory for every lane."""
+    """A load of one, two or four words of shared memory by every lane."""
 
     address: int  # row
     offset: int  # modulo 2^32
@@ -52,16 +52,16 @@ class Load:
 
 @dataclass(frozen=True)
 class PlainLoad:
-    """Where a load that is plain finds its words."""
+    """The addresses of a plain load."""
 
-    run: ir.Value  # i1: does each lane's part follow that of the lane before?
+    run: ir.Value  # i1: whether the lanes' words are contiguous
     memory: ir.Value  # address of the CTA's shared memory
-    shift: ir.Value  # i32: what is added to the lanes' addresses
+    shift: ir.Value  # i32, added to the lanes' addresses
     first: ir.Value  # i64: address of the first lane's words
 
 
 def vector_registers() -> tuple[int, int]:
-    """(32-bit lanes that one vector register of the CPU holds, number of registers)."""
+    """Returns (32-bit lanes of one vector register of the CPU, number of vector registers)."""
     if platform.machine() in ("x86_64", "AMD64"):
         return (16, 32) if llvm.get_host_cpu_features().get("avx512f") else (8, 16)
     return 4, 32
@@ -72,39 +72,39 @@ def bank_of(kind: str) -> str:
 
 
 def sources(m: Micro, record: np.ndarray) -> list[tuple[str, int]]:
-    """(register file, row) of what a record reads."""
+    """Returns the (register file, row) of each source of a record."""
     return [(bank_of(kind), int(row)) for kind, row in zip(m.srcs, record[2:6])]
 
 
 def group_mask(bits: ir.Value) -> Mask:
-    """i32 -> the bits of the lanes that vectors have here."""
+    """Converts an i32 mask into a vector mask of the group's lanes."""
     from_first = here().lshr(bits, here().trunc(first_lane(), _I32))
     return (Vector(_splat(here(), from_first, U.count), U) & places()) != 0
 
 
 def places() -> Vector:
-    """1, 2, 4, ..: the bit of each lane within its group."""
+    """Returns 1, 2, 4, ...: the bit of each lane within its group."""
     return Vector(ir.Constant(U.ir, [1 << i for i in range(U.count)]), U)
 
 
 def translate(module: ir.Module, **what) -> None:
-    """Add the function `block` to the module; see Translation."""
+    """Adds the function `block` to the module (see Translation)."""
     Translation(**what).build(module)
 
 
 class Translation:
-    """Which registers are where while a group of lanes goes through the block."""
+    """The values of registers while a group of lanes executes the block."""
 
     def __init__(self, records: np.ndarray, steps: list[Micro | Load], known: dict[tuple[str, int], int],
                  unread: frozenset[tuple[str, int]] = frozenset(), loop: tuple[int, int] | None = None):  # fmt: skip
         self.records, self.steps, self.known, self.unread, self.loop = records, steps, known, unread, loop
-        self.loose: dict[tuple[str, int], Vector] = {}  # results whose NaNs may be any NaN, before `rows` has them
+        self.loose: dict[tuple[str, int], Vector] = {}  # results whose NaNs are not canonical yet
         self.rows: dict[tuple[str, int], Vector] = {}  # values of the group so far
         self.masks: dict[int, Mask] = {}  # of predicates
         self.stale: dict[tuple[str, int], None] = {}  # registers to be written at the end
         self.places: dict[Load, PlainLoad] = {}
         width, registers = vector_registers()
-        # Two vectors per value where they fit: more that does not wait for each other.
+        # Two vectors per value if they fit, for more independent instructions.
         self.lanes = 2 * width if 2 * self.pressure() <= registers - 8 else width
 
     # ---- what the block is -------------------------------------------------------------------------------------
@@ -129,12 +129,12 @@ class Translation:
         return sorted(row for row in written if row == turning or ("P", row) not in self.unread)
 
     def written_rows(self) -> set[int]:
-        """32-bit ones."""
+        """Returns the 32-bit rows that the block writes."""
         rows = {int(r[1]) for m, r in self.micros() if bank_of(m.dst) == "R"}
         return rows | {row for load in self.loads() for row in load.rows}
 
     def pressure(self) -> int:
-        """The most 32-bit values that are held at a time, about."""
+        """Estimates the largest number of live 32-bit values."""
         live: set[tuple[str, int]] = set()
         most = 0
         for m, r in zip(reversed(self.steps), reversed(self.records)):
@@ -218,7 +218,7 @@ class Translation:
     # ---- loads from shared memory ------------------------------------------------------------------------------
 
     def locate(self, loads: list[Load], done: ir.Value) -> None:
-        """Find out whether all lanes are in bounds and aligned; if not, return `done`."""
+        """Emits the check that all lanes are in bounds and aligned; if not, the function returns `done`."""
         b = here()
         if not loads:
             return
@@ -237,7 +237,7 @@ class Translation:
             self.places[load] = PlainLoad(run, memory, shift, b.add(memory, b.zext(first, _I64)))
 
     def load(self, load: Load) -> None:
-        """The words of the group of lanes at hand."""
+        """Loads the words of the current group of lanes."""
         b, n, count, place = here(), U.count, len(load.rows), self.places[load]
         with b.if_else(place.run, likely=True) as (run, scattered):
             with run:
@@ -276,7 +276,7 @@ class Translation:
             else:
                 operands.append(self.row(bank, row, kind))
         rd, guard = int(record[1]), self.guard(record)
-        if m.canonical_nan and guard is None:  # between such operations the one NaN of PTX can wait
+        if m.canonical_nan and guard is None:  # between such operations NaNs need not be canonical
             self.loose["R", rd] = m.function(*operands)
             self.rows.pop(("R", rd), None)
             self.stale["R", rd] = None
@@ -302,7 +302,7 @@ class Translation:
         return ~mask if record[7] else mask
 
     def row(self, bank: str, row: int, kind: str) -> Vector:
-        """A register as a vector of this kind."""
+        """Returns a register as a vector of this kind."""
         plain = KINDS["u" if bank == "R" else "q"]
         if (bank, row) in self.known:
             value = as_vector(self.known[bank, row], plain)
@@ -321,7 +321,7 @@ class Translation:
         return Vector(here().bitcast(value.value, plain.ir), plain)
 
     def mask(self, p: int) -> Mask:
-        """A predicate's bits of the lanes at hand."""
+        """Returns a predicate as a mask of the current lanes."""
         if p not in self.masks:
             self.masks[p] = group_mask(self.before[p])
         return self.masks[p]

@@ -1,4 +1,4 @@
-"""What the machine is made of: multiprocessors, their CTAs, the warps of those, and the fragments of a warp.
+"""The parts of the machine: SMs, CTAs, warps and the fragments of a warp.
 
 engine/scheduler.py runs them.
 """
@@ -23,10 +23,10 @@ class Fragment:
     def __init__(self, warp: Warp, pc: int, mask: int, returns: tuple = ()):
         self.warp, self.pc, self.mask, self.returns = warp, pc, mask, returns
         self.blocked: Blocked | None = None
-        self.timed_out = False  # its wait has a time limit, which is over
-        self.told_no = -1  # pc of a wait whose time limit was over at once, in order 'random'
-        self.parked = 0  # lanes it waits for before a converging instruction
-        self.steps = 0  # run while the warp was divergent: after TURN of them another fragment has its turn
+        self.timed_out = False  # the time limit of its wait has expired
+        self.told_no = -1  # pc of a wait that timed out at once, in order 'random'
+        self.parked = 0  # lanes that it waits for at an .aligned or .sync instruction
+        self.steps = 0  # run while the warp was divergent; after TURN of them another fragment runs
 
     def unblock(self) -> None:
         blocked = self.blocked
@@ -90,7 +90,7 @@ class Warp:
 
 
 class Cta(Waitable):
-    """One CTA: shared memory, barriers, its warps. Waiting on it means waiting for one of its warps to exit."""
+    """One CTA: shared memory, barriers and warps. To wait on it is to wait until one of its warps exits."""
 
     __slots__ = (
         "barriers cluster cluster_barrier columns ctaid exit_hooks gpu invalidated kernel lane_hooks live machine "
@@ -104,24 +104,24 @@ class Cta(Waitable):
         self.gpu = sm.gpu
         self.kernel = machine.kernels[self.gpu]
         self.program: pg.Program = self.kernel.program
-        self.shared = np.full(machine.shared_limit, 0xFF, np.uint8)  # what was not written reads as NaN
+        self.shared = np.full(machine.shared_limit, 0xFF, np.uint8)  # unwritten memory reads as NaN
         self.shared_address = self.shared.ctypes.data
         self.shared_base = rank << pg.RANK_SHIFT
         self.barriers: dict[int, object] = {}  # mbarriers by shared offset
-        self.invalidated: dict[int, tuple] = {}  # names of those that were there, and who invalidated them
-        # By shared offset / 8: 0 or 1 + the parity of the phase an mbarrier is in. The compiled loop looks there,
-        # unless an observer follows each event or races are checked.
+        self.invalidated: dict[int, tuple] = {}  # names of invalidated mbarriers, and the warps that did it
+        # By shared offset / 8: 0, or 1 + the parity of an mbarrier's phase. The compiled loop reads it, unless an
+        # observer follows each event or races are checked.
         self.phases = np.zeros(-(-machine.shared_limit // 8), np.uint8)
         self.phases_address = self.phases.ctypes.data if machine.unwatched else 0
-        # First and end of the columns of tensor memory that it allocated last: what the compiled loop may touch.
+        # First and end column of its last allocation of tensor memory, which the compiled loop may access.
         self.columns = np.zeros(2, np.int64)
         self.named_barriers: dict[int, object] = {}
-        self.registers: Any = None  # what setmaxnreg moves between its warps, once it does
-        self.cluster_barrier: Waitable | None = None  # the first CTA of a cluster has it, once it is used
+        self.registers: Any = None  # the register pool of setmaxnreg, once it is used
+        self.cluster_barrier: Waitable | None = None  # in the first CTA of a cluster, once it is used
         self.warpgroups: dict[int, Warpgroup] = {}  # those that have used wgmma, by number
         self.view: Any = None  # what an observer knows of it
         self.exit_hooks: list = []  # called with the warp when one has exited
-        self.lane_hooks: list = []  # called with the warp when lanes of it have exited and others live on
+        self.lane_hooks: list = []  # called with the warp when some of its lanes have exited
         self.threads = machine.block[0] * machine.block[1] * machine.block[2]
         self.warps: list[Warp] = []
         n = -(-self.threads // 32)
@@ -135,7 +135,7 @@ class Cta(Waitable):
         return self.sm.tmem
 
     def resolve_shared(self, address: int) -> tuple[Cta, int]:
-        """A 32-bit shared::cta or shared::cluster address -> (CTA, offset)."""
+        """Resolves a 32-bit shared::cta or shared::cluster address to (CTA, offset)."""
         rank, offset = address >> pg.RANK_SHIFT, address & ((1 << pg.RANK_SHIFT) - 1)
         if rank >= len(self.cluster):
             size = len(self.cluster)
@@ -151,9 +151,9 @@ class Cta(Waitable):
             )
 
     def forget(self) -> None:
-        """The cluster is over, or the launch. A CTA and its warps refer to each other and hold large arrays; the
-        garbage collector, which counts objects and not bytes, would let gigabytes of them stand. What is in flight, and
-        what is told of an operation later, needs only who issued it and the bytes of shared memory."""
+        """Breaks reference cycles when the cluster or the launch has ended. A CTA and its warps refer to each other and
+        hold large arrays. The garbage collector counts objects, not bytes, and would leave gigabytes of them.
+        Operations in flight and later reports need only the issuer and the bytes of shared memory."""
         for w in self.warps:
             w.forget()
         self.cluster, self.warps, self.barriers, self.named_barriers, self.warpgroups = [], [], {}, {}, {}
@@ -164,7 +164,7 @@ class Cta(Waitable):
 
 
 class Sm:
-    """A streaming multiprocessor: the place of its resident CTAs and of their tensor memory."""
+    """A streaming multiprocessor, with its resident CTAs and their tensor memory."""
 
     def __init__(self, index: int, tmem, gpu: int = 0):
         self.index, self.tmem, self.gpu = index, tmem, gpu
