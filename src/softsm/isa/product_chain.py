@@ -1,9 +1,9 @@
-"""Products of tcgen05.mma that follow each other on one accumulator, computed as one.
+"""Computes consecutive tcgen05.mma on one accumulator together.
 
-A tile of D is the sum of several products along k, each an instruction of its own. Computed one by one, D goes through
-memory every time. A product that has been performed may therefore wait here for the next one of its kind: no
-instruction can tell, as long as what waits is computed (`AsyncEngine.settle`) before anything else happens in the
-machine. The sums are those of one product after the other: fused multiply-adds in ascending k."""
+A tile of D is the sum of several MMAs along k. Computed one by one, each would read and write D in memory. So an MMA
+that has been performed may be postponed until the next one of its kind. No instruction can notice, because postponed
+MMAs are computed (`AsyncEngine.settle`) before anything else happens in the machine. The sums are the same as one by
+one: fused multiply-adds in ascending k."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from softsm.isa.tcgen05_product import Plan, Product, multiply
 from softsm.isa.tensor_product import address, native_multiply
 
 KIND = "tcgen05.mma"
-LONGEST = 8  # products: their operands should stay in the CPU's cache
+LONGEST = 8  # MMAs: their operands should stay in the CPU's cache
 
 
 class Room(threading.local):
-    """Where the operands of a chain are gathered; kept, since an array's address takes Python longer than its use."""
+    """Buffers for the operands of a chain. They are kept because Python needs longer to get an array's address than to
+    use it."""
 
     def __init__(self) -> None:
         steps = LONGEST * max(K_OF_KIND.values())
@@ -37,7 +38,7 @@ room = Room()
 
 
 class Chain:
-    """Products that wait. `following`: the record of the next one, when the program certainly executes it next."""
+    """Postponed MMAs. following: the record of the next one, if the program certainly executes it next."""
 
     kind = KIND
 
@@ -46,7 +47,7 @@ class Chain:
         self.following = -1
 
     def takes(self, p: Product, plan: Plan, ctas: list) -> bool:
-        """Does the product add to the sums that wait here?"""
+        """Whether the MMA continues the postponed sums."""
         first, first_plan = self.parts[0]
         return (
             len(self.parts) < LONGEST
@@ -62,7 +63,7 @@ class Chain:
         )
 
     def perform(self) -> None:
-        """The operands have been checked to lie in shared memory."""
+        """Computes the postponed MMAs, whose operands have been checked to lie in shared memory."""
         parts, ctas = self.parts, self.ctas
         p, plan = parts[0]
         if plan.tiles is None:
@@ -72,7 +73,7 @@ class Chain:
         k, n = p.shape.k, p.shape.n
         count, total, own = len(parts), len(parts) * k, n // len(ctas)
         gather = tensor_kernels.gather_tiles
-        both = [x.tiles for _, x in parts if x.tiles is not None]  # all have them if the first has
+        both = [x.tiles for _, x in parts if x.tiles is not None]  # all of them have tiles if the first one has
         tiles = b"".join([a for a, _ in both] + [b for _, b in both])
         room.tiles[: len(tiles)] = tiles
         to_a, to_b, of_a = room.at_a, room.at_b, room.at_tiles
@@ -88,7 +89,7 @@ class Chain:
 
 
 def add(engine, product: Product, plan: Plan, ctas: list) -> None:
-    """The effects of a product: it waits, behind those it can be computed with."""
+    """The effects of an MMA: it is postponed, after those with which it can be computed."""
     chain = engine.postponed
     if chain is not None:
         if chain.takes(product, plan, ctas):
@@ -99,16 +100,16 @@ def add(engine, product: Product, plan: Plan, ctas: list) -> None:
 
 
 class Together:
-    """Products in flight that a thread issued one behind the other for one accumulator, as one operation: they complete
-    in this order, and as late as possible nothing comes between them. To be called when they complete."""
+    """Consecutive MMAs in flight of one thread on one accumulator, as one operation. They complete in this order, and
+    in order 'latest' nothing comes between them. It is called when they complete."""
 
     def __init__(self, engine, product: Product, plan: Plan, ctas: list):
         self.engine, self.chain = engine, Chain(product, plan, ctas)
         self.op: AsyncOp | None = None
-        self.compiled = None  # when races are checked: what compiled code may do (engine/mma_chains.py)
+        self.compiled = None  # with the race checker: MMAs that compiled code may issue (engine/mma_chains.py)
 
     def takes(self, w, thread: int, footprint, product: Product, plan: Plan | None, ctas: list) -> bool:
-        """Nothing has been issued since. May the next product go with them, without other operations before it?"""
+        """Whether the next MMA may join them. Nothing has been issued since."""
         if self.compiled is not None:
             self.compiled.flush()
         op, in_flight = self.op, w.in_flight
@@ -130,7 +131,7 @@ class Together:
             self.compiled.used()
 
     def end(self) -> None:
-        """Nothing joins them any more. (Others may be growing when these complete.)"""
+        """Ends the chain: no MMA joins it any more. (Another chain may grow when this one completes.)"""
         if self.engine.growing is self:
             self.engine.growing = None
         if self.compiled is not None:
@@ -145,8 +146,8 @@ class Together:
 
 
 def mark(program: pg.Program, products: dict) -> None:
-    """Tell each product (by record: its operands) the record of the next one, if between the two the warp does nothing
-    but arithmetic and their guard stays the same, so that nothing can come between them."""
+    """Sets the record of the following MMA in the operands of each MMA (products: record -> operands) if the warp
+    executes only arithmetic between the two and their guard does not change."""
     code = program.code
     for record, operands in products.items():
         operands.following = -1
@@ -161,5 +162,5 @@ def mark(program: pg.Program, products: dict) -> None:
 
 
 def _writes_predicate(program: pg.Program, at: int, row: int) -> bool:
-    """Might the micro-operation write the predicate? Row numbers of the other register files count too."""
+    """Whether the micro-operation may write the predicate. Equal row numbers of other register files count too."""
     return int(program.code[at, 1]) == row

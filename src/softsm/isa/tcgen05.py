@@ -1,8 +1,8 @@
 """tcgen05.mma: D = A*B (+ D) with D in tensor memory, A in shared or tensor memory, B in shared memory.
 
-One thread starts the product for the whole CTA, or for a pair of CTAs (cta_group::2): each CTA of a pair holds its half
-of the rows of A and D and supplies half of the columns of B. This is how it is started, and what it touches; what it
-computes is in isa/tcgen05_product.py. With .ashift a product is followed by a tcgen05.shift of its A.
+One thread issues the MMA for the whole CTA, or for a pair of CTAs (cta_group::2). Each CTA of a pair holds half of the
+rows of A and D, and half of the columns of B. This file decodes and issues the MMA and determines its accesses;
+isa/tcgen05_product.py computes it. With .ashift a tcgen05.shift of A follows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from softsm.memory import tensor_memory as tm
 from softsm.memory.swizzle import Descriptor
 from softsm.ptx.ast import Address, Imm, Vector
 
-KNOWN_PRODUCTS = 4096  # decoded operands that one instruction keeps
+KNOWN_PRODUCTS = 4096  # the most decoded operands that one instruction keeps
 
 _SCALE_BLOCKS = {
     ("mxf8f6f4", ""): 1, ("mxf8f6f4", "scale_vec::1X"): 1, ("mxf8f6f4", "block32"): 1,
@@ -60,7 +60,7 @@ def lower_mma(asm, ins, modifiers) -> None:
         if (kind, vector) not in _SCALE_BLOCKS:
             asm.refuse(ins, f".{vector or 'scale_vec'} does not go with kind::{kind}")
         blocks = _SCALE_BLOCKS[kind, vector]
-    for buffer in ("a",) if not ws else ("b0", "b1", "b2", "b3"):  # reuse of operands: never changes the value
+    for buffer in ("a",) if not ws else ("b0", "b1", "b2", "b3"):  # reuse of operands does not change the result
         isa.take(asm, ins, modifiers, *(f"collector::{buffer}::{op}" for op in ("fill", "use", "lastuse", "discard")),
                  optional=True)  # fmt: skip
     isa.finish(asm, ins, modifiers, range(5 + sparse, 8 + sparse))
@@ -100,7 +100,7 @@ def lower_mma(asm, ins, modifiers) -> None:
         raise asm.error("too many operands")
     rare = block or ws or sparse or o["scale_input"] is not None or bool(o["skipped"])
     asm.macro(do_mma, ins, rare=rare, known={}, following=-1, learned=None, which=0, **o)
-    if asm.checking and not (rare or ashift or group > 1):  # compiled code may join it to the product before it
+    if asm.checking and not (rare or ashift or group > 1):  # compiled code may join it to the MMA before it
         rows = asm.pooled([o["idesc"], o["d"], o["a"], o["b"], o["add"]])
         asm.answered(pg.OP_CHECKED_MMA, rows, 0, int(o["a_tensor"]))
 
@@ -115,7 +115,7 @@ def do_mma(w, mask, o):
 
 
 def start(w, thread: int, ctas: list, o) -> None:
-    """Decode and check one thread's operands, and issue the product."""
+    """Decodes and checks one thread's operands, and issues the MMA."""
     r, q = w.R, w.Q
     a = r.item(o.a, thread) if o.a_tensor else q.item(o.a, thread)
     add = w.P.item(o.add) >> thread & 1
@@ -134,7 +134,7 @@ def start(w, thread: int, ctas: list, o) -> None:
     machine = w.cta.machine
     engine, observer = machine.engine, machine.observer
     if plan is not None and machine.unwatched and engine.order == "eager":
-        engine.completed += 1  # issued and performed, and no observer looks
+        engine.completed += 1  # issued and performed at once: there is no observer
         product_chain.add(engine, product, plan, ctas)
     elif engine.growing is not None and engine.growing.takes(w, thread, work.footprint, product, plan, ctas):
         if observer is not None:
@@ -155,11 +155,11 @@ def start(w, thread: int, ctas: list, o) -> None:
 
 
 def issue(w, thread: int, work: Work, ctas: list) -> None:
-    """Start the product as an asynchronous operation."""
+    """Issues the MMA as an asynchronous operation."""
     product, plan, machine = work.product, work.plan, w.cta.machine
     engine, observer = machine.engine, machine.observer
     tapped = observer is not None and observer.operands
-    # The race checker asks for regions only where peers can be touched; who follows each event looks at all of them.
+    # The race checker needs regions only if peers may be accessed; an observer that follows each event needs all.
     alone = len(w.cta.cluster) == 1 and machine.follower is None
     together: product_chain.Together | None = None
     effects: Callable[[], None]
@@ -184,7 +184,8 @@ def issue(w, thread: int, work: Work, ctas: list) -> None:
 
 
 def rare_operands(w, thread: int, o) -> tuple:
-    """Columns of scale factors, the exponent that scales D, disabled lanes, the zero-column mask, the metadata."""
+    """Returns the columns of scale factors, the exponent that scales D, the disabled lanes, the zero-column mask and
+    the metadata."""
     r = w.R
     return (
         tuple(r.item(row, thread) & 0xFFFF for row in o.scales) if o.scales else (0, 0),
@@ -197,18 +198,18 @@ def rare_operands(w, thread: int, o) -> tuple:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A product and what it touches in each CTA."""
+    """An MMA and its accesses in each CTA."""
 
     product: Product
     tensor_reads: tuple[tuple[int, int, int], ...]  # columns, and lanes as a mask of groups of 16
-    shared_reads: tuple[tuple[int, int, str], ...]  # addresses, and the operand in words
+    shared_reads: tuple[tuple[int, int, str], ...]  # addresses, and the operand's name
     lanes: int  # of D
     footprint: tensor_copy.Footprint
     plan: Plan | None
-    columns: tuple[int, int]  # first and end of all that it touches in tensor memory
-    shared: tuple[int, int]  # and in shared memory
-    spans: tuple[np.ndarray, int] | None = None  # see `operand_spans`, when races are checked
-    touched: tuple[np.ndarray, int] | None = None  # and all that it touches, for compiled code of the checker
+    columns: tuple[int, int]  # first and end column of its accesses to tensor memory
+    shared: tuple[int, int]  # the same for shared memory
+    spans: tuple[np.ndarray, int] | None = None  # from `operand_spans`, with the race checker
+    touched: tuple[np.ndarray, int] | None = None  # all accesses, for the checker's compiled code
     chain: int = 0  # see engine/mma_chains.py
     learned: bool = False
 
@@ -217,7 +218,7 @@ def prepare(
     o, idesc: int, d: int, a: int, b: int, add: int, scale_columns: tuple[int, int] = (0, 0), scale_exponent: int = 0,
     skipped: tuple[int, ...] = (), zero_mask: int = 0, metadata: int = 0,
 ) -> Work:  # fmt: skip
-    """Everything about a product that follows from its operands alone; a loop repeats the same few."""
+    """Returns all that follows from an MMA's operands. It is cached: loops repeat the same few operands."""
     group, ws, a_tensor = o.group, o.ws, o.a_tensor
     shape = decode_instruction(idesc, o.kind, group, ws, o.sparse)
     if o.ashift and shape.m not in (128, 256):
@@ -266,7 +267,7 @@ def prepare(
 
 
 def bounds(spans: list[tuple]) -> tuple[int, int]:
-    """The least first and the greatest end of spans that begin with the two."""
+    """Returns the least start and the greatest end of spans (start, end, ...)."""
     return min(span[0] for span in spans), max(span[1] for span in spans)
 
 
@@ -282,8 +283,8 @@ def check_metadata(address: int, lane: int) -> None:
 
 
 def table_size(k_major: bool, rows: int, shape: InstructionDescriptor, name: str) -> tuple[int, int]:
-    """Rows and 16-byte chunks of an operand in shared memory. K-major rows have 32 bytes, those of B in a sparse
-    product 64."""
+    """Returns the rows and 16-byte chunks of an operand in shared memory. K-major rows have 32 bytes, those of B in a
+    sparse MMA 64."""
     k, element = (shape.given, shape.a) if name == "A" else (shape.k, shape.b)
     if k_major:
         return rows, 4 if name == "B" and shape.sparse else 2
@@ -293,19 +294,19 @@ def table_size(k_major: bool, rows: int, shape: InstructionDescriptor, name: str
 def shared_span(
     descriptor: Descriptor, k_major: bool, rows: int, shape: InstructionDescriptor, name: str
 ) -> tuple[int, int, str]:
-    """(first address, end, words) of an operand in shared memory."""
+    """Returns (first address, end, name) of an operand in shared memory."""
     low, high = swizzle.footprint(descriptor, k_major, *table_size(k_major, rows, shape, name))
     return (low, high, f"operand {name}, descriptor {descriptor}, {'K' if k_major else 'MN'}-major, {rows} rows")
 
 
 def check_places(work: Work, ctas: list) -> None:
-    """May the product touch what it names in each CTA?"""
+    """Checks that the MMA's addresses are valid in each CTA."""
     low, high = work.footprint.writes[0]
     for cta in ctas:
         tmem, size = cta.tmem, cta.shared.size
         begin, end = cta.columns.tolist()
         in_columns = begin <= work.columns[0] and work.columns[1] <= end
-        if in_columns and pg.SHARED_START <= work.shared[0] and work.shared[1] <= size:  # as nearly always
+        if in_columns and pg.SHARED_START <= work.shared[0] and work.shared[1] <= size:  # the common case
             continue
         tmem.check(cta, low, high - low, "D of tcgen05.mma")
         for first, end, _ in work.tensor_reads:
@@ -320,7 +321,7 @@ def check_places(work: Work, ctas: list) -> None:
 
 
 def regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
-    """(reads, writes) of the product in each CTA."""
+    """Returns the (reads, writes) of the MMA in each CTA."""
     low, high = work.footprint.writes[0]
     reads: list[tuple] = []
     for cta in ctas:
@@ -330,8 +331,7 @@ def regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
 
 
 def checked_regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
-    """What the checkers need: exactly the bytes of shared memory that are touched, the type A is read as, and whether D
-    is read."""
+    """Returns what the checkers need: the exact bytes of shared memory, the type of A, and whether D is read."""
     p = work.product
     if work.spans is None:
         work.spans = operand_spans(p)
@@ -347,7 +347,7 @@ def checked_regions(work: Work, ctas: list) -> tuple[tuple, tuple]:
 
 
 def operand_spans(p: Product) -> tuple[np.ndarray, int]:
-    """Spans of bytes of A and B in shared memory, and the table's address."""
+    """Returns the byte ranges of A and B in shared memory, and the table's address."""
     s = p.shape
     out = []
     for name, element, descriptor, k_major, rows in (
@@ -362,7 +362,7 @@ def operand_spans(p: Product) -> tuple[np.ndarray, int]:
 
 
 def check_major(descriptor: Descriptor, element: str, k_major: bool, name: str) -> None:
-    """The 32-byte-atom swizzle belongs to transposed 32-bit operands, and they need it."""
+    """Checks that exactly the transposed 32-bit operands use the 32-byte-atom swizzle."""
     if not k_major and (element == "tf32") != (descriptor.mode == swizzle.ATOM32):
         raise Fault(
             "descriptor",
@@ -372,6 +372,6 @@ def check_major(descriptor: Descriptor, element: str, k_major: bool, name: str) 
 
 
 def accumulator_lanes(p: Product) -> int:
-    """Lanes of D (and of A in tensor memory) as a mask of groups of 16."""
+    """Returns the lanes of D (and of A in tensor memory) as a mask of groups of 16."""
     half = rows_of(p) == 64 and not p.folded
     return (0xAA if p.lane == 16 else 0x55) if half else 0xFF

@@ -1,10 +1,10 @@
-"""What a tcgen05.mma computes: operands of one CTA or of a pair, read, expanded and scaled, and the sums in D.
+"""Computes tcgen05.mma: reads, expands and scales the operands of one CTA or of a pair, and accumulates into D.
 
-With block scaling, scale factors lie in tensor memory, row i in lane i % 32 of column i / 32, copied to all four lane
-quarters. Metadata of a sparse product (isa/sparsity.py) lie there too, in the lanes of D: with kinds f16 and tf32 in
-one column, those of lanes 16i + j and 16i + 8 + j (j < 8) in the halves of lane 16i + j (first four chunks) and
-16i + 8 + j; with the other kinds in two columns, each in its own lane, eight chunks in each. Where columns of D lie on
-top of each other, each part has its own copy of the metadata, as it has of A in tensor memory.
+Scale factors of block scaling are in tensor memory: row i in lane i % 32 of column i / 32, copied to all four lane
+quarters. Metadata of a sparse MMA (isa/sparsity.py) are in tensor memory too, in the lanes of D. Kinds f16 and tf32 use
+one column: lane 16i + j (j < 8) has the first four chunks of lanes 16i + j and 16i + 8 + j in its halves, and lane
+16i + 8 + j the others. The other kinds use two columns, with eight chunks each, and each lane has its own. If D is
+folded, each part has its own copy of the metadata, and of A in tensor memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from softsm.memory import tensor_memory as tm
 from softsm.memory.swizzle import Descriptor
 
 FP4 = ("mxf4", "mxf4nvf4")
-A_COLUMNS = 8  # A in tensor memory is 32 bytes of k in each lane, whatever the type
+A_COLUMNS = 8  # A in tensor memory has 32 bytes along k in each lane, for every type
 IDENTITY = np.arange(128)
 
 
@@ -50,17 +50,17 @@ class Product(NamedTuple):
 
     @property
     def folded(self) -> bool:
-        """Do columns of D lie on top of each other where there are fewer than 128 rows?"""
+        """Whether columns of D share lanes because there are fewer than 128 rows."""
         return self.ws or (self.pair and not self.shape.sparse)
 
 
 def rows_of(p: Product) -> int:
-    """Rows of A and D in each CTA."""
+    """Returns the number of rows of A and D in each CTA."""
     return p.shape.m // 2 if p.pair else p.shape.m
 
 
 def zero_columns(mask: int, m: int, n: int) -> tuple[np.ndarray, int]:
-    """The zero-column mask of .ws: (bool [n]: use 0 instead of this column of B, how far B's columns are shifted)."""
+    """Decodes the zero-column mask of .ws: (bool [n]: columns of B replaced by 0, shift of B's columns)."""
     shift = mask >> 56 & 63
     zero = np.zeros(n, bool)
     if not mask >> 39 & 1:
@@ -77,7 +77,8 @@ def zero_columns(mask: int, m: int, n: int) -> tuple[np.ndarray, int]:
 def scale_factors(
     cells: np.ndarray, column: int, rows: int, first: int, count: int, name: str, what: str
 ) -> np.ndarray:
-    """float32 [rows, count]: bytes first.. of each row's cell. The four lane quarters must hold the same."""
+    """Returns float32 [rows, count] from the bytes `first`.. of each row's cell. The four lane quarters must be
+    equal."""
     block = cells[column : column + -(-rows // 32)]  # [columns, 128]
     data = block.reshape(len(block), 4, 32, 1).view(np.uint8)[..., first : first + count]  # [columns, 4, 32, count]
     if not (data == data[:, :1]).all():
@@ -91,7 +92,7 @@ def scale_factors(
 
 
 def operand_b(p: Product, ctas: list) -> np.ndarray:
-    """B as float32 [n, k], gathered from the CTAs that hold it."""
+    """Returns B as float32 [n, k], from all CTAs of the pair."""
     s = p.shape
     own = s.n // len(ctas)
     zero, shift = zero_columns(p.zero_mask, s.m, s.n) if p.zero_mask else (None, 0)
@@ -111,11 +112,11 @@ def operand_b(p: Product, ctas: list) -> np.ndarray:
 
 
 class LanePlan(NamedTuple):
-    """How the lanes of one CTA share a product."""
+    """The assignment of rows and columns of D to the lanes of one CTA."""
 
-    rows: np.ndarray  # int [128]: the row of A each lane multiplies, -1 for none
+    rows: np.ndarray  # int [128]: the row of A that each lane multiplies, or -1
     lanes: np.ndarray  # int [rows]: the first lane of each row
-    copies: bool  # do several lanes use one row (columns of D on top of each other)?
+    copies: bool  # whether several lanes use one row (D is folded)
     quarters: np.ndarray  # int64 [4, 3]: lane mask, first column, columns of each lane quarter
 
 
@@ -134,14 +135,14 @@ def lane_plan(m: int, n: int, folded: bool, lane: int) -> LanePlan:
 
 
 def metadata_columns(shape: InstructionDescriptor, column: int) -> tuple[int, int]:
-    """[first, end) of the columns that hold the metadata; `column` as the instruction gives it."""
+    """Returns the columns [first, end) of the metadata. column: the instruction's operand."""
     if shape.kind in ("f16", "tf32"):
         return column + shape.selector, column + shape.selector + 1
     return column, column + 2
 
 
 def given_columns(p: Product, cta, plan: LanePlan) -> np.ndarray:
-    """Where the given elements of a sparse A stand: int [128, k/2], by lanes; lanes without a row have any place."""
+    """Returns the column of each stored element of a sparse A: int [128, k/2], by lanes, arbitrary in unused lanes."""
     first, end = metadata_columns(p.shape, p.metadata)
     codes = sparsity.tensor_codes(cta.tmem.cells[first:end])
     kind = sparsity.granularity(p.shape.a, p.shape.kind in FP4)
@@ -154,7 +155,7 @@ def given_columns(p: Product, cta, plan: LanePlan) -> np.ndarray:
 
 
 def operand_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
-    """A of one CTA by lanes, as it is meant."""
+    """Returns the logical A of one CTA, by lanes."""
     a = given_a(p, cta, plan)
     if not p.shape.sparse:
         return a
@@ -164,7 +165,8 @@ def operand_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
 
 
 def given_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
-    """The elements of A that the operand holds. Tensor memory has them by lanes: each multiplies the row it stores."""
+    """Returns the stored elements of A. Tensor memory has them by lanes: each lane multiplies the row that it
+    stores."""
     s = p.shape
     if p.a is None:
         return tensor_core.tensor_lanes(cta.tmem.cells[p.a_column : p.a_column + A_COLUMNS], s.a, s.kind in FP4)
@@ -183,21 +185,21 @@ def given_a(p: Product, cta, plan: LanePlan) -> np.ndarray:
 
 
 class Plan(NamedTuple):
-    """How the usual product is done: f32 sums of elements of 8 bits and more, without scale factors."""
+    """The plan of a common MMA: f32 sums of elements of at least 8 bits, without scale factors."""
 
     a: tensor_core.Tile | None  # None: in tensor memory
     b: tensor_core.Tile
     lanes: LanePlan
-    quarters: np.ndarray  # of the lanes, without those whose output is disabled; [CTAs * 4, 3]
+    quarters: np.ndarray  # of the lanes whose output is enabled: [CTAs * 4, 3]
     keep: float
-    whole: bool  # does A fill all lanes?
-    adds: bool  # does it add to D as it is, and read nothing of D as an operand?
-    tiles: tuple[bytes, bytes] | None  # of A and B, as `gather_tiles` wants them; None where it does not know A
+    whole: bool  # whether A uses all lanes
+    adds: bool  # whether it adds to an unscaled D and reads no part of D as an operand
+    tiles: tuple[bytes, bytes] | None  # of A and B for `gather_tiles`, or None if it does not support A
     at: int  # address of `quarters`
 
 
 def plan_of(p: Product) -> Plan | None:
-    """None for the other products."""
+    """Returns the plan of a common MMA, or None."""
     s = p.shape
     if s.d != "f32" or s.scale or s.sparse or p.zero_mask or s.negate or min(formats.BITS[s.a], formats.BITS[s.b]) < 8:
         return None
@@ -223,7 +225,7 @@ def plan_of(p: Product) -> Plan | None:
 
 
 def check_tiles(p: Product, cta) -> None:
-    """Do the operands lie within the CTA's shared memory?"""
+    """Checks that the operands lie within the CTA's shared memory."""
     s = p.shape
     for name, descriptor, k_major, rows, element in (
         ("B", p.b, s.b_k_major, s.n // (2 if p.pair else 1), s.b),
@@ -236,7 +238,7 @@ def check_tiles(p: Product, cta) -> None:
 
 
 def multiply(p: Product, plan: Plan, ctas: list) -> None:
-    """The product by its plan; its operands have been checked to lie in shared memory."""
+    """Computes the MMA by its plan. Its operands have been checked to lie in shared memory."""
     s = p.shape
     own = s.n // len(ctas)
     b = np.empty((-(-own // 16) * 16 * len(ctas), s.k), np.uint32)  # MN-major chunks may reach past the last row
@@ -255,7 +257,7 @@ def multiply(p: Product, plan: Plan, ctas: list) -> None:
 
 
 def perform(p: Product, ctas: list) -> None:
-    """The whole product: read the operands, multiply, update D in every CTA."""
+    """Computes the whole MMA: reads the operands, multiplies, and updates D in every CTA."""
     s = p.shape
     plan = plan_of(p)
     if plan is not None:
@@ -282,7 +284,7 @@ def perform(p: Product, ctas: list) -> None:
         narrow = tensor_core.to_lanes(tensor_core.scaled(values, a_scales), IDENTITY, 4)
         multiply_plainly(p, cta, cells, narrow, tensor_core.scaled(b, b_scales), own, quarters)
         if exact is not None:
-            # Only sums of wide rows: no other's bits depend on them.
+            # This changes only sums of wide rows.
             left = tensor_core.scaled(values, a_scales, np.float64).T
             multiply_plainly(p, cta, exact, left, tensor_core.scaled(b, b_scales, np.float64), own, quarters)
             for q, (_, n, count) in enumerate(quarters.tolist()):
@@ -291,7 +293,7 @@ def perform(p: Product, ctas: list) -> None:
 
 
 def multiply_plainly(p: Product, cta, cells: np.ndarray, a: np.ndarray, b: np.ndarray, own: LanePlan, quarters) -> None:
-    """D += A B in one CTA, scale factors being in the operands: A by lanes, or float64 [k, 128] and [n, k]."""
+    """D += A B in one CTA with scaled operands: A by lanes, or float64 [k, 128] and [n, k]."""
     s = p.shape
     aside = None
     if s.sparse and not np.isfinite(b).all():
@@ -312,7 +314,7 @@ def multiply_plainly(p: Product, cta, cells: np.ndarray, a: np.ndarray, b: np.nd
 
 
 def both_scales(p: Product, cells: np.ndarray, plan: LanePlan) -> tuple[np.ndarray, np.ndarray]:
-    """Scale factors of A by lanes [128, blocks], and of B [n, blocks]."""
+    """Returns the scale factors of A by lanes [128, blocks], and of B [n, blocks]."""
     s = p.shape
     b_scales = scale_factors(cells, p.scale_columns[1], s.n, s.b_scale_id, p.blocks, s.scale, "B")
     a_scales = scale_factors(cells, p.scale_columns[0], rows_of(p), s.a_scale_id, p.blocks, s.scale, "A")
@@ -320,7 +322,7 @@ def both_scales(p: Product, cells: np.ndarray, plan: LanePlan) -> tuple[np.ndarr
 
 
 def update(cells: np.ndarray, product: np.ndarray, p: Product, quarters: np.ndarray) -> None:
-    """Put product [n, 128 lanes] into D where the fused kernel does not: f16 and s32, or float64 products."""
+    """Adds product [n, 128 lanes] to D in the cases without a fused kernel: f16 and s32, or float64 products."""
     s = p.shape
     for q, (mask, n, count) in enumerate(quarters.tolist()):
         d = cells[p.column : p.column + count, 32 * q : 32 * q + 32]

@@ -1,10 +1,10 @@
 """wgmma (sm_90a): a warpgroup multiplies a 64-row A, in shared memory or registers, with B in shared memory.
 
-The four warps execute the instruction each on its own; the product is one. It takes shape when all four have committed
-the group it belongs to, and is performed, as an asynchronous operation, between that moment and the wait_group that
-covers it. Until its own wait a warp may find the old values in its accumulator registers. Products of one group that
-continue the same accumulator are computed together, with a longer k. Metadata of a sparse product (isa/sparsity.py) are
-read when a warp executes it: PTX asks for a fence, and for a wait, around the registers of D and A alone.
+Each of the four warps executes the instruction by itself, but they make one MMA. It is issued as an asynchronous
+operation when all four have committed its group, and performed before the wait_group that covers it returns. Until its
+own wait a warp may find the old values in its accumulator registers. MMAs of one group on the same accumulator are
+computed together, as one with a longer k. A warp reads the metadata of a sparse MMA (isa/sparsity.py) when it executes
+the instruction: PTX requires a fence and a wait only for the registers of D and A.
 
 Thread t of a warp, element v of the accumulator: row t/4 + 8*((v/2)%2) of the warp's 16, column 8*(v/4) + 2*(t%4) +
 v%2.
@@ -33,7 +33,7 @@ from softsm.ptx.ast import Imm, Instruction, Vector
 if TYPE_CHECKING:
     from softsm.engine.assemble import Assembler
 
-KNOWN_GROUPS = 4096  # chains of products that one instruction keeps
+KNOWN_GROUPS = 4096  # the most chains of MMAs that one instruction keeps
 FLOATS = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}  # A and B types -> k
 
 
@@ -45,7 +45,7 @@ def lower(asm, ins) -> None:
     if asm.module.target != "sm_90a":
         asm.refuse(ins, f"wgmma needs .target sm_90a, the module says {asm.module.target}")
     name, *modifiers = ins.modifiers or ("",)
-    if name == "fence":  # orders register accesses; registers are never touched early here
+    if name == "fence":  # orders register accesses, which are never early here
         finish(asm, ins, modifiers, exactly(0), collective=True)
         asm.wgmma_dirty = set()
     elif name == "commit_group":
@@ -136,7 +136,7 @@ def lower_mma(asm: Assembler, ins: Instruction, modifiers) -> None:
 
 
 def lower_metadata(asm, ins, operands, element: str) -> tuple[int, int]:
-    """(row of the metadata, sparsity selector)."""
+    """Returns (row of the metadata, sparsity selector)."""
     selector = operands[1]
     choices = 2 if element in ("f16", "bf16", "tf32") else 1
     if not isinstance(selector, Imm) or selector.value not in range(choices):
@@ -165,7 +165,7 @@ def state_of(w) -> GroupSequence:
 
 
 def at_exit(w) -> None:
-    """A warp ends: its registers will be used by another one, so nothing may write to them later."""
+    """Completes a warp's MMAs when it exits: another warp will use its registers."""
     state = w.in_flight.wgmma
     if state is not None:
         for batch in state.group.batches.values():
@@ -192,16 +192,16 @@ def do_mma(w, mask, o):
 
 
 def do_unfenced(w, mask, o):
-    """The program has no wgmma.fence between an ordinary use of the registers and the product."""
+    """Reports a missing wgmma.fence between an ordinary use of the registers and the MMA."""
     what = "registers of this wgmma were used by ordinary instructions, and no wgmma.fence follows"
     w.machine.observer.misused(w, "wgmma-registers", what, "starts")
 
 
 def do_early_use(w, mask, o):
-    """Registers of a wgmma are used here: has this warp waited for it? Triton copies them at the end of a loop, or
-    takes packed halves apart, before the wait, and ptxas deals with that: copies count at the strict level only, what
-    is done with them before the wait counts always. So do reads of A, which the product reads too: Triton 3.6 and
-    FlashMLA store A while it is multiplied, and no GPU has given another value."""
+    """Reports a use of a wgmma's registers before the warp has waited for it. Triton copies them at the end of a loop,
+    or splits packed halves, before the wait, which ptxas handles. So copies, and reads of A, are reported only at the
+    strict level: Triton 3.6 and FlashMLA store A while the MMA reads it, and no GPU has given another value. Other uses
+    of a copy before the wait are always reported."""
     state = w.in_flight.wgmma
     strict = w.machine.observer.strict
     if state is None or o.copy and not strict:
@@ -217,9 +217,9 @@ def do_early_use(w, mask, o):
 
 
 def do_settle(w, mask, o):
-    """Registers of a wgmma are used before the wait for it. PTX leaves the result open; ptxas finishes the products
-    first ("wgmma serialized"), and Triton's partial accumulation (`max_num_imprecise_acc`) counts on that. So does
-    'eager'; under the other orders the program finds what it finds, except that a move gets the result."""
+    """The program uses a wgmma's registers before the wait. PTX does not define the result. ptxas completes the MMAs
+    first ("wgmma serialized"), which Triton's partial accumulation (`max_num_imprecise_acc`) relies on, and so does
+    order 'eager'. In the other orders only a move gets the result."""
     state = w.in_flight.wgmma
     eager = w.machine.engine.order == "eager"
     if state is None or not (eager or o.move):
@@ -228,7 +228,7 @@ def do_settle(w, mask, o):
         do_commit(w, mask, o)
     group = state.group
     batches = [b for n, b in group.batches.items() if n >= state.waited and uses(b.parts.get(w.index, ()), o.rows)]
-    for batch in batches:  # not a wait: the checkers must not take it for one
+    for batch in batches:  # for the checkers this is not a wait
         if batch.ops is None:
             return Blocked(group, "the other warps of the warpgroup to commit the same wgmma group")
         for op in batch.results[w.index]:
@@ -285,8 +285,8 @@ def do_wait(w, mask, o):
 
 
 def start(w, group: Warpgroup, batch: Batch, known: dict) -> None:
-    """All four warps have committed: check that they mean the same products, and issue them. known: chains by what the
-    instructions say."""
+    """Issues the MMAs after all four warps have committed, and checks that the warps agree. known: chains by
+    operands."""
     columns = [batch.parts[warp.index] for warp in group.warps]
     key, *others = (tuple([part.key for part in column]) for column in columns)
     if any(other != key for other in others):
@@ -322,8 +322,8 @@ def disagree(columns: list[list[Part]]) -> None:
 
 
 def issue(w, batch: Batch, chain: list[tuple[Part, ...]], plan: Chain, earlier: tuple[AsyncOp, ...]) -> list[AsyncOp]:
-    """Start one product: an operation that multiplies, and one for each warp that writes its registers. The warps wait
-    each for their own, so under 'latest' a warp finds the old values until it waits itself."""
+    """Issues one operation that multiplies, and one for each warp that writes its registers. Each warp waits for its
+    own, so in order 'latest' a warp finds the old values until it waits itself."""
     results: list = []
     reads: tuple = ()
     if w.machine.kernel.checking:
