@@ -11,6 +11,7 @@ from dsink import FAR_SINKS, assert_dsink
 from dsv4 import reference
 from dsv4.fmha import problem
 from dsv4.fmha.backward import FmhaBackward
+from dsv4.fmha.kernels import chain
 from dsv4.reference import backward as reference_backward
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -48,12 +49,13 @@ VARLEN = {
     ),
     "fp16-hd128": dict(dtype=FP16, d=128, starts_q=(0, 140, 150), starts_k=(0, 140, 200), heads=1),
 }
-SHORT = {
-    # Two calls each of kernels that take dense batches: what goes together, and a last sequence alone.
+CHAIN = {
+    # The same for the chain of head dims 256 and 512; tiles that end in the middle of the next sequence's.
     "causal-dlse": dict(starts_q=(0, 40, 75, 75, 113, 273), starts_k=(0, 50, 95, 100, 148, 308), dlse=True),
     "window-gqa": dict(
-        starts_q=(0, 20, 40, 60, 80), starts_k=(0, 45, 90, 135, 181), heads=4, kv_heads=2, window=(10, 2)
+        starts_q=(0, 20, 40, 60, 80), starts_k=(0, 45, 90, 235, 281), heads=6, kv_heads=2, window=(10, 2)
     ),
+    "fp16-hd512": dict(dtype=FP16, d=512, starts_q=(0, 140, 150), starts_k=(0, 140, 200), heads=1),
 }
 
 
@@ -132,11 +134,39 @@ def check_sinks_far_above_the_lse(run, dtype=BF16, dkv=True):
         assert (got - ref).norm() <= 1.5 * (rounded - ref).norm(), f"sink {far}: |dq| {got.norm()} for {ref.norm()}"
 
 
+QUICK_CHAIN = [("window-gqa", "latest")]
+SLOW_CHAIN = [(x, y) for x in CHAIN for y in ("latest", "eager", "random") if (x, y) not in QUICK_CHAIN]
 # Of VARLEN, in which order, dQ too: quickly, dK and dV alone.
 TOGETHER = [
     ("causal", "latest", False),
     *(pytest.param(x, y, True, marks=pytest.mark.slow) for x in VARLEN for y in ("latest", "eager", "random")),
 ]
+
+
+def check_chain_takes_sequences(arch, name, order, monkeypatch):
+    """One launch of each kernel for all sequences."""
+    b, want, low = varlen_request(**dict(d=256) | CHAIN[name])
+    names = launches.launched(monkeypatch)
+    with launches.race_free(arch, order=order, seed=7):
+        launches.run(b)
+    assert names == ["clear_past", "backward_rows", "backward_scores", "backward_products"]
+    check(b, want, low)
+
+
+def check_slabs_of_sequences_do_not_show(run, monkeypatch, device="cpu"):
+    """Room for six row tiles, four of them for sequences that begin in the slab: 0, 1 and 2 begin at row tiles 0, 1 and
+    2, 3 and 4 at 5 and 7, 5 at 9. With room for three, the first two and the last two go together, the others alone."""
+    starts = (0, 40, 75, 300, 400, 560, 570)
+    for tiles, launched in ((6, 3), (3, 4)):
+        b, want, low = varlen_request(d=256, starts_q=starts, starts_k=starts, heads=1, device=device)
+        p = b.forward
+        bounds = dict(max_seqlen_q=225, max_seqlen_k=225)
+        b = replace(b, forward=replace(p, **bounds, options=p.options._replace(**bounds)))
+        monkeypatch.setattr(chain, "SLAB_BYTES", 4 * 128 * 128 * 2 * tiles)
+        names = launches.launched(monkeypatch)
+        run(b)
+        assert names.count("backward_scores") == launched, names
+        check(b, want, low)
 
 
 def check_sequences_go_together(arch, kernels, name, order, dq, monkeypatch):

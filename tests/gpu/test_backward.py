@@ -82,12 +82,15 @@ def test_varlen(d, softcap):
     fmha_gradients.check(b, want, low)
 
 
-@pytest.mark.parametrize("d", [256, 512])
-@pytest.mark.parametrize("name", fmha_gradients.SHORT)
-def test_short_sequences_go_together(name, d):
-    b, want, low = fmha_gradients.varlen_request(d=d, device="cuda", **fmha_gradients.SHORT[name])
+@pytest.mark.parametrize("name", fmha_gradients.CHAIN)
+def test_chain_takes_sequences(name):
+    b, want, low = fmha_gradients.varlen_request(**dict(d=256, device="cuda") | fmha_gradients.CHAIN[name])
     run(b)
     fmha_gradients.check(b, want, low)
+
+
+def test_slabs_of_sequences_do_not_show(monkeypatch):
+    fmha_gradients.check_slabs_of_sequences_do_not_show(run, monkeypatch, device="cuda")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

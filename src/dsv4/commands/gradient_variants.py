@@ -24,10 +24,10 @@ KV_HEADS = 132  # enough for every SM, so that all heads of a group go together
 
 def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) -> list[Launch]:
     """The launches of fmha's and fmha_varlen's gradients, whatever the mask or the sink, with dQ summed in any order;
-    without groups, also always in the same one. At head dims 256 and 512 all have the same kernels. options: of
+    without groups, also always in the same one. At head dims 256 and 512 groups have the same kernels. options: of
     fmha."""
     found = []
-    for varlen, group in itertools.product((False, True), GROUPS) if head_dim <= 128 else ((False, 1),):
+    for varlen, group in itertools.product((False, True), GROUPS if head_dim <= 128 else (1,)):
         shape = (256,) if varlen else (1, 256)
 
         def draw(heads: int, shape: tuple[int, ...] = shape) -> Tensor:

@@ -44,7 +44,7 @@ POOLS = {"fp8": (Fp8Cache, Fp8Cache), "mixed": (Fp8Cache, None), "v4.1": (Mxfp8C
 NAMED = ("window only", "list", "table")  # how a call selects compressed rows
 # Many rows; one tile and two, which differ for e4m3; enough rows that CTAs loop; one row per head; split keys
 PHASES = ("prefill", "tile", "tiles", "large", "decode", "split")
-ROWS_OF = {"prefill": 256, "tile": 64, "tiles": 128, "large": 69632}
+ROWS_OF = {"prefill": 768, "tile": 64, "tiles": 128, "large": 69632}
 
 
 class Sizes(NamedTuple):

@@ -1,7 +1,6 @@
 """Gradients of fmha: from a request to what the kernels of an architecture get. Shared by all architectures.
 
-A varlen batch goes to the kernels as it is where they take it (head dims 64 and 128), else by_sequence.py makes dense
-ones of it.
+A varlen batch goes to the kernels as it is; by_sequence.py has the exception.
 """
 
 from __future__ import annotations
@@ -43,6 +42,8 @@ class Sequences(NamedTuple):
 
     cu_q: Slot
     cu_k: Slot
+    longest_q: int  # tokens of a sequence, at most
+    longest_k: int
 
     @property
     def count(self) -> int:
@@ -131,7 +132,8 @@ def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels, find_ad
     )  # fmt: skip
     gradients = (one(x) for x in (b.dq, b.dk, b.dv))
     request = FmhaBackward(dense, one(b.dout), by_head(b.dlse), *gradients, b.dsink)
-    prepare_dense(request, program, kernels, Sequences(p.cu_seqlens_q, p.cu_seqlens_k), find_adding)
+    sequences = Sequences(p.cu_seqlens_q, p.cu_seqlens_k, p.max_seqlen_q, p.max_seqlen_k)
+    prepare_dense(request, program, kernels, sequences, find_adding)
 
 
 def _prepare_clear(b: FmhaBackward, program: Program) -> None:

@@ -12,22 +12,23 @@ NOWHERE = gl.constexpr(1 << 30)
 
 
 @gluon.jit
-def tile_of(number, cu_ptr, sequences, unit):
-    """(sequence, first row of its tile) of tile `number`; for four warps. Rows: `unit` for each token.
+def tile_of(number, cu_ptr, sequences, unit, ROWS: gl.constexpr = 128):
+    """(sequence, first row of its tile) of tile `number`, of ROWS rows. Rows: `unit` for each token.
 
-    The tiles of sequence i have the numbers from cu[i] * unit // 128 + i on. That is not less than one past the last
+    The tiles of sequence i have the numbers from cu[i] * unit // ROWS + i on. That is not less than one past the last
     number of the sequence before, so nothing has to be added up; a number without a tile lies past the end of
     its sequence.
     """
-    L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # every warp has all 128: no exchange between warps
+    # Every warp has all 128: no exchange between warps.
+    L: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     begun = 0
     for start in range(0, sequences, 128):
         i = start + gl.arange(0, 128, layout=L)
-        begin = gl.load(cu_ptr + i, mask=i < sequences, other=0) * unit // 128 + i
+        begin = gl.load(cu_ptr + i, mask=i < sequences, other=0) * unit // ROWS + i
         begun += gl.sum(((begin <= number) & (i < sequences)).to(gl.int32), 0)
     seq = gl.maximum(begun - 1, 0)
-    tile = number - (gl.load(cu_ptr + seq) * unit // 128 + seq)
-    return seq, gl.where(tile < 0, NOWHERE, tile * 128)
+    tile = number - (gl.load(cu_ptr + seq) * unit // ROWS + seq)
+    return seq, gl.where(tile < 0, NOWHERE, tile * ROWS)
 
 
 @gluon.jit

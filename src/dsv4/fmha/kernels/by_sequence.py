@@ -1,162 +1,105 @@
-"""Gradients of a varlen batch by kernels that take dense ones: cu_seqlens is read on the host.
+"""Gradients of a varlen batch by several calls, of neighbouring sequences that the chain takes together, or of one that
+is too long for that; cu_seqlens is read on the host.
 
-A long sequence goes alone, as views: its launches take the host half a millisecond, and leave parts of the GPU idle.
-Short ones go together as a dense batch of copies where that is possible: sequences of one size,
-and under a causal mask also sequences that all have as many keys more than queries, filled up at the end. There, row i
-sees keys up to i + keys - queries, so no row of a sequence sees a key that was filled in; the LSE of a row that was
-filled in is -inf, so it sees nothing.
+The chain takes most batches as they are. Here go those without a bound on the lengths of their sequences, and those
+with sequences so long that their launches cost the host less than the GPU.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4.fmha import backward
 from dsv4.fmha.backward import FMHA_BACKWARD, FmhaBackward
-from dsv4.fmha.kernels.backward import TILE, Kernels, prepare_dense
+from dsv4.fmha.kernels.backward import Kernels, prepare_at_once
+from dsv4.fmha.kernels.chain import Room, takes
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime import calls
 from dsv4.runtime.calls import Given
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 
-SHORT = 8 * TILE  # queries, and keys
-
-
-class Span(NamedTuple):
-    """A sequence: its rows of q and of k."""
-
-    q: slice
-    k: slice
-
-    @property
-    def queries(self) -> int:
-        return self.q.stop - self.q.start
-
-    @property
-    def keys(self) -> int:
-        return self.k.stop - self.k.start
-
 
 def prepare_by_sequence(b: FmhaBackward, target: Target, program: Program, kernels: Kernels) -> None:
-    """A dense batch; or the sequences of a varlen one, each a call of its own."""
-    if b.forward.kind == "dense":
-        prepare_dense(b, program, kernels)
+    """A batch as it is; or the sequences of a varlen one, each a call of its own."""
+    if takes(b.forward):
+        prepare_at_once(b, program, kernels)
     else:
         program.compute(partial(by_sequence, target), b)
 
 
 def by_sequence(target: Target, b: FmhaBackward) -> None:
-    p = b.forward
     for x in (b.dq, b.dk, b.dv, b.dsink):
         if x is not None:
             x.zero_()
-    for spans in together(p):
+    for run in runs(b.forward):
         dsink = None if b.dsink is None else torch.empty_like(b.dsink)
-        if len(spans) == 1:
-            _dense_call(target, _alone(b, spans[0], dsink))
-        else:
-            batch = Copies(b, spans, dsink)
-            _dense_call(target, batch.request)
-            batch.give_back()
+        part = _varlen(b, run, dsink) if len(run) > 1 else _dense(b, run, dsink)
+        tensors, options, outputs = backward.given(part)
+        wanted = tuple(x is not None for x in outputs)
+        calls.run_on(FMHA_BACKWARD, Given(tensors, options, wanted, outputs), target.backend, target, b.q.device)
         if dsink is not None:
             b.dsink.add_(dsink)
 
 
-def _dense_call(target: Target, b: FmhaBackward) -> None:
-    tensors, options, outputs = backward.given(b)
-    options = options._replace(max_seqlen_q=None, max_seqlen_k=None)  # of the whole batch
-    wanted = tuple(x is not None for x in outputs)
-    calls.run_on(FMHA_BACKWARD, Given(tensors, options, wanted, outputs), target.backend, target, b.q.device)
+class Run(NamedTuple):
+    """Sequences that lie end to end: where each begins, and the last ends."""
+
+    q: list[int]
+    k: list[int]
+    first: int  # number
+
+    def __len__(self) -> int:
+        return len(self.q) - 1
 
 
-def together(p: FmhaProblem) -> Iterator[list[Span]]:
-    """The sequences that have a gradient, those together that go together."""
-    short: dict[tuple[int, int], list[Span]] = {}
-    for span in _spans(p):
-        if max(span.queries, span.keys) > SHORT:
-            yield [span]
-        elif p.right == 0:
-            short.setdefault((span.keys - span.queries, -(-span.queries // TILE)), []).append(span)
-        else:
-            short.setdefault((span.keys, span.queries), []).append(span)
-    for spans in short.values():
-        # Copies of no more than the batch itself.
-        queries, keys = max(x.queries for x in spans), max(x.keys for x in spans)
-        count = max(1, min(p.q.shape[0] // queries, p.k.shape[0] // keys))
-        for begin in range(0, len(spans), count):
-            yield spans[begin : begin + count]
-
-
-def _spans(p: FmhaProblem) -> Iterator[Span]:
+def runs(p: FmhaProblem) -> Iterator[Run]:
+    """All sequences, as many together as the chain takes; one alone only if it has queries and keys."""
     starts = []
     for cu, size in ((p.cu_seqlens_q, p.q.shape[0]), (p.cu_seqlens_k, p.k.shape[0])):
         starts.append([min(max(x, 0), size) for x in cu.tolist()])
-    for n in range(p.batch):
-        span = Span(*(slice(*x[n : n + 2]) for x in starts))
-        if span.queries > 0 and span.keys > 0:
-            yield span
+    first = 0
+    while first < p.batch:
+        end, longest = first + 1, (0, 0)
+        while end <= p.batch:
+            longest = tuple(max(most, x[end] - x[end - 1]) for most, x in zip(longest, starts))
+            tokens = starts[0][end] - starts[0][first]
+            if end > first + 1 and Room.find(p.group, tokens, end - first, *longest) is None:
+                break
+            end += 1
+        run = Run(*(x[first:end] for x in starts), first)
+        if len(run) > 1 or run.q[-1] > run.q[0] and run.k[-1] > run.k[0]:
+            yield run
+        first = end - 1
 
 
-def _as_dense(p: FmhaProblem, queries: int, keys: int, **tensors: Tensor) -> FmhaProblem:
-    sizes = dict(max_seqlen_q=queries, max_seqlen_k=keys, cu_seqlens_q=None, cu_seqlens_k=None)
-    return replace(p, kind="dense", **sizes, **tensors)
+def _part(b: FmhaBackward, run: Run, dsink: Tensor | None, **forward: Any) -> FmhaBackward:
+    p, rows, keys = b.forward, slice(run.q[0], run.q[-1]), slice(run.k[0], run.k[-1])
+    one = replace(p, q=p.q[rows], k=p.k[keys], v=p.v[keys], out=p.out[rows], lse=p.lse[rows], **forward)
+    dlse = None if b.dlse is None else b.dlse[rows]
+    gradients = (None if x is None else x[at] for x, at in ((b.dq, rows), (b.dk, keys), (b.dv, keys)))
+    return FmhaBackward(one, b.dout[rows], dlse, *gradients, dsink)
 
 
-def _alone(b: FmhaBackward, span: Span, dsink: Tensor | None) -> FmhaBackward:
-    p, (rows, keys) = b.forward, span
-    tensors = dict(q=p.q[None, rows], k=p.k[None, keys], v=p.v[None, keys], out=p.out[None, rows])
-    one = _as_dense(p, span.queries, span.keys, **tensors, lse=p.lse[rows].T[None])
-    return FmhaBackward(
-        one,
-        b.dout[None, rows],
-        None if b.dlse is None else b.dlse[rows].T[None],
-        *(None if x is None else x[None, where] for x, where in ((b.dq, rows), (b.dk, keys), (b.dv, keys))),
-        dsink,
-    )
+def _varlen(b: FmhaBackward, run: Run, dsink: Tensor | None) -> FmhaBackward:
+    p, numbers = b.forward, slice(run.first, run.first + len(run) + 1)
+    bounds = {f"max_seqlen_{x}": max(v - u for u, v in pairwise(cu)) for x, cu in (("q", run.q), ("k", run.k))}
+    starts = dict(cu_seqlens_q=p.cu_seqlens_q[numbers] - run.q[0], cu_seqlens_k=p.cu_seqlens_k[numbers] - run.k[0])
+    return _part(b, run, dsink, **starts, **bounds, options=p.options._replace(**bounds))
 
 
-class Copies:
-    """Sequences as a dense batch."""
-
-    def __init__(self, b: FmhaBackward, spans: list[Span], dsink: Tensor | None):
-        self.b, self.count = b, len(spans)
-        self.queries, self.keys = max(x.queries for x in spans), max(x.keys for x in spans)
-        p = b.forward
-        self.rows = self._places([x.q for x in spans], self.queries)
-        self.key_rows = self._places([x.k for x in spans], self.keys)
-        q, out, dout = (self._copied(x, self.rows, self.queries) for x in (p.q, p.out, b.dout))
-        k, v = (self._copied(x, self.key_rows, self.keys) for x in (p.k, p.v))
-        lse = self._copied(p.lse, self.rows, self.queries, float("-inf")).transpose(1, 2)
-        dlse = None if b.dlse is None else self._copied(b.dlse, self.rows, self.queries).transpose(1, 2)
-        made = (None if x is None else torch.empty_like(y) for x, y in ((b.dq, q), (b.dk, k), (b.dv, v)))
-        problem = _as_dense(p, self.queries, self.keys, q=q, k=k, v=v, out=out, lse=lse)
-        self.request = FmhaBackward(problem, dout, dlse, *made, dsink)
-
-    def give_back(self) -> None:
-        """The gradients, to where they belong."""
-        given, made = self.b, self.request
-        for x, y, (there, here) in (
-            (given.dq, made.dq, self.rows),
-            (given.dk, made.dk, self.key_rows),
-            (given.dv, made.dv, self.key_rows),
-        ):
-            if x is not None:
-                x.index_copy_(0, there, y.flatten(0, 1)[here])
-
-    def _places(self, slices: list[slice], size: int) -> Tensor:
-        """[2, rows]: where a row is in the batch, and where in the copy of `size` rows a sequence."""
-        first, end = torch.tensor([(x.start, x.stop) for x in slices]).unbind(1)
-        each = end - first
-        owner = torch.repeat_interleave(each)
-        row = torch.arange(len(owner)) - (each.cumsum(0) - each)[owner]
-        return torch.stack([first[owner] + row, owner * size + row]).to(self.b.dout.device)
-
-    def _copied(self, x: Tensor, places: Tensor, size: int, fill: float = 0.0) -> Tensor:
-        there, here = places
-        made = x.new_full((self.count * size, *x.shape[1:]), fill)
-        return made.index_copy_(0, here, x[there]).unflatten(0, (self.count, size))
+def _dense(b: FmhaBackward, run: Run, dsink: Tensor | None) -> FmhaBackward:
+    x = _part(b, run, dsink)
+    p = x.forward
+    one = replace(
+        p, kind="dense", q=p.q[None], k=p.k[None], v=p.v[None], out=p.out[None], lse=p.lse.T[None],
+        max_seqlen_q=p.q.shape[0], max_seqlen_k=p.k.shape[0], cu_seqlens_q=None, cu_seqlens_k=None,
+        options=p.options._replace(max_seqlen_q=None, max_seqlen_k=None),
+    )  # fmt: skip
+    gradients = (None if y is None else y[None] for y in (x.dq, x.dk, x.dv))
+    return FmhaBackward(one, x.dout[None], None if x.dlse is None else x.dlse.T[None], *gradients, dsink)

@@ -3,23 +3,27 @@
 backward_scores       P and dS of a slab of heads (or of rows of one head), in the dtype, to memory
 backward_products     dV = P^T dO, dK = dS^T Q, dQ = dS K
 
-These are five products of the size of the scores, as many as there must be; a slab holds 4 bytes per score. cuBLAS
-multiplies up to 7 % faster without a mask, but needs a launch for each head or sequence and each range of rows, copies
-for a number of keys that is not a multiple of 8, and fp32 results to add: (4, 3, 806) causal at head dim 256 takes 25
-launches and 1.5 ms with it, 3 and 0.3 without.
+These are five products of the size of the scores, as many as there must be; a slab holds 4 bytes per score. slabs.py
+says how the sequences of a varlen batch lie in it. cuBLAS multiplies up to 7 % faster without a mask, but needs a
+launch for each head or sequence and each range of rows, copies for a number of keys that is not a multiple of 8, and
+fp32 results to add: (4, 3, 806) causal at head dim 256 takes 25 launches and 1.5 ms with it, 3 and 0.3 without.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dsv4.fmha.kernels.backward import FP16_P_SCALE, TILE, Packed, descriptor, is_addressable, made_like
+from dsv4.fmha.kernels.backward import FP16_P_SCALE, TILE, Packed, descriptor, is_addressable, made_like, row_tiles
 from dsv4.fmha.kernels.backward_arguments import GradientScales
 from dsv4.fmha.kernels.product_tiles import ProductOptions
-from dsv4.fmha.kernels.score_tiles import ScoreScales, SlabSizes, SlabTerms
+from dsv4.fmha.kernels.ragged import NOT_RAGGED, RaggedOperands, ragged_descriptor
+from dsv4.fmha.kernels.score_tiles import ScoreScales, SlabTerms
+from dsv4.fmha.kernels.slabs import SlabSequences, SlabSizes
+from dsv4.fmha.problem import FmhaProblem
+from dsv4.kernels.compat import TensorDescriptor
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
@@ -32,10 +36,34 @@ class Slab:
 
     pairs: slice
     rows: slice
+    tiles: tuple[int, int] = (0, 0)  # varlen: where the first row tile of a sequence may be
 
     @property
     def size(self) -> tuple[int, int]:
         return self.pairs.stop - self.pairs.start, self.rows.stop - self.rows.start
+
+
+class Room(NamedTuple):
+    """The tiles of 128 rows, and of 128 keys, that P and dS of a KV head of a varlen batch have in a slab."""
+
+    rows: int  # all of them, or `window` and those of the longest sequence
+    keys: int
+    window: int
+
+    @staticmethod
+    def find(group: int, tokens: int, sequences: int, longest_q: int, longest_k: int) -> Room | None:
+        """None: two sequences as long as the longest do not fit."""
+        keys, longest = -(-longest_k // TILE), -(-longest_q * group // TILE)
+        every = tokens * group // TILE + sequences
+        fit = SLAB_BYTES // (4 * TILE * TILE * max(keys, 1))
+        if fit >= every:
+            return Room(every, keys, every)
+        return Room(fit, keys, fit - longest) if fit >= 2 * longest else None
+
+
+def takes(p: FmhaProblem) -> bool:
+    """Whether the chain takes the batch as it is."""
+    return p.kind == "dense" or Room.find(p.group, p.q.shape[0], p.batch, p.max_seqlen_q, p.max_seqlen_k) is not None
 
 
 class Chain:
@@ -52,21 +80,28 @@ class Chain:
         self.target, self.program, self.x = target, program, x
         wanted = dict(dq=x.dq, dk=x.dk, dv=x.dv)
         self.gradients = {name: y for name, y in wanted.items() if y is not None}
+        self.room = None
+        if (s := x.sequences) is not None:
+            self.room = Room.find(x.pack, x.p.max_seqlen_q, s.count, s.longest_q, s.longest_k)
 
     def prepare(self) -> None:
         x, program, slabs = self.x, self.program, self._slabs()
         pairs, rows = slabs[0].size
-        buffers = program.workspace("P and dS", (2, pairs, rows, -(-x.keys // TILE) * TILE), x.q.dtype)
+        keys = -(-x.keys // TILE) * TILE if self.room is None else self.room.keys * TILE
+        buffers = program.workspace("P and dS", (2, pairs, rows, keys), x.q.dtype)
         sums = x.lse2  # unread
-        if rows < x.rows:  # dK and dV are added up
+        if self.room is None and rows < x.rows:  # dK and dV are added up
             size = 2 * -(-x.keys // self.tile_rows) * self.tile_rows * x.width
             sums = program.workspace("sums of dv and dk", (size,), torch.float32)
         made = {
-            name: y if is_addressable(y) else made_like(program, y.shape, y.dtype, None)
+            name: y if is_addressable(y) else made_like(program, y.shape, y.dtype, x.sequences)
             for name, y in self.gradients.items()
         }
+        for name in ("dk", "dv"):
+            if self.room is not None and x.p.left >= 0 and name in made:
+                program.fill(made[name], 0)  # of keys that no query sees
         for slab in slabs:
-            p, ds = (buffers[n, : slab.size[0], : slab.size[1], : x.keys] for n in (0, 1))
+            p, ds = (buffers[n, : slab.size[0], : slab.size[1], : min(keys, x.keys)] for n in (0, 1))
             self._scores(slab, p, ds)
             self._products(slab, p, ds, made, sums)
         for name, y in self.gradients.items():
@@ -75,8 +110,16 @@ class Chain:
 
     def _slabs(self) -> list[Slab]:
         x = self.x
-        per_row = 4 * -(-x.keys // TILE) * TILE
         all_pairs = x.batch * x.heads
+        if (room := self.room) is not None:
+            every = row_tiles(x.rows, x.sequences)
+            pairs = max(1, SLAB_BYTES // (4 * TILE * TILE * max(room.rows * room.keys, 1))) if room.rows == every else 1
+            return [
+                Slab(slice(z, min(z + pairs, all_pairs)), slice(0, room.rows * TILE), (begin, begin + room.window))
+                for z in range(0, all_pairs, pairs)
+                for begin in range(0, every, max(room.window, 1))
+            ]
+        per_row = 4 * -(-x.keys // TILE) * TILE
         pairs = min(all_pairs, SLAB_BYTES // (per_row * x.rows))
         if pairs:
             return [Slab(slice(z, min(z + pairs, all_pairs)), slice(0, x.rows)) for z in range(0, all_pairs, pairs)]
@@ -91,30 +134,48 @@ class Chain:
 
     def _sizes(self, slab: Slab) -> SlabSizes:
         pairs, rows = slab.size
-        sizes = self.x.sizes | dict(rows=rows)
+        sizes = self.x.sizes | (dict(rows=rows) if self.room is None else {})
         return SlabSizes(row_begin=slab.rows.start, pairs=pairs, pair_begin=slab.pairs.start, **sizes)
+
+    def _sequences(self, slab: Slab) -> SlabSequences:
+        if (s := self.x.sequences) is None or self.room is None:
+            return SlabSequences(self.x.lse2, self.x.lse2, 0, 0, 0, 0, 0)
+        return SlabSequences(s.cu_q, s.cu_k, s.count, *slab.tiles, self.room.rows, self.room.keys)
+
+    def _operands(self, tensors: dict[str, Slot], rows: int) -> tuple[dict[str, TensorDescriptor], RaggedOperands]:
+        """Descriptors with boxes of 64 columns."""
+        box = [1, 1, rows, 64]
+        if self.room is None:
+            return {f"{name}_desc": descriptor(y, box) for name, y in tensors.items()}, NOT_RAGGED
+        found = {name: ragged_descriptor(y, box) for name, y in tensors.items()}
+        ragged = NOT_RAGGED._replace(**{name: place for name, (_, place) in found.items()})
+        return {f"{name}_desc": desc for name, (desc, _) in found.items()}, ragged
 
     def _scores(self, slab: Slab, p: Slot, ds: Slot) -> None:
         x, (pairs, rows) = self.x, slab.size
         lse2, delta = (y.flatten(0, 1)[slab.pairs] for y in (x.lse2, x.delta))
-        read = {f"{name}_desc": descriptor(getattr(x, name), [1, 1, TILE, 64]) for name in ("q", "k", "dout", "v")}
+        read, ragged = self._operands({name: getattr(x, name) for name in ("q", "k", "dout", "v")}, TILE)
         arguments = read | dict(
+            ragged=ragged,
+            sequences=self._sequences(slab),
             p_desc=descriptor(p, [1, self.box_rows, 64]),
             ds_desc=descriptor(ds, [1, self.box_rows, 64]),
             terms=SlabTerms(lse2, delta, x.rows),
             sizes=self._sizes(slab),
             scales=ScoreScales(x.scale, FP16_P_SCALE, x.ds_scale),
         )
-        tiles = pairs * -(-rows // TILE) * -(-x.keys // TILE)
+        tiles = pairs * -(-rows // TILE) * (-(-x.keys // TILE) if self.room is None else self.room.keys)
         self._launch(type(self).scores, tiles, arguments, self.score_options)
 
     def _products(self, slab: Slab, p: Slot, ds: Slot, made: dict[str, Slot], sums: Slot) -> None:
         x, (pairs, rows) = self.x, slab.size
-        read = {f"{name}_desc": descriptor(getattr(x, name), [1, 1, 64, 64]) for name in ("q", "k", "dout")}
-        written = {
-            f"{name}_desc": descriptor(made.get(name, x.k), [1, 1, self.box_rows, 64]) for name in ("dq", "dk", "dv")
-        }
-        of_keys, of_rows = (-(-size // self.tile_rows) for size in (x.keys, rows))
+        read, ragged = self._operands({name: getattr(x, name) for name in ("q", "k", "dout")}, 64)
+        written, places = self._operands({name: made.get(name, x.k) for name in ("dq", "dk", "dv")}, self.box_rows)
+        ragged = ragged._replace(dq=places.dq, dk=places.dk, dv=places.dv)
+        if (s := x.sequences) is None:
+            of_keys, of_rows = (-(-size // self.tile_rows) for size in (x.keys, rows))
+        else:
+            of_keys, of_rows = (size // self.tile_rows + s.count for size in (x.keys, x.rows))
         tiles = (2 * of_keys + of_rows) * (x.width // 256)
         arguments = (
             read
@@ -122,13 +183,15 @@ class Chain:
             | dict(
                 p_desc=descriptor(p, [1, 64, 64]),
                 ds_desc=descriptor(ds, [1, 64, 64]),
+                ragged=ragged,
                 sums_ptr=sums,
                 sizes=self._sizes(slab),
+                sequences=self._sequences(slab),
                 opts=ProductOptions(
                     **{name: int(name in made) for name in ("dv", "dk", "dq")},
                     at_once=self._pairs_at_once(pairs, tiles),
                     add=int(slab.rows.start > 0),
-                    keep=int(slab.rows.stop < x.rows),
+                    keep=int(self.room is None and slab.rows.stop < x.rows),
                 ),
                 scales=GradientScales(x.scale, FP16_P_SCALE, x.p.softmax_scale, x.ds_scale),
             )
@@ -144,5 +207,7 @@ class Chain:
         return min(pairs, -(-waves * self.target.num_sms // tiles))
 
     def _launch(self, kernel: Any, tiles: int, arguments: dict[str, Any], options: dict[str, int]) -> None:
-        constants = dict(D=self.x.width, M=self.tile_rows, SCALED=self.x.fp16, num_warps=4, **options)
-        self.program.launch(kernel, (min(tiles, self.target.num_sms),), arguments, **constants)
+        constants = dict(
+            D=self.x.width, M=self.tile_rows, SCALED=self.x.fp16, VARLEN=self.room is not None, num_warps=4
+        )
+        self.program.launch(kernel, (min(tiles, self.target.num_sms),), arguments, **constants, **options)

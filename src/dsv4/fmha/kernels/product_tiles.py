@@ -15,6 +15,9 @@ to write. TMA fills what lies past the end of a tensor with zeros.
 
 from typing import NamedTuple
 
+from dsv4.fmha.kernels.backward_sequences import tile_of
+from dsv4.fmha.kernels.ragged import Place, place_of
+from dsv4.fmha.kernels.slabs import Part, in_slab, part_of
 from dsv4.fmha.kernels.tiles import end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.ring import Ring, producer_stage
@@ -69,10 +72,9 @@ def rows_of_tile(slots):
 
 @aggregate
 class ProductTile:
+    part: Part
     kind: Value  # DV, DK or DQ
     pair: Value  # of the slab
-    batch: Value
-    head: Value
     own: Value  # first key, or first row of the slab
     column: Value
     begin: Value  # rows, or keys, that it multiplies: [begin, end)
@@ -80,9 +82,26 @@ class ProductTile:
     wanted: Value
 
 
+@aggregate
+class ProductSlab:
+    """What roles look their tiles up in."""
+
+    whole: Value  # SlabSizes
+    sequences: Value  # SlabSequences
+    opts: Value  # ProductOptions
+    of_keys: Value  # tiles of a pair
+    of_rows: Value
+    count: Value  # of tiles in all
+
+
 @gluon.jit
-def count_tiles(sizes, M: gl.constexpr, D: gl.constexpr):
-    return (2 * ((sizes.keys + M - 1) // M) + (sizes.rows + M - 1) // M) * sizes.pairs * (D // 256)
+def product_slab(whole, sequences, opts, M: gl.constexpr, D: gl.constexpr, VARLEN: gl.constexpr):
+    """-> ProductSlab. Of a varlen batch, the most tiles that there may be."""
+    of_keys, of_rows = (whole.keys + M - 1) // M, (whole.rows + M - 1) // M
+    if VARLEN:
+        of_keys, of_rows = whole.keys // M + sequences.count, whole.rows // M + sequences.count
+    count = (2 * of_keys + of_rows) * whole.pairs * (D // 256)
+    return ProductSlab(whole, sequences, opts, of_keys, of_rows, count)
 
 
 @gluon.jit
@@ -94,56 +113,82 @@ def tile_of_turn(turn):
 
 
 @gluon.jit
-def rows_that_see(first, last, sizes):
-    """[begin, end) of the slab's rows that see some of the keys first .. last; begin is a multiple of 64."""
-    offset = sizes.keys - sizes.tokens
-    begin = gl.maximum(first - offset - sizes.right, 0) * sizes.group - sizes.row_begin
-    end = gl.minimum(last + 1 - offset + sizes.left, sizes.tokens) * sizes.group - sizes.row_begin
-    return gl.maximum(begin, 0) // 64 * 64, gl.minimum(end, sizes.rows)
+def rows_that_see(first, last, part):
+    """[begin, end) of the part's rows that see some of the keys first .. last; begin is a multiple of 64."""
+    offset = part.keys - part.tokens
+    begin = gl.maximum(first - offset - part.right, 0) * part.group - part.row_begin
+    end = gl.minimum(last + 1 - offset + part.left, part.tokens) * part.group - part.row_begin
+    return gl.maximum(begin, 0) // 64 * 64, gl.minimum(end, part.rows)
 
 
 @gluon.jit
-def keys_seen(first, last, sizes):
-    """[begin, end) of the keys that some of the slab's rows first .. last see; begin is a multiple of 64."""
-    token = (sizes.row_begin + first) // sizes.group
-    token_last = gl.minimum((sizes.row_begin + last) // sizes.group, sizes.tokens - 1)
-    begin = first_key(token, sizes.tokens, sizes.keys, sizes.left)
-    return begin // 64 * 64, end_key(token_last, sizes.tokens, sizes.keys, sizes.right)
+def keys_seen(first, last, part):
+    """[begin, end) of the keys that some of the part's rows first .. last see; begin is a multiple of 64."""
+    token = (part.row_begin + first) // part.group
+    token_last = gl.minimum((part.row_begin + last) // part.group, part.tokens - 1)
+    begin = first_key(token, part.tokens, part.keys, part.left)
+    return begin // 64 * 64, end_key(token_last, part.tokens, part.keys, part.right)
 
 
 @gluon.jit
-def is_read(row, key, sizes, M: gl.constexpr):
+def is_read(row, key, part, M: gl.constexpr):
     """Whether some tile of dQ, dK or dV reads P and dS of 128 rows and 128 keys."""
-    key_begin, key_end = keys_seen(row // M * M, (row + 127) // M * M + M - 1, sizes)
-    row_begin, row_end = rows_that_see(key // M * M, (key + 127) // M * M + M - 1, sizes)
+    key_begin, key_end = keys_seen(row // M * M, (row + 127) // M * M + M - 1, part)
+    row_begin, row_end = rows_that_see(key // M * M, (key + 127) // M * M + M - 1, part)
     by_rows = (key < key_end) & (key + 128 > key_begin)
     return by_rows | ((row < row_end) & (row + 128 > row_begin))
 
 
 @gluon.jit
-def product_tile(tile_id, sizes, opts, M: gl.constexpr, D: gl.constexpr):
+def product_tile(tile_id, slab, M: gl.constexpr, D: gl.constexpr, VARLEN: gl.constexpr):
     """The tiles of `at_once` pairs together: first dV and dK from the first keys on, then dQ from the last rows on, so
-    that under a causal mask the longest come first."""
-    of_keys = (sizes.keys + M - 1) // M
-    of_rows = (sizes.rows + M - 1) // M
+    that under a causal mask the longest come first. Of a varlen batch, one sequence after another: with the longest of
+    all sequences first, their operands leave the L2, and 64 x 100 to 2000 tokens take 2042 instead of 1789 us."""
+    whole, sequences, opts, of_keys, of_rows = slab.whole, slab.sequences, slab.opts, slab.of_keys, slab.of_rows
     together = (2 * of_keys + of_rows) * (D // 256) * opts.at_once
     first_pair = tile_id // together * opts.at_once
     rest = tile_id % together
     column = rest % (D // 256) * 256
     rest = rest // (D // 256)
-    pairs = gl.minimum(opts.at_once, sizes.pairs - first_pair)
+    pairs = gl.minimum(opts.at_once, whole.pairs - first_pair)
     pair = first_pair + rest % pairs
     number = rest // pairs
-    batch = (sizes.pair_begin + pair) // sizes.heads
-    head = (sizes.pair_begin + pair) % sizes.heads
     kind = gl.where(number < 2 * of_keys, number % 2, DQ)
-    own = gl.where(kind == DQ, 2 * of_keys + of_rows - 1 - number, number // 2) * M
-    wanted = gl.where(kind == DQ, opts.dq, gl.where(kind == DK, opts.dk, opts.dv)) != 0
-    row_begin, row_end = rows_that_see(own, own + M - 1, sizes)
-    key_begin, key_end = keys_seen(own, own + M - 1, sizes)
+    number = gl.where(kind == DQ, 2 * of_keys + of_rows - 1 - number, number // 2)
+    wanted = (tile_id < slab.count) & (gl.where(kind == DQ, opts.dq, gl.where(kind == DK, opts.dk, opts.dv)) != 0)
+    if VARLEN:
+        seq, own = gl.to_tensor(0), gl.to_tensor(0)
+        if kind == DQ:
+            seq, own = tile_of(number, sequences.cu_q_ptr, sequences.count, whole.group, M)
+        else:
+            seq, own = tile_of(number, sequences.cu_k_ptr, sequences.count, 1, M)
+        part = part_of(pair, seq, whole, sequences, True)
+        inside = in_slab(seq, whole, sequences) & (own < gl.where(kind == DQ, part.rows, part.keys))
+        return _product_tile(part, kind, pair, own, column, wanted & inside, M)
+    else:
+        part = part_of(pair, 0, whole, sequences, False)
+        return _product_tile(part, kind, pair, number * M, column, wanted, M)
+
+
+@gluon.jit
+def _product_tile(part, kind, pair, own, column, wanted, M: gl.constexpr):
+    row_begin, row_end = rows_that_see(own, own + M - 1, part)
+    key_begin, key_end = keys_seen(own, own + M - 1, part)
     begin = gl.where(kind == DQ, key_begin, row_begin)
     end = gl.where(kind == DQ, key_end, row_end)
-    return ProductTile(kind, pair, batch, head, own, column, begin, end, wanted)
+    return ProductTile(part, kind, pair, own, column, begin, end, wanted)
+
+
+@gluon.jit
+def place_of_rows(desc, ragged, part, VARLEN: gl.constexpr):
+    """Where the slab's rows of Q, dO or dQ lie."""
+    place = place_of(desc, ragged, part.batch, part.head, part.first_row, part.rows, VARLEN)
+    return Place(place.outer, place.offset, place.begin + part.row_begin)
+
+
+@gluon.jit
+def place_of_keys(desc, ragged, part, VARLEN: gl.constexpr):
+    return place_of(desc, ragged, part.batch, part.head, part.first_key, part.keys, VARLEN)
 
 
 @gluon.jit
@@ -157,35 +202,37 @@ def load_a(desc, slots, stage, pair, row, key, MORE_ROWS: gl.constexpr, MORE_KEY
 
 
 @gluon.jit
-def load_b(desc, slots, stage, tile, row):
+def load_b(desc, slots, stage, place, row, column):
     BOX: gl.constexpr = desc.layout
     panels = reinterpret(slots.ring.slot(stage), [4, 1, 1, 64, 64], BOX)
     for n in gl.static_range(4):
-        place = [tile.batch, tile.head, row, tile.column + n * 64]
-        tma_load(desc, place, slots.ring.ready_at(stage), panels.index(n))
+        at = [place.outer, place.offset, place.begin + row, column + n * 64]
+        tma_load(desc, at, slots.ring.ready_at(stage), panels.index(n))
 
 
 @gluon.jit
-def load_role(operands, slots, sizes, opts, D: gl.constexpr):
+def load_role(operands, ragged, slots, slab, D: gl.constexpr, VARLEN: gl.constexpr):
     ring, stage = slots.ring, producer_stage()
     M: gl.constexpr = rows_of_tile(slots)
-    count = count_tiles(sizes, M, D)
-    for turn in range(0, (count + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        tile_id = tile_of_turn(turn)
-        tile = product_tile(tile_id, sizes, opts, M, D)
-        if (tile_id < count) & tile.wanted:
+    for turn in range(0, (slab.count + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        tile = product_tile(tile_of_turn(turn), slab, M, D, VARLEN)
+        part = tile.part
+        k = place_of_keys(operands.k_desc, ragged.k, part, VARLEN)
+        q = place_of_rows(operands.q_desc, ragged.q, part, VARLEN)
+        dout = place_of_rows(operands.dout_desc, ragged.dout, part, VARLEN)
+        if tile.wanted:
             for at in range(tile.begin, tile.end, 64):
                 ring.acquire(stage)
                 mbarrier.expect(ring.ready_at(stage), M * 64 * 2 + B_BYTES)
                 if tile.kind == DQ:
-                    load_a(operands.ds_desc, slots, stage, tile.pair, tile.own, at, 64, 0)
-                    load_b(operands.k_desc, slots, stage, tile, at)
+                    load_a(operands.ds_desc, slots, stage, tile.pair, part.slab_row + tile.own, at, 64, 0)
+                    load_b(operands.k_desc, slots, stage, k, at, tile.column)
                 elif tile.kind == DK:
-                    load_a(operands.ds_desc, slots, stage, tile.pair, at, tile.own, 0, 64)
-                    load_b(operands.q_desc, slots, stage, tile, sizes.row_begin + at)
+                    load_a(operands.ds_desc, slots, stage, tile.pair, part.slab_row + at, tile.own, 0, 64)
+                    load_b(operands.q_desc, slots, stage, q, at, tile.column)
                 else:
-                    load_a(operands.p_desc, slots, stage, tile.pair, at, tile.own, 0, 64)
-                    load_b(operands.dout_desc, slots, stage, tile, sizes.row_begin + at)
+                    load_a(operands.p_desc, slots, stage, tile.pair, part.slab_row + at, tile.own, 0, 64)
+                    load_b(operands.dout_desc, slots, stage, dout, at, tile.column)
                 stage = ring.next(stage)
 
 

@@ -31,6 +31,21 @@ class Ragged(NamedTuple):
     head: Value
 
 
+class RaggedOperands(NamedTuple):
+    """Of the tensors of a gradient."""
+
+    q: Ragged
+    dout: Ragged
+    k: Ragged
+    v: Ragged
+    dq: Ragged
+    dk: Ragged
+    dv: Ragged
+
+
+NOT_RAGGED = RaggedOperands(*[Ragged(0, 0)] * 7)  # dense
+
+
 @aggregate
 class Place:
     """The coordinates of a sequence and head: row r has begin + r."""

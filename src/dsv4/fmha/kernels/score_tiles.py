@@ -5,7 +5,10 @@ Tiles of 128 query rows times 128 keys; the kernels backward_scores of every arc
 
 from typing import NamedTuple
 
+from dsv4.fmha.kernels.backward_sequences import tile_of
 from dsv4.fmha.kernels.product_tiles import is_read
+from dsv4.fmha.kernels.ragged import place_of
+from dsv4.fmha.kernels.slabs import Part, in_slab, part_of
 from dsv4.fmha.kernels.tiles import end_key, first_key, needs_mask
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
 from dsv4.kernels.ring import Ring, producer_stage
@@ -28,28 +31,25 @@ class SlabTerms(NamedTuple):
     all: Value
 
 
-class SlabSizes(NamedTuple):
-    """The sizes of one pair of sequence and KV head, its rows as far as the slab has them."""
+@aggregate
+class Slab:
+    """What roles look their tiles up in."""
 
-    rows: Value
-    row_begin: Value  # the slab's first
-    tokens: Value
-    keys: Value
-    group: Value
-    left: Value
-    right: Value
-    pairs: Value  # of the slab
-    pair_begin: Value
-    heads: Value
+    whole: Value  # SlabSizes
+    sequences: Value  # SlabSequences
+    row_tiles: Value  # of a pair
+    key_tiles: Value
+    count: Value  # of tiles in all
 
 
 @aggregate
-class Tiles:
-    """The tiles of the slab: of a pair's rows, of its keys, of all pairs."""
-
-    of_rows: Value
-    of_keys: Value
-    count: Value
+class ScoreTile:
+    part: Part
+    pair: Value  # of the slab
+    row: Value  # the first, of the part
+    key: Value
+    some: Value  # whether its products are wanted
+    read: Value  # whether it is read at all
 
 
 class ScoreScales(NamedTuple):
@@ -61,66 +61,85 @@ class ScoreScales(NamedTuple):
 
 
 @gluon.jit
-def needed(row, key, sizes, M: gl.constexpr):
-    """(whether the tile's products are wanted, whether it is read at all). M: rows of the tiles of products."""
-    token = (sizes.row_begin + row) // sizes.group
-    token_last = gl.minimum((sizes.row_begin + row + 127) // sizes.group, sizes.tokens - 1)
-    first = first_key(token, sizes.tokens, sizes.keys, sizes.left)
-    end = end_key(token_last, sizes.tokens, sizes.keys, sizes.right)
-    return (key < end) & (key + 128 > first), is_read(row, key, sizes, M)
+def slab_of(whole, sequences, VARLEN: gl.constexpr):
+    """-> Slab"""
+    row_tiles, key_tiles = (whole.rows + 127) // 128, (whole.keys + 127) // 128
+    if VARLEN:
+        row_tiles, key_tiles = sequences.row_tiles, sequences.key_tiles
+    return Slab(whole, sequences, row_tiles, key_tiles, row_tiles * key_tiles * whole.pairs)
 
 
 @gluon.jit
-def locate(tile_id, tiles):
-    """(pair of sequence and KV head, first row, first key) of a work tile."""
-    line = tile_id // tiles.of_keys
-    pair = line // tiles.of_rows
+def score_tile(tile_id, slab, M: gl.constexpr, VARLEN: gl.constexpr):
+    """-> ScoreTile. M: rows of the tiles of products."""
+    line = tile_id // slab.key_tiles
+    pair = line // slab.row_tiles
+    row = (line - pair * slab.row_tiles) * 128
     # Each line of tiles begins elsewhere: a CTA that kept to one diagonal would have all of its tiles seen, or none.
-    return pair, (line - pair * tiles.of_rows) * 128, (tile_id + 5 * line) % tiles.of_keys * 128
+    key = (tile_id + 5 * line) % slab.key_tiles * 128
+    whole, sequences = slab.whole, slab.sequences
+    if VARLEN:
+        number = sequences.first + row // 128
+        seq, row = tile_of(number, sequences.cu_q_ptr, sequences.count, whole.group)
+        part = part_of(pair, seq, whole, sequences, True)
+        inside = in_slab(seq, whole, sequences) & (row < part.rows)
+        some, read = needed(row, key, part, M)
+        return ScoreTile(part, pair, row, key, some & inside, read & inside)
+    else:
+        part = part_of(pair, 0, whole, sequences, False)
+        some, read = needed(row, key, part, M)
+        return ScoreTile(part, pair, row, key, some, read)
 
 
 @gluon.jit
-def tiles_of(sizes):
-    row_tiles = (sizes.rows + 127) // 128
-    key_tiles = (sizes.keys + 127) // 128
-    return Tiles(row_tiles, key_tiles, row_tiles * key_tiles * sizes.pairs)
+def needed(row, key, part, M: gl.constexpr):
+    """(whether the tile's products are wanted, whether it is read at all). M: rows of the tiles of products."""
+    token = (part.row_begin + row) // part.group
+    token_last = gl.minimum((part.row_begin + row + 127) // part.group, part.tokens - 1)
+    first = first_key(token, part.tokens, part.keys, part.left)
+    end = end_key(token_last, part.tokens, part.keys, part.right)
+    return (key < end) & (key + 128 > first), is_read(row, key, part, M)
 
 
 @gluon.jit
-def row_terms(terms, pair, row, sizes):
-    """(lse2, delta) of rows of a pair; +inf and 0 past the slab's end."""
-    at = pair.to(gl.int64) * terms.all + sizes.row_begin + row
-    lse2 = gl.load(terms.lse2_ptr + at, mask=row < sizes.rows, other=float("inf"))
-    return lse2, gl.load(terms.delta_ptr + at, mask=row < sizes.rows, other=0.0)
+def row_terms(terms, tile, row):
+    """(lse2, delta) of rows of a tile; +inf and 0 past the end."""
+    part = tile.part
+    at = tile.pair.to(gl.int64) * terms.all + part.first_row + part.row_begin + row
+    lse2 = gl.load(terms.lse2_ptr + at, mask=row < part.rows, other=float("inf"))
+    return lse2, gl.load(terms.delta_ptr + at, mask=row < part.rows, other=0.0)
 
 
 @gluon.jit
-def visible(p, row, key, sizes):
-    """P of rows of the slab from `row` and of keys from `key` on, with 0 where the row does not see the key."""
+def visible(p, row, key, part):
+    """P of rows of the part from `row` and of keys from `key` on, with 0 where the row does not see the key."""
     L: gl.constexpr = p.type.layout
     ROWS: gl.constexpr = p.shape[0]
     KEYS: gl.constexpr = p.shape[1]
-    token = (sizes.row_begin + (row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)))) // sizes.group
-    if needs_mask(sizes.row_begin + row, key, sizes, ROWS, KEYS):
+    token = (part.row_begin + (row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)))) // part.group
+    if needs_mask(part.row_begin + row, key, part, ROWS, KEYS):
         column = key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, L))[None, :]
-        inside = (column >= first_key(token, sizes.tokens, sizes.keys, sizes.left)[:, None]) & (
-            column < end_key(token, sizes.tokens, sizes.keys, sizes.right)[:, None]
+        inside = (column >= first_key(token, part.tokens, part.keys, part.left)[:, None]) & (
+            column < end_key(token, part.tokens, part.keys, part.right)[:, None]
         )
         p = gl.where(inside, p, 0.0)
     return p
 
 
 @gluon.jit
-def load_role(operands, chunks, sizes, tiles, CHUNKS: gl.constexpr, M: gl.constexpr):
+def load_role(operands, ragged, chunks, slab, CHUNKS: gl.constexpr, M: gl.constexpr, VARLEN: gl.constexpr):
     BOX: gl.constexpr = operands.q_desc.layout
     ring, stage = chunks.ring, producer_stage()
-    for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
-        pair, row, key = locate(tile_id, tiles)
-        some, read = needed(row, key, sizes, M)
-        batch = (sizes.pair_begin + pair) // sizes.heads
-        head = (sizes.pair_begin + pair) % sizes.heads
-        row = sizes.row_begin + row
-        if some:
+    for tile_id in range(gl.program_id(0), slab.count, gl.num_programs(0)):
+        tile = score_tile(tile_id, slab, M, VARLEN)
+        part = tile.part
+        batch, head, first_row, first_key = part.batch, part.head, part.first_row, part.first_key
+        q = place_of(operands.q_desc, ragged.q, batch, head, first_row, part.rows, VARLEN)
+        dout = place_of(operands.dout_desc, ragged.dout, batch, head, first_row, part.rows, VARLEN)
+        k = place_of(operands.k_desc, ragged.k, batch, head, first_key, part.keys, VARLEN)
+        v = place_of(operands.v_desc, ragged.v, batch, head, first_key, part.keys, VARLEN)
+        row = part.row_begin + tile.row
+        if tile.some:
             for chunk in range(0, 2 * CHUNKS):
                 ring.acquire(stage)
                 ready = ring.ready_at(stage)
@@ -128,10 +147,11 @@ def load_role(operands, chunks, sizes, tiles, CHUNKS: gl.constexpr, M: gl.conste
                 rows_here = reinterpret(ring.slot(stage), [1, 1, 128, 64], BOX)
                 keys_here = reinterpret(chunks.b.index(stage.index), [1, 1, 128, 64], BOX)
                 if chunk < CHUNKS:
-                    tma_load(operands.q_desc, [batch, head, row, chunk * 64], ready, rows_here)
-                    tma_load(operands.k_desc, [batch, head, key, chunk * 64], ready, keys_here)
+                    column = chunk * 64
+                    tma_load(operands.q_desc, [q.outer, q.offset, q.begin + row, column], ready, rows_here)
+                    tma_load(operands.k_desc, [k.outer, k.offset, k.begin + tile.key, column], ready, keys_here)
                 else:
                     column = (chunk - CHUNKS) * 64
-                    tma_load(operands.dout_desc, [batch, head, row, column], ready, rows_here)
-                    tma_load(operands.v_desc, [batch, head, key, column], ready, keys_here)
+                    tma_load(operands.dout_desc, [dout.outer, dout.offset, dout.begin + row, column], ready, rows_here)
+                    tma_load(operands.v_desc, [v.outer, v.offset, v.begin + tile.key, column], ready, keys_here)
                 stage = ring.next(stage)

@@ -1,52 +1,49 @@
-"""Which sequences of a varlen batch go together as a dense one."""
+"""Which sequences of a varlen batch the chain of gradients takes together, where it does not take all of them."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from dsv4.fmha import problem  # noqa: E402
-from dsv4.fmha.kernels import by_sequence  # noqa: E402
+from dsv4.fmha.kernels import by_sequence, chain  # noqa: E402
 
 
 def sizes(pairs, heads=1, **options):
     """[[(queries, keys), ...], ...] of sequences with these numbers of queries and keys."""
     cu_q, cu_k = (torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in zip(*pairs))
-    q, k = (torch.zeros(int(cu[-1]), heads, 256, dtype=torch.bfloat16) for cu in (cu_q, cu_k))
-    found = by_sequence.together(problem.varlen(q, k, k, cu_q, cu_k, **options))
-    return [[(x.queries, x.keys) for x in spans] for spans in found]
+    q = torch.zeros(int(cu_q[-1]), heads, 256, dtype=torch.bfloat16)
+    k = torch.zeros(int(cu_k[-1]), 1, 256, dtype=torch.bfloat16)
+    found = by_sequence.runs(problem.varlen(q, k, k, cu_q, cu_k, **options))
+    return [list(zip(*([y - x for x, y in pairwise(cu)] for cu in (run.q, run.k)))) for run in found]
 
 
-def test_causal_ones_of_about_one_length():
-    found = sizes([(100, 100), (90, 90), (200, 200), (95, 95)], causal=True)
-    assert found == [[(100, 100), (90, 90), (95, 95)], [(200, 200)]]
+@pytest.fixture(autouse=True)
+def room_for_eight_tiles(monkeypatch):
+    """128 rows and 128 keys each."""
+    monkeypatch.setattr(chain, "SLAB_BYTES", 8 * 4 * 128 * 128)
 
 
-def test_causal_ones_with_as_many_more_keys():
-    assert sizes([(100, 130), (90, 90), (95, 125)], causal=True) == [[(100, 130), (95, 125)], [(90, 90)]]
+def test_all_that_fit():
+    found = [(100, 100), (0, 9), (7, 0), (95, 95)]
+    assert sizes(found, causal=True) == [found]
 
 
-@pytest.mark.parametrize("options", [dict(), dict(window=(20, 1))])
-def test_others_only_of_one_size(options):
-    assert sizes([(60, 70), (60, 71), (60, 70)], **options) == [[(60, 70), (60, 70)], [(60, 71)]]
+def test_as_many_as_have_room_for_the_longest():
+    """Two row tiles of two key tiles for the longest, four for all."""
+    found = [(100, 100), (256, 256), (100, 100), (300, 300), (256, 256)]
+    assert sizes(found) == [found[:3], found[3:4], found[4:]]
 
 
-def test_long_ones_go_alone():
-    long, few = (1025, 1025), (4, 1025)
-    assert sizes([long, long, few, few], causal=True) == [[long]] * 2 + [[few]] * 2
+def test_a_long_one_goes_alone():
+    short, long = (100, 100), (1025, 1025)
+    assert sizes([short, short, long, short, long], causal=True) == [[short] * 2, [long], [short], [long]]
 
 
-@pytest.mark.parametrize("heads", [1, 64])
-def test_the_longest_that_go_together(heads):
-    assert sizes([(1024, 1024)] * 2, heads=heads, causal=True) == [[(1024, 1024)] * 2]
+def test_query_heads_are_rows():
+    assert sizes([(256, 200)] * 2, heads=2) == [[(256, 200)]] * 2
 
 
-def test_nothing_is_done_for_those_without_queries_or_keys():
-    assert sizes([(0, 9), (5, 5), (7, 0)], causal=True) == [[(5, 5)]]
-
-
-def test_copies_are_no_larger_than_the_batch():
-    """One sequence of 128 tokens and many of one: at 128 tokens each they would take 100 times the memory."""
-    found = sizes([(128, 128), *[(1, 1)] * 600], causal=True)
-    assert sum(map(len, found)) == 601 and max(map(len, found)) == 728 // 128
+def test_nothing_is_done_for_one_alone_without_queries_or_keys():
+    assert sizes([(2000, 2000), (0, 1000), (2000, 2000)]) == [[(2000, 2000)]] * 2

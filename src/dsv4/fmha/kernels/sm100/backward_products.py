@@ -34,8 +34,10 @@ from dsv4.fmha.kernels.product_tiles import (
     Gradients,
     ProductOperands,
     Slots,
-    count_tiles,
     load_role,
+    place_of_keys,
+    place_of_rows,
+    product_slab,
     product_tile,
     result_scale,
     tile_of_turn,
@@ -45,16 +47,14 @@ from dsv4.kernels.ring import Stage, consumer_stage, init_barriers, new_ring
 
 
 @gluon.jit
-def mma_role(slots, a, acc, sizes, opts, D: gl.constexpr):
+def mma_role(slots, a, acc, slab, D: gl.constexpr, VARLEN: gl.constexpr):
     MATRIX: gl.constexpr = a.layout
     ring = slots.ring
     stage = consumer_stage()
     count = gl.to_tensor(0)
-    tiles = count_tiles(sizes, 128, D)
-    for turn in range(0, (tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        tile_id = tile_of_turn(turn)
-        tile = product_tile(tile_id, sizes, opts, 128, D)
-        if (tile_id < tiles) & tile.wanted:
+    for turn in range(0, (slab.count + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        tile = product_tile(tile_of_turn(turn), slab, 128, D, VARLEN)
+        if tile.wanted:
             at = Stage(count % 2, (count // 2 + 1) % 2)  # the first wait on an untouched barrier passes
             acc.acquire(at)
             for row in range(tile.begin, tile.end, 64):
@@ -72,7 +72,7 @@ def mma_role(slots, a, acc, sizes, opts, D: gl.constexpr):
 
 
 @gluon.jit
-def send(x, out, desc, tile, row, H: gl.constexpr):
+def send(x, out, desc, place, tile, H: gl.constexpr):
     BOX: gl.constexpr = desc.layout
     store_wait(0)
     out.store(x.to(out.dtype))
@@ -80,23 +80,20 @@ def send(x, out, desc, tile, row, H: gl.constexpr):
     panels = reinterpret(out, [2, 1, 1, 128, 64], BOX)
     for panel in gl.static_range(2):
         column = tile.column + (2 * H + panel) * 64
-        tma_store(desc, [tile.batch, tile.head, row, column], panels.index(panel))
+        tma_store(desc, [place.outer, place.offset, place.begin + tile.own, column], panels.index(panel))
 
 
 @gluon.jit
-def out_role(
-    acc, out, gradients, sums_ptr, sizes, opts, scales, H: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr
-):
+def out_role(acc, out, gradients, ragged, sums_ptr, slab, scales, H: gl.constexpr, D: gl.constexpr,
+             SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     """Columns 128 H .. 128 H + 127 of every tile, one row per thread."""
     L: gl.constexpr = acc.slots.index(0).slice(0, 128).get_reg_layout()
     row = gl.arange(0, 128, layout=gl.SliceLayout(1, L))
     column = H * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, L))
     count = gl.to_tensor(0)
-    tiles = count_tiles(sizes, 128, D)
-    for turn in range(0, (tiles + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        tile_id = tile_of_turn(turn)
-        tile = product_tile(tile_id, sizes, opts, 128, D)
-        if (tile_id < tiles) & tile.wanted:
+    for turn in range(0, (slab.count + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        tile = product_tile(tile_of_turn(turn), slab, 128, D, VARLEN)
+        if tile.wanted:
             at = Stage(count % 2, (count // 2) % 2)
             acc.wait(at)
             x = gl.zeros([128, 128], gl.float32, L)
@@ -105,18 +102,21 @@ def out_role(
             acc.release(at)
             scale = result_scale(tile, scales, SCALED)
             if tile.kind == DQ:
-                send(x * scale, out, gradients.dq_desc, tile, sizes.row_begin + tile.own, H)
+                place = place_of_rows(gradients.dq_desc, ragged.dq, tile.part, VARLEN)
+                send(x * scale, out, gradients.dq_desc, place, tile, H)
             else:
-                first = (tile.kind * ((sizes.keys + 127) // 128 * 128) + tile.own).to(gl.int64) * D + tile.column
+                first = (tile.kind * (slab.of_keys * 128) + tile.own).to(gl.int64) * D + tile.column
                 places = sums_ptr + first + row[:, None] * D + column[None, :]
-                if opts.add != 0:
+                if slab.opts.add != 0:
                     x += gl.load(places)
-                if opts.keep != 0:
+                if slab.opts.keep != 0:
                     gl.store(places, x)
                 elif tile.kind == DK:
-                    send(x * scale, out, gradients.dk_desc, tile, tile.own, H)
+                    place = place_of_keys(gradients.dk_desc, ragged.dk, tile.part, VARLEN)
+                    send(x * scale, out, gradients.dk_desc, place, tile, H)
                 else:
-                    send(x * scale, out, gradients.dv_desc, tile, tile.own, H)
+                    place = place_of_keys(gradients.dv_desc, ragged.dv, tile.part, VARLEN)
+                    send(x * scale, out, gradients.dv_desc, place, tile, H)
             count += 1
     store_wait(0)
 
@@ -131,13 +131,16 @@ def backward_products(
     dq_desc,
     dk_desc,
     dv_desc,
+    ragged,
     sums_ptr,
     sizes,
+    sequences,
     opts,
     scales,
     D: gl.constexpr,
     SLOTS: gl.constexpr,
     SCALED: gl.constexpr,
+    VARLEN: gl.constexpr,
     PRODUCT_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
@@ -151,11 +154,12 @@ def backward_products(
     acc = new_ring(allocate_tensor_memory(gl.float32, [2, 128, 256], TILE), 2)
     init_barriers((ring.ready, ring.free, acc.ready, acc.free))
     slots = Slots(ring, reinterpret(a, [SLOTS * 2, 64, 64], MATRIX))
+    slab = product_slab(sizes, sequences, opts, 128, D, VARLEN)
     operands = ProductOperands(p_desc, ds_desc, q_desc, k_desc, dout_desc)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
     gl.warp_specialize([
-        (out_role, (acc, left_out, gradients, sums_ptr, sizes, opts, scales, 0, D, SCALED)),
-        (out_role, (acc, right_out, gradients, sums_ptr, sizes, opts, scales, 1, D, SCALED)),
-        (mma_role, (slots, a, acc, sizes, opts, D)),
-        (load_role, (operands, slots, sizes, opts, D)),
+        (out_role, (acc, left_out, gradients, ragged, sums_ptr, slab, scales, 0, D, SCALED, VARLEN)),
+        (out_role, (acc, right_out, gradients, ragged, sums_ptr, slab, scales, 1, D, SCALED, VARLEN)),
+        (mma_role, (slots, a, acc, slab, D, VARLEN)),
+        (load_role, (operands, ragged, slots, slab, D, VARLEN)),
     ], [4, 1, 1], [PRODUCT_REGS, LOAD_REGS, LOAD_REGS])  # fmt: skip

@@ -32,14 +32,14 @@ s_free[i]       left, right        2           mma            S is read
 dp_ready[i]     commit of mma      1           left, right    dP is complete
 dp_free[i]      left, right        2           mma            dP is read
 
-Tensors and tiles are those of the Hopper kernel, whose needed() and locate() say which tiles are computed, which are
+Tensors and tiles are those of the Hopper kernel; score_tiles.score_tile() says which tiles are computed, which are
 written as zeros and which are left alone.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
 
 from dsv4.fmha.kernels.backward_arguments import Operands
-from dsv4.fmha.kernels.score_tiles import Chunks, load_role, locate, needed, row_terms, tiles_of, visible
+from dsv4.fmha.kernels.score_tiles import Chunks, load_role, row_terms, score_tile, slab_of, visible
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
 from dsv4.kernels.compat import aggregate, fence_async_shared, gl, gluon, reinterpret, store_wait, tma_store
 from dsv4.kernels.ring import Ring, Stage, consumer_stage, init_barriers, new_ring
@@ -66,13 +66,11 @@ def multiply(acc, chunks, stage, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def mma_role(chunks, scores, sizes, tiles, CHUNKS: gl.constexpr, M: gl.constexpr):
+def mma_role(chunks, scores, slab, CHUNKS: gl.constexpr, M: gl.constexpr, VARLEN: gl.constexpr):
     stage = consumer_stage()
     count = gl.to_tensor(0)
-    for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
-        pair, row, key = locate(tile_id, tiles)
-        some, read = needed(row, key, sizes, M)
-        if some:
+    for tile_id in range(gl.program_id(0), slab.count, gl.num_programs(0)):
+        if score_tile(tile_id, slab, M, VARLEN).some:
             at = Stage(count % 2, (count // 2 + 1) % 2)  # the first wait on an untouched barrier passes
             scores.s.acquire(at)
             stage = multiply(scores.s.slot(at), chunks, stage, CHUNKS)
@@ -94,9 +92,8 @@ def send(x, tile, desc, pair, row, key):
 
 
 @gluon.jit
-def score_role(
-    scores, out, p_desc, ds_desc, terms, sizes, tiles, scales, H: gl.constexpr, SCALED: gl.constexpr, M: gl.constexpr
-):
+def score_role(scores, out, p_desc, ds_desc, terms, slab, scales, H: gl.constexpr, SCALED: gl.constexpr,
+               M: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     """Keys 64 H .. 64 H + 63 of every tile, one row per thread."""
     DTYPE: gl.constexpr = out.dtype
     L: gl.constexpr = scores.s.slots.index(0).slice(0, 64).get_reg_layout()
@@ -104,33 +101,32 @@ def score_role(
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
     count = gl.to_tensor(0)
-    for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
-        pair, first_row, key = locate(tile_id, tiles)
-        some, read = needed(first_row, key, sizes, M)
-        mine = key + H * 64
-        if some:
+    for tile_id in range(gl.program_id(0), slab.count, gl.num_programs(0)):
+        tile = score_tile(tile_id, slab, M, VARLEN)
+        pair, mine, to = tile.pair, tile.key + H * 64, tile.part.slab_row + tile.row
+        if tile.some:
             at = Stage(count % 2, (count // 2) % 2)
-            row = first_row + gl.arange(0, 128, layout=gl.SliceLayout(1, L))
-            lse2, delta = row_terms(terms, pair, row, sizes)
+            row = tile.row + gl.arange(0, 128, layout=gl.SliceLayout(1, L))
+            lse2, delta = row_terms(terms, tile, row)
             scores.s.wait(at)
             p, s = probabilities(scores.s.slot(at).slice(H * 64, 64).load(), lse2[:, None], scales.s)
             scores.s.release(at)
-            p = visible(p, first_row, mine, sizes)
+            p = visible(p, tile.row, mine, tile.part)
             if SCALED:
-                send((p * scales.p).to(DTYPE), out.index(0), p_desc, pair, first_row, mine)
+                send((p * scales.p).to(DTYPE), out.index(0), p_desc, pair, to, mine)
             else:
-                send(p.to(DTYPE), out.index(0), p_desc, pair, first_row, mine)
+                send(p.to(DTYPE), out.index(0), p_desc, pair, to, mine)
             scores.dp.wait(at)
             ds = score_gradient(p, scores.dp.slot(at).slice(H * 64, 64).load(), delta[:, None], s, scales.s)
             scores.dp.release(at)
             if SCALED:
                 ds = ds * ds_scale
-            send(ds.to(DTYPE), out.index(1), ds_desc, pair, first_row, mine)
+            send(ds.to(DTYPE), out.index(1), ds_desc, pair, to, mine)
             count += 1
-        elif read:
+        elif tile.read:
             nothing = gl.zeros([128, 64], DTYPE, L)
-            send(nothing, out.index(0), p_desc, pair, first_row, mine)
-            send(nothing, out.index(1), ds_desc, pair, first_row, mine)
+            send(nothing, out.index(0), p_desc, pair, to, mine)
+            send(nothing, out.index(1), ds_desc, pair, to, mine)
     store_wait(0)
 
 
@@ -142,13 +138,16 @@ def backward_scores(
     v_desc,
     p_desc,
     ds_desc,
+    ragged,
     terms,
     sizes,
+    sequences,
     scales,
     D: gl.constexpr,
     M: gl.constexpr,
     SLOTS: gl.constexpr,
     SCALED: gl.constexpr,
+    VARLEN: gl.constexpr,
     SCORE_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
@@ -166,13 +165,13 @@ def backward_scores(
     s = new_ring(s_tiles, 2)
     dp = new_ring(dp_tiles, 2)
     init_barriers((ring.ready, ring.free, s.ready, s.free, dp.ready, dp.free))
-    tiles = tiles_of(sizes)
+    slab = slab_of(sizes, sequences, VARLEN)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     chunks = Chunks(ring, b)
     scores = Scores(s, dp)
     gl.warp_specialize([
-        (score_role, (scores, left_out, p_desc, ds_desc, terms, sizes, tiles, scales, 0, SCALED, M)),
-        (score_role, (scores, right_out, p_desc, ds_desc, terms, sizes, tiles, scales, 1, SCALED, M)),
-        (mma_role, (chunks, scores, sizes, tiles, CHUNKS, M)),
-        (load_role, (operands, chunks, sizes, tiles, CHUNKS, M)),
+        (score_role, (scores, left_out, p_desc, ds_desc, terms, slab, scales, 0, SCALED, M, VARLEN)),
+        (score_role, (scores, right_out, p_desc, ds_desc, terms, slab, scales, 1, SCALED, M, VARLEN)),
+        (mma_role, (chunks, scores, slab, CHUNKS, M, VARLEN)),
+        (load_role, (operands, ragged, chunks, slab, CHUNKS, M, VARLEN)),
     ], [4, 1, 1], [SCORE_REGS, LOAD_REGS, LOAD_REGS])  # fmt: skip

@@ -10,7 +10,7 @@ head dim    kernels                                                          pro
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,7 +36,7 @@ from dsv4.fmha.kernels.backward import (
 from dsv4.fmha.kernels.backward_arguments import GradientScales, GradientSizes, GradientTensors, KeyParts, Parts
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
-from dsv4.fmha.kernels.ragged import Ragged, ragged_descriptor
+from dsv4.fmha.kernels.ragged import NOT_RAGGED, ragged_descriptor
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_products import backward_products
@@ -72,21 +72,9 @@ def prepare_chain(target: Target, program: Program, x: Packed) -> None:
     HopperChain(target, program, x).prepare()
 
 
-class RaggedOperands(NamedTuple):
-    """Of varlen tensors; see ragged.py."""
-
-    q: Ragged
-    dout: Ragged
-    k: Ragged
-    v: Ragged
-    dq: Ragged
-    dk: Ragged
-    dv: Ragged
-
-
 def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
     """Without scores in memory."""
-    starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences, x.sequences.count)  # or unread
+    starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences[:2], x.sequences.count)  # or unread
     common: dict[str, Any] = dict(
         tensors=GradientTensors(x.lse2, x.delta, *starts[:2]),
         whole=GradientSizes(**x.sizes, sequences=starts[2]),
@@ -166,7 +154,7 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
 
 def operands(x: Packed, boxes: dict[str, int], **gradients: Slot) -> dict[str, Any]:
     """The descriptors of tensors and gradients, and `ragged`. boxes: their rows."""
-    ragged = dict.fromkeys(RaggedOperands._fields, Ragged(0, 0))
+    ragged = NOT_RAGGED
     found: dict[str, Any] = {}
     for name, rows in boxes.items():
         y = gradients[name] if name in gradients else getattr(x, name)
@@ -174,8 +162,9 @@ def operands(x: Packed, boxes: dict[str, int], **gradients: Slot) -> dict[str, A
         if x.sequences is None:
             found[f"{name}_desc"] = descriptor(y, box)
         else:
-            found[f"{name}_desc"], ragged[name] = ragged_descriptor(y, box)
-    return found | dict(ragged=RaggedOperands(**ragged))
+            found[f"{name}_desc"], place = ragged_descriptor(y, box)
+            ragged = ragged._replace(**{name: place})
+    return found | dict(ragged=ragged)
 
 
 def find_adding(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None) -> Adding:

@@ -27,8 +27,10 @@ from dsv4.fmha.kernels.product_tiles import (
     Gradients,
     ProductOperands,
     Slots,
-    count_tiles,
     load_role,
+    place_of_keys,
+    place_of_rows,
+    product_slab,
     product_tile,
     result_scale,
     rows_of_tile,
@@ -75,7 +77,7 @@ def multiply(wide, narrow, slots, stage, tile, W: gl.constexpr, TRANSPOSED: gl.c
 
 
 @gluon.jit
-def send(x, out, desc, tile, row, column):
+def send(x, out, desc, place, row, column):
     """x [64, 128] to memory."""
     BOX: gl.constexpr = desc.layout
     store_wait(0)
@@ -83,37 +85,35 @@ def send(x, out, desc, tile, row, column):
     fence_async_shared()
     panels = reinterpret(out, [2, 1, 1, 64, 64], BOX)
     for n in gl.static_range(2):
-        tma_store(desc, [tile.batch, tile.head, row, tile.column + column + n * 64], panels.index(n))
+        tma_store(desc, [place.outer, place.offset, place.begin + row, column + n * 64], panels.index(n))
 
 
 @gluon.jit
-def send_all(wide, narrow, scale, out, desc, tile, first, W: gl.constexpr):
-    """The results of role W; first: the tile's row, or key."""
+def send_all(wide, narrow, scale, out, desc, place, tile, W: gl.constexpr):
+    """The results of role W."""
     halves = wide.reshape([64, 2, 128]).permute([0, 2, 1]).split()
     for n in gl.static_range(2):
-        send(halves[n] * scale, out, desc, tile, first + 64 * W, n * 128)
-    send(narrow * scale, out, desc, tile, first + 128, 128 * W)
+        send(halves[n] * scale, out, desc, place, tile.own + 64 * W, tile.column + n * 128)
+    send(narrow * scale, out, desc, place, tile.own + 128, tile.column + 128 * W)
 
 
 @gluon.jit
-def product_role(
-    slots, out, gradients, sums_ptr, sizes, opts, scales, W: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr
-):
+def product_role(slots, out, gradients, ragged, sums_ptr, slab, scales, W: gl.constexpr, D: gl.constexpr,
+                 SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     M: gl.constexpr = rows_of_tile(slots)
-    stage = consumer_stage()
-    count = count_tiles(sizes, M, D)
-    for turn in range(0, (count + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        tile_id = tile_of_turn(turn)
-        tile = product_tile(tile_id, sizes, opts, M, D)
-        if (tile_id < count) & tile.wanted:
+    stage, opts = consumer_stage(), slab.opts
+    for turn in range(0, (slab.count + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        tile = product_tile(tile_of_turn(turn), slab, M, D, VARLEN)
+        if tile.wanted:
             scale = result_scale(tile, scales, SCALED)
             wide = gl.zeros([64, 256], gl.float32, WIDE)
             narrow = gl.zeros([64, 128], gl.float32, NARROW)
             if tile.kind == DQ:
                 wide, narrow, stage = multiply(wide, narrow, slots, stage, tile, W, False)
-                send_all(wide, narrow, scale, out, gradients.dq_desc, tile, sizes.row_begin + tile.own, W)
+                place = place_of_rows(gradients.dq_desc, ragged.dq, tile.part, VARLEN)
+                send_all(wide, narrow, scale, out, gradients.dq_desc, place, tile, W)
             else:
-                number = tile.kind * ((sizes.keys + M - 1) // M) + tile.own // M
+                number = tile.kind * slab.of_keys + tile.own // M
                 wide_ptr = sums_ptr + number.to(gl.int64) * M * D + tile.column * M + W * 64 * 256
                 narrow_ptr = wide_ptr + 128 * 256 - W * 64 * 128
                 if opts.add != 0:
@@ -124,9 +124,11 @@ def product_role(
                     store_blocks(wide, wide_ptr, 256)
                     store_blocks(narrow, narrow_ptr, 128)
                 elif tile.kind == DK:
-                    send_all(wide, narrow, scale, out, gradients.dk_desc, tile, tile.own, W)
+                    place = place_of_keys(gradients.dk_desc, ragged.dk, tile.part, VARLEN)
+                    send_all(wide, narrow, scale, out, gradients.dk_desc, place, tile, W)
                 else:
-                    send_all(wide, narrow, scale, out, gradients.dv_desc, tile, tile.own, W)
+                    place = place_of_keys(gradients.dv_desc, ragged.dv, tile.part, VARLEN)
+                    send_all(wide, narrow, scale, out, gradients.dv_desc, place, tile, W)
     store_wait(0)
 
 
@@ -140,13 +142,16 @@ def backward_products(
     dq_desc,
     dk_desc,
     dv_desc,
+    ragged,
     sums_ptr,
     sizes,
+    sequences,
     opts,
     scales,
     D: gl.constexpr,
     SLOTS: gl.constexpr,
     SCALED: gl.constexpr,
+    VARLEN: gl.constexpr,
     PRODUCT_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
@@ -157,10 +162,11 @@ def backward_products(
     ring = new_ring(b, 2)
     init_barriers((ring.ready, ring.free))
     slots = Slots(ring, a)
+    slab = product_slab(sizes, sequences, opts, rows_of_tile(slots), D, VARLEN)
     operands = ProductOperands(p_desc, ds_desc, q_desc, k_desc, dout_desc)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
     gl.warp_specialize([
-        (product_role, (slots, out.index(0), gradients, sums_ptr, sizes, opts, scales, 0, D, SCALED)),
-        (product_role, (slots, out.index(1), gradients, sums_ptr, sizes, opts, scales, 1, D, SCALED)),
-        (load_role, (operands, slots, sizes, opts, D)),
+        (product_role, (slots, out.index(0), gradients, ragged, sums_ptr, slab, scales, 0, D, SCALED, VARLEN)),
+        (product_role, (slots, out.index(1), gradients, ragged, sums_ptr, slab, scales, 1, D, SCALED, VARLEN)),
+        (load_role, (operands, ragged, slots, slab, D, VARLEN)),
     ], [4, 1], [PRODUCT_REGS, LOAD_REGS])  # fmt: skip

@@ -20,11 +20,12 @@ free[slot]      left, right        2           load           both have used it
 
 Tensors are [batch, KV head, packed row, column]: row r is token r // group of query head r % group of the KV head. TMA
 fills what lies past the end of a tensor with zeros, so nothing foreign enters a product; lse2 of such rows is +inf.
-A tile that no row sees is skipped, or written as zeros where backward_products will read it: needed() says.
+A tile that no row sees is skipped, or written as zeros where backward_products will read it: score_tile() says. Of a
+varlen batch, slabs.py says where a sequence has its part of P and dS; TMA stops at its end (ragged.py).
 """
 
 from dsv4.fmha.kernels.backward_arguments import Operands
-from dsv4.fmha.kernels.score_tiles import Chunks, load_role, locate, needed, row_terms, tiles_of, visible
+from dsv4.fmha.kernels.score_tiles import Chunks, load_role, row_terms, score_tile, slab_of, visible
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
 from dsv4.kernels.compat import (
     fence_async_shared,
@@ -67,8 +68,8 @@ def send(x, tile, desc, pair, row, key):
 
 
 @gluon.jit
-def score_role(chunks, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
-               SCALED: gl.constexpr, M: gl.constexpr):  # fmt: skip
+def score_role(chunks, out, p_desc, ds_desc, terms, slab, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
+               SCALED: gl.constexpr, M: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
     """Rows 64 W .. 64 W + 63 of every tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     EARLY: gl.constexpr = 2 if CHUNKS > 2 else 1  # chunks of dP that run under the exponential
@@ -76,35 +77,35 @@ def score_role(chunks, tile, p_desc, ds_desc, terms, sizes, tiles, scales, W: gl
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
     stage = consumer_stage()
-    for tile_id in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
-        pair, tile_row, key = locate(tile_id, tiles)
-        some, read = needed(tile_row, key, sizes, M)
-        first_row = tile_row + 64 * W
-        if some:
+    for tile_id in range(gl.program_id(0), slab.count, gl.num_programs(0)):
+        tile = score_tile(tile_id, slab, M, VARLEN)
+        pair, key, first_row = tile.pair, tile.key, tile.row + 64 * W
+        to = tile.part.slab_row + first_row
+        if tile.some:
             row = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-            lse2, delta = row_terms(terms, pair, row, sizes)
+            lse2, delta = row_terms(terms, tile, row)
             s = gl.zeros([64, 128], gl.float32, L)
             s, stage, last = multiply(s, chunks, stage, gl.to_tensor(-1), 0, CHUNKS, W)
             dp = gl.zeros([64, 128], gl.float32, L)
             dp, stage, last = multiply(dp, chunks, stage, last, 0, EARLY, W)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))  # complete by now, but the compiler must see it
             p, s = probabilities(s, lse2[:, None], scales.s)
-            p = visible(p, first_row, key, sizes)
+            p = visible(p, first_row, key, tile.part)
             if SCALED:
-                send((p * scales.p).to(tile.dtype), tile, p_desc, pair, first_row, key)
+                send((p * scales.p).to(out.dtype), out, p_desc, pair, to, key)
             else:
-                send(p.to(tile.dtype), tile, p_desc, pair, first_row, key)
+                send(p.to(out.dtype), out, p_desc, pair, to, key)
             dp, stage, last = multiply(dp, chunks, stage, last, EARLY, CHUNKS, W)
             dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
             chunks.ring.free.arrive(last)
             ds = score_gradient(p, dp, delta[:, None], s, scales.s)
             if SCALED:
                 ds = ds * ds_scale
-            send(ds.to(tile.dtype), tile, ds_desc, pair, first_row, key)
-        elif read:
-            nothing = gl.zeros([64, 128], tile.dtype, L)
-            send(nothing, tile, p_desc, pair, first_row, key)
-            send(nothing, tile, ds_desc, pair, first_row, key)
+            send(ds.to(out.dtype), out, ds_desc, pair, to, key)
+        elif tile.read:
+            nothing = gl.zeros([64, 128], out.dtype, L)
+            send(nothing, out, p_desc, pair, to, key)
+            send(nothing, out, ds_desc, pair, to, key)
     store_wait(0)
 
 
@@ -116,13 +117,16 @@ def backward_scores(
     v_desc,
     p_desc,
     ds_desc,
+    ragged,
     terms,
     sizes,
+    sequences,
     scales,
     D: gl.constexpr,
     M: gl.constexpr,
     SLOTS: gl.constexpr,
     SCALED: gl.constexpr,
+    VARLEN: gl.constexpr,
     SCORE_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
@@ -135,11 +139,11 @@ def backward_scores(
     right_tile = gl.allocate_shared_memory(q_desc.dtype, [64, 128], MATRIX)
     ring = new_ring(a, 2)
     init_barriers((ring.ready, ring.free))
-    tiles = tiles_of(sizes)
+    slab = slab_of(sizes, sequences, VARLEN)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     chunks = Chunks(ring, b)
     gl.warp_specialize([
-        (score_role, (chunks, left_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 0, CHUNKS, SCALED, M)),
-        (score_role, (chunks, right_tile, p_desc, ds_desc, terms, sizes, tiles, scales, 1, CHUNKS, SCALED, M)),
-        (load_role, (operands, chunks, sizes, tiles, CHUNKS, M)),
+        (score_role, (chunks, left_tile, p_desc, ds_desc, terms, slab, scales, 0, CHUNKS, SCALED, M, VARLEN)),
+        (score_role, (chunks, right_tile, p_desc, ds_desc, terms, slab, scales, 1, CHUNKS, SCALED, M, VARLEN)),
+        (load_role, (operands, ragged, chunks, slab, CHUNKS, M, VARLEN)),
     ], [4, 1], [SCORE_REGS, LOAD_REGS])  # fmt: skip

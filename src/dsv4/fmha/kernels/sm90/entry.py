@@ -11,6 +11,7 @@ head dim   problems                                    kernel
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from dsv4.fmha.kernels.prepare import (
     Tiling,
@@ -36,6 +37,20 @@ from dsv4.runtime.program import Program
 DECODE_ROWS = 16  # of decode.py
 THREE_ROLES = 1.31  # time of a step of 192 rows with a causal mask at head dim 64, in steps of 128 rows
 FEW = 0.45  # row tiles for an SM, from which on the looping kernel may pay
+
+
+class Cost(NamedTuple):
+    """Of a kernel, in us: a launch, a row tile for every SM, a step of 128 keys of it, and what a varlen batch adds: an
+    empty CTA for every SM, or the list of its row tiles. Fitted to 51 random problems, which lose 0.2 % by it."""
+
+    launch: float
+    tile: float
+    step: float
+    varlen: float
+
+
+SHORT = {64: Cost(7.6, 1.53, 0.61, 0.5), 128: Cost(10.1, 0.86, 1.16, 0.25)}  # row tiles of 64
+LOOPING = {64: Cost(8.9, 2.5, 1.11, 10.6), 128: Cost(13.2, 1.9, 1.62, 4.5)}  # as if all were of 128
 THREE_ROLES_SPILL = (3, 9)  # from this Triton on
 
 
@@ -54,19 +69,23 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
         keys, stages = {64: (128, 6), 128: (128, 3), 256: (64, 2)}[p.head_dim]
         options = dict(D=p.head_dim, BN=keys, STAGES=stages, ROWS=DECODE_ROWS, PRODUCER_REGS=40, maxnreg=128)
         return Tiling(DECODE_ROWS, keys, keys, options, codes_by_tma=True)
-    tiles = -(-rows // 128) * p.kv_heads * p.batch
-    if p.kind == "varlen":  # a sequence has half an empty row tile
-        tiles = min(tiles, (p.q.shape[0] * p.group // 128 + p.batch // 2) * p.kv_heads)
+    tiles = _row_tiles(p, 128)
     # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
     # head dim 64 without a mask, (4, 16, 1024) 57 instead of 53 us; decode was not measured with fewer than four.
-    # A varlen batch needs a list of its row tiles first: 8 x 100 to 700 tokens, 232 tiles, 30 instead of 28 us.
-    enough = 4 if rows <= 64 or p.head_dim == 64 and p.right < 0 or p.kind == "varlen" else 1
+    # A varlen batch needs a list of its row tiles first: at head dim 256, 45 x 396 to 494 tokens, 360 tiles, take 56
+    # instead of 62 us, 4 x 285 to 492, 125 tiles, 26 instead of 22.
+    enough = 2 if p.kind == "varlen" and p.head_dim > 64 else 1
+    if rows <= 64 or p.head_dim == 64 and (p.right < 0 or p.kind == "varlen"):
+        enough = 4
     may_loop = p.kind != "paged" and not p.e4m3 and not p.deterministic and not is_partial(p)
-    short = may_loop and rows > 64 and is_short(p, target, tiles)
+    short = may_loop and is_short(p, target)
     if may_loop and not short and (tiles >= enough * target.num_sms or _loops_with_few(p, target, rows, tiles)):
         return _looping(p, target)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
-    if few or short or p.head_dim == 64:
+    # 45 prompts of 176 tokens in pages take 39 instead of 70 us, 4 of 1233 tokens 61 instead of 68, one of 4361 435
+    # instead of 395. The host does not know how many keys come before a prompt.
+    prompt = p.kind == "paged" and p.head_dim == 128 and p.max_seqlen_q <= 512 and not (p.e4m3 or p.deterministic)
+    if few or short or prompt or p.head_dim == 64:
         # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share a multiprocessor.
         keys, stages, producer, maxnreg = {64: (128, 3, 40, 128), 128: (64, 3, 40, 128), 256: (64, 2, 96, 168)}[
             p.head_dim
@@ -80,25 +99,37 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     return _rows_tiling(p.head_dim, keys, 2, 2, 232, 40)
 
 
-def is_short(p: FmhaProblem, target: Target, tiles: int) -> bool:
-    """Whether row tiles of 64, two CTAs to an SM, take less time at head dim 128 than the looping kernel: they need
-    less time to begin and to end, and more for a step. Fitted to twelve problems, in us: 8 + 3.5 tiles + 1.85 steps
-    beside 10.5 + 4.5 tiles + steps, both of 128 rows and keys and for an SM, and 3 for the list of a varlen batch.
-    Without the list its grid has a CTA for every row tile that a sequence might have. Measured from 42 tiles for 132
-    SMs on."""
-    varlen = p.kind == "varlen"
-    # Other head dims than 128 would have to be copied, or were not measured.
-    if tiles < 0.3 * target.num_sms or not p.q.shape[-1] == p.v.shape[-1] == 128:
+def is_short(p: FmhaProblem, target: Target) -> bool:
+    """Whether row tiles of 64, two CTAs to an SM, take less time than the looping kernel: they need less time to begin
+    and to end, and more for a step."""
+    varlen, rows = p.kind == "varlen", p.max_seqlen_q * p.group
+    if not p.q.shape[-1] == p.v.shape[-1] == p.head_dim:  # would have to be copied
         return False
-    if varlen and -(-p.max_seqlen_q * p.group // 64) * p.kv_heads * p.batch > 3 * tiles:
-        return False
+    small, large = (_row_tiles(p, size) / target.num_sms for size in (64, 128))
+    if p.head_dim == 256:  # one CTA to an SM: 14 x 98 to 232 tokens, 50 tiles of 128, 14 instead of 18 us
+        return varlen and rows > 64 and small <= 1
     keys = min(p.k.shape[0] / max(p.batch, 1), p.max_seqlen_k) if varlen else p.max_seqlen_k
     if p.left >= 0:
         keys = min(keys, p.left + max(p.right, 0) + 128 / p.group)
     elif p.right >= 0:
         keys = keys - min(p.max_seqlen_q, keys) / 2
-    steps = tiles * (keys / 128 + 0.5)
-    return 0.85 * steps < tiles + (5.5 if varlen else 2.5) * target.num_sms
+    steps = max(keys / 128 + 0.5, 1)
+    if large < 0.3 or rows <= 64 and steps > 4:  # not measured
+        return False
+    empty = -(-rows // 64) * p.kv_heads * p.batch / target.num_sms - small  # without a list, a CTA for each that may be
+    short, looping = SHORT[p.head_dim], LOOPING[p.head_dim]
+    return (
+        short.launch + small * (short.tile + short.step * steps) + short.varlen * empty
+        < looping.launch + large * (looping.tile + looping.step * steps) + looping.varlen * varlen
+    )
+
+
+def _row_tiles(p: FmhaProblem, size: int) -> int:
+    """About as many as there are, of `size` rows: a sequence of a varlen batch has half an empty one."""
+    tiles = -(-p.max_seqlen_q * p.group // size) * p.batch
+    if p.kind == "varlen":
+        tiles = min(tiles, max(p.batch, p.q.shape[0] * p.group // size + p.batch // 2))
+    return tiles * p.kv_heads
 
 
 def _loops_with_few(p: FmhaProblem, target: Target, rows: int, tiles: int) -> bool:

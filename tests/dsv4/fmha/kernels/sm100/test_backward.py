@@ -7,15 +7,17 @@ import pytest
 from fmha_gradients import (
     BF16,
     FP16,
-    SHORT,
+    QUICK_CHAIN,
+    SLOW_CHAIN,
     TOGETHER,
     check,
     check_a_large_gradient_of_the_lse,
+    check_chain_takes_sequences,
     check_sequences_go_together,
     check_sinks_far_above_the_lse,
+    check_slabs_of_sequences_do_not_show,
     deterministic,
     request,
-    varlen_request,
 )
 
 import softsm
@@ -121,14 +123,14 @@ def test_sequences_go_together(name, order, dq, monkeypatch):
     check_sequences_go_together("sm_100a", kernels, name, order, dq, monkeypatch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT)
-def test_chain_takes_short_sequences_together(name, monkeypatch):
-    b, want, low = varlen_request(d=256, **SHORT[name])
-    names = launches.launched(monkeypatch)
-    run(b)
-    assert names == ["backward_rows", "backward_scores", "backward_products"] * 2
-    check(b, want, low)
+@pytest.mark.parametrize("name, order", [*QUICK_CHAIN, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW_CHAIN)])
+def test_chain_takes_sequences(name, order, monkeypatch):
+    check_chain_takes_sequences("sm_100a", name, order, monkeypatch)
+
+
+@pytest.mark.slow  # Hopper's is quick
+def test_slabs_of_sequences_do_not_show(monkeypatch):
+    check_slabs_of_sequences_do_not_show(run, monkeypatch)
 
 
 LONG = {"keys": dict(t=60, s=900), "queries": dict(t=900, s=60)}  # eight tiles go past a CTA: a slot is filled 4 times

@@ -8,12 +8,15 @@ import torch
 from fmha_gradients import (
     BF16,
     FP16,
-    SHORT,
+    QUICK_CHAIN,
+    SLOW_CHAIN,
     TOGETHER,
     check,
     check_a_large_gradient_of_the_lse,
+    check_chain_takes_sequences,
     check_sequences_go_together,
     check_sinks_far_above_the_lse,
+    check_slabs_of_sequences_do_not_show,
     deterministic,
     request,
     varlen_request,
@@ -112,13 +115,13 @@ def test_sequences_go_together(name, order, dq, monkeypatch):
     check_sequences_go_together("sm_90a", kernels, name, order, dq, monkeypatch)
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_chain_takes_short_sequences_together(name, monkeypatch):
-    b, want, low = varlen_request(d=256, **SHORT[name])
-    names = launches.launched(monkeypatch)
-    run(b)
-    assert names == ["backward_rows", "backward_scores", "backward_products"] * 2
-    check(b, want, low)
+@pytest.mark.parametrize("name, order", [*QUICK_CHAIN, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW_CHAIN)])
+def test_chain_takes_sequences(name, order, monkeypatch):
+    check_chain_takes_sequences("sm_90a", name, order, monkeypatch)
+
+
+def test_slabs_of_sequences_do_not_show(monkeypatch):
+    check_slabs_of_sequences_do_not_show(run, monkeypatch)
 
 
 FEW_KEY_TILES = {

@@ -1,0 +1,115 @@
+"""What a launch of the chain of gradients covers, and what a tile of it belongs to.
+
+A slab has pairs of sequence and KV head. P and dS of a dense pair are a matrix [rows, keys] in memory. The sequences of
+a varlen batch have one matrix for each KV head, [row tiles x 128, keys of the longest]: a sequence has the rows of its
+own row tiles (backward_sequences.tile_of), so that nothing foreign is written over. Where it does not fit, a slab has
+the sequences whose first row tile has a number in [first, end), and room for the rows of one more.
+"""
+
+from typing import NamedTuple
+
+from dsv4.fmha.kernels.tiles import packed_sequence
+from dsv4.kernels.compat import Value, aggregate, gl, gluon
+
+
+class SlabSizes(NamedTuple):
+    """The sizes of one pair, its rows as far as the slab has them; or of all sequences (varlen)."""
+
+    rows: Value
+    row_begin: Value  # the slab's first
+    tokens: Value
+    keys: Value
+    group: Value
+    left: Value
+    right: Value
+    pairs: Value  # of the slab
+    pair_begin: Value
+    heads: Value
+
+
+class SlabSequences(NamedTuple):
+    """The sequences of a varlen batch; dense: unread."""
+
+    any_alignment = ("cu_q_ptr", "cu_k_ptr")
+
+    cu_q_ptr: Value
+    cu_k_ptr: Value
+    count: Value
+    first: Value  # row tile of the slab
+    end: Value
+    row_tiles: Value  # of 128 rows, that P and dS have
+    key_tiles: Value
+
+
+@aggregate
+class Part:
+    """A pair, as far as the slab has its rows: its sizes, and where it lies."""
+
+    rows: Value
+    row_begin: Value
+    tokens: Value
+    keys: Value
+    group: Value
+    left: Value
+    right: Value
+    batch: Value
+    head: Value
+    first_row: Value  # of Q and dO, packed
+    first_key: Value
+    slab_row: Value  # of P and dS
+
+
+@gluon.jit
+def part_of(pair, seq, whole, sequences, VARLEN: gl.constexpr):
+    """-> Part. seq: the sequence (varlen). The keys that no query sees do not belong to it: they may hold NaN."""
+    number = whole.pair_begin + pair
+    batch, head = number // whole.heads, number % whole.heads
+    if VARLEN:
+        q_start, tokens, k_start, keys = packed_sequence(
+            seq, sequences.cu_q_ptr, sequences.cu_k_ptr, whole.tokens, whole.keys
+        )
+        unseen = gl.minimum(gl.maximum(keys - tokens - whole.left, 0), keys)
+        slab_row = (first_tile(seq, whole, sequences) - sequences.first) * 128
+        return Part(
+            tokens * whole.group,
+            gl.to_tensor(0),
+            tokens,
+            keys - unseen,
+            whole.group,
+            whole.left,
+            whole.right,
+            batch,
+            head,
+            q_start * whole.group,
+            k_start + unseen,
+            slab_row,
+        )
+    else:
+        nothing = gl.to_tensor(0)
+        return Part(
+            whole.rows,
+            whole.row_begin,
+            whole.tokens,
+            whole.keys,
+            whole.group,
+            whole.left,
+            whole.right,
+            batch,
+            head,
+            nothing,
+            nothing,
+            nothing,
+        )
+
+
+@gluon.jit
+def first_tile(seq, whole, sequences):
+    """The number of the first row tile of a sequence."""
+    return gl.load(sequences.cu_q_ptr + seq) * whole.group // 128 + seq
+
+
+@gluon.jit
+def in_slab(seq, whole, sequences):
+    """Whether the slab has the sequence."""
+    number = first_tile(seq, whole, sequences)
+    return (number >= sequences.first) & (number < sequences.end)
