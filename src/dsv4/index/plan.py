@@ -5,7 +5,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dsv4.index.sizes import MAX_TOPK, block_words, index_block, index_share_words, index_words
+from dsv4.index.sizes import (
+    LEAST_SHARES,
+    MAX_TOPK,
+    MAX_TOPK_SHARED,
+    block_words,
+    index_block,
+    index_list_words,
+    index_words,
+)
 from dsv4.runtime.plan import Capacities, Plan
 from dsv4.runtime.warmup import Kinds
 
@@ -13,13 +21,20 @@ from dsv4.runtime.warmup import Kinds
 def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
     """(1, fp32 words): scores of a block of queries, and what those that share a query keep."""
     scores = index_block(c.batch, c.max_seqlen_k) * index_words(c.max_seqlen_k)
-    return 1, scores + num_sms * index_share_words(c.max_seqlen_k)
+    return 1, scores + _shared(c, num_sms, 0)
+
+
+def _shared(c: Capacities, num_sms: int, blocks: int) -> int:
+    """For as many queries as have several CTAs each."""
+    queries = min(c.batch, num_sms // LEAST_SHARES)
+    return max(n * index_list_words(c.max_seqlen_k, num_sms // n, MAX_TOPK_SHARED, blocks) for n in {1, queries or 1})
 
 
 def reserved_for_blocks(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
     """The same, and what the choice of blocks needs."""
     splits, words = reserved(c, num_sms, deterministic)
-    return splits, words + index_block(c.batch, c.max_seqlen_k) * block_words(c.max_seqlen_k, MAX_TOPK)
+    words += index_block(c.batch, c.max_seqlen_k) * block_words(c.max_seqlen_k, MAX_TOPK)
+    return splits, words + _shared(c, num_sms, MAX_TOPK) - _shared(c, num_sms, 0)
 
 
 def warmup_calls(made: Plan, q: Tensor, kinds: Kinds) -> Iterator[tuple[tuple, dict]]:

@@ -10,9 +10,11 @@ GROUP = 16
 LINE_UNIT = 4 * GROUP
 MAX_TOPK_BY_GROUPS = 2048
 MAX_TOPK_SHARED = 1024  # the widest lists that several CTAs make together: they compare all pairs
+MOST_EACH = 8  # groups of a unit
+HELD_KEYS = 4096  # of a list, that a CTA may have in registers
 BLOCK = 8  # rows of a block, of those that index_blocks keeps
 HELD = 32  # scores that a thread of the choice may have in registers
-# CTAs that find the places of one query's rows together; with fewer, one that sorts is as fast.
+# CTAs that choose the rows of one query together; with fewer, one that sorts is as fast.
 LEAST_SHARES, MOST_SHARES = 16, 64
 
 
@@ -76,9 +78,21 @@ def index_shares(queries: int, num_sms: int, topk: int = 1) -> int:
     return 1 << fit.bit_length() - 1 if fit >= LEAST_SHARES and topk <= MAX_TOPK_SHARED else 1
 
 
-def index_share_words(capacity: int, topk: int = MAX_TOPK_SHARED) -> int:
-    """What a share keeps: a key of 64 bits for every row that is ranked, and the numbers of as many groups."""
-    return 3 * index_kept(capacity, min(topk, MAX_TOPK_SHARED))
+def index_each(capacity: int, wanted: int) -> int:
+    """Groups of a unit, by the greatest scores of which the shares cut: enough units that a cut says something."""
+    units = 4 * power_of_two(wanted)
+    return next((each for each in (MOST_EACH, 4) if index_groups(capacity) // each >= units), 1)
+
+
+def index_room(capacity: int, wanted: int, rows: int = 1) -> int:
+    """Keys that the shares of a query find at most, of rows or of blocks of `rows`: all of the units above the cut."""
+    return min(index_line(capacity), MOST_EACH * GROUP * (wanted + wanted // 8)) // rows + 4
+
+
+def index_list_words(capacity: int, shares: int, topk: int, blocks: int = 0) -> int:
+    """What the shares of a query need: how many keys they find, keys of 64 bits, and those that each of them keeps."""
+    words = 4 + 2 * (index_room(capacity, topk) + shares * index_kept(capacity, topk))
+    return words + 2 * (index_room(capacity, blocks, BLOCK) + shares * index_kept(capacity, blocks) if blocks else 0)
 
 
 def index_block(queries: int, capacity: int, topk: int = MAX_TOPK) -> int:

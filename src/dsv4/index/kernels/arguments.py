@@ -62,6 +62,8 @@ class IndexScores(NamedTuple):
     maxima_line: Any
     blocks_ptr: Any
     blocks_line: Any
+    counts_ptr: Any  # int32 [queries, 2]: 0 for KeyLists
+    counted: Any  # whether there are such
 
 
 class TablePages(NamedTuple):
@@ -92,6 +94,22 @@ class BlockLists(NamedTuple):
 
     ptr: Any
     line: Any
+    most: Any
+
+
+class KeyLists(NamedTuple):
+    """Keys of rows and of blocks, lists of queries from `first` on, with as many as `counts` says; and memory for those
+    that a share keeps of them. topk rows and `most` blocks are wanted."""
+
+    first: Any
+    counts_ptr: Any
+    rows_ptr: Any
+    rows_line: Any
+    blocks_ptr: Any
+    blocks_line: Any
+    keep_ptr: Any
+    keep_blocks_ptr: Any
+    topk: Any
     most: Any
 
 

@@ -1,15 +1,15 @@
 """The topk best of a query's scores, exactly, by the greatest score of every GROUP of neighbouring rows.
 
 If `topk` groups have a maximum that is not below a cut, `topk` rows are not below it: the best ones are among them. The
-cut need not be exact, a few rows more do not matter. So one CTA per query, or, for few queries, each of SHARES CTAs
+cut need not be exact, a few rows more do not matter. So one CTA per query
 
     cut       reads the maxima, one for GROUP rows, and looks for a cut with topk groups or up to an eighth more above
     rows      reads the scores of these groups and keeps what is not below the cut: little more than topk, unless scores
               are equal or rows are few, and then it cuts again
-    sorts     these, and writes the first topk as the list; a share counts for some of them how many are greater, and
-              writes each to its place
+    sorts     these, and writes the first topk as the list
 
-and of the other scores nothing is read. select.py does without maxima what this does with them, for wider lists. With
+and of the other scores nothing is read. select.py does without maxima what this does with them, for wider lists, and
+gather.py with many CTAs what this does with one. With
 hardly more groups than rows are wanted, maxima say little: then the cut is found among all scores, which are so few
 that registers hold them, HELD to a thread.
 Scores are fp32 without NaN and -0; behind the last row that is seen, up to a whole group, they are -inf.
@@ -36,8 +36,6 @@ from dsv4.index.kernels.ranking import (
     value_of,
     wider,
     write_list,
-    write_nothing,
-    write_rows,
 )
 from dsv4.index.kernels.scores import FOREVER, GROUP, owner, visible_columns, visible_rows
 from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon
@@ -191,9 +189,8 @@ class GroupRows:
 
     @gluon.jit
     def keep(self, keep_ptr, most, cut, highest, TIES: gl.constexpr):
-        """Store the numbers of the rows that are taken, or their keys, the first `most` of them -> how many there are.
+        """Store the numbers of the rows that are taken, the first `most` of them -> how many there are.
         What a thread takes of a piece is bits of a number, and threads store one row at a time: they take few."""
-        KEYS: gl.constexpr = keep_ptr.dtype.element_ty == gl.int64
         L: gl.constexpr = items_layout(gl.num_warps(), 4)
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         THREADS: gl.constexpr = gl.num_warps() * 32
@@ -219,31 +216,10 @@ class GroupRows:
                 if self.LISTED:
                     group = gl.load(self.groups_ptr + group)
                 number = group * GROUP + thread % 4 * 4 + first % 4
-                if KEYS:
-                    number = key_of(ordered_of(gl.load(self.scores_ptr + number)), number)
                 gl.store(keep_ptr + place, number, mask=(bits != 0) & (place < most))
                 place += 1
                 bits = bits & (bits - 1)
         return found
-
-
-@gluon.constexpr_function
-def pairs_layout(mine, warps):
-    """[mine, all]: four warps on each side, so that few keys are read often; 16 bytes per thread of `all`."""
-    return gl.BlockedLayout([max(mine // 4, 1), 2], [1, 32], [4, warps // 4], [1, 0])
-
-
-@gluon.jit
-def ranked_share(keep_ptr, KEPT: gl.constexpr, SHARES: gl.constexpr):
-    """(keys of this CTA's share of the rows in the list, how many keys of the list are greater)"""
-    MINE: gl.constexpr = KEPT // SHARES
-    L: gl.constexpr = pairs_layout(MINE, gl.num_warps())
-    place = gl.arange(0, KEPT, layout=gl.SliceLayout(0, L))
-    key = gl.load(keep_ptr + place)
-    mine = gl.load(keep_ptr + gl.program_id(1) * MINE + gl.arange(0, MINE, layout=gl.SliceLayout(1, L)))
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    rank = gl.sum((key[None, :] > mine[:, None]).to(gl.int32), 1)
-    return gl.convert_layout(mine, LINE), gl.convert_layout(rank, LINE)
 
 
 @gluon.jit
@@ -302,7 +278,7 @@ def sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT: gl.constexpr):
 
 @gluon.jit
 def keep_best(keep_ptr, line_ptr, fours, visible, wanted, SIZE: gl.constexpr, KEPT: gl.constexpr, AMONG: gl.constexpr):
-    """Store the numbers, or the keys, of the `wanted` best of SIZE scores and of at most KEPT -> how many there are."""
+    """Store the numbers of the `wanted` best of SIZE scores and of at most KEPT -> how many there are."""
     EACH: gl.constexpr = 4
     WIDE: gl.constexpr = EACH * gl.num_warps() * 32
     L: gl.constexpr = items_layout(gl.num_warps(), EACH)
@@ -320,10 +296,7 @@ def keep_best(keep_ptr, line_ptr, fours, visible, wanted, SIZE: gl.constexpr, KE
     if visible > KEPT:
         low, high = ends_of(ordered)
     taken, found, low = best_of(ordered, row, wanted, KEPT, low, high, visible)
-    if keep_ptr.dtype.element_ty == gl.int64:
-        gl.store(keep_ptr + places_of(taken, EACH), key_of(ordered, row), mask=taken)
-    else:
-        gl.store(keep_ptr + places_of(taken, EACH), row, mask=taken)
+    gl.store(keep_ptr + places_of(taken, EACH), row, mask=taken)
     return found
 
 
@@ -393,16 +366,13 @@ def index_choose(
     WIDTH: gl.constexpr,
     HIGH: gl.constexpr,
     HELD: gl.constexpr,
-    SHARES: gl.constexpr,
     CANDIDATES: gl.constexpr,
 ):
     """One program: the list of query first + n.
 
     source   fp32 scores [queries, 64 * line], maxima [queries, 4 * line]; CANDIDATES: those of some groups [queries,
              items] as ordered bits or ABSENT, with the numbers of the groups (select.py)
-    numbers  int32 [queries, SHARES, KEPT], kept alike, or int64: memory for the numbers of what is found, or their keys
-    SHARES   CTAs to a query; with several, each finds all rows, and the place in the list of its share of them by
-             comparing them with all; a sort takes one CTA three times as long
+    numbers  int32 [queries, KEPT], kept alike: memory for the numbers of what is found
     GROUPS   a power of two that is not less than the groups of a query
     KEPT     a power of two, = kept_size: twice topk, the most rows that are sorted and groups that are looked into
     HIGH     units of 16 bytes that a thread reads at once
@@ -419,7 +389,7 @@ def index_choose(
     if AMONG:
         wanted = gl.minimum(visible, wanted)
     wait_on_prior_grid()  # for the scores
-    own = (n * SHARES + gl.program_id(1)).to(gl.int64) * KEPT
+    own = n.to(gl.int64) * KEPT
     keep_ptr = chosen.kept_ptr + own
     groups_ptr = chosen.numbers_ptr + own
     line_ptr = source.ptr + n.to(gl.int64) * source.line * 64
@@ -438,16 +408,6 @@ def index_choose(
         found = keep_of_groups(
             keep_ptr, groups_ptr, line_ptr, source, n, visible, wanted, GROUPS, KEPT, HIGH, CANDIDATES
         )
-    if SHARES > 1:  # what is below all, so that the whole list can be read without asking
-        place = gl.arange(0, KEPT, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        gl.store(keep_ptr + place, gl.full([KEPT], -(2**63), gl.int64, place.type.layout), mask=place >= found)
     barrier()
-    if SHARES > 1:
-        key, place = ranked_share(keep_ptr, KEPT, SHARES)
-        write_rows(place, key, place < wanted, place < wanted, query, sequence, owners, lists, OWNER, POOL, AMONG)
-        if (gl.program_id(1) == 0) & (wanted < topk):
-            rest = gl.arange(0, WIDTH, layout=place.type.layout)
-            write_nothing(rest, (rest >= wanted) & (rest < topk), query, lists)
-    else:
-        key = sorted_rows(keep_ptr, line_ptr, found, chosen.kept_size, KEPT)
-        write_list(key, wanted, query, sequence, owners, lists, OWNER, POOL, AMONG, WIDTH)
+    key = sorted_rows(keep_ptr, line_ptr, found, chosen.kept_size, KEPT)
+    write_list(key, wanted, query, sequence, owners, lists, OWNER, POOL, AMONG, WIDTH)

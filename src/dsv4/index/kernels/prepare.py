@@ -15,6 +15,7 @@ from dsv4.index.kernels.arguments import (
     IndexKeys,
     IndexQueries,
     IndexScores,
+    KeyLists,
     Owners,
     ScoreSource,
     TablePages,
@@ -22,6 +23,7 @@ from dsv4.index.kernels.arguments import (
 )
 from dsv4.index.kernels.blocks import index_blocks_kernel
 from dsv4.index.kernels.choose import index_choose
+from dsv4.index.kernels.gather import index_gather, index_rank
 from dsv4.index.kernels.scores import BATCH, FP4_BOTH, FP4_KEYS, HIGHEST, ONE, OWN, SAME, STARTS
 from dsv4.index.kernels.select import index_select
 from dsv4.index.problem import IndexProblem
@@ -29,17 +31,21 @@ from dsv4.index.sizes import (
     BLOCK,
     GROUP,
     HELD,
+    HELD_KEYS,
     INDEX_PIECE,
     LINE_UNIT,
     MAX_TOPK,
     MAX_TOPK_BY_GROUPS,
+    MOST_EACH,
     block_words,
     index_block,
     index_candidates,
+    index_each,
     index_groups,
     index_kept,
     index_line,
-    index_share_words,
+    index_list_words,
+    index_room,
     index_shares,
     index_words,
     power_of_two,
@@ -80,7 +86,7 @@ Tiling = Callable[[int, int, int], tuple[int, int, dict]]
 
 def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling) -> None:
     """Scores, then the choice, of as many queries at a time as there is room for. The tensors of p are slots."""
-    out, scores = p.out, p.scores
+    given = (p.out, p.scores)
     p = _in_lines(p, program)
     words = index_words(p.columns, p.topk)
     if p.topk_blocks:
@@ -89,7 +95,7 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     if scratch is None or scratch.numel() < words:
         words_needed = index_block(p.batch, p.columns, p.topk) * words
         shares = index_shares(p.batch, target.num_sms, p.topk)
-        words_needed += p.batch * shares * index_share_words(p.columns, p.topk) if shares > 1 else 0
+        words_needed += p.batch * index_list_words(p.columns, shares, p.topk, p.topk_blocks) if shares > 1 else 0
         scratch = program.workspace("scratch", (words_needed,), torch.float32)
     step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
     owner, owners = _owners(p, program)
@@ -100,17 +106,23 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
         behind = 0
         if p.topk_blocks:
             behind = (scratch.numel() - count * block_words(p.columns, p.topk_blocks)) // 4 * 4
-        _score(p, target, program, kernel, tiling, owner, owners, q, k, scratch, first, count, behind)
+        shares = index_shares(count, target.num_sms, p.topk)
+        lists = _key_lists(p, scratch, first, count, behind, shares)
+        scores = _scores(p, scratch, count, behind, lists)
+        _score(p, target, program, kernel, tiling, owner, owners, q, k, scores, first, count)
+        if lists is not None:
+            _gather(p, program, owner, owners, scores, lists, count, shares)
+            continue
         few = index_line(p.columns) // GROUP <= INDEX_PIECE or index_candidates(p.columns, p.topk) > 0
         if p.topk <= MAX_TOPK_BY_GROUPS and few:
-            _choose(p, target, program, owner, owners, scratch, first, count, behind)
+            _choose(p, target, program, owner, owners, scratch, first, count)
         else:
             _select(p, program, owner, owners, scratch, first, count)
         if p.topk_blocks:
             _keep_blocks(p, program, owner, owners, scratch, first, count, behind)
-    for given, written in ((out, p.out), (scores, p.scores)):
-        if written is not None and written.index != given.index:
-            program.copy(given, written)
+    for asked, written in zip(given, (p.out, p.scores), strict=True):
+        if written is not None and written.index != asked.index:
+            program.copy(asked, written)
 
 
 def _in_lines(p: IndexProblem, program: Program) -> IndexProblem:
@@ -184,10 +196,9 @@ def _score(
     owners: Owners,
     q: Slot,
     k: Slot,
-    scratch: Slot,
+    scores: IndexScores,
     first: int,
     count: int,
-    behind: int,
 ) -> None:
     # Queries of one sequence share the keys that a program reads, unless each looks into blocks of its own.
     each = 1 if owner == OWN.value or p.among is not None else p.batch // max(p.sequences, 1)
@@ -227,14 +238,7 @@ def _score(
             *inverse_of(p.k.shape[1]),
         ),
         owners=owners,
-        scores=IndexScores(
-            ptr=scratch,
-            line=index_line(p.columns),
-            maxima_ptr=_maxima(p, scratch, count),
-            maxima_line=index_line(p.columns) // GROUP,
-            blocks_ptr=_block_maxima(p, scratch, count, behind) if p.topk_blocks else Null(torch.float32),
-            blocks_line=index_line(p.columns) // BLOCK,
-        ),
+        scores=scores,
         # FP4 keys were multiplied by a power of two.
         factor=float(p.scale) * (2.0**-HIGHEST.value if p.fp4 else 1.0),
     )
@@ -292,9 +296,71 @@ def _block_maxima(p: IndexProblem, scratch: Slot, count: int, behind: int) -> Sl
     return scratch.words(behind, count * (index_line(p.columns) // BLOCK), torch.float32)
 
 
+def _scores(p: IndexProblem, scratch: Slot, count: int, behind: int, lists: KeyLists | None) -> IndexScores:
+    return IndexScores(
+        ptr=scratch,
+        line=index_line(p.columns),
+        maxima_ptr=_maxima(p, scratch, count),
+        maxima_line=index_line(p.columns) // GROUP,
+        blocks_ptr=_block_maxima(p, scratch, count, behind) if p.topk_blocks else Null(torch.float32),
+        blocks_line=index_line(p.columns) // BLOCK,
+        counts_ptr=Null(torch.int32) if lists is None else lists.counts_ptr,
+        counted=int(lists is not None),
+    )
+
+
+def _key_lists(p: IndexProblem, scratch: Slot, first: int, count: int, behind: int, shares: int) -> KeyLists | None:
+    """Behind the maxima, where several CTAs choose the rows of a query, and there is room."""
+    line = index_line(p.columns)
+    at = count * (line + line // GROUP)
+    words = count * index_list_words(p.columns, shares, p.topk, p.topk_blocks)
+    if shares == 1 or at + words > (behind or scratch.numel()) or index_groups(p.columns) > MOST_EACH * INDEX_PIECE:
+        return None  # the room may be that of a plan for others
+    sizes = [index_room(p.columns, p.topk), shares * index_kept(p.columns, p.topk)]
+    if p.topk_blocks:
+        sizes += [index_room(p.columns, p.topk_blocks, BLOCK), shares * index_kept(p.columns, p.topk_blocks)]
+    counts = scratch.words(at, 2 * count, torch.int32)
+    at += 4 * count
+    keys: list[Any] = [Null(torch.int64)] * 4
+    for i, size in enumerate(sizes):
+        keys[i] = scratch.words(at, count * size, torch.int64)
+        at += 2 * count * size
+    lines = *sizes, 0, 0
+    return KeyLists(
+        first, counts, rows_ptr=keys[0], rows_line=lines[0], blocks_ptr=keys[2], blocks_line=lines[2],
+        keep_ptr=keys[1], keep_blocks_ptr=keys[3], topk=p.topk, most=p.topk_blocks,
+    )  # fmt: skip
+
+
+def _gather(
+    p: IndexProblem, program: Program, owner: int, owners: Owners, scores: IndexScores, lists: KeyLists, count: int,
+    shares: int,
+) -> None:  # fmt: skip
+    """The lists of few queries, and their blocks, in two launches."""
+    groups, kept = index_groups(p.columns), index_kept(p.columns, p.topk)
+    each, block_each = index_each(p.columns, p.topk), index_each(p.columns, max(p.topk_blocks, 1))
+    grid = (count, shares, 2 if p.topk_blocks else 1)
+    program.launch(
+        index_gather, grid, dict(source=scores, lists=lists, owners=owners), OWNER=owner, AMONG=p.among is not None,
+        UNITS=groups // each, EACH=each, BLOCK_UNITS=groups // block_each if p.topk_blocks else 0,
+        BLOCK_EACH=block_each, SHARES=shares, AT_ONCE=min(INDEX_PIECE // GROUP, 2 * kept),
+        KEPT=kept, SINGLE=groups < 2 * power_of_two(p.topk) and p.columns <= INDEX_PIECE, num_warps=16, launch_pdl=True,
+    )  # fmt: skip
+    blocks = BlockLists(Null(torch.int32), 0, 0)
+    if p.topk_blocks:
+        assert p.blocks is not None
+        blocks = BlockLists(p.blocks, p.blocks.stride(0), p.topk_blocks)
+    program.launch(
+        index_rank, grid, dict(lists=lists, owners=owners, to=_lists(p), to_blocks=blocks), OWNER=owner,
+        POOL=not p.request_rows, AMONG=p.among is not None, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)),
+        BLOCKS_KEPT=index_kept(p.columns, p.topk_blocks) if p.topk_blocks else 0,
+        BLOCKS_WIDTH=power_of_two(p.topk_blocks), SHARES=shares, HELD=HELD_KEYS, num_warps=16, launch_pdl=True,
+    )  # fmt: skip
+
+
 def _choose(
     p: IndexProblem, target: Target, program: Program, owner: int, owners: Owners, scratch: Slot, first: int,
-    count: int, behind: int,
+    count: int,
 ) -> None:  # fmt: skip
     """The best rows of the groups that have the greatest maxima, in one launch, or in two where there are very many
     groups. What is kept lies behind the maxima."""
@@ -305,29 +371,23 @@ def _choose(
     if candidates:
         maxima, numbers = _best_groups(p, program, owner, owners, scratch, first, count, at, candidates)
         at += 2 * count * candidates
-    shares = index_shares(count, target.num_sms, p.topk)
-    if at + count * shares * index_share_words(p.columns, p.topk) > (behind or scratch.numel()):  # a plan for others
-        shares = 1
-    size = count * shares * kept
-    if shares > 1:
-        keys, groups_at = scratch.words(at, size, torch.int64), at + 2 * size
-    else:
-        keys, groups_at = scratch.words(at, size, torch.int32), at + size
+    size = count * kept
+    found = scratch.words(at, size, torch.int32)
     # Few queries: the time of one counts. Many: more of them on a multiprocessor.
     warps, high = (16, 8) if count <= target.num_sms else (8, 4)
     arguments = dict(
         source=ScoreSource(scratch, line // LINE_UNIT, maxima, candidates, numbers),
-        chosen=Chosen(first, keys, kept, scratch.words(groups_at, size, torch.int32)),
+        chosen=Chosen(first, found, kept, scratch.words(at + size, size, torch.int32)),
         owners=owners,
         lists=_lists(p),
     )
     # Launched early it waits for the scores; with lists of 1024, or more CTAs than multiprocessors, it takes room that
     # they need.
     program.launch(
-        index_choose, (count, shares), arguments, OWNER=owner, POOL=not p.request_rows, AMONG=p.among is not None,
-        SHARES=shares, GROUPS=power_of_two(candidates) if candidates else index_groups(p.columns), KEPT=kept,
+        index_choose, (count,), arguments, OWNER=owner, POOL=not p.request_rows, AMONG=p.among is not None,
+        GROUPS=power_of_two(candidates) if candidates else index_groups(p.columns), KEPT=kept,
         WIDTH=max(kept, power_of_two(p.topk)), HIGH=high, HELD=HELD, CANDIDATES=candidates > 0,
-        num_warps=warps if kept > 128 else 4, launch_pdl=count * shares <= target.num_sms and kept <= 1024,
+        num_warps=warps if kept > 128 else 4, launch_pdl=count <= target.num_sms and kept <= 1024,
     )  # fmt: skip
 
 

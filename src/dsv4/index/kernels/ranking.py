@@ -107,15 +107,22 @@ def first_ones(equal, number, room):
 
 
 @gluon.jit
-def best_of(ordered, number, wanted, most, low, high, at_least):
-    """(which items are taken, how many, the least score of theirs): at least the `wanted` best, of equal ones the lower
-    numbers; no more than `most`. at_least >= wanted items are >= low, none is >= high."""
+def cut_of(ordered, number, wanted, most, low, high, at_least):
+    """(a cut, the highest number of items equal to it that count, how many are taken): at least the `wanted` best, of
+    equal ones the lower numbers; no more than `most`. at_least >= wanted items are >= low, none is >= high."""
     if at_least > most:
         low, at_least = threshold_between(ordered, wanted, most, low, high, at_least)
     highest = gl.to_tensor(FOREVER)
     if at_least > most:  # of those equal to the cut the first ones, as many as there is room for
         highest = first_ones(ordered == low, number, wanted - count_of(ordered > low))
         at_least = wanted
+    return low, highest, at_least
+
+
+@gluon.jit
+def best_of(ordered, number, wanted, most, low, high, at_least):
+    """(which items are taken, how many, the least score of theirs), by the cut of cut_of."""
+    low, highest, at_least = cut_of(ordered, number, wanted, most, low, high, at_least)
     return (ordered > low) | ((ordered == low) & (number <= highest)), at_least, low
 
 
@@ -225,11 +232,10 @@ def falling(key, length, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(
-    place, key, chosen, written, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr,
-    AMONG: gl.constexpr,
-):  # fmt: skip
-    """The rows of keys at their places in the list of a query, and their scores; -1 where a key is not chosen."""
+def named_rows(
+    key, chosen, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr, AMONG: gl.constexpr
+):
+    """What the rows of keys are called in a list; -1 where a key is not chosen."""
     if AMONG:  # columns that are not rows score -inf, and there may be fewer keys than are chosen
         chosen = chosen & ((key >> 32).to(gl.int32) > LOWEST)
     row = row_of(FOREVER - (key & 0x7FFFFFFF).to(gl.int32), query, owners, chosen, AMONG)
@@ -240,7 +246,12 @@ def write_rows(
         if POOL:
             row = page * pages.rows + row % pages.rows
         row = gl.where((page >= 0) & (page < pages.count), row, -1)
-    row = gl.where(chosen, row, -1)
+    return gl.where(chosen, row, -1)
+
+
+@gluon.jit
+def store_rows(place, row, key, written, query, lists):
+    """Rows at their places in the list of a query, and the scores of their keys."""
     gl.store(lists.ptr + query.to(gl.int64) * lists.line + place, row, mask=written)
     score = gl.where(row >= 0, value_of((key >> 32).to(gl.int32)), -float("inf"))
     scores_ptr = lists.scores_ptr + query.to(gl.int64) * lists.scores_line
@@ -263,7 +274,8 @@ def write_list(
     """The first `wanted` of the sorted keys as the list of a query, -1 behind them, and their scores."""
     SIZE: gl.constexpr = key.shape[0]
     place = gl.arange(0, SIZE, layout=key.type.layout)
-    write_rows(place, key, place < wanted, place < lists.topk, query, sequence, owners, lists, OWNER, POOL, AMONG)
+    row = named_rows(key, place < wanted, query, sequence, owners, lists, OWNER, POOL, AMONG)
+    store_rows(place, row, key, place < lists.topk, query, lists)
     if WIDTH > SIZE:  # lists wider than there are rows
         rest = SIZE + gl.arange(0, WIDTH, layout=key.type.layout)
         write_nothing(rest, rest < lists.topk, query, lists)

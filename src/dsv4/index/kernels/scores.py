@@ -32,8 +32,18 @@ HIGHEST, LOWEST_SHIFT = tl.constexpr(6), tl.constexpr(-5)
 def visible_rows(query, owners, mask):
     """Rows that a query sees. ratio 0: the count itself is given, else the position of its token."""
     count = tl.load(owners.count_ptr + query, mask=mask, other=-1).to(tl.int64)
-    count = tl.where(owners.ratio > 0, (count + 1) // tl.maximum(owners.ratio, 1), count)
+    if owners.ratio > 0:  # a division takes long
+        count = (count + 1) // owners.ratio
     return tl.minimum(tl.maximum(count, 0), owners.capacity).to(tl.int32)
+
+
+@triton.jit
+def clear_counts(queries, scores, QUERIES: tl.constexpr):
+    """Of the lists that gather.py fills: by the first CTA of the queries, so before that grid begins."""
+    if (tl.program_id(1) == 0) & (scores.counted != 0):
+        for i in tl.static_range(2 * QUERIES):
+            at = tl.program_id(0) * 2 * QUERIES + i
+            tl.store(scores.counts_ptr + at, 0, mask=at < 2 * (queries.end - queries.first))
 
 
 @triton.jit
@@ -249,6 +259,7 @@ def index_scores(
     one query. BLOCKS: the greatest scores of blocks are written, too. BF16: rounded as the reference model does.
     """
     VEC: tl.constexpr = 128 // queries.ptr.dtype.element_ty.primitive_bitwidth
+    clear_counts(queries, scores, QUERIES)
     k_ptr = keys.ptr
     if FP4 == SAME:
         k_ptr = keys.ptr.to(queries.ptr.dtype, bitcast=True)

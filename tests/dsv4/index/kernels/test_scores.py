@@ -9,7 +9,6 @@ import torch
 import dsv4
 from dsv4.index import cpu, problem, sizes
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.runtime import launch
 
 
 @pytest.fixture(params=["sm_90a", pytest.param("sm_100a", marks=pytest.mark.compile)])
@@ -62,24 +61,6 @@ def test_pages_of_whole_boxes_of_which_some_are_not_there(arch, page, heads, dty
     want = replace(problem.build(**arguments), out=torch.empty_like(lists), scores=torch.empty_like(scores))
     cpu.forward(want)
     assert torch.equal(lists, want.out) and torch.equal(scores, want.scores)
-
-
-# What chooses is one kernel for both architectures.
-@pytest.mark.parametrize("arch, rows", [("sm_90a", 2100), *(
-    pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_90a", 300), ("sm_100a", 300), ("sm_100a", 2100))
-)], indirect=["arch"])  # fmt: skip
-@pytest.mark.compile
-def test_shares_of_a_query_rank_their_rows(arch, rows, monkeypatch):
-    """Two CTAs to a query; 2100 rows have more groups than are looked into. Ties everywhere, so that more rows than
-    there is room for are not below the first cut; a list that is not full."""
-    monkeypatch.setattr(sizes, "LEAST_SHARES", 2)
-    whole, seen = index_cases.whole_numbers, []
-    ready = launch.ready_launch
-    monkeypatch.setattr(launch, "ready_launch", lambda given, target: seen.append(given) or ready(given, target))
-    arguments = dict(q=whole(2, 4, 16), k=whole(rows, 16), weights=whole(2, 4).float(), topk=20, scale=1.0,
-                     lengths=torch.tensor([rows, 7], dtype=torch.int32))  # fmt: skip
-    index_cases.assert_exact(index_cases.kernel(arch, **arguments), **arguments)
-    assert seen[-1].constants["SHARES"] == 2 and seen[-1].grid == (2, 2)
 
 
 @pytest.mark.slow

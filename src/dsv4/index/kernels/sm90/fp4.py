@@ -34,6 +34,7 @@ from dsv4.index.kernels.scores import (
     HIGHEST,
     LOWEST_SHIFT,
     bf16,
+    clear_counts,
     greatest_of_four,
     owner,
     power_of_two,
@@ -452,6 +453,7 @@ def index_scores_fp4_sm90(
     group. AMONG: the scores of the rows of listed blocks, in their order, of one query. BLOCKS: the greatest scores of
     blocks, too. BF16: rounded as the reference model does."""
     launch_dependents()
+    clear_counts(queries, scores, QUERIES)
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     EACH: gl.constexpr = QUERIES // PARTS
     q = gl.allocate_shared_memory(E4M3, [2 * PARTS, EACH * HEADS, DIMS // 2], query_layout())

@@ -4,7 +4,7 @@ BLOCK rows at a time, of the blocks that one query looks into (AMONG).
 Instructions bind these scores, so the warps that compute do nothing else; a warp of its own looks page numbers up and
 asks for boxes, as far ahead as the ring is::
 
-    load      page numbers of tile i + 1 | tile i: keys and scales of two boxes
+    load      page numbers of 16 tiles, 16 tiles ahead | tile i: keys and scales of two boxes
     compute   PIECES of tile i, one after the other: keys -> registers | e2m1 -> e4m3 | product | sum, maxima
 
 shared memory   bytes                   holds
@@ -25,7 +25,7 @@ TMA makes zeros of a page that is not there. Its rows, and those that the one qu
 when they are read, and are chosen last.
 """
 
-from dsv4.index.kernels.scores import BLOCK, FOREVER, owner, visible_rows
+from dsv4.index.kernels.scores import BLOCK, FOREVER, clear_counts, owner, visible_rows
 from dsv4.index.kernels.sm90.fp4 import (
     DIMS,
     E4M3,
@@ -84,13 +84,11 @@ def pair_layout(warps):
 
 
 @gluon.jit
-def halves(tile, work, keys):
-    """Where the two boxes of a tile are."""
-    row = tile * ROWS
-    return (
-        row_coords(row, row < work.columns, work.line_ptr, keys),
-        row_coords(row + BOX, row + BOX < work.columns, work.line_ptr, keys),
-    )
+def box_coords(tile, work, keys):
+    """Where the boxes of 16 tiles are, one to a lane."""
+    row = tile * ROWS + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])) * BOX
+    at = row_coords(row, row < work.columns, work.line_ptr, keys)
+    return at.page, at.row
 
 
 @gluon.jit
@@ -110,20 +108,28 @@ def load_role(keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER: gl.con
         last = gl.minimum(next_one, end)
         if sequence < to.owners.requests:
             work = tile_range(sequence, visible, to.of(first, last))
-            left, right = halves(work.start, work, keys)
+            page, place = box_coords(work.start, work, keys)
+            next_page, next_place = box_coords(work.start + 16, work, keys)
+            lane = gl.arange(0, 32, layout=page.type.layout)
+            at = gl.to_tensor(0)
             for tile in range(work.start, work.stop):
-                next_left, next_right = halves(tile + 1, work, keys)
+                if at == 32:
+                    page, place = next_page, next_place
+                    next_page, next_place = box_coords(tile + 16, work, keys)
+                    at = at * 0
+                left, right = gl.sum(gl.where(lane == at, page, 0), 0), gl.sum(gl.where(lane == at + 1, page, 0), 0)
                 boxes.free.wait(stage.index, stage.phase)
                 rows = gl.minimum(work.most - tile * ROWS - half * BOX, BOX)
-                boxes.there.index(stage.index).store(gl.where(gl.where(half == 0, left.page, right.page) < 0, 0, rows))
+                boxes.there.index(stage.index).store(gl.where(gl.where(half == 0, left, right) < 0, 0, rows))
                 ready = boxes.ready.at(stage.index)
                 mbarrier.expect(ready, ROWS * (DIMS // 2 + 4))
                 for i in gl.static_range(2):
-                    at = left if i == 0 else right
+                    number = left if i == 0 else right
+                    row = gl.sum(gl.where(lane == at + i, place, 0), 0)
                     slot = HALVES * stage.index + i
-                    tma_load(keys_desc, [at.page, at.row, 0], ready, boxes.keys.index(slot))
-                    tma_load(scales_desc, [at.page, at.row], ready, boxes.scales.index(slot))
-                left, right = next_left, next_right
+                    tma_load(keys_desc, [number, row, 0], ready, boxes.keys.index(slot))
+                    tma_load(scales_desc, [number, row], ready, boxes.scales.index(slot))
+                at += 2
                 stage = next_stage(stage, STAGES)
         first = last
 
@@ -287,6 +293,7 @@ def index_scores_fp4_boxes_sm90(
 ):
     """index_scores_fp4_sm90 for boxes."""
     launch_dependents()
+    clear_counts(queries, scores, QUERIES)
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     q = gl.allocate_shared_memory(E4M3, [2 * PARTS, QUERIES // PARTS * HEADS, DIMS // 2], query_layout())
     N: gl.constexpr = BLOCK if AMONG else BOX  # rows of a copy, and how many to a tile

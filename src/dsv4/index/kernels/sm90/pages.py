@@ -19,7 +19,7 @@ registers: ordinary reads of what TMA writes would need a fence in every step. O
 zeros, and its scales are NaN: its rows are chosen last.
 """
 
-from dsv4.index.kernels.scores import BATCH, GROUP, ONE, owner, relu, visible_rows
+from dsv4.index.kernels.scores import BATCH, GROUP, ONE, clear_counts, owner, relu, visible_rows
 from dsv4.index.kernels.sm90.scores import lanes, page_of, tile_layout
 from dsv4.kernels.compat import (
     Value,
@@ -233,6 +233,7 @@ def index_scores_pages_sm90(
     """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
     group."""
     launch_dependents()
+    clear_counts(queries, scores, QUERIES)
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     EACH: gl.constexpr = QUERIES // PARTS
     dtype: gl.constexpr = queries.ptr.dtype.element_ty

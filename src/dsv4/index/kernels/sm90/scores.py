@@ -15,7 +15,7 @@ barrier; the same barrier says that the products of the tile before are done, so
 is not there has NaN as its scale and is chosen last.
 """
 
-from dsv4.index.kernels.scores import BATCH, GROUP, ONE, owner, relu, visible_rows
+from dsv4.index.kernels.scores import BATCH, GROUP, ONE, clear_counts, owner, relu, visible_rows
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -230,6 +230,7 @@ def index_scores_sm90(
     """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
     group."""
     launch_dependents()
+    clear_counts(queries, scores, QUERIES)
     dtype: gl.constexpr = queries.ptr.dtype.element_ty
     VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
     ACC: gl.constexpr = product_layout(gl.num_warps(), HEADS, dtype)
