@@ -65,10 +65,12 @@ class Fp4Contest:
         self.more: dict[str, Any] = dict(lengths=lengths, block_table=self.table, request_rows=True, backend="cuda")
         self.blocks = None
         if case.consumer:
-            other, scales = quantize_queries_fp4(torch.randn_like(self.q))
-            _, self.blocks = dsv4.index_blocks(
-                other, self.fp4, self.weights, TOPK, BLOCKS, q_scales=scales, **self.more
-            )
+            self.source, self.source_scales = quantize_queries_fp4(torch.randn_like(self.q))
+            _, self.blocks = self.kept_blocks()
+
+    def kept_blocks(self, plan: dsv4.Plan | None = None) -> tuple[Tensor, Tensor]:
+        given = (self.source, self.fp4, self.weights, TOPK, BLOCKS)
+        return dsv4.index_blocks(*given, q_scales=self.source_scales, plan=plan, **self.more)
 
     def contenders(self) -> peers.Calls:
         n, keys = self.case.requests, self.case.keys
@@ -127,10 +129,55 @@ class Fp4Contest:
         return float((outside.max() - scores[places].min()).clamp_min(0) / bound)
 
 
+@dataclass(frozen=True)
+class Fp4Token(Fp4Case):
+    """All indexers of V4.1-Flash for a token: three over rows of two tokens, one that keeps blocks, four consumers."""
+
+    consumer: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"index token fp4 1 requests x {self.keys} keys, {HEADS} heads, topk {TOPK}, 8 indexers"
+
+    @property
+    def rows(self) -> int:
+        return 3 * (self.keys // 2) + self.keys + 4 * super().rows
+
+    def on_device(self, aot: Path | None = None) -> Fp4TokenContest:
+        return Fp4TokenContest(self)
+
+
+class Fp4TokenContest(Fp4Contest):
+    """Its result is the list of the last consumer."""
+
+    def __init__(self, case: Fp4Case) -> None:
+        super().__init__(case)
+        self.pairs = [Fp4Contest(Fp4Case(1, case.keys // 2)) for _ in range(3)]
+
+    def contenders(self) -> peers.Calls:
+        sizes: dict[str, Any] = dict(batch=1, q_heads=HEADS, kv_heads=1, head_dim=DIMS, max_seqlen_k=self.case.keys)
+        plan, source = dsv4.plan(dsv4.index_topk, **sizes), dsv4.plan(dsv4.index_blocks, **sizes)
+
+        def fp4() -> Tensor:
+            for x in self.pairs:
+                dsv4.index_topk(x.q4, x.fp4, x.weights, TOPK, q_scales=x.scales, plan=plan, **x.more)
+            _, blocks = self.kept_blocks(source)
+            more: dict[str, Any] = dict(q_scales=self.scales, blocks=blocks, plan=plan, **self.more)
+            return [dsv4.index_topk(self.q4, self.fp4, self.weights, TOPK, **more) for _ in range(4)][-1]
+
+        def fp8() -> Tensor:
+            layers = [*self.pairs, *[self] * 5]
+            return [dsv4.index_topk(x.q8, x.fp8, x.w8, TOPK, plan=plan, **x.more) for x in layers][-1]
+
+        yield "dsv4", fp4
+        yield "dsv4, FP8 keys, all rows", fp8
+
+
 CASES = [
     Fp4Case(1, 131072),
     Fp4Case(32, 32768),
     Fp4Case(1, 1 << 20),
     Fp4Case(1, 131072, consumer=True),
     Fp4Case(32, 32768, consumer=True),
+    Fp4Token(1, 1 << 20),
 ]
