@@ -36,7 +36,8 @@ RULES = (
         sink: fp32 [Hq], the logit of a key whose value is 0; -inf = none, +inf = out 0.
         For a query that sees no key, out is 0 and lse is -inf, with or without a sink.
         Rows of k and v that no query of the sequence sees may contain NaN or inf; rows that are seen must be finite.
-        Scores, scaled and in base 2, must be smaller than 2^30 (2^27 in float16); beyond, a kernel may give NaN.
+        Scores may have any size, except at head dim 64 on Hopper: from 2^30 in base 2 on (2^27 in float16) rows may
+        be NaN there. The kernels' gradients of a row are NaN if its lse exceeds 1.8e8 in size.
         fmha and fmha_varlen have gradients with respect to q, k, v, sink and lse (first order, reverse mode). With
         out=, plan= or paged keys there are none: an input that requires grad raises an error under grad mode.
 

@@ -6,7 +6,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 # O is rescaled only when a row's maximum grew by more than this (base 2): P stays below 2^8, exact enough in 16 bits.
 RESCALE_ABOVE = gl.constexpr(8.0)
-LOWEST = gl.constexpr(-3.0e38)  # a running maximum to begin with that is finite
+LARGE = gl.constexpr(28)  # scores of 2^28 or more in base 2 have a power of two as their scale: row_scale
+LOWEST = gl.constexpr(-3.0e38)  # a running maximum to begin with: -inf - -inf would be NaN
 
 
 @gluon.jit
@@ -48,17 +49,50 @@ def biased(s, bias, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def step(s, m, scale, ABOVE: gl.constexpr = 0, FINITE: gl.constexpr = False):
-    """Running maximum m (base 2, -inf = nothing seen yet) and scores -> (P, new m, factor for what came before).
+def power_above(scale):
+    """The least power of two that is not below a scale."""
+    return ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
 
-    ABOVE: the maximum stays where it grows by no more than that; the factor is then exactly 1. FINITE: m was LOWEST in
-    the beginning, not -inf."""
-    m_new = gl.maximum(m, gl.max(s, 1) * scale)
+
+@gluon.jit
+def row_scale(top, scale):
+    """The scale of a row with maximum score `top`: `scale`, or power_above(scale) if the maximum is 2^LARGE or more.
+
+    s scale - m is one FMA, and m is rounded: by up to 8 at 2^28, by 128 at 2^32. A product with a power of two is
+    exact, so the FMA gives 0 at the maximum. fp32 scores of that size lie so far apart that P of any other score is at
+    most 2^-16. So a row may have one scale in a tile and the other one in the next."""
+    power = power_above(scale)
+    exponent = gl.minimum(2 * 127 + LARGE - (power.to(gl.int32, bitcast=True) >> 23), 255)  # of 2^LARGE / power
+    return gl.where(gl.abs(top) < (exponent << 23).to(gl.float32, bitcast=True), scale, power)
+
+
+@gluon.jit
+def true_maximum(m, scale):
+    """A row's maximum times `scale`, from the maximum times row_scale, which `step` returns."""
+    power = power_above(scale).to(gl.int32, bitcast=True)
+    ratio = scale * ((254 << 23) - power).to(gl.float32, bitcast=True)
+    return gl.where((gl.abs(m) < (1 << LARGE)) | (m <= LOWEST), m, m * ratio)
+
+
+@gluon.jit
+def step(s, m, scale, ABOVE: gl.constexpr = 0):
+    """Running maximum m (base 2, LOWEST = nothing seen yet) and scores -> (P, new m, factor for what came before).
+
+    m is scores times row_scale. ABOVE: the maximum stays where it grows by no more than that; the factor is then
+    exactly 1."""
+    top = gl.max(s, 1)
+    factor = row_scale(top, scale)
+    m_new = gl.maximum(m, top * factor)
     if ABOVE > 0:
         m_new = gl.where(m_new - m > ABOVE, m_new, m)
-    safe = m_new
-    if not FINITE:
-        safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
+    return gl.exp2(s * factor[:, None] - m_new[:, None]), m_new, gl.exp2(m - m_new)
+
+
+@gluon.jit
+def step_below_limit(s, m, scale):
+    """``step`` for scores below 2^30, 2^27 in fp16: m is scores times scale, -inf = nothing seen yet."""
+    m_new = gl.maximum(m, gl.max(s, 1) * scale)
+    safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
     alpha = gl.exp2(m - safe)
     p = gl.exp2(s * scale - safe[:, None])
     return p, m_new, alpha

@@ -2,6 +2,7 @@
 padded to the 64 rows of a wgmma. Keys are spread over warps, 16 each, so a maximum passes through shared memory.
 """
 
+from dsv4.kernels import softmax
 from dsv4.kernels.compat import gl, gluon
 
 
@@ -53,6 +54,7 @@ def maxima(s, row_max, m):
 @gluon.jit
 def softmax_over_keys(s, m, scale, row_max):
     """softmax.step with keys as rows: m per column."""
-    m_new = gl.maximum(m, maxima(s, row_max, m) * scale)
-    safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
-    return gl.exp2(s * scale - safe[None, :]), m_new, gl.exp2(m - safe)
+    top = maxima(s, row_max, m)
+    factor = softmax.row_scale(top, scale)
+    m_new = gl.maximum(m, top * factor)
+    return gl.exp2(s * factor[None, :] - m_new[None, :]), m_new, gl.exp2(m - m_new)

@@ -114,7 +114,7 @@ def v4_attention(
         dtype, unless out= is fp32.
         For a query that lists no row, out is 0 and lse is -inf, with or without a sink.
         Rows that no query lists may contain NaN or inf; rows that are listed must be finite.
-        Scores, scaled and in base 2, must be smaller than 2^30 (2^27 in float16); beyond, a kernel may give NaN.
+        Scores may have any size, but the kernels' gradients of a row are NaN if its lse exceeds 1.8e8 in size.
         Gradients exist with respect to q, the rows of both pools (not of packed rows), sink and lse (first order,
         reverse mode). With out= or plan=, an input that requires grad raises an error under grad mode.
 

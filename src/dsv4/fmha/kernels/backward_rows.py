@@ -9,12 +9,14 @@ the LSE (sink excluded) and L' = log(e^L + e^sink)::
 The last factor must stay finite, and its product with P, which is e^(s - L) dL, must not depend on the sink. So where
 dL is not 0 both stop at L' = L + 60: of a sink that is farther above the LSE, dO's own terms are e^-60 of their size
 rather than less.
+
+lse2 is an fp32 number, so P is off by a factor of up to 2^(lse2 2^-23). From 2^28 on that is 2^32, and lse2 is NaN.
 """
 
 from typing import NamedTuple
 
 from dsv4.kernels.compat import Value, gl, gluon
-from dsv4.kernels.softmax import LOG2E
+from dsv4.kernels.softmax import LARGE, LOG2E
 
 FARTHEST = gl.constexpr(60.0)
 
@@ -39,6 +41,7 @@ def terms(dot, lse, sink, dlse):
     beyond = gl.where(over > FARTHEST, over, gl.log2(1.0 + gl.exp2(small * LOG2E)) / LOG2E)
     near = gl.minimum(beyond, FARTHEST)
     lse2 = gl.where(empty, float("inf"), (lse + gl.where(dlse == 0.0, beyond, near)) * LOG2E)
+    lse2 = gl.where(gl.abs(lse) * LOG2E < (1 << LARGE), lse2, float("nan"))
     delta = plain - gl.where(empty, 0.0, dlse) * gl.exp2(near * LOG2E)
     share = gl.where(empty, 0.0, gl.where(over > FARTHEST, 1.0, gl.exp2((small - beyond) * LOG2E)))
     return lse2, delta, plain, share

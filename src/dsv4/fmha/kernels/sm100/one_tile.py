@@ -77,20 +77,20 @@ def step(memory, bounds, m, l, j, column, scale, masked, P_TMEM: gl.constexpr, K
     s = memory.s.index(stage)
     LS: gl.constexpr = s.get_reg_layout()
     x = scores(s, column, masked, bounds, LS, KV_LOAD)
-    top = gl.max(x, 1) * scale
-    # A row keeps its reference while the maximum grows little; -inf - -inf is NaN, which is not above anything.
-    moves = (top - m > softmax.RESCALE_ABOVE) | (j == 0)
-    m_new = gl.where(moves, gl.maximum(top, m), m)
-    alpha = gl.where(moves & (m_new > -float("inf")), gl.exp2(m - m_new), 1.0)
+    top = gl.max(x, 1)
+    factor = softmax.row_scale(top, scale)
+    top = top * factor
+    moves = top - m > softmax.RESCALE_ABOVE  # a row keeps its reference while the maximum grows little
+    m_new = gl.where(moves, top, m)
+    alpha = gl.where(moves, gl.exp2(m - m_new), 1.0)
     if j > 0:
         memory.stat_free.wait(0, (j - 1) % 2)
         memory.stat.index(0).store(alpha)
         memory.stat_ready.arrive(0)
     m = m_new
-    safe = gl.where(m == -float("inf"), 0.0, m)
     p = p_operand(s, memory.p.index(stage), memory.q.dtype, P_TMEM)
     l *= alpha
-    y = store_p(x, scale, safe, p.slice(0, s.shape[1], dim=1))
+    y = store_p(x, factor, m, p.slice(0, s.shape[1], dim=1))
     if not P_TMEM:
         fence_async_shared()  # P is read by the tensor core
     memory.p_ready.arrive(stage)
@@ -107,7 +107,7 @@ def softmax_role(memory, work_tile, tile_row, sign, D: gl.constexpr, P_TMEM: gl.
     RS: gl.constexpr = gl.SliceLayout(1, memory.s.index(0).get_reg_layout())
     load_queries(memory, work_tile, tile_row, sign, 0, D, 64)
     bounds = mask_bounds(tile_row, work_tile, BM, BN, KV_LOAD, RS)
-    m = gl.full([BM], -float("inf"), gl.float32, RS)
+    m = gl.full([BM], softmax.LOWEST, gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
     for j in range(0, tiles.end - tiles.begin):
         memory.s_ready.wait(j % 2, (j // 2) % 2)

@@ -97,9 +97,9 @@ def whole(a, b):
 
 
 @gluon.jit
-def store_p(x, scale, m, p):
-    """P = exp2(x scale - m) of some columns -> where the tensor core reads it. Returns P before rounding."""
-    y = gl.exp2(x * scale - m[:, None])
+def store_p(x, factor, m, p):
+    """P = exp2(x factor - m) of some columns -> where the tensor core reads it. Returns P before rounding."""
+    y = gl.exp2(x * factor[:, None] - m[:, None])
     p.store(y.to(p.dtype))
     return y
 
@@ -120,7 +120,7 @@ def store_rows(work_tile, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr,
     part = (work_tile.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head
     target = loads.row_offsets(row, head, group, strides.out_token, strides.out_head)
     sink = softmax.sink_of(tensors.sink_ptr, q_head, here & (split == 0))
-    factor, lse = softmax.finish(m, l, sink)
+    factor, lse = softmax.finish(softmax.true_maximum(m, problem.scale), l, sink)
     factor = of_values(factor, problem.score_scale)
     if split != 0:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         gl.store(tensors.part_lse_ptr + part, lse, mask=here)

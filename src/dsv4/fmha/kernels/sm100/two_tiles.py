@@ -101,9 +101,10 @@ def after(m, l):
 
 
 @gluon.jit
-def store_quarter(x, scale, m, masked, p, QUARTER: gl.constexpr):
-    """P = 2^(x scale - m) of a quarter of the columns -> tensor memory. Returns the sum of each row."""
-    x = x * scale - gl.convert_layout(m, gl.SliceLayout(1, x.type.layout))[:, None]
+def store_quarter(x, factor, m, masked, p, QUARTER: gl.constexpr):
+    """P = 2^(x factor - m) of a quarter of the columns -> tensor memory. Returns the sum of each row."""
+    R: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    x = x * gl.convert_layout(factor, R)[:, None] - gl.convert_layout(m, R)[:, None]
     if masked or QUARTER == 3:  # 2^-inf; the last has no arithmetic behind it that could hide more
         y = gl.exp2(x)
     else:
@@ -119,8 +120,10 @@ def step(memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, KV_
     s, p = memory.s.index(0), memory.p.index(TILE)
     x = scores(s, column, masked, bounds, s.get_reg_layout(), KV_LOAD)
     memory.s_read.arrive(TILE)
-    top = gl.max(x, 1) * scale
-    moves = top - m > softmax.RESCALE_ABOVE  # -inf - -inf is NaN, which is not above anything
+    top = gl.max(x, 1)
+    factor = softmax.row_scale(top, scale)
+    top = top * factor
+    moves = top - m > softmax.RESCALE_ABOVE
     some = some_row(moves, TILE)
     if j > 0:
         memory.pv_done.wait(TILE, (j - 1) % 2)  # O and P of the keys before are not in use any more
@@ -130,15 +133,14 @@ def step(memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, KV_
         l *= alpha
         if j > 0:
             rescale(memory.o.index(TILE), alpha)
-    safe = gl.where(m == -float("inf"), 0.0, m)
     a, c = halves(x)
     a, b = halves(a)
     c, d = halves(c)
-    a = store_quarter(a, scale, safe, masked, p, 0)
-    b = store_quarter(b, scale, safe, masked, p, 1)
-    safe = after(safe, a)
-    c = store_quarter(c, scale, safe, masked, p, 2)
-    d = store_quarter(d, scale, after(safe, b), masked, p, 3)
+    a = store_quarter(a, factor, m, masked, p, 0)
+    b = store_quarter(b, factor, m, masked, p, 1)
+    later = after(m, a)
+    c = store_quarter(c, factor, later, masked, p, 2)
+    d = store_quarter(d, factor, after(later, b), masked, p, 3)
     memory.p_ready.arrive(TILE)
     l += gl.convert_layout(a, l.type.layout) + gl.convert_layout(b, l.type.layout)
     return m, l + (gl.convert_layout(c, l.type.layout) + gl.convert_layout(d, l.type.layout))
@@ -153,7 +155,7 @@ def softmax_role(memory, work_tile, tile_row, sign, split, TILE: gl.constexpr, D
     RS: gl.constexpr = gl.SliceLayout(1, memory.s.index(0).get_reg_layout())
     load_queries(memory, work_tile, tile_row, sign, TILE, D, D)
     bounds = mask_bounds(tile_row, work_tile, BM, BN, KV_LOAD, RS)
-    m = gl.full([BM], -float("inf"), gl.float32, RS)
+    m = gl.full([BM], softmax.LOWEST, gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
     n = tiles.end - tiles.begin
     for j in range(0, n):

@@ -6,6 +6,7 @@ HALF: 0 or 1. Shared memory and barriers are those of forward_d512.py and forwar
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.sm90 import work
 from dsv4.fmha.kernels.tiles import PAGES, ROWS, mask_bounds
+from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, warpgroup_mma
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.ring import Barriers, Stage, init_barriers, new_barriers, new_ring
@@ -72,7 +73,7 @@ def nothing_yet():
     """Half of O, and the maximum and sum of each row, before the first key."""
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     o = gl.zeros([64, 256], gl.float32, HALF_O)
-    m = gl.full([64], -float("inf"), gl.float32, RS)
+    m = gl.full([64], softmax.LOWEST, gl.float32, RS)
     return o, m, gl.full([64], 0.0, gl.float32, RS)
 
 

@@ -171,6 +171,7 @@ def write(o, m, l, q, tile_row, work_tile, SPLIT: gl.constexpr):
     RO: gl.constexpr = gl.SliceLayout(0, LO)
     row = tile_row + gl.arange(0, ROWS, layout=RS)
     token, q_head = token_and_head(row, problem.head, problem.group)
+    m = softmax.true_maximum(m, problem.scale)
     if SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
         factor, lse = softmax.finish(m, l, gl.full([ROWS], -float("inf"), gl.float32, RS))
         part = (tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head
@@ -227,7 +228,7 @@ def attend_role(
     load_queries(q, tile_row, work_tile, SIGN)
     bounds = mask_bounds(tile_row, work_tile, ROWS, BN, KV_LOAD, RS)
     o = gl.zeros([D, ROWS], gl.float32, LO)
-    m = gl.full([ROWS], -float("inf"), gl.float32, RS)
+    m = gl.full([ROWS], softmax.LOWEST, gl.float32, RS)
     l = gl.zeros([BN // 16, 8, ROWS], gl.float32, LP)
     stage = consumer_stage()
     for tile in range(tiles.begin, tiles.end):

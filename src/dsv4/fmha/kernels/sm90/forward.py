@@ -28,7 +28,6 @@ from dsv4.fmha.kernels import e4m3_rows, loads
 from dsv4.fmha.kernels.e4m3_rows import in_codes
 from dsv4.fmha.kernels.sm90 import work
 from dsv4.fmha.kernels.tiles import DENSE, PAGES, ROWS, mask_bounds
-from dsv4.kernels import softmax
 from dsv4.kernels.compat import aggregate, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.ring import Ring, consumer_stage, init_barriers, new_barriers, new_ring, producer_stage
 
@@ -221,7 +220,7 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
     bounds = mask_bounds(tile_row, work_tile, 64, BN, KV_LOAD, RS)
 
     o = gl.zeros([64, D], gl.float32, LO)
-    m = gl.full([64], -float("inf"), gl.float32, RS)
+    m = gl.full([64], work.first_maximum(D), gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
     if tiles.begin < tiles.end:
         # S of the first tile
@@ -230,7 +229,7 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
         if not SAME_KV:
             k.release(stage)
         s = work.finish_scores(s, tiles.first + tiles.begin * BN, bounds, KV_LOAD)
-        p, m, alpha = softmax.step(s, m, scale)
+        p, m, alpha = work.step(s, m, scale, D)
         l = gl.sum(p, 1)
         pa = gl.convert_layout(p.to(q.dtype), LA)
 
@@ -242,7 +241,7 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
             if not SAME_KV:
                 k.release(after)
             s = work.finish_scores(s, tiles.first + tile * BN, bounds, KV_LOAD)
-            p, m, alpha = softmax.step(s, m, scale)
+            p, m, alpha = work.step(s, m, scale, D)
             l = l * alpha + gl.sum(p, 1)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             v.release(stage)

@@ -260,7 +260,6 @@ def attend_tile(
     CV: gl.constexpr = arguments.v_columns
     OWN: gl.constexpr = EVEN or D > 64
     ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if D > 64 else 0
-    FINITE: gl.constexpr = D == 128 and not EVEN
     tile_row, work_tile, unseen = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
     tiles, scale = work_tile.tiles, work_tile.problem.scale
     bounds = mask_bounds(tile_row, work_tile, 64, BN, DENSE, RS)
@@ -280,8 +279,8 @@ def attend_tile(
     if not SAME_KV:
         k.release(stage)
     s = work.finish_scores(s, tiles.first, bounds, DENSE, OWN)
-    m = gl.full([64], softmax.LOWEST if FINITE else -float("inf"), gl.float32, RS)
-    p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
+    m = gl.full([64], work.first_maximum(D), gl.float32, RS)
+    p, m, alpha = work.step(s, m, scale, D, ABOVE)
     l = sums(p, OWN)
     pa = gl.convert_layout(p.to(q.dtype), LA)
     o = columns.zeros(CV, D)
@@ -293,7 +292,7 @@ def attend_tile(
         if not SAME_KV:
             k.release(after)
         s = work.finish_scores(s, tiles.first + (-tile if EVEN else tile) * BN, bounds, DENSE, OWN, EVEN)
-        p, m, alpha = softmax.step(s, m, scale, ABOVE, FINITE)
+        p, m, alpha = work.step(s, m, scale, D, ABOVE)
         l = add_sums(l, alpha, p, OWN)
         o = columns.wait(o)
         v.release(stage)

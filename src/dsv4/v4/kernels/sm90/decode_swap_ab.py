@@ -24,7 +24,7 @@ Rows are asked for after the last fence of a block: the assembler makes a fence 
 """
 
 from dsv4.caches.kernels.unpack import has_small_rows, small_factor
-from dsv4.kernels import dependent
+from dsv4.kernels import dependent, softmax
 from dsv4.kernels.compat import async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.opaque import zero
 from dsv4.kernels.softmax_over_keys import output_layout, partial_sums, scores_layout, softmax_over_keys
@@ -85,7 +85,7 @@ def attend(
     o1 = gl.zeros([128, HEADS], gl.float32, LO)
     o2 = gl.zeros([128, HEADS], gl.float32, LO)
     o3 = gl.zeros([128, HEADS], gl.float32, LO)
-    m = gl.full([HEADS], -float("inf"), gl.float32, gl.SliceLayout(0, LS))
+    m = gl.full([HEADS], softmax.LOWEST, gl.float32, gl.SliceLayout(0, LS))
     factor = gl.full([HEADS], 0.0, gl.float32, gl.SliceLayout(0, LS))
     l = gl.zeros([KEYS // 16, 8, HEADS], gl.float32, LP)
     # A turn more than blocks: every part of the code is there once.
@@ -159,7 +159,7 @@ def one_tile(
     UP: gl.constexpr = small_factor(FORMATS[0], FORMATS[1])
     scale = scale * UP
     o0, o1, o2, o3, m, l = attend(number, lists, begin, end, pools, memory, scale, HEADS, KV_INDEX, SIGN, UNIT, FORMATS)
-    finish((o0, o1, o2, o3), m, l, memory, (work.query, first_head, gl.program_id(2)), output, SPLIT, UP)
+    finish((o0, o1, o2, o3), m, l, memory, (work.query, first_head, gl.program_id(2)), output, scale, SPLIT, UP)
 
 
 @gluon.jit

@@ -298,7 +298,7 @@ def half_role(
         blocks = begin(memory, turn)
         steps = blocks // 2
         o = gl.zeros([64, 256], gl.float32, LO)
-        m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        m = gl.full([64], softmax.LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.full([64, 4], 0.0, gl.float32, LP)
         if RESIDENT and HALF == 0:
             s = left_begin(memory, phase, steps, SIGN)
@@ -316,7 +316,7 @@ def half_role(
                 phase = phase ^ 1
             if blocks == 0:
                 memory.q_free.arrive(0)
-        end_half(o, m, l, memory, blocks, turn, output, HALF, SPLIT, REG_STORE)
+        end_half(o, softmax.true_maximum(m, scale), l, memory, blocks, turn, output, HALF, SPLIT, REG_STORE)
         turn = turn ^ 1
 
 

@@ -329,12 +329,13 @@ def masked(s, bias, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def finish(o, m, l, memory, place, output, SPLIT: gl.constexpr, UP: gl.constexpr):
+def finish(o, m, l, memory, place, output, scale, SPLIT: gl.constexpr, UP: gl.constexpr):
     """Add up the sums, write the LSE and O^T, whose quarters o has. place: (query, first head, split)."""
     HEADS: gl.constexpr = m.shape[0]
     # A head per lane: else every thread would take the logarithms of all its columns.
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     m, l = gl.convert_layout(m, L), gl.convert_layout(gl.sum(gl.sum(l, 0), 0), L)
+    m = softmax.true_maximum(m, scale)
     sink = sink_of_heads(output, place[1], SPLIT, HEADS, L)
     write_out(o, write_lse(m, l, sink, place, output, SPLIT, UP), memory, place, output, SPLIT)
 
