@@ -19,7 +19,7 @@ from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime import dispatch
 
 # Few tokens of many experts and of few, each power of two of slots up to 1024, then each tile.
-TOKENS = (1, 3, 20, 40, 80, 160, 300, 512, 700, 1024, 2048, 4096)
+TOKENS = (1, 3, 20, 40, 80, 160, 300, 512, 700, 1024, 2048, 4096, 8192)
 INTEGERS = (torch.int32, torch.int64)
 
 

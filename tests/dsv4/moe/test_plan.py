@@ -40,6 +40,16 @@ def test_all_workspace_is_in_the_plan(arch, tokens):
         assert program.taken <= 4 * (0 if scratch is None else scratch.numel())
 
 
+@pytest.mark.parametrize("experts, topk", [(256, 6), (384, 6), (8, 2)])
+def test_a_plan_is_enough_for_fewer_tokens(experts, topk):
+    """Also where more tokens have lower tiles."""
+    sizes = dict(q_heads=topk, kv_heads=experts, head_dim=512, max_seqlen_k=256, max_seqlen_q=1)
+    target = dispatch.compile_target("sm_90a")
+    rows = (1, 1.6, 13, 14, 24, 25, 60, 61, 99, 101, 133, 135, 150, 187, 189, 220, 400)
+    words = [plan.words(Capacities(batch=int(n * experts / topk), **sizes), target) for n in rows]
+    assert words == sorted(words)
+
+
 @pytest.mark.compile
 def test_the_same_bits_with_a_plan():
     experts, given = moe_cases.layer().experts, moe_cases.tokens(9)

@@ -80,4 +80,4 @@ def swiglu(gate, up, weight, limit):
     e = gl.exp2(g * -1.4426950408889634)
     # Division takes care of numbers that do not come here, and costs four times as much.
     sigmoid = gl.inline_asm_elementwise(RECIPROCAL, "=f,f", [1.0 + e], dtype=gl.float32, is_pure=True, pack=1)
-    return g * sigmoid * u * weight[None, :]
+    return g * sigmoid * u * weight

@@ -164,7 +164,7 @@ def write_hidden(gate, up, block, first, stop, atom, rows, out, RECIPE: gl.const
     weight = gl.load(rows.weight_ptr + row, mask=row < stop, other=0.0)
     gate = gl.convert_layout(gate, L).to(gl.float32)
     up = gl.convert_layout(up, L).to(gl.float32)
-    h = swiglu(gate, up, weight, out.limit).to(gl.bfloat16).to(gl.float32)
+    h = swiglu(gate, up, weight[None, :], out.limit).to(gl.bfloat16).to(gl.float32)
     WORDS: gl.constexpr = words_of(RECIPE)
     codes, words = quantized(h, RECIPE)
     BYTES: gl.constexpr = codes.shape[0]

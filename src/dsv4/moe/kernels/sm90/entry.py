@@ -12,6 +12,7 @@ from dsv4.moe.kernels.arguments import Signals, Sizes
 from dsv4.moe.kernels.prepare import Product, prepare_moe, prepare_route, rows_per_expert, supports_moe, supports_route
 from dsv4.moe.kernels.sm90.products import moe_products_sm90, scales_width
 from dsv4.moe.kernels.sm90.sums import STEP
+from dsv4.moe.kernels.sm90.wide import WIDTH, moe_products_wide_sm90
 from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
@@ -19,6 +20,7 @@ from dsv4.runtime.program import Program, Slot
 
 RECIPES = (("mxfp4", "fp8_128"),)  # weights, activations
 SHARED_BYTES = 204 << 10  # for stages; the rest is for exchanges between warps
+WIDE_BYTES = 64 << 10  # of decoded weights
 MOST_STAGES = 8  # more are not faster
 NARROW_ROWS = 8  # of activations to a tile: up to which there are four compute roles
 
@@ -31,8 +33,12 @@ class Tiling(NamedTuple):
 
 
 # Rows of an expert that are expected, up to -> tiling. Experts have more and fewer, and one row over a tile costs
-# another tile, so tiles of 16 and 32 rows are for fewer; those of 8 are not faster, but for a few tokens.
-TILINGS = ((1.5, Tiling(8)), (13.0, Tiling(16)), (24.0, Tiling(32)), (60.5, Tiling(64)), (float("inf"), Tiling(64, 32)))
+# another tile, so tiles of 16 and 32 rows are for fewer; those of 8 are not faster, but for a few tokens. Tiles of 128
+# have another kernel (wide.py), which is ahead where it saves tiles, and for many rows.
+TILINGS = (
+    (1.5, Tiling(8)), (13.0, Tiling(16)), (24.0, Tiling(32)), (60.5, Tiling(64)), (100.0, Tiling(64, 32)),
+    (134.0, Tiling(128)), (188.0, Tiling(64, 32)), (float("inf"), Tiling(128)),
+)  # fmt: skip
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:
@@ -52,10 +58,18 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
         return
     program.room = p.scratch
     expected = rows_per_expert(p)
-    w, rest = next(tiling for most, tiling in TILINGS if expected <= most)
+    chosen = next(i for i, (most, _) in enumerate(TILINGS) if expected <= most)
+    w, rest = TILINGS[chosen][1]
     slots = p.tokens * p.topk
-    stages = min(SHARED_BYTES // stage_bytes(w, rest), MOST_STAGES)
-    most_tiles = min(slots, p.experts + slots // (w + rest))
+    wide = w == WIDTH.value
+    kernel = moe_products_wide_sm90 if wide else moe_products_sm90
+    shape = dict(COMPUTE_REGS=240, LOAD_REGS=24) if wide else dict(W=w, REST=rest, **roles(w))
+    stages = min((SHARED_BYTES - WIDE_BYTES * wide) // stage_bytes(w, rest), MOST_STAGES)
+    # A plan is for fewer tokens, too: it has room for what their tilings would need.
+    heights = {sum(tiling) for _, tiling in TILINGS[: chosen + 1]}
+    most_tiles = {height: min(slots, p.experts + slots // height) for height in heights}
+    hidden = max(n * height for height, n in most_tiles.items())
+    line = max(n * scales_width(height) for height, n in most_tiles.items())
 
     found: list[Product] = []
 
@@ -63,14 +77,13 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
         """Both in one launch."""
         found.append(product)
         if not product.first:
-            tiles = most_tiles * sum(one.weights.blocks for one in found)
+            tiles = most_tiles[w + rest] * sum(one.weights.blocks for one in found)
             program.launch(
-                moe_products_sm90, (min(target.num_sms, tiles),), arguments(*found, w, rest), W=w, REST=rest,
-                STAGES=stages, EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), **roles(w),
-                num_warps=4, launch_pdl=True,
+                kernel, (min(target.num_sms, tiles),), arguments(*found, w, rest), STAGES=stages,
+                EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), **shape, num_warps=4, launch_pdl=True,
             )  # fmt: skip
 
-    prepare_moe(p, program, multiply, hidden=(most_tiles * (w + rest), most_tiles * scales_width(w + rest)))
+    prepare_moe(p, program, multiply, hidden=(hidden, line))
 
 
 def roles(w: int) -> dict[str, int]:
@@ -104,7 +117,9 @@ def _operands(weights: str, activations: str, product: Product, w: int, rest: in
         f"{weights}_desc": _words(product.tiles, 16, plain),
         f"{weights}_offsets_desc": _words(product.scales, 1, plain),
         f"{weights}_factors_desc": _words(product.weights.factor_ptr, 1, plain),
-        f"{activations}_desc": TensorDescriptor(x, list(x.shape), list(x.stride()), [rest or w, STEP.value], swizzled),
+        f"{activations}_desc": TensorDescriptor(
+            x, list(x.shape), list(x.stride()), [rest or min(w, 64), STEP.value], swizzled
+        ),
         f"{activations}_scales_desc": TensorDescriptor(
             scales, list(scales.shape), list(scales.stride()), [1, width], plain
         ),

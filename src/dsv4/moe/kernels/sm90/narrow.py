@@ -74,7 +74,7 @@ def write_narrow(sums, x, factors, columns, turn, amax, told, out, G: gl.constex
         gate, up = with_factors(gate, factors, G), with_factors(up, factors, NARROW + G)
         LN: gl.constexpr = gl.SliceLayout(0, gate.type.layout)
         weight = columns.slice(0, N).load(LN)
-        h = hidden_values(gate, up, weight.to(gl.float32, bitcast=True), out)
+        h = hidden_values(gate, up, weight.to(gl.float32, bitcast=True)[None, :], out)
         amax.index(turn * NARROW + G).slice(0, N).store(gl.max(gl.abs(h), 0))
         told.arrive(0)
         told.wait(0, turn)

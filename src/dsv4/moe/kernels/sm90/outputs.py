@@ -105,7 +105,7 @@ def write_sums(sums, x, factors, columns, turn, amax, told, out, G: gl.constexpr
             part0 = with_factors(sums[part], factors, G)
             part1 = with_factors(sums[USED + part], factors, 2 + G)
             weight = columns.slice(W * part, part0.shape[1]).load(gl.SliceLayout(0, part0.type.layout))
-            h = hidden_values(part0, part1, weight.to(gl.float32, bitcast=True), out)
+            h = hidden_values(part0, part1, weight.to(gl.float32, bitcast=True)[None, :], out)
             amax.index(turn * 2 + G).slice(W * part, h.shape[1]).store(gl.max(gl.abs(h), 0))
             hidden = hidden + (h,)
         told.arrive(0)

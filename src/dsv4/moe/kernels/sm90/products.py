@@ -115,11 +115,15 @@ def missing(word, wanted):
 
 
 @gluon.jit
-def load_weights(given, at, stages, stage, BYTES: gl.constexpr):
-    """The weights of one step, into a stage that BYTES fill."""
+def load_weights(given, at, stages, stage, few, BYTES: gl.constexpr, LESS: gl.constexpr):
+    """The weights of one step, into a stage that BYTES fill, or LESS of them if few rows are used."""
     stages.free.wait(stage.index, stage.phase)
     ready = stages.ready.at(stage.index)
-    mbarrier.expect(ready, BYTES)
+    if LESS < BYTES:
+        mbarrier.expect(ready, BYTES, pred=few == 0)
+        mbarrier.expect(ready, LESS, pred=few != 0)
+    else:
+        mbarrier.expect(ready, BYTES)
     tma_load(given.values_desc, [at * 16, 0], ready, stages.values.index(stage.index))
     tma_load(given.offsets_desc, [at, 0], ready, stages.offsets.index(stage.index))
 
@@ -147,16 +151,18 @@ def load_tile(
     before anything is read."""
     W: gl.constexpr = stages.x.shape[1]
     N: gl.constexpr = W + REST
-    BOX: gl.constexpr = REST if REST > 0 else W
+    BOX: gl.constexpr = REST if REST > 0 else min(W, 64)
     BYTES: gl.constexpr = ROWS * 64 + ROWS * 4 + N * STEP + scales_width(N) * 4
+    LESS: gl.constexpr = BYTES - (W - BOX) * STEP if REST == 0 else BYTES
     STAGES: gl.constexpr = stages.values.shape[0]
     expert, block, place, part, parts = row_tile_at(tile, ends, given.blocks)
     begin = gl.load(rows.starts_ptr + expert)
     stop = gl.load(rows.starts_ptr + expert + 1)
     weights = expert * given.blocks + block
+    few = (stop - begin - part * N <= BOX).to(gl.int32)
     early, to = gl.minimum(ahead, given.steps), stage
     for step in range(early):
-        load_weights(given, weights * given.steps + step, stages, to, BYTES)
+        load_weights(given, weights * given.steps + step, stages, to, few, BYTES, LESS)
         to = next_stage(to, STAGES)
     first = begin + part * N
     tiles.done.wait(turn.index, turn.phase)
@@ -172,7 +178,7 @@ def load_tile(
         if missing(signals.hidden_ptr + expert, needed * parts) > 0:
             some = gl.minimum(STAGES, given.steps)  # weights do not wait for hidden values
             for step in range(early, some):
-                load_weights(given, weights * given.steps + step, stages, to, BYTES)
+                load_weights(given, weights * given.steps + step, stages, to, few, BYTES, LESS)
                 to = next_stage(to, STAGES)
             early = some
             while missing(signals.hidden_ptr + expert, needed * parts) > 0:
@@ -181,11 +187,12 @@ def load_tile(
         fence_async()
     for step in range(given.steps):
         if step >= early:
-            load_weights(given, weights * given.steps + step, stages, stage, BYTES)
+            load_weights(given, weights * given.steps + step, stages, stage, few, BYTES, LESS)
         ready = stages.ready.at(stage.index)
         for n in gl.static_range(W // BOX):
             x = stages.x.index(stage.index).slice(BOX * n, BOX)
-            tma_load(given.x_desc, [row + BOX * n, step * STEP], ready, x)
+            used = few == 0 if LESS < BYTES and n > 0 else True
+            tma_load(given.x_desc, [row + BOX * n, step * STEP], ready, x, pred=used)
         if REST > 0:
             tma_load(given.x_desc, [row + W, step * STEP], ready, stages.rest.index(stage.index))
         tma_load(given.x_scales_desc, [step, scale], ready, stages.x_scales.index(stage.index))

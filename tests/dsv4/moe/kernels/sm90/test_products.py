@@ -1,5 +1,6 @@
 """The experts' kernels on a CPU, through softsm."""
 
+import importlib
 from dataclasses import replace
 from functools import partial
 
@@ -54,7 +55,7 @@ def test_slots_that_are_sorted_in_pieces(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("w, rest, tokens", [(16, 0, 40), (64, 0, 40), (16, 8, 40), (64, 32, 110), (64, 64, 90)])
+@pytest.mark.parametrize("w, rest, tokens", [(16, 0, 40), (64, 0, 40), (16, 8, 40), (64, 32, 110), (128, 0, 90)])
 def test_wider_tiles(w, rest, tokens, monkeypatch):
     """Tiles that are full, with all rows of the first part and some of the rest, and with few."""
     monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(w, rest)),))
@@ -94,21 +95,30 @@ def test_fewer_ctas_resident_than_launched(sms, monkeypatch):
 
 
 BUGS = {
-    "no fence": ("        fence_async()\n", "", "fence.proxy.async"),
-    "hidden values not waited for": ("return wanted - ", "return 0 * wanted - ", ""),
+    "no fence": ("products", "        fence_async()\n", "", "fence.proxy.async"),
+    "hidden values not waited for": ("products", "return wanted - ", "return 0 * wanted - ", ""),
+    "decoded weights without a fence": ("wide", "        fence_async_shared()\n", "", "fence.proxy.async"),
+    "a slot is filled too early": ("wide", "        unused.wait(to.index, to.phase ^ 1)\n", "", ""),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line, instead, fix", BUGS.values(), ids=BUGS.keys())
-def test_races_are_named(line, instead, fix, monkeypatch, tmp_path):
-    from dsv4.moe.kernels.sm90 import products
-
-    planted.plant(monkeypatch, tmp_path, products, "moe_products_sm90", (line, instead))
-    monkeypatch.setattr(entry, "moe_products_sm90", products.moe_products_sm90)
-    experts, given = moe_cases.layer(h=512, i=256).experts, moe_cases.tokens(9, h=512, k=2)
+@pytest.mark.parametrize("module, line, instead, fix", BUGS.values(), ids=BUGS.keys())
+def test_races_are_named(module, line, instead, fix, monkeypatch, tmp_path):
+    wide = module == "wide"
+    module = importlib.import_module(f"dsv4.moe.kernels.sm90.{module}")
+    kernel, tokens = ("moe_products_wide_sm90", 80) if wide else ("moe_products_sm90", 9)
+    planted.plant(monkeypatch, tmp_path, module, kernel, (line, instead))
+    monkeypatch.setattr(entry, kernel, getattr(module, kernel))
+    if wide:
+        monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(128)),))
+    experts, given = moe_cases.layer(h=512, i=256).experts, moe_cases.tokens(tokens, h=512, k=2)
+    given["ids"][5:, 0] = 1
+    given["ids"][5:, 1] = 2
+    calls.forget()
     with softsm.use("sm_90a", sms=3), softsm.checking(order="random") as report:
         dsv4.moe(**given, experts=experts, backend="softsm")
+    calls.forget()
     assert any(x.code == "race" and fix in x.fix for x in report), str(report)
 
 
