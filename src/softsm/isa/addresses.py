@@ -11,7 +11,7 @@ from softsm.ptx.ast import Address
 
 @lowers("mapa")
 def mapa(asm, ins):
-    """The address, in the CTA of that rank, which corresponds to an own shared address."""
+    """Maps an address of the CTA's own shared memory to the same place in the CTA of the given rank."""
     mods = set(ins.modifiers) - {"u32", "u64", "shared::cluster"}
     if mods:
         asm.refuse(ins, f"unknown modifiers {sorted(mods)}")
@@ -27,7 +27,7 @@ def do_mapa(w, mask, o):
     bank = w.Q if o.wide else w.R
     on = [lane for lane in range(32) if mask >> lane & 1]
     ranks = w.R[o.rank, on].astype(bank.dtype)
-    # A rank that the cluster does not have is a mistake of who uses the address: a lane that does not may name any.
+    # A rank outside the cluster is a fault only where the address is used; a lane that does not use it may name any.
     ranks = np.minimum(ranks, bank.dtype.type(0xFF))
     window = bank[o.a, on] & bank.dtype.type((0xFFFFFFFF << 32 if o.wide else 0) & 0xFFFFFFFFFFFFFFFF)
     bank[o.dst, on] = window | (bank[o.a, on] & bank.dtype.type(keep)) | ranks << bank.dtype.type(pg.RANK_SHIFT)

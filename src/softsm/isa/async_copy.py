@@ -30,7 +30,7 @@ def group_count(asm, ins, operand) -> int:
 
 
 def lower(asm, ins, mods):
-    """`mods` follow .async."""
+    """Lowers cp.async; `mods` are the modifiers after .async."""
     if mods == ("commit_group",):
         return asm.macro(do_commit, ins)
     if mods == ("wait_group",):
@@ -71,7 +71,7 @@ def lower(asm, ins, mods):
 
 
 def do_cp_async(w, mask, o):
-    """One operation for all lanes of the instruction. Lanes with nothing to read write zeros."""
+    """Issues one operation for all lanes of the instruction. Lanes with nothing to read write zeros."""
     plan = np.empty((3, 32), np.int64)
     at = plan.ctypes.data
     used = -1 if o.used is None else o.used
@@ -95,7 +95,7 @@ def do_cp_async(w, mask, o):
 
 
 def _explain(w, mask: int, o, ignored: int) -> None:
-    """Some lane's copy is illegal: say which and why."""
+    """Raises a fault that names the lane whose copy is illegal, and why."""
     for lane in lanes(mask):
         target, source = int(w.R[o.dst, lane]), int(w.Q[o.src, lane])
         nbytes = o.size if o.used is None else int(w.R[o.used, lane])
@@ -125,7 +125,7 @@ def do_wait(w, mask, o):
 
 
 def do_copy_arrive(w, mask, o):
-    """cp.async.mbarrier.arrive: an arrival that happens when the lane's earlier cp.async have completed."""
+    """cp.async.mbarrier.arrive: arrives when the lane's earlier cp.async operations have completed."""
     mine = w.in_flight.cp_async
     at: dict[Mbarrier, int] = {}
     row, generic = o.at

@@ -80,7 +80,7 @@ def atom(asm: Assembler, ins: Instruction):
 
 
 def do_packed_atomic(w, mask, o):
-    """Atomics on 16-bit floats, packed pairs, vectors and 128-bit words, element by element, lanes in order."""
+    """Does atomics on 16-bit floats, packed pairs, vectors and 128-bit words, element by element, lanes in order."""
     import ml_dtypes
 
     dtype = {

@@ -1,8 +1,8 @@
 """bar, barrier, barrier.cluster, fences, griddepcontrol; mbarrier lives in `mbarriers`.
 
-Named barriers count warps: a warp arrives when all its living threads have, and adds 32 whatever its active lanes
-are. Without a thread count every warp of the CTA that has not exited takes part. A blocked instruction is executed
-again when its barrier wakes, so each barrier remembers which lanes came in which generation.
+Named barriers count warps: a warp arrives when all its living threads have arrived, and adds 32 whatever its active
+lanes are. Without a thread count, every warp of the CTA that has not exited participates. A blocked instruction is
+executed again when its barrier wakes, so each barrier remembers which lanes arrived in which generation.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Arrivals(Waitable):
     def __init__(self) -> None:
         super().__init__()
         self.generation = 0
-        self.inside: dict[int, dict[int, int]] = {}  # warp -> {generation: lanes that came and have not gone on}
+        self.inside: dict[int, dict[int, int]] = {}  # warp -> {generation: lanes that arrived and have not left}
 
     def __str__(self) -> str:
-        """What a warp waits for here, when a report is written."""
+        """Describes for a report what a warp waits for here."""
         return self.describe()
 
     def describe(self) -> str:
         raise NotImplementedError
 
     def came(self, key: int, mask: int) -> tuple[int, int]:
-        """(lanes of the mask whose generation is over, lanes that still wait)."""
+        """Returns (lanes of the mask whose generation is over, lanes that still wait)."""
         over = waiting = 0
         for generation, those in self.inside.get(key, {}).items():
             if generation < self.generation:
@@ -52,7 +52,7 @@ class Arrivals(Waitable):
         entered[self.generation] = entered.get(self.generation, 0) | mask
 
     def leave(self, key: int, mask: int) -> int:
-        """Forget lanes that go on; returns the generation they came in."""
+        """Forgets lanes that continue; returns the generation in which they arrived."""
         entered = self.inside[key]
         came = -1
         for generation in [g for g, those in entered.items() if those & mask]:
@@ -78,7 +78,7 @@ class NamedBarrier(Arrivals):
     def reset(self) -> None:
         self.arrived = 0  # threads, in warps of 32
         self.count: int | None = None  # explicit thread count of this generation
-        self.partial: dict[int, int] = {}  # warp -> lanes, until the whole warp is there
+        self.partial: dict[int, int] = {}  # warp -> lanes, until the whole warp has arrived
         self.popc, self.all, self.any = 0, 1, 0
 
     def expected(self) -> int:
@@ -87,8 +87,8 @@ class NamedBarrier(Arrivals):
         return 32 * self.cta.live
 
     def arrive(self, w, mask: int, count: int | None, stays: bool = False, waits: bool = True) -> None:
-        """Count the lanes in; ends the generation when the last one came. stays: it is a whole warp, which does nothing
-        before that; waits: it goes on when the generation is over."""
+        """Counts the lanes in; the last arrival ends the generation. stays: a whole warp arrives, which does nothing
+        until then; waits: the lanes continue when the generation is over."""
         if count is not None and (count <= 0 or count % 32):
             raise w.fault("barrier-count", f"barrier {self.number}: thread count {count} is not a multiple of 32")
         if self.arrived and count != self.count:
@@ -106,7 +106,7 @@ class NamedBarrier(Arrivals):
         self.whole_warp(w)
 
     def whole_warp(self, w) -> None:
-        """Once all living lanes of a warp have come it counts, as 32 threads."""
+        """Counts a warp as 32 threads once all its living lanes have arrived."""
         if w.alive & ~self.partial.get(w.index, 0):
             return
         del self.partial[w.index]
@@ -145,7 +145,7 @@ class NamedBarrier(Arrivals):
 
 
 def first(w, row: int, mask: int) -> int:
-    """The value of a register in the lowest lane of the mask."""
+    """Returns the value of a register in the lowest lane of the mask."""
     return w.R.item(row, (mask & -mask).bit_length() - 1)
 
 
@@ -166,13 +166,13 @@ def named_barrier(w, row: int, mask: int) -> NamedBarrier:
 
 
 def _warp_exited(w) -> None:
-    """An exited warp is no longer expected where no thread count was given."""
+    """Stops expecting an exited warp at barriers without a thread count."""
     for barrier in w.cta.named_barriers.values():
         barrier.settle()
 
 
 def _lanes_exited(w) -> None:
-    """The lanes that live on may be all there already."""
+    """Counts the warp where all its remaining lanes have already arrived."""
     for barrier in w.cta.named_barriers.values():
         if w.index in barrier.partial:
             barrier.whole_warp(w)
@@ -239,7 +239,7 @@ def _cluster(asm, ins, mods):
 
 
 def _split(w, over: int, mask: int) -> int:
-    """Lanes that are done go on; the others, merged into this fragment meanwhile, execute the instruction again."""
+    """Lets lanes that are done continue; the others, merged into this fragment meanwhile, repeat the instruction."""
     f = w.fragment
     w.fragments.append(Fragment(w, w.pc, mask & ~over, f.returns))
     f.mask &= ~(mask & ~over)
@@ -252,7 +252,7 @@ def _acquire(w, barrier) -> None:
 
 
 def do_warp_sync(w, mask, o):
-    """Observers learn that accesses of the warp's lanes from now on come after those before."""
+    """Tells observers that later accesses of the warp's lanes are ordered after earlier ones."""
     if w.machine.observer is not None:
         w.machine.observer.warp_synced(w)
     return SEEN
@@ -261,13 +261,13 @@ def do_warp_sync(w, mask, o):
 def do_sync(w, mask, o):
     barrier = w.cta.named_barriers.get(o.fixed) or named_barrier(w, o.number, mask)
     if mask == w.alive and w.index not in barrier.partial and not barrier.inside.get(w.index):
-        # The whole warp at once, as almost always: it goes on behind the instruction when the barrier wakes.
+        # The whole warp arrives at once, as almost always. It continues after the instruction when the barrier wakes.
         generation, count = barrier.generation, o.fixed_count
         if count is None and o.count is not None:
             count = first(w, o.count, mask)
         barrier.arrive(w, mask, count, True)
         if barrier.generation != generation:
-            return POLLED if w.cta.machine.in_step else None  # who comes last goes on last
+            return POLLED if w.cta.machine.in_step else None  # the last warp to arrive is the last to continue
         return Blocked(barrier, barrier, done=True, told=True)
     over, waiting = barrier.came(w.index, mask)
     if not over and not waiting:
@@ -278,7 +278,7 @@ def do_sync(w, mask, o):
         _acquire(w, barrier)
         barrier.leave(w.index, over)
         return None if over == mask else _split(w, over, mask)
-    if waiting != mask:  # some lanes wait already, others have just come
+    if waiting != mask:  # some lanes already wait, others have just arrived
         barrier.enter(w.index, mask & ~waiting)
         barrier.arrive(w, mask & ~waiting, barrier.count)
         if barrier.came(w.index, mask)[0]:
@@ -317,7 +317,7 @@ def do_red(w, mask, o):
 
 
 class ClusterBarrier(Arrivals):
-    """barrier.cluster: every living thread of the cluster arrives, then waits."""
+    """The barrier of barrier.cluster: every living thread of the cluster arrives, then waits."""
 
     def __init__(self, cluster):
         super().__init__()
@@ -391,8 +391,8 @@ _PROXIES = {"alias", "async", "async.global", "async.shared::cta", "async.shared
 
 
 def fence_kind(asm, ins) -> str:
-    """The fence's name, one of those PTX defines. The interpreter's generic memory is coherent and in order, and
-    asynchronous operations read and write it when they are performed, so a fence changes no value."""
+    """Returns the fence's name, one of those PTX defines. The interpreter's generic memory is coherent and in order,
+    and asynchronous operations read and write it when they are performed, so a fence changes no value."""
     name = ".".join(ins.modifiers)
     mods = list(ins.modifiers)
     if ins.opcode == "membar":
@@ -452,7 +452,7 @@ def fence(asm, ins):
 
 
 def do_fence_async(w, mask, o):
-    """Changes no value; observers learn that generic accesses are visible to asynchronous operations."""
+    """Changes no value; tells observers that generic accesses are visible to asynchronous operations."""
     if w.machine.observer is not None:
         w.machine.observer.fenced_proxy(w, o.wide)
     return SEEN
@@ -476,8 +476,8 @@ def do_fence(w, mask, o):
 
 @lowers("griddepcontrol")
 def griddepcontrol(asm, ins):
-    """Launches run one after the other, so the grid this one depends on has always finished; the race checker asks
-    whether the program waited for it."""
+    """Launches run one after the other, so the grid on which this one depends has always finished. The race checker
+    checks whether the program waited for it."""
     if ins.modifiers not in (("launch_dependents",), ("wait",)):
         asm.refuse(ins, "expected griddepcontrol.launch_dependents or .wait")
     if asm.checking and ins.modifiers == ("wait",):

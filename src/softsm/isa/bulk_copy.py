@@ -1,7 +1,7 @@
 """cp.async.bulk between global memory, shared memory and peers, cp.reduce.async.bulk, st.async, red.async, st.bulk.
 
 A store is two operations, its read of shared memory and its write of global memory, because `wait_group.read` waits
-for the first only. Loads and copies to a peer complete on an mbarrier, by bytes.
+only for the first. Loads and copies to a peer complete on an mbarrier, by bytes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ DTYPES = {
     "f32": np.float32,
     "f64": np.float64,
 }
-BULK_STORE_BYTES = 16_777_216  # of one st.bulk
+BULK_STORE_BYTES = 16_777_216  # the most that one st.bulk writes
 INTEGER_OPS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
 def lower(asm, ins, reduction: bool, mods):
-    """cp.async.bulk and cp.reduce.async.bulk without .tensor; `mods` follow .bulk."""
+    """Lowers cp.async.bulk and cp.reduce.async.bulk without .tensor; `mods` are the modifiers after .bulk."""
     if mods[:1] == ("prefetch",) and not reduction:
         return _prefetch(asm, ins, mods[1:])
     return _bulk(asm, ins, reduction, mods)
 
 
 def _prefetch(asm, ins, mods):
-    """cp.async.bulk.prefetch.L2.global: no value changes; alignment is the program's promise all the same."""
+    """cp.async.bulk.prefetch.L2.global: changes no value, but the program must still align its operands."""
     if mods[:2] != ("L2", "global") or set(mods[2:]) - {"L2::cache_hint"}:
         asm.refuse(ins, "expected cp.async.bulk.prefetch.L2.global")
     asm.macro(do_prefetch, ins, src=asm.address_row(ins.operands[0], "q"), size=asm.src(ins.operands[1], "u"))
@@ -101,7 +101,7 @@ def _bulk(asm, ins, reduction, mods):
 
 
 def _reduction(asm, ins, flags, to_global: bool):
-    """(modifiers left over, operation, NumPy type)."""
+    """Returns (remaining modifiers, operation, NumPy type)."""
     kinds = [m for m in flags if m in DTYPES]
     ops = [m for m in flags if m in INTEGER_OPS]
     if len(kinds) != 1 or len(ops) != 1:
@@ -150,10 +150,10 @@ def _global(w, address: int, size: int, what: str) -> np.ndarray:
 def destinations(
     w, address: int, size: int, place, lane: int, cta_mask: int | None, what: str, align: int = 16, pair=False
 ):
-    """[(cta, offset, barrier)] of a copy into shared memory: one, or one per CTA of a multicast.
+    """Returns [(cta, offset, barrier)] of a copy into shared memory: one entry, or one per CTA of a multicast.
 
-    A copy signals the barrier of the CTA it lands in. With .cta_group::2 (`pair`) it signals that of the CTA of the
-    pair whose parity the barrier operand has."""
+    A copy signals the barrier of its destination CTA. With .cta_group::2 (`pair`) it signals the barrier of the CTA in
+    the pair whose parity the barrier operand has."""
     signal = shared_address(w, place, lane)
     if cta_mask is None:
         cta, offset = shared_bytes(w, address, size, what, align)
@@ -176,7 +176,7 @@ def destinations(
 
 
 def signalled(w, address: int):
-    """The mbarrier a copy signals; observers ask whether the copy engine can see it."""
+    """Returns the mbarrier that a copy signals; observers check that the copy engine can see it."""
     barrier = barrier_at(w, address)
     if w.machine.observer is not None:
         w.machine.observer.barrier_used(w, barrier, asynchronous=True)
@@ -209,7 +209,7 @@ def do_bulk_load(w, mask, o):
 
 
 def needs_cluster(w) -> None:
-    """An H200 calls these an illegal instruction in a launch without clusters, even on the CTA's own shared memory."""
+    """Faults as an H200 does: illegal instruction without a cluster launch, even on the CTA's own shared memory."""
     if not w.machine.explicit_cluster:
         raise w.fault(
             "cluster-launch", f"{w.instruction().name} in a launch without clusters; a GPU does not execute it there"
@@ -217,7 +217,7 @@ def needs_cluster(w) -> None:
 
 
 def do_bulk_peer(w, mask, o):
-    """shared::cta -> shared::cluster, a copy or a reduction."""
+    """Copies or reduces from shared::cta to shared::cluster."""
     needs_cluster(w)
     for lane in lanes(mask):
         size = _size(w, o, lane)
@@ -244,7 +244,7 @@ def reduce_bytes(old: np.ndarray, new: np.ndarray, op: str, dtype) -> np.ndarray
 def store_in_two(
     w, lane: int, kind: str, read: Callable[[], object], write: Callable[[object], None], reads, writes
 ) -> None:
-    """Issue a bulk store as its read of shared memory and its write of global memory, for the thread's bulk group."""
+    """Issues a bulk store as its read of shared memory and its write of global memory, for the thread's bulk group."""
     held: list = []
     first = start(w, lane, f"{kind} (read)", lambda: held.append(read()), reads=reads)
     second = start(w, lane, kind, lambda: write(held.pop()), after=(first,), writes=writes)
@@ -283,7 +283,7 @@ def do_bulk_commit(w, mask, o):
 
 
 def do_bulk_wait(w, mask, o):
-    """wait_group N, or wait_group.read N: then only the reads of shared memory must be over."""
+    """Executes wait_group N, or wait_group.read N, which waits only for the reads of shared memory."""
     mine = w.in_flight.bulk
     if not o.read:
         for op in mine.take(mask, o.newest):
@@ -295,7 +295,7 @@ def do_bulk_wait(w, mask, o):
         if op.kind.endswith("(read)"):
             w.machine.require(op)
             waited(w, op)
-    # A later wait_group may ask for the writes; and for a group that is newer, though its operations be over already.
+    # A later wait_group may wait for the writes, and for a newer group even if its operations have completed.
     newer = {id(ops) for _, ops in mine.closed}
     mine.closed = before
     while mine.closed and id(mine.closed[0][1]) not in newer and all(op.done for op in mine.closed[0][1]):
@@ -366,7 +366,7 @@ def do_store_async(w, mask, o):
 
 
 def store_bulk(asm, ins, mods) -> None:
-    """A thread writes zeros over a stretch of shared memory: a weak store, of the generic proxy."""
+    """Lowers st.bulk: a thread writes zeros to a range of shared memory, a weak store in the generic proxy."""
     needs_target(asm, ins, 100)
     if set(mods) - {"weak", "shared::cta"} or len(ins.operands) != 3:
         asm.refuse(ins, "expected st.bulk{.weak}{.shared::cta} [a], size, 0")

@@ -1,7 +1,7 @@
 """createpolicy: 64-bit words that loads, stores and copies take as .L2::cache_hint. They change no value.
 
-The manual calls the words opaque. Those of `fractional` are the ones an H200 makes, since programs also pass them as
-constants: the priority in the top bits, then sixteenths of the accesses that get it.
+The manual calls the words opaque. `fractional` makes the same words as an H200, since programs also pass them as
+constants: the priority is in the top bits, then the sixteenths of the accesses that get it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def word_of(priority: int, share: int) -> int:
 
 
 def do_fractional(w, mask, o):
-    """The fraction is in a register."""
+    """Makes the policy from a fraction in a register."""
     for lane in lanes(mask):
         fraction = np.nan_to_num(w.R[o.fraction, lane : lane + 1].view(np.float32), posinf=1.0)
         w.Q[o.to, lane] = word_of(o.priority, sixteenths(float(fraction[0])))

@@ -92,7 +92,7 @@ def do_first_ctaid(w, mask, o):
     for lane in lanes(mask):
         words = _words(w, o.handle, lane)
         if words[3] != 1:
-            # undefined in PTX, so no value a program could use; Triton asks first and throws the answer away
+            # Undefined in PTX, so a program cannot use the value; Triton queries it first and discards the answer.
             words = (0xFFFFFFFF,) * 4
         for row, axis in zip(o.rows, o.axes):
             if row is not None:

@@ -59,7 +59,7 @@ SOURCES = tuple("b16 b32 b64 u16 u32 u64 s16 s32 s64 f16 f16x2 bf16 bf16x2 f32 f
 
 
 def compare(asm, ins, op: str, t: str, a, b, ftz: bool) -> list[int]:
-    """Predicate rows: one, or two for packed halves (low, high)."""
+    """Returns the predicate rows: one, or two for packed halves (low, high)."""
     if t[0] in "us" or t in ("b16", "b32", "b64"):
         if op not in INTEGER_OPS or t[0] == "s" and op in ("lo", "ls", "hi", "hs") or ftz:
             asm.refuse(ins, f"no comparison .{op}{'.ftz' if ftz else ''} of .{t}")
@@ -125,7 +125,7 @@ def setp(asm, ins):
         results.append(unary(asm, "not.pred", "p", results[0]))
     written = list(zip((first, second), results))
     if ins.guard is not None and isinstance(first, Reg) and first.name == ins.guard.name:
-        written.reverse()  # the guard itself changes last: it holds for both
+        written.reverse()  # write the guard last, since both writes depend on it
     for target, row in written:
         if target is None or isinstance(target, Sink):
             continue
@@ -190,7 +190,7 @@ def select(asm, t: str, d, a, b, row: int) -> None:
 
 @lowers("slct")
 def slct(asm, ins):
-    """d = c >= 0 ? a : b; NaN counts as negative."""
+    """Lowers slct, d = c >= 0 ? a : b; NaN counts as negative."""
     m = Modifiers(asm, ins, 2)
     ftz = m.flag("ftz")
     m.done()

@@ -46,7 +46,7 @@ def brx(asm, ins):
 
 
 def do_brx(w, mask, o):
-    """Jump to table[index]; lanes with different indices part."""
+    """Jumps to table[index]; lanes with different indices diverge."""
     f, program = w.fragment, w.cta.program
     table = program.branch_tables[o.table]
     index = uniform(w.R[o.index])
@@ -97,7 +97,7 @@ def call(asm: Assembler, ins: Instruction):
         return
     if target is None or not target.body:
         asm.refuse(ins, f"function {name} has no body in this module")
-    # Parameters are variables of the caller; those of the callee have places of their own: copy in, call, copy out.
+    # Parameters are variables of the caller, and the callee has its own copies: copy in, call, copy out.
     for a, p in zip(c.arguments, target.params):
         if p.space == "reg":
             bank, row = asm.passed[p.name]
@@ -209,7 +209,7 @@ def printf_argument(w, lane: int, start: int, offset: int, size: int) -> bytes:
 
 
 def do_vprintf(w, mask, o):
-    """vprintf(format, arguments): C's printf, one line per lane, arguments packed with their natural alignment."""
+    """Executes vprintf(format, arguments): C's printf, one line per lane, arguments packed at natural alignment."""
     for lane in lanes(mask):
         form = text_at(w, argument(w, lane, o.arguments[0], 8))
         at = argument(w, lane, o.arguments[1], 8)
@@ -220,7 +220,7 @@ def do_vprintf(w, mask, o):
 
 
 def hex_float(x: float) -> str:
-    """C's %a: no more digits than the number needs."""
+    """Formats as C's %a, with no more digits than the number needs."""
     if not math.isfinite(x):
         return f"{x:f}"
     digits, exponent = x.hex().split("p")
@@ -228,7 +228,7 @@ def hex_float(x: float) -> str:
 
 
 def c_format(form: str, read, text: Callable[[int], str]) -> str:
-    """read(offset, size): bytes of the arguments; text(address): the string there."""
+    """Formats as C's printf. read(offset, size) gives bytes of the arguments, text(address) the string there."""
     out, last, pos = [], 0, 0
     for m in re.finditer(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+))?(hh|h|ll|l|z|j|t)?([diuxXoeEfFgGaAcsp%])", form):
         out.append(form[last : m.start()])
@@ -269,7 +269,7 @@ def c_format(form: str, read, text: Callable[[int], str]) -> str:
 
 
 def do_assertfail(w, mask, o):
-    """The CUDA runtime prints a line to the standard error, which programs look for, and the launch fails."""
+    """Prints the CUDA runtime's line to standard error, where programs look for it, and fails the launch."""
     lane = lanes(mask)[0]
     message, file, line, function = (argument(w, lane, a, n) for a, n in zip(o.arguments, (8, 8, 4, 8)))
     place, said = f"{text_at(w, file)}:{line}: {text_at(w, function)}", text_at(w, message)
@@ -296,7 +296,7 @@ def do_trap(w, mask, o):
 
 @lowers("nanosleep", "pragma", "discard", "applypriority", "prefetch", "prefetchu", "pmevent")
 def timing_only(asm, ins):
-    """Hints: they change no value. Their operands are still checked for existence."""
+    """Lowers hints, which change no value. Their operands must still exist."""
     for operand in ins.operands:
         if isinstance(operand, Reg):
             asm.type_of(operand)
@@ -306,7 +306,7 @@ def timing_only(asm, ins):
 
 
 class RegisterPool(Waitable):
-    """What the warps of a CTA have given back, and how many registers a thread of each has."""
+    """The registers that the warps of a CTA have released, and how many a thread of each warp has."""
 
     __slots__ = ("free", "of")
 
@@ -325,7 +325,7 @@ class RegisterPool(Waitable):
 
 
 def registers_at_entry(directives: dict[str, tuple]) -> int | None:
-    """Per thread; None where the kernel leaves them to the assembler. Then setmaxnreg may have no effect (PTX)."""
+    """Returns registers per thread; None if ptxas chooses them. Then setmaxnreg may have no effect (PTX)."""
     if "maxnreg" in directives:
         return directives["maxnreg"][0]
     threads = math.prod(directives.get("reqntid") or directives.get("maxntid") or (0,))
@@ -346,7 +346,7 @@ def setmaxnreg(asm, ins):
 
 
 def do_setmaxnreg(w, mask, o):
-    """A warp that asks for more waits until the others have given back as many (PTX: per-CTA register pool)."""
+    """A warp that asks for more waits until the others have released as many (PTX: per-CTA register pool)."""
     cta = w.cta
     if cta.registers is None:
         cta.registers = RegisterPool(cta, o.entry)

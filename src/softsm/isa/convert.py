@@ -51,7 +51,7 @@ def bf16_up(a):
 
 @micro("cvt.rna.tf32.f32", "u=f", hot=True)
 def tf32_away(a):
-    return vec.sel(a == a, vec.asU(a) + 0x1000, vec.asU(a)) & 0xFFFFE000  # NaNs are cut too
+    return vec.sel(a == a, vec.asU(a) + 0x1000, vec.asU(a)) & 0xFFFFE000  # NaNs are truncated too
 
 
 @micro("cvt.rn.tf32.f32", "u=f")
@@ -89,7 +89,7 @@ FLOATS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 
 
 class Chain:
-    """Steps from a source row to the destination register; only the last one writes it."""
+    """The steps from a source row to the destination register. Only the last step writes the register."""
 
     def __init__(self, asm, row: int, wide: bool):
         self.asm, self.row, self.wide = asm, row, wide
@@ -119,7 +119,7 @@ def register_width(asm, operand) -> int:
 
 
 def integer_source(asm, operand, t: str) -> Chain:
-    """The value extended to 32 or 64 bits by its type."""
+    """Extends the value to 32 or 64 bits by its type."""
     bits = INTEGERS[t]
     if isinstance(operand, Imm):
         value = int(operand.value) & ((1 << bits) - 1)
@@ -138,7 +138,7 @@ def integer_source(asm, operand, t: str) -> Chain:
 
 
 def integer_target(asm, chain: Chain, t: str, operand) -> None:
-    """Cut to the type, extend to the register."""
+    """Truncates to the type and extends to the register."""
     bits, have = INTEGERS[t], register_width(asm, operand)
     if have < bits:
         raise asm.error(f"the destination has {have} bits, .{t} needs {bits}")
@@ -154,7 +154,7 @@ def integer_target(asm, chain: Chain, t: str, operand) -> None:
 
 
 def widen(chain: Chain, t: str) -> None:
-    """A 32-bit integer value to 64 bits, by the signedness of its type."""
+    """Extends a 32-bit integer value to 64 bits, by the signedness of its type."""
     if not chain.wide:
         chain.then("cvt.s64.s32" if t[0] == "s" else "cvt.u64.u32", wide=True)
 
@@ -178,7 +178,7 @@ def integer_to_integer(asm, dtype, stype, sat, d, a):
 
 
 def float_source(asm, operand, t: str, ftz: bool) -> Chain:
-    """The value as f32 (also of halves) or f64."""
+    """Converts the value to f32 (halves too) or f64."""
     if t == "f64":
         return Chain(asm, asm.src(operand, "d"), True)
     if t == "f32":
@@ -236,7 +236,7 @@ def float_to_float(asm, ins, dtype, stype, rounding, flags, d, a):
     chain = float_source(asm, a, stype, flags["ftz"])
     narrows = FLOATS[dtype] < FLOATS[stype] or {dtype, stype} == {"f16", "bf16"}
     if {dtype, stype} == {"f16", "bf16"} and not rounding:
-        rounding = "rn"  # Triton leaves it out; ptxas makes the same instruction of both spellings
+        rounding = "rn"  # Triton omits it; ptxas generates the same instruction for both spellings
     integral = rounding in ("rni", "rzi", "rmi", "rpi")
     if integral and dtype != stype:
         asm.refuse(ins, "rounding to an integral value keeps the type")
@@ -274,7 +274,7 @@ def float_to_float(asm, ins, dtype, stype, rounding, flags, d, a):
 
 
 def to_packed_halves(asm, ins, dtype, rounding, flags):
-    """cvt.{f16x2,bf16x2}.f32 d, a, b: a into the upper half."""
+    """Lowers cvt.{f16x2,bf16x2}.f32 d, a, b; a goes into the upper half."""
     t = dtype.removesuffix("x2")
     if rounding not in ("rn", "rz", "rs"):
         asm.refuse(ins, "needs .rn, .rz or .rs")
@@ -317,7 +317,7 @@ def to_tf32(asm, ins, rounding, flags):
 
 
 def pack(asm, ins):
-    """cvt.pack.sat.type.s32{.b32} d, a, b{, c}: both saturated to the type, put side by side (above them c)."""
+    """Lowers cvt.pack.sat.type.s32{.b32} d, a, b{, c}: saturates a and b to the type and packs them, c above them."""
     target, third = ins.modifiers[2] if len(ins.modifiers) > 2 else "", len(ins.modifiers) == 5
     bits = int(target[1:]) if target[:1] in ("u", "s") and target[1:].isdigit() else 0
     if ins.modifiers[1:2] != ("sat",) or ins.modifiers[3:] not in ((("s32", "b32")) if third else ("s32",),):

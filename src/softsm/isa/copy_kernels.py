@@ -1,7 +1,7 @@
-"""The inner loops of cp.async, compiled: check the addresses of a warp's lanes, and move their bytes.
+"""The compiled inner loops of cp.async: check the addresses of a warp's lanes, and move their bytes.
 
-A plan is 3 x 32 int64: host address of the destination, host address of the source, bytes to read of each lane that
-takes part, packed from the front.
+A plan is 3 x 32 int64: host address of the destination, host address of the source and bytes to read of each
+participating lane, packed from the front.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from softsm.engine.program import S_Q, S_R, S_SHARED, S_SHARED_BASE, S_SHARED_SI
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def plan_lanes(S, plan, mask, dst, src, used, ignored, size):
-    """Fill in the plan; returns the number of lanes, or -1 if any lane's copy is not plain and legal.
+    """Fills in the plan; returns the number of lanes, or -1 if any lane's copy is not plain and legal.
 
     dst, src: rows of the addresses; used: row of the source sizes, or -1; ignored: lanes that read nothing."""
     R, Q = sget(S, S_R), sget(S, S_Q)
@@ -44,7 +44,7 @@ def plan_lanes(S, plan, mask, dst, src, used, ignored, size):
 
 @native("void(i8, i8, i8)", python=True)
 def move_lanes(plan, n, size):
-    """Copy, and put zeros behind a short source."""
+    """Copies, and fills up with zeros after a short source."""
     for k in range(n):
         to = i8(load64(plan + 8 * k))
         source = i8(load64(plan + 256 + 8 * k))

@@ -1,5 +1,5 @@
-"""What all asynchronous copies share: how one is started, and who has waited for it. Their groups are in
-engine/in_flight.py.
+"""The common part of all asynchronous copies: how one is started, and who has waited for it. engine/in_flight.py
+has their groups.
 
 Registers are read when an instruction is issued, memory when the operation is performed.
 """
@@ -16,7 +16,7 @@ from softsm.isa.mbarriers import located
 
 
 def attributed(w, effects: Callable[[], None]) -> Callable[[], None]:
-    """Effects run later, elsewhere: what goes wrong in them is still this instruction's fault."""
+    """Wraps effects, which run later and elsewhere, so that their faults name this instruction."""
     ins = w.instruction()
 
     def run() -> None:
@@ -38,11 +38,11 @@ def start(w, lane: int, kind: str, effects, after=(), signals=(), reads=(), writ
 
 
 def waited(w, op: AsyncOp) -> None:
-    """The issuing thread has waited for op."""
+    """Records that the issuing thread has waited for op."""
     if w.machine.observer is not None:
         w.machine.observer.waited(w, op)
 
 
 def global_view(w, address: int, size: int, what: str) -> np.ndarray:
-    """Bytes of global memory, checked when the copy is issued, so that a fault names the instruction."""
+    """Returns bytes of global memory, checked when the copy is issued, so that a fault names the instruction."""
     return located(w, w.machine.global_memory.view, address, size, what)

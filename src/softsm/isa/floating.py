@@ -1,7 +1,7 @@
 """f32 and f64 arithmetic: PTX ISA 9.7.3, and the packed .f32x2 forms.
 
 A NaN result of an f32 operation is the canonical 0x7fffffff. `.ftz` flushes subnormal inputs and results to a zero of
-the same sign; rare combinations are put together from `ftz.f32`, `sat.f32` and the plain operation.
+the same sign; rare combinations are composed of `ftz.f32`, `sat.f32` and the plain operation.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 
 def flushed(asm, rows: list[int], ftz: bool, t: str = "f32") -> list[int]:
-    """Sources with subnormals flushed, when .ftz asks for it."""
+    """Returns the sources, with subnormals flushed if .ftz is given."""
     if not ftz:
         return rows
     kind = "q" if t == "f32x2" else "f"
@@ -115,7 +115,7 @@ def flushed(asm, rows: list[int], ftz: bool, t: str = "f32") -> list[int]:
 
 
 def store(asm, operand, name: str, rows: list[int], *, kind: str = "f", ftz: bool = False, sat: bool = False) -> None:
-    """Emit `name` into the destination, through .ftz and .sat of the result where asked."""
+    """Emits `name` into the destination, with .ftz and .sat applied to the result where given."""
     steps = [name, *(["ftz.f32x2" if kind == "q" else "ftz.f32"] if ftz else []), *(["sat.f32"] if sat else [])]
     for step in steps[:-1]:
         rows = [unary(asm, step, kind, *rows)]
@@ -311,7 +311,7 @@ def testp(asm, ins):
 
 @lowers_typed("copysign", "f32", "f64")
 def copysign(asm, ins):
-    """The sign of a on the magnitude of b."""
+    """Lowers copysign: the sign of a on the magnitude of b."""
     t = ins.modifiers[-1]
     Modifiers(asm, ins).done()
     d, a, b = operands(asm, ins, 3)

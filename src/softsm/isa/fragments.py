@@ -19,7 +19,7 @@ PER_REGISTER = {"tf32": 1, "f16": 2, "bf16": 2, "e4m3": 4, "e5m2": 4, "s8": 4, "
 
 
 def elements(registers: np.ndarray, name: str) -> np.ndarray:
-    """The c elements of each register as numbers: [..., 32] -> float32 [..., 32, c]."""
+    """Decodes the c elements of each register: [..., 32] -> float32 [..., 32, c]."""
     registers = np.ascontiguousarray(registers)
     if name == "tf32":
         return formats.decode(registers, name)[..., None]
@@ -35,13 +35,13 @@ def elements(registers: np.ndarray, name: str) -> np.ndarray:
 
 
 def left(registers: np.ndarray, name: str, rows: int = 16) -> np.ndarray:
-    """A from its registers [count, 32]: float32 [rows, k]."""
+    """Returns A as float32 [rows, k] from its registers [count, 32]."""
     values = elements(registers, name)
     return left_values(values, rows)
 
 
 def left_values(values: np.ndarray, rows: int) -> np.ndarray:
-    """values [count, 32, c] -> [rows, k]."""
+    """Rearranges values [count, 32, c] to [rows, k]."""
     halves = rows // 8
     count, _, c = values.shape
     v = values.reshape(count // halves, halves, 8, 4, c)  # [k block, row half, g, q, element]
@@ -49,7 +49,7 @@ def left_values(values: np.ndarray, rows: int) -> np.ndarray:
 
 
 def right(registers: np.ndarray, name: str) -> np.ndarray:
-    """B from its registers [count, 32]: float32 [8, k]."""
+    """Returns B as float32 [8, k] from its registers [count, 32]."""
     return right_values(elements(registers, name))
 
 
@@ -60,7 +60,7 @@ def right_values(values: np.ndarray) -> np.ndarray:
 
 
 def accumulator(registers: np.ndarray, kind: str, rows: int = 16) -> np.ndarray:
-    """C or D from its registers: uint32 [n, rows], one element in each (16-bit ones in the low half)."""
+    """Returns C or D from its registers: uint32 [n, rows], one element in each word (16-bit ones in the low half)."""
     registers = np.ascontiguousarray(registers)
     if kind == "f16":
         registers = np.stack([registers & 0xFFFF, registers >> 16], axis=1).reshape(-1, 32)

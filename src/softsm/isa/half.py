@@ -1,7 +1,7 @@
 """f16 and bf16 arithmetic, one or two per register: PTX ISA 9.7.4, and the mixed f32 forms of sm_100.
 
-Halves are computed in f32 and rounded once more; for sums and products that second rounding is harmless (24 bits hold
-more than 2 * 11 + 2), for fma the f32 is rounded to odd first. A NaN result is 0x7fff.
+Halves are computed in f32 and rounded once more. For sums and products the second rounding is harmless (24 bits hold
+more than 2 * 11 + 2); for fma, f32 is first rounded to odd. A NaN result is 0x7fff.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ micro("pack.b32", "u=uu", lambda a, b: a | (b << 16), hot=True)
 
 
 def f16x2(operate, a, b):
-    """An operation on floats, on both f16 of a register."""
+    """Applies an operation on floats to both f16 of a register."""
     return vec.floats_to_halves(vec.canonical(operate(vec.halves_to_floats(a), vec.halves_to_floats(b))))
 
 
@@ -44,7 +44,7 @@ micro("ftz.f16x2", "u=u", vec.ftz16)
 
 
 def halves(t: str, inf: int) -> None:
-    """Operations on one half of a register; infinity has the bits `inf`."""
+    """Defines operations on one half of a register; infinity has the bits `inf`."""
     high = (inf << 16) | 0xFFFF  # compared with the whole register: the low half does not matter
     # The halves of a whose counterparts in b are NaN become 0x7fff.
     micro(f"nan.lo.{t}", "u=uu", lambda a, b: vec.sel((b & 0x7FFF) > inf, (a & 0xFFFF0000) | 0x7FFF, a))
@@ -72,13 +72,13 @@ def source(asm, operand, t: str) -> int:
 
 
 def parts(asm, row: int, t: str) -> list[int]:
-    """f32 rows of the low half and, for packed types, of the high half."""
+    """Returns f32 rows of the low half and, for packed types, of the high half."""
     rows = [row, unary(asm, "hi16", "u", row)] if t.endswith("x2") else [row]
     return [unary(asm, f"cvt.f32.{base(t)}", "f", r) for r in rows]
 
 
 def joined(asm, rows: list[int], t: str, rounding: str = "rn") -> int:
-    """f32 rows (low, high) rounded to halves, packed."""
+    """Rounds f32 rows (low, high) to halves and packs them."""
     if len(rows) == 1:
         return unary(asm, f"cvt.{rounding}.{base(t)}.f32", "u", rows[0])
     return unary(asm, f"cvt.{rounding}.{base(t)}x2.f32", "u", rows[1], rows[0])
@@ -122,7 +122,7 @@ def arithmetic(asm, ins):
 
 
 def mixed(asm, ins):
-    """add/sub/fma.f32.{f16,bf16}: halves widened, the sum in f32."""
+    """Lowers add/sub/fma.f32.{f16,bf16}: widens the halves and adds in f32."""
     t = ins.modifiers[-1]
     m = Modifiers(asm, ins, 2)
     rounding, sat = m.one_of(*ROUNDINGS), m.flag("sat")
@@ -169,7 +169,7 @@ def fused(asm, ins):
 
 
 def out_of_bounds(asm, factors: list[int]) -> int:
-    """0xffff in the halves where a factor is the NaN, of either sign, with which TMA fills boxes outside a tensor."""
+    """Returns 0xffff in halves where a factor is the NaN, of either sign, with which TMA fills boxes outside a tensor."""
     top, found = asm.const(0x80008000, "u"), []
     for row in factors:
         other = unary(asm, "and.b32", "u", row, asm.const(0x7FFF7FFF, "u"))

@@ -59,12 +59,12 @@ class InstructionDescriptor(NamedTuple):
 
     @property
     def given(self) -> int:
-        """Elements in a row of A that the operand holds."""
+        """The number of elements in a row of A that the operand holds."""
         return self.k // 2 if self.sparse else self.k
 
 
 def _shape_error(kind: str, m: int, n: int, group: int, ws: bool, sparse: bool) -> str | None:
-    """None if the shape is legal, else what is accepted."""
+    """Returns None if the shape is legal, else the accepted shapes."""
     if ws:
         columns = (64, 128) if sparse else (64, 128, 256)
         if m in (32, 64, 128) and n in columns:
@@ -87,7 +87,7 @@ def _shape_error(kind: str, m: int, n: int, group: int, ws: bool, sparse: bool) 
 
 @lru_cache(maxsize=4096)
 def decode(value: int, kind: str, group: int = 1, ws: bool = False, sparse: bool = False) -> InstructionDescriptor:
-    """The descriptor's fields, or Fault('idesc') naming the field that is wrong."""
+    """Decodes the descriptor, or raises Fault('idesc') that names the wrong field."""
 
     def wrong(text: str) -> Fault:
         return Fault("idesc", f"instruction descriptor 0x{value:08x} of kind::{kind}: {text}")

@@ -1,6 +1,6 @@
 """Integer arithmetic: PTX ISA 9.7.1 and 9.7.2 (extended precision).
 
-A 16-bit operation is done in 32 bits and cut, or sign-extended first: `lo16` and `cvt.s32.s16` around the 32-bit one.
+A 16-bit operation is done in 32 bits: `cvt.s32.s16` sign-extends its sources where needed, `lo16` truncates the result.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ def width(t: str) -> int:
 
 
 def as32(t: str) -> str:
-    """The 32-bit type a 16-bit type is computed in."""
+    """Returns the 32-bit type in which a 16-bit type is computed."""
     return t.replace("16", "32")
 
 
 def source(asm, operand, t: str) -> int:
-    """A source of integer type t; 16-bit ones extended to 32 bits by their sign."""
+    """Returns the row of a source of integer type t; a 16-bit one is extended to 32 bits by its signedness."""
     if width(t) == 16:
         return signed16(asm, operand) if t[0] == "s" else src16(asm, operand)
     return asm.src(operand, KIND[t])
 
 
 def finish(asm, operand, t: str, name: str, *rows: int) -> None:
-    """Emit into the destination; a 16-bit result is cut."""
+    """Emits into the destination; truncates a 16-bit result."""
     if width(t) == 16:
         asm.emit("lo16", asm.dst(operand, "u"), unary(asm, name, "u", *rows))
     else:
@@ -101,7 +101,7 @@ def finish(asm, operand, t: str, name: str, *rows: int) -> None:
 
 
 def unsigned(t: str) -> str:
-    """Operations that do not care about the sign are written once, for unsigned."""
+    """Returns the unsigned type, for which sign-independent operations are defined once."""
     return "u" + t[1:]
 
 
@@ -125,14 +125,14 @@ def add_sub(asm, ins):
 
 
 def carry_row(asm) -> int:
-    """The condition code CC.CF: one predicate for the whole function."""
+    """Returns the row of the condition code CC.CF, one predicate for the whole function."""
     if asm.carry is None:
         asm.carry = asm.temp("p")
     return asm.carry
 
 
 def with_carry(asm, ins, d, a: int, b: int, carry: int, t: str, *, writes: bool) -> None:
-    """d = a + b + carry (or a - b - borrow), and the carry out into CC.CF. Sources are read before d is written."""
+    """Emits d = a + b + carry (or a - b - borrow), and the carry out in CC.CF. Sources are read before d is written."""
     if width(t) == 16:
         asm.refuse(ins, "carries exist for 32 and 64 bits")
     down = ins.opcode in ("sub", "subc")
@@ -278,7 +278,7 @@ def min_max(asm, ins):
 
 
 def min_max_x2(asm, ins, t, relu, d, a, b):
-    """Both halves, each in 32 bits: the lower one shifted up, the upper one in place with the lower cut off."""
+    """Computes each half in 32 bits: the lower one shifted up, the upper one in place with the lower cleared."""
     ra, rb = asm.src(a, "u"), asm.src(b, "u")
     name, upper = f"{ins.opcode}.{t[0]}32", asm.const(0xFFFF0000, "u")
     n16, halves = asm.const(16, "u"), []
@@ -334,7 +334,7 @@ def fns(asm, ins):
 
 
 def do_fns(w, mask, o):
-    """The offset-th set bit from base, counted upwards or downwards."""
+    """Finds the offset-th set bit from base, counted upwards or downwards."""
     result = w.R[o.d].copy()
     for lane in range(32):
         if mask >> lane & 1:
@@ -396,7 +396,7 @@ def szext(asm: Assembler, ins: Instruction):
 
 
 def clamped(asm, row: int, mode: str) -> int:
-    """A width: at most 32 (.clamp) or modulo 32 (.wrap)."""
+    """Limits a width to 32 (.clamp) or takes it modulo 32 (.wrap)."""
     if mode == "wrap":
         return unary(asm, "and.b32", "u", row, asm.const(31, "u"))
     return unary(asm, "min.u32", "u", row, asm.const(32, "u"))

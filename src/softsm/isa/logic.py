@@ -120,7 +120,7 @@ def two_input(asm, table: int, a: int, b: int) -> int:
         return unary(asm, "not.b32", "u", a if table == 0b0011 else b)
     if table ^ 0b1111 in named:
         return unary(asm, "not.b32", "u", unary(asm, named[table ^ 0b1111], "u", a, b))
-    # What is left inverts one input: a & ~b, ~a & b, a | ~b, ~a | b.
+    # The other functions invert one input: a & ~b, ~a & b, a | ~b, ~a | b.
     name, flip_a = {
         0b0100: ("and.b32", False),
         0b0010: ("and.b32", True),
@@ -133,7 +133,7 @@ def two_input(asm, table: int, a: int, b: int) -> int:
 
 @lowers("lop3")
 def lop3(asm, ins):
-    """Any function of three bits: chosen by c between two functions of a and b."""
+    """Lowers any function of three bits: c selects one of two functions of a and b."""
     m = Modifiers(asm, ins)
     boolean = m.one_of("or", "and")
     m.done()

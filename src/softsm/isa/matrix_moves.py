@@ -1,7 +1,7 @@
 """ldmatrix, stmatrix, movmatrix: small tiles between shared memory and a warp's registers.
 
 Eight threads give the addresses of the eight 16-byte rows of each 8x8 matrix. Thread t holds the 32-bit word t%4 of row
-t/4; with .trans the matrix is transposed on the way. The 8-bit shapes (sm_100):
+t/4; .trans transposes the matrix during the move. The 8-bit shapes (sm_100):
 
     ldmatrix.m16n16.trans  register j, byte e: row 4*(t%4) + e, column t/4 + 8*j of a matrix of 16 rows
     ldmatrix.m8n16         4- or 6-bit elements, padded to 16 bytes a row, widened to bytes
@@ -24,7 +24,7 @@ SPACES = ("shared", "shared::cta")
 
 
 def row_addresses(w, place: tuple[int, bool], count: int, what: str) -> tuple[Cta, np.ndarray]:
-    """(CTA, shared offsets of the rows), from the first `count` threads; 16-byte alignment and bounds checked."""
+    """Returns (CTA, shared offsets of the rows) from the first `count` threads; checks 16-byte alignment and bounds."""
     row, generic = place
     if generic:
         addresses = np.array([shared_address(w, place, t) for t in range(count)])
@@ -44,13 +44,13 @@ def row_addresses(w, place: tuple[int, bool], count: int, what: str) -> tuple[Ct
 
 
 def load_rows(cta, offsets: np.ndarray) -> np.ndarray:
-    """The 16-byte rows: uint8 [count, 16]."""
+    """Returns the 16-byte rows as uint8 [count, 16]."""
     lines = cta.shared[: cta.shared.size & ~15].view(np.complex128)
     return lines.take(offsets >> 4).view(np.uint8).reshape(-1, 16)
 
 
 def words(matrices: np.ndarray, transpose: bool) -> np.ndarray:
-    """8x8 matrices of 16-bit elements [x, 8, 8] -> registers [x, 32]: two neighbours of a row in each."""
+    """Packs 8x8 matrices of 16-bit elements [x, 8, 8] into registers [x, 32], two neighbours of a row in each."""
     if transpose:
         matrices = matrices.transpose(0, 2, 1)
     return np.ascontiguousarray(matrices).view(np.uint32).reshape(-1, 32)
@@ -89,7 +89,7 @@ def lower_ldmatrix(asm, ins) -> None:
 
 
 def in_loop(asm, op: int, place: tuple[int, bool], rows: list[int], shape: str, trans: bool) -> None:
-    """The compiled loop does the usual case (engine/lanes.py, `matrices`)."""
+    """Lets the compiled loop do the usual case (engine/lanes.py, `matrices`)."""
     row, generic = place
     if shape == "m8n8" and not generic:
         _, _, number, _, _, _, *guard = asm.records[-1]

@@ -1,8 +1,8 @@
 """mbarrier.*: init, inval, arrive, arrive_drop, expect_tx, complete_tx, test_wait, try_wait, pending_count.
 
-The state machine is `softsm.memory.mbarrier`; here is how PTX reaches it. A barrier is found by the shared address of
-its word, in the own CTA or, for arrivals, in a peer. try_wait suspends the warp until the phase completes; test_wait
-answers at once.
+The state machine is `softsm.memory.mbarrier`; this file connects PTX to it. A barrier is found by the shared address
+of its word, in the thread's own CTA or, for arrivals, in a peer. try_wait suspends the warp until the phase completes;
+test_wait returns at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from softsm.ptx.roles import source_lines
 from softsm.ptx.spelling import mbarrier_at
 
 SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
-# semantics an operation may have, together with a scope; generic memory is always coherent
+# The semantics that an operation may have, together with a scope; generic memory is always coherent.
 _ORDER = {
     "arrive": {"release", "relaxed"},
     "arrive_drop": {"release", "relaxed"},
@@ -38,7 +38,7 @@ _SCOPES = {"cta", "cluster"}
 
 
 class Issuer:
-    """Who did something, kept cheaply and printed only when a report needs it."""
+    """The issuer of an operation, stored cheaply and formatted only when a report needs it."""
 
     __slots__ = ("ctaid", "line", "warp", "what")
 
@@ -62,14 +62,14 @@ def set_predicate(w, row: int, mask: int, bits: int) -> None:
 
 
 def uniform(values: np.ndarray) -> int | None:
-    """The value of a register that all 32 lanes, active or not, agree on; else None."""
+    """Returns the value of a register if it is the same in all 32 lanes, active or not; else None."""
     data = values.tobytes()
     first = data[: len(data) // 32]
     return int.from_bytes(first, "little") if data == first * 32 else None
 
 
 def agreed(w, row: int) -> int | None:
-    """The same for a 32-bit register of the warp, in a third of the time."""
+    """Does the same for a 32-bit register of the warp, in a third of the time."""
     value = entry.agreed(w.S.item(pg.S_R) + 128 * row)
     return None if value < 0 else value
 
@@ -78,13 +78,13 @@ def agreed(w, row: int) -> int | None:
 
 
 def shared_operand(asm, operand, space: str | None) -> tuple[int, bool]:
-    """(row, generic): a 32-bit shared address, or a generic one when the instruction names no space."""
+    """Returns (row, generic): a 32-bit shared address, or a generic one when the instruction names no space."""
     generic = space is None
     return asm.address_row(operand, "q" if generic else "u"), generic
 
 
 def shared_address(w, place: tuple[int, bool], lane: int) -> int:
-    """The 32-bit shared::cluster address one lane gives."""
+    """Returns the 32-bit shared::cluster address that one lane gives."""
     row, generic = place
     if not generic:
         return w.R.item(row, lane)
@@ -95,7 +95,7 @@ def shared_address(w, place: tuple[int, bool], lane: int) -> int:
 
 
 def located(w, function, *args):
-    """Run `function`; a Fault without a place gets the current instruction's."""
+    """Runs `function`; a Fault without a place gets the current instruction's."""
     try:
         return function(*args)
     except Fault as error:
@@ -105,7 +105,7 @@ def located(w, function, *args):
 
 
 def shared_bytes(w, address: int, size: int, what: str, align: int = 16):
-    """(cta, offset) of `size` bytes of shared memory, alignment and bounds checked."""
+    """Returns (cta, offset) of `size` bytes of shared memory, after checks of alignment and bounds."""
     cta, offset = located(w, w.cta.resolve_shared, address)
     if offset % align:
         raise w.fault("misaligned", f"{what}: shared address {address:#x} is not a multiple of {align} bytes")
@@ -135,7 +135,7 @@ def barrier_at(w, address: int) -> Mbarrier:
 
 
 def arrived_at(w, address: int) -> Mbarrier:
-    """The mbarrier this thread itself changes now, be it a peer's."""
+    """Returns the mbarrier that this thread itself changes now, its own CTA's or a peer's."""
     barrier = barrier_at(w, address)
     if w.machine.observer is not None and barrier.home is not None and barrier.home is not w.cta:
         w.machine.observer.accessed_peer(w, barrier.home)
@@ -143,9 +143,9 @@ def arrived_at(w, address: int) -> Mbarrier:
 
 
 def source_name(ins, offset: int, cta) -> tuple[str, str]:
-    """(`mbarrier slot_ready.index(2) (0x1408)`, `slot_ready`): as the program's source calls it where it initialises
-    it, or else where it arrives there, and the array that it belongs to; else ''. An index that is a variable is
-    counted from the first mbarrier of the array."""
+    """Returns (`mbarrier slot_ready.index(2) (0x1408)`, `slot_ready`): the name in the program's source, where it
+    initialises the mbarrier or else arrives on it, and the array of the mbarrier; '' if there is none. A variable
+    index is counted from the first mbarrier of the array."""
     from softsm.ptx.roles import place_of
 
     loc = place_of(ins)
@@ -164,14 +164,14 @@ def source_name(ins, offset: int, cta) -> tuple[str, str]:
 
 @lru_cache(maxsize=1024)
 def initialised_at(file: str, line: int) -> str:
-    """What a line of the source initialises, in its own words."""
+    """Returns what a line of the source initialises, as the line spells it."""
     lines = source_lines(file, line, 0)
     found = re.search(r"\binit\(\s*([A-Za-z_][\w.]*(?:\([^()]*\))?)\s*(?:,|\)|$)", lines[0][1]) if lines else None
     return found.group(1) if found else ""
 
 
 def used_as(program: pg.Program, offset: int) -> str:
-    """What the source calls the mbarrier at an offset where it arrives there; '' if it does not say."""
+    """Returns the source's name of the mbarrier at an offset, where it arrives on it; '' if it has none."""
     if program.arrivals is None:
         program.arrivals = [a for a in arrivals(program) if a.instruction.loc is not None]
     names = (mbarrier_at(a.instruction.loc) for a in at_barrier(program.arrivals, offset))
@@ -179,7 +179,7 @@ def used_as(program: pg.Program, offset: int) -> str:
 
 
 def name_of(cta, offset: int) -> str:
-    """`mbarrier k_ready+8 (0x1408)`: by the nearest shared variable when there is one."""
+    """Returns `mbarrier k_ready+8 (0x1408)`, named by the nearest shared variable if there is one."""
     best = ("", -1)
     for name, start in cta.program.shared_variables.items():
         if best[1] < start <= offset:
@@ -279,7 +279,7 @@ def _wait(asm, ins, flags, space):
         relaxed="relaxed" in flags,
         scope="".join(flags & _SCOPES),
     )
-    if parity and not at[1] and not (asm.checking and "relaxed" in flags):  # the compiled loop can answer
+    if parity and not at[1] and not (asm.checking and "relaxed" in flags):  # the compiled loop can do it
         asm.answered(pg.OP_CHECKED_WAIT if asm.checking else pg.OP_WAIT, predicate, at[0], phase)
 
 
@@ -348,7 +348,7 @@ def do_inval(w, mask, o):
 
 
 def do_arrive(w, mask, o):
-    """The arrivals of one instruction count as one: an H200 faults when they are more than the phase still expects,
+    """Counts the arrivals of one instruction together: an H200 faults when they exceed what the phase still expects,
     even if one by one they would have ended it and begun the next."""
     who = Issuer(w)
     w.machine.writes += 1
@@ -377,7 +377,7 @@ def do_arrive(w, mask, o):
 
 
 def _together(w, on: list[int], o) -> dict[int, int]:
-    """Address of each barrier -> arrivals of these lanes on it."""
+    """Returns the address of each barrier -> arrivals of these lanes on it."""
     if o.count is None and not o.at[1]:
         address = agreed(w, o.at[0])
         if address is not None:
@@ -399,7 +399,7 @@ def do_transaction(w, mask, o):
 
 
 class Waiting:
-    """What a blocked warp waits for; worked out only when a report is written."""
+    """What a blocked warp waits for, as text that is made only for a report."""
 
     __slots__ = ("barrier", "parity", "phase")
 
@@ -412,8 +412,8 @@ class Waiting:
 
 
 def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
-    """Lanes whose phase is over, and the barrier the others wait on (None when there are several)."""
-    one = mask if mask & (mask - 1) == 0 or _uniform(w, o) else 0  # then one lane speaks for all
+    """Returns the lanes whose phase is over, and the barrier the others wait on (None when there are several)."""
+    one = mask if mask & (mask - 1) == 0 or _uniform(w, o) else 0  # then one lane decides for all
     on = lanes(mask & -mask if one else mask)
     bits, waits = 0, set()
     known: dict[tuple[int, int], bool] = {}
@@ -440,8 +440,8 @@ def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
 
 
 def _awaited(w, mask: int, o) -> Mbarrier | None:
-    """The usual case of a wait that has to wait: all lanes name one phase of one mbarrier of the own CTA by its parity,
-    and it is not over. None in every other case."""
+    """Returns the mbarrier in the usual case of a wait that must block: all lanes name, by parity, one phase of one
+    mbarrier of their own CTA, and the phase is not over. Returns None in every other case."""
     row, generic = o.at
     if generic or not o.parity or (mask & (mask - 1) and not _uniform(w, o)):
         return None
@@ -455,7 +455,7 @@ def _awaited(w, mask: int, o) -> Mbarrier | None:
 
 
 def _uniform(w, o) -> bool:
-    """Do all lanes, active or not, name the same barrier and phase?"""
+    """Returns whether all lanes, active or not, name the same barrier and phase."""
     row, generic = o.at
     if (uniform(w.Q[row]) if generic else agreed(w, row)) is None:
         return False
@@ -469,9 +469,9 @@ def do_test(w, mask, o):
 
 
 def do_wait(w, mask, o):
-    """Suspends while no lane can go on. Lanes that can must not wait for those that cannot: they may be the ones
-    whose arrival the others need. When nothing else can happen any more the time limit is over and it answers no; in
-    order 'random' it may be over at once."""
+    """Suspends while no lane can continue. Lanes that can continue must not wait for those that cannot, because the
+    others may need their arrival. The time limit expires, and the wait returns false, when nothing else can happen any
+    more; in order 'random' it may expire at once."""
     fragment = w.fragment
     barrier = None if fragment.timed_out else _awaited(w, mask, o)
     if barrier is not None and not w.machine.engine.impatient(w):

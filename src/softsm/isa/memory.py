@@ -1,7 +1,7 @@
 """Loads and stores: ld, ldu, st.
 
-The interpreter does the plain case (own shared memory, known global allocations, aligned) itself; isa/slow_memory.py
-has the rest.
+The interpreter does the plain case itself (aligned, in the CTA's own shared memory or a known global allocation);
+isa/slow_memory.py has the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPACES = {
 }
 LOAD_OP = {ln.GLOBAL: pg.OP_LDG, ln.SHARED: pg.OP_LDS, ln.GENERIC: pg.OP_LD, ln.LOCAL: pg.OP_LDL}
 STORE_OP = {ln.GLOBAL: pg.OP_STG, ln.SHARED: pg.OP_STS, ln.GENERIC: pg.OP_ST, ln.LOCAL: pg.OP_STL}
-# log2 of the bytes of the types that ld and st know
+# log2 of the size in bytes of the types that ld and st accept
 LOG = {
     t: TYPE_BYTES[t].bit_length() - 1
     for t in "b8 u8 s8 b16 u16 s16 f16 bf16 b32 u32 s32 f32 f16x2 bf16x2 b64 u64 s64 f64".split()
@@ -49,12 +49,12 @@ STRONG = {"volatile", "relaxed", "acquire", "release", "acq_rel", "mmio"}  # suc
 
 
 def is_hint(modifier: str) -> bool:
-    """Cache operators, eviction priorities and prefetch sizes: permissions that change no value."""
+    """Recognises cache operators, eviction priorities and prefetch sizes, hints that change no value."""
     return modifier in CACHE or modifier in ORDERING or modifier.startswith(("L1::", "L2::"))
 
 
 def split(asm: Assembler, ins: Instruction):
-    """-> (space, elements, element type) of a load or store; rejects what it does not know."""
+    """Returns (space, elements, element type) of a load or store; rejects unknown modifiers."""
     space, count, type_ = ln.GENERIC, 1, None
     named = ""
     for m in ins.modifiers:
@@ -77,7 +77,7 @@ def split(asm: Assembler, ins: Instruction):
 
 
 def rows_of(asm, operand, count: int, type_: str, *, write: bool) -> tuple[list[int], bool]:
-    """Register rows of a (vector) operand and whether they are 64-bit ones."""
+    """Returns the register rows of a (vector) operand and whether they are 64-bit rows."""
     items = operand.items if isinstance(operand, Vector) else (operand,)
     if len(items) != count:
         raise asm.error(f"expected {count} registers, got {len(items)}")
@@ -104,7 +104,7 @@ def format_of(type_: str, count: int, wide: bool) -> int:
 
 
 def address_of(asm, operand, space: int) -> tuple[int, int]:
-    """-> (row, offset). Shared addresses are 32-bit rows; a 64-bit register holding one is narrowed."""
+    """Returns (row, offset). Shared addresses are 32-bit rows; a 64-bit register that holds one is narrowed."""
     bank, row, offset = asm.address(operand)
     want = "R" if space == ln.SHARED else "Q"
     if bank != want:
@@ -115,7 +115,7 @@ def address_of(asm, operand, space: int) -> tuple[int, int]:
 
 
 def parameter_load(asm, ins, rows, wide, type_) -> bool:
-    """`ld.param [entry parameter + constant]`: the value is known at launch, so it is a row and the load a move."""
+    """Lowers `ld.param [entry parameter + constant]` to a move: the value is known at launch, so it is a row."""
     operand = ins.operands[1]
     base = operand.base
     if not (isinstance(base, Symbol) and base.name in asm.param_offsets and type_ != "b128"):
@@ -181,7 +181,7 @@ def st(asm, ins):
 
 
 def synchronises(asm, ins, space: int, row: int, offset: int, *, read: bool = False, write: bool = False) -> None:
-    """A strong access may release what came before it and acquire what others released: tell observers."""
+    """Tells observers of a strong access, which may release what precedes it and acquire what others released."""
     if asm.checking:
         order = next((m for m in ins.modifiers if m in ("acquire", "release", "acq_rel", "volatile")), "relaxed")
         default = "sys" if {"volatile", "mmio"} & set(ins.modifiers) else "gpu"
@@ -201,7 +201,7 @@ def synchronises(asm, ins, space: int, row: int, offset: int, *, read: bool = Fa
 
 
 def do_synchronise(w, mask, o):
-    bases = (w.R if o.space == ln.SHARED else w.Q)[o.row].tolist()  # kernels that poll come here very often
+    bases = (w.R if o.space == ln.SHARED else w.Q)[o.row].tolist()  # kernels that poll execute this very often
     if mask != pg.ALL:
         bases = [base for lane, base in enumerate(bases) if mask >> lane & 1]
     for address in dict.fromkeys(bases):

@@ -37,7 +37,7 @@ SPARSE_K = {
 RESULTS = {"f16": ("f32", "f16"), "e4m3": ("f32", "f16"), "e5m2": ("f32", "f16"), "bf16": ("f32",), "tf32": ("f32",),
            "f64": ("f64",)}  # fmt: skip
 FAMILIES = ({"s8", "u8"}, {"s4", "u4"}, {"e4m3", "e5m2"})
-TABLED = ("f16", "bf16", "tf32", "e4m3", "e5m2")  # what the compiled kernel multiplies
+TABLED = ("f16", "bf16", "tf32", "e4m3", "e5m2")  # the types that the compiled kernel multiplies
 
 
 def alike(a: str, b: str) -> bool:
@@ -139,7 +139,7 @@ def register_counts(m: int, k: int, d: str, a: str, c: str) -> tuple[int, int, i
 
 
 def kernel_table(name: str) -> np.ndarray:
-    """float32 bits of every code; empty for the formats that are plain upper bits of a float32."""
+    """Returns the float32 bits of every code; empty for formats that are the upper bits of a float32."""
     return tensor_core.decoding(name)
 
 
@@ -175,7 +175,7 @@ def do_any(w, mask, o):
 
 
 def add_product(w, o, product: np.ndarray) -> None:
-    """D = product + C; product: [8, m]."""
+    """Computes D = product + C; product: [8, m]."""
     d, _, _, c = o.types
     old = fragments.accumulator(w.R[o.c], c, o.m)
     if d == c:

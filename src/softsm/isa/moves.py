@@ -44,9 +44,9 @@ def mov(asm, ins):
 
 
 def do_clock(w, mask, o):
-    """One cycle, and one nanosecond, per warp instruction of the whole launch, so that runs can be repeated. Every
-    reading differs from the one before. A loop may wait for time to pass, so this is no deadlock; but it may only limit
-    how long it polls, so it keeps nothing in flight."""
+    """Counts a cycle, and a nanosecond, per warp instruction of the whole launch, so that runs can be repeated. Every
+    reading differs from the one before. A loop that reads the clock is not a deadlock, because it may wait for time to
+    pass; but the clock may only limit how long the loop polls, so it keeps nothing in flight."""
     m = w.machine
     m.clock = max(m.clock + 1, m.steps)
     on = [lane for lane in range(32) if mask >> lane & 1]
@@ -58,7 +58,7 @@ def do_clock(w, mask, o):
 
 
 def element_bits(asm, ins, t: str, count: int) -> int:
-    """Width of the parts; the type must be untyped bits."""
+    """Returns the width of the parts; the type must be untyped bits."""
     if t[0] != "b" or count not in (2, 4) or (t, count) in (("b128", 4), ("b16", 4)):
         asm.refuse(ins, f"a .{t} has no {count} parts")
     return int(t[1:]) // count
@@ -109,7 +109,7 @@ def unpack(asm, ins, t: str, items, a) -> None:
             asm.emit("lo8", target, part)
 
 
-# Where each state space begins among generic addresses; None: generic and own addresses are the same.
+# The generic address at which each state space begins; None where the space's addresses are generic addresses.
 # Parameters begin where the launch put them.
 SPACES = {
     "global": None,

@@ -1,8 +1,8 @@
 """multimem.ld_reduce, multimem.st, multimem.red: one access of the same place in the memories of several GPUs.
 
-The address is one of `softsm.multicast`. Loads and reductions go through the GPUs in order of rank, which PTX leaves
-open: floating-point sums may differ from a GPU's. Sums of 16-bit floats are rounded to their type after each term, with
-.acc::f32 once. 8-bit floats are rejected: PTX does not say what their sums do when they overflow.
+The address is one of `softsm.multicast`. Loads and reductions visit the GPUs in order of rank. PTX leaves the order
+open, so floating-point sums may differ from a GPU's. Sums of 16-bit floats are rounded to their type after each term,
+with .acc::f32 once. 8-bit floats are rejected, because PTX does not define how their sums overflow.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def do_multimem(w, mask, o):
 
 
 def noted(w, lane: int, o, places: list[int], same: list[bool]) -> None:
-    """Tell observers of an access of every place."""
+    """Tells observers of an access to every place."""
     observer = w.machine.observer
     if observer is None:
         return
@@ -140,7 +140,7 @@ def reduced(parts: list[np.ndarray], op: str, wide_sum: bool) -> np.ndarray:
 
 
 def combined(a: np.ndarray, b: np.ndarray, op: str) -> np.ndarray:
-    """One step of a reduction; 16-bit floats are rounded once."""
+    """Performs one step of a reduction; 16-bit floats are rounded once."""
     if op in ("and", "or", "xor"):
         return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op](a, b)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,18 +1,18 @@
-"""How an instruction's meaning is written down.
+"""The registries that define what instructions mean.
 
-Two registries:
+There are two:
 
 * `micro(name, signature, function)`: one operation of the interpreter on 32 lanes. The signature "f=ff" gives the
   destination and source kinds: u i f = a 32-bit row read as uint32, int32, float32; q l d = a 64-bit row read as
-  uint64, int64, float64; p = a predicate (a lane mask, plain uint32); m behind the sources = the active lanes, as
-  another argument. The function takes the sources and is written in the vocabulary of `softsm.engine.vec`; it is called
-  once, on symbolic vectors, to make the code. Without a function, `micro` is a decorator.
-  `hot` puts an operation into the flat dispatch function (at most about 200 of them); the others go into banks of their
-  own, one call further away. `canonical_nan`: a NaN result becomes PTX's, 0x7fffffff, whichever NaN comes out, or goes
-  in. `exchange`: it works on all lanes together, so it cannot be computed for a few of them at a time.
-* `@lowers("add")`: a function `(asm, ins)` which turns one PTX instruction with that base opcode into micro-operations
-  (`asm.emit`), or a macro-operation (`asm.macro`: a Python function that runs outside the interpreter loop), or
-  refuses it (`asm.refuse(ins, why)`) while the kernel is loaded. Nothing is ever skipped silently.
+  uint64, int64, float64; p = a predicate (a lane mask, plain uint32); m after the sources = the active lanes, as
+  another argument. The function receives the sources and is written in the vocabulary of `softsm.engine.vec`; it is
+  called once, on symbolic vectors, to generate the code. Without a function, `micro` is a decorator.
+  `hot` puts an operation into the flat dispatch function (at most about 200 of them); the others go into separate
+  groups, one call further away. `canonical_nan`: a NaN result becomes PTX's, 0x7fffffff, whichever NaN the operation
+  reads or computes. `exchange`: the operation works on all lanes together, so a few of them cannot be computed alone.
+* `@lowers("add")`: a function `(asm, ins)` that turns one PTX instruction with that base opcode into micro-operations
+  (`asm.emit`) or a macro-operation (`asm.macro`: a Python function that runs outside the interpreter loop), or
+  refuses it (`asm.refuse(ins, why)`) when the kernel is loaded. Nothing is ever skipped silently.
 
 16-bit registers live in 32-bit rows with the upper half zero.
 """
@@ -30,7 +30,7 @@ class Micro:
     dst: str  # one kind letter
     srcs: str  # up to four kind letters
     function: Callable
-    masked: bool  # does it take the active lanes?
+    masked: bool  # is the mask of active lanes another argument?
     hot: bool
     canonical_nan: bool
     exchange: bool

@@ -1,6 +1,6 @@
-"""Accesses that the interpreter does not do itself: to a peer's shared memory, through a generic window, or wrong.
+"""Accesses that the interpreter does not do itself: to a peer's shared memory, through a generic window, or illegal.
 
-`memory_event` completes such an access or says what is wrong with it.
+`memory_event` completes such an access or raises a fault.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from softsm.errors import Fault
 def locate(
     w, lane: int, space: int, row: int, offset: int, size: int, access: str, strong: bool, new: np.ndarray | None = None
 ) -> np.ndarray:
-    """The bytes one lane accesses, or a Fault that says why it may not. strong: neither weak nor a race with its like;
-    new: what a store will write there."""
+    """Returns the bytes that one lane accesses, or raises a Fault. strong: the access does not race with other strong
+    ones; new: the bytes that a store will write there."""
     if space == ln.SHARED:
         address = (int(w.R[row, lane]) + offset) & pg.ALL
     else:
@@ -71,7 +71,7 @@ LOADS = {pg.OP_LDG, pg.OP_LDS, pg.OP_LD, pg.OP_LDL}
 
 
 def memory_event(machine, w, fragment, lanes: int) -> None:
-    """An access that is not plain: to a peer's shared memory, through a generic window, or wrong."""
+    """Handles an access that is not plain: to a peer's shared memory, through a generic window, or illegal."""
     op, rd, ra, rb, fmt, rx = (int(x) for x in w.cta.program.code[fragment.pc, :6])
     offset = rb - (1 << 32) if rb >= 1 << 31 else rb
     pool = w.cta.program.pool

@@ -1,9 +1,9 @@
 """Conversions to and from 8-, 6- and 4-bit floats and exponents: e4m3, e5m2, e2m3, e3m2, e2m1, ue8m0, two at a time.
 
-Four at a time by stochastic rounding (cvt.rs): each gets 16 random bits, |x| goes away from zero where its place
-between the two neighbours plus these bits / 2**16 reaches 1, subnormal results included. PTX says which bits of the
-word are for which pair of operands; that the first of a pair reads them in reverse is what B200s were measured to do
-with e4m3x4 and e2m1x4, and taken to hold for the other formats, which share a figure of the PTX ISA with e4m3x4.
+cvt.rs converts four at a time with stochastic rounding. Each gets 16 random bits; |x| rounds away from zero where its
+position between the two neighbours plus these bits / 2**16 reaches 1, subnormal results included. PTX defines which
+bits of the word belong to which pair of operands. The first of a pair reads them in reverse: this was measured on B200s
+with e4m3x4 and e2m1x4, and is assumed for the other formats, which share a figure of the PTX ISA with e4m3x4.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SMALL = {"e4m3x2": 8, "e5m2x2": 8, "e2m3x2": 8, "e3m2x2": 8, "e2m1x2": 4, "ue8m0
 
 
 def from_pair(decode, bits: int, a):
-    """Two codes of a register -> two halves."""
+    """Decodes two codes of a register to two halves."""
     return decode(a) | (decode(a >> bits) << 16)
 
 
@@ -81,7 +81,7 @@ def to_small(asm, ins, dtype, stype, rounding, flags):
             row = unary(asm, "relu.f32", "u", row)
         if unsigned:
             code = unary(asm, f"to.ue8m0.{rounding}", "u", row)
-            if flags["satfinite"]:  # NaN stays NaN, everything else ends at the largest power of two
+            if flags["satfinite"]:  # NaN stays NaN, everything else saturates at the largest power of two
                 ordered = unary(asm, "setp.num.f32", "p", row, row)
                 largest = unary(asm, "min.u32", "u", code, asm.const(0xFE, "u"))
                 code = unary(asm, "selp.b32", "u", largest, code, ordered)
@@ -92,7 +92,7 @@ def to_small(asm, ins, dtype, stype, rounding, flags):
 
 
 def to_four(asm, ins, dtype, stype, rounding, flags):
-    """cvt.rs.satfinite.e4m3x4.f32 d, {a, b, e, f}, rbits: a into the highest bits."""
+    """Lowers cvt.rs.satfinite.e4m3x4.f32 d, {a, b, e, f}, rbits; a goes into the highest bits."""
     if (stype, rounding, flags["satfinite"]) != ("f32", "rs", True):
         asm.refuse(ins, f"the form is cvt.rs{{.relu}}.satfinite.{dtype}.f32")
     d, values, bits = operands(asm, ins, 3)

@@ -1,18 +1,18 @@
-"""Structured sparsity of A: half of its elements are given, and four bits for each chunk say where they stand.
+"""Structured sparsity of A: half of its elements are given, and four bits of metadata per chunk give their positions.
 
     16 and 8 bits   chunks of 4 columns, two elements given: their positions, two bits each
     tf32            chunks of 2 columns, one element given: 0b0100 the first, 0b1110 the second
     packed 4 bits   chunks of 8 columns, two pairs of neighbours given: the positions of the pairs, two bits each
 
-A product has K columns and K/2 given elements in a row. mma.sp and wgmma take the codes from registers, one word per
-thread. A row with 4, 8 or 16 chunks takes them from 1, 2 or 4 of every four threads; a sparsity selector says from
-which. Of the j-th of these, with g = t/4 of thread t:
+A product has K columns and K/2 given elements in a row. mma.sp and wgmma read the codes from registers, one word per
+thread. A row with 4, 8 or 16 chunks uses the words of 1, 2 or 4 of every four threads; a sparsity selector chooses
+them. The j-th of these, thread t with g = t/4, holds:
 
     16 and 32 bits  chunks 4j to 4j + 3 of rows g (low half of the word) and g + 8
     8 and 4 bits    chunks 8*(j/2) to 8*(j/2) + 7 of row g + 8*(j%2)
 
-tcgen05 takes them from tensor memory, from the lanes that hold the rows of D. Elements of B that meet no given element
-do not take part: a NaN there is not seen. Sparse products of tcgen05 have not been compared with a GPU.
+tcgen05 reads them from tensor memory, from the lanes that hold the rows of D. Elements of B that meet no given element
+are not read: a NaN there has no effect. Sparse products of tcgen05 have not been compared with a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from softsm.errors import Fault
 
 ONE_OF_TWO, TWO_OF_FOUR, PAIRS_OF_EIGHT = "tf32", "2:4", "4:8 in pairs"
-# Codes that have a meaning: of mma.sp and wgmma, of sp::ordered_metadata, of tcgen05 (as the PTX ISA lists them)
+# The valid codes of mma.sp and wgmma, of sp::ordered_metadata, and of tcgen05 (as the PTX ISA lists them)
 DIFFERENT = frozenset(i | j << 2 for i in range(4) for j in range(4) if i != j)
 ASCENDING = frozenset(i | j << 2 for i in range(4) for j in range(i + 1, 4))
 OF_TCGEN05 = ASCENDING | {0b0110}
@@ -38,12 +38,12 @@ def granularity(element: str, packed_fp4: bool = False) -> str:
 
 
 def chunks_of(element: str, k: int) -> int:
-    """Chunks in a row of a product by mma.sp or wgmma."""
+    """Returns the chunks in a row of a product by mma.sp or wgmma."""
     return k // _CHUNK[granularity(element)]
 
 
 def register_codes(words: np.ndarray, selector: int, chunks: int, element: str) -> np.ndarray:
-    """The codes of a warp's 16 rows, uint8 [16, chunks], from its 32 words; 4, 8 or 16 chunks in a row."""
+    """Returns the codes of a warp's 16 rows, uint8 [16, chunks], from its 32 words; a row has 4, 8 or 16 chunks."""
     threads = chunks // 4
     words = words.reshape(8, 4)[:, selector * threads : (selector + 1) * threads, None]  # [g, thread, 1]
     codes = words >> (4 * np.arange(8, dtype=np.uint32)) & 15
@@ -55,7 +55,7 @@ def register_codes(words: np.ndarray, selector: int, chunks: int, element: str) 
 
 
 def tensor_codes(cells: np.ndarray) -> np.ndarray:
-    """The codes of 128 rows from their columns of tensor memory, [1 or 2, 128 lanes]: uint8 [128, 8 or 16]."""
+    """Returns the codes of 128 rows, uint8 [128, 8 or 16], from their columns of tensor memory, [1 or 2, 128 lanes]."""
     codes = cells[:, :, None] >> (4 * np.arange(8, dtype=np.uint32)) & 15  # [column, lane, 8]
     if len(cells) == 2:
         codes = codes.transpose(1, 0, 2)
@@ -65,7 +65,7 @@ def tensor_codes(cells: np.ndarray) -> np.ndarray:
 
 
 def columns(codes: np.ndarray, kind: str) -> np.ndarray:
-    """Where the given elements stand: int [rows, K/2] from codes [rows, chunks]."""
+    """Returns the columns of the given elements, int [rows, K/2], from codes [rows, chunks]."""
     rows, chunks = codes.shape
     start = _CHUNK[kind] * np.arange(chunks)[:, None]
     codes = codes.astype(np.int64)[:, :, None]
@@ -78,7 +78,7 @@ def columns(codes: np.ndarray, kind: str) -> np.ndarray:
 
 
 def check(codes: np.ndarray, kind: str, accepted: frozenset[int] = DIFFERENT) -> None:
-    """Fault('metadata') for a code that is not accepted."""
+    """Raises Fault('metadata') for a code that is not accepted."""
     if kind == ONE_OF_TWO:
         accepted = _SINGLE
     wrong = ~np.isin(codes, list(accepted))
@@ -92,15 +92,15 @@ def check(codes: np.ndarray, kind: str, accepted: frozenset[int] = DIFFERENT) ->
 
 
 def expand(given: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """A as it is meant, [rows, K], from [rows, K/2]; `where` as `columns` gives it."""
+    """Expands A from [rows, K/2] to [rows, K], with zeros; `where` is the result of `columns`."""
     dense = np.zeros((given.shape[0], 2 * given.shape[1]), given.dtype)
     np.put_along_axis(dense, where, given, 1)
     return dense
 
 
 def set_aside(a: np.ndarray, where: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-    """Infinities and NaNs of B [n, K], which become 0 there, times the elements of A [rows, K] that meet them: float32
-    [n, rows], to be added to the product of the rest. None where B is finite."""
+    """Sets the infinities and NaNs of B [n, K] to 0 and returns their products with the given elements of A [rows, K]:
+    float32 [n, rows], to be added to the product of the rest. Returns None where B is finite."""
     special = ~np.isfinite(b)
     if not special.any():
         return None

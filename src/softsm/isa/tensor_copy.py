@@ -1,9 +1,9 @@
 """tcgen05.cp, shift and commit, and the order of tcgen05 operations.
 
 Copies, shifts and products are asynchronous and unordered, except for the pairs PTX 9.4 calls pipelined, within one
-warp: products on the same accumulator; a product that uses what a copy or shift made; and a product, copy
+warp: products on the same accumulator; a product that uses the result of a copy or shift; and a product, copy
 or shift that overwrites what an earlier product reads. `issue` turns those pairs into the `after` of an operation;
-everything else is the program's own duty.
+the program must order everything else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from softsm.memory import tensor_memory as tm
 
 
 class Footprint(NamedTuple):
-    """What an asynchronous tcgen05 operation does to tensor memory, as far as its order to others depends on it."""
+    """The accesses of an asynchronous tcgen05 operation to tensor memory that decide its order with others."""
 
     what: str  # 'mma', 'cp', 'cp.4x256b', 'shift'
     accumulator: tuple  # mma: address and shape
@@ -34,11 +34,11 @@ def overlap(a: tuple[tuple[int, int], ...], b: tuple[tuple[int, int], ...]) -> b
 
 
 def pipelined(old: Footprint, new: Footprint) -> bool:
-    """PTX 9.4: is `new` performed after `old` when one warp issues them in this order?"""
+    """Returns whether PTX 9.4 performs `new` after `old` when one warp issues them in this order."""
     if new.what == "mma":
         if old.what == "mma":
             return old.accumulator == new.accumulator or bool(old.reads)
-        # what a copy brings is A or scale factors by PTX 9.4; Triton counts on the order for the accumulator too
+        # PTX 9.4 orders copies of A and of scale factors; Triton relies on the order for the accumulator too
         return old.what in ("shift", "cp.4x256b") or overlap(old.writes, new.reads + new.writes)
     if old.what == "mma":
         return bool(old.reads)
@@ -46,11 +46,11 @@ def pipelined(old: Footprint, new: Footprint) -> bool:
 
 
 def latest_before(pending: list, footprint: Footprint, products: int) -> tuple[AsyncOp, ...]:
-    """The operations in flight, `products` of them products, that come before a new one, but for those that come before
-    one of these."""
+    """Returns the operations in flight (`products` of them are products) that a new one must follow, except those that
+    one of the returned ones already follows."""
     last, _, before = pending[-1]
     if before.what == footprint.what == "mma" and before.accumulator == footprint.accumulator:
-        # It comes before this one, and is in order behind the same products.
+        # `last` precedes the new product, and already follows the same products.
         if products == len(pending):
             return (last,)
         return (*[op for op, _, old in pending if old.what != "mma" and pipelined(old, footprint)], last)
@@ -67,7 +67,7 @@ def latest_before(pending: list, footprint: Footprint, products: int) -> tuple[A
 def issue(
     w, lane: int, kind: str, footprint: Footprint, effects: Callable[[], None], reads=(), writes=(), product=None
 ) -> AsyncOp:
-    """Start an asynchronous operation of one thread. product: see AsyncOp."""
+    """Starts an asynchronous operation of one thread. product: see AsyncOp."""
     machine, in_flight = w.cta.machine, w.in_flight
     after: tuple[AsyncOp, ...] = ()
     pending = in_flight.tensor_ops
@@ -155,7 +155,7 @@ def do_shift(w, mask, o):
 
 
 def start_shift(w, thread: int, ctas: list, quarters: tuple[int, ...], column: int) -> None:
-    """Shift the rows of eight columns down, each lane quarter for itself; it is named by its first lane."""
+    """Shifts the rows of eight columns down within each lane quarter; `quarters` are their first lanes."""
 
     def effects() -> None:
         for cta in ctas:
@@ -181,8 +181,8 @@ def lower_commit(asm, ins, modifiers) -> None:
 
 
 def commit_address(w, place: tuple[int, bool], lane: int) -> int:
-    """Triton 3.6 puts a 32-bit shared address into the generic form's 64-bit register, and such kernels work on the
-    device: an address below 4 GB counts as a shared one here."""
+    """Treats an address below 4 GB as a shared one: Triton 3.6 puts a 32-bit shared address into the generic form's
+    64-bit register, and such kernels work on the device."""
     row, generic = place
     if generic and int(w.Q[row, lane]) < 1 << 32:
         return int(w.Q[row, lane])
@@ -190,9 +190,9 @@ def commit_address(w, place: tuple[int, bool], lane: int) -> int:
 
 
 def do_commit(w, mask, o):
-    """One arrival on the mbarrier when all earlier products, copies and shifts of this thread are complete.
+    """Arrives once on the mbarrier when all earlier products, copies and shifts of this thread are complete.
 
-    PTX does not order the arrivals of two commits; DeepGEMM counts on the order in which they were issued."""
+    PTX does not order the arrivals of two commits; DeepGEMM relies on the order in which they were issued."""
     group_ctas(w, o.group)
     for thread in lanes(mask):
         address = commit_address(w, o.address, thread)

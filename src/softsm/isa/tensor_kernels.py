@@ -1,10 +1,10 @@
-"""The inner loops of the tensor core's operands, compiled: gather and decode a tile; the product of mma.sync.
+"""The compiled inner loops for the tensor core's operands (gather and decode a tile) and for mma.sync's product.
 
-Everything happens in lane space: D is rows of 32 lanes (`cells`, uint32 [columns * stride, 32]; tensor memory has
+All data are in lane space: D is rows of 32 lanes (`cells`, uint32 [columns * stride, 32]; tensor memory has
 stride 4), A is [k * stride + 2, 32] with the operand row of each lane in its place, then a row of zeros and one of
 NaNs, B is [n, k]. Results are written under lane masks, so half-filled layouts and disabled lanes cost nothing extra.
-Sums are fused multiply-adds in ascending k: the same bits on every machine. A NaN comes out as 0x7fffffff, as tensor
-cores make it.
+Sums are fused multiply-adds in ascending k, so their bits are the same on every machine. A NaN result is 0x7fffffff,
+as on tensor cores.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from softsm.engine.native import native
 
 @native("void(u2[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)", python=True, effort=3)
 def gather16(shared, base, index, table, place, out, swap):
-    """16-bit elements of the 16-byte chunks index[i, j] (from chunk `base`). table: float32 bits of every f16, or empty
-    for bf16. Element (i, e) goes to out[i, place[e]], or with swap to out[e, place[i]]."""
+    """Gathers 16-bit elements of the 16-byte chunks index[i, j] (from chunk `base`). table: float32 bits of every f16,
+    or empty for bf16. Element (i, e) goes to out[i, place[e]], or with swap to out[e, place[i]]."""
     convert = table.size > 0
     for i in range(index.shape[0]):
         for j in range(index.shape[1]):
@@ -34,7 +34,7 @@ def gather16(shared, base, index, table, place, out, swap):
 
 @native("void(u1[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)", python=True, effort=3)
 def gather8(shared, base, index, table, place, out, swap):
-    """8-bit elements through a table of 256 values; as gather16."""
+    """Gathers 8-bit elements through a table of 256 values, like gather16."""
     for i in range(index.shape[0]):
         for j in range(index.shape[1]):
             at = (base + index[i, j]) * 16
@@ -48,7 +48,7 @@ def gather8(shared, base, index, table, place, out, swap):
 
 @native("void(u4[::1], i8, i8[:,::1], u4[::1], i8[::1], u4[:,::1], i8)", python=True, effort=3)
 def gather32(shared, base, index, table, place, out, swap):
-    """tf32: the tensor core reads the upper 19 bits; as gather16."""
+    """Gathers tf32 elements, of which the tensor core reads the upper 19 bits, like gather16."""
     for i in range(index.shape[0]):
         for j in range(index.shape[1]):
             at = (base + index[i, j]) * 4
@@ -62,7 +62,7 @@ def gather32(shared, base, index, table, place, out, swap):
 
 @native("void(u4[:,::1], u4[::1], u4[:,::1])", python=True, effort=3)
 def halves(cells, table, out):
-    """A of 16-bit elements in tensor memory, [columns, 128 lanes] with two in each cell, by lanes; `table` as above."""
+    """Decodes A of 16-bit elements in tensor memory, [columns, 128 lanes], two per cell, by lanes; `table` as above."""
     convert = table.size > 0
     for c in range(cells.shape[0]):
         for lane in range(128):
@@ -81,7 +81,7 @@ TILE = 8  # numbers that describe a tile for `gather_tiles`
 
 @native("void(i8, i8, i8, i8, i8, i8, i8)", python=True, effort=3)
 def gather_tiles(shared, cells, tiles, count, out, width, step):
-    """Several tiles, by addresses: number t from out + t * step on, `width` words from one row of `out` to the next.
+    """Gathers several tiles, by addresses: tile t starts at out + t * step, with `width` words between rows of `out`.
     tiles, int64 [count, TILE]: bytes of an element, first chunk, address of the chunk numbers, rows and columns of
     these, address of the table or 0, address of the places, swap; as gather16. 0 bytes: 16-bit elements of tensor
     memory from the second number, a column, on; as `halves`."""
@@ -121,8 +121,8 @@ def gather_tiles(shared, cells, tiles, count, out, width, step):
 
 @native("void(u4[:,::1], i8, i8, u4[:,::1], i8[::1], i8)", python=True, effort=3)
 def fragments(matrix, stride, first, registers, rows, store):
-    """Move an accumulator of 16 rows between the registers `rows` of a warp and `matrix` (uint32 [n*stride, 32], lane =
-    row of the product, `first` the lane of row 0). store: from the matrix to the registers.
+    """Moves an accumulator of 16 rows between the registers `rows` of a warp and `matrix` (uint32 [n*stride, 32], lane
+    = row of the product, `first` the lane of row 0). store: from the matrix to the registers.
 
     Thread t, register v: row t/4 + 8*((v/2)%2), column 8*(v/4) + 2*(t%4) + v%2."""
     block, start = first // 32, first % 32
@@ -140,7 +140,7 @@ def fragments(matrix, stride, first, registers, rows, store):
 
 @native("void(u4[:,::1], i8[::1], i8, u4[::1], u4[:,::1], i8)", python=True, effort=3)
 def left(registers, rows, per, table, out, first):
-    """A of 16 rows from the registers `rows` of a warp, `per` elements in each, into lanes `first`.. of out [k, lanes].
+    """Moves A of 16 rows from a warp's registers `rows`, `per` elements in each, to lanes `first`.. of out [k, lanes].
     table: float32 bits of every code, empty for bf16 and tf32. The layout is that of isa/fragments.py."""
     width = 32 // per
     mask = np.uint32(0xFFFFFFFF) >> np.uint32(32 - width)
@@ -161,7 +161,7 @@ def left(registers, rows, per, table, out, first):
 
 @native("void(u4[:,::1], i8[::1], i8, i8, u4[::1], u4[::1])", python=True, effort=3)
 def warp_product(registers, rows, a_count, per, a_table, b_table):
-    """mma.sync m16n8 with f32 accumulators. rows: registers of A, B, C, D in this order; per: elements in a register;
+    """Computes mma.sync m16n8 with f32 accumulators. rows: registers of A, B, C, D in this order; per: elements in one;
     tables: float32 bits of every code, empty for bf16 and tf32."""
     k = 2 * a_count * per
     values = np.empty((24, k), np.float32)  # 16 rows of A, 8 columns of B

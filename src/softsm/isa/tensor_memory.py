@@ -1,9 +1,9 @@
 """tcgen05: allocation, loads and stores of tensor memory, and their waits.
 
-All `tcgen05.*` instructions come through `lower` here; copies, shifts and commit are in isa/tensor_copy.py, the matrix
-product in isa/tcgen05.py. Loads and stores are asynchronous; within one warp st -> ld, st -> st and ld -> st keep their
-order (PTX 9.4), nothing else does. A load delivers its registers at their first use, or at wait::ld; at the
-default level of the race checker it is complete then (engine/tensor_loads.py).
+`lower` here handles all `tcgen05.*` instructions; copies, shifts and commit are in isa/tensor_copy.py, the matrix
+product in isa/tcgen05.py. Loads and stores are asynchronous; within one warp only st -> ld, st -> st and ld -> st keep
+their order (PTX 9.4). A load delivers its registers at their first use, or at wait::ld; at the default level of the
+race checker it is complete then (engine/tensor_loads.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def form(name: str) -> Callable[[Callable], Callable]:
 
 
 def take(asm, ins, modifiers: list[str], *choices: str, optional: bool = False) -> str:
-    """Remove and return the one modifier among `choices`; reject when it is missing."""
+    """Removes and returns the one modifier among `choices`; rejects the instruction when it is missing."""
     for choice in choices:
         if choice in modifiers:
             modifiers.remove(choice)
@@ -62,7 +62,7 @@ def take_group(asm, ins, modifiers: list[str]) -> int:
 
 
 def finish(asm, ins, modifiers: list[str], operands: range, *, collective: bool = False) -> None:
-    """Every modifier must have been understood by now, and the number of operands be possible."""
+    """Rejects the instruction if a modifier remains or the number of operands is wrong."""
     if collective:
         for name in ("sync", "aligned"):
             take(asm, ins, modifiers, name)
@@ -77,7 +77,7 @@ def exactly(count: int) -> range:
 
 
 def rows_index(rows: list[int]) -> slice | np.ndarray:
-    """Consecutive rows as a slice (a plain copy), others as an index."""
+    """Returns consecutive rows as a slice (a plain copy), others as an index."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return np.array(rows)
@@ -91,7 +91,7 @@ def first_lane(mask: int) -> int:
 
 
 def group_ctas(w, group: int) -> list:
-    """The CTAs whose tensor memory an instruction of this cta_group works on, even rank first."""
+    """Returns the CTAs whose tensor memory an instruction of this cta_group uses, even rank first."""
     cta = w.cta
     if cta.tmem.groups.get(id(cta)) != group:
         located(w, cta.tmem.check_group, cta, group)
@@ -104,7 +104,7 @@ def group_ctas(w, group: int) -> list:
 
 
 def same_address(w, mask: int, row: int, what: str) -> int:
-    """The one tensor-memory address of a collective instruction."""
+    """Returns the one tensor-memory address of a collective instruction."""
     if mask != pg.ALL:
         return w.R.item(row, first_lane(mask))
     address = agreed(w, row)
@@ -153,7 +153,7 @@ def do_alloc(w, mask, o):
 
 
 def leaked(cta) -> None:
-    """Reports what a CTA has not freed at its end."""
+    """Reports the tensor memory that a CTA has not freed at its end."""
     cta.tmem.at_exit(cta)
 
 
@@ -163,7 +163,7 @@ def taken(tmem) -> str:
 
 
 def allocate_pair(w, pair: list, columns: int) -> int | None:
-    """cta_group::2: both CTAs ask, both get the same columns; the first one waits for the other."""
+    """Allocates for cta_group::2: both CTAs request and get the same columns; the first one waits for the other."""
     cta = w.cta
     peer = pair[1 - cta.rank % 2]
     cta.tmem.check_alloc(cta, columns)
@@ -285,20 +285,18 @@ def lower_st(asm, ins, modifiers) -> None:
 
 
 def in_loop(asm, op: int, row: int, rows: list[int], access: dict, kind: int = 0) -> None:
-    """Where a register is a column and nothing is in flight, the compiled loop can do it (engine/vec_tensor.py). When
-    races are checked it can where nothing else may happen before the result is due (checks/tmem_shadow.py)."""
+    """Lets the compiled loop do it where a register is a column and nothing is in flight (engine/vec_tensor.py) and,
+    when races are checked, where nothing else may happen before the result is due (checks/tmem_shadow.py)."""
     if access["shape"] == "32x32b" and not access["packed"]:
         _, _, number, _, _, _, *guard = asm.records[-1]
         asm.records[-1] = [op, asm.pooled(rows), number, row, len(rows), kind, *guard]
 
 
 def locate(w, mask: int, o, what: str) -> tuple[int, int, tuple]:
-    """(lane, column, regions) of an access, after all its checks."""
+    """Returns (lane, column, regions) of an access, after all its checks."""
     address = same_address(w, mask, o.address, what)
     lane, column = address >> 16, address & 0xFFFF
-    if lane < 32 and not strict(
-        w
-    ):  # hardware ignores the bits that name the warp's quarter, and kernels leave them out
+    if lane < 32 and not strict(w):  # hardware ignores the bits that name the warp's quarter, and kernels omit them
         lane += 32 * (w.index % 4)
     width = located(w, check_access, w, o, lane, column, what)
     first = ("tmem", w.cta, column, column + width, lane_groups(lane, 32 if o.shape == "32x32b" else 16), o.note)
@@ -313,12 +311,12 @@ def strict(w) -> bool:
 
 
 def lane_groups(lane: int, count: int) -> int:
-    """Lanes as a mask of groups of 16."""
+    """Returns lanes as a mask of groups of 16."""
     return ((1 << count // 16) - 1) << lane // 16
 
 
 def check_access(w, o, lane: int, column: int, what: str) -> int:
-    """Columns the access covers, after its checks."""
+    """Checks the access and returns the number of columns it covers."""
     tmem = w.cta.tmem
     if lane != 32 * (w.index % 4):
         tm.check_lanes(w.index, lane, o.shape, what)
@@ -366,7 +364,7 @@ def do_st(w, mask, o):
 
 
 def flush_tmem_loads(w, mask=0, o=None):
-    """Deliver the registers of this warp's tcgen05.ld: at their first use, or at wait::ld."""
+    """Delivers the registers of this warp's tcgen05.ld, at their first use or at wait::ld."""
     machine = w.cta.machine
     if machine.observer is not None and o is not None and o.uses is not None:
         machine.observer.tensor_loads_used(w, o.uses)
@@ -411,7 +409,7 @@ def lower_wait_st(asm, ins, modifiers) -> None:
 @form("fence::before_thread_sync")
 @form("fence::after_thread_sync")
 def lower_fence(asm, ins, modifiers) -> None:
-    """Orders tcgen05 operations against thread synchronisation; it has no effect of its own."""
+    """Lowers the fence that orders tcgen05 operations against thread synchronisation; it changes no value."""
     finish(asm, ins, modifiers, exactly(0))
     if asm.checking:
         asm.macro(do_fence, ins, before="fence::before_thread_sync" in ins.modifiers)

@@ -14,15 +14,15 @@ from softsm.engine.vec_ops import _AARCH64, canonical, fma
 from softsm.engine.vec_rows import load_row, store_row
 from softsm.engine.vec_types import _FLOAT, _I32, _I64, Bits, F, Vector, _splat, building
 
-COLUMNS = 2  # of D at a time: their sums and one row of A fit into the registers of a CPU with 32 of 128 bits
-STEPS = 4  # of k in one turn of the loop
+COLUMNS = 2  # of D at a time: their sums and one row of A fit into a CPU's 32 registers of 128 bits
+STEPS = 4  # of k in one iteration of the loop
 # cells, first row of D, plan, stride, a, b, k, keep
 MULTIPLY = ir.FunctionType(ir.VoidType(), [_I64] * 7 + [_FLOAT])
 
 
 @contextlib.contextmanager
 def _loop(b: ir.IRBuilder, count: ir.Value, step: int = 1):
-    """for i in range(0, count, step): i, and a list to which (phi, next value) may be added."""
+    """Builds `for i in range(0, count, step)`; yields i and a list to which (phi, next value) may be added."""
     before, head, body, out = b.block, *(b.append_basic_block(name) for name in ("head", "body", "out"))
     b.branch(head)
     b.position_at_end(head)
@@ -41,7 +41,7 @@ def _loop(b: ir.IRBuilder, count: ir.Value, step: int = 1):
 
 
 def multiply(module: ir.Module) -> None:
-    """Add the function `multiply` to the module."""
+    """Adds the function `multiply` to the module."""
     function = ir.Function(module, MULTIPLY, "multiply")
     cells, row, plan, stride, a, right, k, keep = function.args
     with building(ir.IRBuilder(function.append_basic_block("entry"))) as b:
@@ -54,10 +54,10 @@ def multiply(module: ir.Module) -> None:
             return Vector(_splat(b, scalar, F.count), F)
 
         def one_by_one(base, index) -> list[Vector]:
-            """STEPS elements, each spread over the lanes."""
+            """Returns STEPS elements, each broadcast to the lanes."""
             if not _AARCH64:
                 return [spread(element(base, b.add(index, _I64(step)), _FLOAT)) for step in range(STEPS)]
-            # This CPU multiplies by an element of a register; spreading one costs an operation more.
+            # AArch64 multiplies by an element of a register; a broadcast would cost another operation.
             whole = ir.VectorType(_FLOAT, STEPS)
             four = b.load(b.inttoptr(b.add(base, b.shl(index, _I64(2))), whole.as_pointer()), align=4)
             none = ir.Constant(whole, ir.Undefined)
@@ -106,13 +106,13 @@ def multiply(module: ir.Module) -> None:
 
 @functools.cache
 def native_multiply():
-    """`multiply`, with addresses and nothing checked."""
+    """Returns the compiled `multiply`, which receives addresses and checks nothing."""
     at = native.functions("product", multiply, ["multiply"])["multiply"]
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7, ctypes.c_float)(at)
 
 
 def multiply_into(cells: int, row: int, plan: np.ndarray, a: np.ndarray, b: np.ndarray, keep: float) -> None:
-    """Like `multiply_add`, with the address of the cells and without checks."""
+    """Does the same as `multiply_add`, with the address of the cells and without checks."""
     at = address
     native_multiply()(cells, row, at(plan), plan.shape[0], at(a), at(b), b.shape[1], keep)
 
@@ -122,10 +122,10 @@ def address(array: np.ndarray) -> int:
 
 
 def multiply_add(cells: np.ndarray, row: int, plan: np.ndarray, a: np.ndarray, b: np.ndarray, keep: float) -> None:
-    """D = A*B + keep*D; keep = 0 does not read D. cells: uint32 [rows, 32]. plan, int64: plan[q] = (lane mask, first n,
-    count of n) of the 32 lanes q; they are rows row + q + stride*i of cells for column i of D, with as many blocks q as
-    the plan has (the stride). Counts are even, k is a multiple of 4. a: uint32 [k*stride, 32] or longer, the operand
-    row of each lane in its place. b: float32 [n, k]."""
+    """Computes D = A*B + keep*D; keep = 0 does not read D. cells: uint32 [rows, 32]. plan, int64: plan[q] = (lane mask,
+    first n, count of n) of the 32 lanes q; they are rows row + q + stride*i of cells for column i of D. The stride is
+    the number of blocks q in the plan. Counts are even, k is a multiple of 4. a: uint32 [k*stride, 32] or longer, the
+    operand row of each lane in its place. b: float32 [n, k]."""
     for array, dtype in ((cells, np.uint32), (plan, np.int64), (a, np.uint32), (b, np.float32)):
         assert array.dtype == dtype and array.flags.c_contiguous, (array.dtype, array.strides)
     assert b.shape[1] % STEPS == 0, b.shape

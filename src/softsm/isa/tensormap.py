@@ -80,7 +80,7 @@ def _global(w, address: int):
 
 
 def do_cp_fenceproxy(w, mask, o):
-    """The warp copies one 128-byte map from shared to global memory and publishes it."""
+    """Copies one 128-byte map from shared to global memory and publishes it, as one operation of the warp."""
     lane = lanes(mask)[0]
     cta, offset = shared_bytes(w, int(w.R[o.src, lane]), NBYTES, "tensormap.cp_fenceproxy", ALIGNMENT)
     if w.machine.observer is not None:

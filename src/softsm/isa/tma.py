@@ -22,11 +22,11 @@ _LOAD_MODES = ("tile", "tile::gather4", "im2col", "im2col::w", "im2col::w::128")
 _STORE_MODES = ("tile", "tile::scatter4", "im2col_no_offs")
 _FOUR = ("tile::gather4", "tile::scatter4")
 _MADE_FOR = {Wide.NO: "im2col", Wide.W: "im2col::w", Wide.W128: "im2col::w::128"}
-_WIDE = {"im2col::w": (Wide.W, 512), "im2col::w::128": (Wide.W128, 32)}  # the map it takes, and what bounds its halo
+_WIDE = {"im2col::w": (Wide.W, 512), "im2col::w::128": (Wide.W128, 32)}  # the map it needs, and the bound of its halo
 
 
 def lower(asm, ins, reduction: bool, mods: list[str]):
-    """`mods` follow .bulk, without .tensor."""
+    """Lowers cp.async.bulk.tensor; `mods` are the modifiers after .bulk, without .tensor."""
     prefetch = mods[0] == "prefetch"
     mods = mods[1:] if prefetch else mods
     if mods[0] not in ("1d", "2d", "3d", "4d", "5d"):
@@ -85,7 +85,7 @@ def lower(asm, ins, reduction: bool, mods: list[str]):
 
 
 def _tensor(asm, ins, operand, rank: int, mode: str) -> dict:
-    """Operands of `[map, {coordinates}]`."""
+    """Returns the operands of `[map, {coordinates}]`."""
     wanted = 5 if mode in _FOUR else rank
     if not isinstance(operand, Address) or len(operand.coords) != wanted or (mode in _FOUR and rank != 2):
         asm.refuse(ins, f"expected [map, {{{wanted} coordinates}}] for .{rank}d.{mode}")
@@ -100,7 +100,7 @@ def _tensor(asm, ins, operand, rank: int, mode: str) -> dict:
 
 
 class Box(NamedTuple):
-    """One copy with its map and coordinates: what, and how many bytes of shared memory and of data."""
+    """One copy with its map and coordinates, and its bytes of shared memory and of data."""
 
     map: TensorMap
     coords: tuple[int, ...]
@@ -220,8 +220,8 @@ def _land(memory, box: Box, targets, who) -> None:
 
 
 def copies(w, mask, o) -> list[int]:
-    """Lanes that each make a copy. The instruction is one of the warp: lanes that store the same box are one copy.
-    Reductions are not: what hardware adds for 32 equal lanes has not been measured."""
+    """Returns the lanes that each make a copy. Lanes of a warp that store the same box make one copy together.
+    Reductions do not: what hardware adds for 32 equal lanes has not been measured."""
     if o.redop or mask & mask - 1 == 0:
         return lanes(mask)
     seen: dict[tuple[int, ...], int] = {}

@@ -1,4 +1,4 @@
-"""Helpers the arithmetic chapters share: dispatch by type, and reading modifiers so that none is overlooked."""
+"""Helpers of the arithmetic chapters: dispatch by type, and a reader of modifiers that overlooks none."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _TYPED: dict[str, dict[str, Callable]] = {}
 
 
 def lowers_typed(opcode: str, *types: str) -> Callable[[Callable], Callable]:
-    """Register a lowering for one opcode and some instruction types (the last modifier): `add` of integers, of floats
-    and of halves live in different chapters."""
+    """Registers a lowering for one opcode and some instruction types (the last modifier): `add` of integers, of floats
+    and of halves are in different chapters."""
 
     def register(function: Callable) -> Callable:
         table = _TYPED.setdefault(opcode, {})
@@ -52,14 +52,14 @@ def lowers_typed(opcode: str, *types: str) -> Callable[[Callable], Callable]:
 
 
 class Modifiers:
-    """The modifiers of an instruction before its type(s), taken one by one; `done` rejects what is left over."""
+    """The modifiers of an instruction before its type(s), read one by one; `done` rejects those that remain."""
 
     def __init__(self, asm, ins, types: int = 1):
         self.asm, self.ins = asm, ins
         self.left = list(ins.modifiers[:-types] if types else ins.modifiers)
 
     def one_of(self, *names: str) -> str | None:
-        """The one of `names` that is there, or None; two of them are an error."""
+        """Returns the one of `names` that is present, or None; two of them are an error."""
         found = [m for m in self.left if m in names]
         if len(found) > 1:
             self.asm.refuse(self.ins, f".{found[0]} and .{found[1]} exclude each other")
@@ -77,7 +77,7 @@ class Modifiers:
 
 
 def operands(asm, ins, *counts: int) -> tuple:
-    """The operands, their number checked."""
+    """Returns the operands, after a check of their number."""
     if len(ins.operands) not in counts:
         wanted = " or ".join(str(n) for n in counts)
         raise asm.error(f"{ins.name} takes {wanted} operands, got {len(ins.operands)}")
@@ -85,14 +85,14 @@ def operands(asm, ins, *counts: int) -> tuple:
 
 
 def src16(asm, operand) -> int:
-    """A 16-bit source: rows keep the upper half zero, so a literal is cut to 16 bits."""
+    """Returns the row of a 16-bit source. Rows keep the upper half zero, so a literal is truncated to 16 bits."""
     if isinstance(operand, Imm) and operand.kind == "int":
         return asm.const(int(operand.value) & 0xFFFF, "u")
     return asm.src(operand, "u")
 
 
 def signed16(asm, operand) -> int:
-    """A 16-bit source sign-extended to 32 bits."""
+    """Returns the row of a 16-bit source, sign-extended to 32 bits."""
     if isinstance(operand, Imm) and operand.kind == "int":
         value = int(operand.value) & 0xFFFF
         return asm.const((value ^ 0x8000) - 0x8000, "i")
@@ -100,14 +100,14 @@ def signed16(asm, operand) -> int:
 
 
 def unary(asm, name: str, kind: str, *rows: int) -> int:
-    """Emit a micro-operation into a fresh row and return it."""
+    """Emits a micro-operation into a fresh row and returns the row."""
     row = asm.temp(kind)
     asm.emit(name, row, *rows)
     return row
 
 
 def needs_target(asm, ins, number: int) -> None:
-    """Reject what the module's .target does not have."""
+    """Rejects an instruction that the module's .target does not have."""
     target = asm.module.target
     digits = "".join(ch for ch in target.removeprefix("sm_") if ch.isdigit())
     if digits and int(digits) < number:

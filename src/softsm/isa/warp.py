@@ -1,6 +1,6 @@
 """Exchanges between lanes: shfl.sync, vote.sync, match.sync, redux.sync, elect.sync, activemask, bar.warp.sync.
 
-A .sync instruction waits until every living lane of its membermask is there (the scheduler parks the early ones).
+A .sync instruction waits until every living lane of its membermask has arrived (the scheduler parks the early ones).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REDUCTIONS = {
 
 
 def converge(asm, ins, member) -> None:
-    """Wait for the lanes of the membermask (an operand) before what follows."""
+    """Emits a wait for the lanes of the membermask (an operand)."""
     row = asm.src(member, "u")
     if asm.checking and not (isinstance(member, Imm) and int(member.value) & pg.ALL == pg.ALL):
         asm.macro(do_check_members, ins, aligned=False, row=row)
@@ -52,7 +52,7 @@ def converge(asm, ins, member) -> None:
 
 
 def do_check_members(w, mask, o):
-    """Every thread that executes a .sync instruction is one of those its membermask names."""
+    """Checks that the membermask of a .sync instruction names every thread that executes it."""
     named = w.R[o.row]
     strangers = [lane for lane in range(32) if mask >> lane & 1 and not int(named[lane]) >> lane & 1]
     if strangers:
@@ -71,7 +71,7 @@ def shfl(asm: Assembler, ins: Instruction):
     ra, rb, rc = (asm.src(x, "u") for x in (a, b, c))
     if isinstance(target, Pair):
         if not isinstance(target.second, Sink):
-            inside = asm.temp("p")  # before the destination is written: it may be b or c
+            inside = asm.temp("p")  # computed before the destination is written, which may be b or c
             asm.emit(f"inside.{mode}", inside, rb, rc)
         target, p = target.first, target.second
     whole = isinstance(b, Imm) and isinstance(c, Imm) and int(c.value) == 31  # one segment of 32 lanes

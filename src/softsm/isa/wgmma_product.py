@@ -1,6 +1,6 @@
-"""What a product of wgmma reads, and what it computes: operands of four warps, sums in the order of k.
+"""The operands and the arithmetic of a wgmma product: four warps, sums in the order of k.
 
-Products that continue the same accumulator are one with a longer k (`Chain`).
+Products that continue the same accumulator are computed as one with a longer k (`Chain`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS = np.arange(64)
 
 
 class Shape(NamedTuple):
-    """What the instruction's name says."""
+    """The shape and types that the instruction's name gives."""
 
     n: int
     k: int
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
     @property
     def given(self) -> int:
-        """Elements in a row of A that the operand holds."""
+        """The number of elements in a row of A that the operand holds."""
         return self.k // 2 if self.sparse else self.k
 
 
@@ -56,13 +56,13 @@ class Part(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int, bool]:
-        """What must be the same for all four warps."""
+        """The values that must be the same for all four warps."""
         return self.line, self.a.raw if isinstance(self.a, Descriptor) else -1, self.b.raw, self.add
 
 
 class Chain(NamedTuple):
-    """Products [first, end) of a group that accumulate into the same registers, so that they are one with a longer k,
-    and what follows from their descriptors."""
+    """Products [first, end) of a group that accumulate into the same registers, so that they are one with a longer k.
+    The other fields follow from their descriptors."""
 
     first: int
     end: int
@@ -102,15 +102,15 @@ def chain_of(parts: list[Part], first: int, end: int) -> Chain:
 
 
 def continues(old: Part, new: Part) -> bool:
-    """Does the product go on accumulating into the same registers, so that both can be one with a longer k? All warps
-    run the same lines."""
+    """Returns whether the new product accumulates further into the same registers, so that both can be one with a
+    longer k. All warps run the same lines."""
     a, b = old.shape, new.shape
     same = (a.n, a.d, a.negate) == (b.n, b.d, b.negate) and a.d == "f32"
     return same and new.add and np.array_equal(old.d_rows, new.d_rows)
 
 
 def tiles(part: Part) -> list[tuple[Descriptor, bool, int, int, str]]:
-    """(descriptor, K-major, rows of the table, chunks, name) of the operands in shared memory."""
+    """Returns (descriptor, K-major, rows of the table, chunks, name) of the operands in shared memory."""
     s = part.shape
     out = []
     both = ((part.a, s.a_k_major, 64, s.given, "A", s.a), (part.b, s.b_k_major, s.n, s.k, "B", s.b))
@@ -130,7 +130,7 @@ def check_footprints(cta, part: Part) -> None:
 
 
 def operand_a(parts: tuple[Part, ...], cta) -> np.ndarray:
-    """A of the warpgroup by lanes (stride 2), without the two closing rows."""
+    """Returns A of the warpgroup by lanes (stride 2), without the last two rows (zeros, NaNs)."""
     s = parts[0].shape
     if isinstance(parts[0].a, Descriptor):
         what = "operand A of wgmma"
@@ -145,12 +145,12 @@ def operand_a(parts: tuple[Part, ...], cta) -> np.ndarray:
 
 
 def expanded(parts: tuple[Part, ...], a: np.ndarray) -> np.ndarray:
-    """A [k, 64 rows] as it is meant."""
+    """Returns A as [k, 64 rows], expanded if it is sparse."""
     return sparsity.expand(a.T, columns_of(parts)).T if parts[0].shape.sparse else a
 
 
 def columns_of(parts: tuple[Part, ...]) -> np.ndarray:
-    """The columns of the elements that a sparse A gives: int [64, k/2]."""
+    """Returns the columns of the elements that a sparse A gives: int [64, k/2]."""
     return np.concatenate([part.where for part in parts])
 
 
@@ -162,7 +162,7 @@ def write_registers(part: Part, result: np.ndarray, lane: int) -> None:
 
 
 def perform(chain: list[tuple[Part, ...]], plan: Chain) -> list[np.ndarray]:
-    """One product, or several that accumulate into the same registers: D for each of the four warps."""
+    """Computes one product, or several that accumulate into the same registers; returns D of each of the four warps."""
     first = chain[0][0]
     s, cta = first.shape, first.warp.cta
     d = np.empty((s.n * 2, 32), np.uint32)  # [n * 2, 32]: lane = row of the product
@@ -203,12 +203,12 @@ def perform(chain: list[tuple[Part, ...]], plan: Chain) -> list[np.ndarray]:
 
 @cache
 def both_halves(n: int) -> np.ndarray:
-    """The plan of tensor_product for 64 rows."""
+    """Returns the plan of tensor_product for 64 rows."""
     return np.array([[pg.ALL, 0, n], [pg.ALL, 0, n]], np.int64)
 
 
 def perform_alone(parts: tuple[Part, ...], d: np.ndarray) -> list[np.ndarray]:
-    """A product with f16 or s32 sums."""
+    """Computes a product with f16 or s32 sums."""
     s, cta = parts[0].shape, parts[0].warp.cta
     a = operand_a(parts, cta)
     b = tensor_core.shared_rows(
