@@ -1,7 +1,7 @@
-"""The cache of native code: made once per machine, kept on disk, loaded by every process.
+"""The cache of native code, which is compiled once per machine, kept on disk and loaded by every process.
 
-The name of a file holds a hash of everything that decides its content: the CPU, the versions of the compilers, and
-what the compiled function means (`key`). A file is therefore never out of date, and a stale one is never found.
+The name of a file contains a hash of everything that decides its content: the CPU, the versions of the compilers, and
+what the compiled function means (`key`). A lookup therefore never finds an outdated file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VALUES = (bool, int, float, str, bytes, slice, np.generic, ir.Type, type(None), 
 
 
 def cache_folder() -> pathlib.Path:
-    """$SOFTSM_CACHE, or a folder below the user's cache folder."""
+    """Returns $SOFTSM_CACHE, or a folder below the user's cache folder."""
     chosen = os.environ.get("SOFTSM_CACHE")
     if chosen:
         return pathlib.Path(chosen)
@@ -48,7 +48,7 @@ def made_cache_folder() -> pathlib.Path:
 
 
 def write(path: pathlib.Path, data: bytes) -> None:
-    """A process that reads the file finds all of it or nothing."""
+    """Writes a file atomically: a process that reads it finds all of it or nothing."""
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     scratch.write_bytes(data)
     scratch.replace(path)
@@ -56,7 +56,7 @@ def write(path: pathlib.Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def compiling(name: str) -> Iterator[None]:
-    """One process compiles, the others wait for it; the terminal says so."""
+    """Lets one process compile while the others wait for it; the terminal shows it."""
     import fcntl
 
     from rich.console import Console
@@ -77,16 +77,16 @@ def compiling(name: str) -> Iterator[None]:
 
 @functools.cache
 def _machine() -> bytes:
-    """The CPU and the versions of the compilers."""
+    """Returns the CPU and the versions of the compilers."""
     versions = f"{numba.__version__} {llvm.llvm_version_info} {np.__version__} {sys.version_info[:2]}"
     return f"{versions} {llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}".encode()
 
 
 def key(*things: object) -> str:
-    """A hash of what these things mean: values by themselves, functions by their code and by everything that it names,
+    """Returns a hash of what these things mean: values by themselves, functions by their code and everything it names,
     through all functions that can be reached. Comments and line numbers do not count."""
     h = hashlib.sha256(_machine())
-    seen: dict[int, tuple[int, object]] = {}  # by identity: a number, and the thing, so that it stays the only one
+    seen: dict[int, tuple[int, object]] = {}  # id -> (number, the thing itself, so that its id is not reused)
     todo = list(things)[::-1]
     while todo:
         thing = todo.pop()
@@ -103,7 +103,7 @@ def key(*things: object) -> str:
 
 
 def _meaning(thing: object) -> tuple[str, Iterable[object]]:
-    """(what can be said of a thing itself, what else decides)"""
+    """Returns (the text of a thing itself, the other things on which its meaning depends)."""
     if isinstance(thing, (tuple, list)):
         return f"{len(thing)}", thing
     if isinstance(thing, dict):
@@ -146,7 +146,7 @@ def _meaning(thing: object) -> tuple[str, Iterable[object]]:
 
 
 def _named(function: FunctionType) -> list[object]:
-    """What the global names in a function stand for, and the attributes that it may take of modules."""
+    """Returns the values of the global names in a function, and the attributes that it may use of modules."""
     names: dict[str, None] = {}
     codes = [function.__code__]
     for code in codes:

@@ -2,11 +2,11 @@
 
     status, pc, mask, lanes, steps = run(S, pc, mask, stop, quantum, multi)
 
-runs one fragment from `pc` until Python must act: at a macro-operation, a divergent branch, an exit, the pc `stop`
-where another fragment waits, or the end of the quantum. `multi`: 0 continues at jumps, 1 returns at jumps, and any
-other value is the address of a log of jumps, which begins with the address of its next entry (two words: from, to). S
-is the address of the state vector of engine/program.py, which holds the addresses of everything else. `lanes` are the
-lanes that the status concerns.
+runs one fragment from `pc` until Python must act, for example at a macro-operation, a divergent branch, an exit, the
+pc `stop` where another fragment waits, or the end of the quantum. `multi`: 0 continues at jumps, 1 returns at jumps,
+and any other value is the address of a log of jumps, which begins with the address of its next entry (two words: from,
+to). S is the address of the state vector of engine/program.py, which holds the addresses of everything else. `lanes`
+are the lanes that the status concerns.
 
 Hot micro-operations are cases of the loop's switch. The others are functions, compiled in groups when a program first
 needs one of the group. Memory accesses and exchange between lanes call the function at the address `lane_operation`, so
@@ -32,8 +32,8 @@ from softsm.isa.registry import MICROS, Micro
 
 GROUP = 40  # cold micro-operations compiled together
 KINDS = {"u": U, "i": I, "f": F, "q": Q, "l": L, "d": D}
-HOT = 10_000  # executions after which a block is compiled, which takes about as long as they did
-BLOCK = ir.FunctionType(_I64, [_I64] * 5)  # of engine/translation.py: (R, Q, P, S, most turns) -> turns
+HOT = 10_000  # executions after which a block is compiled; the compilation costs about as much time as they did
+BLOCK = ir.FunctionType(_I64, [_I64] * 5)  # blocks of engine/translation.py: (R, Q, P, S, most turns) -> turns
 COLD = ir.FunctionType(ir.VoidType(), [_I32] * 6 + [_I64] * 3)  # rd, ra, rb, rc, rx, m, R, Q, P
 RUN = ir.FunctionType(_I64, [_I64] * 9)  # lane operation, cold operations, S, pc, mask, stop, quantum, multi, results
 
@@ -79,7 +79,7 @@ def cold_group(module: ir.Module, part: list[tuple[int, Micro]]) -> None:
 
 
 class ColdOperations:
-    """The table of their addresses. A group is compiled or loaded when a program contains one of its operations."""
+    """The addresses of cold operations. A group is compiled or loaded when a program contains one of its members."""
 
     def __init__(self):
         hot, cold = numbered()
@@ -159,7 +159,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
             emit(micro, rd, (ra, rb, rc, rx), Bits(m), files)
             b.branch(loop)
 
-        case(pg.OP_BLOCK)  # rd: its length, ra: its number
+        case(pg.OP_BLOCK)  # rd: the block's length, ra: its number
         end, row = b.add(pc, b.zext(rd, _I64)), b.add(field(S, pg.S_BLOCKS), b.shl(b.zext(ra, _I64), _I64(6)))
         fits = b.and_(b.icmp_unsigned("==", mask, _I32(FULL)), b.icmp_signed("<=", end, b.load(limit_)))
         with b.if_then(fits):
@@ -248,7 +248,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
         b.position_at_end(asking)
         leave(_I64(pg.MACRO), pc, m, following)
 
-        # tcgen05.ld and st: rd where the pool has the registers, rb the address, rc their number.
+        # tcgen05.ld and st: rd the index of the registers in the pool, rb the address, rc the number of registers.
         for number, access in tensor.items():
             case(number)
             with b.if_then(b.icmp_unsigned("==", m, _I32(FULL)), likely=True):
@@ -259,7 +259,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
                 b.branch(loop)
             leave(_I64(pg.MACRO), pc, m, following)
 
-        # The same with the race checker. rx, from pg.DISTANCE: the number of records until its result is needed.
+        # The same with the race checker. rx >> pg.DISTANCE: the number of records until the result is needed.
         for number in (pg.OP_CHECKED_LD, pg.OP_CHECKED_ST):
             case(number)
             due = b.add(pc, b.zext(b.lshr(rx, _I32(pg.DISTANCE)), _I64))
@@ -271,7 +271,7 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
                 b.branch(loop)
             leave(_I64(pg.MACRO), pc, m, following)
 
-        case(pg.OP_MACRO)  # rd: 1 if it only waits for operations in flight
+        case(pg.OP_MACRO)  # rd: 1 if the macro-operation only waits for operations in flight
         with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
             b.branch(loop)
         whole = b.icmp_unsigned("==", b.zext(m, _I64), field(S, pg.S_ALIVE))
@@ -316,6 +316,6 @@ def loop_address() -> int:
 
 
 def runner(lane_operation: int) -> Callable:
-    """`run` as described above."""
+    """Returns `run` as described above."""
     native.ready(entry)
     return functools.partial(entry.enter, loop_address(), lane_operation, cold_operations().address)

@@ -1,5 +1,5 @@
-"""The interpreter, compiled once per machine: the dispatch loop (engine/dispatch.py) and what it calls for memory and
-exchange between lanes. Scalar code is compiled by Numba, code for 32 lanes at once by LLVM directly
+"""The interpreter, compiled once per machine: the dispatch loop (engine/dispatch.py) and the functions that it calls
+for memory and exchange between lanes. Numba compiles scalar code, LLVM directly compiles code for 32 lanes at once
 (engine/native.py).
 """
 
@@ -36,7 +36,7 @@ from softsm.engine.native import Native, functions, native
 
 
 class Watch(NamedTuple):
-    """What follows every access to memory: native functions of checks/, by their names there."""
+    """The native functions of checks/ that observe accesses to memory, by their names there."""
 
     note: Native
     quiet: Native
@@ -52,8 +52,8 @@ class Watch(NamedTuple):
 
 
 def lane_by_lane(watch: Watch | None) -> Native:
-    """The native function for memory and exchange between lanes, one lane after the other. It returns 0, or a status
-    and above it the lanes it is about (0 = the active ones)."""
+    """Returns the native function for memory and exchange between lanes, one lane after the other. Its result is 0, or
+    a status and, above it, the lanes that the status concerns (0 = the active ones)."""
     checking = watch is not None
     given: Any = watch or [None] * len(Watch._fields)
     note, quiet, collide, keep_lines, register_lines, answer_wait, members, tick, access, wait, product = given
@@ -66,7 +66,7 @@ def lane_by_lane(watch: Watch | None) -> Native:
             if checking:
                 size = ((rc >> 4) & 15) << (rc & 3)
                 if op == pg.OP_STG or op == pg.OP_STS or op == pg.OP_ST:
-                    # Before the store is made: only then can it be seen whether it changes anything.
+                    # Note it before the store is made: only then is it visible whether the store changes anything.
                     space = 0 if op == pg.OP_STG else 1 if op == pg.OP_STS else 2
                     if locate(R, Q, S, space, ra, offset, size, m) == 0:
                         note(S, size, m, 1, rx | quiet(R, Q, pool, S, rd, rc, m), pc)
@@ -91,7 +91,7 @@ def lane_by_lane(watch: Watch | None) -> Native:
             if checking:
                 if op == pg.OP_LDG or op == pg.OP_LDS or op == pg.OP_LD:
                     note(S, size, m, 0, rx, pc)
-                # Which lane's value stays where several write one place is undefined. rx & 1: atomic or volatile.
+                # Where several lanes write one place, it is undefined whose value remains. rx & 1: atomic or volatile.
                 if (op == pg.OP_STG or op == pg.OP_ST) and not rx & 1:
                     collide(R, Q, pool, S, rd, rc, m, pc)
         elif op == pg.OP_CONVERGE:
@@ -140,7 +140,7 @@ def lane_by_lane(watch: Watch | None) -> Native:
             if m != u4(pg.ALL) or watched:
                 return i8(pg.MACRO)
             stores = i8(op == pg.OP_STMATRIX)
-            if checking:  # lines of which two are the same, or one is not the CTA's own, are left to Python
+            if checking:  # Python does it if two lines are the same or one is not the CTA's own
                 kept = i8(load64(sget(S, pg.S_NEXT_OP) + 8 * pg.KEPT))
                 if keep_lines(S, rb, 8 * rc, kept):
                     return i8(pg.MACRO)
@@ -164,7 +164,7 @@ def lane_by_lane(watch: Watch | None) -> Native:
             if op == pg.OP_TENSOR_WAIT:
                 return wait(S, rc, m)
             if op == pg.OP_CHECKED_MMA:
-                # rd: rows of its operands in the pool, rb: which instruction, rc: is A in tensor memory?
+                # rd: rows of its operands in the pool, rb: number of the instruction, rc: is A in tensor memory?
                 return product(S, pool + 4 * rd, rb, rc, m, pc)
             return i8(pg.UNKNOWN)
         else:
@@ -179,14 +179,14 @@ unchecked = lane_by_lane(None)
 
 @functools.cache
 def lane_operation() -> int:
-    """The address of the function that the dispatch loop calls. The plain cases are done for all lanes at once; the
-    checking engine, which needs each lane's address anyway, has one of its own (checks/lane_operation.py)."""
+    """Returns the address of the function that the dispatch loop calls. It does the plain cases for all lanes at once.
+    The checking engine needs each lane's address anyway and has its own function (checks/lane_operation.py)."""
     llvm.add_symbol(vec_access.FALLBACK, unchecked.address)
     return functions("access", vec_access.plain_access, ["lane_operation"])["lane_operation"]
 
 
 def interpreter(program: pg.Program) -> Callable:
-    """Makes what `program` needs and this machine has not made yet. Returns a function that gives a machine its `run`
-    (see engine/dispatch.py)."""
+    """Compiles what `program` needs and this machine has not compiled yet. Returns a function that gives a machine its
+    `run` (see engine/dispatch.py)."""
     dispatch.cold_operations().prepare(program.code)
     return functools.partial(dispatch.runner, lane_operation())

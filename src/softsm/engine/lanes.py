@@ -1,9 +1,9 @@
 """Lane-by-lane parts of the interpreter: loads, stores, atomics and votes.
 
 Everything here is scalar code over raw addresses (R, Q, P, S, pool are addresses of the register files, the state
-vector and the operand pool); on machines without gather instructions that is what a vector gather becomes anyway.
-Bounds are checked before anything is touched: an access that leaves the CTA's own shared memory or the known global
-allocations returns SLOW and is done (or rejected with a message) in Python.
+vector and the operand pool); a CPU without gather instructions would execute a vector gather in this way too. Bounds
+are checked before anything is touched: an access outside the CTA's own shared memory and the known global allocations
+returns SLOW, and Python does it or rejects it with a message.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ def sput(S, k, value):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8)")
 def matrices(R, S, rows, row, count, transpose, store):
-    """ldmatrix and stmatrix of 8x8 matrices of 16-bit elements: matrix i between the register whose number is at
-    rows + 4*i and the eight lines of 16 bytes that the register `row` names. SLOW, and nothing done, when a line is not
-    aligned or lies outside the CTA's shared memory."""
+    """Does ldmatrix and stmatrix of 8x8 matrices of 16-bit elements: moves matrix i between the register whose number
+    is at rows + 4*i and the eight lines of 16 bytes that the register `row` names. Does nothing and returns SLOW when a
+    line is not aligned or lies outside the CTA's shared memory."""
     base, size, shared = sget(S, S_SHARED_BASE), sget(S, S_SHARED_SIZE), sget(S, S_SHARED)
-    for i in range(8 * count):  # all of them before a register changes, which may be that of the addresses
+    for i in range(8 * count):  # check all before a register changes, which may hold the addresses
         at = i8(rget(R, row, i)) - base
         if at & 15 or at < SHARED_START or at + 16 > size:
             return SLOW
@@ -133,7 +133,7 @@ def matrices(R, S, rows, row, count, transpose, store):
 
 @native("i8(i8, i8, i8)")
 def known(S, lo, hi):
-    """Is [lo, hi) inside one known global allocation? The table is sorted; the last hit is remembered."""
+    """Tests whether [lo, hi) is inside one known global allocation. The table is sorted; S keeps the last hit."""
     table, n = sget(S, S_ALLOC), sget(S, S_NALLOC)
     hit = sget(S, S_HIT)
     if hit < n and i8(load64(table + 16 * hit)) <= lo and hi <= i8(load64(table + 16 * hit + 8)):
@@ -153,7 +153,7 @@ def known(S, lo, hi):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, u4)")
 def locate(R, Q, S, space, row, offset, size, m):
-    """Fill S[SCRATCH:] with the host addresses of the active lanes, all checked; SLOW if one is not plain."""
+    """Fills S[SCRATCH:] with the checked host addresses of the active lanes; returns SLOW if one is not plain."""
     lo, hi = i8(0x7FFFFFFFFFFFFFFF), i8(-0x8000000000000000)
     bits = i8(0)
     if space == SHARED:
@@ -320,7 +320,7 @@ def atomic64(op, t, old, b, c):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, u4)")
 def atomic(R, Q, pool, S, space, rows, row, offset, fmt, m):
-    """pool[rows:] = destination row (or -1), b row, c row; fmt = op | type << 8. Lanes take their turns in order."""
+    """Does an atomic, lanes in order. pool[rows:] = destination row (or -1), b row, c row; fmt = op | type << 8."""
     op, t = fmt & 255, fmt >> 8
     wide = t == T_U64 or t == T_S64 or t == T_F64
     status = locate(R, Q, S, space, row, offset, 8 if wide else 4, m)
@@ -359,7 +359,7 @@ R_ADD, R_MIN, R_MAX, R_AND, R_OR, R_XOR, R_SMIN, R_SMAX = range(8)
 
 @native("u4(i8, i8, i8, u4)")
 def reduce(R, ra, op, m):
-    """redux.sync over the lanes of m."""
+    """Computes redux.sync over the lanes of m."""
     first = True
     acc = u4(0)
     for lane in range(32):
@@ -396,7 +396,7 @@ def first_lane(m):
 
 @native("i8(i8, i8, i8, u4)")
 def missing(R, S, row, m):
-    """Lanes named in the membermask that are alive but not here: they must arrive first."""
+    """Returns the living lanes of the membermask that have not arrived; they must arrive first."""
     member = rget(R, row, first_lane(m))
     need = i8(member) & sget(S, S_ALIVE)
     return need if need & ~i8(m) else i8(0)

@@ -1,8 +1,8 @@
-"""Native code, made in one of two ways and kept in one cache (engine/cache.py).
+"""Native code, compiled in one of two ways and kept in one cache (engine/cache.py).
 
-`@native(signature)` has Numba compile a Python function, scalar code over raw addresses mostly. `functions(name, build,
-names)` gives the addresses of functions that `build` adds to an LLVM module: code for the 32 lanes of a warp at once.
-Both compile at the first use.
+With `@native(signature)` Numba compiles a Python function, mostly scalar code over raw addresses. `functions(name,
+build, names)` returns the addresses of functions that `build` adds to an LLVM module: code for the 32 lanes of a warp
+at once. Both compile at the first use.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from numba.core.serialize import dumps
 
 from softsm.engine import cache
 
-config: Any = numba_config  # sets its names itself
+config: Any = numba_config  # it defines its attributes at run time
 _kept: list = []  # engines own the code
-intrinsic: Callable[[Callable], Any] = extending.intrinsic  # what it gives is called without the typing context
+intrinsic: Callable[[Callable], Any] = extending.intrinsic  # its result is called without the typing context
 
 # ---------------------------------------------------------------- by Numba
 
 
 def native(signature: str | None, *, python: bool = False, c: bool = False, effort: int = 2) -> Callable[..., Native]:
-    """Compile a function at its first use, with one signature (None: for whatever it is given).
+    """Compiles a function at its first use, with one signature (None: for the types of its arguments).
 
-    Other native functions can call it; `python`: Python too; `c`: generated code too, at its `address`. Both need
-    wrappers, which take time to compile. `effort` is LLVM's level of optimisation: 3 is for loops over arrays; code
-    that only branches and moves is as quick with 2, and compiled in two thirds of the time."""
+    Other native functions can call it; with `python` Python can too; with `c` generated code can, at its `address`.
+    Both need wrappers, which cost compile time. `effort` is LLVM's level of optimisation: 3 is for loops over arrays;
+    code that only branches and moves is as fast with 2, and compiles in two thirds of the time."""
     return lambda function: Native(function, signature, python, c, effort)
 
 
 class Native(CPUDispatcher):
-    """A function of Numba's that knows its signature before it is compiled."""
+    """A Numba function that knows its signature before it is compiled."""
 
     __name__: str
 
@@ -57,12 +57,12 @@ class Native(CPUDispatcher):
         self._cache = _Kept(self)
 
     def compile(self, signature):
-        """Called by Numba when a function needs this one; the types that it would pass do not matter."""
+        """Compiles or loads. Numba calls this when another function needs it; the types it passes do not matter."""
         signature = self.declared or signature
         known = self._cache.path(signature).exists()
-        # Variants of a function have one name; what they are linked by must differ, in whichever process it was made.
+        # Variants of a function share a name; their link names must differ, whichever process compiled them.
         self.py_func.__qualname__ = f"{self.__name__}_{self._cache.key}"
-        # Numba's lock first: a thread that has it may be about to wait for the other one.
+        # Take Numba's lock first: a thread that holds it may be about to wait for the other one.
         with global_compiler_lock, nullcontext() if known else cache.compiling(self.__name__), optimised(self.effort):
             if self.declared and self.overloads:  # another thread was first
                 return self.made().entry_point
@@ -71,7 +71,7 @@ class Native(CPUDispatcher):
             return entry
 
     def made(self) -> Any:
-        """Numba's CompileResult, whose fields have no types."""
+        """Returns Numba's CompileResult, whose fields have no types."""
         return next(iter(self.overloads.values()))
 
     def ready(self) -> None:
@@ -86,7 +86,7 @@ class Native(CPUDispatcher):
 
 
 def ready(*modules: ModuleType) -> None:
-    """Compile or load what these modules have for callers that are not native."""
+    """Compiles or loads the functions of these modules that callers outside native code use."""
     for module in modules:
         for thing in vars(module).values():
             if isinstance(thing, Native) and thing.called and thing.__module__ == module.__name__:
@@ -94,7 +94,7 @@ def ready(*modules: ModuleType) -> None:
 
 
 class _Kept(NullCache):
-    """Where Numba looks for a compiled function, and puts it."""
+    """The cache from which Numba loads a compiled function and in which it saves it."""
 
     def __init__(self, function: Native):
         self.function = function
@@ -111,9 +111,7 @@ class _Kept(NullCache):
         path = self.path(signature)
         if not path.exists():
             return None
-        rtsys.initialize(
-            context
-        )  # what loaded code needs of it; getting ready to compile would take a third of a second
+        rtsys.initialize(context)  # loaded code needs only this; the setup for compiling would cost a third of a second
         return CompileResult._rebuild(context, *pickle.loads(path.read_bytes()))
 
     def save_overload(self, signature, made) -> None:
@@ -139,14 +137,14 @@ def target_machine() -> llvm.TargetMachine:
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
     features = llvm.get_host_cpu_features().flatten()
-    reloc = "static" if target.name.startswith("x86") else "default"  # LLVM's JIT cannot relocate other code on x86
+    reloc = "static" if target.name.startswith("x86") else "default"  # on x86, LLVM's JIT cannot relocate other code
     return target.create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features, opt=2, reloc=reloc, codemodel="jitdefault", jit=True
     )
 
 
 def object_code(build: Callable[[ir.Module], None], name: str) -> bytes:
-    """The machine code of the module that `build` fills."""
+    """Returns the machine code of the module that `build` fills."""
     machine = target_machine()
     module = ir.Module(name)
     module.triple, module.data_layout = llvm.get_default_triple(), str(machine.target_data)
@@ -163,8 +161,8 @@ def object_code(build: Callable[[ir.Module], None], name: str) -> bytes:
 def functions(
     name: str, build: Callable[[ir.Module], None], names: list[str], test: Callable[[], None] | None = None
 ) -> dict[str, int]:
-    """Addresses of the functions `names` of the module that `build` fills; compiled if no process has done so, `test`
-    before that. `build` is a function, or a partial one with all that decides what it makes."""
+    """Returns the addresses of the functions `names` of the module that `build` fills; calls `test` and compiles if no
+    process has done so. `build` is a function, or a partial one with everything that decides what it makes."""
     path = cache.cache_folder() / f"{name}_{cache.key(build, object_code)}.o"
     if not path.exists():
         with cache.compiling(name):
@@ -176,7 +174,7 @@ def functions(
 
 
 def addresses(code: bytes, names: list[str]) -> dict[str, int]:
-    """Load machine code; external names must be known to LLVM (`llvm.add_symbol`)."""
+    """Loads machine code; LLVM must know its external names (`llvm.add_symbol`)."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
     engine.finalize_object()

@@ -71,9 +71,9 @@ MACROS = (
     OP_CHECKED_MMA,
 )
 
-# The last operand of OP_CHECKED_LD and ST: the kind that a store leaves in its cells, and from this bit on the number
-# of records until the result is needed, or 0 if something else may happen before (engine/tensor_waits.py). Of
-# OP_TENSOR_WAIT: kinds.
+# rx of OP_CHECKED_LD and ST: the kind that a store leaves in its cells, and from bit DISTANCE on the number of records
+# until the result is needed, or 0 if something else may happen before (engine/tensor_waits.py).
+# rc of OP_TENSOR_WAIT: its kind, one of the four below.
 DISTANCE = 4
 FLUSH, FIRST_USE, WAIT_LOADS, WAIT_STORES = range(4)
 
@@ -185,7 +185,7 @@ class Program:
     param_bytes: int
     branch_tables: list[list[int]] = field(default_factory=list)
     variables: dict[str, Variable] = field(default_factory=dict)
-    # for the checkers: function -> (item, names read, names written)
+    # For the checkers: function -> [(item, names read, names written)]
     flow: dict[str, list[tuple]] = field(default_factory=dict)
-    arrivals: list | None = None  # of engine/arrivals.py, computed when needed
+    arrivals: list | None = None  # those of engine/arrivals.py, computed when needed
     private: frozenset[tuple[str, int]] = frozenset()  # (register file, row) that only micro-operations use

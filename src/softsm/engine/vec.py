@@ -1,4 +1,4 @@
-"""The vector engine's vocabulary: what the functions of `isa/registry.micro` are written in.
+"""The vector engine's vocabulary, in which the functions of `isa/registry.micro` are written.
 
 Kinds and masks (vec_types), rows and lanes (vec_rows), lane exchange (vec_lanes), single operations and conversions
 (vec_ops), directed rounding (vec_round), small floats (vec_small) and PTX's composed arithmetic (vec_math).

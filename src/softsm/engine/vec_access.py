@@ -1,9 +1,9 @@
 """Loads and stores of 32-bit elements, all lanes at once: the plain cases of what engine/lanes.py does lane by lane.
 
-`plain_access` is the engine's function for memory operations when nothing is checked. It does the access when nothing
-is out of the ordinary (all lanes in bounds and aligned, 32-bit elements, the CTA's own memory or a known allocation),
-with addresses of consecutive lanes that follow each other moved as one vector. Else nothing has been touched, and it
-passes the operation on to the lane-by-lane function.
+`plain_access` is the engine's function for memory operations when nothing is checked. It does plain accesses (all
+lanes in bounds and aligned, 32-bit elements, the CTA's own memory or a known allocation), and moves consecutive
+addresses of consecutive lanes as one vector. Otherwise it touches nothing and passes the operation on to the
+lane-by-lane function.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FALLBACK = "softsm_lane_by_lane"
 
 
 def field(S: ir.Value, k: int) -> ir.Value:
-    """Field k of the state vector."""
+    """Loads field k of the state vector."""
     return here().load(_field(S, k))
 
 
@@ -54,7 +54,7 @@ def _field(S: ir.Value, k: int) -> ir.Value:
 
 
 def add_write(S: ir.Value) -> None:
-    """Memory has changed once more."""
+    """Counts a change of memory."""
     at = _field(S, pg.S_WRITES)
     here().store(here().add(here().load(at), _I64(1)), at)
 
@@ -68,7 +68,7 @@ def _splatted(scalar: ir.Value, kind) -> Vector:
 
 
 class _Access:
-    """One access: the operands of its record, and where to go when it is not plain."""
+    """One access: the operands of its record, and the block to branch to when it is not plain."""
 
     def __init__(self, function: ir.Function, count: int, decline: ir.Block):
         _, self.rd, self.ra, rb, _, _, m, self.S, _ = function.args
@@ -77,18 +77,18 @@ class _Access:
         self.R = field(self.S, pg.S_R)
         pool = here().add(field(self.S, pg.S_POOL), here().shl(here().zext(self.rd, _I64), _I64(2)))
         self.rows = [_word(here().add(pool, _I64(4 * k))) for k in range(count)]
-        for row in self.rows:  # a load may drop parts: those have no row
+        for row in self.rows:  # a load may drop parts, which then have no row
             self.unless(here().icmp_signed("<", row, _I32(0)))
 
     def unless(self, condition: ir.Value) -> None:
-        """Decline if the condition holds."""
+        """Declines the access if the condition holds."""
         b = here()
         go_on = b.append_basic_block("plain")
         b.cbranch(condition, self.decline, go_on)
         b.position_at_end(go_on)
 
     def move(self, at: ir.Value, write: bool) -> None:
-        """All lanes, one after the other in memory from `at` on."""
+        """Moves all lanes, which are consecutive in memory from `at` on."""
         if write:
             strided_store(at, [load_row(self.R, row, U) for row in self.rows])
             return
@@ -111,14 +111,14 @@ def _shared(x: _Access, write: bool, done) -> None:
     with b.if_then(b.icmp_unsigned("==", x.m.value, _I32(FULL))):
         first = lane_get(a, 0)
         run = lanes() * x.bytes + _splatted(first, U)
-        with b.if_then(b.not_(any_lane(a != run))):  # one run: its two ends are all there is to check
+        with b.if_then(b.not_(any_lane(a != run))):  # one run: only its two ends need checks
             at = b.zext(first, _I64)
             low, high = b.icmp_signed("<", at, _I64(pg.SHARED_START)), b.add(at, _I64(LANES * x.bytes))
             odd = b.icmp_unsigned("!=", b.and_(first, _I32(x.bytes - 1)), _I32(0))
             x.unless(b.or_(b.or_(low, b.icmp_signed(">", high, size)), odd))
             x.move(b.add(memory, at), write)
             done()
-        # not a run: lane by lane below
+        # Not a run: the code below moves it lane by lane.
     last = _splatted(b.trunc(b.sub(size, _I64(x.bytes)), _I32), U)
     bad = (a < pg.SHARED_START) | (a > last) | ((a & (x.bytes - 1)) != 0)
     x.unless(b.icmp_unsigned("!=", b.and_(tomask(bad).value, x.m.value), _I32(0)))
@@ -131,7 +131,7 @@ def _global(x: _Access, write: bool, done) -> None:
     x.unless(b.icmp_unsigned("!=", x.m.value, _I32(FULL)))
     a = load_row(field(x.S, pg.S_Q), x.ra, Q)
     first = lane_get(a, 0)
-    for lane in (1, LANES - 1):  # cheap, mostly enough
+    for lane in (1, LANES - 1):  # a cheap test that mostly suffices
         x.unless(b.icmp_unsigned("!=", b.sub(lane_get(a, lane), first), _I64(lane * x.bytes)))
     x.unless(any_lane(a - _splatted(first, Q) != toq(lanes()) * x.bytes))
     at = b.add(first, x.offset)
@@ -142,7 +142,7 @@ def _global(x: _Access, write: bool, done) -> None:
 
 
 def _known(S: ir.Value, low: ir.Value, high: ir.Value) -> ir.Value:
-    """Is [low, high) inside one known global allocation? The table is sorted; the last hit is remembered."""
+    """Tests whether [low, high) is inside one known global allocation. The table is sorted; S keeps the last hit."""
     b = here()
     table, n, hit = field(S, pg.S_ALLOC), field(S, pg.S_NALLOC), field(S, pg.S_HIT)
 
@@ -153,7 +153,7 @@ def _known(S: ir.Value, low: ir.Value, high: ir.Value) -> ir.Value:
     def holds(i):
         return b.and_(b.icmp_signed("<=", edge(i, 0), low), b.icmp_signed("<=", high, edge(i, 1)))
 
-    remembered = b.and_(b.icmp_signed("<", hit, n), holds(hit))  # entry 0 exists always
+    remembered = b.and_(b.icmp_signed("<", hit, n), holds(hit))  # entry 0 always exists
     before, head = b.block, b.append_basic_block("search")
     body, found, out = (b.append_basic_block(name) for name in ("halve", "found", "out"))
     b.cbranch(remembered, out, head)
@@ -181,7 +181,7 @@ def _known(S: ir.Value, low: ir.Value, high: ir.Value) -> ir.Value:
 
 
 def plain_access(module: ir.Module) -> None:
-    """Add the function `lane_operation`, of the type OPERATION, to the module."""
+    """Adds the function `lane_operation`, of the type OPERATION, to the module."""
     function = ir.Function(module, OPERATION, "lane_operation")
     fallback = ir.Function(module, OPERATION, FALLBACK)
     b = ir.IRBuilder(function.append_basic_block("entry"))
@@ -200,7 +200,7 @@ def plain_access(module: ir.Module) -> None:
         block = function.append_basic_block(f"op{number}")
         which.add_case(_I32(number), block)
         with building(ir.IRBuilder(block)) as inner:
-            # One, two or four words, rows of 32 bits.
+            # One, two or four words in rows of 32 bits.
             key = inner.and_(rc, _I32(ELEMENT | WIDE | 15 << 4))
             counts = inner.switch(key, decline)
         for count in (1, 2, 4):

@@ -10,7 +10,7 @@ from softsm.engine.vec_types import sel
 
 
 def _last_lane(c):
-    """The bound of each lane's segment; c holds the clamp in bits 0-4 and the segment mask in bits 8-12."""
+    """Returns the bound of each lane's segment; c holds the clamp in bits 0-4 and the segment mask in bits 8-12."""
     segment = (c >> 8) & 31
     return (lanes() & segment) | (c & 31 & ~segment)
 
@@ -60,7 +60,7 @@ def shfl_idx(a, b, c):
 
 
 def warp_max(x, m):
-    """The largest of the active lanes, in all lanes. NaN is the neutral element: it loses against any number."""
+    """Returns, in all lanes, the maximum of the active lanes. NaN is the neutral element: any number replaces it."""
     x = sel(m, x, asF(tou(0x7FFFFFFF)))
     x = maxnum(x, xor_lanes(x, 1))
     x = maxnum(x, xor_lanes(x, 2))

@@ -1,7 +1,7 @@
-"""PTX's composed arithmetic on 32-lane values: what needs more than one LLVM operation.
+"""PTX's composed arithmetic on 32-lane values: functions that need more than one LLVM operation.
 
-Approximate functions are computed well inside the documented bounds (mostly in double precision, then rounded);
-silicon's own last bits are not reproduced.
+Approximate functions are computed well inside the documented bounds (mostly in double precision, then rounded). Their
+last bits are not those of the hardware.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from softsm.engine.vec_types import loaded, sel, spread
 
 
 def shl(a, n):
-    """U or Q by n (U): amounts of the width and more give 0."""
+    """Shifts U or Q left by n (U); amounts of the width and more give 0."""
     return sel(n < 32, a << (n & 31), 0)
 
 
@@ -45,7 +45,7 @@ def shr(a, n):
 
 
 def sar(a, n):
-    """I by n (U): large amounts fill with the sign."""
+    """Shifts I right by n (U); large amounts fill with the sign."""
     return a >> asI(umin(n, 31))
 
 
@@ -62,7 +62,7 @@ def sar64(a, n):
 
 
 def low_bits(n):
-    """A mask of the n lowest bits, n = 0..32 and more (U)."""
+    """Returns a mask of the n lowest bits, n = 0..32 and more (U)."""
     return sel(n < 32, (tou(1) << (n & 31)) - 1, 0xFFFFFFFF)
 
 
@@ -77,12 +77,12 @@ def bfe_u32(a, pos, length):
 def bfe_s32(a, pos, length):
     pos = pos & 255
     length = length & 255
-    field = sar(a, pos)  # beyond bit 31 the sign, as the rule asks
+    field = sar(a, pos)  # the sign beyond bit 31, as PTX requires
     keep = asI(tou(32) - umin(length, 32))
     return sel(length == 0, 0, sel(length >= 32, field, (field << (keep & 31)) >> (keep & 31)))
 
 
-# The 64-bit forms are software on the device and take position and length whole, not modulo 256.
+# The 64-bit forms are software on the device and use the whole position and length, not modulo 256.
 
 
 def bfe_u64(a, pos, length):
@@ -120,22 +120,22 @@ def prmt(a, b, c):
 
 
 def ftz(x):
-    """Subnormal -> zero of the same sign. F."""
+    """Flushes a subnormal F to a zero of the same sign."""
     return asF(sel(vabs(x) < 1.1754943508222875e-38, asU(x) & 0x80000000, asU(x)))
 
 
 def ftz2(x):
-    """X."""
+    """Does the same for X."""
     return asX(sel(vabs(x) < 1.1754943508222875e-38, asXU(x) & 0x80000000, asXU(x)))
 
 
 def saturate(x):
-    """Into [+0, 1]; NaN -> +0."""
+    """Clamps to [+0, 1]; NaN -> +0."""
     return sel(x > 0.0, sel(x < 1.0, x, 1.0), 0.0)
 
 
 def nan64(r, a, b):
-    """f64: a NaN operand is passed on, quiet; a new NaN is 0xfff8000000000000."""
+    """Applies f64's NaN rule: a NaN operand is returned, made quiet; a new NaN is 0xfff8000000000000."""
     new = sel(a == a, sel(b == b, toq(0xFFF8000000000000), asQ(b) | 0x8000000000000), asQ(a) | 0x8000000000000)
     return asD(sel(r == r, asQ(r), new))
 
@@ -151,7 +151,7 @@ def nan64x3(r, a, b, c):
 
 
 def _exp2_polynomial(r):
-    """2^r on [-0.5, 0.5] in f32; minimax, relative error 2^-29 before rounding."""
+    """Computes 2^r on [-0.5, 0.5] in f32; minimax, relative error 2^-29 before rounding."""
     p = fma(r, 0.00015345812009201165, 0.0013399931219147392)
     p = fma(p, r, 0.00961848895709268)
     p = fma(p, r, 0.05550328776965389)
@@ -161,7 +161,7 @@ def _exp2_polynomial(r):
 
 
 def ex2_ftz(x):
-    """ex2.approx.ftz.f32: subnormal results are +0."""
+    """Computes ex2.approx.ftz.f32; subnormal results are +0."""
     t = sel(x < 128.0, x, 128.0)
     m = t + 12582912.0  # 1.5 * 2^23: the integer part moves into the low mantissa bits
     p = _exp2_polynomial(t - (m - 12582912.0))
@@ -170,7 +170,7 @@ def ex2_ftz(x):
 
 
 def ex2(x):
-    """ex2.approx.f32 with subnormal results."""
+    """Computes ex2.approx.f32, with subnormal results."""
     t = sel(x < 129.0, sel(x > -152.0, x, -152.0), 129.0)
     m = t + 12582912.0
     p = _exp2_polynomial(t - (m - 12582912.0))
@@ -181,7 +181,7 @@ def ex2(x):
 
 
 def exp2_double(y):
-    """2^y for |y| < 1000, relative error below 2^-49."""
+    """Computes 2^y for |y| < 1000, with a relative error below 2^-49."""
     n = vrint(y)
     r = y - n
     p = fma(r, 7.063210504393382e-09, 1.020790563469532e-07)
@@ -198,7 +198,7 @@ def exp2_double(y):
 
 
 def log2(x):
-    """lg2.approx.f32, correct to a little over half an ulp."""
+    """Computes lg2.approx.f32, correct to a little over half an ulp."""
     d = tod(x)
     bits = asL(d)
     e = tod(((bits >> 52) & 0x7FF) - 1023)
@@ -220,7 +220,7 @@ def log2(x):
 
 
 def _reduced(x):
-    """x - n * pi/2 and n, in double precision."""
+    """Returns x - n * pi/2 and n, in double precision."""
     d = tod(x)
     n = vrint(d * 0.6366197723675814)
     r = fma(n, -1.5707963267948966, d)
@@ -228,7 +228,7 @@ def _reduced(x):
 
 
 def _circle(x, quadrant):
-    """sin(x + quadrant * pi/2)."""
+    """Computes sin(x + quadrant * pi/2)."""
     r, n = _reduced(x)
     z = r * r
     s = fma(z, -2.4756848621617253e-08, 2.755526316123943e-06)
@@ -257,7 +257,7 @@ def cosine(x):
 
 
 def tanh(x):
-    """tanh.approx.f32."""
+    """Computes tanh.approx.f32."""
     d = tod(x)
     a = vabs(d)
     e = exp2_double(sel(a < 30.0, a, 30.0) * 2.8853900817779268)
@@ -277,7 +277,7 @@ def rcp(x):
 
 
 def rcp64_approx(x):
-    """rcp.approx.ftz.f64: the upper 32 bits of the reciprocal, subnormals flushed."""
+    """Computes rcp.approx.ftz.f64: the upper 32 bits of the reciprocal, subnormals flushed."""
     bits = asQ(x)
     x = asD(sel((bits & 0x7FF0000000000000) == 0, bits & 0x8000000000000000, bits))
     r = asQ(1.0 / x) & 0xFFFFFFFF00000000
@@ -286,7 +286,7 @@ def rcp64_approx(x):
 
 
 def rsqrt64_approx(x):
-    """rsqrt.approx.ftz.f64: the upper 32 bits, subnormals flushed."""
+    """Computes rsqrt.approx.ftz.f64: the upper 32 bits, subnormals flushed."""
     bits = asQ(x)
     x = asD(sel((bits & 0x7FF0000000000000) == 0, bits & 0x8000000000000000, bits))
     r = 1.0 / vsqrt(x)
@@ -297,7 +297,7 @@ def rsqrt64_approx(x):
 
 
 def add_to_odd(p, c):
-    """p + c (D), rounded to odd: a later rounding to fewer bits is then the only one."""
+    """Computes p + c (D), rounded to odd, so that only a later rounding to fewer bits affects the result."""
     s = p + c
     t = s - p
     e = (p - (s - t)) + (c - t)
@@ -308,7 +308,7 @@ def add_to_odd(p, c):
 
 
 def narrow_to_odd(d):
-    """D -> F, rounded to odd."""
+    """Converts D to F, rounded to odd."""
     t = tof(d)
     back = tod(t)
     bits = asU(t)
@@ -317,7 +317,7 @@ def narrow_to_odd(d):
 
 
 def odd_double(a):
-    """L or Q -> D rounded to odd. Beyond 2^53 the low 11 bits go; what they were makes the last kept bit odd."""
+    """Converts L or Q to D, rounded to odd. Beyond 2^53 the low 11 bits go; any set one makes the last kept bit odd."""
     kept = (a >> 11) << 11
     sticky = sel(kept == a, a, kept | 0x800)
     small = sel(a < 0, -a, a) < 0x20000000000000
@@ -325,7 +325,7 @@ def odd_double(a):
 
 
 def fma_to_odd(a, b, c):
-    """a * b + c for F whose product is exact in double, to F, rounded to odd."""
+    """Computes a * b + c for F whose product is exact in double; the result is F, rounded to odd."""
     return narrow_to_odd(add_to_odd(tod(a) * tod(b), tod(c)))
 
 
@@ -333,12 +333,12 @@ def fma_to_odd(a, b, c):
 
 
 def bf16_to_float(a):
-    """The bf16 in the low half of each lane."""
+    """Converts the bf16 in the low half of each lane to F."""
     return asF(a << 16)
 
 
 def _rounded_to_bf16(x):
-    """bf16 in the upper half, round to nearest even; NaN -> 0x7fff. The lower half is left over."""
+    """Rounds to nearest even to a bf16 in the upper half; NaN -> 0x7fff. The lower half holds garbage."""
     u = asU(x)
     up = u + 0x7FFF - spread((u & 0x10000) != 0)  # + 1 where the kept part is odd
     return sel(x == x, up, loaded(0x7FFF0000))
@@ -349,12 +349,12 @@ def float_to_bf16(x):
 
 
 def pack_bf16(high, low):
-    """cvt.rn.bf16x2.f32."""
+    """Computes cvt.rn.bf16x2.f32."""
     return (_rounded_to_bf16(high) & 0xFFFF0000) | (_rounded_to_bf16(low) >> 16)
 
 
 def float_to_f16(x):
-    """Round to nearest even; NaN -> 0x7fff."""
+    """Converts F to f16, rounded to nearest even; NaN -> 0x7fff."""
     return float_to_half(canonical(x))
 
 
@@ -374,6 +374,6 @@ def float_to_f16_rp(x):
 
 
 def ftz16(a):
-    """Subnormal f16 (both halves) -> zero of the same sign."""
+    """Flushes subnormal f16 (both halves) to a zero of the same sign."""
     low = sel((a & 0x7C00) == 0, a & 0xFFFF8000, a)
     return sel((low & 0x7C000000) == 0, low & 0x8000FFFF, low)

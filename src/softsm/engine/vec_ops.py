@@ -1,4 +1,4 @@
-"""Arithmetic and conversions on 32-lane values that LLVM has as single operations."""
+"""Arithmetic and conversions on 32-lane values for which LLVM has single operations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _reinterpretation(target: Kind):
 
 
 def _llvm(name: str):
-    """The LLVM intrinsic `name` on vectors of one kind; all but one operand may be numbers."""
+    """Wraps the LLVM intrinsic `name` for vectors of one kind; all but one operand may be numbers."""
 
     def operation(*operands) -> Vector:
         kind = kind_of(*operands)
@@ -65,7 +65,7 @@ sadd_sat, ssub_sat = _llvm("sadd.sat"), _llvm("ssub.sat")
 
 
 def extreme(x: Vector, y: Vector, least: bool) -> Vector:
-    """The smaller or the larger: a NaN operand loses, -0 < +0."""
+    """Returns the smaller or the larger: a number wins over NaN, and -0 < +0."""
     bits = _reinterpretation(Q if x.kind.bits == 64 else XU if x.kind.per_lane == 2 else U)
     back = _reinterpretation(x.kind)
     same = back(bits(x) | bits(y) if least else bits(x) & bits(y))  # equal numbers: zeros may differ in their sign
@@ -73,7 +73,7 @@ def extreme(x: Vector, y: Vector, least: bool) -> Vector:
     return sel(y == y, sel(x == y, same, chosen), x)
 
 
-# llvm.minimumnum says the same, but LLVM 20 (numba 0.65) compiles it wrongly for x86. AArch64 has it as an instruction.
+# llvm.minimumnum does the same, but LLVM 20 (numba 0.65) compiles it wrongly for x86. AArch64 has it as an instruction.
 if _AARCH64:
     minnum, maxnum = _llvm("minimumnum"), _llvm("maximumnum")
 else:
@@ -89,8 +89,8 @@ def leading_zeros(x: Vector) -> Vector:
 
 
 def _float_to_int(b, x, source: Kind, target: Kind):
-    """Toward zero, saturating, NaN -> 0."""
-    if _AARCH64:  # its conversions do exactly this; elsewhere LLVM would go lane by lane
+    """Converts toward zero, saturating, NaN -> 0."""
+    if _AARCH64:  # its conversions do exactly this; elsewhere LLVM would convert lane by lane
         name = f"llvm.fpto{'s' if target.signed else 'u'}i.sat.{_suffix(target.ir)}.{_suffix(x.type)}"
         return b.call(_declare(b, name, target.ir, [x.type]), [x])
     high = 2.0 ** (target.bits - 1) if target.signed else 2.0**target.bits
@@ -128,7 +128,7 @@ def _conversion(target: Kind):
     return convert
 
 
-# Value conversions between kinds; tou.. of a number spreads it.
+# Value conversions between kinds; tou.. of a number broadcasts it.
 tou, toi, tof, toq, tol, tod = (_conversion(kind) for kind in (U, I, F, Q, L, D))
 
 
@@ -136,27 +136,27 @@ asU, asI, asF, asQ, asL, asD, asX, asXU = (_reinterpretation(kind) for kind in (
 
 
 def half_to_float(x: Vector) -> Vector:
-    """The f16 in the low half of each lane -> F; exact."""
+    """Converts the f16 in the low half of each lane to F, exactly."""
     b = here()
     h = b.bitcast(b.trunc(x.value, ir.VectorType(ir.IntType(16), width())), ir.VectorType(_HALF, width()))
     return Vector(b.fpext(h, F.ir), F)
 
 
 def float_to_half(x: Vector) -> Vector:
-    """F -> f16 bits in the low half of each lane, round to nearest even; NaN bits are the CPU's."""
+    """Converts F to f16 bits in the low half of each lane, rounded to nearest even; NaN bits are the CPU's."""
     b = here()
     h = b.bitcast(b.fptrunc(x.value, ir.VectorType(_HALF, width())), ir.VectorType(ir.IntType(16), width()))
     return Vector(b.zext(h, U.ir), U)
 
 
 def halves_to_floats(x: Vector) -> Vector:
-    """Both f16 of each lane -> X."""
+    """Converts both f16 of each lane to X."""
     b = here()
     return Vector(b.fpext(b.bitcast(x.value, ir.VectorType(_HALF, 2 * width())), X.ir), X)
 
 
 def floats_to_halves(x: Vector) -> Vector:
-    """X -> two f16 per lane, round to nearest even; NaN bits are the CPU's."""
+    """Converts X to two f16 per lane, rounded to nearest even; NaN bits are the CPU's."""
     b = here()
     return Vector(b.bitcast(b.fptrunc(x.value, ir.VectorType(_HALF, 2 * width())), U.ir), U)
 
@@ -165,7 +165,7 @@ def floats_to_halves(x: Vector) -> Vector:
 
 
 def canonical(x: Vector) -> Vector:
-    """PTX's f32 NaN: every NaN result is 0x7fffffff. F or X."""
+    """Replaces every NaN of F or X by PTX's f32 NaN, 0x7fffffff."""
     b, bits = here(), ir.VectorType(_I32, x.kind.count)
     nan = _splat(b, _table_number(b, "softsm_nan", 0x7FFFFFFF), x.kind.count)
     ordered = b.fcmp_ordered("ord", x.value, x.value)
@@ -173,7 +173,7 @@ def canonical(x: Vector) -> Vector:
 
 
 def _division(signed: bool, remainder: bool):
-    """PTX leaves division by zero open; the device gives all ones, for the remainder too."""
+    """Makes a division. PTX leaves division by zero open; the device gives all ones, for the remainder too."""
 
     def divide(x: Vector, y: Vector) -> Vector:
         kind = x.kind
@@ -205,7 +205,7 @@ urem, srem = _division(False, True), _division(True, True)
 
 
 def mulhi(x: Vector, y: Vector) -> Vector:
-    """The upper half of the product, signed or unsigned by kind; 32 or 64 bits."""
+    """Returns the upper half of the product, signed or unsigned by kind; 32 or 64 bits."""
     b, bits = here(), x.kind.bits
     wide = ir.VectorType(ir.IntType(2 * bits), width())
     extend = b.sext if x.kind.signed else b.zext

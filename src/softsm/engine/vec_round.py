@@ -1,8 +1,8 @@
 """Arithmetic in the directed rounding modes, by the CPU's own rounding control.
 
-LLVM may move plain float arithmetic across a change of rounding mode. The operation therefore stands in a function of
-its own between volatile accesses: load operands, operate, store the result, all after the mode is set and before it is
-put back.
+LLVM may move plain float arithmetic across a change of rounding mode. The operation is therefore in a separate
+function between volatile accesses: load operands, operate, store the result, all after the mode is set and before it
+is restored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TO_ZERO, TO_NEAREST, UP, DOWN = 0, 1, 2, 3
 
 
 def _guarded(name: str, mode: int, result: ir.Type, values: list[ir.Value], operate) -> ir.Value:
-    """operate(builder, values) in rounding mode `mode`, in the out-of-line function `name`."""
+    """Calls operate(builder, values) in rounding mode `mode`, in the out-of-line function `name`."""
     b = here()
 
     def body(k, arguments):

@@ -35,7 +35,7 @@ from softsm.engine.vec_types import (
 
 
 def _row(file: ir.Value, row: ir.Value, kind: Kind):
-    """Pointer to a row, from the first lane of the vectors here on."""
+    """Returns a pointer to a row, at the first lane of the vectors that are being built."""
     b = here()
     row = b.zext(row, _I64) if row.type.width < 64 else row
     per_row = LANES * kind.bits * kind.per_lane // 8
@@ -50,7 +50,7 @@ def load_row(file: ir.Value, row: ir.Value, kind: Kind) -> Vector:
 
 
 def _masked_store(b, bits_ir: ir.VectorType):
-    """store_masked(pointer, mask, value): the path for partly active warps, out of line."""
+    """Returns the out-of-line function (pointer, mask, value) that stores for partly active warps."""
 
     def body(k, arguments):
         p, m, value = arguments
@@ -61,7 +61,7 @@ def _masked_store(b, bits_ir: ir.VectorType):
 
 
 def store_row(file: ir.Value, row: ir.Value, m: Bits, v: Vector) -> None:
-    """Write the lanes of mask m of one register row. The full mask is a plain store."""
+    """Writes the lanes of mask m of one register row. The full mask is a plain store."""
     b = here()
     kind = Q if v.kind.bits * v.kind.per_lane == 64 else U
     value, p = b.bitcast(v.value, kind.ir), _row(file, row, kind)
@@ -86,7 +86,7 @@ def load_predicate(file: ir.Value, row: ir.Value) -> Bits:
 
 
 def store_predicate(file: ir.Value, row: ir.Value, m: Bits, value) -> None:
-    """Write the lanes of mask m of a predicate register; value is Mask or Bits."""
+    """Writes the lanes of mask m of a predicate register; value is Mask or Bits."""
     b, p = here(), _predicate(file, row)
     new = b.bitcast(value.value, _I32) if isinstance(value, Mask) else value.value
     old = b.load(p, align=4)
@@ -97,7 +97,7 @@ def store_predicate(file: ir.Value, row: ir.Value, m: Bits, value) -> None:
 
 
 def lanes() -> Vector:
-    """0, 1, .. 31 as U."""
+    """Returns 0, 1, .. 31 as U."""
     numbers = ir.Constant(U.ir, list(range(width())))
     if first_lane() is None:
         return Vector(numbers, U)
@@ -106,18 +106,18 @@ def lanes() -> Vector:
 
 
 def lane_get(x: Vector, i: int) -> ir.Value:
-    """Element i of a vector, as a scalar."""
+    """Returns element i of a vector, as a scalar."""
     return here().extract_element(x.value, _I32(i))
 
 
 def xor_lanes(x: Vector, k: int) -> Vector:
-    """Lane i gets lane i^k. A fixed exchange: much cheaper than permute."""
+    """Gives lane i the value of lane i^k. The exchange is fixed, so it is much cheaper than permute."""
     order = ir.Constant(ir.VectorType(_I32, LANES), [i ^ k for i in range(LANES)])
     return Vector(here().shuffle_vector(x.value, ir.Constant(x.value.type, ir.Undefined), order), x.kind)
 
 
 def permute(x: Vector, index: Vector) -> Vector:
-    """Lane i gets lane index[i] & 31."""
+    """Gives lane i the value of lane index[i] & 31."""
     b = here()
     kind = Q if x.kind.bits == 64 else U
     bits = kind.ir
@@ -149,7 +149,7 @@ def permute(x: Vector, index: Vector) -> Vector:
 
 
 def strided_load(address: ir.Value, step: int, first: int) -> Vector:
-    """Every step-th uint32 from a raw address on, starting with number `first`."""
+    """Loads every step-th uint32 from a raw address on, starting with number `first`."""
     b, whole = here(), ir.VectorType(_I32, step * LANES)
     v = b.load(b.inttoptr(address, whole.as_pointer()), align=4)
     order = ir.Constant(U.ir, [first + step * i for i in range(LANES)])
@@ -157,7 +157,7 @@ def strided_load(address: ir.Value, step: int, first: int) -> Vector:
 
 
 def strided_store(address: ir.Value, parts: list[Vector]) -> None:
-    """One, two or four U written lane by lane, one after the other, to a raw address."""
+    """Writes one, two or four U to a raw address, interleaved by lane."""
     b, n = here(), len(parts)
     values = [part.value for part in parts]
     while len(values) > 1:  # join neighbours until one vector is left: x y z w, 32 lanes each
@@ -170,7 +170,7 @@ def strided_store(address: ir.Value, parts: list[Vector]) -> None:
 
 
 def _lane_loop(k, mask, touch):
-    """Call touch(builder, lane number) for every set bit of mask, lowest first."""
+    """Calls touch(builder, lane number) for every set bit of mask, lowest first."""
     entry, loop, done = k.block, k.append_basic_block("loop"), k.append_basic_block("done")
     k.cbranch(k.icmp_unsigned("==", mask, _I32(0)), done, loop)
     k.position_at_end(loop)
@@ -185,7 +185,7 @@ def _lane_loop(k, mask, touch):
 
 
 def _each_lane(k, mask, touch):
-    """touch(builder, lane) for the lanes of mask: unrolled when all are active."""
+    """Calls touch(builder, lane) for the lanes of mask, unrolled when all are active."""
     full, partial = k.append_basic_block("full"), k.append_basic_block("partial")
     k.cbranch(k.icmp_unsigned("==", mask, _I32(FULL)), full, partial)
     k.position_at_end(full)
@@ -198,12 +198,12 @@ def _each_lane(k, mask, touch):
 
 
 def _at(k, addresses, i):
-    """Pointer to the word lane i names."""
+    """Returns a pointer to the word that lane i names."""
     return k.inttoptr(k.load(k.gep(addresses, [i], inbounds=True)), _I32.as_pointer())
 
 
 def _by_address(b, name: str, touch, address, mask, values) -> None:
-    """Call the out-of-line function `name`: touch(builder, lane, addresses, values) for every active lane."""
+    """Calls the out-of-line function `name`: touch(builder, lane, addresses, values) for every active lane."""
     where = _alloca(b, Q.ir)
     b.store(address, where, align=8)
 
@@ -216,7 +216,7 @@ def _by_address(b, name: str, touch, address, mask, values) -> None:
 
 
 def gather32(addresses: Vector, m: Bits) -> Vector:
-    """Words at raw addresses (Q) for the lanes of m; inactive lanes give 0."""
+    """Loads words at raw addresses (Q) for the lanes of m; inactive lanes give 0."""
 
     def touch(k, i, addresses, words):
         k.store(k.load(_at(k, addresses, i), align=1), k.gep(words, [i], inbounds=True))
@@ -229,7 +229,7 @@ def gather32(addresses: Vector, m: Bits) -> Vector:
 
 
 def scatter32(addresses: Vector, m: Bits, v: Vector) -> None:
-    """Words of v (U) to raw addresses (Q); lanes in rising order, so the highest lane wins a collision."""
+    """Stores words of v (U) at raw addresses (Q), in ascending order of lanes, so the highest lane wins a collision."""
 
     def touch(k, i, addresses, words):
         k.store(k.load(k.gep(words, [i], inbounds=True)), _at(k, addresses, i), align=1)

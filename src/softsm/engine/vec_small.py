@@ -1,4 +1,4 @@
-"""8-, 6- and 4-bit floats on 32-lane values: codes from f32, f16 or bf16 from codes."""
+"""8-, 6- and 4-bit floats on 32-lane values: conversions of f32 to codes, and of codes to f16 or bf16."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from softsm.engine.vec_types import sel
 
 
 def to_mini(x, mantissa, emin, top, random=None, bits=16):
-    """|x| -> code of a small float format, saturating at code `top`: to nearest even, or by random bits.
+    """Converts |x| to the code of a small float format, saturating at code `top`: to nearest even, or by random bits.
 
-    In units of the last place at its exponent, |x| is rounded to an integer; the carry of a rounding up goes into the
-    exponent by itself. Random bits are added to the fraction, and what they carry is the rounding."""
+    |x|, in units of the last place at its exponent, is rounded to an integer; a carry increments the exponent without
+    further code. Random bits are added to the fraction, and their carry is the rounding."""
     u = smin(asI(x) & 0x7FFFFFFF, 0x7F7FFFFF)  # infinity saturates like the largest number
     e = smax((u >> 23) - 127, emin)
     units = asF(u) * asF((127 + mantissa - e) << 23)
@@ -73,7 +73,7 @@ def from_e3m2(code):
 
 
 def to_ue8m0(x, up, top):
-    """|x| -> biased exponent, toward zero or (up = 1) to the next power of two; over `top`: saturates or NaN."""
+    """Converts |x| to a biased exponent, toward zero or (up = 1) up to a power of two; over `top`: saturates or NaN."""
     u = asU(x) & 0x7FFFFFFF
     e = u >> 23
     rest = u & 0x7FFFFF

@@ -1,8 +1,8 @@
 """tcgen05.ld and st of shape 32x32b: a register is a column of the warp's 32 lanes of tensor memory.
 
-`tensor_access` is what the dispatch loop calls where nothing is ever in flight. It moves the registers when nothing is
-out of the ordinary (one address, the warp's own lanes, columns that the CTA allocated last). Else nothing has been
-touched, and the macro-operation says what is wrong.
+The dispatch loop calls the function of `tensor_access` where nothing is ever in flight. It moves the registers in the
+plain case (one address, the warp's own lanes, columns that the CTA allocated last). Otherwise it touches nothing, and
+the macro-operation does the access or reports what is wrong.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from softsm.engine.vec_access import add_write, field
 from softsm.engine.vec_rows import lane_get, load_row, store_row
 from softsm.engine.vec_types import _I32, _I64, FULL, LANES, Bits, U, Vector, _splat, any_bit, building
 
-COLUMN = 4 * 128  # bytes from one to the next
+COLUMN = 4 * 128  # bytes from one column to the next
 
 
 def tensor_access(module: ir.Module, write: bool) -> ir.Function:
-    """done = access(S, where the pool has the registers, row of the address, number of registers)"""
+    """Adds the function done = access(S, index of the registers in the pool, row of the address, registers)."""
     name = "softsm_tensor_store" if write else "softsm_tensor_load"
     function = ir.Function(module, ir.FunctionType(_I32, [_I64, _I32, _I32, _I32]), name)
     function.linkage = "internal"
@@ -36,7 +36,7 @@ def tensor_access(module: ir.Module, write: bool) -> ir.Function:
         addresses = load_row(R, row, U)
         address = lane_get(addresses, 0)
         differ = any_bit(addresses ^ Vector(_splat(b, address, LANES), U))
-        lanes = b.zext(b.and_(address, _I32(0xFFFF0000)), _I64)  # none: the warp's own, see isa/tensor_memory.py
+        lanes = b.zext(b.and_(address, _I32(0xFFFF0000)), _I64)  # 0: the warp's own, see isa/tensor_memory.py
         foreign = b.icmp_unsigned("!=", lanes, field(S, pg.S_TENSOR_LANE))
         elsewhere = b.and_(foreign, b.icmp_unsigned("!=", lanes, _I64(0)))
         first, number = b.zext(b.and_(address, _I32(0xFFFF)), _I64), b.zext(count, _I64)

@@ -6,14 +6,13 @@ calling it once. Nothing in it may branch on a lane's value.
 
 Kinds: `U I F Q L D` are uint32, int32, float32, uint64, int64, float64 per lane; `X` and `XU` two float32 or uint32 per
 lane (.f32x2, or both halves of .f16x2). A comparison gives a `Mask`, one bit per lane. A predicate register or an
-active mask is a plain uint32, `Bits`. `sel` and `lane_mask` take either form, `tomask` gives the uint32.
+active mask is a plain uint32, `Bits`. `sel` and `lane_mask` accept either form, `tomask` gives the uint32.
 
 Arithmetic operators work lane by lane and never promote: U + U wraps at 32 bits; a Python number is converted to the
-vector's kind and spread. Float arithmetic is IEEE, never contracted; `fma` rounds once.
+vector's kind and broadcast. Float arithmetic is IEEE, never contracted; `fma` rounds once.
 
-Code that is large (masked store, gather, scatter, permute) is one out-of-line LLVM function per module, so that a
-dispatch function with hundreds of operations stays small. Nothing here is specific to one CPU except the lines marked
-so.
+Large code (masked store, gather, scatter, permute) is one out-of-line LLVM function per module, so that a dispatch
+function with hundreds of operations stays small. Nothing here is specific to one CPU except the lines marked so.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _BITCAST_MASKS = platform.machine() in ("x86_64", "AMD64")
 
 @dataclass(frozen=True)
 class Kind:
-    """What the elements of a vector are; `per_lane` of them for each lane."""
+    """The type of a vector's elements, with `per_lane` of them for each lane."""
 
     name: str
     bits: int
@@ -71,8 +70,8 @@ _where = threading.local()
 
 @contextlib.contextmanager
 def building(builder: ir.IRBuilder, lanes: int = LANES, first: ir.Value | None = None):
-    """Vocabulary functions called inside append to `builder`; a vector there has `lanes` lanes, from number `first` (an
-    i64) or 0 on."""
+    """Makes vocabulary functions called inside append to `builder`; a vector there has `lanes` lanes, from number
+    `first` (an i64) or 0 on."""
     before = getattr(_where, "now", None)
     _where.now = (builder, lanes, first)
     try:
@@ -97,7 +96,7 @@ def first_lane() -> ir.Value | None:
 
 
 def _operator(*arguments, method: str = "_binary", **options):
-    """A method of two operands: `method` with these arguments."""
+    """Makes a method of two operands that calls `method` with these arguments."""
 
     def apply(self, other):
         return getattr(self, method)(other, *arguments, **options)
@@ -106,7 +105,7 @@ def _operator(*arguments, method: str = "_binary", **options):
 
 
 class _Lanes:
-    """What all lanes have; code for 32 lanes cannot branch on one."""
+    """The base of values in all lanes; code for 32 lanes cannot branch on one."""
 
     __slots__ = ("value",)
 
@@ -178,7 +177,7 @@ class Vector(_Lanes):
 
 
 class Mask(_Lanes):
-    """One bit per element, <n x i1>: what comparing two vectors gives."""
+    """One bit per element, <n x i1>: the result of comparing two vectors."""
 
     __slots__ = ()
 
@@ -199,7 +198,7 @@ class Bits(_Lanes):
 
 
 def as_vector(x, kind: Kind) -> Vector:
-    """A Python number becomes copies of itself, one per element."""
+    """Broadcasts a Python number to all elements."""
     if isinstance(x, Vector):
         if x.kind != kind:
             raise TypeError(f"{x.kind.name} where {kind.name} is needed: kinds do not mix")
@@ -208,7 +207,7 @@ def as_vector(x, kind: Kind) -> Vector:
 
 
 def kind_of(*values) -> Kind:
-    """The kind of the first vector among the values."""
+    """Returns the kind of the first vector among the values."""
     return next(v.kind for v in values if isinstance(v, Vector))
 
 
@@ -241,7 +240,7 @@ def _constant(kind: Kind, value) -> ir.Constant:
 
 
 def _table(b, name: str, values: list[int], element=_I32):
-    """A read-only table. linkonce_odr, not constant: LLVM must load it instead of building every value in code."""
+    """Adds a read-only table. It is linkonce_odr, not constant: LLVM must load it, not build every value in code."""
     g = b.module.globals.get(name)
     if g is None:
         t = ir.ArrayType(element, len(values))
@@ -253,15 +252,15 @@ def _table(b, name: str, values: list[int], element=_I32):
 
 
 def _table_number(b, name: str, value: int):
-    """An i32 that LLVM does not see: it would take a literal apart into more instructions than a select of it."""
+    """Loads an i32 that LLVM does not see: it would split a literal into more instructions than a select of it."""
     number = b.load(_table(b, name, [value]))
-    if first_lane() is not None:  # in a loop over lanes, which may keep it in a register
+    if first_lane() is not None:  # a loop over lanes may keep it in a register
         number.set_metadata("invariant.load", b.module.add_metadata([]))
     return number
 
 
 def _spread(b, m):
-    """i32 mask -> <32 x i32> of 0 and -1, by table: eight lanes per byte of the mask, no vector arithmetic."""
+    """Expands an i32 mask to <32 x i32> of 0 and -1, by table: eight lanes per byte of mask, no vector arithmetic."""
     table = _table(b, "softsm_mask_bytes", [-(byte >> lane & 1) for byte in range(256) for lane in range(8)])
     eight = ir.VectorType(_I32, 8)
     parts = []
@@ -278,17 +277,17 @@ def _concat(b, x, y):
 
 
 def _i1_of_bits(b, m):
-    """i32 -> <lanes x i1>."""
+    """Converts i32 to <lanes x i1>."""
     if _BITCAST_MASKS:
         return b.bitcast(m, ir.VectorType(_I1, LANES))
     return b.icmp_signed("<", _spread(b, m), ir.Constant(ir.VectorType(_I32, LANES), None))
 
 
 def _select_bits(b, m, x, y):
-    """i32 m ? x : y on vectors of 32 elements."""
+    """Selects m ? x : y, by the bits of the i32 m, on vectors of 32 elements."""
     if _BITCAST_MASKS:
         return b.select(_i1_of_bits(b, m), x, y)
-    # A bitwise select of a ready mask: one instruction per register on AArch64.
+    # A bitwise select by an expanded mask is one instruction per register on AArch64.
     bits = ir.VectorType(ir.IntType(64 if x.type.element in (_I64, _DOUBLE) else 32), LANES)
     k = _spread(b, m)
     k = b.sext(k, bits) if bits.element == _I64 else k
@@ -297,7 +296,7 @@ def _select_bits(b, m, x, y):
 
 
 def _function(b, name: str, ret, args, body):
-    """An out-of-line helper, made once per module; `body(builder, arguments)` writes it."""
+    """Returns an out-of-line helper, made once per module; `body(builder, arguments)` builds it."""
     fn = b.module.globals.get(name)
     if fn is None:
         fn = ir.Function(b.module, ir.FunctionType(ret, args), name)
@@ -309,7 +308,7 @@ def _function(b, name: str, ret, args, body):
 
 
 def _alloca(b, t):
-    """A stack slot, made once on entry of the function."""
+    """Makes a stack slot on entry of the function."""
     with b.goto_entry_block():
         return b.alloca(t)
 
@@ -318,34 +317,34 @@ def _alloca(b, t):
 
 
 def tomask(m) -> Bits:
-    """Mask or Bits -> Bits."""
+    """Converts Mask or Bits to Bits."""
     return Bits(here().bitcast(m.value, _I32)) if isinstance(m, Mask) else m
 
 
 def lane_mask(m) -> Mask:
-    """Bits or Mask -> Mask."""
+    """Converts Bits or Mask to Mask."""
     return m if isinstance(m, Mask) else Mask(_i1_of_bits(here(), m.value))
 
 
 def any_lane(m: Mask) -> ir.Value:
-    """Is any lane of the mask set? i1; cheaper than tomask(m) != 0."""
+    """Tests whether any lane of the mask is set; gives i1, and is cheaper than tomask(m) != 0."""
     t = m.value.type
     return here().call(_declare(here(), f"llvm.vector.reduce.or.v{t.count}i1", _I1, [t]), [m.value])
 
 
 def any_bit(x: Vector) -> ir.Value:
-    """i32: the bits that some lane has."""
+    """Returns as i32 the bits that are set in some lane."""
     kind = x.value.type
     return here().call(_declare(here(), f"llvm.vector.reduce.or.{_suffix(kind)}", _I32, [kind]), [x.value])
 
 
 def everywhere(condition: ir.Value) -> Bits:
-    """i1 -> all lanes or none."""
+    """Broadcasts i1 to all lanes."""
     return Bits(here().select(condition, _I32(FULL), _I32(0)))
 
 
 def sel(m, x, y) -> Vector:
-    """Lane by lane: m ? x : y. m is Mask or Bits; one of x and y may be a number."""
+    """Selects m ? x : y lane by lane. m is Mask or Bits; one of x and y may be a number."""
     kind = kind_of(x, y)
     a, c = as_vector(x, kind).value, as_vector(y, kind).value
     if isinstance(m, Bits) and kind.per_lane == 1:
@@ -354,11 +353,11 @@ def sel(m, x, y) -> Vector:
 
 
 def spread(m: Mask) -> Vector:
-    """Mask -> U of all ones where set, 0 elsewhere."""
+    """Converts a Mask to U: all ones where set, 0 elsewhere."""
     return Vector(here().sext(m.value, U.ir), U)
 
 
 def loaded(bits: int) -> Vector:
-    """A number spread over the lanes, for selects."""
+    """Broadcasts a number to the lanes, for selects."""
     b = here()
     return Vector(_splat(b, _table_number(b, f"softsm_constant_{bits:x}", bits), U.count), U)

@@ -169,7 +169,7 @@ def fused(asm, ins):
 
 
 def out_of_bounds(asm, factors: list[int]) -> int:
-    """Returns 0xffff in halves where a factor is the NaN, of either sign, with which TMA fills boxes outside a tensor."""
+    """Returns 0xffff in the halves where a factor is the NaN, of either sign, that TMA writes outside a tensor."""
     top, found = asm.const(0x80008000, "u"), []
     for row in factors:
         other = unary(asm, "and.b32", "u", row, asm.const(0x7FFF7FFF, "u"))
