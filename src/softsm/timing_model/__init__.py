@@ -1,1 +1,1 @@
-"""How long a kernel takes on a GPU, and what it waits for: a model, calibrated on microbenchmarks."""
+"""A timing model, calibrated on microbenchmarks: predicts how long a kernel runs on a GPU and what it waits for."""

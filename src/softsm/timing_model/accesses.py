@@ -1,7 +1,7 @@
-"""What memory instructions ask for: wavefronts of shared memory, sectors of global memory, by PTX line.
+"""Counts what memory instructions request, by PTX line: wavefronts of shared memory, sectors of global memory.
 
-The registers with the addresses are copied while a CTA runs (address_trace.py) and looked at when it is over,
-all of an instruction at once."""
+address_trace.py copies the address registers while a CTA runs; this module evaluates them when the CTA has ended,
+all samples of an instruction at once."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ SHARED_ACCESS = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)
 GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
 STORES = (pg.OP_STG, pg.OP_ST)
 WAYS, SPACES = ("read", "write", "atomic"), ("load", "store", "atomic")
-LOOKS = 64  # of each warp, at the addresses of one instruction
-NEAR_BYTES, SECTOR = 12 << 10, 32  # what a CTA finds in L1 in any case
-ALIGNED = 512  # bytes: the addresses that PyTorch's allocator gives on a GPU
+LOOKS = 64  # executions of one instruction whose addresses are sampled, per warp
+NEAR_BYTES, SECTOR = 12 << 10, 32  # NEAR_BYTES: bytes that a CTA always finds in L1
+ALIGNED = 512  # bytes: alignment of PyTorch's allocator on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
-AT_ONCE = 512  # loads that are looked at together at first
-REPEATED = 1.3  # sectors that an atomic operation takes as long as whose word another lane has just changed
-# ... and one of many that lanes pick here and there: slices of L2 are used unevenly
+AT_ONCE = 512  # loads that are evaluated together at first
+REPEATED = 1.3  # cost, in sectors, of an atomic operation whose word another lane has just changed
+# ... and of one among many scattered ones, which load the slices of L2 unevenly
 # (benchmarks/microbench, everyday: scattered atomics; counts by atomics of seeds 707 and 808)
 UNEVEN, MANY_SECTORS = 1.25, 8
-PARTS_OF_LINES = 2.5  # sectors of a line: below it, device memory may give more than is asked for
-ROW_STEP = 64 << 10  # bytes: further than that is another place
+PARTS_OF_LINES = 2.5  # sectors of a line: below it, device memory may deliver more than was requested
+ROW_STEP = 64 << 10  # bytes: a larger step leaves the row
 DEVICE_PAGE = 1 << 10  # bytes of device memory that one bank holds open
-ZEROS = 2  # lines that one of zeros counts for, written where cp.async has nothing to copy (timing_parts.py, conv)
+ZEROS = 2  # lines that one counts for that cp.async fills with zeros instead of copying (timing_parts.py, conv)
 
 
 def _counts() -> dict:
@@ -39,20 +39,18 @@ def _counts() -> dict:
 
 @dataclass
 class Access:
-    """One memory instruction, by PTX line: sums over the looks that were taken."""
+    """Sums over the sampled executions (looks) of the memory instruction at one PTX line."""
 
     looks: int = 0
-    ran: int = 0  # how often the instruction was executed, looked at or not
+    ran: int = 0  # executions, sampled or not
     units: int = 0  # wavefronts of shared memory, or sectors of 32 bytes
     lines: int = 0  # of 128 bytes
-    missed: int = 0  # sectors that the CTA had not asked for before
-    distant: int = 0  # ... that it had asked for, but more than NEAR_BYTES before
-    missing: int = 0  # looks with sectors of the one kind, or that wait for one with such, and looks of the other
+    missed: int = 0  # sectors that the CTA had not requested before
+    distant: int = 0  # ... that it had requested, but more than NEAR_BYTES before
+    missing: int = 0  # looks with missed sectors, or that wait for a look with some; `again`: looks with distant ones
     again: int = 0
-    later: int = (
-        0  # looks of the first kind whose line the CTA had asked for a part of: it is on its way to L2, or there
-    )
-    along: int = 0  # looks of a store that go on near where the warp's last one was
+    later: int = 0  # missing looks at a line of which the CTA had requested a part: it is in L2, or on its way there
+    along: int = 0  # looks of a store that continue near the warp's last one
     jumps: int = 0  # looks of a load in another page of device memory than the warp's last one
     bytes: int = 0
     space: str = "shared"  # or load, store, atomic
@@ -60,18 +58,18 @@ class Access:
 
     @property
     def times(self) -> float:
-        """What a sum over the looks stands for."""
+        """Executions that each look represents."""
         return self.ran / self.looks if self.looks else 0.0
 
 
 def wavefronts(addresses: np.ndarray, size: int) -> np.ndarray:
-    """Wavefronts of accesses [n, 32] to shared memory: a bank serves one word at a time; wide accesses go by halves or
-    quarters of the warp, 128 bytes together. Lanes that are off have the address of one that is on."""
+    """Returns the wavefronts of accesses [n, 32] to shared memory. A bank serves one word at a time; wide accesses
+    proceed by halves or quarters of the warp, 128 bytes each. Inactive lanes repeat the address of an active one."""
     bits = 4 if size >= 16 else 3 if size == 8 else 2
     per = 128 >> bits
     units = (addresses >> bits).reshape(len(addresses), -1, per)
     found = np.full(len(units), units.shape[1])
-    # Within 128 bytes every word has a bank of its own, as most accesses have it.
+    # Within 128 bytes every word has its own bank; most accesses are like that.
     apart = (units.max(-1) - units.min(-1) >= per).any(-1).nonzero()[0]
     if len(apart):
         units = np.sort(units[apart])
@@ -83,10 +81,10 @@ def wavefronts(addresses: np.ndarray, size: int) -> np.ndarray:
 
 
 def shifts(starts: list[int]) -> np.ndarray:
-    """What moves the addresses of each tensor to where a GPU's allocator might have it, a multiple of 512 bytes. Here
-    it is one of 64 or 16, which differs from run to run. The last is for addresses before all."""
+    """Returns offsets that move each tensor to where a GPU's allocator might place it, a multiple of 512 bytes. Here
+    it is a multiple of 64 or 16, which differs from run to run. The last is for addresses before all tensors."""
     first = np.array([*starts, 0], np.int64)
-    return (-first) % ALIGNED + 2 * ALIGNED * np.arange(len(first))  # apart from each other
+    return (-first) % ALIGNED + 2 * ALIGNED * np.arange(len(first))  # all different
 
 
 class Instructions:
@@ -104,8 +102,8 @@ class Instructions:
         self.size = np.where(self.atomic, 4, np.maximum(1, forms >> 4 & 15) << (forms & 3))
         self.offset = np.where(offsets >> 31 != 0, offsets - (1 << 32), offsets)
         line = np.array([ins.line for ins in program.instructions])
-        self.lines = np.unique(line[self.there])  # those with memory instructions
-        self.of = np.searchsorted(self.lines, line) * self.there  # the number among them, by record
+        self.lines = np.unique(line[self.there])  # PTX lines with memory instructions
+        self.of = np.searchsorted(self.lines, line) * self.there  # index into `lines`, by record
 
 
 class Looks:
@@ -116,11 +114,11 @@ class Looks:
         self.notes = address_trace.Notes(np.where(instructions.there, LOOKS, 0))
 
     def accesses(self, starts: list[int], ctas: list[int], traces: list) -> dict[int, Access]:
-        """The accesses by PTX line. starts: addresses of the tensors; ctas: the CTA of each warp; traces: for each CTA,
-        the trace that gets its traffic."""
+        """Returns the accesses by PTX line. starts: addresses of the tensors; ctas: the CTA of each warp; traces: for
+        each CTA, the trace that gets its traffic."""
         rows = self.notes.rows()
         known = self.instructions
-        if known.any_generic:  # local memory is no other's
+        if known.any_generic:  # local memory is private
             local = rows[:, address_trace.LANES :].max(1) >= pg.LOCAL_WINDOW
             rows = rows[~(known.generic[rows[:, address_trace.RECORD]] & local)]
         if not len(rows):
@@ -136,7 +134,7 @@ class Looks:
             nbytes = sizes * lanes.sum(1)
 
         def addresses(those: np.ndarray) -> np.ndarray:
-            """Lanes that are off get the address of one that is on."""
+            """Gives inactive lanes the address of an active one."""
             found = rows[those, address_trace.LANES :] + offsets[those, None]
             return found if lanes is None else np.where(lanes[those] == 1, found, first[those, None])
 
@@ -209,18 +207,18 @@ class Looks:
         return {line: a for line, a in zip(known.lines.tolist(), out) if a is not None}
 
     def _executed(self) -> list[float]:
-        """How many executions a look at each PTX line stands for."""
+        """Returns how many executions a look at each PTX line represents."""
         known = self.instructions
         left = np.array(self.notes.left)[:, known.there]
-        if left.min(initial=0) >= 0:  # all were looked at
+        if left.min(initial=0) >= 0:  # all were sampled
             return [1.0] * len(known.lines)
         ran, seen = (np.bincount(known.of[known.there], (LOOKS - x).sum(0)) for x in (left, np.maximum(left, 0)))
         return (ran / np.maximum(seen, 1)).tolist()
 
 
 def repeated(addresses: np.ndarray, on: np.ndarray) -> np.ndarray:
-    """The lanes of atomic operations [n, 32] that find their word taken by another of the instruction; in a sector the
-    word counts that most lanes have. on: lanes that take part."""
+    """Counts the lanes of atomic operations [n, 32] whose word another lane of the instruction changes before them; in
+    each sector only the word with the most lanes counts. on: active lanes."""
     words = np.sort(np.where(on, addresses >> 2, -8 * (1 + np.arange(32))))
     before = np.zeros(words.shape, np.int64)
     for lane in range(1, 32):
@@ -232,7 +230,7 @@ def repeated(addresses: np.ndarray, on: np.ndarray) -> np.ndarray:
 
 
 def turns_of(warps: np.ndarray) -> np.ndarray:
-    """How many rows of the same warp stand before each."""
+    """Returns, for each row, how many earlier rows have the same warp."""
     order = np.argsort(warps, kind="stable")
     sorted_ = warps[order]
     out = np.empty(len(warps), np.int64)
@@ -243,10 +241,10 @@ def turns_of(warps: np.ndarray) -> np.ndarray:
 def sectors_of(
     ends: np.ndarray | None, addresses: Callable[[], np.ndarray], store: np.ndarray, cta: np.ndarray, turn: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """What accesses [n, 32] to global memory take: sectors, sectors new to the CTA, those asked for long ago, lines of
-    128 bytes.
-    ends: addresses of the first and the last lane, where no sector between them is left out. The warps of a CTA run in
-    step on a GPU, while the emulator takes one after the other: the first of every warp come first, then the second."""
+    """Returns, for accesses [n, 32] to global memory: sectors, sectors new to the CTA, sectors requested long ago,
+    lines of 128 bytes.
+    ends: addresses of the first and the last lane, if the lanes touch every sector between. The warps of a CTA run in
+    step on a GPU but one by one in the emulator, so the first access of every warp is ordered before any second."""
     fresh = None
     if ends is not None:
         sectors = ends >> 5
@@ -270,8 +268,8 @@ def sectors_of(
 
 
 def joins(which: np.ndarray, turn: np.ndarray, sector: np.ndarray, missed: np.ndarray) -> np.ndarray:
-    """Whether a warp of the CTA fetches the same in the same turn of a loop: all of them wait for it. which: the CTA
-    and the instruction; another may ask for it again much later."""
+    """Tells whether some warp of the CTA fetches the same sector in the same iteration, so that all wait for it. which:
+    the CTA and the instruction, because another instruction may request the sector much later."""
     step = which * (turn.max() + 1) + turn
     at = sector - sector.min()
     same = np.unique(step * (at.max() + 1) + at, return_inverse=True)[1]
@@ -279,7 +277,7 @@ def joins(which: np.ndarray, turn: np.ndarray, sector: np.ndarray, missed: np.nd
 
 
 def comes_later(cta: np.ndarray, turn: np.ndarray, line: np.ndarray) -> np.ndarray:
-    """Whether a warp of the CTA has asked for something of the line in a turn before."""
+    """Tells whether a warp of the CTA has requested a part of the line in an earlier iteration."""
     at = line - line.min()
     of = np.unique(cta * (at.max() + 1) + at, return_inverse=True)[1]
     earliest = np.full(of.max() + 1, turn.max())
@@ -288,7 +286,7 @@ def comes_later(cta: np.ndarray, turn: np.ndarray, line: np.ndarray) -> np.ndarr
 
 
 def steps_of(which: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Bytes from where an instruction of a warp, `which`, was the last time; 0 the first time."""
+    """Returns the bytes from the previous address of a warp's instruction, `which`, to this one; 0 the first time."""
     order = np.argsort(which, kind="stable")
     out = np.zeros(len(which), np.int64)
     out[order[1:]] = np.diff(first[order]) * (np.diff(which[order]) == 0)
@@ -296,7 +294,7 @@ def steps_of(which: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def apart(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(sectors of each access in order, whether each is another than the one before it)"""
+    """Returns (sorted sectors of each access, whether each differs from the one before it)."""
     sectors = np.sort(addresses >> 5)
     fresh = np.ones(sectors.shape, bool)
     np.not_equal(sectors[:, 1:], sectors[:, :-1], out=fresh[:, 1:])
@@ -304,14 +302,14 @@ def apart(addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ranges_first_asked(sectors: np.ndarray, units: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Like first_asked, where a load asks for neighbours, and loads ask for the same ones or for others; else None."""
+    """Like first_asked, if each load requests contiguous sectors and two ranges are equal or disjoint; else None."""
     first, last = sectors[:, 0], sectors[:, -1]
     order = first.argsort(kind="stable")
     begins, ends = first[order], last[order]
     again = begins[1:] == begins[:-1]
     if (last - first >= units).any() or not np.where(again, ends[1:] == ends[:-1], begins[1:] > ends[:-1]).all():
         return None
-    which = np.zeros(len(order), np.int64)  # of the ranges
+    which = np.zeros(len(order), np.int64)  # index of each load's range
     which[order[1:]] = (~again).cumsum()
 
     place = np.empty(len(order), np.int64)
@@ -325,7 +323,7 @@ def ranges_first_asked(sectors: np.ndarray, units: np.ndarray) -> tuple[np.ndarr
 
 
 def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many of the sectors of each load [n, 32] the loads before it had not asked for: ever, and lately."""
+    """Counts the sectors of each load [n, 32] that no earlier load requested, and those that no recent load did."""
     units = fresh.sum(1)
 
     def new_from(begin: int, end: int) -> np.ndarray:
@@ -337,18 +335,18 @@ def first_asked(sectors: np.ndarray, fresh: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def filled_again(loads: int, new_from: Callable[[int, int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The sectors that each load asks for first, and those it brings into an L1 of NEAR_BYTES."""
+    """Counts the sectors that each load requests first, and those that it brings into an L1 of NEAR_BYTES."""
     missed = new_from(0, loads) if loads else np.zeros(0, np.int64)
     if SECTOR * missed.sum() <= NEAR_BYTES:
         return missed, missed
-    # Two that begin anew at different times: what is asked for again at once is in one of them.
+    # Two caches that are emptied at different times: a sector that is soon requested again hits one of them.
     near = (filled(loads, new_from, NEAR_BYTES, first) for first in (NEAR_BYTES, NEAR_BYTES // 2))
     return missed, np.minimum(*near)
 
 
 def filled(loads: int, new_from: Callable[[int, int], np.ndarray], full: int, first: int = 0) -> np.ndarray:
-    """The sectors that each load brings into a cache that begins anew when it is full, the first time with `first`
-    bytes; new_from: of the loads from one on up to another, if it were empty there and held all of them."""
+    """Counts the sectors that each load brings into a cache that is emptied when full, the first time after `first`
+    bytes. new_from(begin, end): the same for an unbounded cache that is empty at load `begin`."""
     out = np.zeros(loads, np.int64)
     begin, many = 0, AT_ONCE
     room = first or full
@@ -367,7 +365,7 @@ def filled(loads: int, new_from: Callable[[int, int], np.ndarray], full: int, fi
 
 
 def first_places(values: np.ndarray) -> np.ndarray:
-    """Where each value stands first. Without sorting where they lie on a few pages, as those of a CTA mostly do."""
+    """Returns where each value first occurs; without sorting if they lie on a few pages, as a CTA's mostly do."""
     pages = values >> PAGE
     known = list(dict.fromkeys([*pages[:1].tolist(), *pages[1:][pages[1:] != pages[:-1]].tolist()]))
     if len(known) > MOST_PAGES:

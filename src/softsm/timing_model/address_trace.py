@@ -1,6 +1,6 @@
-"""Addresses that memory instructions ask for, noted while the interpreter runs: its function for memory operations with
-a few lines before it, which copy the register with the addresses into a buffer. Coming back to Python for each of them
-would take longer than the emulation. Jumps are noted by the dispatch loop itself.
+"""Records the addresses of memory instructions while the interpreter runs. The interpreter's function for memory
+operations gets a few lines in front that copy the address register into a buffer; a return to Python for each of them
+would cost more than the emulation. The dispatch loop itself records jumps.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from softsm.engine.vec_types import _I32, _I64, Q, U, building
 
 IN_SHARED = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)  # addresses of 32 bits
 PLAIN = "softsm_unnoted"
-# Columns of a row: the record, active lanes, the warp, bytes from each lane to the next if they are all alike (else
+# Columns of a row: the record, active lanes, the warp, the stride in bytes between lanes if it is uniform (else
 # NO_STEP), 32 addresses.
 RECORD, ACTIVE, WARP, STEP, LANES = range(5)
 COLUMNS = LANES + 32
 NO_STEP = 1 << 62
-NEXT, LEFT = 0, 1  # control words: where the next row goes; how often each record is still looked at, less
-# than nothing where it is executed more often
+NEXT, LEFT = 0, 1  # control words: where the next row goes; the samples left for each record, negative if
+# it is executed more often
 ROOM = 1 << 14  # rows
 
 
@@ -61,7 +61,7 @@ def noting(module: ir.Module) -> None:
 
 
 def _step(b: ir.IRBuilder, addresses: ir.Value) -> ir.Value:
-    """Bytes from each lane to the next, or NO_STEP."""
+    """Returns the stride in bytes between lanes, or NO_STEP."""
 
     def places(numbers) -> ir.Constant:
         return ir.Constant(ir.VectorType(_I32, 32), [_I32(n) for n in numbers])
@@ -75,18 +75,18 @@ def _step(b: ir.IRBuilder, addresses: ir.Value) -> ir.Value:
 
 @functools.cache
 def operation() -> int:
-    """The address of the function, to be given to `engine.dispatch.runner`."""
+    """Returns the address of the function, for `engine.dispatch.runner`."""
     llvm.add_symbol(PLAIN, interpreter.lane_operation())
     return native.functions("noting", noting, ["noting"])["noting"]
 
 
 class Notes:
-    """What one launch asked for. Each warp has its own looks, `looks` at each record: they run one after the other, and
-    what the later ones ask for is a part of what is seen."""
+    """The sampled addresses of one launch. Each warp has its own budget of `looks` samples per record: warps run one
+    after the other, and a shared budget would miss the later ones."""
 
     def __init__(self, looks: np.ndarray):
         self.looks = looks
-        self.left: list[np.ndarray] = []  # of each warp
+        self.left: list[np.ndarray] = []  # one array per warp
         self.lefts: list[int] = []  # their addresses
         self.buffer = np.empty((ROOM, COLUMNS), np.int64)
         self.first = self.buffer.ctypes.data
@@ -95,7 +95,7 @@ class Notes:
         self.parts: list[np.ndarray] = []
 
     def warp(self) -> int:
-        """Another one. -> its number"""
+        """Adds a warp and returns its number."""
         self.left.append(self.looks.copy())
         self.lefts.append(self.left[-1].ctypes.data)
         return len(self.left) - 1
@@ -104,7 +104,7 @@ class Notes:
         self.control[LEFT] = self.lefts[warp]
 
     def room(self) -> int:
-        """Rows that may be noted: more than a few."""
+        """Returns how many rows can be recorded, at least half of the buffer."""
         used = self._used()
         if used > ROOM // 2:
             self.parts.append(self.buffer[:used].copy())
@@ -121,7 +121,7 @@ class Notes:
 
 
 class Trail:
-    """Jumps that one run of the interpreter takes, at most as many as it has steps."""
+    """The jumps of one run of the interpreter, at most one per step."""
 
     def __init__(self, most: int):
         self.words = np.empty(2 * most + 1, np.int64)
@@ -129,7 +129,7 @@ class Trail:
         self.words[0] = self.address + 8
 
     def taken(self) -> np.ndarray | None:
-        """(where from, where to) of each since this was asked last; to be read before the next run."""
+        """Returns (from, to) of each jump since the last call; read it before the next run."""
         n = self.words.item(0) - self.address >> 3
         if n == 1:
             return None

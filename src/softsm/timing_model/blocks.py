@@ -1,5 +1,5 @@
-"""The blocks of a PTX program: runs of it that are entered at the top and left at the end. The loop around a `try_wait`
-does not end one, since how often it turns is a matter of time and not of the program.
+"""The basic blocks of a PTX program. The loop around a `try_wait` does not end a block, because its iteration count
+depends on time and not on the program.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Blocks:
     starts: list[int]  # first record of each
     of_line: dict[int, int]  # PTX line -> block
     lines: list[int]  # sorted keys of of_line
-    labels: list[int] = field(default_factory=list)  # lines of the PTX where a label stands
-    loops: list[int] = field(default_factory=list)  # around each block
+    labels: list[int] = field(default_factory=list)  # PTX lines with a label
+    loops: list[int] = field(default_factory=list)  # number of loops around each block
     crowded: set[int] = field(default_factory=set)  # PTX lines with more than one instruction
 
     def at(self, pc: int) -> int:
         return bisect.bisect_right(self.starts, pc) - 1
 
     def of(self, line: int) -> int:
-        """The block of a PTX line; of one that the emulator has no record of (wgmma.fence), that of the nearest line
-        before it, or behind it if a label stands between: ptxas gives products the line of their fence."""
+        """Returns the block of a PTX line. A line without a record (wgmma.fence) belongs to the block of the nearest
+        line before it, or after it if a label is between: ptxas gives products the line of their fence."""
         found = self.of_line.get(line)
         if found is None:
             i = bisect.bisect_right(self.lines, line) - 1
@@ -95,7 +95,7 @@ def _loops(program, starts: list[int], branches: list[tuple[int, int]]) -> list[
 
 
 class Known:
-    """What all timed launches of a kernel share."""
+    """The data that all timed launches of a kernel share."""
 
     def __init__(self, kernel: Kernel):
         program = kernel.program
@@ -107,14 +107,14 @@ class Known:
         stop = program.code[:, 0] == pg.OP_BRA
         stop[self.blocks.starts] = True
         at = np.where(stop, np.arange(n), n)
-        self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # the next branch or block from there on
-        self.far_from = np.searchsorted(self.blocks.starts, np.arange(n + 2))  # the first block there or later
+        self.stops = [*np.minimum.accumulate(at[::-1])[::-1].tolist(), n, n]  # next branch or block start, by record
+        self.far_from = np.searchsorted(self.blocks.starts, np.arange(n + 2))  # the first block at or after each record
         self.block_from = self.far_from.tolist()
         self.code = quiet_code(program, kernel.blocks)
 
 
 def quiet_code(program: pg.Program, native: NativeBlocks) -> np.ndarray:
-    """The records, with those native blocks that have nothing to note: no loads, no turns."""
+    """Returns the records with the native blocks that need no recording: they have no loads and no loops."""
     code = program.code.copy()
     for n, (first, length) in enumerate(native.found):
         if native.table[n, 2] == NO_LOOP and not any(at in native.loads for at in range(first, first + length)):

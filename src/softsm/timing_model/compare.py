@@ -1,4 +1,4 @@
-"""Two runs side by side: which engine, which wait, which line takes longer in one than in the other."""
+"""Compares two runs: which engines, waits and source lines differ in time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from softsm.timing_model.follow import places_of
 from softsm.timing_model.prediction import Prediction
 from softsm.timing_model.validated import band
 
-LEAST = 0.01  # of the longer run: differences below it are left out
+LEAST = 0.01  # share of the longer run: smaller differences are left out
 EVERY = 10_000  # stalls: all of them
 
 
 @dataclass
 class Difference:
-    """What takes `first` and `second` us in the two runs. Engines overlap, and so do waits: no sum is the whole."""
+    """An item that needs `first` and `second` us in the two runs. Engines overlap, and so do waits: do not sum them."""
 
     kind: str  # engine, wait or line
     what: str
@@ -36,7 +36,7 @@ def longest(run: list[Prediction]) -> Prediction:
 
 
 def differences(one: list[Prediction], other: list[Prediction]) -> list[Difference]:
-    """Differences between the longest launches of the two runs, the largest first."""
+    """Returns the differences between the longest launches of the two runs, the largest first."""
     a, b = longest(one), longest(other)
     out = [Difference("engine", k, float(a.busy[k] * a.body_us), float(b.busy.get(k, 0.0) * b.body_us)) for k in a.busy]
     for kind, of in (("wait", _waits), ("line", _lines)):
@@ -48,7 +48,7 @@ def differences(one: list[Prediction], other: list[Prediction]) -> list[Differen
 
 
 def _waits(p: Prediction) -> dict[str, float]:
-    """What a warp waits for, by role and source line -> us of its time."""
+    """Maps what a warp waits for, by role and source line, to us of its time."""
     out: dict[str, float] = {}
     for s in report.stalls(p, EVERY):
         what = str(s).rpartition(": ")[0]
@@ -57,7 +57,7 @@ def _waits(p: Prediction) -> dict[str, float]:
 
 
 def _lines(p: Prediction) -> dict[str, float]:
-    """Source lines -> us that a warp spends there, waits included: the mean of all warps."""
+    """Maps source lines to the us that a warp spends there, waits included; the mean of all warps."""
     run, trace = p.run, p.trace
     if run is None or trace is None:
         return {}
@@ -73,7 +73,7 @@ def _lines(p: Prediction) -> dict[str, float]:
 
 
 def verdict(one: list[Prediction], other: list[Prediction], first: float, second: float) -> str:
-    """Errors of one model on two variants mostly agree: half of the band tells them apart."""
+    """Judges whether the runs differ. The model's errors on two variants mostly agree, so half of the band decides."""
     width = max(max(high - 1, 1 - low) for low, high in (band(longest(run)) for run in (one, other)))
     ratio = second / first
     if abs(ratio - 1) < width / 2:
@@ -82,7 +82,7 @@ def verdict(one: list[Prediction], other: list[Prediction], first: float, second
 
 
 def compare(one: list[Prediction], other: list[Prediction], first: float, second: float) -> str:
-    """first and second: times of the runs in us."""
+    """Returns the comparison as text. first and second: times of the runs in us."""
     if not one or not other:
         return "nothing to compare: a run without launches"
     lines = [f"first {first:.4g} us, second {second:.4g} us: {verdict(one, other, first, second)}"]

@@ -1,7 +1,7 @@
-"""What each machine instruction costs: its pipe, how long it holds the pipe, when its result is there.
+"""The cost of each machine instruction: its pipe, how long it holds the pipe, and its latency.
 
 An interval is in cycles of one scheduler per warp instruction: 1 is a full pipe of 32 lanes, 8 one of four lanes. The
-numbers come from parameters.py, by the name of the pipe.
+numbers are in parameters.py, by the name of the pipe.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from softsm.timing_model.sass import NONE, WARPGROUP_PRODUCTS, Code, Sass
 
 # Pipes of a scheduler. Opcodes are matched by their longest prefix.
 PIPES = ("control", "fma", "alu", "imad", "mufu", "half", "uniform", "memory", "convert", "hmma", "fp64", "pack")
-COMPUTES = ("fma", "imad", "alu", "pack", "mufu", "half", "convert")  # from registers: they take ports from products
+COMPUTES = ("fma", "imad", "alu", "pack", "mufu", "half", "convert")  # these compete with products for register ports
 _TABLE = {
     "fma": "FFMA FADD FMUL FFMA2 FADD2 FMUL2",
     "imad": "IMAD IDP",
@@ -85,17 +85,17 @@ def pipe_of(opcode: str) -> str:
 
 @dataclass
 class Costs:
-    """Rows for the machine instructions of a kernel; one more for events that have none. Columns: machine.py."""
+    """One row per machine instruction of a kernel, and one for events without an instruction. Columns: machine.py."""
 
     ints: np.ndarray
     values: np.ndarray
-    accesses: list[tuple[int, int, int]]  # loads and stores: instruction, PTX line, bytes of a lane
-    products: bool  # whether the tensor core makes any while warps do other things
-    behind: list[int] = field(default_factory=list)  # loads of lines that device memory has been asked for before
+    accesses: list[tuple[int, int, int]]  # loads and stores: instruction, PTX line, bytes per lane
+    products: bool  # whether the tensor core runs asynchronously to the warps
+    behind: list[int] = field(default_factory=list)  # loads of lines already requested from device memory
 
 
 def product(opcode: str, text: str) -> tuple[float, float]:
-    """(cycles of the tensor core, cycles of the shared-memory port) of one HGMMA."""
+    """Returns (cycles of the tensor core, cycles of the shared-memory port) of one HGMMA."""
     shape = re.search(r"64x(\d+)x(\d+)", opcode)
     n = int(shape[1]) if shape else 64
     in_registers = not text.split(",")[1].strip().startswith("gdesc")
@@ -133,7 +133,7 @@ def latency_of(opcode: str, gpu: Gpu, pipe: str) -> float:
 
 
 def lane_bytes(op: str) -> int:
-    """Bytes of a lane."""
+    """Returns the bytes that the opcode accesses per lane."""
     if op.startswith(("LDSM", "STSM")):
         return 4 * (int(op[-1]) if op[-1] in "24" else 1)
     if vector := re.search(r"\.F32x(\d)", op):  # atomic operations
@@ -142,7 +142,7 @@ def lane_bytes(op: str) -> int:
 
 
 def _kind(ins: Sass) -> tuple[int, float, float, float]:
-    """(kind, units, extra, port) of a machine instruction, as far as it says so itself."""
+    """Returns (kind, units, extra, port) of a machine instruction, as far as its text tells."""
     op = ins.opcode
     if op.startswith(WARPGROUP_PRODUCTS):
         units, port = product(op, ins.text)
@@ -197,7 +197,7 @@ def _beside(op: str, pipe: str, gpu: Gpu) -> float:
 
 
 def fixed_costs(code: Code, gpu: Gpu) -> Costs:
-    """What does not depend on a run."""
+    """Returns the costs that do not depend on a run."""
     r = machine
     n = len(code.instructions) + 1
     ints, values = np.zeros((n, 8), np.int64), np.zeros((n, 8))
@@ -223,8 +223,8 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
 
 
 def _first_asks(code: Code, ints: np.ndarray, values: np.ndarray, loads: list[int], behind: list[int]) -> None:
-    """Of loads of one line, the first in the order of the program was seen to bring it. Where ptxas has put another of
-    them first, that one does, and the others find it."""
+    """Moves the fetch to the first load. Of the loads of one line, the first in program order was seen to fetch it; if
+    ptxas has put another of them first, that one fetches the line and the others hit."""
     r = machine
     together: dict[tuple[int, int], list[int]] = {}
     for i in sorted(loads):
@@ -242,10 +242,10 @@ def _first_asks(code: Code, ints: np.ndarray, values: np.ndarray, loads: list[in
 def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list[float] | None = None,
              absent: list[float] | None = None, spilled: float = 0.0,
              executed: np.ndarray | None = None) -> Costs:  # fmt: skip
-    """l1: share of the sectors asked for again that are found in L1; changing: how much longer than a store atomic
-    operations on each tensor take; absent: the share of a tensor's words that L1 has not got from other CTAs;
-    spilled: the share of local memory that L1 does not hold; executed: how often the warps that were looked at came to
-    each instruction."""
+    """Returns the costs for a run. l1: share of the re-requested sectors that hit L1; changing: time of atomic
+    operations on each tensor relative to a store; absent: the share of a tensor's words that other CTAs have not
+    brought into L1; spilled: the share of local memory that L1 does not hold; executed: how often the sampled warps
+    execute each instruction."""
     r = machine
     fixed = code.costs.get(gpu.name)
     if fixed is None:
@@ -260,15 +260,15 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
     for i, line, width in fixed.accesses:
         found = access.get(line)
         if found is None or not found.looks:
-            if code.instructions[i].guarded or ints[i, r.KIND] == r.READ:  # no lane ever had its predicate
+            if code.instructions[i].guarded or ints[i, r.KIND] == r.READ:  # its predicate was never true
                 ints[i, r.KIND] = r.PLAIN
                 values[i, r.LATENCY] = gpu["latency.alu"]
             continue
         kind = ints[i, r.KIND]
-        # Machine instructions that a PTX instruction became: a wide one is cut in pieces.
+        # Machine instructions per PTX instruction: ptxas splits a wide one.
         pieces = max(1, round(found.bytes / found.looks / (32 * width)))
         each = found.looks * pieces
-        if came[line] and code.instructions[i].guarded:  # some warps have the predicate in no lane
+        if came[line] and code.instructions[i].guarded:  # in some warps the predicate is false in every lane
             each *= max(1.0, came[line] / (found.ran * pieces))
         if kind == r.SHARED:
             if found.space == "shared":
@@ -280,7 +280,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             fetched, often = (
                 a + (1 - l1) * b for a, b in ((found.missed, found.distant), (found.missing, found.again))
             )
-            often = min(often, found.looks)  # the others find all of it in L1
+            often = min(often, found.looks)  # the others hit L1 entirely
             if 2 * found.later > found.missing > found.again:
                 behind.append(i)
             values[i, r.UNITS] = 32 * fetched / max(often, 1e-9) * found.looks / each
@@ -297,6 +297,6 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
     for i, ins in enumerate(code.instructions if code.spills else ()):
         if ins.opcode.startswith("LDL") and spilled:
             values[i, r.UNITS], values[i, r.EXTRA], ints[i, r.TENSOR] = 32 * lane_bytes(ins.opcode), spilled, -1
-        elif ins.opcode.startswith("STL"):  # L1 hands all of them on to L2
+        elif ins.opcode.startswith("STL"):  # L1 writes all of them through to L2
             values[i, r.UNITS] = 32 * lane_bytes(ins.opcode)
     return Costs(ints, values, fixed.accesses, fixed.products, behind)

@@ -1,5 +1,5 @@
-"""The rates of a GPU's engines for timelines of emulated runs (`softsm trace`): the parameters of the timing model, in
-whole cycles. An emulated run knows nothing of machine code, so a warp instruction is one cycle there."""
+"""The rates of a GPU's engines for timelines of emulated runs (`softsm trace`), taken from the timing model's
+parameters, in whole cycles. An emulated run has no machine code, so each warp instruction counts as one cycle."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from softsm.timing_model.parameters import gpu_for
 
-# Multiply-adds a cycle: 64 x N x 16 in N / 2 cycles, 128 x N x 16 in N / 2 (costs.py, replay.py).
+# Multiply-adds per cycle: 64 x N x 16 in N / 2 cycles, 128 x N x 16 in N / 2 (costs.py, replay.py).
 MACS = {"wgmma": 64 * 16 * 2, "tcgen05.mma": 128 * 16 * 2}
 
 
 @dataclass(frozen=True)
 class Engines:
     gpu: str
-    copy_latency: int  # cycles, from the L2
-    copy_rate: float  # bytes a cycle
-    tails: dict[str, int]  # cycles from the last product to the one that waits for it
+    copy_latency: int  # cycles, from L2
+    copy_rate: float  # bytes per cycle
+    tails: dict[str, int]  # cycles from the last product until its waiter continues
     tensor_latency: int  # cycles of a tcgen05.ld or st
-    tensor_rate: float  # bytes a cycle
+    tensor_rate: float  # bytes per cycle
 
     def __str__(self) -> str:
         products = "tcgen05" if self.tensor_rate else "wgmma"
@@ -34,7 +34,7 @@ class Engines:
 
 @functools.cache
 def engines_of(arch: str) -> Engines:
-    """The engines of an architecture's GPU; those of the H200 if the model does not know it."""
+    """Returns the engines of an architecture's GPU, or those of the H200 if the model does not know it."""
     g = gpu_for(None, "sm_100a" if arch.startswith("sm_10") else "sm_90a")
     return Engines(
         g.name,

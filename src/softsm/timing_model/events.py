@@ -1,4 +1,4 @@
-"""Parts of a replay (replay.py): what the events of an instruction do to barriers and engines (trace.py names them)."""
+"""Parts of a replay (replay.py): the effects of an instruction's events (trace.py) on barriers and engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from softsm.timing_model.parts import part, wake
 
 @part
 def barrier_event(s, w, t, b, e, kind, landed, en):
-    """An arrival, or bytes that have `landed`. -> when it takes effect, or -1 if no phase can end by it"""
+    """Handles an arrival, or bytes that have `landed`. -> when it takes effect, or -1 if it cannot end a phase"""
     size = s.e_b[e]
     eff = -1.0
     at = B_COLUMNS * b
@@ -45,7 +45,7 @@ def barrier_event(s, w, t, b, e, kind, landed, en):
 
 @part
 def changed(s, w, t, pos, b, eff, first, after):
-    """Does a phase end? -> whether that wakes a warp"""
+    """Ends a phase if it is complete. -> whether that wakes a warp"""
     at = B_COLUMNS * b
     woken = False
     if eff >= s.b_time[B_TIMES * b]:
@@ -67,7 +67,7 @@ def changed(s, w, t, pos, b, eff, first, after):
 
 @part
 def load(s, t, e, kind, en):
-    """A TMA load; of tensor -2: into a peer, with a load that has been counted. -> when its bytes are there"""
+    """Issues a TMA load; tensor -2 is the copy into a peer of a load already counted. -> when its bytes arrive"""
     size, c = s.e_b[e], s.e_c[e]
     if c == -2:
         landed = max(s.engines[en + LAST_LOAD], t + s.p[REMOTE])
@@ -86,7 +86,7 @@ def load(s, t, e, kind, en):
 
 @part
 def store(s, w, t, size, en):
-    """A bulk store."""
+    """Issues a bulk store."""
     x = t + s.p[TMA_ISSUE]
     y = max(x, s.engines[en + WRITE_FREE]) + size * s.p[STORE_CYCLE]
     s.engines[en + WRITE_FREE] = y
@@ -107,13 +107,13 @@ def copy_lanes(s, w, t, m, e, en):
     """cp.async"""
     size = s.e_b[e]
     y = max(1.0, size / 128.0)
-    if size < 128 * s.e_c[e]:  # lines of which it takes a part, or fills with zeros
+    if size < 128 * s.e_c[e]:  # lines that it copies in part, or fills with zeros
         y = max(y, s.e_c[e] * s.p[CP_LINE])
     read = max(t, s.engines[en + LSU_FREE]) + y
     s.engines[en + LSU_FREE] = read
     r = 8 * w + s.ints[m + HOLDS]
     s.board[r] = max(s.board[r], read + s.p[OPERANDS])
-    # Zeros, too, come behind what is under way (docs/timing.md, convolutions).
+    # Zeros, too, queue behind copies in flight (docs/timing.md, convolutions).
     c = 4 * s.e_a[e]
     q = en + int(s.memory[c + 3])
     half = 0.5 * s.memory[c + 1]
@@ -137,7 +137,7 @@ def commit_copies(s, w, m):
 
 @part
 def reach_named(s, w, t, inst, e):
-    """bar.sync and bar.arrive. -> whether warps go on"""
+    """Handles bar.sync and bar.arrive. -> whether warps go on"""
     size = s.e_b[e]
     r = 2 * (inst * 256 + s.e_a[e])
     s.named[r] += 1
@@ -163,7 +163,7 @@ def reach_named(s, w, t, inst, e):
 
 @part
 def arrive_cluster(s, t, inst, warps):
-    """barrier.cluster.arrive. -> whether all warps are there"""
+    """Handles barrier.cluster.arrive. -> whether all warps have arrived"""
     s.c_count[2 * inst] += 1
     s.c_time[9 * inst] = max(s.c_time[9 * inst], t)
     if s.c_count[2 * inst] < warps:
@@ -177,7 +177,7 @@ def arrive_cluster(s, t, inst, warps):
 
 @part
 def multiply(s, t, e, sm):
-    """tcgen05.mma: rows, columns; bits for a pair of CTAs and for A in tensor memory. -> its begin and end"""
+    """Runs a tcgen05.mma: rows, columns; bits for a pair of CTAs and for A in tensor memory. -> its begin and end"""
     en = ENGINES * sm
     pair = s.e_c[e] & 1
     x = s.e_b[e] / 2.0

@@ -1,5 +1,5 @@
-"""Stores to what a load under way asks for: words that are exchanged, as in a scan in place. L2 holds up all that comes
-behind such a store until device memory has answered the load."""
+"""Stores to the address of a load in flight, which exchange words, as in a scan in place. L2 delays everything behind
+such a store until device memory has answered the load."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LABEL = re.compile(r"^\s*[$%\w]+:")
 
 
 def exchanges_of(source: str) -> set[int]:
-    """PTX lines of loads whose address a later store of the same block has, with values that do not come from them:
-    it does not wait for the load."""
+    """Returns the PTX lines of loads to whose address a later store of the same block writes a value that does not
+    depend on the load, so that the store does not wait for it."""
     labels = {n for n, text in enumerate(source.splitlines(), 1) if _LABEL.match(text)}
     out: set[int] = set()
     under_way: dict[str, tuple[int, set[str]]] = {}  # address -> load, registers that depend on it
@@ -41,7 +41,7 @@ def exchanges_of(source: str) -> set[int]:
 
 
 def held_up_ns(trace: LaunchTrace, sources: list[Source], gpu: Gpu, running: int) -> float:
-    """How much longer every load waits while `running` CTAs run at a time."""
+    """Returns how much longer every load waits while `running` CTAs run concurrently."""
     warps = -(-trace.threads // 32)
     lines = share = 0.0
     for a in map(trace.access.get, exchanges_of(trace.source) if "st.global" in trace.source else ()):

@@ -1,11 +1,11 @@
-"""Programs that the model has no number for: their path depends on CTAs that a timing run does not execute.
+"""Detects programs that the model cannot predict: their path depends on CTAs that a timing run does not execute.
 
-Two ways are known. A CTA waits for memory that another one writes: the run then stands still. Or a branch depends on
-what an atomic operation on global memory returned (a counter that hands out work, the last CTA of a group): the few
-CTAs that run would take the work of all others.
+Two kinds are known. A CTA waits for memory that another one writes; the run then deadlocks. Or a branch depends on the
+result of an atomic operation on global memory (a counter that hands out work, the last CTA of a group); the few CTAs
+that run would then do the work of all others.
 
-Branches on data that the program loads are followed in the CTAs that run; where those go different ways, what the
-others do is a guess, and the report says so.
+The CTAs that run follow branches on loaded data. Where their paths differ, the paths of the other CTAs are a guess, as
+the report states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOADS = ("ld.global", "ld.acquire", "ld.relaxed", "ld.volatile", "ld.weak")
 
 
 class CannotFollow(SoftsmError):
-    """The model has no number for this program."""
+    """Raised for a program that the model cannot predict."""
 
 
 class Statement(NamedTuple):
@@ -53,8 +53,8 @@ def statements_of(source: str) -> list[Statement]:
 
 
 def addressed_by(source: str) -> dict[int, frozenset[str]]:
-    """PTX line of each atomic operation on global memory and of each copy from there -> what its address depends on:
-    %ctaid.x, y, z, or "data" that was loaded."""
+    """Maps the PTX line of each atomic operation on global memory and of each copy from there to what its address
+    depends on: %ctaid.x, y, z, or loaded "data"."""
     statements = statements_of(source)
     found: dict[str, frozenset[str]] = {}
     grew = True
@@ -75,15 +75,15 @@ def addressed_by(source: str) -> dict[int, frozenset[str]]:
     out: dict[int, frozenset[str]] = {}
     for s in statements:
         copies = s.name.startswith("cp.async") and ".shared" in s.name and ".global" in s.name
-        addresses = ADDRESS.findall(s.rest)[copies:]  # a copy's first one is in shared memory
+        addresses = ADDRESS.findall(s.rest)[copies:]  # a copy's first address is in shared memory
         if addresses and (copies or s.name.startswith(("atom.", "red.")) and ".shared" not in s.name):
             out[s.line] = frozenset().union(*(found.get(r, frozenset()) for r in REGISTER.findall(addresses[0])))
     return out
 
 
 class Addresses:
-    """Shared addresses as a name and a number, whatever register holds them: `[box]` and, behind `mov.b32 %r6, box`,
-    `[ %r6 + 0 ]` are one."""
+    """Resolves shared addresses to a name and a number, whatever register holds them: `[box]` and, after
+    `mov.b32 %r6, box`, `[ %r6 + 0 ]` are the same."""
 
     def __init__(self, statements: list[Statement]):
         written = Counter(r for s in statements for r in REGISTER.findall(s.target) if not s.name.startswith("st."))
@@ -110,9 +110,9 @@ class Addresses:
 
 
 def _branch_on(source: str, ran: Iterable[int], beginnings: tuple[str, ...]) -> tuple[int, int] | None:
-    """(line of an operation on global memory whose name begins so, line of a branch that depends on its result) of a
-    PTX text; `ran`: the lines that were executed. Values are followed through registers, and through shared memory
-    under one and the same address."""
+    """Returns (line of an operation on global memory whose name has one of the prefixes `beginnings`, line of a branch
+    that depends on its result) of a PTX text. `ran`: the executed lines. Values are followed through registers, and
+    through shared memory at a single address."""
     executed = set(ran)
     statements = statements_of(source)
     addresses = Addresses(statements)
@@ -158,7 +158,7 @@ def branch_on_load(source: str, ran: Iterable[int]) -> tuple[int, int] | None:
 
 
 def places_of(source: str, kernel: str) -> dict[int, str]:
-    """PTX line -> file:line of the program."""
+    """Maps PTX lines to file:line of the program."""
     from softsm.engine.launch import load
 
     places = ((ins.line, place_of(ins)) for ins in load(source, kernel).program.instructions)

@@ -1,4 +1,4 @@
-"""Extends a few clusters to all of the grid: how long each takes, and when the last one ends."""
+"""Extrapolates from a few clusters to the whole grid: the duration of each, and the end of the last."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 from softsm.timing_model.trace import LaunchTrace
 
-QUEUE = 3, 6  # CTAs in a row that the replay looks at: at least, at most
-GOLDEN = 0.6180339887498949  # its multiples lie evenly between whole numbers
+QUEUE = 3, 6  # consecutive CTAs per slot in the replay: minimum, maximum
+GOLDEN = 0.6180339887498949  # the fractional parts of its multiples are evenly spread
 
 
 def over_grid(trace: LaunchTrace, known: list[tuple[int, float]]) -> np.ndarray:
-    """A value for every cluster of the grid, from the sampled ones: by its number of instructions where that is known,
-    else by its first coordinate if that tells."""
+    """Interpolates a value for every cluster of the grid from the sampled ones, by its instruction count where that is
+    known, else by its first coordinate if the value depends on it."""
     first = -(-trace.grid[0] // trace.cluster[0])
     every, numbers = np.arange(trace.total), np.array([n for n, _ in known])
     values = np.array([v for _, v in known])
@@ -29,13 +29,13 @@ def over_grid(trace: LaunchTrace, known: list[tuple[int, float]]) -> np.ndarray:
     at = sorted(set((numbers % first).tolist()))
     means = [float(values[numbers % first == x].mean()) for x in at]
     if len(at) == 3 and abs(means[1] - means[2]) <= 0.02 * means[2] < means[1] - means[0]:
-        # They grow up to some length, as with a window of keys: that is reached somewhere before the middle.
+        # Values grow to a plateau, as with a window of keys, and reach it somewhere before the middle.
         at[1] = (at[0] + at[1]) // 2
     return np.interp(every % first, at, means)
 
 
 def makespan(durations: np.ndarray, slots: int, more: float) -> float:
-    """When the last ends, each in the place of the first that ends; the first of each place takes `more`."""
+    """Returns when the last cluster ends. Each starts in the first free slot; a slot's first one runs `more` longer."""
     if len(durations) <= slots or durations.min() == durations.max():
         return float(durations[:slots].max() + more + durations[0] * (-(-len(durations) // slots) - 1))
     ends = (durations[:slots] + more).tolist()
@@ -46,8 +46,8 @@ def makespan(durations: np.ndarray, slots: int, more: float) -> float:
 
 
 def beside_longest(trace: LaunchTrace, each: int, sms: int, heavy: int) -> list[int]:
-    """Traces of the clusters on the multiprocessor that decides, `each` at most, if all of the grid run at once. heavy:
-    the trace of the longest."""
+    """Returns the traces of the clusters, at most `each`, on the multiprocessor that ends last if the whole grid runs
+    at once. heavy: the trace of the longest cluster."""
     if trace.lengths is None:
         return [heavy] * each
     longest = int(trace.lengths.argmax())
@@ -57,9 +57,9 @@ def beside_longest(trace: LaunchTrace, each: int, sms: int, heavy: int) -> list[
 
 
 def queues_of(kinds: list[int], shares: list[float] | None, resident: int, waves: int) -> list[list[int]]:
-    """Kinds of clusters (traces) in each slot of a multiprocessor, in turn. Each is once neither the first of its
-    slot, which begins with cold code, nor the last, which ends alone; as far as a slot runs that many. Where the shares
-    of the traces are known, each kind is there as often as in the grid: beside a long one mostly others run."""
+    """Returns the kinds of clusters (traces) in each slot of a multiprocessor, in order. Each kind is once neither the
+    first of its slot, which starts with cold code, nor the last, which ends alone, if a slot runs that many. Where the
+    shares of the traces are known, each kind is as frequent as in the grid: a long one mostly runs next to others."""
     each = sorted(set(kinds))
     many = len(each)
     length, most = QUEUE

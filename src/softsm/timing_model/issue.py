@@ -1,4 +1,4 @@
-"""Parts of a replay (replay.py): what an instruction waits for, the slots it takes, and when its results are there."""
+"""Parts of a replay (replay.py): what an instruction waits for, the slots it occupies, when its results are ready."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from softsm.timing_model.parts import fetch, held, note, part
 
 @part
 def run_alone(s, w, t, pos, end, slot):
-    """A warp with a scheduler of its own: what no other warp notices comes to the same whenever they do what they do.
-    -> where it goes on, and when"""
+    """Runs a warp that is alone on its scheduler through instructions that no other warp can observe; the order
+    relative to other warps does not matter. -> where the warp goes on, and when"""
     while pos < end and s.s_ev[pos] < 0:
         i = s.s_ins[pos] & LOW
         m = 8 * i
@@ -65,7 +65,7 @@ def run_alone(s, w, t, pos, end, slot):
 
 @part
 def stalled(s, w, t, pos, i, k, slot, en):
-    """Code, scoreboards, pipe and slot of an instruction. -> when it can issue"""
+    """Checks an instruction's code, scoreboards, pipe and issue slot. -> when it can issue"""
     m = 8 * i
     x = s.fetched[i]
     if x < 0.0:
@@ -102,8 +102,8 @@ def stalled(s, w, t, pos, i, k, slot, en):
 
 @part
 def awaited(s, w, t, k, m, e0, e1, inst, nb, g):
-    """Waits that need more than time: for products, mbarriers, groups of copies, the cluster's barrier.
-    -> when they are over, the tag of what has no time yet or -1, and the reason"""
+    """Checks waits for products, mbarriers, groups of copies and the cluster's barrier, whose end may be unknown.
+    -> when they end, the tag of what has no time yet or -1, and the reason"""
     te = t
     blocked = -1
     why = BARRIER
@@ -160,7 +160,7 @@ def awaited(s, w, t, k, m, e0, e1, inst, nb, g):
 
 @part
 def account_wait(s, w, t, pos, i, why, e0, e1, inst, nb):
-    """A wait is over: its cycles count as stalls, and a long one goes into the log."""
+    """Ends a wait: counts its cycles as stalls, and logs it if it is long."""
     x = t - s.w_since[w]
     s.stalls[REASON_COUNT * i + why] += x
     if x > 4:
@@ -174,13 +174,13 @@ def account_wait(s, w, t, pos, i, why, e0, e1, inst, nb):
 
 @part
 def claim(s, t, m, slot, en):
-    """The instruction takes its pipe and the issue slot."""
+    """Occupies the instruction's pipe and the issue slot."""
     hold = s.values[m + INTERVAL]
-    if s.engines[en + TENSOR_FREE] > t:  # a product under way takes register ports
+    if s.engines[en + TENSOR_FREE] > t:  # a running product uses register ports
         hold *= s.values[m + BESIDE]
         if (
             s.values[m + COMPUTES] > 0 and s.pipes[slot + ISSUE_SLOT] > t - 1.0
-        ):  # less than two cycles after the one before
+        ):  # less than two cycles after the previous instruction
             s.engines[en + TENSOR_FREE] += s.p[PRODUCT_DELAY]
     s.pipes[slot + (s.ints[m + PIPE_OF] & LOW)] = t + hold
     s.pipes[slot + ISSUE_SLOT] = t + s.p[ISSUE_CYCLES]
@@ -188,7 +188,7 @@ def claim(s, t, m, slot, en):
 
 @part
 def results(s, w, t, i, k, m, sm, en):
-    """-> when its results are there, when its operands have been read, and when the warp goes on"""
+    """-> when the results are ready, when the operands have been read, and when the warp goes on"""
     done = t + s.values[m + LATENCY]
     read = t
     after = t + s.ints[m + STALL]
@@ -200,7 +200,7 @@ def results(s, w, t, i, k, m, sm, en):
         share = s.engines[en + PORT_SHARE]
         last = s.engines[en + TENSOR_FREE] + s.queued[sm]
         if share > 0.0 and last > x:
-            # Products come first: threads get what they leave, or wait for their end.
+            # Products have priority: threads get the remaining bandwidth, or wait until the products end.
             y = u / max(1.0 - share, 0.028)
             if s.values[m + EXTRA] > 0:
                 y *= s.p[LDS_BESIDE]
@@ -212,7 +212,7 @@ def results(s, w, t, i, k, m, sm, en):
         read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LINES] * s.p[LOAD_LINE])
         s.engines[en + LSU_FREE] = read
         done = t + s.p[L1_LATENCY]
-        # One load of a warp in every few fetches something, the first one too; the others hit L1.
+        # One in every few loads of a warp fetches something, starting with the first; the others hit L1.
         a = int(s.values[m + FIRST]) * s.sizes[N_WARPS] + w
         x = s.values[m + EXTRA]
         fetches = s.asked[a] < 0.999 * x
@@ -253,7 +253,7 @@ def results(s, w, t, i, k, m, sm, en):
 
 @part
 def score(s, w, m, done, read):
-    """The scoreboards that it sets, for its results and its operands."""
+    """Sets the instruction's scoreboards, for its results and its operands."""
     r = 8 * w + (s.ints[m + SETS] & 7)
     s.board[r] = max(s.board[r], done)
     r = 8 * w + (s.ints[m + HOLDS] & 7)
@@ -265,7 +265,7 @@ def score(s, w, m, done, read):
 
 @part
 def queue_product(s, w, t, pos, m, g, sm, inst):
-    """One of the four warps of a warpgroup issues a product. -> whether it is the last of them"""
+    """Issues a product from one of a warpgroup's four warps. -> whether that warp is the last"""
     n = s.w_count[5 * w]
     s.w_count[5 * w] = n + 1
     if s.values[m + EXTRA] > 0:
@@ -284,7 +284,7 @@ def queue_product(s, w, t, pos, m, g, sm, inst):
 
 @part
 def next_product(s):
-    """-> when the first of the products that wait begins, and on which multiprocessor"""
+    """-> when the first waiting product begins, and on which multiprocessor"""
     soon = INF
     sm = 0
     for g in range(s.sizes[N_GROUPS]):
@@ -298,8 +298,8 @@ def next_product(s):
 
 @part
 def begin_product(s, soon, sm):
-    """A warpgroup goes on as long as it has products, then comes the next. -> the warpgroup, the product's place in the
-    rings, and when the tensor core is free again"""
+    """Begins a product. A warpgroup keeps the tensor core while it has products, then the next one gets it.
+    -> the warpgroup, the product's place in the rings, and when the tensor core is free again"""
     g = s.turn[sm]
     r = g * RING + s.g_made[g] % RING
     while s.g_home[2 * g] != sm or s.g_made[g] >= s.g_asked[g] or s.g_at[r] > soon:

@@ -1,4 +1,4 @@
-"""How deep in loops the blocks of a graph are: natural loops, by dominators."""
+"""The loop depth of each block of a graph; finds natural loops by dominators."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _TARGET = re.compile(r"\.L_[A-Za-z0-9_]+")
 
 
 def depths(count: int, edges: Iterable[tuple[int, int]], entries: Iterable[int]) -> list[int]:
-    """Loops around each of `count` blocks. A loop is an edge back to a block that all ways to the edge go through;
-    edges to one block are one loop."""
+    """Returns the number of loops around each of `count` blocks. A loop is an edge back to a block that dominates the
+    edge's source; all back edges to one block are one loop."""
     after: list[list[int]] = [[] for _ in range(count)]
     before: list[list[int]] = [[] for _ in range(count)]
     for a, b in set(edges):
         after[a].append(b)
         before[b].append(a)
     entries = set(entries)
-    order: list[int] = []  # behind all blocks that they lead to
+    order: list[int] = []  # each block after its successors
     seen = [False] * count
     for first in sorted(entries):
         stack = [] if seen[first] else [(first, iter(after[first]))]
@@ -36,7 +36,7 @@ def depths(count: int, edges: Iterable[tuple[int, int]], entries: Iterable[int])
                 stack.append((follow, iter(after[follow])))
     order.reverse()
     everything = (1 << count) - 1
-    dominators = [everything] * count  # sets of blocks as bits
+    dominators = [everything] * count  # sets of blocks as bit masks
     changed = True
     while changed:
         changed = False
@@ -66,7 +66,7 @@ def depths(count: int, edges: Iterable[tuple[int, int]], entries: Iterable[int])
 
 
 def machine_depths(code: Code) -> list[int]:
-    """The loop depth of each block of a kernel's machine code. Blocks that nothing leads to are entries."""
+    """Returns the loop depth of each block of a kernel's machine code. Blocks without predecessors are entries."""
     block_at = {block[0]: n for n, block in enumerate(code.blocks)}
     targets = {name: block_at[i] for name, i in code.labels.items() if i in block_at}
     edges: list[tuple[int, int]] = []

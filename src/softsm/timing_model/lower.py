@@ -1,10 +1,10 @@
 """Turns a trace of PTX blocks into the stream of machine instructions that each warp issues.
 
-ptxas cuts its own basic blocks. Each belongs to the PTX block that most of its instructions come from; a block is run
-as often as its PTX block was. Machine blocks that only repeat lines already there are slow paths (the second try of a
-wait, a division of denormals) and are left out, or copies of an unrolled loop, which are taken turn by turn. One with
-the only access to memory of a line is not a slow path: ptxas jumps over loads that have a predicate. Events
-(trace.py) are put at the machine instruction that does them: by PTX line, and by order where a line is off.
+ptxas forms its own basic blocks. Each belongs to the PTX block that most of its instructions come from and runs as
+often as that PTX block did. Machine blocks that only repeat lines already present are slow paths (the second try of a
+wait, a division of denormals), which are left out, or copies of an unrolled loop, which run iteration by iteration. A
+block with the only memory access of a line is not a slow path: ptxas jumps over predicated loads. Events (trace.py)
+are attached to the machine instruction that performs them, by PTX line, and by order where a line is off.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ ANCHORS = {
 }
 LONG_CODE = 2304  # machine instructions, 36 KB: the first instruction cache (benchmarks/microbench, shared limits)
 SHORT = 4  # machine instructions of a block that tries a wait again
-PEELED = 4  # times as many instructions of a loop as of what comes before it
-MANY_PAIRS = 8  # of lines and opcodes: fewer say nothing
-MANY_TURNS = 3  # that a block has at least: two may be the halves of 64 bits
-KEPT = 1 << 20  # machine instructions of the ways that are kept for a kernel
+PEELED = 4  # ratio of instructions from a loop to instructions from before it
+MANY_PAIRS = 8  # (line, opcode) pairs: fewer are not significant
+MANY_TURNS = 3  # the fewest iterations in a block: two may be the halves of a 64-bit value
+KEPT = 1 << 20  # machine instructions of the cached paths of a kernel
 ACCESSES = ("LDG.", "LD.", "STG", "ST.", "ATOMG", "ATOM.", "RED.", "REDG", "LDS", "STS", "ATOMS")
-OTHERS = ("HGMMA", "QGMMA", "IGMMA", "WARPGROUP.DEPBAR")  # known by the machine code alone
+OTHERS = ("HGMMA", "QGMMA", "IGMMA", "WARPGROUP.DEPBAR")  # recognised from the machine code alone
 ALL = tuple(sorted({op for ops in ANCHORS.values() for op in ops} | set(OTHERS)))
 
 
 @dataclass
 class Streams:
-    """What the warps of a cluster do: the path and first event of each warp, and the events of all."""
+    """The work of a cluster's warps: the path and first event of each warp, and the events of all."""
 
     paths: list[Path] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
@@ -74,11 +74,11 @@ def kinds_of(streams: list[Streams]) -> list[int]:
 
 @dataclass
 class Path:
-    """The machine instructions of one way through the program."""
+    """The machine instructions of one path through the program."""
 
     instructions: np.ndarray
-    events: np.ndarray  # the first at each of them, counted from the warp's first, or -1
-    counts: np.ndarray  # how many
+    events: np.ndarray  # the first event at each instruction, counted from the warp's first, or -1
+    counts: np.ndarray  # number of events at each instruction
     order: np.ndarray  # the warp's events in the order of the instructions
 
 
@@ -91,7 +91,7 @@ def lowering_of(code: Code, blocks: Blocks) -> Lowering:
 class Lowering:
     def __init__(self, code: Code, blocks: Blocks):
         self.code, self.blocks = code, blocks
-        self.pseudo = len(code.instructions)  # an event without an instruction of its own
+        self.pseudo = len(code.instructions)  # stands for an event without an instruction
         self.depths = machine_depths(code)
         homes: dict[int, list[int]] = defaultdict(list)
         part_of: dict[int, Counter] = defaultdict(Counter)  # PTX block -> homes of the machine code with its lines
@@ -106,8 +106,8 @@ class Lowering:
         self.paths: dict[tuple, Path] = {}
 
     def _homes(self) -> dict[int, tuple[Counter, int]]:
-        """Machine block -> how many of its instructions come from each PTX block, and the one it belongs to. One before
-        a loop may have the loop's first turn, too: it belongs to what comes before the loop."""
+        """Maps each machine block to its instruction count by PTX block and to the PTX block it belongs to. A block
+        before a loop may contain the loop's first iteration; it still belongs to the code before the loop."""
         found: dict[int, tuple[Counter, int]] = {}
         deepest: Counter = Counter()
         for number, block in enumerate(self.code.blocks):
@@ -129,8 +129,8 @@ class Lowering:
         return found
 
     def _unrolled(self, homes: dict[int, list[int]], part_of: dict[int, Counter]) -> dict[int, int]:
-        """PTX blocks whose machine code has all turns of their loop one after another -> the block that stands for
-        them. It is in fewer loops than the PTX block. What comes before and behind the loop may be part of it."""
+        """Maps PTX blocks whose loop ptxas has unrolled completely to the block that contains all iterations. That one
+        is in fewer loops than the PTX block. It may also contain the code before and after the loop."""
         machine = self.depths
         largest = {home: max(len(self.code.blocks[n]) for n in numbers) for home, numbers in homes.items()}
         deepest = {
@@ -140,7 +140,7 @@ class Lowering:
         out: dict[int, int] = {}
         for home in homes:
             around = self._around(home, homes)
-            # Loops around both may have become one: what counts is what the block has more than the code around it.
+            # Loops around both may have become one, so compare the block's depth with that of the code around it.
             outer, depth = (0, 0) if around is None else (self.blocks.loops[around], deepest[around])
             if deepest[home] - depth < self.blocks.loops[home] - outer and largest[home] >= 16:
                 out[home] = home
@@ -151,7 +151,7 @@ class Lowering:
         return out
 
     def _around(self, home: int, homes: dict[int, list[int]]) -> int | None:
-        """The nearest block before it that is in fewer loops, all of them around it, too."""
+        """Returns the nearest block before `home` that is in fewer loops, all of which also enclose `home`."""
         least = self.blocks.loops[home]
         for b in range(home - 1, -1, -1):
             if self.blocks.loops[b] < least:
@@ -161,8 +161,8 @@ class Lowering:
         return None
 
     def _second_tries(self) -> set[int]:
-        """Short blocks behind an EXIT that ask a barrier which code before them has asked, perhaps with the phase in
-        another register."""
+        """Returns short blocks after an EXIT that test a barrier which earlier code has tested, perhaps with the phase
+        in another register."""
 
         def asks(block: range) -> set[str]:
             made = (self.code.instructions[i] for i in block)
@@ -182,8 +182,8 @@ class Lowering:
         return out
 
     def _tried_again(self, numbers: list[int]) -> set[int]:
-        """Blocks that only try a wait again, behind all other code. They have the line of the try_wait, the first try
-        often a neighbour's; the wait belongs to the first try, or it would come after what follows it."""
+        """Returns blocks after all other code that only retry a wait. They have the line of the try_wait, the first try
+        often a neighbour's; the wait belongs to the first try, or it would follow the code that depends on it."""
         again = self.again & set(numbers)
         tries = sum(
             self.code.instructions[i].opcode.startswith("SYNCS.PHASECHK")
@@ -194,7 +194,7 @@ class Lowering:
         return again if tries >= len(again) else set()
 
     def _kept(self, numbers: list[int]) -> dict[int, np.ndarray]:
-        """Turns of a loop -> the instructions that make them up, most turns first; without a loop, one turn."""
+        """Maps iteration counts to the instructions that perform them, most iterations first; 1 if not a loop."""
         kept: list[int] = []
         seen: Counter = Counter()
         accessed: set[int] = set()
@@ -228,7 +228,7 @@ class Lowering:
             shared = sum((Counter(self.code.instructions[i].line for i in longer) & lines).values())
             if shared >= 0.7 * min(len(block), len(longer)) and min(len(block), len(longer)) >= 6:
                 copies.append(block)
-        # ptxas unrolls by four and leaves copies for two turns and for one: the smallest is one turn.
+        # ptxas unrolls by four and leaves copies for two iterations and for one: the smallest is one iteration.
         *_, longer = blocks = sorted(copies, key=len)
         if len(longer) >= 1.7 * len(blocks[0]):
             return {self._turns(longer, blocks[0]): made_of(longer), 1: made_of(blocks[0])}
@@ -238,13 +238,13 @@ class Lowering:
         return {1: whole}
 
     def _accesses(self, number: int) -> Counter:
-        """How often a machine block has the access to memory of each PTX line."""
+        """Counts the memory accesses of a machine block by PTX line."""
         made = (self.code.instructions[i] for i in self.code.blocks[number])
         return Counter(ins.line for ins in made if ins.line and ins.opcode.startswith(ACCESSES))
 
     def _turns_by_accesses(self, best: int, left_out: list[int]) -> dict[int, Iterable[int]]:
-        """Turns -> block, of an unrolled loop whose rest ptxas has cut where it jumps over a load: what is left is no
-        copy of the others then, but the accesses tell how many turns each has."""
+        """Maps iteration counts to blocks of an unrolled loop whose remainder ptxas has split where it jumps over a
+        load. The remainder is then not a copy of the others, but the accesses tell how many iterations each has."""
         longer = self._accesses(best)
         least = {
             line: min([n, *filter(None, (self._accesses(k)[line] for k in left_out))]) for line, n in longer.items()
@@ -264,10 +264,10 @@ class Lowering:
         return {1: self._first_turn(self.code.blocks[best])} | found
 
     def _copies(self, block: range) -> int:
-        """How many turns of a loop are in a block that has no copy of one turn beside it: ptxas unrolls so if it knows
-        their number. Most lines are there that often with each of their opcodes, but for lines with more than one PTX
-        instruction (inline PTX). Products and copies have moves of a line for each of them; loops with those are not
-        unrolled so."""
+        """Counts the iterations in a block without a separate copy of one iteration: ptxas unrolls so if it knows the
+        trip count. Most lines occur that often with each of their opcodes, except lines with more than one PTX
+        instruction (inline PTX). Products and copies have moves of a line for each of them; ptxas does not unroll
+        loops with those in this way."""
         if any(self.code.instructions[i].opcode.startswith(ALL) for i in block):
             return 1
         made, crowded = [self.code.instructions[i] for i in block], self.blocks.crowded
@@ -285,14 +285,14 @@ class Lowering:
         return out
 
     def _turns(self, longer: range, single: range) -> int:
-        """How many turns of a loop an unrolled copy makes: most of its instructions are there that often (counters and
-        branches, which the turns share, are not). By opcode, since ptxas gives products of later turns other lines."""
+        """Counts the iterations in an unrolled copy: most of its instructions occur that often (counters and branches,
+        which iterations share, do not). Counts by opcode: ptxas gives products of later iterations other lines."""
         many, one = (Counter(self.code.instructions[i].opcode for i in block) for block in (longer, single))
         ratios = [many[op] / n for op, n in one.items() if op in many for _ in range(n)]
         return max(2, round(float(np.median(ratios))))
 
     def _anchors(self, part: np.ndarray, events: tuple) -> tuple[np.ndarray, list[int]]:
-        """Where each event of a run through a block goes -> (instructions, positions)."""
+        """Places the events of one run through a block. -> (instructions, positions)"""
         places: dict[tuple, list[int]] = defaultdict(list)
         for at, i in enumerate(part.tolist()):
             if i < self.pseudo:
@@ -330,7 +330,7 @@ class Lowering:
                         taken.add(found[n])
             if found[n] >= 0:
                 last[kind] = found[n]
-        if -1 in found:  # no instruction is left for some: they get one that does nothing
+        if -1 in found:  # events without an instruction get one that does nothing
             extra = [n for n, at in enumerate(found) if at < 0]
             out, moved = part.tolist(), dict(enumerate(found))
             for n in extra:
@@ -362,7 +362,7 @@ class Lowering:
     def _path(self, blocks: list[int], marks: list[int], events: list[tuple[int, int]]) -> Path:
         """events: (PTX line, kind)"""
         parts: list[Path] = []
-        begins: list[int] = []  # of the events of each part
+        begins: list[int] = []  # first event of each part
         ends = [*marks[1:], len(events)]
         n, total = 0, len(blocks)
         while n < total:
@@ -391,7 +391,7 @@ class Lowering:
         )
 
     def streams(self, cluster: ClusterTrace) -> Streams:
-        """Warps of a role mostly go one way, in all CTAs: ways are kept."""
+        """Returns the streams of a cluster. Warps of a role mostly share one path in all CTAs, so paths are cached."""
         out = Streams()
         tables: list[np.ndarray] = [np.zeros((0, 4))]
         first = 0

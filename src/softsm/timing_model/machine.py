@@ -1,5 +1,5 @@
-"""What a replay (replay.py) reads and changes: the kinds and columns of machine instructions, the parameters by
-their place in an array, and the arrays themselves, all of one dimension.
+"""The state of a replay (replay.py): the kinds and columns of machine instructions, the parameters by their place in
+an array, and the arrays themselves, all one-dimensional.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 INF = 1e18
-LOW = 0xFFFFFFFF  # with it LLVM knows that an index is not below zero, and leaves out what Python does with one that is
+LOW = 0xFFFFFFFF  # a mask that tells LLVM an index is not negative, so that it drops Python's wraparound code
 # Kinds of machine instructions.
 PLAIN, SHARED, READ, WRITE, PRODUCT, PRODUCT_WAIT, TENSOR_READ, TENSOR_WRITE, TAKEN, MEMBAR, ATOMIC = range(11)
 # Reasons to wait.
 REASONS = ("registers", "pipe", "issue", "barrier", "products", "copies", "bar.sync", "shared memory", "code")
 DEPENDS, PIPE, ISSUE, BARRIER, PRODUCTS, COPIES, NAMED, PORT, CODE = range(9)
 REASON_COUNT = len(REASONS)
-# Entries of the log beside waits.
+# Log entries other than waits.
 LOG_PRODUCT, LOG_COPY = 20, 21
 # Parameters (parameters.py), by their place in the array; None: set by the model.
 PARAMETERS = (
@@ -113,20 +113,20 @@ PARAMETERS = (
     CLUSTER_WAIT,
     GATHER,
 ) = range(17)
-# Columns of an mbarrier, with causes of 16 phases; its times: the latest arrival, ends of 16 phases.
+# Columns of an mbarrier, with the causes of 16 phases; its times are the latest arrival and the ends of 16 phases.
 B_PENDING, B_EXPECTED, B_BYTES, B_PHASES, B_CAUSE, B_CAUSES = range(6)
 B_COLUMNS, B_TIMES = 21, 17
-LOG_ROWS, N_BARRIERS, N_ENDING, N_INSTANCES, N_WARPS, N_GROUPS, LOG_ROOM = range(7)  # of State.sizes
+LOG_ROWS, N_BARRIERS, N_ENDING, N_INSTANCES, N_WARPS, N_GROUPS, LOG_ROOM = range(7)  # places in State.sizes
 LOG_COLUMNS = 6
 PIPES, ISSUE_SLOT = 17, 16  # of a scheduler; the last is the issue slot
 ENGINES = 11  # of a multiprocessor
-NEAR, FAR = 96, 480  # instructions that the measured jumps went over
+NEAR, FAR = 96, 480  # instructions that the measured jumps skipped
 RING = 64  # products of a warpgroup
 # Columns of the machine instructions (costs.py): whole numbers, and others.
-KIND, PIPE_OF, STALL, SETS, HOLDS, WAITS, TENSOR, QUIET = range(8)  # QUIET: it changes nothing but its warp and pipe
+KIND, PIPE_OF, STALL, SETS, HOLDS, WAITS, TENSOR, QUIET = range(8)  # QUIET: affects only its warp and pipe
 INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, COMPUTES, PORT_CYCLES, LINES = range(8)
-FIRST = LATENCY  # of loads: the first instruction of those that ptxas made of one, as it does when it unrolls a loop
-# Of a multiprocessor.
+FIRST = LATENCY  # for loads: the first of the instructions that ptxas made from one, as in an unrolled loop
+# Engines of a multiprocessor.
 (
     TENSOR_FREE,
     PORT_FREE,
@@ -140,21 +140,21 @@ FIRST = LATENCY  # of loads: the first instruction of those that ptxas made of o
     MMA_LAST,
     LAST_LOAD,
 ) = range(11)
-ANY = -2  # of State.i_next: whichever has not begun
-# Tags of warps that wait for something without a time.
+ANY = -2  # in State.i_next: whichever instance has not begun
+# Tags of warps that wait for something whose time is unknown.
 ON_BARRIER, ON_PRODUCTS, ON_CLUSTER, ON_NAMED = 1_000_000_000, 2_000_000_000, 3_000_000_000, 4_000_000_000
 
 
 class State(NamedTuple):
-    """Everything that the replay reads and changes."""
+    """All arrays that the replay reads and changes."""
 
-    ints: np.ndarray  # machine instructions: eight columns of each, as above
+    ints: np.ndarray  # machine instructions, eight columns each, as above
     values: np.ndarray
-    fetched: np.ndarray  # when their code is there, or -1
+    fetched: np.ndarray  # when their code is cached, or -1
     issued: np.ndarray
-    asked: np.ndarray  # by load (FIRST) and warp: below the share of such loads that fetch something, the next one does
-    stalls: np.ndarray  # reasons of each, one after the other
-    s_ins: np.ndarray  # ways: machine instruction, first event, counted from the warp's first, or -1, events
+    asked: np.ndarray  # by load (FIRST) and warp: if below the share of such loads that fetch, the next one fetches
+    stalls: np.ndarray  # cycles by instruction and reason
+    s_ins: np.ndarray  # paths: machine instruction; first event, counted from the warp's first, or -1; number of events
     s_ev: np.ndarray
     s_cnt: np.ndarray
     e_kind: np.ndarray  # events
@@ -168,13 +168,13 @@ class State(NamedTuple):
     w_sched: np.ndarray
     w_inst: np.ndarray
     w_group: np.ndarray
-    w_alone: np.ndarray  # whether no other warp has its scheduler, and no product is made
+    w_alone: np.ndarray  # whether the warp is alone on its scheduler and the kernel has no products
     w_time: np.ndarray
     w_since: np.ndarray
     w_tag: np.ndarray
     w_count: np.ndarray  # products, their groups, groups of cp.async, of bulk copies, arrivals at the cluster's barrier
     w_last: np.ndarray  # cp.async, bulk written, bulk read, at a named barrier since, loads there
-    board: np.ndarray  # when each of 8 scoreboards is down again
+    board: np.ndarray  # when each of 8 scoreboards is released
     w_groups: np.ndarray  # 32 of products, as numbers
     w_ends: np.ndarray  # 32 of cp.async, 16 of bulk written, 16 of bulk read
     i_first: np.ndarray  # instances: warps, the one that follows (-1: none, or ANY), warps left
@@ -191,24 +191,24 @@ class State(NamedTuple):
     g_count: np.ndarray  # products of a warpgroup that have arrived, RING of each
     g_done: np.ndarray
     g_begin: np.ndarray
-    g_made: np.ndarray  # those that have begun
-    g_asked: np.ndarray  # those that all four warps have issued
+    g_made: np.ndarray  # products that have begun
+    g_asked: np.ndarray  # products that all four warps have issued
     g_at: np.ndarray  # ... when, RING of each
     g_pos: np.ndarray  # ... and where
     g_home: np.ndarray  # multiprocessor and instance of each
     g_warp: np.ndarray  # the warp that issued last
-    turn: np.ndarray  # of a multiprocessor: the warpgroup whose product came last
-    queued: np.ndarray  # ... and the cycles of products that wait
-    engines: np.ndarray  # eleven of a multiprocessor
-    pipes: np.ndarray  # 17 of a scheduler: free at; the last is the issue slot
-    memory: np.ndarray  # tensors: cycles a byte, latencies of loads and of TMA, L2_FREE or DEVICE_FREE
+    turn: np.ndarray  # per multiprocessor: the warpgroup whose product began last
+    queued: np.ndarray  # ... and the cycles of waiting products
+    engines: np.ndarray  # eleven per multiprocessor
+    pipes: np.ndarray  # 17 per scheduler: free at; the last is the issue slot
+    memory: np.ndarray  # tensors: cycles per byte, latencies of loads and of TMA, L2_FREE or DEVICE_FREE
     p: np.ndarray
     log: np.ndarray
-    sizes: np.ndarray  # rows of the log, mbarriers of an instance, instances that must end, and sizes of all this
+    sizes: np.ndarray  # rows of the log, mbarriers per instance, instances that must end, and lengths of these arrays
 
 
 def filled(size: int, value: float, dtype: type = np.float64) -> np.ndarray:
-    """Like np.full, which takes five times as long for small arrays."""
+    """Like np.full, but five times as fast for small arrays."""
     out: np.ndarray = np.empty(size, dtype)
     out.fill(value)
     return out
@@ -216,9 +216,9 @@ def filled(size: int, value: float, dtype: type = np.float64) -> np.ndarray:
 
 def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, groups: int, barriers: int, sms: int,
           memory, p, log: int, ending: int) -> State:  # fmt: skip
-    """rows: of each warp, in the order of State; spans: the warps of each instance; nexts: the instance that follows
-    each; begins: their times, or -1; log: rows that are kept;
-    ending: instances that must end, all or those that another follows."""
+    """Builds the state. rows: one per warp, in the order of State; spans: the warps of each instance; nexts: the
+    successor of each instance; begins: their start times, or -1; log: rows of the log;
+    ending: instances that must end, all or those with a successor."""
     n, warps, instances = len(ints), len(rows), len(spans)
 
     def whole(size: int, value: int = 0) -> np.ndarray:

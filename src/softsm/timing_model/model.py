@@ -1,4 +1,4 @@
-"""Turns traces into a time: occupancy, sources of data, the replay of a multiprocessor, the schedule of the grid."""
+"""Turns traces into a time, from occupancy, data sources, the replay of one multiprocessor and the grid's schedule."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from softsm.timing_model.work import (
     work_of,
 )
 
-SM_L1 = 256 << 10  # bytes, of which shared memory takes its part
-# Above this, Triton asks for as much shared memory as there is (benchmarks/NOTES.md, L1 carve-out).
+SM_L1 = 256 << 10  # bytes, shared memory included
+# Above MUCH_SHARED bytes, Triton requests the largest shared-memory carve-out (benchmarks/NOTES.md, L1 carve-out).
 MUCH_SHARED, L1_LEFT = 48 << 10, 28 << 10
-BATCH = 16  # rows that a warp waits for together, at least
-TURNS = 6  # of a multiprocessor's places that the replay looks at, the first of which begins with cold caches
-CROWD = 0.5  # the power of L2's use that says how much of the others' traffic a request meets
-MERGED = 16  # multiprocessors that ask for a line: more of them gain nothing (benchmarks/microbench, copies)
+BATCH = 16  # the fewest rows that a warp waits for together
+TURNS = 6  # rounds of CTAs per slot of a multiprocessor that the replay covers; the first starts with cold caches
+CROWD = 0.5  # exponent of L2 utilisation: how much of the other multiprocessors' traffic delays a request
+MERGED = 16  # multiprocessors that request one line together; more gain nothing (benchmarks/microbench, copies)
 
 
 def spill_room(shared: int, left: float) -> float:
-    """Bytes of L1 for local memory; left: what shared memory would leave of it."""
+    """Returns the bytes of L1 that hold local memory. left: bytes that shared memory would leave."""
     return left if shared <= MUCH_SHARED else L1_LEFT
 
 
@@ -78,9 +78,9 @@ class Model:
         self.fetched_again = fetched_again(came, sum(len(c.warps) for c in trace.clusters))
         self._unknown_tensors()
         self.kinds = kinds_of(self.streams)
-        # Shares of their rates that device memory and L2 are used with: they answer later the busier they are.
+        # Utilisation of device memory and of L2: their latency grows with it.
         self.device_use = self.l2_use = 0.0
-        self.crowded = 1.0  # ... and how much of the others' traffic a request meets
+        self.crowded = 1.0  # how much of the other multiprocessors' traffic delays a request
         again = (1 - self.l1_share()) * trace.total * self.typical / max(1, len(trace.clusters))
         found = self.l2_finds_again()
         twice = any(a.space == "load" and 4 * a.distant > a.units for a in trace.access.values())
@@ -97,7 +97,7 @@ class Model:
                     s.device = device / max(s.asked, 1.0)
 
     def _unknown_tensors(self) -> None:
-        """Loads that no tensor is known for get the number behind the last."""
+        """Gives loads from an unknown tensor the number after the last tensor."""
         tensors = len(self.sources)
         for events in (x.table for x in self.streams if len(x.table)):
             loads = (events[:, 0] == LOAD) | (events[:, 0] == GATHER)
@@ -123,7 +123,7 @@ class Model:
 
     @functools.cached_property
     def _twice(self) -> dict[int, float]:
-        """Bytes of each tensor that a CTA loads, and loads again after many others."""
+        """Bytes of each tensor that a CTA loads, and loads again after many other loads."""
         bytes_of: dict[int, list[float]] = {}
         for a in self.trace.access.values():
             if a.space == "load" and a.tensors:
@@ -134,25 +134,25 @@ class Model:
 
     @functools.cached_property
     def typical(self) -> float:
-        """How much the clusters of the grid do, as a part of what those do that were looked at."""
+        """Mean work of all clusters of the grid, relative to the mean of the sampled ones."""
         lengths = self.trace.lengths
         return 1.0 if lengths is None else float(lengths.mean() / lengths[self.trace.samples].mean())
 
     def l1_share(self) -> float:
-        """The share of the sectors a CTA asks for again that L1 still holds: L1 is what shared memory leaves. It
-        forgets what was used longest ago, so rows that are read twice are found whole or not at all."""
+        """Returns the share of re-requested sectors that still hit L1, whose size is what shared memory leaves. L1
+        evicts the least recently used line, so rows that are read twice hit entirely or not at all."""
         room = max(1.0, SM_L1 - self.occupancy * self.trace.shared)
         return within(sum(self._twice.values()) * self.occupancy / room, 0.6, 1.1)
 
     def l2_finds_again(self) -> float:
-        """The same for L2 and what L1 did not hold: all CTAs that run together fill it, with no more than there is."""
+        """Returns the same for L2 and L1's misses. All resident CTAs fill L2, with at most the size of each tensor."""
         written = sum(s.written for s in self.sources) / self.trace.total / self.cluster
         ctas = min(self.trace.total * self.cluster, self.sms * self.occupancy)
         read = sum(min(ctas * n, self.sources[t].size) for t, n in self._twice.items() if 0 <= t < len(self.sources))
         return within((read + ctas * written) / self.gpu["l2.bytes"], 0.6, 1.2)
 
     def memory(self, clock: float, active: int) -> tuple[np.ndarray, float]:
-        """(cycles a byte and latencies of each tensor on one multiprocessor, cycles a byte written)"""
+        """Returns (cycles per byte and latencies of each tensor on one multiprocessor, cycles per byte written)."""
         g = self.gpu
         slow = g["hbm.busy"] * self.device_use**3 + g["hbm.slowest"] * self.slowest
         slow += self.exchange
@@ -164,12 +164,12 @@ class Model:
             per = alone + max(0.0, clock * s.granules / self.l2_share(s, active) - alone) * self.crowded
             if s.device:
                 per = max(per, s.device * active * clock * self.device_cost(s) / g["hbm.rate"])
-            # Who asks together waits together: for device memory, if the line is not in L2 yet.
+            # Multiprocessors that request a line together all wait for device memory if it is not in L2 yet.
             together = self.together(s, active)
             far = min(1.0, max(s.device * together, gone(s, self.sources, together, g["l2.held"])))
-            if s.random:  # a wait is for many rows: the slowest counts
+            if s.random:  # a warp waits for many rows, so the slowest counts
                 far = 1 - (1 - s.device) ** BATCH
-            # What is in L2 overtakes what is not: two queues.
+            # L2 hits overtake misses, so there are two queues.
             queue = machine.DEVICE_FREE if far > 0.5 else machine.L2_FREE
             delays = (
                 clock * ((g[f"{way}.l2"] * idle + late) * (1 - far) + (g[f"{way}.hbm"] * idle + slow) * far)
@@ -179,36 +179,36 @@ class Model:
 
         none = row(Source("none", 0))
         rows = [*(row(s) if s.asked else none for s in self.sources), none]
-        rows += [[per, *none[1:]] for per, *_ in rows]  # loads of lines that device memory has been asked for
+        rows += [[per, *none[1:]] for per, *_ in rows]  # loads of lines already requested from device memory
         write = active * clock / g["hbm.write"]
         return np.array(rows), max(write, 1 / g["sm.write"])
 
     def device_cost(self, s: Source) -> float:
-        """What a byte from device memory takes more than in a stream, if pieces of a line are read."""
+        """Returns the cost of a byte from device memory relative to streaming; partial lines cost more."""
         return max(1.0, self.gpu["hbm.piece"] / s.block) if s.random or s.scattered else 1 / s.filled
 
     @functools.cached_property
     def alone(self) -> float:
-        """For which part of its time the longest CTA runs while the others have ended."""
+        """Share of the longest CTA's time during which it runs after all others have ended."""
         lengths = self.trace.lengths
         return 0.0 if lengths is None or self.waves else float(1 - lengths.mean() / lengths.max())
 
     def drained_ns(self) -> float:
-        """What device memory takes for what is written while the kernel runs: L2 keeps the last."""
+        """Returns the time of device memory for write-backs during the kernel. L2 keeps the last bytes written."""
         g, changed = self.gpu, sum(s.changed for s in self.sources)
         took = sum(s.changed / g[s.way_written] for s in self.sources)
         took *= max(0.0, 1 - g["l2.dirty"] / max(changed, 1.0))
         if not self.spilled:
             return took
-        # The next CTAs spill to the same places: they stay in L2 if all that these CTAs move does.
+        # The next CTAs spill to the same addresses, which stay in L2 if everything that these CTAs move fits there.
         moved = self.spilled + changed + sum(s.asked * s.device for s in self.sources)
         kept = within(moved * min(1.0, self.slots / self.trace.total) / g["l2.bytes"], 0.6, 1.2)
         return took + self.spilled * (1 - kept) / g["hbm.mixed"]
 
     def together(self, s: Source, active: int) -> float:
-        """Multiprocessors that ask for the same lines at the same time: neighbours in the grid run together. Which
-        tensor they share is not known: tiles that run together are taken for a square part of all waves, and in a grid
-        of one side of the turns of CTAs that loop over tiles."""
+        """Returns how many multiprocessors request the same lines at the same time, since neighbours in the grid run
+        together. The tensor that they share is unknown, so the model assumes that concurrent tiles form a square part
+        of all waves and, in a one-dimensional grid, of the iterations of CTAs that loop over tiles."""
         if s.random or not s.size:
             return 1.0
         sharers = (s.asked - s.again) / s.size
@@ -218,7 +218,7 @@ class Model:
         return max(1.0, min(sharers, active))
 
     def _turns(self) -> int:
-        """How often a CTA comes back to its rarest store: the tiles of one that loops over them."""
+        """Returns how often a CTA executes its rarest store, which is its number of tiles if it loops over them."""
         stores = {self.trace.blocks.of(line) for line, a in self.trace.access.items() if a.space == "store"}
         turns = 1
         for w in self.trace.clusters[0].warps:
@@ -229,22 +229,22 @@ class Model:
         return turns
 
     def l2_share(self, s: Source, active: int) -> float:
-        """Bytes/ns into one multiprocessor. A line that several ask for within its flight is read once: all of them in
-        step (benchmarks/microbench) is the upper bound, and more than 16 gain no more; of 64 that are not in step the
-        L2 answers one in 1.5."""
+        """Returns bytes/ns into one multiprocessor. L2 reads a line once for all requests that meet it in flight.
+        Multiprocessors in lockstep (benchmarks/microbench) are the upper bound, and more than 16 gain nothing; for 64
+        that are not in lockstep, L2 answers one request in 1.5."""
         g = self.gpu
         alone = g["l2.rate"] / active
-        whole = (s.piece / 128) ** 3  # pieces of a line are asked for at different times
-        close = g["l2.coincide.tma" if s.boxes else "l2.coincide"]  # a box is asked for at once
+        whole = (s.piece / 128) ** 3  # parts of a line are requested at different times
+        close = g["l2.coincide.tma" if s.boxes else "l2.coincide"]  # TMA requests a box at once
         served = 1 + (min(self.together(s, active), MERGED) - 1) * close * whole
         return max(alone, min(g["l2.merged"], served * alone))
 
     def replay(
         self, queues: list[list[int]], clock: float, active: int, log: int = 0, whole: bool = True, more: int = -1
     ) -> Run:
-        """queues: for each slot of the multiprocessor the traces that run in it, one after the other. If not whole,
-        the last of them begins in each slot and need not end. With `more`, each slot has one trace, and `more` others
-        like the first take the place of whichever ends."""
+        """Replays one multiprocessor. queues: for each of its slots, the traces that run there in sequence. If not
+        whole, the last trace of each slot must start but need not end. With `more`, each slot has one trace, and
+        `more` others like the first start wherever a slot becomes free."""
         trace = self.trace
         memory, write = self.memory(clock, active)
         p = np.array([self.gpu[name] if name else 0.0 for name in machine.PARAMETERS])
@@ -269,7 +269,7 @@ class Model:
             events_of[n] = events_at
             events_at += len(tables[-1])
         warps: list[tuple[int, int]] = []
-        rows: list[tuple] = []  # of warps, as machine.State has them: from w_pos to w_alone
+        rows: list[tuple] = []  # one per warp: the fields w_pos to w_alone of machine.State
         alone = len(queues) * each <= 4 and not self.costs.products
         spans_of: list[tuple[int, int]] = []
         groups = 0
@@ -286,7 +286,7 @@ class Model:
             spans_of.append((first, len(rows)))
         nexts: list[int] = []
         begins: list[float] = []
-        later = clock * self.sms / self.gpu["cta.rate"]  # one CTA for each multiprocessor, then the next
+        later = clock * self.sms / self.gpu["cta.rate"]  # each multiprocessor gets one CTA before any gets its next
         for place, q in enumerate(queues):
             base = len(nexts)
             nexts += [base + k + 1 if k + 1 < len(q) else -1 for k in range(len(q))]
@@ -321,7 +321,7 @@ class Model:
 
     @functools.cached_property
     def work(self) -> np.ndarray:
-        """Cycles of each engine (work.py), of the whole grid."""
+        """Cycles of each engine (work.py) for the whole grid."""
         works = {n: work_of(self.streams[n], self.costs, self.gpu) for n in set(self.kinds)}
         if len(works) == 1:
             return works[0] * self.trace.total
@@ -334,7 +334,7 @@ class Model:
     # ---- the grid -------------------------------------------------------------------------------------------------
 
     def predict(self, clock: float | None = None) -> Prediction:
-        """First as if device memory were idle, at the highest clock; again with the use and the clock of that."""
+        """Predicts at the highest clock with idle memories, then again with the resulting utilisation and clock."""
         first = f = clock or self.gpu.clock
         result = self._at(f, whole=not self.waves)
         use, l2_use = (min(1.0, float(result.busy[name])) for name in ("device memory", "L2"))
@@ -346,7 +346,7 @@ class Model:
         return self._at(first) if self.waves else result
 
     def _clock(self, r: Prediction) -> float:
-        """Busy tensor cores lower the clock, within microseconds."""
+        """Returns the clock in GHz: busy tensor cores lower it within microseconds."""
         top, low = self.gpu.clock, self.gpu["clock.loaded"]
         return top - (top - low) * min(1.0, r.busy["tensor core"] / self.gpu["clock.full"])
 
@@ -355,16 +355,16 @@ class Model:
 
     @property
     def slots(self) -> int:
-        """Clusters that run at a time."""
+        """Number of clusters that run concurrently."""
         return self.sms // self.cluster * self.occupancy
 
     @property
     def waves(self) -> bool:
-        """Whether clusters wait for others to end."""
+        """Whether some clusters start only after others have ended."""
         return self.trace.total > self.slots
 
     def _at(self, f: float, whole: bool = True) -> Prediction:
-        """If not whole, the run is good for the time alone."""
+        """Predicts at clock f. If not whole, only the time of the result is valid."""
         total, slots = self.trace.total, self.slots
         log = 60_000 if whole else 0
         if not self.waves:
@@ -388,19 +388,19 @@ class Model:
         return self._prediction(run, cycles, f, resident, total / slots)
 
     def _shares(self) -> list[float] | None:
-        """Of the grid that the traces stand for, where that is known."""
+        """Returns the share of the grid that each trace represents, or None where it is unknown."""
         return None if self.trace.lengths is None else shares_of(self.trace)
 
     def _alike(self) -> bool:
-        """Whether one trace stands for the grid: the others do as much, but perhaps the last, at the edge."""
+        """Tells whether one trace represents the grid: all do as much work, except perhaps the last, at the edge."""
         kinds = set(self.kinds if len(self.kinds) < 3 or self.trace.lengths is not None else self.kinds[:-1])
         sizes = [sum(len(x.instructions) for x in self.streams[n].paths) for n in kinds]
         return max(sizes) <= 1.02 * min(sizes)
 
     def _in_waves(self, f: float, log: int, whole: bool) -> Prediction:
-        """CTAs that are alike: whichever place gets free takes the next. What a multiprocessor does in some turns of
-        its places, and in the last, goes on for as long as it has CTAs. Not by how long each takes: some get ahead of
-        the others that share its pipes."""
+        """Predicts a grid of equal CTAs: each free slot gets the next one. Extrapolates the rate at which CTAs start
+        in a few rounds, and the last round, to all CTAs of a multiprocessor. Single CTAs' durations would mislead,
+        because some get ahead of the others that share their pipes."""
         resident, slots = self.occupancy, self.sms // self.cluster
         many = -(-self.trace.total // slots)
         looked = min(many, TURNS * resident + many % resident) if whole else min(many, TURNS * resident)
@@ -417,8 +417,8 @@ class Model:
         return self._prediction(run, cycles, f, resident, self.trace.total / self.slots)
 
     def _schedule(self, run: Run, queues: list[list[int]], slots: int) -> float:
-        """List scheduling of all clusters: each takes the place of the first that ends. Those that begin together, one
-        in each slot, take longer than those that follow."""
+        """Schedules all clusters in order, each into the slot that becomes free first. The first cluster of each slot
+        starts with the others' first ones and runs longer than its successors."""
         gap = self.gpu["cta.gap"]
         cold: dict[int, list[float]] = {}
         warm: dict[int, list[float]] = {}
@@ -427,7 +427,7 @@ class Model:
         for q in queues:
             for k, n in enumerate(q):
                 if k + 1 < len(q):
-                    # A CTA leaves its place before its last stores have landed: what counts is when the next begins.
+                    # A CTA frees its slot before its last stores have landed, so the start of the next one counts.
                     took, place = float(run.start[at + 1] - gap - run.start[at]), warm if k else cold
                 else:
                     took, place = float(run.end[at] - run.start[at]), last
@@ -454,12 +454,12 @@ class Model:
         changed, drained = sum(self.atomics.ns), self.drained_ns()
         device = sum(s.asked * s.device * self.device_cost(s) + min(s.atomic, s.size) for s in self.sources)
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {
-            "L2": max(read + changed, written) * 1e-3,  # answers and stores go different ways
+            "L2": max(read + changed, written) * 1e-3,  # read data and stores use separate paths
             "atomics": changed * 1e-3,
             "device memory": max(device / g["hbm.rate"] + drained, 1e-9) * 1e-3,
             "CTA launches": trace.total * self.cluster / g["cta.rate"] * 1e-3,
         }
-        # Nothing is faster than what it must do, and no memory is busy before the first request has got there.
+        # No kernel is faster than its busiest engine, and no memory is busy before the first request reaches it.
         first = {"L2": g["load.l2"] * 1e-3, "device memory": g["load.hbm"] * 1e-3}
         least = max(*needs.values(), *(took + first.get(name, 0.0) for name, took in roofline.items()))
         memory = roofline["device memory"]

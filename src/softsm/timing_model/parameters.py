@@ -1,4 +1,4 @@
-"""What the model knows of a GPU: every number with its unit, its bounds and where it comes from.
+"""The model's parameters of each GPU: every number with its unit, its bounds and its source.
 
 Confidence: A two or more independent measurements agree, or ours alone on the GPU itself; B one careful measurement;
 C one weak source or derived; D sources disagree or nothing is known. None of these was fitted on a validation kernel.
@@ -35,8 +35,8 @@ FGS = "FlashGPU-Sim, arXiv 2609.15311, H100 SXM at 1500 MHz"
 SA = "SemiAnalysisAI/microbench-blackwell, B200"
 QRC = "ademeure/QuickRunCUDA, B300"
 BPG = "CUDA Best Practices Guide 13.4"
-# An upper bound: a CTA of its sparse prefill gathers four rows 272 times for 128 keys (K 16 x 9, V 32 x 4), 17.8 MFLOP;
-# at the 1450 TFLOP/s that it publishes for 148 SMs that takes 3580 cycles of 1.965 GHz at most.
+# An upper bound: a CTA of its sparse prefill gathers four rows 272 times for 128 keys (K 16 x 9, V 32 x 4), 17.8 MFLOP.
+# At the published 1450 TFLOP/s on 148 SMs that is at most 3580 cycles at 1.965 GHz.
 FLASHMLA = "derived from deepseek-ai/FlashMLA, sm100 sparse prefill, 128 heads: 1450 TFLOP/s on a B200"
 TMEM = "derived: accumulators of tcgen05.mma are in tensor memory"
 HUE = "arXiv 2503.20481, Ampere to RTX Blackwell"
@@ -46,7 +46,7 @@ STRIPS = "benchmarks/microbench, group strips, H200, 2026-11-16"
 TURNS = "benchmarks/microbench, groups products and turns, H200, 2026-11-16"
 OVERLAP = "benchmarks/microbench, group overlap, H200, 2026-11-16"
 GLUON = "Triton's Gluon tutorials 02, 06, 08 and 11, B200 (benchmarks/timing.py --published)"
-# The lowest that lets a B200 do what it was measured to do: 1613 TFLOP/s in bf16 (FlashAttention-4, arXiv 2603.05451);
+# The lowest clock at which a B200 reaches its measured 1613 TFLOP/s in bf16 (FlashAttention-4, arXiv 2603.05451); the
 # tutorials alone give 1.2, with hardly smaller errors.
 CLOCK = "Triton's Gluon tutorials and FlashAttention-4, B200"
 EVERYDAY = "benchmarks/microbench, group everyday, H200, 2026-11-17"
@@ -172,8 +172,8 @@ HOPPER = {
     "beside.pack": _p(1.44, "times", OURS, "A"),
     "beside.logic": _p(2.1, "times", OVERLAP, "B", 1.45, 2.2),  # e4m3 to bf16
     "beside.lds": _p(1.5, "times what a product leaves", OVERLAP, "A", 1.5, 1.8),
-    # Beside products FFMA every 1.97 cycles holds them up, IADD3 in turn with IMAD every 1.65 too; IMAD, FMNMX or F2FP
-    # alone, every 3.1, do not.
+    # FFMA every 1.97 cycles delays concurrent products, and so does IADD3 alternating with IMAD every 1.65; IMAD, FMNMX
+    # or F2FP alone, every 3.1, do not.
     "product.delay": _p(0.24, CLOSE, TURNS, "B", 0.18, 0.243),
     "clock.loaded": _p(1.74, "GHz", OURS, "A", 1.65, 1.8),
     "clock.full": _p(0.5, "tensor-core use", "NOTES.md, clock: 1.61 to 1.77 GHz at 60 % use", "B", 0.4, 0.75),
@@ -198,7 +198,7 @@ BLACKWELL = HOPPER | {
     "hbm.rows.wide": _p(6400, "bytes/ns, more at a time", "the H200's share", "D", 5900, 7200),
     "hbm.mixed": _p(7200, "bytes/ns written beside reads", GLUON, "B", 6900, 7300),
     "cta.rate": _p(1.86, "CTAs/ns of the GPU", "the H200's, by the number of SMs", "D", 1.6, 2.0),
-    # The clock falls with the use of the tensor cores, most of all in runs as long as those of a benchmark.
+    # The clock falls with the utilisation of the tensor cores, most of all in runs as long as a benchmark's.
     "clock.loaded": _p(1.33, "GHz", CLOCK, "B", 1.15, 1.35),
     "clock.full": _p(1.0, "tensor-core use", GLUON, "B", 0.75, 1.0),
     "bar.sync": _p(22, "cycles", QRC, "B"),

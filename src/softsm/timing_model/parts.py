@@ -1,8 +1,8 @@
-"""Parts of a replay (replay.py) that need little of its state: which warp goes next, what code that is not in a
-cache costs, whom an arrival wakes, the log.
+"""Parts of a replay (replay.py) that need little of its state: the choice of the next warp, the cost of code that is
+not cached, the warps that an arrival wakes, the log.
 
-Times of active warps are the leaves of a tree, whose nodes have the earlier time of their two: the earliest is at the
-top, and a warp's new time changes the nodes on its way there.
+The times of active warps are the leaves of a tree. Each node holds the earlier time of its two children, so the root
+holds the earliest, and a warp's new time changes only the nodes on its path to the root.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from softsm.timing_model.machine import (
 
 # isort: on
 
-# Not `native`: it is kept on disk as a part of its callers.
+# Not `native`: the disk cache keeps it as a part of its callers.
 options: dict = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 part: Callable[[Callable], Any] = njit(forceinline=True, **options)
 
 
 @intrinsic
 def pointers(typingctx, state):
-    """A named tuple of arrays as one of pointers to their first elements: a pointer is one number, an array seven, and
-    references to it are counted."""
+    """Turns a named tuple of arrays into one of pointers to their first elements: a pointer is one number, an array
+    seven, and Numba counts references to an array."""
 
     def codegen(context, builder, signature, args):
         arrays = zip(state.types, cgutils.unpack_tuple(builder, args[0]))
@@ -43,7 +43,7 @@ def pointers(typingctx, state):
 
 @part
 def start(s, inst, time, active, n_active):
-    """The warps of a CTA begin. -> how many are active"""
+    """Starts the warps of a CTA. -> how many are active"""
     for v in range(s.i_first[inst], s.i_after[inst]):
         s.w_time[v] = time
         active[n_active] = v
@@ -53,7 +53,7 @@ def start(s, inst, time, active, n_active):
 
 @part
 def plant(s, tree, leaves, active, n_active):
-    """All nodes anew."""
+    """Rebuilds all nodes."""
     for k in range(leaves):
         tree[leaves + k] = s.w_time[active[k]] if k < n_active else INF
     for k in range(leaves - 1, 0, -1):
@@ -62,7 +62,7 @@ def plant(s, tree, leaves, active, n_active):
 
 @part
 def change(tree, k, time):
-    """One leaf, and what is above it."""
+    """Updates one leaf and the nodes above it."""
     tree[k] = time
     while k > 1:
         time = min(time, tree[k ^ 1])
@@ -72,7 +72,7 @@ def change(tree, k, time):
 
 @part
 def earliest(tree, leaves):
-    """-> (its place among the active warps, the earliest time of the others)"""
+    """Finds the earliest warp. -> (its place among the active warps, the earliest time of the others)"""
     second = INF
     k = 1
     while k < leaves:
@@ -88,8 +88,8 @@ def earliest(tree, leaves):
 
 @part
 def fetch(s, before, i):
-    """Cycles to fetch an instruction that no warp has run yet: what follows the one before comes fast,
-    what a jump leads to does not."""
+    """Returns the cycles to fetch an instruction that no warp has run yet: fast if it follows the one before,
+    slow if it is the target of a jump."""
     over = abs(i - before - 1) if before >= 0 else FAR
     if over >= NEAR:
         return s.p[JUMP_NEAR] + (s.p[JUMP_FAR] - s.p[JUMP_NEAR]) * min(1.0, (over - NEAR) / (FAR - NEAR))
@@ -98,7 +98,7 @@ def fetch(s, before, i):
 
 @part
 def held(s, first, mask):
-    """When the scoreboards of the mask are down; `first`: of the warp."""
+    """Returns when the scoreboards of the mask are released; `first`: the warp's first scoreboard."""
     time = 0.0
     for r in range(6):
         if mask >> r & 1 and s.board[first + r] > time:
@@ -108,7 +108,7 @@ def held(s, first, mask):
 
 @part
 def wake(s, tag, t, first, after):
-    """Warps from first to after that wait for what the tag names go on. -> whether there is one"""
+    """Resumes the warps from first to after that wait for the tag. -> whether there is one"""
     found = False
     for v in range(first, after):
         if s.w_tag[v] == tag:
@@ -120,7 +120,7 @@ def wake(s, tag, t, first, after):
 
 @part
 def wake_for_product(s, g, soon, inst):
-    """The same for warps that wait for products of a warpgroup."""
+    """Resumes the warps that wait for products of a warpgroup."""
     found = False
     for v in range(s.i_first[inst], s.i_after[inst]):
         if s.w_tag[v] == ON_PRODUCTS + g:
@@ -132,7 +132,7 @@ def wake_for_product(s, g, soon, inst):
 
 @part
 def note(s, w, pos, begin, end, kind, more):
-    """A row of the log, if there is room."""
+    """Adds a row to the log, if there is room."""
     n = s.sizes[LOG_ROWS]
     if n < s.sizes[LOG_ROOM]:
         s.sizes[LOG_ROWS] = n + 1

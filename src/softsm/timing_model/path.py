@@ -1,8 +1,8 @@
-"""The critical path of a replay: from the end back, what each role did until it let another go on.
+"""The critical path of a replay: from the end back, what each role did until it released another.
 
-The log of a replay has every wait of a warp with the instruction that ended it. Walking back from the last warp: it ran
-since its last wait ended; that wait ended by an arrival of another warp, which ran until then, or by a copy or
-products, which were under way. What is on the path twice (steps of a loop) is added up.
+The log of a replay has every wait of a warp with the instruction that ended it. The walk starts at the last warp and
+goes back to the end of its last wait. An arrival of another warp, which ran until then, ended that wait, or a copy or
+products in flight did. Links that recur (iterations of a loop) are summed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from softsm.timing_model.prediction import Prediction, Run
 
 @dataclass
 class Link:
-    """`who` was busy for `cycles` before it let `to` go on through `barrier` ('' at the end of the path)."""
+    """`who` was busy for `cycles` before it released `to` through `barrier` ('' at the end of the path)."""
 
     who: str
     barrier: str
@@ -33,7 +33,7 @@ class Link:
 
 
 class _Log:
-    """Waits of each warp, copies and warps by stream position."""
+    """Indexes the waits of each warp, and copies and warps by stream position."""
 
     def __init__(self, run: Run):
         self.waits: dict[int, list] = defaultdict(list)
@@ -48,14 +48,14 @@ class _Log:
 
 
 def critical_path(p: Prediction) -> tuple[float, list[Link]]:
-    """(cycles of the path through the last CTA, its links, the longest first); empty where nothing waits."""
+    """Returns (cycles of the path through the last CTA, its links, the longest first); empty where nothing waits."""
     run = p.run
     if run is None or p.trace is None or not len(run.log):
         return 0.0, []
     log = _Log(run)
     if not log.waits:
         return 0.0, []
-    end = log.last  # of what the log still holds
+    end = log.last  # end of the time that the log covers
     warp = max(log.waits, key=lambda w: log.waits[w][-1][0])
     found: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0])
     start = float(run.start[run.warps[warp][0]])

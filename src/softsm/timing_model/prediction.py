@@ -1,4 +1,4 @@
-"""What the model answers: the prediction of a launch, and the replay behind it."""
+"""The model's results: the prediction of a launch, and the replay behind it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class Prediction:
     waves: float
     cycles: float
     clock: float  # GHz
-    us: float  # alone, between events around its launch
+    us: float  # the launch alone, between CUDA events around it
     busy: dict[str, float]  # engine -> share of the time
     stalls: list  # (cycles, reason, role, PTX line, instruction, barrier)
-    roofline: dict[str, float]  # resource -> us it needs at least
+    roofline: dict[str, float]  # resource -> the fewest us it needs
     bound: str
     registers: int
     spills: int
     run: Run | None = None
     trace: LaunchTrace | None = None
     sources: list[Source] = field(default_factory=list)
-    kept: float | None = None  # share of rows read twice that a cache still has; None: there are none
+    kept: float | None = None  # share of rows read twice that still hit a cache; None: no row is read twice
     body_us: float = 0.0  # without the launch
-    lets_in_us: float | None = None  # when it lets a dependent grid begin
-    waits_us: float | None = None  # when one that was launched early waits for the grid before it
+    lets_in_us: float | None = None  # when it allows a dependent grid to begin
+    waits_us: float | None = None  # when a grid that was launched early waits for the grid before it
 
     def behind(self, before: Prediction) -> float:
-        """us from the end of the launch before it to its own end."""
+        """Returns the us from the end of the previous launch to the end of this one."""
         g = self.gpu
         if self.waits_us is None or before.lets_in_us is None:
             return g["launch.next"] + self.body_us
-        # Launched early it begins beside the one before it and does what comes before its wait.
+        # A grid that is launched early overlaps the previous one up to its wait.
         waits = before.lets_in_us + g["launch.next"] + self.waits_us - before.body_us
         return max(g["launch.dependent"], waits) + self.body_us - self.waits_us
 
@@ -75,11 +75,11 @@ class Run:
     fetched: np.ndarray  # when the first warp had the code of each instruction, or -1
 
     def event(self, warp: int, pos: int) -> np.ndarray | None:
-        """The first at a position of the warp's stream."""
+        """Returns the first event at a position of the warp's stream."""
         number = int(self.s_ev[pos])
         return self.events[number + self.w_event[warp]] if number >= 0 else None
 
     def reached(self, opcode: str) -> float | None:
-        """When the first warp came to such an instruction."""
+        """Returns when the first warp reached such an instruction."""
         times = self.fetched[self.code.places.get(opcode, [])].tolist()
         return min((t for t in times if t >= 0), default=None)

@@ -1,13 +1,13 @@
 """The replay: machine instructions of resident warps on the schedulers, pipes and engines of a multiprocessor.
 
 Time is in cycles. Warps issue in order, one instruction per scheduler and cycle; an instruction waits for its code, for
-the scoreboards that ptxas named, and for its pipe. Engines (tensor core, shared memory, TMA, the way to L2) are queues:
-each operation takes its slot and completes after a latency. mbarriers count arrivals and bytes as the program set
-them up. The warp with the earliest time goes first, so everything that another warp may have to wait for is known when
-it asks.
+the scoreboards that ptxas named, and for its pipe. Engines (tensor core, shared memory, TMA, the path to L2) are
+queues: each operation occupies its slot and completes after a latency. mbarriers count arrivals and bytes as the
+program set them up. The warp with the earliest time goes first, so everything that another warp may have to wait for is
+known when that warp needs it.
 
-Numba compiles it, with its parts in parts.py, issue.py and events.py. They get the state as a tuple of pointers
-(`pointers`): with arrays, compilation would take three times as long, and a call as long as what it does.
+Numba compiles the replay, with its parts in parts.py, issue.py and events.py. They get the state as a tuple of pointers
+(`pointers`): with arrays, compilation would be three times as slow, and a call as slow as the work it does.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from softsm.timing_model.parts import change, earliest, note, part, plant, point
 
 @native(None, python=True, effort=3)
 def simulate(state):
-    """state: machine.State. -> 0, or 1 if all warps that are left wait for each other."""
+    """Runs the replay of a machine.State. -> 0, or 1 if all remaining warps wait for each other"""
     return run(pointers(state))
 
 
 @part
 def run(s):
     nb, ending, instances = s.sizes[N_BARRIERS], s.sizes[N_ENDING], s.sizes[N_INSTANCES]
-    finished = n_active = place = w = following = 0  # place: of w among the active warps
+    finished = n_active = place = w = following = 0  # place: index of w among the active warps
     active = np.zeros(s.sizes[N_WARPS], np.int64)
     for inst in range(instances):
         if s.i_start[inst] >= 0:
@@ -70,7 +70,7 @@ def run(s):
     while leaves < n_active:
         leaves *= 2
     tree = np.empty(2 * leaves)  # the earlier time of each pair of active warps, of each pair of pairs, ...
-    soon = t = second = INF  # no product that waits begins before `soon`; `second`: the earliest of the other warps
+    soon = t = second = INF  # no waiting product begins before `soon`; `second`: the earliest of the other warps
     others = True  # whether times of other warps have changed
     while finished < ending:
         # ---- the warp with the earliest time ----
@@ -82,7 +82,7 @@ def run(s):
         elif x >= second:
             change(tree, leaves + place, x)
         if x < second:
-            t = x  # it is the first again
+            t = x  # w is still the earliest
         else:
             t = tree[1]
             place, second = earliest(tree, leaves)

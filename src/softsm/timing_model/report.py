@@ -22,8 +22,8 @@ NEEDS = {"registers": "an operand", "pipe": "its pipe", "issue": "an issue slot"
 
 @dataclass
 class Stall:
-    cycles: float  # of a warp that runs there
-    total: float  # of the replay, in cycles
+    cycles: float  # of a warp that runs the line
+    total: float  # cycles of the replay
     reason: str
     role: str
     line: int
@@ -46,12 +46,12 @@ class Stall:
 
 
 def stalls(p: Prediction, shown: int = SHOWN) -> list[Stall]:
-    """The longest waits, by role and source line."""
+    """Returns the longest waits, by role and source line."""
     run, trace = p.run, p.trace
     if run is None or trace is None:
         return []
     roles_of: dict[int, set[str]] = {}
-    warps_of: dict[int, set[tuple[int, int]]] = {}  # block of code -> (cluster, warp) that come there
+    warps_of: dict[int, set[tuple[int, int]]] = {}  # block of code -> (cluster, warp) that run it
     times = {n: run.order.count(n) for n in set(run.order)}
     for n in times:
         for k, w in enumerate(trace.clusters[n].warps):
@@ -81,12 +81,12 @@ def stalls(p: Prediction, shown: int = SHOWN) -> list[Stall]:
     for key, (cycles, line, what, warps) in found.items():
         mean = cycles / max(1, sum(times[n] for n, _ in warps))
         out.append(Stall(mean, total, key[0], key[1], line, key[2], what))
-    # Who waits from begin to end has nothing to do: warps of other roles, at the barrier where all part.
+    # Leave out warps that wait from begin to end: those of other roles, idle at the barrier where the roles split.
     return sorted((s for s in out if s.cycles < 0.97 * total), key=lambda s: -s.cycles)[:shown]
 
 
 def _barriers(p: Prediction) -> dict[int, str]:
-    """Machine instruction -> the mbarriers it waits for."""
+    """Maps machine instructions to the mbarriers they wait for."""
     run, trace = p.run, p.trace
     assert run is not None and trace is not None
     names = trace.clusters[run.order[0]].names
@@ -102,7 +102,7 @@ def _barriers(p: Prediction) -> dict[int, str]:
 
 
 def doubt(p: Prediction) -> str:
-    """What makes the time a guess: CTAs whose way depends on data, of which a few were looked at and differ."""
+    """Tells what makes the time a guess: the CTAs' paths depend on data, and the sampled ones differ."""
     trace, found = p.trace, depends_on_data(p)
     if found is None or trace is None:
         return ""

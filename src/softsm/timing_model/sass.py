@@ -1,7 +1,7 @@
-"""The machine code of a kernel: ptxas and nvdisasm of Triton's wheel, read as text.
+"""Reads the machine code of a kernel as text, from ptxas and nvdisasm of Triton's wheel.
 
-Every instruction knows the PTX line it came from (nvdisasm -gp). Nothing is executed here: instructions are counted,
-their order, their pipes and what ptxas tells the scheduler about them are what the model needs.
+Every instruction has the PTX line it came from (nvdisasm -gp). This module executes nothing: the model needs the
+instructions' number, order, pipes, and what ptxas tells the scheduler about them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENDS = ("BRA", "BRX", "EXIT", "RET", "CALL", "BREAK", "JMP")
 
 
 class ToolError(SoftsmError):
-    """ptxas or nvdisasm of Triton's wheel did not do its part."""
+    """Raised when ptxas or nvdisasm of Triton's wheel fails."""
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class Sass:
     line: int  # of the PTX; 0 if unknown
     guarded: bool
     stall: int = 1  # cycles until the warp may issue the next one
-    sets: int = NONE  # the scoreboard that is up until the result is there
-    holds: int = NONE  # the one that is up until the operands have been read
-    waits: int = 0  # the scoreboards that must be down, as bits
+    sets: int = NONE  # the scoreboard that is set until the result is ready
+    holds: int = NONE  # the one that is set until the operands have been read
+    waits: int = 0  # the scoreboards that must be released, as bits
     block: int = 0
 
 
@@ -65,7 +65,7 @@ class Code:
 
 
 def tool(name: str, arch: str) -> str:
-    """The path of ptxas (the one Triton takes for this target) or nvdisasm."""
+    """Returns the path of ptxas (the one that Triton uses for this target) or nvdisasm."""
     try:
         import triton
         from triton.backends.nvidia import compiler
@@ -84,7 +84,7 @@ def _version() -> str:
 
 
 def assembled(ptx: str, arch: str) -> tuple[bytes, str]:
-    """(the cubin, ptxas's report)."""
+    """Returns (the cubin, ptxas's report)."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "k.ptx", Path(folder) / "k.cubin"
         source.write_text(ptx)
@@ -107,7 +107,7 @@ def assembled(ptx: str, arch: str) -> tuple[bytes, str]:
 
 @functools.lru_cache(maxsize=128)
 def disassemble(ptx: str, arch: str) -> tuple[str, str]:
-    """(nvdisasm's text, ptxas's report); kept on disk by the hash of the PTX, the target and Triton's version."""
+    """Returns (nvdisasm's text, ptxas's report), cached on disk by the hash of PTX, target and Triton's version."""
     from softsm.engine.cache import cache_folder
 
     key = hashlib.sha256(f"{_version()} {arch} -hex\n{ptx}".encode()).hexdigest()[:24]
@@ -118,7 +118,7 @@ def disassemble(ptx: str, arch: str) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(code)
         cubin.flush()
-        # Where a branch by table goes is the only thing that its dataflow analysis finds, for a third of its time.
+        # nvdisasm's dataflow analysis, a third of its time, only adds the targets of table branches.
         analysed = [] if "brx" in ptx else ["-ndf"]
         command = [tool("nvdisasm", arch), "-c", "-gp", "-hex", *analysed, cubin.name]
         text = subprocess.run(command, capture_output=True, text=True)
@@ -132,8 +132,8 @@ def disassemble(ptx: str, arch: str) -> tuple[str, str]:
 
 
 def control(code: int) -> tuple[int, int, int, int]:
-    """(stall, sets, holds, waits): what ptxas wrote into the upper half of an instruction for the scheduler. Not
-    documented; the same from Volta to Blackwell (arXiv 1804.06826, 2503.20481)."""
+    """Returns (stall, sets, holds, waits), which ptxas encodes in an instruction's upper half for the scheduler. The
+    encoding is undocumented and the same from Volta to Blackwell (arXiv 1804.06826, 2503.20481)."""
     return code >> 41 & 15, code >> 46 & 7, code >> 49 & 7, code >> 52 & 63
 
 
@@ -159,7 +159,7 @@ def read(text: str, report: str) -> Code:
             if opcode.split(".")[0] in ENDS:
                 leaders.add(len(instructions))
             upper = _CODE.search(row) is not None
-    while instructions and instructions[-1].opcode in ("NOP", "BRA"):  # padding behind the code
+    while instructions and instructions[-1].opcode in ("NOP", "BRA"):  # padding after the code
         instructions.pop()
     edges = sorted(x for x in leaders if x < len(instructions))
     blocks = [range(a, b) for a, b in zip(edges, [*edges[1:], len(instructions)])]

@@ -1,8 +1,8 @@
-"""Grids whose CTAs take as long as data tells them (rows of different lengths, lists, early exits): many of them run
-without a word before a few are traced, and their instructions are counted.
+"""Handles grids whose CTAs' durations depend on data (rows of different lengths, lists, early exits): many CTAs run
+untraced first, only to count their instructions.
 
-The traced ones are then an average, the longest and the shortest; all others take as long as their numbers of
-instructions say (grid.py). What this costs is bounded: a number of instructions, not a number of CTAs.
+Then an average CTA, the longest and the shortest are traced; the durations of all others follow from their instruction
+counts (grid.py). The cost is bounded by a number of instructions, not of CTAs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from softsm.engine.warps import Cta
 from softsm.timing_model.follow import branch_on_load
 
 COST = 16_000_000  # instructions in all: two seconds
-MACRO, CTA = 400, 1500  # instructions that take as long as one that Python does, and as the start of a CTA
-FEW = 8  # clusters of a larger grid say nothing about the others
-ALIKE, MANY_ALIKE = 1.02, 512  # after so many that are alike the others are taken to be, too
+MACRO, CTA = 400, 1500  # cost, in instructions, of one that Python executes, and of starting a CTA
+FEW = 8  # fewer clusters of a larger grid do not represent the others
+ALIKE, MANY_ALIKE = 1.02, 512  # after this many equal clusters the model assumes that the others are equal, too
 
 
 @functools.lru_cache(64)
@@ -33,7 +33,7 @@ def worthwhile(kernel: Kernel, total: int, traced: int) -> bool:
 
 
 def spread(total: int) -> list[int]:
-    """All numbers below total, in an order whose every beginning is spread over them evenly."""
+    """Returns all numbers below total, in an order whose every prefix is spread evenly over them."""
     step = max(1, round(total * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, total) > 1:
         step += 1
@@ -41,7 +41,7 @@ def spread(total: int) -> list[int]:
 
 
 class Scouts:
-    """The clusters that run first, one after the other."""
+    """The clusters that run untraced first, one after the other."""
 
     def __init__(self, machine: Machine, place):
         self.machine, self.order = machine, spread(machine.left)
@@ -68,9 +68,9 @@ class Scouts:
         self.cost += MACRO
 
     def ended(self) -> bool:
-        """Whether the CTA that ended was the last of all."""
+        """Tells whether the CTA that ended was the last of all."""
         self.live -= 1
-        affordable = COST * self.begun // max(1, self.cost)  # clusters in all, if the others are like these
+        affordable = COST * self.begun // max(1, self.cost)  # total clusters within COST, if the others are like these
         more = self.cost < COST and self.begun < len(self.order) and affordable >= min(FEW, len(self.order))
         if self.begun == MANY_ALIKE and not self.live:
             more &= max(self.steps.values()) > ALIKE * min(self.steps.values())
@@ -78,8 +78,8 @@ class Scouts:
         return not self.live and not more
 
     def lengths(self) -> np.ndarray | None:
-        """Instructions of every cluster of the grid: of those that did not run, what the nearest took. None: too few
-        ran, or they are alike."""
+        """Returns the instructions of every cluster of the grid; a cluster that did not run gets those of the nearest
+        one. None: too few ran, or all are equal."""
         numbers = np.array(sorted(self.steps))
         steps = np.array([self.steps[n] for n in numbers.tolist()], float)
         if len(steps) < min(FEW, len(self.order)) or steps.max() <= ALIKE * steps.min():
@@ -88,7 +88,7 @@ class Scouts:
         return steps[nearest]
 
     def chosen(self, lengths: np.ndarray, most: int) -> list[int]:
-        """An average one, the longest, the shortest."""
+        """Returns the numbers of an average cluster, the longest and the shortest."""
         numbers = sorted(self.steps)
         mean = lengths.mean()
         average = min(numbers, key=lambda n: abs(self.steps[n] - mean))

@@ -1,4 +1,4 @@
-"""Where what a launch reads comes from: device memory, L2, or the L1 that CTAs before it have filled."""
+"""Estimates which share of a launch's reads device memory, L2, and the L1 that earlier CTAs have filled deliver."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.trace import LaunchTrace
 
 ROW = 2048  # bytes
-SCATTERED = 40  # bytes of a line: below it, lanes read words here and there
-MANY_LINES = 8  # ... of a CTA: fewer say nothing, they may be a number that all lanes read
-WHOLE = 56  # bytes of 64, from which on a CTA asks for all of them
-HELD = 0.8, 1.2  # bytes between two reads, of those that L2 holds: found again up to the first, gone from the second
-FEW, MANY = 4096, 16384  # bytes that are waited for together: the slowest of many lines comes later than that of few
+SCATTERED = 40  # bytes of a line: below it, lanes read scattered words
+MANY_LINES = 8  # ... of a CTA: fewer are not significant, they may hold a number that all lanes read
+WHOLE = 56  # bytes of 64, from which on a CTA counts as requesting all of them
+HELD = 0.8, 1.2  # bytes between two reads, relative to L2's capacity: hit up to the first, miss from the second
+FEW, MANY = 4096, 16384  # bytes of one wait: the slowest of many lines arrives later than that of few
 ALONE = -1.3  # ... and one line of an open page earlier: 330 ns (benchmarks/microbench), of load.hbm and hbm.slowest
 
 
 @dataclass
 class Source:
-    """Where the reads of a tensor come from."""
+    """The traffic of a tensor, and the share of its reads that device memory delivers."""
 
     name: str
     size: int
     asked: float = 0.0  # bytes, whole grid
-    again: float = 0.0  # ... of which a CTA had asked for them before
-    lines: float = 0.0  # of 128 bytes that those are in, whole or not
-    blocks: float = 0.0  # of 64 bytes, if words are read here and there
+    again: float = 0.0  # ... of them, those that a CTA had requested before
+    lines: float = 0.0  # of 128 bytes that contain the requested bytes, whole or not
+    blocks: float = 0.0  # of 64 bytes, if the reads are scattered words
     written: float = 0.0
     atomic: float = 0.0  # bytes of sectors that atomic operations change
-    device: float = 0.0  # share that comes from device memory
+    device: float = 0.0  # share of `asked` that device memory delivers
     random: bool = False
     boxes: bool = False  # read by TMA
     copied: bool = False  # ... or by cp.async, tile by tile
-    parts: int = 1  # ... which CTAs read one after another, and do not come back to: of a head, of a matrix of a batch
-    rows: float = 0.0  # bytes that a CTA writes in a turn, if CTAs go along rows of their own
-    few: bool = False  # a cluster asks for few lines: for all lanes, it may be
+    parts: int = 1  # ... that CTAs read one after another and never again, such as heads or the matrices of a batch
+    rows: float = 0.0  # bytes that a CTA writes per iteration, if each CTA moves along its own rows
+    few: bool = False  # a cluster requests few lines, perhaps the same one for all lanes
 
     @property
     def piece(self) -> float:
-        """Bytes of a line that are asked for together."""
+        """Bytes of a line that are requested together."""
         return min(128.0, self.asked / self.lines) if self.lines else 128.0
 
     @property
@@ -54,38 +54,38 @@ class Source:
 
     @property
     def block(self) -> float:
-        """Bytes of 64 that a CTA asks for, if not by one instruction: device memory gives 64."""
+        """Bytes that a CTA requests, in one or more instructions, of the 64 that device memory delivers."""
         return min(64.0, self.asked / self.blocks) if self.blocks and self.scattered else self.piece
 
     @property
     def filled(self) -> float:
-        """Of 64 bytes that device memory gives, the share that is asked for."""
+        """Requested share of the 64 bytes that device memory delivers."""
         return min(1.0, self.asked / self.blocks / 64) if self.blocks else 1.0
 
     @property
     def granules(self) -> float:
-        """What L2 does for what is asked for: it answers 64 bytes at a time."""
+        """Work of L2 per requested byte: it answers 64 bytes at a time."""
         return max(1.0, 64 / self.piece)
 
     @property
     def way_written(self) -> str:
-        """The rate of device memory for what is written."""
+        """Name of the parameter with the rate at which device memory accepts the writes."""
         return "hbm.mixed" if not self.rows else "hbm.rows" if self.rows <= ROW else "hbm.rows.wide"
 
     @property
     def changed(self) -> float:
-        """Bytes that leave L2 at last: sectors that are written in parts are whole there."""
+        """Bytes that L2 finally writes back: it merges partial writes into whole sectors."""
         return min(self.size, self.written + self.atomic)
 
 
 def shares(looked: int) -> list[float]:
-    """The part of the grid that each of its clusters stands for that were looked at. Of three the ends stand for less:
-    what grows along the grid is summed up rightly, and edges do not count too much."""
+    """Returns the share of the grid that each sampled cluster represents. Of three, the ends represent less: values
+    that grow along the grid then sum up correctly, and edges do not count too much."""
     return [1 / 6, 2 / 3, 1 / 6] if looked == 3 else [1 / looked] * looked
 
 
 def shares_of(trace: LaunchTrace) -> list[float]:
-    """The same, where their lengths are known: what lies between two of them is a bit of both."""
+    """Returns the same, by length where lengths are known: a cluster between two samples counts partly for each."""
     numbers = [c.number for c in trace.clusters]
     if len(numbers) == 1 or trace.lengths is None:
         return shares(len(numbers))
@@ -94,7 +94,7 @@ def shares_of(trace: LaunchTrace) -> list[float]:
 
 def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[Source]:
     out = [Source(name, size) for name, size in trace.tensors]
-    most = Counter[int]()  # lines that a cluster asks for
+    most = Counter[int]()  # lines that a cluster requests
     for c, share in zip(trace.clusters, shares_of(trace)):
         scale = trace.total * share
         for (tensor, way), n in c.traffic.items():
@@ -119,7 +119,7 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
         for tensor, starts in c.starts.items():
             if len(starts) > 24 and 0 <= tensor < len(out):
                 steps = np.diff(np.array(starts))
-                # What follows a rule has a few steps, whatever the number of its copies.
+                # A regular pattern has a few distinct steps, whatever the number of copies.
                 out[tensor].random |= len(np.unique(steps[np.abs(steps) > ROW])) > 32
     for a in trace.access.values():
         if a.space == "store" and 2 * a.along > a.looks and a.tensors:
@@ -136,7 +136,7 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
         if s.asked:
             s.random |= s.scattered and s.block < WHOLE
             s.device = min(1.0, s.size / s.asked)
-            # A word brings the 64 bytes around it, of which it is asked for 32.
+            # A word fetches the 64 bytes around it, of which 32 are requested.
             there = s.size * max(0.5, min(1.0, s.block / 64))
             if s.random and s.size > held:
                 unique = there * (1 - np.exp(-s.asked / there))
@@ -149,8 +149,8 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
 
 
 def slowest(trace: LaunchTrace) -> float:
-    """-1.3 to 1: how far a wait is for many lines. What a CTA asks for in a turn of its loop, or once, counts together.
-    A wait for few is shorter only where loads stay in a page of device memory that is open."""
+    """Rates, from -1.3 to 1, whether waits are for few or for many lines. All requests of a CTA in one iteration, or
+    outside a loop, count together. A wait for few is shorter only if loads stay in an open page of device memory."""
     cluster = trace.clusters[-1]
     asked, most = Counter[int](), Counter[int]()
     for w in cluster.warps:
@@ -168,14 +168,14 @@ def slowest(trace: LaunchTrace) -> float:
 
 
 def within(value: float, low: float, high: float) -> float:
-    """1 up to low, 0 from high on."""
+    """Returns 1 up to low, 0 from high on, and a linear ramp between."""
     return float(np.clip((high - value) / (high - low), 0.0, 1.0))
 
 
 def gone(s: Source, sources: list[Source], together: float, held: float) -> float:
-    """0 to 1: how far a tensor that is read tile by tile has left an L2 of `held` bytes when others come back to it.
-    Between two passes over it lies all of it, and what is read and written of others meanwhile; L2 forgets what was
-    used longest ago. together: multiprocessors that read the same at a time."""
+    """Returns the share (0 to 1) of a tensor, read tile by tile, that an L2 of `held` bytes has evicted when others
+    read it again. Between two passes L2 sees all of it and the traffic of the other tensors, and evicts the least
+    recently used lines. together: multiprocessors that read the same lines at a time."""
     passes = (s.asked - s.again) / max(s.size, 1) / together
     if s.random or not s.copied or s.piece < WHOLE or passes <= 1:
         return 0.0
@@ -184,8 +184,8 @@ def gone(s: Source, sources: list[Source], together: float, held: float) -> floa
 
 
 def parts_of(trace: LaunchTrace) -> dict[int, int]:
-    """Tensor -> parts that CTAs read one after another: those of the last side of the grid, if its number is in the
-    address, since CTAs begin in the order of their numbers."""
+    """Maps tensors to the number of parts that CTAs read one after another: those along the grid's last dimension, if
+    the address depends on its index, since CTAs start in the order of their numbers."""
     sides = dict(zip(("%ctaid.x", "%ctaid.y", "%ctaid.z"), trace.grid))
     last = max(sides, key=lambda name: (sides[name] > 1, name))
     if last == "%ctaid.x":
@@ -204,8 +204,8 @@ def parts_of(trace: LaunchTrace) -> dict[int, int]:
 
 
 def absent_from_l1(s: Source, room: float, sms: int) -> float:
-    """The share of words read here and there that an L1 of `room` bytes has to ask for: CTAs find what those before
-    them on the multiprocessor have read of a small table."""
+    """Returns the share of scattered words that miss an L1 of `room` bytes. CTAs hit the words of a small table that
+    earlier CTAs of the multiprocessor have read."""
     if not s.asked or not s.scattered:
         return 1.0
     each = s.asked / sms

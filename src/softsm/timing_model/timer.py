@@ -1,4 +1,4 @@
-"""`softsm.timing()`: time the launches inside. Only some CTAs of each grid run, so the program's results are wrong.
+"""`softsm.timing()` times the launches inside. Only some CTAs of each grid run, so the program's results are wrong.
 
 with softsm.use("sm_90a", sms=132), softsm.timing() as timer:
     kernel[grid](x, y, n)
@@ -22,7 +22,7 @@ from softsm.timing_model.trace import LaunchTrace, Tracer
 
 
 class Timer(Session):
-    """What times the launches of a `timing` block, and what it found."""
+    """Times the launches of a `timing` block and holds the predictions."""
 
     computes, one_gpu = False, True  # products are not computed, and few CTAs run
 
@@ -33,14 +33,14 @@ class Timer(Session):
         self.written: dict[str, float] = {}
 
     def options(self, chosen: Options) -> Options:
-        return replace(chosen, order="eager", sms=4)  # SMs that are emulated; the program sees the GPU's number
+        return replace(chosen, order="eager", sms=4)  # emulated SMs; the program sees the GPU's number
 
     def observer(self, machine: Machine) -> Tracer:
         return Tracer(machine, self)
 
     def choose(self, shape: list[int], total: int) -> list[int]:
-        """Clusters of the grid to run: ends of its first side and one between them, not in the middle, where another
-        image may begin. If all start together the longest counts, which is at an end where masks decide."""
+        """Chooses the clusters to run: both ends of the grid's first dimension and one between them, not in the middle,
+        where another image may begin. If all start together, the longest counts; with masks it is at an end."""
         axis = 0 if shape[0] > 1 else shape.index(max(shape))
         ends = 0, shape[axis] - 1
         points = set()
@@ -60,11 +60,11 @@ class Timer(Session):
 
     @property
     def us(self) -> float:
-        """All launches in a row, as one CUDA graph."""
+        """us of all launches in sequence, as one CUDA graph."""
         return self.us_from(0)
 
     def us_from(self, first: int) -> float:
-        """The launches from this one on in a row."""
+        """Returns the us of the launches from this one on, in sequence."""
         found = self.predictions[first:]
         if not found:
             return 0.0

@@ -1,7 +1,7 @@
-"""What the warps of a few CTAs do: the blocks of PTX they run through (blocks.py), and the events on the way.
+"""Traces the warps of a few CTAs: the PTX blocks they execute (blocks.py), and the events on the way.
 
-An event is what other warps or engines notice: an arrival, a wait, a copy, a product, a barrier. Times come later
-(replay.py).
+An event is what other warps or engines can observe: an arrival, a wait, a copy, a product, a barrier. replay.py adds
+the times.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from softsm.timing_model.timer import Timer
 
 ATOMIC_BYTES = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}  # else 4
-MANY = 24  # jumps from which on arrays are quicker than a loop
-PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # whose values are not computed: time does not depend on them
+MANY = 24  # jumps above which arrays are faster than a loop
+PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # values not computed, because time does not depend on them
 
 
 @dataclass
@@ -63,7 +63,7 @@ class WarpTrace:
     marks: list[int] = field(default_factory=list)  # events before each block
     events: list[tuple] = field(default_factory=list)  # (PTX line, kind, a, b, c)
     role: str = ""
-    retry: int = -1  # the record that it will try again
+    retry: int = -1  # the record that the warp will retry
 
 
 def _lists() -> dict:
@@ -72,21 +72,21 @@ def _lists() -> dict:
 
 @dataclass
 class ClusterTrace:
-    """What one cluster of CTAs (most often one CTA) did."""
+    """The trace of one cluster of CTAs (most often one CTA)."""
 
     first: tuple[int, int, int]
-    number: int  # of the cluster in the grid
+    number: int  # index of the cluster in the grid
     warps: list[WarpTrace] = field(default_factory=list)
     barriers: dict = field(default_factory=dict)  # (rank, offset) -> number
     names: list[str] = field(default_factory=list)
     # (tensor, 'read', 'write' or 'atomic') -> bytes; 'read lines': of 128, whole or not; 'read blocks': of 64
     traffic: dict = field(default_factory=Counter)
-    starts: dict = field(default_factory=_lists)  # tensor -> addresses asked for, in order
+    starts: dict = field(default_factory=_lists)  # tensor -> requested addresses, in order
 
 
 @dataclass
 class LaunchTrace:
-    """What the model needs of a launch; it can be kept in a file."""
+    """The data that the model needs about a launch; it can be saved to a file."""
 
     name: str
     source: str  # PTX
@@ -103,17 +103,17 @@ class LaunchTrace:
     tensors: list[tuple[str, int]]  # name, bytes
     samples: list[int]
     total: int  # clusters of the grid
-    dependent: bool = False  # launched early: it may begin before the grid before it has ended
+    dependent: bool = False  # launched early: it may begin before the previous grid has ended
     lengths: np.ndarray | None = None  # instructions of every cluster, if they depend on data (scout.py)
 
     def lines(self) -> list[int]:
-        """PTX lines that at least one CTA ran."""
+        """Returns the PTX lines that at least one CTA ran."""
         visited = {b for c in self.clusters for w in c.warps for b in w.blocks}
         return [n for n, b in self.blocks.of_line.items() if b in visited]
 
 
 def lanes_of(register: np.ndarray, active: int, offset: int) -> list[int]:
-    """Addresses of the active lanes."""
+    """Returns the addresses of the active lanes."""
     values = register.tolist()
     if active == 0xFFFFFFFF:
         return [a + offset for a in values]
@@ -121,23 +121,23 @@ def lanes_of(register: np.ndarray, active: int, offset: int) -> list[int]:
 
 
 def ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """All numbers from each of `first` to its `after`, one range behind the other."""
+    """Returns all numbers from each of `first` to its `after`, the ranges concatenated."""
     lengths = after - first
     ends = lengths.cumsum()
     return np.repeat(first - ends + lengths, lengths) + np.arange(ends[-1])
 
 
 class Tracer(Observer):
-    """Lets some clusters of the grid run, and gives a LaunchTrace to the timer that asked for it."""
+    """Runs some clusters of the grid and gives a LaunchTrace to its timer."""
 
     follows = True
 
     def __init__(self, machine: Machine, timer: Timer):
         self.machine, self.kernel, self.timer = machine, machine.kernel, timer
-        self.arrivals: list[tuple[str, Mbarrier, int, AsyncOp | None]] = []  # of the instruction under way
+        self.arrivals: list[tuple[str, Mbarrier, int, AsyncOp | None]] = []  # of the current instruction
         self.ops: list[AsyncOp] = []
         self.inits: list[Mbarrier] = []
-        self.over: Mbarrier | None = None  # whose phase it found complete
+        self.over: Mbarrier | None = None  # the mbarrier whose phase a wait found complete
         known = known_of(machine.kernel)
         self.blocks, self.roles, self.products = known.blocks, known.roles, known.products
         self.stops, self.code = known.stops, known.code
@@ -154,8 +154,8 @@ class Tracer(Observer):
         self.tensors = [(a.name, a.size) for a in memory.allocations]
         self.shifts = shifts(memory.starts)
         self.traces: list[ClusterTrace] = []
-        self.ctas: list[int] = []  # of each warp, by its number in the notes
-        self.owners: list[ClusterTrace] = []  # of each CTA
+        self.ctas: list[int] = []  # CTA of each warp, by its number in the notes
+        self.owners: list[ClusterTrace] = []  # the trace of each CTA
         self.scouts: scout.Scouts | None = None  # while they run
         self.lengths: np.ndarray | None = None
         self.trail = address_trace.Trail(address_trace.ROOM)
@@ -169,7 +169,7 @@ class Tracer(Observer):
 
         self.place = place
         if any(c.instruction.name.startswith("clusterlaunchcontrol.try_cancel") for c in self.kernel.program.macros):
-            # The clusters that find room take the places of all others: one of them stands for each other.
+            # The resident clusters take over the work of all others, and one represents them all.
             threads = machine.block[0] * machine.block[1] * machine.block[2]
             each = min(SM_CTAS, SM_THREADS // threads, SM_SHARED // (machine.shared_limit + CTA_RESERVED))
             together = max(1, max(1, each) * self.timer.sms // machine.cluster_size)
@@ -189,7 +189,7 @@ class Tracer(Observer):
             self.scouts = scout.Scouts(machine, place)
         else:
             self._trace_samples()
-        # Zeros where accumulators are read that no product was written to: branches may depend on them.
+        # Accumulators that no product was written to must read as zeros, because branches may depend on them.
         machine.reuses_registers = self.timer.values or not self.products
 
     def _trace_samples(self) -> None:
@@ -227,7 +227,7 @@ class Tracer(Observer):
         warp.S[pg.S_CODE] = self.kernel.blocks.code.ctypes.data
 
     def _run(self, state, pc, mask, stop, quantum, multi):
-        """Replaces the compiled loop, and follows the jumps."""
+        """Replaces the compiled loop and follows the jumps."""
         assert (warp := self.machine.current) is not None
         mine, trail, notes = self.by_warp[warp], self.trail, self.looks.notes
         notes.turn_to(warp.S[pg.S_NOTED])
@@ -236,7 +236,7 @@ class Tracer(Observer):
         mine.retry = -1
         while True:
             begin = pc
-            # Of several fragments each comes back at every jump, branch and block.
+            # Each of several fragments returns at every jump, branch and block.
             last, jumps = (min(stop, self.stops[pc + 1]), 1) if multi else (stop, trail.address)
             most = min(quantum - used, notes.room())
             status, pc, mask, about, steps = self.inner(state, pc, mask, last, most, jumps)
@@ -251,12 +251,12 @@ class Tracer(Observer):
                 return pg.QUANTUM, pc, mask, about, used
 
     def _passed(self, mine: WarpTrace, begin: int, steps: int, jumps: np.ndarray | None, fresh: bool) -> None:
-        """The blocks that begin on the way from `begin` on, `steps` further with these jumps."""
+        """Adds the blocks that begin within `steps` records from `begin`, along these jumps."""
         block_from, blocks = self.block_from, mine.blocks
         before = len(blocks)
         at = begin
         if jumps is not None and len(jumps) > MANY:
-            # From where each jump leads to up to where the next one leaves; then the last.
+            # Ranges from the target of each jump to the source of the next; the last range follows below.
             first, after = self.far_from[jumps[:-1, 1]], self.far_from[jumps[1:, 0] + 1]
             blocks += range(block_from[begin], block_from[jumps.item(0, 0) + 1])
             blocks += (first if (after - first == 1).all() else ranges(first, after)).tolist()
@@ -270,7 +270,7 @@ class Tracer(Observer):
                 at = to
         blocks += range(block_from[at], block_from[at + steps])
         if not fresh and len(blocks) > before and self.blocks.starts[blocks[before]] == begin:
-            del blocks[before]  # it has been noted when the record was tried first
+            del blocks[before]  # it was added when the record was first tried
         mine.marks += [len(mine.events)] * (len(blocks) - before)
 
     def _tensor(self, address: int) -> int:
@@ -356,7 +356,7 @@ class Tracer(Observer):
                     add((line, CP_ARRIVE, self.known[barrier], amount, 0))
         elif ins.opcode in ("bar", "barrier") and not name.startswith("barrier.cluster"):
             self._bar(warp, add, line, name, o, lanes)
-        elif ins.opcode in ("atom", "red") and hasattr(o, "sources"):  # else it is only the order of another
+        elif ins.opcode in ("atom", "red") and hasattr(o, "sources"):  # otherwise it only orders another one
             self._packed_atomic(warp, trace, ins, o, lanes)
         elif name.startswith("barrier.cluster.arrive"):
             add((line, CLUSTER_ARRIVE, 0, 0, 0))
@@ -366,7 +366,7 @@ class Tracer(Observer):
             self._operation(warp, trace, add, line, op, o, lanes)
 
     def _packed_atomic(self, warp, trace: ClusterTrace, ins, o, lanes: int) -> None:
-        """Notes one on vectors or pairs. The interpreter does not do these itself, nor note their addresses."""
+        """Records an atomic operation on vectors or pairs, which the interpreter neither executes nor records."""
         if any(m.startswith("shared") for m in ins.modifiers):
             return
         first = np.array(lanes_of(warp.Q[o.row], lanes, o.offset))
@@ -398,7 +398,7 @@ class Tracer(Observer):
             tensor = self._tensor(addresses[0]) if addresses else -1
             shift = self.shifts.item(tensor)
             lines_asked = len({a + shift >> 7 for a in addresses})
-            # Lanes that make up 128 bytes go together: a sector that others of the warp need too is asked for again.
+            # Lanes that cover 128 bytes form one request; a sector that other lanes need too is requested again.
             few = 128 // o.size
             groups = (addresses[n : n + few] for n in range(0, len(addresses), few))
             sectors = sum(len({a + shift >> 5 for a in some}) for some in groups)
@@ -445,7 +445,7 @@ class Tracer(Observer):
                     add((line, MMA_COMMIT, self.known[barrier], 1, 0))
 
     def _source(self, regions) -> tuple[int, int, bool, int]:
-        """tensor, address, whether rows are gathered, bytes of a row"""
+        """Returns (tensor, address, whether rows are gathered, bytes of a row)."""
         for region in regions:
             if region[0] == "tensor":
                 box = region[1]

@@ -1,5 +1,5 @@
-"""How wrong the model has been, and what makes a prediction less certain than others: bands from kernels drawn at
-random and measured on an H200 (benchmarks/timing.py), never from a wish."""
+"""The model's measured errors, and what makes a prediction less certain than others. The bands come from kernels drawn
+at random and measured on an H200 (benchmarks/timing.py), never from a wish."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Doubt(NamedTuple):
 
 
 def depends_on_data(p) -> tuple[int, int] | None:
-    """PTX lines of a load and of a branch on it, if the CTAs that were looked at go different ways: so may others."""
+    """Returns the PTX lines of a load and of a branch on it, if the sampled CTAs' paths differ: so may the others'."""
     run, trace = p.run, p.trace
     if run is None or trace is None or trace.total <= len(trace.clusters) or len(set(kinds_of(run.streams))) == 1:
         return None
@@ -29,7 +29,7 @@ def depends_on_data(p) -> tuple[int, int] | None:
 
 
 def doubts(p) -> list[Doubt]:
-    """Reasons to trust a prediction less, the gravest first."""
+    """Returns the reasons to trust a prediction less, the gravest first."""
     out = []
     busy = {name: took / max(p.body_us, 1e-9) for name, took in p.roofline.items()}
     opcodes = [ins.opcode for ins in p.run.code.instructions] if p.run is not None else []
@@ -66,7 +66,7 @@ def doubts(p) -> list[Doubt]:
 
 
 def band(p) -> tuple[float, float]:
-    """Factors around a prediction."""
+    """Returns the lower and upper factor of the band around a prediction."""
     wide = max([USUAL, *(d.width for d in doubts(p))])
     return 1 / (1 + wide), 1 + wide
 

@@ -1,4 +1,4 @@
-"""What the CTAs of a grid ask of each engine, whatever the order in which they do it: cycles that nothing can avoid."""
+"""The cycles that the CTAs of a grid need of each engine, whatever their order: a lower bound."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from softsm.timing_model.trace import LaunchTrace
 SM_REGISTERS = 65_536
 ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory", "other pipes")
 OTHERS = ("imad", "half", "pack", "convert", "memory", "uniform")
-# Cycles of an instruction of loops of so many, with 4, 8, 16 and 32 warps (benchmarks/microbench, shared limits).
+# Cycles per instruction in loops of this length, with 4, 8, 16 and 32 warps (benchmarks/microbench, shared limits).
 LONG_LOOPS, LONG_CYCLES = (3072, 4096), ((2.7, 1.5, 1.5, 1.35), (2.7, 2.0, 1.6, 1.4))
-REPEATED = 3  # times that a loop has at least
+REPEATED = 3  # the fewest iterations of a loop
 BESIDE = 8  # the power of their norm, from kernels of development seeds 707 to 1111
 
 
 def occupancy(trace: LaunchTrace, code: Code) -> int:
-    """CTAs that find room on a multiprocessor."""
+    """Returns the number of CTAs that fit on a multiprocessor."""
     warps = -(-trace.threads // 32)
     per_warp = -(-code.registers * 32 // 256) * 256
     limits = [
@@ -42,23 +42,23 @@ def occupancy(trace: LaunchTrace, code: Code) -> int:
 
 
 def beside(chain: float, memory: float, written: float) -> float:
-    """How long a kernel takes whose CTAs need `chain`, in which reads and writes go side by side, and device memory
-    `memory`, in which they take turns; written: the share of writes in it. If both take as long, they disturb each
-    other: with as many writes as reads it is 9 % more than either."""
+    """Returns the time of a kernel whose CTAs need `chain`, in which reads and writes overlap, and device memory
+    `memory`, in which they alternate. written: the share of writes in it. If both are equally long they disturb each
+    other: with as many writes as reads the kernel needs 9 % more than either."""
     most = max(chain, memory)
     return most * (1 + 4 * written * (1 - written) * (min(chain, memory) / most) ** BESIDE) ** (1 / BESIDE)
 
 
 def mma_cycles(rows: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(cycles of the tensor core, of the shared-memory port) of tcgen05.mma in each CTA that takes part. Flags: 1 a
-    pair of CTAs, 2 A in tensor memory. The law of replay.py."""
+    """Returns (cycles of the tensor core, of the shared-memory port) of tcgen05.mma in each participating CTA. Flags: 1
+    a pair of CTAs, 2 A in tensor memory. replay.py uses the same formula."""
     pair, in_tensor_memory = flags & 1, flags & 2 > 0
     port = (32.0 * columns + np.where(in_tensor_memory, 0.0, 32.0 * rows)) / 128 / (1 + pair)
     return columns / 2.0 / np.where((pair > 0) & (rows <= 128), 2, 1), port
 
 
 def executed(streams: Streams, count: int) -> np.ndarray:
-    """How often the warps of a cluster come to each of `count` instructions."""
+    """Counts how often the warps of a cluster execute each of `count` instructions."""
     often = Counter(map(id, streams.paths))
     ran = np.zeros(count, np.int64)
     for k, path in {id(path): path for path in streams.paths}.items():
@@ -67,8 +67,8 @@ def executed(streams: Streams, count: int) -> np.ndarray:
 
 
 def spilled_bytes(streams: Streams, code: Code) -> int:
-    """Of local memory that the warps of a cluster keep in use: all that is spilled; of a warp that loads some of it
-    again and again, that: what it spilled before its loop may leave L1."""
+    """Returns the bytes of local memory that the warps of a cluster keep in use: all spilled bytes or, for a warp that
+    accesses some of them repeatedly, only those. L1 may evict what it spilled before its loop."""
     local = [n for op, where in code.places.items() if op.startswith(("LDL", "STL")) for n in where]
     often = Counter(map(id, streams.paths))
     total = 0
@@ -84,9 +84,9 @@ def spilled_bytes(streams: Streams, code: Code) -> int:
 
 
 def fetched_again(came: np.ndarray, warps: int) -> tuple[float, int]:
-    """(share of the issued instructions that the first instruction cache has lost since the last turn, length of that
-    turn). A turn that goes through more code than it holds loses all of it, and there are as many such turns as the
-    first instruction that finds no room is executed; turns of shorter loops in between find theirs. came: how often
+    """Returns (share of the issued instructions that the first instruction cache has evicted since the last iteration,
+    length of that iteration). An iteration with more code than the cache holds evicts all of it. There are as many such
+    iterations as executions of the first instruction that does not fit; shorter loops in between hit. came: how often
     each instruction is executed."""
     often = np.sort(came)[::-1]
     turns = often[LONG_CODE] if len(often) > LONG_CODE else 0
@@ -96,20 +96,20 @@ def fetched_again(came: np.ndarray, warps: int) -> tuple[float, int]:
 
 
 def issue_cycles(usual: float, again: tuple[float, int], warps: int) -> float:
-    """Of a scheduler, an instruction."""
+    """Returns the cycles of a scheduler per instruction."""
     share, length = again
     long = [usual, *(float(np.interp(np.log2(warps), (2, 3, 4, 5), row)) for row in LONG_CYCLES)]
     return usual + share * (float(np.interp(length, (LONG_CODE, *LONG_LOOPS), long)) - usual)
 
 
 def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:
-    """Cycles of each engine that one cluster needs, all its multiprocessors together."""
+    """Returns the cycles of each engine that one cluster needs, summed over its multiprocessors."""
     r = machine
     ran = executed(streams, len(costs.ints))
     kind = costs.ints[:, r.KIND]
     pipe = np.bincount(costs.ints[:, r.PIPE_OF], ran * costs.values[:, r.INTERVAL], len(PIPES)) / 4  # four schedulers
     units = np.bincount(kind, ran * costs.values[:, r.UNITS], r.MEMBAR + 1)
-    products = units[r.PRODUCT] / 4  # the four warps of a warpgroup make one
+    products = units[r.PRODUCT] / 4  # four warps issue one product together
     port = units[r.SHARED] + (ran * costs.values[:, r.PORT_CYCLES]).sum() / 4
     table = streams.table
     made = table[table[:, 0] == MMA].astype(np.int64)
