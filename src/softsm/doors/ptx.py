@@ -1,4 +1,4 @@
-"""`softsm.load_ptx(text)[grid, block](...)`: a kernel from PTX, launched as kernels of other languages are."""
+"""`softsm.load_ptx(text)[grid, block](...)` launches a kernel from PTX, as kernels of other languages are launched."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from softsm.engine.scheduler import Machine
 
 
 class PtxKernel:
-    """A kernel of a PTX module. `kernel[grid, block]` or `kernel[grid, block, cluster]` is what launches it; each is a
-    number or up to three."""
+    """A kernel of a PTX module. `kernel[grid, block]` or `kernel[grid, block, cluster]` launches it; each is one number
+    or up to three."""
 
     def __init__(self, kernel: Kernel, arch: str):
         self.kernel, self.arch = kernel, arch
@@ -48,10 +48,10 @@ class PtxLaunch:
         """Run the grid to its end.
 
         Args:
-            args: one for each parameter: an array or a CPU tensor (a pointer), a number, raw bytes, or
+            args: one per parameter: an array or a CPU tensor (a pointer), a number, raw bytes, or
                 `softsm.tensor_map(array, box)`.
             shared: bytes of dynamic shared memory.
-            options: order, seed, sms of this launch.
+            options: order, seed and sms of this launch.
         """
         return self.kernel.kernel.launch(
             self.grid, self.block, args, shared=shared, cluster=self.cluster, arch=self.kernel.arch, **options
@@ -63,7 +63,7 @@ def load_ptx(ptx: str | Path, name: str | None = None, *, arch: str = "") -> Ptx
 
     Args:
         ptx: the text, or the path of a file.
-        name: of the kernel; may be left out where the module has one.
+        name: the kernel's name; optional if the module has only one.
         arch: the GPU to emulate, sm_90a, sm_100a or sm_103a; default: the module's `.target`.
     """
     if not isinstance(ptx, (str, Path)):
@@ -74,7 +74,7 @@ def load_ptx(ptx: str | Path, name: str | None = None, *, arch: str = "") -> Ptx
 
 
 def machine_of(target: str, arch: str) -> str:
-    """The architecture to emulate for a module made for `target`."""
+    """Returns the architecture to emulate for a module compiled for `target`."""
     if not arch:
         return target
     accepted.one_of("arch", arch, tuple(ARCHITECTURES))
