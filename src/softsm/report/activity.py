@@ -1,13 +1,13 @@
-"""Who did what: instructions and asynchronous operations of each warp role, counted while launches run.
+"""Counts the instructions and asynchronous operations of each warp role while launches run.
 
     with softsm.counting() as activity:
         kernel[grid](...)
     activity.roles["load_role"].operations["TMA load"]     # -> Amount(count, bytes)
 
-A role is a function given to `warp_specialize`, or one whose name ends in `_role` (ptx/roles.py). A warp takes it
-from the source locations that its instructions carry (their function is the kernel, into which all others are inlined,
-so the source file is read).
-Outside of `counting` nothing is counted and nothing is slower.
+A role is a function given to `warp_specialize`, or one whose name ends in `_role` (ptx/roles.py). The source locations
+of a warp's instructions give its role; their function is the kernel, into which all others are inlined, so softsm reads
+the source file.
+Outside of `counting`, softsm counts nothing and runs at full speed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Amount:
 
 @dataclass
 class Role:
-    """warps: of all CTAs. operations: by kind, 'TMA load', 'tcgen05.mma', 'tcgen05.ld', ..."""
+    """The work of one role. warps: of all CTAs. operations: by kind, 'TMA load', 'tcgen05.mma', 'tcgen05.ld', ..."""
 
     warps: int = 0
     instructions: int = 0
@@ -53,7 +53,7 @@ class Activity(Session):
         return self._warps.setdefault(warp, Role(1))
 
     def note_source(self, warp: Warp) -> None:
-        """The role that the instruction under way belongs to, unless it is known already."""
+        """Sets the warp's role from its current instruction, unless the role is already known."""
         if warp in self._names:
             return
         name = entry_at(place_of(warp.instruction()))
@@ -72,7 +72,7 @@ class Activity(Session):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """The roles by name. Warps that never were in a role (they idle, or the kernel has none) are '-'."""
+        """The roles by name. Warps that were never in a role (they idle, or the kernel has no roles) are '-'."""
         found: dict[str, Role] = {}
         for warp, mine in self._warps.items():
             total = found.setdefault(self._names.get(warp, "-"), Role())
@@ -87,11 +87,11 @@ class Activity(Session):
 class Counter(Observer):
     """Counts the operations of one launch."""
 
-    follows = True  # what another process does would not be counted
+    follows = True  # work of another process would not be counted
 
     def __init__(self, machine: Machine, activity: Activity):
         self.machine, self.activity = machine, activity
-        self.steps = 0  # before this turn
+        self.steps = 0  # the machine's steps before this turn
 
     def issued(self, op: AsyncOp) -> None:
         self.activity.note(op)
@@ -102,12 +102,12 @@ class Counter(Observer):
     def turn_ended(self, warp: Warp) -> None:
         self.activity.of(warp).instructions += self.machine.steps - self.steps
         if warp.fragments:
-            # Where it waits says whose it is, also where the compiler merged its copies.
+            # The place where a warp waits identifies its role, even where the compiler merged copies of the code.
             self.activity.note_source(warp)
 
 
 def size(op: AsyncOp) -> int:
-    """Bytes moved by a copy into shared memory or by a tensor-memory access; 0 for anything else."""
+    """Returns the bytes moved by a copy into shared memory or by a tensor-memory access; 0 for anything else."""
     if op.kind in ("tcgen05.ld", "tcgen05.st"):
         found = TENSOR_ACCESS.search(op.warp.instruction().text)
         return int(found[1]) * int(found[2]) * int(found[3]) // 8 if found else 0

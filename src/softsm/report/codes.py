@@ -215,8 +215,8 @@ CODES: dict[str, tuple[str, str]] = {
 }
 
 
-# Causes before what they lead to: a barrier that is misused lets accesses race, a race lets values be wrong, and any of
-# them may end in a deadlock.
+# Causes precede effects: a misused barrier makes accesses race, a race makes values wrong, and any of them may end in a
+# deadlock.
 _EFFECTS = (
     ("barrier-phase", "barrier-reuse", "in-flight", "peer-exit", "race", "wgmma-registers"),
     ("uninitialised",),
@@ -227,7 +227,7 @@ _DEPTH = {code: 1 + depth for depth, codes in enumerate(_EFFECTS) for code in co
 
 
 def depth(code: str) -> int:
-    """How far behind its cause a finding of this code is; 0 for what is a cause itself."""
+    """Returns how far a finding of this code is from its cause; 0 if it is a cause itself."""
     return _DEPTH.get(code, 0)
 
 

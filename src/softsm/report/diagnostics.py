@@ -1,4 +1,4 @@
-"""What softsm reports about a program: one `Diagnostic` per finding, collected in a `Report`."""
+"""The findings about a program: one `Diagnostic` each, collected in a `Report`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 @dataclass(frozen=True)
 class Party:
-    """One side of a finding: the instruction, who executed it and what it touched."""
+    """One side of a finding: the instruction, who executed it and what it accessed."""
 
     who: str  # 'warp 5 of CTA (0, 0, 0)', 'tcgen05.mma issued by warp 12 of ...'
     ptx_line: int = 0
@@ -27,7 +27,7 @@ class Party:
     what: str = ""  # 'wrote shared bytes 0x400 to 0x403'
 
     def deed(self) -> str:
-        """What it did, without numbers and tense."""
+        """Returns what the party did, without numbers and tense."""
         verb, _, rest = _NUMBERS.sub("#", self.what).partition(" ")
         return f"{ {'wrote': 'writes', 'read': 'reads'}.get(verb, verb) } {rest}"
 
@@ -43,20 +43,20 @@ def launches(count: int) -> str:
 @dataclass(frozen=True)
 class Diagnostic:
     code: str  # 'race', 'uninitialised', 'in-flight', ...; `softsm explain CODE`
-    message: str  # one sentence of what
+    message: str  # one sentence: what happened
     parties: tuple[Party, ...] = ()
     fix: str = ""
-    raised: bool = False  # it stopped the kernel: the launch raised it as well
+    raised: bool = False  # it stopped the kernel, and the launch raised it as well
 
     def key(self) -> tuple:
-        """Equal for findings that say the same: the same places in either order, or where there are none the same
-        words."""
+        """Returns a key that is equal for duplicate findings: the same places in either order or, without places, the
+        same words."""
         if not self.parties:
             return self.code, _NUMBERS.sub("#", self.message.split("\n")[0])
         return self.code, *sorted((p.source or f"{p.ptx_line} {p.instruction}", p.deed()) for p in self.parties)
 
     def across_ctas(self) -> bool:
-        """Are the parties in different CTAs?"""
+        """Tells whether the parties are in different CTAs."""
         return len({p.who.partition(" of CTA ")[2].partition(")")[0] for p in self.parties}) > 1
 
     def __str__(self) -> str:
@@ -70,19 +70,19 @@ class Diagnostic:
 
 @dataclass
 class Report:
-    """Everything found while a `checking` block ran. Truthy if there are findings, which a warning is not."""
+    """Everything found while a `checking` block ran. Truthy if there are findings; warnings are not findings."""
 
     diagnostics: list[Diagnostic] = field(default_factory=list)  # causes first, then in the order they were found
     launches: int = 0
     tap: Any = None  # softsm.checks.products.Tap, with checking(tap=True)
-    warnings: list[Diagnostic] = field(default_factory=list)  # against the letter of PTX, and without effect so far
-    _seen: dict[tuple, tuple[Diagnostic, set]] = field(default_factory=dict)  # by key: its places in the PTX
+    warnings: list[Diagnostic] = field(default_factory=list)  # violations of the PTX specification, without effect yet
+    _seen: dict[tuple, tuple[Diagnostic, set]] = field(default_factory=dict)  # by key, with its places in the PTX
     additions: int = 0  # how often `add` was called
 
     def add(self, diagnostic: Diagnostic) -> None:
-        """Each finding once: the same pair of places in the source says nothing new, at however many lines of PTX and
-        whoever came first. Only that the two are in different CTAs is said rather than that they are in one: then a
-        barrier does not help."""
+        """Adds each finding once: the same pair of places in the source is not new, whatever the PTX lines and the
+        order of the two. A pair in different CTAs replaces one in a single CTA, because a CTA's barrier does not help
+        there."""
         key = diagnostic.key()
         lines = sorted((p.ptx_line, p.instruction) for p in diagnostic.parties)
         self.additions += 1
@@ -97,7 +97,7 @@ class Report:
         bisect.insort(self.diagnostics, diagnostic, key=lambda d: depth(d.code))
 
     def warn(self, diagnostic: Diagnostic) -> None:
-        """Each warning once."""
+        """Adds each warning once."""
         if all(diagnostic.key() != d.key() for d in self.warnings):
             self.warnings.append(diagnostic)
 
@@ -105,7 +105,7 @@ class Report:
         return [d.code for d in self.diagnostics]
 
     def again(self) -> dict[int, int]:
-        """Number of a diagnostic -> how often it came at other lines of PTX, between the same lines of the source."""
+        """Maps a diagnostic's number to how often it occurred at other PTX lines, between the same source lines."""
         more = {id(shown): len(lines) - 1 for shown, lines in self._seen.values() if len(lines) > 1}
         return {i: more[id(d)] for i, d in enumerate(self.diagnostics) if id(d) in more}
 

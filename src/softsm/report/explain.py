@@ -1,11 +1,11 @@
-"""`softsm explain`: what a diagnostic means, and pictures of layouts: who holds which cell, where a tile lies.
+"""`softsm explain` shows what a diagnostic means and draws layouts: who holds which cell, where a tile lies.
 
     softsm explain race                                     a code: what it says, how to fix it
     softsm explain tcgen05.ld.16x256b.x2                    an instruction: lanes x columns, thread and register in each
     softsm explain descriptor 0x4000404000010040 --rows 16  a matrix descriptor: fields, and the bytes a tile covers
     softsm explain idesc 0x08400490 --kind f16              an instruction descriptor of tcgen05.mma
 
-Everything is drawn from the tables the emulator itself runs on.
+All pictures come from the tables that the emulator itself uses.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm
 from softsm.report.codes import CODES
 
-# Eight colours that stay apart on light and dark terminals; a thread, row or register keeps its colour.
+# Eight colours that differ on light and dark terminals; a thread, row or register keeps its colour.
 COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "bright_red", "bright_blue")
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "e2m3": 8, "e3m2": 8, "e2m1": 4, "s8": 8, "u8": 8}
-MOST_ROWS, MOST_K = 256, 4096  # of a tile: no product has larger ones
-MAX_ROWS = 32  # of a picture; more is said in words
+MOST_ROWS, MOST_K = 256, 4096  # the largest tile of any product
+MAX_ROWS = 32  # rows of a picture; words describe the others
 WIDE = 8  # cells across: fits a terminal of 80 columns
 EXAMPLES = (
     "tcgen05.ld.16x256b.x2",
@@ -48,7 +48,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Tile:
-    """How a matrix descriptor is to be read: the operand it belongs to."""
+    """The operand that a matrix descriptor belongs to, which decides how to read it."""
 
     arch: str = "sm_100a"
     dtype: str = "bf16"
@@ -59,7 +59,7 @@ class Tile:
 
 
 def explain(topic: str, value: str = "", tile: Tile | None = None) -> RenderableType:
-    """What to print; ValueError where the topic is not known."""
+    """Returns what to print; raises ValueError if the topic is unknown."""
     tile = tile or Tile()
     if not topic:
         return overview()
@@ -114,7 +114,7 @@ def instruction(name: str) -> RenderableType:
 
 
 def chapter(name: str, parts: list[str]) -> RenderableType:
-    """An instruction without a picture: is it run, and where is it written down?"""
+    """Describes an instruction without a picture: whether softsm runs it, and in which module."""
     from softsm.engine.assemble import load_chapters
     from softsm.isa.registry import LOWERERS
 
@@ -248,7 +248,7 @@ def accumulators() -> RenderableType:
 
 
 def fragments(parts: list[str]) -> RenderableType:
-    """Registers of mma.sync and wgmma, from the functions of isa/fragments.py run on numbered registers."""
+    """Draws the registers of mma.sync and wgmma by running the functions of isa/fragments.py on numbered registers."""
     from softsm.isa import fragments as fr
 
     text = ".".join(parts)
@@ -281,7 +281,7 @@ def fragments(parts: list[str]) -> RenderableType:
 
 
 def _held(title: str, matrix: np.ndarray, rows: int, columns: int, step: int = 1, name: str = "row") -> Table:
-    """matrix holds 32 * register + thread; neighbours in one register are drawn as one cell."""
+    """Draws a matrix of 32 * register + thread; neighbours in one register form one cell."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column(name, justify="right", style="dim")
     for c in range(0, columns, step):
@@ -377,7 +377,7 @@ def descriptor(raw: int, tile: Tile) -> RenderableType:
 
 
 def _memory(where: np.ndarray, per: int, k_major: bool) -> Table:
-    """Shared memory as lines of 128 bytes: which part of the tile each 16-byte chunk holds."""
+    """Draws shared memory as lines of 128 bytes, with the part of the tile that each 16-byte chunk holds."""
     held: dict[int, list[tuple[int, int]]] = {}
     for line in range(where.shape[0]):
         for chunk in range(where.shape[1]):

@@ -1,10 +1,10 @@
-"""The observer that records a launch (engine/observer.py): it turns events into slices, waits and arrivals.
+"""The observer (engine/observer.py) that records a launch: it turns events into slices, waits and arrivals.
 
     with recording() as recorder:
         kernel[grid](...)
     recorder.slices, recorder.flows, recorder.barriers, ...
 
-The clocks and the cost of operations are those described in report/recording.py.
+report/recording.py describes the clocks and the cost of operations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from softsm.timing_model.engines import MACS, engines_of
 
 
 class Recording(Session):
-    """Launches that are recorded, all in one recorder."""
+    """Records launches, all in one recorder."""
 
     one_gpu = needs_values = True
 
@@ -64,13 +64,13 @@ class LaunchRecorder(Observer):
         self.queues: dict[tuple[int, str], int] = {}
         self.lanes: dict[tuple[int, str], list[int]] = defaultdict(
             list
-        )  # ends of what is drawn on each row of an engine
+        )  # end of the last slice on each row of an engine
         self.clocks: dict[Warp, Clock] = {}
         self.numbers: dict[object, int] = {}
         self.free_at: dict[int, int] = {}  # SM -> when its last CTA ended
-        self.arrivals: dict[object, int] = {}  # what is waited for -> latest arrival
+        self.arrivals: dict[object, int] = {}  # what warps wait for -> latest arrival
         self.known: dict[Mbarrier, Barrier] = {}
-        self.over: Mbarrier | None = None  # the mbarrier whose phase the instruction under way found complete
+        self.over: Mbarrier | None = None  # the mbarrier whose phase the current instruction found complete
         self.mark = 0
         r, kernel = self.recorder, machine.kernel
         start = r.launches[-1].end + GAP if r.launches else 0
@@ -104,7 +104,7 @@ class LaunchRecorder(Observer):
         return found
 
     def flush(self, warp) -> Clock:
-        """Instructions that ran since the last look belong to this warp."""
+        """Charges the instructions executed since the last call to this warp."""
         clock = self.warp_clock(warp)
         steps, self.mark = self.machine.steps - self.mark, self.machine.steps
         if steps:
@@ -118,7 +118,7 @@ class LaunchRecorder(Observer):
         return clock
 
     def draw(self, clock: Clock, name: str, start: int, end: int, kind: str, **details) -> int:
-        """A slice on a warp's track. Slices of one track never overlap, also where fragments of the warp take turns."""
+        """Adds a slice to a warp's track. Slices of one track never overlap, even if the warp's fragments alternate."""
         start = max(start, clock.drawn)
         if end <= start:
             return -1
@@ -150,7 +150,7 @@ class LaunchRecorder(Observer):
         times = [clock.time for clock in self.clocks.values()]
         self.record.end = max([self.record.end, *times, *self.queues.values()])
         if stuck or any(clock.waiting for clock in self.clocks.values()):
-            self.record.end += 1 + self.record.end // 10  # room for what never ended
+            self.record.end += 1 + self.record.end // 10  # room for operations that never ended
         for warp, clock in self.clocks.items():
             for start, ins, _, on in clock.waiting.values():
                 self.draw(clock, f"waits forever: {on}", start, self.record.end, "wait", at=place(ins))
@@ -169,7 +169,7 @@ class LaunchRecorder(Observer):
         ins = call.instruction
         name = ins.name
         self.over = None
-        if fragment in clock.waiting:  # it asks again
+        if fragment in clock.waiting:  # it retries
             clock.run_start = -1
         if not clock.role:
             clock.role = role_of(ins)
@@ -208,17 +208,17 @@ class LaunchRecorder(Observer):
             clock.time = end
 
     def woken(self, warp) -> None:
-        """A warp is woken: by the operation being performed, or by the warp that runs."""
+        """Ends the waits of a warp that the performed operation or the running warp has woken."""
         clock = self.warp_clock(warp)
         for f in [f for f in clock.waiting if f.blocked is None]:
             start, ins, on, text = clock.waiting[f]
             if ins.opcode == "mbarrier":
-                continue  # it asks again, and then it is known which phase ended
+                continue  # it retries, and only then the ended phase is known
             del clock.waiting[f]
             end = max(start, self.cause_time(), self.arrivals.get(on, 0), clock.time)
             running = self.machine.current
             if self.machine.engine.performing is None and running is not None and ins.opcode in ("bar", "barrier"):
-                self.warp_clock(running).time = end  # who came last in this run need not be last in time
+                self.warp_clock(running).time = end  # the last to arrive in this run need not be the last in time
             self.draw(clock, f"{ins.name}", start, end, "wait", at=place(ins), wait=text)
             clock.time = max(clock.time, end)
 
@@ -345,14 +345,14 @@ class LaunchRecorder(Observer):
         return Track(self.index, self.number(op.warp.cta), name, 0)
 
     def lane(self, track: Track, start: int, end: int) -> Track:
-        """Operations of one engine overlap: each goes to the first row that is free."""
+        """Returns the first free row, because operations of one engine overlap."""
         ends = self.lanes[track.cta, track.kind]
         index = next((i for i, e in enumerate(ends) if e <= start), len(ends))
         ends[index : index + 1] = [end]
         return track._replace(number=index)
 
     def busy(self, op: AsyncOp, clock: Clock, moved: int) -> int:
-        """Cycles during which the engine can take nothing else."""
+        """Returns the cycles during which the engine accepts no other operation."""
         if op.kind == "tcgen05.mma":
             return max(1, macs(op.warp.instruction().text, op.footprint) // MACS[op.kind])
         if op.kind == "wgmma":
@@ -394,7 +394,7 @@ class LaunchRecorder(Observer):
 
     def note_buffers(self, op: AsyncOp) -> None:
         if op.kind == "tcgen05.mma" or op.kind == "wgmma":
-            return  # note_operands knows them better
+            return  # note_operands records them more precisely
         mode = ""
         for region in (*op.reads, *op.writes):
             if region[0] == "tensor":
@@ -409,7 +409,7 @@ class LaunchRecorder(Observer):
                         b.swizzles.add(f"{mode.removeprefix('B').replace('_', ' ')}B swizzle (TMA)")
 
     def note_operands(self, warp, call, lanes: int) -> None:
-        """Descriptors of a product: where its operands lie, and how they are swizzled."""
+        """Records, from a product's descriptors, where its operands lie and how they are swizzled."""
         o, lane = call.operands, (lanes & -lanes).bit_length() - 1
         blackwell = call.instruction.opcode == "tcgen05"
         rows = [("B", o.b)]
@@ -418,7 +418,7 @@ class LaunchRecorder(Observer):
         for name, row in rows:
             try:
                 d = swizzle.decode(int(warp.Q[row, lane]), blackwell)
-            except Fault:  # the instruction itself says what is wrong with it
+            except Fault:  # the instruction itself reports what is wrong
                 continue
             self.recorder.buffers.setdefault((self.index, d.start, d.start), Buffer(d.start, d.start))
             b = self.recorder.buffers[self.index, d.start, d.start]
@@ -429,7 +429,7 @@ class LaunchRecorder(Observer):
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Launches inside are recorded."""
+    """Records the launches inside."""
     session = Recording()
     with observing(session):
         yield session.recorder

@@ -1,4 +1,4 @@
-"""A recording and a report as one HTML page that opens without a server: report/page.html with the data inside."""
+"""Writes a recording and a report as one HTML page that needs no server: report/page.html with the data inside."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def content(recorder: Recorder, report: Report, title: str, failure: str) -> dic
     ]
     return {
         "title": title,
-        "failure": "" if any(d.raised for d in report) else failure,  # else it is among the diagnostics
+        "failure": "" if any(d.raised for d in report) else failure,  # otherwise it is among the diagnostics
         "model": recorder.model,
         "unit": recorder.unit,
         "kinds": KINDS,
@@ -82,7 +82,7 @@ def launch_row(x) -> dict:
 
 
 def listings(recorder: Recorder) -> list[dict]:
-    """Each PTX text once; per line how often its macro-operation ran."""
+    """Returns each PTX text once, with the number of times that each line's macro-operation ran."""
     out: dict[str, dict] = {}
     for i, launch in enumerate(recorder.launches):
         found = out.setdefault(launch.source, {"kernel": launch.kernel, "text": launch.source, "counts": {}})
@@ -93,7 +93,7 @@ def listings(recorder: Recorder) -> list[dict]:
 
 
 def work(recorder: Recorder) -> list[dict]:
-    """Instructions, operations and bytes of each role, summed over the CTAs of a launch."""
+    """Returns the instructions, operations and bytes of each role, summed over the CTAs of a launch."""
     rows: dict[tuple[int, str], dict] = {}
     for track, clock in recorder.clocks.items():
         row = rows.setdefault(
@@ -109,7 +109,7 @@ def work(recorder: Recorder) -> list[dict]:
 
 
 def barriers(recorder: Recorder) -> list[dict]:
-    """One row per barrier of the CTAs that are drawn; a barrier initialised again counts on."""
+    """Returns one row per barrier of the drawn CTAs; a reinitialised barrier keeps counting."""
     rows = []
     for b in recorder.barriers:
         roles = [sorted({recorder.role(t) for t in who}) for who in (b.arrivers, b.waiters)]
@@ -133,15 +133,15 @@ def barriers(recorder: Recorder) -> list[dict]:
 
 
 def shared_map(recorder: Recorder, launch: int) -> dict:
-    """Buffers of a launch: what copies and products touch, operands joined to the buffer they lie in."""
+    """Returns the buffers that copies and products of a launch access, each with the operands that lie in it."""
     mine = sorted((b for k, b in recorder.buffers.items() if k[0] == launch), key=lambda b: (b.low, -b.high))
     areas = _joined([b for b in mine if b.high > b.low])
-    starts = [b for b in mine if b.high == b.low]  # descriptors: only where they begin
+    starts = [b for b in mine if b.high == b.low]  # descriptors, of which only the start is known
     loose: list[Buffer] = []
     for b in starts:
         home = next((a for a in areas if a.low <= b.low < a.high), None)
         if home is None:
-            # Threads wrote this operand: it lasts until something else begins, at most 16 KiB.
+            # Threads wrote this operand: assume that it extends to the next buffer, at most 16 KiB.
             if loose and b.low - loose[-1].low < 16384 and loose[-1].read_by == b.read_by:
                 home = loose[-1]
             else:
@@ -167,7 +167,7 @@ def shared_map(recorder: Recorder, launch: int) -> dict:
 
 
 def _joined(buffers: list[Buffer]) -> list[Buffer]:
-    """Small neighbouring pieces of one kind (cp.async) become one buffer; overlapping ones too."""
+    """Joins small neighbouring pieces of one kind (cp.async), and overlapping ones, into one buffer."""
     out: list[Buffer] = []
     for b in buffers:
         last = out[-1] if out else None
@@ -221,5 +221,5 @@ def party(p, recorder: Recorder) -> dict:
 
 
 def _same(line: str, instruction: str) -> bool:
-    """Is the instruction written on this line (or begun on it)?"""
+    """Tells whether the instruction is on this line, or begins on it."""
     return not instruction or instruction.split()[0].strip("@;{") in line

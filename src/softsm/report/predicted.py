@@ -1,4 +1,4 @@
-"""A replay as a recording: the slices that report/timeline.py draws, with the model's times in nanoseconds."""
+"""Turns a replay into a recording for report/timeline.py, with the model's times in nanoseconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from softsm.timing_model.validated import statement
 
 
 def recorded(p: Prediction) -> Recorder:
-    """One multiprocessor's CTAs: waits of warps, products and copies of its engines."""
+    """Records the CTAs of one multiprocessor: waits of warps, products and copies of its engines."""
     run, trace = p.run, p.trace
     assert run is not None and trace is not None
     out = Recorder()

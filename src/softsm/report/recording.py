@@ -1,4 +1,4 @@
-"""What a recorded launch consists of: slices on the tracks of warps and engines, waits, arrivals, memory, buffers.
+"""The data of a recorded launch: slices on the tracks of warps and engines, waits, arrivals, memory, buffers.
 
 report/launch_recorder.py observes the launch and fills these classes.
 
@@ -103,7 +103,7 @@ class Clock:
 
     track: Track
     time: int
-    drawn: int = 0  # where the last slice on the track ends
+    drawn: int = 0  # end of the last slice on the track
     run_start: int = -1
     run_steps: int = 0
     run_place: str = ""

@@ -1,7 +1,7 @@
-"""A recording as a Perfetto trace: open it at ui.perfetto.dev. One process per CTA, one track per warp and engine.
+"""Writes a recording as a trace for ui.perfetto.dev, with one process per CTA and one track per warp and engine.
 
-Arrows go from an arrival to the wait it ends, and from an instruction to the operation it starts. Counters: columns of
-tensor memory in use, bytes copied. Cycles of an emulated run are written as nanoseconds
+Arrows go from an arrival to the wait it ends, and from an instruction to the operation it starts. Counters show the
+columns of tensor memory in use and the bytes copied. Cycles of an emulated run are written as nanoseconds
 (report/recording.py); the times of a prediction are nanoseconds (report/predicted.py).
 """
 
@@ -77,7 +77,7 @@ class Writer:
             event.track_uuid = self.ids[s.track]
             if not begins:
                 event.type = pb.TrackEvent.TYPE_SLICE_END
-                # An arrow leaves where the operation ends, and arrives where the wait does.
+                # An arrow leaves at the end of the operation and arrives at the end of the wait.
                 event.flow_ids.extend(sources.get(i, ()) if s.kind in ("copy", "mma") else ())
                 event.terminating_flow_ids.extend(targets.get(i, ()) if s.kind == "wait" else ())
                 continue
