@@ -1,4 +1,4 @@
-"""PTX text -> program: `parse(text)` gives an `ast.Module`, or a PtxError with line, column and what was expected."""
+"""The PTX parser: `parse(text)` returns an `ast.Module` or raises PtxError with line, column and what was expected."""
 
 from softsm.ptx.parser import parse
 

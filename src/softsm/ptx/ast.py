@@ -1,7 +1,7 @@
-"""What the parser makes of PTX text: plain data.
+"""The syntax tree that the parser builds from PTX text, as plain data.
 
-Names are unique: what is declared in a nested `{ }` scope is renamed `name@k` (k = number of the scope), what a .func
-declares `name@function`, so that everything after the parser can ignore scopes. An entry's own names stay.
+Names are unique: the parser renames declarations in a nested `{ }` scope to `name@k` (k = number of the scope) and
+those of a .func to `name@function`, so that later stages can ignore scopes. An entry's own names stay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Imm:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """The address of a variable, parameter or function (`global_smem`, `foo_param_0`), or of `name + offset`."""
+    """The address of a variable, parameter or function (`global_smem`, `foo_param_0`), or `name + offset`."""
 
     name: str
     offset: int = 0
@@ -95,8 +95,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class SourceLoc:
-    """What `.loc` says: file, line and column in the program that the PTX was compiled from (innermost inlined place).
-    `caller` is the place it was inlined at, if it was: the chain ends in the kernel itself."""
+    """The content of a `.loc`: file, line and column in the program that the PTX was compiled from (the innermost
+    inlined place). `caller` is the place where it was inlined, if it was; the chain ends in the kernel itself."""
 
     file: str
     line: int
@@ -130,8 +130,8 @@ class Variable:
     space: str
     type: str  # 'b8', 'u32', 'f32', ...
     align: int
-    size: int  # bytes in all
-    initial: tuple = ()  # int, float or Symbol per element of `type`; what is missing at the end is zero
+    size: int  # total bytes
+    initial: tuple = ()  # int, float or Symbol per element of `type`; missing elements at the end are zero
     extern: bool = False
     line: int = 0
 
@@ -162,8 +162,8 @@ class Module:
 
 
 def referenced(module: Module, function: Function) -> set[str]:
-    """Names of the functions and variables that a kernel can reach: through calls, taken addresses and initial
-    values."""
+    """Returns the names of the functions and variables that a kernel can reach through calls, taken addresses and
+    initial values."""
     variables = {v.name: v for v in module.variables}
     names, work = {function.name}, [function.name]
     while work:
@@ -188,5 +188,5 @@ def referenced(module: Module, function: Function) -> set[str]:
 
 
 def brief(instruction: str) -> str:
-    """The text of an instruction with long lists of registers cut."""
+    """Returns the text of an instruction with long lists of registers shortened."""
     return _LISTS.sub(lambda found: f"{{{found[1]}, ..., {found[2]}}}", instruction)

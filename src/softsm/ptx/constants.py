@@ -1,4 +1,4 @@
-"""Constant expressions (PTX ISA 4.5): evaluated while parsing, in 64-bit integers or doubles."""
+"""Evaluates constant expressions (PTX ISA 4.5) while parsing, in 64-bit integers or doubles."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BINARY: dict[str, Callable] = {
 
 
 def constant(cursor: Cursor, nesting: int = 0) -> Imm:
-    """A whole constant expression. A single literal keeps its bit-exact spelling (0f..., 0d...)."""
+    """Reads a whole constant expression. A single literal keeps its bit-exact spelling (0f..., 0d...)."""
     value = _binary(cursor, 1, nesting)
     if cursor.sees("?"):
         cursor.takes("?")
@@ -52,7 +52,7 @@ def constant(cursor: Cursor, nesting: int = 0) -> Imm:
 
 
 def integer(cursor: Cursor, what: str) -> int:
-    """A constant expression that has to be an integer."""
+    """Reads a constant expression that must be an integer."""
     at = cursor.skip()
     if not STARTS_CONSTANT.match(cursor.clean, at):
         raise cursor.expected(what)

@@ -1,4 +1,4 @@
-"""Names and places of C++ programs in reports: demangled, short, and outside the libraries that were inlined."""
+"""Makes names and places of C++ programs readable in reports: demangled, short, and outside inlined libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from softsm.ptx.ast import SourceLoc
 
 LONGEST = 40  # characters of template arguments that are shown
-# Headers, and Triton's own functions, whose lines say less than the place that uses them.
+# Headers, and Triton's own functions, whose lines tell less than the place that uses them.
 LIBRARIES = re.compile(
     r"(^|/)(include|cccl|libcudacxx)/(cute|cutlass|cub|thrust|cuda|cccl)/|/__clang_cuda|/doors/cuda/include/|/crt/sm_"
     r"|/include/ops/(thread|group)/"  # ThunderKittens
@@ -18,7 +18,7 @@ LIBRARIES = re.compile(
 
 
 def outside(place: SourceLoc) -> SourceLoc:
-    """The first place, from the innermost one on, that is not in a library; the innermost if all are."""
+    """Returns the innermost place that is not in a library, or the innermost of all if every place is."""
     at: SourceLoc | None = place
     while at is not None and LIBRARIES.search(at.file):
         at = at.caller
@@ -27,17 +27,17 @@ def outside(place: SourceLoc) -> SourceLoc:
 
 @functools.lru_cache(maxsize=4096)
 def readable(name: str) -> str:
-    """`void f<128, Config<...>>(int*)` as f<128, Config<...>>; other names as they are."""
+    """Shortens `void f<128, Config<...>>(int*)` to f<128, Config<...>>; leaves other names as they are."""
     if not name.startswith("_Z"):
         return name
     whole = demangled(name)
     if not whole:
         return spelled(name)
     start, depth = 0, 0
-    for i, character in enumerate(whole):  # the end of the name: where its arguments begin
+    for i, character in enumerate(whole):  # the name ends where its arguments begin
         depth += (character in "<") - (character in ">")
         if depth == 0 and character == " " and "(" not in whole[:i]:
-            start = i + 1  # behind the type of the result
+            start = i + 1  # after the result type
         if depth == 0 and character == "(" and not whole.startswith("(anonymous", i):
             whole = whole[:i]
             break
@@ -45,7 +45,7 @@ def readable(name: str) -> str:
 
 
 def spelled(name: str) -> str:
-    """The plain parts of a mangled name that the library does not take: _ZL11gemm_deviceI... is gemm_device<...>."""
+    """Reads the plain parts of a mangled name that the library rejects: _ZL11gemm_deviceI... is gemm_device<...>."""
     found = re.match(r"_Z(L|N[KVRO]*)?(?=\d)", name)
     at = found.end() if found else len(name)
     parts: list[str] = []
@@ -58,7 +58,7 @@ def spelled(name: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def variable(name: str) -> str:
-    """A variable of a function, _ZZ6kernelPfE4tile, as tile; other names as they are."""
+    """Shortens a function's variable, _ZZ6kernelPfE4tile, to tile; leaves other names as they are."""
     for found in re.finditer(r"E(\d+)", name) if name.startswith("_ZZ") else ():
         end = found.end() + int(found[1])
         if re.fullmatch(r"(_\d+)?", name[end:]) and len(name) >= end:

@@ -1,4 +1,4 @@
-"""Declarations: variables with their initialisers, registers, parameters, the directives behind a function's head."""
+"""Reads declarations: variables with initialisers, registers, parameters, the directives after a function's head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from softsm.ptx.lexer import Cursor, suggestion, unescape
 from softsm.ptx.names import MAX_RANGE, Scope
 
 DIRECTIVE = re.compile(r"\.([a-z_]\w*)", re.ASCII)
-COUNT = re.compile(r"\d{1,9}(?!\w)", re.ASCII)  # not an expression: the '>' behind it would be an operator
+COUNT = re.compile(r"\d{1,9}(?!\w)", re.ASCII)  # not an expression: the '>' after it would be an operator
 STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 LINKAGE = ("extern", "visible", "weak", "common")
 SPACES = ("global", "const", "shared", "local", "param")
@@ -22,7 +22,7 @@ TYPE_BYTES = {f"{kind}{bits}": bits // 8 for kind in "bus" for bits in (8, 16, 3
 }  # fmt: skip
 REGISTER_TYPES = {*TYPE_BYTES, "pred"}
 OPAQUE_TYPES = ("texref", "samplerref", "surfref")
-# directives behind a function's head: how many integers each takes (fewest, most)
+# directives after a function's head: how many integers each has (fewest, most)
 FUNCTION_DIRECTIVES = {
     "reqntid": (1, 3), "maxntid": (1, 3), "maxnreg": (1, 1), "minnctapersm": (1, 1), "maxnctapersm": (1, 1),
     "reqnctapercluster": (1, 3), "maxclusterrank": (1, 1), "explicitcluster": (0, 0), "blocksareclusters": (0, 0),
@@ -32,7 +32,7 @@ MAX_ELEMENTS = 1 << 26
 
 
 def directive(cursor: Cursor) -> str | None:
-    """The next `.word`, without its dot, or None."""
+    """Reads the next `.word` and returns it without its dot, or None."""
     match = cursor.match(DIRECTIVE)
     return match.group(1) if match else None
 
@@ -54,7 +54,7 @@ def _type(cursor: Cursor, allowed: object, what: str) -> str:
 
 
 def _attributes(cursor: Cursor) -> tuple[int, int]:
-    """`.align N`, `.v2`/`.v4`/`.v8`, `.attribute(...)`, in any order: (alignment or 0, elements of a vector)."""
+    """Reads `.align N`, `.v2`/`.v4`/`.v8`, `.attribute(...)` in any order. -> (alignment or 0, elements of a vector)"""
     align, lanes = 0, 1
     while (name := peek(cursor)) in ("align", "attribute", "v2", "v4", "v8"):
         at = cursor.at
@@ -78,8 +78,8 @@ def _attributes(cursor: Cursor) -> tuple[int, int]:
 
 
 def variables(cursor: Cursor, space: str, extern: bool, resolve: object) -> list[Variable]:
-    """What follows `.shared`, `.global`, ...: `[.align N] [.v4] .b8 name[4] = {..}, name2;`
-    `resolve(name, at)` gives the Symbol of a name in an initialiser."""
+    """Reads what follows `.shared`, `.global`, ...: `[.align N] [.v4] .b8 name[4] = {..}, name2;`
+    `resolve(name, at)` returns the Symbol of a name in an initialiser."""
     align, lanes = _attributes(cursor)
     type_ = _type(cursor, TYPE_BYTES, "such as .b8, .u32 or .f32")
     later_align, later_lanes = _attributes(cursor)
@@ -114,7 +114,7 @@ def variables(cursor: Cursor, space: str, extern: bool, resolve: object) -> list
 
 
 def _dimensions(cursor: Cursor) -> list[int] | None:
-    """`[4][8]` -> [4, 8]; `[]` counts as 0; None without brackets."""
+    """Reads `[4][8]` as [4, 8] and `[]` as 0; returns None without brackets."""
     shape: list[int] | None = None
     while cursor.takes("["):
         at = cursor.skip()
@@ -131,7 +131,7 @@ def _dimensions(cursor: Cursor) -> list[int] | None:
 
 
 def _initialiser(cursor: Cursor, type_: str, shape: list[int] | None, resolve: object, nesting: int = 0) -> tuple:
-    """Flat element values; what a nested list leaves out is filled with zeros."""
+    """Returns flat element values; zeros fill what a nested list leaves out."""
     at = cursor.skip()
     if nesting > MAX_NESTING:
         raise cursor.source.error("this initialiser is nested too deeply", at)
@@ -183,7 +183,7 @@ def _value(cursor: Cursor, type_: str, resolve: object) -> int | float | Symbol:
 
 
 def registers(cursor: Cursor, scope: Scope) -> None:
-    """What follows `.reg`: `.b32 %r<69>, %x;`"""
+    """Reads what follows `.reg`: `.b32 %r<69>, %x;`"""
     _, lanes = _attributes(cursor)
     type_ = _type(cursor, REGISTER_TYPES, "such as .pred, .b32 or .f32")
     while True:
@@ -214,7 +214,7 @@ def registers(cursor: Cursor, scope: Scope) -> None:
 
 
 def parameters(cursor: Cursor, what: str) -> list[Variable]:
-    """`(.param .u64 .ptr .global .align 16 a, .param .align 64 .b8 map[128])`; of a .func also `.reg .b32 x`."""
+    """Reads `(.param .u64 .ptr .global .align 16 a, .param .align 64 .b8 map[128])`; of a .func also `.reg .b32 x`."""
     cursor.expect("(", f"before the {what}")
     result: list[Variable] = []
     while not cursor.takes(")"):
@@ -246,7 +246,7 @@ def parameters(cursor: Cursor, what: str) -> list[Variable]:
 
 
 def function_directives(cursor: Cursor) -> dict[str, tuple]:
-    """`.reqntid 128, 1, 1 .maxnreg 168 ...` between a function's parameters and its body."""
+    """Reads `.reqntid 128, 1, 1 .maxnreg 168 ...` between a function's parameters and its body."""
     found: dict[str, tuple] = {}
     while (name := peek(cursor)) is not None:
         at = cursor.at
@@ -275,7 +275,7 @@ def function_directives(cursor: Cursor) -> dict[str, tuple]:
 
 
 def strings(cursor: Cursor) -> list[str]:
-    """`"a", "b"`, as in .pragma."""
+    """Reads `"a", "b"`, as in .pragma."""
     result = []
     while True:
         match = cursor.match(STRING)

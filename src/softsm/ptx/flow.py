@@ -1,4 +1,4 @@
-"""Basic blocks of a function, and which may follow which."""
+"""The basic blocks of a function and their successors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ENDS = ("ret", "exit", "trap")
 
 
 class Block(NamedTuple):
-    start: int  # items[start:stop] of what was given
+    start: int  # the block is items[start:stop]
     stop: int
-    follows: list[int]  # numbers of the blocks that may come next
+    follows: list[int]  # numbers of the successor blocks
 
 
 def blocks_of(items: Sequence[Instruction | Label], tables: dict[str, tuple[str, ...]]) -> list[Block]:
-    """items: in the order of the text; tables: the lists of brx."""
+    """Returns the blocks. items: in the order of the text; tables: the target lists of brx."""
     starts = {0, *(i for i, item in enumerate(items) if isinstance(item, Label))}
     starts |= {i + 1 for i, item in enumerate(items) if ends_block(item)}
     first = sorted(s for s in starts if s < len(items))
@@ -38,7 +38,7 @@ def ends_block(item: Instruction | Label) -> bool:
 
 
 def _successors(last, b: int, count: int, number: dict[str, int], tables: dict[str, tuple[str, ...]]) -> list[int]:
-    """Blocks that may follow block b, which ends in the item `last`."""
+    """Returns the successors of block b, whose last item is `last`."""
     out = []
     if isinstance(last, Instruction) and last.opcode == "bra":
         out = [number[last.operands[0].name]] if last.operands[0].name in number else []

@@ -1,6 +1,6 @@
-"""PTX text made easy to parse: comments blanked out, debug sections cut off, positions and literals understood.
+"""Prepares PTX text for the parser: blanks comments and debug sections, and reads positions and literals.
 
-Everything is replaced by spaces of equal length, so an offset into `Source.clean` is an offset into the text as given.
+Spaces of equal length replace what is removed, so an offset into `Source.clean` is an offset into the original text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?(?:\*/|\Z)|"(?:[^"\\\n]|\\.)*("?
 SECTION = re.compile(r"^[ \t]*\.section\s+([.\w$]+)\s*\{([^{}]*)\}", re.M)
 FILE = re.compile(r"^[ \t]*\.file\s+(\d{1,9})\s+(\"(?:[^\"\\\n]|\\.)*\")[^\n]*", re.M)
 STRING_LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:|\.b8\s+([\d\s,]+)", re.ASCII)
-# LLVM counts the lines of an inline assembly text on from the line of its call: such a .loc names a line too low.
+# LLVM counts lines inside inline assembly on from the line of its call, so such a .loc names a line too far down.
 INLINE = re.compile(r"// begin inline asm\n(.*?)// end inline asm", re.S)
 LOC_LINE = re.compile(r"^[ \t]*\.loc\b[^\n]*", re.M)
 NUMBER = re.compile(
@@ -27,16 +27,16 @@ NUMBER = re.compile(
     r"|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w)|\d+[eE][+-]?\d+(?!\w)|\d+U?(?!\w)",
     re.ASCII,
 )
-MAX_DIGITS = 100  # longer literals are not meant as numbers
+MAX_DIGITS = 100  # longer literals are not numbers
 
 
 def _blank(text: str) -> str:
-    """Spaces of the same length; newlines stay, so that line numbers do."""
+    """Returns spaces of the same length; newlines stay, to keep line numbers."""
     return re.sub(r"[^\n]", " ", text)
 
 
 class Source:
-    """The text, its cleaned form and the way back from an offset to line and column."""
+    """The text, its cleaned form, and the mapping from an offset to line and column."""
 
     def __init__(self, text: str):
         self.text = text
@@ -92,7 +92,7 @@ class Source:
         return PtxError(message, *self.position(min(offset, len(self.text))))
 
     def found(self, offset: int) -> str:
-        """What stands at an offset, for messages: the word or character, quoted."""
+        """Returns the word or character at an offset, quoted, for messages."""
         rest = self.clean[offset : offset + 40].lstrip()
         if not rest:
             return "the end of the text"
@@ -102,7 +102,7 @@ class Source:
 
 
 class Cursor:
-    """A place in a Source, with the small steps every part of the parser takes."""
+    """A position in a Source, with the basic steps that every part of the parser uses."""
 
     def __init__(self, source: Source, at: int = 0):
         self.source, self.clean, self.at = source, source.clean, at
@@ -142,7 +142,7 @@ class Cursor:
 
 
 def literal(text: str) -> Imm:
-    """A literal that NUMBER matched."""
+    """Converts a literal that NUMBER matched."""
     if len(text) > MAX_DIGITS:
         raise ValueError("a literal of more than 100 characters")
     kind = text[1:2].lower() if text[0] == "0" else ""
@@ -172,19 +172,19 @@ def _integer(value: int) -> Imm:
 
 
 def negated(imm: Imm) -> Imm:
-    """The literal behind a minus sign."""
+    """Returns the literal with a minus sign applied."""
     if imm.kind == "int":
         return Imm(-imm.value)
     return Imm(-imm.value, imm.kind, imm.bits ^ (1 << (31 if imm.kind == "f32" else 63)))
 
 
 def unescape(quoted: str) -> str:
-    """The content of a quoted string with C escapes (only those that PTX writers use)."""
+    """Returns the content of a quoted string with C escapes (only those that PTX writers use)."""
     plain = {"n": "\n", "t": "\t", "r": "\r", "0": "\0"}
     return re.sub(r"\\(.)", lambda m: plain.get(m.group(1), m.group(1)), quoted[1:-1], flags=re.S)
 
 
 def suggestion(name: str, known: object) -> str:
-    """' (did you mean ...?)' for a name that resembles a known one, else nothing."""
+    """Returns ' (did you mean ...?)' for a name that resembles a known one, else ''."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.7)  # type: ignore[call-overload]
     return f" (did you mean '{close[0]}'?)" if close else ""

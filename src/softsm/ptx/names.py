@@ -1,4 +1,4 @@
-"""What a name in a function body stands for: registers, variables, labels, scope by scope; the predefined registers."""
+"""Resolves names in a function body, scope by scope: registers, variables, labels, and the predefined registers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MAX_RANGE = 1 << 24
 
 
 class Scope:
-    """The names declared between one pair of braces. In nested braces everything is renamed `name@k` with k counted
-    through the module, in a .func `name@function`, so that what follows the parser needs no scopes."""
+    """The names declared between one pair of braces. Names in nested braces become `name@k`, with k counted through
+    the module, and names in a .func `name@function`, so that later stages need no scopes."""
 
     def __init__(self, suffix: str, parent: Scope | None):
         self.suffix, self.parent = suffix, parent
@@ -45,14 +45,14 @@ class Scope:
         return name + self.suffix
 
     def declared(self, name: str) -> bool:
-        """Is this very name taken here? A range `a<2>` takes a0 and a1, not a."""
+        """Tells whether this scope declares the name. A range `a<2>` declares a0 and a1, not a."""
         digits = _RANGE.fullmatch(name)
         count = self.ranges.get(digits.group(1), (0, ""))[0] if digits else 0
         in_range = digits is not None and int(digits.group(2)) < count
         return in_range or name in self.registers or name in self.vectors or name in self.variables
 
     def known(self) -> list[str]:
-        """Every name to be seen from here, for suggestions."""
+        """Returns every name visible here, for suggestions."""
         names: list[str] = []
         scope: Scope | None = self
         while scope is not None:
@@ -62,7 +62,7 @@ class Scope:
         return names
 
     def range_of(self, name: str) -> str:
-        """'%r0 to %r68' if the name lies outside a range that is declared, else nothing."""
+        """Returns '%r0 to %r68' if the name lies outside a declared range, else ''."""
         digits = _RANGE.fullmatch(name)
         scope: Scope | None = self
         while scope is not None and digits:
@@ -89,7 +89,7 @@ class Scope:
         return None
 
     def resolve(self, name: str, used: dict[str, str]) -> Reg | Vector | Special | Symbol | None:
-        """The operand a name stands for; a register is noted in `used` (name -> type). None: not declared here."""
+        """Returns the operand that a name denotes and adds a register to `used` (name -> type). None: not declared."""
         base, _, element = name.partition(".")
         digits = _RANGE.fullmatch(base)
         scope: Scope | None = self

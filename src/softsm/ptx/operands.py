@@ -1,7 +1,7 @@
-"""Operands of instructions.
+"""Reads the operands of instructions.
 
-Most of a compiled kernel is `%r12`, `[%rd4+8]` and small integers, so those are read by dictionary and one regular
-expression; anything else, and anything wrong, goes through `Operands.parse`, which knows the columns.
+Most operands of a compiled kernel are `%r12`, `[%rd4+8]` and small integers, so a dictionary and one regular expression
+read those; anything else, and anything wrong, goes through `Operands.parse`, which knows the columns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_OPERANDS = 2048
 
 
 class NotSimple(Exception):
-    """The quick way does not read this operand."""
+    """Raised for an operand that the quick path does not read."""
 
 
 class Operands:
@@ -40,7 +40,7 @@ class Operands:
     # -- the quick way --------------------------------------------------------------------------------------------
 
     def quick(self, text: str, scope: Scope) -> tuple:
-        """Operands of plain form; raises NotSimple for all others, right or wrong."""
+        """Reads operands of plain form; raises NotSimple for all others, right or wrong."""
         cache = scope.operands
         if "[" not in text and "{" not in text:
             pieces = text.split(",")
@@ -116,7 +116,7 @@ class Operands:
     # -- the careful way ------------------------------------------------------------------------------------------
 
     def parse(self, cursor: Cursor, scope: Scope, opcode: str) -> tuple:
-        """Operands up to the ';', which is left standing."""
+        """Reads the operands up to the ';', which it does not consume."""
         if cursor.sees(";"):
             return ()
         result = [self.operand(cursor, scope, opcode)]
@@ -154,7 +154,7 @@ class Operands:
         return first
 
     def name(self, cursor: Cursor, scope: Scope) -> object:
-        """A register, predefined register, symbol or `_`; an unknown name is an error with a suggestion."""
+        """Reads a register, predefined register, symbol or `_`; an unknown name is an error with a suggestion."""
         at = cursor.skip()
         match = cursor.match(WORD)
         if match is None:
@@ -226,10 +226,10 @@ class Operands:
         cursor.expect("]", "after an address")
         return Address(base, offset, coords, tuple(extra))
 
-    # -- instructions with operands of their own --------------------------------------------------------------------
+    # -- instructions with special operands -------------------------------------------------------------------------
 
     def branch(self, cursor: Cursor, scope: Scope, opcode: str) -> tuple:
-        """`bra L`, `brx.idx %r, list`."""
+        """Reads the operands of `bra L` and `brx.idx %r, list`."""
         result: list = []
         if opcode == "brx":
             result.append(self.operand(cursor, scope))
@@ -251,7 +251,7 @@ class Operands:
         return tuple(result)
 
     def call(self, cursor: Cursor, scope: Scope) -> tuple:
-        """`call (returns), callee, (arguments), prototype`, every part but the callee optional."""
+        """Reads `call (returns), callee, (arguments), prototype`; every part but the callee is optional."""
         returns = self._list(cursor, scope) if cursor.sees("(") else None
         if returns is not None:
             cursor.expect(",", "after the list of return values")

@@ -1,7 +1,7 @@
-"""PTX text -> `ast.Module`.
+"""Parses PTX text into an `ast.Module`.
 
-A function body is read in two passes. The first cuts it into statements with one regular expression and notes which
-labels stand in which scope, because a branch may go forward. The second reads declarations and instructions.
+The parser reads a function body in two passes. The first splits it into statements with one regular expression and
+records the labels of each scope, because a branch may go forward. The second reads declarations and instructions.
 """
 
 from __future__ import annotations
@@ -201,17 +201,17 @@ class _Parser:
 
 
 class _Body:
-    """One function's body; the cursor stands behind its '{'."""
+    """One function's body; the cursor is after its '{'."""
 
     def __init__(self, parser: _Parser, function: Function, cursor: Cursor):
         self.parser, self.function, self.cursor, self.source = parser, function, cursor, parser.source
         self.scope = Scope("" if function.entry else f"@{function.name}", parser.globals)
         self.operands = Operands(parser.module_.functions, function.registers, parser.sizes)
         self.here: SourceLoc | None = None
-        # what a directive says; which place it was inlined at, and what was known of that
+        # the place that a directive names; where that was inlined, and what was known of the caller then
         self.locs: dict[tuple[str, str], tuple[SourceLoc | None, tuple | None, SourceLoc | None]] = {}
-        # For chains of inlined_at: the last directive of a place. The same function is inlined at several, and a
-        # compiler names the caller of each anew before it names lines of the function.
+        # For chains of inlined_at: the last directive of a place. A function may be inlined at several places, and a
+        # compiler names the caller of each again before it names lines of the function.
         self.by_place: dict[tuple, SourceLoc] = {}
         self.pending: list[tuple[str, Scope, list[tuple[str, int]]]] = []
         function.returns = [self._parameter(v) for v in function.returns]
@@ -252,7 +252,7 @@ class _Body:
             self._targets(name, inner, targets)
 
     def _cut(self) -> list[tuple[re.Match, Scope]]:
-        """The statements of the body, each with the scope that holds after it; labels are noted on the way."""
+        """Returns the statements of the body, each with the scope after it, and records labels on the way."""
         clean, at = self.source.clean, self.cursor.at
         opened = at - 1
         statements: list[tuple[re.Match, Scope]] = []
@@ -295,7 +295,7 @@ class _Body:
             scope.labels[name] = line
 
     def _no_statement(self, at: int, opened: int) -> PtxError:
-        """Says what is wrong where no statement can be cut out: mostly a missing ';' or '}'."""
+        """Returns the error for text that is not a statement: mostly a missing ';' or '}'."""
         cursor = Cursor(self.source, at)
         start = cursor.skip()
         if start >= len(cursor.clean):
@@ -361,7 +361,7 @@ class _Body:
         self.here = here
 
     def _inlined(self, at: int) -> str:
-        """`@[ kernel.cu:3:7 @[ ... ] ]`: clang has the places that a line was inlined at in a comment alone."""
+        """Reads `@[ kernel.cu:3:7 @[ ... ] ]`: clang names the places where a line was inlined only in a comment."""
         line = self.source.text[at : self.source.text.find("\n", at)]
         return line[line.find("@[") :] if "@[" in line else ""
 
@@ -379,7 +379,7 @@ class _Body:
         if found is None:
             raise self.source.error("expected '.loc file line column'", at)
         file, line, column, label, skip, *inlined = found.groups()
-        if not int(line):  # the compiler's own code: no line of the program
+        if not int(line):  # code of the compiler itself, without a line of the program
             return None, None, None
         function, caller = self.function.name, self._callers(inlined_at)
         place, known = None, None
@@ -417,7 +417,7 @@ class _Body:
             raise self.source.error("expected ';' here", cursor.at)
 
     def _list(self, cursor: Cursor, scope: Scope, start: int, word: str) -> None:
-        """The targets of a `brx.idx`; the label stands just before the directive."""
+        """Reads the targets of a `brx.idx`; the label is just before the directive."""
         before = re.compile(r"([A-Za-z_$%][\w$]*)\s*:\s*\Z", re.ASCII).search(cursor.clean, max(0, start - 400), start)
         if before is None or before.group(1) not in scope.lists:
             raise self.source.error(f"expected a label before .{word}", start)
@@ -441,7 +441,7 @@ class _Body:
         self.function.branch_targets[scope.unique(name)] = tuple(found)
 
     def _prototype(self, cursor: Cursor) -> None:
-        """`.callprototype (.param .b32 _) _ (.param .b64 _) .noreturn`: the call itself says all that is needed."""
+        """Skips `.callprototype (.param .b32 _) _ (.param .b64 _) .noreturn`: the call itself has all we need."""
         if cursor.sees("("):
             parameters(cursor, "return values")
         cursor.name("'_'")

@@ -1,11 +1,11 @@
-"""The role of a warp: the function of the program's source that it works in.
+"""Finds the role of a warp: the function of the program's source that it executes.
 
-Compilers name only the kernel in their line tables, but every instruction has its place in the source and the places it
-was inlined at. The functions that stand there are read from the source itself. One that the program gives to
-`warp_specialize`, or whose name ends in `_role`, `_partition` or `_worker`, names the warp.
+Compilers name only the kernel in their line tables, but every instruction has its place in the source and the places
+where that was inlined. This module reads the functions at those places from the source itself. One that the program
+gives to `warp_specialize`, or whose name ends in `_role`, `_partition` or `_worker`, names the warp.
 
-A compiler's cache outlives the folder a program was first compiled in, and keeps that folder's name in its line tables;
-a file that is not there is therefore looked for among those the running program was loaded from.
+A compiler's cache outlives the folder where a program was first compiled, and keeps that folder's name in its line
+tables; a missing file is therefore looked up among those that the running program was loaded from.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from softsm.ptx.ast import SourceLoc
 from softsm.ptx.cplusplus import outside
 
 ENDINGS = ("_role", "_partition", "_worker")
-MOST_CALLERS = 3  # that are named
+MOST_CALLERS = 3  # callers that are named
 
 
 @functools.lru_cache(maxsize=256)
 def located(file: str) -> Path:
-    """Where a file named by a line table is now: there, or the loaded file with the longest end of its path."""
+    """Returns where a line table's file is now: that path, or the loaded file that shares the longest end of it."""
     path = Path(file)
     if path.is_file():
         return path
@@ -34,14 +34,14 @@ def located(file: str) -> Path:
 
 
 def common_end(one: Path, other: Path) -> int:
-    """How many names two paths share, counted from their ends."""
+    """Counts the names that two paths share at their ends."""
     pairs = zip(reversed(one.parts), reversed(other.parts), strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one.parts), len(other.parts)))
 
 
 @functools.lru_cache(maxsize=256)
 def functions(file: str) -> tuple[tuple[int, int, str], ...]:
-    """(first line, last line, name) of the functions in a Python file; none if it cannot be read."""
+    """Returns (first line, last line, name) of the functions in a Python file; empty if it cannot be read."""
     try:
         tree = ast.parse(located(file).read_text())
     except (OSError, SyntaxError, ValueError):
@@ -52,7 +52,7 @@ def functions(file: str) -> tuple[tuple[int, int, str], ...]:
 
 @functools.lru_cache(maxsize=256)
 def specialized(file: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """(line, names of the functions) of each [(function, arguments), ...] that a Python file gives to
+    """Returns (line, names of the functions) of each [(function, arguments), ...] that a Python file gives to
     `warp_specialize`."""
     try:
         tree = ast.parse(located(file).read_text())
@@ -68,25 +68,25 @@ def specialized(file: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
 
 @functools.lru_cache(maxsize=256)
 def partitions(file: str) -> frozenset[str]:
-    """Names of all functions that a Python file gives to `warp_specialize`."""
+    """Returns the names of all functions that a Python file gives to `warp_specialize`."""
     return frozenset(name for _, names in specialized(file) for name in names if name)
 
 
 def last_name(node: ast.expr) -> str:
-    """`f` of f and of module.f; '' for anything else."""
+    """Returns `f` for f and for module.f; '' for anything else."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def function_at(file: str, line: int) -> str:
-    """The innermost function around a line of a source file, '' if there is none."""
+    """Returns the innermost function around a line of a source file, '' if there is none."""
     inside = [(last - first, name) for first, last, name in functions(file) if first <= line <= last]
     return min(inside)[1] if inside else ""
 
 
 @functools.lru_cache(maxsize=256)
 def imported_from(file: str) -> dict[str, tuple[str, ...]]:
-    """Names that a Python file imports from loaded modules -> the files of those."""
+    """Maps names that a Python file imports from loaded modules to the files of those modules."""
     try:
         tree = ast.parse(located(file).read_text())
     except (OSError, SyntaxError, ValueError):
@@ -104,8 +104,8 @@ def imported_from(file: str) -> dict[str, tuple[str, ...]]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def corrected(loc: SourceLoc) -> SourceLoc:
-    """A compiler that puts the first function of `warp_specialize` into the kernel keeps its lines and gives them the
-    kernel's file. A line outside the kernel, inside such a function that is imported, belongs to that one's file."""
+    """Corrects the file of a place. A compiler that inlines the first function of `warp_specialize` keeps its lines but
+    gives them the kernel's file. A line outside the kernel, inside such an imported function, belongs to its file."""
     kernels = [(first, last) for first, last, name in functions(loc.file) if name == loc.function]
     if loc.caller is not None or not kernels or any(first <= loc.line <= last for first, last in kernels):
         return loc
@@ -124,13 +124,13 @@ def corrected(loc: SourceLoc) -> SourceLoc:
 
 
 def place_of(ins) -> SourceLoc | None:
-    """The place in the source that an instruction comes from."""
+    """Returns the place in the source that an instruction comes from."""
     return None if ins.loc is None else corrected(outside(ins.loc))
 
 
 def called_at(loc: SourceLoc) -> str:
-    """`, called at FILE:LINE, ...`: the callers of a place in a function that was inlined, up to the first one in
-    another file; else ''. The functions of a library are called from many places."""
+    """Returns `, called at FILE:LINE, ...`, the callers of a place in an inlined function up to the first one in
+    another file, else ''. The functions of a library are called from many places."""
     callers: list[SourceLoc] = []
     caller = loc.caller
     while caller is not None and len(callers) < MOST_CALLERS:
@@ -140,7 +140,7 @@ def called_at(loc: SourceLoc) -> str:
 
 
 def entry_at(place) -> str:
-    """The function that names the warp's role at a place of the source, with the places it was inlined at; '' where the
+    """Returns the function that names the warp's role at a place of the source or where that was inlined; '' if the
     source has none."""
     chain = []
     while place is not None:
@@ -155,7 +155,7 @@ def entry_at(place) -> str:
 
 
 def role_of(ins) -> str:
-    """The role an instruction belongs to, without its ending; '' where the source names none."""
+    """Returns the role of an instruction, without its ending; '' if the source names none."""
     name = entry_at(place_of(ins))
     ending = next((e for e in ENDINGS if name.endswith(e)), "")
     return name.removesuffix(ending).strip("_")
@@ -163,7 +163,7 @@ def role_of(ins) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def source_lines(file: str, line: int, around: int = 3) -> tuple[tuple[int, str], ...]:
-    """Numbered lines of a source file about a place; empty if it cannot be read."""
+    """Returns numbered lines of a source file around a place; empty if it cannot be read."""
     try:
         text = located(file).read_text().splitlines()
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""What the source of a program calls an operand of an instruction, followed to the callers that were inlined.
+"""Finds what a program's source calls an operand of an instruction, following the inlined callers.
 
-A library of a project has its own functions around mbarriers: `self.bars.index(i)` in a method `wait` says nothing, but
-the method is called as `self.free.wait(stage.index)` in a method of a ring, which is called as `k.acquire(stage)`. The
-places that an instruction was inlined at give these lines, and arguments stand for parameters: the mbarrier is
+A project's library wraps mbarriers in its own functions. `self.bars.index(i)` in a method `wait` tells nothing, but a
+method of a ring calls it as `self.free.wait(stage.index)`, and `k.acquire(stage)` calls that one. The places where an
+instruction was inlined give these lines; with arguments substituted for parameters, the mbarrier is
 `k.free.bars.index(stage.index)`.
 """
 
@@ -26,7 +26,7 @@ def parsed(file: str) -> ast.Module | None:
 
 
 def around(file: str, line: int, kind: type) -> list:
-    """Nodes of a kind (calls or functions) that a line belongs to, the innermost last."""
+    """Returns the nodes of a kind (calls or functions) that contain a line, the innermost last."""
     tree = parsed(file)
     nodes: list = [n for n in ast.walk(tree) if isinstance(n, kind)] if tree is not None else []
     found = [n for n in nodes if n.lineno <= line <= n.end_lineno]
@@ -34,7 +34,7 @@ def around(file: str, line: int, kind: type) -> list:
 
 
 def arguments(function: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr]:
-    """Parameters -> what a call gives for them."""
+    """Maps parameters to a call's arguments."""
     names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
     given = list(call.args)
     if names[:1] == ["self"] and isinstance(call.func, ast.Attribute):
@@ -52,8 +52,8 @@ class Replaced(ast.NodeTransformer):
 
 @functools.lru_cache(maxsize=4096)
 def mbarrier_at(loc: SourceLoc) -> str:
-    """The mbarrier that the statement at a place waits for or arrives at, in the words of the outermost caller that
-    passes it on; '' where the source does not say."""
+    """Returns the mbarrier that the statement at a place waits for or arrives at, as the outermost caller that passes
+    it spells it; '' where the source does not tell."""
     calls = [n for n in around(loc.file, loc.line, ast.Call) if last_name(n.func) in USES and n.args]
     if not calls:
         return ""
