@@ -1,1 +1,1 @@
-"""Bugs that cost days on a GPU, each small, with its corrected twin: `softsm museum`."""
+"""The exhibits of `softsm museum`: bugs that cost days on a GPU, each in a small kernel with its corrected twin."""

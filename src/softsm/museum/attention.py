@@ -1,4 +1,4 @@
-"""Exhibits from attention kernels: P and O handed between softmax and the products, rescaling, rows and fragments."""
+"""Exhibits from attention kernels: P and O between softmax and the products, rescaling, rows and fragments."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ KEYS, TILE, SCALE = 16, 8, 0.125 * math.log2(math.e)
 )
 def rescaling(bug: str) -> Program:
     """One row per thread, two tiles of eight keys, one column of V. m is kept scaled, so alpha is ex2(m_old - m_new).
-    not_rescaled: the row sum is, O is not."""
+    not_rescaled: the kernel rescales the row sum but not O."""
     lines = [
         "mov.f32 %f0, 0fFF800000;",
         "mov.f32 %f1, 0f00000000;",
@@ -110,7 +110,7 @@ FLOATS = "".join(f"mov.b32 %f{10 + i}, %r{10 + i};\n" for i in range(4))
 
 
 def over_four_lanes(register: str, operation: str = "max") -> str:
-    """Maximum, or sum, over the four lanes that share a row."""
+    """Reduces (maximum or sum) over the four lanes that share a row."""
     return "".join(
         f"mov.b32 %r30, {register};\nshfl.sync.bfly.b32 %r31, %r30, {x}, 31, -1;\nmov.b32 %f30, %r31;\n"
         f"{operation}.f32 {register}, {register}, %f30;\n"
@@ -119,8 +119,8 @@ def over_four_lanes(register: str, operation: str = "max") -> str:
 
 
 def fragments(compute: str, right, columns: int = 8, draw=lambda x: x) -> Program:
-    """One warp: 16 rows of scores from global memory into tensor memory (32x32b), then `compute`, which leaves its
-    answer for row t in %f0 of lane t (t < 16)."""
+    """One warp copies 16 rows of scores from global to tensor memory (32x32b), then runs `compute`, which leaves its
+    result for row t in %f0 of lane t (t < 16)."""
     put = f"mul.wide.u32 %rd20, %r0, {4 * columns};\nadd.s64 %rd20, %rd1, %rd20;\n"
     put += "".join(f"ld.global.b32 %r{100 + i}, [%rd20+{4 * i}];\n" for i in range(columns))
     put += t.store("%r3", 100, columns) + t.WAIT_ST
@@ -154,8 +154,8 @@ def whole_fragment(bug: str) -> Program:
 
 @exhibit(29, "packed f32x2 sum of a row without the lanes that share it: several times too small", WRONG_VALUES)
 def packed_row_sum(bug: str) -> Program:
-    """16x256b.x4: four lanes share a row of 32 columns, eight each. Packed additions sum what a lane holds; the bug
-    takes that for the sum of the row."""
+    """With 16x256b.x4, four lanes share a row of 32 columns, eight each. Packed additions sum what a lane holds; the
+    bug uses that as the sum of the row."""
     count = 16
     compute = f"tcgen05.ld.sync.aligned.16x256b.x4.b32 {t.names(50, count)}, [%r3];\n" + t.WAIT_LD
     for half, (total, first) in enumerate((("%f2", 50), ("%f3", 52))):
@@ -168,7 +168,7 @@ def packed_row_sum(bug: str) -> Program:
 
 @exhibit(13, "rows of the QK fragment used as rows of the PV fragment", WRONG_VALUES)
 def rows_of_another_fragment(bug: str) -> Program:
-    """The maximum of row t/4 is in lane t; O is read with row t in lane t. The bug multiplies them as they stand."""
+    """The maximum of row t/4 is in lane t; O is read with row t in lane t. The bug multiplies the two lane by lane."""
     compute = PER_ROW + over_four_lanes("%f2") + over_four_lanes("%f3") + ("mov.f32 %f1, %f2;\n" if bug else TO_ROWS)
     compute += t.load("%r3", 50, 1) + t.WAIT_LD + "mov.b32 %f5, %r50;\nmul.f32 %f0, %f5, %f1;\n"
     return fragments(compute, lambda s: s.max(1) * s[:, 0])

@@ -1,4 +1,4 @@
-"""Exhibits about barriers: counts, bytes, phases, cycles; and the parser's word on labels."""
+"""Exhibits about barriers: counts, bytes, phases, cycles; and the parser's error on labels."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ COPY = t.tma_load("a", "%rd3", "0, 0", "full")
 )
 def idle_warps(bug: str) -> Program:
     """Warps 0 to 3 store rows and arrive; warp 8, which was warp 4, reads them; warps 4 to 7 are new and idle.
-    counted: the barrier counts the idle threads too, and waits for ever. old_number: warp 4 still does the waiting,
-    warp 8 the reading: no deadlock, garbage."""
+    counted: the barrier counts the idle threads too and never completes. old_number: warp 4 still waits, but warp 8
+    reads, so there is garbage instead of a deadlock."""
     place = "mov.u32 %r40, a;\nshl.b32 %r41, {};\nadd.u32 %r40, %r40, %r41;\n"
     work = place.format("%r0, 2") + "st.shared.u32 [%r40], %r0;\n" + t.arrive("half")
     read = place.format("%r2, 2")
@@ -59,8 +59,8 @@ def idle_warps(bug: str) -> Program:
 
 @exhibit(16, "softmax waits for pv_done at kt = 0, which nothing signals yet", "deadlock")
 def first_iteration(bug: str) -> Program:
-    """Warp 0: softmax, waits until the previous PV is done, stores P, says so. Warp 1: waits for P, runs PV,
-    says so."""
+    """Warp 0 runs softmax: it waits until the previous PV is done, stores P and arrives. Warp 1 waits for P, runs PV
+    and arrives."""
     softmax = values = ""
     for kt in range(3):
         softmax += t.wait("pv_done", kt % 2 if bug else (kt + 1) % 2) + "@%p4 " + t.arrive("p_ready")
@@ -83,7 +83,7 @@ def bytes_as_count(bug: str) -> Program:
     too_few=("barrier-tx", "race"),
 )
 def wrong_bytes(bug: str) -> Program:
-    """forgotten: a plain arrival ends the phase before the bytes have come; too_few: so does the last announced one."""
+    """forgotten: a plain arrival ends the phase before the bytes arrive; too_few: so does the last announced byte."""
     announced = {"forgotten": 0, "too_many": 4096 + 16, "too_few": 2048, "": 4096}[bug]
     arrival = t.expect("full", announced) if announced else t.arrive("full")
     body = t.init("full") + t.only("%p0", arrival + COPY)
@@ -109,7 +109,7 @@ def same_label(bug: str) -> Program:
 
 @exhibit(28, "expect_tx of both CTAs' bytes where each CTA receives its own", "deadlock")
 def pair_bytes(bug: str) -> Program:
-    """Two CTAs of a cluster load one half each and wait on their own barrier: 2048 bytes come to each, not 4096."""
+    """Two CTAs of a cluster load one half each and wait on their own barrier: each receives 2048 bytes, not 4096."""
     half = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd1], 2048, [full];\n"
     body = t.init("full") + t.only("%p0", t.expect("full", 4096 if bug else 2048) + half) + t.wait("full", 0) + FULL
     return program(body + t.out("%r42", "%rd2"), loaded, grid=2, cluster=2)

@@ -1,4 +1,4 @@
-"""What an exhibit is."""
+"""The types of exhibits and of their programs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 
 from softsm.report.diagnostics import Report
 
-WRONG_VALUES = "wrong values"  # the finding of exhibits that PTX cannot know to be wrong
+WRONG_VALUES = "wrong values"  # the finding of exhibits that are wrong only compared with a reference
 
 
 @dataclass
 class Program:
-    """A kernel with its data. Callables among the arguments are made from the arrays: tensor maps."""
+    """A kernel with its data. Callables among the arguments get the arrays and return tensor maps."""
 
     text: str
     args: list = field(default_factory=list)
     grid: int = 1
     block: int = 128
     cluster: int = 1
-    right: Callable[[list], bool] | None = None  # of the arrays after the launch
+    right: Callable[[list], bool] | None = None  # checks the arrays after the launch
     expect: Callable[[], None] | None = None  # declares what products should read
 
 
@@ -29,7 +29,7 @@ class Program:
 class Exhibit:
     number: int
     title: str
-    bugs: dict[str, tuple[str, ...]]  # the ways to make it wrong -> codes of which one must be found
+    bugs: dict[str, tuple[str, ...]]  # name of each bug -> codes of which one must be found
     make: Callable[[str], Program | Report]  # with one of the bugs, or '' for the corrected twin
 
 
@@ -37,7 +37,7 @@ EXHIBITS: dict[int, Exhibit] = {}
 
 
 def exhibit(number: int, title: str, *codes: str, **bugs: tuple[str, ...]):
-    """Registers make(bug). codes: of an exhibit with one bug; bugs: of one with several, by name."""
+    """Registers make(bug). codes: for an exhibit with one bug; bugs: for one with several, by name."""
 
     def register(make):
         EXHIBITS[number] = Exhibit(number, title, bugs or {"bug": codes}, make)
@@ -47,7 +47,7 @@ def exhibit(number: int, title: str, *codes: str, **bugs: tuple[str, ...]):
 
 
 def on_boundary(array: np.ndarray) -> np.ndarray:
-    """A copy that starts at a multiple of 128 bytes, as device memory does."""
+    """Returns a copy that starts at a multiple of 128 bytes, as device memory does."""
     raw = np.empty(array.nbytes + 128, np.uint8)
     start = -raw.ctypes.data % 128
     out = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

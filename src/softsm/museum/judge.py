@@ -1,4 +1,4 @@
-"""How an exhibit is judged: the bug must be named, the twin must be right and silent in every order."""
+"""Judges an exhibit: softsm must name the bug, and the twin must be right and silent in every order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDERS = (("eager", 0), ("latest", 0), ("random", 1), ("random", 2))
 
 
 def run(program: Program, order: str, seed: int = 0, strict: bool = True) -> Report:
-    """One launch; what stops it is in the report, and so are wrong values and warnings about tensor maps."""
+    """Runs one launch. The report has what stopped it, wrong values, and warnings about tensor maps."""
     arrays = [on_boundary(a) if isinstance(a, np.ndarray) else a for a in program.args]
     with warnings.catch_warnings(record=True) as warned, checking(order=order, seed=seed, strict=strict) as report:
         warnings.simplefilter("always")
@@ -50,9 +50,9 @@ def result(made: Program | Report, order: str, seed: int, strict: bool = True) -
 @dataclass(frozen=True)
 class Verdict:
     exhibit: Exhibit
-    problem: str  # empty when it passed
+    problem: str  # empty if the exhibit passed
     shown: tuple[Diagnostic, ...]  # the finding of each bug
-    level: str  # where the bugs are named: 'default', 'strict', or 'values' if only a reference shows them
+    level: str  # what names the bugs: 'default', 'strict', or 'values' if only a reference shows them
 
     @property
     def passed(self) -> bool:
@@ -60,7 +60,7 @@ class Verdict:
 
 
 def judge(item: Exhibit) -> Verdict:
-    """Run every bug and the twin under every order."""
+    """Runs every bug and the twin under every order."""
     shown: dict[str, Diagnostic] = {}
     level = "default"
     for bug, codes in item.bugs.items():
@@ -86,7 +86,7 @@ def judge(item: Exhibit) -> Verdict:
 
 
 def gather() -> dict[int, Exhibit]:
-    """All exhibits, by number."""
+    """Returns all exhibits, by number."""
     for room in ROOMS:
         importlib.import_module(f"softsm.museum.{room}")
     return dict(sorted(EXHIBITS.items()))

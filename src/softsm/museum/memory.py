@@ -30,8 +30,8 @@ def encoded(base: int, dims=(64, 32), strides=(128,), box=(64, 32), swizzle=Swiz
     unaligned_map=("tensor-map",),
 )
 def tensor_maps(bug: str) -> Program | Report:
-    """Encoding rejects a wrong base or box by the name of the field. 64, the row's elements, is a stride that the
-    driver accepts: there it is a warning. The alignment of the map itself shows at its first use."""
+    """Encoding rejects a wrong base or box and names the field. The driver accepts 64, the row's elements, as a stride,
+    so that is only a warning. A misaligned map is found at its first use."""
     data = on_boundary(np.zeros((64, 64), np.uint16))
     base = data.ctypes.data
     mistakes: dict[str, dict] = {

@@ -1,4 +1,4 @@
-"""Exhibits about what a product reads: wrong strides, descriptors, coordinates, swizzles."""
+"""Exhibits about the operands of a product: wrong strides, descriptors, coordinates, swizzles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def expect(**operands):
 
 
 def single(body: str, k: np.ndarray, **more) -> Program:
-    """Q and K from global memory into the tiles by `body`, one product, S written out."""
+    """Copies Q and K from global memory into the tiles by `body`, runs one product and writes S out."""
     text = tiles.START + body + tiles.PUBLISH
     text += t.only("%p0", tiles.product("%r3", "%rd10", "%rd11") + t.commit("bar"))
     text += tiles.READ_ACC + tiles.write_out() + t.dealloc(64)
@@ -37,7 +37,7 @@ def single(body: str, k: np.ndarray, **more) -> Program:
 
 @exhibit(1, "K tile written with the template head dim as the data stride", "operand")
 def data_stride(bug: str) -> Program:
-    stride = 256 if bug else 128  # bytes between the rows of K: the template's 128 columns, or the 64 there are
+    stride = 256 if bug else 128  # bytes between the rows of K: the template's 128 columns, or the actual 64
     body = tiles.copy_tile("q_tile", "%rd1", 128, 128) + tiles.copy_tile("k_tile", "%rd2", ROWS, stride)
     body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile")
     return single(body, K, expect=expect(a=Q, b=K[:ROWS]))
@@ -55,7 +55,7 @@ def narrow_descriptor(bug: str) -> Program:
 
 @exhibit(18, "P written to shared memory by hand with the wrong swizzle", "operand")
 def hand_swizzle(bug: str) -> Program:
-    """P plays the part of Q: the chunk must be XORed with the row modulo 8, not modulo 4."""
+    """Uses P in place of Q: the chunk must be XORed with the row modulo 8, not modulo 4."""
     flip = "and.b32 %r96, %r94, 3;" if bug else "and.b32 %r96, %r94, 7;"
     body = tiles.copy_tile("q_tile", "%rd1", 128, 128, flip) + tiles.copy_tile("k_tile", "%rd2", ROWS, 128)
     body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile")
@@ -63,8 +63,8 @@ def hand_swizzle(bug: str) -> Program:
 
 
 def two_tiles(coordinate: list[int], rows: int = 2 * ROWS, count: int = 2, **more) -> Program:
-    """S of `count` tiles of K, each brought by TMA from its coordinate; the whole S [128, count * 32] is
-    written out."""
+    """Computes S for `count` tiles of K, which TMA loads from their coordinates, and writes the whole S
+    [128, count * 32] out."""
     size = ROWS * 128
     body = tiles.START + tiles.copy_tile("q_tile", "%rd1", 128, 128) + tiles.PUBLISH
     body += tiles.describe("%rd10", "q_tile") + tiles.describe("%rd11", "k_tile")
@@ -95,7 +95,7 @@ def first_tile_only(bug: str) -> Program:
 
 @exhibit(8, "interleaved K/V pipeline count used as the tile index", "operand", "out-of-bounds-fill")
 def pipeline_count(bug: str) -> Program:
-    """K and V share one ring: K tiles are copies 0 and 2. The bug takes the copy's number for the tile's."""
+    """K and V share one ring: K tiles are copies 0 and 2. The bug uses the copy's number as the tile's."""
     return two_tiles([0, 2 * ROWS] if bug else [0, ROWS], expect=expect_tiles())
 
 

@@ -26,7 +26,7 @@ STORED = t.WAIT_ST + t.BEFORE + "bar.sync 0;\n" + t.AFTER
 
 
 def whole(body: str, want: float | None = None, block: int = 128, end: str | None = None) -> Program:
-    """Tiles of ones; %r10 of each thread is its answer."""
+    """Makes a program on tiles of ones; %r10 of each thread is its result."""
     end = t.dealloc(64) if end is None else end
     right = None if want is None else lambda arrays: bool((arrays[0] == want).all())
     return Program(
@@ -58,7 +58,7 @@ def stored_as_fp32(bug: str) -> Program:
 
 @exhibit(5, "SS product after a TS product; with the first A descriptor wrong", "descriptor")
 def mixed_products(bug: str) -> Program:
-    """The mix is legal. The SS product is the first to use a descriptor of A, which was built for sm_90."""
+    """Mixing is legal. The SS product is the first to use a descriptor of A, which was built for sm_90."""
     put = "".join(f"mov.b32 %r{10 + i}, {t.ONES};\n" for i in range(8))
     first = t.only("%p0", t.mma("%r3", "[%r6]", "%rd11", t.idesc()) + t.commit("bar"))
     second = t.descriptor("%rd12", "a", blackwell=not bug)
@@ -89,8 +89,8 @@ def p_where_s_is(bug: str) -> Program:
 
 @exhibit(24, "a warp reads the lanes of another warp's quarter", "lane-ownership")
 def foreign_lanes(bug: str) -> Program:
-    """Warps 0 to 3 run the product, warps 4 to 7 the epilogue: the quarter is the warp modulo 4, not the warp minus 4
-    plus one."""
+    """Warps 0 to 3 run the product, warps 4 to 7 the epilogue. A warp's quarter is its number modulo 4, not its number
+    minus 4 plus one."""
     start = t.only("%p0", t.mma("%r3", "%rd10", "%rd11", t.idesc()) + t.commit("bar"))
     quarter = "add.u32 %r20, %r1, 1;\nand.b32 %r20, %r20, 3;\n" if bug else "and.b32 %r20, %r1, 3;\n"
     epilogue = quarter + "shl.b32 %r20, %r20, 21;\nadd.u32 %r20, %r3, %r20;\n" + t.wait("bar", 0) + t.AFTER

@@ -1,4 +1,4 @@
-"""Small PTX kernels as text: what the exhibits of the museum and the rules are written with.
+"""Builds small PTX kernels as text, for the exhibits of the museum and the tests of the rules.
 
 A kernel made by `kernel` has %r0 = thread, %r1 = warp, %r2 = lane, %p0 = (thread 0), 64-bit parameters in
 %rd1, %rd2, ...
@@ -59,7 +59,7 @@ def names(first: int, count: int, prefix: str = "%r") -> str:
 
 
 def only(condition: str, body: str) -> str:
-    """Threads for which the predicate does not hold jump over the body. condition: '%p0', or 'warp 3', 'thread 32'."""
+    """Guards the body: other threads jump over it. condition: '%p0', or 'warp 3', 'thread 32'."""
     label = f"SKIP{next(_labels)}"
     test = ""
     if condition.startswith(("warp", "thread")):
@@ -70,7 +70,7 @@ def only(condition: str, body: str) -> str:
 
 
 def wait(barrier: str, parity: str | int, suffix: str = "") -> str:
-    """Spin until the phase of that parity is over."""
+    """Spins until the phase of that parity has completed."""
     label = f"WAIT{next(_labels)}"
     return (
         f"{label}:\nmbarrier.try_wait.parity{suffix}.shared::cta.b64 %p11, [{barrier}], {parity};\n"
@@ -79,7 +79,7 @@ def wait(barrier: str, parity: str | int, suffix: str = "") -> str:
 
 
 def init(*barriers: tuple[str, int] | str, fence: bool = True) -> str:
-    """Thread 0 initialises the mbarriers (name, count) and makes them visible; everybody waits."""
+    """Thread 0 initialises the mbarriers (name, count) and makes them visible; all threads wait."""
     pairs = [b if isinstance(b, tuple) else (b, 1) for b in barriers]
     lines = [f"@%p0 mbarrier.init.shared::cta.b64 [{name}], {count};" for name, count in pairs]
     if fence:
@@ -88,7 +88,7 @@ def init(*barriers: tuple[str, int] | str, fence: bool = True) -> str:
 
 
 def alloc(columns: int, to: str = "%r3") -> str:
-    """Warp 0 allocates columns of tensor memory; their address is in `to` everywhere."""
+    """Warp 0 allocates columns of tensor memory; every thread gets their address in `to`."""
     request = f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [place], {columns};"
     return only("warp 0", request) + f"bar.sync 0;\nld.shared.u32 {to}, [place];\n"
 
@@ -99,7 +99,7 @@ def dealloc(columns: int, address: str = "%r3", sync: bool = True) -> str:
 
 
 def fill(name: str, size: int, word: int = ONES, threads: int = 128) -> str:
-    """The first threads write the same word all over a shared array, 16 bytes at a time."""
+    """The first threads fill a shared array with one word, 16 bytes at a time."""
     lines = [f"mov.u32 %r90, {name};", "shl.b32 %r91, %r0, 4;", "add.u32 %r90, %r90, %r91;", f"mov.b32 %r92, {word};"]
     for at in range(0, size, 16 * threads):
         lines += [
@@ -112,7 +112,7 @@ def fill(name: str, size: int, word: int = ONES, threads: int = 128) -> str:
 def descriptor(
     to: str, name: str, lbo: int = 128, sbo: int = 256, swizzle: int = 0, offset: int = 0, blackwell: bool = True
 ) -> str:
-    """Matrix descriptor of a shared array into a 64-bit register."""
+    """Writes the matrix descriptor of a shared array to a 64-bit register."""
     fixed = (lbo >> 4) << 16 | (sbo >> 4) << 32 | (1 << 46 if blackwell else 0) | swizzle << 61
     fixed = fixed - (1 << 64) if fixed >> 63 else fixed
     return (
@@ -122,13 +122,13 @@ def descriptor(
 
 
 def idesc(m: int = 128, n: int = 8, *, kind: str = "bf16", b_mn: bool = False) -> int:
-    """Instruction descriptor of kind::f16 (bf16 -> f32)."""
+    """Returns the instruction descriptor of kind::f16 (bf16 -> f32)."""
     code = {"f16": 0, "bf16": 1}[kind]
     return 1 << 4 | code << 7 | code << 10 | (n >> 3) << 17 | (m >> 4) << 24 | (1 << 16 if b_mn else 0)
 
 
 def mma(d: str, a: str, b: str, what: int, add: int = 0, group: int = 1) -> str:
-    """tcgen05.mma kind::f16 by the threads that come here; `a` in brackets lies in tensor memory."""
+    """Issues tcgen05.mma kind::f16 in every thread that reaches it; `a` in brackets lies in tensor memory."""
     return (
         f"setp.ne.u32 %p11, {add}, 0;\nmov.u32 %r90, {what};\n"
         f"tcgen05.mma.cta_group::{group}.kind::f16 [{d}], {a}, {b}, %r90, %p11;\n"
@@ -147,7 +147,7 @@ WAIT_LD, WAIT_ST = "tcgen05.wait::ld.sync.aligned;\n", "tcgen05.wait::st.sync.al
 
 
 def lanes_of_warp(to: str, column: int = 0, base: str = "%r3") -> str:
-    """Address of the warp's own lanes at a column."""
+    """Computes the address of the warp's own lanes at a column."""
     quarter = "and.b32 %r91, %r1, 3;\nshl.b32 %r91, %r91, 21;\n"
     return quarter + f"add.u32 {to}, {base}, %r91;\nadd.u32 {to}, {to}, {column};\n"
 
@@ -161,7 +161,7 @@ def store(address: str, first: int, count: int) -> str:
 
 
 def out(value: str, base: str = "%rd1", index: str = "%r0", step: int = 4, offset: int = 0) -> str:
-    """base[index] = a 32-bit value."""
+    """Stores a 32-bit value to base[index]."""
     return (
         f"mul.wide.u32 %rd31, {index}, {step};\nadd.s64 %rd31, {base}, %rd31;\n"
         f"st.global.b32 [%rd31+{offset}], {value};\n"
@@ -184,5 +184,5 @@ def arrive(barrier: str, suffix: str = "") -> str:
 
 
 def f32(value: float) -> str:
-    """A float literal of PTX."""
+    """Returns a float literal of PTX."""
     return "0f" + struct.pack(">f", value).hex().upper()

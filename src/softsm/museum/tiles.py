@@ -1,5 +1,4 @@
-"""Pieces of a tiny attention kernel in PTX: tiles of bf16 rows of 128 bytes, swizzled, and products over head
-dim 64."""
+"""Pieces of a tiny attention kernel in PTX: swizzled tiles of 128-byte bf16 rows, and products over head dim 64."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ SHARED = f""".shared .align 1024 .b8 q_tile[16384]; .shared .align 1024 .b8 k_ti
 
 
 def draw(seed: int, *shape: int) -> np.ndarray:
-    """bf16 values, 4096 different ones in a random order, so that a wrong element can be found again."""
+    """Draws bf16 values, 4096 different ones in a random order, so that a wrong element can be identified."""
     count = int(np.prod(shape))
     rng = np.random.default_rng(seed)
     codes = np.concatenate([rng.permutation(4096) for _ in range(-(-count // 4096))])[:count]
@@ -61,7 +60,7 @@ def describe(to: str, name: str) -> str:
 
 
 def product(d: str, a: str, b: str, n: int = ROWS) -> str:
-    """D = A B^T over head dim 64: four steps of 32 bytes, by one thread."""
+    """One thread issues D = A B^T over head dim 64, in four steps of 32 bytes."""
     lines = []
     for step in range(D // 16):
         lines += [
@@ -87,7 +86,7 @@ READ_ACC = t.wait("bar", 0) + t.AFTER
 
 
 def tensor_of(index: int, rows: int, box: int = ROWS):
-    """A tensor map of argument `index`, bf16 [rows, 64], boxes of `box` rows, 128-byte swizzle."""
+    """Returns a maker of the tensor map of argument `index`: bf16 [rows, 64], boxes of `box` rows, 128-byte swizzle."""
 
     def make(arrays):
         return encode_tiled(

@@ -1,5 +1,5 @@
-"""Exhibits from the issue trackers of kernels in production: each is the mistake alone, in a small kernel of our own,
-with the place where it was found or mended."""
+"""Exhibits from the issue trackers of production kernels: each is the mistake alone, in a small kernel that we wrote,
+with the place where it was found or fixed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def program(body: str, right=None, **launch) -> Program:
 
 
 def place(array: str, to: str, index: str = "%r0") -> str:
-    """Address of a thread's word of a shared array."""
+    """Computes the address of a thread's word in a shared array."""
     return f"mov.u32 %r90, {array};\nmad.lo.u32 {to}, {index}, 4, %r90;\n"
 
 
 @exhibit(30, "row sums overwrite the row maxima that a slower warp still reads", "race")
 def reused_buffer(bug: str) -> Program:
     """FlashMLA 9241ae3, sm100/decode/head64/kernel.cuh:229 and :309. Threads i and i ^ 64 hold halves of a row and
-    exchange maxima through a buffer in each step of a loop; behind the loop they exchange sums through the same buffer,
-    with no barrier since the last read of a maximum. One named barrier mends it. NVIDIA/cutlass 7107b05, MLA decode of
+    exchange maxima through a buffer in each step of a loop; after the loop they exchange sums through the same buffer,
+    with no barrier since the last read of a maximum. One named barrier fixes it. NVIDIA/cutlass 7107b05, MLA decode of
     example 77 (sm100_fmha_mla_tma_warpspecialized.hpp:1702 and :1706), has it between two steps of the loop."""
     exchange = "bar.sync 1, 128;\nld.shared.u32 %r13, [%r12];\nmax.u32 %r14, %r14, %r13;\n"
     body = place("buffer", "%r11") + "xor.b32 %r10, %r0, 64;\n" + place("buffer", "%r12", "%r10") + "mov.u32 %r14, 0;\n"
@@ -45,8 +45,8 @@ def reused_buffer(bug: str) -> Program:
 @exhibit(31, "one lane arrives for what 32 lanes stored", "race")
 def arrival_of_one(bug: str) -> Program:
     """NVIDIA/cudnn-frontend#426, the backward indexer for sm_100: a warp stores weights to shared memory, and one
-    elected lane arrives at an mbarrier of count 1. The arrival releases the stores of that lane. Mended by a count of
-    32, and an arrival of every lane."""
+    elected lane arrives at an mbarrier of count 1. The arrival releases only that lane's stores. The fix is a count of
+    32 and an arrival of every lane."""
     weights = place("buffer", "%r11") + "mad.wide.u32 %rd10, %r2, 4, %rd1;\nld.global.u32 %r12, [%rd10];\n"
     weights += "st.shared.u32 [%r11], %r12;\n"
     weights += t.only("thread 0", t.arrive("full")) if bug else t.arrive("full")
@@ -62,9 +62,9 @@ def arrival_of_one(bug: str) -> Program:
 
 @exhibit(32, "a barrier of the whole grid, and more CTAs than fit on the GPU", "deadlock")
 def too_many_ctas(bug: str) -> Program:
-    """sgl-project/sglang#36657: CTAs count arrivals in global memory and spin until all have come. A CTA that has no SM
-    never comes: the grid must not be larger than what is resident (in production another kernel held an SM). Here: 4
-    SMs, and CTAs that fill one each."""
+    """sgl-project/sglang#36657: CTAs count arrivals in global memory and spin until all have arrived. A CTA without an
+    SM never arrives, so all CTAs of the grid must be resident (in production another kernel held an SM). Here there are
+    4 SMs, and each CTA fills one."""
     count = 8 if bug else 4
     barrier = "bar.sync 0;\n" + t.only(
         "%p0",
@@ -79,8 +79,8 @@ def too_many_ctas(bug: str) -> Program:
 @exhibit(33, "a copy fills a stage that lanes of the warp still read", "race")
 def stage_reused(bug: str) -> Program:
     """deepseek-ai/DeepGEMM#389, the combine step of the mega MoE kernels: a warp reads a stage that a copy has filled,
-    and an elected lane issues the next copy into it. elect.sync orders no memory: nothing says that the other lanes
-    have read. Mended there by fence.proxy.async in every lane; bar.warp.sync makes sure that all have come so far."""
+    and an elected lane issues the next copy into it. elect.sync does not order memory, so the other lanes may not have
+    read yet. The fix there is fence.proxy.async in every lane; bar.warp.sync makes sure that all lanes got that far."""
     copy = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd10], 128, [full];\n"
     elect = "elect.sync _|%p4, 0xffffffff;\n"
     body, lines = t.init("full"), []
@@ -99,7 +99,7 @@ def stage_reused(bug: str) -> Program:
 @exhibit(34, "a pair of CTAs allocates tensor memory before both have started", "peer-start")
 def early_pair(bug: str) -> Program:
     """NVIDIA/cutlass#3316, tutorials 04 and 05 of CuTe for Blackwell: tcgen05.alloc with cta_group::2 works on the
-    tensor memory of the peer, which must have been launched. Mended by a cluster barrier before it."""
+    tensor memory of the peer, which must have been launched. The fix is a cluster barrier before it."""
     meet = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
     ask = "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [place], 32;\n"
     free = "ld.shared.u32 %r10, [place];\ntcgen05.dealloc.cta_group::2.sync.aligned.b32 %r10, 32;\n"
@@ -111,8 +111,8 @@ def early_pair(bug: str) -> Program:
 def pair_across_groups(bug: str) -> Program:
     """deepseek-ai/DeepGEMM#429 and #415, the k-grouped GEMMs for sm_90: CTA 0 multicasts tiles to the pair, into a
     stage that both must have released. Where a group has an odd number of tiles, a pair lies across two groups, whose
-    loops differ in length: CTA 1 releases its last stage, and CTA 0 waits for one release more. Mended by pairs that
-    stay in their group. Here: 3 and 1 steps, or 3 and 3."""
+    loops differ in length: CTA 1 releases its last stage, and CTA 0 waits for one more release. The fix is pairs that
+    stay in their group. Here the loops have 3 and 1 steps, or 3 and 3."""
     both = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
     steps = "mov.u32 %r10, %cluster_ctarank;\nmov.u32 %r11, 3;\nsetp.eq.u32 %p5, %r10, 1;\n"
     steps += f"@%p5 mov.u32 %r11, {1 if bug else 3};\n"
@@ -137,8 +137,8 @@ def pair_across_groups(bug: str) -> Program:
 @exhibit(36, "row maxima are announced before their store to tensor memory is complete", "race")
 def announced_early(bug: str) -> Program:
     """NVIDIA/cutlass#2687 and #3653, the softmax of example 77 (attention for Blackwell): warp 0 stores to tensor
-    memory and arrives; warp 4, which has the same lanes, waits and loads. An arrival does not wait for tcgen05.st:
-    mended by tcgen05.wait::st in front of it."""
+    memory and arrives; warp 4, which has the same lanes, waits and loads. An arrival does not wait for tcgen05.st; the
+    fix is tcgen05.wait::st before it."""
     give = "add.u32 %r20, %r0, 5;\nmov.u32 %r21, 7;\n" + t.lanes_of_warp("%r10") + t.store("%r10", 20, 2)
     give += ("" if bug else t.WAIT_ST) + t.BEFORE + t.arrive("full")
     take = t.wait("full", 0) + t.AFTER + t.lanes_of_warp("%r10") + t.load("%r10", 30, 2) + t.WAIT_LD
@@ -152,7 +152,7 @@ def announced_early(bug: str) -> Program:
 @exhibit(37, "the next tile is loaded into the only buffer while a product still reads it", "race")
 def loaded_early(bug: str) -> Program:
     """triton-lang/triton f4fca2c0b, tutorial 13 of Gluon (convolution by im2col): a step issues its loads first and
-    then waits for the product of the step before, which reads the same buffer. Mended by the wait in front of the
+    then waits for the product of the previous step, which reads the same buffer. The fix is to wait before the
     loads."""
     copy = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd1], 4096, [full];\n"
     body = t.init("full", "other") + t.alloc(32) + t.fill("b", 256) + "fence.proxy.async;\nbar.sync 0;\n"
@@ -170,9 +170,9 @@ def loaded_early(bug: str) -> Program:
 
 @exhibit(38, "numbers of tokens are cleared for the next call while a late warp still polls them", "race", "deadlock")
 def cleared_early(bug: str) -> Program:
-    """deepseek-ai/DeepGEMM 54e2261, sm100_bf16_mega_moe.cuh:569: when all epilogues have come, a CTA clears the numbers
-    of tokens that dispatch warps poll for. A dispatch warp that has no token to pull is waited for by nobody: late, it
-    reads 0 and polls for ever. Mended by a barrier of dispatch and epilogue warps before the epilogue arrives."""
+    """deepseek-ai/DeepGEMM 54e2261, sm100_bf16_mega_moe.cuh:569: when all epilogues have arrived, a CTA clears the
+    token counts that dispatch warps poll. No warp waits for a dispatch warp without tokens to pull: if it is late, it
+    reads 0 and polls forever. The fix is a barrier of dispatch and epilogue warps before the epilogue arrives."""
     poll = "POLL:\nld.volatile.global.u32 %r10, [%rd1];\nsetp.eq.u32 %p4, %r10, 0;\n@%p4 bra POLL;\n"
     poll += "mov.u32 %r11, %ctaid.x;\n" + t.out("%r10", "%rd2", "%r11")
     arrive = "atom.add.release.gpu.global.u32 %r12, [%rd1+4], 1;\nALL:\nld.acquire.gpu.global.u32 %r12, [%rd1+4];\n"
@@ -188,8 +188,8 @@ def cleared_early(bug: str) -> Program:
 @exhibit(39, "tensor memory is freed behind a barrier of some of its users", "in-flight", "tmem-unallocated")
 def freed_early(bug: str) -> Program:
     """NVIDIA/cutlass 7107b05, the backward of example 77 (sm100_fmha_bwd_kernel_tma_warpspecialized.hpp:1815): compute
-    warps meet and free all columns, while the warps that add up dQ may still load theirs. Mended by a barrier to which
-    both come. Here: warps 0 to 3, and warp 4, which has the lanes of warp 0."""
+    warps meet and free all columns, while the warps that accumulate dQ may still load theirs. The fix is a barrier at
+    which both arrive. Here these are warps 0 to 3, and warp 4, which has the lanes of warp 0."""
     give = "add.u32 %r20, %r0, 5;\nmov.u32 %r21, 7;\n" + t.lanes_of_warp("%r10") + t.store("%r10", 20, 2) + t.WAIT_ST
     take = t.lanes_of_warp("%r10") + t.load("%r10", 30, 2) + t.WAIT_LD
     take += "add.u32 %r30, %r30, %r31;\n" + t.out("%r30", "%rd2", "%r2")
