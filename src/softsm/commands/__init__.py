@@ -1,1 +1,1 @@
-"""What the subcommands of `softsm` do beyond their options (cli.py): one module each."""
+"""The work of softsm's subcommands, one module each; cli.py has their options."""

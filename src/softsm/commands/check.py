@@ -1,4 +1,4 @@
-"""`softsm check`: one program under several orders of completion, each finding once, with the orders that show it."""
+"""`softsm check` runs a program under several orders of completion and shows each finding once, with its orders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from softsm.errors import SoftsmError
 from softsm.report.codes import depth, fix
 from softsm.report.diagnostics import Diagnostic, Party, launches
 
-SCHEMA = "softsm.check/1"  # docs/reports.md; a field that goes or changes its meaning makes another number
+SCHEMA = "softsm.check/1"  # docs/reports.md; removing a field or changing its meaning needs another number
 ALL = (("latest", 0), ("eager", 0), ("random", 0), ("random", 1))
 
 
@@ -31,12 +31,12 @@ ALL = (("latest", 0), ("eager", 0), ("random", 0), ("random", 1))
 class Found:
     diagnostic: Diagnostic
     orders: list[str]
-    again: int  # at other lines of PTX, between the same lines of the source
+    again: int  # occurrences at other PTX lines, between the same source lines
 
 
 @dataclass
 class Summary:
-    """What all runs found. `failed`: there is a finding, or the program failed by itself."""
+    """The findings of all runs. `failed`: there is a finding, or the program itself failed."""
 
     seed: int
     strict: bool
@@ -57,8 +57,8 @@ class Summary:
                 yield name, self.seed + number
 
     def all(self, order: str, one: Callable[[str, int], None], apart: bool) -> None:
-        """All runs, by `one`, which calls `run`. apart: those behind the first, which may have ended them all, in
-        copies of this process; what they find is taken in their order."""
+        """Executes all runs by `one`, which calls `run`. apart: the runs after the first, which may have ended them
+        all, execute in copies of this process; their findings are merged in the order of the runs."""
         runs = self.runs(order)
         for run in runs:
             one(*run)
@@ -72,7 +72,7 @@ class Summary:
                 self.take(found)
 
     def apart(self, one: Callable[[str, int], None], run: tuple[str, int]) -> Summary:
-        """In a copy of this process: what one run finds."""
+        """Returns what one run finds; called in a copy of this process."""
         self.findings, self.warnings, self.failures = {}, {}, {}
         with options(processes=1):
             one(*run)
@@ -90,8 +90,8 @@ class Summary:
 
     @contextlib.contextmanager
     def run(self, order: str, seed: int, frames_of: str = "") -> Iterator[None]:
-        """One run of the program. What it prints is shown the first time only. An exception of its own ends the first
-        run and all others; what stops a kernel is a finding, and the other orders go on."""
+        """Runs the program once. Only the first run shows what it prints. An exception of the program ends the first
+        run and all others; an error that stops a kernel is a finding, and the other orders go on."""
         name = f"{order} (seed {seed})" if order == "random" else order
         first = not self.orders
         self.orders.append(name)
@@ -126,7 +126,7 @@ class Summary:
         self.failures.setdefault(text.rstrip(), []).append(order)
 
     def ordered(self) -> list[Found]:
-        """Causes before what they lead to."""
+        """Returns causes before their effects."""
         return sorted(self.findings.values(), key=lambda f: depth(f.diagnostic.code))
 
     def json(self, file: Path) -> str:
@@ -168,7 +168,7 @@ class Summary:
 
 
 def own_traceback(problem: Exception, file: str) -> str:
-    """The traceback that `python file` would print: without the frames that led to the program."""
+    """Returns the traceback that `python file` would print, without the frames that led to the program."""
     frames = problem.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != file:
         frames = frames.tb_next

@@ -1,4 +1,4 @@
-"""Runs of a program in copies of this process, as many at a time as there are CPUs."""
+"""Runs tasks in copies of this process, as many at a time as there are CPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def in_copies(tasks: list[Callable[[], Any]], most: int) -> list[Any]:
-    """What the tasks return, each called in a copy of this process; None for a copy that did not come to its end."""
+    """Returns the results of the tasks, each called in a copy of this process; None for a copy that did not finish."""
     results: list[Any] = [None] * len(tasks)
     running: dict[Connection, tuple[int, int]] = {}  # -> task, process
     waiting = list(enumerate(tasks))
@@ -43,7 +43,7 @@ def start(task: Callable[[], Any]) -> tuple[Connection, int]:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the copy does not have
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the copy does not have
         process = os.fork()
     if process:
         there.close()

@@ -1,4 +1,4 @@
-"""A CUDA C++ program: what `softsm run`, `check`, `trace` and `time` do with one."""
+"""Runs a CUDA C++ program for `softsm run`, `check`, `trace` and `time`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The file that `softsm run`, `check`, `trace` and `time` get, a Python program, PTX or CUDA C++: how it runs, and what
-is wrong with the command line."""
+"""Runs the file of `softsm run`, `check`, `trace` and `time`, a Python program, PTX or CUDA C++, and rejects wrong
+command lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ else:
     UsageError = typer.BadParameter.__base__  # of click, or of the copy of click in newer typers
 
 OWN = (typer.Exit, UsageError)  # exceptions of the command itself, not of the program that it runs
-PROGRAMS = (".py", ".cu")  # with a command line of their own
+PROGRAMS = (".py", ".cu")  # files with their own command line
 KNOWN = tuple(
     "--arch --entry --grid --block --cluster --shared --sms --ranks --order --seed --strict --output --json".split()
 )
@@ -50,7 +50,7 @@ def program_of(
     ranks: int = 1,
     quiet: bool = False,
 ) -> Callable[[str, int], None]:
-    """What runs the file: execute(order, seed)."""
+    """Returns execute(order, seed), which runs the file."""
     if file.suffix not in PROGRAMS and ranks != 1:
         usage(f"ranks: got {ranks}; accepted: with Python and CUDA C++ programs")
     if file.suffix in PROGRAMS and arg:
@@ -82,7 +82,7 @@ def program_of(
 
 
 def target_of(file: Path) -> str:
-    """The architecture that a PTX file names, as far as softsm emulates it."""
+    """Returns the architecture that a PTX file names, as far as softsm emulates it."""
     found = re.search(r"^\s*\.target\s+(sm_\w+)", file.read_text(), re.M) if file.suffix == ".ptx" else None
     return {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}.get(found[1].rstrip("af"), "") if found else ""
 
@@ -90,7 +90,7 @@ def target_of(file: Path) -> str:
 def accept(
     file: Path, arguments: list[str] | None, arch: str, sms: int, order: str, orders: tuple[str, ...], seed: int
 ) -> None:
-    """Reject options that make no sense, with one line."""
+    """Rejects options that make no sense, with one line."""
     from softsm.doors.triton.in_use import ARCHITECTURES
 
     exists(file)
@@ -109,14 +109,14 @@ def exists(file: Path) -> None:
     if file.is_file():
         return
     name = str(file).partition("=")[0]
-    if name.startswith("-"):  # unknown, and ahead of the file
+    if name.startswith("-"):  # an unknown option before the file
         near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
         usage(f"{name}: there is no such option{f'; did you mean {near[0]}?' if near else ''}")
     usage(f"there is no file {file}")
 
 
 def _no_typos(file: Path, arguments: list[str]) -> None:
-    """An option that softsm does not have, and nearly has, was not meant for the program."""
+    """Rejects an option that resembles one of softsm's: it was not meant for the program."""
     before = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
     for name in (word.partition("=")[0] for word in arguments):
         near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
@@ -128,7 +128,7 @@ def _no_typos(file: Path, arguments: list[str]) -> None:
 
 
 def writable(folder: Path) -> None:
-    """Made before the program runs, which may take long."""
+    """Creates the folder before the program runs, since a run may be long."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -136,8 +136,8 @@ def writable(folder: Path) -> None:
 
 
 def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, order: str, seed: int) -> None:
-    """Runs as `python file arguments` would, or torchrun, with softsm under Triton and under the CUDA driver interface,
-    and device="cuda" meaning CPU tensors."""
+    """Runs the file as `python file arguments` would, or torchrun, with softsm under Triton and under the CUDA driver
+    interface, and device="cuda" meaning CPU tensors."""
     import runpy
 
     if "torch" not in sys.modules:
@@ -163,7 +163,7 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, 
 
 @contextmanager
 def program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """An exception of the program is shown as `python file` would: without the frames that led to it."""
+    """Shows an exception of the program as `python file` would, without the frames that led to the program."""
     from softsm.errors import SoftsmError
 
     passed: tuple[type[BaseException], ...] = (*OWN, *but)
@@ -183,5 +183,5 @@ def program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterato
 
 
 def usage(message: str) -> NoReturn:
-    """Says that the command line is wrong; `softsm.cli.Commands` prints it."""
+    """Raises the error for a wrong command line; `softsm.cli.Commands` prints it."""
     raise UsageError(message)

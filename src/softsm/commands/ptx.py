@@ -1,4 +1,4 @@
-"""A kernel from a PTX file, with arguments made here: what `softsm run`, `check`, `trace` and `time` do with one."""
+"""Runs a kernel of a PTX file, with arguments made here, for `softsm run`, `check`, `trace` and `time`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from softsm.memory.map_argument import TensorMapArgument
 
 @dataclass
 class PtxFile:
-    """A command line. `grid`, `block` and `cluster` are up to three numbers with commas; arguments are as in
-    softsm/arguments.py."""
+    """A command line. `grid`, `block` and `cluster` are up to three numbers with commas; softsm/arguments.py describes
+    the arguments."""
 
     file: Path
     arguments: list[str]
@@ -34,7 +34,7 @@ class PtxFile:
         return load_ptx(self.file, self.entry, arch=self.arch)
 
     def launch(self, *, sms: int, order: str, seed: int, quiet: bool = False) -> None:
-        """Make the arguments, launch, print what changed and write what is to be saved."""
+        """Makes the arguments, launches the kernel, prints what changed and writes what is to be saved."""
         kernel = self.load()
         values = self.values(kernel, seed)
         targets = [self.target(text, kernel, values) for text in self.save]
@@ -89,14 +89,14 @@ def shown(value: np.generic) -> str:
 
 
 def array_of(value: Value) -> np.ndarray | None:
-    """The array that an argument gives the kernel."""
+    """Returns the array that an argument gives the kernel."""
     if isinstance(value, TensorMapArgument):
         return value.array
     return value if isinstance(value, np.ndarray) else None
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """One row of bytes per element: compares NaNs too."""
+    """Returns one row of bytes per element, so that NaNs compare too."""
     return np.ascontiguousarray(array).reshape(-1).view(f"V{array.dtype.itemsize}")
 
 

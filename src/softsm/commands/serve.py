@@ -1,8 +1,8 @@
-"""`softsm serve`: a process that has loaded torch, Triton and the emulator, and runs commands in copies of itself.
+"""`softsm serve` is a process that has loaded torch, Triton and the emulator and runs commands in copies of itself.
 
-Importing torch and Triton and loading native code takes 2 to 3 seconds of CPU time, more than checking most kernels. A
-copy (fork) of a process that has done it begins at once. The resident process itself runs no command and no kernel of
-a user, and starts no thread, so that a copy is as good as a new process.
+Importing torch and Triton and loading native code needs 2 to 3 seconds of CPU time, more than checking most kernels. A
+copy (fork) of a process that has done so starts at once. The resident process itself runs no command and no user
+kernel, and starts no thread, so that a copy is as good as a new process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KERNEL = """
 
 
 def preload() -> None:
-    """Everything that a command would import, and native code that every launch needs."""
+    """Loads everything that a command would import, and the native code that every launch needs."""
     import importlib
 
     import numpy as np
@@ -55,10 +55,10 @@ def preload() -> None:
 
 
 class Server:
-    """Copies, each with the connection of who asked for it."""
+    """Manages the copies, each with the connection of its client."""
 
     def __init__(self, path: Path, command: Callable[[str, list[str]], int]):
-        """command: runs what a client asks for, of a kind, with its arguments."""
+        """Opens the socket. command: runs a client's request, given its kind and its arguments."""
         self.command = command
         self.identity = resident.identity()
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -79,7 +79,7 @@ class Server:
             end.setblocking(False)
 
     def run(self, idle: float) -> None:
-        """Serve until no request has come for `idle` seconds, or until an interrupt."""
+        """Serves until no request has arrived for `idle` seconds, or until an interrupt."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake.fileno())
         selector = selectors.DefaultSelector()
@@ -101,7 +101,7 @@ class Server:
                             connection.close()
                     else:
                         selector.unregister(key.fileobj)
-                        self.hung_up(key.fd)  # its copy ends, which is seen above
+                        self.hung_up(key.fd)  # its copy ends, which the code above notices
         finally:
             signal.set_wakeup_fd(-1)
             self.path.unlink(missing_ok=True)
@@ -136,7 +136,7 @@ class Server:
                 os.close(file)
 
     def become(self, request: dict[str, Any], files: list[int], connection: socket.socket) -> None:
-        """Runs the command in the copy, and ends it."""
+        """Runs the command in the copy and ends the copy."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -167,7 +167,7 @@ class Server:
             os._exit(status)
 
     def ended(self) -> list[socket.socket]:
-        """The connections of copies that have ended; each is told the status."""
+        """Returns the connections of copies that have ended, after sending each the status."""
         found = []
         while self.running:
             try:
@@ -181,18 +181,18 @@ class Server:
             try:
                 resident.send(connection, {"status": code if code >= 0 else 128 - code})
             except OSError:
-                pass  # the client has gone
+                pass  # the client has disconnected
             found.append(connection)
         return found
 
     def hung_up(self, number: int) -> None:
-        """Who asked, by this descriptor, has gone: the copy goes too."""
+        """Ends the copy whose client, at this descriptor, has disconnected."""
         for pid in [pid for pid, connection in self.running.items() if connection.fileno() == number]:
             os.kill(pid, signal.SIGKILL)
 
 
 def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """The first thing that is not equal, in words."""
+    """Returns the first difference, in words."""
     for name in {**mine, **theirs}:
         if mine.get(name) != theirs.get(name):
             return f"{name} differs from that of the resident process; start it again"
@@ -200,7 +200,7 @@ def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def streams() -> None:
-    """Python's own, for the descriptors that have just been replaced."""
+    """Reopens Python's standard streams on the descriptors that have just been replaced."""
     sys.stdin = open(0, closefd=False)
     for name, number in (("stdout", 1), ("stderr", 2)):
         lines = number == 2 or os.isatty(number)

@@ -1,4 +1,4 @@
-"""What `softsm time` does with a program: run it under a timer, print, write timelines."""
+"""`softsm time` runs a program under a timer, prints the predictions and writes timelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from softsm.timing_model import compare, report
 from softsm.timing_model.parameters import GPUS, Gpu, gpu_for
 from softsm.timing_model.timer import Timer, timing
 
-SCHEMA = "softsm.time/1"  # docs/reports.md; a field that goes or changes its meaning makes another number
+SCHEMA = "softsm.time/1"  # docs/reports.md; removing a field or changing its meaning needs another number
 
 STOPPED = """stopped with this error: launches behind it have no time. If it was a check of results: while a program is
 timed, some CTAs of each grid run and products are not computed, so leave the check out (--values computes products,
@@ -26,7 +26,7 @@ which helps where a grid has one CTA)."""
 
 
 def target(arch: str, gpu: str) -> tuple[str, Gpu]:
-    """The architecture and the GPU of a command line."""
+    """Returns the architecture and the GPU of a command line."""
     if gpu and gpu not in GPUS:
         raise ValueError(f"gpu: got {gpu!r}; accepted: {', '.join(GPUS)}")
     chosen = arch or (GPUS[gpu].arch if gpu else os.environ.get("SOFTSM") or "sm_100a")
@@ -39,7 +39,7 @@ def timed(gpu: Gpu, clock: float | None, values: bool) -> AbstractContextManager
 
 @dataclass
 class End:
-    """How a program ended: what to say of it."""
+    """How a program ended, in words."""
 
     words: str = ""
     failed: bool = False
@@ -47,7 +47,7 @@ class End:
 
 @contextmanager
 def ending(file: Path) -> Iterator[End]:
-    """Whatever ends the program, the launches before it have their times."""
+    """Catches whatever ends the program, so that the launches before it keep their times."""
     end = End()
     try:
         yield end
@@ -87,7 +87,7 @@ def _both(timers: list[Timer]) -> tuple[list, list, float, float]:
 
 
 def launches(texts: list[str]) -> list[str]:
-    """Each text once, with the numbers of its launches where there are several."""
+    """Returns each text once, with the numbers of its launches where there are several."""
     if len(texts) < 2:
         return texts
     numbers: dict[str, list[int]] = {}
@@ -97,7 +97,7 @@ def launches(texts: list[str]) -> list[str]:
 
 
 def ranges(numbers: list[int]) -> str:
-    """1, 3 to 5"""
+    """Formats numbers as `1, 3 to 5`."""
     parts: list[list[int]] = []
     for n in numbers:
         if parts and n == parts[-1][1] + 1:
@@ -108,7 +108,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def timelines(timer: Timer, folder: Path) -> list[Path]:
-    """Write the page and the trace of `softsm trace` for each launch, with the model's times in nanoseconds."""
+    """Writes the page and the trace of `softsm trace` for each launch, with the model's times in nanoseconds."""
     from softsm.report.diagnostics import Report
     from softsm.report.page import page
     from softsm.report.predicted import recorded

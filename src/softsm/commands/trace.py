@@ -1,4 +1,4 @@
-"""`softsm trace`: a run recorded and checked, written as a Perfetto timeline and an HTML report.
+"""`softsm trace` records and checks a run and writes it as a Perfetto timeline and an HTML report.
 
 with tracing("out") as trace:
     kernel[grid](...)
@@ -31,7 +31,7 @@ class Trace:
     files: list[Path] = field(default_factory=list)
 
     def write(self, title: str) -> None:
-        """Both files; the timeline needs the package perfetto (the extra `trace`)."""
+        """Writes both files; the timeline needs the package perfetto (the extra `trace`)."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.files = [self.folder / PAGE]
         self.files[0].write_text(page(self.recorder, self.report, title, self.failure))
@@ -53,8 +53,8 @@ def tracing(
     strict: bool = False,
     check: bool = True,
 ) -> Iterator[Trace]:
-    """Launches inside are recorded and, unless check=False, checked. What softsm raises (a deadlock, a fault) ends up
-    in the report too, and is raised again after it has been written."""
+    """Records and, unless check=False, checks the launches inside. The report also contains what softsm raises (a
+    deadlock, a fault); it is raised again after the report has been written."""
     folder = Path(folder)
     checks = checking(order=order, seed=seed, strict=strict) if check else contextlib.nullcontext(Report())
     with checks as report, recording() as recorder:
