@@ -1,6 +1,6 @@
 """`softsm explain` shows what a diagnostic means and draws layouts: who holds which cell, where a tile lies.
 
-    softsm explain race                                     a code: what it says, how to fix it
+    softsm explain race                                     a code: what it means, how to fix it
     softsm explain tcgen05.ld.16x256b.x2                    an instruction: lanes x columns, thread and register in each
     softsm explain descriptor 0x4000404000010040 --rows 16  a matrix descriptor: fields, and the bytes a tile covers
     softsm explain idesc 0x08400490 --kind f16              an instruction descriptor of tcgen05.mma
