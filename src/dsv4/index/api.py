@@ -1,8 +1,8 @@
 """The lightning indexer: which compressed rows a query attends to, and in two levels, for several layers.
 
-In DeepSeek-V4.1 one layer calls :func:`index_blocks`, which also gives the blocks of rows with the best scores. The
-layers after it have queries of their own and the same keys; they call :func:`index_topk` with these blocks, and no
-other rows are scored.
+In DeepSeek-V4.1 one layer calls :func:`index_blocks`, which also returns the blocks of rows with the best scores. The
+layers after it have their own queries and the same keys; they call :func:`index_topk` with these blocks, which scores
+no other rows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def index_topk(
     q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int,
     *, return_scores: bool = False, blocks: Tensor | None = None, **keywords: Any,
 ) -> Tensor | Both:  # fmt: skip
-    """The topk compressed rows with the highest index scores, for each query -> int32 [N, topk], -1 = nothing there.
+    """Choose the topk compressed rows with the highest index scores for each query -> int32 [N, topk], -1 = nothing.
 
     ::
 
@@ -75,8 +75,8 @@ def index_topk(
     the scales of the queries are folded into the weights. With FP4 keys it is the product of the values, scales
     included.
 
-    Each list is sorted by descending score. For equal scores (ReLU makes exact zeros) the lower row comes first, and is
-    chosen if there is room for only one. A query that sees fewer than topk rows gets all of them, then -1.
+    Each list is sorted by descending score. Of equal scores (ReLU makes exact zeros) the lower row is first, and is the
+    one chosen if there is room for only one. A query that sees fewer than topk rows gets all of them, then -1.
 
     Args:
         q: [N, H, D] with k [M, D] and weights [N, H]: one sequence; or [B, T, H, D] with [B, M, D] and [B, T, H]: a
@@ -89,8 +89,8 @@ def index_topk(
         lengths: int32 or int64 [N] (or [B, T]), the number of rows that each query sees, instead of positions.
         block_table: int32 [R, pages], with q [N, H, D] and k [pages, page, D]: row j of request r is row ``j % page``
             of page ``block_table[r, j // page]``. The lists then contain rows of the pool, as v4_attention expects
-            them: ``page number * page + row in the page``; for equal scores the row that is earlier in the request
-            comes first. Entries past the visible rows are not read.
+            them: ``page number * page + row in the page``; of equal scores the row that is earlier in the request
+            is first. Entries past the visible rows are not read.
         request_starts: int32 [R + 1], as in v4_attention: queries starts[r] .. starts[r+1] - 1 belong to request r.
             Queries past the last one see nothing. Default: every query is its own request.
         scale: default D ** -0.5 * H ** -0.5, as in the model. Any positive scale gives the same choice; 0 makes all
@@ -100,7 +100,7 @@ def index_topk(
         bf16_scores: round as V4.1's reference does: each q . k, each product with its weight (bf16, too), and their sum
             become bf16. Scores are equal more often then.
         blocks: int32 [N, B], from :func:`index_blocks`: only rows 8 b .. 8 b + 7 of these blocks of the request are
-            scored; -1 is nothing, and no block comes twice. If the numbers rise, of equal scores the lower row comes
+            scored; -1 is nothing, and no block is listed twice. If the numbers rise, the lower of equal rows is
             first, else the one that is earlier in the list. A row whose score is NaN is not listed.
         return_scores: also return the scores of the chosen rows, fp32 [N, topk], -inf where the index is -1.
         out: write the lists here (int32; the last stride is 1) and return it.
@@ -108,11 +108,11 @@ def index_topk(
         backend: "auto" (kernels if they can run the problem, else torch), "cuda" and "softsm" (the kernels), "cpu".
 
     Rows of k that no query sees may contain NaN or inf. Scores are computed in fp32 (fp64 for fp64 q, on a CPU); scores
-    that differ by less than their rounding may come in either order. Only one block of queries is in memory at a time.
+    that differ by less than their rounding may be in either order. Only one block of queries is in memory at a time.
     The kernels accept bf16 and fp16 (the same for q and k), up to 128 heads, head dims up to 256 that are multiples of
     8, and topk up to 4096; FP8 and FP4 keys if pages begin at multiples of 16 bytes, FP4 keys in pages of a multiple of
     8 rows. Hopper's tensor cores sum e4m3 products with about 14 bits, the CPU in fp32. The kernels turn an FP4 key, or
-    query, into e4m3 under its greatest scale; of a group whose scale is less than 2 ** -11 of it nothing is left.
+    query, into e4m3 under its greatest scale; a group whose scale is less than 2 ** -11 of it becomes zeros.
     """
     checks.flag("return_scores", return_scores)
     return _call(INDEX_TOPK, (q, k, weights), (blocks,), (topk,), return_scores, **keywords)
@@ -121,10 +121,10 @@ def index_topk(
 def index_blocks(
     q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int, topk_blocks: int = 2048, **keywords: Unpack[Keywords]
 ) -> Both:
-    """The lists of :func:`index_topk`, and the best blocks of rows -> (int32 [N, topk], int32 [N, topk_blocks]).
+    """Return the lists of :func:`index_topk` and the best blocks of rows -> (int32 [N, topk], int32 [N, topk_blocks]).
 
-    Block b is rows 8 b .. 8 b + 7 of a sequence or request. Its score is the greatest one of its rows that the query
-    sees; the last block that it sees is always kept. The numbers of the kept blocks rise; -1 comes behind them. For
+    Block b is rows 8 b .. 8 b + 7 of a sequence or request. Its score is the greatest score of its rows that the query
+    sees; the last block that the query sees is always kept. The numbers of the kept blocks rise, then -1 follows. Of
     equal scores the lower block is kept.
 
     The arguments are those of index_topk, with q [N, H, D]; its last paragraph applies. Plans are made for this

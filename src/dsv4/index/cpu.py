@@ -1,4 +1,4 @@
-"""index_topk and index_blocks in torch: the CPU backend, and what a GPU runs where there is no kernel for a problem."""
+"""index_topk and index_blocks in torch: the CPU backend, and the fallback of a GPU without a kernel for a problem."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsv4.caches import index_keys as cache
 from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.index.problem import BLOCK, IndexProblem
 
-BLOCK_BYTES = 32 << 20  # scores held at once
+BLOCK_BYTES = 32 << 20  # bytes of scores held at once
 
 
 def forward(p: IndexProblem) -> None:
@@ -23,7 +23,7 @@ def forward(p: IndexProblem) -> None:
         return
     flat: dict[str, Any] = {name: _flat(getattr(p, name)) for name in ("q", "weights", "counts", "out", "scores")}
     _forward(replace(p, **flat))
-    for name in ("out", "scores"):  # a batch whose lists lie so that they are not lines of one tensor was copied
+    for name in ("out", "scores"):  # a batch whose lists are not lines of one tensor was copied
         x = getattr(p, name)
         if x is not None and flat[name].data_ptr() != x.data_ptr():
             x.copy_(flat[name].view(x.shape))
@@ -53,7 +53,7 @@ def _forward(p: IndexProblem) -> None:
             with torch.autocast(p.q.device.type, enabled=False):  # bf16 scores would choose other rows
                 per_head = (_queries(p, some).to(compute).flatten(0, 1) @ keys).relu_().view(len(seen), h, m)
                 w = p.weights[some].to(compute)  # [t', H]
-                # The scale comes last, so that scores of whole numbers are exact up to one factor.
+                # The scale is applied last, so that scores of whole numbers are exact up to one factor.
                 if p.bf16_scores:
                     total = (rounded(per_head) * rounded(w)[..., None]).bfloat16().to(compute).sum(1)
                     total = rounded(total)
@@ -61,7 +61,7 @@ def _forward(p: IndexProblem) -> None:
                     total = torch.bmm(w[:, None], per_head)[:, 0]  # [t', M]
                 total = total * (p.scale if key_scales is None else key_scales * p.scale)
             hidden = torch.arange(m, device=p.q.device) >= seen[:, None]
-            # NaN, from a query that means nothing, would break the counting below.
+            # NaN, from a query without meaning, would break the counting below.
             total = total.masked_fill_(hidden | total.isnan(), float("-inf"))
             if p.blocks is not None:
                 kept = kept_blocks(total, seen, p.topk_blocks)
@@ -83,10 +83,10 @@ def _forward(p: IndexProblem) -> None:
 
 
 def _sequences(p: IndexProblem, visible: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor | None, Tensor | None]]:
-    """(first query, past the last one, keys [M, D], their scales, what their rows are called) of each sequence that has
-    queries."""
+    """Yield (first query, past the last one, keys [M, D], their scales, the names of their rows) of each sequence that
+    has queries."""
 
-    def needed(begin: int, end: int, rows: int) -> int:  # a GPU would have to be waited for
+    def needed(begin: int, end: int, rows: int) -> int:  # on a GPU this would need a synchronisation
         return rows if p.q.is_cuda or begin >= end else int(visible[begin:end].max())
 
     if p.block_table is None:
@@ -101,7 +101,7 @@ def _sequences(p: IndexProblem, visible: Tensor) -> Iterator[tuple[int, int, Ten
         if begin >= end:
             continue
         line = line[: -(-needed(begin, end, p.max_seqlen_k) // page)]
-        # A page that is not there, possible where values are not checked: its rows are NaN, chosen last and called -1.
+        # Without value checks, a page may not exist: its rows are NaN, chosen last and named -1.
         bad = ((line < 0) | (line >= pages)).repeat_interleave(page)
         numbers = torch.arange(len(line), device=line.device) if p.request_rows else line
         names = (numbers[:, None] * page + torch.arange(page, device=line.device)).flatten().masked_fill(bad, -1)
@@ -128,8 +128,8 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def kept_blocks(scores: Tensor, seen: Tensor, most: int) -> Tensor:
-    """int32 [n, up to most]: of scores [n, m], -inf past what is seen, the blocks with the greatest ones, rising, then
-    -1. The last block that is seen comes first; of equal ones the lower; one without a score is not kept."""
+    """Return int32 [n, up to most]: for scores [n, m], -inf past what is seen, the blocks with the greatest, rising,
+    then -1. The last visible block has precedence; of equal blocks the lower; one without a score is not kept."""
     n, m = scores.shape
     best = torch.nn.functional.pad(scores, (0, -m % BLOCK), value=float("-inf")).unflatten(1, (-1, BLOCK)).amax(-1)
     number = torch.arange(best.shape[1], device=scores.device)
@@ -140,7 +140,7 @@ def kept_blocks(scores: Tensor, seen: Tensor, most: int) -> Tensor:
 
 
 def _within(scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores [n, m] -> (those of the rows in blocks [n, B], -inf where there is none; these rows), [n, B * BLOCK]."""
+    """Return, of scores [n, m], (those of the rows in blocks [n, B], -inf for none; these rows), [n, B * BLOCK]."""
     m = scores.shape[1]
     rows = (blocks.long()[..., None] * BLOCK + torch.arange(BLOCK, device=scores.device)).flatten(1)
     there = (rows >= 0) & (rows < m)
@@ -149,9 +149,9 @@ def _within(scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lowest_index_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(columns, values) of the k largest of each row [n, m], falling; of equal values the lower column first.
+    """Return (columns, values) of the k largest of each row [n, m], falling; of equal values the lower column first.
 
-    torch.topk leaves open which of equal values it takes; its k-th value is certain, and from that the choice is made.
+    torch.topk does not define which of equal values it chooses. Its k-th value is certain, and decides the choice here.
     """
     bound = x.topk(k, dim=-1, sorted=True).values[:, -1:]  # [n, 1]
     above = x > bound

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4.runtime import checks, gradients
 
-# Gathered rows and scores of one block of queries, counted in fp32: what a cache holds; what hides the launches.
+# fp32 words of the gathered rows and scores of one block of queries: what a cache holds; what hides the launches.
 BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 
 
@@ -24,7 +24,7 @@ def index_loss(
     softmax_scale: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """The mean over queries of KL(p || softmax of the index scores), over the listed rows -> a scalar, fp32.
+    """Compute the mean over queries of KL(p || softmax of the index scores), over the listed rows -> a scalar, fp32.
 
     ::
 
@@ -40,8 +40,8 @@ def index_loss(
         attention_q [N, heads, E], rows [M, E], lse [N, heads], sink [heads]: the attention's; no gradient.
         softmax_scale, scale: default E ** -0.5, and D ** -0.5 * H ** -0.5.
 
-    Forward and backward work in blocks of queries: there is never a score matrix of the whole sequence in memory. The
-    gradient of the scores, fp32 [N, K], is saved for backward besides the inputs.
+    Forward and backward work in blocks of queries, so no score matrix of the whole sequence is ever in memory. Besides
+    the inputs, the gradient of the scores, fp32 [N, K], is saved for backward.
     """
     n, h, d = checks.tensor("q", q, ("N", "H", "D"), checks.FLOATS).shape
     like = ("q", q)
@@ -68,27 +68,27 @@ def _blocks(q, indices, attention_q):
 
 
 def _product(x, y):
-    """Batches of x @ y, summed in fp32. On a GPU by its tensor cores, which take 16-bit operands as they are."""
+    """Multiply batches x @ y, summed in fp32. A GPU uses its tensor cores, with 16-bit operands as they are."""
     if x.is_cuda and x.dtype == y.dtype and x.dtype != torch.float32:
         return torch.bmm(x, y, out_dtype=torch.float32)
     return torch.bmm(x.float(), y.float())
 
 
 def _listed(x, indices):
-    """(row numbers, 0 for those that are not there; which are there; the rows) of a block of queries."""
+    """Return (row numbers, 0 for absent ones; which are present; the rows) of a block of queries."""
     there = (indices >= 0) & (indices < x.shape[0])
     number = indices.long().masked_fill(~there, 0)
     return number, there, x[number]
 
 
 def _keys(k, indices):
-    """The same with zeros for rows that are not there: row 0, which stands for them, may hold anything."""
+    """Return the same with zeros for absent rows: row 0, which stands for them, may hold anything."""
     number, there, keys = _listed(k, indices)
     return number, there, keys.masked_fill_(~there[..., None], 0)
 
 
 def _target(attention_q, rows, indices, lse, sink, softmax_scale):
-    """p [b, K] of a block of queries; 0 in a line that has none."""
+    """Return p [b, K] of a block of queries; 0 in a line without rows."""
     _, there, latent = _listed(rows, indices)
     whole = lse if sink is None else torch.logaddexp(lse, sink)
     whole = torch.where(lse == float("-inf"), float("inf"), whole)
@@ -99,7 +99,7 @@ def _target(attention_q, rows, indices, lse, sink, softmax_scale):
 
 
 def _forward(q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale) -> tuple[Tensor, Tensor]:
-    """-> the loss, and its gradient with respect to the scores [N, K], times N."""
+    """Return the loss, and its gradient with respect to the scores [N, K], times N."""
     loss = torch.zeros((), dtype=torch.float32, device=q.device)
     dscore = torch.zeros(indices.shape, dtype=torch.float32, device=q.device)
     for some in _blocks(q, indices, attention_q):

@@ -1,4 +1,4 @@
-"""What index_topk and index_blocks are asked for, beside their tensors."""
+"""Options of index_topk and index_blocks, besides their tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A validated problem of index_topk or index_blocks: what every backend receives.
+"""A validated problem of index_topk or index_blocks: the input of every backend.
 
 :func:`build` reads no tensor values; :func:`check_values` does, where `checks.values_checked` allows.
 """
@@ -32,7 +32,7 @@ class IndexProblem:
 
     With `among`, only rows of these blocks count; of `topk_blocks` blocks those with the greatest scores are kept.
 
-    Without value checks (on a GPU) numbers may be wrong: clamp counts, take a page that is not there for rows that are
+    Without value checks (on a GPU) numbers may be wrong: clamp counts, treat rows of a page that does not exist as
     chosen last and named -1, read nothing out of bounds.
     """
 
@@ -57,7 +57,7 @@ class IndexProblem:
     among: Tensor | None = None  # int32 [N, blocks]: blocks of BLOCK rows of the request, -1 = nothing
     topk_blocks: int = 0
     blocks: Tensor | None = None  # int32 [N, topk_blocks]
-    num_splits: int = 0  # from a plan; not looked at
+    num_splits: int = 0  # from a plan; not used
     scratch: Tensor | None = None  # from a plan: flat fp32
 
     # The names of FmhaProblem, so that a Plan fits both.
@@ -76,12 +76,12 @@ class IndexProblem:
 
     @property
     def columns(self) -> int:
-        """Scores of a query at most: of the rows that it may see, or of those in blocks."""
+        """The most scores of a query: of the rows that it may see, or of those in blocks."""
         return self.max_seqlen_k if self.among is None else self.among.shape[1] * BLOCK
 
     @property
     def max_seqlen_k(self) -> int:
-        """No query sees more rows than this."""
+        """The most rows that a query sees."""
         return self.k.shape[-2] * (1 if self.block_table is None else self.block_table.shape[1])
 
     @property
@@ -93,7 +93,7 @@ class IndexProblem:
     nothing_seen: ClassVar[dict[str, float]] = {"out": -1, "scores": float("-inf"), "blocks": -1}
 
     def no_keys(self) -> bool:
-        """True when the shapes alone say that there is no query, or none that sees a row."""
+        """Whether the shapes alone rule out a query that sees a row."""
         return self.q.shape[0] * self.topk == 0 or self.max_seqlen_k * self.columns == 0 or self.k.numel() == 0
 
     def owners(self) -> Tensor:
@@ -117,7 +117,7 @@ def build(
     q, k, weights, topk, *, positions=None, ratio=4, lengths=None, block_table=None, request_starts=None, scale=None,
     request_rows=False, q_scales=None, bf16_scores=False, blocks=None, topk_blocks=0,
 ) -> IndexProblem:  # fmt: skip
-    """Check the arguments of dsv4.index_topk, or of dsv4.index_blocks, and give them their places."""
+    """Check the arguments of dsv4.index_topk, or of dsv4.index_blocks, and return them as a problem."""
     if not checks.is_tensor(q) or q.ndim not in (3, 4):
         checks.fail("q", checks.describe(q), "a tensor [N, H, D] or [B, T, H, D]")
     lead, h, d = tuple(q.shape[:-2]), q.shape[-2], q.shape[-1]
@@ -181,7 +181,7 @@ def build(
 
 
 def _check_pages(q: Tensor, d: int, k: Tensor, block_table) -> None:
-    """Pages of an IndexCache: uint8 [pages, page, 132 or 68], the bytes of a page one after the other."""
+    """Check the pages of an IndexCache: uint8 [pages, page, 132 or 68], with the bytes of a page contiguous."""
     if k.shape[-1] not in PACKED:
         checks.fail("k", f"shape {list(k.shape)}", f"keys of {' or '.join(str(x) for x in PACKED)} bytes")
     values, row_bytes = PACKED[k.shape[-1]].values, k.shape[-1]
@@ -202,9 +202,9 @@ def _check_table(block_table, request_starts, q: Tensor) -> None:
 
 
 def check_values(p: IndexProblem) -> None:
-    """Reads values: every query sees rows that exist, in pages that exist."""
+    """Check by values that every query sees rows that exist, in pages that exist."""
     m = p.max_seqlen_k
-    # A position needs the rows that end at or before it to be there.
+    # For a position, the rows that end at or before it must exist.
     checks.in_range(*(("positions", p.counts, 0, (m + 1) * p.ratio - 2) if p.ratio else ("lengths", p.counts, 0, m)))
     if p.among is not None:
         checks.in_range("blocks", p.among, -1, -(-m // BLOCK) - 1)

@@ -1,4 +1,4 @@
-"""What the kernels of the indexer take: NamedTuples that prepare.py makes, by what they describe."""
+"""Arguments of the indexer's kernels: NamedTuples that prepare.py makes, grouped by what they describe."""
 
 from typing import Any, NamedTuple
 
@@ -8,15 +8,15 @@ class Owners(NamedTuple):
 
     any_alignment = ("starts_ptr", "count_ptr", "table_ptr", "among_ptr")
 
-    starts_ptr: Any  # of requests: their first query
-    count_ptr: Any  # of queries: rows, or with a ratio the position of its token
+    starts_ptr: Any  # first query of each request
+    count_ptr: Any  # per query: rows, or with a ratio the position of its token
     table_ptr: Any  # the block table
     table_line: Any
     requests: Any  # or sequences
-    tokens: Any  # of a sequence
-    capacity: Any  # rows that a query sees at most
-    ratio: Any  # tokens to a row; 0: counts are rows
-    among_ptr: Any  # blocks that a query looks into, of which `among` are listed
+    tokens: Any  # queries of a sequence
+    capacity: Any  # most rows that a query sees
+    ratio: Any  # tokens per row; 0: counts are rows
+    among_ptr: Any  # blocks that a query searches; `among` of them are listed
     among_line: Any
     among: Any
 
@@ -28,7 +28,7 @@ class IndexQueries(NamedTuple):
 
     ptr: Any
     weights_ptr: Any
-    scales_ptr: Any  # of FP4 queries
+    scales_ptr: Any  # scales of FP4 queries
     first: Any
     end: Any
     heads: Any
@@ -63,18 +63,18 @@ class IndexScores(NamedTuple):
     blocks_ptr: Any
     blocks_line: Any
     counts_ptr: Any  # int32 [queries, 2]: 0 for KeyLists
-    counted: Any  # whether there are such
+    counted: Any  # whether there are KeyLists
 
 
 class TablePages(NamedTuple):
-    """How row numbers of the pool follow from a block table."""
+    """Pages of the pool, to turn rows of a request into rows of the pool by a block table."""
 
     count: Any
     rows: Any
 
 
 class TopKLists(NamedTuple):
-    """Where the chosen rows go, and their scores."""
+    """Outputs for the chosen rows and their scores."""
 
     any_alignment = ("ptr", "scores_ptr")
 
@@ -88,7 +88,7 @@ class TopKLists(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """Where the kept blocks go, and the most that are kept."""
+    """Output for the kept blocks, and the most that are kept."""
 
     any_alignment = ("ptr",)
 
@@ -98,8 +98,8 @@ class BlockLists(NamedTuple):
 
 
 class KeyLists(NamedTuple):
-    """Keys of rows and of blocks, lists of queries from `first` on, with as many as `counts` says; and memory for those
-    that a share keeps of them. topk rows and `most` blocks are wanted."""
+    """Lists of row and block keys, for queries from `first` on; `counts` has their lengths. Also memory for the keys
+    that each share keeps. topk rows and `most` blocks are wanted."""
 
     first: Any
     counts_ptr: Any
@@ -114,7 +114,7 @@ class KeyLists(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What a round keeps of the queries from `first` on."""
+    """Items that a round keeps, for queries from `first` on."""
 
     first: Any
     kept_ptr: Any
@@ -123,8 +123,8 @@ class Chosen(NamedTuple):
 
 
 class ScoreSource(NamedTuple):
-    """Scores to choose from: `line` from a query's to the next. Of index_select the items of a line and, after its
-    first round, their numbers."""
+    """Scores to choose from; `line` leads from one query's to the next. For index_select: the items of a line and,
+    after its first round, their numbers."""
 
     any_alignment = ("numbers_ptr",)
 

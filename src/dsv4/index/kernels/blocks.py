@@ -1,8 +1,8 @@
-"""The best blocks of a query, exactly, for every architecture: those with the greatest maxima, and the last one.
+"""Choose the best blocks of a query exactly, on every architecture: those with the greatest maxima, and the last one.
 
-A thread has neighbouring blocks in registers, so what is taken can be stored in the order of the blocks. More blocks
-than fit into a CTA are chosen in rounds: the best of every piece, then the best of those. Of equal ones the lower block
-wins in every round, so in the end.
+A thread holds neighbouring blocks in registers, so the taken blocks can be stored in order. If a query has more blocks
+than fit into a CTA, they are chosen in rounds: the best of every piece, then the best of those. Of equal blocks the
+lower one wins in every round, and so in the end.
 """
 
 from dsv4.index.kernels.ranking import ABSENT, LOWEST, best_of, count_of, ends_of, ordered_of, so_far
@@ -12,13 +12,13 @@ from dsv4.kernels.compat import gl, gluon
 
 @gluon.constexpr_function
 def neighbours_layout(each, warps):
-    """[each, threads]: a column to a thread."""
+    """Layout of [each, threads], with one column per thread."""
     return gl.BlockedLayout([min(each, 4), 1], [1, 32], [1, warps], [0, 1])
 
 
 @gluon.jit
 def rising_places(taken):
-    """Places from 0 on for the items that are taken, in their order."""
+    """Give the taken items places from 0 on, in their order."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     one = taken.to(gl.int32)
     column = gl.convert_layout(gl.sum(one, 0), LINE)
@@ -38,11 +38,11 @@ def index_blocks_kernel(
     SIZE: gl.constexpr,
     KEPT: gl.constexpr,
 ):
-    """One program: the best of SIZE items of a query.
+    """Choose the best of SIZE items of a query.
 
-    source  FIRST: fp32 maxima [queries, line], an item's number is its place. Else: ordered scores with numbers beside
-            them; ABSENT = nothing there.
-    kept    [queries, pieces, KEPT]: ordered scores and numbers of the chosen ones, rising; then ABSENT and -1.
+    source  FIRST: fp32 maxima [queries, line], an item's number is its place. Else: ordered scores, and their numbers;
+            ABSENT = nothing there.
+    kept    [queries, pieces, KEPT]: ordered scores and numbers of the chosen items, rising; then ABSENT and -1.
     lists   LAST: int32 [queries, most], rising, then -1.
     """
     THREADS: gl.constexpr = gl.num_warps() * 32
@@ -56,7 +56,7 @@ def index_blocks_kernel(
     newest = (visible + BLOCK - 1) // BLOCK - 1
     item = gl.arange(0, EACH, layout=gl.SliceLayout(1, L))[:, None]
     item = piece * SIZE + item + gl.arange(0, THREADS, layout=gl.SliceLayout(0, L))[None, :] * EACH
-    # Loads have no masks, so that each brings 16 bytes: fours lie within the line of a query.
+    # Loads have no masks, so that each reads 16 bytes: groups of four lie within the line of a query.
     at = gl.where(item // 4 < source.items // 4, item // 4, 0) * 4 + item % 4
     at = n.to(gl.int64) * source.line + gl.max_contiguous(gl.multiple_of(at, [min(EACH, 4), 1]), [min(EACH, 4), 1])
     if FIRST:
@@ -70,7 +70,7 @@ def index_blocks_kernel(
     ordered = gl.where(pinned, ABSENT, ordered)
     present = count_of(ordered != ABSENT)
     wanted = gl.minimum(present, lists.most - 1)
-    low = gl.to_tensor(ABSENT + 1)  # all that are there
+    low = gl.to_tensor(ABSENT + 1)  # all items that exist
     high = gl.to_tensor(FOREVER)
     if present > wanted:
         low, high = ends_of(ordered)

@@ -1,21 +1,20 @@
-"""The topk best of a query's scores, exactly, by the greatest score of every GROUP of neighbouring rows.
+"""Choose the topk best scores of a query exactly, by the greatest score of every GROUP of neighbouring rows.
 
-If `topk` groups have a maximum that is not below a cut, `topk` rows are not below it: the best ones are among them. The
-cut need not be exact, a few rows more do not matter. So one CTA per query
+If `topk` groups have a maximum that is not below a cut, `topk` rows are not below it, and the best rows are among them.
+The cut need not be exact: a few more rows do not matter. So one CTA per query
 
-    cut       reads the maxima, one for GROUP rows, and looks for a cut with topk groups or up to an eighth more above
-    rows      reads the scores of these groups and keeps what is not below the cut: little more than topk, unless scores
-              are equal or rows are few, and then it cuts again
-    sorts     these, and writes the first topk as the list
+    cut       reads the maxima, one per GROUP rows, and looks for a cut with topk groups or up to an eighth more above
+    rows      reads the scores of these groups and keeps what is not below the cut: little more than topk. If scores are
+              equal or rows are few, it cuts again
+    sorts     the kept rows, and writes the first topk as the list
 
-and of the other scores nothing is read. select.py does without maxima what this does with them, for wider lists, and
-gather.py with many CTAs what this does with one. With
-hardly more groups than rows are wanted, maxima say little: then the cut is found among all scores, which are so few
-that registers hold them, HELD to a thread.
-Scores are fp32 without NaN and -0; behind the last row that is seen, up to a whole group, they are -inf.
+and reads no other scores. select.py does the same without maxima, for wider lists, and gather.py does it with several
+CTAs per query. If there are hardly more groups than rows are wanted, maxima tell little. Then the CTA looks for the cut
+among all scores, which are few enough to fit into registers, HELD per thread.
+Scores are fp32 without NaN and -0. Past the last visible row, up to a whole group, they are -inf.
 
-Loads have no masks, so that all of them are under way at once: a predicate each would be more than there are. What is
-not there is read from a place that is.
+Loads have no masks, so that all of them are in flight at once: there are too few predicate registers for one per load.
+Lanes past the end read a valid place instead.
 """
 
 from dsv4.index.kernels.ranking import (
@@ -54,14 +53,14 @@ def sum_and_greatest(total, greatest, more, other):
 
 @gluon.constexpr_function
 def groups_layout(warps):
-    """[HIGH, groups, GROUP]: 16 bytes per thread, four threads for a group."""
+    """Layout of [HIGH, groups, GROUP], with 16 bytes per thread and four threads per group."""
     return gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, warps, 1], [2, 1, 0])
 
 
 @aggregate
 class GroupRows:
-    """Rows of the groups that are looked into: the first ones, or those in a list. In pieces of HIGH lines; they are
-    read anew for every pass, from the L1, so they take few registers and little code."""
+    """Rows of the groups that are searched: the first groups, or those in a list. Each pass reads them again from L1,
+    in pieces of HIGH lines, so they need few registers and little code."""
 
     scores_ptr: Value
     groups_ptr: Value
@@ -77,7 +76,7 @@ class GroupRows:
 
     @gluon.jit
     def piece(self, number):
-        """(scores, row numbers, which are there) [HIGH, 4 * THREADS]; of groups past the last one the first is read."""
+        """Return (scores, row numbers, which exist) [HIGH, 4 * THREADS]; groups past the last one read the first."""
         L: gl.constexpr = groups_layout(gl.num_warps())
         WIDE: gl.constexpr = gl.num_warps() * 8
         SHAPE: gl.constexpr = [self.HIGH, WIDE * GROUP]
@@ -97,8 +96,8 @@ class GroupRows:
 
     @gluon.jit
     def scores(self, number):
-        """The scores of `piece` alone. Groups past the last one read the last, and `there` leaves them out: there are
-        not enough predicates for one per line."""
+        """Return only the scores of `piece`. Groups past the last one read the last, and `there` masks them out: there
+        are not enough predicates for one per line."""
         L: gl.constexpr = groups_layout(gl.num_warps())
         WIDE: gl.constexpr = gl.num_warps() * 8
         line = number * self.HIGH + gl.arange(0, self.HIGH, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
@@ -112,7 +111,7 @@ class GroupRows:
 
     @gluon.jit
     def there(self, number, thread):
-        """Four bits for every line of a piece whose group there is; a thread has a quarter of it."""
+        """Return four bits for every line of a piece whose group exists; a thread has a quarter of a group."""
         WIDE: gl.constexpr = gl.num_warps() * 8
         lines = (self.held - number * self.HIGH * WIDE - thread // 4 + WIDE - 1) // WIDE
         lines = gl.minimum(gl.maximum(lines, 0), self.HIGH)
@@ -129,16 +128,16 @@ class GroupRows:
 
     @gluon.jit
     def taken(self, number, cut, highest, TIES: gl.constexpr):
-        """What is not below a cut, with ties, those equal to it only up to a row; else of all lines, there or not."""
+        """Return the rows that are not below a cut. TIES: those equal to it only up to `highest`; else of all lines."""
         if TIES:
             ordered, row = self.ordered_piece(number)
             return (ordered > cut) | ((ordered == cut) & (row <= highest))
-        # Rows that are not seen are -inf: behind all others, if they are taken at all.
+        # Rows that the query does not see are -inf: if they are taken at all, they sort last.
         return self.scores(number) >= gl.where(cut == ABSENT + 1, -float("inf"), value_of(cut))
 
     @gluon.jit
     def above(self, cut, highest):
-        """int32 [4 * THREADS]: how many rows of a column are taken, with ties."""
+        """Count the rows of each column that are taken, with ties: int32 [4 * THREADS]."""
         total = self.columns(0)
         for i in range(self.pieces()):
             total += gl.sum(self.taken(i, cut, highest, True).to(gl.int32), 0)
@@ -146,7 +145,7 @@ class GroupRows:
 
     @gluon.jit
     def counts(self, first, second):
-        """Rows from the first cut on, and 2^16 times those from the second on."""
+        """Return rows >= the first cut, plus 2^16 times those >= the second."""
         total = self.columns(0)
         for i in range(self.pieces()):
             ordered, row = self.ordered_piece(i)
@@ -155,7 +154,7 @@ class GroupRows:
 
     @gluon.jit
     def ends(self, low, high):
-        """(the least score from low on, the greatest one below high, and 1 more)"""
+        """Return (the least score >= low, the greatest score below high, plus 1)."""
         least, greatest = self.columns(FOREVER), self.columns(ABSENT)
         for i in range(self.pieces()):
             ordered, row = self.ordered_piece(i)
@@ -165,8 +164,8 @@ class GroupRows:
 
     @gluon.jit
     def cut(self, wanted, most, low):
-        """(a cut, the highest row of those equal to it): `wanted` to `most` rows are taken. More than `most` are not
-        below low."""
+        """Return (a cut, the highest row equal to it that counts), so that `wanted` to `most` rows are taken. More than
+        `most` rows are >= low."""
         low, high = self.ends(low, FOREVER)
         at_least = most + 1
         step = 0
@@ -189,8 +188,8 @@ class GroupRows:
 
     @gluon.jit
     def keep(self, keep_ptr, most, cut, highest, TIES: gl.constexpr):
-        """Store the numbers of the rows that are taken, the first `most` of them -> how many there are.
-        What a thread takes of a piece is bits of a number, and threads store one row at a time: they take few."""
+        """Store the numbers of the taken rows, at most the first `most` -> how many there are.
+        Each thread packs what it takes of a piece into the bits of a number, then stores one row at a time: few."""
         L: gl.constexpr = items_layout(gl.num_warps(), 4)
         LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         THREADS: gl.constexpr = gl.num_warps() * 32
@@ -210,7 +209,7 @@ class GroupRows:
             count, rounds = gl.reduce((mine, mine), 0, sum_and_greatest)
             found += count
             for _ in range(rounds):
-                first = ones_in(~bits & (bits - 1))  # zeros before the first one
+                first = ones_in(~bits & (bits - 1))  # zero bits below the lowest one
                 group = (i * self.HIGH + first // 4) * (THREADS // 4) + thread // 4
                 group = gl.where(bits == 0, 0, group)
                 if self.LISTED:
@@ -224,7 +223,7 @@ class GroupRows:
 
 @gluon.jit
 def keys_at(place, keep_ptr, line_ptr, found):
-    """64-bit keys of rows in the list; below all past its end."""
+    """Return the 64-bit keys of rows in the list; past its end, a key below all others."""
     row = gl.load(keep_ptr + gl.where(place < found, place, 0))
     row = gl.where(place < found, row, 0)
     return gl.where(place < found, key_of(ordered_of(gl.load(line_ptr + row)), row), -(2**63))
@@ -232,7 +231,7 @@ def keys_at(place, keep_ptr, line_ptr, found):
 
 @gluon.jit
 def bits_of(x):
-    """How many bits a number has, seen as one without a sign."""
+    """Return how many bits a number has, read as unsigned."""
     zeros = gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
     return 32 - zeros
 
@@ -244,17 +243,17 @@ def not_falling(key, place, KEPT: gl.constexpr):
 
 @gluon.jit
 def neighbours(key, place, partner):
-    """Sort pairs of neighbours: the first gets the greater key."""
+    """Sort pairs of neighbours, the greater key first."""
     other = gl.gather(key, partner, 0)
     return gl.where(partner > place, gl.maximum(key, other), gl.minimum(key, other))
 
 
 @gluon.jit
 def sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT: gl.constexpr):
-    """The keys of the rows in the list, the greatest first.
+    """Return the keys of the rows in the list, the greatest first.
 
-    They are sorted by 32 bits: how far a score is above the least one, as many bits of it as fit beside its place in
-    the list. Where that is not enough, neighbours change places; where that takes long, all 64 bits are sorted.
+    They are sorted by 32 bits: the score's distance from the least one, as many bits of it as fit next to its place in
+    the list. Where that is not enough, neighbours swap; if four rounds do not suffice, all 64 bits are sorted.
     """
     place = gl.arange(0, KEPT, layout=sorting_layout(KEPT, gl.num_warps()))
     ordered = (keys_at(place, keep_ptr, line_ptr, found) >> 32).to(gl.int32)
@@ -278,7 +277,7 @@ def sorted_rows(keep_ptr, line_ptr, found, kept_size, KEPT: gl.constexpr):
 
 @gluon.jit
 def keep_best(keep_ptr, line_ptr, fours, visible, wanted, SIZE: gl.constexpr, KEPT: gl.constexpr, AMONG: gl.constexpr):
-    """Store the numbers of the `wanted` best of SIZE scores and of at most KEPT -> how many there are."""
+    """Store the numbers of the `wanted` best of SIZE scores, or of up to KEPT -> how many there are."""
     EACH: gl.constexpr = 4
     WIDE: gl.constexpr = EACH * gl.num_warps() * 32
     L: gl.constexpr = items_layout(gl.num_warps(), EACH)
@@ -287,7 +286,7 @@ def keep_best(keep_ptr, line_ptr, fours, visible, wanted, SIZE: gl.constexpr, KE
     at = gl.where(row // EACH < fours, row // EACH, 0) * EACH + row % EACH
     at = gl.max_contiguous(gl.multiple_of(at, [1, EACH]), [1, EACH])
     ordered = gl.where(row < visible, ordered_of(gl.load(line_ptr + at)), ABSENT)
-    if AMONG:  # the rows of the last block that no query sees would be the least end of a search by values
+    if AMONG:  # rows of the last block that no query sees must not be the low end of the search
         ordered = gl.where(ordered > LOWEST, ordered, ABSENT)
         visible = count_of(ordered != ABSENT)
         wanted = gl.minimum(wanted, visible)
@@ -314,7 +313,7 @@ def keep_of_groups(
     HIGH: gl.constexpr,
     CANDIDATES: gl.constexpr,
 ):
-    """The same of the groups with the greatest maxima, whose numbers go to groups_ptr."""
+    """Do the same with the groups that have the greatest maxima; their numbers go to groups_ptr."""
     THREADS: gl.constexpr = gl.num_warps() * 32
     LISTED: gl.constexpr = CANDIDATES or GROUPS > KEPT
     low = gl.to_tensor(ABSENT + 1)
@@ -326,7 +325,7 @@ def keep_of_groups(
         WIDE: gl.constexpr = EACH * THREADS
         group = gl.arange(0, max(GROUPS // WIDE, 1), layout=gl.SliceLayout(1, L))[:, None] * WIDE
         group = group + gl.arange(0, WIDE, layout=gl.SliceLayout(0, L))[None, :]
-        # Fours lie within the line of a query.
+        # Groups of four lie within the line of a query.
         fours = source.items // 4 if CANDIDATES else source.line
         four = gl.where(group // 4 < fours, group // 4, 0) * 4 + group % 4
         four = n.to(gl.int64) * fours * 4 + gl.max_contiguous(gl.multiple_of(four, [1, EACH]), [1, EACH])
@@ -368,13 +367,13 @@ def index_choose(
     HELD: gl.constexpr,
     CANDIDATES: gl.constexpr,
 ):
-    """One program: the list of query first + n.
+    """Write the list of query first + n.
 
     source   fp32 scores [queries, 64 * line], maxima [queries, 4 * line]; CANDIDATES: those of some groups [queries,
              items] as ordered bits or ABSENT, with the numbers of the groups (select.py)
-    numbers  int32 [queries, KEPT], kept alike: memory for the numbers of what is found
-    GROUPS   a power of two that is not less than the groups of a query
-    KEPT     a power of two, = kept_size: twice topk, the most rows that are sorted and groups that are looked into
+    numbers  int32 [queries, KEPT], as is `kept`: memory for the numbers of what is found
+    GROUPS   a power of two, at least the number of groups of a query
+    KEPT     a power of two, = kept_size: twice topk, the most rows that are sorted and groups that are searched
     HIGH     units of 16 bytes that a thread reads at once
     HELD     scores that a thread may have in registers
     """
@@ -388,7 +387,7 @@ def index_choose(
     visible = visible_columns(visible, owners, AMONG)
     if AMONG:
         wanted = gl.minimum(visible, wanted)
-    wait_on_prior_grid()  # for the scores
+    wait_on_prior_grid()  # the scores are complete
     own = n.to(gl.int64) * KEPT
     keep_ptr = chosen.kept_ptr + own
     groups_ptr = chosen.numbers_ptr + own

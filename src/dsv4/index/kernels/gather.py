@@ -1,15 +1,15 @@
-"""The best rows of few queries, and the best blocks, exactly: many CTAs to a query, two launches of them.
+"""Choose the best rows, and the best blocks, of few queries exactly, with several CTAs per query and two launches.
 
-gather   finds a cut in the greatest scores of units, EACH groups or 16 EACH rows: as many units as items are wanted, or
-         up to an eighth more, are not below it, so as many items are not. Every CTA of a query does this for itself.
-         Then each looks into every SHARES-th unit and appends the keys of its items that are not below the cut, little
-         more than are wanted, to the list of the query.
-rank     counts, for some keys of the list, how many are greater, or of blocks how many numbers are lower: that is
-         their place. A list that is too long, because scores are equal or lie side by side, is cut once more.
+gather   finds a cut in the greatest scores of units; a unit is EACH groups, or 16 EACH rows. As many units as items are
+         wanted, or up to an eighth more, are not below the cut, so at least as many items are not. Every CTA of a query
+         computes this cut itself. Each CTA then reads every SHARES-th unit and appends the keys of the items that are
+         not below the cut, little more than are wanted, to the list of the query.
+rank     counts, for some keys of the list, how many keys are greater (for blocks: how many numbers are lower). That
+         count is the key's place. A list that is too long, because scores are equal or close, is cut once more.
 
-Nobody waits for anybody: what the second launch reads is complete. choose.py and blocks.py have one CTA to a query,
-which is better for many. Items are rows, or blocks where program_id(2) is 1; keys have 64 bits and all differ, so it
-does not matter in which order they were appended.
+No CTA waits for another: what the second launch reads is complete. choose.py and blocks.py use one CTA per query, which
+is better for many queries. Items are rows, or blocks where program_id(2) is 1. Keys have 64 bits and all differ, so the
+order in which they are appended does not matter.
 """
 
 from dsv4.index.kernels.ranking import (
@@ -31,27 +31,27 @@ from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon
 from dsv4.kernels.dependent import launch_dependents, wait_on_prior_grid
 
 NO_KEY = gl.constexpr(-(2**63))
-PIECE = gl.constexpr(1024)  # keys of a list at a time
-LOOK = gl.constexpr(128)  # groups that a share looks into at a time
-MOST_MINE = gl.constexpr(64)  # keys that a share ranks at a time; more need more registers than there are
+PIECE = gl.constexpr(1024)  # keys of a list that are read at a time
+LOOK = gl.constexpr(128)  # groups whose rows a share reads at a time
+MOST_MINE = gl.constexpr(64)  # keys that a share ranks at a time; more do not fit into the registers
 
 
 @gluon.constexpr_function
 def units_layout(each, warps):
-    """[lines, units, EACH groups]: at least 16 bytes to a thread."""
+    """Layout of [lines, units, EACH groups], with at least 16 bytes per thread."""
     return gl.BlockedLayout([1, max(4 // each, 1), each], [1, 32, 1], [1, warps, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def items_of_units(wide, warps):
-    """[parts of units, `wide` items]: 16 bytes to a thread, if there are as many."""
+    """Layout of [parts of units, `wide` items], with 16 bytes per thread if there are that many."""
     each = min(wide, 4)
     return gl.BlockedLayout([1, each], [32 * each // wide, wide // each], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def units_cut(maxima_ptr, visible, wanted, UNITS: gl.constexpr, EACH: gl.constexpr, ROWS: gl.constexpr):
-    """(a cut, the highest unit of which items equal to it count) by EACH maxima of ROWS rows to a unit"""
+    """Return (a cut, the highest unit whose items equal to the cut count), from EACH maxima of ROWS rows per unit."""
     L: gl.constexpr = units_layout(EACH, gl.num_warps())
     FOUR: gl.constexpr = max(4 // EACH, 1)  # units in 16 bytes
     WIDE: gl.constexpr = gl.num_warps() * 32 * FOUR
@@ -59,7 +59,7 @@ def units_cut(maxima_ptr, visible, wanted, UNITS: gl.constexpr, EACH: gl.constex
     last = (visible + SIZE - 1) // SIZE - 1
     line = gl.arange(0, max(UNITS // WIDE, 1), layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
     unit = line[:, None] * WIDE + gl.arange(0, WIDE, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :]
-    # No masks: of what is not there the first is read. Maxima behind the last row say nothing.
+    # Loads have no masks: lanes past the end read the first unit. Maxima past the last row have no meaning.
     at = gl.where(unit // FOUR < last // FOUR + FOUR // 4, unit // FOUR, 0) * FOUR + unit % FOUR
     at = gl.max_contiguous(gl.multiple_of(at, [1, FOUR]), [1, FOUR])[:, :, None] * EACH
     at = at + gl.arange(0, EACH, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
@@ -78,7 +78,7 @@ def units_cut(maxima_ptr, visible, wanted, UNITS: gl.constexpr, EACH: gl.constex
 
 @gluon.jit
 def append(ordered, number, taken, list_ptr, count_ptr):
-    """Keys of the items that are taken [parts, items], behind those of other CTAs."""
+    """Append the keys of the taken items [parts, items] to the list that all CTAs of the query share."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     one = taken.to(gl.int32)
     part = gl.convert_layout(gl.sum(one, 1), LINE)
@@ -95,18 +95,18 @@ def plus(a, b):
 
 @aggregate
 class SharedRows:
-    """Scores of a query's rows, a cut, and the list of those that are not below it."""
+    """Scores of a query's rows, a cut, and the list of the rows that are not below it."""
 
     scores_ptr: Value
     visible: Value
     low: Value
-    highest: Value  # row of those that are equal to it
+    highest: Value  # the highest row among those equal to the cut
     list_ptr: Value
     count_ptr: Value
 
     @gluon.jit
     def append(self, group, there):
-        """The rows of some groups."""
+        """Append the rows of some groups that are not below the cut."""
         L: gl.constexpr = group.type.layout.parent
         row = group[:, None] * GROUP + gl.arange(0, GROUP, layout=gl.SliceLayout(0, L))[None, :]
         at = gl.where(there, group, 0)[:, None] * GROUP + gl.arange(0, GROUP, layout=gl.SliceLayout(0, L))[None, :]
@@ -132,16 +132,16 @@ def index_gather(
     KEPT: gl.constexpr,
     SINGLE: gl.constexpr,
 ):
-    """One program: a share of query first + n, AT_ONCE groups at a time. SINGLE: there are so few groups that rows are
-    the units of the cut. BLOCK_UNITS: of program_id(2) = 1, which has blocks as its items."""
+    """Gather one share of query first + n, AT_ONCE groups at a time. SINGLE: there are so few groups that rows are the
+    units of the cut. BLOCK_UNITS: units of the programs with program_id(2) = 1, whose items are blocks."""
     query = lists.first + gl.program_id(0)
     n = gl.program_id(0).to(gl.int64)
     share = gl.program_id(1)
     sequence, end = owner(query, owners, OWNER)
     visible = visible_columns(visible_rows(query, owners, sequence < owners.requests), owners, AMONG)
-    wait_on_prior_grid()  # for the scores
+    wait_on_prior_grid()  # the scores are complete
     launch_dependents()
-    # Lines begin at multiples of 16 bytes.
+    # Each line begins at a multiple of 16 bytes.
     maxima_ptr = source.maxima_ptr + n * (source.maxima_line // 4) * 4
     if gl.program_id(2) == 0:
         scores_ptr = source.ptr + n * (source.line // 4) * 4
@@ -190,20 +190,20 @@ def index_gather(
             there = block < most
             ordered = ordered_of(gl.load(source.blocks_ptr + n * source.blocks_line + gl.where(there, block, 0)))
             taken = (ordered > low) | ((ordered == low) & (unit <= highest)[:, None])
-            taken = taken & (ordered > LOWEST) & (block < most - 1)  # the newest one is kept in any case
+            taken = taken & (ordered > LOWEST) & (block < most - 1)  # the newest block is always kept
             append(ordered, block, taken, lists.blocks_ptr + n * lists.blocks_line, lists.counts_ptr + n * 2 + 1)
 
 
 @gluon.jit
 def keys_of(list_ptr, first, found, SIZE: gl.constexpr, L: gl.constexpr):
-    """SIZE keys of the list from `first` on, NO_KEY past its end."""
+    """Load SIZE keys of the list from `first` on, NO_KEY past its end."""
     place = first + gl.arange(0, SIZE, layout=L)
     return gl.load(list_ptr + place, mask=place < found, other=NO_KEY)
 
 
 @gluon.jit
 def cut_of_keys(key, found, wanted, most):
-    """A key which `wanted` to `most` keys are not less than, of `found` in registers [HIGH, 2 * THREADS]."""
+    """Return a key that `wanted` to `most` of the `found` keys [HIGH, 2 * THREADS] are not less than."""
     ordered = (key >> 32).to(gl.int32)
     low, high = ends_of(ordered)
     low, highest, _ = cut_of(ordered, FOREVER - key.to(gl.int32), wanted, most, low, high, found)
@@ -212,7 +212,7 @@ def cut_of_keys(key, found, wanted, most):
 
 @gluon.jit
 def places_in(HELD: gl.constexpr):
-    """[HIGH, 2 * THREADS]"""
+    """Return the places [HIGH, 2 * THREADS] of HELD keys."""
     L: gl.constexpr = items_layout(gl.num_warps(), 2)
     WIDE: gl.constexpr = gl.num_warps() * 64
     line = gl.arange(0, HELD // WIDE, layout=gl.SliceLayout(1, L))[:, None] * WIDE
@@ -221,8 +221,8 @@ def places_in(HELD: gl.constexpr):
 
 @gluon.jit
 def keep_best(list_ptr, found, wanted, keep_ptr, HELD: gl.constexpr):
-    """Store the `wanted` best keys of a list that is longer than HELD: those kept before, with as many others as there
-    is room for, are cut again and again."""
+    """Store the `wanted` best keys of a list that is longer than HELD. Each round cuts the keys kept so far, together
+    with as many others as there is room for."""
     place = places_in(HELD)
     kept = gl.to_tensor(0)
     begin = gl.to_tensor(0)
@@ -233,7 +233,7 @@ def keep_best(list_ptr, found, wanted, keep_ptr, HELD: gl.constexpr):
         begin += HELD - kept
         low = cut_of_keys(key, count, gl.minimum(wanted, count), gl.minimum(wanted, count))
         to = places_of(key >= low, 2)
-        barrier()  # all is in registers
+        barrier()  # all keys are in registers
         gl.store(keep_ptr + to, key, mask=key >= low)
         barrier()  # the same CTA reads what it wrote
         kept = gl.minimum(wanted, count)
@@ -242,13 +242,13 @@ def keep_best(list_ptr, found, wanted, keep_ptr, HELD: gl.constexpr):
 
 @gluon.constexpr_function
 def pairs_layout(mine, warps):
-    """[mine, all]: four warps on each side, so that few keys are read often; 16 bytes per thread of `all`."""
+    """Layout of [mine, all]: four warps on each side, so that few keys are read often; 16 bytes of `all` per thread."""
     return gl.BlockedLayout([max(mine // 4, 1), 2], [1, 32], [4, warps // 4], [1, 0])
 
 
 @gluon.jit
 def ranks_of(mine, list_ptr, found, low, BLOCKS: gl.constexpr):
-    """How many keys of the list are greater than each of some; of blocks, how many of those from low on have lower
+    """Count, for each key of `mine`, the greater keys of the list; for blocks, the keys from `low` on with lower
     numbers."""
     LINE: gl.constexpr = mine.type.layout
     L: gl.constexpr = pairs_layout(mine.shape[0], gl.num_warps())
@@ -256,7 +256,7 @@ def ranks_of(mine, list_ptr, found, low, BLOCKS: gl.constexpr):
     rank = gl.full(mine.shape, 0, gl.int32, gl.SliceLayout(1, L))
     for first in range(0, found, PIECE):
         key = keys_of(list_ptr, first, found, PIECE, gl.SliceLayout(0, L))
-        if BLOCKS:  # a lower number has more in its lower half
+        if BLOCKS:  # a lower number makes a greater lower half of the key
             number = gl.where(key >= low, key.to(gl.int32), -1)
             rank += gl.sum((number[None, :] > mine.to(gl.int32)[:, None]).to(gl.int32), 1)
         else:
@@ -266,8 +266,8 @@ def ranks_of(mine, list_ptr, found, low, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def shortened(list_ptr, found, wanted, most, keep_ptr, HELD: gl.constexpr):
-    """(the list, or a shorter one, how many keys it has, a key that at least `wanted` and at most `most` are not less
-    than)"""
+    """Return (the list, or a shorter one; how many keys it has; a key that at least `wanted` and at most `most` keys
+    are not less than)."""
     low = gl.to_tensor(NO_KEY + 1)
     if found > HELD:
         found = keep_best(list_ptr, found, wanted, keep_ptr, HELD)
@@ -295,7 +295,7 @@ def index_rank(
     SHARES: gl.constexpr,
     HELD: gl.constexpr,
 ):
-    """One program: places in the lists of query first + n for a share of what index_gather appended."""
+    """Rank a share of the keys that index_gather appended, and store them in the lists of query first + n."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     query = lists.first + gl.program_id(0)
     n = gl.program_id(0).to(gl.int64)
@@ -313,7 +313,7 @@ def index_rank(
         MINE: gl.constexpr = min(KEPT // SHARES, MOST_MINE)
         for first in range(share * MINE, found, SHARES * MINE):
             key = keys_of(list_ptr, first, found, MINE, LINE)
-            row = named_rows(key, key >= low, query, sequence, owners, to, OWNER, POOL, AMONG)  # while they are ranked
+            row = named_rows(key, key >= low, query, sequence, owners, to, OWNER, POOL, AMONG)  # overlaps the ranking
             place = ranks_of(key, list_ptr, found, low, False)
             store_rows(place, row, key, (place < wanted) & (key >= low), query, to)
         if (share == 0) & (wanted < to.topk):
@@ -331,7 +331,7 @@ def index_rank(
             key = keys_of(list_ptr, first, found, MINE_OF_BLOCKS, LINE)
             place = ranks_of(key, list_ptr, found, low, True)
             gl.store(blocks_ptr + place, FOREVER - key.to(gl.int32), mask=(key >= low) & (wanted > 0))
-        if share == 0:  # the newest one, and nothing behind it
+        if share == 0:  # the newest block, then -1
             rest = gl.arange(0, BLOCKS_WIDTH, layout=LINE)
             newest = gl.where(rest == wanted, (visible + BLOCK - 1) // BLOCK - 1, -1)
             gl.store(blocks_ptr + rest, newest, mask=(rest >= wanted) & (rest < to_blocks.most))

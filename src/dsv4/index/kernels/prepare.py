@@ -1,4 +1,4 @@
-"""index_topk and index_blocks from a validated problem to a program. Shared by all architectures."""
+"""Turn a validated problem of index_topk or index_blocks into a program. All architectures share this file."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,7 +58,7 @@ from dsv4.runtime.splits import choose_splits
 
 
 def supports(p: IndexProblem) -> str | None:
-    """None, or why these kernels cannot run the problem."""
+    """Return None, or why these kernels cannot run the problem."""
     if p.format is not None:
         if p.k.stride(0) % 16 and p.k.shape[0] > 1 or p.k.data_ptr() % 16:
             return f"FP8 pages {p.k.stride(0)} bytes apart; the GPU kernels accept pages at multiples of 16 bytes"
@@ -80,12 +80,12 @@ def supports(p: IndexProblem) -> str | None:
     return None
 
 
-# (queries of a sequence, heads, dims) -> (queries of one program, programs on a multiprocessor at a time, options)
+# (queries of a sequence, heads, dims) -> (queries of one program, concurrent programs per SM, options)
 Tiling = Callable[[int, int, int], tuple[int, int, dict]]
 
 
 def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any, tiling: Tiling) -> None:
-    """Scores, then the choice, of as many queries at a time as there is room for. The tensors of p are slots."""
+    """Add the launches for scores and choice, for as many queries at a time as fit. The tensors of p are slots."""
     given = (p.out, p.scores)
     p = _in_lines(p, program)
     words = index_words(p.columns, p.topk)
@@ -102,7 +102,7 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     q, k = _aligned_rows(program, p.q), _aligned_rows(program, p.k) if p.format is None else p.k
     for first in range(0, p.batch, step):
         count = min(step, p.batch - first)
-        # What the choice of blocks reads and keeps lies behind all else.
+        # The data that the choice of blocks reads and keeps lies behind all others.
         behind = 0
         if p.topk_blocks:
             behind = (scratch.numel() - count * block_words(p.columns, p.topk_blocks)) // 4 * 4
@@ -126,10 +126,10 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
 
 
 def _in_lines(p: IndexProblem, program: Program) -> IndexProblem:
-    """Queries of a batch one after the other; k [sequences or pages, rows, D]."""
+    """Flatten the queries of a batch to one dimension; k becomes [sequences or pages, rows, D]."""
     changes: dict[str, Any] = {} if p.k.ndim == 3 else {"k": p.k.unsqueeze(0)}
     if p.q.ndim == 4:
-        # What has to be copied is copied before its dimensions become one: a copy is one of a whole tensor.
+        # Copy before merging dimensions: a copy is one of a whole tensor.
         q, counts = _aligned_rows(program, p.q), p.counts if p.counts.is_contiguous() else program.copied(p.counts)
         changes |= {"q": program.flattened(q), "weights": program.flattened(p.weights)}
         changes |= {"counts": program.flattened(counts)}
@@ -142,7 +142,7 @@ def _in_lines(p: IndexProblem, program: Program) -> IndexProblem:
 
 
 def _owners(p: IndexProblem, program: Program) -> tuple[int, Owners]:
-    """Whose keys a query reads, and the arguments that say so."""
+    """Return whose keys a query reads, and the kernel arguments for it."""
 
     def contiguous(x: Any) -> Any:
         return x if x.is_contiguous() else program.copied(x)
@@ -200,7 +200,7 @@ def _score(
     first: int,
     count: int,
 ) -> None:
-    # Queries of one sequence share the keys that a program reads, unless each looks into blocks of its own.
+    # Queries of one sequence share the keys that a program reads, unless each has its own blocks.
     each = 1 if owner == OWN.value or p.among is not None else p.batch // max(p.sequences, 1)
     heads, dims = max(16, power_of_two(p.q_heads)), max(64, power_of_two(p.head_dim))
     together, residents, options = tiling(each, heads, dims)
@@ -208,9 +208,9 @@ def _score(
     places = residents * target.num_sms
     splits = choose_splits(blocks, places, p.columns, merged=False)
     if "ALONE" in kernel.arg_names or p.fp4 and "STAGES" in options:
-        # few blocks: a tile to a CTA, or as many CTAs as there is room for
+        # few blocks: one tile per CTA, or as many CTAs as fit
         splits = max(splits, min(places // blocks, -(-p.columns // (128 if p.fp4 else 64))))
-        # Where these fill the last wave badly: shorter ones, which end at different times.
+        # If these fill the last wave badly, use shorter ones, which end at different times.
         waves = blocks * splits / places
         if 4 * blocks > places and waves < 0.9 * -(-blocks * splits // places) and p.columns >= 8 * 1024:
             splits = max(splits, 8)
@@ -263,7 +263,7 @@ def _score(
 
 
 def _boxes(k: Slot, fp8: bool) -> TensorDescriptor:
-    """Pages as TMA sees them: boxes of 64 keys."""
+    """Return the TMA descriptor of pages, with boxes of 64 keys."""
     pages, rows, _ = k.shape
     if fp8:
         strides = [k.stride(0) if pages > 1 else INDEX_132.default_stride(rows), INDEX_132.data_step, 1]
@@ -275,7 +275,7 @@ def _boxes(k: Slot, fp8: bool) -> TensorDescriptor:
 
 
 def _fp4_boxes(k: Slot, keys: int, scales_of: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """The same of FP4 pages, as words: boxes of `keys` keys, and of the scales of `scales_of` keys."""
+    """Return descriptors of FP4 pages, as words: boxes of `keys` keys, and of the scales of `scales_of` keys."""
     pages, rows, _ = k.shape
     apart = (k.stride(0) if pages > 1 else INDEX_68.default_stride(rows)) // 4
     words = replace(k.view((pages, rows, 16), (apart, 16, 1)), dtype=torch.int32)
@@ -287,7 +287,7 @@ def _fp4_boxes(k: Slot, keys: int, scales_of: int) -> tuple[TensorDescriptor, Te
 
 
 def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:
-    """Behind the scores."""
+    """Return the slot of the maxima, which lies behind the scores."""
     line = index_line(p.columns)
     return scratch.words(count * line, count * line // GROUP, torch.float32)
 
@@ -310,12 +310,12 @@ def _scores(p: IndexProblem, scratch: Slot, count: int, behind: int, lists: KeyL
 
 
 def _key_lists(p: IndexProblem, scratch: Slot, first: int, count: int, behind: int, shares: int) -> KeyLists | None:
-    """Behind the maxima, where several CTAs choose the rows of a query, and there is room."""
+    """Return key lists behind the maxima, if several CTAs choose the rows of a query and there is room."""
     line = index_line(p.columns)
     at = count * (line + line // GROUP)
     words = count * index_list_words(p.columns, shares, p.topk, p.topk_blocks)
     if shares == 1 or at + words > (behind or scratch.numel()) or index_groups(p.columns) > MOST_EACH * INDEX_PIECE:
-        return None  # the room may be that of a plan for others
+        return None  # a plan for other problems may have reserved less room
     sizes = [index_room(p.columns, p.topk), shares * index_kept(p.columns, p.topk)]
     if p.topk_blocks:
         sizes += [index_room(p.columns, p.topk_blocks, BLOCK), shares * index_kept(p.columns, p.topk_blocks)]
@@ -336,7 +336,7 @@ def _gather(
     p: IndexProblem, program: Program, owner: int, owners: Owners, scores: IndexScores, lists: KeyLists, count: int,
     shares: int,
 ) -> None:  # fmt: skip
-    """The lists of few queries, and their blocks, in two launches."""
+    """Choose the rows of few queries, and their blocks, in two launches."""
     groups, kept = index_groups(p.columns), index_kept(p.columns, p.topk)
     each, block_each = index_each(p.columns, p.topk), index_each(p.columns, max(p.topk_blocks, 1))
     grid = (count, shares, 2 if p.topk_blocks else 1)
@@ -362,8 +362,8 @@ def _choose(
     p: IndexProblem, target: Target, program: Program, owner: int, owners: Owners, scratch: Slot, first: int,
     count: int,
 ) -> None:  # fmt: skip
-    """The best rows of the groups that have the greatest maxima, in one launch, or in two where there are very many
-    groups. What is kept lies behind the maxima."""
+    """Choose the best rows of the groups that have the greatest maxima, in one launch, or in two if there are very many
+    groups. The kept rows lie behind the maxima."""
     line = index_line(p.columns)
     kept, candidates = index_kept(p.columns, p.topk), index_candidates(p.columns, p.topk)
     at = count * (line + line // GROUP)
@@ -373,7 +373,7 @@ def _choose(
         at += 2 * count * candidates
     size = count * kept
     found = scratch.words(at, size, torch.int32)
-    # Few queries: the time of one counts. Many: more of them on a multiprocessor.
+    # With few queries the latency of one counts; with many, more of them per SM.
     warps, high = (16, 8) if count <= target.num_sms else (8, 4)
     arguments = dict(
         source=ScoreSource(scratch, line // LINE_UNIT, maxima, candidates, numbers),
@@ -381,8 +381,8 @@ def _choose(
         owners=owners,
         lists=_lists(p),
     )
-    # Launched early it waits for the scores; with lists of 1024, or more CTAs than multiprocessors, it takes room that
-    # they need.
+    # Launched early, the choice waits for the scores. With lists of 1024, or more CTAs than SMs, it would occupy room
+    # that they need.
     program.launch(
         index_choose, (count,), arguments, OWNER=owner, POOL=not p.request_rows, AMONG=p.among is not None,
         GROUPS=power_of_two(candidates) if candidates else index_groups(p.columns), KEPT=kept,
@@ -395,7 +395,7 @@ def _best_groups(
     p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int, at: int,
     candidates: int,
 ) -> tuple[Slot, Slot]:  # fmt: skip
-    """The best groups of every piece: (maxima as ordered bits, numbers of the groups)."""
+    """Choose the best groups of every piece -> (maxima as ordered bits, numbers of the groups)."""
     groups, size = index_line(p.columns) // GROUP, INDEX_PIECE // 2
     kept, kept_numbers = (scratch.words(at + n * count * candidates, count * candidates, torch.int32) for n in (0, 1))
     each = index_kept(p.columns, p.topk)
@@ -416,7 +416,7 @@ def _best_groups(
 def _select(
     p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int
 ) -> None:
-    """The best of pieces, until one piece is left. What each round keeps lies behind the scores."""
+    """Choose the best of pieces, until one piece is left. What each round keeps lies behind the scores."""
     items, line = p.columns, index_line(p.columns)
     source, numbers, at = scratch, Null(torch.int32), count * (line + line // GROUP)
     kept = power_of_two(min(p.topk, items))
@@ -448,7 +448,7 @@ def _select(
 def _keep_blocks(
     p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int, behind: int
 ) -> None:
-    """The best blocks of pieces, until one piece is left. What each round keeps lies behind the blocks' maxima."""
+    """Choose the best blocks of pieces, until one is left. What each round keeps lies behind the blocks' maxima."""
     assert p.blocks is not None
     items = line = index_line(p.columns) // BLOCK
     source, numbers, at = _block_maxima(p, scratch, count, behind), Null(torch.int32), behind + count * items
@@ -477,11 +477,11 @@ def _keep_blocks(
 
 
 def _aligned_rows(program: Program, x: Slot) -> Slot:
-    """Rows that 16-byte loads can read."""
+    """Return rows that 16-byte loads can read; copy them if need be."""
     fit = is_aligned(x) and x.stride(-1) == 1 and all(s >= 0 for s in x.stride())
     return x if fit else program.copied(x)
 
 
 def _stride_16(x: Slot, dim: int) -> int:
-    """A stride in units of 16 bytes."""
+    """Return a stride in units of 16 bytes."""
     return x.stride(dim) * x.element_size() // 16 if x.shape[dim] > 1 else 0

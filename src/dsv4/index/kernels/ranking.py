@@ -1,7 +1,7 @@
-"""What both choices are made of: scores as ordered bits, cuts between them, places for what is taken, sorting, lists.
+"""Device functions that both choices share: scores as ordered bits, cuts, places of taken items, sorting, lists.
 
 Scores are compared as ordered bits, int32: -0 counts as 0, NaN as -inf, ABSENT is below all. Items are [HIGH, EACH *
-THREADS]: a column belongs to one thread, so sums and scans along it cost no exchange, and neighbours read neighbours.
+THREADS]: a column belongs to one thread, so sums and scans along it need no exchange, and loads coalesce.
 """
 
 import triton
@@ -16,19 +16,19 @@ LOWEST = tl.constexpr(-0x7F800000 - 1)  # of -inf, as ordered bits
 
 @gluon.constexpr_function
 def items_layout(warps, each):
-    """`each` neighbours of a line to a thread."""
+    """Layout that gives each thread `each` neighbours of a line."""
     return gl.BlockedLayout([1, each], [1, 32], [1, warps], [1, 0])
 
 
 @triton.jit
 def value_of(ordered):
-    """The score whose ordered bits these are."""
+    """Convert ordered bits back to a score."""
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def ordered_of(value):
-    """Bits that compare as the scores do; -0 must not come."""
+    """Convert scores to bits that compare as the scores do; no score may be -0."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -45,7 +45,7 @@ def wider(low, high, other_low, other_high):
 
 @triton.jit
 def ends_of(ordered):
-    """(the least score that is there, the greatest one + 1)"""
+    """Return (the least score that is not ABSENT, the greatest score + 1)."""
     low, high = tl.reduce((tl.where(ordered == ABSENT, FOREVER, ordered), ordered), 0, wider)
     low, high = tl.reduce((low, high), 0, wider)
     return low, high + 1
@@ -53,8 +53,8 @@ def ends_of(ordered):
 
 @triton.jit
 def next_cuts(low, high, step):
-    """Two cuts, low < first <= second < high, that part the interval into three: at first as numbers, which ends sooner
-    for what scores are like, then as bits, which ends for all."""
+    """Return two cuts, low < first <= second < high, that divide the interval into three: at first as numbers, which
+    ends sooner for typical scores, then as bits, which ends for all."""
     if step < 8:
         a, b = value_of(low), value_of(high)
         first, second = ordered_of(a * 0.6666667 + b * 0.3333333), ordered_of(a * 0.3333333 + b * 0.6666667)
@@ -67,7 +67,7 @@ def next_cuts(low, high, step):
 
 @triton.jit
 def between(counts, wanted, low, high, first, second, at_least):
-    """(low, high, how many items are >= low) after two cuts. counts: items >= first, and 2^16 times those >= second."""
+    """Return (low, high, how many items are >= low) after two cuts. counts: items >= first + 2^16 * items >= second."""
     above, some = counts >> 16, counts & 0xFFFF
     high = tl.where(above >= wanted, high, tl.where(some >= wanted, second, first))
     low = tl.where(above >= wanted, second, tl.where(some >= wanted, first, low))
@@ -76,9 +76,9 @@ def between(counts, wanted, low, high, first, second, at_least):
 
 @triton.jit
 def threshold_between(ordered, wanted, most, low, high, at_least):
-    """(a cut, how many items are not less): `wanted` to `most` of them if there is such a cut, else the least of the
-    `wanted` best. at_least >= wanted items are >= low, fewer than wanted are >= high; there are less than 2^16. Every
-    eighth time the ends move to values that there are."""
+    """Return (a cut, how many items are not below it): `wanted` to `most` of them if such a cut exists, else the least
+    of the `wanted` best. at_least >= wanted items are >= low, fewer than wanted are >= high; there are fewer than 2^16
+    items. Every eighth step moves the ends to values that occur."""
     step = 0
     while (at_least > most) & (low + 1 != high):
         if step % 8 == 7:
@@ -93,7 +93,7 @@ def threshold_between(ordered, wanted, most, low, high, at_least):
 
 @triton.jit
 def first_ones(equal, number, room):
-    """The number up to which `room` of those that are `equal` are found; there are more."""
+    """Return the number up to which `room` of the `equal` items are found; there are more than `room`."""
     low = -1
     high = tl.max(tl.max(tl.where(equal, number, -1), 0), 0)
     count = -1
@@ -108,12 +108,12 @@ def first_ones(equal, number, room):
 
 @gluon.jit
 def cut_of(ordered, number, wanted, most, low, high, at_least):
-    """(a cut, the highest number of items equal to it that count, how many are taken): at least the `wanted` best, of
-    equal ones the lower numbers; no more than `most`. at_least >= wanted items are >= low, none is >= high."""
+    """Return (a cut, the highest number of an item equal to it that counts, how many are taken): at least the `wanted`
+    best, at most `most`, lower numbers first among equals. at_least >= wanted items are >= low, none is >= high."""
     if at_least > most:
         low, at_least = threshold_between(ordered, wanted, most, low, high, at_least)
     highest = gl.to_tensor(FOREVER)
-    if at_least > most:  # of those equal to the cut the first ones, as many as there is room for
+    if at_least > most:  # of the items equal to the cut, take the first ones that fit
         highest = first_ones(ordered == low, number, wanted - count_of(ordered > low))
         at_least = wanted
     return low, highest, at_least
@@ -121,7 +121,7 @@ def cut_of(ordered, number, wanted, most, low, high, at_least):
 
 @gluon.jit
 def best_of(ordered, number, wanted, most, low, high, at_least):
-    """(which items are taken, how many, the least score of theirs), by the cut of cut_of."""
+    """Return (which items are taken, how many, their least score), by the cut of cut_of."""
     low, highest, at_least = cut_of(ordered, number, wanted, most, low, high, at_least)
     return (ordered > low) | ((ordered == low) & (number <= highest)), at_least, low
 
@@ -133,7 +133,7 @@ def so_far(x):
 
 @gluon.jit
 def places_of(taken, EACH: gl.constexpr):
-    """Different places from 0 on for the items that are taken: one number per column is summed up across threads."""
+    """Give the taken items different places from 0 on. Threads exchange one number per column."""
     L: gl.constexpr = items_layout(gl.num_warps(), EACH)
     LINE: gl.constexpr = gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0])
     one = taken.to(gl.int32)
@@ -144,19 +144,19 @@ def places_of(taken, EACH: gl.constexpr):
 
 @gluon.jit
 def key_of(ordered, number):
-    """int64 that falls with the score; of equal scores the lower number has the greater key."""
+    """Return an int64 key that falls with the score; of equal scores the lower number has the greater key."""
     return (ordered.to(gl.int64) << 32) | (FOREVER - number).to(gl.int64)
 
 
 @gluon.constexpr_function
 def sorting_layout(size, warps):
-    """Up to four neighbours in a thread, then in a warp: most exchanges of the sort are within one of them."""
+    """Layout with up to four neighbours per thread, then per warp, so that most exchanges stay within a warp."""
     return gl.BlockedLayout([min(max(size // (32 * warps), 1), 4)], [32], [warps], [0])
 
 
 @gluon.jit
 def from_lane(key, apart):
-    """The keys of the lane whose number differs by the bit `apart`."""
+    """Return the keys of the lane whose number differs in the bit `apart`."""
     lane = key.to(gl.int32) * 0 + apart
     if key.dtype == gl.int32:
         other = gl.inline_asm_elementwise(
@@ -178,18 +178,18 @@ def from_lane(key, apart):
 
 @gluon.jit
 def exchange(key, other, falls, upper):
-    """One step of the network: each of two keys becomes the greater or the lesser of both."""
+    """Do one step of the network: each of two keys becomes the greater or the lesser of both."""
     first = (upper == 0) == falls
     if key.dtype == gl.int32:
         key = gl.where(first, gl.maximum(key, other), gl.minimum(key, other))
-    else:  # 64 bits are cheaper to choose from than to take the maximum of
+    else:  # a 64-bit select is cheaper than a 64-bit maximum
         key = gl.where(first == (key > other), key, other)
     return key
 
 
 @gluon.jit
 def in_thread(key, size, APART: gl.constexpr, SIZE: gl.constexpr, L: gl.constexpr):
-    """One step of the network between neighbours of a thread."""
+    """Do one step of the network between neighbours in a thread."""
     place = gl.arange(0, SIZE, layout=L)
     pairs: gl.constexpr = [SIZE // (2 * APART), 2, APART]
     first, second = gl.split(gl.permute(gl.reshape(key, pairs), (0, 2, 1)))
@@ -203,8 +203,8 @@ def in_thread(key, size, APART: gl.constexpr, SIZE: gl.constexpr, L: gl.constexp
 
 @gluon.jit
 def falling(key, length, SIZE: gl.constexpr):
-    """key [SIZE] in sorting_layout, sorted, the greatest first: a bitonic network. length = SIZE, but not known to the
-    compiler, which would unroll it all: code that is not in the cache takes longer to arrive than to run."""
+    """Sort key [SIZE], in sorting_layout, the greatest first, with a bitonic network. length = SIZE, but the compiler
+    does not know it and cannot unroll: fetching uncached code would take longer than running it."""
     L: gl.constexpr = sorting_layout(SIZE, gl.num_warps())
     EACH: gl.constexpr = L.size_per_thread[0]
     place = gl.arange(0, SIZE, layout=L)
@@ -235,8 +235,8 @@ def falling(key, length, SIZE: gl.constexpr):
 def named_rows(
     key, chosen, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr, AMONG: gl.constexpr
 ):
-    """What the rows of keys are called in a list; -1 where a key is not chosen."""
-    if AMONG:  # columns that are not rows score -inf, and there may be fewer keys than are chosen
+    """Return the row numbers that a list has for these keys; -1 where a key is not chosen."""
+    if AMONG:  # columns that are not rows score -inf, and there may be fewer keys than are wanted
         chosen = chosen & ((key >> 32).to(gl.int32) > LOWEST)
     row = row_of(FOREVER - (key & 0x7FFFFFFF).to(gl.int32), query, owners, chosen, AMONG)
     pages = lists.pages
@@ -251,7 +251,7 @@ def named_rows(
 
 @gluon.jit
 def store_rows(place, row, key, written, query, lists):
-    """Rows at their places in the list of a query, and the scores of their keys."""
+    """Store rows at their places in the list of a query, and the scores of their keys."""
     gl.store(lists.ptr + query.to(gl.int64) * lists.line + place, row, mask=written)
     score = gl.where(row >= 0, value_of((key >> 32).to(gl.int32)), -float("inf"))
     scores_ptr = lists.scores_ptr + query.to(gl.int64) * lists.scores_line
@@ -271,11 +271,11 @@ def write_list(
     key, wanted, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr, AMONG: gl.constexpr,
     WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """The first `wanted` of the sorted keys as the list of a query, -1 behind them, and their scores."""
+    """Write the first `wanted` sorted keys as the list of a query, then -1, and their scores."""
     SIZE: gl.constexpr = key.shape[0]
     place = gl.arange(0, SIZE, layout=key.type.layout)
     row = named_rows(key, place < wanted, query, sequence, owners, lists, OWNER, POOL, AMONG)
     store_rows(place, row, key, place < lists.topk, query, lists)
-    if WIDTH > SIZE:  # lists wider than there are rows
+    if WIDTH > SIZE:  # the list is wider than there are rows
         rest = SIZE + gl.arange(0, WIDTH, layout=key.type.layout)
         write_nothing(rest, rest < lists.topk, query, lists)

@@ -1,14 +1,14 @@
-"""Index scores in Triton itself, for every architecture; and what all kernels of the indexer share.
+"""Index scores as a Triton kernel for every architecture, and what all kernels of the indexer share.
 
     score(n, s) = factor * scale[s] * sum_h weights[n, h] * relu(q[n, h] . k[s])   -> fp32 [queries, scores_line]
 
-Keys are bf16 or fp16, without scales, or e4m3 or FP4 in the pages of caches/index_keys.py. And, with the scores, the
-greatest one of every GROUP of neighbouring rows, for choose.py, and of every BLOCK, for blocks.py.
+Keys are bf16 or fp16, without scales, or e4m3 or FP4 in the pages of caches/index_keys.py. The kernel also writes the
+greatest score of every GROUP of neighbouring rows, for choose.py, and of every BLOCK, for blocks.py.
 
-In the product, keys are the rows and heads the columns: the sum over heads stays within few lanes of a warp.
+In the product, keys are the rows and heads the columns, so the sum over heads stays within few lanes of a warp.
 
-FP4 becomes e4m3: a key's four scales are powers of two, and so is what is left of them when the greatest one, times
-2^-6, is taken out. e2m1 times 2^-5 .. 2^6 is exact in e4m3, and no subnormal; below that, it is 0. Even and odd dims,
+FP4 becomes e4m3: a key's four scales are powers of two, and so are their quotients by 2^-6 times the greatest.
+e2m1 times 2^-5 .. 2^6 is exact in e4m3, and never subnormal; below that, it becomes 0. Even and odd dims,
 the low and the high halves of bytes, are two products.
 """
 
@@ -17,29 +17,29 @@ import triton.language as tl
 
 from dsv4.index import sizes
 
-# Whose keys a query reads: there is one sequence; a batch of sequences with as many tokens each; pages by block table,
-# with a line for every query; pages by block table, with a line for every request (starts).
+# Whose keys a query reads: those of the only sequence; of its sequence in a batch with equal token counts; pages by
+# block table, one line per query; pages by block table, one line per request (starts).
 ONE, BATCH, OWN, STARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FOREVER = tl.constexpr(2**31 - 1)
 GROUP, BLOCK = tl.constexpr(sizes.GROUP), tl.constexpr(sizes.BLOCK)
-# What q and k are: of one type, in which they are multiplied; FP4 keys with e4m3 queries; both FP4.
+# Types of q and k: one type, in which they are multiplied; FP4 keys with e4m3 queries; both FP4.
 SAME, FP4_KEYS, FP4_BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Powers of two that codes are multiplied by: under the greatest scale of a key, and the least one
+# Exponents of two that codes are multiplied by: under the greatest scale of a key, and the least one
 HIGHEST, LOWEST_SHIFT = tl.constexpr(6), tl.constexpr(-5)
 
 
 @triton.jit
 def visible_rows(query, owners, mask):
-    """Rows that a query sees. ratio 0: the count itself is given, else the position of its token."""
+    """Return how many rows a query sees. ratio 0: this count is given, else the position of the token."""
     count = tl.load(owners.count_ptr + query, mask=mask, other=-1).to(tl.int64)
-    if owners.ratio > 0:  # a division takes long
+    if owners.ratio > 0:  # a division is slow
         count = (count + 1) // owners.ratio
     return tl.minimum(tl.maximum(count, 0), owners.capacity).to(tl.int32)
 
 
 @triton.jit
 def clear_counts(queries, scores, QUERIES: tl.constexpr):
-    """Of the lists that gather.py fills: by the first CTA of the queries, so before that grid begins."""
+    """Clear the counts of gather.py's lists, in the first CTA of the queries, so before that grid begins."""
     if (tl.program_id(1) == 0) & (scores.counted != 0):
         for i in tl.static_range(2 * QUERIES):
             at = tl.program_id(0) * 2 * QUERIES + i
@@ -48,7 +48,7 @@ def clear_counts(queries, scores, QUERIES: tl.constexpr):
 
 @triton.jit
 def visible_columns(visible, owners, AMONG: tl.constexpr):
-    """The number of scores of a query that sees this many rows."""
+    """Return the number of scores of a query that sees this many rows."""
     if AMONG:
         visible = tl.minimum((visible + BLOCK - 1) // BLOCK, owners.among) * BLOCK
     return visible
@@ -56,7 +56,7 @@ def visible_columns(visible, owners, AMONG: tl.constexpr):
 
 @triton.jit
 def row_of(column, query, owners, mask, AMONG: tl.constexpr):
-    """The row that a score belongs to; below 0 if there is none."""
+    """Return the row that a score belongs to; below 0 if there is none."""
     if AMONG:
         line = owners.among_ptr + query.to(tl.int64) * owners.among_line
         block = tl.load(line + column // BLOCK, mask=mask, other=-1)
@@ -69,21 +69,21 @@ def row_of(column, query, owners, mask, AMONG: tl.constexpr):
 
 @triton.jit
 def greatest_of_four(word):
-    """The greatest of four ue8m0."""
+    """Return the greatest of four ue8m0."""
     first = tl.maximum(word & 255, (word >> 8) & 255)
     return tl.maximum(first, tl.maximum((word >> 16) & 255, (word >> 24) & 255))
 
 
 @triton.jit
 def power_of_two(exponent):
-    """What a ue8m0 means, in fp32."""
+    """Convert a ue8m0 to fp32."""
     bits = tl.where(exponent == 0, 0x400000, exponent << 23)
     return tl.where(exponent == 255, float("nan"), bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def aligned(code, word, highest, group):
-    """e4m3 of e2m1 codes whose scale is number `group` of a word of four, seen under the greatest of them."""
+    """Return e4m3 of e2m1 codes whose scale is number `group` of a word of four, relative to the greatest of them."""
     shift = ((word >> (group * 8)) & 255) - highest + HIGHEST
     size = code & 7
     bits = ((126 + (size >> 1)) << 23) | ((size & 1) << 22)
@@ -94,19 +94,19 @@ def aligned(code, word, highest, group):
 
 @triton.jit
 def bf16(x):
-    """Rounded to bf16."""
+    """Round to bf16."""
     return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
 def relu(x):
-    """NaN stays NaN."""
+    """Return max(x, 0); NaN stays NaN."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def owner(query, owners, OWNER: tl.constexpr):
-    """(the sequence that a query belongs to, where the next one begins); `requests` past the last one."""
+    """Return (the sequence of a query, where the next one begins); the sequence is `requests` past the last one."""
     if OWNER == ONE:
         sequence = query * 0
         end = FOREVER + query * 0
@@ -127,7 +127,7 @@ def owner(query, owners, OWNER: tl.constexpr):
                 high = middle
         inside = (low > 0) & (low <= owners.requests)
         end = tl.load(owners.starts_ptr + tl.minimum(low, owners.requests), mask=low <= owners.requests, other=FOREVER)
-        # Starts that are not right must not stop the walk over the queries.
+        # Wrong starts must not stop the loop over the queries.
         end = tl.maximum(end, query + 1)
         sequence = tl.where(inside, low - 1, owners.requests)
     return sequence, end
@@ -160,7 +160,7 @@ def score_rows(
     BLOCKS: tl.constexpr,
     BF16: tl.constexpr,
 ):
-    """The scores of the queries first .. last - 1, of one sequence; q [DIMS, QUERIES * HEADS]."""
+    """Compute the scores of the queries first .. last - 1, of one sequence; q [DIMS, QUERIES * HEADS]."""
     visible = tl.where((query >= first) & (query < last), visible, 0)
     most = tl.max(visible, 0)
     columns = visible_columns(most, owners, AMONG)
@@ -184,7 +184,7 @@ def score_rows(
             there &= (page >= 0) & (page < keys.pages)
             at = page.to(tl.int64) * keys.page_stride + (row % keys.page_rows).to(tl.int64) * keys.row_stride
         here = there[:, None]
-        # Of what is not there nothing is read: zeros, whose scale is NaN.
+        # Rows that do not exist are not read: they become zeros, and their scale NaN.
         if FP4 == SAME:
             if not WHOLE:
                 here = here & (dim < queries.dims)[None, :]
@@ -252,11 +252,11 @@ def index_scores(
     BLOCKS: tl.constexpr,
     BF16: tl.constexpr,
 ):
-    """One program: QUERIES neighbouring queries and a share of the rows that they see.
+    """Score a share of the rows that QUERIES neighbouring queries see.
 
     Strides of q and k are in units of 16 bytes. Line n of the scores is that of query first + n; only what a
     query sees is written, and -inf up to a whole group. AMONG: scores of the rows of listed blocks, in their order, of
-    one query. BLOCKS: the greatest scores of blocks are written, too. BF16: rounded as the reference model does.
+    one query. BLOCKS: also write the greatest scores of blocks. BF16: round as the reference model does.
     """
     VEC: tl.constexpr = 128 // queries.ptr.dtype.element_ty.primitive_bitwidth
     clear_counts(queries, scores, QUERIES)

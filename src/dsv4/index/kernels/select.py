@@ -1,8 +1,8 @@
-"""The topk best of a query's scores, exactly, for every architecture.
+"""Choose the topk best scores of a query exactly, on every architecture.
 
-A CTA has a piece of the scores in registers and looks for the least one that is chosen, by cutting the interval where
-it can be; then it keeps what is above. A line longer than one piece is selected in rounds: the best of every piece,
-then the best of those. Of equal scores the lower row wins in every round, so in the end. The last round sorts.
+A CTA holds a piece of the scores in registers. It narrows the interval that contains the least chosen score, then keeps
+what is above. A line longer than one piece is selected in rounds: the best of every piece, then the best of those. Of
+equal scores the lower row wins in every round, and so in the end. The last round sorts.
 
 Scores are fp32 without NaN and -0.
 """
@@ -40,11 +40,11 @@ def index_select(
     WIDTH: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """One program: the best of SIZE items of a query.
+    """Choose the best of SIZE items of a query.
 
     source  FIRST: fp32 scores [queries, line], an item's number is its place; or maxima of ROWS scores each. Else:
-            ordered scores with numbers beside them; ABSENT = nothing there.
-    kept    [queries, pieces, KEPT]: ordered scores and numbers of the chosen ones, in any order; then ABSENT.
+            ordered scores, and their numbers; ABSENT = nothing there.
+    kept    [queries, pieces, KEPT]: ordered scores and numbers of the chosen items, in any order; then ABSENT.
     out     LAST: [queries, topk], falling; row numbers of the pool where there is a block table.
     """
     COLUMNS: gl.constexpr = 32 * gl.num_warps()
@@ -68,14 +68,14 @@ def index_select(
         number = gl.load(source.numbers_ptr + line + item, mask=item < source.items, other=0)
     present = count_of(ordered != ABSENT)
     wanted = gl.minimum(present, lists.topk)
-    low = gl.to_tensor(ABSENT + 1)  # all that are there
+    low = gl.to_tensor(ABSENT + 1)  # all items that exist
     high = gl.to_tensor(FOREVER)
     if present > wanted:
         low, high = ends_of(ordered)
-    # A round before the last may keep a few more, and has found its cut sooner.
+    # A round before the last may keep a few more items, so it finds its cut sooner.
     most = wanted if LAST else gl.minimum(wanted + wanted // 8, KEPT)
     taken, present, low = best_of(ordered, number, wanted, most, low, high, present)
-    # Where they are kept does not matter: they are sorted in the end, and rounds go by their numbers.
+    # The order of the kept items does not matter: rounds compare their numbers, and the last round sorts them.
     keep = (n.to(gl.int64) * gl.num_programs(1) + piece) * KEPT
     to = places_of(taken, 1)
     gl.store(chosen.kept_ptr + keep + to, ordered, mask=taken)

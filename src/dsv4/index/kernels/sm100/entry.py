@@ -1,4 +1,4 @@
-"""index_topk on sm_100a: the kernels that need no knowledge of the architecture."""
+"""index_topk on sm_100a: the architecture-independent kernels."""
 
 from dsv4.index.kernels.prepare import prepare_topk, supports
 from dsv4.index.kernels.scores import index_scores

@@ -1,5 +1,5 @@
-"""The indexer on sm_90a: the scores by the kernels in fp4.py, fp4_boxes.py, pages.py and scores.py, the
-choice by the shared ones."""
+"""The indexer on sm_90a: fp4.py, fp4_boxes.py, pages.py and scores.py have the kernels of the scores; the choice uses
+the shared kernels."""
 
 from dsv4.index.kernels.prepare import prepare_topk, supports
 from dsv4.index.kernels.scores import index_scores
@@ -13,7 +13,7 @@ from dsv4.runtime.program import Program
 
 __all__ = ["prepare", "supports"]
 
-SHARED_BYTES = 226 << 10  # of a multiprocessor, less what every CTA takes beside what it asks for
+SHARED_BYTES = 226 << 10  # per SM, less what the system reserves for every CTA
 
 
 def prepare(p: IndexProblem, target: Target, program: Program) -> None:
@@ -33,7 +33,7 @@ def prepare(p: IndexProblem, target: Target, program: Program) -> None:
 
 
 def comes_in_boxes(p: IndexProblem) -> bool:
-    """Whether TMA can copy BOX keys at a time: none of a box lies in another page."""
+    """Return whether TMA can copy BOX keys at a time: every box must lie within one page."""
     if p.block_table is not None and p.k.shape[-2] % BOX.value != 0:
         return False
     if p.format is not None:
@@ -43,25 +43,25 @@ def comes_in_boxes(p: IndexProblem) -> bool:
 
 
 def fp4_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Queries of a sequence share keys, once they are unpacked."""
+    """Queries of a sequence share keys after these are unpacked."""
     together = 4 if each >= 4 and heads <= 64 else 2 if each >= 2 and heads <= 64 else 1
     return together, 4 if together * heads <= 64 else 2, dict(STAGES=3 if together == 1 else 4, num_warps=4)
 
 
 def fp4_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """The same. Registers are those of eight warps, of which the four that compute take most."""
+    """The same. Registers are those of eight warps, of which the four compute warps get most."""
     together, residents, options = fp4_tiling(each, heads, dims)
-    pieces = 2 if together * heads == 64 else 1  # more sums do not fit
+    pieces = 2 if together * heads == 64 else 1  # more accumulators do not fit
     return together, residents, options | dict(PIECES=pieces, maxnreg=64 if residents == 4 else 128)
 
 
 def fp4_blocks_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """One query, and blocks of its own."""
+    """One query with its own blocks."""
     return 1, 4, dict(STAGES=4, num_warps=4, PIECES=2, maxnreg=64)
 
 
 def plain_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """One stage: with more Triton 3.6 puts the proxy fence of tl.dot before what it is for, the end of cp.async."""
+    """One stage: with more, Triton 3.6 puts the proxy fence of tl.dot before the end of cp.async, not after it."""
     return 1, 2, dict(ROWS=128 if dims <= 128 else 64, num_warps=4, num_stages=1)
 
 
@@ -75,7 +75,7 @@ def boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
 
 
 def wide_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Keys of 16 bits: as many CTAs to a multiprocessor as its shared memory has room for."""
+    """Keys of 16 bits: as many CTAs per SM as shared memory has room for."""
     if heads > 64:
         return 1, 2, dict(num_warps=4)
     together = 4 if each >= 4 else 2 if each >= 2 else 1
@@ -83,7 +83,7 @@ def wide_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]
 
 
 def fp8_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Half the bytes to a tile; three CTAs to a multiprocessor are faster than two or four (benchmarks/NOTES.md)."""
+    """Half the bytes per tile; three CTAs per SM are faster than two or four (benchmarks/NOTES.md)."""
     if each >= 16 and heads <= 64:
         return 2, 3, dict(ROWS=64, STAGES=4, num_warps=4)
     together = 2 if each >= 2 and heads <= 64 else 1
@@ -91,8 +91,8 @@ def fp8_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
 
 
 def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Queries of a sequence share the keys that a CTA reads. Two CTAs to a multiprocessor: one loads, or sums over the
-    heads, while another keeps the tensor cores busy."""
+    """Queries of a sequence share the keys that a CTA reads. With two CTAs per SM, one loads, or sums over the heads,
+    while the other keeps the tensor cores busy."""
     together, rows = (4, 64) if each >= 4 else (2, 128) if each >= 2 else (1, 128)
     if heads * dims > 64 * 128:
         together, rows = 1, 128

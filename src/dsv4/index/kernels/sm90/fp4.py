@@ -1,5 +1,5 @@
 """Index scores of FP4 keys on Hopper, of all rows that a query sees or of those in listed blocks. fp4_boxes.py has the
-kernel for all rows in pages of whole boxes; this one takes the rest.
+kernel for all rows in pages of whole boxes; this file has the one for all other cases.
 
     score(n, s) = factor * scale[s] * sum_h weights[n, h] * relu(q[n, h] . k[s])
 
@@ -18,13 +18,13 @@ load of 16 bytes, one table::
     column 16 i + 4 t + b   is dim 32 t + 8 i + b in the first product, and dim 32 t + 8 i + 4 + b in the second
 
 A table has the e4m3 codes of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, times 2^shift; `prmt` looks four codes up at once. shift is
-how far a group's scale is below the greatest of its key, plus HIGHEST; scores.py says what is exact. Eight neighbouring
-rows lie one after the other in a page (`supports` sees to it): a warp copies 512 bytes at a time.
+how far a group's scale is below the greatest of its key, plus HIGHEST; scores.py has what is exact. Eight neighbouring
+rows lie one after the other in a page (`supports` ensures it), so a warp copies 512 bytes at a time.
 
 Shared memory: Q [2 * PARTS][QUERIES * HEADS / PARTS, 64], with the 64-byte swizzle; rings of keys [STAGES][ROWS, 16
 words] and of scales [STAGES][ROWS]. A tile is complete when every thread has waited for its own copies and the CTA has
-met at a barrier; the same barrier says that the tile before is in registers, so its slot is free. A row of a page that
-is not there, or that the one query of listed blocks does not see, has NaN as its scale and is chosen last.
+met at a barrier; past the same barrier, the previous tile is in registers, so its slot is free. A row of a page that
+does not exist, or that the one query of listed blocks does not see, has NaN as its scale and is chosen last.
 """
 
 from dsv4.index.kernels.scores import (
@@ -66,7 +66,7 @@ E4M3 = gl.constexpr(gl.float8e4nv)
 
 @gluon.constexpr_function
 def codes_layout(rows, warps):
-    """[rows, 4 groups, 4 words, 4 bytes]: a group of a row to a thread, rows r and r + 8 of every 16."""
+    """Layout of [rows, 4 groups, 4 words, 4 bytes]: a group of a row per thread, rows r and r + 8 of every 16."""
     down = [[8 << i, 0, 0, 0] for i in range((rows // 8).bit_length() - 1)]
     across = (down[1:] + [[0, 0, 0, 0]] * 2)[: warps.bit_length() - 1]
     rest = down[:1] + down[1 + len(across) :]
@@ -79,7 +79,7 @@ def codes_layout(rows, warps):
 
 @gluon.constexpr_function
 def words_layout(rows, warps):
-    """[rows, 16 words], with the same words to a thread."""
+    """Layout of [rows, 16 words], with the same words per thread."""
     codes = codes_layout(rows, warps)
 
     def flat(bases):
@@ -98,7 +98,7 @@ def query_layout():
 
 @gluon.jit
 def bytes_of(word, L: gl.constexpr):
-    """The four bytes of words [ROWS]: [ROWS, 4]."""
+    """Split words [ROWS] into four bytes [ROWS, 4]."""
     zero = gl.zeros([word.shape[0], 4], gl.int32, L)
     selector = 0x4440 + gl.arange(0, 4, layout=gl.SliceLayout(0, L))[None, :]
     return gl.inline_asm_elementwise(
@@ -109,15 +109,15 @@ def bytes_of(word, L: gl.constexpr):
 
 @gluon.jit
 def tables(shift):
-    """e4m3 of 0, 0.5, 1, 1.5, and of 2, 3, 4, 6, times 2^shift, four bytes each; 0 below 2^LOWEST_SHIFT."""
+    """Return e4m3 of 0, 0.5, 1, 1.5, and of 2, 3, 4, 6, times 2^shift, four bytes each; 0 below 2^LOWEST_SHIFT."""
     some = shift >= LOWEST_SHIFT
     return gl.where(some, 0x3C383000 + shift * 0x08080800, 0), gl.where(some, 0x4C484440 + shift * 0x08080808, 0)
 
 
 @gluon.jit
 def unpacked(words, low, high, ROWS: gl.constexpr):
-    """words [ROWS, 4 groups, 4] of 8 codes, tables of the groups [ROWS, 4] -> (e4m3 [ROWS, 64] of the first four codes
-    of every word, of the last four), columns in the order above."""
+    """Decode words [ROWS, 4 groups, 4] of 8 codes by tables of the groups [ROWS, 4] -> (e4m3 [ROWS, 64] of the first
+    four codes of every word, of the last four), columns in the order above."""
     zero = gl.zeros([ROWS, 4, 4, 4], gl.int32, codes_layout(ROWS, gl.num_warps()))
     words = words[:, :, :, None] + zero
     low = low[:, :, None, None] + zero
@@ -147,7 +147,7 @@ def in_columns(codes, ROWS: gl.constexpr):
 
 @aggregate
 class RowCoords:
-    """Where rows are: page numbers, -1 where there is no page, and rows there."""
+    """Coordinates of rows: page numbers, -1 where there is no page, and rows in the page."""
 
     page: Value
     row: Value
@@ -162,7 +162,7 @@ def row_coords(row, there, line_ptr, keys):
 
 @aggregate
 class RowKeys:
-    """Keys of a request, of which a query sees `most`; `columns` scores in all. A tile comes row by row."""
+    """Keys of a request, of which a query sees `most`; `columns` scores in all. A tile is copied row by row."""
 
     keys: Value  # arguments.IndexKeys
     owners: Value
@@ -175,7 +175,7 @@ class RowKeys:
 
     @gluon.jit
     def rows(self, tile):
-        """Rows of a tile, below 0 where there is none."""
+        """Return the rows of a tile, below 0 where there is none."""
         column = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, self.L))
         row = row_of(column, self.query, self.owners, column < self.columns, self.AMONG)
         return gl.where(row < self.most, row, -1)
@@ -186,7 +186,7 @@ class RowKeys:
 
     @gluon.jit
     def copy(self, slot, scales, coords):
-        """Start the copy of a tile, one group of copies; of what is not there nothing is read -> 1 for such rows."""
+        """Start the copy of a tile, as one commit group; absent rows are not read -> 1 for absent rows."""
         keys = self.keys
         words_ptr = keys.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
         begin = coords.page.to(gl.int64) * keys.page_stride
@@ -200,19 +200,19 @@ class RowKeys:
 
 @gluon.jit
 def sums(x, QUERIES: gl.constexpr, HEADS: gl.constexpr):
-    """[rows, QUERIES * HEADS] over the heads -> [rows, QUERIES]"""
+    """Sum [rows, QUERIES * HEADS] over the heads -> [rows, QUERIES]."""
     return gl.sum(gl.reshape(x, [x.shape[0], QUERIES, HEADS]), 2)
 
 
 @gluon.jit
 def maxima(x, EACH: gl.constexpr):
-    """[rows, QUERIES], the greatest of every EACH rows"""
+    """Return the greatest of every EACH rows of [rows, QUERIES]."""
     return gl.max(gl.reshape(x, [x.shape[0] // EACH, EACH, x.shape[1]]), 1)
 
 
 @aggregate
 class Outputs:
-    """Where the scores of the CTA's queries go, of which first .. last - 1 belong to the sequence at hand."""
+    """Outputs for the scores of the CTA's queries, of which first .. last - 1 belong to the current sequence."""
 
     scores: Value
     owners: Value
@@ -229,15 +229,15 @@ class Outputs:
 
     @gluon.jit
     def of(self, first, last):
-        """The same for others of the queries."""
+        """Return the same for other queries of the CTA."""
         return Outputs(self.scores, self.owners, self.queries, first, last, self.begin, self.factor, self.QUERIES,
                        self.HEADS, self.AMONG, self.BLOCKS, self.BF16)  # fmt: skip
 
 
 @gluon.jit
 def multiply(words, scales, q, to):
-    """Words of codes [rows, 4, 4] and scales of keys, four each, with all queries -> (products, by parts, issued, not
-    waited for; the greatest scales)."""
+    """Multiply words of codes [rows, 4, 4] and scales of keys, four each, with all queries -> (products, by parts,
+    issued, not waited for; the greatest scales)."""
     N: gl.constexpr = words.shape[0]
     PARTS: gl.constexpr = parts_of(to.QUERIES, to.HEADS)
     COLUMNS: gl.constexpr = to.QUERIES // PARTS * to.HEADS
@@ -258,7 +258,7 @@ def multiply(words, scales, q, to):
 
 @gluon.jit
 def write_scores(first, products, highest, visible, w, to):
-    """The scores of rows from `first` on, of which `multiply` made the products."""
+    """Write the scores of rows from `first` on, from the products of `multiply`."""
     N: gl.constexpr = highest.shape[0]
     HEADS: gl.constexpr = to.HEADS
     PARTS: gl.constexpr = parts_of(to.QUERIES, HEADS)
@@ -280,7 +280,7 @@ def write_scores(first, products, highest, visible, w, to):
         if to.BF16:
             total = bf16(sums(bf16(relu(bf16(product)) * w[i][None, :]), EACH, HEADS)) * factors + nothing
         else:
-            # Twice the ReLU, which an addition makes in less time than a maximum; the weights are halves.
+            # Twice the ReLU, which one addition computes faster than a maximum; the weights are halved.
             total = sums((product + gl.abs(product)) * w[i][None, :], EACH, HEADS) * factors + nothing
         query = to.begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
         mine = gl.where((query >= to.first) & (query < to.last), visible[i], 0)
@@ -290,7 +290,7 @@ def write_scores(first, products, highest, visible, w, to):
         limit = gl.convert_layout(mine, gl.SliceLayout(0, T))[None, :]
         written = gl.convert_layout((seen + GROUP - 1) // GROUP * GROUP, gl.SliceLayout(0, T))[None, :]
         total = gl.maximum(total, -float("inf"))  # NaN becomes -inf
-        if to.QUERIES > 1:  # what one query does not see has no key
+        if to.QUERIES > 1:  # with one query, rows that it does not see have no key
             total = gl.where(column < limit, total, -float("inf"))
         gl.store(scores.ptr + at * scores.line + column, total, mask=column < written)
         at = gl.convert_layout(line, gl.SliceLayout(0, G))[None, :]
@@ -307,7 +307,7 @@ def write_scores(first, products, highest, visible, w, to):
 
 @aggregate
 class TileRange:
-    """What a CTA does: tiles [start, stop) of the rows that queries of a sequence see, `most` of them."""
+    """Work of a CTA: tiles [start, stop) of the rows that queries of a sequence see, `most` of them."""
 
     most: Value
     columns: Value
@@ -318,7 +318,7 @@ class TileRange:
 
 @gluon.jit
 def tile_range(sequence, visible, to):
-    """visible [QUERIES]"""
+    """Return the tiles of this CTA; visible [QUERIES]."""
     PARTS: gl.constexpr = parts_of(to.QUERIES, to.HEADS)
     EACH: gl.constexpr = to.QUERIES // PARTS
     owners = to.owners
@@ -337,13 +337,13 @@ def tile_range(sequence, visible, to):
 
 @gluon.jit
 def score_rows(sequence, visible, w, q, ring, scales, keys, to, STAGES: gl.constexpr):
-    """The scores of the queries of one sequence, keys by cp.async."""
+    """Compute the scores of the queries of one sequence; cp.async copies the keys."""
     CODES: gl.constexpr = gl.SliceLayout(3, codes_layout(ROWS, gl.num_warps()))
     WORDS: gl.constexpr = words_layout(ROWS, gl.num_warps())
     work = tile_range(sequence, visible, to)
     start, stop = work.start, work.stop
     source = RowKeys(keys, to.owners, work.line_ptr, to.first, work.most, work.columns, to.AMONG, WORDS)
-    gone = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WORDS))  # bits: of the last tile that was asked for, and before
+    gone = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WORDS))  # bits: the last requested tile, and those before
     for i in gl.static_range(STAGES - 1):
         gone = gone * 2 + source.copy(ring.index(i), scales.index(i), source.coords(source.rows(start + i)))
     coords = source.coords(source.rows(start + STAGES - 1))
@@ -368,7 +368,7 @@ def score_rows(sequence, visible, w, q, ring, scales, keys, to, STAGES: gl.const
 
 @gluon.jit
 def load_queries(q, begin, end, queries, QUERIES: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr):
-    """Queries begin .. begin + QUERIES - 1 to both halves of q, dims in the order of the keys."""
+    """Store queries begin .. begin + QUERIES - 1 in both halves of q, with dims in the order of the keys."""
     SIZE: gl.constexpr = QUERIES * HEADS
     if FP4 == FP4_BOTH:
         L: gl.constexpr = gl.SliceLayout(3, codes_layout(SIZE, gl.num_warps()))
@@ -406,7 +406,7 @@ def load_queries(q, begin, end, queries, QUERIES: gl.constexpr, HEADS: gl.conste
 def prepare_queries(
     q, begin, end, queries, owners, QUERIES: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr, BF16: gl.constexpr
 ):
-    """Queries to shared memory -> (weights of their heads, how many rows each sees), of parts."""
+    """Store the queries in shared memory -> (weights of their heads, how many rows each sees), by parts."""
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     EACH: gl.constexpr = QUERIES // PARTS
     ACC: gl.constexpr = product_layout(gl.num_warps(), EACH * HEADS, E4M3)
@@ -451,7 +451,7 @@ def index_scores_fp4_sm90(
 ):
     """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
     group. AMONG: the scores of the rows of listed blocks, in their order, of one query. BLOCKS: the greatest scores of
-    blocks, too. BF16: rounded as the reference model does."""
+    blocks, too. BF16: round as the reference model does."""
     launch_dependents()
     clear_counts(queries, scores, QUERIES)
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)

@@ -1,8 +1,8 @@
 """fp4.py where TMA copies the keys: BOX rows at a time, of all rows that a query sees, in pages of whole boxes; or
 BLOCK rows at a time, of the blocks that one query looks into (AMONG).
 
-Instructions bind these scores, so the warps that compute do nothing else; a warp of its own looks page numbers up and
-asks for boxes, as far ahead as the ring is::
+Instructions limit these scores, so the compute warps do nothing else; one load warp looks up page numbers and issues
+the copies of boxes, as far ahead as the ring allows::
 
     load      page numbers of 16 tiles, 16 tiles ahead | tile i: keys and scales of two boxes
     compute   PIECES of tile i, one after the other: keys -> registers | e2m1 -> e4m3 | product | sum, maxima
@@ -21,8 +21,8 @@ barrier         arrives     count   waits       means
 ready[s]        TMA         1       compute     tile in slot s: load expects the bytes of its four copies
 free[s]         compute     1       load        all of slot s is in registers
 
-TMA makes zeros of a page that is not there. Its rows, and those that the one query does not see, get NaN as their scale
-when they are read, and are chosen last.
+TMA fills zeros for a page that does not exist. Its rows, and those that the one query does not see, get NaN as their
+scale when they are read, and are chosen last.
 """
 
 from dsv4.index.kernels.scores import BLOCK, FOREVER, clear_counts, owner, visible_rows
@@ -61,7 +61,7 @@ LOAD_REGS = gl.constexpr(40)  # where blocks are listed
 
 @aggregate
 class Boxes:
-    """The ring."""
+    """The ring of boxes."""
 
     keys: Value
     scales: Value
@@ -77,7 +77,7 @@ def box_layout(rank):
 
 @gluon.constexpr_function
 def pair_layout(warps):
-    """int32 [2]: every thread has both."""
+    """Layout of int32 [2], with both in every thread."""
     return gl.DistributedLinearLayout(
         reg_bases=[[1]], lane_bases=[[0]] * 5, warp_bases=[[0]] * (warps.bit_length() - 1), block_bases=[], shape=[2]
     )
@@ -85,7 +85,7 @@ def pair_layout(warps):
 
 @gluon.jit
 def box_coords(tile, work, keys):
-    """Where the boxes of 16 tiles are, one to a lane."""
+    """Return the coordinates of the boxes of 16 tiles, one per lane."""
     row = tile * ROWS + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])) * BOX
     at = row_coords(row, row < work.columns, work.line_ptr, keys)
     return at.page, at.row
@@ -136,7 +136,7 @@ def load_role(keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER: gl.con
 
 @gluon.jit
 def listed_blocks(tile, work, query, owners):
-    """Blocks of a tile, twice: lanes 0-15 and 16-31. Below 0 past the last one."""
+    """Return the blocks of a tile, twice: lanes 0-15 and 16-31. Below 0 past the last one."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     place = tile * (ROWS // BLOCK) + lane % (ROWS // BLOCK)
     line = owners.among_ptr + query.to(gl.int64) * owners.among_line
@@ -145,7 +145,7 @@ def listed_blocks(tile, work, query, owners):
 
 @gluon.jit
 def block_coords(block, work, keys):
-    """-> (page numbers in lanes 0-15 and rows there in lanes 16-31; rows of each block that count)"""
+    """Return (page numbers in lanes 0-15 and rows there in lanes 16-31; rows of each block that count)"""
     lane = gl.arange(0, 32, layout=block.type.layout)
     row = gl.minimum(block, FOREVER // BLOCK - 1) * BLOCK  # a number past all rows must not overflow
     at = row_coords(gl.maximum(row, 0), (block >= 0) & (row < work.most), work.line_ptr, keys)
@@ -155,7 +155,7 @@ def block_coords(block, work, keys):
 
 @gluon.jit
 def load_blocks_role(keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER: gl.constexpr):
-    """One query: blocks of tile i + 2 and pages of tile i + 1 are on their way while tile i is asked for."""
+    """Load for one query: blocks of tile i + 2 and pages of tile i + 1 are in flight while tile i is requested."""
     STAGES: gl.constexpr = boxes.there.shape[0]
     COUNT: gl.constexpr = ROWS // BLOCK
     query = begin + gl.arange(0, 1, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -186,7 +186,7 @@ def load_blocks_role(keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER:
 
 @gluon.constexpr_function
 def block_rows(warps):
-    """[8, BLOCK], in the order of the 64 rows of words_layout."""
+    """Layout of [8, BLOCK], in the order of the 64 rows of words_layout."""
     return gl.DistributedLinearLayout(
         reg_bases=[[1, 0]], lane_bases=[[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], warp_bases=[[2, 0], [4, 0]],
         block_bases=[], shape=[8, 8],
@@ -196,7 +196,7 @@ def block_rows(warps):
 @gluon.jit
 def score_blocks_role(q, boxes, queries, begin, end, to, OWNER: gl.constexpr, FP4: gl.constexpr, PIECES: gl.constexpr):
     N: gl.constexpr = ROWS // PIECES
-    gl.static_assert(PIECES == 2)  # the loading warp leaves no registers for a whole tile
+    gl.static_assert(PIECES == 2)  # the load warp leaves no registers for a whole tile
     CODES: gl.constexpr = gl.SliceLayout(3, codes_layout(N, gl.num_warps()))
     WORDS: gl.constexpr = words_layout(N, gl.num_warps())
     LINE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
@@ -223,7 +223,7 @@ def score_blocks_role(q, boxes, queries, begin, end, to, OWNER: gl.constexpr, FP
                 there = boxes.there.index(stage.index).slice(i * (N // BLOCK), N // BLOCK).load(gl.SliceLayout(1, L))
                 if i == PIECES - 1:
                     boxes.free.arrive(stage.index)
-                word = gl.where(row < there[:, None], word, -1)  # NaN for what is not there
+                word = gl.where(row < there[:, None], word, -1)  # NaN for absent rows
                 word = gl.convert_layout(gl.reshape(word, [N]), LINE)
                 products, highest = multiply(words, word, q, part)
                 write_scores(tile * ROWS + i * N, products, highest, visible, w, part)
@@ -261,7 +261,7 @@ def score_role(q, boxes, queries, begin, end, to, OWNER: gl.constexpr, FP4: gl.c
                     word = lines.index(at).load(row.type.layout)
                     if i == PIECES - 1:
                         boxes.free.arrive(stage.index)
-                    if gl.minimum(left, right) < BOX:  # NaN for what is not there
+                    if gl.minimum(left, right) < BOX:  # NaN for absent rows
                         if PIECES == 1:
                             word = gl.where(row < gl.where(row < BOX, left, right + BOX), word, -1)
                         else:
@@ -291,7 +291,7 @@ def index_scores_fp4_boxes_sm90(
     STAGES: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """index_scores_fp4_sm90 for boxes."""
+    """Run index_scores_fp4_sm90 with boxes that TMA copies."""
     launch_dependents()
     clear_counts(queries, scores, QUERIES)
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)

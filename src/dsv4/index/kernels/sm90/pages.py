@@ -2,7 +2,7 @@
 
     score(n, s) = factor * scale[s] * sum_h weights[n, h] * relu(q[n, h] . k[s])
 
-q and k are e4m3, k in the pages of dsv4.caches.index_keys; or both bf16 or fp16, without scales. One CTA: QUERIES
+q and k are e4m3, k in the pages of dsv4.caches.index_keys; or both bf16 or fp16, without scales. One CTA has QUERIES
 neighbouring queries, and a share of the rows that they see, a box at a time. All warps do the same::
 
     copy      box i + STAGES by TMA, one thread asks  | scales of box i + 2, page number of box i + STAGES + 1
@@ -10,13 +10,13 @@ neighbouring queries, and a share of the rows that they see, a box at a time. Al
               128 columns
     sum       relu, times weights, over the heads     | while the tensor core makes the next S, or that of another CTA
 
-and, beside the scores, the greatest one of every GROUP of neighbouring rows, from which kernels/shared/index/choose.py
-knows where to look. GROUP rows are those of one warp in a product, so their maximum takes three shuffles.
+It also writes the greatest score of every GROUP of neighbouring rows, which tells choose.py where to look.
+GROUP rows are those of one warp in a product, so their maximum needs three shuffles.
 
 Shared memory: Q [QUERIES * HEADS, 128], ring of K [STAGES][BOX, 128], with the 128-byte swizzle. `ready` of a slot: its
 bytes have landed. A slot is free when all warps have met at a barrier behind its product. Scales go to
-registers: ordinary reads of what TMA writes would need a fence in every step. Of a page that is not there TMA makes
-zeros, and its scales are NaN: its rows are chosen last.
+registers: ordinary reads of what TMA writes would need a fence in every step. For a page that does not exist TMA fills
+zeros, and its scales are NaN, so its rows are chosen last.
 """
 
 from dsv4.index.kernels.scores import BATCH, GROUP, ONE, clear_counts, owner, relu, visible_rows
@@ -43,14 +43,14 @@ STAGES = gl.constexpr(3)
 
 @gluon.constexpr_function
 def product_layout(warps, columns, dtype):
-    """Rows over the four warps of a warpgroup, columns over warpgroups."""
+    """Layout of the product: rows over the four warps of a warpgroup, columns over warpgroups."""
     depth = 256 // dtype.primitive_bitwidth
     return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, columns // (warps // 4), depth])
 
 
 @gluon.constexpr_function
 def parts_of(queries, heads):
-    """Products to a box: one sums over its heads while the tensor core makes the next."""
+    """Return the products per box: the warps sum one over its heads while the tensor core computes the next."""
     return max(queries * heads // 128, 1)
 
 
@@ -77,7 +77,7 @@ class SequencePages:
 
     @gluon.jit
     def where(self, box):
-        """(which page of the sequence, from which row on)"""
+        """Return (which page of the sequence, its first row)."""
         if self.ALONE:
             return box, box * 0
         page = page_of(box * BOX, self.keys.inverse, self.keys.shift)
@@ -85,7 +85,7 @@ class SequencePages:
 
     @gluon.jit
     def number(self, box):
-        """The page number of a box, -1 past the share."""
+        """Return the page number of a box, -1 past the share."""
         if self.OWNER == ONE or self.OWNER == BATCH:  # a page is a sequence
             return gl.where(box < self.stop, self.sequence, -1)
         page, place = self.where(box)
@@ -93,7 +93,7 @@ class SequencePages:
 
     @gluon.jit
     def ask(self, keys, landed, box, number):
-        """Start the copy of a box. A page number that is none gives zeros."""
+        """Start the copy of a box. An invalid page number gives zeros."""
         here = box < self.stop
         page, place = self.where(box)
         mbarrier.expect(landed, BOX * DIMS * self.DTYPE.primitive_bitwidth // 8, pred=here)
@@ -102,7 +102,7 @@ class SequencePages:
 
     @gluon.jit
     def scales(self, box, number, L: gl.constexpr):
-        """fp32 [BOX], NaN where there is no page."""
+        """Load scales, fp32 [BOX]; NaN where there is no page."""
         if self.DTYPE.primitive_bitwidth != 8:
             one = gl.full([BOX], 1.0, gl.float32, L)
             return gl.where((number >= 0) & (number < self.keys.pages), one, float("nan"))
@@ -118,13 +118,13 @@ class SequencePages:
 
 @gluon.jit
 def sums(x, QUERIES: gl.constexpr, HEADS: gl.constexpr):
-    """[BOX, QUERIES * HEADS] over the heads -> [BOX, QUERIES]"""
+    """Sum [BOX, QUERIES * HEADS] over the heads -> [BOX, QUERIES]."""
     return gl.sum(gl.reshape(x, [BOX, QUERIES, HEADS]), 2)
 
 
 @gluon.jit
 def maxima(x):
-    """[BOX, QUERIES], the greatest of every GROUP rows"""
+    """Return the greatest of every GROUP rows of [BOX, QUERIES]."""
     return gl.max(gl.reshape(x, [BOX // GROUP, GROUP, x.shape[1]]), 1)
 
 
@@ -147,7 +147,7 @@ def score_boxes(
     QUERIES: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    """The scores of the queries first .. last - 1, of one sequence; the CTA's own are begin .. begin + QUERIES - 1.
+    """Compute the scores of queries first .. last - 1, of one sequence; the CTA has begin .. begin + QUERIES - 1.
     visible [QUERIES]. -> where the ring stands afterwards, empty."""
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)
     EACH: gl.constexpr = QUERIES // PARTS
@@ -174,7 +174,7 @@ def score_boxes(
     next_scale = pages.scales(start + 1, numbers[1], LINE)
     number = numbers[2]  # of box + 2
     ahead = pages.number(start + STAGES)
-    # In the layouts of scores and of maxima: what does not change from box to box.
+    # Values in the layouts of scores and of maxima that do not change from box to box.
     T: gl.constexpr = sums(gl.zeros([BOX, EACH * HEADS], gl.float32, ACC), EACH, HEADS).type.layout
     G: gl.constexpr = maxima(gl.zeros([BOX, EACH], gl.float32, T)).type.layout
     outputs = ()

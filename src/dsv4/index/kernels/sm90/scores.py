@@ -1,18 +1,18 @@
 """Index scores on Hopper: score(n, s) = factor * scale[s] * sum_h weights[n, h] * relu(q[n, h] . k[s]).
 
 Keys are bf16 or fp16, without scales, or e4m3 in the pages of caches/index_keys.py; pages.py is faster for most.
-One CTA: QUERIES neighbouring queries, and a share of the rows that they see, ROWS at a time. All warps do the same::
+One CTA has QUERIES neighbouring queries and a share of the rows that they see, ROWS at a time. All warps do the same::
 
     copy      rows of tile i + STAGES - 1 by cp.async | page numbers of tile i + STAGES   (no warp waits for either)
     product   S_j = K_i Q_j^T, wgmma, one per query   | keys are its rows, heads its columns
     sum       relu, times weights, over the heads     | of S_j while the tensor core makes S_j+1
 
-and, beside the scores, the greatest one of every GROUP of neighbouring rows, for choose.py.
+It also writes the greatest score of every GROUP of neighbouring rows, for choose.py.
 
 Shared memory: Q [QUERIES][HEADS, DIMS], ring of K [STAGES][ROWS, DIMS], with the 128-byte swizzle. A tile is complete
 when every thread has waited for its own copies, made them visible to the tensor core (fence), and the CTA has met at a
-barrier; the same barrier says that the products of the tile before are done, so its slot is free. A row of a page that
-is not there has NaN as its scale and is chosen last.
+barrier. Past the same barrier the products of the previous tile are done, so its slot is free. A row of a page that
+does not exist has NaN as its scale and is chosen last.
 """
 
 from dsv4.index.kernels.scores import BATCH, GROUP, ONE, clear_counts, owner, relu, visible_rows
@@ -52,7 +52,7 @@ def rows_at(ptr, keys):
 
 @gluon.constexpr_function
 def lanes(warps, dtype):
-    """16 bytes, a cell, per thread, 8 threads for 128 bytes of a row."""
+    """Layout with 16 bytes, a cell, per thread, and 8 threads per 128 bytes of a row."""
     return gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [4, 8], [warps, 1], [1, 0])
 
 
@@ -68,14 +68,14 @@ def tile_layout(dtype):
 
 @gluon.jit
 def page_of(row, inverse, shift):
-    """row // rows of a page, for 0 <= row < 2^31, by the inverse that the host knows."""
+    """Return row // rows of a page, for 0 <= row < 2^31, by the inverse that the host computes."""
     wide = row.to(gl.uint32, bitcast=True).to(gl.uint64) * inverse.to(gl.uint32, bitcast=True).to(gl.uint64)
     return (wide >> shift.to(gl.uint64)).to(gl.int32)
 
 
 @gluon.jit
 def numbers_of(tile, most, line_ptr, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.constexpr):
-    """Page numbers of the rows of a tile in a layout, -1 past those that are seen."""
+    """Return the page numbers of the rows of a tile in a layout, -1 past the visible ones."""
     row = tile * ROWS + gl.arange(0, ROWS, layout=L)
     if OWNER == ONE or OWNER == BATCH:
         return gl.where(row < most, 0, -1)
@@ -84,7 +84,7 @@ def numbers_of(tile, most, line_ptr, keys, ROWS: gl.constexpr, OWNER: gl.constex
 
 @gluon.jit
 def place_in_page(tile, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.constexpr):
-    """Places of the rows of a tile in their pages."""
+    """Return the places of the rows of a tile in their pages."""
     row = tile * ROWS + gl.arange(0, ROWS, layout=L)
     if OWNER == ONE or OWNER == BATCH:
         return row
@@ -95,7 +95,7 @@ def place_in_page(tile, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.con
 def copy_tile(
     slot, tile, page, keys, dims, ROWS: gl.constexpr, DIMS: gl.constexpr, WHOLE: gl.constexpr, OWNER: gl.constexpr
 ):
-    """Rows of a tile -> slot [ROWS, DIMS], one group of copies; rows that are not there become zeros."""
+    """Copy the rows of a tile to slot [ROWS, DIMS], as one commit group; absent rows become zeros."""
     L: gl.constexpr = lanes(gl.num_warps(), slot.dtype)
     VEC: gl.constexpr = 128 // slot.dtype.primitive_bitwidth
     WIDTH: gl.constexpr = 8 * VEC
@@ -116,7 +116,7 @@ def copy_tile(
 
 @gluon.jit
 def scales_of(tile, page, keys, ROWS: gl.constexpr, OWNER: gl.constexpr, L: gl.constexpr):
-    """fp32 [ROWS]: what multiplies the scores of a tile; NaN for rows that are not there."""
+    """Return fp32 [ROWS], the factors of a tile's scores; NaN for absent rows."""
     there = (page >= 0) & (page < keys.pages)
     if keys.ptr.dtype.element_ty.primitive_bitwidth == 8:
         place = place_in_page(tile, keys, ROWS, OWNER, L)
@@ -148,7 +148,7 @@ def score_rows(
     WHOLE: gl.constexpr,
     OWNER: gl.constexpr,
 ):
-    """The scores of the queries first .. last - 1, of one sequence; the CTA's own are begin .. begin + QUERIES - 1."""
+    """Compute the scores of queries first .. last - 1, of one sequence; the CTA has begin .. begin + QUERIES - 1."""
     ACC: gl.constexpr = product_layout(gl.num_warps(), HEADS, q.dtype)
     LINE: gl.constexpr = gl.SliceLayout(1, ACC)
     COPY: gl.constexpr = gl.SliceLayout(1, lanes(gl.num_warps(), q.dtype))
