@@ -34,7 +34,7 @@ def moe_route(
     eps: float = 1e-20,
     backend: Backend = "auto",
 ) -> Both:
-    """The experts of every token, and their weights -> (ids int32 [T, topk], weights fp32 [T, topk]).
+    """Choose the experts of every token, and their weights -> (ids int32 [T, topk], weights fp32 [T, topk]).
 
     ::
 
@@ -43,7 +43,7 @@ def moe_route(
                 = table[token_ids]                                 a hash layer: no bias, and scores still weigh
         weights = s_ids / (sum of s_ids + eps) * scale
 
-    Learned choices are in descending order of s + bias; of equal ones the lower expert is first.
+    Learned choices are in descending order of s + bias; among equal ones the lower expert is first.
 
     Args:
         x: [T, H]; gate: [E, H], both bf16, fp16 or fp32.
@@ -102,7 +102,7 @@ def moe(
     plan: Plan | None = None,
     backend: Backend = "auto",
 ) -> Tensor | Both:
-    """A mixture of experts: x [T, H] -> [T, H].
+    """Run a mixture of experts: x [T, H] -> [T, H].
 
     For token t, over its slots j in their order::
 
@@ -126,12 +126,12 @@ def moe(
             in bf16.
         return_slots: also return y_j of every slot [T, k, H], before they are summed; 0 where the id is -1.
         out: write here and return it; it has x's dtype and overlaps no input.
-        deterministic: a token has the same bits in every batch. The kernels always give that, except for the shared
-            expert; a CPU then computes one row at a time.
-        fused: on sm_100a one persistent kernel from the choice of experts to the sum, with the same bits as the several
-            kernels. On a CPU it has no effect; on sm_90a True is an error.
-        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`: memory for what is between the kernels, so that a call
-            allocates none.
+        deterministic: a token has the same bits in every batch. The kernels always ensure that, except for the shared
+            expert; with it a CPU computes one row at a time.
+        fused: on sm_100a, run one persistent kernel from the choice of experts to the sum, with the same bits as the
+            separate kernels. On a CPU it has no effect; on sm_90a True is an error.
+        plan: a :class:`dsv4.Plan` from :func:`dsv4.plan`, with memory for everything between the kernels, so that a
+            call allocates none.
         backend: "auto" (kernels if they can run the problem, else torch), "cuda" and "softsm" (the kernels), "cpu".
 
     An expert number out of range is an error where values are checked (DESIGN.md); the kernels treat it as -1, in a

@@ -1,4 +1,4 @@
-"""moe and moe_route in torch: the CPU backend, and what a GPU runs where there is no kernel for a problem."""
+"""moe and moe_route in torch: the CPU backend, and the fallback of a GPU without a kernel for a problem."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _route(p: RouteProblem) -> None:
 
 
 def _lowest_first(x: Tensor, k: int) -> Tensor:
-    """Columns of the k largest, falling; of equal values the lower column first."""
+    """Return the columns of the k largest, falling; of equal values the lower column first."""
     return x.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def rounded(x: Tensor, activations: str) -> Tensor:
-    """fp32 rows with the values that a recipe gives them."""
+    """Round fp32 rows as a recipe does."""
     if activations == "bf16":
         return x.float()
     if activations == "nvfp4":
@@ -55,7 +55,7 @@ def rounded(x: Tensor, activations: str) -> Tensor:
 
 
 def numbers_of(p: MoeProblem, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate and up [I, H], down [H, I] of an expert in fp32."""
+    """Return gate and up [I, H], down [H, I] of an expert in fp32."""
     if p.format == "bf16":
         gate, up = p.w13[expert].float().chunk(2)
         return gate, up, p.w2[expert].float()
@@ -68,7 +68,7 @@ def numbers_of(p: MoeProblem, expert: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weight: Tensor, limit: float, dtype: torch.dtype,
         activations: str) -> Tensor:  # fmt: skip
-    """Rows [n, H] that are rounded already; weight [n, 1]. Rounded where the model rounds."""
+    """Apply an expert to rows [n, H] that are already rounded; weight [n, 1]. Round where the model rounds."""
     g = (x @ gate.T).to(dtype).float().clamp(max=limit)
     u = (x @ up.T).to(dtype).float().clamp(-limit, limit)
     h = (silu(g) * u * weight).to(dtype)
@@ -98,15 +98,15 @@ def _experts(p: MoeProblem) -> None:
 
 
 def _batches(rows: Tensor, deterministic: bool) -> list[slice]:
-    """Which of an expert's rows are multiplied at once: a product of several rows may sum in another order."""
+    """Split an expert's rows into batches to multiply: a product of several rows may sum in another order."""
     return [slice(n, n + 1) for n in range(len(rows))] if deterministic else [slice(None)]
 
 
 def shared(p: MoeProblem) -> Tensor:
-    """The shared expert's output: every token, weight 1. Its weights are numbers, activations as in the others."""
+    """Return the shared expert's output: every token, weight 1. Its weights are numbers, activations as above."""
     assert p.shared_w13 is not None and p.shared_w2 is not None
     x = rounded(p.x, p.activations)
-    if p.x.is_cuda and p.x.dtype == torch.bfloat16:  # which holds what FP8 and FP4 hold: cuBLAS needs no fp32
+    if p.x.is_cuda and p.x.dtype == torch.bfloat16:  # bf16 holds all FP8 and FP4 values, so cuBLAS needs no fp32
         g, u = (x.to(p.x.dtype) @ p.shared_w13.T).float().chunk(2, -1)
         h = (silu(g.clamp(max=p.limit)) * u.clamp(-p.limit, p.limit)).to(p.x.dtype)
         return rounded(h, p.activations).to(p.x.dtype) @ p.shared_w2.T

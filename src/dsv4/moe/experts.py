@@ -19,11 +19,11 @@ CODES = "int8 or uint8 with two E2M1 codes to a byte"
 
 
 class Spread(NamedTuple):
-    """How far apart the exponents of a row's scales are, over groups that are not all zeros."""
+    """Difference between the greatest and the least exponent of a row's scales, over groups that are not all zeros."""
 
     rows: int
     greatest: int
-    over_11: int  # rows that e4m3 does not hold as normal numbers beside one factor
+    over_11: int  # rows that do not fit into e4m3 as normal numbers with one factor
     over_14: int  # nor as subnormal numbers
 
     def __str__(self) -> str:
@@ -35,17 +35,17 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Fp4Experts:
-    """Weights of E experts in MXFP4 or NVFP4, in the tiles that the kernels read (formats.py). Nothing is rounded: the
-    bytes of the checkpoint come back from :meth:`unpack`. Make one with :meth:`pack` or
+    """Weights of E experts in MXFP4 or NVFP4, in the tiles that the kernels read (formats.py). Nothing is rounded:
+    :meth:`unpack` returns the bytes of the checkpoint. Make one with :meth:`pack` or
     :meth:`from_checkpoint`.
 
     w13, w2                   uint8 [E, tiles of rows, tiles of columns, 256, 64]: gate and up, down
     w13_scales, w2_scales     uint8 [..., 256, 4] (E8M0) or float8_e4m3fn [..., 256, 8]
-    w13_factors, w2_factors   fp32 [E, rows]: what multiplies a row: of MXFP4 a power of two that follows from its
-                              scales, of NVFP4 the tensor's fp32 scale
+    w13_factors, w2_factors   fp32 [E, rows], the factor of each row: for MXFP4 a power of two that follows from its
+                              scales, for NVFP4 the tensor's fp32 scale
 
-    In w13 a tile has 128 rows of w1, then the same 128 of w3. layout: of rows and bytes in a tile, by the kernels that
-    read them: "sm90" (Hopper) or "sm100" (Blackwell). On a CPU both are read.
+    In w13 a tile has 128 rows of w1, then the same 128 of w3. layout: the order of rows and bytes in a tile, by the
+    kernels that read them: "sm90" (Hopper) or "sm100" (Blackwell). A CPU reads both.
     """
 
     w13: Tensor
@@ -79,7 +79,7 @@ class Fp4Experts:
         return f"Fp4Experts({self.format}, {sizes}, layout {self.layout}, {self.nbytes} bytes on {self.w13.device})"
 
     def to(self, device: torch.device | str) -> Fp4Experts:
-        """The same bytes on another device."""
+        """Copy the bytes to another device."""
         device = checks.device("device", device)
         return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)[:6]})
 
@@ -89,15 +89,15 @@ class Fp4Experts:
         *, w1_global: Tensor | None = None, w3_global: Tensor | None = None, w2_global: Tensor | None = None,
         layout: str | None = None,
     ) -> Fp4Experts:  # fmt: skip
-        """Makes experts from the tensors of a checkpoint, stacked.
+        """Make experts from the stacked tensors of a checkpoint.
 
         Args:
-            w1, w3: gate and up, int8 or uint8 [E, I, H / 2]; w2: down, [E, H, I / 2]. Two E2M1 codes to a byte, the
+            w1, w3: gate and up, int8 or uint8 [E, I, H / 2]; w2: down, [E, H, I / 2]. A byte has two E2M1 codes, the
                 low one first. I is a multiple of 128, H of 256.
             w1_scale, w3_scale, w2_scale: MXFP4: float8_e8m0fnu or uint8, one for 32 columns. NVFP4: float8_e4m3fn, one
                 for 16 columns.
             w1_global, w3_global, w2_global: NVFP4 only: fp32 [E], the scale of a tensor ("weight_scale_2").
-            layout: "sm90" or "sm100"; None means that of the GPU on which the weights are, or "sm90".
+            layout: "sm90" or "sm100"; None means that of the weights' GPU, or "sm90".
 
         An E8M0 byte of 255, which is NaN, is rejected.
         """
@@ -153,7 +153,7 @@ class Fp4Experts:
 
     @classmethod
     def from_checkpoint(cls, tensors: Mapping[str, Tensor], prefix: str = "", layout: str | None = None) -> Fp4Experts:
-        """The MXFP4 experts of a layer by the names of DeepSeek's checkpoints.
+        """Make the MXFP4 experts of a layer from tensors with the names of DeepSeek's checkpoints.
 
         Args:
             tensors: by name, as safetensors loads them: ``{prefix}{e}.w1.weight``, ``{prefix}{e}.w1.scale``, the same
@@ -181,7 +181,7 @@ class Fp4Experts:
         return cls.pack(*stacked, layout=layout)
 
     def unpack(self) -> dict[str, Tensor]:
-        """The arguments of :meth:`pack` by name: uint8 and (NVFP4) float8_e4m3fn and fp32."""
+        """Return the arguments of :meth:`pack` by name: uint8 and (NVFP4) float8_e4m3fn and fp32."""
         made: dict[str, Tensor] = {}
         layout = self.layout
         codes = formats.from_tiles(self.w13, layout)
@@ -201,14 +201,14 @@ class Fp4Experts:
         return made
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """(w1 above w3 [E, 2 I, H], w2 [E, H, I]) as numbers; fp64 and, of MXFP4 in its range, bf16 are exact."""
+        """Return (w1 above w3 [E, 2 I, H], w2 [E, H, I]) as numbers; fp64 and, for MXFP4 in range, bf16 are exact."""
         w13 = formats.dequantize(self.w13, self.w13_scales, self.w13_factors, dtype, self.layout)
         w2 = formats.dequantize(self.w2, self.w2_scales, self.w2_factors, dtype, self.layout)
         return torch.cat(formats.apart(w13, self.layout), -2), formats.down(w2, self.layout, back=True)
 
 
 def layout_for(device: torch.device) -> str:
-    """What the kernels for a device read."""
+    """Return the layout that the kernels for a device read."""
     return "sm100" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10 else "sm90"
 
 

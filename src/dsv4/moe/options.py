@@ -8,16 +8,16 @@ from dsv4.runtime import checks
 
 Activations = Literal["fp8_128", "fp8_32", "fp8_token", "nvfp4", "bf16"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activations)
-FORMATS = ("mxfp4", "nvfp4", "bf16")  # of weights
+FORMATS = ("mxfp4", "nvfp4", "bf16")  # formats of weights
 
 
 class MoeOptions(NamedTuple):
     activations: str = "fp8_128"
     limit: float = 10.0
     format: str = "mxfp4"
-    spread: int = 0  # of the exponents of a row of weights, at most
+    spread: int = 0  # greatest spread of the exponents in a row of weights
     deterministic: bool = False
-    layout: str = "sm90"  # of tiles of FP4 weights
+    layout: str = "sm90"  # layout of tiles of FP4 weights
     fused: bool = False  # one kernel for the whole layer
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a plan for moe reserves: all memory between its kernels. It is counted for tensors without memory."""
+"""The memory that a plan for moe reserves: all that lies between its kernels. It is counted with memoryless tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dsv4.runtime.plan import Capacities
 
 
 def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
-    """(1, fp32 words) of a call of this size on the current GPU."""
+    """Return (1, fp32 words) for a call of this size on the current GPU."""
     return 1, words(c, dispatch.cuda_target(torch.device("cuda", torch.cuda.current_device())))
 
 
 def words(c: Capacities, target: Target) -> int:
-    """Words of workspace that a call may need, under the recipe of the kernels that needs the most."""
+    """Return the words of workspace that a call may need, for the recipe of the kernels that needs the most."""
     layout = "sm100" if target.capability[0] >= 10 else "sm90"
     sizes = (c.batch, c.q_heads, c.kv_heads, c.head_dim, c.max_seqlen_k)
     recipes: Sequence[tuple[str, str]] = dispatch.kernel_module("moe", target.capability).RECIPES
@@ -41,8 +41,8 @@ def without_memory(
     shared: bool,
     numbers: torch.dtype = torch.int32,
 ) -> MoeProblem:
-    """A problem of this size with its output. sizes: tokens, slots of a token, experts, hidden, inner; recipe: format
-    of weights, activations; numbers: the dtype of ids."""
+    """Return a problem of this size with its output. sizes: tokens, slots of a token, experts, hidden, inner; recipe:
+    format of weights, activations; numbers: the dtype of ids."""
     (tokens, topk, experts, hidden, inner), (format, activations) = sizes, recipe
     columns = formats.TILE_COLUMNS
     each, dtype = (4, torch.uint8) if format == "mxfp4" else (8, torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Validated problems of moe and moe_route: what every backend receives.
+"""Validated problems of moe and moe_route: the input of every backend.
 
 The `build` functions read no tensor values; the `check_values` functions do, where `checks.values_checked` allows.
 """
@@ -20,8 +20,8 @@ E8M0, E4M3 = torch.uint8, torch.float8_e4m3fn
 
 @dataclass(frozen=True, eq=False)
 class MoeProblem:
-    """Token t has weights[t, j] of expert ids[t, j]. ids of -1 are nothing; without value checks (on a GPU) others out
-    of range count as -1."""
+    """Token t uses expert ids[t, j] with weights[t, j]. An id of -1 is nothing; without value checks (on a GPU) other
+    ids out of range count as -1."""
 
     operation: ClassVar[str] = "moe"
     backward: ClassVar[bool] = False
@@ -46,11 +46,11 @@ class MoeProblem:
     layout: str = "sm90"
     fused: bool = False
     out: Tensor | None = None  # [T, H], of x's dtype; set before a backend sees the problem
-    slots: Tensor | None = None  # [T, k, H]: outputs of experts, weighed; or None when not wanted
-    num_splits: int = 0  # from a plan; not looked at
+    slots: Tensor | None = None  # [T, k, H]: weighted outputs of experts, or None when not wanted
+    num_splits: int = 0  # from a plan; not used
     scratch: Tensor | None = None  # from a plan: flat fp32, for all workspace
 
-    q = property(lambda self: self.x)  # whose device counts
+    q = property(lambda self: self.x)  # its device is that of the problem
     tokens = property(lambda self: self.x.shape[0])
     hidden = property(lambda self: self.x.shape[1])
     topk = property(lambda self: self.ids.shape[1])
@@ -69,7 +69,7 @@ class MoeProblem:
     max_seqlen_k = property(lambda self: self.intermediate)
 
     def no_keys(self) -> bool:
-        """True when the shapes alone say that there is nothing to compute."""
+        """Whether the shapes alone leave nothing to compute."""
         return self.x.numel() == 0
 
 
@@ -78,7 +78,7 @@ def build(
     shared_w2=None, activations="fp8_128", limit=10.0, format="mxfp4", spread=0,
     deterministic=False, layout="sm90", fused=False,
 ) -> MoeProblem:  # fmt: skip
-    """Check the arguments of dsv4.moe and give them their places."""
+    """Check the arguments of dsv4.moe and return them as a problem."""
     checks.tensor("x", x, ("T", "H"), checks.FLOATS)
     t, h = x.shape
     like = ("x", x)
@@ -126,7 +126,7 @@ def build(
 
 
 def check_values(p: MoeProblem) -> None:
-    """Reads values."""
+    """Check that expert ids are in range."""
     checks.in_range("ids", p.ids, -1, p.experts - 1)
 
 
@@ -160,7 +160,7 @@ class RouteProblem:
 def build_route(
     x, gate, *, bias=None, bias_vl=None, image=None, table=None, token_ids=None, topk=6, scale=1.5, eps=1e-20
 ) -> RouteProblem:
-    """Check the arguments of dsv4.moe_route and give them their places."""
+    """Check the arguments of dsv4.moe_route and return them as a problem."""
     checks.tensor("x", x, ("T", "H"), checks.FLOATS)
     like = ("x", x)
     checks.tensor("gate", gate, ("E", x.shape[1]), checks.FLOATS, like=like)
@@ -185,7 +185,7 @@ def build_route(
 
 
 def check_route_values(p: RouteProblem) -> None:
-    """Reads values."""
+    """Check that token ids and the table are in range."""
     if p.table is not None and p.token_ids is not None:
         checks.in_range("token_ids", p.token_ids, 0, p.table.shape[0] - 1)
         checks.in_range("table", p.table, 0, p.gate.shape[0] - 1)

@@ -6,8 +6,8 @@ Per row of an expert, with g = W1 x, u = W3 x, G = min(g, limit), U = clamp(u), 
     dg  = w dh U silu'(G)    where g <= limit       du = w dh S    where |u| <= limit
     dx += W1^T dg + W3^T du  dW1 += dg x^T          dW3 += du x^T
 
-Torch code, on any device, an expert at a time, in fp32; what is saved are the inputs alone. Rounding to the dtype of x
-has the gradient 1. FP4 weights are constants.
+The code is torch, for any device, one expert at a time, in fp32; only the inputs are saved. Rounding to the dtype of x
+has gradient 1. FP4 weights are constants.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _shared_gradients(p: MoeProblem, x: Tensor, dout: Tensor, into: dict[str, Te
 def _row_gradients(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weight: Tensor, dy: Tensor, limit: float
 ) -> tuple[Tensor, ...]:
-    """(dx [n, H], dw [n], dW1, dW3, dW2) of rows x [n, H]."""
+    """Return (dx [n, H], dw [n], dW1, dW3, dW2) of rows x [n, H]."""
     g, u = x @ gate.T, x @ up.T
     top, bounded = g.clamp(max=limit), u.clamp(-limit, limit)
     sigmoid, s = top.sigmoid(), silu(top)

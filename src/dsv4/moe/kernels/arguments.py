@@ -1,10 +1,10 @@
-"""What the kernels of the experts take: NamedTuples that prepare.py makes, by what they describe."""
+"""Arguments of the experts' kernels: NamedTuples that prepare.py makes, grouped by what they describe."""
 
 from typing import Any, NamedTuple
 
 
 class SortedRows(NamedTuple):
-    """One row for each slot of a token that has an expert, in the order of experts, then of tokens."""
+    """One row for each slot of a token that has an expert, in the order of experts, then tokens."""
 
     any_alignment = ("starts_ptr", "slot_ptr", "weight_ptr")
 
@@ -12,19 +12,19 @@ class SortedRows(NamedTuple):
     slot_ptr: Any  # int32 [rows]: token * topk + slot
     weight_ptr: Any  # fp32 [rows]
     experts: Any
-    atoms: Any  # of scales to 128 columns of activations, where they lie in atoms (sm100/products.py), or 0
+    atoms: Any  # atoms of scales per 128 columns of activations, if they lie in atoms (sm100/products.py), or 0
 
 
 class WeightTiles(NamedTuple):
-    """Beside the descriptors: a factor of every row of weights, and how the tiles of an expert are counted."""
+    """Arguments besides the descriptors: a factor for every row of weights, and the tile counts of an expert."""
 
     factor_ptr: Any  # fp32 [experts, blocks, 256]
     blocks: Any  # tiles of 256 rows
-    steps: Any  # of 128 columns
+    steps: Any  # steps of 128 columns
 
 
 class Sizes(NamedTuple):
-    """How the tiles of an expert are counted in both products: of 256 rows, by steps of 128 columns."""
+    """Tile counts of an expert in both products: tiles of 256 rows, in steps of 128 columns."""
 
     blocks1: Any
     steps1: Any
@@ -33,35 +33,35 @@ class Sizes(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """int32, 0 before the products (kernels/signals.py)."""
+    """int32 counters that are 0 before the products (kernels/signals.py)."""
 
     any_alignment = ("ticket_ptr", "hidden_ptr")
 
-    ticket_ptr: Any  # [1]: of tiles
+    ticket_ptr: Any  # [1]: ticket of tiles
     hidden_ptr: Any  # [experts]: compute roles that have written hidden values of a tile
 
 
 class Hidden(NamedTuple):
-    """What product 1 writes: e4m3 [rows, width], columns of a group of 128 in the order of the layout, and scales."""
+    """Output of product 1: e4m3 [rows, width], columns of a group of 128 in the order of the layout, and scales."""
 
     any_alignment = ("scale_ptr",)
 
     ptr: Any
-    scale_ptr: Any  # [width / 128, scale_line]: fp32, or int32 with a byte four times
+    scale_ptr: Any  # [width / 128, scale_line]: fp32, or int32 with one byte repeated four times
     width: Any
     scale_line: Any
     limit: Any  # of SwiGLU
 
 
 class SlotOutputs(NamedTuple):
-    """What product 2 writes: bf16 [tokens * topk, width], a row for each slot."""
+    """Output of product 2: bf16 [tokens * topk, width], a row for each slot."""
 
     ptr: Any
     width: Any
 
 
 class Choice(NamedTuple):
-    """What the router chose: [tokens, topk], contiguous."""
+    """The router's choice, [tokens, topk], contiguous."""
 
     any_alignment = ("ids_ptr", "weights_ptr")
 
@@ -79,11 +79,11 @@ class SortOutputs(NamedTuple):
     weight_ptr: Any
     row_ptr: Any  # int32 [tokens * topk]: the row of each slot, -1 for none
     place_ptr: Any  # int32 [tokens * topk]: where the scales of that row are
-    signals_ptr: Any  # int32 [1 + experts]: gets zeros
+    signals_ptr: Any  # int32 [1 + experts]: set to 0
 
 
 class Tokens(NamedTuple):
-    """What the mega kernel (sm100/mega.py) is given, and where x goes in the pool of rows."""
+    """Inputs of the mega kernel (sm100/mega.py), and where x goes in the pool of rows."""
 
     any_alignment = ("ids_ptr", "weights_ptr", "scale_ptr")
 
@@ -98,41 +98,41 @@ class Tokens(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Rows in tiles: those of an expert begin a tile."""
+    """Rows in tiles; the rows of each expert begin a new tile."""
 
     any_alignment = ("place_ptr", "line_ptr", "weight_ptr")
 
-    place_ptr: Any  # int32 [slots]: which row of its expert a slot has
+    place_ptr: Any  # int32 [slots]: row of a slot within its expert
     line_ptr: Any  # int64 [rows]: where its output goes in SlotOutputs, in eights
     weight_ptr: Any  # fp32 [rows]
     experts: Any
-    atoms: Any  # tiles, as many as there can be
+    atoms: Any  # the most tiles there can be
 
 
 class Counters(NamedTuple):
-    """int32, 0 when the kernel begins."""
+    """int32 counters that are 0 when the kernel begins."""
 
     any_alignment = ("ptr", "hidden_ptr", "rows_ptr")
 
     ptr: Any  # tickets and counters, by their names in mega.py
-    hidden_ptr: Any  # [atoms]: blocks of hidden values that are there
+    hidden_ptr: Any  # [atoms]: blocks of hidden values that are written
     rows_ptr: Any  # [experts]
 
 
 class Peers(NamedTuple):
-    """The other ranks: the same memory as this rank's, so far from it."""
+    """The other ranks: the same memory layout as this rank's, at a distance from it."""
 
     any_alignment = ("distance_ptr", "signals_ptr", "call_ptr")
 
     distance_ptr: Any  # int64 [ranks], in 16 bytes
-    signals_ptr: Any  # int32 [2], of this rank, never 0 again: who is there, who has written
-    call_ptr: Any  # int32: how many calls there were, with this one
-    first: Any  # expert of this rank
-    experts: Any  # of all ranks
+    signals_ptr: Any  # int32 [2], of this rank, never reset: ranks that are there, ranks that have written
+    call_ptr: Any  # int32: number of calls, including this one
+    first: Any  # first expert of this rank
+    experts: Any  # experts of all ranks
 
 
 class Total(NamedTuple):
-    """What becomes of the outputs of slots."""
+    """The sum over slots: the shared expert's output and the result."""
 
     shared_ptr: Any  # [tokens, width]
     out_ptr: Any
@@ -140,7 +140,7 @@ class Total(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Counts and bases of every piece of the slots, by experts."""
+    """Counts and bases of every piece of the slots, per expert."""
 
     any_alignment = ("counts_ptr", "bases_ptr")
 
@@ -149,33 +149,33 @@ class Pieces(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """x as it is, and rows in the order of experts as e4m3 with scales."""
+    """x itself, and rows in the order of experts as e4m3 with scales."""
 
     any_alignment = ("row_ptr", "place_ptr", "scale_ptr")
 
     ptr: Any  # [tokens, width]
     line: Any  # from a token to the next, in eights
-    groups: Any  # of 128 columns
+    groups: Any  # groups of 128 columns
     row_ptr: Any
     place_ptr: Any
     to_ptr: Any  # e4m3 [rows, width]
     scale_ptr: Any  # [width / 128, scale_line], as in Hidden
     scale_line: Any
-    parts: Any  # programs to a token (moe_sort_rows)
+    parts: Any  # programs per token (moe_sort_rows)
 
 
 class Sums(NamedTuple):
-    """Outputs of slots, and what becomes of them."""
+    """Outputs of slots, and their sum."""
 
     slots_ptr: Any  # [tokens * topk, width]
-    groups: Any  # of 128 columns
+    groups: Any  # groups of 128 columns
     shared_ptr: Any  # [tokens, width]
     out_ptr: Any
     out_line: Any  # in eights
 
 
 class SharedRows(NamedTuple):
-    """x of the shared expert: as it is, and rounded. Line and width in eights."""
+    """x of the shared expert, as it is and rounded. Line and width are in eights."""
 
     ptr: Any  # [tokens, width]
     line: Any  # from a token to the next
@@ -184,7 +184,7 @@ class SharedRows(NamedTuple):
 
 
 class SharedHidden(NamedTuple):
-    """Its gate and up, and its hidden values, rounded. Width in eights."""
+    """Gate and up of the shared expert, and its rounded hidden values. Width is in eights."""
 
     ptr: Any  # [tokens, 2 width]
     width: Any
@@ -193,7 +193,7 @@ class SharedHidden(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """x [tokens, width] and gate [experts, width], and the logits of all, chunk by chunk. Lines and width in units (of
+    """x [tokens, width] and gate [experts, width], and all logits, by chunks. Lines and width are in units (see
     route.py)."""
 
     any_alignment = ("logits_ptr",)
@@ -209,7 +209,7 @@ class Logits(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """How experts are chosen, and where the choice goes."""
+    """Rules for the choice of experts, and its outputs."""
 
     any_alignment = ("bias_ptr", "bias_vl_ptr", "image_ptr", "table_ptr", "token_ids_ptr", "ids_ptr", "weights_ptr")
 

@@ -1,4 +1,4 @@
-"""moe from a validated problem to a program. Shared by all architectures: sort, rows, two products, sum."""
+"""Turn a validated problem of moe into a program. All architectures share it: sort, rows, two products, sum."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from dsv4.runtime.checks import LOW_PRECISION
 from dsv4.runtime.program import Null, Program, Slot
 
 SORTED_AT_ONCE = 1024  # slots
-COLUMNS = 1024  # of a token to a program, where there are few tokens
-FEW_TOKENS = 128  # up to which programs share the sum of a logit
+COLUMNS = 1024  # columns of a token per program, if there are few tokens
+FEW_TOKENS = 128  # up to this many, programs share the sum of a logit
 
 
 def supports_moe(p: MoeProblem, layout: str, recipes: Collection[tuple[str, str]]) -> str | None:
-    """None, or why the kernels that read this layout cannot run the problem. recipes: of weights and activations."""
+    """Return None, or why the kernels of this layout cannot run the problem. recipes: (weights, activations)."""
     forms = sorted({form for form, _ in recipes})
     if p.format not in forms:
         return f"weights in {p.format}; these kernels accept {' and '.join(forms)}"
@@ -57,12 +57,12 @@ def supports_moe(p: MoeProblem, layout: str, recipes: Collection[tuple[str, str]
 
 
 class Product(NamedTuple):
-    """One of the two products, for an architecture to launch."""
+    """One of the two products; an architecture launches it."""
 
     first: bool
     tiles: Slot
     scales: Slot
-    x: Slot  # e4m3 [rows, width], or two e2m1 to a byte
+    x: Slot  # e4m3 [rows, width], or two e2m1 per byte
     x_scales: Slot  # [width / 128, line]
     rows: SortedRows
     weights: WeightTiles
@@ -74,8 +74,8 @@ def prepare_moe(
     p: MoeProblem, program: Program, multiply: Callable[[Product], None], tile: int = 0,
     hidden: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """The tensors of p are slots. tile: rows of activations to a tile, if their scales lie in atoms. hidden: rows of
-    hidden values and scales to a line, if they do not lie as those of x do."""
+    """Add the launches of moe. The tensors of p are slots. tile: rows of activations per tile, if their scales lie in
+    atoms. hidden: rows of hidden values and scales per line, if they do not lie as those of x do."""
     slots, atoms = p.tokens * p.topk, p.tokens * p.topk // tile + p.experts if tile else 0
     words = words_of(p.activations)
     line, scale = (128 * words * atoms, torch.int32) if tile else (scale_line(p), torch.float32)
@@ -106,7 +106,7 @@ def prepare_moe(
     x = p.x if p.x.stride(0) % 8 == 0 else program.copied(p.x)
     groups = p.hidden // formats.GROUP
     given = Activations(x, x.stride(0) // 8, groups, row_of, place_of, x_rows, x_scales, line, parts)
-    # The first launch is a plain one: what it and the next ones read is complete when it begins.
+    # The first launch is a plain one: all that it and the next launches read is complete when it begins.
     if slots <= SORTED_AT_ONCE:
         program.launch(
             moe_sort_rows, (p.experts + p.tokens * parts,), dict(choice=choice, to=to, x=given),
@@ -157,7 +157,7 @@ def supports_route(p: RouteProblem) -> str | None:
 
 
 def prepare_route(p: RouteProblem, program: Program) -> None:
-    """The tensors of p are slots."""
+    """Add the launches of moe_route. The tensors of p are slots."""
     (tokens, width), experts = p.x.shape, p.gate.shape[0]
     few = tokens <= FEW_TOKENS
     logits = program.workspace("logits", (CHUNKS.value if few else 1, tokens, experts), torch.float32)
@@ -193,7 +193,7 @@ def prepare_route(p: RouteProblem, program: Program) -> None:
 
 
 def prepare_shared(p: MoeProblem, program: Program) -> Any:
-    """-> the outputs of the shared expert [tokens, hidden], or Null. Its products are torch's."""
+    """Add the shared expert, whose products are torch's -> its outputs [tokens, hidden], or Null."""
     if p.shared_w13 is None or p.shared_w2 is None:
         return Null(p.x.dtype)
     shared = program.workspace("shared", (p.tokens, p.hidden), p.x.dtype)
@@ -226,12 +226,12 @@ def shared_into(p: MoeProblem, to: torch.Tensor) -> None:
 
 
 def scale_line(p: MoeProblem) -> int:
-    """Rows, each expert's from a multiple of 4 on (sm90/products.py, scale_shift)."""
+    """Return the rows of a line; each expert's begin at a multiple of 4 (sm90/products.py, scale_shift)."""
     return -(-p.tokens * p.topk // 4) * 4 + 4 * p.experts
 
 
 def rows_per_expert(p: MoeProblem, ranks: int = 1) -> float:
-    """Rows of an expert that is chosen, if tokens choose evenly. ranks: each has tokens and experts like these."""
+    """Return the rows of a chosen expert, if tokens choose evenly. ranks: each has as many tokens and experts."""
     experts, tokens = p.experts * ranks, p.tokens * ranks
     touched = experts * (1 - (1 - min(p.topk / experts, 1)) ** tokens)
     return tokens * p.topk / max(touched, 1)

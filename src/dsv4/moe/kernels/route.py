@@ -1,7 +1,7 @@
-"""The router as two kernels, in Triton itself, for every architecture: logits, then the choice.
+"""The router as two Triton kernels for every architecture: logits, then the choice.
 
-A logit is the sum of CHUNKS partial sums over K / CHUNKS columns each, in their order. For few tokens programs share
-the chunks; for many a program has all of them. Products are of 16 or 32 tokens, so that the tensor core adds in
+A logit is the sum of CHUNKS partial sums over K / CHUNKS columns each, in order. For few tokens, programs share
+the chunks; for many, a program has all of them. Products have 16 or 32 tokens, so that the tensor core adds in
 the same order, and a token has the same bits in every batch.
 """
 
@@ -12,13 +12,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from dsv4.moe.kernels.rows import wait_on_prior_grid
 
 CHUNKS = tl.constexpr(8)
-STEP = tl.constexpr(64)  # columns to a product
+STEP = tl.constexpr(64)  # columns per product
 
 
 @triton.jit
 def moe_logits(x, SHARED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, UNIT: tl.constexpr):
-    """One program: TOKENS by EXPERTS logits; SHARED: one chunk of them, else all. Lines and width come by UNIT: eights
-    can be read at once."""
+    """Compute TOKENS by EXPERTS logits; SHARED: one chunk of them, else all. Lines and width are in units of UNIT, so
+    that the compiler can read eights at once."""
     gdc_launch_dependents()
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
@@ -47,7 +47,7 @@ def moe_choose(
     x, choice, SHARED: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr, IMAGE: tl.constexpr,
     TABLE: tl.constexpr,
 ):  # fmt: skip
-    """One program to a token, EXPERTS a power of two."""
+    """Choose the experts of a token, one program each; EXPERTS is a power of two."""
     gdc_launch_dependents()
     wait_on_prior_grid()
     token = tl.program_id(0)
@@ -58,7 +58,7 @@ def moe_choose(
         place = (chunk.to(tl.int64) * x.tokens + token) * x.experts + expert
         logit += tl.load(x.logits_ptr + place, mask=there, other=0.0)
     small = tl.exp(-tl.abs(logit))
-    # log(1 + small): where 1 + small would round, the series
+    # log(1 + small); where 1 + small would round, use the series
     series = small * (1.0 - small * (0.5 - small * (0.3333333333 - small * 0.25)))
     score = tl.sqrt(tl.maximum(logit, 0.0) + tl.where(small < 0.03, series, tl.log(1.0 + small)))
     wanted = score

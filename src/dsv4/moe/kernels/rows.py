@@ -1,7 +1,7 @@
-"""What stands around the products, for every architecture, in Triton itself: slots sorted by expert, rows of
-activations in that order as e4m3, the sum over the slots of a token.
+"""Triton kernels around the products, for every architecture: they sort slots by expert, write rows of activations in
+that order as e4m3, and sum over the slots of a token.
 
-Widths and lines come by groups of 128 and by eights, so that the compiler knows that 16 bytes can be moved at once.
+Widths and lines are in groups of 128 and in eights, so that the compiler knows that 16 bytes can be moved at once.
 Nothing here depends on the order in which programs run: an expert's rows are in the order of tokens and slots. Every
 kernel waits for the one before it and lets the next one begin (kernels/dependent.py).
 """
@@ -12,8 +12,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.caches.kernels.pack import e2m1
 
-PIECE = tl.constexpr(256)  # slots to a program that sorts
-SOME = tl.constexpr(32)  # of what is compared with them at a time
+PIECE = tl.constexpr(256)  # slots per program that sorts
+SOME = tl.constexpr(32)  # slots that are compared with them at a time
 GROUP = tl.constexpr(128)
 LEAST, E4M3_MAX = tl.constexpr(2.0**-9), tl.constexpr(448.0)  # scales of NVFP4
 
@@ -21,13 +21,13 @@ LEAST, E4M3_MAX = tl.constexpr(2.0**-9), tl.constexpr(448.0)  # scales of NVFP4
 @triton.jit
 def wait_on_prior_grid():
     gdc_wait()
-    tl.debug_barrier()  # which the compiler moves no load across, as it might across the line above
+    tl.debug_barrier()  # the compiler moves no load across it, as it might across the line above
 
 
 @triton.jit
 def scale_place(row, begin, expert, TILE: tl.constexpr, WORDS: tl.constexpr):
-    """Where the scales of a row are. Those of every expert begin at a multiple of 4, as TMA wants it; or those of every
-    TILE rows of an expert have an atom of 128 words, or WORDS of them (sm100/products.py)."""
+    """Return where the scales of a row are. Those of every expert begin at a multiple of 4, as TMA needs it; or those
+    of every TILE rows of an expert have an atom of 128 words, or WORDS of them (sm100/products.py)."""
     if TILE == 0:
         place = row - begin + (begin + 3) // 4 * 4 + 4 * expert
     else:
@@ -38,14 +38,14 @@ def scale_place(row, begin, expert, TILE: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def ids_of(choice, slot):
-    """The experts of slots; -1 for none."""
+    """Return the experts of slots; -1 for none."""
     id = tl.load(choice.ids_ptr + slot, mask=slot < choice.slots, other=-1)
     return tl.where((id >= 0) & (id < choice.experts), id, -1).to(tl.int32)
 
 
 @triton.jit
 def moe_count(choice, pieces, EXPERTS: tl.constexpr):
-    """One program: how many of PIECE slots belong to each expert."""
+    """Count how many of PIECE slots belong to each expert."""
     gdc_launch_dependents()
     id = ids_of(choice, tl.program_id(0) * PIECE + tl.arange(0, PIECE))
     for first in range(0, EXPERTS, SOME):
@@ -56,7 +56,7 @@ def moe_count(choice, pieces, EXPERTS: tl.constexpr):
 
 @triton.jit
 def moe_place(choice, pieces, to, EXPERTS: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr):
-    """One program: the rows of PIECE slots, which come after those of earlier pieces and of lower experts."""
+    """Place PIECE slots in rows, after those of earlier pieces and of lower experts."""
     gdc_launch_dependents()
     wait_on_prior_grid()
     mine = tl.program_id(0)
@@ -85,7 +85,7 @@ def moe_place(choice, pieces, to, EXPERTS: tl.constexpr, TILE: tl.constexpr, WOR
         other = mine * PIECE + first + tl.arange(0, SOME)
         same = (id[:, None] == ids_of(choice, other)[None, :]) & (other[None, :] < slot[:, None])
         rank += tl.sum(same.to(tl.int32), 1)
-    tl.debug_barrier()  # the bases are there, for all threads
+    tl.debug_barrier()  # all threads see the bases
     there = id >= 0
     row = tl.load(bases + id, mask=there, other=0) + rank
     tl.store(to.row_ptr + slot, tl.where(there, row, -1), mask=slot < choice.slots)
@@ -97,7 +97,7 @@ def moe_place(choice, pieces, to, EXPERTS: tl.constexpr, TILE: tl.constexpr, WOR
 
 @triton.jit
 def sort_expert(choice, to, expert, SLOTS: tl.constexpr):
-    """The rows of one expert, of at most SLOTS slots in all."""
+    """Find the rows of one expert, for at most SLOTS slots in all."""
     slot = tl.arange(0, SLOTS)
     id = ids_of(choice, slot)
     begin = tl.sum(((id >= 0) & (id < expert)).to(tl.int32), 0)
@@ -116,21 +116,21 @@ def sort_expert(choice, to, expert, SLOTS: tl.constexpr):
 
 @triton.constexpr_function
 def words_of(recipe):
-    """How many words of scales a row has for 128 columns."""
+    """Return the words of scales of a row per 128 columns."""
     return 2 if recipe == "nvfp4" else 1
 
 
 @triton.jit
 def in_words(bytes, COLUMNS: tl.constexpr, RECIPE: tl.constexpr):
-    """Four bytes to a word, the first lowest."""
+    """Pack four bytes into a word, the first lowest."""
     four = tl.reshape(bytes, [COLUMNS // GROUP * words_of(RECIPE), 4])
     return tl.sum(four << (8 * tl.arange(0, 4))[None, :], 1)
 
 
 @triton.jit
 def quantized(x, token, part, COLUMNS: tl.constexpr, TILE: tl.constexpr, RECIPE: tl.constexpr):
-    """COLUMNS of a token as (codes, scales of the groups). Without TILE: columns of a group in the order of
-    formats.POSITIONS, scales fp32; else columns as they are, scales bytes, four to a word."""
+    """Quantize COLUMNS of a token -> (codes, scales of the groups). Without TILE: columns of a group in the order of
+    formats.POSITIONS, scales fp32; else columns as they are, scales as bytes, four to a word."""
     n = tl.arange(0, COLUMNS)
     p = n % GROUP
     column = part * COLUMNS + n
@@ -165,9 +165,9 @@ def quantized(x, token, part, COLUMNS: tl.constexpr, TILE: tl.constexpr, RECIPE:
 
 @triton.jit
 def write_rows(x, codes, scale, part, row, place, COLUMNS: tl.constexpr, RECIPE: tl.constexpr):
-    """Writes one row."""
+    """Write one row."""
     WORDS: tl.constexpr = words_of(RECIPE)
-    EACH: tl.constexpr = 2 if RECIPE == "nvfp4" else 1  # codes to a byte
+    EACH: tl.constexpr = 2 if RECIPE == "nvfp4" else 1  # codes per byte
     if row >= 0:
         n = part * (COLUMNS // EACH) + tl.arange(0, COLUMNS // EACH)
         word = part * (COLUMNS // GROUP * WORDS) + tl.arange(0, COLUMNS // GROUP * WORDS)
@@ -179,14 +179,14 @@ def write_rows(x, codes, scale, part, row, place, COLUMNS: tl.constexpr, RECIPE:
 
 @triton.jit
 def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, RECIPE: tl.constexpr):
-    """One program: COLUMNS of a token, to the row of each of its slots."""
+    """Write COLUMNS of a token to the row of each of its slots."""
     gdc_launch_dependents()
     token, part = tl.program_id(0), tl.program_id(1)
     codes, scale = quantized(x, token, part, COLUMNS, TILE, RECIPE)
     wait_on_prior_grid()
     rows = ()
     places = ()
-    for j in tl.static_range(TOPK):  # all numbers are asked for before the first is needed
+    for j in tl.static_range(TOPK):  # all loads are issued before the first result is needed
         rows = rows + (tl.load(x.row_ptr + token * TOPK + j),)
         places = places + (tl.load(x.place_ptr + token * TOPK + j),)
     for j in tl.static_range(TOPK):
@@ -196,7 +196,7 @@ def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, R
 @triton.jit
 def moe_sort_rows(choice, to, x, TOPK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
                   TILE: tl.constexpr, RECIPE: tl.constexpr):  # fmt: skip
-    """All in one launch, for at most SLOTS slots: a program of a token counts for itself which rows are its own."""
+    """Sort and write rows in one launch, for at most SLOTS slots: each program of a token finds its own rows."""
     gdc_launch_dependents()
     n = tl.program_id(0) - choice.experts
     if n < 0:
@@ -220,8 +220,8 @@ def moe_sort_rows(choice, to, x, TOPK: tl.constexpr, SLOTS: tl.constexpr, COLUMN
 
 @triton.jit
 def moe_sum(sums, choice, TOPK: tl.constexpr, SHARED: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program: COLUMNS of a token, its slots in their order. Which of them have an expert is read before the slots
-    are there: the router's choice was there before the first of these kernels."""
+    """Sum COLUMNS of a token over its slots, in order. The program reads which of them have an expert before the slots
+    are complete: the router's choice was complete before the first of these kernels."""
     gdc_launch_dependents()
     token, part = tl.program_id(0), tl.program_id(1)
     column = part * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,5 +1,5 @@
-"""What the shared expert does beside its two products, which torch does, as two kernels in Triton itself: rounding of
-x, and SwiGLU with the rounding of hidden values. Numbers are the recipe's, in bf16, which holds them."""
+"""Two Triton kernels of the shared expert around its two products, which torch computes: rounding of x, and SwiGLU with
+the rounding of hidden values. Numbers are the recipe's, in bf16, which holds them."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def as_rounded(values, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """fp32 [COLUMNS] -> what e4m3 with one power of two for GROUP columns makes of it (formats.quantize)."""
+    """Round fp32 [COLUMNS] as e4m3 with one power of two per GROUP columns does (formats.quantize)."""
     groups = tl.reshape(values, [COLUMNS // GROUP, GROUP])
     bits = (tl.maximum(tl.max(tl.abs(groups), 1), 1e-4) * (1.0 / 448.0)).to(tl.int32, bitcast=True)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
@@ -18,7 +18,7 @@ def as_rounded(values, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def moe_shared_rows(x, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """One program: COLUMNS of a token."""
+    """Round COLUMNS of a token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     width = x.width * 8
@@ -29,7 +29,7 @@ def moe_shared_rows(x, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def moe_shared_hidden(h, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """The same for hidden values, of gate and up."""
+    """Compute and round COLUMNS of hidden values, from gate and up."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     width = h.width * 8

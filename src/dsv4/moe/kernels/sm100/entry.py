@@ -1,5 +1,5 @@
-"""moe on sm_100a: the products by the kernel in products.py and the rest by the shared ones, or all by the kernel in
-mega.py."""
+"""moe on sm_100a: the kernel in products.py computes the products and the shared kernels the rest, or the kernel in
+mega.py computes everything."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dsv4.runtime.program import Program, Slot
 RECIPES = (("mxfp4", "fp8_128"), ("mxfp4", "fp8_32"), ("nvfp4", "nvfp4"))  # weights, activations
 SHARED_BYTES = 208 << 10  # for stages; the rest is for exchanges between warps
 MOST_STAGES = 6
-# Rows of an expert that are expected, up to -> rows of activations to a tile
+# Most rows expected per expert -> rows of activations per tile
 TILES = ((16.5, 16), (32.5, 32), (64.5, 64), (float("inf"), 128))
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:
-    """None, or why these kernels cannot run the problem."""
+    """Return None, or why these kernels cannot run the problem."""
     return supports_route(p) if isinstance(p, RouteProblem) else supports_moe(p, "sm100", RECIPES)
 
 
 def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program, ranks: Any = None) -> None:
-    """ranks: distributed.experts.Ranks, or None."""
+    """Add the launches of a problem. ranks: distributed.experts.Ranks, or None."""
     if isinstance(p, RouteProblem):
         prepare_route(p, program)
         return
-    # Their layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+    # Their layouts need Triton 3.9; code that imports this module only for `supports` may have another version.
     from dsv4.moe.kernels.sm100.mega import moe_mega_sm100
     from dsv4.moe.kernels.sm100.products import moe_product_sm100
 
@@ -74,8 +74,8 @@ def stage_bytes(n: int, nvfp4: bool) -> int:
 
 
 def operands(product: Product, n: int, nvfp4: bool, w_name: str = "w", x_name: str = "x") -> dict[str, object]:
-    """Descriptors by the names of the kernels' parameters."""
-    # 128 FP4 values have 64 bytes, beside FP8 values 128 with gaps.
+    """Return descriptors by the names of the kernels' parameters."""
+    # 128 FP4 values fill 64 bytes; with FP8 activations, 128 bytes with gaps.
     packed = gl.NVMMASharedLayout(64, 8, rank=2)
     padded = gl.NVMMASharedLayout(128, 8, rank=2, fp4_padded=True)
     swizzled = gl.NVMMASharedLayout(128, 8, rank=2)
@@ -92,6 +92,6 @@ def operands(product: Product, n: int, nvfp4: bool, w_name: str = "w", x_name: s
 
 
 def _atoms(scales: Slot, count: int) -> TensorDescriptor:
-    """A copy brings `count` atoms of scales, each two lines of 256 bytes."""
+    """Return the descriptor of scales: a copy loads `count` atoms, each two lines of 256 bytes."""
     lines = scales.seen_as(lambda x: x.view(torch.uint8).view(-1, 256))
     return TensorDescriptor(lines, list(lines.shape), [256, 1], [2 * count, 256], gl.NVMMASharedLayout(0, 8, rank=2))

@@ -1,7 +1,7 @@
-"""A whole layer of experts on sm_100a in one persistent kernel: dispatch, both products, the sum ("mega MoE").
+"""A whole layer of experts on sm_100a in one persistent kernel ("mega MoE"): dispatch, both products, the sum.
 
-The products are those of products.py, tile by tile (tiles.py), so their bits are the same. Work is taken by tickets
-(kernels/signals.py), in four rounds; every item waits only for items that were taken before it::
+The products are those of products.py, tile by tile (tiles.py), so their bits are the same. CTAs take work by tickets
+(kernels/signals.py), in four rounds; every item waits only for items with earlier tickets::
 
     count     4 warps   256 slots: a place among the rows of its expert for each, by atomics
     dispatch  4 warps   a token: rounded, to the rows of all its slots                        waits for all counts
@@ -10,15 +10,15 @@ The products are those of products.py, tile by tile (tiles.py), so their bits ar
               write     4 warps   product 1: SwiGLU, rounding; product 2: outputs of slots
     sum       4 warps   a token: its slots in their order                                     waits for all outputs
 
-Rows of activations lie in a pool: tile after tile of N rows, those of an expert one after the other, the last one of an
+Rows of activations lie in a pool of tiles of N rows, the tiles of an expert one after the other, the last one of an
 expert not full. So a tile never reads a row that another one writes. Which row of its expert a slot gets depends on the
 run; no result depends on it. Tiles are taken in the order of schedule.py: all of product 1, then all of product 2.
 
-Several ranks (RANKS), each with experts of its own: the kernel of each counts and dispatches the tokens of all, which
-it reads from their memory, and writes the outputs of slots to the rank of the token, which adds them up. Ranks meet
+With several ranks (RANKS), each has its own experts. The kernel of each counts and dispatches the tokens of all ranks,
+which it reads from their memory, and writes the outputs of slots to the token's rank, which sums them. Ranks meet
 twice, by signals at .sys scope that are never reset (a call waits for as many as there have been calls): before the
-first reads of another's memory (THERE), and before the sum (HAS_WRITTEN), which is told by the CTA that counts the last
-tile. Only then a kernel ends, so no rank reads or writes its memory any more. Of every rank one CTA must be resident.
+first read of another rank's memory (THERE), and before the sum (HAS_WRITTEN); the CTA that counts the last tile sends
+the latter. Only then a kernel ends, so no rank still accesses its memory. One CTA of every rank must be resident.
 
 Hazard: stores write what TMA reads (rows of x, hidden values). The load role passes a proxy fence (fence_async) between
 the counter that it waits for and its copies.
@@ -68,7 +68,7 @@ from dsv4.moe.kernels.sm100.tiles import (
 PIECE = gl.constexpr(256)  # slots that are counted at a time
 GROUPS = gl.constexpr(16)  # of 128 columns that are rounded at a time
 COLUMNS = gl.constexpr(1024)  # that are summed at a time
-# Words of the counters, each in a line of its own; behind them hidden[a], then the rows of every expert
+# Words of the counters, each in its own line; behind them hidden[a], then the rows of every expert
 COUNT_TICKET, COUNTED = gl.constexpr(0), gl.constexpr(32)
 ROW_TICKET, LANDED = gl.constexpr(64), gl.constexpr(96)
 TILE_TICKET, WRITTEN = gl.constexpr(128), gl.constexpr(160)
@@ -78,13 +78,13 @@ THERE, HAS_WRITTEN = gl.constexpr(0), gl.constexpr(1)  # signals of ranks
 
 @gluon.jit
 def distance(peers, rank, RANKS: gl.constexpr):
-    """The distance from this rank's memory to that of another, in units of 16 bytes."""
+    """Return the distance from this rank's memory to that of another, in units of 16 bytes."""
     return gl.load(peers.distance_ptr + rank) if RANKS > 1 else 0
 
 
 @gluon.jit
 def ids_of(tokens, slot, first, experts, away):
-    """The experts of slots, counted from the first one; -1 for none of these. away: distance of their rank."""
+    """Return the experts of slots, counted from `first`; -1 for those of other ranks. away: distance of their rank."""
     PER: gl.constexpr = 128 // tokens.ids_ptr.dtype.element_ty.primitive_bitwidth  # of them in 16 bytes
     id = gl.load(tokens.ids_ptr + away * PER + slot, mask=slot < tokens.slots, other=-1).to(gl.int32) - first
     return gl.where((id >= 0) & (id < experts), id, -1)
@@ -92,7 +92,7 @@ def ids_of(tokens, slot, first, experts, away):
 
 @gluon.jit
 def tell(peers, word: gl.constexpr, RANKS: gl.constexpr):
-    """All ranks, of what this CTA has written or knows of."""
+    """Signal to all ranks what this CTA has written or has observed."""
     for rank in gl.static_range(RANKS):
         signal(peers.signals_ptr + distance(peers, rank, RANKS) * 4 + word, "sys")
 
@@ -100,7 +100,7 @@ def tell(peers, word: gl.constexpr, RANKS: gl.constexpr):
 @gluon.jit
 def count(tokens, pool, counters, peers, RANKS: gl.constexpr):
     slots: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    pieces = (tokens.slots + PIECE - 1) // PIECE  # of a rank
+    pieces = (tokens.slots + PIECE - 1) // PIECE  # pieces of a rank
     piece = take(counters.ptr + COUNT_TICKET)
     if RANKS > 1:
         if piece == 0:
@@ -119,7 +119,7 @@ def count(tokens, pool, counters, peers, RANKS: gl.constexpr):
 
 @gluon.jit
 def schedule(ends, pool, counters, N: gl.constexpr):
-    """-> tiles of rows; ends: as in schedule.py."""
+    """Return the tiles of rows, and fill `ends` as in schedule.py."""
     EXPERTS: gl.constexpr = ends.shape[0]
     expert = gl.arange(0, EXPERTS, layout=experts_layout(EXPERTS, gl.num_warps()))
     return write_ends(ends, gl.load(counters.rows_ptr + expert, mask=expert < pool.experts, other=0), N)
@@ -127,7 +127,7 @@ def schedule(ends, pool, counters, N: gl.constexpr):
 
 @gluon.jit
 def tile_at(tile, ends, counters, blocks, N: gl.constexpr):
-    """-> expert, block of weights, tile of the pool, and how many rows of it there are."""
+    """Return expert, block of weights, tile of the pool, and how many rows it has."""
     expert, before, local = expert_at(tile, ends, blocks)
     rows = gl.load(counters.rows_ptr + expert)
     parts = (rows + N - 1) // N
@@ -148,7 +148,7 @@ def dispatch(
     expert = gl.arange(0, ends.shape[0], layout=LE)
     parts = (tokens.width + GROUPS * 128 - 1) // (GROUPS * 128)
     item = take(counters.ptr + ROW_TICKET)
-    items = tokens.slots // TOPK * parts  # of a rank
+    items = tokens.slots // TOPK * parts  # items of a rank
     while item < RANKS * items:
         rank = item // items
         token = item % items // parts
@@ -230,13 +230,13 @@ def load_role(
         ticket = take(counters.ptr + TILE_TICKET)
     put(tickets, turn, ticket)
     if RANKS > 1:
-        if ticket == tiles * (up.blocks + down.blocks):  # the first that is none: so there is one, whatever is chosen
+        if ticket == tiles * (up.blocks + down.blocks):  # the first ticket without a tile: it exists whatever is chosen
             written(counters, peers, tiles * down.blocks, RANKS)
 
 
 @gluon.jit
 def written(counters, peers, tiles, RANKS: gl.constexpr):
-    """A tile of product 2, or that there are no more. The last one tells all ranks."""
+    """Count a tile of product 2, or that none are left. The last one signals all ranks."""
     if RANKS == 1:
         signal(counters.ptr + WRITTEN)
     else:
@@ -315,7 +315,7 @@ def moe_mega_sm100(
     STAGES: gl.constexpr, EXPERTS: gl.constexpr, RECIPE: gl.constexpr, RANKS: gl.constexpr = 1,
     WARP_REGS: gl.constexpr = 64,
 ):  # fmt: skip
-    """EXPERTS: a power of two, at least as many as there are and 32."""
+    """Run a layer of experts. EXPERTS: a power of two, at least as many as there are and 32."""
     A: gl.constexpr = 2 if N <= 64 else 1
     WORDS: gl.constexpr = words_of(RECIPE)
     w = gl.allocate_shared_memory(gl.uint8, [STAGES, 2 * HALF, STEP // 2], w13_desc.layout)

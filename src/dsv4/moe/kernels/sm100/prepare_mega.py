@@ -1,4 +1,4 @@
-"""moe from a validated problem to one launch (mega.py)."""
+"""Turn a validated problem of moe into one launch (mega.py)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def prepare_mega(
     tile: int,
     ranks: Any = None,
 ) -> None:
-    """The tensors of p are slots. launch(product 1, product 2, the kernel's other arguments by name). ranks: None, or
-    distributed.experts.Ranks: then x, ids, weights and slots lie in memory that all ranks reach."""
+    """Add the launch. The tensors of p are slots. launch(product 1, product 2, the kernel's other arguments by name).
+    ranks: None, or distributed.experts.Ranks: then x, ids, weights and slots lie in memory that all ranks reach."""
     size = 1 if ranks is None else ranks.size
     slots = size * p.tokens * p.topk
     atoms = slots // tile + p.experts

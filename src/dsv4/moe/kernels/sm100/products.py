@@ -1,16 +1,16 @@
 """Both products of the experts on sm_100a: FP4 weights times FP8 or FP4 activations, block-scaled by tcgen05.
 
-A tile is 256 rows of weights of one expert and N rows of activations, whose products are sums over all columns, 128 at
-a step. Weights are operand A: two halves of 128 rows, each with an accumulator [128, N] in tensor memory; lanes are
-rows of weights, columns rows of activations. CTAs are persistent (schedule.py)::
+A tile is 256 rows of weights of one expert and N rows of activations; its products are sums over all columns, 128 per
+step. Weights are operand A: two halves of 128 rows, each with an accumulator [128, N] in tensor memory, whose lanes are
+rows of weights and whose columns are rows of activations. CTAs are persistent (schedule.py)::
 
     load       1 warp    tile 0, step 0 | step 1 | ... | tile 1, step 0 ...     TMA, as far ahead as the ring is
     multiply   1 warp    scales to tensor memory, both halves | the next step ...
     write      4 warps                                        tile 0: SwiGLU, rounding, stores | tile 1 ...
 
-Product 1: the first half is the gate of 128 channels, the second is up of the same ones. So a thread has gate and up of
-a channel, and the CTA a whole group of 128 hidden values, which it rounds. Product 2: 256 channels of the
-output. With two accumulators per half (N up to 64) a tile is written while the next one is multiplied.
+In product 1 the first half is the gate of 128 channels, the second is up of the same channels. So a thread has gate and
+up of a channel, and the CTA has a whole group of 128 hidden values, which it rounds. In product 2 a tile is 256 output
+channels. With two accumulators per half (N up to 64) a tile is written while the next one is multiplied.
 
 Recipes (formats.py). MXFP4 weights, an E8M0 byte for 32 columns, times e4m3 with one for 32 or for 128, stored four
 times: kind mxf8f6f4. NVFP4 times NVFP4, an E4M3 byte for 16 columns: kind mxf4nvf4; the scale of a tensor multiplies
@@ -24,7 +24,7 @@ scales          12 W STAGES  bytes [128, 4 W] of stage s: activations (N rows) a
                              (W: WORDS)
 
 shared memory   bytes of a stage    holds
-w               32768 / W           E2M1 [256, 128]; beside e4m3, 16 of them have 8 bytes and a gap of 8, by TMA
+w               32768 / W           E2M1 [256, 128]; with e4m3 x, TMA stores 16 of them as 8 bytes and a gap of 8
 w_scales        1024 W              atoms of both halves
 x               128 N / W           [N, 128]
 x_scales        512 W               atoms
@@ -62,7 +62,7 @@ from dsv4.moe.kernels.sm100.tiles import (
 
 @gluon.jit
 def atom_of(first, begin, expert, N: gl.constexpr):
-    """Where the scales of a tile's rows are. The experts before this one have at most begin // N + expert tiles."""
+    """Return where the scales of a tile's rows are. Experts before this one have at most begin // N + expert tiles."""
     return begin // N + expert + (first - begin) // N
 
 
@@ -109,7 +109,7 @@ def moe_product_sm100(
     w_desc, w_scales_desc, x_desc, x_scales_desc, rows, weights, out, FIRST: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr, EXPERTS: gl.constexpr, RECIPE: gl.constexpr, WARP_REGS: gl.constexpr = 64,
 ):  # fmt: skip
-    """EXPERTS: a power of two, at least as many as there are and 32."""
+    """Compute one product. EXPERTS: a power of two, at least as many as there are and 32."""
     launch_dependents()
     A: gl.constexpr = 2 if N <= 64 else 1
     WORDS: gl.constexpr = words_of(RECIPE)
@@ -119,7 +119,7 @@ def moe_product_sm100(
     x_scales = gl.allocate_shared_memory(gl.uint8, [STAGES, 2 * WORDS, 256], x_scales_desc.layout)
     ends = gl.allocate_shared_memory(gl.int32, [EXPERTS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     acc = allocate_tensor_memory(gl.float32, [2 * A, HALF, N], TensorMemoryLayout([HALF, N], col_stride=1))
-    # Four columns to an atom; there is no type for scales of several stages.
+    # An atom has four columns; Gluon has no type for scales of several stages.
     COLUMNS: gl.constexpr = TensorMemoryLayout([ATOM, 4 * WORDS], col_stride=1)
     scales = allocate_tensor_memory(gl.int32, [3 * STAGES, ATOM, 4 * WORDS], COLUMNS)
     ready = new_barriers(STAGES)

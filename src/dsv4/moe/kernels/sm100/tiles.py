@@ -1,5 +1,5 @@
-"""What a CTA does to one tile of a product of the experts on sm_100a: loads, products, what is written. products.py has
-the charts; its kernel and the one in mega.py say which tiles and when."""
+"""Work of a CTA on one tile of a product of the experts on sm_100a: loads, products, stores. products.py has the
+charts; its kernel and the one in mega.py determine which tiles and when."""
 
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryScalesLayout,
@@ -12,7 +12,7 @@ from dsv4.kernels.ring import Barriers, next_stage
 from dsv4.moe.kernels.rows import words_of
 from dsv4.moe.kernels.schedule import scale_of, swiglu
 
-HALF = gl.constexpr(128)  # rows of weights to an accumulator
+HALF = gl.constexpr(128)  # rows of weights per accumulator
 STEP = gl.constexpr(128)  # columns
 ATOM = gl.constexpr(128)  # rows whose scales lie together
 E2M1 = gl.constexpr("{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1; cvt.u32.u8 $0, pair; }")
@@ -21,7 +21,7 @@ E2M1_TYPES = gl.constexpr("=r,f,f")
 
 @aggregate
 class Stages:
-    """The ring: four buffers to a stage."""
+    """The ring, with four buffers per stage."""
 
     w: Value
     w_scales: Value
@@ -33,7 +33,7 @@ class Stages:
 
 @aggregate
 class Accumulators:
-    """Tensor memory."""
+    """Accumulators and scales in tensor memory."""
 
     acc: Value
     scales: Value
@@ -53,10 +53,10 @@ class Operands:
 
 @gluon.jit
 def load_tile(operands, stages, stage, place, first, atom, steps, atoms, WORDS: gl.constexpr):
-    """All columns of the weights at ``place`` and of N rows of activations from ``first`` on, whose scales are in
+    """Load all columns of the weights at ``place`` and of N rows of activations from ``first`` on, whose scales are in
     ``atom`` of ``atoms`` -> the next stage."""
     N: gl.constexpr = stages.x.shape[1]
-    BYTES: gl.constexpr = 2 * HALF * STEP // 2 + N * STEP // WORDS + 3 * 512 * WORDS  # of weights those without gaps
+    BYTES: gl.constexpr = 2 * HALF * STEP // 2 + N * STEP // WORDS + 3 * 512 * WORDS  # weights count without gaps
     for step in range(steps):
         stages.free.wait(stage.index, stage.phase)
         ready = stages.ready.at(stage.index)
@@ -72,13 +72,13 @@ def load_tile(operands, stages, stage, place, first, atom, steps, atoms, WORDS: 
 
 @gluon.jit
 def as_rows(atoms, WORDS: gl.constexpr):
-    """Atoms [2 WORDS, 256 bytes] seen as scales [128 rows, 4 WORDS]."""
+    """View atoms [2 WORDS, 256 bytes] as scales [128 rows, 4 WORDS]."""
     return atoms.reshape((WORDS, 32, 4, 4)).permute((2, 1, 0, 3)).reshape((128, 4 * WORDS))
 
 
 @gluon.jit
 def multiply_tile(stages, stage, accs, turn, steps, WORDS: gl.constexpr):
-    """-> the next stage."""
+    """Multiply all steps of a tile -> the next stage."""
     SCALES: gl.constexpr = TensorMemoryScalesLayout()
     SCALE: gl.constexpr = gl.float8e4nv if WORDS == 2 else gl.uint8
     X: gl.constexpr = "e2m1" if WORDS == 2 else "e4m3"
@@ -105,7 +105,7 @@ def multiply_tile(stages, stage, accs, turn, steps, WORDS: gl.constexpr):
 
 @gluon.jit
 def halves_of_tile(accs, turn, weights, expert, block, RECIPE: gl.constexpr):
-    """The accumulators of a tile as bf16; they may be written again."""
+    """Return the accumulators of a tile as bf16; the accumulators may then be overwritten."""
     accs.ready.wait(turn.index, turn.phase)
     low = accs.acc.index(2 * turn.index).load()
     high = accs.acc.index(2 * turn.index + 1).load()
@@ -120,13 +120,13 @@ def halves_of_tile(accs, turn, weights, expert, block, RECIPE: gl.constexpr):
 
 @gluon.constexpr_function
 def written_layout():
-    """[128 channels, tokens]: 16 neighbouring channels to a thread."""
+    """Layout of [128 channels, tokens], with 16 neighbouring channels per thread."""
     return gl.BlockedLayout([16, 1], [8, 4], [1, 4], [0, 1])
 
 
 @gluon.jit
 def in_words(bytes, WORDS: gl.constexpr):
-    """int32 [4 WORDS, N], four bytes to a word, the first lowest."""
+    """Pack int32 [4 WORDS, N], four bytes to a word, the first lowest."""
     N: gl.constexpr = bytes.shape[1]
     four = bytes.reshape((WORDS, 4, N))
     j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, four.type.layout)))
@@ -135,7 +135,7 @@ def in_words(bytes, WORDS: gl.constexpr):
 
 @gluon.jit
 def quantized(h, RECIPE: gl.constexpr):
-    """fp32 [128 channels, N] -> (codes [128 or 64 bytes, N], scales as int32 words [1 or 2, N])."""
+    """Quantize fp32 [128 channels, N] -> (codes [128 or 64 bytes, N], scales as int32 words [1 or 2, N])."""
     N: gl.constexpr = h.shape[1]
     if RECIPE == "nvfp4":
         groups = h.reshape((8, 16, N))
@@ -157,7 +157,7 @@ def quantized(h, RECIPE: gl.constexpr):
 
 @gluon.jit
 def write_hidden(gate, up, block, first, stop, atom, rows, out, RECIPE: gl.constexpr):
-    """SwiGLU of bf16 [128, N] as codes with scales, for the rows up to ``stop``."""
+    """Write SwiGLU of bf16 [128, N] as codes with scales, for the rows up to ``stop``."""
     L: gl.constexpr = written_layout()
     N: gl.constexpr = gate.shape[1]
     row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
@@ -171,7 +171,7 @@ def write_hidden(gate, up, block, first, stop, atom, rows, out, RECIPE: gl.const
     LC: gl.constexpr = codes.type.layout
     row = first + gl.arange(0, N, layout=gl.SliceLayout(0, LC))
     byte = block * BYTES + gl.arange(0, BYTES, layout=gl.SliceLayout(1, LC))
-    line = out.width // (WORDS * 64) * 64  # which says to the compiler that 16 bytes can be written at once
+    line = out.width // (WORDS * 64) * 64  # so the compiler knows that 16 bytes can be written at once
     at = (row.to(gl.int64) * line)[None, :] + byte[:, None]
     gl.store(out.ptr + at, codes, mask=(row < stop)[None, :])
     LW: gl.constexpr = words.type.layout
@@ -184,7 +184,7 @@ def write_hidden(gate, up, block, first, stop, atom, rows, out, RECIPE: gl.const
 
 @gluon.jit
 def write_slots(y, channel, line, there, out):
-    """128 channels of the outputs of slots, bf16 [128, N], each to its line, counted in eights: in 16 bytes."""
+    """Write 128 channels of slot outputs, bf16 [128, N], each to its line, counted in eights, as 16-byte stores."""
     L: gl.constexpr = written_layout()
     column = channel + gl.arange(0, HALF, layout=gl.SliceLayout(1, L))
     gl.store(out.ptr + (line * 8)[None, :] + column[:, None], gl.convert_layout(y, L), mask=there[None, :])

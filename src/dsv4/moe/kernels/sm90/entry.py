@@ -1,4 +1,4 @@
-"""moe on sm_90a: the products by the kernel in products.py, the rest by the shared ones."""
+"""moe on sm_90a: the kernel in products.py computes the products, the shared kernels the rest."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ RECIPES = (("mxfp4", "fp8_128"),)  # weights, activations
 SHARED_BYTES = 204 << 10  # for stages; the rest is for exchanges between warps
 WIDE_BYTES = 64 << 10  # of decoded weights
 MOST_STAGES = 8  # more are not faster
-NARROW_ROWS = 8  # of activations to a tile: up to which there are four compute roles
+NARROW_ROWS = 8  # rows of activations per tile, up to which there are four compute roles
 
 
 class Tiling(NamedTuple):
-    """Rows of activations to a tile: w, and in a product of their own the rest."""
+    """Rows of activations per tile: w, and the rest in a separate product."""
 
     w: int
     rest: int = 0
 
 
-# Rows of an expert that are expected, up to -> tiling. Experts have more and fewer, and one row over a tile costs
-# another tile, so tiles of 16 and 32 rows are for fewer; those of 8 are not faster, but for a few tokens. Tiles of 128
-# have another kernel (wide.py), which is ahead where it saves tiles, and for many rows.
+# Most rows expected per expert -> tiling. Real experts have more and fewer rows, and one row over a tile costs
+# another tile, so tiles of 16 and 32 rows are for fewer; those of 8 are faster only for a few tokens. Tiles of 128
+# have another kernel (wide.py), which is faster where it saves tiles, and for many rows.
 TILINGS = (
     (1.5, Tiling(8)), (13.0, Tiling(16)), (24.0, Tiling(32)), (60.5, Tiling(64)), (100.0, Tiling(64, 32)),
     (134.0, Tiling(128)), (188.0, Tiling(64, 32)), (float("inf"), Tiling(128)),
@@ -42,7 +42,7 @@ TILINGS = (
 
 
 def supports(p: MoeProblem | RouteProblem) -> str | None:
-    """None, or why these kernels cannot run the problem."""
+    """Return None, or why these kernels cannot run the problem."""
     if isinstance(p, RouteProblem):
         return supports_route(p)
     if p.fused:
@@ -65,7 +65,7 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
     kernel = moe_products_wide_sm90 if wide else moe_products_sm90
     shape = dict(COMPUTE_REGS=240, LOAD_REGS=24) if wide else dict(W=w, REST=rest, **roles(w))
     stages = min((SHARED_BYTES - WIDE_BYTES * wide) // stage_bytes(w, rest), MOST_STAGES)
-    # A plan is for fewer tokens, too: it has room for what their tilings would need.
+    # A plan also serves fewer tokens, so it has room for what their tilings would need.
     heights = {sum(tiling) for _, tiling in TILINGS[: chosen + 1]}
     most_tiles = {height: min(slots, p.experts + slots // height) for height in heights}
     hidden = max(n * height for height, n in most_tiles.items())
@@ -74,7 +74,7 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
     found: list[Product] = []
 
     def multiply(product: Product) -> None:
-        """Both in one launch."""
+        """Launch both products at once."""
         found.append(product)
         if not product.first:
             tiles = most_tiles[w + rest] * sum(one.weights.blocks for one in found)
@@ -87,7 +87,7 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
 
 
 def roles(w: int) -> dict[str, int]:
-    """How many compute roles, and the registers of a thread that computes and of one that loads."""
+    """Return the number of compute roles, and the registers of a compute thread and of a load thread."""
     few = w <= NARROW_ROWS
     return dict(ROLES=4 if few else 2, COMPUTE_REGS=112 if few else 232, LOAD_REGS=32 if few else 40)
 
@@ -127,6 +127,6 @@ def _operands(weights: str, activations: str, product: Product, w: int, rest: in
 
 
 def _words(tiles: Slot, lines: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    """Tiles one after the other as lines of 256 words; `lines` of them are a tile."""
+    """View consecutive tiles as lines of 256 words; `lines` of them are a tile."""
     words = tiles.seen_as(lambda x: x.view(torch.int32).view(-1, 256))
     return TensorDescriptor(words, list(words.shape), [256, 1], [lines, 256], layout)

@@ -1,9 +1,9 @@
 """Tiles of few rows of activations on sm_90a: four compute roles, each with 64 rows of weights of every tile.
 
-A step is a chain of waits then: for codes, for what is decoded, for a product that the tensor core has done in no time.
-Two roles of 128 rows leave the multiprocessor idle beside it, and one token has too few tiles for all of them. A thread
+With so few rows, a step is a chain of waits: for codes, for decoding, for a product that the tensor core finishes at
+once. Two roles of 128 rows would leave the SM idle meanwhile, and one token has too few tiles for all SMs. A thread
 of wgmma has rows r and r + 8: in product 1 they are gate and up of one channel, so role G has channels 32 G to
-32 G + 31; in product 2 they are what lies there.
+32 G + 31; in product 2 they are the rows stored there.
 """
 
 from dsv4.kernels.compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
@@ -17,14 +17,14 @@ NARROW = gl.constexpr(4)  # roles
 
 @gluon.jit
 def by_eights(gate, up):
-    """Two [32, 4, 4, 2] -> [64, 4, 4, 2], eight rows of the one, then of the other."""
+    """Interleave two [32, 4, 4, 2] by eight rows -> [64, 4, 4, 2]."""
     both = gl.join(gate, up).reshape((4, 8, 4, 4, 2, 2))
     return both.permute((0, 5, 1, 2, 3, 4)).reshape((64, 4, 4, 2))
 
 
 @gluon.jit
 def gate_and_up(x):
-    """[64, N] -> two [32, N]: the inverse."""
+    """Split [64, N] into two [32, N], the inverse of by_eights."""
     N: gl.constexpr = x.shape[1]
     low, high = gl.split(x.reshape((4, 2, 8, N)).permute((0, 2, 3, 1)))
     return low.reshape((32, N)), high.reshape((32, N))
@@ -32,7 +32,7 @@ def gate_and_up(x):
 
 @gluon.jit
 def narrow_sums(stages, stage, steps, factors, G: gl.constexpr, FIRST: gl.constexpr):
-    """(sums of 64 rows of weights, the stage after the tile)."""
+    """Return (sums of 64 rows of weights, the stage after the tile)."""
     N: gl.constexpr = stages.x.shape[1]
     LA: gl.constexpr = gl.DotOperandLayout(0, product_layout(gl.num_warps(), N), 4)
     if FIRST:
@@ -66,7 +66,7 @@ def narrow_sums(stages, stage, steps, factors, G: gl.constexpr, FIRST: gl.conste
 
 @gluon.jit
 def write_narrow(sums, x, factors, columns, turn, amax, told, out, G: gl.constexpr, FIRST: gl.constexpr):
-    """What becomes of the sums of a tile (outputs.py). x: its numbers."""
+    """Write the sums of a tile (outputs.py). x: its numbers."""
     N: gl.constexpr = sums.shape[1]
     block, first, stop = number(x, 1), number(x, 2), number(x, 3)
     if FIRST:

@@ -1,4 +1,4 @@
-"""What becomes of the sums of a tile on sm_90a: hidden values as e4m3, or outputs of slots."""
+"""Epilogue of a tile on sm_90a: it writes the sums as e4m3 hidden values, or as outputs of slots."""
 
 from dsv4.kernels.compat import gl, gluon
 from dsv4.moe.kernels.schedule import scale_of, swiglu
@@ -11,7 +11,7 @@ TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 @gluon.constexpr_function
 def numbers_layout(warps):
-    """int32 [8]: every thread has all of them."""
+    """Layout of int32 [8], with all of them in every thread."""
     return gl.DistributedLinearLayout(
         reg_bases=[[1], [2], [4]], lane_bases=[[0]] * 5, warp_bases=[[0]] * (warps.bit_length() - 1), block_bases=[],
         shape=[8],
@@ -26,13 +26,13 @@ def number(x, i):
 
 @gluon.jit
 def rounded(x):
-    """fp32 -> the nearest bf16 as fp32. Two at a time: conversions of single numbers have a sixteenth of the rate."""
+    """Round fp32 to bf16, as fp32. Two at a time: conversions of single numbers have a sixteenth of the rate."""
     return gl.inline_asm_elementwise(BF16_PAIR, "=r,=r,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
 def row_pairs(x):
-    """Rows r and r + 8 of every 16 of x [64, N], which a thread has: two [32, N], of neighbouring channels
+    """Split x [64, N] into rows r and r + 8 of every 16, which one thread has: two [32, N], of neighbouring channels
     (formats.FRAGMENT). So a warp writes whole sectors of 32 bytes without an exchange between threads."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
@@ -42,14 +42,14 @@ def row_pairs(x):
 
 @gluon.jit
 def hidden_values(gate, up, weight, out):
-    """SwiGLU times the weight of the slot, rounded as the model rounds it."""
+    """Compute SwiGLU times the weight of the slot, rounded as the model does."""
     return rounded(swiglu(rounded(gate), rounded(up), weight, out.limit))
 
 
 @gluon.jit
 def write_hidden(h, amax, block, rows, place, scale_place, out, G: gl.constexpr):
-    """Store h as e4m3 with one scale per row of activations: so many of them, at their places. amax: the greatest of
-    128 values of each."""
+    """Store `rows` rows of h as e4m3 with one scale per row of activations, at their places. amax: the greatest of
+    128 values of each row."""
     LN: gl.constexpr = gl.SliceLayout(0, h.type.layout)
     M: gl.constexpr = h.shape[0]
     N: gl.constexpr = h.shape[1]
@@ -62,7 +62,7 @@ def write_hidden(h, amax, block, rows, place, scale_place, out, G: gl.constexpr)
     low, high = row_pairs((h * inverse[None, :]).to(gl.float8e4nv).to(gl.uint8, bitcast=True))
     pair = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
     L: gl.constexpr = pair.type.layout
-    channels = block * M + G * (M // 2) + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # by twos, as places
+    channels = block * M + G * (M // 2) + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # in pairs, as places are
     row = gl.arange(0, N, layout=gl.SliceLayout(0, L))
     at = ((place + row).to(gl.int64) * (out.width // 2))[None, :] + channels[:, None]
     gl.store(out.ptr.to(gl.pointer_type(gl.uint16), bitcast=True) + at, pair, mask=(row < rows)[None, :])
@@ -70,7 +70,7 @@ def write_hidden(h, amax, block, rows, place, scale_place, out, G: gl.constexpr)
 
 @gluon.jit
 def write_slots(sums, columns, channel, first, stop, out):
-    """64 channels of the outputs of slots, whose numbers columns has."""
+    """Write 64 channels of the outputs of slots, whose numbers are in `columns`."""
     M: gl.constexpr = sums.shape[0]
     N: gl.constexpr = sums.shape[1]
     low, high = row_pairs(sums)
@@ -78,7 +78,7 @@ def write_slots(sums, columns, channel, first, stop, out):
     L: gl.constexpr = pair.type.layout
     row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
     slot = columns.load(gl.SliceLayout(0, L))
-    columns = channel // 2 + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # by twos, as places
+    columns = channel // 2 + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # in pairs, as places are
     at = (slot.to(gl.int64) * (out.width // 2))[None, :] + columns[:, None]
     gl.store(out.ptr.to(gl.pointer_type(gl.uint32), bitcast=True) + at, pair, mask=(row < stop)[None, :])
 
@@ -93,7 +93,7 @@ def with_factors(sums, factors, PLACE: gl.constexpr):
 
 @gluon.jit
 def write_sums(sums, x, factors, columns, turn, amax, told, out, G: gl.constexpr, FIRST: gl.constexpr):
-    """What becomes of the sums of a tile: of 64 of its rows 0-127 by parts, then of 64 of rows 128-255. x: its
+    """Write the sums of a tile: those of 64 of its rows 0-127 by parts, then of 64 of rows 128-255. x: its
     numbers."""
     M: gl.constexpr = sums[0].shape[0]
     W: gl.constexpr = sums[0].shape[1]

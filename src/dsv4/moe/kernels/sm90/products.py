@@ -2,26 +2,26 @@
 columns.
 
 A tile is 256 rows of weights of one expert and N rows of activations; its products are sums over all columns (sums.py).
-Product 1: rows 0-127 are the gate of 128 channels, rows 128-255 are up of the same ones; so a tile has a whole group of
-128 hidden values, which are rounded to e4m3 with one scale; each compute role has 64 of them, and tells the other its
-maxima (outputs.py). Product 2: 256 channels of the output.
+In product 1 rows 0-127 are the gate of 128 channels, rows 128-255 are up of the same channels. So a tile has a whole
+group of 128 hidden values, which are rounded to e4m3 with one scale. Each compute role has 64 of them, and shares its
+maxima with the other (outputs.py). In product 2 a tile is 256 output channels.
 
-CTAs take tiles by tickets, those of product 1 first, of one expert one after the other; of two tiles with the same
-weights the second finds them in L2. A tile of product 2 waits until the tiles of product 1 of its expert are written:
-those have lower tickets, so they are complete or in the hands of CTAs that do not wait (kernels/signals.py). Every tile
-of rows has a place of its own in the hidden values, so a copy of a whole tile reads those of no other expert, which may
-not be there::
+CTAs take tiles by tickets, those of product 1 first, those of one expert one after the other; the second of two tiles
+with the same weights finds them in L2. A tile of product 2 waits until the tiles of product 1 of its expert are
+written: those have lower tickets, so they are complete or owned by CTAs that do not wait (kernels/signals.py). Every
+tile of rows has its own place in the hidden values, so a copy of a whole tile reads none of another expert's, which may
+not be complete::
 
     load        tile 0, step 0 | step 1 | ... | tile 1, step 0 ...           one warp, TMA, as far ahead as the ring is
     compute 0   rows 0-63 and 128-191 of every tile
     compute 1   the other 128 rows: it decodes while the tensor core works for compute 0
-    or four of them, with 64 rows each, where tiles have few rows of activations (narrow.py)
+    or four roles, with 64 rows each, if tiles have few rows of activations (narrow.py)
 
 shared memory   bytes of a stage    holds
 values          16384               FP4 [256 rows, 4 groups, 16 bytes]
 offsets         1024                E8M0 bytes [256 rows, 4 groups]
 x               128 W               e4m3 [W, 128], with the 128-byte swizzle: the first W rows of activations
-rest            128 REST            the same of the other ones, if there are any; N = W + REST
+rest            128 REST            the same for the other rows, if any; N = W + REST
 x_scales        4 max(N, 32)        fp32, N of them used
 
 shared memory   bytes of a tile     holds, for two tiles
@@ -36,7 +36,7 @@ ends            4 EXPERTS           int32: tiles of rows of activations up to ea
 barrier         arrives     count   waits       means
 ready[s]        TMA         1       compute     stage s is filled: load expects the bytes of all copies
 free[s]         compute     ROLES   load        stage s has been read, and its products are complete
-known[t]        load, TMA   1       compute     what is known of a tile is there
+known[t]        load, TMA   1       compute     the description of a tile is complete
 done[t]         compute     ROLES   load        it has been read
 told            compute     ROLES   compute     all have written their maxima of a tile
 """
@@ -50,20 +50,20 @@ from dsv4.moe.kernels.sm90.narrow import NARROW, narrow_sums, write_narrow
 from dsv4.moe.kernels.sm90.outputs import number, numbers_layout, write_sums
 from dsv4.moe.kernels.sm90.sums import ROWS, STEP, Stages, bases, tile_sums
 
-FEW = gl.constexpr(32)  # rows of activations: a tile with no more multiplies no more
+FEW = gl.constexpr(32)  # rows of activations: a tile with at most this many multiplies only these
 
 
 @gluon.constexpr_function
 def scales_width(n):
-    """Scales that a copy brings, a power of two: 128 bytes at least, as copies begin at multiples of that in shared
-    memory."""
+    """Return the scales that a copy loads, a power of two: at least 128 bytes, as copies begin at multiples of 128 in
+    shared memory."""
     return max(1 << (n - 1).bit_length(), 32)
 
 
 @aggregate
 class Tiles:
-    """What is known of two tiles. Loads from global memory would hold up whoever computes: the warp that loads is ahead
-    of them."""
+    """Descriptions of two tiles. Loads from global memory would stall the compute roles, so the load warp, which runs
+    ahead, does them."""
 
     numbers: Value
     factors: Value
@@ -74,7 +74,7 @@ class Tiles:
 
 @gluon.jit
 def scale_shift(begin, expert):
-    """TMA reads 16 bytes at multiples of 16: the scales of every expert begin at a multiple of 4."""
+    """Return the shift that puts an expert's scales at a multiple of 4: TMA reads 16 bytes at multiples of 16."""
     return (begin + 3) // 4 * 4 + 4 * expert - begin
 
 
@@ -93,7 +93,7 @@ class Operands:
 
 @gluon.jit
 def write_tile(tiles, at, expert, block, first, stop, place, rows, N: gl.constexpr, FIRST: gl.constexpr):
-    """What the computing warps have to know of a tile, but for its factors. place: which tile of rows it is."""
+    """Write what the compute warps need to know of a tile, except its factors. place: which tile of rows it is."""
     COLUMNS: gl.constexpr = tiles.columns.shape[1]
     n = gl.arange(0, 8, layout=numbers_layout(gl.num_warps()))
     x = gl.where(n == 0, expert, gl.where(n == 1, block, gl.where(n == 2, first, stop)))
@@ -109,14 +109,14 @@ def write_tile(tiles, at, expert, block, first, stop, place, rows, N: gl.constex
 
 @gluon.jit
 def missing(word, wanted):
-    """> 0 until so many signals are there. All lanes look, and see the same."""
+    """Return > 0 until `wanted` signals have arrived. All lanes read, and see the same."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return wanted - gl.min(read_acquire(word + lane * 0, GPU), 0)
 
 
 @gluon.jit
 def load_weights(given, at, stages, stage, few, BYTES: gl.constexpr, LESS: gl.constexpr):
-    """The weights of one step, into a stage that BYTES fill, or LESS of them if few rows are used."""
+    """Load the weights of one step into a stage that BYTES fill, or LESS if few rows are used."""
     stages.free.wait(stage.index, stage.phase)
     ready = stages.ready.at(stage.index)
     if LESS < BYTES:
@@ -130,8 +130,8 @@ def load_weights(given, at, stages, stage, few, BYTES: gl.constexpr, LESS: gl.co
 
 @gluon.jit
 def row_tile_at(tile, ends, blocks):
-    """-> expert, block of weights, which tile of rows of all, which of the expert, and how many those are. Nothing is
-    read from global memory."""
+    """Return expert, block of weights, the tile of rows among all, among the expert's, and how many the expert has. It
+    reads nothing from global memory."""
     all_ends = ends.load(experts_layout(ends.shape[0], gl.num_warps()))
     done = all_ends * blocks <= tile
     before = gl.max(gl.where(done, all_ends, 0), 0)
@@ -147,8 +147,8 @@ def load_tile(
     tile, given, stages, stage, tiles, turn, ends, rows, signals, needed, ahead, REST: gl.constexpr,
     FIRST: gl.constexpr,
 ):  # fmt: skip
-    """-> the stage after it. needed: signals of a tile of rows of product 1. ahead: steps whose weights are asked for
-    before anything is read."""
+    """Load a tile -> the stage after it. needed: signals of a tile of rows of product 1. ahead: steps whose weights are
+    requested before anything is read."""
     W: gl.constexpr = stages.x.shape[1]
     N: gl.constexpr = W + REST
     BOX: gl.constexpr = REST if REST > 0 else min(W, 64)
@@ -183,7 +183,7 @@ def load_tile(
             early = some
             while missing(signals.hidden_ptr + expert, needed * parts) > 0:
                 pass
-        barrier()  # what lanes have seen, the one that issues copies has
+        barrier()  # what the lanes have observed, the lane that issues copies has too
         fence_async()
     for step in range(given.steps):
         if step >= early:
@@ -224,7 +224,7 @@ def load_role(given, REST: gl.constexpr, ROLES: gl.constexpr):
 @gluon.jit
 def compute_tile(stages, stage, tiles, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
                  FIRST: gl.constexpr, N: gl.constexpr, REST: gl.constexpr, ROLES: gl.constexpr):  # fmt: skip
-    """One tile, of whose first part of rows of activations N are used, and REST of its second -> the stage after it."""
+    """Compute one tile, with N used rows of activations in its first part and REST in its second -> the next stage."""
     factors = tiles.factors.index(turn.index).reshape([ROWS])
     columns = tiles.columns.index(turn.index)
     if ROLES == NARROW:
@@ -240,7 +240,7 @@ def compute_tile(stages, stage, tiles, turn, told_turn, amax, told, steps, out, 
 @gluon.jit
 def compute_some(stages, stage, tiles, rows, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
                  FIRST: gl.constexpr, REST: gl.constexpr, ROLES: gl.constexpr):  # fmt: skip
-    """The same, with all rows of activations, or with 32."""
+    """Compute one tile, with all rows of activations or with 32."""
     W: gl.constexpr = stages.x.shape[1]
     if W > FEW and rows <= FEW:
         stage = compute_tile(stages, stage, tiles, turn, told_turn, amax, told, steps, out, G, FIRST, FEW, 0, ROLES)
@@ -256,8 +256,8 @@ def numbers_of(tiles, turn):
 
 @gluon.jit
 def compute_role(given, G: gl.constexpr, REST: gl.constexpr, ROLES: gl.constexpr):
-    """Of two roles: rows 64 G to 64 G + 63 of both halves of every tile. Of four: narrow.py. The numbers of a tile are
-    read again behind its sums, which need the registers."""
+    """Compute, with two roles, rows 64 G to 64 G + 63 of both halves of every tile; with four, see narrow.py. The
+    numbers of a tile are read again after its sums, which need the registers."""
     stages, tiles, amax, told, sizes, hidden, slots, signals = given
     stage, turn = consumer_stage(), consumer_stage()
     told_turn = gl.to_tensor(0)
@@ -288,7 +288,7 @@ def moe_products_sm90(
     STAGES: gl.constexpr, EXPERTS: gl.constexpr, ROLES: gl.constexpr, COMPUTE_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
-    """EXPERTS: a power of two, at least as many as there are and 32."""
+    """Compute both products. EXPERTS: a power of two, at least as many as there are and 32."""
     launch_dependents()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values = gl.allocate_shared_memory(gl.int32, [STAGES, 16, 256], w13_desc.layout)
@@ -313,9 +313,9 @@ def moe_products_sm90(
     tiles = Tiles(numbers, factors, columns, known, done)
     wait_on_prior_grid()
     counts = rows_of_experts(rows, EXPERTS)
-    ticket = take(signals.ticket_ptr)  # while those loads are under way
+    ticket = take(signals.ticket_ptr)  # while those loads are in flight
     count = write_ends(ends, counts, W + REST)
-    # Triton 3.6 keeps what roles are given where the ticket was passed on, and orders neither after the other: a warp
+    # Triton 3.6 stores the arguments of roles where the ticket was passed on, and does not order the two: a warp
     # that reads its ticket late would read, and hand on, the count.
     barrier()
     first = Operands(w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, sizes.blocks1, sizes.steps1)

@@ -1,10 +1,10 @@
-"""FP4 weights times FP8 activations on sm_90a: the ring that both come through, decoding, and the sums of a tile.
+"""FP4 weights times FP8 activations on sm_90a: the ring that feeds both, decoding, and the sums of a tile.
 
 Weights are operand A of wgmma, decoded from FP4 to e4m3 in registers; activations are operand B. Rows of activations
-come in one part or in two, a product each: 96 of them are 64 and 32. One of two compute roles, per step of 128
+form one part or two, with a product each: 96 rows are 64 and 32. One of two compute roles does, per step of 128
 columns::
 
-    tensor core            beside it
+    tensor core            meanwhile
                            a = FP4 -> e4m3 of 64 rows
     a x first part         b = FP4 -> e4m3 of 64 more rows
     a x rest               sums of the product before
@@ -14,8 +14,8 @@ columns::
 
     sums += products * scale of the row of activations (fp32; the tensor core keeps about 14 bits)
 
-At most two products have registers at a time: each wait names the sums of the product before, or the compiler would put
-all of them off to the end of the step, and spill.
+At most two products hold registers at a time: each wait names the sums of the product before, or the compiler would
+defer all of them to the end of the step, and spill.
 
 Four e4m3 bytes of {0, .5, 1, 1.5} and of {2, 3, 4, 6}, times the group's power of two, are two words, `low` and `high`;
 `prmt` picks one byte per value by its three bits of magnitude, and signs are or-ed in. Weights lie so (formats.py) that
@@ -26,7 +26,7 @@ activations lie in the order of formats.POSITIONS.
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, reinterpret_as, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.ring import Barriers, next_stage
 
-ROWS = gl.constexpr(256)  # of weights to a tile
+ROWS = gl.constexpr(256)  # rows of weights per tile
 STEP = gl.constexpr(128)  # columns
 DECODE = gl.constexpr("""{ .reg .b32 sel, up, w4, p0, p1;
 and.b32 sel, $2, 0x77777777; prmt.b32 p0, $3, $4, sel; shr.u32 up, sel, 16;
@@ -37,7 +37,7 @@ AS_BYTES = gl.constexpr("mov.b32 $0, $1;")
 
 @aggregate
 class Stages:
-    """The ring: five buffers to a stage."""
+    """The ring, with five buffers per stage."""
 
     values: Value
     offsets: Value
@@ -50,8 +50,8 @@ class Stages:
 
 @gluon.constexpr_function
 def operand_layout(warps):
-    """e4m3 [16 warps, 4 groups, 4 words of FP4, 2 halves, 4 bytes]: 16 bytes of FP4 of two rows to a thread, as operand
-    A of wgmma needs them."""
+    """Layout of e4m3 [16 warps, 4 groups, 4 words of FP4, 2 halves, 4 bytes]: 16 bytes of FP4 of two rows per thread,
+    as operand A of wgmma needs them."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0],
                    [8, 0, 0, 0, 0]],
@@ -63,7 +63,7 @@ def operand_layout(warps):
 
 @gluon.constexpr_function
 def words_layout(warps, rows):
-    """The words of FP4 [rows, 4 groups, 4 words]: 16 rows to a warp, or 8."""
+    """Layout of the words of FP4 [rows, 4 groups, 4 words], with 16 rows per warp, or 8."""
     if rows == 16 * warps:
         return gl.SliceLayout(3, gl.SliceLayout(4, operand_layout(warps)))
     return gl.DistributedLinearLayout(
@@ -79,7 +79,7 @@ def product_layout(warps, n):
 
 @gluon.jit
 def fetched(stages, at, PLACE: gl.constexpr, M: gl.constexpr):
-    """Rows M PLACE to M PLACE + M - 1 of a stage: words of codes [M, 4, 4], bytes of scales [M, 4]."""
+    """Load rows M PLACE to M PLACE + M - 1 of a stage: words of codes [M, 4, 4], bytes of scales [M, 4]."""
     L: gl.constexpr = words_layout(gl.num_warps(), M)
     PLAIN3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     PLAIN2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -90,8 +90,8 @@ def fetched(stages, at, PLACE: gl.constexpr, M: gl.constexpr):
 
 @gluon.jit
 def decoded(rows, base):
-    """Fetched rows as words of e4m3 [M, 4, 4], of values 0 to 3 and of values 4 to 7 of each word of codes.
-    base: of each row, the byte of offset 0."""
+    """Decode fetched rows to words of e4m3 [M, 4, 4], of values 0 to 3 and of values 4 to 7 of each word of codes.
+    base: the byte of offset 0, for each row."""
     w, o = rows
     L: gl.constexpr = w.type.layout
     o = gl.maximum(o - base[:, None], 1)  # groups of zeros may have any byte
@@ -105,7 +105,7 @@ def decoded(rows, base):
 
 @gluon.jit
 def as_e4m3(x):
-    """Decoded words [64, 4, 4, 2] as e4m3 [64, 128]: no instruction."""
+    """View decoded words [64, 4, 4, 2] as e4m3 [64, 128], without an instruction."""
     WARPS: gl.constexpr = gl.num_warps()
     M: gl.constexpr = 16 * WARPS
     L: gl.constexpr = operand_layout(WARPS)
@@ -117,7 +117,7 @@ def as_e4m3(x):
 
 @gluon.jit
 def operand(words, W: gl.constexpr):
-    """Decoded words as operand A."""
+    """Return decoded words as operand A."""
     LA: gl.constexpr = gl.DotOperandLayout(0, product_layout(gl.num_warps(), W), 4)
     return gl.convert_layout(as_e4m3(gl.join(words[0], words[1])), LA, assert_trivial=True)
 
@@ -129,7 +129,7 @@ def zeros(N: gl.constexpr):
 
 @gluon.jit
 def multiply(a, stages, at, PART: gl.constexpr, N: gl.constexpr, REST: gl.constexpr):
-    """Multiply by N rows of activations of the first part, or by REST of the second: issued, not waited for. a: decoded
+    """Issue the product with N rows of activations of the first part, or REST of the second, without a wait. a: decoded
     words."""
     if PART == 0:
         x = stages.x.index(at).slice(0, N).permute((1, 0))
@@ -141,7 +141,7 @@ def multiply(a, stages, at, PART: gl.constexpr, N: gl.constexpr, REST: gl.conste
 
 @gluon.jit
 def scale_of_part(stages, at, PART: gl.constexpr, N: gl.constexpr, REST: gl.constexpr):
-    """The scales of the rows of activations of a part."""
+    """Load the scales of the rows of activations of a part."""
     scales = stages.x_scales.index(at).reshape([stages.x_scales.shape[2]])
     if PART == 0:
         return scales.slice(0, N).load(gl.SliceLayout(0, product_layout(gl.num_warps(), N)))
@@ -152,9 +152,9 @@ def scale_of_part(stages, at, PART: gl.constexpr, N: gl.constexpr, REST: gl.cons
 
 @gluon.jit
 def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, N: gl.constexpr, REST: gl.constexpr):
-    """(sums of 64 of rows 0-127 by parts, then of 64 of rows 128-255; stage after the tile). N rows of activations of
-    the first part are used, and REST of the second. Loads from shared memory are slow beside products, so all come
-    before them."""
+    """Return (sums of 64 of rows 0-127 by parts, then of 64 of rows 128-255; stage after the tile). N rows of
+    activations of the first part are used, and REST of the second. Loads from shared memory are slow compared with
+    products, so all precede them."""
     USED: gl.constexpr = 2 if REST > 0 else 1
     sums = ()
     for unit in gl.static_range(2 * USED):
@@ -188,6 +188,6 @@ def tile_sums(stages, stage, steps, base0, base1, G: gl.constexpr, N: gl.constex
 
 @gluon.jit
 def bases(factors, PLACE: gl.constexpr, M: gl.constexpr):
-    """The byte of offset 0 for M rows of a tile. A factor is 2^(base - 133); the offset of byte `base` is 12."""
+    """Return the byte of offset 0 for M rows of a tile. A factor is 2^(base - 133); byte `base` has offset 12."""
     LB: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout(gl.num_warps(), M)))
     return (factors.slice(PLACE * M, M).load(LB) >> 23) - 6

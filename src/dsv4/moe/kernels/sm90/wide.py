@@ -1,29 +1,29 @@
 """Both products of the experts on sm_90a for many rows of activations: weights are decoded once, into shared memory.
 
-A tile is 128 rows of activations, operand A of wgmma, and 256 rows of weights of one expert, operand B. Both come from
-shared memory, so a product does not hold up the warps that issue it: they decode weights of the next step beside it.
+A tile is 128 rows of activations, operand A of wgmma, and 256 rows of weights of one expert, operand B. Both are in
+shared memory, so a product does not stall the warps that issue it: they decode weights of the next step meanwhile.
 Tickets, hidden values and the ring are those of products.py, and so are the sums of a token, bit for bit::
 
     load        tile 0, step 0 | step 1 | ... | tile 1, step 0 ...           one warp, TMA
     compute 0   rows of activations 0-63 of every tile: gate and up of 128 channels, or 256 channels of the output
     compute 1   rows 64-127; if there are none it only decodes
 
-    tensor core, compute role G             beside it
+    tensor core, compute role G             meanwhile
     x times rows 128 G to 128 G + 127       the first 64 of these rows of the next step: FP4 -> e4m3
                                             sums; the tensor core works for the other role
     x times the other 128 rows              the other 64
                                             sums
 
-A role begins with the rows that it has decoded itself, so it waits for the other role in the middle of a step only.
+A role begins with the rows that it has decoded itself, so it waits for the other role only in the middle of a step.
 
 shared memory   bytes               holds
-stages          34304 a stage       what products.py has in them, W = 128
+stages          34304 a stage       the same as in products.py, W = 128
 slots           32768, two of them  e4m3 [256, 128], decoded weights, with the 128-byte swizzle
 
 barrier         arrives     count   waits       means
 ready[s]        TMA         1       compute     stage s is filled
 free[s]         compute     2       load        stage s has been read
-known[t]        load, TMA   1       compute     what is known of a tile is there
+known[t]        load, TMA   1       compute     the description of a tile is complete
 done[t]         compute     2       load        it has been read
 filled[2 i+g]   compute g   1       the other   slot i has the weights of a step that role g decodes
 unused[i]       compute     2       compute     products with slot i are complete
@@ -47,10 +47,10 @@ from dsv4.moe.kernels.sm90.outputs import hidden_values, number
 from dsv4.moe.kernels.sm90.products import Operands, Tiles, load_role, numbers_of
 from dsv4.moe.kernels.sm90.sums import ROWS, STEP, Stages, bases, decoded, fetched, zeros
 
-WIDTH = gl.constexpr(128)  # rows of activations to a tile
-HALF = gl.constexpr(128)  # rows of weights to a product
-M = gl.constexpr(64)  # rows of activations to a role
-SLOTS = gl.constexpr(2)  # of decoded weights
+WIDTH = gl.constexpr(128)  # rows of activations per tile
+HALF = gl.constexpr(128)  # rows of weights per product
+M = gl.constexpr(64)  # rows of activations per role
+SLOTS = gl.constexpr(2)  # slots of decoded weights
 TO_E4M3 = gl.constexpr("""{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
 cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }""")
 TO_BF16 = gl.constexpr("""{ .reg .b32 low, high; cvt.rn.bf16x2.f32 low, $2, $1; cvt.rn.bf16x2.f32 high, $4, $3;
@@ -59,7 +59,7 @@ mov.b64 $0, {low, high}; }""")
 
 @gluon.jit
 def decode(rows, slot, base, PLACE: gl.constexpr):
-    """64 fetched rows as e4m3 (sums.py says how), into their place. base: of each row, the byte of offset 0."""
+    """Store 64 fetched rows as e4m3 (see sums.py) in their place. base: the byte of offset 0, for each row."""
     to = reinterpret_as(slot, gl.int32, [ROWS, STEP // 4], gl.NVMMASharedLayout(128, 32, rank=2))
     low, high = decoded(rows, base)
     to.slice(64 * PLACE, 64).store(gl.join(low, high).permute((0, 2, 3, 1)).reshape((64, STEP // 4)))
@@ -67,8 +67,8 @@ def decode(rows, slot, base, PLACE: gl.constexpr):
 
 @gluon.jit
 def multiply(x, slot, product, PART: gl.constexpr):
-    """Begin the product with half of the weights. A wait that names the sums of the one before keeps the compiler from
-    putting those off."""
+    """Issue the product with half of the weights. The wait names the sums of the previous product, so that the compiler
+    does not defer those."""
     w = slot.slice(HALF * PART, HALF).permute((1, 0))
     return warpgroup_mma(x, w, product, use_acc=False, is_async=True)
 
@@ -76,7 +76,7 @@ def multiply(x, slot, product, PART: gl.constexpr):
 @gluon.jit
 def step(given, stage, place, sums, base, G: gl.constexpr, MINE: gl.constexpr, NEXT: gl.constexpr):
     """Multiply the weights of a slot by the activations of a stage, and decode those of the next stage, if there is one
-    (NEXT), into the next slot. -> the sums of the rows of weights that this role decodes, those of the others, the last
+    (NEXT), into the next slot -> the sums of the rows of weights that this role decodes, those of the others, the last
     product."""
     stages, slots, filled, unused = given
     after, to = next_stage(stage, stages.values.shape[0]), next_stage(place, SLOTS)
@@ -116,9 +116,9 @@ def step(given, stage, place, sums, base, G: gl.constexpr, MINE: gl.constexpr, N
 
 @gluon.jit
 def tile_sums(given, stage, place, steps, factors, G: gl.constexpr, MINE: gl.constexpr):
-    """(sums of rows of weights 0-127, of rows 128-255; stage and place after the tile). Not MINE: only decode. With two
-    steps to a round, which saves barriers, it needs 6 % more time, probably because instructions do not stay in a
-    cache."""
+    """Return (sums of rows of weights 0-127, of rows 128-255; stage and place after the tile). Not MINE: only decode.
+    Two steps per iteration, which would save barriers, need 6 % more time, probably because the instructions do not
+    stay in a cache."""
     stages, slots, filled, unused = given
     base = bases(factors, 2 * G, 64), bases(factors, 2 * G + 1, 64)
     sums = zeros(HALF), zeros(HALF), zeros(HALF)
@@ -137,8 +137,8 @@ def tile_sums(given, stage, place, steps, factors, G: gl.constexpr, MINE: gl.con
 
 @gluon.jit
 def fours(x):
-    """x [64, 128], places of 128 rows of weights -> four [64, 32], of neighbouring channels (formats.FRAGMENT), which a
-    thread has."""
+    """Split x [64, 128], places of 128 rows of weights, into four [64, 32] of neighbouring channels (formats.FRAGMENT),
+    which one thread has."""
     y = x.reshape((M, 8, 2, 4, 2)).permute((0, 1, 3, 4, 2))
     even, odd = gl.split(y)
     a, c = gl.split(even)
@@ -154,7 +154,7 @@ def with_factors(sums, factors, PLACE: gl.constexpr):
 
 @gluon.jit
 def write_hidden(h, block, rows, place, scale_place, out):
-    """Store h [64, 128] as e4m3 with one scale per row: so many of them, at their places."""
+    """Store `rows` rows of h [64, 128] as e4m3 with one scale per row, at their places."""
     exponent = scale_of(gl.max(gl.abs(h), 1))
     row = gl.arange(0, M, layout=gl.SliceLayout(1, h.type.layout))
     scale = (exponent << 23).to(gl.float32, bitcast=True)
@@ -164,27 +164,27 @@ def write_hidden(h, block, rows, place, scale_place, out):
     word = gl.inline_asm_elementwise(TO_E4M3, "=r,f,f,f,f", [a, b, c, d], dtype=gl.uint32, is_pure=True, pack=1)
     L: gl.constexpr = word.type.layout
     row = gl.arange(0, M, layout=gl.SliceLayout(1, L))
-    column = block * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))  # by fours
+    column = block * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))  # in fours
     at = ((place + row).to(gl.int64) * (out.width // 4))[:, None] + column[None, :]
     gl.store(out.ptr.to(gl.pointer_type(gl.uint32), bitcast=True) + at, word, mask=(row < rows)[:, None])
 
 
 @gluon.jit
 def write_slots(sums, columns, channel, first, stop, out):
-    """128 channels of the outputs of 64 slots, whose numbers columns has."""
+    """Write 128 channels of the outputs of 64 slots, whose numbers are in `columns`."""
     a, b, c, d = fours(sums)
     word = gl.inline_asm_elementwise(TO_BF16, "=l,f,f,f,f", [a, b, c, d], dtype=gl.uint64, is_pure=True, pack=1)
     L: gl.constexpr = word.type.layout
     row = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
     slot = columns.load(gl.SliceLayout(1, L))
-    column = channel // 4 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))  # by fours
+    column = channel // 4 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))  # in fours
     at = (slot.to(gl.int64) * (out.width // 4))[:, None] + column[None, :]
     gl.store(out.ptr.to(gl.pointer_type(gl.uint64), bitcast=True) + at, word, mask=(row < stop)[:, None])
 
 
 @gluon.jit
 def write_sums(sums0, sums1, x, factors, columns, out, G: gl.constexpr, FIRST: gl.constexpr):
-    """What becomes of the sums of a tile. x: its numbers."""
+    """Write the sums of a tile. x: its numbers."""
     block, first, stop = number(x, 1), number(x, 2) + M * G, number(x, 3)
     mine = columns.slice(M * G, M)
     part0, part1 = with_factors(sums0, factors, 0), with_factors(sums1, factors, 1)
@@ -199,7 +199,7 @@ def write_sums(sums0, sums1, x, factors, columns, out, G: gl.constexpr, FIRST: g
 
 @gluon.jit
 def compute_tile(given, stage, place, tiles, turn, steps, out, G: gl.constexpr, FIRST: gl.constexpr):
-    """-> stage and place after the tile."""
+    """Compute a tile -> stage and place after it."""
     x = numbers_of(tiles, turn)
     factors = tiles.factors.index(turn.index).reshape([ROWS])
     if number(x, 3) - number(x, 2) > M * G:
@@ -213,7 +213,7 @@ def compute_tile(given, stage, place, tiles, turn, steps, out, G: gl.constexpr, 
 
 @gluon.jit
 def compute_role(given, tiles, sizes, hidden, slots, signals, G: gl.constexpr):
-    """Rows 64 G to 64 G + 63 of every tile."""
+    """Compute rows 64 G to 64 G + 63 of every tile."""
     stage, turn, place = consumer_stage(), consumer_stage(), consumer_stage()
     tiles.known.wait(turn.index, turn.phase)
     x = numbers_of(tiles, turn)
@@ -235,7 +235,7 @@ def moe_products_wide_sm90(
     h_desc, h_scales_desc, rows, sizes, hidden, slots, signals, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
     COMPUTE_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
-    """EXPERTS: a power of two, at least as many as there are and 32."""
+    """Compute both products. EXPERTS: a power of two, at least as many as there are and 32."""
     launch_dependents()
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values = gl.allocate_shared_memory(gl.int32, [STAGES, 16, 256], w13_desc.layout)
@@ -255,7 +255,7 @@ def moe_products_wide_sm90(
     tiles = Tiles(numbers, factors, columns, known, done)
     wait_on_prior_grid()
     counts = rows_of_experts(rows, EXPERTS)
-    ticket = take(signals.ticket_ptr)  # while those loads are under way
+    ticket = take(signals.ticket_ptr)  # while those loads are in flight
     count = write_ends(ends, counts, WIDTH)
     barrier()  # as in products.py
     first = Operands(w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, sizes.blocks1, sizes.steps1)
