@@ -1,6 +1,6 @@
-"""Gradients of fmha: from a request to what the kernels of an architecture get. Shared by all architectures.
+"""Gradients of fmha, from a request to the arguments of an architecture's kernels. All architectures share this file.
 
-A varlen batch goes to the kernels as it is; by_sequence.py has the exception.
+The kernels get a varlen batch as it is; by_sequence.py has the exception.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from dsv4.kernels.softmax import LOG2E
 from dsv4.runtime.program import Program, Slot
 
 TILE = 128
-# P is at most 1 and dS is scaled by what bounds it: fp16 has no exponents to lose.
+# P is at most 1 and dS is scaled by its bound, so fp16 loses no exponents.
 FP16_P_SCALE = 2.0**14
 FP16_MOST = 2.0**14
 
 
 def supports(b: FmhaBackward) -> str | None:
-    """None, or why no kernel can run the problem."""
+    """Return None, or why no kernel can run the problem."""
     return "paged keys have no gradient" if b.forward.kind == "paged" else None
 
 
 class Sequences(NamedTuple):
-    """The starts of the sequences of a varlen batch, which goes to the kernels as a dense batch of one."""
+    """Starts of the sequences of a varlen batch, which the kernels get as a dense batch of one."""
 
     cu_q: Slot
     cu_k: Slot
-    longest_q: int  # tokens of a sequence, at most
+    longest_q: int  # most tokens of a sequence
     longest_k: int
 
     @property
@@ -51,9 +51,9 @@ class Sequences(NamedTuple):
 
 
 class Adding(NamedTuple):
-    """How CTAs add to sums of dQ and, where several have the same keys, of dK and dV."""
+    """How CTAs add to sums of dQ and, if several have the same keys, of dK and dV."""
 
-    pack: int  # query heads that go together as rows
+    pack: int  # query heads that are packed into rows
     splits: int  # parts of these rows
 
     def shares_keys(self, p: FmhaProblem) -> bool:
@@ -62,10 +62,10 @@ class Adding(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """What the kernels of an architecture get: a dense batch, the query heads of a KV head packed into its rows, all of
-    them unless results are added.
+    """Inputs of an architecture's kernels: a dense batch, with the query heads of a KV head packed into its rows, all
+    of them unless results are added.
 
-    Kernels that ask for it (by_tma) get q, dout and dq with two dimensions, tokens and pack, for the rows where TMA
+    Kernels that request it (by_tma) get q, dout and dq with two dimensions for the rows, tokens and pack, if TMA
     can pack them as it copies.
     """
 
@@ -83,7 +83,7 @@ class Packed:
     dv: Slot | None
     sequences: Sequences | None
     adding: Adding | None = None
-    sums: Slot | None = None  # then: fp32, zeroed, flat: whole tiles of 128 rows of dQ, then of dK and dV if shared
+    sums: Slot | None = None  # if added: fp32, zeroed, flat: whole tiles of 128 rows of dQ, then of dK and dV if shared
 
     batch = property(lambda self: self.q.shape[0])
     heads = property(lambda self: self.q.shape[1])
@@ -98,7 +98,7 @@ class Packed:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes by the names that the kernels use."""
+        """Return the sizes by the names that the kernels use."""
         p = self.p
         return dict(
             rows=self.rows, tokens=p.max_seqlen_q, keys=self.keys, group=self.pack,
@@ -112,8 +112,8 @@ FindAdding = Callable[[FmhaProblem, int, Sequences | None], Adding | None]
 
 
 def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels, find_adding: FindAdding | None = None) -> None:
-    """A batch of either kind, by kernels that take sequences. A gradient that they make instead of filling the one they
-    get must be 0 in rows of no sequence."""
+    """Add the launches for any batch, by kernels that support sequences. If they make a gradient instead of filling the
+    given one, it must be 0 in rows that belong to no sequence."""
     p = b.forward
     if p.kind == "dense":
         prepare_dense(b, program, kernels, find_adding=find_adding)
@@ -137,7 +137,7 @@ def prepare_at_once(b: FmhaBackward, program: Program, kernels: Kernels, find_ad
 
 
 def _prepare_clear(b: FmhaBackward, program: Program) -> None:
-    """Zeros in rows of a varlen batch that no sequence has; the others are written anyway."""
+    """Zero the rows of a varlen batch that no sequence has; the kernels write the others anyway."""
     p = b.forward
 
     def past(x: Slot | None, like: Slot, cu: Slot) -> Past:
@@ -158,10 +158,10 @@ def prepare_dense(
     sequences: Sequences | None = None,
     find_adding: FindAdding | None = None,
 ) -> None:
-    """find_adding: of kernels that pack rows by TMA and may add their results."""
+    """Add the launches of a dense batch. find_adding: of kernels that pack rows by TMA and may add their results."""
     p = b.forward
-    # No query sees the keys before the first window: they may hold NaN, and their gradient is 0. There are none behind:
-    # the last query sees the last key.
+    # No query sees the keys before the first window: they may hold NaN, and their gradient is 0. At the end there are
+    # none: the last query sees the last key.
     invisible = 0
     if sequences is None and p.left >= 0:
         invisible = min(max(0, p.max_seqlen_k - p.max_seqlen_q - p.left), p.max_seqlen_k)
@@ -187,7 +187,7 @@ def prepare_dense(
     if b.dq is None and b.dk is None and b.dv is None:
         return
     k, v = (addressable(program, x.transpose(1, 2)) for x in (k, v))
-    ds_scale = lse2  # or unread
+    ds_scale = lse2  # not read
     if p.q.dtype == torch.float16:
         ds_scale = program.workspace("ds_scale", (1,), torch.float32)
         program.compute(_find_ds_scale, ds_scale, dout, v, b.dlse, p.lse)
@@ -207,12 +207,12 @@ def prepare_dense(
 
 
 def row_tiles(rows: int, sequences: Sequences | None) -> int:
-    """The row tiles of a pair of sequence and KV head; in a varlen batch the most that there may be."""
+    """Return the row tiles of a pair of sequence and KV head; in a varlen batch, the most that there may be."""
     return -(-rows // TILE) if sequences is None else rows // TILE + sequences.count
 
 
 def rows_of_dq(program: Program, dq: Slot, sequences: Sequences | None) -> Slot:
-    """dq [B, Hkv, T, G, D] as [B, Hkv, R, D]: the same memory, or some that keep_dq copies from."""
+    """Return dq [B, Hkv, T, G, D] as [B, Hkv, R, D]: the same memory, or memory that keep_dq copies from."""
     b, heads, tokens, group, d = dq.shape
     if (merged := _merged(dq)) is not None:
         return merged
@@ -220,19 +220,19 @@ def rows_of_dq(program: Program, dq: Slot, sequences: Sequences | None) -> Slot:
 
 
 def keep_dq(program: Program, dq: Slot, rows: Slot) -> None:
-    """What rows_of_dq has made, when it is filled."""
+    """Copy what rows_of_dq made to dq, once it is filled."""
     if dq.index != rows.index:
         _copy_by_head(program, dq, rows.unflatten(2, (-1, dq.shape[3])))
 
 
 def sums_descriptor(sums: Slot) -> TensorDescriptor:
-    """The descriptor by which kernels add blocks to sums (round_sum.py)."""
+    """Return the descriptor with which kernels add blocks to sums (round_sum.py)."""
     lines = sums.view((sums.numel() // 32, 32), (32, 1))
     return TensorDescriptor(lines, list(lines.shape), [32, 1], [128, 32], gl.NVMMASharedLayout(128, 32))
 
 
 def prepare_round_sum(program: Program, x: Packed, grad: Slot, tiles: int, arguments: Any, **constants: Any) -> None:
-    """Sums to a gradient [B, H, T, pack, D]. tiles: of 128 rows."""
+    """Round sums to a gradient [B, H, T, pack, D]. tiles: of 128 rows."""
     to = grad if is_addressable(grad) else made_like(program, grad.shape, grad.dtype, x.sequences)
     out = GroupedGradient(to, *(stride // 8 for stride in to.stride()[:4]))
     program.launch(round_sum, (tiles * x.width // 32,), arguments | dict(out=out), **constants)
@@ -241,14 +241,14 @@ def prepare_round_sum(program: Program, x: Packed, grad: Slot, tiles: int, argum
 
 
 def _copy_by_head(program: Program, to: Slot, source: Slot) -> None:
-    """Copy in numbers of 8 bytes where both allow it: torch copies numbers of 2 bytes at a third of the speed."""
+    """Copy in words of 8 bytes if both tensors allow it: torch copies 2-byte elements at a third of the speed."""
     if is_addressable(to) and is_addressable(source):
         to, source = (x.bytes_as(torch.int64) for x in (to, source))
     program.copy(to, source)
 
 
 def made_like(program: Program, shape: tuple[int, ...], dtype: torch.dtype, sequences: Sequences | None) -> Slot:
-    """Memory for a gradient; of a varlen batch the kernels write the rows of its sequences only."""
+    """Return memory for a gradient; in a varlen batch the kernels write only the rows of its sequences."""
     made = program.workspace("gradient", shape, dtype)
     if sequences is not None:
         program.fill(made, 0)
@@ -256,8 +256,8 @@ def made_like(program: Program, shape: tuple[int, ...], dtype: torch.dtype, sequ
 
 
 def _rows(b: FmhaBackward, program: Program, dout: Slot, pack: int, sums: Slot | None) -> tuple[Slot, Slot, Slot]:
-    """fp32 [B, H, T * pack] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, dO . O. With
-    them the sums are zeroed."""
+    """Return fp32 [B, H, T * pack] each: the exponent to subtract (base 2), delta including the LSE's gradient, dO . O.
+    The same launch zeroes the sums."""
     p = b.forward
     out = addressable(program, p.out)
     rows = p.batch * p.max_seqlen_q * p.q_heads
@@ -265,7 +265,7 @@ def _rows(b: FmhaBackward, program: Program, dout: Slot, pack: int, sums: Slot |
     lse2, delta, plain = (program.workspace(name, shape, torch.float32) for name in ("lse2", "delta", "plain"))
     lse, dlse, sink = p.lse, b.dlse, p.sink
     assert lse is not None
-    sink, dlse = (lse if x is None else x for x in (sink, dlse))  # or unread
+    sink, dlse = (lse if x is None else x for x in (sink, dlse))  # not read if None
     arguments = dict(
         tensors=RowTensors(
             out_ptr=out,
@@ -300,12 +300,12 @@ def _sum_dsink(pack: int, dsink: Tensor, sink: Tensor, lse: Tensor, plain: Tenso
 
 
 def _by_head(x: Slot, group: int) -> Slot:
-    """[B, T, Hq, D] as [B, Hkv, T, G, D]."""
+    """View [B, T, Hq, D] as [B, Hkv, T, G, D]."""
     return x.unflatten(2, (-1, group)).transpose(1, 2)
 
 
 def _merged(x: Slot) -> Slot | None:
-    """[B, Hkv, T, G, D] as [B, Hkv, T * G, D], the same memory; None where there is no one stride for the rows."""
+    """View [B, Hkv, T, G, D] as [B, Hkv, T * G, D]; None if the rows have no single stride."""
     _, _, tokens, group, _ = x.shape
     if tokens > 1 and group > 1 and x.stride(2) != group * x.stride(3):
         return None
@@ -313,8 +313,8 @@ def _merged(x: Slot) -> Slot | None:
 
 
 def _packed(program: Program, x: Slot, group: int) -> Slot:
-    """[B, T, Hq, D] as [B, Hkv, T * G, D], for TMA; a copy where one stride for the packed rows does not
-    exist."""
+    """Return [B, T, Hq, D] as [B, Hkv, T * G, D], for TMA; a copy if the packed rows have no single
+    stride."""
     x = addressable(program, x)
     by_head = _by_head(x, group)
     if (merged := _merged(by_head)) is not None:
@@ -326,7 +326,7 @@ def _packed(program: Program, x: Slot, group: int) -> Slot:
 
 
 def is_addressable(x: Slot) -> bool:
-    """Whether TMA can address it."""
+    """Return whether TMA can address x."""
     *strides, last = x.strides
     return (
         last == 1
@@ -336,17 +336,17 @@ def is_addressable(x: Slot) -> bool:
 
 
 def addressable(program: Program, x: Slot) -> Slot:
-    """What TMA can address; else a copy."""
+    """Return x if TMA can address it, else a copy."""
     return x if is_addressable(x) else program.copied(x)
 
 
 def rows_box(x: Slot, rows: int) -> list[int]:
-    """The box of packed rows, which TMA packs where they have two dimensions."""
+    """Return the box of packed rows, which TMA packs if they have two dimensions."""
     return [1, 1, rows, 64] if x.ndim == 4 else [1, 1, rows // x.shape[3], x.shape[3], 64]
 
 
 def descriptor(x: Slot, block: list[int]) -> TensorDescriptor:
-    """The descriptor of an addressable tensor."""
+    """Return the descriptor of an addressable tensor."""
     strides = [stride if size > 1 else TILE for stride, size in zip(x.strides, x.shape)]
     layout = gl.NVMMASharedLayout(block[-1] * 2, 16, rank=len(block))
     return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block, layout)
@@ -355,7 +355,7 @@ def descriptor(x: Slot, block: list[int]) -> TensorDescriptor:
 def _find_ds_scale(ds_scale: Tensor, dout: Tensor, v: Tensor, dlse: Tensor | None, lse: Tensor) -> None:
     """Find the power of two that brings |dS| <= 2 |dO| |v| + |dL| near the top of fp16's range."""
     norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in (dout, v))
-    # Rows of no sequence and keys that no query sees may hold anything.
+    # Rows outside all sequences and keys that no query sees may hold anything.
     longest = [torch.where(norm.isfinite(), norm, 0).amax() for norm in norms]
     most = 2 * longest[0] * longest[1]
     if dlse is not None:

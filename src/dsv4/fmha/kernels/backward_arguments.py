@@ -1,4 +1,4 @@
-"""The arguments of FMHA's gradient kernels by group, as they hand them to their roles."""
+"""Arguments of FMHA's gradient kernels, grouped as kernels pass them to their roles."""
 
 from typing import NamedTuple
 
@@ -17,39 +17,39 @@ class Operands:
 
 @aggregate
 class Sizes:
-    """The sizes of one sequence and KV head."""
+    """Sizes of one sequence and KV head."""
 
     rows: Value  # packed query rows: tokens times group
     tokens: Value
     keys: Value
     group: Value
-    left: Value  # of the window
+    left: Value  # left side of the window
     right: Value
 
 
 @aggregate
 class GradientTile:
-    """What one CTA has to do: 128 packed rows, or keys, of one sequence and KV head, from `own` on."""
+    """Work of one CTA: 128 packed rows, or keys, of one sequence and KV head, from `own` on."""
 
     batch: Value
-    head: Value  # of the rows: a pack of query heads
+    head: Value  # head of the rows, a pack of query heads
     kv_head: Value
     own: Value
-    first_row: Value  # of the sequence in the tensors: 0 in a dense batch
+    first_row: Value  # first row of the sequence in the tensors: 0 in a dense batch
     first_key: Value
 
 
 @aggregate
 class Terms:
-    """The terms of the packed rows: the exponent to subtract and delta (backward_rows.py)."""
+    """Terms of the packed rows: the exponent to subtract and delta (backward_rows.py)."""
 
     lse2_ptr: Value
     delta_ptr: Value
 
 
 class GradientTensors(NamedTuple):
-    """The terms of the packed rows of all sequences (the exponent to subtract and delta); where the sequences of a
-    varlen batch begin."""
+    """Terms of the packed rows of all sequences (the exponent to subtract and delta), and the starts of the sequences
+    of a varlen batch."""
 
     any_alignment = ("cu_q_ptr", "cu_k_ptr")
 
@@ -60,20 +60,20 @@ class GradientTensors(NamedTuple):
 
 
 class GradientSizes(NamedTuple):
-    """The sizes of a sequence and KV head, or of all sequences (varlen)."""
+    """Sizes of a sequence and KV head, or of all sequences (varlen)."""
 
     rows: Value  # packed query rows: tokens times group
     tokens: Value
     keys: Value
     group: Value
-    left: Value  # of the window
+    left: Value  # left side of the window
     right: Value
     heads: Value  # packs of query heads
     sequences: Value
 
 
 class GradientScales(NamedTuple):
-    """What S is multiplied by before 2^S is taken, P and dS before they are rounded (fp16 only), dQ and dK."""
+    """Factors of S before 2^S is computed, of P and dS before they are rounded (fp16 only), of dQ and dK."""
 
     s: Value
     p: Value
@@ -82,18 +82,18 @@ class GradientScales(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Sums in fp32 that follow one another in memory (round_sum.py)."""
+    """Consecutive fp32 sums in memory (round_sum.py)."""
 
     ptr: Value
     count: Value
 
 
 class KeyParts(NamedTuple):
-    """The CTAs that have the same keys, and where they leave dK and dV (sm90/gradient_sums.py)."""
+    """The CTAs that share keys, and where they write dK and dV (sm90/gradient_sums.py)."""
 
     splits: Value  # parts of the rows
     packs: Value  # packs of query heads for each KV head
-    at_once: Value  # pairs of sequence and pack that go together
+    at_once: Value  # pairs of sequence and pack that are scheduled together
     dk_block: Value  # first blocks of the sums that they add to, in the memory of dQ's
     dv_block: Value
     ptr: Value  # deterministic: parts of all of dK, then those of dV
@@ -110,7 +110,7 @@ class GroupedGradient(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A gradient, and the strides of its sequences, heads and rows, in elements or, on sm_90a, in units of 8."""
+    """A gradient with the strides of its sequences, heads and rows, in elements or, on sm_90a, in units of 8."""
 
     ptr: Value
     batch: Value

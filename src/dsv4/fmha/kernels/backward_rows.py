@@ -1,13 +1,13 @@
-"""Per query row, once: delta = dO . O and the exponent that the gradient kernels subtract.
+"""Compute, once per query row, delta = dO . O and the exponent that the gradient kernels subtract.
 
-The kernels that follow know neither the sink nor the gradient of the LSE: both are in the two numbers of a row. With L
+The kernels that follow know neither the sink nor the gradient of the LSE: the two numbers of a row include both. With L
 the LSE (sink excluded) and L' = log(e^L + e^sink)::
 
     P  = 2^(s - lse2),  lse2 = L' / ln 2      +inf where the row sees nothing: P is 0 without a branch
     dS = P (dP - delta),  delta = dO . O - dL e^(L' - L)
 
-The last factor must stay finite, and its product with P, which is e^(s - L) dL, must not depend on the sink. So where
-dL is not 0 both stop at L' = L + 60: of a sink that is farther above the LSE, dO's own terms are e^-60 of their size
+The last factor must stay finite, and its product with P, which is e^(s - L) dL, must not depend on the sink. So if dL
+is not 0, both stop at L' = L + 60: with a sink that is farther above the LSE, dO's own terms are e^-60 of their size
 rather than less.
 
 lse2 is an fp32 number, so P is off by a factor of up to 2^(lse2 2^-23). From 2^28 on that is 2^32, and lse2 is NaN.
@@ -23,20 +23,20 @@ FARTHEST = gl.constexpr(60.0)
 
 @gluon.constexpr_function
 def row_layout(d):
-    """[rows, d] of 16-bit numbers, 16 bytes per thread, four warps."""
+    """Layout of [rows, d] of 16-bit numbers, with 16 bytes per thread and four warps."""
     lanes = min(d // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.jit
 def terms(dot, lse, sink, dlse):
-    """dO . O, LSE, sink (-inf: none) and the gradient of the LSE of some rows -> lse2, delta, dO . O or 0 where the row
-    sees nothing, and the sink's share of the softmax."""
+    """Compute from dO . O, LSE, sink (-inf: none) and the LSE's gradient of some rows -> lse2, delta, dO . O or 0 where
+    the row sees nothing, and the sink's share of the softmax."""
     empty = lse == -float("inf")
     plain = gl.where(empty, 0.0, dot)
     lse = gl.where(empty, 0.0, lse)
     over = sink - lse
-    # L' - L = log(1 + e^over), also where e^over is none
+    # L' - L = log(1 + e^over), also where e^over overflows
     small = gl.minimum(over, FARTHEST)
     beyond = gl.where(over > FARTHEST, over, gl.log2(1.0 + gl.exp2(small * LOG2E)) / LOG2E)
     near = gl.minimum(beyond, FARTHEST)
@@ -55,7 +55,7 @@ class RowTensors(NamedTuple):
     lse_ptr: Value
     dlse_ptr: Value
     sink_ptr: Value
-    lse2_ptr: Value  # what is made, from here on
+    lse2_ptr: Value  # outputs, from here on
     delta_ptr: Value
     plain_ptr: Value
     zero_ptr: Value  # fp32, or unused
@@ -90,14 +90,14 @@ class RowStrides(NamedTuple):
 
 @gluon.jit
 def backward_rows(tensors, sizes, strides, D: gl.constexpr, ROWS: gl.constexpr):
-    """One program: ROWS rows. A row is (sequence, token, head), heads fastest; results lie by (sequence, KV head,
-    token, head of the group). Strides of out and dout in units of 8 elements. plain: dO . O, for dsink."""
+    """Process ROWS rows. A row is (sequence, token, head), heads fastest; results lie by (sequence, KV head, token,
+    head of the group). Strides of out and dout are in units of 8 elements. plain: dO . O, for dsink."""
     L: gl.constexpr = row_layout(D)
     R: gl.constexpr = gl.SliceLayout(1, L)
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=R)
     column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
     there = row < sizes.rows
-    line = row // sizes.q_heads  # divided in 32 bits: in 64 it took longer than the reading
+    line = row // sizes.q_heads  # a 32-bit division: in 64 bits it took longer than the loads
     head = row - line * sizes.q_heads
     packed = head // sizes.group
     member = head - packed * sizes.group

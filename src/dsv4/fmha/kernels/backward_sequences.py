@@ -1,5 +1,5 @@
-"""Gradients of all sequences of a varlen batch by one launch: which tile of which sequence a CTA has, and what no
-sequence has."""
+"""Gradients of all sequences of a varlen batch in one launch: the tile of a CTA, and the rows that belong to no
+sequence."""
 
 from typing import NamedTuple
 
@@ -13,13 +13,13 @@ NOWHERE = gl.constexpr(1 << 30)
 
 @gluon.jit
 def tile_of(number, cu_ptr, sequences, unit, ROWS: gl.constexpr = 128):
-    """(sequence, first row of its tile) of tile `number`, of ROWS rows. Rows: `unit` for each token.
+    """Return (sequence, first row of its tile) of tile `number`, of ROWS rows. A token has `unit` rows.
 
-    The tiles of sequence i have the numbers from cu[i] * unit // ROWS + i on. That is not less than one past the last
-    number of the sequence before, so nothing has to be added up; a number without a tile lies past the end of
+    The tiles of sequence i have the numbers from cu[i] * unit // ROWS + i on. That is at least one past the last
+    number of the previous sequence, so no prefix sum is needed; a number without a tile lies past the end of
     its sequence.
     """
-    # Every warp has all 128: no exchange between warps.
+    # Every warp has all 128, so warps exchange nothing.
     L: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     begun = 0
     for start in range(0, sequences, 128):
@@ -33,8 +33,8 @@ def tile_of(number, cu_ptr, sequences, unit, ROWS: gl.constexpr = 128):
 
 @gluon.jit
 def sizes_of(seq, own, whole, cu_q_ptr, cu_k_ptr, KEYS: gl.constexpr):
-    """(first packed row, first key, sizes) of a sequence. Where `own`, a key with KEYS and else a row, lies past its
-    end, it has nothing to be multiplied with."""
+    """Return (first packed row, first key, sizes) of a sequence. If `own`, a key with KEYS and else a row, lies past
+    its end, it has nothing to multiply."""
     q_start, tokens, k_start, keys = packed_sequence(seq, cu_q_ptr, cu_k_ptr, whole.tokens, whole.keys)
     rows = tokens * whole.group
     if KEYS:
@@ -46,7 +46,7 @@ def sizes_of(seq, own, whole, cu_q_ptr, cu_k_ptr, KEYS: gl.constexpr):
 
 @gluon.jit
 def first_visible(sizes):
-    """The first key of the sequence that some query sees; those before may hold NaN."""
+    """Return the first key of the sequence that some query sees; those before may hold NaN."""
     return gl.minimum(gl.maximum(sizes.keys - sizes.tokens - sizes.left, 0), sizes.keys)
 
 
@@ -66,7 +66,7 @@ class Past(NamedTuple):
 
 @gluon.jit
 def clear_past(dq, dk, dv, D: gl.constexpr):
-    """Zeros in rows past the last sequence. Program (head, gradient, some of the rows)."""
+    """Zero the rows past the last sequence. Program (head, gradient, some of the rows)."""
     if gl.program_id(1) == 0:
         _clear(dq, D)
     elif gl.program_id(1) == 1:

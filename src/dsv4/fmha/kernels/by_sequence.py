@@ -1,8 +1,8 @@
-"""Gradients of a varlen batch by several calls, of neighbouring sequences that the chain takes together, or of one that
-is too long for that; cu_seqlens is read on the host.
+"""Gradients of a varlen batch by several calls. A call has neighbouring sequences that the chain accepts together, or
+one that is too long for that. The host reads cu_seqlens.
 
-The chain takes most batches as they are. Here go those without a bound on the lengths of their sequences, and those
-with sequences so long that their launches cost the host less than the GPU.
+The chain accepts most batches as they are. This file handles those without a bound on the lengths of their sequences,
+and those with sequences so long that their launches cost the host less time than the GPU.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from dsv4.runtime.program import Program
 
 
 def prepare_by_sequence(b: FmhaBackward, target: Target, program: Program, kernels: Kernels) -> None:
-    """A batch as it is; or the sequences of a varlen one, each a call of its own."""
+    """Add the launches for a batch as it is; or for the sequences of a varlen batch, in a call each."""
     if takes(b.forward):
         prepare_at_once(b, program, kernels)
     else:
@@ -48,18 +48,18 @@ def by_sequence(target: Target, b: FmhaBackward) -> None:
 
 
 class Run(NamedTuple):
-    """Sequences that lie end to end: where each begins, and the last ends."""
+    """Contiguous sequences: where each begins, and where the last ends."""
 
     q: list[int]
     k: list[int]
-    first: int  # number
+    first: int  # number of the first sequence
 
     def __len__(self) -> int:
         return len(self.q) - 1
 
 
 def runs(p: FmhaProblem) -> Iterator[Run]:
-    """All sequences, as many together as the chain takes; one alone only if it has queries and keys."""
+    """Yield all sequences, as many together as the chain accepts; one alone only if it has queries and keys."""
     starts = []
     for cu, size in ((p.cu_seqlens_q, p.q.shape[0]), (p.cu_seqlens_k, p.k.shape[0])):
         starts.append([min(max(x, 0), size) for x in cu.tolist()])

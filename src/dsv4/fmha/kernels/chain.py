@@ -1,12 +1,12 @@
-"""Gradients of fmha where accumulators for one kernel would not fit: P and dS to memory, then products.
+"""Gradients of fmha whose accumulators would not fit into one kernel: write P and dS to memory, then multiply.
 
-backward_scores       P and dS of a slab of heads (or of rows of one head), in the dtype, to memory
+backward_scores       writes P and dS of a slab of heads (or of rows of one head), in the dtype, to memory
 backward_products     dV = P^T dO, dK = dS^T Q, dQ = dS K
 
-These are five products of the size of the scores, as many as there must be; a slab holds 4 bytes per score. slabs.py
-says how the sequences of a varlen batch lie in it. cuBLAS multiplies up to 7 % faster without a mask, but needs a
-launch for each head or sequence and each range of rows, copies for a number of keys that is not a multiple of 8, and
-fp32 results to add: (4, 3, 806) causal at head dim 256 takes 25 launches and 1.5 ms with it, 3 and 0.3 without.
+These are five products of the size of the scores, the minimum; a slab holds 4 bytes per score. slabs.py describes
+how the sequences of a varlen batch lie in it. cuBLAS multiplies up to 7 % faster without a mask, but needs a
+launch for each head or sequence and each range of rows, copies if the number of keys is not a multiple of 8, and
+fp32 results to add: (4, 3, 806) causal at head dim 256 needs 25 launches and 1.5 ms with it, 3 and 0.3 ms without.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dsv4.kernels.compat import TensorDescriptor
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
-SLAB_BYTES = 1 << 30  # of P and dS together
+SLAB_BYTES = 1 << 30  # bytes of P and dS together
 
 
 @dataclass(frozen=True)
 class Slab:
-    """What one launch of each kernel covers: pairs (sequence, KV head) and packed rows of each."""
+    """The work of one launch of each kernel: pairs (sequence, KV head) and packed rows of each."""
 
     pairs: slice
     rows: slice
-    tiles: tuple[int, int] = (0, 0)  # varlen: where the first row tile of a sequence may be
+    tiles: tuple[int, int] = (0, 0)  # varlen: range of the first row tile of a sequence
 
     @property
     def size(self) -> tuple[int, int]:
@@ -44,7 +44,7 @@ class Slab:
 
 
 class Room(NamedTuple):
-    """The tiles of 128 rows, and of 128 keys, that P and dS of a KV head of a varlen batch have in a slab."""
+    """Tiles of 128 rows, and of 128 keys, that P and dS of a KV head of a varlen batch have in a slab."""
 
     rows: int  # all of them, or `window` and those of the longest sequence
     keys: int
@@ -52,7 +52,7 @@ class Room(NamedTuple):
 
     @staticmethod
     def find(group: int, tokens: int, sequences: int, longest_q: int, longest_k: int) -> Room | None:
-        """None: two sequences as long as the longest do not fit."""
+        """Return the room, or None if two sequences as long as the longest do not fit."""
         keys, longest = -(-longest_k // TILE), -(-longest_q * group // TILE)
         every = tokens * group // TILE + sequences
         fit = SLAB_BYTES // (4 * TILE * TILE * max(keys, 1))
@@ -62,16 +62,16 @@ class Room(NamedTuple):
 
 
 def takes(p: FmhaProblem) -> bool:
-    """Whether the chain takes the batch as it is."""
+    """Return whether the chain accepts the batch as it is."""
     return p.kind == "dense" or Room.find(p.group, p.q.shape[0], p.batch, p.max_seqlen_q, p.max_seqlen_k) is not None
 
 
 class Chain:
-    """Slab by slab: scores, then products."""
+    """The chain of launches: scores, then products, slab by slab."""
 
     scores: ClassVar[Any]  # the kernels of the architecture
     products: ClassVar[Any]
-    box_rows: ClassVar[int]  # of what they write by TMA
+    box_rows: ClassVar[int]  # rows of the boxes that they write by TMA
     tile_rows: ClassVar[int]  # rows, or keys, of a tile of products
     score_options: ClassVar[dict[str, int]]  # ring slots, registers of the roles
     product_options: ClassVar[dict[str, int]]
@@ -89,8 +89,8 @@ class Chain:
         pairs, rows = slabs[0].size
         keys = -(-x.keys // TILE) * TILE if self.room is None else self.room.keys * TILE
         buffers = program.workspace("P and dS", (2, pairs, rows, keys), x.q.dtype)
-        sums = x.lse2  # unread
-        if self.room is None and rows < x.rows:  # dK and dV are added up
+        sums = x.lse2  # not read
+        if self.room is None and rows < x.rows:  # dK and dV are summed over slabs
             size = 2 * -(-x.keys // self.tile_rows) * self.tile_rows * x.width
             sums = program.workspace("sums of dv and dk", (size,), torch.float32)
         made = {
@@ -99,7 +99,7 @@ class Chain:
         }
         for name in ("dk", "dv"):
             if self.room is not None and x.p.left >= 0 and name in made:
-                program.fill(made[name], 0)  # of keys that no query sees
+                program.fill(made[name], 0)  # for keys that no query sees
         for slab in slabs:
             p, ds = (buffers[n, : slab.size[0], : slab.size[1], : min(keys, x.keys)] for n in (0, 1))
             self._scores(slab, p, ds)
@@ -123,7 +123,7 @@ class Chain:
         pairs = min(all_pairs, SLAB_BYTES // (per_row * x.rows))
         if pairs:
             return [Slab(slice(z, min(z + pairs, all_pairs)), slice(0, x.rows)) for z in range(0, all_pairs, pairs)]
-        # By tokens, so that no group is cut, and by tiles.
+        # Split by tokens, so that no group is cut, and by tiles.
         unit = TILE * x.p.group
         rows = max(unit, SLAB_BYTES // per_row // unit * unit)
         return [
@@ -143,7 +143,7 @@ class Chain:
         return SlabSequences(s.cu_q, s.cu_k, s.count, *slab.tiles, self.room.rows, self.room.keys)
 
     def _operands(self, tensors: dict[str, Slot], rows: int) -> tuple[dict[str, TensorDescriptor], RaggedOperands]:
-        """Descriptors with boxes of 64 columns."""
+        """Return descriptors with boxes of 64 columns."""
         box = [1, 1, rows, 64]
         if self.room is None:
             return {f"{name}_desc": descriptor(y, box) for name, y in tensors.items()}, NOT_RAGGED
@@ -199,9 +199,9 @@ class Chain:
         self._launch(type(self).products, tiles * pairs, arguments, self.product_options)
 
     def _pairs_at_once(self, pairs: int, tiles: int) -> int:
-        """Without a mask, as few as keep every SM busy: their operands stay in the L2. Under a mask tiles differ, and
-        many must be ordered by their length: (4, 16, 4096) at head dim 256 takes 1784 us with 2 tiles for each SM, 1508
-        with 8."""
+        """Return the pairs per slab. Without a mask, these are as few as keep every SM busy: their operands stay in L2.
+        Under a mask tiles differ, and many must be ordered by length: (4, 16, 4096) at head dim 256 takes 1784 us with
+        2 tiles per SM, 1508 with 8."""
         p = self.x.p
         waves = 8 if p.left >= 0 or p.right >= 0 else 1
         return min(pairs, -(-waves * self.target.num_sms // tiles))

@@ -1,4 +1,4 @@
-"""The tiles of dQ, dK and dV that are products of P and dS in memory: what each multiplies, and how it is loaded.
+"""Tiles of dQ, dK and dV as products of P and dS in memory: what each multiplies, and how it is loaded.
 
     dV = P^T dO    dK = dS^T Q    dQ = dS K
 
@@ -9,8 +9,8 @@ slot            bytes            holds
 a               M / 64 x 8192    panels [64, 64] of P or dS: [64 rows, M keys] of dV and dK, [M rows, 64 keys] of dQ
 b               32768            four panels [64, 64] of dO, Q or K
 
-A tile multiplies what some of its rows see, or what sees some of its keys: is_read() tells backward_scores what it has
-to write. TMA fills what lies past the end of a tensor with zeros.
+A tile multiplies the keys that some of its rows see, or the rows that see some of its keys: is_read() tells
+backward_scores what it has to write. TMA fills zeros past the end of a tensor.
 """
 
 from typing import NamedTuple
@@ -27,19 +27,19 @@ B_BYTES = gl.constexpr(64 * 256 * 2)
 
 
 class ProductOptions(NamedTuple):
-    """Which gradients are wanted, and the order of the work."""
+    """The wanted gradients, and the order of the work."""
 
     dv: Value
     dk: Value
     dq: Value
-    at_once: Value  # pairs of sequence and KV head whose tiles go together, the longest first
-    add: Value  # dK and dV: to the sums of the slabs before
-    keep: Value  # dK and dV: sums for the slabs to come
+    at_once: Value  # pairs of sequence and KV head whose tiles are scheduled together, the longest first
+    add: Value  # dK and dV: add to the sums of earlier slabs
+    keep: Value  # dK and dV: keep sums for later slabs
 
 
 @aggregate
 class ProductOperands:
-    """TMA descriptors, boxes of 64 x 64."""
+    """TMA descriptors, with boxes of 64 x 64."""
 
     p_desc: Value
     ds_desc: Value
@@ -74,29 +74,29 @@ def rows_of_tile(slots):
 class ProductTile:
     part: Part
     kind: Value  # DV, DK or DQ
-    pair: Value  # of the slab
+    pair: Value  # pair of the slab
     own: Value  # first key, or first row of the slab
     column: Value
-    begin: Value  # rows, or keys, that it multiplies: [begin, end)
+    begin: Value  # it multiplies rows, or keys, [begin, end)
     end: Value
     wanted: Value
 
 
 @aggregate
 class ProductSlab:
-    """What roles look their tiles up in."""
+    """The slab, in which roles look up their tiles."""
 
     whole: Value  # SlabSizes
     sequences: Value  # SlabSequences
     opts: Value  # ProductOptions
     of_keys: Value  # tiles of a pair
     of_rows: Value
-    count: Value  # of tiles in all
+    count: Value  # number of tiles
 
 
 @gluon.jit
 def product_slab(whole, sequences, opts, M: gl.constexpr, D: gl.constexpr, VARLEN: gl.constexpr):
-    """-> ProductSlab. Of a varlen batch, the most tiles that there may be."""
+    """Return a ProductSlab; for a varlen batch, with the most tiles that there may be."""
     of_keys, of_rows = (whole.keys + M - 1) // M, (whole.rows + M - 1) // M
     if VARLEN:
         of_keys, of_rows = whole.keys // M + sequences.count, whole.rows // M + sequences.count
@@ -106,15 +106,15 @@ def product_slab(whole, sequences, opts, M: gl.constexpr, D: gl.constexpr, VARLE
 
 @gluon.jit
 def tile_of_turn(turn):
-    """A CTA goes back and forth: tiles come from the longest to the shortest, and their number is seldom a multiple of
-    the CTAs."""
+    """Return the tile of a turn. A CTA goes back and forth: tiles are ordered from the longest to the shortest, and
+    their number is seldom a multiple of the number of CTAs."""
     cta, ctas = gl.program_id(0), gl.num_programs(0)
     return turn * ctas + gl.where(turn % 2 == 0, cta, ctas - 1 - cta)
 
 
 @gluon.jit
 def rows_that_see(first, last, part):
-    """[begin, end) of the part's rows that see some of the keys first .. last; begin is a multiple of 64."""
+    """Return [begin, end) of the part's rows that see some of the keys first .. last; begin is a multiple of 64."""
     offset = part.keys - part.tokens
     begin = gl.maximum(first - offset - part.right, 0) * part.group - part.row_begin
     end = gl.minimum(last + 1 - offset + part.left, part.tokens) * part.group - part.row_begin
@@ -123,7 +123,7 @@ def rows_that_see(first, last, part):
 
 @gluon.jit
 def keys_seen(first, last, part):
-    """[begin, end) of the keys that some of the part's rows first .. last see; begin is a multiple of 64."""
+    """Return [begin, end) of the keys that some of the part's rows first .. last see; begin is a multiple of 64."""
     token = (part.row_begin + first) // part.group
     token_last = gl.minimum((part.row_begin + last) // part.group, part.tokens - 1)
     begin = first_key(token, part.tokens, part.keys, part.left)
@@ -132,7 +132,7 @@ def keys_seen(first, last, part):
 
 @gluon.jit
 def is_read(row, key, part, M: gl.constexpr):
-    """Whether some tile of dQ, dK or dV reads P and dS of 128 rows and 128 keys."""
+    """Return whether some tile of dQ, dK or dV reads P and dS of 128 rows and 128 keys."""
     key_begin, key_end = keys_seen(row // M * M, (row + 127) // M * M + M - 1, part)
     row_begin, row_end = rows_that_see(key // M * M, (key + 127) // M * M + M - 1, part)
     by_rows = (key < key_end) & (key + 128 > key_begin)
@@ -141,9 +141,9 @@ def is_read(row, key, part, M: gl.constexpr):
 
 @gluon.jit
 def product_tile(tile_id, slab, M: gl.constexpr, D: gl.constexpr, VARLEN: gl.constexpr):
-    """The tiles of `at_once` pairs together: first dV and dK from the first keys on, then dQ from the last rows on, so
-    that under a causal mask the longest come first. Of a varlen batch, one sequence after another: with the longest of
-    all sequences first, their operands leave the L2, and 64 x 100 to 2000 tokens take 2042 instead of 1789 us."""
+    """Return a tile. `at_once` pairs are scheduled together: first dV and dK from the first keys on, then dQ from the
+    last rows on, so that under a causal mask the longest are first. A varlen batch goes sequence by sequence: with the
+    longest of all first, operands leave L2, and 64 x 100 to 2000 tokens take 2042 instead of 1789 us."""
     whole, sequences, opts, of_keys, of_rows = slab.whole, slab.sequences, slab.opts, slab.of_keys, slab.of_rows
     together = (2 * of_keys + of_rows) * (D // 256) * opts.at_once
     first_pair = tile_id // together * opts.at_once
@@ -181,7 +181,7 @@ def _product_tile(part, kind, pair, own, column, wanted, M: gl.constexpr):
 
 @gluon.jit
 def place_of_rows(desc, ragged, part, VARLEN: gl.constexpr):
-    """Where the slab's rows of Q, dO or dQ lie."""
+    """Return the place of the slab's rows of Q, dO or dQ."""
     place = place_of(desc, ragged, part.batch, part.head, part.first_row, part.rows, VARLEN)
     return Place(place.outer, place.offset, place.begin + part.row_begin)
 
@@ -193,7 +193,7 @@ def place_of_keys(desc, ragged, part, VARLEN: gl.constexpr):
 
 @gluon.jit
 def load_a(desc, slots, stage, pair, row, key, MORE_ROWS: gl.constexpr, MORE_KEYS: gl.constexpr):
-    """Panels from (row, key) on, each MORE_ROWS and MORE_KEYS further."""
+    """Load panels from (row, key) on, each MORE_ROWS and MORE_KEYS further."""
     BOX: gl.constexpr = desc.layout
     PANELS: gl.constexpr = rows_of_tile(slots) // 64
     for n in gl.static_range(PANELS):
@@ -238,7 +238,7 @@ def load_role(operands, ragged, slots, slab, D: gl.constexpr, VARLEN: gl.constex
 
 @gluon.jit
 def result_scale(tile, scales, SCALED: gl.constexpr):
-    """What a product is multiplied by: P and dS were scaled before they were rounded (SCALED, fp16)."""
+    """Return the factor of a product: P and dS were scaled before they were rounded (SCALED, fp16)."""
     of_p = 1.0
     of_ds = scales.gradient
     if SCALED:

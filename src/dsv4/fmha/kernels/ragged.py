@@ -1,15 +1,15 @@
-"""Descriptors of tensors whose sequences lie end to end, with which TMA stops at the end of a sequence.
+"""Descriptors of tensors with contiguous sequences, with which TMA stops at the end of a sequence.
 
-Rows past its end are filled with zeros, or not written. A descriptor has one bound for each dimension, and sequences
-end anywhere; but addresses are numbers of 64 bits. Two dimensions come before the rows::
+TMA fills rows past its end with zeros, or does not write them. A descriptor has one bound per dimension, and sequences
+end anywhere; but addresses are 64-bit numbers. Two dimensions precede the rows::
 
     dimension   stride (elements)   coordinate
     outer       2^34 - row          2^30, so that 2^30 * 2^34 elements of two bytes are 0
     offset      step                (end of the sequence * row + head * stride of a head) / step
     rows        row                 2^30 - rows of the sequence + row
 
-The sum is the address of (row, head) of the sequence; the bound of the rows is 2^30. Triton's ragged_tma has the idea,
-with a dimension for heads; here it belongs to the offset, so that there is room for packed query heads.
+The sum is the address of (row, head) of the sequence; the bound of the rows is 2^30. The idea is that of Triton's
+ragged_tma, which has a dimension for heads; here the offset includes them, which leaves room for packed query heads.
 """
 
 import math
@@ -20,19 +20,19 @@ from dsv4.kernels.compat import TensorDescriptor, Value, aggregate, gl, gluon
 from dsv4.runtime.program import Slot
 
 BOUND = gl.constexpr(1 << 30)
-MOST = 0x7FFF0000  # coordinates
+MOST = 0x7FFF0000  # greatest coordinate
 TURN = 1 << 34
 
 
 class Ragged(NamedTuple):
-    """What a row and a head count in the coordinate `offset` of a tensor."""
+    """Weights of a row and of a head in the coordinate `offset` of a tensor."""
 
     row: Value
     head: Value
 
 
 class RaggedOperands(NamedTuple):
-    """Of the tensors of a gradient."""
+    """Ragged weights of the tensors of a gradient."""
 
     q: Ragged
     dout: Ragged
@@ -48,7 +48,7 @@ NOT_RAGGED = RaggedOperands(*[Ragged(0, 0)] * 7)  # dense
 
 @aggregate
 class Place:
-    """The coordinates of a sequence and head: row r has begin + r."""
+    """Coordinates of a sequence and head; row r has begin + r."""
 
     outer: Value
     offset: Value
@@ -57,7 +57,7 @@ class Place:
 
 @aggregate
 class Pair:
-    """Two tensors, and where a sequence and head of them lies."""
+    """Two tensors, and the place of a sequence and head in each."""
 
     x_desc: Value
     y_desc: Value
@@ -67,7 +67,7 @@ class Pair:
 
 @gluon.jit
 def load_rows(desc, place, tile, ready, row, D: gl.constexpr):
-    """Packed rows from `row` on."""
+    """Load packed rows from `row` on."""
     load_packed(desc, tile, ready, place.outer, place.offset, row, D, place.begin)
 
 
@@ -79,7 +79,7 @@ def load_pair(pair, x, y, ready, row, D: gl.constexpr):
 
 @gluon.jit
 def pair_of(x_desc, y_desc, x_ragged, y_ragged, batch, head, first, rows, VARLEN: gl.constexpr):
-    """-> Pair; see place_of"""
+    """Return a Pair; see place_of."""
     x_place = place_of(x_desc, x_ragged, batch, head, first, rows, VARLEN)
     y_place = place_of(y_desc, y_ragged, batch, head, first, rows, VARLEN)
     return Pair(x_desc, y_desc, x_place, y_place)
@@ -87,7 +87,7 @@ def pair_of(x_desc, y_desc, x_ragged, y_ragged, batch, head, first, rows, VARLEN
 
 @gluon.jit
 def place_of(desc, ragged, batch, head, first, rows, VARLEN: gl.constexpr):
-    """-> Place. VARLEN: of a sequence that has `rows` rows from `first` on, packed ones; else of a dense batch."""
+    """Return a Place. VARLEN: of a sequence with `rows` packed rows from `first` on; else of a dense batch."""
     if VARLEN:
         GROUP: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
         end = (first + rows) // GROUP
@@ -97,7 +97,7 @@ def place_of(desc, ragged, batch, head, first, rows, VARLEN: gl.constexpr):
 
 
 def ragged_descriptor(x: Slot, block: list[int]) -> tuple[TensorDescriptor, Ragged]:
-    """Of x [1, heads, rows, D] or [1, heads, tokens, pack, D], addressable. block: [1, 1, rows, ..]"""
+    """Describe an addressable x [1, heads, rows, D] or [1, heads, tokens, pack, D]. block: [1, 1, rows, ..]"""
     heads, rows = x.shape[1:3]
     row = x.stride(2) if rows > 1 else x.shape[-1]
     head = x.stride(1) if heads > 1 else row

@@ -1,13 +1,13 @@
-"""round_sum: gradients that CTAs have added to a sum in memory, fp32, to the gradient itself.
+"""round_sum: convert gradients that CTAs have summed in memory, in fp32, to the gradient itself.
 
-A sum lies in blocks of 4096 numbers, which CTAs add to by TMA, as [128, 32]. What a block holds depends on how a kernel
-has an accumulator in its registers::
+A sum lies in blocks of 4096 numbers, to which CTAs add by TMA, as [128, 32]. The contents of a block depend on how a
+kernel holds an accumulator in its registers::
 
     BY_ROWS     sm_100a   128 rows x 32 columns, as they are
     else        sm_90a    64 rows x 64 columns, in the order of wgmma's accumulator (sm90/gradient_sums.py)
 
-A tile of 128 rows is D / 32 blocks. The tiles of a pair of sequence and head follow one another. VARLEN: those of a
-sequence begin where backward_sequences.tile_of says.
+A tile of 128 rows is D / 32 blocks. The tiles of a pair of sequence and head are consecutive. VARLEN: those of a
+sequence begin where backward_sequences.tile_of puts them.
 """
 
 from dsv4.fmha.kernels.backward_sequences import sizes_of, tile_of
@@ -38,13 +38,13 @@ def round_sum(
     VARLEN: gl.constexpr,
     BY_ROWS: gl.constexpr,
 ):
-    """One program: a block of the packed rows of a pair of sequence and head, the sum of the parts. For dK and dV the
+    """Convert a block of the packed rows of a pair of sequence and head, the sum of the parts. For dK and dV the
     rows are keys, and the group is 1."""
     group = whole.group
     tiles = (whole.rows + 127) // 128
     if VARLEN:
         tiles = whole.rows // 128 + whole.sequences
-    number = gl.program_id(0) // (D // 32)  # of the tile of 128 rows
+    number = gl.program_id(0) // (D // 32)  # number of the tile of 128 rows
     block = gl.program_id(0) % (D // 32)
     pair = number // tiles
     tile = number - pair * tiles

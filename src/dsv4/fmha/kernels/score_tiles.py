@@ -1,6 +1,6 @@
-"""The tiles of P and dS that the chain of gradients writes to memory: which are needed, and how operands are loaded.
+"""Tiles of P and dS that the gradient chain writes to memory: which are needed, and how operands are loaded.
 
-Tiles of 128 query rows times 128 keys; the kernels backward_scores of every architecture loop over them.
+A tile has 128 query rows and 128 keys; the backward_scores kernels of every architecture loop over the tiles.
 """
 
 from typing import NamedTuple
@@ -16,14 +16,14 @@ from dsv4.kernels.ring import Ring, producer_stage
 
 @aggregate
 class Chunks:
-    """Chunks of 64 columns: a ring of those of Q or dO, and for each slot the same columns of K or V."""
+    """A ring of chunks of 64 columns of Q or dO, and for each slot the same columns of K or V."""
 
     ring: Ring
     b: Value
 
 
 class SlabTerms(NamedTuple):
-    """The terms of all pairs of the slab: the exponent to subtract and delta (backward_rows.py), `all` of them for a
+    """Terms of all pairs of the slab: the exponent to subtract and delta (backward_rows.py), `all` of them per
     pair."""
 
     lse2_ptr: Value
@@ -33,27 +33,27 @@ class SlabTerms(NamedTuple):
 
 @aggregate
 class Slab:
-    """What roles look their tiles up in."""
+    """The slab, in which roles look up their tiles."""
 
     whole: Value  # SlabSizes
     sequences: Value  # SlabSequences
-    row_tiles: Value  # of a pair
+    row_tiles: Value  # row tiles of a pair
     key_tiles: Value
-    count: Value  # of tiles in all
+    count: Value  # number of tiles
 
 
 @aggregate
 class ScoreTile:
     part: Part
-    pair: Value  # of the slab
-    row: Value  # the first, of the part
+    pair: Value  # pair of the slab
+    row: Value  # first row, in the part
     key: Value
     some: Value  # whether its products are wanted
     read: Value  # whether it is read at all
 
 
 class ScoreScales(NamedTuple):
-    """What S is multiplied by before 2^S is taken; P and dS (at ds_ptr) before they are rounded, fp16 only."""
+    """Factors of S before 2^S is computed, and of P and dS (at ds_ptr) before they are rounded, fp16 only."""
 
     s: Value
     p: Value
@@ -62,7 +62,7 @@ class ScoreScales(NamedTuple):
 
 @gluon.jit
 def slab_of(whole, sequences, VARLEN: gl.constexpr):
-    """-> Slab"""
+    """Return the Slab."""
     row_tiles, key_tiles = (whole.rows + 127) // 128, (whole.keys + 127) // 128
     if VARLEN:
         row_tiles, key_tiles = sequences.row_tiles, sequences.key_tiles
@@ -71,11 +71,11 @@ def slab_of(whole, sequences, VARLEN: gl.constexpr):
 
 @gluon.jit
 def score_tile(tile_id, slab, M: gl.constexpr, VARLEN: gl.constexpr):
-    """-> ScoreTile. M: rows of the tiles of products."""
+    """Return a ScoreTile. M: rows of the tiles of products."""
     line = tile_id // slab.key_tiles
     pair = line // slab.row_tiles
     row = (line - pair * slab.row_tiles) * 128
-    # Each line of tiles begins elsewhere: a CTA that kept to one diagonal would have all of its tiles seen, or none.
+    # Each line of tiles begins elsewhere: a CTA that stayed on one diagonal would see all of its tiles, or none.
     key = (tile_id + 5 * line) % slab.key_tiles * 128
     whole, sequences = slab.whole, slab.sequences
     if VARLEN:
@@ -93,7 +93,7 @@ def score_tile(tile_id, slab, M: gl.constexpr, VARLEN: gl.constexpr):
 
 @gluon.jit
 def needed(row, key, part, M: gl.constexpr):
-    """(whether the tile's products are wanted, whether it is read at all). M: rows of the tiles of products."""
+    """Return (whether the tile's products are needed, whether it is read at all). M: rows of the tiles of products."""
     token = (part.row_begin + row) // part.group
     token_last = gl.minimum((part.row_begin + row + 127) // part.group, part.tokens - 1)
     first = first_key(token, part.tokens, part.keys, part.left)
@@ -103,7 +103,7 @@ def needed(row, key, part, M: gl.constexpr):
 
 @gluon.jit
 def row_terms(terms, tile, row):
-    """(lse2, delta) of rows of a tile; +inf and 0 past the end."""
+    """Load (lse2, delta) of rows of a tile; +inf and 0 past the end."""
     part = tile.part
     at = tile.pair.to(gl.int64) * terms.all + part.first_row + part.row_begin + row
     lse2 = gl.load(terms.lse2_ptr + at, mask=row < part.rows, other=float("inf"))
@@ -112,7 +112,7 @@ def row_terms(terms, tile, row):
 
 @gluon.jit
 def visible(p, row, key, part):
-    """P of rows of the part from `row` and of keys from `key` on, with 0 where the row does not see the key."""
+    """Return P of rows of the part from `row` on and keys from `key` on, with 0 where the row does not see the key."""
     L: gl.constexpr = p.type.layout
     ROWS: gl.constexpr = p.shape[0]
     KEYS: gl.constexpr = p.shape[1]

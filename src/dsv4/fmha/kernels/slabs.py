@@ -1,8 +1,8 @@
-"""What a launch of the chain of gradients covers, and what a tile of it belongs to.
+"""The work of a launch of the gradient chain, and the sequence and head that each of its tiles belongs to.
 
 A slab has pairs of sequence and KV head. P and dS of a dense pair are a matrix [rows, keys] in memory. The sequences of
-a varlen batch have one matrix for each KV head, [row tiles x 128, keys of the longest]: a sequence has the rows of its
-own row tiles (backward_sequences.tile_of), so that nothing foreign is written over. Where it does not fit, a slab has
+a varlen batch share one matrix per KV head, [row tiles x 128, keys of the longest]: a sequence has the rows of its
+own row tiles (backward_sequences.tile_of), so that it overwrites no other. If the matrix does not fit, a slab has
 the sequences whose first row tile has a number in [first, end), and room for the rows of one more.
 """
 
@@ -13,29 +13,29 @@ from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
 
 class SlabSizes(NamedTuple):
-    """The sizes of one pair, its rows as far as the slab has them; or of all sequences (varlen)."""
+    """Sizes of one pair, with the rows that are in the slab; or of all sequences (varlen)."""
 
     rows: Value
-    row_begin: Value  # the slab's first
+    row_begin: Value  # first row of the slab
     tokens: Value
     keys: Value
     group: Value
     left: Value
     right: Value
-    pairs: Value  # of the slab
+    pairs: Value  # pairs of the slab
     pair_begin: Value
     heads: Value
 
 
 class SlabSequences(NamedTuple):
-    """The sequences of a varlen batch; dense: unread."""
+    """The sequences of a varlen batch; not read for a dense batch."""
 
     any_alignment = ("cu_q_ptr", "cu_k_ptr")
 
     cu_q_ptr: Value
     cu_k_ptr: Value
     count: Value
-    first: Value  # row tile of the slab
+    first: Value  # first row tile of the slab
     end: Value
     row_tiles: Value  # of 128 rows, that P and dS have
     key_tiles: Value
@@ -43,7 +43,7 @@ class SlabSequences(NamedTuple):
 
 @aggregate
 class Part:
-    """A pair, as far as the slab has its rows: its sizes, and where it lies."""
+    """The part of a pair whose rows are in the slab: its sizes and its place."""
 
     rows: Value
     row_begin: Value
@@ -61,7 +61,7 @@ class Part:
 
 @gluon.jit
 def part_of(pair, seq, whole, sequences, VARLEN: gl.constexpr):
-    """-> Part. seq: the sequence (varlen). The keys that no query sees do not belong to it: they may hold NaN."""
+    """Return the Part. seq: the sequence (varlen). Keys that no query sees do not belong to it: they may hold NaN."""
     number = whole.pair_begin + pair
     batch, head = number // whole.heads, number % whole.heads
     if VARLEN:
@@ -104,12 +104,12 @@ def part_of(pair, seq, whole, sequences, VARLEN: gl.constexpr):
 
 @gluon.jit
 def first_tile(seq, whole, sequences):
-    """The number of the first row tile of a sequence."""
+    """Return the number of the first row tile of a sequence."""
     return gl.load(sequences.cu_q_ptr + seq) * whole.group // 128 + seq
 
 
 @gluon.jit
 def in_slab(seq, whole, sequences):
-    """Whether the slab has the sequence."""
+    """Return whether the sequence is in the slab."""
     number = first_tile(seq, whole, sequences)
     return (number >= sequences.first) & (number < sequences.end)

@@ -1,4 +1,4 @@
-"""FMHA forward on sm_90a: which kernel and which tile sizes a problem takes; kernels/prepare.py does the rest.
+"""FMHA forward on sm_90a: the kernel and the tile sizes of a problem; kernels/prepare.py does the rest.
 
 =========  ==========================================  ===================================
 head dim   problems                                    kernel
@@ -34,14 +34,14 @@ from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 
-DECODE_ROWS = 16  # of decode.py
+DECODE_ROWS = 16  # most rows of decode.py
 THREE_ROLES = 1.31  # time of a step of 192 rows with a causal mask at head dim 64, in steps of 128 rows
-FEW = 0.45  # row tiles for an SM, from which on the looping kernel may pay
+FEW = 0.45  # row tiles per SM, from which on the looping kernel may pay
 
 
 class Cost(NamedTuple):
-    """Of a kernel, in us: a launch, a row tile for every SM, a step of 128 keys of it, and what a varlen batch adds: an
-    empty CTA for every SM, or the list of its row tiles. Fitted to 51 random problems, which lose 0.2 % by it."""
+    """Times of a kernel, in us: a launch, a row tile per SM, a step of 128 keys of it, and the addition for a varlen
+    batch: an empty CTA per SM, or the list of row tiles. Fitted to 51 random problems, which lose 0.2 % by it."""
 
     launch: float
     tile: float
@@ -55,24 +55,24 @@ THREE_ROLES_SPILL = (3, 9)  # from this Triton on
 
 
 def tiling(p: FmhaProblem, target: Target) -> Tiling:
-    """Deterministic: nothing may depend on the batch, so tiles do not loop and varlen has one tiling."""
-    rows = p.max_seqlen_q * p.group  # of the longest sequence
+    """Choose the tiling. Deterministic: nothing may depend on the batch, so CTAs do not loop; varlen has one tiling."""
+    rows = p.max_seqlen_q * p.group  # rows of the longest sequence
     if p.head_dim == 512:
-        # What the load warp leaves is for left, which holds more where v is a tensor of its own.
+        # The registers that the load warp leaves go to left, which holds more if v is a separate tensor.
         producer = 40 if p.same_kv else 24 if p.kind == "dense" else 32
         if p.e4m3:
             options = dict(RIGHT_REGS=208, PRODUCER_REGS=88, LOAD_WARPS=4)
             return Tiling(64, 128, 64, options, fp16_partials=True)
         return Tiling(64, 128, 64, dict(RIGHT_REGS=232, PRODUCER_REGS=producer), fp16_partials=True)
     if swaps(p):
-        # Two CTAs share a multiprocessor; with three, of 80 registers, (64, 64:8, 8192) takes 344 instead of 258 us.
+        # Two CTAs share an SM; with three, of 80 registers, (64, 64:8, 8192) takes 344 instead of 258 us.
         keys, stages = {64: (128, 6), 128: (128, 3), 256: (64, 2)}[p.head_dim]
         options = dict(D=p.head_dim, BN=keys, STAGES=stages, ROWS=DECODE_ROWS, PRODUCER_REGS=40, maxnreg=128)
         return Tiling(DECODE_ROWS, keys, keys, options, codes_by_tma=True)
     tiles = _row_tiles(p, 128)
     # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
-    # head dim 64 without a mask, (4, 16, 1024) 57 instead of 53 us; decode was not measured with fewer than four.
-    # A varlen batch needs a list of its row tiles first: at head dim 256, 45 x 396 to 494 tokens, 360 tiles, take 56
+    # head dim 64 without a mask: (4, 16, 1024) takes 57 instead of 53 us; decode was not measured with fewer than four.
+    # A varlen batch first needs a list of its row tiles: at head dim 256, 45 x 396 to 494 tokens, 360 tiles, take 56
     # instead of 62 us, 4 x 285 to 492, 125 tiles, 26 instead of 22.
     enough = 2 if p.kind == "varlen" and p.head_dim > 64 else 1
     if rows <= 64 or p.head_dim == 64 and (p.right < 0 or p.kind == "varlen"):
@@ -83,10 +83,10 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
         return _looping(p, target)
     few = rows <= 64 and not (p.deterministic and p.kind == "varlen")
     # 45 prompts of 176 tokens in pages take 39 instead of 70 us, 4 of 1233 tokens 61 instead of 68, one of 4361 435
-    # instead of 395. The host does not know how many keys come before a prompt.
+    # instead of 395. The host does not know how many keys precede a prompt.
     prompt = p.kind == "paged" and p.head_dim == 128 and p.max_seqlen_q <= 512 and not (p.e4m3 or p.deterministic)
     if few or short or prompt or p.head_dim == 64:
-        # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share a multiprocessor.
+        # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share an SM.
         keys, stages, producer, maxnreg = {64: (128, 3, 40, 128), 128: (64, 3, 40, 128), 256: (64, 2, 96, 168)}[
             p.head_dim
         ]
@@ -100,13 +100,13 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
 
 
 def is_short(p: FmhaProblem, target: Target) -> bool:
-    """Whether row tiles of 64, two CTAs to an SM, take less time than the looping kernel: they need less time to begin
-    and to end, and more for a step."""
+    """Return whether row tiles of 64, with two CTAs per SM, need less time than the looping kernel: they begin and end
+    faster, and need more time per step."""
     varlen, rows = p.kind == "varlen", p.max_seqlen_q * p.group
-    if not p.q.shape[-1] == p.v.shape[-1] == p.head_dim:  # would have to be copied
+    if not p.q.shape[-1] == p.v.shape[-1] == p.head_dim:  # it would have to be copied
         return False
     small, large = (_row_tiles(p, size) / target.num_sms for size in (64, 128))
-    if p.head_dim == 256:  # one CTA to an SM: 14 x 98 to 232 tokens, 50 tiles of 128, 14 instead of 18 us
+    if p.head_dim == 256:  # one CTA per SM: 14 x 98 to 232 tokens, 50 tiles of 128, 14 instead of 18 us
         return varlen and rows > 64 and small <= 1
     keys = min(p.k.shape[0] / max(p.batch, 1), p.max_seqlen_k) if varlen else p.max_seqlen_k
     if p.left >= 0:
@@ -116,7 +116,7 @@ def is_short(p: FmhaProblem, target: Target) -> bool:
     steps = max(keys / 128 + 0.5, 1)
     if large < 0.3 or rows <= 64 and steps > 4:  # not measured
         return False
-    empty = -(-rows // 64) * p.kv_heads * p.batch / target.num_sms - small  # without a list, a CTA for each that may be
+    empty = -(-rows // 64) * p.kv_heads * p.batch / target.num_sms - small  # without a list, a CTA per possible tile
     short, looping = SHORT[p.head_dim], LOOPING[p.head_dim]
     return (
         short.launch + small * (short.tile + short.step * steps) + short.varlen * empty
@@ -125,7 +125,7 @@ def is_short(p: FmhaProblem, target: Target) -> bool:
 
 
 def _row_tiles(p: FmhaProblem, size: int) -> int:
-    """About as many as there are, of `size` rows: a sequence of a varlen batch has half an empty one."""
+    """Estimate the row tiles of `size` rows: a sequence of a varlen batch has half an empty one."""
     tiles = -(-p.max_seqlen_q * p.group // size) * p.batch
     if p.kind == "varlen":
         tiles = min(tiles, max(p.batch, p.q.shape[0] * p.group // size + p.batch // 2))
@@ -133,8 +133,8 @@ def _row_tiles(p: FmhaProblem, size: int) -> int:
 
 
 def _loops_with_few(p: FmhaProblem, target: Target, rows: int, tiles: int) -> bool:
-    """Whether the looping kernel, whose loop is the better one, pays with less than a row tile for every SM: at head
-    dim 256 always, (1, 5, 2560) causal 58 instead of 65 us; at head dim 128, if not short, where keys would be split
+    """Return whether the looping kernel, which has the better loop, pays with less than a row tile per SM: at head dim
+    256 always, (1, 5, 2560) causal 58 instead of 65 us; at head dim 128, if not short, where keys would be split
     and without a mask on 1024 keys or more, (1, 4, 4000) 56 instead of 65 us. Measured from 60 tiles for 132 SMs on."""
     if p.kind == "varlen" or p.head_dim < 128 or rows <= 64 or tiles < FEW * target.num_sms:
         return False
@@ -144,13 +144,13 @@ def _loops_with_few(p: FmhaProblem, target: Target, rows: int, tiles: int) -> bo
 
 
 def swaps(p: FmhaProblem) -> bool:
-    """Whether decode.py takes the problem."""
+    """Return whether decode.py runs the problem."""
     boxes = p.kind != "paged" or p.page_size % 8 == 0  # of TMA
     return p.e4m3 and boxes and p.head_dim < 512 and p.max_seqlen_q * p.group <= DECODE_ROWS
 
 
 def _looping(p: FmhaProblem, target: Target) -> Tiling:
-    """The settings for one CTA per multiprocessor that loops over the row tiles."""
+    """Return the settings for one CTA per SM that loops over the row tiles."""
     # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
     keys, stages, regs, producer = {64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)}[p.head_dim]
     varlen = p.kind == "varlen"
@@ -162,14 +162,14 @@ def _looping(p: FmhaProblem, target: Target) -> Tiling:
     diagonal = diagonal and (p.same_sequences or not varlen)
     full = p.left < 0 and p.right < 0
     if p.head_dim == 64 and (p.right < 0 or diagonal) and target.compiler < THREE_ROLES_SPILL:
-        # The softmax is the limit at this head dim: three warpgroups hide more of it.
+        # The softmax limits this head dim: three warpgroups hide more of it.
         three = None if varlen else order_of(p, 192, keys, target.num_sms)
         if order is None or three is None or p.right < 0 or THREE_ROLES * three.longest < order.longest:
             c = _rows_tiling(
                 64, 128, 3, 3, 160, 32 if varlen else 24, EARLY=True, EVEN=full or diagonal, OWN_END=diagonal
             )
             return replace(c, loop=True, order=three and three.tile_order(p, 192))
-    early = p.head_dim > 64  # with two roles of head dim 64 it loses 4 %
+    early = p.head_dim > 64  # with two roles at head dim 64 it costs 4 %
     own_end = diagonal and p.head_dim == 256
     even = early and (full or own_end or diagonal and keys == 128 and ahead % 128 == 0)
     c = _rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even, OWN_END=own_end)
@@ -182,7 +182,7 @@ def _rows_tiling(head_dim: int, keys: int, stages: int, consumers: int, regs: in
 
 
 def supports(p: FmhaProblem) -> str | None:
-    """None, or why these kernels cannot run the problem."""
+    """Return None, or why these kernels cannot run the problem."""
     return batch_reason(p)
 
 
