@@ -69,7 +69,7 @@ def v4_attention(
     deterministic: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | Both:
-    """Attention of q [N, H, 512] to listed rows of one or two pools -> out [N, H, 512], lse [N, H].
+    """Compute attention of q [N, H, 512] to listed rows of one or two pools -> out [N, H, 512], lse [N, H].
 
     Every row is both key and value (MQA with K = V). For each query n and head h, over the rows k_i that n lists::
 
@@ -86,7 +86,7 @@ def v4_attention(
     Args:
         window, compressed: a pool of rows: a tensor [rows, 512] of q's dtype, a tensor [pages, page, 512], or packed
             rows: a :class:`dsv4.Fp8Cache` (V4), a :class:`dsv4.Mxfp8Cache` or a :class:`dsv4.Nvfp4Cache` (V4.1). Each
-            pool may be of another kind. Row number r is row ``r % page`` of page ``r // page``.
+            pool may have its own kind. Row number r is row ``r % page`` of page ``r // page``.
         window_indices, compressed_indices: int32 [N, K] of row numbers in any order, -1 = nothing there. A row
             listed twice counts twice.
         window_lengths, compressed_lengths: int32 [N], how many entries of each list are used; later ones are

@@ -1,4 +1,4 @@
-"""The gradients of v4_attention as an operation: its validated request is what every backend receives."""
+"""The gradients of v4_attention as an operation: its validated request is the input of every backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class V4Backward:
     q = property(lambda self: self.forward.q)
 
     def no_keys(self) -> bool:
-        """True when the shapes alone say that every gradient is 0."""
+        """Whether every gradient is 0 by the shapes alone."""
         return self.forward.no_keys()
 
 
@@ -53,7 +53,7 @@ PAGES = ("rows_per_page", "page_stride", "format")  # of a pool
 def _build(
     *, q, window, compressed, compressed_block_table, softmax_scale, deterministic, dout, dlse, **others
 ) -> V4Backward:
-    """The forward pass has checked its arguments."""
+    """Build the request; the forward pass has checked its arguments."""
     pages = {pool: [others.pop(f"{pool}_{name}") for name in PAGES] for pool in ("window", "compressed")}
     forward = V4Problem(
         q=q,

@@ -2,8 +2,8 @@
 
 The CPU backend; a GPU runs it too for problems without a kernel.
 
-The formulas are those of reference_backward.py. Extra memory is that of one block and, where a pool is not in fp32, the
-sum of its gradient in fp32. Rows are added in the order of the lists: the same bits on every run.
+The formulas are those of reference_backward.py. Extra memory is that of one block and, if a pool is not in fp32, the
+sum of its gradient in fp32. Rows are added in the order of the lists, so every run gives the same bits.
 """
 
 import torch
@@ -45,7 +45,7 @@ def backward(b: V4Backward) -> None:
 def _query_block(
     b: V4Backward, queries: slice, owner: Tensor | None, sums: dict[str, Tensor], compute: torch.dtype
 ) -> Tensor:
-    """Fill dq of these queries, add to the sums of the rows -> dsink [H] of them."""
+    """Fill dq of these queries and add to the sums of the rows -> their dsink [H]."""
     p = b.forward
     q = p.q[queries].to(compute) * p.softmax_scale  # [b, H, D]
     dout = b.dout[queries].to(compute)
@@ -83,7 +83,7 @@ def _query_block(
 
 
 def _turned(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
-    """Interleaved pairs of the last dims of x [b, H, D] rotated by the angle of positions [b]."""
+    """Rotate interleaved pairs of the last dims of x [b, H, D] by the angles of positions [b]."""
     r = cos_sin.shape[1]
     cos, sin = cos_sin[positions.long()].to(x.dtype)[:, None].chunk(2, -1)
     even, odd = x[..., -r::2], x[..., x.shape[-1] - r + 1 :: 2]

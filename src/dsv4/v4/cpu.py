@@ -1,10 +1,10 @@
 """v4_attention on a CPU: query blocks, row blocks, online softmax in fp32.
 
-Per block of queries: gather the rows they ask for as fp32, two batched GEMMs, next rows. The GEMMs use torch's threads
-and run at the speed of the BLAS; bf16 GEMMs are avoided because many CPUs have no instruction for them. Extra memory is
-that of one block, whatever the number of queries and rows.
+For each block of queries it gathers the rows they list as fp32, runs two batched GEMMs, and goes on to the next rows.
+The GEMMs use torch's threads and run at the speed of the BLAS; bf16 GEMMs are avoided because many CPUs have no
+instruction for them. Extra memory is that of one block, whatever the number of queries and rows.
 
-deterministic=True: one query at a time, by one thread, so that nothing but its own rows decides the order of its sums.
+deterministic=True: one query at a time, by one thread, so that only its own rows decide the order of its sums.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def _query_block(p: V4Problem, queries: slice, owner: Tensor | None) -> None:
         seen |= there.any(1)[:, None, None]
         kv = caches.gather_rows(pool, rows.clamp_min(0).flatten(), torch.float32).view(b, -1, d)
         if not whole:
-            # Row 0 stands in for an absent row and may hold NaN: its probability 0 would not silence that.
+            # Row 0 stands in for an absent row and may hold NaN, which a probability of 0 would not remove.
             kv.masked_fill_(~there[..., None], 0)
         s = torch.bmm(q, kv.mT)  # [b, H, k]
         if not whole:
@@ -86,7 +86,7 @@ def _finish(p: V4Problem, queries: slice, acc: Tensor, total: Tensor, top: Tenso
 
 
 def row_blocks(p: V4Problem, queries: slice, owner: Tensor | None) -> Iterator[tuple[Pool, Tensor]]:
-    """(pool, row numbers int64 [b, k <= ROW_BLOCK], -1 = nothing there), without blocks that no query uses."""
+    """Yield (pool, row numbers int64 [b, k <= ROW_BLOCK], -1 = nothing there), without blocks that no query uses."""
     yield from _listed(p.window, p.window_indices[queries], _slice(p.window_lengths, queries))
     if p.compressed_indices is not None:
         yield from _listed(p.compressed, p.compressed_indices[queries], _slice(p.compressed_lengths, queries))
@@ -108,7 +108,7 @@ def _listed(pool: Pool, indices: Tensor, lengths: Tensor | None) -> Iterator[tup
         indices = indices.masked_fill(torch.arange(indices.shape[1], device=indices.device) >= lengths[:, None], -1)
     used = (indices >= 0).any(0).nonzero()  # columns that some query of the block uses
     if used.numel():
-        indices = indices[:, int(used[0]) : int(used[-1]) + 1]  # short lists come padded with -1
+        indices = indices[:, int(used[0]) : int(used[-1]) + 1]  # short lists are padded with -1
         for part in indices.split(ROW_BLOCK, 1):
             yield pool, part.long()
 

@@ -9,7 +9,7 @@ from dsv4.runtime import checks
 
 
 class V4Options(NamedTuple):
-    """A pool travels as a tensor, rows per page, page stride and the name of its format; "": the tensor holds rows."""
+    """A pool is given as a tensor, rows per page, page stride and the name of its format; "": the tensor holds rows."""
 
     window_rows_per_page: int = 0
     window_page_stride: int = 0
@@ -22,6 +22,6 @@ class V4Options(NamedTuple):
 
     @classmethod
     def checked(cls, window: Sequence, compressed: Sequence, softmax_scale: Any, deterministic: Any) -> V4Options:
-        """Numbers and flags with their types. window, compressed: the paging of these pools."""
+        """Convert numbers and flags to their types. window, compressed: the paging of these pools."""
         numbers = (checks.scale(softmax_scale), checks.flag("deterministic", deterministic))
         return tuple.__new__(cls, (*window, *compressed, *numbers))  # as cls(...), in half the time

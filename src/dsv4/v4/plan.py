@@ -1,4 +1,4 @@
-"""What a plan for v4_attention reserves, and the calls that warm it up."""
+"""The memory that a plan for v4_attention reserves, and the calls that warm it up."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from dsv4.runtime.warmup import Kinds
 
 
 def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
-    """(splits, fp32 words of their partial results)."""
+    """Return (splits, fp32 words of their partial results)."""
     splits = splits_of(c, num_sms)
     partials = 0 if splits == 1 else splits * c.batch * c.max_seqlen_q * c.q_heads
     tiles, blocks = c.batch * -(-c.q_heads // DECODE_HEADS), -(-c.max_seqlen_k // DECODE_KEYS) + 2  # of two lists
@@ -25,7 +25,7 @@ def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int
 
 
 def warmup_calls(made: Plan, q: Tensor, kinds: Kinds) -> Iterator[tuple[tuple, dict]]:
-    """(tensors, options) of a call with one listed row, for each kind of pool and of compressed rows that fit."""
+    """Yield (tensors, options) of a call with one listed row, for each kind of pool and of compressed rows that fit."""
     for tensors, options in _warmup_tensors(made, q[:, 0], kinds):
         for deterministic in kinds.deterministic:
             yield tensors, options | dict(deterministic=deterministic)

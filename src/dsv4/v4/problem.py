@@ -1,4 +1,4 @@
-"""A validated v4_attention problem: what every backend receives.
+"""A validated v4_attention problem: the input of every backend.
 
 :func:`build` checks shapes, dtypes, devices and strides and reads no tensor values, so that it also serves the fake
 kernels that torch.compile traces; :func:`check_values` reads values where `checks.values_checked` allows.
@@ -70,12 +70,12 @@ class V4Problem:
 
     @property
     def max_seqlen_k(self) -> int:
-        """No query sees more rows than this."""
+        """The most rows that a query sees."""
         return self.window_indices.shape[1] + self.compressed_capacity
 
     @property
     def compressed_capacity(self) -> int:
-        """No query has more compressed rows than this."""
+        """The most compressed rows of a query."""
         if self.block_table is not None and self.compressed is not None:
             return self.block_table.shape[1] * caches.pool_page(self.compressed)
         return 0 if self.compressed_indices is None else self.compressed_indices.shape[1]
@@ -83,7 +83,7 @@ class V4Problem:
     nothing_seen: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
 
     def no_keys(self) -> bool:
-        """True if, by the shapes alone, there is no query or none sees a row."""
+        """Whether, by the shapes alone, there is no query or none sees a row."""
         window = caches.pool_size(self.window) and self.window_indices.shape[1]
         compressed = self.compressed is not None and caches.pool_size(self.compressed) and self.compressed_capacity
         return self.q.numel() == 0 or not window and not compressed
@@ -94,7 +94,7 @@ def build(
     window_lengths=None, compressed_lengths=None, compressed_block_table=None, request_starts=None,
     inverse_rope=None, sink=None, softmax_scale=None, deterministic=False,
 ) -> V4Problem:  # fmt: skip
-    """Check the arguments of dsv4.v4_attention and give them their places."""
+    """Check the arguments of dsv4.v4_attention and return them as a problem."""
     checks.tensor("q", q, ("N", "H", "D"), checks.FLOATS)
     n, heads, _ = q.shape
     d = checks.head_dim("q", q.shape[-1])
@@ -183,7 +183,7 @@ def _rope(x, n: int, d: int, like) -> tuple[Tensor | None, Tensor | None]:
 
 
 def check_values(p: V4Problem) -> None:
-    """Reads values: every number that will be used names a row, a page, a position that exists."""
+    """Check by values that every number that will be used names a row, a page, a position that exists."""
     _listed("window", p.window_indices, p.window_lengths, caches.pool_size(p.window))
     if p.request_starts is not None:
         checks.cumulative("request_starts", p.request_starts, p.batch, "q")
@@ -208,7 +208,7 @@ def _listed(pool: str, indices: Tensor, lengths: Tensor | None, rows: int) -> No
     if lengths is not None:
         checks.in_range(f"{pool}_lengths", lengths, 0, indices.shape[1])
         counted = torch.arange(indices.shape[1], device=indices.device) < lengths[:, None]
-        indices = indices.masked_fill(~counted, -1)  # what lies past the length may be anything
+        indices = indices.masked_fill(~counted, -1)  # entries past the length may be anything
     if indices.numel():
         least, most = (int(e) for e in torch.aminmax(indices))
         if least < -1 or most >= rows:
@@ -218,9 +218,9 @@ def _listed(pool: str, indices: Tensor, lengths: Tensor | None, rows: int) -> No
 
 
 def requests_of(p: V4Problem) -> Tensor:
-    """int64 [N]: the request of each query; R for queries past the last one."""
+    """Return int64 [N], the request of each query; R for queries past the last one."""
     n = torch.arange(p.batch, device=p.q.device)
     if p.request_starts is None:
         return n
-    # right=True: a query that starts a request belongs to it, and empty requests in between are stepped over.
+    # right=True: a query that starts a request belongs to it, and empty requests in between are skipped.
     return torch.searchsorted(p.request_starts, n.int(), right=True) - 1

@@ -1,4 +1,4 @@
-"""v4_attention with gradients: its training operators. backward.py defines what a backend receives.
+"""v4_attention with gradients: its training operators. backward.py defines the input of a backend.
 
 Packed rows have no gradient; q and sink still have theirs.
 """

@@ -1,5 +1,5 @@
-"""The arguments of V4 attention, by what they describe: NamedTuples that prepare.py makes, that kernels of every
-architecture take and hand to their roles as they are. And what kernels make of them, the aggregates."""
+"""Arguments of V4 attention, grouped by what they describe: NamedTuples that prepare.py makes, and that kernels of
+every architecture accept and pass to their roles unchanged. Also the aggregates that kernels make of them."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class Names(NamedTuple):
     line: Value  # from a line to the next
     lengths_ptr: Value  # int32 per query
     given: Value  # whether there are lengths; a length that is not given is the width
-    width: Value  # rows named at most
+    width: Value  # most rows that are named
 
 
 class Requests(NamedTuple):
@@ -45,12 +45,12 @@ class Requests(NamedTuple):
     any_alignment = ("starts_ptr",)
 
     starts_ptr: Value  # int32, one more than requests
-    given: Value  # whether there are starts; else every query is a request of its own
+    given: Value  # whether there are starts; else every query is its own request
     count: Value
 
 
 class Rope(NamedTuple):
-    """The angle by which the last ``width`` columns of an output row are turned back; width 0: not at all."""
+    """The angle by which the last ``width`` columns of an output row are rotated back; width 0: not at all."""
 
     any_alignment = ("cos_sin_ptr", "positions_ptr")
 
@@ -62,14 +62,14 @@ class Rope(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where results go. Strides of out are in units of 8 elements."""
+    """Output tensors. Strides of out are in units of 8 elements."""
 
     any_alignment = ("lse_ptr", "sink_ptr", "part_lse_ptr")
 
     out_ptr: Value
     lse_ptr: Value
     sink_ptr: Value
-    part_ptr: Value  # of a split: normalised fp32 rows, and their LSE in base 2
+    part_ptr: Value  # partial results of a split: normalised fp32 rows, and their LSE in base 2
     part_lse_ptr: Value
     stride_on: Value
     stride_oh: Value
@@ -79,7 +79,7 @@ class Output(NamedTuple):
     heads: Value
     rope: Rope
     want_lse: Value
-    split: Value  # whether to write partial results, where the kernel's constants do not say it
+    split: Value  # whether to write partial results, if the kernel's constants do not determine it
 
 
 class Sizes(NamedTuple):
@@ -90,13 +90,13 @@ class Sizes(NamedTuple):
     tiles_per_split: Value
     splits_inverse: Value  # ceil(2^splits_shift / num_splits)
     splits_shift: Value
-    alone: Value  # CTAs that have one work tile each, the first ones; uneven_from: see splits.uneven
+    alone: Value  # the first CTAs, which have one work tile each; uneven_from: see splits.uneven
     uneven_from: Value
 
 
 @aggregate
 class Lists:
-    """What a query names: its line of the window list, then its line of the compressed list or of the block table."""
+    """The rows that a query names: its line of the window list, then its line of the compressed list or block table."""
 
     window_ptr: Value
     window_count: Value

@@ -1,4 +1,4 @@
-"""Gradients of v4_attention: from a request to launches. Each architecture has a backward_sparse of its own.
+"""Gradients of v4_attention, from a request to launches. Each architecture has its own backward_sparse.
 
 1. query_rows         delta and the exponent of every (query, head), for fp16 what bounds dS, dO turned as q was
    number_rows        the lists of both pools as one
@@ -35,11 +35,11 @@ from dsv4.v4.kernels.backward_rows import (
 from dsv4.v4.kernels.prepare import is_packed
 from dsv4.v4.problem import V4Problem, requests_of
 
-STORED_BYTES = 1 << 30  # contributions held at once, deterministic
+STORED_BYTES = 1 << 30  # bytes of contributions held at once, deterministic
 
 
 def supports(b: V4Backward) -> str | None:
-    """None, or why these kernels cannot run the problem."""
+    """Return None, or why these kernels cannot run the problem."""
     p = b.forward
     if p.q.dtype not in checks.LOW_PRECISION:
         return f"q has dtype {p.q.dtype}; they take bfloat16 and float16"
@@ -111,7 +111,7 @@ def prepare_sparse(
         arguments = common | dict(lists=lists, contributions=Contributions(target, undo))
         program.launch(kernel, (count, tiles), arguments, **options)
 
-    undo = lse2  # or unread
+    undo = lse2  # not read
     if not b.deterministic:
         listed(sums, undo, 0, p.batch)
     else:
@@ -141,12 +141,12 @@ def prepare_sparse(
 
 
 def _reorder(x: Tensor, sums: Tensor) -> None:
-    """x: the sums, which have their columns in the order of the tensor core's registers (add() of sm90's kernel)."""
+    """Fill x from the sums, whose columns are in the order of the tensor core's registers (add() of sm90's kernel)."""
     x.unflatten(-1, (32, 2, 4, 2)).copy_(sums.view(*x.shape[:-1], 32, 4, 2, 2).transpose(-3, -2))
 
 
 def _order(padded: int, places: Tensor, starts: Tensor, rows: Tensor) -> None:
-    """Where the contributions of each row lie: places, by row; starts [rows + 1], which of them are a row's."""
+    """Find the contributions of each row: places, by row; starts [rows + 1], which of them are a row's."""
     count, width = rows.shape
     place = torch.arange(count, device=rows.device)[:, None] * padded + torch.arange(width, device=rows.device)
     found, order = rows.flatten().sort(stable=True)  # -1 first: no row's
@@ -159,16 +159,16 @@ def _sum_dsink(dsink: Tensor, share: Tensor) -> None:
 
 
 def _find_longest(longest: Tensor, *pools: Tensor | None) -> None:
-    """The largest norm of a row. Rows that no query lists may hold anything."""
+    """Find the largest norm of a row. Rows that no query lists may hold anything."""
     norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in pools if x is not None and x.numel())
     longest.copy_(torch.stack([torch.where(x.isfinite(), x, 0).amax() for x in norms]).amax())
 
 
 def _rows(b: V4Backward, program: Program, longest: Slot | None, dot: bool) -> tuple[Slot, ...]:
-    """fp32 [N, H] each: the exponent to subtract (base 2), delta with the LSE's gradient in it, the terms of dsink.
-    The last columns of dO turned as q was, where the output was turned back; else anything. fp32 [N, H]: dO . O of
-    these columns, without `dot`, which leaves dO . O to another kernel. And fp32 [N, H], where the norm of the longest
-    row is given: what bounds dS, and if deterministic what a head adds to dKV; else anything."""
+    """Return fp32 [N, H] each: the exponent to subtract (base 2), delta including the LSE's gradient, the terms of
+    dsink. The last columns of dO rotated as q was, if the output was rotated back; else anything. fp32 [N, H]: dO . O
+    of these columns, without `dot`, which leaves dO . O to another kernel. And fp32 [N, H], if the norm of the longest
+    row is given: a bound of dS, and if deterministic of what a head adds to dKV; else anything."""
     p = b.forward
     q, out, dout = (addressable(program, x) for x in (p.q, p.out, b.dout))
     stored = longest is not None and b.deterministic
@@ -184,7 +184,7 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None, dot: bool) -> t
         columns = max(64, 1 << (p.cos_sin.shape[1] - 1).bit_length())
         turned = program.workspace("turned", (p.batch, p.q_heads, columns), p.q.dtype)
         tail = lse2 if dot else per_head("tail")
-    sink, dlse, cos_sin, positions = (  # or unread
+    sink, dlse, cos_sin, positions = (  # not read if None
         p.lse if x is None else x for x in (p.sink, b.dlse, p.cos_sin, p.positions)
     )
     positions = positions if positions.is_contiguous() else program.copied(positions)
@@ -226,14 +226,14 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None, dot: bool) -> t
 
 
 def _flat(program: Program, pool: Slot) -> Slot:
-    """[rows, 512] with one stride for all rows; a copy where there is none."""
+    """Return [rows, 512] with one stride for all rows; a copy if there is none."""
     flat = pool if pool.ndim == 2 else program.flattened(pool)
     return flat if is_aligned(flat) else program.copied(flat)
 
 
 def _listed(p: V4Problem, program: Program) -> tuple[Slot, Slot, int]:
-    """int32 [N, K]: the rows of both pools by one number, compressed ones after the window's; -1 = nothing there. Int32
-    [N]: how many blocks of 64 entries to go through. And how many name window rows: no block names both."""
+    """Return int32 [N, K], the rows of both pools by one number, compressed ones after the window's, -1 = nothing;
+    int32 [N], how many blocks of 64 entries to process; and how many of these name window rows: no block names both."""
     window_blocks = -(-p.window_indices.shape[1] // 64)
     compressed, lengths, size = p.compressed_indices, p.compressed_lengths, 0
     if p.compressed is not None:
@@ -273,7 +273,7 @@ def _listed(p: V4Problem, program: Program) -> tuple[Slot, Slot, int]:
 
 
 def _list_pages(p: V4Problem, compressed: Tensor, lengths: Tensor) -> None:
-    """The rows that a block table names, as lists, and how many of them a query sees."""
+    """Fill the rows that a block table names, as lists, and how many of them a query sees."""
     page, owner = caches.pool_page(p.compressed), requests_of(p)
     j = torch.arange(compressed.shape[1], device=compressed.device)
     lines = p.block_table[owner.clamp_max(p.block_table.shape[0] - 1)]

@@ -1,4 +1,4 @@
-"""What V4's gradient kernels take (NamedTuples, made by backward.py) and hand to their roles."""
+"""Arguments of V4's gradient kernels (NamedTuples that backward.py makes), and what they pass to their roles."""
 
 from typing import NamedTuple
 
@@ -11,11 +11,11 @@ class Operands:
 
     q_desc: Value
     dout_desc: Value
-    turned_desc: Value  # the last columns of dO, turned as q was
+    turned_desc: Value  # the last columns of dO, rotated as q was
 
 
 class PlainPools(NamedTuple):
-    """Strides in units of 8 elements."""
+    """Plain pools. Strides are in units of 8 elements."""
 
     window_ptr: Value
     window_rows: Value
@@ -38,7 +38,7 @@ class RowLists(NamedTuple):
 
 
 class Contributions(NamedTuple):
-    """dKV: fp32 rows to add to, or what each CTA contributes; for fp16 what undoes the factor of these."""
+    """dKV: fp32 rows to add to, or the contributions of each CTA; for fp16 the factors that undo their scale."""
 
     ptr: Value
     undo_ptr: Value
@@ -46,7 +46,7 @@ class Contributions(NamedTuple):
 
 @aggregate
 class Query:
-    """What one CTA has to do: 64 heads of a query, from `head` on, with all rows that it lists."""
+    """Work of one CTA: 64 heads of a query, from `head` on, with all rows that it lists."""
 
     number: Value
     head: Value
@@ -57,8 +57,8 @@ class Query:
 
 
 class Terms(NamedTuple):
-    """Per (query, head): the exponent to subtract, delta, and in fp16 a bound of dS and what is added to dKV. Then the
-    factors of S, in base 2, and of dS."""
+    """Per (query, head): the exponent to subtract, delta, and in fp16 bounds of dS and of what is added to dKV. Also
+    the factors of S, in base 2, and of dS."""
 
     lse2_ptr: Value
     delta_ptr: Value
@@ -69,8 +69,8 @@ class Terms(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What kernels need that compute dO . O themselves: O, its strides in units of 8 elements; by (query, head) the
-    sink's share, which becomes the term of dsink, and dO . O of the last columns where dO is rotated."""
+    """Inputs of kernels that compute dO . O themselves: O, its strides in units of 8 elements; by (query, head) the
+    sink's share, which becomes the term of dsink, and dO . O of the last columns if dO is rotated."""
 
     out_ptr: Value
     out_n: Value
@@ -81,8 +81,8 @@ class Outputs(NamedTuple):
 
 @aggregate
 class DkvTarget:
-    """Where dKV goes: fp32 rows to add to, or room for what this CTA contributes, `step` from block to block. For fp16
-    room for what undoes their factor, one for each block."""
+    """Target of dKV: fp32 rows to add to, or room for the contributions of this CTA, `step` from block to block. For
+    fp16 also room for the factor that undoes their scale, one per block."""
 
     ptr: Value
     step: Value
@@ -91,7 +91,7 @@ class DkvTarget:
 
 @gluon.jit
 def query_and_target(lists, contributions, ATOMIC: gl.constexpr):
-    """-> Query, DkvTarget of this CTA, by the grid (queries, tiles of 64 heads)"""
+    """Return the Query and DkvTarget of this CTA, by the grid (queries, tiles of 64 heads)."""
     number = lists.query_begin + gl.program_id(0)
     head = gl.program_id(1) * 64
     blocks = gl.load(lists.blocks_ptr + number)

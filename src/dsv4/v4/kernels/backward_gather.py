@@ -1,5 +1,5 @@
-"""Gradients of V4 attention: a query's Q and dO, and the rows it lists, into shared memory; dQ out of it. The same on
-every architecture. Gathering is one role of 4 warps; the kernels' role charts say when it waits.
+"""Gradients of V4 attention: load a query's Q and dO, and the rows it lists, into shared memory; store dQ. All
+architectures share this file. Gathering is one role of 4 warps; the kernels' role charts show when it waits.
 """
 
 from dsv4.kernels.compat import async_copy, cp_async, gl, gluon, mbarrier, reinterpret, tma_load, tma_store
@@ -9,7 +9,7 @@ PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwid
 
 @gluon.jit
 def gather_role(operands, memory, pools, query, TURNED: gl.constexpr):
-    """memory: of the kernel; q, dout and kv of it are filled, q_ready, ready and free say so."""
+    """Fill q, dout and kv of the kernel's `memory`, with the barriers q_ready, ready and free."""
     q_ready = memory.q_ready.at(0)
     BOX: gl.constexpr = operands.q_desc.layout
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -48,14 +48,14 @@ def gather_role(operands, memory, pools, query, TURNED: gl.constexpr):
 
 @gluon.jit
 def numbers(query, block, L: gl.constexpr):
-    """The row numbers of a block; -1 = nothing there."""
+    """Load the row numbers of a block; -1 = nothing there."""
     slot = block * 64 + gl.arange(0, 64, layout=L)
     return gl.load(query.line + slot, mask=slot < query.width, other=-1)
 
 
 @gluon.jit
 def send_half(dq_desc, kv, query, H: gl.constexpr):
-    """A half of dQ's columns, which lies in its half of kv, to memory: asked for, not waited for."""
+    """Start the store of a half of dQ's columns, from its half of kv, without a wait."""
     BOX: gl.constexpr = dq_desc.layout
     panels = reinterpret(kv.index(H), [4, 1, 64, 64], BOX)
     for panel in gl.static_range(4):

@@ -1,9 +1,9 @@
-"""What the gradients of V4 attention need beside the products: small kernels, one pass over their inputs each.
+"""Small kernels that the gradients of V4 attention need besides the products, with one pass over their inputs each.
 
-query_rows      per query and head: lse2 and delta (fmha/kernels/backward_rows.py), the sink's term; for fp16 what
-                bounds dS and contributions to dKV (backward_scale.py); and the last columns of dO turned as q was,
-                which is what the products made before the output was turned back. Where the products' kernel finds
-                dO . O, delta lacks it, and the sink's term is to be multiplied by it
+query_rows      per query and head: lse2 and delta (fmha/kernels/backward_rows.py), the sink's term; for fp16 bounds of
+                dS and of contributions to dKV (backward_scale.py); and the last columns of dO rotated as q was, which
+                is the gradient of what the products computed before the output was rotated back. If the products'
+                kernel computes dO . O, delta lacks it, and the sink's term has to be multiplied by it
 number_rows     the lists of both pools as one list of row numbers
 fold_rows       deterministic: the contributions of all queries to a row, summed in the order of the lists
 """
@@ -26,7 +26,7 @@ class QueryTensors(NamedTuple):
     cos_sin_ptr: Value
     positions_ptr: Value
     longest_ptr: Value
-    lse2_ptr: Value  # what is made, from here on
+    lse2_ptr: Value  # outputs, from here on
     delta_ptr: Value
     share_ptr: Value
     turned_ptr: Value
@@ -72,10 +72,10 @@ def query_rows(
     STORED: gl.constexpr,
     DOT: gl.constexpr,
 ):
-    """Program (n, i): ROWS heads of query n. share: what dsink is the sum of. turned [N, H, TURNED]: the last TURNED
-    columns of dO, the last rope_width of them turned. Strides of q, out and dout in units of 8 elements. SCALED
-    (fp16): most is made, from the norm of the longest row and |scale|; STORED: and sizes, from q. Without DOT, dO . O
-    is left out of delta and share; that of the last TURNED columns goes to tail [N, H]."""
+    """Program (n, i): ROWS heads of query n. share: dsink is the sum of it. turned [N, H, TURNED]: the last TURNED
+    columns of dO, the last rope_width of them rotated. Strides of q, out and dout are in units of 8 elements. SCALED
+    (fp16): write most, from the norm of the longest row and |scale|; STORED: also sizes, from q. Without DOT, delta
+    and share lack dO . O; that of the last TURNED columns goes to tail [N, H]."""
     L: gl.constexpr = row_layout(D)
     R: gl.constexpr = gl.SliceLayout(1, L)
     query = gl.program_id(0).to(gl.int64)
@@ -154,7 +154,7 @@ class Numbered(NamedTuple):
 
 @gluon.jit
 def listed(lists, query, entry, shift):
-    """The numbers of some entries of a list; -1 where nothing is, or no row of the pool."""
+    """Return the numbers of some entries of a list; -1 for an empty entry, or one that is no row of the pool."""
     length = gl.load(lists.lengths_ptr + query, mask=lists.has_lengths != 0, other=lists.entries)
     there = (entry >= 0) & (entry < gl.minimum(length, lists.entries))
     row = gl.load(lists.list_ptr + query * lists.stride + entry, mask=there, other=-1)
@@ -163,8 +163,8 @@ def listed(lists, query, entry, shift):
 
 @gluon.jit(do_not_specialize=["window_padded"])
 def number_rows(window, compressed, rows_ptr, blocks_ptr, window_padded, CHUNK: gl.constexpr):
-    """Program n: rows[n], window_padded entries of the window and then the compressed ones, numbered after the
-    window's rows; -1 = nothing there. blocks[n]: how many blocks of 64 entries reach the last that is something."""
+    """Program n writes rows[n]: window_padded entries of the window, then the compressed ones, numbered after the
+    window's rows; -1 = nothing there. blocks[n]: how many blocks of 64 entries reach the last that names a row."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     query = gl.program_id(0).to(gl.int64)
     width = window_padded + compressed.entries
@@ -182,9 +182,9 @@ def number_rows(window, compressed, rows_ptr, blocks_ptr, window_padded, CHUNK: 
 def fold_rows(
     parts_ptr, order_ptr, starts_ptr, sums_ptr, head_tiles, per_tile, undo_ptr, SOME: gl.constexpr, SCALED: gl.constexpr
 ):
-    """dkv[row] += its contributions, in an order that the lists alone decide: one program per row, SOME contributions
-    at a time. order: where they lie, by row; starts [rows + 1]: which of them are the row's. per_tile: contributions of
-    one head tile. SCALED (fp16): 64 of them in a row are multiplied by one of undo."""
+    """Add its contributions to dkv[row], in an order that only the lists determine: one program per row, SOME
+    contributions at a time. order: their places, by row; starts [rows + 1]: which are the row's. per_tile:
+    contributions of one head tile. SCALED (fp16): 64 consecutive ones are multiplied by one of undo."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [2, 2], [1, 0])
     row = gl.program_id(0).to(gl.int64)
     column = gl.arange(0, 512, layout=gl.SliceLayout(0, L))[None, :]

@@ -1,27 +1,27 @@
-"""fp16: by what P and dS of V4's gradients, and contributions to dKV that are stored, are multiplied before they are
+"""fp16: factors of P and dS of V4's gradients, and of stored contributions to dKV, before they are
 rounded.
 
 fp16 has few exponents, and dKV = P^T dO + dS^T Q is one sum, so both have the same factor: a power of two, at most
 2^14 since P is at most 1, and such that dS stays below 2^15. It is that of one query and 64 heads, whose results are
-divided by it in fp32: what another query's dO is does not matter. query_rows says how large dS may be::
+divided by it in fp32, so another query's dO does not matter. query_rows finds a bound of dS::
 
     |dS| = |scale (P (dP - dO . O) + e^(s - L) dL)| <= |scale| (2 |dO| |longest row| + |dL|)
 
-Contributions that are stored, to be summed later, have a factor per query and 64 heads too. query_rows says how large
-what one head adds to a row may be in any column, |P dO + dS Q| <= |dO| + most |dS| * most |Q|; of that sum over the
-heads the factor makes at most 2^15. fp16 has 11 bits of everything down to 2^-29 of it.
+Stored contributions, which are summed later, have a factor per query and 64 heads too. query_rows finds a bound of
+what one head adds to a row in any column, |P dO + dS Q| <= |dO| + most |dS| * most |Q|; the factor brings the sum over
+the heads to at most 2^15. fp16 has 11 bits of everything down to 2^-29 of it.
 """
 
 from dsv4.kernels.compat import gl, gluon
 
-EXPONENT = gl.constexpr(14)  # of the largest factor
-BIAS = gl.constexpr(127)  # of the exponent of an fp32
+EXPONENT = gl.constexpr(14)  # exponent of the largest factor
+BIAS = gl.constexpr(127)  # bias of an fp32 exponent
 LEAST = gl.constexpr(2.0**-96)  # of what is divided by: its factors are normal numbers, and so is a product of two
 
 
 @gluon.jit
 def powers(bound):
-    """(what brings a number below the bound below 2^15, what undoes it), exact, made of the bound's bits."""
+    """Return (the factor that brings numbers below the bound below 2^15, its inverse), exact, from the bound's bits."""
     over = (bound.to(gl.int32, bitcast=True) >> 23) - BIAS  # bound < 2^(over + 1)
     up = (BIAS + EXPONENT - over) << 23
     down = (BIAS - EXPONENT + over) << 23
@@ -30,7 +30,7 @@ def powers(bound):
 
 @gluon.jit
 def of_heads(ptr, query):
-    """What [N, H] has for the heads of this CTA; 0 for those that are not there."""
+    """Load from [N, H] the values of this CTA's heads; 0 for absent heads."""
     L: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     row = query.head + gl.arange(0, 64, layout=L)
     place = query.number.to(gl.int64) * query.heads + row
@@ -39,13 +39,13 @@ def of_heads(ptr, query):
 
 @gluon.jit
 def factors(terms, query):
-    """(the factor of P and dS, what undoes it)."""
+    """Return (the factor of P and dS, its inverse)."""
     return powers(gl.maximum(gl.max(of_heads(terms.most_ptr, query), 0), 1.0))
 
 
 @gluon.jit
 def dkv_factors(terms, query, down, ATOMIC: gl.constexpr):
-    """(what dKV is multiplied by before it is added or stored, what undoes that of what is stored). down: what undoes
+    """Return (the factor of dKV before it is added or stored, the inverse of that of stored ones). down: the inverse of
     the factor of P and dS."""
     undo = 1.0
     if not ATOMIC:
@@ -56,7 +56,7 @@ def dkv_factors(terms, query, down, ATOMIC: gl.constexpr):
 
 @gluon.jit
 def keep_undo(target, query, undo):
-    """What undoes the factor of the contributions, once for each block: fold_rows finds it without a division."""
+    """Store the inverse factor of the contributions, once per block: fold_rows finds it without a division."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     for first in range(0, query.blocks, 32 * gl.num_warps()):
         block = first + gl.arange(0, 32 * gl.num_warps(), layout=L)

@@ -1,6 +1,6 @@
-"""Rows of a pool by number: where they are, and the words of packed ones.
+"""Rows of a pool by number: their addresses, and the words of packed rows.
 
-A row that is not there (-1, out of range) is said so; what is loaded of it is zeros. FORMAT: caches/formats.py.
+A row that is not there (-1, out of range) is marked absent; its loads give zeros. FORMAT: caches/formats.py.
 """
 
 from dsv4.caches.kernels.unpack import load_scales
@@ -23,7 +23,7 @@ class Pool:
 
 @gluon.jit
 def pool_in_units(sizes, TIMES: gl.constexpr):
-    """The page stride in a unit that is TIMES smaller."""
+    """Convert the page stride to a unit that is TIMES smaller."""
     return Pool(
         sizes.ptr, sizes.rows, sizes.page_rows, sizes.page_stride * TIMES, sizes.row_stride, sizes.inverse, sizes.shift
     )
@@ -41,7 +41,7 @@ def entries(L: gl.constexpr, KEYS: gl.constexpr = 64):
 
 @gluon.jit
 def plain_rows(pool, number):
-    """Where the rows of a plain tensor are: (offset in units of 8 elements, whether they are there)."""
+    """Locate rows of a plain tensor: (offset in units of 8 elements, whether they are there)."""
     page = page_of(number, pool)
     offset = page.to(gl.int64) * pool.page_stride + (number - page * pool.page_rows).to(gl.int64) * pool.row_stride
     return offset, (number >= 0) & (number < pool.rows)
@@ -49,7 +49,7 @@ def plain_rows(pool, number):
 
 @gluon.jit
 def scales_begin(page_rows, FORMAT: gl.constexpr):
-    """The offset of the scales in a page, in bytes."""
+    """Return the offset of the scales in a page, in bytes."""
     if FORMAT.interleaved:
         return page_rows * 0 + FORMAT.data_bytes
     else:
@@ -58,7 +58,7 @@ def scales_begin(page_rows, FORMAT: gl.constexpr):
 
 @gluon.jit
 def row_offsets(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Where packed rows are: (first byte, whether they are there, first byte of their scales)."""
+    """Locate packed rows: (first byte, whether they are there, first byte of their scales)."""
     page = page_of(number, pool)
     place = (number - page * pool.page_rows).to(gl.int64)
     start = page.to(gl.int64) * pool.page_stride * UNIT
@@ -69,14 +69,14 @@ def row_offsets(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def rows_and_scales(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Where packed rows are: (first byte, whether they are there, their scales)."""
+    """Locate packed rows: (first byte, whether they are there, their scales)."""
     data, there, at = row_offsets(pool, number, UNIT, FORMAT)
     return data, there, load_scales(pool.ptr, at, there, 0, 8, UNIT, FORMAT)
 
 
 @gluon.jit
 def load_words(ptr, data, there, FIRST: gl.constexpr, N: gl.constexpr, UNIT: gl.constexpr):
-    """N words of 4 bytes from word FIRST on of each row: int32 [rows, N], in the layout whose rows data has."""
+    """Load N words of 4 bytes from word FIRST on of each row: int32 [rows, N], in the layout whose rows data has."""
     column = FIRST + gl.arange(0, N, layout=gl.SliceLayout(0, data.type.layout.parent))
     if UNIT >= 8:
         word_ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -91,7 +91,7 @@ def load_words(ptr, data, there, FIRST: gl.constexpr, N: gl.constexpr, UNIT: gl.
 
 @gluon.constexpr_function
 def codes_layout(warps, panels, panel_words, words=4):
-    """`words` of 32 bits of each of several panels of codes per thread."""
+    """Layout of codes: `words` of 32 bits of each of several panels per thread."""
     lanes = panel_words // words  # of a row
     return gl.BlockedLayout([1, panels, words], [32 // lanes, 1, lanes], [warps, 1, 1], [2, 1, 0])
 
@@ -107,7 +107,7 @@ def load_codes(
     FORMAT: gl.constexpr,
     THREADS: gl.constexpr = 4,
 ):
-    """The codes of 64 x PANELS values of each row, by THREADS threads: int32 [rows, PANELS, words of a panel]."""
+    """Load the codes of 64 x PANELS values of each row, by THREADS threads: int32 [rows, PANELS, words of a panel]."""
     N: gl.constexpr = FORMAT.panel_words
     L: gl.constexpr = codes_layout(gl.num_warps(), PANELS, N, N // THREADS)
     R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
@@ -129,7 +129,7 @@ def load_codes(
 
 @gluon.jit
 def _wide(x):
-    """x >= 0 as uint64, with zeros above 32 bits: a product of two is one instruction."""
+    """Extend x >= 0 to uint64, with zeros above 32 bits: a product of two is one instruction."""
     if x.dtype == gl.int32:
         x = x.to(gl.uint32, bitcast=True)
     return x.to(gl.uint64)
@@ -137,8 +137,8 @@ def _wide(x):
 
 @gluon.jit
 def row_addresses(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Where packed rows are: (addresses, that of `spare` for a row that is not there, those of their scales, whether
-    they are there)."""
+    """Locate packed rows: (addresses, that of `spare` for an absent row, those of their scales, whether they are
+    there)."""
     page = page_of(number, pool)
     place = _wide(number - page * pool.page_rows)
     start = pool.ptr.to(gl.uint64) + _wide(page) * _wide(pool.page_stride) * UNIT
@@ -149,7 +149,7 @@ def row_addresses(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.constexpr)
 
 @gluon.constexpr_function
 def _loads(first, panels):
-    """16 bytes of each of some panels of 64 bytes, from `first` on."""
+    """Return PTX that loads 16 bytes of each of some panels of 64 bytes, from `first` on."""
     to = [", ".join(f"${4 * panel + word}" for word in range(4)) for panel in range(panels)]
     return " ".join(
         f"ld.global.L2::256B.v4.b32 {{{to[panel]}}}, [${4 * panels}+{64 * (first + panel)}];" for panel in range(panels)
@@ -163,14 +163,14 @@ def _loaded(panels):
 
 @gluon.jit
 def _in_a_row(a, b, c, d):
-    """The words of a thread, four tensors [rows, 4] -> [rows, 16]."""
+    """Join the words of a thread, four tensors [rows, 4] -> [rows, 16]."""
     return gl.join(gl.join(a, c), gl.join(b, d)).reshape([a.shape[0], 16])
 
 
 @gluon.jit
 def load_codes_unmasked(row, FIRST: gl.constexpr, PANELS: gl.constexpr):
-    """load_codes for one or two panels of 64 bytes of rows that can all be read, at multiples of 16 bytes: no mask
-    sets registers to 0 first. What follows in 256 bytes, most of the row, comes into the L2 with it."""
+    """Do load_codes for one or two panels of 64 bytes of rows that can all be read, at multiples of 16 bytes: no mask
+    sets registers to 0 first. The load prefetches the rest of the 256 bytes, most of the row, into L2."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [1, 0])
     lane = gl.arange(0, 4, layout=gl.SliceLayout(0, L)).to(gl.uint64)
     row = gl.convert_layout(row, gl.SliceLayout(1, L))[:, None] + (lane * 16)[None, :]

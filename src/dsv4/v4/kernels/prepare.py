@@ -1,6 +1,6 @@
-"""V4 attention from a validated problem to a program. Shared by all architectures.
+"""Turn a validated problem of V4 attention into a program. All architectures share this file.
 
-A kernel gets, by name, those of the arguments made here that its parameters name.
+A kernel gets, by name, the arguments made here that are among its parameters.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ PAIR_LINE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ra
 
 
 def supports(p: V4Problem) -> str | None:
-    """None, or why these kernels cannot run the problem."""
+    """Return None, or why these kernels cannot run the problem."""
     if p.head_dim != 512:
         return f"head dim {p.head_dim}; the GPU kernels accept 512"
     if p.q.dtype not in checks.LOW_PRECISION:
@@ -53,7 +53,7 @@ def supports(p: V4Problem) -> str | None:
 
 
 def lacks(p: V4Problem, function: str) -> str | None:
-    """Which packed rows have no such function for kernels."""
+    """Return which packed rows have no such function for kernels, or None."""
     for pool in (p.window, p.compressed):
         if isinstance(pool, PackedRows) and not pool.format.has(function):
             return f"rows of format {pool.format.name}; it has no {function} function for kernels"
@@ -61,7 +61,7 @@ def lacks(p: V4Problem, function: str) -> str | None:
 
 
 def is_packed(p: V4Problem) -> bool:
-    """Whether one of the pools at least has packed rows."""
+    """Return whether at least one of the pools has packed rows."""
     return isinstance(p.window, PackedRows) or isinstance(p.compressed, PackedRows)
 
 
@@ -77,11 +77,11 @@ def prepare_sparse(
     can_be_uneven: bool = False,
     fp16_partials: bool = False,
 ) -> None:
-    """The kernel and, where the rows of a query are split, the combine kernel. The tensors of p are slots.
+    """Add the kernel and, if the rows of a query are split, the combine kernel. The tensors of p are slots.
 
     A work tile is 64 heads of a query (or the option HEADS) and a split, twice as many for a pair of CTAs (num_ctas 2).
-    Kernels loop over them, one CTA per multiprocessor; those that are told the number of splits have a CTA for each.
-    step: rows that the kernel takes at a time, what splits are made of; options: further compile-time arguments;
+    Kernels loop over them, with one CTA per SM; those that get the number of splits have a CTA for each.
+    step: rows that the kernel processes at a time, the unit of splits; options: further compile-time arguments;
     splits: how many, 0 = to be chosen here; can_be_uneven: see splits.uneven; fp16_partials: the kernel can write fp16
     partial results (combine.py).
     """
@@ -92,8 +92,8 @@ def prepare_sparse(
         splits, steps_per_split = _splits(p, target, tiles * ctas, step)
         if can_be_uneven and not p.deterministic and p.num_splits == 0:
             splits, alone, uneven_from = uneven(tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
-    # Deterministic: the way through the combine kernel rounds the sink differently, and how wide the lists are is no
-    # property of a query; so all take that way.
+    # Deterministic: the combine kernel rounds the sink differently, and the width of the lists is not a property of a
+    # query; so all queries go through the combine kernel.
     split = splits > 1 or p.deterministic or is_partial(p)
     sign, scale = sign_and_scale(p.softmax_scale)
     q = p.q if is_aligned(p.q) else program.copied(p.q)
@@ -177,8 +177,8 @@ def prepare_sparse(
 
 
 def _splits(p: V4Problem, target: Target, tiles: int, step: int) -> tuple[int, int]:
-    """(number of splits, least steps per split or 0 = as many as it takes to use all splits)."""
-    if p.deterministic:  # nothing but a query's own rows may count
+    """Return (number of splits, least steps per split or 0 = enough to use all splits)."""
+    if p.deterministic:  # only a query's own rows may matter
         splits, each = deterministic_cut(p.q_heads, p.max_seqlen_k)
         return max(splits, 1), each // step
     if p.num_splits > 0:
@@ -187,7 +187,7 @@ def _splits(p: V4Problem, target: Target, tiles: int, step: int) -> tuple[int, i
 
 
 def pool_sizes(program: Program, pool: Any) -> PoolSizes:
-    """A pool of rows as a kernel is told of it; strides in units of 8 elements, or as `unit_of` says."""
+    """Return a pool's kernel arguments; strides in units of 8 elements, or as `unit_of` determines."""
     if isinstance(pool, PackedRows):
         page_rows, page_stride = pool.rows_per_page, pool.page_stride // unit_of(pool)
         return PoolSizes(pool.storage, caches.pool_size(pool), page_rows, page_stride, 0, *inverse_of(page_rows), 0)
@@ -205,7 +205,7 @@ def no_rows(pool: PoolSizes) -> PoolSizes:
 
 
 def _names(p: V4Problem, program: Program) -> tuple[int, Slot | Null]:
-    """How compressed rows are named, and the list or the block table that names them."""
+    """Return how compressed rows are named, and the list or the block table that names them."""
     if p.compressed is None:
         return NONE.value, Null(torch.int32)
     if p.block_table is not None:
@@ -214,13 +214,13 @@ def _names(p: V4Problem, program: Program) -> tuple[int, Slot | Null]:
 
 
 def _lines(program: Program, x: Any) -> Slot:
-    """A 2-D tensor whose lines are contiguous."""
+    """Return a 2-D tensor whose lines are contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else program.copied(x)
 
 
 def _heads(program: Program, q: Slot, ctas: int) -> TensorDescriptor:
-    """The heads of one query, 64 per CTA; absent heads read zeros. One CTA: half of their columns at a time. A
-    pair: all of them, as panels of 64 columns in one message, as messages hold up the gathers behind them."""
+    """Describe the heads of one query, 64 per CTA; absent heads read zeros. One CTA: half of their columns at a time. A
+    pair: all of them, as panels of 64 columns in one message, since each message delays the gathers behind it."""
     if any(s <= 0 for s, n in zip(q.stride(), q.shape) if n > 1):
         q = program.copied(q)
     queries, heads, d = q.shape
@@ -232,8 +232,8 @@ def _heads(program: Program, q: Slot, ctas: int) -> TensorDescriptor:
 
 
 def _lines_apart(rows: Any) -> tuple[int, int] | None:
-    """(elements from a line to the next, lines of a page with what follows it) of a pool [pages, rows, D]; None if its
-    rows are not equally far apart: TMA gathers lines of a two-dimensional tensor."""
+    """Return (elements from a line to the next, lines of a page and the gap after it) of a pool [pages, rows, D]; None
+    if its rows are not equally spaced: TMA gathers lines of a two-dimensional tensor."""
     pages, page_rows, d = rows.shape
     page, row, _ = rows.stride()
     if pages == 1 or page_rows == 1:
@@ -243,14 +243,14 @@ def _lines_apart(rows: Any) -> tuple[int, int] | None:
 
 
 def comes_by_tma(pool: Any) -> bool:
-    """Whether rows of a plain pool can be gathered by TMA, beside rows that can."""
+    """Return whether TMA can gather rows of a plain pool, together with rows that it can gather."""
     rows = pool if pool.ndim == 3 else pool.unsqueeze(1)
-    return not is_aligned(rows) or _lines_apart(rows) is not None  # what is not aligned gets copied
+    return not is_aligned(rows) or _lines_apart(rows) is not None  # unaligned rows are copied
 
 
 def _kv_loads(p: V4Problem, window: PoolSizes, compressed: PoolSizes) -> list[Any]:
-    """How plain rows of the two pools are loaded. Beside packed rows they come by cp.async: with the code for TMA a
-    role would not fit into its registers."""
+    """Return how plain rows of the two pools are loaded. Next to packed rows, cp.async loads them: with the code for
+    TMA a role would not fit into its registers."""
     packed = is_packed(p)
     loads = []
     for pool, rows in ((p.window, window.ptr), (p.compressed, compressed.ptr)):
@@ -260,7 +260,7 @@ def _kv_loads(p: V4Problem, window: PoolSizes, compressed: PoolSizes) -> list[An
 
 
 def _by_tma(load: Any, pool: PoolSizes, q: Slot, ctas: int) -> tuple[TensorDescriptor, PoolSizes]:
-    """The descriptor of a pool's lines, and the pool with the lines between its pages; where the pool is read in
+    """Return the descriptor of a pool's lines, and the pool with the lines between its pages; if the pool is read in
     another way, that of a line of q, which no kernel reads."""
     rows: Any = pool.ptr
     if load is not TMA or rows.numel() == 0:
@@ -274,7 +274,7 @@ def _by_tma(load: Any, pool: PoolSizes, q: Slot, ctas: int) -> tuple[TensorDescr
 
 
 def unit_of(pool: Any) -> int:
-    """Bytes that pages of packed rows begin at multiples of: 16 where it can be, for 16-byte loads."""
+    """Return the alignment in bytes of pages of packed rows: 16 if possible, for 16-byte loads."""
     if not isinstance(pool, PackedRows):
         return 16
     return next(unit for unit in (16, 8, 2, 1) if pool.page_stride % unit == 0 and pool.storage.data_ptr() % unit == 0)

@@ -1,4 +1,4 @@
-"""Rows that a query of V4 attention names by number: which work tile is whose, and how many rows it names."""
+"""Work tiles of V4 attention: which tile a CTA has, and how many rows it names by number."""
 
 from dsv4.kernels.compat import gl, gluon
 from dsv4.v4.kernels.arguments import Lists
@@ -9,8 +9,8 @@ CP_ASYNC, TMA = gl.constexpr(0), gl.constexpr(2)  # how the rows of a plain pool
 
 @gluon.jit
 def tile_coord(tile_id, queries, heads, TILE: gl.constexpr = 64):
-    """(query, first head, split) of a work tile; the head tiles of a query are neighbours: one finds in L2 what the
-    other read."""
+    """Return (query, first head, split) of a work tile; the head tiles of a query are neighbours, so one finds in L2
+    what the other read."""
     head_tiles = (heads + TILE - 1) // TILE
     rest = tile_id // head_tiles
     split = rest // queries
@@ -19,7 +19,7 @@ def tile_coord(tile_id, queries, heads, TILE: gl.constexpr = 64):
 
 @gluon.jit
 def request_of(query, requests):
-    """The request that a query belongs to: the last one that starts at or before it; their count if there is none."""
+    """Return the request of a query: the last one that starts at or before it; their count if there is none."""
     given = requests.given != 0
     low = gl.where(given, 0, query + 1)
     high = gl.where(given, requests.count + 1, query + 1)
@@ -34,7 +34,7 @@ def request_of(query, requests):
 
 @gluon.jit
 def named_rows(query, window, compressed, requests, KV_INDEX: gl.constexpr):
-    """What a query names -> (window rows, compressed rows, its line of the compressed list or of the block table).
+    """Return (window rows, compressed rows, its line of the compressed list or of the block table) of a query.
 
     window, compressed: Names.
     """
@@ -54,7 +54,7 @@ def named_rows(query, window, compressed, requests, KV_INDEX: gl.constexpr):
 
 @gluon.jit
 def index_lists(query, window, compressed, requests, KV_INDEX: gl.constexpr, KEYS: gl.constexpr = 64):
-    """KEYS: entries of a block."""
+    """Return the lists of a query. KEYS: entries of a block."""
     count, more, line = named_rows(query, window, compressed, requests, KV_INDEX)
     window_ptr = window.list_ptr + query.to(gl.int64) * window.line
     blocks = (count + KEYS - 1) // KEYS

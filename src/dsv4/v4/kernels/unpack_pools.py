@@ -1,7 +1,7 @@
-"""Packed rows as bf16, for calls whose queries list every row many times.
+"""Convert packed rows to bf16, for calls whose queries list every row many times.
 
-Attention that reads packed rows converts a row for every query and tile of 64 heads that lists it. Where lists are far
-longer in sum than the pool, it is converted once, here, and attention reads plain rows. 32 rows per program.
+Attention that reads packed rows converts a row for every query and tile of 64 heads that lists it. If lists are far
+longer in sum than the pool, this kernel converts it once, and attention reads plain rows. A program has 32 rows.
 """
 
 from dataclasses import replace
@@ -27,9 +27,9 @@ THREADS = 8  # that read 64 values of a row
 
 @gluon.jit
 def v4_unpack(out_ptr, pool, UNIT: gl.constexpr, FORMAT: gl.constexpr, ROWS: gl.constexpr, THREADS: gl.constexpr):
-    """out: bf16 [rows, 512], written in pairs. The next grid is placed beside the last programs when little is left to
+    """Write out, bf16 [rows, 512], in pairs. The next grid starts next to the last programs when little is left to
     store."""
-    # Threads write 16 bytes side by side: halves of sectors would be written twice.
+    # Neighbouring threads write adjacent 16 bytes: otherwise half sectors would be written twice.
     W: gl.constexpr = gl.BlockedLayout([1, 4], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0])
     number = gl.program_id(0) * ROWS + entries(W, ROWS)
     data, there, scales = rows_and_scales(pool, number, UNIT, FORMAT)
@@ -52,7 +52,7 @@ def v4_unpack(out_ptr, pool, UNIT: gl.constexpr, FORMAT: gl.constexpr, ROWS: gl.
 
 @gluon.jit
 def put(out_ptr, number, there, x, FIRST: gl.constexpr):
-    """Panels of 64 values from FIRST on, in pairs: x [64, panels, 32]."""
+    """Store panels of 64 values from FIRST on, in pairs: x [64, panels, 32]."""
     L: gl.constexpr = x.type.layout
     R: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
     number = gl.convert_layout(number, R).to(gl.int64)[:, None, None]
@@ -64,7 +64,7 @@ def put(out_ptr, number, there, x, FIRST: gl.constexpr):
 
 
 def pays(p: V4Problem) -> bool:
-    """Whether, by shapes alone, the pools of packed rows are smaller than q and than what the queries may list."""
+    """Return whether, by shapes alone, the packed pools are smaller than q and than what the queries may list."""
     if p.deterministic:  # how many queries there are is not a property of a query
         return False
     rows = sum(caches.pool_size(pool) for pool in _pools(p).values())
@@ -73,7 +73,7 @@ def pays(p: V4Problem) -> bool:
 
 
 def unpacked(p: V4Problem, program: Program) -> V4Problem:
-    """The problem with plain rows in place of packed rows, which the program makes first."""
+    """Return the problem with plain rows in place of packed rows, which the program converts first."""
     plain: dict[str, Any] = {name: _unpacked(pool, program) for name, pool in _pools(p).items()}
     if _one_pool(p):
         plain["compressed"] = plain["window"]
@@ -81,13 +81,13 @@ def unpacked(p: V4Problem, program: Program) -> V4Problem:
 
 
 def _pools(p: V4Problem) -> dict[str, PackedRows]:
-    """Each pool of packed rows once."""
+    """Return each pool of packed rows once."""
     names = ("window",) if _one_pool(p) else ("window", "compressed")
     return {name: pool for name in names if isinstance(pool := getattr(p, name), PackedRows)}
 
 
 def _one_pool(p: V4Problem) -> bool:
-    """Do window and compressed rows lie in the same pages?"""
+    """Return whether window and compressed rows lie in the same pages."""
     a, b = p.window, p.compressed
     return (
         p.same_pools and isinstance(a, PackedRows) and isinstance(b, PackedRows)

@@ -17,10 +17,10 @@ s, dp           2 x 64    fp32 [64, 64]: 64 rows use half of the 128 lanes
 dq              256       fp32 [64, 512]: its two halves lie side by side in the lanes
 dkv             128       fp32 [64, 256]: half of the columns of the block's gradient, likewise             = 512
 
-64 rows run the tensor core at half its rate. 128 heads of a pair of CTAs would have the full one, but a pair splits the
-right operands of dQ and of dKV in two, and P and dS would have to be exchanged; 128 rows at a time instead of heads do
-not fit: K beside Q and dO would be 256 KiB of shared memory. The sums over the queries bound it in any case: 128 KiB of
-fp32 to add for every block.
+64 rows run the tensor core at half its rate. 128 heads of a pair of CTAs would run it at full rate, but a pair splits
+the right operands of dQ and of dKV in two, and P and dS would have to be exchanged; 128 rows at a time instead of heads
+do not fit: K, Q and dO would need 256 KiB of shared memory. The sums over the queries are the limit in any case: 128
+KiB of fp32 to add for every block.
 
 shared memory   bytes        holds
 q, dout         2 x 65536    [2, 64, 256] each: halves of the columns
@@ -41,7 +41,7 @@ part_ready  commit of mma       1           add            a half of dKV is comp
 part_free   add                 1           mma            it is read
 dq_done     commit of mma       1           scores         dQ is complete
 
-The rows are gathered, and what is stored without atomics is laid out, as by the Hopper kernel. A row number of -1 is
+Rows are gathered, and contributions without atomics are laid out, as in the Hopper kernel. A row number of -1 is
 filled with zeros, its P is 0, and nothing is added for it.
 """
 
@@ -86,7 +86,7 @@ def mma_role(memory, query):
         phase = block % 2
         memory.ready.wait(0, phase)
         fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
-        at = zero(block)  # else the descriptors of all products would be kept in registers, and spilled
+        at = zero(block)  # otherwise the descriptors of all products would be kept in registers, and spilled
         for h in gl.static_range(2):
             tcgen05_mma(q.index(at + h), kv.index(at + h).permute((1, 0)), memory.s, use_acc=h > 0)
         memory.s_ready.arrive_after_mma(0)
@@ -110,7 +110,7 @@ def mma_role(memory, query):
 
 @gluon.jit
 def score_role(memory, terms, query, dq_desc, SCALED: gl.constexpr):
-    """P and dS of every block; in the end dQ to memory."""
+    """Compute P and dS of every block, and in the end write dQ to memory."""
     p16, ds16, kv = memory.p16, memory.ds16, memory.kv
     L: gl.constexpr = memory.s.get_reg_layout()
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
@@ -153,9 +153,9 @@ def score_role(memory, terms, query, dq_desc, SCALED: gl.constexpr):
 
 @gluon.jit
 def add_role(memory, target, terms, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
-    """Every block's dKV: added to the rows it names, or stored beside those of other queries, to be summed later."""
+    """Add every block's dKV to the rows it names, or store it next to those of other queries, to be summed later."""
     L: gl.constexpr = memory.dkv.slice(0, 64).get_reg_layout()
-    # A lane has columns of one row. What a warp adds at once has to be whole sectors: L2 changes a sector at a time.
+    # A lane has columns of one row. A warp must add whole sectors at once: L2 updates a sector at a time.
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, L)).to(gl.int64)
     factor = 1.0
@@ -164,7 +164,7 @@ def add_role(memory, target, terms, query, ATOMIC: gl.constexpr, SCALED: gl.cons
         factor, undo = dkv_factors(terms, query, down, ATOMIC)
         if not ATOMIC:
             keep_undo(target, query, undo)
-    # Not unrolled: the compiler takes two loads of the same tensor memory for one, whatever is waited for between them.
+    # Not unrolled: the compiler merges two loads of the same tensor memory, whatever waits are between them.
     for part in range(0, 2 * query.blocks):
         block = part // 2
         first = part % 2 * 256
@@ -205,7 +205,7 @@ def backward_sparse(
     GATHER_REGS: gl.constexpr,
     MMA_REGS: gl.constexpr,
 ):
-    """The arguments are those of the Hopper kernel of this name."""
+    """Compute the gradients; the arguments are those of the Hopper kernel of this name."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)

@@ -1,4 +1,4 @@
-"""V4 attention on sm_100a: what the host tells the kernels, which are in sparse.py and sparse_pair.py."""
+"""V4 attention on sm_100a: the host's arguments for the kernels in sparse.py and sparse_pair.py."""
 
 from dsv4.caches.formats import PLAIN, format_of
 from dsv4.runtime.dispatch import Target
@@ -18,7 +18,7 @@ PAIR_REGISTERS = dict(GATHER_REGS=136, STORE_REGS=112, WARP_REGS=96)
 
 
 def supports(p: V4Problem) -> str | None:
-    """None, or why these kernels cannot run the problem."""
+    """Return None, or why these kernels cannot run the problem."""
     return shared.supports(p) or lacks(p, "unpack_bytes")
 
 
@@ -26,7 +26,7 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
     if p.q_heads % 128 == 0 and unpack_pools.pays(p):  # one CTA converts 64 rows as fast as its products go
         p = unpack_pools.unpacked(p, program)
     if fits_pair(p):
-        # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+        # Its layouts need Triton 3.9; code that imports this module only for `supports` may have another version.
         from dsv4.v4.kernels.sm100.sparse_pair import v4_sparse_pair
 
         prepare_sparse(p, target, program, v4_sparse_pair, PAIR_STEP, dict(num_ctas=2, **PAIR_REGISTERS))
@@ -35,8 +35,8 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
 
 
 def fits_pair(p: V4Problem) -> bool:
-    """Whole pairs of 64 heads, and rows of one format: plain ones equally far apart, or packed ones of which the last
-    panel is bf16."""
+    """Return whether there are whole pairs of 64 heads, and rows of one format: plain and equally spaced, or packed
+    with bf16 as the last panel."""
     pools = [pool for pool in (p.window, p.compressed) if pool is not None]
     formats = {format_of(pool) for pool in pools}
     if p.q_heads % 128 or len(formats) > 1:

@@ -1,4 +1,4 @@
-"""What becomes of the rows of a work tile when its last block is done, for one CTA and for a pair."""
+"""Epilogue of a work tile's rows when its last block is done, for one CTA and for a pair."""
 
 from dsv4.kernels import softmax
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
@@ -6,11 +6,11 @@ from dsv4.kernels.compat import Value, aggregate, gl, gluon
 
 @aggregate
 class TileRows:
-    """What is known of the rows of a work tile before they are done."""
+    """Rows of a work tile, as known before they are done."""
 
     query: Value
     first_head: Value
-    head: Value  # of each row
+    head: Value  # head of each row
     here: Value  # whether it is one
     sink: Value
     part_row: Value  # of the work tile's query in the partial results
@@ -27,7 +27,7 @@ def tile_rows(query, first_head, part, output, split, ROWS: gl.constexpr, L: gl.
 
 @gluon.jit
 def angles_of(query, rope):
-    """The query's line of cos_sin."""
+    """Return the query's line of cos_sin."""
     position = gl.load(rope.positions_ptr + query, mask=rope.width > 0, other=0).to(gl.int64)
     return rope.cos_sin_ptr + gl.minimum(gl.maximum(position, 0), rope.positions - 1) * rope.line
 

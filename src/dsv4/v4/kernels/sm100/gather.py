@@ -1,12 +1,12 @@
-"""The gathering role of sparse.py: for each work tile Q, then rows picked by number, block by block, into the ring.
+"""The gathering role of sparse.py: for each work tile it loads Q, then rows by number, block by block, into the ring.
 
-A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of a plain
-tensor come by TMA, four at a time, if they are equally far apart, else by cp.async; packed rows come through
-registers, where they become bf16. A row that is not there (-1, out of range, past the length) is filled with zeros, and
-its bias is -inf: 0 * NaN would be NaN.
+A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. TMA loads rows
+of a plain tensor, four at a time, if they are equally spaced, else cp.async does; packed rows go through registers,
+where they become bf16. A row that is not there (-1, out of range, past the length) is filled with zeros, and its bias
+is -inf: 0 * NaN would be NaN.
 
-Row numbers are read a block ahead of their rows, packed rows before their slots are free, so that no wait adds to
-another.
+Row numbers are read a block ahead of their rows, and packed rows before their slots are free, so that the waits do not
+add up.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell.tma import async_gather
@@ -31,10 +31,10 @@ from dsv4.v4.kernels.pool_rows import scales_begin
 from dsv4.v4.kernels.tile_scheduler import LIST, NONE, TMA, index_lists, tile_coord
 
 ONE = gl.constexpr(gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))  # a row per thread
-FOURS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [4, 1], [0, 1]))  # four rows per TMA, shared out by warps
+FOURS = gl.constexpr(gl.BlockedLayout([4, 1], [1, 32], [4, 1], [0, 1]))  # four rows per TMA, distributed over warps
 LANES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes of bf16 per thread
 LANES8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))  # 16 bytes of codes per thread
-LANES4 = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # as many codes of 4 bits
+LANES4 = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # the same number of 4-bit codes
 PANEL = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 HALF_BYTES = gl.constexpr(64 * 256 * 2)
 
@@ -70,7 +70,7 @@ def pool_with(sizes, desc):
 
 @gluon.jit
 def numbers_at(lists, block, end, compressed, KV_INDEX: gl.constexpr, KEYS: gl.constexpr = 64, L: gl.constexpr = ONE):
-    """Row numbers of the entries of a block, -1 past the end of its list, or everywhere from block `end` on."""
+    """Load row numbers of the entries of a block, -1 past the end of its list, or everywhere from block `end` on."""
     in_window = block < lists.window_blocks
     start = gl.where(in_window, 0, lists.window_blocks)
     place = (block - start) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
@@ -85,20 +85,20 @@ def numbers_at(lists, block, end, compressed, KV_INDEX: gl.constexpr, KEYS: gl.c
         page_rows = compressed.page_rows
         number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
         page = gl.load(lists.line_ptr + place // page_rows, mask=further, other=-1)
-        page = gl.where(page < compressed.rows // page_rows, page, -1)  # before the product, which may not fit
+        page = gl.where(page < compressed.rows // page_rows, page, -1)  # before the product, which may overflow
         number = gl.where(page >= 0, page * page_rows + place % page_rows, number)
     return number
 
 
 @gluon.jit
 def write_bias(bias, there):
-    """What is added to the scores of a block. The last one has been read: then its slots were freed."""
+    """Write the bias of a block's scores. The last one has been read: its slots were freed after that."""
     bias.store(gl.where(there, 0.0, -float("inf")))
 
 
 @gluon.jit
 def fetch_block(pool, number, memory, at):
-    """One block by TMA, four rows at a time. Line -1 is out of bounds, which TMA fills with zeros."""
+    """Load one block by TMA, four rows at a time. Line -1 is out of bounds, which TMA fills with zeros."""
     kv, bias = memory.kv, memory.bias
     there = (number >= 0) & (number < pool.rows)
     line = number
@@ -116,7 +116,7 @@ def fetch_block(pool, number, memory, at):
 
 @gluon.jit
 def copy_block(pool, number, memory, at):
-    """One block by cp.async; its first half is announced while the second is under way."""
+    """Load one block by cp.async; its first half is announced while the second is in flight."""
     kv, bias = memory.kv, memory.bias
     number = gl.convert_layout(number, gl.SliceLayout(1, LANES))
     there = (number >= 0) & (number < pool.rows)
@@ -139,7 +139,7 @@ def copy_block(pool, number, memory, at):
 
 @gluon.jit
 def panel_bytes(ptr, data, there, INDEX: gl.constexpr, FORMAT: gl.constexpr):
-    """The codes of a panel of 64 values of each row, as bytes."""
+    """Load the codes of a panel of 64 values of each row, as bytes."""
     BYTES: gl.constexpr = FORMAT.panel_words * 4
     if FORMAT.code_bits == 4:
         data = gl.convert_layout(data, gl.SliceLayout(1, LANES4), assert_trivial=True)
@@ -150,7 +150,7 @@ def panel_bytes(ptr, data, there, INDEX: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def plain_panel(ptr, data, there, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """The last 64 values of each row, which are bf16."""
+    """Load the last 64 values of each row, which are bf16."""
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, data.type.layout.parent))
     if UNIT >= 2:
         rest_ptr = ptr.to(gl.pointer_type(gl.bfloat16))
@@ -166,13 +166,13 @@ def plain_panel(ptr, data, there, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def store_panel(panel, x, scales, INDEX: gl.constexpr, FORMAT: gl.constexpr):
-    """64 values of each row as bf16."""
+    """Store 64 values of each row as bf16."""
     panel.store(FORMAT.unpack_bytes(x, scales_of_panel(scales, INDEX, FORMAT), FORMAT))
 
 
 @gluon.jit
 def scales_of_panel(scales, panel, FORMAT: gl.constexpr):
-    """The scales of a panel of each row, the first in the lowest byte: int32."""
+    """Return the scales of a panel of each row, the first in the lowest byte: int32."""
     EACH: gl.constexpr = panel_scale_bytes(FORMAT)
     if isinstance(scales, gl.tuple):
         return (scales[panel * EACH // 8] >> (panel * EACH % 8 * 8)).to(gl.int32)
@@ -188,7 +188,7 @@ def announce(ready):
 
 @gluon.jit
 def row_offsets(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """(whether packed rows are there, the first byte of their data, the first byte of their scales)"""
+    """Return (whether packed rows are there, the first byte of their data, the first byte of their scales)"""
     there = (number >= 0) & (number < pool.rows)
     page = number // pool.page_rows
     place = (number - page * pool.page_rows).to(gl.int64)
@@ -199,8 +199,8 @@ def row_offsets(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def packed_block(pool, number, memory, at, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """One block of packed rows. Most of it is asked for before the first wait, so that it comes while slots are busy;
-    the last pieces as the first leave the registers."""
+    """Load one block of packed rows. Most loads are issued before the first wait, so that they run while slots are
+    busy; the last ones as the first leave the registers."""
     kv, bias = memory.kv, memory.bias
     ptr = pool.ptr
     number = gl.convert_layout(number, gl.SliceLayout(1, LANES8))
@@ -263,7 +263,7 @@ def gather_role(
     UNITS: gl.constexpr,
     FORMATS: gl.constexpr,
 ):
-    """The work tiles of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes
+    """Process the work tiles of this CTA in turn: Q and the number of blocks, then blocks as the ring becomes
     free."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     at = 0  # blocks so far

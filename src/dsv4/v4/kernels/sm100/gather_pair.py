@@ -1,8 +1,8 @@
-"""The loading roles of sparse_pair.py, for two CTAs that share products: plan finds out how many rows each work tile
-has and loads its Q, gather loads rows picked by number.
+"""The loading roles of sparse_pair.py, for two CTAs that share products: plan finds how many rows each work tile has
+and loads its Q, gather loads rows picked by number.
 
-K is split by rows over the pair and V by columns (pair_roles.py), so a row comes twice, as K and as V. Rows of a plain
-tensor come by TMA, four at a time; packed rows come through registers, where they become bf16. A row that is
+K is split by rows over the pair and V by columns (pair_roles.py), so a row is loaded twice, as K and as V. TMA loads
+rows of a plain tensor, four at a time; packed rows go through registers, where they become bf16. A row that is
 not there (-1, out of range, past the length) is filled with zeros, and its bias is -inf: 0 * NaN would be NaN.
 """
 
@@ -45,7 +45,7 @@ LANES_V = gl.constexpr(gl.BlockedLayout([1, 1, 16], [8, 1, 4], [4, 1, 1], [2, 1,
 
 @gluon.jit
 def lines_of(pool, number):
-    """Lines of the pool's descriptor; -1, which TMA fills with zeros, where there is no such row."""
+    """Return lines of the pool's descriptor; -1, which TMA fills with zeros, if there is no such row."""
     there = (number >= 0) & (number < pool.rows)
     line = number
     if pool.gap > 0:
@@ -55,7 +55,7 @@ def lines_of(pool, number):
 
 @gluon.jit
 def fetch(pool, number, memory, place, use, V: gl.constexpr):
-    """Rows as V, or as K."""
+    """Load rows as V, or as K."""
     FOURS: gl.constexpr = FOURS_V if V else FOURS_K
     ready = memory.v_ready if V else memory.k_ready
     line = gl.convert_layout(lines_of(pool, number), gl.SliceLayout(1, FOURS))
@@ -71,7 +71,7 @@ def fetch(pool, number, memory, place, use, V: gl.constexpr):
 
 @gluon.jit
 def packed_k(pool, number, memory, place, use, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Half of the rows, all columns. Most is asked for before the first wait, the rest as the first leave registers."""
+    """Load half of the rows, all columns. Most loads precede the first wait, the rest follow as registers free up."""
     kv, k_ready = memory.kv, memory.k_ready
     ptr = pool.ptr
     there, data, at = row_offsets(pool, gl.convert_layout(number, gl.SliceLayout(1, LANES_K)), UNIT, FORMAT)
@@ -103,7 +103,7 @@ def packed_k(pool, number, memory, place, use, UNIT: gl.constexpr, FORMAT: gl.co
 
 @gluon.jit
 def v_columns(INDEX: gl.constexpr):
-    """Columns [1, 2, 64] of the two CTAs' panels INDEX: the second CTA's lie 128 after the first's."""
+    """Return columns [1, 2, 64] of the two CTAs' panels INDEX: the second CTA's lie 128 after the first's."""
     second = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, LANES_V)))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, LANES_V)))
     return INDEX * 64 + 128 * second[None, :, None] + column[None, None, :]
@@ -111,7 +111,7 @@ def v_columns(INDEX: gl.constexpr):
 
 @gluon.jit
 def v_values(ptr, data, there, INDEX: gl.constexpr, FORMAT: gl.constexpr):
-    """The codes of 64 values of each row and CTA, as bytes; the row's last columns are none."""
+    """Load the codes of 64 values of each row and CTA, as bytes; the row's last columns are not codes."""
     column = v_columns(INDEX)
     return gl.load(ptr + data[:, :, None] + column, mask=there[:, :, None] & (column < FORMAT.coded), other=0)
 
@@ -124,7 +124,7 @@ def v_bf16(x, scales, INDEX: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def v_plain(ptr, data, there, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """The last panel of the second CTA, which is bf16; nothing for the first."""
+    """Load the last panel of the second CTA, which is bf16; nothing for the first."""
     column = v_columns(5) - FORMAT.coded
     mask = there[:, :, None] & (column >= 0)
     if UNIT >= 2:
@@ -139,7 +139,7 @@ def v_plain(ptr, data, there, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def packed_v(pool, number, memory, place, use, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """All rows, half of the columns: of each 256, the first CTA's two panels and the second's."""
+    """Load all rows, half of the columns: of each 256, the first CTA's two panels and the second's."""
     kv, v_ready = memory.kv, memory.v_ready
     ptr = pool.ptr
     number = gl.convert_layout(number, gl.SliceLayout(1, gl.SliceLayout(2, LANES_V)))[:, None]
@@ -192,7 +192,7 @@ def gather_block(
     UNITS: gl.constexpr,
     FORMATS: gl.constexpr,
 ):
-    """A block of the lists as V, or as K."""
+    """Load a block of the lists as V, or as K."""
     if KV_INDEX == NONE or block < lists.window_blocks:
         gather_from(pools.window, number, memory, place, use, V, LOADS[0], UNITS[0], FORMATS[0])
     else:
@@ -214,15 +214,15 @@ def block_v(
     UNITS: gl.constexpr,
     FORMATS: gl.constexpr,
 ):
-    """V of block i of a work tile of n, whose first is block `begin` of the lists."""
+    """Load V of block i of a work tile of n, whose first is block `begin` of the lists."""
     place, use = place_of_v(i, n)
     gather_block(lists, begin + i, number, pools, memory, place, at + use, True, KV_INDEX, LOADS, UNITS, FORMATS)
 
 
 @gluon.jit
 def plan_role(q_desc, window, compressed, requests, memory, sizes, KV_INDEX: gl.constexpr):
-    """What each work tile has to do, while the others are at the one before; Q, as soon as the scores of that are
-    complete. A warp of its own: the loads that lead to the lengths would keep gathers waiting."""
+    """Find the work of each work tile while the others process the one before; load Q as soon as that one's scores are
+    complete. This is a separate warp: the loads that lead to the lengths would delay gathers."""
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4, cga_layout=[[0, 0, 1, 0]])
     full = 0  # work tiles so far that have blocks
     turn = 0
@@ -244,14 +244,14 @@ def plan_role(q_desc, window, compressed, requests, memory, sizes, KV_INDEX: gl.
 
 @gluon.jit
 def blocks_of(count, more, split, sizes):
-    """(first, end) of the blocks of a work tile with these numbers of window rows and compressed rows."""
+    """Return (first, end) of the blocks of a work tile with these numbers of window rows and compressed rows."""
     blocks = (count + KEYS - 1) // KEYS + (more + KEYS - 1) // KEYS
     return split_range(blocks, split, sizes.num_splits, sizes.tiles_per_split)
 
 
 @gluon.jit
 def lists_at(tile_id, turn, window, compressed, memory, sizes):
-    """What plan_role found for a work tile -> (its lists, first block, end)."""
+    """Read what plan_role found for a work tile -> (its lists, first block, end)."""
     query, _first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads, 128)
     _n, count, more, line = job_of(turn, 4, memory)
     begin, end = blocks_of(count, more, split, sizes)
@@ -272,7 +272,7 @@ def gather_role(
     UNITS: gl.constexpr,
     FORMATS: gl.constexpr,
 ):
-    """The work tiles of this pair, one after the other: K and V as places become free. Row numbers are read two blocks
+    """Process the work tiles of this pair in turn: K and V as places become free. Row numbers are read two blocks
     ahead, the next work tile's first before the last V of this one: there is no pause between work tiles."""
     at = 0  # blocks so far
     turn = 0

@@ -1,18 +1,18 @@
 """V4 attention on sm_100a: 64 heads of one query token at a time, rows picked by number from one or two pools.
 
 Every row is key and value at once: a block of 64 rows is gathered once, into two ring slots [64, 256] (halves of the
-head dim), and read as K and as V. Two blocks are in the ring, two S and two P beside it. Role chart::
+head dim), and read as K and as V. Two blocks are in the ring, with two S and two P. Role chart::
 
     gather   4 warps  | Q | block 0 | block 1 |                 | block 2, as P0 V0 frees it | ...
     scores   1 warp   |   |         | S0 = Q K0^T | S1 = Q K1^T |                            | S2 = Q K2^T | ...
     values   1 warp   |   |                       | ...         | O += P0 V0 | O += P1 V1    | ...
     softmax  4 warps  |   |                       | P0          | P1         | ...           | ...    | O / l -> out
 
-Scores and values issue their products on their own, so that whichever has what it needs goes next: with room for two
-blocks only, a fixed order would leave the tensor core idle while a block is on its way.
+Scores and values issue their products independently, so that whichever is ready goes next: with room for only two
+blocks, a fixed order would leave the tensor core idle while a block is in flight.
 
 A work tile is 64 heads of one query and one split of its rows. A CTA loops over work tiles: while softmax writes the
-output of one, Q and the first blocks of the next arrive and their scores are computed. gather.py says how rows are
+output of one, Q and the first blocks of the next arrive and their scores are computed. gather.py describes how rows are
 gathered.
 
 tensor memory   columns     holds
@@ -95,14 +95,14 @@ def make_memory(DTYPE: gl.constexpr):
 
 @gluon.jit
 def begin(memory, turn):
-    """Q of the next work tile is there -> its number of blocks."""
+    """Wait for Q of the next work tile -> its number of blocks."""
     memory.q_ready.wait(0, turn % 2)
     return gl.max(memory.job.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
 def scores_role(memory, num_tiles):
-    """S = Q K^T of block after block."""
+    """Compute S = Q K^T block by block."""
     q, kv, s = memory.q, memory.kv, memory.s
     at = 0  # blocks so far
     turn = 0
@@ -126,7 +126,7 @@ def scores_role(memory, num_tiles):
 
 @gluon.jit
 def values_role(memory, num_tiles):
-    """O += P V of block after block."""
+    """Compute O += P V block by block."""
     kv, p, o = memory.kv, memory.p, memory.o
     at = 0
     turn = 0
@@ -147,7 +147,7 @@ def values_role(memory, num_tiles):
 
 @gluon.jit
 def softmax_block(x, m, l, at, first, memory):
-    """P of block `at` from its scores in base 2 -> (maximum, sum) of each row. O is rescaled where a maximum moved."""
+    """Compute P of block `at` from its scores in base 2 -> (maximum, sum) of each row. Rescale O if a maximum moved."""
     p, o = memory.p, memory.o
     LO: gl.constexpr = o.slice(0, 64).get_reg_layout()
     PIECE: gl.constexpr = TensorMemoryLayout([64, 64], col_stride=1)
@@ -176,7 +176,7 @@ def softmax_block(x, m, l, at, first, memory):
 
 @gluon.jit
 def write(place, factor, angles_ptr, there, memory, output, split):
-    """O times a factor per row -> out, or fp32 -> part, by way of p; zeros where O was not written (`there` is 0)."""
+    """Write O times a factor per row to out, or fp32 to part, through p; zeros if O was not written (`there` is 0)."""
     o, p, heads, first_head = memory.o, memory.p, output.heads, place.first_head
     out_ptr = output.out_ptr + place.query.to(gl.int64) * output.stride_on * 8
     part_ptr = output.part_ptr + place.part_row * 512
@@ -207,7 +207,7 @@ def write(place, factor, angles_ptr, there, memory, output, split):
 
 @gluon.jit
 def softmax_role(memory, output, num_tiles, scale, split):
-    """P = exp2(S - m) block by block, and in the end of a work tile O / l -> out, lse."""
+    """Compute P = exp2(S - m) block by block, and at the end of a work tile O / l -> out, lse."""
     s, kv = memory.s, memory.kv
     LS: gl.constexpr = s.index(0).get_reg_layout()
     RS: gl.constexpr = gl.SliceLayout(1, LS)

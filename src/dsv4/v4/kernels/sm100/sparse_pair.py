@@ -1,8 +1,8 @@
 """V4 attention on sm_100a by pairs of CTAs: 128 heads of one query token at a time, 64 of them in each CTA.
 
 Role chart, memory maps and barriers are those of pair_roles.py. A block is 128 rows picked by number, as K split by
-rows over the pair and as V by columns; gather_pair.py, whose roles gather and plan (one warp) take the place of load,
-says how it comes. There are beside::
+rows over the pair and as V by columns; gather_pair.py describes how it is loaded: its roles gather and plan (one warp)
+replace load. In addition there are::
 
     shared memory   bytes       holds, in each CTA
     bias            3 x 256     bf16 per key: what is added to the scores of block j, at j % 3
@@ -37,7 +37,7 @@ from dsv4.v4.kernels.tile_scheduler import tile_coord
 
 @gluon.jit
 def softmax_role(memory, num_tiles, scale):
-    """P = exp2(S - m) block by block."""
+    """Compute P = exp2(S - m) block by block."""
     s = memory.s
     LS: gl.constexpr = s.index(0).get_reg_layout()
     HALF: gl.constexpr = gl.SliceLayout(2, by_halves(gl.zeros([128, 128], gl.float32, LS)).type.layout)
@@ -61,7 +61,7 @@ def softmax_role(memory, num_tiles, scale):
 
 @gluon.jit
 def store_role(memory, output, num_tiles, split):
-    """O / l -> out, lse of work tile after work tile. What it needs beside O is read before O is there."""
+    """Write O / l to out, and lse, for each work tile. Everything but O is read before O is complete."""
     LO: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     at = 0
     turn = 0

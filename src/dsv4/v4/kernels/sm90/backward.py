@@ -1,4 +1,4 @@
-"""Gradients of v4_attention on sm_90a: the way of v4/kernels/backward.py, with the kernel of this folder."""
+"""Gradients of v4_attention on sm_90a: v4/kernels/backward.py with the kernel of this folder."""
 
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program

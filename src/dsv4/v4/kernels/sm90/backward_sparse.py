@@ -3,8 +3,8 @@
     S = Q K^T    P = 2^(S scale2 - lse2)    dP = dO K^T    dS = scale P (dP - delta)
     dQ += dS K                               dKV[rows of the block] += P^T dO + dS^T Q
 
-delta is dO . O, found here, and the rest that query_rows found; for fp16 query_rows found it all. fp16: P and dS are
-multiplied by a power of two before they are rounded (backward_scale.py), results divided.
+delta is dO . O, computed here, plus the rest from query_rows; for fp16 query_rows computes all of it. fp16: P and dS
+are multiplied by a power of two before they are rounded (backward_scale.py), results divided.
 
 Role chart::
 
@@ -14,8 +14,8 @@ Role chart::
 
 `keys` sends one piece of dKV, 64 columns, to memory while the tensor cores work on the next; the last piece of a block
 goes out while they work on the first of the next block. With two slots for P and dS, `scores` is a block ahead. Adding
-dKV to memory is what binds: 128 KB of each block, beside 64 KB of rows that are read. P and dS are in the registers of
-one role until they are rounded, so that dS is made from the unrounded P.
+dKV to memory is the limit: 128 KB per block, compared with 64 KB of rows that are read. P and dS are in the registers
+of one role until they are rounded, so that dS is made from the unrounded P.
 
 shared memory   bytes        holds
 q, dout         2 x 65536    [2, 64, 256] each: halves of the columns
@@ -77,15 +77,15 @@ class Memory:
 
 @gluon.jit
 def products(x, kv, step):
-    """x [2, 64, 256] times the block's rows, transposed: [64 heads, 64 rows]. Two products, not waited for."""
-    opaque = zero(step)  # else all wgmma descriptors of a fixed slot would be kept in registers, and spilled
+    """Multiply x [2, 64, 256] by the block's rows, transposed: [64 heads, 64 rows]. Two products, not waited for."""
+    opaque = zero(step)  # otherwise all wgmma descriptors of a fixed slot would be kept in registers, and spilled
     s = gl.zeros([64, 64], gl.float32, SCORES)
     s = warpgroup_mma(x.index(opaque), kv.index(opaque).permute((1, 0)), s, use_acc=False, is_async=True)
     return warpgroup_mma(x.index(opaque + 1), kv.index(opaque + 1).permute((1, 0)), s, is_async=True)
 
 
 def _add_asm() -> str:
-    """PTX that adds 64 columns of two rows by whole lines of 128 bytes.
+    """Return PTX that adds 64 columns of two rows by whole lines of 128 bytes.
 
     Of a lane's 32 numbers, $8 on, two belong to row r, two to row r + 8, and so on. Lanes l and l ^ 4 have rows r and
     r ^ 1. Both send the second half of a line of theirs, so that together they add the line of the even row and then
@@ -119,8 +119,8 @@ ADD_REGISTERS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 32 + ["l"] * 64))
 
 @gluon.jit
 def add(part, places, first):
-    """64 columns of dKV, from `first` on, to their rows in memory. They stay in the order of registers: of 16 columns a
-    lane's c, c + 1, c + 8, c + 9 are neighbours. Whole lines pay: 3.8 instead of 3.1 TB/s."""
+    """Add 64 columns of dKV, from `first` on, to their rows in memory. They stay in the order of registers: of 16
+    columns a lane's c, c + 1, c + 8, c + 9 are neighbours. Whole lines pay: 3.8 instead of 3.1 TB/s."""
     even, odd = places
     even = gl.where(even != 0, even + first * 4, 0)[:, None]
     odd = gl.where(odd != 0, odd + first * 4, 0)[:, None]
@@ -141,8 +141,8 @@ setp.ne.b64 there, $14, 0; add.s64 place, $14, column; @there st.global.v4.b32 [
 
 @gluon.jit
 def keep(part, places, first, DTYPE: gl.constexpr):
-    """part to its places, in the order of registers: a lane's eight columns c, c + 1, c + 8, ..., c + 25 of 32 are
-    neighbours in memory."""
+    """Store part at its places, in the order of registers: a lane's eight columns c, c + 1, c + 8, ..., c + 25 of 32
+    are neighbours in memory."""
     place, _ = places
     place = place[:, None]
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
@@ -155,8 +155,8 @@ def keep(part, places, first, DTYPE: gl.constexpr):
 
 @gluon.jit
 def places_of(query, target, block, ATOMIC: gl.constexpr):
-    """Where a block's dKV goes, 0 = nowhere. ATOMIC: the rows to add to, of an even entry and of the odd one after it.
-    Else the rows of this block's contribution, twice."""
+    """Return where a block's dKV goes, 0 = nowhere. ATOMIC: the rows to add to, of an even entry and of the next odd
+    one. Else the rows of this block's contribution, twice."""
     entry = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     base = target.ptr.to(gl.int64)
     if ATOMIC:
@@ -176,7 +176,7 @@ def places_of(query, target, block, ATOMIC: gl.constexpr):
 
 @gluon.jit
 def moved(x):
-    """x in other registers than a product's: before it reads those, ptxas waits for every product in flight (C7517)."""
+    """Move x to registers other than a product's: to read those, ptxas waits for every product in flight (C7517)."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
@@ -188,7 +188,7 @@ def nowhere():
 
 @gluon.jit
 def send(part, places, piece, factor, target, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
-    """A piece of dKV to memory."""
+    """Send a piece of dKV to memory."""
     if SCALED:
         part = part * factor
     if ATOMIC:
@@ -199,7 +199,7 @@ def send(part, places, piece, factor, target, ATOMIC: gl.constexpr, SCALED: gl.c
 
 @gluon.jit
 def end(dq, kv, dq_desc, query, H: gl.constexpr):
-    """This half of dQ to memory, by way of its half of kv."""
+    """Write this half of dQ to memory, through its half of kv."""
     kv.index(H).store(dq.to(kv.dtype))
     fence_async_shared()
     send_half(dq_desc, kv, query, H)
@@ -208,8 +208,8 @@ def end(dq, kv, dq_desc, query, H: gl.constexpr):
 
 @gluon.jit
 def find_delta(memory, terms, outputs, query, TURNED: gl.constexpr):
-    """dO . O of the 64 heads: to delta, and times the sink's share to memory. O comes straight from memory: no other
-    role reads it."""
+    """Compute dO . O of the 64 heads: store it in delta, and times the sink's share in memory. O is read directly from
+    memory: no other role reads it."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, L))
@@ -221,7 +221,7 @@ def find_delta(memory, terms, outputs, query, TURNED: gl.constexpr):
     tail = gl.zeros([64], gl.float32, gl.SliceLayout(1, L))
     if TURNED > 0:
         tail = gl.load(outputs.tail_ptr + place, mask=there, other=0.0)
-    o = ()  # all of it is under way while Q and dO come
+    o = ()  # all of it is in flight while Q and dO are loaded
     for panel in gl.static_range(8 - TURNED):
         here = outputs.out_ptr + line[:, None] + (panel * 64 + column)[None, :]
         o += (gl.load(here, mask=there[:, None], other=0.0),)
@@ -238,7 +238,7 @@ def find_delta(memory, terms, outputs, query, TURNED: gl.constexpr):
 
 @gluon.jit
 def scores_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
-    """S, dP, P, dS; columns 0-255 of dQ."""
+    """Compute S, dP, P, dS, and columns 0-255 of dQ."""
     heads = query.heads
     row = query.head + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     place = query.number.to(gl.int64) * heads + row
@@ -266,7 +266,7 @@ def scores_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCA
         memory.used.wait(slot, (block >> 1 & 1) ^ 1)
         memory.p16.index(slot).store(p.to(memory.p16.dtype))
         if not SCALED:
-            memory.d_ready.wait(0, 0)  # keys made it while the first block was under way
+            memory.d_ready.wait(0, 0)  # keys computed it while the first block was in flight
             delta = memory.delta.load(gl.SliceLayout(1, SCORES))
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         ds = (p * (dp - delta[:, None]) * terms.scale).to(memory.ds16.dtype)
@@ -284,7 +284,7 @@ def scores_role(memory, terms, target, dq_desc, query, ATOMIC: gl.constexpr, SCA
 
 @gluon.jit
 def piece_of_dkv(memory, slot, at):
-    """64 columns of dKV, those of panel `at`, in two products. Issued, not waited for."""
+    """Issue two products for 64 columns of dKV, those of panel `at`, without a wait."""
     q_panels = reinterpret(memory.q, [8, 64, 64], PANEL)
     dout_panels = reinterpret(memory.dout, [8, 64, 64], PANEL)
     part = gl.zeros([64, 64], gl.float32, SCORES)
@@ -298,7 +298,7 @@ def piece_of_dkv(memory, slot, at):
 def keys_role(
     memory, terms, outputs, target, dq_desc, query, ATOMIC: gl.constexpr, TURNED: gl.constexpr, SCALED: gl.constexpr
 ):
-    """delta; dKV; columns 256-511 of dQ."""
+    """Compute delta, dKV, and columns 256-511 of dQ."""
     down, factor = 1.0, 1.0
     if SCALED:
         _, down = factors(terms, query)
@@ -306,7 +306,7 @@ def keys_role(
     else:
         find_delta(memory, terms, outputs, query, TURNED)
     dq = gl.zeros([64, 256], gl.float32, HALF)
-    last = gl.zeros([64, 64], gl.float32, SCORES)  # the last piece of the block before
+    last = gl.zeros([64, 64], gl.float32, SCORES)  # the last piece of the previous block
     last_places = nowhere()
     memory.q_ready.wait(0, 0)
     for block in range(0, query.blocks):

@@ -1,17 +1,17 @@
 """V4 attention on sm_90a for few heads per CTA: keys are the rows of the scores.
 
-sparse.py has 64 heads per CTA, roles and a ring: right where multiprocessors have more to do than they can. Where one
-query or a few are all there is, latency counts. Here the warps of a CTA do one thing after the other for HEADS heads of
-one query and one split of its rows, of which one block is best. Of 16 heads a block has 64 rows, for eight warps; of 32
-heads 64 for four or 128 for eight, where blocks of 64 would be too many for one each::
+sparse.py has 64 heads per CTA, roles and a ring, which is right if SMs have plenty of work. With one or a few queries,
+latency counts. Here the warps of a CTA do one thing after the other for HEADS heads of one query and one split of its
+rows, ideally one block. With 16 heads a block has 64 rows, for eight warps; with 32 heads 64 for four or 128 for eight,
+if there would be too many blocks of 64 for one each::
 
     ask for rows | O^T += V^T P^T of the last block | codes -> bf16 -> kv | S^T = K Q^T | softmax over keys -> P^T
 
-Packed rows come through registers; those of a plain tensor by cp.async, when the last block's are no longer
+Packed rows go through registers; cp.async loads those of a plain tensor, when the last block's are no longer
 read.
 
-Products are HEADS wide instead of padded to 64, less memory is written at the end, and a block passes through less than
-half of the code: instructions that run once come from the L2 or from memory, as rows do.
+Products are HEADS wide instead of padded to 64, less memory is written at the end, and a block runs less than half of
+the code: instructions that run once are fetched from L2 or from memory, as rows are.
 
 shared memory   bytes               holds
 q               4 x 256 HEADS       [HEADS, 128] each: columns of Q
@@ -20,7 +20,7 @@ p               2 KEYS HEADS        [KEYS, HEADS]: P^T
 bias            4 KEYS              fp32 per key: what is added to its scores
 row_max            HEADS KEYS / 4      fp32 per 16 keys and head: maximum of their scores
 
-Rows are asked for after the last fence of a block: the assembler makes a fence wait for loads under way.
+Rows are requested after the last fence of a block: the assembler makes a fence wait for loads in flight.
 """
 
 from dsv4.caches.kernels.unpack import has_small_rows, small_factor
@@ -70,8 +70,8 @@ def attend(
     UNIT: gl.constexpr,
     FORMATS: gl.constexpr,
 ):
-    """Blocks [begin, end) -> quarters of O^T, maximum and sums of the heads. number: of the first block's rows. Where
-    the pools have two formats, rows are asked for when there is room for them: registers have a type."""
+    """Process blocks [begin, end) -> quarters of O^T, maximum and sums of the heads. number: of the first block's rows.
+    If the pools have two formats, rows are requested when there is room for them: registers have a type."""
     FORMAT: gl.constexpr = FORMATS[0]
     ONE: gl.constexpr = FORMAT == FORMATS[1]
     SMALL: gl.constexpr = has_small_rows(FORMATS[0], FORMATS[1])
@@ -88,13 +88,13 @@ def attend(
     m = gl.full([HEADS], softmax.LOWEST, gl.float32, gl.SliceLayout(0, LS))
     factor = gl.full([HEADS], 0.0, gl.float32, gl.SliceLayout(0, LS))
     l = gl.zeros([KEYS // 16, 8, HEADS], gl.float32, LP)
-    # A turn more than blocks: every part of the code is there once.
+    # One iteration more than blocks: every part of the code exists once.
     for block in range(begin, end + 1):
         pool, wanted = pool_of(pools, block < lists.window_blocks), number
         if FORMAT.coded > 0 and ONE:
             rows = ask(pool, wanted, UNIT, FORMAT)
         number = numbers_of(lists, block + 1, block + 1 < end, pools.compressed, entry, KV_INDEX)
-        at = zero(block)  # else all wgmma descriptors would be kept in registers, and spilled
+        at = zero(block)  # otherwise all wgmma descriptors would be kept in registers, and spilled
         if block > begin:
             by = gl.convert_layout(factor, gl.SliceLayout(0, LO))[None, :]
             o0 = add(o0 * by, memory.kv0.index(at), memory.p.index(at))
@@ -124,7 +124,7 @@ def attend(
             memory.p.index(0).store(p.to(memory.p.dtype))
             fence_async_shared()
             barrier()
-    # Without a block no role has waited for Q, and what follows may use its memory.
+    # Without a block no role has waited for Q, and the code below may use its memory.
     async_copy.wait_group(0)
     barrier()
     return o0, o1, o2, o3, m, l
@@ -148,11 +148,11 @@ def one_tile(
     FORMATS: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """Some heads of a query and some blocks of its rows."""
+    """Process some heads of a query and some blocks of its rows."""
     first_head = gl.program_id(0) * HEADS
     lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, KEYS)
     begin, end = work.begin, work.end
-    # On its way while Q is asked for.
+    # In flight while Q is requested.
     number = numbers_of(lists, begin, begin < end, pools.compressed, entries(words(gl.num_warps()), KEYS), KV_INDEX)
     memory = make_memory(HEADS, KEYS)
     copy_heads(q, work.query, first_head, output.heads, memory.q)
@@ -187,7 +187,7 @@ def v4_decode_swap_ab(
     if PDL_LAUNCH:
         dependent.launch_dependents()
     prefetch_lists(window_names, compressed_names, KV_INDEX)
-    # Both pools are read in one way, that of the lesser unit.
+    # Both pools are read in the same way, that of the smaller unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     pools = Pools(
         pool_in_units(window, WINDOW_UNIT // UNIT),

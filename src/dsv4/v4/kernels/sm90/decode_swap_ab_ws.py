@@ -1,18 +1,18 @@
 """V4 attention on sm_90a for packed rows and few heads, 16 or 32 per CTA: keys are the rows of the scores, as in
 decode_swap_ab.py.
 
-With few heads the products are small, and what counts is how fast rows become bf16. So two groups of four warps gather,
-each into a slot of its own, blocks of 64 rows alternately: while one waits for memory, the other converts. Four warps
+With few heads the products are small, and the speed at which rows become bf16 counts. So two groups of four warps
+gather blocks of 64 rows alternately, each into its own slot: while one waits for memory, the other converts. Four warps
 compute, one block after the other::
 
     gather 0     rows of block 0 | -> kv 0 | rows of block 2 | wait free 0 | -> kv 0 ...
     gather 1     rows of block 1 |         -> kv 1 | rows of block 3 ...
     compute              wait 0 | S^T = K Q^T | softmax over keys -> P^T | O^T += V^T P^T | wait 1 ...
 
-Where the pools have two formats, each has a loop of its own, and one group of eight warps gathers all blocks: two
-groups with two loops each are more code than the instruction cache holds (128 x 16 heads of DeepSeek-V4.1, 29.2 us
-with two, 27.3 with one). STAGED: it has the rows come to shared memory first, as they are (gather_staged.py), which
-pays where a CTA has many blocks (27.9 -> 26.2).
+If the pools have two formats, each has its own loop, and one group of eight warps gathers all blocks: two groups with
+two loops each are more code than the instruction cache holds (128 x 16 heads of DeepSeek-V4.1, 29.2 us with two, 27.3
+with one). STAGED: it first loads the rows into shared memory, as they are (gather_staged.py), which pays if a CTA has
+many blocks (27.9 -> 26.2).
 
 Half a block, 256 columns, is handed over at a time: S^T begins with the first, and the first is free before the second.
 
@@ -38,8 +38,8 @@ free1[g]        compute     1       gather g    those with the second half are
 
 (g: the slot; with one group of gathering warps it has both.)
 
-Converted rows are written by ordinary stores. The fence before the tensor core reads them is put by compute; with 32
-heads, where compute takes longer than gather, by gather.
+Ordinary stores write converted rows. compute issues the fence before the tensor core reads them; with 32 heads, where
+compute needs more time than gather, gather issues it.
 """
 
 from dsv4.caches.kernels.unpack import has_small_rows, small_factor
@@ -70,7 +70,7 @@ from dsv4.v4.kernels.sm90.swap_ab import (
 )
 from dsv4.v4.kernels.tile_scheduler import NONE
 
-GROUPS = gl.constexpr(2)  # of gathering warps, and slots
+GROUPS = gl.constexpr(2)  # groups of gathering warps, and slots
 
 
 @aggregate
@@ -100,7 +100,7 @@ def gather_fences(heads):
 
 @gluon.constexpr_function
 def broadcast_layout():
-    """A number of each computing warp: every thread has all of them."""
+    """Layout of one number per compute warp, with all of them in every thread."""
     return gl.DistributedLinearLayout(
         reg_bases=[[1], [2]], lane_bases=[[0]] * 5, warp_bases=[[0], [0]], block_bases=[], shape=[4]
     )
@@ -108,7 +108,7 @@ def broadcast_layout():
 
 @gluon.constexpr_function
 def per_lane(heads, rows=0):
-    """[heads] or [rows, heads]: a head per lane, all rows; every warp has all of them."""
+    """Layout of [heads] or [rows, heads]: a head per lane, all rows; every warp has all of them."""
     n = heads.bit_length() - 1
     row = [0] * (rows > 0)
     return gl.DistributedLinearLayout(
@@ -120,13 +120,13 @@ def per_lane(heads, rows=0):
 
 @gluon.jit
 def highest_of_warps(x, mask):
-    """The greatest x [64, HEADS] of each warp, as bits, [4]: bits of positive numbers have the order of the numbers."""
+    """Return the greatest x [64, HEADS] of each warp, as bits, [4]: bits of positive numbers order like the numbers."""
     return gl.max((x.to(gl.int32, bitcast=True) & mask).reshape([4, 16 * x.shape[1]]), 1)
 
 
 @gluon.jit
 def add_all(o, memory, slot, at):
-    """O^T += V^T P^T of all quarters: issued, not waited for. at: 0."""
+    """Issue O^T += V^T P^T of all quarters, without a wait. at: 0."""
     o0, o1, o2, o3 = o
     p = memory.p.index(at)
     o0, o1 = add(o0, memory.kv0.index(slot), p), add(o1, memory.kv1.index(slot), p)
@@ -148,7 +148,7 @@ def gather_role(
     FORMAT: gl.constexpr,
     FENCE: gl.constexpr,
 ):
-    """Every second block, from block GROUP on: rows of the next are asked for as soon as those of one are stored."""
+    """Gather every second block, from block GROUP on: rows of the next are requested as soon as one's are stored."""
     SMALL: gl.constexpr = has_small_rows(FORMAT, FORMAT)
     lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, 64)
     entry = entries(words(gl.num_warps()))
@@ -164,7 +164,7 @@ def gather_role(
 
 @gluon.jit
 def hand_over(rows, memory, barriers, slot, phase, FORMAT: gl.constexpr, FENCE: gl.constexpr, SMALL: gl.constexpr):
-    """Rows of a block into a slot, a half as soon as it is free."""
+    """Store rows of a block into a slot, each half as soon as it is free."""
     barriers.free0.wait(slot, phase)
     unpack_left(rows, memory, slot, FORMAT, SMALL)
     if FENCE:
@@ -191,7 +191,7 @@ def gather_two_formats_role(
     FORMATS: gl.constexpr,
     FENCE: gl.constexpr,
 ):
-    """All blocks: those of the window, then those of compressed rows."""
+    """Gather all blocks: those of the window, then those of compressed rows."""
     SMALL: gl.constexpr = has_small_rows(FORMATS[0], FORMATS[1])
     lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, 64)
     begin, end = work.begin, work.end
@@ -215,7 +215,7 @@ def blocks_of_format(
     FENCE: gl.constexpr,
     SMALL: gl.constexpr,
 ):
-    """Blocks [first, end). begin: the first of all, from which slots and phases are counted."""
+    """Gather blocks [first, end). begin: the first of all, from which slots and phases are counted."""
     entry = entries(words(gl.num_warps()))
     number = numbers_of(lists, first, first < end, pools.compressed, entry, KV_INDEX)
     for block in range(first, end):
@@ -248,7 +248,7 @@ def compute_role(
     LO: gl.constexpr = output_layout(WARPS, HEADS)
     LP: gl.constexpr = partial_sums(gl.zeros([64, HEADS], gl.float32, LS)).type.layout
     first_head = gl.program_id(0) * HEADS
-    sink = sink_of_heads(output, first_head, SPLIT, HEADS, per_lane(HEADS))  # early: it comes from memory
+    sink = sink_of_heads(output, first_head, SPLIT, HEADS, per_lane(HEADS))  # early, since it is in memory
     copy_heads(q, gl.program_id(1), first_head, output.heads, memory.q)
     lists, work = cta_work(window, compressed, requests, sizes, KV_INDEX, 64)
     o0 = gl.zeros([128, HEADS], gl.float32, LO)
@@ -258,12 +258,12 @@ def compute_role(
     m = gl.zeros([HEADS], gl.float32, gl.SliceLayout(0, LS))  # a guess
     l = gl.zeros([4, 8, HEADS], gl.float32, LP)
     async_copy.wait_group(0)  # Q; seen by all warps after the barrier
-    fence_async_shared()  # by the tensor cores too; Triton 3.6 adds none
+    fence_async_shared()  # seen by the tensor cores too; Triton 3.6 adds none
     barrier()
     slot = 0
     phase = 0
     for block in range(work.begin, work.end):
-        # Opaque, else all wgmma descriptors would be kept in registers, and spilled; two, else those of S until O.
+        # Opaque, otherwise all wgmma descriptors would stay in registers, and spill; two, else those of S until O.
         at = slot + zero(block)
         keys_at = slot + zero(block)
         barriers.ready0.wait(slot, phase)
@@ -287,7 +287,7 @@ def compute_role(
         p = gl.exp2(gl.minimum(above, softmax.RESCALE_ABOVE))
         memory.p.index(0).store(p.to(memory.p.dtype))
         sums = partial_sums(p)
-        first = block == work.begin  # then far below the guess counts as far above
+        first = block == work.begin  # then far below the guess counts like far above
         highest.store(highest_of_warps(above, gl.where(first, 0x7FFFFFFF, -1)))
         fence_async_shared()
         barrier()
@@ -314,8 +314,8 @@ def compute_role(
         barriers.free0.arrive(here)
         o0, o1, o2, o3 = warpgroup_mma_wait(num_outstanding=0, deps=(o0, o1, o2, o3))
         barriers.free1.arrive(here)
-    # Sums of warps through shared memory once, then a head per lane: else every thread would have the logarithms of all
-    # its columns to take.
+    # Add the warps' sums through shared memory once, then use a head per lane: otherwise every thread would compute the
+    # logarithms of all its columns.
     memory.row_max.store(gl.sum(l, 1))
     m = gl.convert_layout(m, per_lane(HEADS))
     m = gl.where(work.begin < work.end, m, -float("inf"))  # without a block m is still the guess
@@ -350,7 +350,7 @@ def v4_decode_swap_ab_ws(
     if PDL_LAUNCH:
         dependent.launch_dependents()
     prefetch_lists(window_names, compressed_names, KV_INDEX)
-    # Both pools are read in one way, that of the lesser unit.
+    # Both pools are read in the same way, that of the smaller unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     pools = Pools(
         pool_in_units(window, WINDOW_UNIT // UNIT),

@@ -1,4 +1,4 @@
-"""V4 attention on sm_90a: which kernel takes a problem, and what the host tells it.
+"""V4 attention on sm_90a: the kernel for a problem, and the host's arguments for it.
 
 sparse.py                64 heads per CTA, roles and a ring: throughput
 decode_swap_ab.py        16 or 32 heads per CTA, keys on the rows of the MMA: latency of few queries
@@ -27,14 +27,14 @@ from dsv4.v4.problem import V4Problem
 __all__ = ["prepare", "supports"]
 
 STEP = 128  # rows per step: two blocks of 64
-# Copies need few registers and threads, the unpacking of rows many threads.
+# Copies need few registers and threads; unpacking rows needs many threads.
 PLAIN = dict(RIGHT_REGS=216, GATHER_REGS=72, GATHER_WARPS=4, RESIDENT=False)
 RESIDENT = dict(RIGHT_REGS=216, GATHER_REGS=64, GATHER_WARPS=4, RESIDENT=True, REG_STORE=True)
 PACKED = dict(RIGHT_REGS=192, GATHER_REGS=64, GATHER_WARPS=8, RESIDENT=False, PDL_LAUNCH=True)
 
 
 class Cost(NamedTuple):
-    """Microseconds on an H200, as measured: in all, for every CTA, of each block or step of a CTA."""
+    """Microseconds on an H200, as measured: in total, per CTA, per block or step of a CTA."""
 
     start: float
     cta: float
@@ -44,7 +44,7 @@ class Cost(NamedTuple):
         return self.start + self.cta * ctas + self.step * steps
 
 
-# Where work tiles are few, latency counts. Options of v4_decode_swap_ab and its cost, with packed rows, with plain
+# With few work tiles, latency counts. Options of v4_decode_swap_ab and its cost, with packed rows, with plain
 # ones, and with packed rows of two formats, for each of which a kernel has its own loop.
 OF_16 = dict(HEADS=DECODE_HEADS, KEYS=DECODE_KEYS, num_warps=8, maxnreg=128, PDL_LAUNCH=True)
 OF_32 = dict(HEADS=32, KEYS=DECODE_KEYS, num_warps=4, PDL_LAUNCH=True)
@@ -54,12 +54,12 @@ SWAP_AB = (
     ((OF_16, Cost(9.3, 0.03, 2.2)), (OF_32_LONG, Cost(10.7, 0.025, 3.8))),
     ((OF_16, Cost(8.5, 0.006, 3.3)), (OF_32_LONG, Cost(10.3, 0.02, 5.6))),
 )
-# Costs and limits of both decode kernels were measured while the L1 had 28 KB; with what it has now (runtime/driver.py)
+# Costs and limits of both decode kernels were measured while L1 had 28 KB; with its present size (runtime/driver.py)
 # they are faster, and would pay for more problems.
-# Where heads are few, the speed at which rows become bf16 counts. Options of v4_decode_swap_ab_ws, the most blocks of a
+# With few heads, the speed at which rows become bf16 counts. Options of v4_decode_swap_ab_ws, the most blocks of a
 # CTA for which it was faster, with splits and for all heads and rows of a query in one CTA, and its cost. In several
-# rounds of CTAs costs do not add up like that: with 16 heads it was 7 % faster than v4_sparse in two and in four of
-# them.
+# waves of CTAs costs do not add up like that: with 16 heads it was 7 % faster than v4_sparse in two and in four
+# waves.
 SWAP_AB_WS_ROUNDS = 4
 SWAP_AB_WS_SPLIT = 5  # the most blocks where more than 64 heads are split: v4_sparse gathers their rows twice
 WS_OF_16 = dict(HEADS=16, GATHER_REGS=152, num_warps=4, PDL_LAUNCH=True)
@@ -67,16 +67,16 @@ WS_OF_32 = dict(HEADS=32, GATHER_REGS=144, num_warps=4, PDL_LAUNCH=True)
 WS_PACKED = (WS_OF_16, (18, 18), Cost(10.2, 0.008, 2.2)), (WS_OF_32, (3, 10), Cost(12.9, 0.008, 2.25))
 WS_MIXED = (WS_OF_16, (18, 18), Cost(10.5, 0.008, 1.7)), (WS_OF_32, (5, 10), Cost(11.3, 0.008, 2.0))
 SWAP_AB_WS: tuple[tuple[tuple[dict, tuple[int, int], Cost], ...], ...] = (WS_PACKED, (), WS_MIXED)
-# More than MERGED splits of rows of two formats took 1 us more for up to 264 heads of all queries, 2 to 3 for more:
-# probably a second round of the CTAs of combine, which has one for every head.
-MERGED, MERGED_HEADS = 8, 2  # splits; heads to a multiprocessor
+# More than MERGED splits of rows of two formats needed 1 us more for up to 264 heads of all queries, 2 to 3 for more,
+# probably because of a second wave of CTAs of combine, which has one per head.
+MERGED, MERGED_HEADS = 8, 2  # splits; heads per SM
 STAGED_FROM = 6  # blocks of a CTA with 16 heads: then rows of two formats are staged, which is 6 % faster with 10
-SPARSE = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2), Cost(15.4, 0.06, 3.8)  # of v4_sparse
+SPARSE = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2), Cost(15.4, 0.06, 3.8)  # costs of v4_sparse
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
 
 
 def supports(p: V4Problem) -> str | None:
-    """None, or why these kernels cannot run the problem."""
+    """Return None, or why these kernels cannot run the problem."""
     return shared.supports(p) or lacks(p, "unpack")
 
 
@@ -102,14 +102,14 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
 
 
 def many(p: V4Problem, target: Target) -> bool:
-    """Whether CTAs have several work tiles each, all rows of a query: O leaves from registers (REG_STORE), which is
-    less work than to go through shared memory, and more code."""
+    """Return whether CTAs have several work tiles each, with all rows of a query: O is stored from registers
+    (REG_STORE), which is less work than through shared memory, and more code."""
     whole = not p.deterministic and p.num_splits <= 1 and not is_partial(p)
     return whole and p.batch * -(-p.q_heads // 64) >= WHOLE * target.num_sms
 
 
 def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
-    """(A decode kernel, its options, splits) where, by shapes alone, it is faster than v4_sparse: for few rows, or
+    """Return (a decode kernel, its options, splits) if, by shapes alone, it is faster than v4_sparse: for few rows, or
     packed rows of few heads."""
     pools = (p.window,) if p.compressed is None else (p.window, p.compressed)
     formats = {format_of(pool) for pool in pools}
@@ -136,7 +136,7 @@ def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
     for options, most, cost in SWAP_AB_WS[kind]:
         tiles = p.batch * -(-p.q_heads // options["HEADS"])
         again = places < tiles <= SWAP_AB_WS_ROUNDS * places and p.q_heads <= 16
-        if tiles > places and not again or p.block_table is not None:  # by table nothing brings rows into the L2 early
+        if tiles > places and not again or p.block_table is not None:  # by table nothing prefetches rows into L2
             continue
         splits = _room(p, max(1, min(blocks, places // tiles)))
         longest = max(1, -(-blocks // splits))
@@ -154,19 +154,19 @@ def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
 
 
 def _room(p: V4Problem, splits: int) -> int:
-    """No more splits than a plan has room for, or than are wanted."""
+    """Return the splits, but no more than a plan has room for, or than are wanted."""
     if p.scratch is not None:  # a plan's, which has room for the most heads per tile
         return min(splits, max(1, p.scratch.numel() // (p.batch * p.q_heads * (p.head_dim + 1))))
     return min(splits, p.num_splits) if p.num_splits > 0 else splits
 
 
 def _blocks(p: V4Problem, keys: int) -> int:
-    """The blocks of `keys` rows in the two lists of a query."""
+    """Return the blocks of `keys` rows in the two lists of a query."""
     return -(-p.window_indices.shape[1] // keys) + -(-p.compressed_capacity // keys)
 
 
 def resident(p: V4Problem) -> bool:
-    """Whether, by shapes alone, plain rows come from the L2: it has room for them, and they are listed often.
-    Deterministic: the other order rounds P differently, and how many queries there are is not a property of a query."""
+    """Return whether, by shapes alone, plain rows stay in L2: it has room for them, and they are listed often.
+    Deterministic: the other order rounds P differently, and the number of queries is not a property of a query."""
     rows = sum(caches.pool_size(pool) for pool in (p.window, p.compressed) if pool is not None)
     return not p.deterministic and rows <= L2_ROWS and p.batch * p.max_seqlen_k >= 8 * rows

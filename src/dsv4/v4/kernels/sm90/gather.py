@@ -1,7 +1,7 @@
-"""The gathering warps of sparse.py, 4 or 8: Q of a query, then rows picked by number, block by block, into the ring.
+"""The gathering warps of sparse.py, 4 or 8: they load Q of a query, then rows by number, block by block, into the ring.
 
-A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. Rows of plain
-tensors come by cp.async. Packed rows come through registers, where codes become bf16, except what is bf16 already.
+A block is 64 entries of one list: of the query's window list, or of its compressed rows, which follow. cp.async loads
+rows of plain tensors. Packed rows go through registers, where codes become bf16, except for what is already bf16.
 
 A row that is not there (-1, out of range, past the length) is filled with zeros, or other finite numbers, and its bias
 is -inf: 0 * NaN would be NaN.
@@ -28,13 +28,13 @@ from dsv4.v4.kernels.sm90.smem_store import (
 )
 from dsv4.v4.kernels.tile_scheduler import TABLE, index_lists, tile_coord
 
-# What the job of a work tile says, in this order.
+# Fields of the job of a work tile, in this order.
 BLOCKS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
 @gluon.jit
 def plain_blocks(number, lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr):
-    """Blocks [first, end) of plain tensors: copies go to a half block as soon as it is free. number: of the first."""
+    """Load blocks [first, end) of plain tensors, a half block as soon as it is free. number: of the first."""
     kv, bias = memory.kv, memory.bias
     entry = entries(lanes(gl.num_warps()))
     for block in range(first, end):
@@ -57,7 +57,7 @@ def plain_blocks(number, lists, pools, memory, first, end, phase, KV_INDEX: gl.c
 
 @gluon.jit
 def copy_half(pool, offset, there, memory, phase, SLOT: gl.constexpr, LAST: gl.constexpr):
-    """A half block into its slot, as soon as it is free. LAST: the other half is on its way, the bias follows."""
+    """Copy a half block into its slot, as soon as it is free. LAST: the other half is in flight, the bias follows."""
     kv = memory.kv
     kv.acquire(Stage(SLOT, phase))
     copy_rows(pool.ptr, offset, there, kv.slots.index(SLOT), 256 * (SLOT % 2))
@@ -69,7 +69,7 @@ def copy_half(pool, offset, there, memory, phase, SLOT: gl.constexpr, LAST: gl.c
 
 @gluon.jit
 def l2_resident_blocks(number, lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr):
-    """plain_blocks for an even number of blocks, slots in the order in which resident steps free them."""
+    """Do plain_blocks for an even number of blocks, with slots in the order in which resident steps free them."""
     entry = entries(lanes(gl.num_warps()))
     odd = numbers_of(lists, first + 1, first + 1 < end, pools.compressed, entry, KV_INDEX)
     for block in range(first, end, 2):
@@ -89,7 +89,7 @@ def l2_resident_blocks(number, lists, pools, memory, first, end, phase, KV_INDEX
 
 @gluon.jit
 def prefetch_rows(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Packed rows on their way into the L2: the lines of 128 bytes of their data, and that of their scales."""
+    """Prefetch packed rows into L2: the lines of 128 bytes of their data, and that of their scales."""
     LINES: gl.constexpr = (FORMAT.data_bytes + 127) // 128
     gl.static_assert(LINES < 8)
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [1, 0])
@@ -111,22 +111,22 @@ def prefetch_rows(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.constexpr_function
 def has_aligned_panels(format):
-    """Whether rows begin at multiples of 16 bytes where pages do, seven panels of 64 bytes with one byte of scale each,
-    one of bf16, pages planar: what aligned_blocks and block_table_blocks read."""
+    """Return whether rows begin at multiples of 16 bytes if pages do, with seven panels of 64 bytes with one byte of
+    scale each, one of bf16, and planar pages: the rows that aligned_blocks and block_table_blocks read."""
     panels = (format.code_bits, format.coded_panels, format.group) == (8, 7, 64)
     return panels and format.data_step % 16 == 0 and not format.interleaved
 
 
 @gluon.constexpr_function
 def reads_aligned(window_format, compressed_format, unit, kv_index):
-    """Whether aligned_blocks reads the rows of both pools."""
+    """Return whether aligned_blocks reads the rows of both pools."""
     packed = window_format.coded > 0 and window_format == compressed_format
     return packed and kv_index != TABLE and unit >= 16 and has_aligned_panels(window_format)
 
 
 @aggregate
 class Asked:
-    """Packed rows of a block, the first half on its way: their pool's memory, where they are, scales, codes."""
+    """Packed rows of a block, the first half in flight: their pool's memory, where they are, scales, codes."""
 
     ptr: Value
     data: Value
@@ -161,14 +161,14 @@ def packed_blocks(
     FORMAT: gl.constexpr,
     PAGES: gl.constexpr = False,
 ):
-    """Blocks [first, end) of packed rows, through registers. number, asked: of the first.
+    """Load blocks [first, end) of packed rows, through registers. number, asked: of the first.
 
-    The assembler gives all loads whose values are used in a later basic block one scoreboard: a wait for one is a wait
-    for all. So loads are asked for right after such a wait, half a block before the next: the second half of a row as
-    its first is stored, the first half of a row of the next block as the second is.
+    The assembler gives one scoreboard to all loads whose values are used in a later basic block: a wait for one is a
+    wait for all. So loads are issued right after such a wait, half a block before the next: the second half of a row
+    as its first is stored, the first half of a row of the next block as the second is.
 
-    By block table, rows come into the L2 a block before that: pages of few rows come slowly from memory. There the
-    cheaper scales (QUICK) would cost five reloads a block, too. Rows by list have aligned_blocks, where they can;
+    By block table, rows are prefetched into L2 a block before that: pages of few rows load slowly from memory. There
+    the cheaper scales (QUICK) would cost five reloads a block, too. Rows by list use aligned_blocks if possible;
     PAGES: those after the window block_table_blocks.
     """
     kv, bias = memory.kv, memory.bias
@@ -186,7 +186,7 @@ def packed_blocks(
         by_table = gl.where(whole_pages(pools.compressed, UNIT), of_window, end)
     for block in range(first, by_table):
         slot = block % 2 * 2
-        # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
+        # No fences here: they would wait for the loads in flight. The roles that wait for a half block issue them.
         kv.acquire(Stage(slot, phase))
         tile = kv.slots.index(slot)
         panels_in(tile, 0, 2).store(FORMAT.unpack(asked.x, asked.low, 0, SPEED, FORMAT))
@@ -219,7 +219,7 @@ def packed_blocks(
 
 @aggregate
 class AlignedRows:
-    """Packed rows of a block by list, the first half on its way: addresses, all scales, codes."""
+    """Packed rows of a block by list, the first half in flight: addresses, all scales, codes."""
 
     row: Value
     there: Value
@@ -237,7 +237,7 @@ def load_first_half_aligned(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.
 
 @gluon.jit
 def announce(ready, COUNT: gl.constexpr, SPLIT_SLOTS: gl.constexpr):
-    """All stores are made."""
+    """Announce that all stores are done."""
     if SPLIT_SLOTS:
         announce_once(ready)
     else:
@@ -246,7 +246,7 @@ def announce(ready, COUNT: gl.constexpr, SPLIT_SLOTS: gl.constexpr):
 
 @gluon.jit
 def keep_order(x):
-    """What the assembler moves no load or store across. x: any number."""
+    """Keep the assembler from moving a load or store across this point. x: any number."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -268,8 +268,8 @@ def aligned_blocks(
     FORMAT: gl.constexpr,
     SPLIT_SLOTS: gl.constexpr,
 ):
-    """packed_blocks for rows by list at multiples of 16 bytes, with fewer instructions. A row that is not there is
-    read at `spare`: any bytes are finite numbers with its scale of 0, and its bias keeps them out."""
+    """Do packed_blocks for rows by list at multiples of 16 bytes, with fewer instructions. An absent row is
+    read at `spare`: any bytes are finite numbers with its scale of 0, and its bias masks them."""
     kv, right, bias = memory.kv, memory.kv_right, memory.bias
     RIGHT: gl.constexpr = 0 if SPLIT_SLOTS else 2  # first panel of the right half of a slot
     entry = entries(words(gl.num_warps()))
@@ -304,7 +304,7 @@ def aligned_blocks(
 def blocks_of_pool(
     lists, pool, memory, first, end, phase, KV_INDEX: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr
 ):
-    """Blocks [first, end) of one pool, nothing of them ahead of its time."""
+    """Load blocks [first, end) of one pool, none of them ahead of time."""
     if FORMAT.coded > 0:
         number = numbers_of(lists, first, first < end, pool, entries(words(gl.num_warps())), KV_INDEX)
         asked = ask(pool, number, UNIT, FORMAT)
@@ -318,8 +318,8 @@ def blocks_of_pool(
 def mixed_blocks(
     lists, pools, memory, first, end, phase, KV_INDEX: gl.constexpr, FORMATS: gl.constexpr, UNIT: gl.constexpr
 ):
-    """Where the rows of the two pools have two formats: those of the window, then the others. What the next block is
-    asked for ahead of its time ends with a pool; slots are full then, and their readers busy."""
+    """Load the window's blocks, then the others, if the rows of the two pools have two formats. Requests ahead of time
+    end with a pool; slots are full then, and their readers busy."""
     middle = gl.minimum(gl.maximum(first, lists.window_blocks), end)
     phase = blocks_of_pool(lists, pools.window, memory, first, middle, phase, KV_INDEX, UNIT, FORMATS[0])
     return blocks_of_pool(lists, pools.compressed, memory, middle, end, phase, KV_INDEX, UNIT, FORMATS[1])
@@ -327,7 +327,7 @@ def mixed_blocks(
 
 @gluon.jit
 def write_job(job, turn, blocks, query, first_head, split):
-    """What the others need to know about a work tile. There are two places: an epilogue may still read the last one."""
+    """Write what the other roles need to know of a work tile. There are two places: an epilogue may still read one."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     job.index(turn * 4 + BLOCKS).store(gl.full([1], blocks, gl.int32, L))
     job.index(turn * 4 + QUERY).store(gl.full([1], query, gl.int32, L))
@@ -354,8 +354,8 @@ def gather_role(
     SPLIT: gl.constexpr,
     SPLIT_SLOTS: gl.constexpr,
 ):
-    """The work tiles of this CTA, one after the other: Q and the number of blocks, then blocks as the ring becomes
-    free. PDL_WAIT: the grid before makes rows, and may still run."""
+    """Process the work tiles of this CTA in turn: Q and the number of blocks, then blocks as the ring becomes
+    free. PDL_WAIT: the previous grid makes rows, and may still run."""
     if PDL_WAIT:
         dependent.wait_on_prior_grid()
     LQ: gl.constexpr = lanes(gl.num_warps())
@@ -365,7 +365,7 @@ def gather_role(
         query, first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads)
         lists = index_lists(query, window, compressed, requests, KV_INDEX)
         steps = (lists.window_blocks + (lists.count + 63) // 64 + 1) // 2
-        # From uneven_from steps on one that is left over makes no split longer: it is a split by itself.
+        # From uneven_from steps on, a step that is left over does not lengthen a split: it becomes its own split.
         shared = steps - (steps >= sizes.uneven_from).to(gl.int32)
         each = gl.maximum((shared + sizes.num_splits - 1) // sizes.num_splits, sizes.tiles_per_split)
         begin = gl.minimum(split * each, steps)
@@ -377,7 +377,7 @@ def gather_role(
             number = numbers_of(lists, begin * 2, begin < end, pools.compressed, entries(L), KV_INDEX)
         ALIGNED: gl.constexpr = UNIT >= 16 and has_aligned_panels(FORMAT)
         READS_ALIGNED: gl.constexpr = reads_aligned(FORMAT, FORMATS[1], UNIT, KV_INDEX)
-        # Rows are on their way while the last work tile's scores are waited for, then Q.
+        # Rows are in flight while this role waits for the last work tile's scores, then for Q.
         if CODES:
             rows, left = ask_codes(lists, pools, q.ptr, begin * 2, end * 2, KV_INDEX, UNIT, FORMATS)
         elif FORMAT.coded > 0 and FORMAT == FORMATS[1]:
@@ -406,7 +406,7 @@ def gather_role(
             phase = aligned_blocks(number, asked, q.ptr, lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX,
                                    UNIT, FORMAT, SPLIT_SLOTS)  # fmt: skip
         elif FORMAT.coded > 0:
-            # Where rows are not split, the assembler would reload values in the loop.
+            # If rows are not split, the assembler would reload values in the loop.
             PAGES: gl.constexpr = KV_INDEX == TABLE and ALIGNED and SPLIT
             phase = packed_blocks(
                 number, asked, lists, pools, memory, begin * 2, end * 2, phase, KV_INDEX, UNIT, FORMAT, PAGES

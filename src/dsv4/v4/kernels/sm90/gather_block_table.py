@@ -1,9 +1,9 @@
-"""The gathering warps of sparse.py where a block table names packed rows, and a block of 64 is a number of whole pages.
+"""The gathering warps of sparse.py if a block table names packed rows, and a block of 64 rows is whole pages.
 
-Pages of HCA have two rows, so a block is 32 pages from anywhere. What a thread reads of its page is the same in every
-block. That leaves a product per pointer: 409 instructions a block; packed_blocks in gather.py, which takes rows from
-anywhere, has 560. The assembler decides more than their number: a value that it keeps in memory for want of a register,
-or a wait for old loads behind the request of new ones, costs more than what is saved.
+Pages of HCA have two rows, so a block is 32 pages from anywhere. A thread reads the same part of its page in every
+block. That leaves one product per pointer: 409 instructions a block; packed_blocks in gather.py, which reads rows from
+anywhere, has 560. The assembler matters more than this number: a value that it spills for lack of a register,
+or a wait for old loads after the issue of new ones, costs more than what is saved.
 """
 
 from dsv4.caches.kernels.unpack import QUICKEST, half_scales
@@ -15,14 +15,14 @@ from dsv4.v4.kernels.sm90.smem_store import arrivals, panels_in, panels_of, writ
 
 @gluon.jit
 def whole_pages(pool, UNIT: gl.constexpr):
-    """Whether there are rows, a block of them is a number of whole pages, and pages are less than 2 GB apart."""
+    """Return whether there are rows, a block of them is whole pages, and pages are less than 2 GB apart."""
     per_block = 64 // pool.page_rows
     return (pool.rows > 0) & (per_block * pool.page_rows == 64) & (pool.page_stride < (1 << 31) // UNIT)
 
 
 @gluon.jit
 def panels_at(chunks_ptr, FIRST: gl.constexpr, PANELS: gl.constexpr, there=None):
-    """load_codes by pointers [64, 4] to the 16-byte chunks of the first panel. there: which rows are read."""
+    """Do load_codes by pointers [64, 4] to the 16-byte chunks of the first panel. there: which rows are read."""
     L: gl.constexpr = gl.BlockedLayout([1, PANELS, 1, 4], [8, 1, 4, 1], [gl.num_warps(), 1, 1, 1], [3, 2, 1, 0])
     panel = gl.arange(0, PANELS, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
@@ -39,7 +39,7 @@ def panels_at(chunks_ptr, FIRST: gl.constexpr, PANELS: gl.constexpr, there=None)
 
 @gluon.jit
 def plain_at(chunks_ptr, there, tile, ready, FORMAT: gl.constexpr):
-    """copy_plain by pointers to the chunks of the first panel."""
+    """Do copy_plain by pointers to the chunks of the first panel."""
     L: gl.constexpr = gl.BlockedLayout([1, 2, 1, 8], [8, 1, 4, 1], [gl.num_warps(), 1, 1, 1], [3, 2, 1, 0])
     LR: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
     half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
@@ -56,7 +56,7 @@ def plain_at(chunks_ptr, there, tile, ready, FORMAT: gl.constexpr):
 
 @gluon.jit
 def bytes_to(page, pages, pool, UNIT: gl.constexpr):
-    """Offsets of pages in a pool, as one product of 32-bit numbers; a page that is not there has that of the last."""
+    """Return offsets of pages in a pool, as one product of 32-bit numbers; an absent page has that of the last."""
     page = gl.minimum(page.to(gl.uint32), pages - 1)
     offset = gl.inline_asm_elementwise(
         "mul.wide.u32 $0, $1, $2;", "=l,r,r", [page, pool.page_stride * UNIT], dtype=gl.int64, is_pure=True, pack=1
@@ -66,13 +66,13 @@ def bytes_to(page, pages, pool, UNIT: gl.constexpr):
 
 @gluon.jit
 def to_scales(pool, within, FORMAT: gl.constexpr):
-    """The offset of a row's scales from its first byte."""
+    """Return the offset of a row's scales from its first byte."""
     return (pool.page_rows - within) * FORMAT.data_bytes + within * FORMAT.scale_bytes
 
 
 @gluon.jit
 def prefetch(pointers, wanted):
-    """Lines on their way into the L2."""
+    """Prefetch lines into L2."""
     pointers, wanted = gl.broadcast(pointers, wanted.to(gl.int32))
     gl.inline_asm_elementwise(
         "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
@@ -82,12 +82,12 @@ def prefetch(pointers, wanted):
 
 @gluon.jit
 def block_table_blocks(asked, lists, pool, memory, first, end, phase, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Blocks [first, end) of packed rows by block table, where a block is whole pages: packed_blocks with fewer
+    """Load blocks [first, end) of packed rows by block table, if a block is whole pages: packed_blocks with fewer
     instructions. asked: of the first.
 
-    A thread reads the same place of a page in every block: only the page's number changes, and a product gives a
-    pointer. Rows of a block that are not there may be read in the last page, which many CTAs would do at once after
-    their last block: so the first half of a row, and what comes into the L2, is asked for only where it is.
+    A thread reads the same place of a page in every block: only the page's number changes, and one product gives a
+    pointer. Absent rows of a block may be read in the last page, which many CTAs would do at once after their last
+    block: so the first half of a row is requested, and prefetched into L2, only if the row exists.
     """
     kv, bias = memory.kv, memory.bias
     L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [gl.num_warps(), 1], [1, 0])  # the rows of words()
@@ -100,7 +100,7 @@ def block_table_blocks(asked, lists, pool, memory, first, end, phase, UNIT: gl.c
     within = entry - turn * pool.page_rows
     chunks_ptr = pool.ptr + ((within * FORMAT.data_step)[:, None] + chunk * 16)
     scales_ptr = pool.ptr + (scales_begin(pool.page_rows, FORMAT) + within * FORMAT.scale_step)
-    # What comes into the L2 a block earlier: four lines of 128 bytes of a row; its last one, by its first byte that is
+    # Prefetched into L2 a block earlier: four lines of 128 bytes of a row; its last one, by its first byte that is
     # surely the row's, and that of its scales.
     line_at = chunk * (128 - 16)
     last_at = gl.where(chunk == 0, FORMAT.data_bytes - 128, to_scales(pool, within, FORMAT)[:, None] - chunk * 16)

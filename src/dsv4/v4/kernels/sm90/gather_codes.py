@@ -1,8 +1,8 @@
-"""The gathering warps of sparse.py where a list names packed rows that are codes alone, at multiples of 16 bytes.
+"""The gathering warps of sparse.py if a list names packed rows that are only codes, at multiples of 16 bytes.
 
-Four threads have a row, eight neighbours eight rows, so that their stores meet no bank twice. Half a block is loaded at
-once, 16 bytes a thread for every 64 of a row, and stored at once: a slot has one store, and the compiler no reason for
-a barrier of warps but that before its arrival. packed_blocks in gather.py takes every format, table and address.
+Four threads have a row, eight neighbours eight rows, so that their stores have no bank conflicts. Half a block is
+loaded at once, 16 bytes a thread per 64 of a row, and stored at once: a slot has one store, and the compiler needs no
+barrier of warps except the one before its arrival. packed_blocks in gather.py handles every format, table and address.
 """
 
 from dsv4.caches.kernels.unpack import QUICK, panel_scale_bytes
@@ -17,27 +17,27 @@ from dsv4.v4.kernels.tile_scheduler import TABLE
 
 @gluon.constexpr_function
 def reads_codes(window_format, compressed_format, unit, kv_index, split):
-    """Whether codes_blocks reads the rows of both pools: where it was faster than packed_blocks."""
+    """Return whether codes_blocks reads the rows of both pools: it does where it was faster than packed_blocks."""
     whole = not split and kv_index != TABLE and compressed_format.code_bits == 4
     return whole and unit >= 16 and window_format.coded_panels == 8 and compressed_format.coded_panels == 8
 
 
 @gluon.constexpr_function
 def row_layout(warps):
-    """[rows, pieces of 16 bytes]"""
+    """Layout of [rows, pieces of 16 bytes]."""
     return gl.BlockedLayout([1, 1], [8, 4], [warps, 1], [0, 1])
 
 
 @gluon.constexpr_function
 def half_layout(warps, panel_words):
-    """[rows, panels of a half, words]: what the threads of row_layout have."""
+    """Layout of [rows, panels of a half, words], with the threads of row_layout."""
     return gl.BlockedLayout([1, 1, 4], [8, 16 // panel_words, panel_words // 4], [warps, 1, 1], [0, 2, 1])
 
 
 @aggregate
 class Rows:
-    """The addresses of a block's rows, those of their scales, and whether the rows are there. An absent row is read at
-    `spare`: with its scale of 0 any bytes are finite numbers, and its bias keeps them out."""
+    """Addresses of a block's rows, those of their scales, and whether the rows are there. An absent row is read at
+    `spare`: with its scale of 0 any bytes are finite numbers, and its bias masks them."""
 
     row: Value
     at: Value
@@ -46,7 +46,7 @@ class Rows:
 
 @aggregate
 class Half:
-    """Half a block on its way: codes [64, 4, words], scales, and a word that came with the others."""
+    """Half a block in flight: codes [64, 4, words], scales, and a word that is loaded with the others."""
 
     words: Value
     scales: Value
@@ -61,7 +61,7 @@ def find(pool, number, spare, UNIT: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.constexpr_function
 def _loads(first, pieces):
-    """16 bytes of each of some pieces of 64 bytes, from byte `first` on."""
+    """Return PTX that loads 16 bytes of each of some pieces of 64 bytes, from byte `first` on."""
     to = [", ".join(f"${4 * i + word}" for word in range(4)) for i in range(pieces)]
     return " ".join(f"ld.global.L2::256B.v4.b32 {{{to[i]}}}, [${4 * pieces}+{first + 64 * i}];" for i in range(pieces))
 
@@ -73,13 +73,13 @@ def _constraints(pieces):
 
 @gluon.jit
 def _in_a_row(a, b, c, d):
-    """The words of a piece, four tensors [rows, 4] -> [rows, 16]."""
+    """Join the words of a piece, four tensors [rows, 4] -> [rows, 16]."""
     return gl.join(gl.join(a, c), gl.join(b, d)).reshape([a.shape[0], 16])
 
 
 @gluon.jit
 def load_half(rows, delay, HALF: gl.constexpr, FORMAT: gl.constexpr):
-    """delay: None, or 0 for each row and piece (opaque.behind)."""
+    """Load half a block. delay: None, or 0 for each row and piece (opaque.behind)."""
     N: gl.constexpr = FORMAT.panel_words
     L: gl.constexpr = half_layout(gl.num_warps(), N)
     piece = gl.arange(0, 4, layout=gl.SliceLayout(0, row_layout(gl.num_warps()))).to(gl.uint64)
@@ -138,13 +138,13 @@ def codes_blocks(
     UNIT: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Blocks [first, end). rows, left: of the first."""
+    """Load blocks [first, end). rows, left: of the first."""
     kv, bias = memory.kv, memory.bias
     for block in range(first, end):
         slot = block % 2 * 2
-        # No fences here: they would wait for the loads under way. Those who wait for a half block put them.
+        # No fences here: they would wait for the loads in flight. The roles that wait for a half block issue them.
         kv.acquire(Stage(slot, phase))
-        # Not before the first half has come: the assembler has one scoreboard for both.
+        # Not before the first half has arrived: the assembler has one scoreboard for both.
         right = load_half(rows, behind(left.came, phase), 1, FORMAT)
         number = first_numbers(lists, block + 1, end, pools, KV_INDEX)
         put(left, kv.slots.index(slot), FORMAT)
@@ -162,7 +162,7 @@ def codes_blocks(
 
 @gluon.jit
 def window_end(lists, first, end, FORMATS: gl.constexpr):
-    """Where the blocks of the first format end: where the window does, or nowhere."""
+    """Return where the blocks of the first format end: at the end of the window, or nowhere."""
     if FORMATS[0] == FORMATS[1]:
         return end
     else:
@@ -171,7 +171,7 @@ def window_end(lists, first, end, FORMATS: gl.constexpr):
 
 @gluon.jit
 def ask_codes(lists, pools, spare, first, end, KV_INDEX: gl.constexpr, UNIT: gl.constexpr, FORMATS: gl.constexpr):
-    """The first half of the first block of the first format, if there is one."""
+    """Request the first half of the first block of the first format, if there is one."""
     number = first_numbers(lists, first, window_end(lists, first, end, FORMATS), pools, KV_INDEX)
     rows = find(pool_of(pools, first < lists.window_blocks), number, spare, UNIT, FORMATS[0])
     return rows, load_half(rows, None, 0, FORMATS[0])
@@ -192,7 +192,7 @@ def mixed_codes(
     UNIT: gl.constexpr,
     FORMATS: gl.constexpr,
 ):
-    """Blocks [first, end), those of the window first. rows, left: what ask_codes found."""
+    """Load blocks [first, end), those of the window first. rows, left: what ask_codes found."""
     middle = window_end(lists, first, end, FORMATS)
     phase = codes_blocks(rows, left, spare, lists, pools, memory, first, middle, phase, KV_INDEX, UNIT, FORMATS[0])
     if FORMATS[0] != FORMATS[1]:

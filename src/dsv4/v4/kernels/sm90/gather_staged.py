@@ -1,15 +1,15 @@
-"""How decode_swap_ab_ws.py gathers packed rows of two formats: as they are, into a staging ring, several units ahead.
+"""The gathering of packed rows of two formats in decode_swap_ab_ws.py: unconverted, into a staging ring, units ahead.
 
 A unit is 256 bytes of the codes of 64 rows, with their scales: half of a window row of e4m3, or a whole compressed row
-of e2m1. cp.async brings units in the order in which they are needed, whatever their format is; so the latency of memory
-is hidden behind the units before, where rows that come to registers have to be waited for with nothing else to do::
+of e2m1. cp.async loads units in the order in which they are needed, whatever their format; so the units before hide the
+latency of memory, whereas warps would have to wait idly for rows that are loaded into registers::
 
     copy      unit i + SLOTS - 1 | numbers of the rows of unit i + SLOTS + 1
     unpack    unit i -> registers -> bf16 -> half a block of kv, or all of it
 
 Shared memory: codes [SLOTS][4][64 rows, 16 words], scales [SLOTS][64 rows, 8 words]. A unit is complete when every
-thread has waited for its own copies and the gathering warps have met at a barrier; the same barrier says that the unit
-before has been read, so its slot is free. A row that is not there becomes zeros.
+thread has waited for its own copies and the gathering warps have met at a barrier; past the same barrier the previous
+unit has been read, so its slot is free. A row that is not there becomes zeros.
 """
 
 from dsv4.caches.kernels.unpack import has_small_rows
@@ -19,7 +19,7 @@ from dsv4.v4.kernels.sm90.row_numbers import numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import words
 from dsv4.v4.kernels.sm90.swap_ab import cta_work, pairs_in, speed_of
 
-SLOTS = gl.constexpr(4)  # as many as there is room for beside 16 heads
+SLOTS = gl.constexpr(4)  # as many as fit with 16 heads
 
 
 @aggregate
@@ -34,14 +34,14 @@ class Staging:
 
 @gluon.constexpr_function
 def stages(window, compressed, unit):
-    """Whether rows of these formats are units: window rows of two, compressed rows of one, at multiples of 16 bytes."""
+    """Return whether rows of these formats are units: window rows two, compressed rows one, at 16-byte boundaries."""
     sizes = (window.data_bytes, window.scale_bytes, compressed.data_bytes, compressed.scale_bytes)
     return unit >= 16 and sizes == (512, 16, 256, 32)
 
 
 @gluon.jit
 def make_staging():
-    # Four rows of eight words each, the warp's half that is read at once, lie in different banks.
+    # Four rows of eight words each, the half of a warp that is read at once, lie in different banks.
     CODES: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
     return Staging(
@@ -55,7 +55,7 @@ def make_staging():
 
 @gluon.constexpr_function
 def half_words(warps):
-    """[64, 16] words, two panels of eight: a thread has two words of each."""
+    """Layout of [64, 16] words, two panels of eight: a thread has two words of each."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 8]], lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[8 << i, 0] for i in range(warps.bit_length() - 1)], block_bases=[], shape=[64, 16],
@@ -64,7 +64,7 @@ def half_words(warps):
 
 @gluon.constexpr_function
 def row_words(warps):
-    """[64, 8] words: four threads have all of a row."""
+    """Layout of [64, 8] words: four threads have all of a row."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4]], lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[8 << i, 0] for i in range(warps.bit_length() - 1)], block_bases=[], shape=[64, 8],
@@ -88,14 +88,14 @@ class Units:
 
     @gluon.jit
     def numbers(self, unit):
-        """Row numbers of a unit, -1 past the last."""
+        """Return the row numbers of a unit, -1 past the last."""
         entry = entries(words(gl.num_warps()))
         block = self.begin + gl.where(unit < self.of_window, unit // 2, unit - self.of_window // 2)
         return numbers_of(self.lists, block, unit < self.count, self.pools.compressed, entry, self.KV_INDEX)
 
     @gluon.jit
     def copy(self, unit, number, slot):
-        """Start the copy of a unit, one group of copies -> 1 for rows that are not there."""
+        """Start the copy of a unit, as one commit group -> 1 for absent rows."""
         W: gl.constexpr = self.WINDOW_FORMAT
         C: gl.constexpr = self.COMPRESSED_FORMAT
         L: gl.constexpr = words(gl.num_warps())
@@ -126,8 +126,8 @@ class Units:
 
 @aggregate
 class Ahead:
-    """Where the walk over the units stands: the next one, its slot, rows of units that are not there, as bits, the last
-    one that was asked for first, and row numbers of the next two to be asked for."""
+    """Position in the walk over the units: the next one, its slot, absent rows of units, as bits, the last requested
+    one first, and row numbers of the next two to be requested."""
 
     unit: Value
     slot: Value
@@ -150,7 +150,7 @@ class Unit:
 
 @gluon.jit
 def next_unit(units, ahead, L: gl.constexpr):
-    """Wait for a unit, and ask for another -> (the unit, codes in layout L; how the walk goes on)."""
+    """Wait for a unit, and request another -> (the unit, codes in layout L; the next position)."""
     staging, at = units.staging, ahead.slot
     async_copy.wait_group(SLOTS - 2)
     barrier()
@@ -167,7 +167,7 @@ def next_unit(units, ahead, L: gl.constexpr):
 
 @gluon.jit
 def pairs_of_words(x):
-    """[64, 8] -> four times [64, 2]: words 0 and 1, 2 and 3, ..."""
+    """Split [64, 8] into four [64, 2]: words 0 and 1, 2 and 3, ..."""
     low, high = gl.split(x.reshape([64, 2, 4]).permute((0, 2, 1)))
     a, b = gl.split(low.reshape([64, 2, 2]).permute((0, 2, 1)))
     c, d = gl.split(high.reshape([64, 2, 2]).permute((0, 2, 1)))
@@ -176,7 +176,7 @@ def pairs_of_words(x):
 
 @gluon.jit
 def window_panel(x, scale, SHIFT: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.constexpr):
-    """64 e4m3 of each row as bf16. scale: words of four bytes, of which two count."""
+    """Convert 64 e4m3 of each row to bf16. scale: words of four bytes, of which two count."""
     L: gl.constexpr = codes_layout(gl.num_warps(), 1, 16)
     x = gl.convert_layout(x.reshape([64, 1, 16]), L)
     scale = gl.convert_layout((scale >> SHIFT) & 0xFFFF, gl.SliceLayout(1, gl.SliceLayout(2, L)))
@@ -185,7 +185,7 @@ def window_panel(x, scale, SHIFT: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
 
 @gluon.jit
 def compressed_panels(x, scales, SPEED: gl.constexpr, FORMAT: gl.constexpr):
-    """128 e2m1 of each row as bf16. scales: two words of four bytes."""
+    """Convert 128 e2m1 of each row to bf16. scales: two words of four bytes."""
     L: gl.constexpr = codes_layout(gl.num_warps(), 2, 8, 2)
     x = gl.convert_layout(x.reshape([64, 2, 8]), L)
     scales = gl.convert_layout(scales, gl.SliceLayout(2, L))
@@ -194,7 +194,7 @@ def compressed_panels(x, scales, SPEED: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def window_half(unit, left, right, to, HALF: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.constexpr):
-    """A unit of the window -> two quarters of kv."""
+    """Convert a unit of the window -> two quarters of kv."""
     first, second = gl.split(pairs_of_words(unit.scales)[HALF])
     pairs_in(left.index(to), 0, 1).store(window_panel(unit.x0, first, 0, SPEED, FORMAT))
     pairs_in(left.index(to), 1, 1).store(window_panel(unit.x1, first, 16, SPEED, FORMAT))
@@ -217,7 +217,7 @@ def gather_staged_role(
     FORMATS: gl.constexpr,
     FENCE: gl.constexpr,
 ):
-    """All blocks: those of the window, then those of compressed rows."""
+    """Gather all blocks: those of the window, then those of compressed rows."""
     SMALL: gl.constexpr = has_small_rows(FORMATS[0], FORMATS[1])
     SPEED_W: gl.constexpr = speed_of(FORMATS[0], SMALL)
     SPEED_C: gl.constexpr = speed_of(FORMATS[1], SMALL)

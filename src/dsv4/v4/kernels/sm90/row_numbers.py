@@ -1,4 +1,4 @@
-"""Which rows of which pool a block has: 64 entries of a query's window list, or of its compressed rows behind that."""
+"""Row numbers and pool of a block: 64 entries of a query's window list, or of its compressed rows, which follow."""
 
 from dsv4.kernels.compat import aggregate, gl, gluon
 from dsv4.v4.kernels.pool_rows import Pool, page_of
@@ -13,7 +13,7 @@ class Pools:
 
 @gluon.jit
 def numbers_of(lists, block, wanted, pool, entry, KV_INDEX: gl.constexpr):
-    """Row numbers of the entries of a block, -1 past the end, or everywhere unless it is wanted."""
+    """Return row numbers of the entries of a block, -1 past the end, or everywhere unless it is wanted."""
     KEYS: gl.constexpr = entry.shape[0]
     in_window = block < lists.window_blocks
     place = block * KEYS - gl.where(in_window, 0, lists.window_blocks * KEYS) + entry
@@ -27,7 +27,7 @@ def numbers_of(lists, block, wanted, pool, entry, KV_INDEX: gl.constexpr):
         at = page_of(place, pool)
         further = (place < lists.count) & (block >= lists.window_blocks) & wanted
         page = gl.load(lists.line_ptr + at, mask=further, other=-1)
-        page = gl.where(page < pool.rows // pool.page_rows, page, -1)  # before the product, which may not fit
+        page = gl.where(page < pool.rows // pool.page_rows, page, -1)  # before the product, which may overflow
         number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
         number = gl.where(page >= 0, page * pool.page_rows + place - at * pool.page_rows, number)
     return number
@@ -35,7 +35,7 @@ def numbers_of(lists, block, wanted, pool, entry, KV_INDEX: gl.constexpr):
 
 @gluon.jit
 def pool_of(pools, in_window):
-    """The pool of a block."""
+    """Return the pool of a block."""
     a, b = pools.window, pools.compressed
     return Pool(
         gl.where(in_window, a.ptr, b.ptr), gl.where(in_window, a.rows, b.rows),

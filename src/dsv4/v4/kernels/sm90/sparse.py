@@ -7,7 +7,7 @@ hand each other P, the running maximum and the rescaling factor. A third group o
 orders.
 
 A work tile is 64 heads of one query and one split of its rows. A CTA loops over work tiles: while left and right write
-the output of one, Q and the first blocks of the next arrive. gather.py says how.
+the output of one, Q and the first blocks of the next arrive. gather.py describes how.
 
 shared memory   bytes               holds
 q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q
@@ -34,7 +34,7 @@ sum_ready[h]    owner of half h              1           the other      its row 
 SPLIT_SLOTS is for packed rows by list with Triton before 3.9, which puts barriers of warps between stores to one
 allocation: with two allocations for the halves there are three a block, not seven. The gathering warps store all of a
 half block, meet at a barrier, and one thread arrives (gather.announce). So they do for the rows of gather_codes.py.
-Copies write like ordinary stores; those who wait for them, or for unpacked rows, put the fence before the tensor
+Copies write like ordinary stores; the roles that wait for them, or for unpacked rows, issue the fence before the tensor
 core reads.
 The bias of block b is written when both halves of its last use are free: its owner read it before it freed one of them.
 P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: free[1] says so through ready[1]. P1
@@ -164,13 +164,13 @@ def make_memory(
 
 @gluon.jit
 def read(job, turn, WHAT: gl.constexpr):
-    """A number that the gathering warps wrote about the work tile of this turn."""
+    """Read a number that the gathering warps wrote about the work tile of this turn."""
     return gl.max(job.index(turn * 4 + WHAT).load(ONE), 0)
 
 
 @gluon.jit
 def begin(memory, turn):
-    """Q of the next work tile is there -> its number of blocks."""
+    """Wait for Q of the next work tile -> its number of blocks."""
     memory.q_ready.wait(0, turn)
     fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
     return read(memory.job, turn, BLOCKS)
@@ -178,14 +178,14 @@ def begin(memory, turn):
 
 @gluon.jit
 def halves(x, L: gl.constexpr):
-    """[64, 2 C] -> left and right [64, C] in layout L: registers change their names."""
+    """Split [64, 2 C] into left and right [64, C] in layout L, without moving registers."""
     a, b = gl.split(x.reshape([64, 2, x.shape[1] // 2]).permute((0, 2, 1)))
     return gl.convert_layout(a, L), gl.convert_layout(b, L)
 
 
 @gluon.jit
 def store_quarter(o, smem, pointers, there):
-    """O [64, 64] by way of smem, 16 bytes per thread."""
+    """Store O [64, 64] through smem, 16 bytes per thread."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     smem.store(o.to(smem.dtype))
     gl.store(pointers, smem.load(L), mask=there)
@@ -205,7 +205,7 @@ def end_half(o, m, l, memory, blocks, turn, output, HALF: gl.constexpr, SPLIT: g
     if not SPLIT:
         sink = softmax.sink_of(output.sink_ptr, head, head < output.heads)
     line_ptr = rope.cos_sin_ptr
-    # Opaque: what the epilogue computes from it would else be kept in registers across work tiles.
+    # Opaque: otherwise what the epilogue computes from it would stay in registers across work tiles.
     width = rope.width + zero(query)
     if width > 0:
         position = gl.load(rope.positions_ptr + query).to(gl.int64)
@@ -264,7 +264,7 @@ def end_half(o, m, l, memory, blocks, turn, output, HALF: gl.constexpr, SPLIT: g
             pointers = output.out_ptr + offset[:, None] + column[None, :]
             there = (row < output.heads)[:, None]
             mine = memory.p0 if HALF == 0 else memory.p1
-            # Both P are free: the other warpgroup's products have ended, too, before it gave its sums.
+            # Both P are free: the other warpgroup's products ended before it wrote its sums.
             a, b = halves(o, LH)
             a0, a1 = halves(a, SCORES)
             store_quarter(a0, mine, pointers, there)
@@ -289,7 +289,7 @@ def half_role(
     REG_STORE: gl.constexpr,
     SPLIT_SLOTS: gl.constexpr,
 ):
-    """Left (HALF 0) or right (1). N: columns of O per product."""
+    """Run left (HALF 0) or right (1). N: columns of O per product."""
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     LP: gl.constexpr = softmax.partial_sums(gl.zeros([64, 64], gl.float32, SCORES)).type.layout
     phase = 0
@@ -350,7 +350,7 @@ def v4_sparse(
     if PDL_LAUNCH:
         gl.static_assert(not PDL_WAIT)  # the grid after the next would not wait for this one: see dependent.py
         dependent.launch_dependents()
-    # Two packed pools are read in one way, that of the lesser unit.
+    # Two packed pools are read in the same way, that of the smaller unit.
     UNIT: gl.constexpr = min(WINDOW_UNIT, COMPRESSED_UNIT)
     pools = Pools(
         pool_in_units(window, WINDOW_UNIT // UNIT if WINDOW_FORMAT.coded > 0 else 1),
@@ -364,7 +364,7 @@ def v4_sparse(
     SPLIT_SLOTS: gl.constexpr = MAY_SPLIT_SLOTS and reads_aligned(FORMATS[0], FORMATS[1], UNIT, KV_INDEX)
     CODES: gl.constexpr = reads_codes(FORMATS[0], FORMATS[1], UNIT, KV_INDEX, SPLIT)
     memory = make_memory(q.ptr.dtype.element_ty, GATHER_WARPS, RESIDENT, SPLIT_SLOTS, CODES)
-    # Columns of O per product: with 16 warps there are 128 registers at launch, too few for 256, says the assembler.
+    # Columns of O per product: 16 warps have 128 registers at launch, which the assembler finds too few for 256.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
         (half_role, (memory, num_tiles, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, REG_STORE, SPLIT_SLOTS)),

@@ -1,19 +1,19 @@
 """The steps of sparse.py's left and right: S, softmax and both products of two blocks of 64 rows.
 
-Two orders. Right may update O with left's P0 while it waits for its own S; that frees all of block 0 early, which
-matters where the rows of the next step come from memory::
+There are two orders. Right may update O with left's P0 while it waits for its own S; that frees all of block 0 early,
+which matters if the rows of the next step have to be loaded from memory::
 
     left    | S0 = Q K0^T | softmax 0 -> P0 | O_L += P0 V0_L |            wait P1 | O_L += P1 V1_L
     right   | S1 = Q K1^T |         wait P0 | O_R += P0 V0_R | softmax 1 -> P1    | O_R += P1 V1_R
 
-Where rows lie in the L2 (`resident`), the tensor cores count. Left issues the next S0 behind its last product, so that
-it runs beside right's products, and only the maximum of softmax 0 is waited for; P0 is handed over at the maximum of
+If rows lie in L2 (`resident`), the tensor cores count. Left issues the next S0 behind its last product, so that
+it runs alongside right's products, and only the maximum of softmax 0 is waited for; P0 is handed over at the maximum of
 both blocks, so that right rescales O once::
 
     left    softmax 0 -> m0 | O_L += P0 V0_L |       wait m1, P0 -> | O_L += P1 V1_L | S0 of the next step
     right   S1 | wait m0 | softmax 1 -> m1 | O_R += P1 V1_R, P1 -> | O_R += P0 V0_R |
 
-A maximum moves only where it grew by more than 8, so that most factors are 1 and warps jump over the rescaling of O.
+A maximum moves only if it grew by more than 8, so that most factors are 1 and warps skip the rescaling of O.
 """
 
 from dsv4.kernels import softmax
@@ -35,7 +35,7 @@ def landed(memory, phase, SLOT: gl.constexpr):
 
 @gluon.constexpr_function
 def half_slot(dtype):
-    """[64, 128]: a slot with SPLIT_SLOTS, whose other columns lie in kv_right."""
+    """Layout of [64, 128]: a slot with SPLIT_SLOTS, whose other columns lie in kv_right."""
     return gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
 
 
@@ -67,7 +67,7 @@ def add(p, memory, slot, o, SPLIT_SLOTS: gl.constexpr):
     """O [64, 256] += P V with the rows of a slot: one group issued, SPLIT_SLOTS two. Not waited for: `added` does."""
     if SPLIT_SLOTS:
         L: gl.constexpr = o.type.layout
-        a, b = gl.split(o.reshape([64, 2, 128]).permute((0, 2, 1)))  # registers change their names
+        a, b = gl.split(o.reshape([64, 2, 128]).permute((0, 2, 1)))  # moves no registers
         a = warpgroup_mma(p, memory.kv.slots.index(slot), gl.convert_layout(a, L), is_async=True)
         b = warpgroup_mma(p, memory.kv_right.index(slot), gl.convert_layout(b, L), is_async=True)
         return a, b
@@ -77,7 +77,7 @@ def add(p, memory, slot, o, SPLIT_SLOTS: gl.constexpr):
 
 @gluon.jit
 def added(o, SPLIT_SLOTS: gl.constexpr):
-    """O, when all products are complete."""
+    """Wait for all products -> O."""
     if SPLIT_SLOTS:
         a, b = o
         a, b = warpgroup_mma_wait(num_outstanding=0, deps=(a, b))
@@ -185,7 +185,7 @@ def left_begin(memory, phase, steps, SIGN: gl.constexpr):
 
 @gluon.jit
 def left_resident(o, s, m, l, memory, phase, step, steps, scale, SIGN: gl.constexpr):
-    """Softmax of block 0, whose S is there, O[:, :256] with both blocks, S of the next block 0."""
+    """Softmax of block 0, whose S is complete, O[:, :256] with both blocks, S of the next block 0."""
     kv, p_ready, m_ready = memory.kv, memory.p_ready, memory.m_ready
     RS: gl.constexpr = m.type.layout
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)

@@ -1,4 +1,4 @@
-"""What decode_swap_ab.py and decode_swap_ab_ws.py share: attention of some heads to blocks of rows, operands swapped.
+"""Functions that decode_swap_ab.py and decode_swap_ab_ws.py share: attention of some heads, with operands swapped.
 
 Keys are the rows of S^T = K Q^T and of P^T, dimensions those of O^T = V^T P^T; heads are the columns, 16 or 32, where
 sparse.py pads them to the 64 rows of a wgmma.
@@ -39,7 +39,7 @@ class Memory:
 
 @aggregate
 class Work:
-    """What a CTA does: blocks [begin, end) of the rows of a query."""
+    """Work of a CTA: blocks [begin, end) of the rows of a query."""
 
     query: Value
     begin: Value
@@ -48,19 +48,19 @@ class Work:
 
 @gluon.jit
 def cta_work(window, compressed, requests, sizes, KV_INDEX: gl.constexpr, KEYS: gl.constexpr):
-    """(the lists of the query of this CTA, its Work). A block has KEYS rows."""
+    """Return (the lists of the query of this CTA, its Work). A block has KEYS rows."""
     query, split = gl.program_id(1), gl.program_id(2)
     lists = index_lists(query, window, compressed, requests, KV_INDEX, KEYS)
     blocks = lists.window_blocks + (lists.count + KEYS - 1) // KEYS
     # As evenly as possible, rather than the same number each until none are left: the fewer CTAs have the most blocks,
-    # the less memory has to do.
+    # the less load on memory.
     begin = quotient(blocks * split, sizes.splits_inverse, sizes.splits_shift)
     return lists, Work(query, begin, quotient(blocks * (split + 1), sizes.splits_inverse, sizes.splits_shift))
 
 
 @gluon.jit
 def prefetch_lists(window, compressed, KV_INDEX: gl.constexpr):
-    """The lines of a query's lists into the L2, while warps and barriers are set up: up to 4096 entries of each."""
+    """Prefetch the lines of a query's lists into L2 during the setup of warps and barriers, up to 4096 entries each."""
     prefetch_lines(window)
     if KV_INDEX == LIST:
         prefetch_lines(compressed)
@@ -79,7 +79,7 @@ def prefetch_lines(names):
 
 @aggregate
 class PackedBlock:
-    """A block on its way: 16 bytes per thread of the codes; x3 and rest hold the last 128 values, of which rest is
+    """A block in flight: 16 bytes of the codes per thread; x3 and rest hold the last 128 values, of which rest is
     bf16."""
 
     x0: Value
@@ -93,7 +93,7 @@ class PackedBlock:
 
 @gluon.constexpr_function
 def heads_layout(warps, heads):
-    """16 bytes of bf16 per thread, for [heads, 512]."""
+    """Layout of [heads, 512] with 16 bytes of bf16 per thread."""
     down = min(warps, heads // 4)
     return gl.BlockedLayout([1, 8], [4, 8], [down, warps // down], [1, 0])
 
@@ -116,7 +116,7 @@ def make_memory(HEADS: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr = 1
 
 @gluon.jit
 def copy_heads(q, query, first_head, heads, smem):
-    """The heads of a query by cp.async; heads that are not there become zeros."""
+    """Copy the heads of a query by cp.async; absent heads become zeros."""
     HEADS: gl.constexpr = smem.shape[1]
     L: gl.constexpr = heads_layout(gl.num_warps(), HEADS)
     WHOLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS, 512], gl.bfloat16)
@@ -131,15 +131,15 @@ def copy_heads(q, query, first_head, heads, smem):
 
 @gluon.constexpr_function
 def exchanged():
-    """[64, 32] words of a panel of 128 swizzled bytes a row, the halves of odd rows exchanged."""
+    """Layout of [64, 32] words of a panel of 128 swizzled bytes a row, the halves of odd rows exchanged."""
     rows = [[1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
     return gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], *rows], alignment=1024)
 
 
 @gluon.jit
 def ask(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr, EXCHANGED: gl.constexpr = False):
-    """The rows of a block, by number. EXCHANGED: odd rows begin with the second half of their last 64 values: else two
-    rows, of four threads each, would be stored to the same banks."""
+    """Load the rows of a block, by number. EXCHANGED: odd rows begin with the second half of their last 64 values:
+    otherwise two rows, of four threads each, would be stored to the same banks."""
     ptr = pool.ptr
     data, there, scales = rows_and_scales(pool, number, UNIT, FORMAT)
     x0 = load_codes(ptr, data, there, 0, 2, UNIT, FORMAT)
@@ -162,7 +162,7 @@ def ask(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr, EXCHANGED: gl.co
 
 @gluon.jit
 def copy_block(pool, number, memory, slot):
-    """The rows of a block of a plain tensor by cp.async -> kv, and the bias; rows that are not there become zeros."""
+    """Copy the rows of a block of a plain tensor by cp.async to kv, and write the bias; absent rows become zeros."""
     L: gl.constexpr = lanes(gl.num_warps())
     offset, there = plain_rows(pool, number)
     memory.bias.index(slot).store(gl.where(there, 0.0, -float("inf")))
@@ -178,7 +178,7 @@ def copy_block(pool, number, memory, slot):
 
 @gluon.jit
 def pairs_in(quarter, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Panels of 64 columns of a quarter of a block as bf16 in pairs: [keys, COUNT, 32]."""
+    """View panels of 64 columns of a quarter of a block as bf16 in pairs: [keys, COUNT, 32]."""
     PANEL: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
     KEYS: gl.constexpr = quarter.shape[0]
     panels = reinterpret_as(quarter, gl.int32, [2 // COUNT, COUNT, KEYS, 32], PANEL).index(FIRST // COUNT)
@@ -187,14 +187,14 @@ def pairs_in(quarter, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.constexpr_function
 def speed_of(format, small):
-    """Signed bytes for rows that are codes alone."""
+    """Return the SPEED of a format: signed bytes for rows that are only codes."""
     return SMALLER.value if small else FEWER.value if format.coded_panels == 8 else EXACT.value
 
 
 @gluon.jit
 def unpack_left(rows, memory, slot, FORMAT: gl.constexpr, SMALL: gl.constexpr):
-    """The first 256 columns of a block, codes -> bf16 -> kv, and the bias: first, else it waits for a register that a
-    store before it has not read yet."""
+    """Convert the first 256 columns of a block, codes -> bf16 -> kv, and write the bias: first, else it waits for a
+    register that an earlier store has not read yet."""
     SPEED: gl.constexpr = speed_of(FORMAT, SMALL)
     memory.bias.index(slot).store(gl.where(rows.there, 0.0, -float("inf")))
     pairs_in(memory.kv0.index(slot), 0, 2).store(FORMAT.unpack(rows.x0, rows.scales, 0, SPEED, FORMAT))
@@ -203,7 +203,7 @@ def unpack_left(rows, memory, slot, FORMAT: gl.constexpr, SMALL: gl.constexpr):
 
 @gluon.jit
 def unpack_right(rows, memory, slot, FORMAT: gl.constexpr, SMALL: gl.constexpr, EXCHANGED: gl.constexpr = False):
-    """The last 256 columns of a block."""
+    """Convert the last 256 columns of a block."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     LAST: gl.constexpr = exchanged() if EXCHANGED else SWIZZLED
     KEYS: gl.constexpr = memory.kv3.shape[1]
@@ -217,7 +217,7 @@ def unpack_right(rows, memory, slot, FORMAT: gl.constexpr, SMALL: gl.constexpr, 
 
 @gluon.jit
 def left_scores(memory, slot, at, HEADS: gl.constexpr):
-    """S^T [keys, HEADS] = K Q^T with the first 256 columns: issued, not waited for. at: 0."""
+    """Issue S^T [keys, HEADS] = K Q^T with the first 256 columns, without a wait. at: 0."""
     KEYS: gl.constexpr = memory.kv0.shape[1]
     s = gl.zeros([KEYS, HEADS], gl.float32, scores_layout(gl.num_warps(), HEADS, KEYS))
     s = warpgroup_mma(memory.kv0.index(slot), memory.q.index(at + 0).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -226,36 +226,36 @@ def left_scores(memory, slot, at, HEADS: gl.constexpr):
 
 @gluon.jit
 def right_scores(s, memory, slot, at):
-    """S^T += K Q^T with the last 256 columns."""
+    """Issue S^T += K Q^T with the last 256 columns."""
     s = warpgroup_mma(memory.kv2.index(slot), memory.q.index(at + 2).permute((1, 0)), s, is_async=True)
     return warpgroup_mma(memory.kv3.index(slot), memory.q.index(at + 3).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
 def add(o, quarter, p):
-    """O^T [128, HEADS] of a quarter of the columns += V^T P^T: issued, not waited for."""
+    """Issue O^T [128, HEADS] of a quarter of the columns += V^T P^T, without a wait."""
     return warpgroup_mma(quarter.permute((1, 0)), p, o, is_async=True)
 
 
 @gluon.jit
 def turned(quarter, HEADS: gl.constexpr):
-    """A quarter of kv that holds a quarter of O's columns: fp32 [HEADS, 128]."""
+    """View a quarter of kv as a quarter of O's columns: fp32 [HEADS, 128]."""
     TURNED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    # All of the quarter is seen anew, as Triton 3.8 demands, and its first bytes are used.
+    # The view covers all of the quarter, as Triton 3.8 demands; only its first bytes are used.
     return reinterpret_as(quarter, gl.float32, [quarter.shape[0] // (2 * HEADS), HEADS, 128], TURNED).index(0)
 
 
 @gluon.jit
 def rounded(quarter, HEADS: gl.constexpr):
-    """The same in bf16, which the warps turn over as they store it: stmatrix."""
+    """View the same in bf16, which the warps transpose as they store it: stmatrix."""
     L: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return reinterpret(quarter, [quarter.shape[0] // HEADS, HEADS, 128], L).index(0)
 
 
 @gluon.jit
 def lay(o, quarter, width, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
-    """A quarter of O^T, normalised -> shared memory, in fp32 where `put` has to compute with it, else in bf16.
-    width: how many columns are turned back, the last ones."""
+    """Store a quarter of O^T, normalised, in shared memory, in fp32 if `put` has to compute with it, else in bf16.
+    width: how many columns are rotated back, the last ones."""
     HEADS: gl.constexpr = o.shape[1]
     if SPLIT or COLUMN + 128 > 512 - width:
         turned(quarter, HEADS).permute((1, 0)).store(o)
@@ -265,7 +265,7 @@ def lay(o, quarter, width, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
 
 @gluon.jit
 def put(quarter, place, output, rope, HEADS: gl.constexpr, COLUMN: gl.constexpr, SPLIT: gl.constexpr):
-    """What `lay` wrote -> global memory, 16 bytes per thread. place: (query, first head, split)."""
+    """Write what `lay` stored to global memory, 16 bytes per thread. place: (query, first head, split)."""
     query, first_head, split = place
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     if SPLIT:
@@ -286,7 +286,7 @@ def put(quarter, place, output, rope, HEADS: gl.constexpr, COLUMN: gl.constexpr,
 
 @gluon.jit
 def put_rounded(x, place, output, COLUMN: gl.constexpr):
-    """[heads, 128] of the result."""
+    """Write [heads, 128] of the result."""
     query, first_head, _ = place
     L: gl.constexpr = x.type.layout
     head = first_head + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))
@@ -297,7 +297,7 @@ def put_rounded(x, place, output, COLUMN: gl.constexpr):
 
 @gluon.jit
 def sink_of_heads(output, first_head, SPLIT: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr):
-    """The sinks of the heads; a split has none, since the combine kernel applies them."""
+    """Load the sinks of the heads; a split has none, since the combine kernel applies them."""
     if SPLIT:
         sink = gl.full([HEADS], -float("inf"), gl.float32, L)
     else:
@@ -308,7 +308,7 @@ def sink_of_heads(output, first_head, SPLIT: gl.constexpr, HEADS: gl.constexpr, 
 
 @gluon.jit
 def write_lse(m, l, sink, place, output, SPLIT: gl.constexpr, UP: gl.constexpr):
-    """LSE of the heads -> what normalises O, times UP."""
+    """Write the LSE of the heads -> the factor that normalises O, times UP."""
     query, first_head, split = place
     head = first_head + gl.arange(0, m.shape[0], layout=m.type.layout)
     there = head < output.heads
@@ -324,15 +324,15 @@ def write_lse(m, l, sink, place, output, SPLIT: gl.constexpr, UP: gl.constexpr):
 
 @gluon.jit
 def masked(s, bias, SIGN: gl.constexpr):
-    """softmax.biased with keys as rows."""
+    """Do softmax.biased with keys as rows."""
     return softmax.biased(s, bias[:, None], SIGN)
 
 
 @gluon.jit
 def finish(o, m, l, memory, place, output, scale, SPLIT: gl.constexpr, UP: gl.constexpr):
-    """Add up the sums, write the LSE and O^T, whose quarters o has. place: (query, first head, split)."""
+    """Add the sums, write the LSE and O^T, whose quarters are in o. place: (query, first head, split)."""
     HEADS: gl.constexpr = m.shape[0]
-    # A head per lane: else every thread would take the logarithms of all its columns.
+    # A head per lane: otherwise every thread would compute the logarithms of all its columns.
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     m, l = gl.convert_layout(m, L), gl.convert_layout(gl.sum(gl.sum(l, 0), 0), L)
     m = softmax.true_maximum(m, scale)
@@ -342,7 +342,7 @@ def finish(o, m, l, memory, place, output, scale, SPLIT: gl.constexpr, UP: gl.co
 
 @gluon.jit
 def write_out(o, factor, memory, place, output, SPLIT: gl.constexpr):
-    """O^T, whose quarters o has, times what normalises it."""
+    """Write O^T, whose quarters are in o, times the factor that normalises it."""
     o0, o1, o2, o3 = o
     query, first_head, split = place
     factor = gl.convert_layout(factor, gl.SliceLayout(0, o0.type.layout))[None, :]
