@@ -58,7 +58,7 @@ def compress(
         norm_weight: [d], the weight of the RMSNorm.
         cos_sin: fp32 [positions, r], r/2 cosines then r/2 sines (dsv4.reference.rope_table); row w is rotated at m * w.
             None leaves RoPE to the caller.
-        state: from the call before; None at the start of a sequence.
+        state: from the previous call; None at the start of a sequence.
         dtype: of the rows; default that of kv. Arithmetic is fp32 (fp64 for fp64 kv).
         out, slots: a pool of rows (a tensor [rows, d] or [pages, page, d], a :class:`dsv4.Fp8Cache` for d = 512, or
             a :class:`dsv4.IndexCache` for d = 128) and the row numbers int32 or int64 [..., n] in it that get the rows;
@@ -94,7 +94,7 @@ def compress(
 
 
 def _check(kv, gate, position_bias, norm_weight, ratio, cos_sin, state, learning=False) -> tuple[int, int]:
-    """Check everything but values -> (d, m)."""
+    """Check everything except values -> (d, m)."""
     if not checks.is_tensor(kv) or kv.ndim not in (2, 3):
         checks.fail("kv", checks.describe(kv), "a tensor [L, width] or [B, L, width]")
     batch, width = tuple(kv.shape[:-2]), kv.shape[-1]

@@ -1,4 +1,4 @@
-"""compress, its arguments checked: by a kernel where there is one, else in torch.
+"""compress with checked arguments: it runs a kernel if there is one, else torch code.
 
 Bits: a row depends only on its own slots, never on how the tokens were divided into calls. So every reduction here is
 a fixed tree of elementwise operations; torch's own reductions may add in another order for another shape.
@@ -16,7 +16,7 @@ from dsv4.caches.kv import Pool
 from dsv4.compress.problem import CompressProblem, CompressState, Parameters, problem_of
 from dsv4.runtime import dispatch
 
-BLOCK_BYTES = 64 << 20  # tokens (fp32) taken at once; a long prompt is cut, which changes no bit
+BLOCK_BYTES = 64 << 20  # bytes of tokens (fp32) at once; cutting a long prompt changes no bit
 
 
 def run(
@@ -24,7 +24,7 @@ def run(
     slots: Tensor | None, backend: str,
 ) -> tuple[Any, CompressState]:  # fmt: skip
     found = "cpu" if kv.is_meta and backend == "auto" else dispatch.resolve(backend, kv.device, "kv")
-    # What torch.compile traces stays torch code.
+    # Under torch.compile the code stays torch code.
     if found != "cpu" and (backend != "auto" or not torch.compiler.is_compiling()):
         p = problem_of(kv, gate, state, given, out, slots)
         if backend != "auto" or _reason(p) is None:
@@ -38,7 +38,7 @@ def run(
 
 
 def _reason(p: CompressProblem) -> str | None:
-    """None, or why the kernels of the GPU that the tensors are on cannot run the problem."""
+    """Return None, or why the kernels of the tensors' GPU cannot run the problem."""
     if not dispatch.has_kernels(p.kv.device):
         return "there are none"
     return dispatch.kernel_module("compress", dispatch.cuda_target(p.kv.device).capability).supports(p)
@@ -96,7 +96,7 @@ def _in_torch(
 def pooled(
     value: Tensor, logit: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor | None, positions: Tensor
 ) -> Tensor:
-    """Slots [..., n, slots, d] and their gates -> rows [..., n, d], normed, and rotated at positions [n]."""
+    """Pool slots [..., n, slots, d] by their gates -> rows [..., n, d], normed, and rotated at positions [n]."""
     d = value.shape[-1]
     weight = (logit - logit.amax(-2, keepdim=True)).exp()
     rows = _tree_sum((weight * value).mT)[..., 0] / _tree_sum(weight.mT)[..., 0]
@@ -105,7 +105,7 @@ def pooled(
 
 
 def _slots(kv: Tensor, gate: Tensor, windows: int, before: int, m: int, d: int, overlap: bool) -> tuple[Tensor, Tensor]:
-    """[..., tokens, width] -> [..., windows, slots, d] of both; the first window starts at token `before`."""
+    """Cut both, [..., tokens, width], into [..., windows, slots, d]; the first window starts at token `before`."""
 
     def slots(x: Tensor, missing: float) -> Tensor:
         own = x[..., before : before + windows * m, :].unflatten(-2, (windows, m))

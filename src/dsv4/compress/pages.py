@@ -1,7 +1,7 @@
-"""Compressed rows whose states an engine keeps: tokens of many requests, end to end, with fixed shapes.
+"""Compressed rows whose states an engine keeps: contiguous tokens of many requests, with fixed shapes.
 
-vLLM writes kv and gate (with its bias) of every token to pages of fp32 lines, as long a history as a row needs. A token
-that ends a window then makes a row of the lines of that window. The arithmetic is that of :func:`dsv4.compress`.
+vLLM writes kv and gate (with its bias) of every token to pages of fp32 lines, which hold as long a history as a row
+needs. A token that ends a window then makes a row of that window's lines. The arithmetic is :func:`dsv4.compress`'s.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def compress_pages(
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> None:
-    """The rows that N tokens finish, into `out`.
+    """Write the rows that N tokens finish to `out`.
 
     Args:
         states: fp32 [pages, lines, 2 * width], kv then gate; width d (HCA) or 2 d (CSA). Token t of request r is line
-            ``t % lines`` of page ``block_table[r, t // lines]``. Those of this call are there already.
+            ``t % lines`` of page ``block_table[r, t // lines]``. The tokens of this call are already there.
         tokens: int32 or int64 [N]; below 0: no token, nothing is made.
         requests, positions: int32 or int64 [N], the request of each token and its place there.
         block_table: int32 [R, pages].
@@ -79,7 +79,7 @@ def _in_torch(states, tokens, requests, positions, block_table, slots, norm_weig
     token = end[:, None] + 1 - count + torch.arange(count)  # [rows, count]
     page = block_table[requests[last].long()[:, None], token.clamp_min(0) // lines].long()
     kv, gate = states[page, token.clamp_min(0) % lines].split(width, -1)  # [rows, count, width]
-    if width == 2 * d:  # the first half of the window before, then the second half of this one
+    if width == 2 * d:  # the first half of the previous window, then the second half of this one
         kv, gate = (torch.cat([x[:, :ratio, :d], x[:, ratio:, d:]], 1) for x in (kv, gate))
     gate = gate.masked_fill((token < 0)[..., None], float("-inf"))
     kv = kv.masked_fill((token < 0)[..., None], 0)

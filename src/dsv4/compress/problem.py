@@ -1,4 +1,4 @@
-"""What a call of compress knows: the state of a sequence, and the problem that a kernel receives."""
+"""The state of a sequence, and the problem that a kernel of compress receives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CompressState(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """What stays the same from call to call of a sequence."""
+    """Parameters that stay the same from call to call of a sequence."""
 
     position_bias: Tensor | None  # [m, width]
     norm_weight: Tensor  # [d]
@@ -59,7 +59,7 @@ class CompressProblem:
     pool: Pool | None = None  # written to, ...
     slots: Tensor | None = None  # ... int32 or int64 [B, windows]: in these rows
 
-    q = property(lambda self: self.kv)  # whose device counts
+    q = property(lambda self: self.kv)  # its device is that of the problem
     d = property(lambda self: self.norm_weight.shape[0])
     overlap = property(lambda self: self.kv.shape[-1] == 2 * self.d)
     kept = property(lambda self: 0 if self.old_kv is None else self.old_kv.shape[1])
@@ -70,12 +70,12 @@ class CompressProblem:
 
 
 def windows_of(seen: int, tokens: int, m: int) -> int:
-    """The number of rows that this many tokens finish."""
+    """Return the number of rows that this many tokens finish."""
     return (seen + tokens) // m - seen // m
 
 
 def state_size(seen: int, m: int, overlap: bool) -> int:
-    """Tokens that the state keeps after this many: the unfinished window, and for CSA the finished one before it."""
+    """Return the tokens that the state keeps: the unfinished window, and for CSA the finished one before it."""
     return seen % m + (m if overlap and seen >= m else 0)
 
 

@@ -5,8 +5,8 @@ Per row: w = softmax over its slots, y = sum w c, then RMSNorm and RoPE. With dn
     dweight = sum dn y / rms        dy = (weight dn - yhat mean(weight dn yhat)) / rms        yhat = y / rms
     dc_j    = w_j dy                dgate_j = w_j (c_j - y) dy                                dbias = sums of dgate
 
-A token's a-half feeds only the next window and its b-half only its own, so every dc and dgate is written once. Torch
-code, on any device, in blocks of windows: what is saved are the inputs alone.
+A token's a-half feeds only the next window and its b-half only its own, so every dc and dgate is written once. The code
+is torch, for any device, in blocks of windows; only the inputs are saved.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ ARGUMENTS = "Tensor kv, Tensor? gate, Tensor? position_bias, Tensor norm_weight,
 
 
 def call(kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
-    """-> rows, and kv and gate of the state after them, which have no gradient."""
+    """Return rows, and kv and gate of the state after them, which have no gradient."""
     arguments = (kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backend)
     return gradients.training("compress", False, *arguments)
 
@@ -65,7 +65,7 @@ def _backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, aske
     compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
     d = norm_weight.shape[0]
     overlap, windows = kv.shape[-1] == 2 * d, kv.shape[-2] // m
-    # An absent input has a gradient without elements, which autograd does not ask for.
+    # An absent input has a gradient without elements, which autograd does not request.
     nothing = kv.new_zeros(0)
     bias = nothing if position_bias is None else position_bias
     dbias, dweight = (torch.zeros(x.shape, dtype=compute, device=kv.device) for x in (bias, norm_weight))
@@ -98,7 +98,7 @@ def _backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, aske
 def _windows(
     drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, begin, end, dkv, dgate, dbias, dweight, compute
 ) -> None:
-    """Windows begin .. end: their share of dkv and dgate is written, of dbias and dweight added."""
+    """Write the share of windows begin .. end in dkv and dgate, and add that in dbias and dweight."""
     d = norm_weight.shape[0]
     overlap = kv.shape[-1] == 2 * d
     weight = norm_weight.to(compute)
@@ -107,7 +107,7 @@ def _windows(
         return x[..., first * m : last * m, half].unflatten(-2, (last - first, m))
 
     halves = [(begin, end, slice(d, 2 * d) if overlap else slice(0, d), 0)]
-    if overlap:  # the a-half of the window before; window 0 has none
+    if overlap:  # the a-half of the previous window; window 0 has none
         halves.insert(0, (max(begin - 1, 0), end - 1, slice(0, d), int(begin == 0)))
     values, logits = [], []
     for first, last, half, missing in halves:

@@ -1,4 +1,4 @@
-"""The arguments of the compressor's kernels by group."""
+"""Arguments of the compressor's kernels, by group."""
 
 from typing import Any, NamedTuple
 
@@ -6,8 +6,8 @@ Value = Any  # a number or a pointer, to the kernel
 
 
 class NewTokens(NamedTuple):
-    """The tokens of a call: kv and gate [batch, token, width] with their strides in elements, the bias of a gate by its
-    place in the window."""
+    """The tokens of a call: kv and gate [batch, token, width] with their strides in elements, and the bias of a gate by
+    its place in the window."""
 
     kv_ptr: Value
     gate_ptr: Value
@@ -26,7 +26,7 @@ class TokenState(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """What a pooled row is normalised and rotated by."""
+    """Norm weight and RoPE table of a pooled row."""
 
     norm_ptr: Value
     cos_sin_ptr: Value
@@ -34,14 +34,14 @@ class Finish(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """The sizes of compress_rows."""
+    """Sizes of compress_rows."""
 
-    tokens: Value  # new ones of a sequence
-    kept: Value  # old ones
+    tokens: Value  # new tokens of a sequence
+    kept: Value  # old tokens
     base: Value  # number of the first token
     first: Value  # number of the first window that is finished
     count: Value
-    drop: Value  # tokens that the new state does not have
+    drop: Value  # tokens that the new state drops
     m: Value  # tokens of a window
     d: Value  # columns of a row
     r: Value  # columns that are rotated
@@ -49,7 +49,7 @@ class Windows(NamedTuple):
 
 
 class RingRows(NamedTuple):
-    """The rows that ring_rows makes, one number of each: row, line of its request, first new token of the request and
+    """Rows that ring_rows makes, with one number each: row, line of its request, first new token of the request and
     its place in the call, row of the pool."""
 
     number_ptr: Value
@@ -61,7 +61,7 @@ class RingRows(NamedTuple):
 
 
 class RingTokens(NamedTuple):
-    """The position of each token, its place in the states; tokens of a window and of a request's line."""
+    """The position of each token, its place in the states; tokens per window and per line of a request."""
 
     position_ptr: Value
     place_ptr: Value
@@ -70,7 +70,7 @@ class RingTokens(NamedTuple):
 
 
 class StatePages(NamedTuple):
-    """An engine's pages of states: tokens of a page, strides of pages, tokens and lines of the block table."""
+    """An engine's pages of states: tokens per page, strides of pages, tokens and lines of the block table."""
 
     ptr: Value
     table_ptr: Value

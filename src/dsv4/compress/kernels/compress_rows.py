@@ -1,7 +1,7 @@
-"""Compressed rows as one kernel, in Triton itself: one source for every architecture.
+"""Compressed rows as one Triton kernel, with one source for every architecture.
 
-A row is made by one program from its own slots alone, in an order that depends on nothing else; so the bits do not
-depend on how the tokens were cut into calls.
+One program makes a row from its own slots alone, in an order that depends on nothing else; so the bits do not
+depend on how the tokens were divided into calls.
 """
 
 import triton
@@ -20,13 +20,13 @@ def store_plain(row, to, slot, column, width):
 
 @triton.jit
 def tokens_at(token, column, there, new, old, tokens, bias_row, kept, width, GATED: tl.constexpr, BIASED: tl.constexpr):
-    """(kv, gate with its bias) in fp32 of tokens [n, 1], counted from the first kept one; columns [1, D].
+    """Load (kv, gate with its bias) in fp32 of tokens [n, 1], counted from the first kept one; columns [1, D].
     new, old: where kv and gate of this sequence begin."""
     fresh = there & (token >= kept)
     known = there & (token < kept)
     before = token.to(tl.int64) * width + column
     after = (token - kept).to(tl.int64)
-    # One of the two is 0. A choice by predicate in place of the sums makes the compiler wait for every load in turn.
+    # One of the two is 0. With a select in place of the sums, the compiler would wait for every load in turn.
     old_kv = tl.load(old[0] + before, mask=known, other=0.0)
     kv = tl.load(new[0] + after * tokens.kv_row + column, mask=fresh, other=0.0).to(tl.float32)
     gate = tl.zeros_like(kv)
@@ -41,9 +41,9 @@ def tokens_at(token, column, there, new, old, tokens, bias_row, kept, width, GAT
 
 @triton.jit
 def pooled(top, total, row, gate, kv):
-    """More tokens [n, D] into the softmax by columns: (the greatest gate, the sum of the weights, that of the rows)."""
+    """Add tokens [n, D] to the softmax by columns -> (the greatest gate, the sum of the weights, that of the rows)."""
     new_top = tl.maximum(top, tl.max(gate, 0))
-    safe = tl.where(new_top == -float("inf"), 0.0, new_top)  # no token yet, or a column that is none
+    safe = tl.where(new_top == -float("inf"), 0.0, new_top)  # no token yet, or a column past the last
     weight = tl.exp(gate - safe[None, :])
     decay = tl.exp(top - safe)
     total = total * decay + tl.sum(weight, 0)
@@ -53,7 +53,7 @@ def pooled(top, total, row, gate, kv):
 
 @triton.jit
 def finished(row, finish, position, line, column, D: tl.constexpr, R: tl.constexpr):
-    """A pooled row [D], normalised and its last R columns turned; line: the stride of positions in cos_sin."""
+    """Normalise a pooled row [D] and rotate its last R columns; line: the stride of positions in cos_sin."""
     row *= tl.rsqrt(tl.sum(row * row, 0) / D + finish.eps)
     row *= tl.load(finish.norm_ptr + column).to(tl.float32)
     even, odd = tl.split(tl.reshape(row, [D // 2, 2]))
@@ -82,7 +82,7 @@ def compress_rows(
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """One program: a finished window of a sequence, or a token that the new state keeps.
+    """Make the row of a finished window of a sequence, or copy a token that the new state keeps.
 
     The tokens of a sequence are those of the old state and the new ones. The new state has all from `windows.drop` on.
     FORMAT: of the pool that rows go to; None: to lines.
@@ -103,7 +103,7 @@ def compress_rows(
         row = tl.zeros([D], tl.float32)
         for begin in range(0, slots, SLOTS):
             slot = begin + tl.arange(0, SLOTS)[:, None]
-            if OVERLAP:  # the a-half of the window before, then the b-half of this one
+            if OVERLAP:  # the a-half of the previous window, then the b-half of this one
                 own = slot >= m
                 token = window * m - m + slot - base
                 there = (slot < slots) & (line < d) & (own | (window > 0))
@@ -127,7 +127,7 @@ def compress_rows(
             cos = tl.load(angle, mask=turned, other=1.0).to(tl.float32)
             sin = tl.load(angle + r // 2, mask=turned, other=0.0).to(tl.float32)
             row = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [D])
-        if DTYPE == "bfloat16":  # the row as it would be handed out, whatever it is stored as
+        if DTYPE == "bfloat16":  # rounded as a returned row would be, whatever the pool's format
             row = row.to(tl.bfloat16)
         elif DTYPE == "float16":
             row = row.to(tl.float16)

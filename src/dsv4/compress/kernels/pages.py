@@ -31,7 +31,7 @@ def paged_rows(
     FORMAT: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One program: a token; it makes a row if it ends a window and has a place for it."""
+    """Process a token; it makes a row if it ends a window and has a place for it."""
     n = tl.program_id(0)
     position = tl.load(tokens.position_ptr + n)
     slot = tl.load(tokens.slot_ptr + n).to(tl.int64)
@@ -49,7 +49,7 @@ def paged_rows(
             there = (number < count) & (token >= 0)
             page = tl.load(table_ptr + token // states.page, mask=there, other=0).to(tl.int64)
             at = states.ptr + page * states.page_stride + (token % states.page) * states.line + column[None, :]
-            if OVERLAP:  # the first half of the window before, then the second half of this one
+            if OVERLAP:  # the first half of the previous window, then the second half of this one
                 at += tl.where(number >= m, D, 0)
             there = there & (column[None, :] >= 0)
             value = tl.load(at, mask=there, other=0.0)
@@ -57,7 +57,7 @@ def paged_rows(
             top, total, row = pooled(top, total, row, logit, value)
         row = finished(row / total, finish, position // m * m, rope_line, column, D, R)
         row = tl.reshape(row, [1, D])
-        row = row.to(tl.bfloat16).to(tl.float32)  # as it would be handed out, before it is packed
+        row = row.to(tl.bfloat16).to(tl.float32)  # rounded as a returned row would be, before it is packed
         one = tl.zeros([1], tl.int64) + slot
         store_packed(to, row, one, column, FORMAT)
 
@@ -76,7 +76,7 @@ def run(
     eps: float,
     launch: Callable[[Launch], None] = calls.launch,
 ) -> None:
-    """dsv4.compress.pages.compress_pages, checked."""
+    """Run dsv4.compress.pages.compress_pages, whose arguments are checked."""
     d = norm_weight.shape[0]
     overlap = states.shape[2] == 4 * d
     arguments = [
@@ -89,6 +89,6 @@ def run(
     ]
     constants = dict(
         D=d, R=cos_sin.shape[1], OVERLAP=overlap, FORMAT=out.format, SLOTS=8 if overlap else 16,
-        num_warps=max(1, d * (8 if overlap else 16) // 512),  # 16 values to a thread
+        num_warps=max(1, d * (8 if overlap else 16) // 512),  # 16 values per thread
     )  # fmt: skip
     launch(Launch(paged_rows, (len(positions),), arguments, constants))

@@ -1,4 +1,4 @@
-"""compress: from a checked problem to one launch. Shared by all architectures."""
+"""Turn a checked problem of compress into one launch. All architectures share this file."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def supports(p: CompressProblem) -> str | None:
-    """None, or why these kernels cannot run the problem."""
+    """Return None, or why these kernels cannot run the problem."""
     if p.kv.dtype not in DTYPES or p.dtype not in DTYPES:
         return f"kv {p.kv.dtype} and rows {p.dtype}; the GPU kernels accept bfloat16, float16 and float32"
     if p.d > 1024:
@@ -32,7 +32,7 @@ def run(p: CompressProblem, launch: Callable[[Launch], None] = calls.launch) -> 
     kv, norm = _unit(p.kv), _unit(p.norm_weight)
     gate = kv if p.gate is None else _unit(p.gate)  # kv: not read, here and below
     bias = kv if p.position_bias is None else p.position_bias.contiguous()
-    # Without old tokens nothing is read from there.
+    # Without old tokens the kernel reads nothing from there.
     old_kv = p.new_kv if p.old_kv is None else p.old_kv.contiguous()
     old_gate = p.new_gate if p.old_gate is None else p.old_gate.contiguous()
     cos_sin = kv if p.cos_sin is None else _unit(p.cos_sin)
@@ -55,14 +55,14 @@ def run(p: CompressProblem, launch: Callable[[Launch], None] = calls.launch) -> 
         OVERLAP=p.overlap, ROPE=p.cos_sin is not None, FORMAT=format, D=max(16, 1 << (p.d - 1).bit_length()),
         SLOTS=slots_at_once, DTYPE=str(p.dtype).removeprefix("torch."), GATED=p.gate is not None,
         BIASED=p.position_bias is not None,
-        # 16 values of a tile to a thread: with 32 there are no registers left to have all its loads under way.
+        # 16 values of a tile per thread: with 32 there are too few registers to have all its loads in flight.
         num_warps=8 if p.overlap else max(slots_at_once, 4),
     )  # fmt: skip
     launch(Launch(compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), arguments, constants))
 
 
 def _target(p: CompressProblem) -> tuple[RowFormat | None, PoolRows, Tensor]:
-    """(format or None = lines, where rows go, slots)."""
+    """Return (format or None = lines, where rows go, slots)."""
     if p.pool is None:
         assert p.rows is not None
         return None, PoolRows(p.rows, 0, 1, 0, 0), p.new_kv  # new_kv: not read
@@ -72,5 +72,5 @@ def _target(p: CompressProblem) -> tuple[RowFormat | None, PoolRows, Tensor]:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Stride 1 in the last dimension."""
+    """Return x with stride 1 in the last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()

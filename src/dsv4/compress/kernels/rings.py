@@ -2,7 +2,7 @@
 
 The rows and their arithmetic are those of dsv4.compress.forward. The state of a request is a ring: its last tokens in
 fp32, gates with their bias; token t lies at place t % ring of the request's line. A row is made of tokens of the state
-and of this call, in an order that depends on nothing else: how tokens were cut into calls changes no bit.
+and of this call, in an order that depends on nothing else: how tokens are divided into calls changes no bit.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,10 @@ def ring_rows(
     FORMAT: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One program: a row, or a token that goes into its state (programs `made.count` and up).
+    """Make a row, or store a token in its state (programs `made.count` and up).
 
     Row i is row number[i] of a request whose tokens from begin[i] on are tokens start[i] .. of this call; it goes to
-    row target[i] of the pool, and is not made if there is none such. Token n, at position[n], goes to place[n] of the
+    row target[i] of the pool, and is not made if there is no such row. Token n, at position[n], goes to place[n] of the
     states.
     """
     i = tl.program_id(0)
@@ -56,7 +56,7 @@ def ring_rows(
                 slot = first + tl.arange(0, SLOTS)[:, None]
                 at = column[None, :] + slot * 0
                 token = number * m + slot
-                if OVERLAP:  # the first half of the window before, then the second half of this one
+                if OVERLAP:  # the first half of the previous window, then the second half of this one
                     token -= m
                     at += tl.where(slot >= m, D, 0)
                 there = (slot < ring) & (token >= 0)
@@ -69,7 +69,7 @@ def ring_rows(
                 fresh = tl.load(tokens.kv_ptr + n * tokens.kv_row + at, mask=new, other=0.0).to(tl.float32)
                 gate = tl.load(tokens.gate_ptr + n * tokens.gate_row + at, mask=new, other=0.0).to(tl.float32)
                 gate += tl.load(tokens.bias_ptr + (slot % m) * width + at, mask=new, other=0.0).to(tl.float32)
-                # One of the two is 0. A choice by predicate instead makes the compiler wait for every load in turn.
+                # One of the two is 0. With a select instead, the compiler would wait for every load in turn.
                 value += fresh
                 logit = tl.where(there, logit + gate, -float("inf"))
                 top, total, row = pooled(top, total, row, logit, value)
@@ -112,7 +112,7 @@ def compress_rings(
     """kv, gate [N, width]; states fp32 [lines * ring, width]; rows: (number, line, begin, start, target), int64 [W].
 
     places int64 [N]: where the tokens go in the states, for a call in which no request has more than one (then no row
-    is made of what they take the place of); None: the states stay as they are.
+    is made of the tokens that they replace); None: the states stay as they are.
     """
     m, width = bias.shape
     d, count = norm_weight.shape[0], rows[0].shape[0]
@@ -129,6 +129,6 @@ def compress_rings(
         ]
         constants = dict(
             D=d, R=cos_sin.shape[1], OVERLAP=overlap, FORMAT=format_of(out), SLOTS=8 if overlap else 16,
-            num_warps=8 if overlap else 16,  # 16 values to a thread: registers for all loads of a tile at once
+            num_warps=8 if overlap else 16,  # 16 values per thread: registers for all loads of a tile at once
         )  # fmt: skip
         launch(Launch(ring_rows, (programs,), arguments, constants))
