@@ -1,8 +1,8 @@
 """The gathering warps of sparse.py if a list names packed rows that are only codes, at multiples of 16 bytes.
 
 Four threads have a row, eight neighbours eight rows, so that their stores have no bank conflicts. Half a block is
-loaded at once, 16 bytes a thread per 64 of a row, and stored at once: a slot has one store, and the compiler needs no
-barrier of warps except the one before its arrival. packed_blocks in gather.py handles every format, table and address.
+loaded at once, 16 bytes a thread per 64 of a row, and stored at once: a slot has one store, and the compiler needs only
+the barrier of warps before its arrival. packed_blocks in gather.py handles every format, table and address.
 """
 
 from dsv4.caches.kernels.unpack import QUICK, panel_scale_bytes
