@@ -1,4 +1,4 @@
-"""Formats of a row: which bytes it has, what they mean, how they are made and read. One class per format.
+"""Row formats: the bytes of a row, their meaning, how they are written and read. One class per format.
 
 A packed row is a data row and a scale row. The first `coded` of its values are codes of `code_bits` bits, one scale for
 every `group` of them; the others are bf16. A page of R rows has them in one of two orders:
@@ -6,7 +6,7 @@ every `group` of them; the others are bf16. A page of R rows has them in one of 
     planar        [ R data rows | R scale rows | padding ]
     interleaved   [ R x (data row, scale row) | padding ]
 
-A format travels to kernels as a constexpr. Kernels read its sizes and call its functions, so a new format is a new
+Kernels receive a format as a constexpr. Kernels read its sizes and call its functions, so a new format is a new
 class and, if kernels are to read it, an `unpack` function; no kernel names one.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 PANEL = 64  # values that kernels unpack at a time
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what codes 0 to 7 mean; 8 more is minus that
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of codes 0 to 7; codes 8 to 15 are their negatives
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +31,11 @@ class RowFormat:
 
     name: str
     values: int  # of a row
-    coded: int  # the first of them, which are codes with scales; the others are bf16
+    coded: int  # the first values, which are codes with scales; the others are bf16
     code_bits: int
     group: int  # codes that share a scale
     scale_bytes: int  # of a row, with padding
-    stride_unit: int  # pages begin at multiples of it when nothing else is asked for
+    stride_unit: int  # by default, pages begin at multiples of it
     interleaved: bool = False
     unpacks_smaller: ClassVar[bool] = False  # whether unpack accepts the SPEED of that name
 
@@ -59,16 +59,16 @@ class RowFormat:
 
     @property
     def data_step(self) -> int:
-        """Bytes from the data of a row to those of the next."""
+        """Bytes from the data of a row to the data of the next."""
         return self.row_bytes if self.interleaved else self.data_bytes
 
     @property
     def scale_step(self) -> int:
-        """Bytes from the scales of a row to those of the next."""
+        """Bytes from the scales of a row to the scales of the next."""
         return self.row_bytes if self.interleaved else self.scale_bytes
 
     def scales_begin(self, rows_per_page: int) -> int:
-        """The first byte of a page's scales."""
+        """Return the first byte of a page's scales."""
         return self.data_bytes * (1 if self.interleaved else rows_per_page)
 
     @property
@@ -86,17 +86,17 @@ class RowFormat:
         return PANEL * self.code_bits // 32
 
     def default_stride(self, rows_per_page: int) -> int:
-        """Bytes from one page to the next when nothing else is asked for."""
+        """Return the default bytes from one page to the next."""
         return -(-rows_per_page * self.row_bytes // self.stride_unit) * self.stride_unit
 
     # ------------------------------------------------------------------------------------------------ torch
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [n, values] of any float dtype -> uint8 (data [n, data_bytes], scales [n, scale_bytes])."""
+        """Quantise rows [n, values] of any float dtype -> uint8 (data [n, data_bytes], scales [n, scale_bytes])."""
         raise NotImplementedError
 
     def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """uint8 (data [n, data_bytes], scales [n, scale_bytes]) -> rows [n, values]."""
+        """Dequantise uint8 (data [n, data_bytes], scales [n, scale_bytes]) -> rows [n, values]."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------ kernels
@@ -131,12 +131,12 @@ class RowFormat:
 
     @property
     def cache_key(self) -> str:
-        """What Triton's cache of compiled kernels has to know: the sizes, and the sources of the functions."""
+        """The key for Triton's cache of compiled kernels: the sizes, and the sources of the functions."""
         functions = (getattr(self, name) for name in ("unpack", "unpack_bytes", "store") if self.has(name))
         return " ".join([repr(self), *(f.cache_key for f in functions if f is not None)])
 
     def has(self, name: str) -> bool:
-        """Whether there is this function for kernels."""
+        """Return whether the format has this function for kernels."""
         return name in self.KERNELS or getattr(type(self), name) is not getattr(RowFormat, name)
 
 
@@ -179,7 +179,7 @@ class Fp8Rows(RowFormat):
         groups = rows[:, : self.coded].unflatten(1, (self.groups, self.group))
         groups.copy_(data[:, : self.coded].contiguous().view(torch.float8_e4m3fn).view(groups.shape))
         groups *= scales[:, : self.groups].contiguous().view(torch.float8_e8m0fnu).to(dtype)[..., None]
-        # a copy also of a single row, which is contiguous as it is: it may lie at an odd address
+        # copy even a single row, which is contiguous as it is: it may lie at an odd address
         rows[:, self.coded :] = data[:, self.coded :].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
         return rows
 
@@ -190,7 +190,7 @@ class Mxfp8Rows(RowFormat):
     512 x e4m3   values / scale                                        512 B   data row
      16 x ue8m0  scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))         16 B   scale row
 
-    Rows of V3.2 without RoPE have 528 bytes, too, and mean something else: 4 scales in fp32. Hopper's kernels accept
+    Rows of V3.2 without RoPE have 528 bytes, too, with another meaning: 4 scales in fp32. Hopper's kernels accept
     scales up to 2 ** 15; rows with greater ones, of values beyond 448 * 2 ** 15, become inf or NaN there.
     """
 
@@ -218,12 +218,12 @@ class Nvfp4Rows(RowFormat):
     512 x e2m1   values / scale, two to a byte, the first in its low bits          256 B   data row
      32 x e4m3   scale = amax / 6, between 2 ** -9 and 448                          32 B   scale row
 
-    There is no scale of the whole tensor. Values beyond 6 * 448 become 6 * 448.
+    There is no tensor scale. Values beyond 6 * 448 become 6 * 448.
     """
 
     KERNELS = {"unpack": "unpack.unpack_e2m1", "unpack_bytes": "unpack.e2m1_bytes", "store": "pack.store_nvfp4_row"}
     unpacks_smaller = True
-    LEAST = 2.0**-9  # the smallest e4m3; a group of zeros has it, too
+    LEAST = 2.0**-9  # the smallest e4m3; a group of zeros also has it
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """A group that holds a NaN or an infinity gets the e4m3 NaN (127) as its scale and reads back as NaN."""
@@ -253,7 +253,7 @@ class Fp8Keys(RowFormat):
         return codes.view(torch.uint8), scales.contiguous().view(torch.uint8).view(-1, self.scale_bytes)
 
     def codes(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [..., 128] of any float dtype -> (e4m3 [..., 128], scales fp32 [...]), scales that are powers of two.
+        """Quantise rows [..., 128] of any float dtype -> (e4m3 [..., 128], scales fp32 [...]), scales powers of two.
 
         A row that holds a NaN or an infinity gets a NaN as its scale and reads back as NaN.
         """
@@ -269,14 +269,14 @@ class Fp8Keys(RowFormat):
 
 
 def ceil_log2(x: Tensor) -> Tensor:
-    """The exact ceiling, read from the bits: torch.log2 rounds, and does so wrongly next to a power of two."""
+    """Return the exact ceiling, read from the bits: torch.log2 rounds, and wrongly so next to a power of two."""
     mantissa, exponent = torch.frexp(x)  # x = mantissa * 2**exponent, mantissa in [0.5, 1)
     return exponent - (mantissa == 0.5).to(exponent.dtype)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """fp32 [..., 2 n] -> uint8 [..., n], two to a byte, the first in its low bits. The nearest, ties to the even code;
-    what is beyond 6 becomes 6; the sign of zero is kept; NaN becomes 0."""
+    """Encode fp32 [..., 2 n] -> uint8 [..., n], two to a byte, the first in its low bits. It rounds to the nearest,
+    ties to the even code; values beyond 6 become 6; the sign of zero is kept; NaN becomes 0."""
     size = x.abs()
     code = torch.signbit(x).to(torch.uint8) << 3
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):  # between codes i and i + 1
@@ -285,13 +285,13 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def decode_e2m1(data: Tensor) -> Tensor:
-    """uint8 [..., n] -> fp32 [..., 2 n]"""
+    """Decode uint8 [..., n] -> fp32 [..., 2 n]."""
     table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=data.device)
     return table[torch.stack([data & 15, data >> 4], -1).flatten(-2).int()]
 
 
 def interleaved(planar: RowFormat) -> RowFormat:
-    """The same rows, each with its scales behind it; pages follow each other without padding."""
+    """Return the format with each row's scales behind the row; pages follow each other without padding."""
     return replace(planar, name=f"{planar.name}_interleaved", stride_unit=1, interleaved=True)
 
 
@@ -306,5 +306,5 @@ INDEX_132 = Fp8Keys("index_132", values=128, coded=128, code_bits=8, group=128, 
 
 
 def format_of(pool: Any) -> RowFormat:
-    """That of a pool of rows: of packed pages their own, of a tensor (or its slot in a program) PLAIN."""
+    """Return the format of a pool: its own for packed pages, PLAIN for a tensor (or its slot in a program)."""
     return getattr(pool, "format", PLAIN)

@@ -1,7 +1,7 @@
 """Keys of the lightning indexer as bytes, and its queries.
 
-Queries of FP8 keys are e4m3, as the keys are. Their scales are folded into the weights of the heads:
-:func:`quantize_queries`. Those of FP4 keys are that, or FP4 with scales of their own: :func:`quantize_queries_fp4`.
+Queries of FP8 keys are e4m3, as the keys are; :func:`quantize_queries` folds their scales into the weights of the
+heads. Queries of FP4 keys are the same, or FP4 with their own scales: :func:`quantize_queries_fp4`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dsv4.runtime import checks
 
 
 def quantize_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """(q [..., H, 128], weights [..., H]) -> (e4m3 of the same shape, fp32 weights times the scales of the queries).
+    """Quantise (q [..., H, 128], weights [..., H]) -> (e4m3 q, fp32 weights times the scales of the queries).
 
-    weights * relu(q . k) is what the two give together: a scale is positive, so it may stand outside of the ReLU.
+    Together they give weights * relu(q . k): a scale is positive, so it can be moved out of the ReLU.
     """
     if not checks.is_tensor(q) or q.ndim < 2:
         checks.fail("q", checks.describe(q), f"a tensor [..., H, {INDEX_132.values}]")
@@ -31,7 +31,7 @@ def quantize_queries(q: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_queries_fp4(q: Tensor) -> tuple[Tensor, Tensor]:
-    """q [..., H, 128] -> (uint8 [..., H, 64], two e2m1 to a byte, int32 [..., H], four ue8m0 each, the first lowest).
+    """Quantise q [..., H, 128] -> (uint8 [..., H, 64], two e2m1 per byte, int32 [..., H], 4 ue8m0 each, first lowest).
 
     The bytes are those of an FP4 key. Pass them to index_topk as q and q_scales.
     """
@@ -66,7 +66,7 @@ class IndexCache(PackedRows):
 
 
 def unpacked(pages: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 [pages, rows, 128], scales fp32 [pages, rows]) of pages uint8 [pages, rows, 132]; copies."""
+    """Return (e4m3 [pages, rows, 128], scales fp32 [pages, rows]) of pages uint8 [pages, rows, 132]; copies."""
     cache = IndexCache.from_pages(pages)
     codes = cache.data_view().contiguous().view(torch.float8_e4m3fn)
     return codes, cache.scale_view().contiguous().view(torch.float32)[..., 0]

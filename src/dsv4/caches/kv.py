@@ -41,8 +41,8 @@ class Mxfp8Cache(PackedRows):
     format_name    "mxfp8_528", planar: [ R x 512 B data | R x 16 B scales | padding ]; "mxfp8_528_interleaved": each
                    row's scales follow its data
 
-    :class:`dsv4.caches.formats.Mxfp8Rows` defines the bytes of a row. The class says what they are: rows of V3.2 have
-    528 bytes, too.
+    :class:`dsv4.caches.formats.Mxfp8Rows` defines the bytes of a row. The class determines their meaning: rows of V3.2
+    have 528 bytes, too.
 
     >>> window = Mxfp8Cache.pack(rows, rows_per_page=32)                          # rows [n, 512], bf16 or fp32
     >>> Mxfp8Cache.from_pages(pages, format=MXFP8_528_INTERLEAVED)                # of dsv4.caches.formats
@@ -98,21 +98,21 @@ def from_parts(storage: Any, rows_per_page: int, page_stride: int, name: str) ->
 
 
 def pool_page(pool: Any) -> int:
-    """Rows per page."""
+    """Return the rows per page."""
     if hasattr(pool, "rows_per_page"):  # packed rows; a program's slot is like a tensor
         return pool.rows_per_page
     return pool.shape[1] if pool.ndim == 3 else 1
 
 
 def pool_size(pool: Any) -> int:
-    """Rows in all."""
+    """Return the number of rows."""
     if hasattr(pool, "rows_per_page"):
         return pool.rows
     return pool.shape[0] * pool.shape[1] if pool.ndim == 3 else pool.shape[0]
 
 
 def gather_rows(pool: Tensor | PackedRows, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [n, D] of the row numbers rows int64 [n], which the caller has checked."""
+    """Return rows [n, D] of the row numbers rows int64 [n], which the caller has checked."""
     if isinstance(pool, PackedRows):
         return pool.gather_rows(rows, dtype)
     if pool.ndim == 2:
@@ -121,7 +121,7 @@ def gather_rows(pool: Tensor | PackedRows, rows: Tensor, dtype: torch.dtype) -> 
 
 
 def write_rows(pool: Tensor | PackedRows, slots: Tensor, rows: Tensor) -> None:
-    """Rows [n, D] to the row numbers slots [n]; a number out of range drops its row."""
+    """Write rows [n, D] to the row numbers slots [n]; a number out of range drops its row."""
     if isinstance(pool, PackedRows):
         pool.write(slots, rows)
         return

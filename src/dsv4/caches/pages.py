@@ -1,4 +1,4 @@
-"""Rows as bytes in pages: what Fp8Cache and IndexCache are. formats.py defines the bytes of a row.
+"""Rows as bytes in pages: the base of Fp8Cache and IndexCache. formats.py defines the bytes of a row.
 
 page p starts at byte p * page_stride; row r is row r % R of page r // R
 """
@@ -48,11 +48,11 @@ class PackedRows:
 
     @property
     def format(self) -> RowFormat:
-        return FORMATS[self.format_name]  # the name is kept: torch.compile knows texts, and no classes of ours
+        return FORMATS[self.format_name]  # the name is kept: torch.compile supports strings, but not our classes
 
     @classmethod
     def stride_for(cls, rows_per_page: int) -> int:
-        """The default number of bytes from one page to the next."""
+        """Return the default number of bytes from one page to the next."""
         return FORMATS[cls.format_name].default_stride(rows_per_page)
 
     @classmethod
@@ -60,9 +60,9 @@ class PackedRows:
         cls, pages: int, rows_per_page: int, *, page_stride: int | None = None, device: torch.device | str = "cpu",
         format: RowFormat | None = None,
     ) -> Self:  # fmt: skip
-        """Zeroed pages. Zero bytes read back as rows of zeros."""
+        """Allocate zeroed pages. Zero bytes read back as rows of zeros."""
         pages = checks.at_least(0, "pages", pages)
-        # Without pages first: it checks the sizes, and gives the stride.
+        # First without pages: this checks the sizes, and gives the stride.
         stride = -1 if page_stride is None else page_stride
         nothing = torch.zeros(0, dtype=torch.uint8, device=checks.device("device", device))
         none = cls(nothing, rows_per_page, stride, format.name if format else cls.format_name)
@@ -86,9 +86,9 @@ class PackedRows:
 
     @classmethod
     def from_pages(cls, pages: Tensor, *, format: RowFormat | None = None) -> Self:
-        """The caches of serving engines, [pages, rows, bytes] or [pages, rows, 1, bytes], without a copy.
+        """Wrap a cache of a serving engine, [pages, rows, bytes] or [pages, rows, 1, bytes], without a copy.
 
-        The dtype may be any of one byte. The last size is the bytes of a row, whatever their order inside a page. The
+        The dtype may be any with one byte. The last size is the bytes of a row, whatever their order inside a page. The
         stride of dim 0 is the page stride.
         """
         name = format.name if format else cls.format_name
@@ -107,7 +107,7 @@ class PackedRows:
         return cls(flat, rows, stride, name)
 
     def with_storage(self, storage: Any) -> Self:
-        """The same pages in other memory, or in what stands for it where no memory is read (program.Slot)."""
+        """Return the same pages in other memory, or in a stand-in where no memory is read (program.Slot)."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, storage=storage)
         return other
@@ -132,16 +132,16 @@ class PackedRows:
         return (self.rows, self.format.values)
 
     def data_view(self) -> Tensor:
-        """uint8 [pages, rows_per_page, bytes], a view of the storage: the data of every row."""
+        """Return uint8 [pages, rows_per_page, bytes], a view of the storage: the data of every row."""
         return self._view(self.format.data_bytes, self.format.data_step, 0)
 
     def scale_view(self) -> Tensor:
-        """uint8 [pages, rows_per_page, bytes], a view of the storage: the scales of every row."""
+        """Return uint8 [pages, rows_per_page, bytes], a view of the storage: the scales of every row."""
         start = self.format.scales_begin(self.rows_per_page)
         return self._view(self.format.scale_bytes, self.format.scale_step, start)
 
     def page_view(self) -> Tensor:
-        """uint8 [pages, rows_per_page, bytes of a row], as engines hold them, whatever the order inside a page."""
+        """Return uint8 [pages, rows_per_page, bytes of a row], as engines hold them, whatever the order in a page."""
         return self._view(self.format.row_bytes, self.format.row_bytes, 0)
 
     def _view(self, width: int, step: int, start: int) -> Tensor:
@@ -165,7 +165,7 @@ class PackedRows:
             checks.in_range("slots", slots, -1, self.rows - 1)
         if self.storage.is_cuda and rows.dtype != torch.float64:
             if self.format.store is not None and dispatch.has_kernels(self.device):
-                from dsv4.caches.kernels.pack import write_rows  # with Triton, which a CPU does not need
+                from dsv4.caches.kernels.pack import write_rows  # imports Triton, which a CPU does not need
 
                 with torch.cuda.device(self.device):
                     write_rows(self, slots, rows)
@@ -178,7 +178,7 @@ class PackedRows:
         self.scale_view()[page, place] = scales
 
     def gather(self, indices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Rows [..., values] of the given row numbers [...]; -1 gives a row of zeros. Only these rows are read."""
+        """Return rows [..., values] of the row numbers [...]; -1 gives a row of zeros. Only these rows are read."""
         checks.dtype("dtype", dtype, FLOATS)
         shape = tuple(indices.shape) if checks.is_tensor(indices) else ("...",)
         checks.tensor("indices", indices, shape, ROW_NUMBERS, like=("storage", self.storage), unit_last=False)
@@ -194,14 +194,14 @@ class PackedRows:
         return rows.view(*indices.shape, self.format.values)
 
     def gather_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [n, values] of the row numbers rows int64 [n], which the caller has checked."""
+        """Return rows [n, values] of the row numbers rows int64 [n], which the caller has checked."""
         page, place = rows // self.rows_per_page, rows % self.rows_per_page
         start = self.format.scales_begin(self.rows_per_page)
         data = self._gather_bytes(self.data_view(), 0, page, place)
         return self.format.dequantize(data, self._gather_bytes(self.scale_view(), start, page, place), dtype)
 
     def _gather_bytes(self, view: Tensor, start: int, page: Tensor, place: Tensor) -> Tensor:
-        """view[page, place], uint8 [n, width]; start is where the view begins in a page."""
+        """Return view[page, place], uint8 [n, width]; start is where the view begins in a page."""
         width = view.shape[2]
         if self.format.interleaved or self.page_stride % width or start % width:
             return view[page, place]
@@ -210,7 +210,7 @@ class PackedRows:
         return lines.index_select(0, page * (self.page_stride // width) + start // width + place)
 
     def unpack(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """All rows, [rows, values]."""
+        """Return all rows, [rows, values]."""
         checks.dtype("dtype", dtype, FLOATS)
         data = self.data_view().reshape(-1, self.format.data_bytes)
         return self.format.dequantize(data, self.scale_view().reshape(-1, self.format.scale_bytes), dtype)

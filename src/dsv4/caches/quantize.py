@@ -1,4 +1,4 @@
-"""Activations as MXFP8, for an FP8 product whose weights have a scale for every 32 columns, as V4.1's wo_a has."""
+"""Quantise activations to MXFP8, for an FP8 product whose weights have one scale per 32 columns, as V4.1's wo_a has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUP = 32
 
 
 def quantize_mxfp8(x: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """x as e4m3 with one scale for every 32 neighbouring values, in the recipe of DeepSeek-V4.1::
+    """Quantise x to e4m3 with one scale per 32 neighbouring values, in the recipe of DeepSeek-V4.1::
 
         scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))        code = e4m3(x / scale)
 
@@ -29,7 +29,7 @@ def _quantized(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
     found = dispatch.resolve(backend, x.device)
     if found == "cpu":
         return in_torch(x)
-    from dsv4.caches.kernels.mxfp8 import write_mxfp8  # with Triton, which a CPU does not need
+    from dsv4.caches.kernels.mxfp8 import write_mxfp8  # imports Triton, which a CPU does not need
 
     codes, scales = like(x)
     with dispatch.entered(found, x.device):
@@ -38,7 +38,7 @@ def _quantized(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
 
 
 def like(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """Memory for the result."""
+    """Allocate the result."""
     shape = (*x.shape[:-1], x.shape[-1] // GROUP)
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.float8_e8m0fnu)
 

@@ -1,4 +1,4 @@
-"""Activations to MXFP8, for quantize.py. In Triton itself, for every GPU: groups of 32 values, wherever rows begin."""
+"""A Triton kernel for every GPU, for quantize.py: activations to MXFP8, in groups of 32 values wherever rows begin."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ from dsv4.runtime import calls
 from dsv4.runtime.program import Changing, Launch
 
 GROUP = 32
-GROUPS = 128  # of a program
+GROUPS = 128  # groups per program
 
 
 @triton.jit
 def mxfp8_groups(x_ptr, codes_ptr, scales_ptr, groups, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """x [groups, GROUP] -> codes, as bytes of e4m3, and scales, as bytes of ue8m0 [groups]."""
+    """Quantise x [groups, GROUP] -> codes, as bytes of e4m3, and scales, as bytes of ue8m0 [groups]."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     there = group < groups
@@ -30,7 +30,7 @@ def mxfp8_groups(x_ptr, codes_ptr, scales_ptr, groups, GROUPS: tl.constexpr, GRO
 
 
 def write_mxfp8(x: Tensor, codes: Tensor, scales: Tensor, launch: Callable[[Launch], Any] = calls.launch) -> None:
-    """x, codes and scales are contiguous."""
+    """Quantise x to codes and scales; all three are contiguous."""
     groups = scales.numel()
     if groups:
         arguments = [x, codes.view(torch.uint8), scales.view(torch.uint8), Changing(groups)]

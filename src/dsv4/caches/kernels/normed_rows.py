@@ -1,7 +1,7 @@
-"""Rows on their way into attention, as one kernel: RMSNorm, RoPE, and the row's place. In Triton itself, for every GPU.
+"""One Triton kernel for every GPU that prepares rows for attention: RMSNorm, RoPE, and the store at the row's place.
 
-    y = x / rms(x) * weight        each of the two if asked for
-    y = RoPE(y)                    the interleaved pairs of the last columns, if asked for
+    y = x / rms(x) * weight        each of the two if requested
+    y = RoPE(y)                    the interleaved pairs of the last columns, if requested
     y -> out, line after line; or the row `slot` of a pool, plain or packed (dsv4.caches.formats)
 
 Arithmetic is fp32, rounded once.
@@ -19,7 +19,7 @@ from dsv4.caches.pages import PackedRows
 from dsv4.runtime import calls
 from dsv4.runtime.program import Launch
 
-ROWS = 4  # of a program
+ROWS = 4  # rows per program
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "positions"])
@@ -43,10 +43,10 @@ def normed_rows(
     FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program: ROWS of x [rows, D], `line` elements apart, of which `heads` neighbours share a position.
+    """Process ROWS rows of x [rows, D], `line` elements apart, of which `heads` neighbours share a position.
 
     R: columns that are rotated; WIDE: D rounded up to a power of two. A slot outside of the pool drops its row;
-    a position that is none counts as the nearest. FORMAT: of the pool; None: rows go to lines.
+    an invalid position counts as the nearest. FORMAT: of the pool; None: rows go to lines.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDE)
@@ -61,7 +61,7 @@ def normed_rows(
     if WEIGHT:
         y *= tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     if R > 0:
-        # The other one of each pair is read again, from the cache: no data goes from lane to lane.
+        # The other element of each pair is read again, from the cache, so lanes exchange no data.
         turned = (column >= D - R) & (column < D)
         other = column ^ 1
         z = tl.load(source + other[None, :], mask=inside & turned[None, :], other=0.0).to(tl.float32) * factor[:, None]
@@ -99,7 +99,7 @@ def normed(
     slots: Tensor | None = None,
     launch: Callable[[Launch], None] = calls.launch,
 ) -> Tensor | None:
-    """x [N, D] or contiguous [N, H, D] -> a contiguous tensor, or None: the rows [N, D] are now in the pool ``to``.
+    """Norm x [N, D] or contiguous [N, H, D] -> a contiguous tensor, or None: the rows [N, D] are now in pool ``to``.
 
     eps: of the norm, None = no norm. rope: (cos_sin fp32 [positions, r], positions [N]).
     """

@@ -1,9 +1,9 @@
-"""Rows into packed pages: a store function for each format, and a kernel that writes rows. In Triton itself, for every
-GPU.
+"""Triton code for every GPU that writes rows to packed pages: a store function for each format, and a kernel that
+writes rows.
 
-A store function takes (out_ptr, y fp32 [n, values], page int64 [n], place int64 [n], page_rows, column, kept, FORMAT):
-`page` is the first byte of each row's page, `place` its number there, `column` arange(values); rows that are not `kept`
-are dropped. It writes byte by byte: pages may lie at any address.
+The arguments of a store function are (out_ptr, y fp32 [n, values], page int64 [n], place int64 [n], page_rows, column,
+kept, FORMAT): `page` is the first byte of each row's page, `place` its number there, `column` arange(values); rows that
+are not `kept` are dropped. It writes byte by byte: pages may lie at any address.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ LEAST_MXFP8, LEAST_NVFP4 = tl.constexpr(formats.Mxfp8Rows.LEAST), tl.constexpr(f
 
 
 class PoolRows(NamedTuple):
-    """Where rows go: the memory of a pool, its rows, those of a page; strides of pages and of rows, in elements (rows
+    """Target of rows: the memory of a pool, its rows, those of a page; strides of pages and of rows, in elements (rows
     of bytes: 0)."""
 
     ptr: Any
@@ -35,7 +35,7 @@ class PoolRows(NamedTuple):
 
     @classmethod
     def of(cls, pool: Any) -> "PoolRows":
-        """pool: packed rows, or [pages, rows of a page, values]."""
+        """Return the PoolRows of a pool: packed rows, or [pages, rows of a page, values]."""
         if is_pages(pool):
             return cls(pool.storage, pool.rows, pool.rows_per_page, pool.page_stride, 0)
         return cls(pool, pool.shape[0] * pool.shape[1], pool.shape[1], pool.stride(0), pool.stride(1))
@@ -43,13 +43,13 @@ class PoolRows(NamedTuple):
 
 @triton.jit
 def data_at(page, place, FORMAT: tl.constexpr):
-    """The first byte of a row's data."""
+    """Return the first byte of a row's data."""
     return page + place * FORMAT.data_step
 
 
 @triton.jit
 def scales_at(page, place, page_rows, FORMAT: tl.constexpr):
-    """The first byte of a row's scales."""
+    """Return the first byte of a row's scales."""
     if FORMAT.interleaved:
         return page + FORMAT.data_bytes + place * FORMAT.scale_step
     else:
@@ -58,14 +58,14 @@ def scales_at(page, place, page_rows, FORMAT: tl.constexpr):
 
 @triton.jit
 def ue8m0(x):
-    """2 ** ceil(log2(x)) as the byte of its exponent, of a positive normal fp32; 255, which is NaN, for inf and NaN."""
+    """Return the exponent byte of 2 ** ceil(log2(x)), for positive normal fp32; 255, which is NaN, for inf and NaN."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
 
 
 @triton.jit
 def inverse_of(exponent):
-    """1 / 2 ** (exponent - 127)"""
+    """Return 1 / 2 ** (exponent - 127)."""
     return tl.where(exponent == 255, float("nan"), ((254 - exponent) << 23).to(tl.float32, bitcast=True))
 
 
@@ -97,14 +97,14 @@ def store_fp8_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.c
 
 @triton.jit
 def largest_of_groups(y, GROUP: tl.constexpr):
-    """[n, groups]; infinity for a group with a NaN."""
+    """Return the largest size per group, [n, groups]; infinity for a group with a NaN."""
     size = tl.where(y == y, tl.abs(y), float("inf"))
     return tl.max(tl.reshape(size, [y.shape[0], y.shape[1] // GROUP, GROUP]), 2)
 
 
 @triton.jit
 def store_codes_and_scales(out_ptr, codes, scales, page, place, page_rows, kept, FORMAT: tl.constexpr):
-    """Rows that are codes alone: codes uint8 [n, data bytes], scales uint8 [n, scale bytes]."""
+    """Store rows that are only codes: codes uint8 [n, data bytes], scales uint8 [n, scale bytes]."""
     byte = tl.arange(0, FORMAT.data_bytes)[None, :]
     tl.store(out_ptr + data_at(page, place, FORMAT)[:, None] + byte, codes, mask=kept[:, None])
     byte = tl.arange(0, FORMAT.scale_bytes)[None, :]
@@ -123,7 +123,7 @@ def store_mxfp8_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl
 
 @triton.jit
 def e2m1(x):
-    """Codes int32 of fp32 numbers, as formats.encode_e2m1 makes them."""
+    """Convert fp32 numbers to int32 codes, as formats.encode_e2m1 does."""
     size = tl.abs(x)
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
     code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
@@ -138,7 +138,7 @@ def store_nvfp4_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl
     scale = target.to(tl.float8e4nv)
     value = scale.to(tl.float32)[:, :, None]
     groups = tl.reshape(y, [y.shape[0], FORMAT.groups, FORMAT.group])
-    # Divided, not multiplied by a reciprocal, which would move ties.
+    # Divide: multiplying by a reciprocal would move ties.
     groups, value = tl.broadcast(groups, value)
     codes = tl.reshape(e2m1(tl.div_rn(groups, value)), [y.shape[0], FORMAT.data_bytes, 2])
     low, high = tl.split(codes)
@@ -175,7 +175,7 @@ def store_fp8_key(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl.c
 
 @triton.jit
 def store_packed(to, y, slot, column, FORMAT: tl.constexpr):
-    """Rows y fp32 [n, values] to the row numbers slot int64 [n] of PoolRows; a number that is none drops its row."""
+    """Store rows y fp32 [n, values] at the row numbers slot int64 [n] of PoolRows; an invalid number drops its row."""
     page = slot // to.page_rows
     place = slot - page * to.page_rows
     kept = (slot >= 0) & (slot < to.rows)
@@ -184,7 +184,7 @@ def store_packed(to, y, slot, column, FORMAT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "line"])
 def pack_rows(x_ptr, slots_ptr, to, count, line, FORMAT: tl.constexpr, ROWS: tl.constexpr):
-    """One program: ROWS of the rows x [count, values], `line` elements apart."""
+    """Store ROWS of the rows x [count, values], `line` elements apart."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, FORMAT.values)
     x = tl.load(x_ptr + n.to(tl.int64)[:, None] * line + column[None, :], mask=(n < count)[:, None], other=0.0)
@@ -196,7 +196,7 @@ def write_rows(cache: Any, slots: Tensor, rows: Tensor, launch: Callable[[Launch
     """Quantise rows [n, values] into the row numbers slots [n] of packed rows (caches/pages.py)."""
     if len(rows):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        each = max(4, 1024 // cache.format.values)  # of a program
+        each = max(4, 1024 // cache.format.values)  # rows per program
         arguments = [rows, slots.contiguous(), PoolRows.of(cache), len(rows), rows.stride(0)]
         constants = dict(FORMAT=cache.format, ROWS=each, num_warps=4)
         launch(Launch(pack_rows, (triton.cdiv(len(rows), each),), arguments, constants))

@@ -1,23 +1,23 @@
-"""Packed rows as bf16 in registers: the scales of rows, and an unpack function for each format. Gluon.
+"""Gluon functions that convert packed rows to bf16 in registers: scales of rows, and an unpack function per format.
 
-`unpack(x, scales, FIRST, SPEED, FORMAT)` of a format: x are the codes of some panels of 64 values, int32 [rows, panels,
-words]; scales is what `load_scales` made of scales that begin with those of some panel, and FIRST is the first panel of
-x counted from there. The result is bf16 in pairs, int32 [rows, panels, 32].
+`unpack(x, scales, FIRST, SPEED, FORMAT)` of a format: x has the codes of some panels of 64 values, int32 [rows, panels,
+words]; scales is a result of `load_scales`, and FIRST is the first panel of x, counted from the panel where scales
+begin. The result is bf16 in pairs, int32 [rows, panels, 32].
 """
 
 from dsv4.kernels.compat import gl, gluon
 
-# SPEED: which instructions unpack. Codes that mean NaN do not occur in rows that count; from QUICK on a scale that
-# means NaN makes inf. More speed is not better everywhere: the assembler orders other loops differently. SMALLER, for
-# formats that say so (unpacks_smaller): a row comes times 2^-8, with one multiplication less. e4m3 need a scale below
-# 2^16 then.
+# SPEED: which instructions unpack. NaN codes do not occur in rows that count; from QUICK on, a NaN scale
+# gives inf. More speed is not better everywhere: the assembler orders other loops differently. SMALLER, for
+# formats that allow it (unpacks_smaller): the result is the row times 2^-8, with one multiplication less. e4m3 then
+# needs scales below 2^16.
 EXACT, FEWER, QUICK, QUICKEST = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 SMALLER = gl.constexpr(4)
 
 
 @gluon.constexpr_function
 def panel_scale_bytes(format):
-    """Scales of one byte for a panel of 64 values."""
+    """Return the one-byte scales per panel of 64 values."""
     return 64 // format.group
 
 
@@ -31,8 +31,8 @@ def _bytes_as(ptr, there, N: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def load_scales(ptr, at, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT: gl.constexpr, FORMAT: gl.constexpr):
-    """Scale bytes of each row, of PANELS panels from FIRST on: an integer of 32 or 64 bits, or several of 64. at: where
-    the scales of a row begin, a multiple of UNIT bytes up to 8."""
+    """Load the scale bytes of each row, for PANELS panels from FIRST on: an integer of 32 or 64 bits, or several of 64.
+    at: where the scales of a row begin, a multiple of UNIT bytes up to 8."""
     EACH: gl.constexpr = panel_scale_bytes(FORMAT)
     BEGIN: gl.constexpr = FIRST * EACH
     SIZE: gl.constexpr = PANELS * EACH
@@ -55,7 +55,7 @@ def load_scales(ptr, at, there, FIRST: gl.constexpr, PANELS: gl.constexpr, UNIT:
 
 @gluon.jit
 def half_scales(scales, HALF: gl.constexpr):
-    """The scales of the first or the last 4 of 8 panels, which are the bytes of a 64-bit integer."""
+    """Return the scales of the first or the last 4 of 8 panels, which are the bytes of a 64-bit integer."""
     if HALF == 0:
         return scales.to(gl.int32)
     else:
@@ -64,15 +64,15 @@ def half_scales(scales, HALF: gl.constexpr):
 
 @gluon.jit
 def panel_scales(x, scales, FIRST: gl.constexpr, FORMAT: gl.constexpr):
-    """The scale bytes of each row and panel of x, panels from FIRST on: int32 [rows, panels, 1]. scales: those already,
-    or what load_scales made."""
+    """Return the scale bytes of each row and panel of x, panels from FIRST on: int32 [rows, panels, 1]. scales: these
+    bytes already, or a result of load_scales."""
     EACH: gl.constexpr = panel_scale_bytes(FORMAT)
     L: gl.constexpr = x.type.layout
     panel = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
     if not isinstance(scales, gl.tuple) and len(scales.shape) == 3:
         return scales
     elif isinstance(scales, gl.tuple):
-        # Panels are numbers that the compiler knows: it takes one of the integers.
+        # The compiler knows the panel numbers, so it selects one of the integers.
         PER: gl.constexpr = 8 // EACH
         found = _bytes_of_panels(scales[0], panel, EACH, L)
         for i in gl.static_range(1, len(scales)):
@@ -94,7 +94,7 @@ def _bytes_of_panels(scales, panel, EACH: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def word_scales(x, scales, FIRST: gl.constexpr, FORMAT: gl.constexpr):
-    """The scale of each word of x, a byte: int32 [rows, panels, words], or [rows, panels, 1] where a panel has one."""
+    """Return the scale byte of each word of x: int32 [rows, panels, words], or [rows, panels, 1] if a panel has one."""
     s = panel_scales(x, scales, FIRST, FORMAT)
     if panel_scale_bytes(FORMAT) > 1:
         word = gl.arange(0, x.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, x.type.layout)))[None, None, :]
@@ -141,19 +141,19 @@ def _conversion(speed):
 
 @gluon.constexpr_function
 def has_small_rows(window, compressed):
-    """Whether the rows of pools of these formats are unpacked as SMALLER."""
+    """Return whether rows of pools of these formats are unpacked as SMALLER."""
     return window.unpacks_smaller and compressed.unpacks_smaller
 
 
 @gluon.constexpr_function
 def small_factor(window, compressed):
-    """What makes up for it, in scores and in O."""
+    """Return the factor that compensates SMALLER, in scores and in O."""
     return 256.0 if window.unpacks_smaller and compressed.unpacks_smaller else 1.0
 
 
 @gluon.jit
 def unpack_e4m3(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.constexpr):
-    """e4m3 times ue8m0."""
+    """Unpack e4m3 times ue8m0."""
     gl.static_assert(FORMAT.code_bits == 8)
     # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN. Twice, for pairs.
     s = word_scales(x, scales, FIRST, FORMAT)
@@ -166,7 +166,7 @@ def unpack_e4m3(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
     else:
         s = gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)) * 0x10001
     # S EEEE MMM becomes S 0000EEEE MMM0000, which as bf16 is the value times 2^-120, subnormals too; a product by 2^120
-    # corrects that. The scale is applied by itself: 2^120 times a scale may not fit.
+    # corrects that. The scale is applied separately: 2^120 times a scale may overflow.
     x, s = gl.broadcast(x, s)
     a, b = gl.inline_asm_elementwise(
         _conversion(SPEED), "=&r,=&r,r,r", [x, s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
@@ -176,7 +176,7 @@ def unpack_e4m3(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
 
 # The eight codes of a word, each S EE M, in pairs as S 000000EE M000000: each byte, and that byte with its low code
 # moved up, below eight copies of their signs; shifted and masked. As bf16 that is the value times 2^-126, subnormals
-# too. 2^126 times a scale may not fit, so the factor is 2^119, and the scale comes times 2^7.
+# too. 2^126 times a scale may overflow, so the factor is 2^119, and the scale is multiplied by 2^7.
 E2M1_PAIRS = """
     shl.b32 up, $4, 4;
     prmt.b32 $0, up, $4, 0xc480;
@@ -214,7 +214,7 @@ def _pairs(speed):
 
 @gluon.jit
 def unpack_e2m1(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.constexpr):
-    """e2m1 times e4m3 for every 16, which is not negative."""
+    """Unpack e2m1 times one e4m3 per 16, which is not negative."""
     gl.static_assert(FORMAT.code_bits == 4 and FORMAT.group == 16)
     # The bits of an e4m3 in the place of a bf16's are its value times 2^-120: the product with 2^127 is 2^7 times it.
     byte = word_scales(x, scales, FIRST, FORMAT)
@@ -238,7 +238,7 @@ def unpack_e2m1(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
 
 @gluon.jit
 def e4m3_bytes(x, s, FORMAT: gl.constexpr):
-    """e4m3 as bytes [..., 64], times ue8m0: s int32 [...] has those of a panel."""
+    """Unpack e4m3 as bytes [..., 64], times ue8m0: s int32 [...] has those of a panel."""
     s = _byte_scales(x, s, FORMAT)
     s = gl.where(s == 0, 0x40, gl.where(s == 255, 0x7FC0, s << 7)).to(gl.int16).to(gl.bfloat16, bitcast=True)
     return x.to(gl.float8e4nv, bitcast=True).to(gl.bfloat16) * s
@@ -246,7 +246,7 @@ def e4m3_bytes(x, s, FORMAT: gl.constexpr):
 
 @gluon.jit
 def e2m1_bytes(x, s, FORMAT: gl.constexpr):
-    """e2m1 as bytes [rows, 32], two codes each, times e4m3: s int32 [rows] has the four scales of a panel."""
+    """Unpack e2m1 as bytes [rows, 32], two codes each, times e4m3: s int32 [rows] has the four scales of a panel."""
     code = gl.join(x & 15, x >> 4).reshape([x.shape[0], 64]).to(gl.int32)
     # As bf16 the value times 2^-126.
     value = (((code & 7) << 6) | ((code & 8) << 12)).to(gl.int16).to(gl.bfloat16, bitcast=True)
@@ -256,7 +256,7 @@ def e2m1_bytes(x, s, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _byte_scales(codes, s, FORMAT: gl.constexpr):
-    """One byte of the scales s of a panel for each of its codes [..., 64]."""
+    """Select one byte of the scales s of a panel for each of its codes [..., 64]."""
     s = gl.expand_dims(s, -1)
     if panel_scale_bytes(FORMAT) > 1:
         L: gl.constexpr = codes.type.layout
