@@ -28,14 +28,14 @@ FORMAT = 4
 
 
 def variant(name: str, arguments: list[str], constants: dict[str, Any], arch: str = "sm_90a") -> str:
-    """The name of a variant: arguments are type names in order, constants what is fixed at compile time:
+    """Return the name of a variant: arguments are type names in order, constants what is fixed at compile time:
     numbers, texts, and formats of rows, whose repr is complete."""
     text = json.dumps([FORMAT, arch, name, arguments, constants], sort_keys=True, default=repr)
     return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def argument_type(x: Any) -> str:
-    """The type of a launch argument as it counts for a variant."""
+    """Return the type of a launch argument as it counts for a variant."""
     if hasattr(x, "block_shape"):
         return f"tensordesc {_dtype(x.base)} {list(x.block_shape)}"
     if x is None:
@@ -51,7 +51,7 @@ def argument_type(x: Any) -> str:
 
 
 def argument_types(arguments: Sequence[Any]) -> list[str]:
-    """The types of all launch arguments, with the members of structs one by one."""
+    """Return the types of all launch arguments, with the members of structs one by one."""
     return [argument_type(x) for x in structs.flat(structs.neutral(arguments))]
 
 
@@ -67,7 +67,7 @@ def _dtype(x: Any) -> str:
 
 
 def source_of(kernel: Any, arguments: list[Any], constants: dict[str, Any], capability: int = 90) -> tuple:
-    """The arguments of triton.compile for a launch with these arguments: (source, backend, options)."""
+    """Return the arguments of triton.compile for a launch with these arguments: (source, backend, options)."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -82,7 +82,7 @@ def source_of(kernel: Any, arguments: list[Any], constants: dict[str, Any], capa
 
 
 def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any], capability: int = 90) -> Any:
-    """triton.compile for a launch with these arguments, without a driver. Triton 3.6 and 3.9 take the same calls."""
+    """Call triton.compile for a launch with these arguments, without a driver. Triton 3.6 and 3.9 accept the same."""
     import triton
 
     source, backend, options = source_of(kernel, arguments, constants, capability)
@@ -113,7 +113,7 @@ def write(directory: Path, kernel: Any, arguments: list[Any], constants: dict[st
 
 
 def digest(record: dict[str, Any], cubin: bytes) -> str:
-    """Over everything that a launch uses: the fields of the record but the digest itself, and the cubin."""
+    """Hash everything that a launch uses: the fields of the record except the digest itself, and the cubin."""
     fields = {name: value for name, value in record.items() if name != "digest"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode() + b"\0" + cubin).hexdigest()
 
@@ -128,8 +128,8 @@ def _triton_version() -> str:
 
 
 def find(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], target: Target) -> Function | None:
-    """The compiled variant of a launch on the current device, if the target's directory has it. RuntimeError where it
-    has not and nothing else can be launched."""
+    """Return the compiled variant of a launch on the current device, if the target's directory has it. Raise
+    RuntimeError if it does not and nothing else can be launched."""
     refused = dispatch.too_old(target.capability)
     if target.aot is None:
         if refused:
@@ -149,7 +149,7 @@ def find(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], targe
 
 @cache
 def loaded(directory: str, name: str, device: int) -> Function:
-    """A variant, checked and loaded into the context of a device, where it stays."""
+    """Check a variant and load it into the context of a device, where it stays."""
     path = Path(directory) / f"{name}.json"
     record = read(path)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -177,7 +177,7 @@ FIELDS = {
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The record of a variant; RuntimeError names the file and what is wrong with it."""
+    """Read the record of a variant; a RuntimeError names the file and the error in it."""
     try:
         record = json.loads(path.read_text())
         cubin = path.with_suffix(".cubin").read_bytes()

@@ -22,7 +22,7 @@ SOURCES = "sources"  # the file with the hash
 
 @cache
 def source_hash() -> str:
-    """The hash of all kernel source files: a cubin made from others is stale."""
+    """Return the hash of all kernel source files: a cubin made from others is stale."""
     here = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for path in sorted(here.glob("**/kernels/**/*.py")):
@@ -32,7 +32,7 @@ def source_hash() -> str:
 
 @cache
 def folder(arch: str) -> Path | None:
-    """Where the installed wheel has kernels for an architecture; None without a wheel that fits."""
+    """Return the folder of the installed wheel for an architecture; None without a wheel that fits."""
     found = importlib.util.find_spec(PACKAGE) if settings.cubins else None
     if found is None or not found.submodule_search_locations:
         return None
@@ -51,7 +51,7 @@ def folder(arch: str) -> Path | None:
 
 @cache
 def compiler_of(directory: Path) -> tuple[int, int] | None:
-    """The Triton that compiled the kernels of a directory, by one of its records; None of an empty one."""
+    """Return the Triton that compiled the kernels of a directory, by one of its records; None for an empty one."""
     for path in directory.glob("*.json"):
         major, minor = json.loads(path.read_text())["triton"].split(".")[:2]
         return int(major), int(minor)

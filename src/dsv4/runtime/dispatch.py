@@ -25,7 +25,7 @@ class Architecture(NamedTuple):
     """Kernels for one compute capability."""
 
     package: str  # dsv4.<operation>.kernels.<package>
-    name: str  # as ptxas and softsm have it
+    name: str  # as in ptxas and softsm
     triton: tuple[int, int]  # the oldest that compiles them
     gpus: str
 
@@ -33,7 +33,7 @@ class Architecture(NamedTuple):
 ARCHITECTURES = {
     (9, 0): Architecture("sm90", "sm_90a", (3, 6), "H100, H200, GH200"),
     (10, 0): Architecture("sm100", "sm_100a", (3, 9), "B200, GB200"),
-    (10, 3): Architecture("sm100", "sm_103a", (3, 9), "B300, GB300"),  # the same PTX but for its .target
+    (10, 3): Architecture("sm100", "sm_103a", (3, 9), "B300, GB300"),  # the same PTX except for its .target
 }
 OPERATIONS = ("fmha", "v4", "index", "compress", "moe")  # folders of dsv4
 DEFAULT_SOFTSM_ARCH = "sm_100a"
@@ -41,12 +41,12 @@ DEFAULT_NUM_SMS = 132  # assumed where kernels are only compiled
 
 
 class Target(NamedTuple):
-    """What a program depends on apart from the shapes of the call."""
+    """Everything that a program depends on besides the shapes of the call."""
 
     backend: str  # cuda, softsm
     capability: tuple[int, int]
     num_sms: int
-    aot: Path | None = None  # compiled kernels are taken from here (aot.py)
+    aot: Path | None = None  # compiled kernels are loaded from here (aot.py)
     aot_only: bool = False  # and from nowhere else
 
     @property
@@ -62,7 +62,7 @@ class Target(NamedTuple):
 
 
 def use_aot(directory: str | Path | None, only: bool = False) -> None:
-    """Launch from this directory where it has the kernel, and with ``only`` fail where it has not; None = from the
+    """Launch from this directory if it has the kernel, and with ``only`` fail if it does not; None = from the
     wheel dsv4-cubins, if it is installed."""
     settings.aot, settings.aot_only = None if directory is None else Path(directory), only
 
@@ -90,7 +90,7 @@ def _emulated(device: torch.device) -> bool:
 
 @contextmanager
 def entered(backend: str, device: torch.device) -> Iterator[Target]:
-    """Within, launches go to the device, or to the emulator."""
+    """Send launches inside the context to the device, or to the emulator."""
     if backend == "cuda":
         with torch.cuda.device(device):
             yield cuda_target(device)
@@ -100,7 +100,7 @@ def entered(backend: str, device: torch.device) -> Iterator[Target]:
 
 
 def import_softsm() -> ModuleType:
-    """The emulator, which is a distribution of its own and only needed where it is asked for."""
+    """Import the emulator, which is a separate distribution and only needed on request."""
     try:
         import softsm
 
@@ -129,12 +129,12 @@ def _wheel(capability: tuple[int, int]) -> Path | None:
 
 
 def capability_of(device: torch.device | int | None = None) -> tuple[int, int]:
-    """The compute capability of a GPU; (0, 0) of AMD's, whose numbers mean something else (gfx90a is 9.0)."""
+    """Return the compute capability of a GPU; (0, 0) for AMD's, whose numbers mean something else (gfx90a is 9.0)."""
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def softsm_target() -> Target:
-    """The target of the emulator that is in use."""
+    """Return the target of the active emulator."""
     from triton.runtime import driver
 
     arch = softsm_arch()
@@ -147,18 +147,18 @@ def softsm_target() -> Target:
 
 
 def compile_target(arch: str) -> Target:
-    """The target of kernels that are only compiled."""
+    """Return the target of kernels that are only compiled."""
     capability = next(capability for capability, entry in ARCHITECTURES.items() if entry.name == arch)
     return Target("cuda", capability, DEFAULT_NUM_SMS)
 
 
 def softsm_arch() -> str:
-    """The architecture that softsm emulates now, else the default."""
+    """Return the architecture that softsm emulates now, else the default."""
     return import_softsm().active_arch() or DEFAULT_SOFTSM_ARCH
 
 
 def kernel_module(operation: str, capability: tuple[int, int], backward: bool = False) -> ModuleType:
-    """The kernels of this architecture; a RuntimeError names what is missing."""
+    """Return the kernels of this architecture; a RuntimeError names what is missing."""
     if capability not in ARCHITECTURES:
         raise RuntimeError(no_kernels(capability))
     package, arch = ARCHITECTURES[capability][:2]
@@ -173,7 +173,7 @@ def kernel_module(operation: str, capability: tuple[int, int], backward: bool = 
 
 
 def no_kernels(capability: tuple[int, int]) -> str:
-    """That this GPU has none, and what there is instead."""
+    """Return the text that this GPU has no kernels, and the alternatives."""
     number = f"compute capability {capability[0]}.{capability[1]}" if any(capability) else "an AMD GPU"
     name = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
     have = "; ".join(f"{major}.{minor} ({entry.gpus})" for (major, minor), entry in ARCHITECTURES.items())
@@ -184,13 +184,13 @@ def no_kernels(capability: tuple[int, int]) -> str:
 
 
 def _written(capability: tuple[int, int], backward: bool) -> bool:
-    """Whether there are compiled kernels, of gradients too; one that is missing is an error then."""
+    """Return whether there are compiled kernels, of gradients too; if so, a missing one is an error."""
     found = settings.aot or _wheel(capability)
     return found is not None and (not backward or next(found.glob("backward_*.json"), None) is not None)
 
 
 def too_old(capability: tuple[int, int]) -> str | None:
-    """Why this Triton compiles no kernels for a GPU; None where it does. Compiled ones run with any Triton."""
+    """Return why this Triton compiles no kernels for a GPU, or None if it does. Compiled ones run with any Triton."""
     if capability not in ARCHITECTURES:
         return no_kernels(capability)
     _, arch, oldest, _ = ARCHITECTURES[capability]
@@ -205,7 +205,7 @@ def too_old(capability: tuple[int, int]) -> str | None:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether there are kernels for the GPU that a device is."""
+    """Return whether there are kernels for the GPU of a device."""
     capability = capability_of(device)
     if triton_version() is None or capability not in ARCHITECTURES:
         return False

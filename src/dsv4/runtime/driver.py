@@ -1,12 +1,12 @@
 """A launch through the CUDA driver: what is the same in every call is laid out once; a launch fills in addresses.
 
 `cuLaunchKernelEx` expects pointers to the parameters of a kernel. A Block has both, and the tensor maps and the
-configuration of the launch: of all that, the addresses of tensors and the stream change from call to call. So a launch
+configuration of the launch. Only the addresses of tensors and the stream change from call to call. So a launch
 is one `pack_into`, one call of the driver for each tensor map whose address has changed, and one for the kernel.
 (Triton's launcher reads every argument anew, also those that were fixed at compile time, and encodes tensor maps from
 lists.)
 
-A Block belongs to one launch at a time: threads take one of the spare ones, or make another, and put it back.
+A Block belongs to one launch at a time: a thread uses a spare one, or makes another, and puts it back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from dsv4.runtime import structs
 from dsv4.runtime.program import Null, Number, Slot
 
-# Triton's types of numbers. No kernel here takes one in fp16 or bf16.
+# Triton's types of numbers. No kernel here has one in fp16 or bf16.
 NUMBERS: dict[str, Any] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
@@ -41,11 +41,11 @@ SPREAD = 1  # CUclusterSchedulingPolicy
 INVALID_CONTEXT = 201  # CUresult
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent of the most shared memory
 # What shared memory may have of the 256 KB that it and the L1 have together (CUDA programming guide, compute
-# capabilities 9.0 and 10.0); sizes of 132 KB and less were not tried. The system takes 1 KB of it for each CTA.
+# capabilities 9.0 and 10.0); sizes of 132 KB and less were not tried. The system reserves 1 KB of it per CTA.
 SHARED_KB = 164, 196, 228
 RESERVED = 1024
-# Kernels that gather rows by ordinary loads, one CTA per multiprocessor. Rows under way hold lines of the L1, and
-# further ones wait where it has too few: Triton loads kernels so that shared memory gets the most, and the L1 28 KB.
+# Kernels that gather rows by ordinary loads, with one CTA per SM. Rows in flight occupy lines of L1, and further
+# rows wait if it has too few: Triton loads kernels so that shared memory gets the most, and L1 28 KB.
 GATHERING = {"v4_decode_swap_ab_ws", "v4_decode_swap_ab"}
 
 
@@ -67,15 +67,15 @@ class Attribute(ctypes.Structure):
 
 
 class Function(NamedTuple):
-    """A kernel in the driver's hands."""
+    """A kernel that the driver has loaded."""
 
     name: str
     handle: int  # CUfunction
     device: int
     threads: int
     shared: int
-    clusters: int  # CTAs of one
-    dependent: bool  # launched while the grid before it still runs (kernels/dependent.py)
+    clusters: int  # CTAs per cluster
+    dependent: bool  # launched while the previous grid still runs (kernels/dependent.py)
     types: tuple[str, ...]  # of the parameters, in Triton's words; the compiled kernel has no "constexpr"
     descriptors: tuple[dict[str, Any], ...]  # its tensor maps, from Triton's metadata
 
@@ -100,7 +100,7 @@ KINDS = {*NUMBERS, "constexpr", "tensordesc"}
 
 
 class TensorMap:
-    """The arguments of `cuTensorMapEncodeTiled` without the address. Dimensions go innermost first."""
+    """The arguments of `cuTensorMapEncodeTiled` without the address. The innermost dimension is first."""
 
     def __init__(self, x: Any, meta: dict[str, Any]):
         rank = len(x.shape)
@@ -159,7 +159,7 @@ class DriverLaunch:
             call(self.driver, self.name, function.device, *asked)
 
     def run(self, memory: list, addresses: list, stream: int) -> None:
-        """addresses: of the memory of a call, or the numbers in their place."""
+        """Launch. addresses: of the memory of a call, or the numbers in their place."""
         try:
             block = self.spare.pop()
         except IndexError:
@@ -189,14 +189,14 @@ class DriverLaunch:
 
 
 def carveout(shared: int) -> int:
-    """The percentage of shared memory that leaves the L1 as much as a CTA with this many bytes allows. Rounded down:
-    the driver uses the smallest size that is not less."""
+    """Return the percentage of shared memory that leaves L1 as much as a CTA with this many bytes allows. Rounded down:
+    the driver uses the smallest size that is at least this."""
     size = next(kb for kb in SHARED_KB if 1024 * kb >= shared + RESERVED)
     return 100 * size // SHARED_KB[-1]
 
 
 def items_at(indices: list[int]) -> Any:
-    """A function: a list -> its items at these indices. (A loop in Python takes four times as long.)"""
+    """Return a function: a list -> its items at these indices. (A loop in Python needs four times as long.)"""
     return itemgetter(*indices) if len(indices) > 1 else lambda items: [items[i] for i in indices]
 
 
@@ -235,7 +235,7 @@ class Block:
             attributes.append(Attribute(CLUSTER_DIMENSION, 0, (function.clusters, 1, 1)))
             attributes.append(Attribute(CLUSTER_POLICY, 0, (SPREAD,)))
         self.attributes = (Attribute * len(attributes))(*attributes)
-        gx, gy, gz = launch.grid  # which counts clusters
+        gx, gy, gz = launch.grid  # the grid counts clusters
         self.configuration = Configuration(
             gx * function.clusters, gy, gz, function.threads, 1, 1, function.shared, None,
             ctypes.addressof(self.attributes), len(attributes),
@@ -249,15 +249,15 @@ def cuda() -> Any:
 
 
 def call(driver: Any, kernel: str, device: int, name: str, *arguments: Any) -> None:
-    """A function of the driver, for a kernel on a device."""
+    """Call a function of the driver, for a kernel on a device."""
     status = getattr(driver, name)(*arguments)
     if status:
         refused(driver, kernel, device, status, name, *arguments)
 
 
 def refused(driver: Any, kernel: str, device: int, status: int, name: str, *arguments: Any) -> None:
-    """The driver rejected this call. A thread that has not used the GPU yet has no context: it gets the device's, and
-    the call is made again. Anything else is an error."""
+    """Handle a call that the driver rejected. A thread that has not used the GPU yet has no context: it gets the
+    device's, and the call is repeated. Anything else is an error."""
     if status == INVALID_CONTEXT:
         ordinal, context = ctypes.c_int(), ctypes.c_void_p()
         again = (

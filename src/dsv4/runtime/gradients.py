@@ -1,4 +1,4 @@
-"""Operators with gradients: how a forward operator, its backward operator and autograd are tied together.
+"""Operators with gradients: how a forward operator, its backward operator and autograd are connected.
 
 Inference does not use this module. A public function that sees grad mode and an input that requires grad calls
 
@@ -6,7 +6,7 @@ Inference does not use this module. A public function that sees grad mode and an
     torch.ops.dsv4.X_backward(...)   the gradients, called by autograd
 
 Both are operators with fake kernels, so torch.compile sees both graphs and checkpointing can name them. Their way
-through torch takes longer than the kernels of a small model: where the tensors are plain and nothing has to see the
+through torch costs more time than the kernels of a small model: if the tensors are plain and nothing has to see the
 operators, their kernels run without them. The gradient of a gradient is rejected by name, and so are tangents (forward
 mode), which torch would silently drop.
 """
@@ -62,7 +62,7 @@ def define(
 
 
 def training(name: str, plain: bool, *arguments: Any) -> Any:
-    """X_training(*arguments). plain: the tensors are plain, and nothing has to see the operator."""
+    """Call X_training(*arguments). plain: the tensors are plain, and nothing has to see the operator."""
     if plain:
         return _functions[name].apply(*arguments)
     if torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling():
@@ -85,7 +85,7 @@ def define_operation(
 
     def run(one: Operation, tensors: Sequence, options: Any, backend: str) -> tuple:
         by_name = dict(zip(op.tensors, tensors))
-        of_one = [by_name.get(name) for name in one.tensors]  # those that it lacks have no gradient, and are None
+        of_one = [by_name.get(name) for name in one.tensors]  # missing tensors have no gradient, and are None
         return tuple(calls.run(one, Given(of_one, options, (True, True), (None, None)), backend))
 
     def kernel(*inputs: Any) -> tuple:
@@ -132,7 +132,7 @@ def define_operation(
         if torch.are_deterministic_algorithms_enabled():
             options = options._replace(deterministic=True)
         plain = operators.all_plain(saved) and operators.all_plain((dout, dlse)) and not saved[0].is_meta
-        # In grad mode a program may ask for the gradient of this gradient.
+        # In grad mode a program may request the gradient of this gradient.
         if torch.is_grad_enabled() or operators.observed() or not plain:
             operator = getattr(torch.ops.dsv4, f"{name}_backward")
             found = operator(dout, dlse, *saved, *options, ctx.backend, list(asked))
@@ -144,7 +144,7 @@ def define_operation(
         return *gradients_of(ctx, dout, dlse, ctx.needs_input_grad[:made]), *rest
 
     class Recorded(torch.autograd.Function):
-        """Both operators as one function of autograd, for plain tensors; torch looks at each of its arguments."""
+        """Both operators as one function of autograd, for plain tensors; torch inspects each of its arguments."""
 
         @staticmethod
         def forward(ctx: Any, one: Operation, options: Any, backend: str, *tensors: Any) -> tuple:
@@ -183,7 +183,7 @@ def define_operation(
 
 
 def gradient_like(x: Tensor | None, want: bool) -> Tensor:
-    """Memory for the gradient of x; size 0 where it is not wanted, because an operator returns tensors."""
+    """Allocate the gradient of x; size 0 if it is not wanted, because an operator returns tensors."""
     if x is None or not want:
         return torch.empty(0, device=None if x is None else x.device)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,9 +1,9 @@
 """Turns a program into launches: each gets its compiled kernel, from Triton or from a file (aot.py).
 
-One path for the GPU and for the emulator, up to the launch itself. On a GPU that is a call of the CUDA driver
-(driver.py); in softsm, which is a Triton driver, it is Triton's own `compiled[grid](...)`, and so it is on a GPU while
+GPU and emulator share one path up to the launch itself. On a GPU that is a call of the CUDA driver
+(driver.py); in softsm, which is a Triton driver, it is Triton's own `compiled[grid](...)`, as on a GPU while
 Triton's hooks watch launches (`triton.knobs.runtime`; Proton has some; they see no kernels from files). A pointer is a
-number on the GPU; softsm gets the tensor, so that it knows how far the memory reaches and what its name is.
+number on the GPU; softsm gets the tensor, so that it knows the extent of the memory and its name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Ready:
         self.shared = Layout.contiguous((size,), torch.uint8) if size else None
 
     def run(self, memory: list[Tensor | None], addresses: list[int]) -> None:
-        """Both lists become longer by the workspace buffers."""
+        """Run the steps. Both lists grow by the workspace buffers."""
         if self.computes and torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):  # products have the dtypes of their operands
                 self.run(memory, addresses)
@@ -64,12 +64,12 @@ class Ready:
             step.run(memory, addresses, stream)
 
 
-ALIGNMENT = 512  # of what torch allocates on a GPU
+ALIGNMENT = 512  # alignment of torch's allocations on a GPU
 
 
 def together(buffers: list[Layout], tensors: set[int]) -> tuple[list[tuple[Layout, int]], int]:
-    """-> (buffers with their offsets in one allocation, its size): every allocation takes microseconds.
-    `tensors`: buffers that a step needs as tensors; they get -1, memory of their own."""
+    """Return (buffers with their offsets in one allocation, its size): every allocation costs microseconds.
+    `tensors`: buffers that a step needs as tensors; they get -1, their own memory."""
     found, size = [], 0
     for n, buffer in enumerate(buffers):
         found.append((buffer, -1 if n in tensors else size))
@@ -79,13 +79,13 @@ def together(buffers: list[Layout], tensors: set[int]) -> tuple[list[tuple[Layou
 
 
 def as_tensors(step: Any) -> Iterator[int]:
-    """Indices of the memory that a step needs as tensors: a launch of the driver needs addresses alone."""
+    """Yield the indices of the memory that a step needs as tensors: a launch of the driver needs only addresses."""
     if not isinstance(step, DriverLaunch):
         yield from (slot.index for slot in step.slots())
 
 
 class TritonLaunch:
-    """A launch by Triton's own `compiled[grid](...)`. Arguments: as of DriverLaunch."""
+    """A launch by Triton's own `compiled[grid](...)`. Arguments are those of DriverLaunch."""
 
     def __init__(self, name: str, compiled: Any, grid: tuple[int, ...], arguments: list[Any], by_address: bool):
         self.name, self.compiled, self.grid, self.by_address = name, compiled, grid, by_address
@@ -107,7 +107,7 @@ class TritonLaunch:
             self.template.append(x)
 
     def slots(self) -> Iterator[Slot]:
-        """Those whose tensors it needs."""
+        """Yield the slots whose tensors it needs."""
         yield from (slot for _, slot in (self.descriptors if self.by_address else self.tensors + self.descriptors))
 
     def run(self, memory: list, addresses: list, stream: int) -> None:
@@ -125,9 +125,9 @@ class TritonLaunch:
 
 
 def ready_launch(launch: Launch, target: Target) -> tuple[Any, Any]:
-    """(the step where there are hooks, the step where there are none).
+    """Return (the step with hooks, the step without hooks).
 
-    A kernel that needs more than driver.py knows, and a grid of nothing, which Triton does not launch, are Triton's.
+    Triton launches a kernel that needs more than driver.py knows, and an empty grid, which it skips.
     """
     grid = (*launch.grid, 1, 1)[:3]
     kernel, arguments, constants = launch.kernel, launch.arguments, launch.constants
@@ -136,7 +136,7 @@ def ready_launch(launch: Launch, target: Target) -> tuple[Any, Any]:
         from_file = DriverLaunch(found, grid, arguments)
         return from_file, from_file
     compiled = kernel.warmup(*map(compiled_for, structs.neutral(arguments)), grid=launch.grid, **constants)
-    # What Triton's own launch passes: every parameter, those fixed at compile time too.
+    # Triton's own launch passes every parameter, including those fixed at compile time.
     fixed = [constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]
     everything = [*arguments, *fixed]
     compiled[grid]  # loads it
@@ -148,6 +148,6 @@ def ready_launch(launch: Launch, target: Target) -> tuple[Any, Any]:
 
 
 def _hooks() -> bool:
-    """Whether launches are watched: a hook is a chain of functions, or one that was put in its place."""
+    """Return whether hooks watch launches: a hook is a chain of functions, or one that replaced it."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -5,7 +5,7 @@ For each public function X of calls.Operation there are two operators::
     torch.ops.dsv4.X(..., return_lse) -> (Tensor out, Tensor lse)       lse has size 0 when return_lse is False
     torch.ops.dsv4.X_out(..., scratch, capacities, out, lse) -> ()      writes out, and lse unless its size is 0
 
-Both are `calls.run`. Neither has a gradient: where one will be asked for, `call` takes the training operators instead
+Both call `calls.run`. Neither has a gradient: if one will be needed, `call` uses the training operators instead
 (gradients.py), and operations without one reject inputs that require grad.
 """
 
@@ -27,7 +27,7 @@ LIBRARY = torch.library.Library("dsv4", "DEF")
 
 
 class Training(NamedTuple):
-    """How an operation is called where gradients are asked for (gradients.py)."""
+    """How an operation is called when gradients are needed (gradients.py)."""
 
     differentiable: tuple[int, ...]  # places of the tensors that have a gradient
     call: Callable  # (operation, tensors, options, backend, plain) -> (out, lse), which autograd records
@@ -39,8 +39,8 @@ TRAINING: dict[str, Training] = {}  # by the name of the operation
 def define(schema: str, kernel: Callable, fake: Callable) -> list[str]:
     """Register one operator of this namespace: real kernel, fake kernel, error for grad -> names of its arguments.
 
-    Autograd falls through to the kernel, which sees grad mode and requires_grad as the caller left them; one step
-    through the dispatcher less than an autograd kernel of our own.
+    Autograd falls through to the kernel, which sees grad mode and requires_grad as the caller left them; that is one
+    dispatcher step less than an autograd kernel of our own.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -61,7 +61,7 @@ def define(schema: str, kernel: Callable, fake: Callable) -> list[str]:
 
 
 def define_operation(op: Operation) -> None:
-    """Both operators of an operation."""
+    """Register both operators of an operation."""
     parts = {name: f"Tensor {name}" for name in op.tensors[: op.required]}
     first = [*parts, *op.positional]
     parts |= {name: f"Tensor? {name}=None" for name in op.tensors[op.required :]}
@@ -72,7 +72,7 @@ def define_operation(op: Operation) -> None:
     defaults: dict[str, Any] = {}
 
     def named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments of the operator but backend; torch leaves out those that have their default."""
+        """Return all arguments of the operator except backend; torch omits those that have their default."""
         return defaults | dict(zip(defaults, args)) | kwargs
 
     def given(args: tuple, kwargs: dict[str, Any], *rest: Any) -> Given:
@@ -122,9 +122,9 @@ def call(
     op: Operation, tensors: Sequence[Any], options: Any, want_second: bool, out: Tensor | None, plan: Plan | None,
     backend: str,
 ) -> Any:  # fmt: skip
-    """The public function, after its checks of numbers and flags -> out, or (out, second output).
+    """Run the public function, after its checks of numbers and flags -> out, or (out, second output).
 
-    tensors, options: the operator's arguments but backend, in the order of the operation. A call of plain tensors that
+    tensors, options: the operator's arguments except backend, in the operation's order. A call of plain tensors that
     nothing else has to see continues directly; others go through the operator, whose kernel is the same `calls.run`.
     """
     if out is not None:
@@ -171,8 +171,8 @@ def call(
 
 
 def all_plain(tensors: Sequence[Any], required: int = 0) -> bool:
-    """Are all None, or tensors that are neither a subclass nor a lazy view? The first `required` must be there. What is
-    nested, sparse or on another device is rejected where the call is prepared."""
+    """Return whether all are None, or tensors that are neither a subclass nor a lazy view. The first `required` must be
+    given. A tensor that is nested, sparse or on another device is rejected where the call is prepared."""
     for x in tensors[:required]:
         if type(x) not in TENSORS or x.is_neg():
             return False
@@ -187,7 +187,7 @@ def _wants_gradient(x: Any) -> bool:
 
 
 def _differentiable(tensors: Sequence[Tensor | None], out: Tensor | None) -> bool:
-    """May one of them want a derivative?"""
+    """Return whether one of them may need a derivative."""
     if forward_ad._current_level >= 0 or out is not None and out.requires_grad:
         return True
     for x in tensors:
@@ -200,7 +200,7 @@ TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def observed() -> bool:
-    """Whether something has to see the operator: a compiler, a dispatch mode, a transform of torch.func."""
+    """Return whether something has to see the operator: a compiler, a dispatch mode, a transform of torch.func."""
     return (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()

@@ -1,7 +1,7 @@
 """Options of an operation: a NamedTuple whose fields are its arguments that are not tensors.
 
-The one object is the key of a call as far as numbers and flags go, the arguments of the torch operators (`schema`), and
-what a problem keeps of them. A NamedTuple, because one is made and hashed in every call.
+This one object is the part of a call's key with numbers and flags, the arguments of the torch operators (`schema`), and
+the part that a problem keeps of them. It is a NamedTuple, because one is made and hashed in every call.
 """
 
 import inspect
@@ -27,7 +27,7 @@ def schema(options: Any, defaults: bool = True) -> dict[str, str]:
 
 
 def set_signature(function: Any, keywords: Any, *parts: Callable) -> None:
-    """Let `help` and `inspect` see each keyword argument of a function that takes them as **keywords and hands them on
+    """Show `help` and `inspect` each keyword argument of a function that accepts them as **keywords and passes them
     to `parts`, which have their defaults. keywords: a TypedDict, for type checkers."""
     own = [x for x in inspect.signature(function).parameters.values() if x.kind is not x.VAR_KEYWORD]
     found = {x.name: x for part in parts for x in inspect.signature(part).parameters.values()}

@@ -25,8 +25,8 @@ class Capacities(NamedTuple):
     max_seqlen_k: int
 
 
-# Operations that take a plan -> (capacities, SMs of the GPU, whether deterministic calls must fit) -> (KV splits, fp32
-# words of scratch memory). operators.define_operation puts them here.
+# Operations that accept a plan -> (capacities, SMs of the GPU, whether deterministic calls must fit) -> (KV splits,
+# fp32 words of scratch memory). operators.define_operation puts them here.
 RULES: dict[str, Callable[[Capacities, int, bool], tuple[int, int]]] = {}
 
 
@@ -54,17 +54,17 @@ class Plan:
                 self.max_seqlen_k)  # fmt: skip
 
 
-# What travels through an operator with a plan's scratch memory.
+# Arguments of an operator that accompany a plan's scratch memory.
 CAPACITIES = ("num_splits", "batch", "q_heads", "kv_heads", "head_dim", "max_seqlen_q", "max_seqlen_k")
 
 
 def check(name: str, problem: Any, capacities: list[int]) -> None:
-    """ValueError unless a plan with these capacities serves this problem of the operation ``name``."""
+    """Raise ValueError unless a plan with these capacities serves this problem of the operation ``name``."""
     have = dict(zip(CAPACITIES, capacities))
     for size in ("q_heads", "kv_heads", "head_dim"):
         if getattr(problem, size) != have[size]:
             checks.fail("plan", f"{size}={have[size]}", f"{size}={getattr(problem, size)}, as the tensors")
-    # A varlen problem's bounds may be loose (all rows in one sequence), so its rows are what counts.
+    # A varlen problem's bounds may be loose (all rows in one sequence), so its rows count.
     if name == "fmha_varlen":
         have["rows"] = have["batch"] * have["max_seqlen_q"] * have["q_heads"]
         sizes = {"batch": problem.batch, "rows": problem.q.shape[0] * problem.q_heads}

@@ -1,27 +1,27 @@
-"""How many ways the keys of a problem are split over thread blocks."""
+"""How many ways the keys of a problem are split over CTAs."""
 
-ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) that one thread block takes
-STEP = 128  # keys that a kernel takes at a time; a split is one or more of them
+ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) of one CTA
+STEP = 128  # keys that a kernel processes at a time; a split is one or more of them
 MAX_SPLITS = 256
 MERGED_AT_ONCE = 16  # splits; more are merged more slowly
-MOST_SHORT = 4  # splits of one step that a thread block takes one after the other; more were not measured
+MOST_SHORT = 4  # splits of one step that a CTA processes one after the other; more were not measured
 WHOLE = 4  # rounds of whole tiles from which on keys are not split
 # deterministic=True: keys per split and ROWS_PER_TILE rows; the most splits; rows per KV head that are not split
 DETERMINISTIC_KEYS = 2048
 DETERMINISTIC_SPLITS = 32
 DETERMINISTIC_ROWS = 1024
-DECODE_HEADS, DECODE_KEYS = 16, 64  # of a thread block of V4 attention where few queries are all there is
+DECODE_HEADS, DECODE_KEYS = 16, 64  # of a CTA of V4 attention with few queries
 
 
 def choose_splits(tiles: int, num_sms: int, keys: int, merged: bool = True, shared: int = 1) -> int:
-    """KV splits for ``tiles`` thread blocks' worth of query rows that see at most ``keys`` keys each.
+    """Return the KV splits for ``tiles`` CTAs' worth of query rows that see at most ``keys`` keys each.
 
-    Time in units of STEP keys: tiles * n blocks run in rounds, each block costs its steps and one more to start and
-    finish; merging costs one, and a little per split. Where the tiles alone fill the multiprocessors WHOLE times and
-    more, the last round is a small part of all, and partial results of every row would be a large one: no splits.
-    merged: whether there are partial results. shared: blocks that run on one multiprocessor at a time; where each has
-    more than one, the last round costs as much as a full one: (6, 32:8, 35325) at head dim 64 takes 117 us with 11
-    splits, 528 blocks, and 125 with 8, 384 blocks.
+    Time is in units of STEP keys: tiles * n CTAs run in waves, each CTA costs its steps and one more to start and
+    finish; merging costs one, and a little per split. If the tiles alone fill the SMs WHOLE times or more, the last
+    wave is a small part of the time, and partial results of every row would be a large one: no splits.
+    merged: whether there are partial results. shared: CTAs that run on one SM at a time; if each SM has
+    more than one, the last wave costs as much as a full one: (6, 32:8, 35325) at head dim 64 takes 117 us with 11
+    splits, 528 CTAs, and 125 with 8, 384 CTAs.
     """
     if merged and tiles >= WHOLE * num_sms:
         return 1
@@ -35,25 +35,25 @@ def choose_splits(tiles: int, num_sms: int, keys: int, merged: bool = True, shar
 
 
 def uneven(tiles: int, num_sms: int, steps: int, splits: int) -> tuple[int, int, int]:
-    """(splits, thread blocks that have one of the equal splits each, steps from which on splits are uneven).
+    """Return (splits, CTAs that have one of the equal splits each, steps from which on splits are uneven).
 
-    Where one step is left over, it becomes a split by itself instead of making others longer: the multiprocessors that
+    If one step is left over, it becomes its own split instead of lengthening others: the SMs that
     have none of the equal splits share those of all tiles. The host knows how many steps there can be, the kernel how
     many there are: it cuts evenly what is shorter than uneven_from, or leaves over more than one step.
     """
     free = num_sms - tiles * splits
     if 1 < splits < MERGED_AT_ONCE and free > 0 and steps % splits == 1:
-        each = -(-tiles // free)  # short work tiles of a thread block; about as long as two steps
+        each = -(-tiles // free)  # short work tiles of a CTA; about as long as two steps
         if each <= MOST_SHORT and 2 * each <= steps // splits:
             return splits + 1, tiles * splits, 2 * each * splits + 1
     return splits, 0, 0x7FFFFFFF
 
 
 def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:
-    """(splits, least keys of one) for sequences of at most ``keys`` keys and ``rows`` query rows per KV head; (0, 0) =
-    they are not split.
+    """Return (splits, least keys of one) for sequences of at most ``keys`` keys and ``rows`` query rows per KV head;
+    (0, 0) = they are not split.
 
-    A sequence is cut in the same places whatever ``keys`` says: at equal distances, or into the most splits if those
+    A sequence is cut in the same places whatever ``keys`` is: at equal distances, or into the most splits if those
     are longer. The more rows, the longer the splits, so that the partial results stay small compared with the keys.
     """
     if rows >= DETERMINISTIC_ROWS:
@@ -63,7 +63,7 @@ def deterministic_cut(rows: int, keys: int) -> tuple[int, int]:
 
 
 def decode_splits(tiles: int, num_sms: int, blocks: int) -> int:
-    """Splits of one block of keys or more where latency counts: thread blocks for three quarters of the
-    multiprocessors; 0 = there are more tiles than that."""
+    """Return the splits, of one block of keys or more, if latency counts: CTAs for three quarters of the
+    SMs; 0 = there are more tiles than that."""
     places = 3 * num_sms // 4
     return max(1, min(blocks, places // tiles)) if tiles <= places else 0

@@ -1,8 +1,8 @@
-"""Kernel arguments that are NamedTuples (tensors, sizes, strides, ...): Triton compiles them, and a launch takes their
-members one by one. They are flattened when a launch is prepared; a kernel that is launched alone pays for it each time.
+"""Kernel arguments that are NamedTuples (tensors, sizes, strides, ...): Triton compiles them, and a launch passes their
+members one by one. They are flattened when a launch is prepared; a kernel launched alone is flattened each time.
 
 `do_not_specialize` does not reach members: Triton would compile a kernel again for a stride of 1, or of a multiple of
-16. So kernels are compiled with `neutral` numbers in them. Kernels are compiled for the alignment of pointers, but for
+16. So kernels are compiled with `neutral` numbers in them. Kernels are compiled for the alignment of pointers, except
 those that a struct names in its attribute `any_alignment`.
 """
 
@@ -30,7 +30,7 @@ class Pointer:
 
 
 def flat(arguments: Iterable[Any]) -> list[Any]:
-    """Members in place of structs."""
+    """Replace structs by their members."""
     found: list[Any] = []
     for x in arguments:
         if isinstance(x, tuple):
@@ -41,7 +41,7 @@ def flat(arguments: Iterable[Any]) -> list[Any]:
 
 
 def members(arguments: Iterable[Any]) -> list[Any]:
-    """`flat` for structs without structs in them, in a third of the time."""
+    """Do `flat` for structs without nested structs, in a third of the time."""
     found: list[Any] = []
     for x in arguments:
         if isinstance(x, tuple):
@@ -52,12 +52,12 @@ def members(arguments: Iterable[Any]) -> list[Any]:
 
 
 def nested(values: Iterator[Any], like: Iterable[Any]) -> list[Any]:
-    """The inverse of flat: values in structs like these."""
+    """Invert flat: put values into structs like these."""
     return [type(x)(*nested(values, x)) if isinstance(x, tuple) else next(values) for x in like]
 
 
 def neutral(arguments: Iterable[Any]) -> list[Any]:
-    """What to compile for, in place of the arguments of one launch."""
+    """Return what to compile for, in place of the arguments of one launch."""
     return [_neutral(x) if isinstance(x, tuple) else x for x in arguments]
 
 

@@ -1,4 +1,4 @@
-"""One thread for torch's CPU operations: what deterministic=True needs on a CPU."""
+"""One thread for torch's CPU operations, as deterministic=True needs on a CPU."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _LOCK = threading.RLock()  # the number of threads belongs to the process: one c
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A BLAS divides a product among its threads, and with their number the order of its sums may change."""
+    """Use one thread: a BLAS divides a product among its threads, whose number may change the order of its sums."""
     with _LOCK:
         before = torch.get_num_threads()
         torch.set_num_threads(1)
