@@ -107,7 +107,7 @@ class FmhaProblem:
 
     def no_keys(self) -> bool:
         """True when the shapes alone say that there is no query, or none that sees a key."""
-        return self.q.numel() == 0 or self.k.numel() == 0 or self.max_seqlen_k == 0
+        return self.batch == 0 or self.q.numel() == 0 or self.k.numel() == 0 or self.max_seqlen_k == 0
 
 
 def lse_shape(q_shape: Sequence[int]) -> tuple[int, ...]:

@@ -50,6 +50,19 @@ def test_rows_of_no_sequence():
     assert bool((out[7:] == 0).all()) and bool((lse[7:] == -float("inf")).all()) and not out.isnan().any()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "softsm"])
+@pytest.mark.parametrize("d", [64, 256])
+def test_rows_of_a_batch_without_sequences(d, backend):
+    softsm = pytest.importorskip("softsm")
+    pytest.importorskip("triton")
+    q, k, v = (torch.randn(5, 1, d).bfloat16().requires_grad_() for _ in "qkv")
+    none = torch.zeros(1, dtype=torch.int32)
+    with softsm.use("sm_90a"):
+        out, lse = dsv4.fmha_varlen(q, k, v, none, none, return_lse=True, backend=backend)
+        gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert not out.any() and (lse == -torch.inf).all() and not any(x.any() for x in gradients)
+
+
 def test_a_sequence_does_not_feel_its_neighbour():
     q, k, v, cu_q, cu_k = sequences([3, 4, 2], [5, 6, 9])
     want, want_lse = dsv4.fmha_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True)
