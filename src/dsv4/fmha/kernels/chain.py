@@ -113,11 +113,11 @@ class Chain:
         all_pairs = x.batch * x.heads
         if (room := self.room) is not None:
             every = row_tiles(x.rows, x.sequences)
-            pairs = max(1, SLAB_BYTES // (4 * TILE * TILE * max(room.rows * room.keys, 1))) if room.rows == every else 1
+            pairs = max(1, SLAB_BYTES // (4 * TILE * TILE * max(room.rows * room.keys, 1)))
             return [
                 Slab(slice(z, min(z + pairs, all_pairs)), slice(0, room.rows * TILE), (begin, begin + room.window))
                 for z in range(0, all_pairs, pairs)
-                for begin in range(0, every, max(room.window, 1))
+                for begin in range(0, every, room.window)
             ]
         per_row = 4 * -(-x.keys // TILE) * TILE
         pairs = min(all_pairs, SLAB_BYTES // (per_row * x.rows))
