@@ -15,7 +15,7 @@ from timing_case import Call, Case, values
 from timing_foreign import cases as foreign
 
 import dsv4
-from dsv4.index.sizes import GROUP, index_block, index_line, index_share_words, index_shares, index_words
+from dsv4.index.sizes import GROUP, index_block, index_line, index_list_words, index_shares, index_words
 from dsv4.runtime import plan as plans
 
 SMS = 132
@@ -70,8 +70,8 @@ def scored(queries: int, keys: int, topk: int) -> torch.Tensor:
     line, words = index_line(keys), index_words(keys, topk)
     room = index_block(queries, keys, topk)
     count = -(-queries // -(-queries // room))
-    shares = index_shares(queries, SMS)
-    scratch = torch.zeros(room * words + (queries * shares * index_share_words(keys, topk) if shares > 1 else 0))
+    shares = index_shares(queries, SMS, topk)
+    scratch = torch.zeros(room * words + (queries * index_list_words(keys, shares, topk) if shares > 1 else 0))
     scores = values(count, line, device="cpu", dtype=torch.float32)
     scratch[: scores.numel()] = scores.flatten()
     maxima = scores.view(count, line // GROUP, GROUP).amax(2)

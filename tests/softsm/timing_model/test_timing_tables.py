@@ -1,7 +1,10 @@
 """The figures of benchmarks/timing_tables.py, by which predictions are judged."""
 
+import importlib
 import importlib.util
 from pathlib import Path
+
+import pytest
 
 PATH = Path(__file__).parents[3] / "benchmarks" / "timing_tables.py"
 
@@ -23,3 +26,9 @@ def test_a_pair_that_is_predicted_to_be_equal_is_neither_right_nor_wrong() -> No
 
 def test_pairs_within_five_percent_do_not_count() -> None:
     assert tau((1, 1), (1.04, 0.5)) == 0
+
+
+def test_every_problem_of_the_table_of_peers_is_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PATH.parent))
+    cases, tables = (importlib.import_module(name) for name in ("timing_cases", "timing_tables"))
+    assert {peer[0] for peer in tables.PEERS} <= {case.name for case in cases.BLACKWELL}
