@@ -39,7 +39,7 @@ from softsm.ptx.declarations import TYPE_BYTES
 
 CHAPTERS = (
     "control memory atomics addresses cache_policy warp integer floating half compare convert moves logic barriers "
-    "copies tensormap tensor_memory tcgen05 wgmma mma matrix_moves multimem"
+    "copies tensormap tensor_memory tcgen05 wgmma mma wmma matrix_moves multimem"
 ).split()
 WIDTH = {"pred": 1} | {name: 8 * size for name, size in TYPE_BYTES.items()}  # bits
 SPECIAL_64 = {"clock64", "globaltimer", "gridid", "current_graph_exec"}
@@ -59,10 +59,7 @@ def micro_numbers() -> dict[str, int]:
 
 
 # PTX instructions that softsm does not implement
-LACKING = {
-    "wmma": "mma.sync has the same products",
-    **dict.fromkeys("tex tld4 txq suld sust sured suq".split(), "there are no textures and surfaces"),
-}
+LACKING = dict.fromkeys("tex tld4 txq suld sust sured suq".split(), "there are no textures and surfaces")
 
 
 class Assembler(AsyncRegisters):

@@ -82,15 +82,21 @@ def lower(asm: Assembler, ins: Instruction) -> None:
     for name, rows, count in zip("DABC", operands, counts):
         if len(rows) != count:
             raise asm.error(f"{name} takes {count} registers, got {len(rows)}")
+    multiply(asm, ins, m, (d, a, b, c), operands, bitwise, saturate)
+
+
+def multiply(asm, ins, m: int, types: tuple[str, ...], operands: list[list[int]], bitwise: str, saturate: bool) -> None:
+    """Emits one product; operands: the rows of D, A, B and C."""
+    d, a, b, c = types
     d_rows, a_rows, b_rows, c_rows = (np.array(x) for x in operands)
     if a in TABLED and c == d == "f32":
         per = fragments.PER_REGISTER[a]
         every = np.array([*operands[1], *operands[2], *operands[3], *operands[0]])
         tables = [kernel_table(x) for x in (a, b)]
         asm.macro(do_float, ins, rows=every, a_count=len(a_rows), d_count=len(d_rows), per=per, tables=tables, m=m,
-                  types=(d, a, b, c))  # fmt: skip
+                  types=types)  # fmt: skip
     else:
-        asm.macro(do_any, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, m=m, types=(d, a, b, c), bitwise=bitwise,
+        asm.macro(do_any, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, m=m, types=types, bitwise=bitwise,
                   saturate=saturate)  # fmt: skip
 
 

@@ -32,7 +32,7 @@ PARTS = {
     "clusterlaunchcontrol": "try_cancel query_cancel is_canceled get_first_ctaid",
     "griddepcontrol": "launch_dependents wait",
     "createpolicy": "fractional range cvt",
-    "st": "async bulk", "red": "async", "setmaxnreg": "inc dec",
+    "st": "async bulk", "red": "async", "setmaxnreg": "inc dec", "wmma": "load mma store",
 }  # fmt: skip
 
 
@@ -126,8 +126,8 @@ def page() -> str:
 
 # What PTX has for these targets and softsm rejects by name, and what rests on other sources than its text.
 REFUSED = [
-    "Not implemented: `wmma` (use `mma.sync`); textures and surfaces; `.ashift` of `tcgen05.mma.sp` (the PTX ISA does "
-    "not say whether metadata are shifted too); "
+    "Not implemented: `wmma` of 4-bit integers and bits (use `mma.sync`); textures and surfaces; "
+    "`.ashift` of `tcgen05.mma.sp` (the PTX ISA does not say whether metadata are shifted too); "
     "`multimem` of 8-bit floats (it does not say what their sums do on overflow); `multimem.cp`. `tcgen05.ld.red` is "
     "not part of sm_100a. Where the PTX ISA has only a figure, or leaves the order open, softsm follows CUTLASS and "
     "other public code: metadata of `tcgen05.mma.sp`; halo rows of `.im2col::w::128`; `.ashift` shifts A after "

@@ -43,10 +43,8 @@ def test_the_dispatch_function_stays_small():
     assert sum(m.hot for m in registry.MICROS.values()) <= 200
 
 
-@pytest.mark.parametrize(
-    ("opcode", "instead"), [("wmma.mma.sync", "mma.sync has the same"), ("tex.1d.v4", "no textures")]
-)
-def test_instructions_that_are_left_out_are_named(opcode, instead):
+@pytest.mark.parametrize("opcode", ["tex.1d.v4", "suld.b.1d"])
+def test_instructions_that_are_left_out_are_named(opcode):
     text = f".version 8.6\n.target sm_90a\n.address_size 64\n.visible .entry k() {{ {opcode}; ret; }}\n"
-    with pytest.raises(Unsupported, match=f"softsm does not have it: .*{instead}"):
+    with pytest.raises(Unsupported, match="softsm does not have it: there are no textures"):
         load(text).program  # noqa: B018
