@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import struct
 import sys
 from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,19 +28,39 @@ from softsm.doors.triton.in_use import ARCHITECTURES, DEFAULT_SMS
 from softsm.engine.launch import Kernel, load
 from softsm.errors import SoftsmError
 
-INVALID_IMAGE, NOT_FOUND = 200, 500
+INVALID_IMAGE, NOT_FOUND, FILE_NOT_FOUND, NOT_SUPPORTED = 200, 500, 301, 801
+MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
 PACKAGES = ("cuda.bindings", "pycuda")
 CONTEXT, STREAM, POOL = 0xC0, 0x50, 0x90  # what handles are, where there is one of a kind
 VERSION = 12080  # of the driver
 TOGETHER, CLUSTER, PROGRAMMATIC = 2, 4, 6  # attributes of a launch
 ATTRIBUTE_BYTES = 72  # of one of them
+EXTRA_END, EXTRA_BUFFER, EXTRA_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_...
+PITCH = 512  # bytes to which rows of pitched memory are padded
 DONE = (
     "cuInit cuCtxSynchronize cuStreamSynchronize cuStreamQuery cuEventRecord cuEventRecordWithFlags cuEventSynchronize "
     "cuEventQuery cuStreamWaitEvent cuModuleUnload cuLibraryUnload cuDevicePrimaryCtxRelease "
     "cuDevicePrimaryCtxSetFlags "
     "cuCtxDestroy cuStreamDestroy cuEventDestroy cuFuncSetAttribute cuKernelSetAttribute cuMemPoolSetAttribute "
-    "cuDeviceSetMemPool cuMemPoolDestroy cuMemPoolTrimTo cuProfilerStart cuProfilerStop cuFuncSetCacheConfig"
+    "cuDeviceSetMemPool cuMemPoolDestroy cuMemPoolTrimTo cuProfilerStart cuProfilerStop cuFuncSetCacheConfig "
+    "cuCtxSetLimit cuCtxSetCacheConfig cuCtxSetSharedMemConfig cuMemHostRegister cuMemHostUnregister cuCtxDetach "
+    "cuFuncSetBlockShape cuFuncSetSharedSize"
 ).split()  # there is nothing to do
+# PyCUDA is linked against these and could not be imported without them. A call of one is an error that names it.
+LINKED = (
+    "cuArray3DCreate cuArray3DGetDescriptor cuArrayCreate cuArrayDestroy cuArrayGetDescriptor cuCtxDisablePeerAccess "
+    "cuCtxEnablePeerAccess cuDeviceGetByPCIBusId cuIpcCloseMemHandle "
+    "cuIpcGetEventHandle cuIpcGetMemHandle cuIpcOpenEventHandle cuIpcOpenMemHandle cuLaunch cuLaunchGrid "
+    "cuLaunchGridAsync cuLinkAddData cuLinkAddFile cuLinkComplete cuLinkCreate cuLinkDestroy cuMemcpy2D "
+    "cuMemcpy2DAsync cuMemcpy2DUnaligned cuMemcpy3D cuMemcpy3DAsync cuMemcpy3DPeer cuMemcpy3DPeerAsync cuMemcpyAtoA "
+    "cuMemcpyAtoD cuMemcpyAtoH cuMemcpyDtoA cuMemcpyHtoA cuMemcpyPeer cuMemcpyPeerAsync cuMemHostGetFlags "
+    "cuMemsetD2D16 cuMemsetD2D16Async cuMemsetD2D32 cuMemsetD2D32Async cuMemsetD2D8 cuMemsetD2D8Async "
+    "cuModuleGetSurfRef cuModuleGetTexRef cuParamSetSize cuParamSetTexRef cuParamSetf cuParamSeti cuParamSetv "
+    "cuProfilerInitialize cuStreamAttachMemAsync cuSurfRefGetArray cuSurfRefSetArray cuTexRefCreate cuTexRefDestroy "
+    "cuTexRefGetAddress cuTexRefGetAddressMode cuTexRefGetArray cuTexRefGetFilterMode cuTexRefGetFlags "
+    "cuTexRefGetFormat cuTexRefSetAddress cuTexRefSetAddress2D_v3 cuTexRefSetAddressMode cuTexRefSetArray "
+    "cuTexRefSetFilterMode cuTexRefSetFlags cuTexRefSetFormat"
+).split()
 SAYS: dict[str, tuple[int, str, int]] = {  # (which argument points to the answer, its format, the answer)
     "cuDriverGetVersion": (0, "i", VERSION), "cuDeviceGetCount": (0, "i", 1), "cuDeviceGet": (0, "i", 0),
     "cuCtxGetDevice": (0, "i", 0), "cuStreamGetDevice": (1, "i", 0), "cuDeviceTotalMem": (0, "Q", 1 << 37),
@@ -48,7 +70,8 @@ SAYS: dict[str, tuple[int, str, int]] = {  # (which argument points to the answe
     "cuEventCreate": (0, "Q", STREAM), "cuEventElapsedTime": (0, "f", 0),
     "cuDeviceGetDefaultMemPool": (0, "Q", POOL), "cuDeviceGetMemPool": (0, "Q", POOL),
     "cuMemPoolCreate": (0, "Q", POOL), "cuMemPoolGetAttribute": (2, "Q", 0), "cuCtxGetApiVersion": (1, "I", VERSION),
-    "cuDeviceCanAccessPeer": (0, "i", 0),
+    "cuDeviceCanAccessPeer": (0, "i", 0), "cuCtxAttach": (0, "Q", CONTEXT), "cuCtxGetLimit": (0, "Q", 0),
+    "cuCtxGetCacheConfig": (0, "i", 0), "cuCtxGetSharedMemConfig": (0, "i", 0),
 }  # fmt: skip
 
 
@@ -64,6 +87,18 @@ def write(at: int, form: str, *values: Any) -> int:
 def number(slot: int) -> int:
     """The upper half of a slot with 32 bits is anything."""
     return slot & 0xFFFFFFFF
+
+
+def in_one_buffer(kernel: Kernel, extra: int) -> ctypes.Array:
+    """The addresses of arguments that a launch gives as one buffer (CU_LAUNCH_PARAM_BUFFER_POINTER)."""
+    pairs: dict[int, int] = {}
+    while (key := read(extra, "Q")[0]) != EXTRA_END:
+        pairs[key], extra = read(extra + 8, "Q")[0], extra + 16
+    (size,), needed = read(pairs[EXTRA_SIZE], "Q"), kernel.program.param_bytes
+    if size < needed:
+        raise SoftsmError(f"{kernel.name}: the arguments have {size} bytes; needed: {needed}")
+    places = [pairs[EXTRA_BUFFER] + kernel.program.param_offsets[p.name] for p in kernel.function.params]
+    return (ctypes.c_uint64 * len(places))(*places)
 
 
 class Module(NamedTuple):
@@ -94,6 +129,9 @@ class Driver(Runtime):
             if name in SAYS:
                 which, form, answer = SAYS[name]
                 return write(a[which], form, answer)
+            if name in LINKED:
+                self.failure = self.failure or SoftsmError(f"softsm's CUDA driver has no {name}")
+                return NOT_SUPPORTED
             return getattr(self, name)(a)
         except BaseException as problem:
             self.failure = self.failure or problem
@@ -135,6 +173,12 @@ class Driver(Runtime):
         name = f"softsm {self.arch}".encode()[: number(a[1]) - 1] + b"\0"
         return write(a[0], f"{len(name)}s", name)
 
+    def cuDeviceComputeCapability(self, a: list[int]) -> int:
+        return self.attribute(a[0], MAJOR) or self.attribute(a[1], MINOR)
+
+    def cuDeviceGetPCIBusId(self, a: list[int]) -> int:
+        return write(a[0], f"{number(a[1])}s", b"0000:00:00.0")
+
     def cuDeviceGetUuid(self, a: list[int]) -> int:
         return write(a[0], "16s", b"softsm")
 
@@ -162,6 +206,14 @@ class Driver(Runtime):
         return write(a[0], "Q", handle)
 
     cuModuleLoadDataEx = cuLibraryLoadData = cuModuleLoadData
+
+    def cuModuleLoad(self, a: list[int]) -> int:
+        """Of a file."""
+        try:
+            image = ctypes.create_string_buffer(Path(os.fsdecode(ctypes.string_at(a[1]))).read_bytes())
+        except FileNotFoundError:
+            return FILE_NOT_FOUND
+        return self.cuModuleLoadData([a[0], ctypes.addressof(image)])
 
     def cuModuleGetFunction(self, a: list[int]) -> int:
         name, module = ctypes.string_at(a[2]).decode(), self.modules.get(a[1])
@@ -227,11 +279,30 @@ class Driver(Runtime):
     cuMemsetD8Async = cuMemsetD8
 
     def cuMemsetD32(self, a: list[int]) -> int:
-        if not self.holds(a[0], 4 * a[2]):
-            return INVALID_VALUE
-        return write(a[0], f"{a[2]}I", *[number(a[1])] * a[2])
+        return self.fill(a[0], np.uint32(number(a[1])), a[2])
 
-    cuMemsetD32Async = cuMemsetD32
+    def cuMemsetD16(self, a: list[int]) -> int:
+        return self.fill(a[0], np.uint16(a[1] & 0xFFFF), a[2])
+
+    cuMemsetD32Async, cuMemsetD16Async = cuMemsetD32, cuMemsetD16
+
+    def fill(self, at: int, value: np.generic, count: int) -> int:
+        if not self.holds(at, value.nbytes * count):
+            return INVALID_VALUE
+        return write(at, f"{value.nbytes * count}s", value.tobytes() * count)
+
+    def cuMemAllocPitch(self, a: list[int]) -> int:
+        pitch = -(-a[2] // PITCH) * PITCH
+        return write(a[1], "Q", pitch) or self.malloc(a[0], pitch * a[3], 0)
+
+    def cuMemGetAddressRange(self, a: list[int]) -> int:
+        found = next(((s, n) for s, (n, _) in self.live.items() if s <= a[2] < s + max(n, 1)), None)
+        if found is None:
+            return INVALID_VALUE
+        return (write(a[0], "Q", found[0]) if a[0] else 0) or (write(a[1], "Q", found[1]) if a[1] else 0)
+
+    def cuMemHostGetDevicePointer(self, a: list[int]) -> int:
+        return write(a[0], "Q", a[1])
 
     def cuMemGetInfo(self, a: list[int]) -> int:
         return write(a[0], "Q", 1 << 36) or write(a[1], "Q", 1 << 37)
@@ -244,8 +315,11 @@ class Driver(Runtime):
     # ---- launches ----------------------------------------------------------------------------------------------
 
     def cuLaunchKernel(self, a: list[int]) -> int:
-        sides = [number(x) for x in a[1:7]]
-        return self.start(self.loaded.get(a[0]), sides[:3], sides[3:], (1, 1, 1), a[9], number(a[7]))
+        sides, kernel, args = [number(x) for x in a[1:7]], self.loaded.get(a[0]), a[9]
+        if kernel is not None and not args and a[10]:
+            table = in_one_buffer(kernel, a[10])
+            args = ctypes.addressof(table)
+        return self.start(kernel, sides[:3], sides[3:], (1, 1, 1), args, number(a[7]))
 
     def cuLaunchKernelEx(self, a: list[int]) -> int:
         *sides, shared, _, attributes, count = read(a[0], "7I4xQQI")
@@ -275,7 +349,7 @@ class OnImport(MetaPathFinder):
         if name in PACKAGES:
             sys.meta_path.remove(self)
             try:
-                self.end = library.loaded(Driver.functions(), self.state.serve)
+                self.end = library.loaded(Driver.functions(), LINKED, self.state.serve)
             except SoftsmError as problem:
                 raise ImportError(str(problem)) from None
 
@@ -294,7 +368,7 @@ def driver(arch: str, sms: int = DEFAULT_SMS, *, at_import: bool = False) -> Ite
     if at_import and not any(name in sys.modules for name in PACKAGES):
         sys.meta_path.insert(0, hook)
     else:
-        hook.end = library.loaded(Driver.functions(), state.serve)
+        hook.end = library.loaded(Driver.functions(), LINKED, state.serve)
     try:
         yield state
     except Exception as problem:

@@ -29,8 +29,11 @@ HEAD = """#include <stdint.h>
 typedef uint64_t u64;
 static int (*handler)(int, u64 *);
 void softsm_serve(int (*h)(int, u64 *)) { handler = h; }
-static int pass(int which, u64 *a) { return handler ? handler(which, a) : 4; }  // CUDA_ERROR_DEINITIALIZED
+// Without a handler the program is over, and what it may still do is to clean up.
+static int pass(int which, u64 *a, int behind) { return handler ? handler(which, a) : behind; }
 """
+GONE = 4  # CUDA_ERROR_DEINITIALIZED
+CLEANUP = ("Destroy", "Free", "FreeHost", "FreeAsync", "Unload", "PopCurrent", "PushCurrent", "Detach", "Synchronize")
 TAIL = """
 static int found(const char *name, void **at) {
     *at = 0;
@@ -52,22 +55,24 @@ int cuGetProcAddress_v2(const char *name, void **at, int version, u64 flags, int
 """
 
 
-def source(names: Sequence[str]) -> str:
-    """C with a function for each name, and for the name that cuda.h makes of it (_v2)."""
+def source(names: Sequence[str], linked: Sequence[str]) -> str:
+    """C with a function for each name, and for the name that cuda.h makes of it (_v2). cuGetProcAddress finds those of
+    `names` alone."""
     given = ", ".join(f"u64 a{k}" for k in range(SLOTS))
     listed = ", ".join(f"a{k}" for k in range(SLOTS))
     lines = [HEAD]
-    for which, name in enumerate(names):
+    for which, name in enumerate([*names, *linked]):
+        behind = 0 if name.endswith(CLEANUP) else GONE
         for symbol in (name, f"{name}_v2"):
-            lines.append(f"int {symbol}({given}) {{ u64 a[] = {{{listed}}}; return pass({which}, a); }}")
+            lines.append(f"int {symbol}({given}) {{ u64 a[] = {{{listed}}}; return pass({which}, a, {behind}); }}")
     entries = ", ".join(f'{{"{name}", (void *){name}}}' for name in names)
     lines.append(f"static struct {{ const char *name; void *function; }} table[] = {{{entries}, {{0, 0}}}};")
     return "\n".join(lines) + TAIL
 
 
-def built(names: Sequence[str]) -> Path:
+def built(names: Sequence[str], linked: Sequence[str]) -> Path:
     """The library, made if it was not yet."""
-    text = source(names)
+    text = source(names, linked)
     folder = cache_folder() / "driver" / hashlib.sha256(text.encode()).hexdigest()[:32]
     if not (folder / SONAME).is_file():
         compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -86,13 +91,14 @@ def built(names: Sequence[str]) -> Path:
     return folder / SONAME
 
 
-def loaded(names: Sequence[str], serve: Callable[[str, list[int]], int]) -> Callable[[], None]:
+def loaded(names: Sequence[str], linked: Sequence[str], serve: Callable[[str, list[int]], int]) -> Callable[[], None]:
     """Load the library under its name, and let it call serve(name, arguments). Returns what ends that: the library
     stays, and answers that the driver is gone."""
-    library = ctypes.CDLL(str(built(names)), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(built(names, linked)), mode=ctypes.RTLD_GLOBAL)
+    every = [*names, *linked]
     if not hasattr(ctypes.CDLL(SONAME), "softsm_serve"):
         raise SoftsmError("another libcuda.so.1 is loaded already")
-    handler = HANDLER(lambda which, a: serve(names[which], a[:SLOTS]))
+    handler = HANDLER(lambda which, a: serve(every[which], a[:SLOTS]))
     library.softsm_serve(handler)
 
     def end(keep=handler) -> None:

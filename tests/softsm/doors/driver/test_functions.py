@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.doors.driver.functions import NOT_FOUND, Driver
+from softsm.doors.driver.functions import LINKED, NOT_FOUND, Driver
 from softsm.errors import Fault
 
 SCALE = b"""
@@ -100,6 +100,48 @@ def test_functions_are_found_by_name_and_version():
         assert ask(b"cuTexRefCreate", ctypes.byref(at), 12000, Q(0), ctypes.byref(status)) == NOT_FOUND and status.value
 
 
+def test_arguments_may_be_one_buffer():
+    """CU_LAUNCH_PARAM_BUFFER_POINTER, as PyCUDA launches."""
+    with softsm.driver("sm_90a"):
+        cuda, _, kernel, source, target = prepared()
+        held = ctypes.create_string_buffer(struct.pack("<QQI", target, source, N), 20)
+        size = Q(20)
+        extra = (Q * 5)(1, ctypes.addressof(held), 2, ctypes.addressof(size), 0)
+        cuda.cuLaunchKernel(kernel, 4, 1, 1, 32, 1, 1, 0, 0, None, extra)
+        np.testing.assert_array_equal(result(cuda, target), 3 * np.arange(N))
+    with pytest.raises(softsm.errors.SoftsmError, match="scale: the arguments have 16 bytes; needed: 20"):
+        with softsm.driver("sm_90a"):
+            cuda, _, kernel, *_ = prepared()
+            size.value = 16
+            with pytest.raises(OSError, match="cuLaunchKernel"):
+                cuda.cuLaunchKernel(kernel, 4, 1, 1, 32, 1, 1, 0, 0, None, extra)
+
+
+def test_modules_of_files_and_memory_of_other_kinds(tmp_path):
+    (tmp_path / "scale.ptx").write_bytes(SCALE[:-1])
+    with softsm.driver("sm_90a"):
+        cuda = Library()
+        module = cuda.answer("cuModuleLoad", str(tmp_path / "scale.ptx").encode())
+        assert cuda.answer("cuModuleGetFunction", module, b"scale")
+        with pytest.raises(OSError, match="cuModuleLoad: 301"):
+            cuda.answer("cuModuleLoad", b"nowhere.ptx")
+        at, pitch, start, size, major, minor = Q(), Q(), Q(), Q(), I(), I()
+        cuda.cuMemAllocPitch_v2(ctypes.byref(at), ctypes.byref(pitch), 600, 3, 4)
+        cuda.cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), at.value + 700)
+        assert (pitch.value, start.value, size.value) == (1024, at.value, 3072)
+        cuda.cuMemsetD16_v2(at.value, 0x1234, 5)
+        assert ctypes.string_at(at.value, 10) == b"\x34\x12" * 5
+        cuda.cuDeviceComputeCapability(ctypes.byref(major), ctypes.byref(minor), 0)
+        assert (major.value, minor.value) == (9, 0)
+
+
+def test_a_function_that_others_link_against_is_there_and_says_that_it_does_nothing():
+    with pytest.raises(softsm.errors.SoftsmError, match="CUDA driver has no cuTexRefCreate"), softsm.driver("sm_90a"):
+        library = ctypes.CDLL("libcuda.so.1")
+        assert all(hasattr(library, name) and hasattr(library, f"{name}_v2") for name in LINKED)
+        assert library.cuTexRefCreate(ctypes.byref(Q())) == 801
+
+
 def test_findings_and_faults_reach_the_program():
     text = ctypes.c_char_p()
     with softsm.checking() as report, pytest.raises(Fault, match="out-of-bounds"), softsm.driver("sm_90a"):
@@ -126,6 +168,8 @@ def test_behind_the_block_the_driver_is_gone():
         cuda.cuInit(0)
     with pytest.raises(OSError, match="cuInit: 4"):
         cuda.cuInit(0)
+    cuda.cuMemFree_v2(16)  # libraries clean up when Python ends
+    cuda.cuCtxPopCurrent_v2(ctypes.byref(Q()))
 
 
 def test_every_name_is_served():
