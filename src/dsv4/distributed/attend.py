@@ -42,7 +42,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Settin
     for keys in rounds:
         for (start, x), state in zip(queries, states):
             for first, some_k, some_v in keys:
-                state.see(x, some_k, some_v, start - first, left, right, options, sink if method == "gather" else None)
+                state.attend(
+                    x, some_k, some_v, start - first, left, right, options, sink if method == "gather" else None
+                )
     done = [state.result(q.dtype, sink if method == "ring" else None) for state in states]
     return torch.cat([x for x, _ in done], 1), torch.cat([x for _, x in done], 2)
 
@@ -75,14 +77,14 @@ class State:
         self.lse = torch.full((b, heads, t), float("-inf"), dtype=torch.float32, device=q.device)
         self.parts = 0
 
-    def see(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, shift: int, left: int, right: int, options: dict, sink: Tensor | None
     ) -> None:
         """One part of the keys; see cut for what is seen of it."""
-        seen = cut(q.shape[1], k.shape[1], shift, left, right)
-        if seen is None:
+        part = cut(q.shape[1], k.shape[1], shift, left, right)
+        if part is None:
             return
-        t, s, window = seen
+        t, s, window = part
         out = torch.empty(q[:, :t].shape, dtype=self.out.dtype, device=q.device)
         lse = fmha(q[:, :t], k[:, :s], v[:, :s], window=window, sink=sink, return_lse=True, out=out, **options)[1]
         if self.parts > 0:

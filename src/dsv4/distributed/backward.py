@@ -102,10 +102,10 @@ class Queries:
         """Keys `first` .. of the sequence: to sums [2, B, S, Hkv, D], what my queries make of dk and dv; to dq."""
         setting = self.setting
         for n, number in enumerate(piece_numbers(self.rank, self.size, setting.order)):
-            seen = cut(self.piece, k.shape[1], number * self.piece - first, setting.left, setting.right)
-            if seen is None:
+            part = cut(self.piece, k.shape[1], number * self.piece - first, setting.left, setting.right)
+            if part is None:
                 continue
-            t, s, window = seen
+            t, s, window = part
             rows = slice(n * self.piece, n * self.piece + t)
             q, out, dout = (x[:, rows] for x in self.tensors)
             dlse = None if self.dlse is None else self.dlse[:, :, rows]

@@ -23,7 +23,7 @@ class FmhaBackward:
 
     operation: ClassVar[str] = "fmha"
     backward: ClassVar[bool] = True
-    nothing_seen: ClassVar[dict[str, float]] = {"dq": 0.0, "dk": 0.0, "dv": 0.0, "dsink": 0.0}
+    empty_outputs: ClassVar[dict[str, float]] = {"dq": 0.0, "dk": 0.0, "dv": 0.0, "dsink": 0.0}
 
     forward: FmhaProblem
     dout: Tensor  # as out

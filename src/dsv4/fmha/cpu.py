@@ -212,9 +212,9 @@ def attend(
     begin = 0 if right < 0 else max(0, -offset - right)  # the first query that sees a key here
     end = t if left < 0 else min(t, s - offset + left)  # one past the last
     if begin >= end or s == 0:
-        return _nothing_seen(q)
+        return _nothing_visible(q)
     if end - begin < t:
-        out, lse = _nothing_seen(q)
+        out, lse = _nothing_visible(q)
         some = slice(begin, end)
         out[:, :, some], lse[:, :, some] = attend(q[:, :, some], k, v, offset + begin, left, right, scale, softcap)
         return out, lse
@@ -239,14 +239,14 @@ def attend(
         halves = [(0, s // 2), (s // 2, s)]
         a, b = (attend(q, k[:, :, lo:hi], v[:, :, lo:hi], offset - lo, left, right, scale) for lo, hi in halves)
         return merge(a, b)
-    out, lse = _nothing_seen(q)
+    out, lse = _nothing_visible(q)
     for i in range(0, t, QUERY_BLOCK):
         rows = slice(i, i + QUERY_BLOCK)
         out[:, :, rows], lse[:, :, rows] = attend(q[:, :, rows], k, v, offset + i, left, right, scale)
     return out, lse
 
 
-def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing_visible(q: Tensor) -> tuple[Tensor, Tensor]:
     # The dtype is named because the caller may have set another default.
     return torch.zeros_like(q), torch.full(q.shape[:3], NEG_INF, dtype=torch.float32)
 
@@ -272,7 +272,7 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
 
 def _attend_capped(q, k, v, offset, left, right, scale, softcap) -> tuple[Tensor, Tensor]:
     """The flash kernel has no softcap: by products in fp32, a block of scores at a time."""
-    out, lse = _nothing_seen(q)
+    out, lse = _nothing_visible(q)
     out = out.float()
     heads = q.shape[0] * q.shape[1]
     block = max(QUERY_BLOCK, MASK_LIMIT // (QUERY_BLOCK * heads))  # keys
@@ -312,12 +312,12 @@ def _mask(t: int, s: int, offset: int, left: int, right: int, dtype: torch.dtype
     """[1, 1, T, S] additive: 0 where seen, -inf elsewhere. Blocks inside a window share theirs."""
     i = torch.arange(t)[:, None] + offset
     j = torch.arange(s)[None, :]
-    seen = torch.ones(t, s, dtype=torch.bool)
+    mask = torch.ones(t, s, dtype=torch.bool)
     if left >= 0:
-        seen &= j >= i - left
+        mask &= j >= i - left
     if right >= 0:
-        seen &= j <= i + right
-    return torch.where(seen, 0.0, NEG_INF).to(dtype)[None, None]
+        mask &= j <= i + right
+    return torch.where(mask, 0.0, NEG_INF).to(dtype)[None, None]
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

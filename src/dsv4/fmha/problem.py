@@ -103,7 +103,7 @@ class FmhaProblem:
         """k and v are float8_e4m3fn."""
         return self.k.dtype == checks.E4M3
 
-    nothing_seen: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
+    empty_outputs: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
 
     def no_keys(self) -> bool:
         """True when the shapes alone say that there is no query, or none that sees a key."""

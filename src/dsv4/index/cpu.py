@@ -49,9 +49,9 @@ def _forward(p: IndexProblem) -> None:
         keys = keys.to(compute).T  # [D, M]
         for first in range(begin, end if m and p.topk else begin, step):
             some = slice(first, min(first + step, end))
-            seen = visible[some]
+            limit = visible[some]
             with torch.autocast(p.q.device.type, enabled=False):  # bf16 scores would choose other rows
-                per_head = (_queries(p, some).to(compute).flatten(0, 1) @ keys).relu_().view(len(seen), h, m)
+                per_head = (_queries(p, some).to(compute).flatten(0, 1) @ keys).relu_().view(len(limit), h, m)
                 w = p.weights[some].to(compute)  # [t', H]
                 # The scale is applied last, so that scores of whole numbers are exact up to one factor.
                 if p.bf16_scores:
@@ -60,17 +60,17 @@ def _forward(p: IndexProblem) -> None:
                 else:
                     total = torch.bmm(w[:, None], per_head)[:, 0]  # [t', M]
                 total = total * (p.scale if key_scales is None else key_scales * p.scale)
-            hidden = torch.arange(m, device=p.q.device) >= seen[:, None]
+            hidden = torch.arange(m, device=p.q.device) >= limit[:, None]
             # NaN, from a query without meaning, would break the counting below.
             total = total.masked_fill_(hidden | total.isnan(), float("-inf"))
             if p.blocks is not None:
-                kept = kept_blocks(total, seen, p.topk_blocks)
+                kept = kept_blocks(total, limit, p.topk_blocks)
                 p.blocks[some, : kept.shape[1]] = kept
             rows = None
             if p.among is not None:
                 total, rows = _within(total, p.among[some])
             chosen, score = lowest_index_topk(total, min(p.topk, total.shape[1]))
-            absent = torch.arange(chosen.shape[1], device=p.q.device) >= seen[:, None]
+            absent = torch.arange(chosen.shape[1], device=p.q.device) >= limit[:, None]
             if rows is not None:
                 absent |= score == float("-inf")
                 chosen = rows.gather(1, chosen)
@@ -127,13 +127,13 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype)
 
 
-def kept_blocks(scores: Tensor, seen: Tensor, most: int) -> Tensor:
+def kept_blocks(scores: Tensor, limit: Tensor, most: int) -> Tensor:
     """Return int32 [n, up to most]: for scores [n, m], -inf past what is seen, the blocks with the greatest, rising,
     then -1. The last visible block has precedence; of equal blocks the lower; one without a score is not kept."""
     n, m = scores.shape
     best = torch.nn.functional.pad(scores, (0, -m % BLOCK), value=float("-inf")).unflatten(1, (-1, BLOCK)).amax(-1)
     number = torch.arange(best.shape[1], device=scores.device)
-    best = best.masked_fill(number == (seen[:, None] - 1).div(BLOCK, rounding_mode="floor"), float("inf"))
+    best = best.masked_fill(number == (limit[:, None] - 1).div(BLOCK, rounding_mode="floor"), float("inf"))
     kept, score = lowest_index_topk(best, min(most, best.shape[1]))
     kept = kept.masked_fill(score == float("-inf"), best.shape[1]).sort(-1).values
     return kept.masked_fill(kept == best.shape[1], -1).int()

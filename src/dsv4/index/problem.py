@@ -90,7 +90,7 @@ class IndexProblem:
             return self.block_table.shape[0]
         return self.k.shape[0] if self.k.ndim == 3 else 1
 
-    nothing_seen: ClassVar[dict[str, float]] = {"out": -1, "scores": float("-inf"), "blocks": -1}
+    empty_outputs: ClassVar[dict[str, float]] = {"out": -1, "scores": float("-inf"), "blocks": -1}
 
     def no_keys(self) -> bool:
         """Whether the shapes alone rule out a query that sees a row."""

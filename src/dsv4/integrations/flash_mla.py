@@ -292,10 +292,10 @@ def _max_logits(q: Tensor, rows: Tensor, lists: Tensor, lengths: Tensor | None, 
     for begin in range(0, q.shape[0], step):
         some = slice(begin, begin + step)
         listed = lists[some]
-        seen = (listed >= 0) & (listed < count)
+        visible = (listed >= 0) & (listed < count)
         if lengths is not None:
-            seen &= torch.arange(topk, device=q.device) < lengths[some, None]
-        keys = rows[torch.where(seen, listed, 0).long()].float()  # [n, topk, 512]
+            visible &= torch.arange(topk, device=q.device) < lengths[some, None]
+        keys = rows[torch.where(visible, listed, 0).long()].float()  # [n, topk, 512]
         scores = torch.bmm(q[some].float(), keys.mT) * scale
-        result[some] = scores.masked_fill(~seen[:, None], float("-inf")).amax(-1)
+        result[some] = scores.masked_fill(~visible[:, None], float("-inf")).amax(-1)
     return result

@@ -106,11 +106,11 @@ def window_lists(
     inside = (row >= 0) & (row < kv_length)
     k = k.clamp(kv_offset, max(kv_offset + kv_length - 1, kv_offset))  # outside: any token, masked below
     batch = torch.arange(batch_size, device=device)[:, None, None]
-    seen = inside & mask_function(batch, 0, q[None], k[None])
+    visible = inside & mask_function(batch, 0, q[None], k[None])
     if attention_mask is not None:  # [B, tokens], False = padding
         known = k < attention_mask.shape[1]
-        seen = seen & known & attention_mask[batch, k.clamp_max(attention_mask.shape[1] - 1)[None]].bool()
-    rows = torch.where(seen, row, -1).int().expand(batch_size, -1, -1)
+        visible = visible & known & attention_mask[batch, k.clamp_max(attention_mask.shape[1] - 1)[None]].bool()
+    rows = torch.where(visible, row, -1).int().expand(batch_size, -1, -1)
     return WindowLists(rows, kv_length)
 
 
@@ -150,12 +150,12 @@ def attention(
         else:
             count = rows - first
             if s == 1:  # one new token sees every row there is
-                seen = torch.full((b, 1), count, device=query.device)
+                visible = torch.full((b, 1), count, device=query.device)
             else:
-                seen = ((layer.positions + 1) // module.compressor.compress_rate).clamp(0, count).expand(b, s)
+                visible = ((layer.positions + 1) // module.compressor.compress_rate).clamp(0, count).expand(b, s)
             numbers = torch.arange(first, rows, device=query.device, dtype=torch.int32)
             options["compressed_block_table"] = start[:, None] + numbers  # pages of one row
-            options["compressed_lengths"] = seen.reshape(-1).int()
+            options["compressed_lengths"] = visible.reshape(-1).int()
             options["request_starts"] = torch.arange(b + 1, device=query.device, dtype=torch.int32) * s
     out = v4_attention(
         q,

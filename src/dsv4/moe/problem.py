@@ -25,7 +25,7 @@ class MoeProblem:
 
     operation: ClassVar[str] = "moe"
     backward: ClassVar[bool] = False
-    nothing_seen: ClassVar[dict[str, float]] = {"out": 0.0, "slots": 0.0}
+    empty_outputs: ClassVar[dict[str, float]] = {"out": 0.0, "slots": 0.0}
 
     x: Tensor  # [T, H]
     w13: Tensor  # tiles (experts.Fp4Experts), or [E, 2 I, H]
@@ -136,7 +136,7 @@ class RouteProblem:
 
     operation: ClassVar[str] = "moe"
     backward: ClassVar[bool] = False
-    nothing_seen: ClassVar[dict[str, float]] = {"ids": -1, "weights": 0.0}
+    empty_outputs: ClassVar[dict[str, float]] = {"ids": -1, "weights": 0.0}
 
     x: Tensor  # [T, H]
     gate: Tensor  # [E, H]

@@ -49,7 +49,7 @@ def attend(
     q: Tensor,  # [Hq, T, D]
     k: Tensor,  # [Hkv, S, D]
     v: Tensor,  # [Hkv, S, D]
-    seen: Tensor,  # [T, S] bool
+    mask: Tensor,  # [T, S] bool
     sink: Tensor | None,  # [Hq]
     scale: float,
     dout: Tensor,  # [Hq, T, D]
@@ -59,18 +59,18 @@ def attend(
     **score,  # of reference.scores and slope
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """One sequence -> dq [Hq, T, D], dk and dv [Hkv, S, D], dsink [Hq]."""
-    out, _ = reference.attend(q, k, v, seen, sink, scale, compute, p_dtype, **score)
+    out, _ = reference.attend(q, k, v, mask, sink, scale, compute, p_dtype, **score)
     if p_dtype is not None:
         out = out.to(p_dtype).to(compute)
     q, k, v, dout = (x.to(compute) for x in (q, k, v, dout))
-    used = seen.any(0)[:, None]  # a row that no query sees may hold NaN
+    used = mask.any(0)[:, None]  # a row that no query sees may hold NaN
     k, v = torch.where(used, k, 0), torch.where(used, v, 0)
 
     found = reference.scores(over_groups(q, k.mT) * scale, **score)
-    s = torch.where(seen, found, NEG_INF)
+    s = torch.where(mask, found, NEG_INF)
     lse = s.logsumexp(-1)
     empty = lse == NEG_INF
-    alone = torch.where(seen & ~empty[..., None], (s - torch.where(empty, 0, lse)[..., None]).exp(), 0)
+    alone = torch.where(mask & ~empty[..., None], (s - torch.where(empty, 0, lse)[..., None]).exp(), 0)
     keep = torch.ones_like(lse) if sink is None else torch.sigmoid(lse - sink.to(compute)[:, None])
     keep = torch.where(empty, 0, keep)
     p = alone * keep[..., None]
@@ -109,13 +109,13 @@ def fmha(
 ) -> FmhaGradients:
     t, d = q.shape[1], q.shape[3]
     scale = d**-0.5 if softmax_scale is None else softmax_scale
-    seen = reference.visible(t, k.shape[1], causal, window, q.device)
+    mask = reference.visible(t, k.shape[1], causal, window, q.device)
     dq, dk, dv = (torch.zeros(x.shape, dtype=compute, device=q.device) for x in (q, k, v))
     dsink = None if sink is None else torch.zeros(sink.shape, dtype=compute, device=q.device)
     for n in range(q.shape[0]):
         q1, k1, v1, dout1 = (x[n].transpose(0, 1) for x in (q, k, v, dout))
         dlse1 = None if dlse is None else dlse[n]
-        *grads, one_sink = attend(q1, k1, v1, seen, sink, scale, dout1, dlse1, compute, p_dtype, **score)
+        *grads, one_sink = attend(q1, k1, v1, mask, sink, scale, dout1, dlse1, compute, p_dtype, **score)
         for whole, one in zip((dq, dk, dv), grads, strict=True):
             whole[n] = one.transpose(0, 1)
         if dsink is not None:
@@ -195,9 +195,9 @@ def v4_attention(
         if compressed_rows is not None:
             rows.append(compressed_rows[of_compressed])
         kv = torch.cat([r.to(compute) for r in rows])[None]
-        seen = torch.ones(1, kv.shape[1], dtype=torch.bool, device=q.device)
+        mask = torch.ones(1, kv.shape[1], dtype=torch.bool, device=q.device)
         one, dk, dv, one_sink = attend(
-            q[n][:, None], kv, kv, seen, sink, scale, turned[n][:, None],
+            q[n][:, None], kv, kv, mask, sink, scale, turned[n][:, None],
             None if dlse is None else dlse[n][:, None], compute, p_dtype,
         )  # fmt: skip
         dq[n] = one[:, 0]

@@ -19,7 +19,7 @@ def attend(
     q: Tensor,  # [Hq, T, D]
     k: Tensor,  # [Hkv, S, D]
     v: Tensor,  # [Hkv, S, D]
-    seen: Tensor,  # [T, S] bool: which key each query sees
+    mask: Tensor,  # [T, S] bool: which key each query sees
     sink: Tensor | None,  # [Hq]
     scale: float,
     compute: torch.dtype,
@@ -29,9 +29,9 @@ def attend(
     """One sequence: softmax(q k^T * scale) v over the keys seen -> out [Hq, T, D], lse [Hq, T] (sink excluded)."""
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
     # A row that no query sees may hold anything: 0 * NaN is NaN, so it leaves before the product.
-    v = torch.where(seen.any(0)[:, None], v, 0)
+    v = torch.where(mask.any(0)[:, None], v, 0)
 
-    s = torch.where(seen, scores(over_groups(q, k.mT) * scale, **score), NEG_INF)  # [Hq, T, S]
+    s = torch.where(mask, scores(over_groups(q, k.mT) * scale, **score), NEG_INF)  # [Hq, T, S]
     top = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], NEG_INF)
     p = (s - torch.where(top == NEG_INF, 0, top)[..., None]).exp()
     p_sum = p.sum(-1)
@@ -73,12 +73,12 @@ def visible(t: int, s: int, causal: bool, window: tuple[int, int], device=None) 
     left, right = window[0], 0 if causal else window[1]
     i = torch.arange(t, device=device)[:, None] + (s - t)
     j = torch.arange(s, device=device)[None, :]
-    seen = torch.ones(t, s, dtype=torch.bool, device=device)
+    mask = torch.ones(t, s, dtype=torch.bool, device=device)
     if left >= 0:
-        seen &= j >= i - left
+        mask &= j >= i - left
     if right >= 0:
-        seen &= j <= i + right
-    return seen
+        mask &= j <= i + right
+    return mask
 
 
 def fmha(
@@ -102,12 +102,12 @@ def fmha(
         x if by is None else x.to(compute) * by.to(compute).reshape(-1, 1) for x, by in ((k, k_scale), (v, v_scale))
     )
     scale = d**-0.5 if softmax_scale is None else softmax_scale
-    seen = visible(t, k.shape[1], causal, window, q.device)
+    mask = visible(t, k.shape[1], causal, window, q.device)
     out = torch.zeros(b, t, hq, v.shape[3], dtype=compute, device=q.device)
     lse = torch.full((b, hq, t), NEG_INF, dtype=compute, device=q.device)
     for n in range(b):
         q1, k1, v1 = (x[n].transpose(0, 1) for x in (q, k, v))  # [H, tokens, D]
-        o, lse[n] = attend(q1, k1, v1, seen, sink, scale, compute, p_dtype, **score)
+        o, lse[n] = attend(q1, k1, v1, mask, sink, scale, compute, p_dtype, **score)
         out[n] = o.transpose(0, 1)
     return out, lse
 
@@ -187,8 +187,8 @@ def v4_attention(
         elif compressed_indices is not None:
             rows.append(compressed_rows[listed(compressed_indices[n], compressed_lengths, n)])
         kv = torch.cat([r.to(compute) for r in rows])[None]  # [1, rows, 512]
-        seen = torch.ones(1, kv.shape[1], dtype=torch.bool, device=q.device)
-        o, one_lse = attend(q[n][:, None], kv, kv, seen, sink, scale, compute, p_dtype)
+        mask = torch.ones(1, kv.shape[1], dtype=torch.bool, device=q.device)
+        o, one_lse = attend(q[n][:, None], kv, kv, mask, sink, scale, compute, p_dtype)
         out[n], lse[n] = o[:, 0], one_lse[:, 0]
     if inverse_rope is not None:
         out = apply_rope(out, *inverse_rope, inverse=True)

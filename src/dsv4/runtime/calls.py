@@ -328,7 +328,7 @@ def program_of(problem: Any, target: Target, tensors: dict[str, Tensor | None], 
     program = Program(tensors, device)
     slots = program.slots_of(problem)
     if slots.no_keys():
-        for name, empty in slots.nothing_seen.items():
+        for name, empty in slots.empty_outputs.items():
             if getattr(slots, name) is not None:
                 program.fill(getattr(slots, name), empty)
         return program
@@ -340,7 +340,7 @@ def _in_torch(op: Operation, problem: Any, outputs: list[Tensor | None]) -> list
     """Runs the CPU backend; a GPU uses it too, for problems without a kernel."""
     problem = replace(problem, **dict(zip(op.outputs, outputs)))
     if problem.no_keys():
-        for name, empty in problem.nothing_seen.items():
+        for name, empty in problem.empty_outputs.items():
             if getattr(problem, name) is not None:
                 getattr(problem, name).fill_(empty)
         return outputs

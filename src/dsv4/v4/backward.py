@@ -24,7 +24,7 @@ class V4Backward:
 
     operation: ClassVar[str] = "v4"
     backward: ClassVar[bool] = True
-    nothing_seen: ClassVar[dict[str, float]] = {"dq": 0.0, "dwindow": 0.0, "dcompressed": 0.0, "dsink": 0.0}
+    empty_outputs: ClassVar[dict[str, float]] = {"dq": 0.0, "dwindow": 0.0, "dcompressed": 0.0, "dsink": 0.0}
 
     forward: V4Problem
     dout: Tensor  # [N, H, D]

@@ -44,11 +44,11 @@ def _query_block(p: V4Problem, queries: slice, owner: Tensor | None) -> None:
     top = q.new_full((b, heads, 1), NEG_INF)
     total = q.new_zeros(b, heads, 1)  # sum of e^(s - top)
     acc = q.new_zeros(b, heads, d)  # sum of e^(s - top) * row
-    seen = torch.zeros(b, 1, 1, dtype=torch.bool, device=q.device)
+    any_visible = torch.zeros(b, 1, 1, dtype=torch.bool, device=q.device)
     for pool, rows in row_blocks(p, queries, owner):
         there = rows >= 0  # [b, k]
         whole = bool(there.all())
-        seen |= there.any(1)[:, None, None]
+        any_visible |= there.any(1)[:, None, None]
         kv = caches.gather_rows(pool, rows.clamp_min(0).flatten(), torch.float32).view(b, -1, d)
         if not whole:
             # Row 0 stands in for an absent row and may hold NaN, which a probability of 0 would not remove.
@@ -63,7 +63,7 @@ def _query_block(p: V4Problem, queries: slice, owner: Tensor | None) -> None:
         total = total.mul_(decay).add_(prob.sum(-1, keepdim=True))
         acc = torch.baddbmm(acc.mul_(decay), prob, kv, out=acc)
         top = new_top
-    overflown = seen & (top == NEG_INF)  # rows are seen, and their scores are all -inf
+    overflown = any_visible & (top == NEG_INF)  # rows are seen, and their scores are all -inf
     total = total.masked_fill_(overflown, float("nan"))
     _finish(p, queries, acc, total, top)
 

@@ -80,7 +80,7 @@ class V4Problem:
             return self.block_table.shape[1] * caches.pool_page(self.compressed)
         return 0 if self.compressed_indices is None else self.compressed_indices.shape[1]
 
-    nothing_seen: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
+    empty_outputs: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
 
     def no_keys(self) -> bool:
         """Whether, by the shapes alone, there is no query or none sees a row."""

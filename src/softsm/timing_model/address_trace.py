@@ -30,8 +30,8 @@ NEXT, LEFT = 0, 1  # control words: where the next row goes; the samples left fo
 ROOM = 1 << 14  # rows
 
 
-def noting(module: ir.Module) -> None:
-    function = ir.Function(module, OPERATION, "noting")
+def record_address(module: ir.Module) -> None:
+    function = ir.Function(module, OPERATION, "record_address")
     plain = ir.Function(module, OPERATION, PLAIN)
     op, _, ra, _, _, _, m, S, pc = function.args
     with building(ir.IRBuilder(function.append_basic_block("entry"))) as b:
@@ -77,7 +77,7 @@ def _step(b: ir.IRBuilder, addresses: ir.Value) -> ir.Value:
 def operation() -> int:
     """Returns the address of the function, for `engine.dispatch.runner`."""
     llvm.add_symbol(PLAIN, interpreter.lane_operation())
-    return native.functions("noting", noting, ["noting"])["noting"]
+    return native.functions("record_address", record_address, ["record_address"])["record_address"]
 
 
 class Notes:

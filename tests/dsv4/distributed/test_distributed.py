@@ -80,17 +80,17 @@ def test_a_piece_of_queries_sees_what_it_should(t, s, shift, left, right, split)
     generator = torch.Generator().manual_seed(t + 10 * s)
     q, k, v = (torch.randn(1, n, 2, 64, generator=generator) for n in (t, s, s))
     i, j = torch.arange(t)[:, None] + shift, torch.arange(s)
-    seen = torch.ones(t, s, dtype=torch.bool)
+    mask = torch.ones(t, s, dtype=torch.bool)
     if left >= 0:
-        seen &= j >= i - left
+        mask &= j >= i - left
     if right >= 0:
-        seen &= j <= i + right
-    want, want_lse = reference.attend(*(x[0].transpose(0, 1) for x in (q, k, v)), seen, None, 0.125, torch.float64)
+        mask &= j <= i + right
+    want, want_lse = reference.attend(*(x[0].transpose(0, 1) for x in (q, k, v)), mask, None, 0.125, torch.float64)
     state = State(q, torch.float32)
     for begin, end in ((0, split), (split, s)):
         if begin < min(end, s):
             part = slice(begin, min(end, s))
-            state.see(q, k[:, part], v[:, part], shift - begin, left, right, {}, None)
+            state.attend(q, k[:, part], v[:, part], shift - begin, left, right, {}, None)
     out, lse = state.result(q.dtype, None)
     assert_right(out[0].transpose(0, 1), want, merged=True)
     assert_lse(lse[0], want_lse)

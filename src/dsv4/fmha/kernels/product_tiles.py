@@ -16,7 +16,7 @@ backward_scores what it has to write. TMA fills zeros past the end of a tensor.
 from typing import NamedTuple
 
 from dsv4.fmha.kernels.backward_sequences import tile_of
-from dsv4.fmha.kernels.ragged import Place, place_of
+from dsv4.fmha.kernels.ragged import RowCoord, place_of
 from dsv4.fmha.kernels.slabs import Part, in_slab, part_of
 from dsv4.fmha.kernels.tiles import end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, gl, gluon, mbarrier, reinterpret, tma_load
@@ -113,7 +113,7 @@ def tile_of_turn(turn):
 
 
 @gluon.jit
-def rows_that_see(first, last, part):
+def attending_rows(first, last, part):
     """Return [begin, end) of the part's rows that see some of the keys first .. last; begin is a multiple of 64."""
     offset = part.keys - part.tokens
     begin = gl.maximum(first - offset - part.right, 0) * part.group - part.row_begin
@@ -122,7 +122,7 @@ def rows_that_see(first, last, part):
 
 
 @gluon.jit
-def keys_seen(first, last, part):
+def visible_keys(first, last, part):
     """Return [begin, end) of the keys that some of the part's rows first .. last see; begin is a multiple of 64."""
     token = (part.row_begin + first) // part.group
     token_last = gl.minimum((part.row_begin + last) // part.group, part.tokens - 1)
@@ -133,8 +133,8 @@ def keys_seen(first, last, part):
 @gluon.jit
 def is_read(row, key, part, M: gl.constexpr):
     """Return whether some tile of dQ, dK or dV reads P and dS of 128 rows and 128 keys."""
-    key_begin, key_end = keys_seen(row // M * M, (row + 127) // M * M + M - 1, part)
-    row_begin, row_end = rows_that_see(key // M * M, (key + 127) // M * M + M - 1, part)
+    key_begin, key_end = visible_keys(row // M * M, (row + 127) // M * M + M - 1, part)
+    row_begin, row_end = attending_rows(key // M * M, (key + 127) // M * M + M - 1, part)
     by_rows = (key < key_end) & (key + 128 > key_begin)
     return by_rows | ((row < row_end) & (row + 128 > row_begin))
 
@@ -172,8 +172,8 @@ def product_tile(tile_id, slab, M: gl.constexpr, D: gl.constexpr, VARLEN: gl.con
 
 @gluon.jit
 def _product_tile(part, kind, pair, own, column, wanted, M: gl.constexpr):
-    row_begin, row_end = rows_that_see(own, own + M - 1, part)
-    key_begin, key_end = keys_seen(own, own + M - 1, part)
+    row_begin, row_end = attending_rows(own, own + M - 1, part)
+    key_begin, key_end = visible_keys(own, own + M - 1, part)
     begin = gl.where(kind == DQ, key_begin, row_begin)
     end = gl.where(kind == DQ, key_end, row_end)
     return ProductTile(part, kind, pair, own, column, begin, end, wanted)
@@ -183,7 +183,7 @@ def _product_tile(part, kind, pair, own, column, wanted, M: gl.constexpr):
 def place_of_rows(desc, ragged, part, VARLEN: gl.constexpr):
     """Return the place of the slab's rows of Q, dO or dQ."""
     place = place_of(desc, ragged, part.batch, part.head, part.first_row, part.rows, VARLEN)
-    return Place(place.outer, place.offset, place.begin + part.row_begin)
+    return RowCoord(place.outer, place.offset, place.begin + part.row_begin)
 
 
 @gluon.jit

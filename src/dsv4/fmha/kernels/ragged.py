@@ -47,7 +47,7 @@ NOT_RAGGED = RaggedOperands(*[Ragged(0, 0)] * 7)  # dense
 
 
 @aggregate
-class Place:
+class RowCoord:
     """Coordinates of a sequence and head; row r has begin + r."""
 
     outer: Value
@@ -87,13 +87,13 @@ def pair_of(x_desc, y_desc, x_ragged, y_ragged, batch, head, first, rows, VARLEN
 
 @gluon.jit
 def place_of(desc, ragged, batch, head, first, rows, VARLEN: gl.constexpr):
-    """Return a Place. VARLEN: of a sequence with `rows` packed rows from `first` on; else of a dense batch."""
+    """Return a RowCoord. VARLEN: of a sequence with `rows` packed rows from `first` on; else of a dense batch."""
     if VARLEN:
         GROUP: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
         end = (first + rows) // GROUP
-        return Place(gl.to_tensor(BOUND), end * ragged.row + head * ragged.head, BOUND - rows // GROUP)
+        return RowCoord(gl.to_tensor(BOUND), end * ragged.row + head * ragged.head, BOUND - rows // GROUP)
     else:
-        return Place(batch, head, gl.to_tensor(0))
+        return RowCoord(batch, head, gl.to_tensor(0))
 
 
 def ragged_descriptor(x: Slot, block: list[int]) -> tuple[TensorDescriptor, Ragged]:

@@ -215,22 +215,22 @@ def score_rows(
         total = tl.where(total == total, total, -float("inf")) + 0.0  # [ROWS, QUERIES]
         total = tl.where((row >= 0)[:, None] & (row[:, None] < visible[None, :]), total, -float("inf"))
         line = (query - queries.first).to(tl.int64)[None, :]
-        seen = visible_columns(visible, owners, AMONG)
-        written = (seen + GROUP - 1) // GROUP * GROUP
+        limit = visible_columns(visible, owners, AMONG)
+        written = (limit + GROUP - 1) // GROUP * GROUP
         tl.store(scores.ptr + line * scores.line + column[:, None], total, mask=column[:, None] < written[None, :])
         greatest = tl.reshape(total, [ROWS // GROUP, GROUP, QUERIES])
         group = tile * (ROWS // GROUP) + tl.arange(0, ROWS // GROUP)[:, None]
         tl.store(
             scores.maxima_ptr + line * scores.maxima_line + group,
             tl.max(greatest, 1),
-            mask=group * GROUP < seen[None, :],
+            mask=group * GROUP < limit[None, :],
         )
         if BLOCKS:
             block = tile * (ROWS // BLOCK) + tl.arange(0, ROWS // BLOCK)[:, None]
             tl.store(
                 scores.blocks_ptr + line * scores.blocks_line + block,
                 tl.max(tl.reshape(total, [ROWS // BLOCK, BLOCK, QUERIES]), 1),
-                mask=block * BLOCK < seen[None, :],
+                mask=block * BLOCK < limit[None, :],
             )
 
 

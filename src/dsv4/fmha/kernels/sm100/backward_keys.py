@@ -59,7 +59,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayo
 from dsv4.fmha.kernels import scores
 from dsv4.fmha.kernels.backward_sequences import sizes_of, tile_of
 from dsv4.fmha.kernels.ragged import pair_of
-from dsv4.fmha.kernels.sm100.backward_mask import seen_by_all, streamed, zero_masked
+from dsv4.fmha.kernels.sm100.backward_mask import all_visible, streamed, zero_masked
 from dsv4.fmha.kernels.sm100.backward_tiles import (
     Numbers,
     Result,
@@ -194,7 +194,7 @@ def score_role(memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.cons
     ds16 = operand(memory.dp, H, memory.x.dtype)
     L: gl.constexpr = s.slice(0, COLUMNS).get_reg_layout()
     own = work.own
-    unmasked = seen_by_all(own, sizes, True)
+    unmasked = all_visible(own, sizes, True)
     for j in range(0, work.tiles):
         first = work.first + j * 128
         masked = (first < unmasked[0]) | (first + 128 > unmasked[1])

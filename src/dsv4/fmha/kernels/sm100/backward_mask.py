@@ -26,7 +26,7 @@ def streamed(own, sizes, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def seen_by_all(own, sizes, KEYS: gl.constexpr):
+def all_visible(own, sizes, KEYS: gl.constexpr):
     """[first, end) of Y: no tile of it needs a mask."""
     offset = sizes.keys - sizes.tokens
     if KEYS:  # rows that see all of the 128 keys

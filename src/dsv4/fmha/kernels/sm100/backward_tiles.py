@@ -66,7 +66,7 @@ from dsv4.fmha.kernels import scores
 from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
 from dsv4.fmha.kernels.loads import zero_invisible
 from dsv4.fmha.kernels.ragged import load_pair, load_rows, pair_of
-from dsv4.fmha.kernels.sm100.backward_mask import seen_by_all, streamed, zero_masked
+from dsv4.fmha.kernels.sm100.backward_mask import all_visible, streamed, zero_masked
 from dsv4.fmha.kernels.sm100.softmax_parts import exp2_by_fma, halves, whole
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, mbarrier
 from dsv4.kernels.opaque import zero
@@ -289,7 +289,7 @@ def score_role(
     if not KEYS:
         lse2 = row_numbers(numbers.lse2_ptr, own, sizes, L, float("inf"))
         delta = row_numbers(numbers.delta_ptr, own, sizes, L, 0.0)
-    unmasked = seen_by_all(own, sizes, KEYS)
+    unmasked = all_visible(own, sizes, KEYS)
     for j in range(0, work.tiles):
         first = work.first + j * 128
         masked = (first < unmasked[0]) | (first + 128 > unmasked[1])

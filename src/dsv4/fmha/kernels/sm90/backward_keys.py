@@ -174,7 +174,7 @@ def scores(x, y):
 
 
 @gluon.jit
-def rows_that_see(key, sizes):
+def attending_rows(key, sizes):
     """[first, end) of the packed rows that see a key (a number or a tensor of them)."""
     offset = sizes.keys - sizes.tokens
     first = gl.minimum(gl.maximum(key - offset - sizes.right, 0), sizes.tokens)
@@ -190,7 +190,7 @@ def visible(p, row, key, whole, sizes, LS: gl.constexpr):
     ROWS: gl.constexpr = p.shape[1]
     if (row < whole[0]) | (row + ROWS > whole[1]):
         number = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LS))[None, :]
-        first, end = rows_that_see(key + gl.arange(0, 64, layout=gl.SliceLayout(1, LS)), sizes)
+        first, end = attending_rows(key + gl.arange(0, 64, layout=gl.SliceLayout(1, LS)), sizes)
         p = gl.where((number >= first[:, None]) & (number < end[:, None]), p, 0.0)
     return p
 
@@ -300,7 +300,7 @@ def gradient_role(memory, sums, results, own, part, sizes, scales, W: gl.constex
         memory.ring.wait(stage)
         s = scores(memory.k.index(W), memory.ring.slot(stage))
         steps = (end - first + ROWS - 1) // ROWS
-        whole = rows_that_see(mine + 63, sizes)[0], rows_that_see(mine, sizes)[1]
+        whole = attending_rows(mine + 63, sizes)[0], attending_rows(mine, sizes)[1]
         if ADD_DQ:
             s, dk, dv, stage = step(s, dk, dv, memory, sums, first, mine, stage, gl.to_tensor(0), steps > 1, whole,
                                     sizes, scales, ds_scale, W, D, SCALED, True, True)  # fmt: skip

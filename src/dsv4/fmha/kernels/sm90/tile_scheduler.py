@@ -36,7 +36,7 @@ class TileScheduler:
 
 
 @aggregate
-class Place:
+class BlockCoord:
     """A work tile."""
 
     seq: Value  # dense
@@ -52,25 +52,25 @@ class Place:
 
 @gluon.jit
 def locate(tile_id, scheduler, BN: gl.constexpr, M: gl.constexpr, KV_LOAD: gl.constexpr):
-    """-> Place"""
+    """-> BlockCoord"""
     sizes, opts = scheduler.sizes, scheduler.opts
     group, tokens, keys = sizes.group, sizes.tokens, sizes.keys
     seq, q_start, k_start = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     if KV_LOAD == ROWS:
         tile_row, head, q_start, tokens, k_start, keys = entry_of(tile_id, scheduler.order)
     else:
-        tile_row, pair = listed(tile_id, scheduler.order, M)
+        tile_row, pair = dense_block(tile_id, scheduler.order, M)
     first = first_key(divide(tile_row, group), tokens, keys, opts.left)
     end = end_key(gl.minimum(divide(tile_row + M - 1, group), tokens - 1), tokens, keys, opts.right)
     if KV_LOAD == DENSE:
         seq = divide(pair, scheduler.order.kv_heads)
         head = pair - seq * scheduler.order.kv_heads.number
     tiles = gl.maximum(end - first + BN - 1, BN) // BN
-    return Place(seq, head, tile_row, first, tiles, q_start, tokens, k_start, keys)
+    return BlockCoord(seq, head, tile_row, first, tiles, q_start, tokens, k_start, keys)
 
 
 @gluon.jit
-def listed(tile_id, order, M: gl.constexpr):
+def dense_block(tile_id, order, M: gl.constexpr):
     """(first row, number of the sequence and KV head) of a work tile of a dense batch."""
     block = divide(tile_id, order.block)
     inner = tile_id - block * order.block.number

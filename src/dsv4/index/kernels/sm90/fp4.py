@@ -284,22 +284,22 @@ def write_scores(first, products, highest, visible, w, to):
             total = sums((product + gl.abs(product)) * w[i][None, :], EACH, HEADS) * factors + nothing
         query = to.begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
         mine = gl.where((query >= to.first) & (query < to.last), visible[i], 0)
-        seen = visible_columns(mine, to.owners, to.AMONG)
+        columns = visible_columns(mine, to.owners, to.AMONG)
         line = (query - to.queries.first).to(gl.int64)
         at = gl.convert_layout(line, gl.SliceLayout(0, T))[None, :]
         limit = gl.convert_layout(mine, gl.SliceLayout(0, T))[None, :]
-        written = gl.convert_layout((seen + GROUP - 1) // GROUP * GROUP, gl.SliceLayout(0, T))[None, :]
+        written = gl.convert_layout((columns + GROUP - 1) // GROUP * GROUP, gl.SliceLayout(0, T))[None, :]
         total = gl.maximum(total, -float("inf"))  # NaN becomes -inf
         if to.QUERIES > 1:  # with one query, rows that it does not see have no key
             total = gl.where(column < limit, total, -float("inf"))
         gl.store(scores.ptr + at * scores.line + column, total, mask=column < written)
         at = gl.convert_layout(line, gl.SliceLayout(0, G))[None, :]
-        limit = gl.convert_layout(seen, gl.SliceLayout(0, G))[None, :]
+        limit = gl.convert_layout(columns, gl.SliceLayout(0, G))[None, :]
         gl.store(scores.maxima_ptr + at * scores.maxima_line + group, maxima(total, GROUP), mask=group * GROUP < limit)
         if to.BLOCKS:
             block = first // BLOCK + gl.arange(0, N // BLOCK, layout=gl.SliceLayout(1, B))[:, None]
             at = gl.convert_layout(line, gl.SliceLayout(0, B))[None, :]
-            limit = gl.convert_layout(seen, gl.SliceLayout(0, B))[None, :]
+            limit = gl.convert_layout(columns, gl.SliceLayout(0, B))[None, :]
             gl.store(
                 scores.blocks_ptr + at * scores.blocks_line + block, maxima(total, BLOCK), mask=block * BLOCK < limit
             )
