@@ -1,14 +1,14 @@
-"""Gradients of FMHA on sm_100a, head dims 64 and 128, by one launch: five products of the size of the scores.
+"""Gradients of FMHA on sm_100a, head dims 64 and 128, in one launch: five products of the size of the scores.
 
-A CTA owns 128 keys. Tiles of 128 packed query rows go past them, and dQ of each is added to a sum in memory, fp32, in
-no order; round_sum rounds it (round_sum.py). dK and dV stay in tensor memory::
+A CTA owns 128 keys and streams tiles of 128 packed query rows past them. It adds dQ of each tile to an fp32 sum in
+memory, in no fixed order; round_sum rounds the sum (round_sum.py). dK and dV stay in tensor memory::
 
-    S^T = K Q^T    P^T = 2^(S^T scale - lse2) where seen    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+    S^T = K Q^T    P^T = 2^(S^T scale - lse2) if visible    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
     dV += P^T dO   dK += dS^T Q   dQ = dS K
 
-P^T and dS^T are left operands as they lie in tensor memory. dQ needs dS the other way round: it has a copy of dS^T in
-shared memory, which the tensor core reads transposed. At head dim 128 dV, dK, S and dP take all of tensor memory, so dQ
-takes the place of dP. Role chart::
+P^T and dS^T are left operands as they lie in tensor memory. The product for dQ needs dS, not dS^T, and reads it
+transposed from a copy of dS^T in shared memory. At head dim 128, dV, dK, S and dP fill tensor memory, so dQ overwrites
+dP. Role chart::
 
     load      1 warp   | K V | Q0 dO0 | Q1 dO1 | ...
     mma       1 warp   | S0 dP0 |      | dV0 S1 | dK0 dQ0 | dP1 | dV1 S2 | dK1 dQ1 | dP2 | dV2 S3 | ...
@@ -16,15 +16,15 @@ takes the place of dP. Role chart::
     right     4 warps  |        | P0 . | dS0 .. | P1 .......... | dS1 .. | P2 .......... | ...      rows 64-127
     add       4 warps  |                                  | dQ0 ................ | dQ1 ...
 
-While left and right make dS of a tile the tensor core has dV of it and S of the next, and while they take the
-exponentials of that it has dK, dQ and the next dP. add keeps dQ in registers, so that its columns are free for dP at
-once, and hands it to TMA in pieces of 32 columns by way of shared memory. A quarter of the exponentials is computed
-without the unit that left and right share.
+While left and right compute dS of a tile, the tensor core computes dV of that tile and S of the next. While they
+compute the exponentials of the next, it computes dK, dQ and the next dP. add loads dQ into registers, so that its
+columns are free for dP at once, and hands it to TMA through shared memory in pieces of 32 columns. A quarter of the
+exponentials is computed without the exponential unit, which left and right share.
 
 tensor memory   columns        holds                                       head dim 64     128
-s               128            S^T, fp32 [128, 128]; P^T takes the place   128             128
-dp              128            dP^T; dS^T takes the place                  128             128
-dq              D              dQ; at 128 in the place of dp               64              0
+s               128            S^T, fp32 [128, 128]; P^T overwrites it     128             128
+dp              128            dP^T; dS^T overwrites it                    128             128
+dq              D              dQ; at head dim 128 it overwrites dp        64              0
 acc             2 x D          dK and dV                                   128             256
                                                                            = 448           = 512
 
@@ -105,13 +105,13 @@ class Memory:
 
 @gluon.jit
 def q_stage(j):
-    """Where Q of tile j is."""
+    """Return the stage with Q of tile j."""
     return Stage(j % 2, j // 2 % 2)
 
 
 @gluon.jit
 def dout_stage(memory, j):
-    """Where dO of tile j is."""
+    """Return the stage with dO of tile j."""
     SLOTS: gl.constexpr = memory.y.slots.shape[0] - 2
     return Stage(2 + j % SLOTS, j // SLOTS % 2)
 
@@ -154,7 +154,7 @@ def mma_role(memory, work, D: gl.constexpr):
         accumulate(acc.index(1), s, ring.slot(first_dout), 1, DTYPE)
         ring.release_after_mma(first_dout)
         for j in range(0, n):
-            at = zero(j)  # else the descriptors of all products would be kept in registers, and spilled
+            at = zero(j)  # otherwise ptxas keeps the descriptors of all products in registers, and spills them
             at_q = q_stage(j)
             next_q = q_stage(j + 1)
             next_dout = dout_stage(memory, j + 1)
@@ -184,9 +184,9 @@ def mma_role(memory, work, D: gl.constexpr):
 
 @gluon.jit
 def score_role(memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr):
-    """Rows 64 H .. 64 H + 63 of every tile: P, then dS; in the end dK or dV."""
+    """Compute P, then dS, of rows 64 H .. 64 H + 63 of every tile, and finally store dK or dV."""
     HALVES: gl.constexpr = TensorMemoryLayout([128, 64], col_stride=1)
-    COLUMNS: gl.constexpr = 32  # at once: add leaves no registers for more
+    COLUMNS: gl.constexpr = 32  # at a time: the add role leaves no registers for more
     PARTS: gl.constexpr = 64 // COLUMNS
     s = memory.s.reinterpret(gl.float32, [2, 128, 64], HALVES).index(H)
     dp = memory.dp.reinterpret(gl.float32, [2, 128, 64], HALVES).index(H)
@@ -218,7 +218,7 @@ def score_role(memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.cons
             p += (p_c,)
             score += (score_c,)
         memory.p_ready.arrive(0)
-        delta = column_numbers(memory, 2 * at_q.index + 1, H * 64, L, COLUMNS)  # ahead of the wait
+        delta = column_numbers(memory, 2 * at_q.index + 1, H * 64, L, COLUMNS)  # before the wait
         memory.dp_ready.wait(0, j % 2)
         ds = ()
         for c in gl.static_range(PARTS):
@@ -229,7 +229,7 @@ def score_role(memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.cons
                 x = x * numbers.ds_scale
             ds += (x.to(ds16.dtype),)
             ds16.slice(c * COLUMNS, COLUMNS).store(ds[c])
-        memory.dq_ready.wait(0, (j + 1) % 2)  # the product before has read memory.ds; the first wait passes
+        memory.dq_ready.wait(0, (j + 1) % 2)  # the previous product has read memory.ds; the first wait passes
         memory.ds.slice(H * 64, 64, dim=1).store(ds[0] if PARTS == 1 else whole(ds[0], ds[1]))
         fence_async_shared()  # generic stores -> tensor-core reads
         memory.ds_ready.arrive(0)
@@ -243,7 +243,7 @@ def score_role(memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.cons
 
 @gluon.jit
 def add_role(memory, work, sums_desc, block, D: gl.constexpr):
-    """dQ of every tile to the sum, whose blocks of this sequence begin with `block`."""
+    """Add dQ of every tile to the sum, in which the blocks of this sequence begin with `block`."""
     for j in range(0, work.tiles):
         memory.dq_ready.wait(0, j % 2)
         at = block + (work.first // 128 + j) * (D // 32)
@@ -253,12 +253,12 @@ def add_role(memory, work, sums_desc, block, D: gl.constexpr):
         memory.dq_free.arrive(0)
         for c in gl.static_range(D // 32):
             add_piece(columns[c], memory.pieces.index(c % 2), sums_desc, at + c)
-    store_wait(0)  # shared memory is there until the last piece has been read
+    store_wait(0)  # shared memory must exist until the last piece has been read
 
 
 @gluon.jit
 def add_piece(x, piece, sums_desc, block):
-    """x [128, 32] to a block, by way of a piece of shared memory from which the one before the last has left."""
+    """Add x [128, 32] to a block, through a piece of shared memory that TMA has read since its last use."""
     store_wait(1)
     piece.store(x)
     fence_async_shared()
@@ -285,8 +285,8 @@ def backward_keys(
     ADD_REGS: gl.constexpr,
     WARP_REGS: gl.constexpr,
 ):
-    """Grid: tiles of keys, then (sequence, KV head). lse2, delta: fp32 by (sequence, KV head, packed row). sums_desc:
-    the sum of dQ, in lines of 32 columns. SCALED, VARLEN: as in backward_tiles."""
+    """Compute dK, dV and the sum of dQ. Grid: tiles of keys, then (sequence, KV head). lse2, delta: fp32 by (sequence,
+    KV head, packed row). sums_desc: the sum of dQ, in lines of 32 columns. SCALED, VARLEN: as in backward_tiles."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], q_desc.dtype)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 128], q_desc.dtype)
     TILE: gl.constexpr = TensorMemoryLayout([128, 128], col_stride=1)

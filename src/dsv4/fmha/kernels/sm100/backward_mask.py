@@ -1,6 +1,6 @@
-"""Visibility in the gradients of sm_100a: which rows of Y a tile of X meets, which of them need no mask, and the mask.
+"""Masks of the gradients on sm_100a: which rows of Y a tile of X is multiplied with, and which of them need a mask.
 
-KEYS: X are keys and Y packed rows of queries, else the other way round (backward_tiles.py).
+KEYS: X are keys and Y packed rows of queries, otherwise X are rows and Y keys (backward_tiles.py).
 """
 
 from dsv4.fmha.kernels.tiles import end_key, first_key
@@ -11,7 +11,7 @@ PAST_ALL = gl.constexpr(1 << 30)  # rows
 
 @gluon.jit
 def streamed(own, sizes, KEYS: gl.constexpr):
-    """(first row, end) of Y that some of the 128 rows of X from `own` on meet."""
+    """Return [first, end) of the rows of Y that are visible to, or see, some of the 128 rows of X from `own` on."""
     offset = sizes.keys - sizes.tokens
     if KEYS:
         last = gl.minimum(own + 127, sizes.keys - 1)
@@ -27,7 +27,7 @@ def streamed(own, sizes, KEYS: gl.constexpr):
 
 @gluon.jit
 def all_visible(own, sizes, KEYS: gl.constexpr):
-    """[first, end) of Y: no tile of it needs a mask."""
+    """Return [first, end) of the rows of Y in which no tile needs a mask."""
     offset = sizes.keys - sizes.tokens
     if KEYS:  # rows that see all of the 128 keys
         token = gl.maximum(own + 127 - offset - sizes.right, 0)
@@ -42,7 +42,7 @@ def all_visible(own, sizes, KEYS: gl.constexpr):
 
 @gluon.jit
 def zero_masked(p, own, at, sizes, L: gl.constexpr, KEYS: gl.constexpr):
-    """p [128, columns], from `own` of X and `at` of Y on, with 0 where the row does not see the key."""
+    """Return p [128, columns], which begins at `own` of X and `at` of Y, with 0 where the row does not see the key."""
     x = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
     y = (at + gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, L)))[None, :]
     if KEYS:

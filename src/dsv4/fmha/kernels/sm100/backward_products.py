@@ -1,6 +1,6 @@
-"""dQ, dK and dV on sm_100a from P and dS in memory, head dims 256 and 512; product_tiles.py has the tiles.
+"""Compute dQ, dK and dV on sm_100a from P and dS in memory, head dims 256 and 512; product_tiles.py defines the tiles.
 
-One CTA per multiprocessor loops over tiles of 128 rows, or keys, and 256 columns. Role chart::
+One CTA per SM loops over tiles of 128 rows, or keys, and 256 columns. Role chart::
 
     load    1 warp   | a, b of the steps of tile 1 | of tile 2 ...
     mma     1 warp   | steps of tile 1             | of tile 2 ...
@@ -22,8 +22,8 @@ free[slot]      commit of mma      1           load           the product that r
 acc_ready[i]    commit of mma      1           left, right    the tile is complete
 acc_free[i]     left, right        2           mma            the tile is read
 
-Where the rows of a pair come in several slabs, dK and dV wait in `sums` for the next one: fp32 [2, whole tiles of keys,
-D].
+If the rows of a pair are split into several slabs, `sums` keeps dK and dV for the next one: fp32 [2, whole tiles of
+keys, D].
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
@@ -86,7 +86,7 @@ def send(x, out, desc, place, tile, H: gl.constexpr):
 @gluon.jit
 def out_role(acc, out, gradients, ragged, sums_ptr, slab, scales, H: gl.constexpr, D: gl.constexpr,
              SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
-    """Columns 128 H .. 128 H + 127 of every tile, one row per thread."""
+    """Store columns 128 H .. 128 H + 127 of every tile; a thread has one row."""
     L: gl.constexpr = acc.slots.index(0).slice(0, 128).get_reg_layout()
     row = gl.arange(0, 128, layout=gl.SliceLayout(1, L))
     column = H * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, L))

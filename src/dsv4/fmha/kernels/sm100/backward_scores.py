@@ -1,13 +1,13 @@
-"""P and dS of attention on sm_100a, to memory: tiles of 128 query rows times 128 keys, head dims 256 and 512.
+"""Store P and dS of attention on sm_100a in memory: tiles of 128 query rows times 128 keys, head dims 256 and 512.
 
-    S = Q K^T     P = 2^(S scale - lse2) where seen     dP = dO V^T     dS = P (dP - delta)
+    S = Q K^T     P = 2^(S scale - lse2) if visible     dP = dO V^T     dS = P (dP - delta)
 
-backward_products multiplies the rest. Why not in one kernel as at head dim 128: dK and dV of 128 keys would take 512
-columns of tensor memory each at head dim 512 (256 each at 256), all there are without S and dP; and Q, dO, K and V of
-128 rows take 512 KiB of shared memory. With 64 rows the tensor core runs at half its rate. Stored once and read by
-three products, P and dS cost 10 bytes for every 10 x head dim operations.
+backward_products computes the other products. One kernel, as at head dim 128, is not possible: dK and dV of 128 keys
+would need 512 columns of tensor memory each at head dim 512 (256 each at 256), which leaves none for S and dP, and Q,
+dO, K and V of 128 rows need 512 KiB of shared memory. With 64 rows the tensor core runs at half its rate. P and dS are
+stored once and read by three products, which costs 10 bytes for every 10 x head dim operations.
 
-One CTA per multiprocessor loops over tiles. Role chart::
+One CTA per SM loops over tiles. Role chart::
 
     load    1 warp   | chunks of Q, K ... dO, V of tile a    | of tile b ...
     mma     1 warp   | S of a, all chunks | dP of a          | S of b             | dP of b ...
@@ -32,8 +32,8 @@ s_free[i]       left, right        2           mma            S is read
 dp_ready[i]     commit of mma      1           left, right    dP is complete
 dp_free[i]      left, right        2           mma            dP is read
 
-Tensors and tiles are those of the Hopper kernel; score_tiles.score_tile() says which tiles are computed, which are
-written as zeros and which are left alone.
+Tensors and tiles are those of the Hopper kernel; score_tiles.score_tile() decides which tiles are computed, which are
+written as zeros and which are not written.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
@@ -55,7 +55,7 @@ class Scores:
 
 @gluon.jit
 def multiply(acc, chunks, stage, CHUNKS: gl.constexpr):
-    """acc [128, 128] = the products of the next chunks, added up."""
+    """Set acc [128, 128] to the sum of the products of the next chunks."""
     ring = chunks.ring
     for chunk in range(0, CHUNKS):
         ring.wait(stage)
@@ -83,7 +83,7 @@ def mma_role(chunks, scores, slab, CHUNKS: gl.constexpr, M: gl.constexpr, VARLEN
 
 @gluon.jit
 def send(x, tile, desc, pair, row, key):
-    """x [128, 64] to memory by way of a tile of this role, from which the one before the last has left."""
+    """Store x [128, 64] in memory through a tile of this role that TMA has read since its last use."""
     BOX: gl.constexpr = desc.layout
     store_wait(1)
     tile.store(x)
@@ -94,7 +94,7 @@ def send(x, tile, desc, pair, row, key):
 @gluon.jit
 def score_role(scores, out, p_desc, ds_desc, terms, slab, scales, H: gl.constexpr, SCALED: gl.constexpr,
                M: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
-    """Keys 64 H .. 64 H + 63 of every tile, one row per thread."""
+    """Compute P and dS of keys 64 H .. 64 H + 63 of every tile; a thread has one row."""
     DTYPE: gl.constexpr = out.dtype
     L: gl.constexpr = scores.s.slots.index(0).slice(0, 64).get_reg_layout()
     ds_scale = 1.0
@@ -151,7 +151,8 @@ def backward_scores(
     SCORE_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
-    """terms: lse2 and delta [pairs of the slab, all rows of a pair]. M: rows of the tiles of backward_products."""
+    """Store P and dS. terms: lse2 and delta [pairs of the slab, all rows of a pair]. M: rows of a tile of
+    backward_products."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     CHUNKS: gl.constexpr = D // 64
     TILE: gl.constexpr = TensorMemoryLayout([128, 128], col_stride=1)

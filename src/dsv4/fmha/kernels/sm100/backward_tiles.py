@@ -1,36 +1,37 @@
 """Gradients of FMHA on sm_100a, head dims 64 and 128: two launches of one kernel, no atomics, the same bits every run.
 
-A CTA owns 128 rows of X and streams tiles of 128 rows of Y past them. Who is who::
+A CTA owns 128 rows of X and streams tiles of 128 rows of Y past them. X and Y of each launch::
 
     launch    X0, X1    Y0, Y1    S = X0 Y0^T   dP = X1 Y1^T        accumulated in tensor memory
     KEYS      K, V      Q, dO     S^T           dP^T                dV += P^T dO,  dK += dS^T Q
     queries   Q, dO     K, V      S             dP                  dQ += dS K
 
-    P = 2^(S scale - lse2) where seen     dS = P (dP - delta)
+    P = 2^(S scale - lse2) if visible     dS = P (dP - delta)
 
-P^T and dS^T are the left operands as they lie in tensor memory; nothing is transposed. Seven products of the size of
-the scores where a kernel that adds dQ by atomics needs five: no fp32 workspace, no second pass over it, one order of
-summation. Query heads of one KV head are packed rows (tiles.py), so that dK and dV are summed over them in the loop.
-Role chart (KEYS)::
+P^T and dS^T are the left operands as they lie in tensor memory; nothing is transposed. The launches need seven products
+of the size of the scores, and a kernel that adds dQ with atomics needs five, but there is no fp32 workspace, no second
+pass over it, and one order of summation. Query heads of one KV head are packed rows (tiles.py), so the loop sums dK and
+dV over them. Role chart (KEYS)::
 
     load      1 warp   | X0 X1 | Y0 Y1 of tile 0 | of tile 1 | ...
     mma       1 warp   | S0 dP0 |      | dV(P0) S1 |       | dK(dS0) dP1 | dV(P1) S2 | ...
     left      4 warps  |        | P0 .......|  dS0 ........|  P1 ....... | ...           columns 0-63 of every tile
     right     4 warps  |        | P0 .......|  dS0 ........|  P1 ....... | ...           columns 64-127
 
-While the two take the exponentials of one tile the tensor core has dS of the one before, and the other way round. dQ
-needs no P: S of the next tile is issued as soon as this one is in registers, a product earlier than for dK and dV. A
-quarter of the exponentials is computed without the unit that the two share. A row of Q is a column of S^T: every
-thread reads lse2 and delta of all columns from shared memory, delta under the exponentials.
+While left and right compute the exponentials of a tile, the tensor core multiplies dS of the previous tile; while they
+compute dS, it multiplies P. dQ needs no P: S of the next tile is issued as soon as this one is in registers, one
+product earlier than for dK and dV. A quarter of the exponentials is computed without the exponential unit, which left
+and right share. A row of Q is a column of S^T: every thread reads lse2 and delta of all columns from shared memory,
+delta during the exponentials.
 
 tensor memory   columns        holds                                       head dim 64     128
-s               128            S, fp32 [128, 128]; P takes the place       128             128
-dp              128            dP; dS takes the place                      128             128
-acc             2 x D          dK and dV; D with one: dQ                   128             256
+s               128            S, fp32 [128, 128]; P overwrites it         128             128
+dp              128            dP; dS overwrites it                        128             128
+acc             2 x D          dK and dV; or D columns: dQ                 128             256
                                                                            = 384           = 512
 
-P and dS of columns 0-63, as 16-bit numbers, lie in the first half of the columns where S had them, and those of 64-127
-in the first half of theirs: left and right touch different columns, and the left operand is two tiles of K = 64.
+P and dS of columns 0-63, as 16-bit numbers, lie in the first half of these columns of S, and those of 64-127 in the
+first half of theirs: left and right access different columns, and the left operand is two tiles of K = 64.
 
 shared memory   bytes               holds
 x               2 x 256 D           [128, D] each: X0, X1
@@ -53,10 +54,10 @@ dp_ready        commit of mma       1           left, right        dP is complet
 ds_ready        left, right         2           mma                dS is stored, dP is read
 done            commit of mma       1           left, right        the accumulators are complete
 
-S of the next tile overwrites P of this one, and dP overwrites dS: the products that read them were issued before, and
-the tensor core works in order. TMA fills what lies past the end of a tensor with zeros, so nothing foreign enters a
-product; lse2 of rows past the end is +inf, which makes P 0 (without the unit 2^-126, which is multiplied by zeros).
-VARLEN: one batch of all sequences, at whose ends TMA stops too (fmha/kernels/ragged.py). load zeroes keys before a
+S of the next tile overwrites P of this one, and dP overwrites dS: the products that read them were issued earlier, and
+the tensor core works in order. TMA fills what lies past the end of a tensor with zeros, so products read no other rows.
+lse2 of rows past the end is +inf, which makes P 0 (2^-126 without the exponential unit, and zeros multiply it).
+VARLEN: all sequences are one batch, and TMA stops at their ends too (fmha/kernels/ragged.py). load zeroes keys before a
 window, which may hold NaN.
 """
 
@@ -94,7 +95,7 @@ class Memory:
 
 @aggregate
 class TileProduct:
-    """What one CTA has to do: of X the rows from `own` on, of Y `tiles` tiles from row `first` on."""
+    """The work of one CTA: the rows of X from `own` on, and `tiles` tiles of Y from row `first` on."""
 
     own: Value
     first: Value
@@ -126,14 +127,14 @@ class Result:
 
 @gluon.jit
 def stage0(memory, j):
-    """Where Y0 of tile j is."""
+    """Return the stage with Y0 of tile j."""
     DEPTH: gl.constexpr = memory.y.slots.shape[0] - 2
     return Stage(j % DEPTH, j // DEPTH % 2)
 
 
 @gluon.jit
 def stage1(memory, j):
-    """Where Y1 of tile j is."""
+    """Return the stage with Y1 of tile j."""
     DEPTH: gl.constexpr = memory.y.slots.shape[0] - 2
     return Stage(DEPTH + j % 2, j // 2 % 2)
 
@@ -146,7 +147,7 @@ def load_x(x, memory, ready, own, D: gl.constexpr):
 
 @gluon.jit
 def load_own(x, memory, own, sizes, D: gl.constexpr, KEYS: gl.constexpr, VARLEN: gl.constexpr):
-    """X; 0 in keys that no query sees."""
+    """Load X, with 0 in keys that no query sees."""
     unseen: gl.constexpr = False
     if KEYS and VARLEN:
         unseen = own < first_visible(sizes)
@@ -163,7 +164,7 @@ def load_own(x, memory, own, sizes, D: gl.constexpr, KEYS: gl.constexpr, VARLEN:
 
 @gluon.jit
 def load_y(desc, place, memory, slot, row, D: gl.constexpr):
-    """A tile of Y from `row` of the sequence on."""
+    """Load a tile of Y from `row` of the sequence on."""
     mbarrier.expect(memory.y.ready.at(slot), 128 * D * 2)
     load_rows(desc, place, memory.y.slots.index(slot), memory.y.ready.at(slot), row, D)
 
@@ -191,14 +192,14 @@ def load_role(x, y, memory, work, sizes, numbers, D: gl.constexpr, KEYS: gl.cons
 
 @gluon.jit
 def operand(tile, H: gl.constexpr, DTYPE: gl.constexpr):
-    """Where the 16-bit numbers [128, 64] of half H lie: the first half of the columns of its fp32 numbers."""
+    """Return the 16-bit numbers [128, 64] of half H, in the first half of the columns of its fp32 numbers."""
     half = tile.reinterpret(gl.float32, [2, 128, 64], TensorMemoryLayout([128, 64], col_stride=1)).index(H)
     return half.reinterpret(DTYPE, [128, 128], TensorMemoryLayout([128, 128], col_stride=1)).slice(0, 64)
 
 
 @gluon.jit
 def accumulate(acc, tile, y, first, DTYPE: gl.constexpr):
-    """acc += P or dS [128, 128], by halves, times y [128, D]; first: overwrite."""
+    """Add P or dS [128, 128], by halves, times y [128, D] to acc; first: overwrite acc."""
     for h in gl.static_range(2):
         tcgen05_mma(operand(tile, h, DTYPE), y.slice(h * 64, 64, dim=0), acc, use_acc=(h > 0) | (first == 0))
 
@@ -221,7 +222,7 @@ def mma_role(memory, work, KEYS: gl.constexpr):
         if not KEYS:
             ring.release_after_mma(begin1)
         for j in range(0, n):
-            at = zero(j)  # else the descriptors of all products would be kept in registers, and spilled
+            at = zero(j)  # otherwise ptxas keeps the descriptors of all products in registers, and spills them
             at0 = stage0(memory, j)
             at1 = stage1(memory, j)
             next0 = stage0(memory, j + 1)
@@ -250,21 +251,21 @@ def mma_role(memory, work, KEYS: gl.constexpr):
 
 @gluon.jit
 def row_numbers(ptr, own, sizes, L: gl.constexpr, OTHER: gl.constexpr):
-    """lse2 or delta of the rows of scores [128, 64] from `own` on, one per thread."""
+    """Return lse2 or delta of the rows of scores [128, 64] from `own` on, one per thread."""
     row = (own + gl.arange(0, 128, layout=gl.SliceLayout(1, L)))[:, None]
     return gl.load(ptr + row, mask=row < sizes.rows, other=OTHER)
 
 
 @gluon.jit
 def column_numbers(memory, number, first, L: gl.constexpr, COLUMNS: gl.constexpr = 64):
-    """lse2 or delta of columns of the scores, all of them in every thread."""
+    """Return lse2 or delta of columns of the scores, all of them in every thread."""
     return memory.stat.index(number).slice(first, COLUMNS).load(gl.SliceLayout(0, L))[None, :]
 
 
 @gluon.jit
 def powers(x, masked):
-    """2^x; a quarter of the columns without the unit that both groups share, unless some row is masked: 2^-inf has to
-    be 0 there."""
+    """Return 2^x; a quarter of the columns without the exponential unit, which both groups share, unless some row is
+    masked: there 2^-inf has to be 0."""
     a, b = halves(x)
     b, c = halves(b)
     if masked:
@@ -278,7 +279,7 @@ def powers(x, masked):
 def score_role(
     memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, SCALED: gl.constexpr
 ):
-    """Columns 64 H .. 64 H + 63 of every tile: P, then dS; in the end, a half of the result."""
+    """Compute P, then dS, of columns 64 H .. 64 H + 63 of every tile, and finally store a half of the result."""
     HALVES: gl.constexpr = TensorMemoryLayout([128, 64], col_stride=1)
     s = memory.s.reinterpret(gl.float32, [2, 128, 64], HALVES).index(H)
     dp = memory.dp.reinterpret(gl.float32, [2, 128, 64], HALVES).index(H)
@@ -303,7 +304,7 @@ def score_role(
             memory.p_ready.arrive(0)
         x, score = scores.exponents(x, lse2, numbers.scale)
         if KEYS:
-            delta = column_numbers(memory, 2 * at0.index + 1, H * 64, L)  # under the exponentials
+            delta = column_numbers(memory, 2 * at0.index + 1, H * 64, L)  # during the exponentials
         p = powers(x, masked)
         if masked:
             p = zero_masked(p, own, first + H * 64, sizes, L, KEYS)
@@ -332,7 +333,7 @@ def score_role(
 
 @gluon.jit
 def finish(acc, ptr, stride, factor, work, rows, BEGIN: gl.constexpr, WIDTH: gl.constexpr):
-    """Columns BEGIN .. of an accumulator [128, D] times factor -> rows of the gradient; 0 where nothing was added."""
+    """Store columns BEGIN .. of an accumulator [128, D], times factor, as rows of the gradient; 0 without any tile."""
     L: gl.constexpr = acc.slice(0, 32).get_reg_layout()
     row = work.own + gl.arange(0, 128, layout=gl.SliceLayout(1, L))
     offset = row.to(gl.int64) * stride
@@ -346,7 +347,7 @@ def finish(acc, ptr, stride, factor, work, rows, BEGIN: gl.constexpr, WIDTH: gl.
 
 @gluon.jit
 def scaled(scales, SCALED: gl.constexpr):
-    """(the scale of dS, the factors of dQ or dK and of dV)."""
+    """Return (the scale of dS, the factors of dQ or dK and of dV)."""
     ds_scale = 1.0
     factor0 = scales.gradient
     factor1 = 1.0
@@ -376,9 +377,9 @@ def backward_tiles(
     SCORE_REGS: gl.constexpr,
     WARP_REGS: gl.constexpr,
 ):
-    """Grid: tiles of X, then (sequence, KV head). lse2, delta: fp32 by (sequence, KV head, packed row). KEYS: gradients
-    of k and v, else of q, twice. SCALED (fp16): P was multiplied by scales.p and dS by the number at scales.ds_ptr.
-    VARLEN: `whole` has rows, tokens and keys of all sequences, which begin where cu_q and cu_k say."""
+    """Compute gradients. Grid: tiles of X, then (sequence, KV head). lse2, delta: fp32 by (sequence, KV head, packed
+    row). KEYS: gradients of k and v, otherwise of q, twice. SCALED (fp16): P was multiplied by scales.p and dS by the
+    number at scales.ds_ptr. VARLEN: `whole` has rows, tokens and keys of all sequences; they start at cu_q and cu_k."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, D], x0_desc.dtype)
     OUTPUTS: gl.constexpr = 2 if KEYS else 1
     x = gl.allocate_shared_memory(x0_desc.dtype, [2, 128, D], MATRIX)

@@ -1,4 +1,4 @@
-"""What one main-loop iteration of the forward kernel costs on an SM of sm_100, resource by resource.
+"""The cost of one main-loop iteration of the forward kernel on an SM of sm_100, resource by resource.
 
 In an iteration, all query tiles of a CTA process one tile of keys. Nothing here was measured. The rates and their
 sources:
@@ -58,7 +58,7 @@ class Budget:
 
     @property
     def tensor_share(self) -> float:
-        """The best share of the tensor core's time, with all else hidden under the slowest resource."""
+        """The best share of the tensor core's time, if everything else overlaps with the slowest resource."""
         return self.tensor_cycles / max(self.tensor_cycles, self.exp_cycles, self.shared_cycles)
 
 
@@ -72,8 +72,8 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
     tile = keys * head_dim * 2  # bytes of a K or V tile
     scores = rows * keys
     by_unit = tiles * scores * 23 // 32 if tiles == 2 else tiles * scores
-    # Written by TMA: K and V. Read by the tensor core, for each query tile: Q and K, then V; P too where it is there,
-    # after softmax has written it, once for every 256 columns of O.
+    # TMA writes K and V. For each query tile the tensor core reads Q and K, then V; if softmax writes P to shared
+    # memory, it reads P too, once for every 256 columns of O.
     p_bytes = 0 if p_tmem else (1 + -(-head_dim // MMA_N)) * 2 * scores
     shared = 2 * tile + tiles * (rows * head_dim * 2 + 2 * tile + p_bytes)
     # S: written by the tensor core, read by softmax. P: written, then read. O: read and written by the tensor core.
@@ -99,7 +99,7 @@ def pair_budget() -> Budget:
 
 @dataclass(frozen=True)
 class SparseBudget:
-    """The budget of a block of rows picked by number, for 64 heads of one query: what one CTA does."""
+    """The budget of one CTA for a block of listed rows and 64 heads of one query."""
 
     rows: str  # bf16, fp8
     ctas: int  # that share the products
@@ -148,7 +148,7 @@ class BackwardBudget:
 
     @property
     def tensor_share(self) -> float:
-        """The best share of the tensor core's time, with all else hidden under the slowest resource."""
+        """The best share of the tensor core's time, if everything else overlaps with the slowest resource."""
         return self.tensor_cycles / max(self.tensor_cycles, self.exp_cycles, self.shared_cycles)
 
 

@@ -26,7 +26,7 @@ OTHER_SHARED = 3072  # bytes at most for row statistics, barriers and the compil
 
 
 def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
-    """Tile sizes of one head dim. p_tmem: P through tensor memory (the default where it fits) or shared memory."""
+    """Return the tile sizes of a head dim. p_tmem: P is in tensor memory (the default if it fits) or shared memory."""
     if p_tmem is None:
         p_tmem = head_dim < 512
     if p_tmem and head_dim == 512:
@@ -48,8 +48,8 @@ def tiling(head_dim: int, p_tmem: bool | None = None) -> Tiling:
 
 
 def check_budget(head_dim: int, rows: int, keys: int, tiles: int, slots: int, p_tmem: bool) -> None:
-    """What the compiler does not check: an over-budget kernel compiles to an empty body."""
-    p_columns = tiles * keys // 2 if tiles == 2 else 0  # else in the place of S, or in shared memory
+    """Raise ValueError if the kernel needs too much memory: the compiler would compile it to an empty body."""
+    p_columns = tiles * keys // 2 if tiles == 2 else 0  # otherwise P overwrites S or is in shared memory
     columns = (3 - tiles) * keys + p_columns + tiles * head_dim * rows // 128
     shared = 2 * (tiles * rows * head_dim + slots * keys * min(head_dim, 256) + (0 if p_tmem else 2 * rows * keys))
     if columns > MAX_COLUMNS or shared + OTHER_SHARED > MAX_SHARED:
@@ -60,7 +60,7 @@ def check_budget(head_dim: int, rows: int, keys: int, tiles: int, slots: int, p_
 
 
 def supports(p: FmhaProblem) -> str | None:
-    """None, or why this kernel cannot run the problem."""
+    """Return None, or why this kernel cannot run the problem."""
     return batch_reason(p)
 
 
@@ -68,7 +68,7 @@ def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | Non
     p, out = converted(p, program) if converts_first(p) else p, p.out
     p = widened(p, program)
     if p_tmem is None and pairs(p, target):
-        # Its layouts need Triton 3.9; what imports this module to ask `supports` may have another.
+        # Its layouts need Triton 3.9; code that imports this module only to call `supports` may have another version.
         from dsv4.fmha.kernels.sm100.forward_pair import fmha_forward_pair
 
         prepare_split(p, target, program, fmha_forward_pair, PAIR)
@@ -83,8 +83,8 @@ def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | Non
 
 
 def pairs(p: FmhaProblem, target: Target) -> bool:
-    """Whether pairs of CTAs take the problem: head dim 512, dense, at least a tile of rows, keys that are better not
-    split, and every key seen by some query: what lies before may be NaN, and a pair loads its tiles as they are."""
+    """Return whether pairs of CTAs run the problem: head dim 512, dense, at least a tile of rows, keys that are better
+    not split, and every key visible to some query: other keys may be NaN, and a pair loads its tiles as they are."""
     if p.head_dim != 512 or p.kind != "dense" or p.e4m3 or p.max_seqlen_q * p.group < PAIR.rows:
         return False
     if 0 <= p.left < p.max_seqlen_k - p.max_seqlen_q:
@@ -94,6 +94,6 @@ def pairs(p: FmhaProblem, target: Target) -> bool:
         return True
     if p.deterministic or is_partial(p):
         return False
-    # A step takes one CTA, with 64 rows and 64 keys, as long as a pair with 128 and 128. A plan has room for splits; it
-    # does not ask for them.
+    # A step of one CTA, with 64 rows and 64 keys, lasts as long as one of a pair with 128 and 128. A plan has room for
+    # splits, but does not request them.
     return rounds_of_steps(p, target, PAIR) <= rounds_of_steps(p, target, alone)

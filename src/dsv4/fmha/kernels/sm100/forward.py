@@ -1,8 +1,8 @@
 """FMHA forward on sm_100a, head dims 64 to 512.
 
-One CTA takes TILES tiles of BM packed query rows of one (sequence, KV head) and walks its keys in tiles of BN. The
-product for the next keys is issued before P V of these: with two tiles (two_tiles.py) the softmax of one runs under the
-products of the other, with one (one_tile.py) S has two stages. Role chart (two tiles; S0 = scores of tile 0)::
+One CTA processes TILES tiles of BM packed query rows of one (sequence, KV head), and its keys in tiles of BN. The
+product for the next keys is issued before P V of these. With two tiles (two_tiles.py) the softmax of one overlaps with
+the products of the other; with one (one_tile.py) S has two stages. Role chart (two tiles; S0 = scores of tile 0)::
 
     load        | K0 | K1   V0   K2   V1   ...
     mma         | S0 . S1 . | S0' PV0 | S1' PV1 | S0" PV0' | ...            one warp, all tensor-core work
@@ -17,9 +17,9 @@ head dim   BM x TILES   BN    tensor memory (columns)                       shar
 512        64  x 1      64    S 2x64, O 256 (*)            = 384            Q 64  ring 4 x 32   P 16
 (*) 64 rows use half of the 128 lanes; the two halves of O lie side by side in the lanes, 256 columns each.
 
-P goes through tensor memory (P_TMEM) or, with one tile, shared memory. With one tile it takes the place of S. With two
-it has its own, and S is free as soon as the softmax has it in registers: the tiles take turns at one. At 512 the A
-operand of 64 rows cannot come from tensor memory, so P goes through shared memory.
+P is stored in tensor memory (P_TMEM) or, with one tile, in shared memory. With one tile, P in tensor memory overwrites
+S. With two it has columns of its own, and S is free as soon as the softmax has it in registers: the tiles use one S
+alternately. At 512 an A operand of 64 rows cannot be in tensor memory, so P is in shared memory.
 A ring slot holds BN keys of min(D, 256) columns: at 512 a K or V tile is two slots. With one query tile and k the same
 tensor as v (latents), a tile is loaded once and stays in its slots for both products.
 
@@ -36,7 +36,7 @@ pv_done[i]       commit of mma              softmax,         P V is complete: O 
 stat_ready       softmax                    correction       one tile: alpha (in the end maximum and sum) is in stat
 stat_free        correction                 softmax          one tile: stat is read
 o_rescaled       correction                 mma              one tile: O is rescaled for the next P V
-landed           TMA bytes                  load             a tile with foreign rows is there, to be zeroed in part
+landed           TMA bytes                  load             a tile with rows of others is there, to be zeroed in part
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory
@@ -92,8 +92,8 @@ def make_memory(
     slots = gl.allocate_shared_memory(DTYPE, [SLOTS, BN, DS], KL)
     stat = gl.allocate_shared_memory(gl.float32, [2, BM], ROW)
     COLUMNS: gl.constexpr = TensorMemoryLayout([BM, BN], col_stride=1)
-    # One S for two tiles: head dim 128 has room for no more, and at 64 it keeps the groups from computing their
-    # exponentials at the same time.
+    # Two tiles share one S: at head dim 128 there is no room for more, and at 64 this keeps the groups from computing
+    # their exponentials at the same time.
     s = allocate_tensor_memory(gl.float32, [3 - TILES, BM, BN], COLUMNS)
     if TILES == 2:
         p = allocate_tensor_memory(DTYPE, [TILES, BM, BN], COLUMNS)
@@ -119,7 +119,7 @@ def make_memory(
     )
 
 
-# One variant per head dim, dtype, P path and way of reading keys: nothing else may make Triton compile again.
+# There is one variant per head dim, dtype, P path and way of reading keys; nothing else may make Triton compile again.
 @gluon.jit
 def fmha_forward(
     tensors,
@@ -164,9 +164,9 @@ def fmha_forward(
             tensors.part_lse_ptr,
         )
         table_ptr = tensors.table_ptr + seq.to(gl.int64) * sizes.table_stride
-        # Row of the partial results: split-major, then as the rows of q (token, head).
+        # The row of the partial results: split-major, then in the order of q's rows (token, head).
         part_row = split.to(gl.int64) * sizes.total_q + gl.where(varlen, q_start, seq * tokens)
-        is_split = (tensors.part_ptr.to(gl.int64) != 0).to(gl.int32)  # no memory for partial results: none are wanted
+        is_split = (tensors.part_ptr.to(gl.int64) != 0).to(gl.int32)  # no memory for partial results: there are none
         outer = gl.where(varlen, 0, seq)
         # TMA fills what lies past a dense tensor with zeros; elsewhere other rows follow the last key.
         landed_end = keys
@@ -180,7 +180,7 @@ def fmha_forward(
         k_rows, v_rows = kv_rows(tensors, sizes, strides)
         source = Source(k_desc, v_desc, k_rows, v_rows, where)
         sign, k_is_v = opts.sign, opts.k_is_v
-        # Tiles of two slots by cp.async would wait for each other: a slot is announced only after the next is free.
+        # With cp.async, the two slots of a tile would deadlock: a slot is announced only after the next is free.
         if TILES == 2 or KV_LOAD == loads.CP_ASYNC:
             k_is_v = 0
         if TILES == 2:

@@ -1,8 +1,8 @@
 """FMHA forward at head dim 512 on sm_100a by pairs of CTAs: 128 packed query rows, 64 of them in each CTA.
 
 Role chart, memory maps and barriers are those of pair_roles.py. A work tile is 128 rows of one (sequence, KV head), and
-K and V of a block are 128 keys in a row, which TMA brings, K split by rows and V by columns over the pair. Dense
-tensors only, where TMA's own bounds end a sequence.
+K and V of a block are 128 consecutive keys. TMA loads them, K split by rows and V by columns over the pair. The kernel
+accepts only dense tensors, where TMA's bounds end a sequence.
 """
 
 from dsv4.fmha.kernels import loads
@@ -38,7 +38,7 @@ ROWS = gl.constexpr(128)
 
 @aggregate
 class Arguments:
-    """The kernel's, for its roles."""
+    """The kernel's arguments, for its roles."""
 
     tensors: Value
     sizes: Value
@@ -48,8 +48,8 @@ class Arguments:
 
 @gluon.jit
 def tile_coord(tile_id, arguments):
-    """(sequence, KV head, first row, first key, number of blocks) of a work tile. The tiles of a head are neighbours:
-    one finds in L2 what another read; those with the most keys come first."""
+    """Return (sequence, KV head, first row, first key, number of blocks) of a work tile. The tiles of a head are
+    neighbours, so that they share keys in L2; those with the most keys are first."""
     sizes, opts = arguments.sizes, arguments.opts
     tokens, keys, kv_heads, group = sizes.tokens, sizes.keys, sizes.kv_heads, sizes.group
     tiles = (tokens * group.number + ROWS - 1) // ROWS
@@ -64,7 +64,7 @@ def tile_coord(tile_id, arguments):
 
 @gluon.jit
 def load_role(arguments, k_desc, v_desc, memory, num_tiles):
-    """The work tiles of this pair, one after the other: the number of blocks, Q, then K and V as places become free."""
+    """Load, for each work tile of this pair, the number of blocks, Q, then K and V as places become free."""
     kv, k_ready, v_ready = memory.kv, memory.k_ready, memory.v_ready
     tensors, sizes, strides = arguments.tensors, arguments.sizes, arguments.strides
     group = sizes.group
@@ -108,7 +108,7 @@ def load_role(arguments, k_desc, v_desc, memory, num_tiles):
 
 @gluon.jit
 def softmax_role(arguments, memory, num_tiles):
-    """P = exp2(S - m) block by block."""
+    """Compute P = exp2(S - m) block by block."""
     s, sizes, opts = memory.s, arguments.sizes, arguments.opts
     tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, opts.left, opts.right
     LS: gl.constexpr = s.index(0).get_reg_layout()
@@ -146,7 +146,7 @@ def softmax_role(arguments, memory, num_tiles):
 
 @gluon.jit
 def store_role(arguments, memory, num_tiles):
-    """O / l -> out, lse of work tile after work tile."""
+    """Store O / l and the LSE of each work tile."""
     LO: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     tensors, strides = arguments.tensors, arguments.strides
     tokens, group = arguments.sizes.tokens, arguments.sizes.group

@@ -8,7 +8,7 @@ from dsv4.kernels.ring import Stage, producer_stage
 
 @aggregate
 class Filling:
-    """Where the load role stands."""
+    """The progress of the load role."""
 
     stage: Stage
     filled: Value  # slots so far
@@ -17,14 +17,14 @@ class Filling:
 
 @gluon.jit
 def announce_before(ring, stage, PENDING: gl.constexpr):
-    """The slot before this stage has landed, and all but the newest PENDING groups of cp.async."""
+    """Announce the slot before this stage, once all but the newest PENDING groups of cp.async have landed."""
     SLOTS: gl.constexpr = ring.slots.shape[0]
     loads.announce(ring.ready.at(gl.where(stage.index == 0, SLOTS, stage.index) - 1), PENDING)
 
 
 @gluon.jit
 def load_tile(desc, kv_rows, memory, state, where, row, D: gl.constexpr, KV_LOAD: gl.constexpr):
-    """One K or V tile: D // DS ring slots."""
+    """Load one K or V tile into D // DS ring slots."""
     ring = memory.ring
     BN: gl.constexpr = ring.slots.shape[1]
     DS: gl.constexpr = ring.slots.shape[2]
@@ -37,7 +37,7 @@ def load_tile(desc, kv_rows, memory, state, where, row, D: gl.constexpr, KV_LOAD
             )
         elif KV_LOAD == loads.CP_ASYNC:
             loads.cp_async_rows(kv_rows, ring.slot(stage), where, row, part * DS, BN, DS)
-            if filled > 0:  # this slot's copies are under way while the one before is announced
+            if filled > 0:  # this slot's copies are in flight while the previous slot is announced
                 announce_before(ring, stage, 1)
         else:
             landed_phase = loads.fill(desc, ring.slot(stage), ring.ready_at(stage), memory.landed.at(0), landed_phase,
@@ -59,7 +59,7 @@ def load_v(state, source, memory, row, D: gl.constexpr, KV_LOAD: gl.constexpr):
 
 @gluon.jit
 def load_role(source, memory, tiles, k_is_v, D: gl.constexpr, KV_LOAD: gl.constexpr):
-    """Fills the ring in the order in which the mma role reads it: K0 K1 V0 K2 V1 .., or K0 K1 K2 .. when k is v."""
+    """Fill the ring in the order in which the mma role reads it: K0 K1 V0 K2 V1 .., or K0 K1 K2 .. if k is v."""
     BN: gl.constexpr = memory.ring.slots.shape[1]
     state = Filling(producer_stage(), gl.to_tensor(0), gl.to_tensor(0))
     if tiles.begin < tiles.end:

@@ -1,5 +1,5 @@
 """The roles of forward.py with one query tile: head dims 256 and 512. S has two stages, so that the products for the
-next keys run under the softmax of these; what rescales O is a role of its own."""
+next keys overlap with the softmax of these; a separate role rescales O."""
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma
 
@@ -14,7 +14,7 @@ AT_A_TIME = gl.constexpr(64)  # columns of O
 
 @gluon.jit
 def p_operand(s, p, DTYPE: gl.constexpr, P_TMEM: gl.constexpr):
-    """Where P of a stage lives: the first half of S's columns, as 16-bit elements, or a shared-memory tile."""
+    """Return P of a stage: the first half of S's columns, as 16-bit elements, or a shared-memory tile."""
     if P_TMEM:
         BM: gl.constexpr = s.shape[0]
         BN: gl.constexpr = s.shape[1]
@@ -72,7 +72,7 @@ def mma_role(memory, n, k_is_v, D: gl.constexpr, P_TMEM: gl.constexpr):
 
 @gluon.jit
 def step(memory, bounds, m, l, j, column, scale, masked, P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr):
-    """P of one tile of keys -> the rows' maxima and sums. masked: whether some row does not see some of these keys."""
+    """Store P of one tile of keys; return the rows' maxima and sums. masked: some row does not see some keys."""
     stage = j % 2
     s = memory.s.index(stage)
     LS: gl.constexpr = s.get_reg_layout()
@@ -100,7 +100,7 @@ def step(memory, bounds, m, l, j, column, scale, masked, P_TMEM: gl.constexpr, K
 
 @gluon.jit
 def softmax_role(memory, work_tile, tile_row, sign, D: gl.constexpr, P_TMEM: gl.constexpr, KV_LOAD: gl.constexpr):
-    """Loads Q, then P = exp2(S - m) tile by tile, one row per thread."""
+    """Load Q, then compute P = exp2(S - m) tile by tile; a thread has one row."""
     tiles, scale = work_tile.tiles, work_tile.problem.scale
     BM: gl.constexpr = memory.q.shape[1]
     BN: gl.constexpr = memory.ring.slots.shape[1]
@@ -129,7 +129,7 @@ def softmax_role(memory, work_tile, tile_row, sign, D: gl.constexpr, P_TMEM: gl.
 
 @gluon.jit
 def correction_role(memory, work_tile, tile_row, n, split, D: gl.constexpr):
-    """Rescales O when a maximum moved, and in the end normalises it and stores it."""
+    """Rescale O if a maximum moved; finally normalise and store it."""
     o, stat, pv_done = memory.o.index(0), memory.stat, memory.pv_done.at(0)
     RO: gl.constexpr = gl.SliceLayout(1, o.slice(0, AT_A_TIME).get_reg_layout())
     for j in range(1, n):

@@ -1,9 +1,9 @@
 """Pairs of CTAs on sm_100a: memory, barriers and roles that V4 attention and FMHA share.
 
 The tensor cores of a pair work on one product of 128 rows: each CTA has 64 rows in all of its 128 lanes, which is the
-full rate, where 64 rows of one CTA alone have half of it. A product takes its right operand in halves: of K the rows
-are split (each CTA holds 64 of 128 keys, all columns), of V the columns (each CTA holds all 128 keys, half of the
-columns). Role chart of one work tile of three blocks, the same in both CTAs; products are issued by the first::
+full rate; 64 rows of a single CTA have half of it. Each CTA holds half of the right operand: of K half of the rows (64
+of 128 keys, all columns), of V half of the columns (of all 128 keys). Role chart of one work tile of three blocks, the
+same in both CTAs; the first issues the products::
 
     load     4 warps  | Q K0 | K1 |       V0 | K2      | V1   V2  | Q K0 of the next work tile, as Q is free
     scores   1 warp   |      | S0 = Q K0^T   | S1      |      S2  | S0 of the next work tile
@@ -11,8 +11,8 @@ columns). Role chart of one work tile of three blocks, the same in both CTAs; pr
     softmax  4 warps  |      |               | P0      | P1        | P2         | P0 of the next work tile ...
     store    4 warps  |      |               |         |           |            |            | O / l -> out
 
-Load, softmax and store are the kernels' own. A slot is 128 keys of 256 columns, 32 KB in each CTA; two slots make a
-place, which takes K or V of a block. A work tile of n blocks fills the two places in this order::
+Each kernel has its own load, softmax and store roles. A slot is 128 keys of 256 columns, 32 KB in each CTA; two slots
+are a place, which holds K or V of a block. A work tile of n blocks fills the two places in this order::
 
     place 0     K0 |    V0 |    V1 | ...        V(n-2) |            | K0 of the next work tile
     place 1        | K1    | K2    | ... K(n-1)        | V(n-1)     |
@@ -27,12 +27,13 @@ shared memory   bytes       holds, in each CTA
 q               2 x 32768   [64 rows, 256] each: columns 0-255 and 256-511 of Q
 kv              4 x 32768   slots: K [64 keys, 256] or V [128 keys, 128]
 p               2 x 16384   [64 rows, 128 keys] each: P of block j at j % 2
-stat            128         of the two halves of 64 rows, whether the reference has to move
+stat            128         for the two halves of 64 rows: whether the reference has to move
 rows            2 x 256     references and sums of the 64 rows of a work tile whose scores are done
 job             4           the number of blocks of the work tile (V4: and three words more)
 barriers        8 each
 
-A barrier of the pair is the first CTA's: both arrive there, and it alone waits. The others are each CTA's own.
+A barrier "of the pair" is in the first CTA: both CTAs arrive there, and only the first waits. Each CTA has its own
+copy of the others.
 
 barrier        arrives            count   waits             means
 job_ready      load (V4: plan)    1       all others        the number of blocks of the next work tile is in job
@@ -54,14 +55,14 @@ rows_free      store              1       softmax           rows has been read
 o_free[h]      store, of the      1       values            half h of the columns of a work tile's O has been read
                pair
 
-A commit arrives in both CTAs. No wait lags two phases behind, K and V having barriers of their own: a slot is filled
-with K again, or with V, after its own last product (k_ready, v_ready); p_ready[s] comes again after softmax has waited
-for pv_done[s], that is, for values, and s_ready[s] after scores has waited for p_ready[s]. Store waits for the last
-pv_done of a work tile after softmax has waited for the phase before; the phase after is of a product behind the next
-work tile's first, which overwrites O and waits for o_free.
+A commit arrives in both CTAs. No wait lags two phases behind, because K and V have separate barriers: a slot is filled
+with K again, or with V, after its own last product (k_ready, v_ready); p_ready[s] completes again after softmax has
+waited for pv_done[s], that is, for values, and s_ready[s] after scores has waited for p_ready[s]. Store waits for the
+last pv_done of a work tile after softmax has waited for the phase before; the phase after belongs to a product that
+follows the next work tile's first, which overwrites O and waits for o_free.
 
-What a thread of softmax holds of a row is half of its scores. Its warps exchange no maxima, only whether some row has
-to move (`softmax_block`): loads from shared memory come after those of products, and every exchange costs two barriers.
+A thread of softmax holds half of the scores of a row. Its warps exchange no maxima, only whether some row has to move
+(`softmax_block`): loads from shared memory queue behind those of products, and every exchange costs two barriers.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, allocate_tensor_memory, tcgen05_mma
@@ -71,7 +72,7 @@ from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon,
 from dsv4.kernels.ring import Barriers, init_barriers, new_pair_barriers
 
 KEYS = gl.constexpr(128)
-# Layouts over two CTAs: a basis of zeros gives both the same, a one halves that dimension.
+# Layouts over two CTAs: with a basis of zeros both have the same, a one splits that dimension.
 SLOT_K = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[1, 0]]))
 SLOT_V = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[0, 1]]))
 SLOT_BYTES = gl.constexpr(128 * 256)  # of one CTA
@@ -129,7 +130,7 @@ class Target:
 
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr, WORDS: gl.constexpr, READERS: gl.constexpr, BIAS: gl.constexpr):
-    """WORDS of a job, which READERS roles read; BIAS: for V4."""
+    """Allocate memory and barriers. A job has WORDS words, which READERS roles read; BIAS: for V4."""
     S: gl.constexpr = TensorMemoryLayout([64, 128], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
     O: gl.constexpr = TensorMemoryLayout([64, 256], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)
     q = gl.allocate_shared_memory(DTYPE, [2, 128, 256], SLOT_K)
@@ -204,7 +205,7 @@ def make_memory(DTYPE: gl.constexpr, WORDS: gl.constexpr, READERS: gl.constexpr,
 
 @gluon.jit
 def place_of_k(i):
-    """(place, how often the work tile has filled it before) of K of its block i."""
+    """Return (place of K of block i, how often the work tile has filled it before)."""
     return gl.minimum(i, 1), gl.maximum(i - 1, 0)
 
 
@@ -215,7 +216,7 @@ def place_of_v(i, n):
 
 @gluon.jit
 def tell(words, turn, memory):
-    """The number of blocks of the next work tile, and what else is known of it."""
+    """Publish the job of the next work tile: its number of blocks, and other words."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])
     memory.job_free.wait(0, (turn + 1) % 2)
     for i in gl.static_range(len(words)):
@@ -225,7 +226,7 @@ def tell(words, turn, memory):
 
 @gluon.jit
 def job_of(turn, WORDS: gl.constexpr, memory):
-    """What was told of the next work tile."""
+    """Return the job of the next work tile."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0], cga_layout=[[0]])
     memory.job_ready.wait(0, turn % 2)
     words = ()
@@ -237,20 +238,20 @@ def job_of(turn, WORDS: gl.constexpr, memory):
 
 @gluon.jit
 def begin(turn, memory):
-    """The number of blocks of the next work tile."""
+    """Return the number of blocks of the next work tile."""
     return job_of(turn, 1, memory)[0]
 
 
 @gluon.jit
 def last_scores(full, memory):
-    """The last commits arrive in both CTAs: neither may be gone before. At the end of the warp that loads Q."""
+    """Wait for the last commits, which arrive in both CTAs: neither CTA may exit before. For the warp that loads Q."""
     if full > 0:
         memory.q_free.wait(0, (full - 1) % 2)
 
 
 @gluon.jit
 def last_slots(at, memory):
-    """The same at the end of the warps that load K and V."""
+    """Do the same at the end of the warps that load K and V."""
     if at > 0:
         for slot in gl.static_range(4):
             memory.free.wait(slot, (at - 1) % 2)
@@ -258,14 +259,14 @@ def last_slots(at, memory):
 
 @gluon.jit
 def last_values(at, memory):
-    """The same for a commit that softmax had no need to wait for."""
+    """Do the same for a commit that softmax did not need to wait for."""
     if at > 1:
         memory.pv_done.wait(at % 2, (at // 2 - 1) % 2)
 
 
 @gluon.jit
 def scores_role(memory, num_tiles):
-    """S = Q K^T of block after block."""
+    """Compute S = Q K^T block by block."""
     at = 0  # blocks so far
     full = 0  # work tiles so far that have blocks
     turn = 0
@@ -278,7 +279,7 @@ def scores_role(memory, num_tiles):
             if at + i >= 2:
                 memory.p_ready.wait(stage, ((at + i) // 2 - 1) % 2)
             place, _use = place_of_k(i)
-            # Place 0 has had K once per work tile, place 1 all the others.
+            # Place 0 has held K once per work tile; place 1 has held all other K.
             phase = gl.where(i == 0, full, at - full + i - 1) % 2
             for h in gl.static_range(2):
                 slot = 2 * place + h
@@ -295,7 +296,7 @@ def scores_role(memory, num_tiles):
 
 @gluon.jit
 def values_role(memory, num_tiles):
-    """O += P V of block after block."""
+    """Compute O += P V block by block."""
     at = 0
     full = 0
     turn = 0
@@ -305,7 +306,7 @@ def values_role(memory, num_tiles):
             stage = (at + i) % 2
             memory.p_ready.wait(stage, ((at + i) // 2) % 2)
             place, _use = place_of_v(i, n)
-            # Place 1 has had V once per work tile, place 0 all the others.
+            # Place 1 has held V once per work tile; place 0 has held all other V.
             phase = gl.where(i == n - 1, full, at - full + i) % 2
             for h in gl.static_range(2):
                 slot = 2 * place + h
@@ -319,22 +320,22 @@ def values_role(memory, num_tiles):
         at += n
         full += gl.minimum(n, 1)
         turn += 1
-    if full > 0:  # both CTAs arrive at the first one's barrier, which may not be gone before
+    if full > 0:  # both CTAs arrive at a barrier of the first, which may not exit before
         for h in gl.static_range(2):
             memory.o_free.wait(h, (full - 1) % 2)
 
 
 @gluon.jit
 def by_halves(x):
-    """Scores [rows, keys] as [rows, 2, keys / 2]: what a thread holds of a row is its first half or its second."""
+    """Return scores [rows, keys] as [rows, 2, keys / 2]: a thread holds the first or the second half of a row."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2])
 
 
 @gluon.jit
 def softmax_block(x, m, l, at, first, memory):
-    """P of block `at` from its scores in base 2 (by halves) -> (reference of each row, sum of each half).
+    """Store P of block `at` from its scores in base 2 (by halves); return (reference of each row, sum of each half).
 
-    The warps ask each other only whether some row has to move: what a thread holds says whether its half does. Then the
+    The warps only exchange whether some row has to move, which each thread decides for its half. If one has to, the
     halves exchange their maxima, and O is rescaled.
     """
     p, o, stat = memory.p, memory.o, memory.stat
@@ -366,7 +367,7 @@ def softmax_block(x, m, l, at, first, memory):
 
 @gluon.jit
 def hand_over(m, l, turn, memory):
-    """References and sums of a work tile's rows, from softmax to store."""
+    """Hand the references and sums of a work tile's rows from softmax to store."""
     memory.rows_free.wait(0, (turn + 1) % 2)
     memory.rows.index(0).store(m)
     memory.rows.index(1).store(gl.sum(l, 1))
@@ -375,7 +376,7 @@ def hand_over(m, l, turn, memory):
 
 @gluon.jit
 def take_over(turn, memory):
-    """-> (reference, sum) of each row, as O comes from tensor memory."""
+    """Return (reference, sum) of each row, in the layout of O."""
     L: gl.constexpr = memory.o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()
     memory.rows_ready.wait(0, turn % 2)
     m = memory.rows.index(0).load(gl.SliceLayout(1, L))
@@ -386,10 +387,10 @@ def take_over(turn, memory):
 
 @gluon.jit
 def write(factor, there, out, part, memory, rope, split, TURN: gl.constexpr = True):
-    """O times a factor per row -> out, or fp32 -> part; zeros where O was not written (`there` is 0). A thread has 32
-    columns of a row and stores them as they are: shared memory has no room to turn them in.
+    """Store O times a factor per row in out, or as fp32 in part; zeros if O was not written (`there` is 0). A thread
+    has 32 columns of a row and stores them as they are: shared memory has no room to transpose them.
 
-    Rows of all are as O comes from tensor memory.
+    All row vectors are in the layout of O.
     """
     o = memory.o
     LO: gl.constexpr = o.index(0).reinterpret(gl.float32, [4, 128, 64], PIECE).index(0).get_reg_layout()

@@ -1,4 +1,4 @@
-"""What the roles of forward.py share: the queries, the scores that a row sees, P, and the finished rows."""
+"""Functions that the roles of forward.py share: they load queries, mask scores, store P, and store finished rows."""
 
 import struct
 
@@ -17,7 +17,7 @@ FACTORS = (0.05500895, 0.24221101, 0.69328293, 1.0)  # of exp2_by_fma
 
 
 def _by_both(by_unit: int, count: int) -> str:
-    """PTX of exp2_by_both: 2^x of `count` values, the first `by_unit` by the unit."""
+    """Return the PTX of exp2_by_both: 2^x of `count` values, the first `by_unit` by the exponential unit."""
     constants = dict(zip(("big", "less", "minus", "k3", "k2", "k1", "k0"), (12582912.0, -12582912.0, -1.0, *FACTORS)))
     lines = [".reg .b64 x, r, f, y, " + ", ".join(constants), ".reg .f32 a, b", ".reg .b32 c, d, e, g"]
     lines += [f"mov.b64 {k}, 0x{2 * struct.pack('>f', x).hex()}" for k, x in constants.items()]
@@ -39,7 +39,7 @@ REGISTERS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 16))
 
 @gluon.jit
 def load_queries(memory, work_tile, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr, AT_A_TIME: gl.constexpr):
-    """Rows of one tile -> shared memory."""
+    """Load the query rows of one tile into shared memory."""
     q, problem, strides = memory.q, work_tile.problem, work_tile.strides
     BM: gl.constexpr = q.shape[1]
     DS: gl.constexpr = q.shape[2]
@@ -53,7 +53,7 @@ def load_queries(memory, work_tile, tile_row, sign, TILE: gl.constexpr, D: gl.co
 
 @gluon.jit
 def scores(s, first_column, masked, bounds, L: gl.constexpr, KV_LOAD: gl.constexpr):
-    """Some columns of S from tensor memory; those that a row does not see are -inf."""
+    """Return some columns of S from tensor memory; keys that a row does not see are -inf."""
     x = capped(s.load(), bounds.scale)
     if masked:
         x = softmax.apply_mask(x, first_column, bounds.row_first, bounds.row_end, L)
@@ -65,11 +65,11 @@ def scores(s, first_column, masked, bounds, L: gl.constexpr, KV_LOAD: gl.constex
 
 @gluon.jit
 def exp2_by_fma(x):
-    """2^x for x up to 127, with a relative error of 1.1e-4, by plain arithmetic: the unit for exponentials makes 16 a
-    cycle in a multiprocessor. Below -126 it is 2^-126.
+    """Return 2^x for x up to 127, with a relative error of 1.1e-4, by plain arithmetic: the exponential unit of an SM
+    computes only 16 per cycle. Below -126 the result is 2^-126.
 
-    2^23 + 2^22 added and taken away leaves the nearest integer, whose low bits are then those of the sum; 2^f of the
-    rest, from -1/2 to 1/2, is a polynomial with the least greatest relative error.
+    Adding and subtracting 2^23 + 2^22 leaves the nearest integer, which is in the low bits of the sum. 2^f of the
+    remainder f, from -1/2 to 1/2, is the polynomial with the smallest maximum relative error.
     """
     x = gl.maximum(x, -126.0, propagate_nan=KEEP_NAN)
     rounded = x + 12582912.0
@@ -80,25 +80,25 @@ def exp2_by_fma(x):
 
 @gluon.jit
 def exp2_by_both(x):
-    """2^x for x up to 127: of 16 columns 10 by the unit for exponentials, 6 by FMA as in exp2_by_fma, two at a time."""
+    """Return 2^x for x up to 127: of 16 columns 10 by the exponential unit, 6 by FMA as in exp2_by_fma, in pairs."""
     return gl.inline_asm_elementwise(BY_BOTH, REGISTERS, [x], dtype=gl.float32, is_pure=True, pack=16)
 
 
 @gluon.jit
 def halves(x):
-    """The first columns and the last ones."""
+    """Return the first half of the columns and the second."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
 def whole(a, b):
-    """The columns of a, then those of b."""
+    """Return the columns of a, then those of b."""
     return gl.join(a, gl.convert_layout(b, a.type.layout)).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
 
 
 @gluon.jit
 def store_p(x, factor, m, p):
-    """P = exp2(x factor - m) of some columns -> where the tensor core reads it. Returns P before rounding."""
+    """Store P = exp2(x factor - m) of some columns where the tensor core reads it; return P before rounding."""
     y = gl.exp2(x * factor[:, None] - m[:, None])
     p.store(y.to(p.dtype))
     return y
@@ -106,7 +106,7 @@ def store_p(x, factor, m, p):
 
 @gluon.jit
 def store_rows(work_tile, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr, C: gl.constexpr):
-    """O of one tile, normalised, and its LSE -> memory, C columns at a time. n: tiles of keys, all in O at pv_done."""
+    """Store O of one tile, normalised, C columns at a time, and its LSE. n: tiles of keys, all in O at pv_done."""
     tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
     group, head = problem.group, problem.head
     BM: gl.constexpr = o.shape[0]

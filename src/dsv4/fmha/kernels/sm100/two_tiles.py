@@ -1,19 +1,19 @@
 """The roles of forward.py with two query tiles in flight: head dims 64 and 128.
 
-A tile's scores stay in tensor memory only until its softmax group has them in registers, and P has a place of its own.
-So the products for the next keys are issued before P V of these, and nothing in the chain of a group but its own work
-is waited for. The tiles take one S in turn, each while the other is in its exponentials.
+A tile's scores stay in tensor memory only until its softmax group has them in registers, and P has columns of its own.
+So the products for the next keys are issued before P V of these, and a group waits for nothing but its own work. The
+tiles use one S alternately, each while the other computes its exponentials.
 
     mma         | S0 .. S1 .. | S0' PV0 | S1' PV1 | S0" PV0' | ...
     softmax 0   |  read S0, P0 ............ | read S0', P0' ...
     softmax 1   |        read S1, P1 ............ | read S1', P1' ...
 
-A row keeps its reference until its maximum has grown by 2^8; where one moves, the group itself rescales O, so that the
-tensor core waits for no other role. Whether one moves is asked before the wait for P V of the keys before. Some of the
-exponentials are computed without the unit that the groups share (`softmax_parts.exp2_by_both`): between two products
-P V of a tile there is little else than exponentials. ptxas would put all other arithmetic of a step first or last, when
-the unit has nothing to do; so the third quarter of the columns waits for the sum of the first, and the fourth for that
-of the second.
+A row keeps its reference until its maximum has grown by 8 in base 2. If a reference moves, the group itself rescales O,
+so that the tensor core waits for no other role. The group finds out before it waits for P V of the previous keys. Some
+exponentials are computed without the exponential unit, which the groups share (`softmax_parts.exp2_by_both`): between
+two products P V of a tile there is little else than exponentials. ptxas would schedule all other arithmetic of a step
+first or last, while the unit is idle; so the third quarter of the columns depends on the sum of the first, and the
+fourth on that of the second.
 """
 
 from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout, tcgen05_mma
@@ -24,7 +24,7 @@ from dsv4.kernels import softmax
 from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.ring import consumer_stage
 
-VOTES = gl.constexpr(8)  # number of the hardware barrier of tile 0; Triton has the first few
+VOTES = gl.constexpr(8)  # number of the hardware barrier of tile 0; Triton uses the first few
 ANY = gl.constexpr("""{
     .reg .pred mine, some;
     setp.ne.b32 mine, $1, 0;
@@ -36,7 +36,7 @@ AFTER = gl.constexpr("{ .reg .b32 a; shr.u32 a, $2, 31; add.s32 $0, $1, a; }")
 
 @gluon.jit
 def multiply_scores(memory, TILE: gl.constexpr, stage):
-    """S of a tile for the keys in a ring slot."""
+    """Multiply S of a tile for the keys in a ring slot."""
     s = memory.s.index(0)
     tcgen05_mma(memory.q.index(TILE), memory.ring.slot(stage).permute((1, 0)), s, use_acc=False)
     memory.s_ready.arrive_after_mma(TILE)
@@ -62,7 +62,7 @@ def mma_role(memory, n):
                 stage = ring.next(stage)
             for i in gl.static_range(2):
                 if j + 1 < n:
-                    s_read.wait(1 - i, (j + i) % 2)  # who had S before: the other tile
+                    s_read.wait(1 - i, (j + i) % 2)  # the other tile, which used S before
                     multiply_scores(memory, i, k_stage)
                     if i == 1:
                         ring.release_after_mma(k_stage)
@@ -77,7 +77,7 @@ def mma_role(memory, n):
 
 @gluon.jit
 def rescale(o, alpha):
-    """O *= alpha, row by row, a few columns at a time: the scores stay in registers."""
+    """Multiply the rows of O by alpha, a few columns at a time, so that the scores stay in registers."""
     BM: gl.constexpr = o.shape[0]
     N: gl.constexpr = o.shape[1] // 16
     parts = o.reinterpret(gl.float32, [N, BM, 16], TensorMemoryLayout([BM, 16], col_stride=1))
@@ -88,24 +88,24 @@ def rescale(o, alpha):
 
 @gluon.jit
 def some_row(x, TILE: gl.constexpr):
-    """Whether x holds for some row of the tile. A maximum over rows would pass through shared memory, whose loads come
-    after those of products."""
+    """Return whether x holds for some row of the tile. A maximum over rows would use shared memory, where its loads
+    queue behind those of products."""
     return gl.inline_asm(ANY, "=r,r,n", [x.to(gl.int32), VOTES + TILE], gl.int32, False) > 0
 
 
 @gluon.jit
 def after(m, l):
-    """m, which ptxas cannot know before l: the sign of a sum of powers is added to its bits."""
+    """Return m so that ptxas cannot use it before l: the sign of a sum of powers, 0, is added to its bits."""
     l = gl.convert_layout(l, m.type.layout)
     return gl.inline_asm_elementwise(AFTER, "=r,r,r", [m, l], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def store_quarter(x, factor, m, masked, p, QUARTER: gl.constexpr):
-    """P = 2^(x factor - m) of a quarter of the columns -> tensor memory. Returns the sum of each row."""
+    """Store P = 2^(x factor - m) of a quarter of the columns in tensor memory; return the sum of each row."""
     R: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     x = x * gl.convert_layout(factor, R)[:, None] - gl.convert_layout(m, R)[:, None]
-    if masked or QUARTER == 3:  # 2^-inf; the last has no arithmetic behind it that could hide more
+    if masked or QUARTER == 3:  # 2^-inf; no arithmetic follows the last quarter that could overlap with more
         y = gl.exp2(x)
     else:
         y = exp2_by_both(x)
@@ -116,7 +116,7 @@ def store_quarter(x, factor, m, masked, p, QUARTER: gl.constexpr):
 
 @gluon.jit
 def step(memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, KV_LOAD: gl.constexpr):
-    """P of one tile of keys -> the rows' references and sums. masked: whether some row does not see some of them."""
+    """Store P of one tile of keys; return the rows' references and sums. masked: some row does not see some keys."""
     s, p = memory.s.index(0), memory.p.index(TILE)
     x = scores(s, column, masked, bounds, s.get_reg_layout(), KV_LOAD)
     memory.s_read.arrive(TILE)
@@ -126,7 +126,7 @@ def step(memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, KV_
     moves = top - m > softmax.RESCALE_ABOVE
     some = some_row(moves, TILE)
     if j > 0:
-        memory.pv_done.wait(TILE, (j - 1) % 2)  # O and P of the keys before are not in use any more
+        memory.pv_done.wait(TILE, (j - 1) % 2)  # O and P of the previous keys are no longer in use
     if some:
         alpha = gl.where(moves, gl.exp2(m - top), 1.0)
         m = gl.where(moves, top, m)
@@ -148,7 +148,7 @@ def step(memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, KV_
 
 @gluon.jit
 def softmax_role(memory, work_tile, tile_row, sign, split, TILE: gl.constexpr, D: gl.constexpr, KV_LOAD: gl.constexpr):
-    """Rows of one tile, one per thread: loads Q, then P tile by tile, in the end O / l."""
+    """Process the rows of one tile, one per thread: load Q, compute P tile by tile, finally store O / l."""
     tiles, scale, pv_done = work_tile.tiles, work_tile.problem.scale, memory.pv_done.at(TILE)
     BM: gl.constexpr = memory.q.shape[1]
     BN: gl.constexpr = memory.ring.slots.shape[1]
