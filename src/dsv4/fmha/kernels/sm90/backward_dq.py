@@ -1,15 +1,15 @@
-"""dQ of attention on sm_90a by itself, head dims 64 and 128: a CTA owns 128 rows and goes through the keys.
+"""Only dQ of attention on sm_90a, head dims 64 and 128: a CTA owns 128 rows and streams the keys past them.
 
-    S = Q K^T    P = 2^(S scale - lse2) where seen    dP = dO V^T    dS = P (dP - delta)    dQ += dS K
+    S = Q K^T    P = 2^(S scale - lse2) if visible    dP = dO V^T    dS = P (dP - delta)    dQ += dS K
 
-dK and dV are backward_keys.py's: seven products in all instead of five, and no atomics. Role chart::
+backward_keys.py computes dK and dV: together seven products instead of five, and no atomics. Role chart::
 
     load    1 warp  | Q, dO | K, V of the next keys ...
-    left    4 warps | rows 0-63:  S | dP, P under it | dS | dQ and the next S
-    right   4 warps | rows 64-127: the same; while one takes the exponential the other keeps the tensor cores busy
+    left    4 warps | rows 0-63:  S | dP, P meanwhile | dS | dQ and the next S
+    right   4 warps | rows 64-127: the same; while one computes exponentials the other keeps the tensor cores busy
 
 shared memory   bytes                holds
-q, dout         2 x 64 x D x 2       [2, 64, D] each: rows of left and right; q in the end dQ
+q, dout         2 x 64 x D x 2       [2, 64, D] each: rows of left and right; q finally holds dQ
 k, v            SLOTS x 128 x D x 2  [SLOTS, 128, D] each
 barriers        8 each
 
@@ -18,7 +18,7 @@ own_ready       load: TMA bytes    1 + bytes   left, right    Q and dO are there
 ready[slot]     load: TMA bytes    1 + bytes   left, right    K and V are in the slot
 free[slot]      left, right        2           load           both have used it
 
-Keys before a window, which may hold NaN, are not read: the first tile of keys begins where the first row's window does.
+Keys before a window, which may hold NaN, are not read: the first tile of keys begins at the first row's window.
 """
 
 from dsv4.fmha.kernels.backward_arguments import GradientTile, Terms
@@ -44,7 +44,7 @@ class Memory:
 
 @gluon.jit
 def keys_of(row, sizes):
-    """[first, end) of the keys that some of 128 packed rows see."""
+    """Return [first, end) of the keys that some of 128 packed rows see."""
     tokens, keys = sizes.tokens, sizes.keys
     first = first_key(row // sizes.group, tokens, keys, sizes.left)
     end = end_key(gl.minimum((row + 127) // sizes.group, tokens - 1), tokens, keys, sizes.right)
@@ -64,7 +64,7 @@ def load_role(rows, keys, memory, own, sizes, D: gl.constexpr):
 
 @gluon.jit
 def visible(p, row, key, sizes, LS: gl.constexpr):
-    """P [64 rows, 128 keys], 0 where the row does not see the key."""
+    """Return P [64 rows, 128 keys], with 0 where the row does not see the key."""
     tokens, keys, group, left, right = sizes.tokens, sizes.keys, sizes.group, sizes.left, sizes.right
     last = gl.minimum((row + 63) // group, tokens - 1)
     if (key < first_key(last, tokens, keys, left)) | (key + 128 > end_key(row // group, tokens, keys, right)):
@@ -78,11 +78,11 @@ def visible(p, row, key, sizes, LS: gl.constexpr):
 @gluon.jit
 def step(s, dq, memory, row, key, stage, turn, lse2, delta, sizes, scales, ds_scale, W: gl.constexpr,
          D: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
-    """128 keys, S of which is under way -> S of the next 128 with MORE."""
+    """Process 128 keys, whose S is in flight; return S of the next 128 with MORE."""
     q, dout, ring = memory.q, memory.dout, memory.ring
     LS: gl.constexpr = accumulator(128)
     LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
-    opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
+    opaque = zero(turn)  # otherwise ptxas keeps the wgmma descriptors of fixed places in registers
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     dp = scores(dout.index(opaque + W), memory.v.index(stage.index))
     p, s = probabilities(s, lse2[:, None], scales.s)
@@ -107,7 +107,7 @@ def step(s, dq, memory, row, key, stage, turn, lse2, delta, sizes, scales, ds_sc
 def dq_role(
     memory, dq_desc, place, terms, own, sizes, scales, W: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
-    """dQ of 64 packed rows."""
+    """Compute dQ of 64 packed rows."""
     LS: gl.constexpr = accumulator(128)
     row = own + 64 * W
     number = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LS))
@@ -153,8 +153,8 @@ def backward_dq(
     DQ_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
-    """One program: 128 packed rows of a pair of sequence and KV head. lse2, delta [pairs, rows]; dq [batch, KV head,
-    packed row, column] like q. VARLEN as in backward_keys."""
+    """Compute dQ. A program has 128 packed rows of a pair of sequence and KV head. lse2, delta [pairs, rows]; dq
+    [batch, KV head, packed row, column] like q. VARLEN as in backward_keys."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
@@ -168,7 +168,7 @@ def backward_dq(
     if VARLEN:
         tiles = whole.rows // 128 + whole.sequences
     pair = gl.program_id(0) // tiles
-    row = (tiles - 1 - (gl.program_id(0) - pair * tiles)) * 128  # of causal ones the longest first
+    row = (tiles - 1 - (gl.program_id(0) - pair * tiles)) * 128  # causal: the longest tiles start first
     head = pair % whole.heads
     work = GradientTile(pair // whole.heads, head, head, row, 0, 0)
     sizes = whole

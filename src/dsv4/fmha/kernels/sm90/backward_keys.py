@@ -1,27 +1,27 @@
-"""dK, dV and, with ADD_DQ, dQ of attention on sm_90a, head dims 64 and 128: a CTA owns 128 keys and goes through the
-rows of a pack of query heads, or through one of `splits` parts of them where there are too few key tiles for the
-multiprocessors. Where several CTAs own the same keys, what they have of dK and dV is summed in fp32 in memory.
+"""dK, dV and, with ADD_DQ, dQ of attention on sm_90a, head dims 64 and 128: a CTA owns 128 keys and streams the rows of
+a pack of query heads past them, or one of `splits` parts of the rows if there are too few key tiles for the SMs. If
+several CTAs own the same keys, their shares of dK and dV are summed in fp32 in memory.
 
-    S^T = K Q^T    P^T = 2^(S^T scale - lse2) where seen    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
+    S^T = K Q^T    P^T = 2^(S^T scale - lse2) if visible    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
     dV += P^T dO   dK += dS^T Q    dQ = dS K
 
 With ADD_DQ there are five products, and dQ of the 128 keys is added to an fp32 sum in memory (gradient_sums.py), in no
-order: the last bits of dQ differ from run to run. Without it there are no atomics; backward_dq.py finds dQ and computes
-S and dP again: seven products. Role chart of a step, ROWS packed rows::
+fixed order: the last bits of dQ differ from run to run. Without it there are no atomics; backward_dq.py computes dQ,
+and S and dP again: seven products. Role chart of a step, ROWS packed rows::
 
     load    1 warp  | Q, dO, lse2, delta of the next rows
-    left    4 warps | keys 0-63:  P, dP under it | dV under way | dS | dK | half of the last dQ | next S, dQ to memory
-    right   4 warps | keys 64-127: the same; while one takes the exponential the other keeps the tensor cores busy
+    left    4 warps | keys 0-63:  P, dP meanwhile | dV in flight | dS | dK | half of the last dQ | next S, dQ to memory
+    right   4 warps | keys 64-127: the same; while one computes exponentials the other keeps the tensor cores busy
 
-A product of dQ takes the dS of left and right; left computes columns 0-63 of it at head dim 128, rows 0-63 at 64. It is
-that of the step before, so neither role waits for the other's dS of this step.
+A product for dQ reads the dS of left and right; left computes columns 0-63 of it at head dim 128, rows 0-63 at 64. It
+belongs to the previous step, so neither role waits for the other's dS of this step.
 
 shared memory   bytes                 holds
-k, v            2 x 128 x D x 2       [2, 64, D] each: the keys of left and right; v in the end dV, then dK
+k, v            2 x 128 x D x 2       [2, 64, D] each: the keys of left and right; v finally holds dV, then dK
 q, dout         SLOTS x ROWS x D x 2  [SLOTS, ROWS, D] each
 stat            SLOTS x ROWS x 8      [SLOTS x 2, ROWS]: lse2 and delta of the rows, fp32
 ds              2 x 128 x ROWS x 2    [2 x 2, 64, ROWS]: ADD_DQ: dS^T of left and of right, two steps
-sum_tiles       2 x 64 x 64 x 4       [2, 128, 32]: ADD_DQ: fp32 on its way to sums: halves of dQ, in the end dV and dK
+sum_tiles       2 x 64 x 64 x 4       [2, 128, 32]: ADD_DQ: fp32 on its way to sums: halves of dQ, finally dV and dK
 barriers        8 each
 
 barrier         arrives            count       waits          means
@@ -31,11 +31,11 @@ free[slot]      left, right        2           load           both have used it
 ds_ready[slot]  left, right        2           left, right    dS of both is in the slot
 landed          TMA bytes          1 + bytes   load           VARLEN: K and V are there, with keys that no query sees
 
-Step n writes slot n & 1 of ds, which the product of step n - 1 (that of dS n - 2) reads: both roles have done it when
-they have released what they read in step n - 1, so that free[slot] says it too. This is why SLOTS is 2 with ADD_DQ.
+Step n writes slot n & 1 of ds, which the product in step n - 1 (of dS n - 2) reads: both roles have finished it when
+they release what they read in step n - 1, so free[slot] covers it too. This is why SLOTS is 2 with ADD_DQ.
 
 Tensors are [batch, KV head, packed row, column] as in backward_scores.py. TMA fills what lies past the end with zeros;
-P is 0 there, because of lse2 or of the mask. VARLEN: one batch of all sequences, at whose ends TMA stops too
+P is 0 there, because of lse2 or of the mask. VARLEN: all sequences are one batch, and TMA stops at their ends too
 (fmha/kernels/ragged.py). load zeroes keys before a window, which may hold NaN.
 """
 
@@ -67,7 +67,7 @@ ALL = gl.constexpr(1 << 30)  # past every row
 
 @aggregate
 class Part:
-    """The rows that a CTA goes through: a part of those that see its keys."""
+    """The rows that a CTA processes: a part of those that see its keys."""
 
     first: Value  # packed row, the first of a step
     end: Value
@@ -91,7 +91,7 @@ class Memory:
 
 @gluon.jit
 def make_barriers(slots, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):
-    """-> ring over the slots, own_ready, landed, ds_ready"""
+    """Return (ring over the slots, own_ready, landed, ds_ready)."""
     own_ready = new_barriers(1)
     ring = new_ring(slots, 2)
     barriers = (own_ready, ring.ready, ring.free)
@@ -109,13 +109,13 @@ def make_barriers(slots, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):
 
 @gluon.constexpr_function
 def accumulator(columns):
-    """[64, columns] of a warpgroup."""
+    """Return zeros [64, columns] in the layout of a warpgroup's accumulator."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def rows_of(key, sizes, ROWS: gl.constexpr):
-    """[first, end) of the tiles of packed rows that see some of 128 keys."""
+    """Return [first, end) of the tiles of packed rows that see some of 128 keys."""
     offset = sizes.keys - sizes.tokens
     first = gl.maximum(key - offset - sizes.right, 0)
     end = gl.minimum(gl.minimum(key + 128, sizes.keys) - offset + sizes.left, sizes.tokens)
@@ -124,14 +124,14 @@ def rows_of(key, sizes, ROWS: gl.constexpr):
 
 @gluon.jit
 def cut(first, end, split, splits, ROWS: gl.constexpr):
-    """[first, end) of part `split`, in whole steps of ROWS rows."""
+    """Return [first, end) of part `split`, in whole steps of ROWS rows."""
     steps = (gl.maximum(end - first, 0) + ROWS - 1) // ROWS
     return first + steps * split // splits * ROWS, gl.minimum(first + steps * (split + 1) // splits * ROWS, end)
 
 
 @gluon.jit
 def load_keys(keys, memory, own, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
-    """K and V of 128 keys."""
+    """Load K and V of 128 keys."""
     unseen: gl.constexpr = False
     if VARLEN:
         unseen = own < first_visible(sizes)
@@ -160,14 +160,14 @@ def load_role(rows, keys, memory, terms, own, part, sizes, D: gl.constexpr, VARL
         ring.acquire(stage)
         memory.stat.index(stage.index * 2).store(lse2)
         memory.stat.index(stage.index * 2 + 1).store(delta)
-        barrier()  # one lane arrives for all; Triton 3.6 puts nothing between
+        barrier()  # one lane arrives for all; Triton 3.6 inserts no barrier here
         load_next(rows, ring.slot(stage), memory.dout.index(stage.index), ring.ready_at(stage), row, D)
         stage = ring.next(stage)
 
 
 @gluon.jit
 def scores(x, y):
-    """x [64, D] times y [rows, D], transposed; under way."""
+    """Return x [64, D] times the transpose of y [rows, D], in flight."""
     ROWS: gl.constexpr = y.shape[0]
     s = gl.zeros([64, ROWS], gl.float32, accumulator(ROWS))
     return warpgroup_mma(x, y.permute((1, 0)), s, use_acc=False, is_async=True)
@@ -175,7 +175,7 @@ def scores(x, y):
 
 @gluon.jit
 def attending_rows(key, sizes):
-    """[first, end) of the packed rows that see a key (a number or a tensor of them)."""
+    """Return [first, end) of the packed rows that see a key (a number or a tensor of numbers)."""
     offset = sizes.keys - sizes.tokens
     first = gl.minimum(gl.maximum(key - offset - sizes.right, 0), sizes.tokens)
     end = gl.minimum(gl.maximum(key - offset + sizes.left + 1, 0), sizes.tokens)
@@ -185,8 +185,8 @@ def attending_rows(key, sizes):
 
 @gluon.jit
 def visible(p, row, key, whole, sizes, LS: gl.constexpr):
-    """P^T [64 keys, rows], 0 where the row does not see the key. whole: [first, end) of the rows that see all of
-    them; found once, because finding the token of a row takes a division."""
+    """Return P^T [64 keys, rows], with 0 where the row does not see the key. whole: [first, end) of the rows that see
+    all of them, computed once, because the token of a row needs a division."""
     ROWS: gl.constexpr = p.shape[1]
     if (row < whole[0]) | (row + ROWS > whole[1]):
         number = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LS))[None, :]
@@ -197,7 +197,7 @@ def visible(p, row, key, whole, sizes, LS: gl.constexpr):
 
 @gluon.jit
 def multiply_by_keys(memory, turn, opaque, W: gl.constexpr, D: gl.constexpr):
-    """dS of both roles in step `turn` times all keys -> the half of dQ that is role W's, [64, 64], under way."""
+    """Multiply dS of both roles in step `turn` by all keys; return role W's half of dQ, [64, 64], in flight."""
     PANEL: gl.constexpr = memory.k.layout
     ROWS: gl.constexpr = memory.stat.shape[1]
     keys = reinterpret(memory.k, [2 * (D // 64), 64, 64], PANEL)
@@ -215,8 +215,8 @@ def multiply_by_keys(memory, turn, opaque, W: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def step(s, dk, dv, memory, sums, row, key, stage, turn, more, whole, sizes, scales, ds_scale, W: gl.constexpr,
          D: gl.constexpr, SCALED: gl.constexpr, ADD_DQ: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
-    """The rows from `row` on, S of which is under way -> S of the next ones; if there are no more, of the same, for
-    nothing. turn: number of the step. ADD_DQ: dQ of the rows before, unless they are the FIRST."""
+    """Process the rows from `row` on, whose S is in flight; return S of the next rows, or, unused, of the same rows if
+    there are no more. turn: number of the step. ADD_DQ: also dQ of the previous rows, unless this is the FIRST step."""
     k, v, ring, stat = memory.k, memory.v, memory.ring, memory.stat
     ROWS: gl.constexpr = stat.shape[1]
     q, dout = ring.slot(stage), memory.dout.index(stage.index)
@@ -224,7 +224,7 @@ def step(s, dk, dv, memory, sums, row, key, stage, turn, more, whole, sizes, sca
     LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     lse2 = stat.index(stage.index * 2).load(gl.SliceLayout(0, LS))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    opaque = zero(turn)  # else the wgmma descriptors of fixed places would be kept in registers
+    opaque = zero(turn)  # otherwise ptxas keeps the wgmma descriptors of fixed places in registers
     dp = scores(v.index(opaque + W), dout)
     p, s = probabilities(s, lse2[None, :], scales.s)
     p = visible(p, row, key, whole, sizes, LS)
@@ -232,7 +232,7 @@ def step(s, dk, dv, memory, sums, row, key, stage, turn, more, whole, sizes, sca
         p16 = (p * scales.p).to(q.dtype)
     else:
         p16 = p.to(q.dtype)
-    # With 128 rows, P and dP leave no registers for a product of P that is under way.
+    # With 128 rows, P and dP leave no registers for a product of P in flight.
     EARLY: gl.constexpr = ROWS == 64
     if EARLY:
         dv = warpgroup_mma(gl.convert_layout(p16, LA), dout, dv, is_async=True)
@@ -250,7 +250,7 @@ def step(s, dk, dv, memory, sums, row, key, stage, turn, more, whole, sizes, sca
     dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))  # P's registers are free
     if ADD_DQ:
         if not FIRST:
-            ring.free.wait((turn - 1) & 1, (turn - 1) >> 1 & 1)  # the other role has multiplied what lies there
+            ring.free.wait((turn - 1) & 1, (turn - 1) >> 1 & 1)  # the other role has multiplied what this slot holds
         memory.ds.index((turn & 1) * 2 + W).store(d16)
         fence_async_shared()  # generic stores -> tensor-core reads
         memory.ds_ready.arrive(turn & 1)
@@ -261,7 +261,7 @@ def step(s, dk, dv, memory, sums, row, key, stage, turn, more, whole, sizes, sca
     s = scores(k.index(opaque + W), ring.slots.index(gl.where(more, after.index, stage.index)))
     if ADD_DQ and not FIRST:
         dq, dk = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dk))
-        store_wait(0)  # dQ's tile has been read; ahead of the barrier that release begins with
+        store_wait(0)  # dQ's tile has been read; before the barrier with which release begins
         ring.release(stage)
         add_block(dq, sums, sums.dq + (row // 64 - ROWS // 64) * (D // 64) + W, W)
     else:
@@ -272,7 +272,7 @@ def step(s, dk, dv, memory, sums, row, key, stage, turn, more, whole, sizes, sca
 
 @gluon.jit
 def send(x, tile, desc, place, row, D: gl.constexpr):
-    """x [64, D] to rows from `row` on of a sequence and head, by way of the tile."""
+    """Store x [64, D] in the rows from `row` on of a sequence and head, through the tile."""
     tile.store(x.to(tile.dtype))
     fence_async_shared()
     BOX: gl.constexpr = desc.layout
@@ -285,7 +285,7 @@ def send(x, tile, desc, place, row, D: gl.constexpr):
 @gluon.jit
 def gradient_role(memory, sums, results, own, part, sizes, scales, W: gl.constexpr, D: gl.constexpr,
                   SCALED: gl.constexpr, ADD_DQ: gl.constexpr):  # fmt: skip
-    """dK and dV of 64 keys, from a part of the rows. results: dK and dV."""
+    """Compute dK and dV of 64 keys from a part of the rows. results: dK and dV."""
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
     dv = gl.zeros([64, D], gl.float32, accumulator(D))
     ds_scale = 1.0
@@ -335,7 +335,7 @@ def gradient_role(memory, sums, results, own, part, sizes, scales, W: gl.constex
         send(dv, tile, results.y_desc, results.y_place, mine, D)
         send(dk * scale, tile, results.x_desc, results.x_place, mine, D)
     if ADD_DQ:
-        store_wait(0)  # shared memory is there until the last tile has been read
+        store_wait(0)  # shared memory must exist until the last tile has been read
 
 
 @gluon.jit
@@ -361,9 +361,9 @@ def backward_keys(
     GRADIENT_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
-    """One program: 128 keys of a pair of sequence and pack of query heads, one of `parts.splits` parts of the rows.
-    lse2, delta [pairs, rows]. VARLEN: `whole` has rows, tokens and keys of all sequences, which begin where cu_q and
-    cu_k say. sums_desc: the sums of gradient_sums.py."""
+    """Compute dK and dV, and add dQ. A program has 128 keys of a pair of sequence and pack of query heads, and one of
+    `parts.splits` parts of the rows. lse2, delta [pairs, rows]. VARLEN: `whole` has rows, tokens and keys of all
+    sequences, whose starts are in cu_q and cu_k. sums_desc: the sums of gradient_sums.py."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -384,8 +384,8 @@ def backward_keys(
         tiles = whole.keys // 128 + whole.sequences
     pieces = tiles * splits
     pairs = gl.num_programs(0) // pieces
-    # Several pairs go together, the longest tiles of all of them first: a pair by itself would begin its longest ones
-    # when others end. More at once would have more rows in use than the L2 holds.
+    # Several pairs are listed together, the longest tiles of all of them first: a single pair would begin its longest
+    # ones when others end. With more pairs, more rows would be in use than the L2 holds.
     begun = gl.program_id(0) // (pieces * parts.at_once) * parts.at_once
     width = gl.minimum(pairs - begun, parts.at_once)
     place = gl.program_id(0) - begun * pieces

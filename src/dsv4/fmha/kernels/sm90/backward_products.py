@@ -1,7 +1,7 @@
-"""dQ, dK and dV on sm_90a from P and dS in memory, head dims 256 and 512; product_tiles.py has the tiles.
+"""Compute dQ, dK and dV on sm_90a from P and dS in memory, head dims 256 and 512; product_tiles.py defines the tiles.
 
-One CTA per multiprocessor loops over tiles of 192 rows, or keys, and 256 columns. With 128 it would ask the L2 for 47
-bytes in a cycle, more than it gives: 603 TFLOP/s. Role chart::
+One CTA per SM loops over tiles of 192 rows, or keys, and 256 columns. With 128 rows it would request 47 bytes per cycle
+from the L2, more than that delivers: 603 TFLOP/s. Role chart::
 
     load    1 warp   | a, b of the steps of tile 1 | of tile 2 ...
     left    4 warps  | steps of tile 1: rows or keys 0-63, and columns 0-127 of 128-191      | out by TMA | tile 2 ...
@@ -17,8 +17,8 @@ barrier         arrives            count       waits          means
 ready[slot]     load: TMA bytes    1 + bytes   left, right    a and b are in the slot
 free[slot]      left, right        2           load           both have used it
 
-Where the rows of a pair come in several slabs, dK and dV wait in `sums` for the next one: fp32, in the order in which a
-warpgroup holds them (gradient_sums.py), a tile of [192, 256] after another.
+If the rows of a pair are split into several slabs, `sums` keeps dK and dV for the next one: fp32, in the order in which
+a warpgroup holds them (gradient_sums.py), one tile of [192, 256] after another.
 """
 
 from dsv4.fmha.kernels.product_tiles import (
@@ -78,7 +78,7 @@ def multiply(wide, narrow, slots, stage, tile, W: gl.constexpr, TRANSPOSED: gl.c
 
 @gluon.jit
 def send(x, out, desc, place, row, column):
-    """x [64, 128] to memory."""
+    """Store x [64, 128] in memory."""
     BOX: gl.constexpr = desc.layout
     store_wait(0)
     out.store(x.to(out.dtype))
@@ -90,7 +90,7 @@ def send(x, out, desc, place, row, column):
 
 @gluon.jit
 def send_all(wide, narrow, scale, out, desc, place, tile, W: gl.constexpr):
-    """The results of role W."""
+    """Store the results of role W."""
     halves = wide.reshape([64, 2, 128]).permute([0, 2, 1]).split()
     for n in gl.static_range(2):
         send(halves[n] * scale, out, desc, place, tile.own + 64 * W, tile.column + n * 128)

@@ -1,12 +1,12 @@
-"""P and dS of attention on sm_90a, to memory: tiles of 128 query rows times 128 keys.
+"""Store P and dS of attention on sm_90a in memory: tiles of 128 query rows times 128 keys.
 
-    S = Q K^T     P = 2^(S scale - lse2) where seen     dP = dO V^T     dS = P (dP - delta)
+    S = Q K^T     P = 2^(S scale - lse2) if visible     dP = dO V^T     dS = P (dP - delta)
 
-backward_products multiplies the rest. One CTA per multiprocessor loops over tiles. Role chart::
+backward_products computes the other products. One CTA per SM loops over tiles. Role chart::
 
     load    1 warp   | chunks of Q, K ... dO, V of tile a    | of tile b ...
     left    4 warps  | S of rows 0-63, all chunks | dP chunks 0, 1 | P, stored | dP, other chunks | dS, stored
-    right   4 warps  | the same of rows 64-127; while one takes the exponential the other keeps the tensor cores busy
+    right   4 warps  | the same of rows 64-127; while one computes exponentials the other keeps the tensor cores busy
 
 shared memory   bytes              holds
 a               SLOTS x 16384      [128, 64]: a chunk of 64 columns of Q or dO
@@ -19,9 +19,9 @@ ready[slot]     load: TMA bytes    1 + bytes   left, right    a chunk is in the 
 free[slot]      left, right        2           load           both have used it
 
 Tensors are [batch, KV head, packed row, column]: row r is token r // group of query head r % group of the KV head. TMA
-fills what lies past the end of a tensor with zeros, so nothing foreign enters a product; lse2 of such rows is +inf.
-A tile that no row sees is skipped, or written as zeros where backward_products will read it: score_tile() says. Of a
-varlen batch, slabs.py says where a sequence has its part of P and dS; TMA stops at its end (ragged.py).
+fills what lies past the end of a tensor with zeros, so products read no other rows; lse2 of such rows is +inf.
+A tile that no row sees is skipped, or written as zeros if backward_products will read it: score_tile() decides. In a
+varlen batch, slabs.py defines where P and dS of a sequence are; TMA stops at its end (ragged.py).
 """
 
 from dsv4.fmha.kernels.backward_arguments import Operands
@@ -42,7 +42,8 @@ from dsv4.kernels.ring import consumer_stage, init_barriers, new_ring
 
 @gluon.jit
 def multiply(acc, chunks, stage, last, begin, end, W: gl.constexpr):
-    """acc [64, 128] += chunks begin .. end. The newest product is under way, its slot, `last`, not free; -1: none."""
+    """Add chunks begin .. end to acc [64, 128]. The newest product is in flight and its slot, `last`, in use; -1:
+    none."""
     ring = chunks.ring
     for chunk in range(begin, end):
         ring.wait(stage)
@@ -57,7 +58,7 @@ def multiply(acc, chunks, stage, last, begin, end, W: gl.constexpr):
 
 @gluon.jit
 def send(x, tile, desc, pair, row, key):
-    """x [64, 128] to memory by way of the warpgroup's tile, when what was there before has left."""
+    """Store x [64, 128] in memory through the warpgroup's tile, after TMA has read what was there before."""
     BOX: gl.constexpr = desc.layout
     store_wait(0)
     tile.store(x)
@@ -70,9 +71,9 @@ def send(x, tile, desc, pair, row, key):
 @gluon.jit
 def score_role(chunks, out, p_desc, ds_desc, terms, slab, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
                SCALED: gl.constexpr, M: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
-    """Rows 64 W .. 64 W + 63 of every tile."""
+    """Compute P and dS of rows 64 W .. 64 W + 63 of every tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    EARLY: gl.constexpr = 2 if CHUNKS > 2 else 1  # chunks of dP that run under the exponential
+    EARLY: gl.constexpr = 2 if CHUNKS > 2 else 1  # chunks of dP that overlap with the exponentials
     ds_scale = 1.0
     if SCALED:
         ds_scale = gl.load(scales.ds_ptr)
@@ -130,7 +131,8 @@ def backward_scores(
     SCORE_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
-    """terms: lse2 and delta [pairs of the slab, all rows of a pair]. M: rows of the tiles of backward_products."""
+    """Store P and dS. terms: lse2 and delta [pairs of the slab, all rows of a pair]. M: rows of a tile of
+    backward_products."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     CHUNKS: gl.constexpr = D // 64
     a = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 128, 64], MATRIX)

@@ -1,12 +1,11 @@
-"""The order in which the looping kernel's CTAs take row tiles: the number that makes their work even.
+"""The order in which the looping kernel's CTAs process row tiles, chosen so that all CTAs have about the same work.
 
-A causal row tile is as long as the keys that it sees, from one tile of keys to all. `forward_persistent.locate` lists
-the row tiles by blocks of `together` (sequence, KV head), and CTA c takes every CTAs-th of the list from c on. How even
-that is depends on how the lengths of blocks and turns meet: with 21 heads of 3333 tokens and the block that has about
-one tile for every CTA, the longest share is 1.37 times the average, with another block 1.04 times. So the shares are
-added up for a few blocks, once for a shape. On shapes drawn at random the choice is within 3 % of a dynamic scheduler,
-which would need a counter in memory that something resets.
-"""
+A causal row tile has as many steps as it sees tiles of keys, from one to all. `tile_scheduler.locate` lists the row
+tiles by blocks of `together` (sequence, KV head), and CTA c processes every CTAs-th entry of the list from c on. How
+even that is depends on the lengths of blocks and rounds: with 21 heads of 3333 tokens and a block that has about one
+tile for every CTA, the longest share is 1.37 times the average, with another block 1.04 times. So the shares are added
+up for a few block sizes, once for a shape. On random shapes the choice is within 3 % of a dynamic scheduler, which
+would need a counter in memory that something resets."""
 
 from typing import NamedTuple
 
@@ -18,12 +17,12 @@ from dsv4.kernels.division import Divisor, divisor
 
 OVERHEAD = 0.8  # of a row tile, in tiles of keys
 EVEN_ENOUGH = 0.985  # average share over the longest
-MANY = 48  # row tiles of a CTA, of which any order is even
+MANY = 48  # row tiles of a CTA, from which on any order is even
 CACHED = 24 << 20  # bytes of K and V that the heads of a block may have together: they share the L2 cache
 
 
 class TileOrder(NamedTuple):
-    """The order as the kernel gets it."""
+    """The order in the form that the kernel reads."""
 
     row_tiles: Value  # of a (sequence, KV head)
     num_tiles: Value
@@ -47,7 +46,7 @@ class Order(NamedTuple):
 
 
 def order_of(p: FmhaProblem, rows: int, step: int, ctas: int) -> Order:
-    """The order for work tiles of ``rows`` rows and steps of ``step`` keys."""
+    """Return the order for work tiles of ``rows`` rows and steps of ``step`` keys."""
     pairs = p.batch * p.kv_heads
     lengths = _lengths(p, rows, step)
     if p.right < 0:  # all tiles are alike
@@ -70,7 +69,7 @@ def order_of(p: FmhaProblem, rows: int, step: int, ctas: int) -> Order:
 
 
 def _lengths(p: FmhaProblem, rows: int, step: int) -> torch.Tensor:
-    """Tiles of keys of the row tiles of a (sequence, KV head), with what a row tile costs besides."""
+    """Return the tiles of keys of each row tile of a (sequence, KV head), plus OVERHEAD."""
     tokens, keys = p.max_seqlen_q, p.max_seqlen_k
     row = torch.arange(0, tokens * p.group, rows)
     first = (row // p.group + (keys - tokens - p.left)).clamp(min=0) if p.left >= 0 else 0
@@ -82,7 +81,7 @@ def _lengths(p: FmhaProblem, rows: int, step: int) -> torch.Tensor:
 
 
 def _shares(lengths: torch.Tensor, pairs: int, together: int, ctas: int) -> torch.Tensor:
-    """The work of each CTA, by the list of `forward_persistent.locate`."""
+    """Return the work of each CTA, by the list of `tile_scheduler.locate`."""
     row_tiles = lengths.numel()
     tile_id = torch.arange(row_tiles * pairs)
     block = tile_id // (row_tiles * together)

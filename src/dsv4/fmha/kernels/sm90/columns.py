@@ -1,8 +1,8 @@
-"""Head dims between those that tiles have: products over the columns that there are.
+"""Head dims between the widths of tiles: products over the columns that exist.
 
-A tile in shared memory is D = 128 or 256 columns wide, a power of two. Of a head dim of 96 or 192 TMA brings what there
-is and zeros up to the next multiple of 64. Products take multiples of 32: Q and K are cut into pieces of 64 columns and
-perhaps one of 32, and O into one or two accumulators::
+A tile in shared memory is D = 128 or 256 columns wide, a power of two. With a head dim of 96 or 192, TMA loads these
+columns and fills zeros up to the next multiple of 64. Products have multiples of 32 columns: Q and K are cut into
+pieces of 64 columns and perhaps one of 32, and O into one or two accumulators::
 
     columns   Q, K pieces   O accumulators
     96        64 32         64 32
@@ -10,7 +10,7 @@ perhaps one of 32, and O into one or two accumulators::
     160       64 64 32      128 32
     192       64 64 64      128 64
 
-O is a tuple of accumulators, and Q one of pieces, of which there is one where the head dim is that of the tile.
+O is a tuple of accumulators and Q a tuple of pieces; each has one member if the head dim is the width of the tile.
 """
 
 from dsv4.kernels import softmax
@@ -37,37 +37,37 @@ def _value_pieces(columns, width):
 
 @gluon.constexpr_function
 def score_pieces(columns, width):
-    """How many pieces Q and K have, in a tile of `width` columns."""
+    """Return how many pieces Q and K have, in a tile of `width` columns."""
     return len(_score_pieces(columns, width))
 
 
 @gluon.constexpr_function
 def score_piece(columns, width, i, end):
-    """The first column of piece i, or how many it has."""
+    """Return the first column of piece i, or how many it has."""
     return _score_pieces(columns, width)[i][end]
 
 
 @gluon.constexpr_function
 def value_pieces(columns, width):
-    """How many accumulators O has."""
+    """Return how many accumulators O has."""
     return len(_value_pieces(columns, width))
 
 
 @gluon.constexpr_function
 def value_piece(columns, width, i, end):
-    """The first column of accumulator i, or how many it has."""
+    """Return the first column of accumulator i, or how many it has."""
     return _value_pieces(columns, width)[i][end]
 
 
 @gluon.constexpr_function
 def loaded(columns):
-    """The columns that TMA brings: whole panels."""
+    """Return the columns that TMA loads: whole panels."""
     return -(-columns // 64) * 64
 
 
 @gluon.jit
 def _piece(tile, C: gl.constexpr, I: gl.constexpr):
-    """Piece I of C columns of a tile [rows, D] of Q or K."""
+    """Return piece I of the C columns of a tile [rows, D] of Q or K."""
     D: gl.constexpr = tile.shape[1]
     if score_pieces(C, D) > 1:
         return tile.slice(score_piece(C, D, I, 0), score_piece(C, D, I, 1), dim=1)
@@ -77,7 +77,7 @@ def _piece(tile, C: gl.constexpr, I: gl.constexpr):
 
 @gluon.jit
 def operand(q, C: gl.constexpr, LS: gl.constexpr):
-    """The query rows in q [64, D] as pieces: in registers with D = 128, for which there is room."""
+    """Return the query rows in q [64, D] as pieces, in registers if D is 128, for which there is room."""
     D: gl.constexpr = q.shape[1]
     found = ()
     for i in gl.static_range(score_pieces(C, D)):
@@ -90,7 +90,7 @@ def operand(q, C: gl.constexpr, LS: gl.constexpr):
 
 @gluon.jit
 def scores(q, k, stage, C: gl.constexpr):
-    """S [64, BN] of a K tile: issued, not waited for."""
+    """Return S [64, BN] of a K tile: issued, not waited for."""
     BN: gl.constexpr = k.slots.shape[1]
     D: gl.constexpr = k.slots.shape[2]
     k.wait(stage)
@@ -124,7 +124,7 @@ def _add_piece(o, p, tile, FIRST: gl.constexpr):
 
 @gluon.jit
 def add_values(o, p, v, stage, C: gl.constexpr, SAME_KV: gl.constexpr):
-    """O += P V with a V tile: issued, not waited for."""
+    """Return O + P V with a V tile: issued, not waited for."""
     D: gl.constexpr = v.slots.shape[2]
     if not SAME_KV:
         v.wait(stage)
@@ -137,7 +137,7 @@ def add_values(o, p, v, stage, C: gl.constexpr, SAME_KV: gl.constexpr):
 
 @gluon.jit
 def wait(o):
-    """O when all products are complete."""
+    """Return O when all products are complete."""
     if len(o) == 1:
         return (warpgroup_mma_wait(num_outstanding=0, deps=(o[0],)),)
     else:
@@ -146,7 +146,7 @@ def wait(o):
 
 @gluon.jit
 def rescale(o, alpha, RARELY: gl.constexpr):
-    """O times the factors of its rows. RARELY: a warp whose factors are all 1 jumps over it."""
+    """Return O times the factors of its rows. RARELY: a warp whose factors are all 1 skips it."""
     found = ()
     for i in gl.static_range(len(o)):
         if RARELY:

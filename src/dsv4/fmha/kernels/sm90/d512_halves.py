@@ -1,4 +1,4 @@
-"""What a warpgroup that owns one half of the columns of O [64, 512] does before, between and after its products.
+"""The work of a warpgroup that owns one half of the columns of O [64, 512], before, between and after its products.
 
 HALF: 0 or 1. Shared memory and barriers are those of forward_d512.py and forward_d512_kv.py.
 """
@@ -17,7 +17,7 @@ MAXIMUM, FACTOR, SUMS = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
 
 @aggregate
 class Memory:
-    """What left and right share but for K and V: see forward_d512.py."""
+    """The memory that left and right share, except K and V: see forward_d512.py."""
 
     q: Value
     p: Value
@@ -28,14 +28,14 @@ class Memory:
     sum_ready: Barriers
 
 
-# Of scores [64, 64], and of one half of O [64, 256]
+# Layouts of scores [64, 64], and of one half of O [64, 256]
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALF_O = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 
 
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr, CODES: gl.constexpr):
-    """Shared memory and barriers, as forward_d512.py lists them -> Memory, ring of half slots for K and V, landed."""
+    """Make what forward_d512.py lists; return (Memory, ring of half slots for K and V, landed)."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], MATRIX)
     kv = gl.allocate_shared_memory(DTYPE, [4, 64, 256], MATRIX)
@@ -57,7 +57,7 @@ def make_memory(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr, CODES: gl.constexpr)
 
 @gluon.jit
 def begin_half(memory, tile_row, work_tile, HALF: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr):
-    """Load this half's columns of Q -> what the rows see."""
+    """Load this half's columns of Q; return the mask bounds of the rows."""
     q, problem, strides = memory.q, work_tile.problem, work_tile.strides
     loads.load_rows(work_tile.tensors.q_ptr, q.index(HALF), tile_row, problem.rows, problem.head, problem.group,
                     strides.q_token, strides.q_head, HALF * 256, 64, 256, 256, SIGN, memory.q_asked.at(0))  # fmt: skip
@@ -70,7 +70,7 @@ def begin_half(memory, tile_row, work_tile, HALF: gl.constexpr, KV_LOAD: gl.cons
 
 @gluon.jit
 def nothing_yet():
-    """Half of O, and the maximum and sum of each row, before the first key."""
+    """Return half of O, and the maximum and sum of each row, before the first key."""
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     o = gl.zeros([64, 256], gl.float32, HALF_O)
     m = gl.full([64], softmax.LOWEST, gl.float32, RS)
@@ -79,12 +79,12 @@ def nothing_yet():
 
 @gluon.jit
 def scores(memory, ring, slot, phase, step, there=True):
-    """S [64, 64] of the block in slots slot, slot + 1 (halves of the head dim): two groups issued, not waited for.
+    """Return S [64, 64] of the block in slots slot, slot + 1 (halves of the head dim): two groups, not waited for.
 
-    Without ``there`` nothing comes: the scores are those of whatever lies in the slots.
+    Without ``there`` nothing is loaded: the scores are those of whatever the slots hold.
     """
     q, kv = memory.q, ring.slots
-    opaque = zero(step)  # else all 64 wgmma descriptors of a fixed slot would be kept in registers, and spilled
+    opaque = zero(step)  # otherwise ptxas keeps all 64 wgmma descriptors of a fixed slot in registers, and spills
     s = gl.zeros([64, 64], gl.float32, SCORES)
     ring.wait(Stage(slot, phase), there)
     s = warpgroup_mma(q.index(opaque), kv.index(opaque + slot).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -94,7 +94,7 @@ def scores(memory, ring, slot, phase, step, there=True):
 
 @gluon.jit
 def publish(p, m, a, memory, BLOCK: gl.constexpr):
-    """P, the maximum and the factor of this warpgroup's block for the other one."""
+    """Store P, the maximum and the factor of this warpgroup's block for the other one."""
     memory.p.index(BLOCK).store(p)
     memory.stat.index(MAXIMUM + BLOCK).store(m)
     memory.stat.index(FACTOR + BLOCK).store(a)
@@ -104,7 +104,7 @@ def publish(p, m, a, memory, BLOCK: gl.constexpr):
 
 @gluon.jit
 def published(memory, phase, BLOCK: gl.constexpr, RS: gl.constexpr):
-    """The maximum and the factor of the other warpgroup's block; its P may be read."""
+    """Return the maximum and the factor of the other warpgroup's block; its P may be read."""
     memory.p_ready.wait(BLOCK, phase)
     m = memory.stat.index(MAXIMUM + BLOCK).load(RS)
     return m, memory.stat.index(FACTOR + BLOCK).load(RS)

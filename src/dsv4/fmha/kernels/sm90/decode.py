@@ -1,19 +1,19 @@
 """FMHA decode of FP8 caches for head dims 64, 128 and 256 on sm_90a: up to 16 packed query rows, operands swapped.
 
-Few rows would be padded to the 64 of a wgmma, and the softmax of all 64 computed. Here keys are the rows of S^T = K Q^T
-and of P^T, dimensions those of O^T = V^T P^T; the query rows of a (sequence, KV head) are their ROWS columns. K and V
-are the operands that may come from registers: e4m3 lies in shared memory as it came, and threads convert what they
-need of it. A CTA takes one split of the keys, and two share a multiprocessor::
+Otherwise few rows would be padded to the 64 of a wgmma, and the softmax computed for all 64. Here keys are the rows of
+S^T = K Q^T and of P^T, and dimensions are the rows of O^T = V^T P^T; the query rows of a (sequence, KV head) are their
+ROWS columns. K and V are then the operands that may be in registers: shared memory holds e4m3 as loaded, and threads
+convert what they need. A CTA processes one split of the keys, and two CTAs share an SM::
 
     load     1 warp    | K0 V0 | K1 V1 | K2 V2 | ...
     attend   4 warps   | load Q | K0 -> registers | S^T, V0 -> registers | softmax over keys -> P^T | O^T += V0^T P^T ..
 
-Which of its columns a thread has of K does not matter, as long as Q's lie in the same order; nor which rows of V^T, if
-those of O^T are put right in the end. So threads read whole words, and no two of them the same bank: see key_layout and
-value_layout.
+The order of the columns of K in an operand does not matter, as long as Q's are in the same order; nor does the order of
+the rows of V^T, if those of O^T are reordered at the end. So threads read whole words without bank conflicts: see
+key_layout and value_layout.
 
 shared memory   bytes                       holds
-q               ROWS x D x 2                the query rows, columns in the order of key_columns; in the end the output
+q               ROWS x D x 2                the query rows, columns in the order of key_columns; finally the output
 k, v            STAGES x BN x D each        the ring of K tiles and of V tiles, e4m3 (v is k when k is v)
 p               BN x ROWS x 2               P^T
 row_max         BN / 4 x ROWS               fp32 per 16 keys and row: the maximum of their scores
@@ -25,7 +25,7 @@ k_free[s]     attend            1           load      it is in registers (k is v
 v_ready[s]    load: TMA bytes   1 + bytes   attend    the V tile is in slot s
 v_free[s]     attend            1           load      it is in registers: refill slot s
 
-P^T is overwritten after the exchange of maxima, before which every warp has waited for O^T += V^T P^T. Unseen
+P^T is overwritten after the exchange of maxima, before which every warp has waited for O^T += V^T P^T. Invisible
 rows need not be zero: every code becomes a finite number (e4m3_rows.py), and its P is 0.
 """
 
@@ -53,7 +53,7 @@ from dsv4.kernels.softmax_over_keys import output_layout, partial_sums, scores_l
 
 @aggregate
 class Exchange:
-    """What the warps of the attend role hand each other."""
+    """Shared memory in which the warps of the attend role exchange values."""
 
     q: Value
     p: Value
@@ -63,7 +63,7 @@ class Exchange:
 @gluon.jit
 def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
                 SAME_KV: gl.constexpr):  # fmt: skip
-    """-> Exchange, rings"""
+    """Return (Exchange, rings)."""
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, ROWS], DTYPE)
     KV: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(D, 128), element_bitwidth=8, rank=2)
@@ -82,14 +82,15 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: 
 
 @gluon.constexpr_function
 def _bases(first, end):
-    """The powers of two from ``first`` on, below ``end``."""
+    """Return the powers of two from ``first`` on, below ``end``."""
     return [1 << i for i in range(first.bit_length() - 1, end.bit_length() - 1)]
 
 
 @gluon.constexpr_function
 def key_layout(keys, d):
-    """Codes [keys, d] of K: of 128 columns a thread has 32 (of 64: 16) in a row, of two rows in 16, as an operand."""
-    own = min(d, 128) // 4  # columns in a row
+    """Return the layout of codes [keys, d] of K: of 128 columns a thread has 32 consecutive ones (of 64: 16), in two of
+    16 rows, as in an operand."""
+    own = min(d, 128) // 4  # consecutive columns
     return gl.DistributedLinearLayout(
         reg_bases=[*([0, n] for n in _bases(1, own)), *([0, n] for n in _bases(128, max(d, 128))), [8, 0],
                    *([n, 0] for n in _bases(64, keys))],
@@ -100,7 +101,7 @@ def key_layout(keys, d):
 
 @gluon.jit
 def key_columns(x, D: gl.constexpr):
-    """Columns of x [rows, D] in the order in which key_layout makes an operand of them: in every 16, four threads have
+    """Return x [rows, D] with its columns in the order of an operand from key_layout: in every 16, four threads have
     two columns each, then two more."""
     C: gl.constexpr = min(D, 128)
     x = x.reshape([x.shape[0], D // C, 4, C // 16, 2, 2])  # panel, thread, product, half, pair
@@ -109,7 +110,8 @@ def key_columns(x, D: gl.constexpr):
 
 @gluon.constexpr_function
 def value_layout(keys, d):
-    """Codes [keys, d] of V: a thread has d / 32 columns in a row, of the keys that it has of an operand V^T."""
+    """Return the layout of codes [keys, d] of V: a thread has d / 32 consecutive columns of its keys in an operand
+    V^T."""
     own = d // 32
     return gl.DistributedLinearLayout(
         reg_bases=[*([0, n] for n in _bases(1, own)), [1, 0], [8, 0], *([n, 0] for n in _bases(16, keys))],
@@ -120,7 +122,7 @@ def value_layout(keys, d):
 
 @gluon.jit
 def value_rows(x, D: gl.constexpr):
-    """V [keys, D] as V^T, its rows in the order in which value_layout makes an operand of them."""
+    """Return V [keys, D] as V^T, with its rows in the order of an operand from value_layout."""
     x = x.reshape([x.shape[0], 4, 8, D // 64, 2])  # warp, row of eight, product, upper or lower eight
     return x.permute((3, 1, 4, 2, 0)).reshape([D, x.shape[0]])
 
@@ -145,7 +147,7 @@ def load_role(source, kv, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr):
 
 @gluon.jit
 def finish_scores(s, column, bounds, KV_LOAD: gl.constexpr):
-    """work.finish_scores with keys as rows: products k . q [BN, ROWS] of keys from ``column`` on."""
+    """Do what work.finish_scores does, with keys as rows: products k . q [BN, ROWS] of keys from ``column`` on."""
     key = column + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
     s = capped(s, bounds.scale)
     if (column < bounds.full_first) | (column + s.shape[0] > bounds.full_end):
@@ -161,7 +163,7 @@ def finish_scores(s, column, bounds, KV_LOAD: gl.constexpr):
 
 @gluon.jit
 def write(o, m, l, q, tile_row, work_tile, SPLIT: gl.constexpr):
-    """Normalise O^T [D, ROWS], rows as value_rows has them, and write it and the LSE."""
+    """Normalise O^T [D, ROWS], whose rows are in the order of value_rows, and write it and the LSE."""
     tensors, strides, tiles, problem = work_tile.tensors, work_tile.strides, work_tile.tiles, work_tile.problem
     D: gl.constexpr = o.shape[0]
     ROWS: gl.constexpr = o.shape[1]
@@ -195,7 +197,7 @@ def write(o, m, l, q, tile_row, work_tile, SPLIT: gl.constexpr):
 
 @gluon.jit
 def load_queries(q, tile_row, work_tile, SIGN: gl.constexpr):
-    """The query rows, times SIGN; rows that are not there become zeros."""
+    """Load the query rows, times SIGN; rows that do not exist become zeros."""
     tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
     ROWS: gl.constexpr = q.shape[0]
     D: gl.constexpr = q.shape[1]

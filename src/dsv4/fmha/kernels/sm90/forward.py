@@ -1,16 +1,16 @@
 """FMHA forward for head dims 64, 128 and 256 on sm_90a: prefill (CONSUMERS = 2) and split-KV decode (CONSUMERS = 1).
 
-One CTA takes 64 * CONSUMERS packed query rows of one (sequence, KV head) and walks its keys in tiles of BN::
+One CTA processes 64 * CONSUMERS packed query rows of one (sequence, KV head), and its keys in tiles of BN::
 
     load      1 warp    | K0 V0 | K1 V1 | K2 V2 | ...
-    attend w  4 warps   | load Q | S0 | softmax 0 | issue S1, O += P0 V0 | softmax 1 under O's wgmma | rescale O | ...
+    attend w  4 warps   | load Q | S0 | softmax 0 | issue S1, O += P0 V0 | softmax 1 during O's wgmma | rescale O | ...
 
 Each attend role is one warpgroup with its own 64 rows: S = Q K^T [64, BN] and O [64, D] in registers. S of the next
-tile is issued before P V of this one, so a tensor-core operation is in flight during every softmax. Where K and V are
-e4m3, the load role has 4 warps and converts (e4m3_rows.py).
+tile is issued before P V of this one, so a tensor-core operation is in flight during every softmax. If K and V are
+e4m3, the load role has 4 warps and converts them (e4m3_rows.py).
 
 shared memory   bytes (16-bit elements)            holds
-q               CONSUMERS x 64 x D x 2             each attend role's query rows; in the end its output rows
+q               CONSUMERS x 64 x D x 2             each attend role's query rows; finally its output rows
 k, v            STAGES x BN x D x 2 each           the ring of K tiles and of V tiles (v is k when k is v)
 barriers        8 each
 
@@ -19,9 +19,9 @@ k_ready[s]    load: TMA bytes, or itself    1 + bytes   attend    the K tile is 
 k_free[s]     each attend, once             CONSUMERS   load      S is computed (k is v: O is updated): refill slot s
 v_ready[s]    as k_ready                    1 + bytes   attend    the V tile is in slot s
 v_free[s]     each attend, once             CONSUMERS   load      O is updated: refill slot s
-landed        load: TMA bytes               1 + bytes   load      a tile with foreign rows is to be zeroed in part
+landed        load: TMA bytes               1 + bytes   load      a tile with rows of others is to be zeroed in part
 
-Three attend roles are for forward_persistent.py, which uses the parts of this file.
+Only forward_persistent.py, which uses the parts of this file, has three attend roles.
 """
 
 from dsv4.fmha.kernels import e4m3_rows, loads
@@ -34,7 +34,7 @@ from dsv4.kernels.ring import Ring, consumer_stage, init_barriers, new_barriers,
 
 @aggregate
 class KeyValues:
-    """The rings of K and of V tiles, which walk in step; one ring when k is v."""
+    """The rings of K and of V tiles, which are always at the same stage; one ring if k is v."""
 
     k: Ring
     v: Ring
@@ -44,7 +44,7 @@ class KeyValues:
 def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
                 SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr, PLACES: gl.constexpr,
                 CODES: gl.constexpr = False):  # fmt: skip
-    """-> q, rings, landed. PLACES: of 64 query rows; CODES: K and V are e4m3."""
+    """Return (q, rings, landed). PLACES: for 64 query rows each; CODES: K and V are e4m3."""
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
     q = gl.allocate_shared_memory(DTYPE, [PLACES, 64, D], Q)
@@ -65,14 +65,14 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: 
 @gluon.jit
 def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr,
                DOWN: gl.constexpr = False, COLUMNS: gl.constexpr = None, V_COLUMNS: gl.constexpr = None):  # fmt: skip
-    """The load role's part of one row tile: its K and V into the rings from ``stage`` on -> where these stand. DOWN:
-    tile 0 is the last one. COLUMNS, V_COLUMNS: of K and V that are loaded; None is all."""
+    """Load K and V of one row tile into the rings from ``stage`` on; return the next stage and phase of landed. DOWN:
+    tile 0 is the last one. COLUMNS, V_COLUMNS: the columns of K and V that are loaded; None is all."""
     k, v, where = kv.k, kv.v, source.where
     BN: gl.constexpr = k.slots.shape[1]
     D: gl.constexpr = k.slots.shape[2]
     CK: gl.constexpr = D if COLUMNS is None else COLUMNS
     CV: gl.constexpr = D if V_COLUMNS is None else V_COLUMNS
-    # Keys of another sequence may stay: their scores get a mask. Values may not: 0 * NaN is NaN.
+    # Keys of another sequence may stay: their scores are masked. Values may not: 0 * NaN is NaN.
     K_LOAD: gl.constexpr = DENSE if KV_LOAD == ROWS and not SAME_KV else KV_LOAD
     for tile in range(tiles.begin, tiles.end):
         row = tiles.first + (-tile if DOWN else tile) * BN
@@ -89,8 +89,8 @@ def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.const
 
 @gluon.jit
 def load_codes_tiles(source, kv, tiles, SAME_KV: gl.constexpr, PAGED: gl.constexpr):
-    """The same of e4m3, by way of registers: K of the next tile and V of this one are on their way while others are
-    converted, and page numbers one tile ahead of them."""
+    """Do the same for e4m3, through registers: K of the next tile and V of this one are in flight while others are
+    converted, and page numbers are loaded one tile ahead of them."""
     k, v, where = kv.k, kv.v, source.where
     BN: gl.constexpr = k.slots.shape[1]
     D: gl.constexpr = k.slots.shape[2]
@@ -118,8 +118,8 @@ def load_codes_tiles(source, kv, tiles, SAME_KV: gl.constexpr, PAGED: gl.constex
 
 @gluon.jit
 def load_codes_halves(source, kv, tiles, SAME_KV: gl.constexpr, PAGED: gl.constexpr):
-    """load_codes_tiles where a tile has more codes than registers hold twice: half a tile at a time, the next half on
-    its way."""
+    """Do what load_codes_tiles does if a tile has more codes than registers hold twice: half a tile at a time, with the
+    next half in flight."""
     k, v, where = kv.k, kv.v, source.where
     BN: gl.constexpr = k.slots.shape[1]
     D: gl.constexpr = k.slots.shape[2]
@@ -167,7 +167,7 @@ def load_role(source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.cons
 
 @gluon.jit
 def scores(q, k, stage, CODES: gl.constexpr = False):
-    """S [64, BN] of a K tile: issued, not waited for."""
+    """Return S [64, BN] of a K tile: issued, not waited for."""
     BN: gl.constexpr = k.slots.shape[1]
     LS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     k.wait(stage)
@@ -179,7 +179,7 @@ def scores(q, k, stage, CODES: gl.constexpr = False):
 
 @gluon.jit
 def add_values(o, pa, v, stage, SAME_KV: gl.constexpr, CODES: gl.constexpr = False):
-    """O += P V with a V tile: issued, not waited for."""
+    """Return O + P V with a V tile: issued, not waited for."""
     if not SAME_KV:
         v.wait(stage)
         if CODES:
@@ -190,7 +190,7 @@ def add_values(o, pa, v, stage, SAME_KV: gl.constexpr, CODES: gl.constexpr = Fal
 @gluon.jit
 def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr,
            SIGN: gl.constexpr, CODES: gl.constexpr = False):  # fmt: skip
-    """The 64 query rows from tile_row on, their first K tile at ``stage`` -> where the rings stand afterwards."""
+    """Process the 64 query rows from tile_row on, whose first K tile is at ``stage``; return the next stage."""
     tensors, strides, problem, tiles = work_tile.tensors, work_tile.strides, work_tile.problem, work_tile.tiles
     k, v, scale = kv.k, kv.v, problem.scale
     BN: gl.constexpr = k.slots.shape[1]

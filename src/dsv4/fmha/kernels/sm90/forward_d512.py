@@ -1,15 +1,15 @@
 """FMHA forward for head dim 512 on sm_90a: 64 packed query rows per CTA, O [64, 512] shared by two warpgroups.
 
-O in fp32 is half of the register file, so each warpgroup owns one half of its columns, left and right. Keys come in
-blocks of 64, two per step: left computes the scores of block 0, right those of block 1, and they hand each other P,
-the running maximum and the rescaling factor through shared memory. Role chart where k is v (MQA latents), and a block
-is loaded once and read as K and as V; forward_d512_kv.py has the roles for a v of its own::
+O in fp32 is half of the register file, so each warpgroup owns one half of its columns, left and right. Keys are
+processed in blocks of 64, two per step: left computes the scores of block 0, right those of block 1, and they exchange
+P, the running maximum and the rescaling factor through shared memory. Role chart if k is v (MQA latents), and a block
+is loaded once and read as K and as V; forward_d512_kv.py has the roles for a separate v::
 
     load   1 warp   | blocks of the next step ...
     left   4 warps  | S0 = Q K0^T | softmax 0 -> P0 | O_L += P0 V0_L |           wait P1 | O_L += P1 V1_L
     right  4 warps  | S1 = Q K1^T |        wait P0 | O_R += P0 V0_R | softmax 1 -> P1    | O_R += P1 V1_R
 
-While one softmaxes, the other keeps the tensor cores busy.
+While one computes a softmax, the other keeps the tensor cores busy.
 
 shared memory   bytes               holds
 q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q; the output rows leave through it
@@ -19,19 +19,18 @@ stat            6 x 256             fp32 per row: maximum after block 0, after b
 barriers        8 each
 
 barrier         arrives                      count       waits          means
-q_asked         left, right                  2           load           the loads of Q are on their way
+q_asked         left, right                  2           load           the loads of Q are in flight
 q_ready         left, right                  2           left, right    both halves of Q are in q
 ready[2b + h]   load: TMA bytes, or itself   1 + bytes   left, right    half h of block b is in kv
 free[2b + h]    owner of half h              1           load           O half h has used block b: refill its half h
 p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
 sum_ready[h]    owner of half h              1           the other      its row sums are written; it no longer reads q
-landed          load: TMA bytes              1 + bytes   load           a tile with foreign rows is to be zeroed in part
+landed          load: TMA bytes              1 + bytes   load           a tile with rows of others, to be zeroed in part
 
-The owner of half h alone frees it: it updates O after p_ready of that block, that is, after the block's owner has
-computed S from both halves. P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: free[1]
-says so through ready[1]. P1 is overwritten after p_ready[0] of the next step, before which left has waited for
-O_L += P1 V1_L.
-"""
+Only the owner of half h frees it: it updates O after p_ready of that block, that is, after the block's owner has
+computed S from both halves. P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete, which
+free[1] implies, and ready[1] after it. P1 is overwritten after p_ready[0] of the next step, before which left has
+waited for O_L += P1 V1_L."""
 
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.e4m3_rows import in_codes
@@ -54,7 +53,7 @@ from dsv4.kernels.ring import Stage
 def load_role(source, ring, landed, q_asked, tiles, KV_LOAD: gl.constexpr):
     landed_phase = 0
     phase = 1  # the first wait on an untouched barrier passes
-    q_asked.wait(0, 0)  # Q would come last if it stood behind a whole ring of K
+    q_asked.wait(0, 0)  # otherwise the loads of Q would queue behind a whole ring of K
     for step in range(tiles.begin, tiles.end):
         for slot in gl.static_range(4):
             ring.acquire(Stage(slot, phase))
@@ -67,7 +66,7 @@ def load_role(source, ring, landed, q_asked, tiles, KV_LOAD: gl.constexpr):
 
 @gluon.jit
 def left_step(o, m, l, memory, ring, bounds, work_tile, phase, step, KV_LOAD: gl.constexpr):
-    """Softmax of block 0, then O[:, :256] with both blocks."""
+    """Compute the softmax of block 0, then O[:, :256] with both blocks."""
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
@@ -80,7 +79,7 @@ def left_step(o, m, l, memory, ring, bounds, work_tile, phase, step, KV_LOAD: gl
     publish(pb, m0, a0, memory, 0)
     o = o * gl.convert_layout(a0, RO)[:, None]
     o = warpgroup_mma(gl.convert_layout(pb, LA), ring.slots.index(0), o, is_async=True)
-    # Freed before the wait for P1: what comes behind it in the load warp would wait as well.
+    # The slot is freed before the wait for P1; otherwise all later loads would wait as well.
     o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
     ring.free.arrive(0)
     m, a1 = published(memory, phase, 1, RS)
@@ -95,12 +94,12 @@ def left_step(o, m, l, memory, ring, bounds, work_tile, phase, step, KV_LOAD: gl
 
 @gluon.jit
 def right_step(o, l, memory, ring, bounds, work_tile, phase, step, KV_LOAD: gl.constexpr):
-    """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
+    """Compute O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
     RS: gl.constexpr = l.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
     s = scores(memory, ring, 2, phase, step)
-    # Both groups of S stay under way. ptxas does not see the wait at the loop's end and would wait for all here.
+    # Both groups of S stay in flight. ptxas does not see the wait at the loop's end and would wait for all here.
     o = warpgroup_mma_wait(num_outstanding=2, deps=(o,))
     m0, a0 = published(memory, phase, 0, RS)
     o = o * gl.convert_layout(a0, RO)[:, None]
@@ -132,7 +131,7 @@ def half_role(
     KV_LOAD: gl.constexpr,
     SIGN: gl.constexpr,
 ):
-    """Left (HALF 0) or right (1)."""
+    """Run left (HALF 0) or right (1)."""
     bounds = begin_half(memory, tile_row, work_tile, HALF, KV_LOAD, SIGN)
     o, m, l = nothing_yet()
     phase = 0

@@ -1,16 +1,16 @@
-"""FMHA forward for head dim 512 on sm_90a where k is not v: 64 packed query rows per CTA.
+"""FMHA forward for head dim 512 on sm_90a if k is not v: 64 packed query rows per CTA.
 
-As forward_d512.py: left and right own one half of the columns of O each, keys come in blocks of 64, two per step, left
-computes the scores of block 0 and right those of block 1. Beside Q there is room for two blocks [64, 512] of K or V,
-and the order in which they come decides. Role chart, K0' and V0' being those of the next step::
+As in forward_d512.py, left and right own one half of the columns of O each, keys are processed in blocks of 64, two per
+step, left computes the scores of block 0 and right those of block 1. Besides Q there is room for two blocks [64, 512]
+of K or V, so their order matters. Role chart, where K0' and V0' are those of the next step::
 
     load   1 warp   | K1 | K0' | V1 | V0' ...
     left   4 warps  | O_L += P0 V0_L | S0' = Q K0'^T | O_L += P1 V1_L, softmax 0' -> P0'
     right  4 warps  | O_R += P0 V0_R | S1 = Q K1^T | softmax 1 -> P1 | O_R += P1 V1_R
 
-A maximum moves only where it grew by more than 8, so that most factors are 1 and warps jump over the rescaling of O.
-Each softmax runs under a product: that of left under O += P1 V1, that of right under S0'. After the last step left
-computes an S0' of what lies in its place, and drops it.
+A maximum moves only if it grew by more than 8, so that most factors are 1 and warps skip the rescaling of O. Each
+softmax overlaps with a product: left's with O += P1 V1, right's with S0'. After the last step left computes an S0' of
+whatever the slot holds, and drops it.
 
 shared memory   bytes               holds
 q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q; the output rows leave through it
@@ -21,21 +21,20 @@ stat            6 x 256             fp32 per row: maximum after block 0, after b
 barriers        8 each
 
 barrier         arrives                      count       waits          means
-q_asked         left, right                  2           load           the loads of Q are on their way
+q_asked         left, right                  2           load           the loads of Q are in flight
 q_ready         left, right                  2           left, right    both halves of Q are in q
 ready[i]        load: TMA bytes, or itself   1 + bytes   its users      half slot i of kv is filled
 free[i]         who used it: K0, K0' left,   1           load           half slot i may be filled with the next
                 K1 right, V the half's owner
 p_ready[b]      the block's owner            1           the other      P, maximum and factor of block b are written
 sum_ready[h]    owner of half h              1           the other      its row sums are written; it no longer reads q
-landed          load: TMA bytes              1 + bytes   load           a tile with foreign rows is to be zeroed in part
+landed          load: TMA bytes              1 + bytes   load           a tile with rows of others, to be zeroed in part
 
-Each half slot has two fillings per step, so the phase of a wait is that of what is waited for: V 0, K 1 (but the first
-K0). No role may wait for a filling before the one between has come: for V1, left has p_ready[1], which says that K1 had
-come; right has p_ready[0] for V0 and K1; left waits for right's half of V0 before that of K0'. P0 and its maximum and
-factor are overwritten after p_ready[1], before which right waited for O_R += P0 V0_R; P1 and its own after p_ready[0],
-before which left waited for O_L += P1 V1_L.
-"""
+Each half slot is filled twice per step, so the phase of a wait depends on the tensor: V 0, K 1 (except the first K0).
+No role may wait for a filling before the previous one has arrived: for V1, left has p_ready[1], which implies that K1
+had arrived; right has p_ready[0] for V0 and K1; left waits for right's half of V0 before that of K0'. P0 with its
+maximum and factor is overwritten after p_ready[1], before which right waited for O_R += P0 V0_R; P1 with its own after
+p_ready[0], before which left waited for O_L += P1 V1_L."""
 
 from dsv4.fmha.kernels import loads
 from dsv4.fmha.kernels.sm90 import work
@@ -58,7 +57,7 @@ def fill_block(
     PHASE: gl.constexpr,
     KV_LOAD: gl.constexpr,
 ):
-    """64 keys from row on into half slots SLOT and SLOT + 1, as each becomes free."""
+    """Load the 64 keys from row on into half slots SLOT and SLOT + 1, as each becomes free."""
     for h in range(2):
         ring.acquire(Stage(SLOT + h, PHASE))
         landed_phase = loads.fill_any(desc, kv_rows, ring.slots.index(SLOT + h), ring.ready.at(SLOT + h), landed.at(0),
@@ -96,7 +95,7 @@ def load_role(source, ring, landed, q_asked, tiles, KV_LOAD: gl.constexpr):
 
 @gluon.jit
 def left_steps(o, m, l, memory, ring, bounds, work_tile, KV_LOAD: gl.constexpr):
-    """Block 0 of each step and O[:, :256]."""
+    """Process block 0 of each step and O[:, :256]."""
     kv, tiles = ring.slots, work_tile.tiles
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
@@ -119,14 +118,15 @@ def left_steps(o, m, l, memory, ring, bounds, work_tile, KV_LOAD: gl.constexpr):
             o = softmax.rescale(o, a0)
             ring.wait(Stage(2, 0))
             o = warpgroup_mma(pa, kv.index(2), o, is_async=True)
-            # Right's half of V0. Not after the arrival: then K0' could have come to its place, and this wait not end.
+            # Right's half of V0. This wait must precede the arrival: afterwards K0' could overwrite it, and the wait
+            # hang.
             ring.wait(Stage(3, 0))
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             ring.free.arrive(2)
             s = scores(memory, ring, 2, 1, step, more)
             m, a1 = published(memory, phase, 1, RS)
             l = l * a1
-            o = o * gl.convert_layout(a1, RO)[:, None]  # no jump over it: S is under way
+            o = o * gl.convert_layout(a1, RO)[:, None]  # never skipped: S is in flight
             ring.wait(Stage(0, 0))
             o = warpgroup_mma(memory.p.index(1), kv.index(0), o, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
@@ -147,7 +147,7 @@ def left_steps(o, m, l, memory, ring, bounds, work_tile, KV_LOAD: gl.constexpr):
 
 @gluon.jit
 def right_steps(o, m, l, memory, ring, bounds, work_tile, KV_LOAD: gl.constexpr):
-    """Block 1 of each step and O[:, 256:]."""
+    """Process block 1 of each step and O[:, 256:]."""
     kv, tiles = ring.slots, work_tile.tiles
     RS: gl.constexpr = m.type.layout
     LA: gl.constexpr = gl.DotOperandLayout(0, o.type.layout, 2)
@@ -188,7 +188,7 @@ def half_role(
     KV_LOAD: gl.constexpr,
     SIGN: gl.constexpr,
 ):
-    """Left (HALF 0) or right (1)."""
+    """Run left (HALF 0) or right (1)."""
     bounds = begin_half(memory, tile_row, work_tile, HALF, KV_LOAD, SIGN)
     o, m, l = nothing_yet()
     if HALF == 0:

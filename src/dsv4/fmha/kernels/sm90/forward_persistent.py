@@ -1,28 +1,28 @@
-"""The kernel of forward.py for large dense and varlen problems: one CTA per multiprocessor, which loops over row tiles.
+"""The kernel of forward.py for large dense and varlen problems: one CTA per SM, which loops over row tiles.
 
 The load warp runs ahead into the next row tile while the attend roles write their output. Role chart::
 
     load      1 warp    | K, V of tile a ...          | K, V of tile b ...
     attend w  4 warps   | Q | S, softmax, O += P V ...| write O | Q | S (K already there) ...
 
-With EARLY the next Q is copied into its place by cp.async, as soon as the last S is computed or, with SOON, before the
-first S: at head dim 128 this row tile's Q is in registers then, at head dim 64 there are two places. O is written from
-registers, since its way through q is taken::
+With EARLY, cp.async copies the next Q as soon as the last S is computed or, with SOON, before the first S: at head dim
+128 this row tile's Q is in registers then, at head dim 64 q has two places. O is written from registers, because q is
+in use::
 
     attend w  4 warps   | ask for Q | S, softmax, O += P V ... | write O | wait for Q | S (K already there) ...
 
-With EVEN a row tile takes its keys from the last tile on, and no other tile needs a mask: calls without a window that
-have no mask, or a diagonal that meets tiles of keys at their corners. With OWN_END each attend role begins at the last
-tile that its own 64 rows see, and releases unread the tiles that only later rows see: a diagonal needs to cross one
-tile of keys in 64 rows, not in all rows of the work tile. So there is no mask in the loop. The order of
-instructions is ptxas's, which has two bad habits: it keeps what a mask compares with in 32 registers through the loop
-(so `apply_mask_by_register`), and it puts the softmax behind the wait for O += P V (so `softmax.pin`). Then each thread
-adds up its own part of the row sums, O is rescaled only where a maximum grew by more than 8, and at head dim 128 there
-are registers for Q.
+With EVEN a row tile processes its keys from the last tile on, and no other tile needs a mask: calls without a window
+that have no mask, or a diagonal that meets tiles of keys at their corners. With OWN_END each attend role begins at the
+last tile that its own 64 rows see, and releases unread the tiles that only later rows see: a diagonal then crosses one
+tile of keys in 64 rows, not in all rows of the work tile. So the loop needs no mask. ptxas schedules the instructions,
+and has two bad habits: it keeps the numbers that a mask compares with in 32 registers through the loop (hence
+`apply_mask_by_register`), and it moves the softmax after the wait for O += P V (hence `softmax.pin`). Each thread adds
+up its own part of the row sums, O is rescaled only if a maximum grew by more than 8, and at head dim 128 there are
+registers for Q.
 
-There are two attend roles, or three. Shared memory and barriers are those of forward.py; the ring's slot and phase
-carry over from tile to tile. Which work tiles a CTA takes, and the barriers by which its roles agree about it in a
-varlen batch, is in tile_scheduler.py. Every work tile has a tile of keys, if only one that none of its rows sees.
+There are two or three attend roles. Shared memory and barriers are those of forward.py; the ring's slot and phase carry
+over from tile to tile. tile_scheduler.py decides which work tiles a CTA processes, and has the barriers by which its
+roles agree about them in a varlen batch. Every work tile has a tile of keys, even if none of its rows sees it.
 """
 
 from dsv4.fmha.kernels import loads
@@ -47,7 +47,7 @@ from dsv4.kernels.ring import consumer_stage, producer_stage
 
 @aggregate
 class Arguments:
-    """What an attend role knows of all work tiles."""
+    """The arguments of an attend role for all work tiles."""
 
     tensors: Value
     strides: Value
@@ -61,7 +61,7 @@ class Arguments:
 
 @aggregate
 class Keys:
-    """Where K and V of all sequences come from."""
+    """The source of K and V of all sequences."""
 
     k_desc: Value
     v_desc: Value
@@ -74,7 +74,7 @@ class Keys:
 
 @gluon.jit
 def whole(first, tiles, BN: gl.constexpr, EVEN: gl.constexpr):
-    """All tiles of keys of a work tile, with EVEN from the last one on."""
+    """Return all tiles of keys of a work tile, with EVEN from the last one on."""
     return Tiles(first + (tiles - 1) * BN if EVEN else first, gl.to_tensor(0), tiles, gl.to_tensor(-1))
 
 
@@ -83,7 +83,7 @@ def load_work_tile(
     stage, landed_phase, tile_id, source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.constexpr,
     EVEN: gl.constexpr, KV_LOAD: gl.constexpr
 ):  # fmt: skip
-    """K and V of a work tile -> where the ring and landed stand"""
+    """Load K and V of a work tile; return the next stage of the ring and phase of landed."""
     BN: gl.constexpr = kv.k.slots.shape[1]
     place = locate(tile_id, scheduler, BN, M, KV_LOAD)
     visible = 0
@@ -135,8 +135,8 @@ def load_role(
 def rows_of(
     tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr
 ):
-    """-> the first of rows 64 W to 64 W + 63 of a work tile; their WorkTile; its last tiles of keys that they do not
-    see, with OWN_END, and that their WorkTile then leaves out"""
+    """Return, for rows 64 W to 64 W + 63 of a work tile, (the first of them; their WorkTile; with OWN_END the number of
+    last tiles of keys that they do not see, and that their WorkTile leaves out)."""
     tensors, strides, scheduler = arguments.tensors, arguments.strides, arguments.scheduler
     sizes = scheduler.sizes
     place = locate(tile_id, scheduler, BN, M, arguments.kv_load)
@@ -165,7 +165,7 @@ def rows_of(
 
 @gluon.jit
 def ask(q, tile_row, work_tile, C: gl.constexpr, SIGN: gl.constexpr):
-    """The query rows from tile_row on are on their way into q."""
+    """Start copying the query rows from tile_row on into q."""
     problem, strides = work_tile.problem, work_tile.strides
     D: gl.constexpr = q.shape[1]
     if SIGN == 1:
@@ -180,7 +180,7 @@ def ask(q, tile_row, work_tile, C: gl.constexpr, SIGN: gl.constexpr):
 
 @gluon.jit
 def arrived(SIGN: gl.constexpr):
-    """What was asked for may be read by the tensor cores."""
+    """Wait until the tensor cores may read what ask() copies."""
     if SIGN == 1:
         async_copy.wait_group(0)
     fence_async_shared()
@@ -189,7 +189,7 @@ def arrived(SIGN: gl.constexpr):
 
 @gluon.jit
 def sums(p, OWN: gl.constexpr):
-    """Row sums; OWN: what each thread has of them."""
+    """Return row sums; OWN: each thread's share of them."""
     if OWN:
         return softmax.partial_sums(p)
     else:
@@ -208,7 +208,7 @@ def add_sums(l, alpha, p, OWN: gl.constexpr):
 
 @gluon.jit
 def place_of(q, at, W: gl.constexpr):
-    """Where the query rows of role W lie: at head dim 64, for three roles, in two places alternately."""
+    """Return the query rows of role W: at head dim 64, with three roles, in two places alternately."""
     if q.shape[2] == 64:
         return q.index(2 * W + at % 2)
     else:
@@ -220,8 +220,7 @@ def ask_for_next(
     q, at, next_tile, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, SIGN: gl.constexpr,
     EVEN: gl.constexpr, OWN_END: gl.constexpr
 ):  # fmt: skip
-    """The query rows of the next row tile, if there is one, are on their way. next_tile: in a varlen batch, its
-    number."""
+    """Start copying the query rows of the next row tile, if there is one. next_tile: in a varlen batch, its number."""
     if arguments.kv_load == ROWS:
         if next_tile < arguments.scheduler.num_tiles:
             ask_for(q, at + 1, next_tile, arguments, BN, W, M, SIGN, EVEN, OWN_END)
@@ -247,7 +246,7 @@ def attend_tile(
     stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
     SIGN: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
-    """One row tile, whose Q is there, as that of the next one is in the end. The steps are those of forward.attend."""
+    """Process one row tile, whose Q has been loaded; load Q of the next one. The steps are those of forward.attend."""
     SOON: gl.constexpr = EVEN and q.shape[2] < 256
     k, v = kv.k, kv.v
     BN: gl.constexpr = v.slots.shape[1]
@@ -264,7 +263,7 @@ def attend_tile(
     tiles, scale = work_tile.tiles, work_tile.problem.scale
     bounds = mask_bounds(tile_row, work_tile, 64, BN, DENSE, RS)
     if OWN_END:
-        for _ in range(unseen):  # waits too, since a release must not count for the fill before
+        for _ in range(unseen):  # it waits too: a release must not count for the previous fill
             k.wait(stage)
             if not SAME_KV:
                 k.release(stage)
@@ -317,7 +316,7 @@ def attend_early(
     q, arguments, kv, tickets, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
     EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
-    """What attend_role does with EARLY."""
+    """Run attend_role with EARLY."""
     BN: gl.constexpr = kv.k.slots.shape[1]
     stage = consumer_stage()
     if arguments.kv_load == ROWS:
@@ -341,7 +340,7 @@ def attend_turns(
     q, stage, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
     EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
-    """The same of a dense batch."""
+    """Do the same for a dense batch."""
     BN: gl.constexpr = kv.k.slots.shape[1]
     first, end, step = course(arguments.scheduler, M)
     first_row, first_work_tile, _ = rows_of(tile_id_at(first, M), arguments, BN, W, M, EVEN, OWN_END)
@@ -357,7 +356,7 @@ def attend_role(
     q, arguments, kv, tickets, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
     EARLY: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
 ):  # fmt: skip
-    """Rows 64 W to 64 W + 63 of each tile of M."""
+    """Process rows 64 W to 64 W + 63 of each tile of M."""
     BN: gl.constexpr = kv.k.slots.shape[1]
     if EARLY:
         attend_early(q, arguments, kv, tickets, W, M, SAME_KV, SIGN, EVEN, OWN_END)

@@ -1,5 +1,5 @@
-"""Gradients as sums in memory, fp32, which round_sum rounds: dQ, to which CTAs that own keys add their share, and dK
-and dV of CTAs that own the same keys and different rows: sums too, or one part of each CTA where the order of the
+"""Gradients as fp32 sums in memory, which round_sum rounds: dQ, to which CTAs that own keys add their share, and dK and
+dV of CTAs that own the same keys and different rows. These are sums too, or one part per CTA if the order of the
 additions must not change.
 
 A sum lies in blocks of 64 rows and 64 columns, each [128, 32] in the order in which a warpgroup holds its
@@ -7,8 +7,8 @@ accumulator: a thread has 16 adjacent bytes, so shared memory is written without
 16 KB box for TMA. Element (row, column) of a block, with row = 16 warp + 8 half + r, column = 8 eighth + 2 c + pair, is
 number (((warp 8 + eighth) 8 + r) 4 + c) 4 + 2 half + pair.
 
-The blocks of a pair of sequence and KV head follow one another by rows, then columns; a pair has room for whole tiles
-of 128 rows. VARLEN: the tiles of a sequence begin where backward_sequences.tile_of says.
+The blocks of a pair of sequence and KV head are ordered by rows, then columns; a pair has room for whole tiles of 128
+rows. VARLEN: backward_sequences.tile_of returns where the tiles of a sequence begin.
 """
 
 from dsv4.kernels.compat import Value, aggregate, fence_async_shared, gl, gluon, store_wait, tma_add
@@ -27,8 +27,8 @@ class Sums:
 
 @gluon.jit
 def add_block(x, sums, block, W: gl.constexpr):
-    """x [64, 64], the accumulator of warpgroup W, to a block. TMA reads its tile while the caller goes on; store_wait
-    must be called before the next call."""
+    """Add x [64, 64], the accumulator of warpgroup W, to a block. TMA reads its tile while the caller continues; call
+    store_wait before the next call."""
     tile = sums.tiles.index(W)
     x = x.reshape([4, 2, 8, 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape(BLOCK)
     tile.store(x)
@@ -38,7 +38,7 @@ def add_block(x, sums, block, W: gl.constexpr):
 
 @gluon.jit
 def add_blocks(x, sums, first, W: gl.constexpr, D: gl.constexpr):
-    """x [64, D], the accumulator of warpgroup W, to the D / 64 blocks from `first` on."""
+    """Add x [64, D], the accumulator of warpgroup W, to the D / 64 blocks from `first` on."""
     panels = (x,)
     if D == 128:
         panels = x.reshape([64, 2, 64]).permute([0, 2, 1]).split()
@@ -49,7 +49,7 @@ def add_blocks(x, sums, first, W: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _as_blocks(x, D: gl.constexpr):
-    """x [64, D], the accumulator of a warpgroup, in the order of D / 64 blocks."""
+    """Return x [64, D], the accumulator of a warpgroup, in the order of D / 64 blocks."""
     x = x.reshape([4, 2, 8, D // 64, 8, 4, 2]).permute([3, 0, 4, 2, 5, 1, 6])
     return x.reshape([D // 64 * 128, 32])
 
@@ -62,7 +62,7 @@ def _places(ptr, D: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def store_blocks(x, ptr, D: gl.constexpr):
-    """x [64, D], the accumulator of a warpgroup, to the D / 64 blocks at ptr. A warp writes whole lines."""
+    """Store x [64, D], the accumulator of a warpgroup, in the D / 64 blocks at ptr. A warp writes whole lines."""
     x = _as_blocks(x, D)
     L: gl.constexpr = x.type.layout
     gl.store(_places(ptr, D, L), x)
@@ -70,7 +70,7 @@ def store_blocks(x, ptr, D: gl.constexpr):
 
 @gluon.jit
 def load_blocks(like, ptr, D: gl.constexpr):
-    """What store_blocks has stored, in the layout of `like`."""
+    """Return what store_blocks has stored, in the layout of `like`."""
     L: gl.constexpr = _as_blocks(like, D).type.layout
     x = gl.load(_places(ptr, D, L)).reshape([D // 64, 4, 8, 8, 4, 2, 2]).permute([1, 5, 3, 0, 2, 4, 6])
     return gl.convert_layout(x.reshape([64, D]), like.type.layout, assert_trivial=True)

@@ -1,17 +1,17 @@
-"""Which work tiles a CTA of the looping kernel takes, and what they are.
+"""The scheduler of the looping kernel: which work tiles a CTA processes, and what they are.
 
-A dense batch: CTA c takes work tiles c, c + CTAs, ... of this list: blocks of some (sequence, head), as many as
-causal_order.py chooses, or of one where nothing is causal and all tiles are alike; within a block, the tiles by their
-place in the sequence, those of all heads side by side; every other block backwards, the last one from its longest
-causal tiles on. So a CTA gets long and short tiles alternately, those that have one work tile more than others get the
-shortest, and the heads whose keys are read at one time are few.
+In a dense batch CTA c processes work tiles c, c + CTAs, ... of a list. The list consists of blocks of several
+(sequence, head), as many as causal_order.py chooses, or of one if nothing is causal and all tiles are alike. A block
+lists tiles by their place in the sequence, those of all heads side by side; every other block is reversed, so that the
+last begins with its longest causal tiles. So a CTA gets long and short tiles alternately, CTAs with one work tile more
+than others get the shortest, and few heads have their keys read at the same time.
 
-A varlen batch: the host does not know its lengths. A kernel lists its work tiles (varlen_order.py), and CTAs take them
-by tickets, whoever is ready first; CTA c begins with tile c. The load role takes the tickets, one work tile ahead, and
-hands them to the attend roles::
+The host does not know the lengths of a varlen batch. A kernel lists its work tiles (varlen_order.py), and CTAs take
+them by tickets, in the order in which they become ready; CTA c begins with tile c. The load role takes the tickets, one
+work tile ahead, and hands them to the attend roles::
 
 shared memory   bytes     holds
-tickets         2 x 4     [2, 1]: a ring of numbers of work tiles, each that of the tile after the one at work
+tickets         2 x 4     [2, 1]: a ring of numbers of work tiles, each that of the tile after the current one
 
 barrier         arrives       count       waits     means
 tickets_ready   load          1           attend    the number is there
@@ -27,7 +27,7 @@ from dsv4.kernels.ring import init_barriers, new_ring
 
 @aggregate
 class TileScheduler:
-    """What is walked over."""
+    """The list of work tiles, and the problem."""
 
     order: Value  # causal_order.TileOrder, or varlen_order.SequenceOrder
     num_tiles: Value
@@ -36,7 +36,7 @@ class TileScheduler:
 
 
 @aggregate
-class BlockCoord:
+class TileCoord:
     """A work tile."""
 
     seq: Value  # dense
@@ -52,7 +52,7 @@ class BlockCoord:
 
 @gluon.jit
 def locate(tile_id, scheduler, BN: gl.constexpr, M: gl.constexpr, KV_LOAD: gl.constexpr):
-    """-> BlockCoord"""
+    """Return the TileCoord of a work tile."""
     sizes, opts = scheduler.sizes, scheduler.opts
     group, tokens, keys = sizes.group, sizes.tokens, sizes.keys
     seq, q_start, k_start = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
@@ -66,12 +66,12 @@ def locate(tile_id, scheduler, BN: gl.constexpr, M: gl.constexpr, KV_LOAD: gl.co
         seq = divide(pair, scheduler.order.kv_heads)
         head = pair - seq * scheduler.order.kv_heads.number
     tiles = gl.maximum(end - first + BN - 1, BN) // BN
-    return BlockCoord(seq, head, tile_row, first, tiles, q_start, tokens, k_start, keys)
+    return TileCoord(seq, head, tile_row, first, tiles, q_start, tokens, k_start, keys)
 
 
 @gluon.jit
 def dense_block(tile_id, order, M: gl.constexpr):
-    """(first row, number of the sequence and KV head) of a work tile of a dense batch."""
+    """Return (first row, number of the sequence and KV head) of a work tile of a dense batch."""
     block = divide(tile_id, order.block)
     inner = tile_id - block * order.block.number
     last = block == order.last_block
@@ -84,9 +84,10 @@ def dense_block(tile_id, order, M: gl.constexpr):
 
 @gluon.jit
 def course(scheduler, M: gl.constexpr):
-    """(first, end, step) of what the roles count: with three attend roles turns, with two work tiles, since ptxas makes
-    the better loops of these. Of the other ones it makes, with three, a softmax that takes the two rows of a thread one
-    after the other, 1103 static cycles a step instead of 966; with two, loops that differ in their speed alone."""
+    """Return (first, end, step) of the roles' loop: over turns with three attend roles, over work tiles with two, for
+    which ptxas makes the better loops. Over work tiles, three roles get a softmax that processes the two rows of a
+    thread one after the other, 1103 static cycles per step instead of 966; over turns, loops of two roles are
+    slower."""
     if M == 192:
         return 0, (scheduler.num_tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0), 1
     else:
@@ -110,19 +111,19 @@ def new_tickets(CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def hand_out(tickets, stage, scheduler):
-    """Load role, one warp -> the work tile after this one; where the tickets stand"""
+    """Take a ticket (load role, one warp); return (the work tile after this one, the next stage of the tickets)."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     after = next_ticket(scheduler.order)
     tickets.acquire(stage)
     tickets.slot(stage).store(gl.full([1], after, gl.int32, ONE))
-    barrier()  # one lane arrives for all; Triton 3.6 puts nothing between
+    barrier()  # one lane arrives for all; Triton 3.6 inserts no barrier here
     tickets.commit(stage)
     return after, tickets.next(stage)
 
 
 @gluon.jit
 def take_ticket(tickets, stage):
-    """The same for an attend role."""
+    """Do the same for an attend role."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tickets.wait(stage)
     after = gl.max(tickets.slot(stage).load(ONE), 0)

@@ -1,15 +1,15 @@
-"""The order in which the looping kernel's CTAs take the row tiles of a varlen batch: a list, made by a small kernel.
+"""The order in which the looping kernel's CTAs process the row tiles of a varlen batch: a list that a small kernel
+makes.
 
 The host does not know the lengths of the sequences, so a kernel that runs first lists the row tiles of all of them.
-CTAs of the looping kernel take its entries by tickets, whoever is ready first (signals.py). Entries come by blocks of
-sequences and KV heads whose keys fit into the L2 cache together; within a block the row tile that sees the most keys
-comes first, so that at the end of the list CTAs finish at about the same time. With shares dealt out beforehand, the
-longest of batches drawn at random was 1 to 24 % above the average.
+CTAs of the looping kernel take its entries by tickets, in the order in which they become ready (signals.py). Entries
+are in blocks of sequences and KV heads whose keys fit into the L2 cache together; within a block the row tile that sees
+the most keys is first, so that at the end of the list CTAs finish at about the same time. With a static distribution,
+the longest share of random batches was 1 to 24 % above the average.
 
-How many row tiles of a block come before row tile r of sequence s needs no sort: the keys that row tile r sees end at
-row r M + ahead (causal; ahead: keys without a query) or are all keys of the sequence, so each other sequence's row
-tiles that come before it are counted by one division.
-"""
+Counting the row tiles of a block before row tile r of sequence s needs no sort: the keys that row tile r sees end at
+row r M + ahead (causal; ahead: keys without a query) or are all keys of the sequence, so one division counts the
+earlier row tiles of each other sequence."""
 
 from typing import NamedTuple
 
@@ -24,18 +24,18 @@ from dsv4.kernels.signals import take
 from dsv4.runtime.program import Program
 
 FIELDS = gl.constexpr(8)  # int32, of an entry: first row, KV head, first query, queries, first key, keys, two unused
-AT_ONCE = gl.constexpr(128)  # sequences that a program looks at together
+AT_ONCE = gl.constexpr(128)  # sequences that a program reads together
 
 
 class SequenceOrder(NamedTuple):
-    """The list as the looping kernel gets it. Entry 0 has the number of the others, and the tickets."""
+    """The list in the form that the looping kernel reads. Entry 0 has the number of the others, and the tickets."""
 
     entries_ptr: Value
     sequences: Value
 
 
 class Blocks(NamedTuple):
-    """What a block of the list has at most."""
+    """The maximum size of a block of the list."""
 
     sequences: Value
     heads: Value
@@ -55,13 +55,13 @@ class Sequences(NamedTuple):
 
 @gluon.jit
 def _sequence(i, x):
-    """(first query, queries, first key, keys)."""
+    """Return (first query, queries, first key, keys) of sequence i."""
     return packed_sequence(i, x.cu_q_ptr, x.cu_k_ptr, x.total_q, x.total_k)
 
 
 @gluon.jit
 def _sizes(i, sequences, M: gl.constexpr):
-    """(row tiles, keys, keys without a query in rows) of sequences i, 0 row tiles past the last one."""
+    """Return (row tiles, keys, keys without a query in rows) of sequences i; 0 row tiles past the last one."""
     there = i < sequences.count
     i = gl.minimum(i, sequences.count - 1)
     _, tokens, _, keys = _sequence(i, sequences)
@@ -71,7 +71,7 @@ def _sizes(i, sequences, M: gl.constexpr):
 
 @gluon.jit
 def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.constexpr):
-    """Program s lists the row tiles of sequence s, 16 at a time."""
+    """List the row tiles of sequence s in program s, 16 at a time."""
     R: gl.constexpr = 16
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])  # a warp has whole rows of AT_ONCE
     LC: gl.constexpr = gl.SliceLayout(0, L)
@@ -102,7 +102,7 @@ def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.c
             others, other_keys, ahead = _sizes(i, sequences, M)
             others = gl.where(i < end, others, 0)
             if CAUSAL:
-                # Row tile r' of i comes before if r' M + ahead is more than reach, or as much with i < s.
+                # Row tile r' of i is earlier if r' M + ahead is more than reach, or equal and i < s.
                 distance = reach[:, None] - ahead[None, :] + gl.where(i < s, M - 1, M)[None, :]
                 found = gl.maximum(others[None, :] - gl.maximum(distance, 0) // M, 0)
             else:
@@ -110,7 +110,7 @@ def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.c
                 found = gl.where((i == s)[None, :], tile[:, None], gl.where(first_ones, others, 0)[None, :])
             rank += gl.sum(found, 1)
         for head in range(0, sequences.kv_heads):
-            # Blocks of heads one after the other, the heads of a block side by side.
+            # Blocks of heads follow each other; the heads of a block are side by side.
             first_head = head // blocks.heads * blocks.heads
             width = gl.minimum(blocks.heads, sequences.kv_heads - first_head)
             place = before * sequences.kv_heads + first_head * within + rank * width + (head - first_head)
@@ -126,7 +126,7 @@ def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.c
 
 @gluon.jit
 def entry_of(tile_id, order):
-    """(first row, KV head, first query, queries, first key, keys) of entry tile_id."""
+    """Return (first row, KV head, first query, queries, first key, keys) of entry tile_id."""
     entry = order.entries_ptr + (tile_id + 1) * FIELDS
     return (gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4),
             gl.load(entry + 5))  # fmt: skip
@@ -134,12 +134,12 @@ def entry_of(tile_id, order):
 
 @gluon.jit
 def next_ticket(order):
-    """The next entry: those of the first round are taken without a ticket."""
+    """Return the next entry: those of the first round are taken without a ticket."""
     return gl.num_programs(0) + take(order.entries_ptr + 1)
 
 
 def prepare_order(p: FmhaProblem, program: Program, rows: int) -> SequenceOrder:
-    """The list of a varlen batch, made by the first launch. rows: of a row tile."""
+    """Add the launch that lists the row tiles of a varlen batch; return the list. rows: of a row tile."""
     entries = program.workspace("row tiles", ((most_row_tiles(p, rows) + 1) * FIELDS.value,), torch.int32)
     bytes_of_pair = p.k.shape[0] * p.head_dim * (2 if p.same_kv else 4) // p.batch
     together = max(CACHED // max(bytes_of_pair, 1), 1)
