@@ -141,7 +141,7 @@ def _conversion(speed):
 
 @gluon.constexpr_function
 def has_small_rows(window, compressed):
-    """Return whether rows of pools of these formats are unpacked as SMALLER."""
+    """Return whether the rows of both pools are unpacked as SMALLER: both formats must allow it."""
     return window.unpacks_smaller and compressed.unpacks_smaller
 
 

@@ -1,10 +1,10 @@
-"""K and V in e4m3: tiles of keys as the tensor core reads them, converted to the dtype of q by way of registers.
+"""K and V in e4m3: tiles of keys in the form that the tensor core reads, converted to the dtype of q in registers.
 
-TMA and cp.async copy bytes as they are, so a load role of several warps does what they do elsewhere: a thread loads 16
-codes of a row, makes 16-bit values of them, which is exact, and stores these to the swizzled panels that loads.py
-describes. Rows that no query sees are zeros. scores.py applies the scales of keys and values.
+TMA and cp.async copy bytes unchanged, so a load role of several warps replaces them: a thread loads 16 codes of a row,
+converts them to 16-bit values, which is exact, and stores these in the swizzled panels that loads.py describes. Rows
+that no query sees are zeros. scores.py applies the scales of keys and values.
 
-Four threads have 64 codes of a row, eight neighbours eight rows, so that their stores meet no bank twice.
+Four threads have 64 codes of a row, and eight such groups have eight rows, so that their stores have no bank conflicts.
 """
 
 from dsv4.kernels.compat import Value, aggregate, barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret_as
@@ -14,19 +14,19 @@ AT_A_TIME = gl.constexpr(64)  # codes of a thread
 
 @gluon.constexpr_function
 def in_codes(pointer_type):
-    """Whether K and V come as bytes."""
+    """Return whether K and V are bytes."""
     return pointer_type.element_ty == gl.uint8
 
 
 @gluon.constexpr_function
 def _layout(warps):
-    """[keys, panels of 64 columns, words]"""
+    """Return the layout of [keys, panels of 64 columns, words]."""
     return gl.BlockedLayout([1, 1, 4], [8, 1, 4], [warps, 1, 1], [0, 2, 1])
 
 
 @gluon.constexpr_function
 def keys_at_a_time(keys, columns, warps):
-    """How many keys of a tile are converted at once."""
+    """Return how many keys of a tile are converted at a time."""
     return min(keys, AT_A_TIME.value * 32 * warps // columns)
 
 
@@ -57,13 +57,13 @@ def _conversion(dtype):
 
 @gluon.jit
 def converted(x, like):
-    """Codes, four of a row one after the other in a thread's registers, as the dtype of a tile."""
+    """Return codes as the dtype of a tile; a thread has four consecutive codes of a row in a register."""
     return gl.inline_asm_elementwise(_conversion(like.dtype), "=&r,=&r,r", [x], dtype=like.dtype, is_pure=True, pack=4)
 
 
 @aggregate
 class RowCoords:
-    """Where keys are: their pages or sequence, their rows in these, and whether a query sees them."""
+    """The places of keys: their pages or sequence, their rows in these, and whether a query sees them."""
 
     page: Value
     row: Value
@@ -72,7 +72,8 @@ class RowCoords:
 
 @gluon.jit
 def find(where, pages, first_row, end, KEYS: gl.constexpr, PAGED: gl.constexpr):
-    """KEYS keys from first_row on, of which those from ``end`` on do not count. pages: how many there are in all."""
+    """Return the RowCoords of KEYS keys from first_row on; those from ``end`` on are invisible. pages: number of all
+    pages."""
     L: gl.constexpr = _layout(gl.num_warps())
     key = first_row + gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
     visible = (key >= where.visible_first) & (key < end)
@@ -85,7 +86,7 @@ def find(where, pages, first_row, end, KEYS: gl.constexpr, PAGED: gl.constexpr):
 
 @gluon.jit
 def load_codes(kv_rows, head, coords, column, KEYS: gl.constexpr, C: gl.constexpr):
-    """C codes of each key from ``column`` on: int32 [KEYS, C / 64, 16]; 0 where no query sees a key."""
+    """Return C codes of each key from ``column`` on: int32 [KEYS, C / 64, 16]; 0 for keys that no query sees."""
     L: gl.constexpr = _layout(gl.num_warps())
     offset = coords.page.to(gl.int64) * kv_rows.page_stride + coords.row.to(gl.int64) * kv_rows.row_stride
     offset = offset + head.to(gl.int64) * kv_rows.head_stride
@@ -98,7 +99,7 @@ def load_codes(kv_rows, head, coords, column, KEYS: gl.constexpr, C: gl.constexp
 
 @gluon.jit
 def put(x, tile, FIRST: gl.constexpr):
-    """Codes from load_codes -> rows from FIRST on of a ring slot."""
+    """Store codes from load_codes, converted, in the rows of a ring slot from FIRST on."""
     KEYS: gl.constexpr = x.shape[0]
     PANELS: gl.constexpr = x.shape[1]
     BN: gl.constexpr = tile.shape[0]
@@ -112,7 +113,7 @@ def put(x, tile, FIRST: gl.constexpr):
 
 @gluon.jit
 def fill(kv_rows, tile, ready, where, first_row, column, PAGED: gl.constexpr):
-    """One ring slot; ``ready`` says that it may be read."""
+    """Fill one ring slot; ``ready`` completes when it may be read."""
     BN: gl.constexpr = tile.shape[0]
     C: gl.constexpr = tile.shape[1]
     KEYS: gl.constexpr = keys_at_a_time(BN, C, gl.num_warps())
@@ -131,6 +132,7 @@ def fill(kv_rows, tile, ready, where, first_row, column, PAGED: gl.constexpr):
 
 @gluon.jit
 def announce(ready):
-    """All stores are made. No fence: it would wait for the loads under way. Those who wait for ``ready`` put it."""
+    """Arrive at ``ready`` after all stores, without a fence, which would wait for loads in flight: its waiters
+    fence."""
     barrier()
     mbarrier.arrive(ready, count=1)

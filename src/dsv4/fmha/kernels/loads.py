@@ -1,8 +1,8 @@
-"""Filling shared memory: the load warp's K/V tiles, the query rows.
+"""Loads of shared memory: the load warp's K and V tiles, and the query rows.
 
 A K or V tile of BN keys and D columns lies in shared memory as D/64 panels of [BN, 64] elements with the 128-byte
-swizzle, which the tensor core reads as one [BN, D] operand. TMA boxes are [BOX_ROWS, 64] pieces of a panel, BOX_ROWS =
-BN, or less where pages are smaller than a tile. The swizzle atom is [8, 64] elements, 1 KB.
+swizzle, which the tensor core reads as one [BN, D] operand. TMA boxes are [BOX_ROWS, 64] pieces of a panel; BOX_ROWS is
+BN, or less if pages are smaller than a tile. The swizzle atom is [8, 64] elements, 1 KB.
 
 A tile of 16-bit elements is read in one of four ways; e4m3_rows.py has a fifth, for codes of a byte:
 
@@ -45,24 +45,24 @@ class GlobalRows:
 
 @aggregate
 class Where:
-    """Where the keys of one sequence and KV head are."""
+    """The place of the keys of one sequence and KV head."""
 
     outer: Value  # first coordinate of TMA: the sequence, 0 for varlen
     head: Value
     k_start: Value  # first row of the sequence
     keys: Value
     visible_first: Value  # first key that any query sees
-    landed_end: Value  # first key that must not come from the tensor as it is
+    landed_end: Value  # first key whose loaded values must be replaced by zeros
     table_ptr: Value
     page_size: Value
 
 
 @gluon.jit
 def load_packed(desc, tile, ready, batch, head, row, D: gl.constexpr, begin=0):
-    """Rows from `row` on, of 64 or of 128; where they have two dimensions, tokens and group, TMA packs them. begin: the
+    """Load 64 or 128 rows from `row` on; if they have two dimensions, tokens and group, TMA packs them. begin: the
     coordinate of row 0."""
     BOX: gl.constexpr = desc.layout
-    ROWS: gl.constexpr = tile.shape[0]  # Triton 3.6: a plain int in a list is no argument of a function
+    ROWS: gl.constexpr = tile.shape[0]  # Triton 3.6 accepts no plain int in a list as an argument
     GROUP: gl.constexpr = desc.block_shape[3] if len(desc.block_shape) == 5 else 1
     if len(desc.block_shape) == 5:
         panels = reinterpret(tile, [D // 64, 1, 1, ROWS // GROUP, GROUP, 64], BOX)
@@ -76,9 +76,9 @@ def load_packed(desc, tile, ready, batch, head, row, D: gl.constexpr, begin=0):
 
 @gluon.jit
 def zero_invisible(tile, first_row, visible_first, visible_end, BN: gl.constexpr, D: gl.constexpr):
-    """Rows outside [visible_first, visible_end) of a landed tile become 0: P is 0 there, but 0 * NaN is NaN.
+    """Zero the rows of a landed tile outside [visible_first, visible_end): P is 0 there, but 0 * NaN is NaN.
 
-    One warp, 1 KB per step. tile: one ring slot; its row 0 is key first_row.
+    One warp writes 1 KB per step. tile: one ring slot; its row 0 is key first_row.
     """
     ATOM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
@@ -98,13 +98,13 @@ def zero_invisible(tile, first_row, visible_first, visible_end, BN: gl.constexpr
 
 @gluon.constexpr_function
 def box_rows(desc):
-    """The rows of a TMA box; tiles that come without TMA may begin at any row."""
+    """Return the rows of a TMA box; tiles that are loaded without TMA may begin at any row."""
     return 1 if desc is None else desc.block_shape[1]
 
 
 @gluon.jit
 def issue(desc, tile, ready, where, first_row, column, BN: gl.constexpr, D: gl.constexpr, KV_LOAD: gl.constexpr):
-    """TMA of one tile: boxes of [BOX_ROWS, 64] into the slot. Boxes past the last key of a paged one read zeros."""
+    """Load one tile by TMA: boxes of [BOX_ROWS, 64] into the slot. Boxes past the last key in pages read zeros."""
     outer = where.outer
     BOX_ROWS: gl.constexpr = desc.block_shape[1]
     BOXES: gl.constexpr = BN // BOX_ROWS
@@ -137,7 +137,7 @@ def fill(
     D: gl.constexpr,
     KV_LOAD: gl.constexpr,
 ):
-    """One ring slot [BN, D] by TMA: keys from first_row on, columns from ``column`` on; ``ready`` says it may be read.
+    """Fill one ring slot [BN, D] by TMA: keys from first_row on, columns from ``column`` on; ``ready`` completes then.
 
     Rows that belong to another sequence, or to none, are zeroed before ``ready``: such a tile lands on the barrier
     ``landed`` first, whose next phase is returned. In a dense tensor the descriptor's own bounds do this.
@@ -162,7 +162,7 @@ def fill(
 
 @gluon.jit
 def cp_async_rows(kv_rows, tile, where, first_row, column, BN: gl.constexpr, D: gl.constexpr):
-    """One ring slot [BN, D] by cp.async, one group; rows that no query sees, and those of absent pages, are 0."""
+    """Fill one ring slot [BN, D] by cp.async, in one group; rows that no query sees, and of absent pages, are 0."""
     ATOM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     atoms = reinterpret(tile, [(BN // 8) * (D // 64), 8, 64], ATOM)
@@ -182,7 +182,7 @@ def cp_async_rows(kv_rows, tile, where, first_row, column, BN: gl.constexpr, D: 
 
 @gluon.jit
 def announce(ready, PENDING: gl.constexpr):
-    """All cp.async groups of this warp but the newest PENDING have landed: ``ready`` may be passed."""
+    """Arrive at ``ready`` once all cp.async groups of this warp except the newest PENDING have landed."""
     async_copy.wait_group(PENDING)
     fence_async_shared()  # cp.async writes like ordinary stores -> tensor-core reads
     mbarrier.arrive(ready, count=1)
@@ -203,7 +203,7 @@ def fill_any(
     D: gl.constexpr,
     KV_LOAD: gl.constexpr,
 ):
-    """One ring slot, whichever way its keys are read; copies by cp.async wait until they have landed."""
+    """Fill one ring slot in any of these ways; with cp.async, wait until the copies have landed."""
     if e4m3_rows.in_codes(kv_rows.ptr.dtype):
         e4m3_rows.fill(kv_rows, tile, ready, where, first_row, column, KV_LOAD >= PAGES)
     elif KV_LOAD == CP_ASYNC:
@@ -216,14 +216,15 @@ def fill_any(
 
 @gluon.jit
 def row_offsets(row, head, group, stride_token8, stride_head8):
-    """Element offset of packed row(s): strides come in units of 8 elements, so that 16-byte accesses are provable."""
+    """Return the element offset of packed row(s): strides are in units of 8 elements, so that the compiler can prove
+    16-byte alignment."""
     token, q_head = token_and_head(row, head, group)
     return (token.to(gl.int64) * stride_token8 + q_head.to(gl.int64) * stride_head8) * 8
 
 
 @gluon.constexpr_function
 def pieces_of_rows(ctas):
-    """Register layout of rows, 16 bytes per thread of four warps; each CTA of a cluster has its own rows."""
+    """Return the register layout of rows, 16 bytes per thread of four warps; each CTA of a cluster has its own rows."""
     return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], [[1 << bit, 0] for bit in range(ctas.bit_length() - 1)])
 
 
@@ -245,11 +246,12 @@ def load_rows(
     asked=None,
     columns: gl.constexpr = None,
 ):
-    """Packed query rows [first_row, first_row + N), columns [column, column + C) -> smem; rows past the end are 0.
+    """Load packed query rows [first_row, first_row + N), columns [column, column + C) into smem; rows past the end are
+    0.
 
-    AT_A_TIME columns: with 64 few registers do, and each warp still reads whole 128-byte pieces of rows. sign: -1, 0
-    or 1, known at compile time or not; the rows are multiplied by it. asked: a barrier to arrive at when all loads are
-    issued, before they have landed. columns: that rows have, where it is less; the others are 0.
+    AT_A_TIME columns: 64 need few registers, and each warp still reads whole 128-byte pieces of rows. sign: -1, 0 or 1,
+    known at compile time or not; the rows are multiplied by it. asked: a barrier to arrive at when all loads are
+    issued, before they have landed. columns: how many the rows have, if fewer; the others are 0.
     """
     L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
@@ -273,7 +275,7 @@ def load_rows(
 
 @gluon.jit
 def here(row, column, COLUMNS: gl.constexpr, D: gl.constexpr):
-    """The mask of rows that are there and of COLUMNS columns, in tiles of D."""
+    """Return the mask of rows that exist and of COLUMNS columns, in tiles of D."""
     if COLUMNS == D:
         return row[:, None]
     else:
@@ -296,7 +298,7 @@ def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_h
 def store_rows(
     out_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column, N: gl.constexpr, C: gl.constexpr
 ):
-    """The way back: smem [N, C] -> packed output rows, 16 bytes per thread."""
+    """Store smem [N, C] in packed output rows, 16 bytes per thread."""
     L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
     offset = row_offsets(row, head, group, stride_token8, stride_head8)

@@ -1,9 +1,10 @@
-"""How q . k becomes a score in every kernel of fmha: the numbers made of softmax_scale, and the arithmetic with them.
+"""From q . k to a score in every kernel of fmha: the numbers derived from softmax_scale, and the arithmetic with them.
 
     forward     score = factor * capped(q . k)        in base 2; masked and exponentiated by the kernels
-    backward    P = 2^(score - lse2)    dS = P (dP - delta) * slope       by q . k, but for softmax_scale
+    backward    P = 2^(score - lse2)    dS = P (dP - delta) * slope       w.r.t. q . k, without softmax_scale
 
-Masks come after. A kernel gets a ScoreScale; a member that is None is known at compile time and costs nothing.
+Masks are applied afterwards. A kernel gets a ScoreScale; a member that is None is known at compile time and costs
+nothing.
 """
 
 from typing import Any, NamedTuple
@@ -19,12 +20,12 @@ from dsv4.runtime.program import Null
 
 class ScoreScale(NamedTuple):
     factor: Value  # in base 2
-    softcap: Value  # None, or what q . k is multiplied by ahead of tanh
+    softcap: Value  # None, or the factor of q . k before tanh
 
 
 class KvScales(NamedTuple):
-    """What e4m3 keys and values are multiplied by: pointers to fp32 numbers, null for 1, and steps from a KV head to
-    the next."""
+    """The factors of e4m3 keys and values: pointers to fp32 numbers, null for 1, and strides from one KV head to the
+    next."""
 
     any_alignment = ("k_ptr", "v_ptr")
 
@@ -36,7 +37,7 @@ class KvScales(NamedTuple):
 
 @aggregate
 class HeadScale:
-    """A ScoreScale for the keys of one KV head, and what its values are multiplied by, or None."""
+    """A ScoreScale for the keys of one KV head, and the factor of its values, or None."""
 
     factor: Value
     softcap: Value
@@ -44,8 +45,8 @@ class HeadScale:
 
 
 def sign_and_scale(scale: float) -> tuple[int, float]:
-    """(what Q is multiplied by as it is loaded: 1, -1 or 0; a positive scale in base 2): masked scores are -inf, so
-    that a scale of 0 or less would make them NaN or visible. The gradients mask P instead, and take any scale."""
+    """Return (the factor of Q when it is loaded: 1, -1 or 0; a positive scale in base 2): masked scores are -inf, so a
+    scale of 0 or less would make them NaN or visible. The gradients mask P instead, and accept any scale."""
     positive = abs(scale) * softmax.LOG2E.value
     if positive < torch.finfo(torch.float32).tiny:
         return 0, 1.0
@@ -53,7 +54,7 @@ def sign_and_scale(scale: float) -> tuple[int, float]:
 
 
 def score_scale(p: FmhaProblem, scale: float) -> ScoreScale:
-    """scale: of q . k, in base 2."""
+    """Return the ScoreScale of a problem. scale: the factor of q . k, in base 2."""
     softcap: Any = p.options.softcap
     if softcap is None:
         return ScoreScale(scale, None)
@@ -72,7 +73,7 @@ def kv_scales(p: FmhaProblem) -> KvScales | None:
 
 @gluon.jit
 def head_scale(opts, head):
-    """The scale of one KV head. opts has a ScoreScale, and KvScales or None."""
+    """Return the HeadScale of one KV head. opts has a ScoreScale, and KvScales or None."""
     scale, scales = opts.scale, opts.kv_scales
     if scales is None:
         return HeadScale(scale.factor, scale.softcap, None)
@@ -92,7 +93,7 @@ def _number(ptr, place):
 
 @gluon.jit
 def of_values(factor, scale):
-    """What O is multiplied by in the end, the scale of the values included."""
+    """Return the final factor of O, which includes the scale of the values."""
     if scale.values is not None:
         factor = factor * scale.values
     return factor
@@ -100,10 +101,10 @@ def of_values(factor, scale):
 
 @gluon.jit
 def capped(s, scale):
-    """What the factor multiplies: the products q . k, or tanh(s softcap).
+    """Return what the factor multiplies: the products q . k, or tanh(s softcap).
 
     tanh x = 1 - 2 / (e^2x + 1) has the absolute error of fp32, and the series below 1/4 its relative error, which large
-    caps need. That of tanh.approx is 2^-11: with a cap of 50 it would be 2 % of P.
+    caps need. The error of tanh.approx is 2^-11, which with a cap of 50 would be 2 % of P.
     """
     if scale.softcap is not None:
         x = s * scale.softcap
@@ -115,22 +116,22 @@ def capped(s, scale):
 
 @gluon.jit
 def exponents(s, lse2, scale):
-    """(the logarithm of P in base 2, what score_gradient needs of the scores) of products q . k. lse2: as broadcast as
-    they are."""
+    """Return (the logarithm of P in base 2, what score_gradient needs of the scores) of products q . k. lse2 can be
+    broadcast to them."""
     s = capped(s, scale)
     return s * scale.factor - lse2, s
 
 
 @gluon.jit
 def probabilities(s, lse2, scale):
-    """(P, what score_gradient needs of the scores)."""
+    """Return (P, what score_gradient needs of the scores)."""
     x, s = exponents(s, lse2, scale)
     return gl.exp2(x), s
 
 
 @gluon.jit
 def score_gradient(p, dp, delta, s, scale):
-    """dS."""
+    """Return dS."""
     ds = p * (dp - delta)
     if scale.softcap is not None:
         ds = ds * (1.0 - s * s)

@@ -1,4 +1,4 @@
-"""Which keys a tile of query rows sees. Device functions and the layouts that the kernels of every architecture share.
+"""The keys that a tile of query rows sees: device functions and layouts that the kernels of every architecture share.
 
 The query heads of one KV head are packed into rows: row r of (sequence, KV head) is query token ``r // group`` and
 query head ``kv_head * group + r % group``, so the rows of a tile span few tokens and one K tile serves them all.
@@ -8,7 +8,7 @@ from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.kernels.division import divide
 
 NO_BOUND = 1 << 30  # what the host passes for a window side of -1
-# How a tile of keys is read: loads.py says what each means.
+# How a tile of keys is read: loads.py explains each.
 DENSE, ROWS, PAGES, CP_ASYNC = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
@@ -23,7 +23,7 @@ class Pages:
 
 @gluon.jit
 def sequence(seq, varlen, tensors, sizes, KV_LOAD: gl.constexpr):
-    """(first query row, queries T, first key row, keys S) of a sequence, clamped so that nothing is out of bounds.
+    """Return (first query row, queries T, first key row, keys S) of a sequence, clamped to the bounds of the tensors.
 
     varlen: known at compile time or not.
     """
@@ -39,7 +39,7 @@ def sequence(seq, varlen, tensors, sizes, KV_LOAD: gl.constexpr):
 
 @gluon.jit
 def packed_sequence(seq, cu_q_ptr, cu_k_ptr, total_q, total_k):
-    """The same for sequences that lie end to end."""
+    """Return the same for contiguous sequences."""
     q_start = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq), 0), total_q)
     q_end = gl.minimum(gl.maximum(gl.load(cu_q_ptr + seq + 1), q_start), total_q)
     k_start = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq), 0), total_k)
@@ -49,26 +49,26 @@ def packed_sequence(seq, cu_q_ptr, cu_k_ptr, total_q, total_k):
 
 @gluon.jit
 def token_and_head(row, head, group):
-    """The query tokens and query heads of packed rows of a KV head."""
+    """Return the query tokens and query heads of packed rows of a KV head."""
     token = divide(row, group)
     return token, head * group.number + (row - token * group.number)
 
 
 @gluon.jit
 def first_key(token, tokens, keys, left):
-    """The first key that a token sees (a scalar or a tensor of tokens); may lie past the last one."""
+    """Return the first key that a token sees (a scalar or a tensor of tokens); it may lie past the last one."""
     return gl.maximum(token + (keys - tokens - left), 0)
 
 
 @gluon.jit
 def end_key(token, tokens, keys, right):
-    """One past the last key that a token sees; may be <= 0."""
+    """Return one past the last key that a token sees; it may be <= 0."""
     return gl.minimum(token + (keys - tokens + right + 1), keys)
 
 
 @gluon.jit
 def needs_mask(row, key, sizes, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """Whether some of ROWS packed rows does not see some of KEYS keys: then scores need a mask."""
+    """Return whether scores need a mask: some of ROWS packed rows does not see some of KEYS keys."""
     last = gl.minimum((row + ROWS - 1) // sizes.group, sizes.tokens - 1)
     first = first_key(last, sizes.tokens, sizes.keys, sizes.left)
     end = end_key(row // sizes.group, sizes.tokens, sizes.keys, sizes.right)
@@ -77,10 +77,10 @@ def needs_mask(row, key, sizes, ROWS: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def split_range(tiles, split, num_splits, tiles_per_split):
-    """The tiles [first, end) of one split.
+    """Return the tiles [first, end) of one split.
 
-    A tiles_per_split > 0 makes the cut independent of the batch: splits are longer only where num_splits, then the most
-    there may be, would not do.
+    A tiles_per_split > 0 makes the split independent of the batch: splits are longer only if num_splits, then the
+    maximum, would not be enough.
     """
     chunk = gl.maximum((tiles + num_splits - 1) // num_splits, tiles_per_split)
     first = gl.minimum(split * chunk, tiles)
@@ -100,7 +100,8 @@ def key_tiles(
     BN: gl.constexpr,
     KV_LOAD: gl.constexpr,
 ):
-    """(first key of tile 0, [begin, end)): a split's tiles of BN keys that some of the M rows from tile_row on see."""
+    """Return (first key of tile 0, begin, end) of a split's tiles of BN keys that some of the M rows from tile_row on
+    see."""
     token_last = gl.minimum(divide(tile_row + M - 1, sizes.group), tokens - 1)
     first = first_key(divide(tile_row, sizes.group), tokens, keys, opts.left)
     end = end_key(token_last, tokens, keys, opts.right)
@@ -113,7 +114,8 @@ def key_tiles(
 
 @gluon.jit
 def bad_pages(pages, begin, end):
-    """Whether the block table names a page that is none for any of the keys [begin, end); for four warps."""
+    """Return whether the block table names a page that does not exist for any of the keys [begin, end); for four
+    warps."""
     page_size = pages.page_size
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])  # every warp has all 128 entries: no exchange between warps
     last = (end + page_size - 1) // page_size
@@ -128,7 +130,7 @@ def bad_pages(pages, begin, end):
 @aggregate
 class MaskBounds:
     """The keys [first, end) that each query row sees; those that all rows see, which need no mask; the keys of the
-    sequence; its pages, and whether the block table has entries without a page, whose keys no row sees."""
+    sequence; its pages, and whether some entries of the block table name no page, so that no row sees their keys."""
 
     row_first: Value
     row_end: Value
@@ -142,7 +144,7 @@ class MaskBounds:
 
 @gluon.jit
 def mask_bounds(tile_row, work_tile, M: gl.constexpr, BN: gl.constexpr, KV_LOAD: gl.constexpr, RS: gl.constexpr):
-    """What the M rows from tile_row on see of the CTA's tiles of BN keys. RS: layout of the rows."""
+    """Return the MaskBounds of the M rows from tile_row on in the CTA's tiles of BN keys. RS: layout of the rows."""
     problem, tiles = work_tile.problem, work_tile.tiles
     group, tokens, keys, left, right = problem.group, problem.tokens, problem.keys, problem.left, problem.right
     row = tile_row + gl.arange(0, M, layout=RS)
@@ -160,7 +162,7 @@ def mask_bounds(tile_row, work_tile, M: gl.constexpr, BN: gl.constexpr, KV_LOAD:
 
 @gluon.jit
 def mask_pages(s, first_column, keys, pages, L: gl.constexpr):
-    """Scores of keys in pages that are none become -inf. s: [rows, keys] of keys from first_column on."""
+    """Set scores of keys in pages that do not exist to -inf. s: [rows, keys] of keys from first_column on."""
     key = first_column + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
     page = gl.load(pages.table_ptr + key // pages.page_size, mask=key < keys, other=0)
     return gl.where(((page >= 0) & (page < pages.count))[None, :], s, -float("inf"))
@@ -168,7 +170,7 @@ def mask_pages(s, first_column, keys, pages, L: gl.constexpr):
 
 @gluon.jit
 def page_bits(first_column, keys, pages):
-    """One bit for each of 32 keys from first_column on: whether its page is one; for four warps."""
+    """Return one bit for each of 32 keys from first_column on: whether its page exists; for four warps."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # every warp has all 32: no exchange between warps
     # gl.arange(0, 32), but computed here and not kept in a register through the main loop
     lane = gl.inline_asm_elementwise(
@@ -180,7 +182,8 @@ def page_bits(first_column, keys, pages):
 
 @gluon.jit
 def mask_pages_by_bits(s, first_column, keys, pages, L: gl.constexpr):
-    """mask_pages where a thread has whole rows of 32, 64 or 128 keys, but no registers for as many page numbers."""
+    """Do what mask_pages does if a thread has whole rows of 32, 64 or 128 keys: page numbers would not fit in
+    registers."""
     column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))
     bits = page_bits(first_column, keys, pages)
     for c in gl.static_range(1, s.shape[1] // 32):

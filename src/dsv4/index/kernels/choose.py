@@ -128,7 +128,8 @@ class GroupRows:
 
     @gluon.jit
     def taken(self, number, cut, highest, TIES: gl.constexpr):
-        """Return the rows that are not below a cut. TIES: those equal to it only up to `highest`; else of all lines."""
+        """Return which rows of a piece are not below a cut. TIES: of visible rows, those equal to it only up to
+        `highest`. Otherwise lines past the end may be among them, which the caller masks."""
         if TIES:
             ordered, row = self.ordered_piece(number)
             return (ordered > cut) | ((ordered == cut) & (row <= highest))
