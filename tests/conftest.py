@@ -89,7 +89,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         os.unlink(session.config.workerinput["first"])  # see Start
     gc.enable()
     gc.freeze()
-    gc.set_threshold(20_000)  # 700 new objects are few beside those of one compilation
+    gc.set_threshold(20_000)  # 700 new objects are few compared with those of one compilation
     if "triton" in sys.modules:
         from triton import knobs
 
@@ -176,7 +176,7 @@ lane_operation()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """With parallel workers the emulator is compiled once, in a process beside them while they start, first what runs
+    """With parallel workers the emulator is compiled once, in a separate process while they start, first what runs
     kernels, then what finds races. A test that needs it sooner waits for it; a broken one is reported by its tests."""
     if not getattr(session.config.option, "numprocesses", None):
         return

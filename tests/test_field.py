@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def tool():
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.syspath_prepend(ROOT / "tools")  # its kernels are a module beside it
+    monkeypatch.syspath_prepend(ROOT / "tools")  # its kernels are a module in the same folder
     spec = importlib.util.spec_from_file_location("field_tool", ROOT / "tools" / "field.py")
     sys.modules["field_tool"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Helpers beside the tests are found by name in several folders: no name may occur twice."""
+"""Helpers next to the tests are found by name in several folders: no name may occur twice."""
 
 import tomllib
 from collections import Counter

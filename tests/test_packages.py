@@ -1,6 +1,6 @@
 """The two distributions, dsv4 and softsm: built, checked, installed into an empty environment and used there.
 
-What needs a build is slow; .ci/run runs it beside the quick tests."""
+What needs a build is slow; .ci/run runs it after the quick tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, tree = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("tree")
     for name in "LICENSE Makefile MANIFEST.in README.md pyproject.toml constraints.txt mkdocs.yml".split():
         shutil.copy(ROOT / name, tree)
-    for name in ("src", "packages", "docs", "tests", "tutorials", "benchmarks"):  # a build leaves files beside sources
+    for name in ("src", "packages", "docs", "tests", "tutorials", "benchmarks"):  # a build leaves files next to sources
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=IGNORED)
     for project in PROJECTS.values():
         options = "--no-isolation --skip-dependency-check --outdir".split()

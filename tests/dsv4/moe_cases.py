@@ -71,7 +71,7 @@ def assert_right(out: Tensor, slots: Tensor | None, experts: Fp4Experts, given: 
 
 
 def check_many_rows_few_and_none(kernel, experts: Fp4Experts, given: dict, some: list[int]) -> None:
-    """Experts 0 and 3 take all rows but one, which has no expert and expert 1; nobody takes expert 2. The tokens `some`
+    """Experts 0 and 3 have all rows but one, which has no expert and expert 1; expert 2 has none. The tokens `some`
     have their bits in another batch."""
     given["ids"][:] = torch.tensor([0, 3])
     given["ids"][4] = torch.tensor([-1, 1])

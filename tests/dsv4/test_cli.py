@@ -105,7 +105,7 @@ def test_verify_that_cannot_run_exits_with_2_and_says_why(arguments, says) -> No
 
 
 def test_files_that_cannot_be_read_or_written_are_named(tmp_path) -> None:
-    """As root everything can be written, so what stands in the way is a file where a folder should be."""
+    """Root can write everything, so the obstacle is a file where a folder should be."""
     file = tmp_path / "file"
     file.write_text("")
     record = tmp_path / "record.json"

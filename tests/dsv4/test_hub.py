@@ -1,4 +1,4 @@
-"""`dsv4 hub`: a build that loads under its own name, without the package, twice, and beside an installed dsv4."""
+"""`dsv4 hub`: a build that loads under its own name, without the package, twice, and next to an installed dsv4."""
 
 import json
 import subprocess

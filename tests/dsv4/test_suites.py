@@ -244,7 +244,7 @@ def test_a_mistake_in_a_v4_layer_is_noticed(change, monkeypatch: pytest.MonkeyPa
         assert not run_case(case, CPU, SEED).ok
 
 
-# Gradients: (what is computed instead, beside the right results).
+# Gradients: (what is computed instead, and otherwise right results).
 
 
 def forgets_delta(real, b):

@@ -29,7 +29,7 @@ def answer(command: list, environment: dict, log: Path, path: str, body: dict) -
                             return json.loads(got.read())
                     except urllib.error.HTTPError as why:
                         pytest.fail(f"{why}: {why.read()[-2000:]!r}\n{log.read_text()[-4000:]}")
-                    except urllib.error.URLError:  # nobody listens yet
+                    except urllib.error.URLError:  # the server does not listen yet
                         time.sleep(1)
             finally:
                 server.terminate()

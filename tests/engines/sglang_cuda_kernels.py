@@ -32,7 +32,7 @@ def prepare() -> None:
     os.environ |= CHOICES
     triton.backends.backends["cpu"] = triton.backends.backends["nvidia"]
     torch.empty = without_pinning(torch.empty)
-    torch._C._cuda_getCurrentRawStream = None  # SGLang imports the name, beside kernels that are not called
+    torch._C._cuda_getCurrentRawStream = None  # SGLang imports the name, with kernels that are not called
     from sglang.kernels.jit import utils
 
     utils.load_jit, utils.is_arch_support_pdl = module, lambda *_: False
@@ -209,7 +209,7 @@ def plan_prefill(
 
 
 def state_slot(requests, positions, places, to_window, ratio, window_page, ring, by_request):
-    """Where the state of a request's token lies: in a ring of the request, or beside its row of the window."""
+    """Return the place of the state of a request's token: in a ring of the request, or next to its window row."""
     if ratio == 128 or by_request:
         return requests * ring + positions % ring
     row = to_window[places[requests, positions].long()]

@@ -1,4 +1,4 @@
-"""Calls of dsv4's dense backend for SGLang beside the oracle, on a CPU: python sglang_dense_calls.py
+"""Calls of dsv4's dense backend for SGLang compared with the oracle, on a CPU: python sglang_dense_calls.py
 
 The pool, the request and the layer are stubs; the backend and what it imports of SGLang are real. Head dims, windows,
 sinks in bf16 as gpt-oss has them, decode and extend, keys shared by two heads each; unwritten pages are NaN.

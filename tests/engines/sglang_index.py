@@ -1,4 +1,4 @@
-"""SGLang's own indexer of DeepSeek-V4 beside dsv4's, on a CPU: python sglang_index.py RESULT.json
+"""SGLang's own indexer of DeepSeek-V4 compared with dsv4's, on a CPU: python sglang_index.py RESULT.json
 
 SGLang's method is the one that is installed, with its scores and its choice in torch (a switch of SGLang's for GPUs
 without DeepGEMM). The backend around it is stubs: pages of keys, metadata, and queries that are there already.

@@ -1,4 +1,5 @@
-"""SGLang's own indexer of DeepSeek-V4.1 beside dsv4's, in decode on a CPU: python sglang_v41_index.py RESULT.json
+"""SGLang's own indexer of DeepSeek-V4.1 compared with dsv4's, in decode on a CPU: python sglang_v41_index.py
+RESULT.json
 
 The classes are the installed ones. SGLang's scores come from its Triton kernel, in softsm, its choices from torch (what
 it does on GPUs that are neither Hopper nor Blackwell; on Hopper another Triton kernel with the same roundings scores).

@@ -1,5 +1,5 @@
 """SGLang's calls against dsv4's functions, by its source, which is read and not run: `pip install --no-deps sglang` is
-enough. Its indexer runs on a CPU, in torch, beside dsv4's. Whole models in SGLang on a CPU are in
+enough. Its indexer runs on a CPU, in torch, and is compared with dsv4's. Whole models in SGLang on a CPU are in
 test_sglang_deepseek_v4.py and test_sglang_dense.py."""
 
 import ast

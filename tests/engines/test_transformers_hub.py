@@ -3,7 +3,7 @@ continuous batching and `transformers serve` on a CPU with it, models with full 
 are counted, and the tokens are those of eager attention. Without `kernels`, the build itself is tested in
 tests/dsv4/test_hub.py.
 
-vLLM needs a transformers below 5.20. The oldest one that dsv4 supports and the newest lie beside the environment, each
+vLLM needs a transformers below 5.20. The oldest one that dsv4 supports and the newest are next to the environment, each
 with what goes with it: make test-engines puts them there."""
 
 import functools

@@ -178,8 +178,8 @@ LLAMA = dict(
 
 
 def test_the_ways_to_name_the_backend_in_a_configuration(tmp_path):
-    """As docs/serving.md has them, without DSV4_VLLM; a configuration that does not name it is left alone, also after
-    one that does. DSV4_VLLM=0 wins."""
+    """The ways are those of docs/serving.md, without DSV4_VLLM; a configuration that does not name the backend is left
+    alone, also after one that does. DSV4_VLLM=0 wins."""
     code = """
 import json, sys
 from vllm.config import AttentionConfig
@@ -271,8 +271,8 @@ def test_vllms_own_loader_ends_with_the_reason():
 
 
 def test_the_name_of_the_backend_reaches_processes_that_have_loaded_no_plug_in():
-    """As vLLM sends its configuration to the process of the engine. One that is switched off says so: it would serve
-    with vLLM's own attention."""
+    """vLLM sends its configuration to the engine's process. A process in which the plug-in is off raises an error: it
+    would serve with vLLM's own attention."""
 
     def run(code: str, switch: str, *arguments: str) -> subprocess.CompletedProcess:
         environment = os.environ | {"DSV4_VLLM": switch}

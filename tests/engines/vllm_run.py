@@ -1,7 +1,7 @@
 """One engine of vLLM on a CPU, in a process of its own: python vllm_run.py CHECKPOINT REQUESTS.json RESULT.json
 
 REQUESTS: {"engine": {options of vllm.LLM}, "batches": [{"prompts": [[token, ..], ..], "tokens": n, "logprobs": bool,
-"preempt": after so many steps, all running requests begin anew}]}.
+"preempt": the number of steps after which all running requests begin anew}]}.
 RESULT: {"batches": [{"tokens": [..], "cached": [..], "logprobs": [..], "calls": {dsv4's}, "accepted": drafts so far}],
 "operators": {stand-ins'},
 "errors": [of every call of dsv4.v4_attention against the oracle in fp64],

@@ -204,7 +204,7 @@ class Engine:
             packed(layer.kv_cache, self.slots(BLOCK, BLOCK // m, r, torch.arange(groups)), rows, slice(None))
 
     def slots(self, table, rows, r, at):
-        """Places `at` of request r -> slots of a cache with so many rows in a page."""
+        """Return the slots of places `at` of request r, in a cache with this many rows in a page."""
         return self.tables[table][r, at // rows].long() * rows + at % rows
 
     def check_out(self, layer, q, out, positions, requests) -> None:

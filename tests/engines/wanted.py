@@ -16,7 +16,7 @@ class Wanted:
         return [self.requests[n]["prompt"] for n in lengths]
 
     def assert_tokens(self, answers: list[list[int]], lengths: tuple[int, ...]) -> None:
-        """Of prompts of these lengths: the tokens that are certain, of which every request has some."""
+        """Compare the tokens of prompts of these lengths that are certain, of which every request has some."""
         assert len(answers) == len(lengths)
         for n, tokens in zip(lengths, answers):
             certain = min(self.requests[n]["certain"], len(tokens))
@@ -24,7 +24,7 @@ class Wanted:
             assert tokens[:certain] == self.requests[n]["tokens"][:certain], f"after the prompt of {n}"
 
     def assert_logprobs(self, got: list[float], rounded: str = "fp32", length: int = 300) -> None:
-        """Of the prompt of this length, by the way in which the engine rounds."""
+        """Compare the log-probabilities of the prompt of this length, within the rounding of the engine."""
         wanted = self.said[rounded][str(length)]
         off = float((torch.tensor(got) - torch.tensor(wanted["logprobs"])).abs().max())
         assert off <= wanted["allowed"], f"off by {off:.2e}, allowed: {wanted['allowed']:.2e}"

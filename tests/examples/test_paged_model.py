@@ -80,7 +80,7 @@ def test_steps_of_fixed_shapes(model, ids, eager):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_requests_side_by_side_in_chunks(model, ids, eager, seed):
-    """Each step takes some tokens of some requests: prompts in chunks beside single tokens, in any order."""
+    """Each step processes some tokens of some requests: prompts in chunks and single tokens, in any order."""
     generator = torch.Generator().manual_seed(seed)
     engine, done = served(model), [0, 0, 0, 0]
     while min(done) < 110:
@@ -266,7 +266,7 @@ def test_jobs_come_and_go(model, ids):
     first = serving.submit(ids[0, :62], 3)
     assert serving.step() == [first] and serving.fed == [(first, 62)]
     second, third = serving.submit(ids[1, :90], 3, name="b"), serving.submit(ids[2, :5], 3)
-    assert serving.step() == [first]  # beside it goes as much of the second as fits
+    assert serving.step() == [first]  # with as much of the second as fits
     assert serving.fed == [(first, 1), (second, 69)]
     for name in ("b", []):
         with pytest.raises(ValueError, match="^name: got "):

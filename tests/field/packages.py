@@ -1,4 +1,4 @@
-"""Triton kernels of Python packages: results and gradients beside PyTorch in fp64, or beside the package's reference.
+"""Triton kernels of Python packages: results and gradients compared with PyTorch in fp64 or the package's reference.
 
 softsm check tests/field/packages.py -- liger_rms_norm liger_rope
 """
@@ -18,7 +18,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def agree(found, right, inputs, bound: float = 1e-5) -> None:
-    """Of outputs and gradients, relative to the largest value. right: a function of the inputs in fp64."""
+    """Assert that outputs and gradients agree, relative to the largest value. right: a function of fp64 inputs."""
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     expected = right(*wide)
     gradient = torch.randn_like(expected)

@@ -30,7 +30,7 @@ def load(file: Path) -> types.ModuleType:
     module = types.ModuleType(file.stem)
     module.__file__ = str(file)
     sys.modules[file.stem] = module  # Triton asks for the sources of functions
-    sys.path[:0] = [str(file.parent), str(file.parent.parent)]  # a package's tests lie beside it
+    sys.path[:0] = [str(file.parent), str(file.parent.parent)]  # a package's tests are next to it
     exec(compile(tree, str(file), "exec"), module.__dict__)
     return module
 

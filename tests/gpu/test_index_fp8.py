@@ -29,9 +29,8 @@ def bounds(q, w, values, scales):
 
     A tensor core adds 32 products of e4m3 and the sum so far, all cut off at 14 bits from the top of the largest one. A
     product has two bits before its point, so what is left are multiples of at most 2^-12 of the largest one's power of
-    two. Each addend that is no such multiple loses less than one; the products of one step that lose are counted here.
-    The sum over the heads is one of fp32.
-    """
+    two. Each addend that is not such a multiple loses less than one; the products of one step that lose are counted
+    here. The sum over the heads is one of fp32."""
     total, bound = [], []
     for some, scale in zip(values.split(1024), scales.split(1024)):
         products = q[:, None] * some[None]  # [H, rows, 128]

@@ -31,7 +31,7 @@ class Case:
     kernel: str
     queries: int
     heads: int
-    rows: int  # beside the window's
+    rows: int  # in addition to the window's
     fp8: bool = True
     table: bool = False
     lengths: bool = False

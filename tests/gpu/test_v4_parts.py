@@ -121,7 +121,7 @@ def test_index_topk_in_a_graph_follows_its_inputs():
     before = torch.cuda.memory_allocated()
     with torch.cuda.graph(graph):
         dsv4.index_topk(**arguments, k=k, topk=512, out=out, plan=plan)
-    assert torch.cuda.memory_allocated() - before < 1 << 16  # what it allocates is no scores
+    assert torch.cuda.memory_allocated() - before < 1 << 16  # it does not allocate scores
     arguments["lengths"].copy_(torch.tensor([page * pages, 600]))
     arguments["block_table"].copy_(arguments["block_table"].flip(1))
     arguments["q"].copy_(small_integers(n, 64, 128))

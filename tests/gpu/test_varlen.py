@@ -1,4 +1,4 @@
-"""fmha_varlen on the GPU with so many row tiles that CTAs take them by tickets: against fp32, outputs poisoned."""
+"""fmha_varlen on the GPU with enough row tiles that CTAs take them by tickets: against fp32, outputs poisoned."""
 
 import random
 

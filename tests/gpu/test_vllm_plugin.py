@@ -65,7 +65,7 @@ def test_prefill_from_a_workspace_looks_at_nothing_behind_the_lengths(heads):
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_queries_and_rows_on_their_way_to_attention(graph):
-    """As on a CPU: queries up to one bf16 step, rows up to one step of e4m3."""
+    """Results are those of a CPU: queries up to one bf16 step, rows up to one step of e4m3."""
     q, kv = torch.randn(70, 8, 512).bfloat16(), torch.randn(70, 512).bfloat16()
     positions, slots = torch.randint(0, 4096, (70,)), torch.randperm(640)[:64]
     slots[5] = -1

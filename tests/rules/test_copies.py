@@ -527,7 +527,7 @@ def test_a_copy_of_what_st_async_brought_requires_proxy_fence_at_the_strict_leve
 
 
 def test_warps_may_store_the_same_value_to_a_peer():
-    """As Triton does where a layout repeats an element: one instruction, one value. Different values are a race."""
+    """Triton does so if a layout repeats an element: one instruction, one value. Different values are a race."""
 
     def make(keep):
         place = "mov.u32 %r40, a;\nshl.b32 %r41, %r2, 2;\nadd.u32 %r40, %r40, %r41;\n"

@@ -163,7 +163,7 @@ def test_a_membermask_names_every_lane_that_comes(what):
 
 
 def test_lanes_of_one_store_do_not_write_different_values_to_one_place_of_global_memory():
-    """Which value stays is undefined. One value, one lane, bytes of a word and strong accesses are no matter, nor is
+    """Which value stays is undefined. One value, one lane, bytes of a word and strong accesses do not matter, nor does
     shared memory, where Triton has all lanes of a reduction store sums that may differ in the last bit."""
     step = "cvt.u64.u32 %rd8, %r0;\nadd.s64 %rd9, %rd9, %rd8;\n"
 

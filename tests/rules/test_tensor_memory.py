@@ -182,7 +182,7 @@ FILED = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5], {%r12};\n" + t.WAIT_ST
     ],
 )
 def test_a_load_is_complete_when_a_register_of_it_is_used(use, complete):
-    """As hardware has it. PTX, and the strict level, ask for wait::ld."""
+    """This is true of hardware. PTX, and the strict level, require wait::ld."""
     text = again(use + "bar.sync 0;\n")
     for order in ("eager", "latest"):
         found = findings(text, OUT, strict=False, order=order)
@@ -238,7 +238,7 @@ def test_product_after_store_requires_fence_after_the_barrier():
 
 
 def test_a_product_does_not_add_to_packed_values():
-    """As when P lies where S was, and the next S = Q K^T accumulates."""
+    """This happens if P overwrites S, and the next S = Q K^T accumulates."""
 
     def make(keep):
         put = "mov.f32 %f0, 0f3F800000;\n"
@@ -429,7 +429,7 @@ def test_overwriting_an_operand_requires_the_products_completion():
 
 
 def test_bytes_between_the_rows_of_an_operand_are_free():
-    """A swizzled product reads 32 bytes of each 128-byte row: writing the others meanwhile is no race."""
+    """A swizzled product reads 32 bytes of each 128-byte row: writing the others meanwhile is not a race."""
     shared = SHARED.replace("a[4096]", "a[16384]")
     body = t.init("bar", "bar2") + t.alloc(64) + t.fill("a", 16384) + t.fill("b", 256) + PUBLISH
     body += t.descriptor("%rd10", "a", lbo=16, sbo=1024, swizzle=2) + t.descriptor("%rd11", "b") + product()

@@ -74,7 +74,7 @@ def test_advice_for_a_race_between_ctas_is_no_barrier(cluster, advice):
 
 
 def test_a_race_within_and_between_ctas_is_reported_as_one_between_them():
-    """Warps of one CTA meet first, then those of another at the same line: no barrier of a CTA cures both."""
+    """Warps of one CTA conflict first, then those of another at the same line: no barrier of a CTA fixes both."""
     number = "mov.u32 %r40, %ctaid.x;\nshl.b32 %r40, %r40, 8;\nadd.u32 %r40, %r40, %r1;\n"
     kernel = plain(number + t.out("%r40", "%rd2", "0"))
     report = findings(kernel, ARGS, grid=2, strict=False)
@@ -163,7 +163,7 @@ def test_a_phase_must_be_waited_for_before_the_next_one_ends():
 
 
 def test_phases_that_nobody_waits_for_again_may_end_unseen():
-    """The last slots of a ring are given back, and nobody fills them."""
+    """The last slots of a ring are given back, and no thread fills them."""
     turn = "@%p0 " + t.arrive("bar")
     assert not findings(plain(t.init("bar") + turn * 3), ARGS)
     stuck = findings(plain(t.init("bar") + turn * 2 + t.wait("bar", 0)), ARGS)
@@ -471,7 +471,7 @@ def test_one_warp_may_wait_for_all_behind_a_barrier():
 
 
 def test_a_wait_with_a_time_limit_is_asked_again():
-    """Of a few seeds, one at least makes the answer no."""
+    """At least one of a few seeds makes the answer no."""
 
     def make(keep):
         store = t.only("warp 1", t.wait("bar2", 0) + "st.shared.u32 [a], 7;\n" + t.arrive("bar"))

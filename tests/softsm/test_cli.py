@@ -118,7 +118,7 @@ def test_program_with_its_own_arguments(tmp_path, arch, capability):
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("the shim is refused where CUDA is available")
+        pytest.skip("the shim is rejected if CUDA is available")
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     done = run("--arch", arch, path, "--flag", 3)
@@ -130,7 +130,7 @@ def test_an_error_of_the_program_is_shown_as_python_shows_it(tmp_path):
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("the shim is refused where CUDA is available")
+        pytest.skip("the shim is rejected if CUDA is available")
     path = tmp_path / "program.py"
     raising, broken = "def f():\n    raise KeyError('x')\nf()\n", "print(1\n"
     for text, last in ((raising, "KeyError: 'x'"), (broken, "was never closed")):
@@ -207,7 +207,7 @@ def racy(tmp_path):
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("the shim is refused where CUDA is available")
+        pytest.skip("the shim is rejected if CUDA is available")
     path = tmp_path / "racy.py"
     path.write_text(RACY.replace("FINISH", ""))
     return path

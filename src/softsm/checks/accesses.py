@@ -28,7 +28,7 @@ class Touched(NamedTuple):
     elsewhere: list[np.ndarray]  # `touched_since` of forked processes (engine/processes.py)
 
     def owners(self) -> list[np.ndarray]:
-        """For each word the clusters that accessed it, as uint32."""
+        """Returns, for each word, the clusters that accessed it, as uint32."""
         return [shadow[sh.OWNER :: sh.GLOBAL_RECORD].copy() for shadow in self.shadows]
 
     @staticmethod

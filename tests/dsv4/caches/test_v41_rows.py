@@ -57,7 +57,8 @@ def test_pages_are_byte_exact(format, rows_per_page, more):
 
 
 def test_default_strides():
-    """As engines have them: planar pages at multiples of 512 and 256 bytes, interleaved ones side by side."""
+    """Strides are those of the engines: planar pages at multiples of 512 and 256 bytes, interleaved ones side by
+    side."""
     assert [f.default_stride(3) for f in FOUR] == [2048, 3 * 528, 1024, 3 * 288]
     assert [f.row_bytes for f in FOUR] == [528, 528, 288, 288]
 

@@ -83,7 +83,7 @@ def fused(layer, given, ranks, order="random", sms=2, repeat=1, **options):
 
 
 def tokens_of(ranks):
-    """Nobody takes the last experts; a token has no expert, a slot has none, a token takes one expert twice."""
+    """The last experts have no token; a token has no expert, a slot has none, a token has one expert twice."""
     given = [moe_cases.tokens(t, k=2) for t in TOKENS[:ranks]]
     for g in given:
         g["ids"][:] = torch.tensor([1, 0])

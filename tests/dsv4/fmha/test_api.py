@@ -155,7 +155,7 @@ def test_a_scale_of_zero_or_less_keeps_the_future_masked(scale):
 
 
 def test_scores_that_overflow_are_nan_and_not_nothing():
-    """fp32 has no number for them. A row of zeros beside them is right."""
+    """fp32 has no number for them. A row of zeros next to them is right."""
     q, k, v = torch.full((1, 3, 2, 64), 1e20), torch.full((1, 9, 2, 64), -1e20), torch.randn(1, 9, 2, 64)
     q[:, 1] = 0
     for options in ({}, dict(causal=True), dict(window=(2, 0))):

@@ -54,7 +54,7 @@ def test_consumers_look_into_the_blocks_alone():
 
 
 def test_all_blocks_change_nothing():
-    """As long as no more rows are seen than there is room for."""
+    """This holds as long as no more rows are visible than there is room for."""
     arguments, _, _ = v41_index.problem(6, 700, lengths=LENGTHS, topk=40, whole=True, heads=3)
     lists, blocks = dsv4.index_blocks(**arguments, topk_blocks=100)
     assert blocks[0].tolist() == [*range(88), *[-1] * 12]

@@ -1,4 +1,4 @@
-"""index_topk on FP4 keys, with FP4 and with e4m3 queries, beside the definition; wrong arguments are named."""
+"""index_topk on FP4 keys, with FP4 and with e4m3 queries, against the definition; wrong arguments are named."""
 
 import pytest
 import torch

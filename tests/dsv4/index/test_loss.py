@@ -16,7 +16,7 @@ def draw(*shape, seed):
 
 
 def inputs(sink):
-    """The attention sees two window rows beside the compressed ones: its LSE is over all of them."""
+    """The attention sees two window rows and the compressed ones: its LSE is over all of them."""
     indices = torch.randint(-1, M, (N, 5), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     indices[2] = -1
     q, rows, window = draw(N, HEADS, E, seed=2), draw(M, E, seed=3), draw(4, E, seed=4)

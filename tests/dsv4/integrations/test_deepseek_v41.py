@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1 in transformers: the model by dsv4's operations beside its oracle, checkpoints, n-grams."""
+"""DeepSeek-V4.1 in transformers: the model with dsv4's operations compared with its oracle; checkpoints, n-grams."""
 
 import json
 from functools import cache

@@ -104,7 +104,7 @@ def test_vllm(plugin, name, k_scale):
 
 
 class Pool:
-    """As SGLang's pools: bytes, which the pool converts, and shows as e4m3."""
+    """A pool like SGLang's: it holds bytes, converts them, and returns them as e4m3."""
 
     def __init__(self, dtype):
         self.dtype = dtype

@@ -47,7 +47,7 @@ def test_shapes_of_torch(shapes, gqa):
 
 
 def test_views_of_one_projection_are_not_copied(monkeypatch):
-    """As a model has them: [batch, tokens, heads, head dim] transposed."""
+    """The views are those of a model: [batch, tokens, heads, head dim] transposed."""
     seen = []
     monkeypatch.setattr(sdpa, "fmha", lambda *qkv, **options: seen.extend(qkv) or dsv4.fmha(*qkv, **options))
     made = torch.randn(2, 7, 3, 4, 64)

@@ -59,7 +59,7 @@ class Layer:
         )  # fmt: skip
 
     def scores(self, n):
-        """Of the rows that query n sees, rounded as by DeepSeek: every product, and their sum."""
+        """Return the scores of the rows that query n sees, rounded as by DeepSeek: every product, and their sum."""
         rows = self.slots(n, torch.arange(self.lengths[n]))
         keys = self.cache.unpack(torch.float32)[rows]
         parts = (self.q[n].float() @ keys.T).bfloat16().relu() * self.weights[n, :, None]

@@ -98,7 +98,7 @@ def test_on_with_other_modules_it_raises_and_never_says_that_it_is_on(monkeypatc
 
 
 def test_a_process_that_is_off_refuses_the_name_of_the_backend(monkeypatch):
-    """That another process sends it: vLLM's own attention would serve under the name."""
+    """Another process sends the name; without an error vLLM's own attention would serve under it."""
     monkeypatch.setenv("DSV4_VLLM", "0")
     why = "DSV4_VLLM: got 0 in a process with --attention-backend DSV4_GLUON; accepted: 1 or unset"
     with pytest.raises(ValueError, match=why):
@@ -451,7 +451,7 @@ def test_heads_of_a_rank_are_counted(heads):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_prefill_from_a_workspace_looks_at_nothing_behind_the_lengths(dtype):
-    """As vLLM calls FlashMLA: by keyword, a workspace that is bf16 and not all written, lists not all filled."""
+    """The call is vLLM's of FlashMLA: by keyword, with a bf16 workspace and lists that are only partly filled."""
     q, rows = torch.randn(3, 4, 512).to(dtype), torch.randn(40, 1, 512).bfloat16()
     rows[30:] = float("nan")
     lists = torch.full((3, 1, 128), 1 << 30, dtype=torch.int32)

@@ -52,7 +52,7 @@ CALLS = {
         sm_scale=0.1, d_v=512, attn_sink=torch.zeros(4), topk_length=ints(1, 2, 3), return_max_logits=True,
         out=torch.zeros(3, 4, 512), backend="cpu")),
 }  # fmt: skip
-# None is no bound in flash-attn 4; FlashMLA looks at lists alone where there are any.
+# None means no bound in flash-attn 4; FlashMLA reads only the lists if there are any.
 MEANT = {"window_size": "list of None"}
 UNSEEN = {"flash_mla_with_kvcache, lists": ("block_table", "cache_seqlens")}
 

@@ -31,7 +31,7 @@ def entry_points():
 
 
 def run_beside(*arguments):
-    """Python with these arguments, beside the oldest Triton."""
+    """Run Python with these arguments and the oldest Triton."""
     environment = dict(os.environ)
     if dispatch.triton_version() != (3, 6):
         if not SIDE.exists():
@@ -42,7 +42,7 @@ def run_beside(*arguments):
 
 
 def front_end(most, dtypes):
-    """What the script says beside the oldest Triton."""
+    """Return what the script prints with the oldest Triton."""
     done = run_beside(SCRIPT, most, *dtypes)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -28,7 +28,7 @@ def doubled_twice(x, half, out, words, ITEMS: gl.constexpr, WAITS: gl.constexpr,
 
 
 def run(waits=True, tickets=True, order="latest"):
-    """As many lines as CTAs, of which 32 are resident."""
+    """Run with as many lines as CTAs, of which 32 are resident."""
     x = torch.arange(40 * 64, dtype=torch.int32).view(40, 64)
     half, out, words = torch.zeros_like(x), torch.zeros_like(x), torch.zeros(3, dtype=torch.int32)
     with softsm.use("sm_90a", sms=1), softsm.checking(order=order) as report:

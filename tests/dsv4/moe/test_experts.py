@@ -38,7 +38,7 @@ def test_layouts():
 
 
 def named(given):
-    """As in a checkpoint."""
+    """Return the weights under the names of a checkpoint."""
     kinds = {"weight": torch.int8, "scale": torch.float8_e8m0fnu}
     return {
         f"layers.3.ffn.experts.{e}.{name}.{kind}": given[name if kind == "weight" else f"{name}_scale"][e].view(dtype)

@@ -41,7 +41,7 @@ def test_zeros_and_one_huge_value_are_quantised():
 
 
 def test_nvfp4_against_ml_dtypes():
-    """Ties among them: multiples of an eighth beside a greatest value of 6, whose scale is 1."""
+    """There are ties: multiples of an eighth next to a greatest value of 6, whose scale is 1."""
     x = torch.cat([torch.arange(-48, 48) / 8, torch.randn(32) * 40, torch.zeros(16), torch.full((16,), 1e4)])[None]
     x[0, :96:16] = 6
     codes, scales = formats.quantize_nvfp4(x)

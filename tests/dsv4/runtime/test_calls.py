@@ -139,7 +139,7 @@ def test_what_compares_equal_but_is_wrong_is_refused_after_a_right_call_too(prep
 
 
 def test_other_alignments_and_strides_are_other_calls(prepared):
-    """Rows that are no multiple of 16 bytes apart are copied, in the second call as in the first."""
+    """Rows whose distance is not a multiple of 16 bytes are copied, in the second call as in the first."""
     problem = v4_problem()
     dsv4.v4_attention(**problem, backend="softsm")
     for turn in range(2):

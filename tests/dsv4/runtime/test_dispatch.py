@@ -151,9 +151,9 @@ def test_kernels_never_see_a_problem_without_keys(played):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="device='cuda' means the GPU here")
 @pytest.mark.parametrize("backend, emulated", [("auto", True), ("cuda", True), ("softsm", True), ("cpu", False)])
 def test_the_gpu_of_a_program_under_softsm_is_the_emulator(monkeypatch, backend, emulated):
-    """`softsm check program.py`: tensors say cuda, and there is no libcuda."""
+    """In `softsm check program.py` tensors have the device cuda, but there is no libcuda."""
     q, k, v = qkv(1, 2, 3, 2, 1, 64, torch.bfloat16)
-    monkeypatch.setattr(dispatch, "resolve", cache(dispatch.resolve.__wrapped__))  # for this process, cuda is no GPU
+    monkeypatch.setattr(dispatch, "resolve", cache(dispatch.resolve.__wrapped__))  # for this process, cuda is not a GPU
     with softsm.use("sm_90a", cuda_shim=True), softsm.checking() as report:
         out, lse = dsv4.fmha(q.to("cuda"), k.to("cuda"), v.to("cuda"), return_lse=True, backend=backend)
     assert_agrees((out, lse), reference.fmha, q, k, v)

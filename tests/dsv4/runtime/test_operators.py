@@ -87,7 +87,7 @@ def test_compile_with_changing_lengths():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_grad_is_refused_under_grad_mode_only(name):
-    """By the operator; the public functions have operators with gradients beside it, but for paged keys."""
+    """The operator rejects them; the public functions have separate operators with gradients, except for paged keys."""
     function, make, _ = CALLS[name]
     q, *rest = make()
     q.requires_grad_()

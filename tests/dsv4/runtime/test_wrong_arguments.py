@@ -1,7 +1,7 @@
 """Every argument of every public function, each replaced by things that are not meant: a ValueError of one form.
 
-The tables beside the operations say which argument a message names; here nothing is chosen by hand, so that an argument
-that nobody thought of cannot answer with another exception.
+The tables next to the operations list which argument a message names; here nothing is chosen by hand, so an argument
+that no table lists cannot cause another exception.
 """
 
 import numpy as np

@@ -135,7 +135,7 @@ def test_values_that_count_are_races(kernel):
 
 @pytest.mark.parametrize("warps", [1, 4, 8])
 def test_without_checks_the_warp_that_stores_comes_last(warps):
-    """As it does on a GPU, where the warps run nearly in step."""
+    """This is the order on a GPU, where the warps run nearly in step."""
     x = torch.ones(1)
     with softsm.use("sm_90a"):
         counter_that_points[(1,)](x, x, 1, BLOCK=1, num_warps=warps)

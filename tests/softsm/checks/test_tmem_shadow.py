@@ -80,7 +80,7 @@ def test_what_completes_before_anybody_can_tell_stays_in_the_loop(order, left, p
 
 
 def test_a_store_that_a_barrier_comes_behind_is_python_s(python):
-    """As late as possible: the other warps must not see it yet."""
+    """The store is performed as late as possible: the other warps must not see it yet."""
     run("two warps, no wait", order="latest", strict=False, unique="python's")
     assert python.count("do_st") == 4
 

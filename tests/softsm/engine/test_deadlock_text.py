@@ -31,8 +31,8 @@ def test_the_cycle_of_two_warps_is_named():
 
 
 def test_who_has_never_arrived_is_found_in_the_text():
-    """Warp 2 waits for warp 1, which waits for warp 0 and it for warp 1; nobody has arrived anywhere. An idle warp that
-    waits for all of them at a barrier is no part of it."""
+    """Warp 2 waits for warp 1, which waits for warp 0 and it for warp 1; no warp has arrived anywhere. An idle warp
+    that waits for all of them at a barrier is not part of it."""
     shared = SHARED + " .shared .align 8 .b64 done;"
     lead = "setp.eq.u32 %p4, %r2, 0;\n" + t.init("ping", "pong", "done")
     zero = t.wait("ping", 0) + "@%p4 " + t.arrive("pong")
@@ -48,7 +48,7 @@ def test_who_has_never_arrived_is_found_in_the_text():
 
 
 def test_bytes_that_never_arrive_are_no_cycle():
-    """In a loop, all warps wait for bytes that were announced and that nobody brings: none waits for another."""
+    """In a loop, all warps wait for bytes that were announced and never copied: none waits for another."""
     expect = "mov.u32 %r40, ping;\n@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r40], 64;\n"
     loop = "AGAIN:\n" + expect + t.wait("ping", 0) + "bra AGAIN;\n"
     text = stuck("setp.eq.u32 %p1, %r0, 0;\n" + t.init("ping") + loop)
@@ -67,7 +67,7 @@ def test_registers_that_are_used_again_and_again_are_not_followed_along_every_wa
     never = "setp.ne.u32 %p4, %r40, %r40;\n@%p4 " + t.arrive("%r40")
     text = stuck(again + t.init("ping") + never + t.wait("ping", 0))
     assert "missing 1 of 1 arrival(s)" in text and "parity 1 first" in text
-    assert "no instruction is known to arrive" not in text  # one may: nobody knows where
+    assert "no instruction is known to arrive" not in text  # one may, at an unknown place
 
 
 def test_a_barrier_at_which_nothing_arrives_is_said():
@@ -118,7 +118,7 @@ def test_an_arrival_at_the_wrong_slot_is_no_wrong_parity(tmp_path):
 
 
 def handed_over(count: int, places: int = 1) -> str:
-    """Warp 0 arrives, in so many places, for warp 1, which arrives for it in turn; `count` arrivals are expected."""
+    """Warp 0 arrives, in `places` places, for warp 1, which arrives for it in turn; `count` arrivals are expected."""
     lead = "setp.eq.u32 %p4, %r2, 0;\n" + t.init(("ping", count), "pong")
     body = lead + t.only("warp 0", ("@%p4 " + t.arrive("ping")) * places + t.wait("pong", 0))
     return body + t.only("warp 1", t.wait("ping", 0) + "@%p4 " + t.arrive("pong"))

@@ -68,8 +68,8 @@ COUNT = "atom.global.add.u32 %r6, [%rd2], 1; ret; }"
 
 @pytest.fixture
 def alone(monkeypatch):
-    """No launch is divided beside other threads. Those that earlier tests left (a compiler's pool, a progress bar's) do
-    not count here, and may end meanwhile."""
+    """No launch is divided while other threads run. Those that earlier tests left (a compiler's pool, a progress bar's)
+    do not count here, and may end meanwhile."""
     count, left = threading.active_count, threading.active_count() - 1
     monkeypatch.setattr(processes.threading, "active_count", lambda: max(count() - left, 1))
 

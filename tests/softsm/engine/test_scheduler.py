@@ -137,7 +137,8 @@ MEET: bar.sync 0; ld.shared.u32 %r3, [flag]; bar.sync 0;
 
 @pytest.mark.parametrize("order", ["eager", "latest", "random"])
 def test_polling_that_goes_through_barriers_is_a_deadlock(order):
-    """As Triton polls: one thread asks, shared memory tells the others, all of them meet twice a round."""
+    """Triton polls like this: one thread reads, passes the value through shared memory, and all meet twice per
+    round."""
     with pytest.raises(Deadlock, match="only polls"):
         run(POLL_AND_MEET, shared=".shared .u32 flag;", order=order)
 

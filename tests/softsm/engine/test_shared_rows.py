@@ -1,4 +1,4 @@
-"""Registers that share rows: which ones may, and that nobody notices."""
+"""Registers that share rows: which ones may, and that results stay the same."""
 
 import numpy as np
 import pytest

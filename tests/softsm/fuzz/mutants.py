@@ -205,8 +205,8 @@ def _too_long(signum, frame):
 
 
 def fuzz(seconds: float, seed: int, only: str = "", most: int = 0) -> dict:
-    """Runs mutants until the time is over, or, whatever the time, so many. A crash of the process leaves the mutant's
-    number on the last line."""
+    """Runs mutants until the time is over, or `most` of them, if given, whatever the time. A crash of the process
+    leaves the mutant's number on the last line."""
     rng = random.Random(seed)
     programs = subjects()
     counts: dict[str, Counter] = defaultdict(Counter)

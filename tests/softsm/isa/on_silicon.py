@@ -35,7 +35,7 @@ class NotForDevices(Exception):
 
 
 def stand_in() -> types.ModuleType:
-    """As much of pytest as the test files need to be imported and run."""
+    """Install the part of pytest that the test files need to be imported and run."""
 
     def parametrize(names, values, **_):
         names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)

@@ -41,7 +41,7 @@ class Record:
     device: str = ""
     results: int = 0
     worst: dict[str, float] = field(default_factory=dict)  # approximate: largest deviation, 1 = all that is allowed
-    refused: dict[str, str] = field(default_factory=dict)  # instructions the driver does not take
+    refused: dict[str, str] = field(default_factory=dict)  # instructions that the driver rejects
     disagreements: list[dict] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)  # PTX that ran
 

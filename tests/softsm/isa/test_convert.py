@@ -29,7 +29,7 @@ def clamp(t, x):
 
 
 def write(t, x):
-    """As the destination register holds it: a type narrower than its register is extended."""
+    """Return x as the destination register holds it: a type narrower than its register is extended."""
     s, w = INTEGERS[t]
     x &= (1 << w) - 1
     return signed(x, w) if s == "s" else x

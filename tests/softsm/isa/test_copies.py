@@ -1,4 +1,4 @@
-"""cp: what is no copy is rejected when it is loaded."""
+"""cp: an instruction that is not a copy is rejected when it is loaded."""
 
 import pytest
 from copy_texts import DATA

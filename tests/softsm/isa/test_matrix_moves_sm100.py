@@ -1,4 +1,4 @@
-"""The 8-bit shapes of ldmatrix and stmatrix (sm_100), and what is refused. No such GPU in reach: the emulator alone."""
+"""The 8-bit shapes of ldmatrix and stmatrix (sm_100), and what is rejected. Only the emulator is tested, not a GPU."""
 
 import numpy as np
 import ptx_texts as kn

@@ -1,5 +1,5 @@
 """tcgen05 in PTX, under every order of completion: allocation, ld, st, cp, shift, mma, commit, pairs of CTAs; and the
-diagnostics. There is no such GPU in reach: the emulator alone."""
+diagnostics. Only the emulator is tested, not a GPU."""
 
 import layouts
 import numpy as np

@@ -1,4 +1,4 @@
-"""The report: causes first, each finding once, and warnings that are no findings."""
+"""The report: causes first, each finding once, and warnings that are not findings."""
 
 from softsm.report.diagnostics import Diagnostic, Party, Report
 

@@ -42,7 +42,8 @@ def test_a_tile_that_no_product_has_is_refused(wrong: str) -> None:
 
 
 def test_every_code_that_is_raised_is_explained() -> None:
-    """Fault, w.fault and Diagnostic take a code first; the museum's own two are no findings of a kernel."""
+    """The first argument of Fault, w.fault and Diagnostic is a code; the museum's own two are not findings of a
+    kernel."""
     files = [path for path in Path(softsm.__file__).parent.rglob("*.py") if "museum" not in path.parts]
     raised = set(re.findall(r'\b(?:Fault|fault|Diagnostic)\(\s*"([^"]*)"', "\n".join(x.read_text() for x in files)))
     assert len(raised) > 40 and raised <= set(CODES), raised - set(CODES)

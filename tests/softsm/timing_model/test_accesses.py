@@ -58,7 +58,7 @@ def test_warps_of_a_cta_ask_in_step() -> None:
 
 @pytest.mark.parametrize("step", [0, 4, 16, 32, 64, -16, None])
 def test_sectors_of_loads_side_by_side_and_of_others(step) -> None:
-    """Counted one by one. Two warps ask for the same rows; a step of None is no step at all."""
+    """Counts are made one by one. Two warps request the same rows; a step of None means that there is none."""
     random = np.random.default_rng(3)
     starts = 4096 + 512 * random.integers(0, 6, 12)
     offsets = LANES * step if step is not None else 4 * random.integers(0, 400, (12, 32))
@@ -204,7 +204,7 @@ def test_a_part_of_a_line_that_is_asked_for_later_is_in_l2() -> None:
 
 
 def test_steps_of_an_instruction_are_those_of_one_warp() -> None:
-    """Two instructions in turn: one goes on by 2 KB, the other, with tiles far apart, by 1 MB."""
+    """Two instructions alternate: one advances by 2 KB, the other, with distant tiles, by 1 MB."""
     which = np.array([0, 1, 0, 1, 0, 1])
     first = np.array([0, 0, 2 << 10, 1 << 20, 4 << 10, 2 << 20])
     assert accesses.steps_of(which, first).tolist() == [0, 0, 2 << 10, 1 << 20, 2 << 10, 1 << 20]

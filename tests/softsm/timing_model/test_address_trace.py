@@ -29,7 +29,7 @@ LOOP:
 
 
 def words(count: int, offset: int = 0) -> np.ndarray:
-    """That begin so many bytes behind a line of 128 bytes of the host."""
+    """Return `count` words that begin `offset` bytes after the start of a 128-byte line of the host."""
     raw = bytearray(4 * count + 256)
     first = np.frombuffer(raw, np.uint8).ctypes.data
     return np.frombuffer(raw, np.uint32, count, -first % 128 + offset)

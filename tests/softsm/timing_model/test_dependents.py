@@ -31,7 +31,7 @@ x = np.zeros(128, np.float32)  # one for all: what it costs to write depends on 
 
 
 def us(first: str, rounds: int, dependent: bool) -> float:
-    """Of a launch with so many rounds and of one with 100, which waits behind them."""
+    """Return the time of a launch with this many rounds, followed by one with 100 that waits for it."""
     with softsm.timing("h200") as timer:
         softsm.load(first).launch(132, 128, [x, rounds])
         softsm.load(WAITS).launch(132, 128, [x, 100], dependent=dependent)

@@ -15,7 +15,7 @@ L1 = 256 << 10
 
 
 def words(table: int, reads: int) -> Source:
-    """So many words of a table of so many bytes, each in a sector of its own."""
+    """Return the source of `reads` words of a table of `table` bytes, each in a different sector."""
     return Source("table", table, asked=32.0 * reads, lines=float(reads))
 
 
@@ -111,7 +111,7 @@ def test_a_number_that_all_lanes_read_is_not_scattered(lines, scattered):
 
 
 def test_a_word_brings_its_neighbour():
-    """As many words as a table has sectors, at random: the half of its blocks of 64 bytes is read by 86 % of them."""
+    """As many random words as the table has sectors read 86 % of its blocks of 64 bytes, 0.43 blocks per word."""
     size = 16 << 20
     cluster = ClusterTrace((0, 0, 0), 0)
     cluster.traffic = Counter({(0, "read"): size, (0, "read lines"): size // 32, (0, "read blocks"): size // 32})

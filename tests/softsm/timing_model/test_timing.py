@@ -84,7 +84,7 @@ def test_a_gpu_of_another_architecture_is_refused() -> None:
 
 
 def test_a_timing_run_emulates_the_ctas_it_looks_at_and_each_of_their_instructions_once() -> None:
-    """Counted in instructions of PTX; the seconds that a trace and a replay take beside them are in docs/timing.md."""
+    """Counted in instructions of PTX; the seconds that a trace and a replay need are in docs/timing.md."""
     body = "  ex2.approx.ftz.f32 %f1, %f1;\n" * 16
     with softsm.counting() as plain:
         softsm.load(STREAM.replace("%BODY%", body)).launch(1, 256, [np.zeros(1024, np.float32), 50])
@@ -245,7 +245,7 @@ def test_spills_beside_much_shared_memory_have_little_l1() -> None:
 
 @pytest.mark.compile
 def test_loops_longer_than_the_instruction_cache_are_fetched_again() -> None:
-    """Of 4200 instructions, eight warps issue one in two cycles, of 2600 one in 1.25 (3072 were measured with 1.5)."""
+    """Eight warps issue one instruction in two cycles in a loop of 4200, one in 1.25 with 2600 (3072: 1.5 measured)."""
     start = "".join(f"  add.f32 %f{n}, %f1, 0f3F80000{n};\n" for n in (4, 5, 6, 7))  # all alike they would be one
     turn = "".join(f"  fma.rn.f32 %f{n}, %f1, %f{n}, %f1;\n" for n in (4, 5, 6, 7))
     end = "".join(f"  add.f32 %f1, %f1, %f{n};\n" for n in (4, 5, 6, 7))

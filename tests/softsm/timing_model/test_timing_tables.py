@@ -10,7 +10,7 @@ PATH = Path(__file__).parents[3] / "benchmarks" / "timing_tables.py"
 
 
 def tau(*rows: tuple[float, float]) -> float:
-    """Of (measured, predicted) times of variants of one problem."""
+    """Return the concordance of (measured, predicted) times of variants of one problem."""
     found = importlib.util.spec_from_file_location("timing_tables", PATH)
     assert found is not None and found.loader is not None
     tables = importlib.util.module_from_spec(found)

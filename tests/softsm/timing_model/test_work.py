@@ -102,7 +102,7 @@ def test_only_the_first_cta_of_a_slot_begins_with_cold_code(predictions) -> None
 
 
 def test_cycles_of_products_in_tensor_memory() -> None:
-    """As measured on a B200 (SemiAnalysisAI/microbench-blackwell): SS and TS, one CTA and a pair."""
+    """The cycles were measured on a B200 (SemiAnalysisAI/microbench-blackwell): SS and TS, one CTA and a pair."""
     cases = np.array([(128, 256, 0), (128, 64, 0), (128, 256, 2), (128, 256, 1), (256, 256, 1)])
     assert np.maximum(*mma_cycles(*cases.T)).tolist() == [128, 48, 128, 64, 128]
 

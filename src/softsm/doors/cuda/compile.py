@@ -139,7 +139,7 @@ def clustered(device: list[str], back_end: list[str], at: Path, ptx: Path) -> No
 
 
 def cluster_dims(text: str) -> dict[str, list[str]]:
-    """Of each kernel that has the annotation."""
+    """Returns the cluster dimensions of each kernel that has the annotation."""
     constants = dict(re.findall(r'^(@[\w.]+) = .*constant (.*), section "llvm.metadata"', text, re.M))
     listed = re.search(r"^@llvm\.global\.annotations = .*", text, re.M)
     entry = r"\{ ptr @([\w.$]+), ptr (@[\w.]+), ptr @[\w.]+, i32 \d+, ptr (@[\w.]+) \}"

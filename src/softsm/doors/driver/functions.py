@@ -208,7 +208,7 @@ class Driver(Runtime):
     cuModuleLoadDataEx = cuLibraryLoadData = cuModuleLoadData
 
     def cuModuleLoad(self, a: list[int]) -> int:
-        """Of a file."""
+        """Loads a module from a file."""
         try:
             image = ctypes.create_string_buffer(Path(os.fsdecode(ctypes.string_at(a[1]))).read_bytes())
         except FileNotFoundError:

@@ -56,7 +56,7 @@ POSITIONS = torch.tensor([0, 7, 63, 1, 33])
     [
         (draw(5, 3, 512), dict(eps=EPS, rope=(TABLE, POSITIONS))),  # queries
         (draw(5, 2, 128), dict(rope=(TABLE, POSITIONS.int()))),  # the indexer's
-        (draw(3, 160)[:, 32:128], dict(eps=EPS, weight=draw(96))),  # a low rank that is no power of two; lines apart
+        (draw(3, 160)[:, 32:128], dict(eps=EPS, weight=draw(96))),  # a low rank that is not a power of two; lines apart
     ],
 )
 def test_lines(x, options):

@@ -35,7 +35,7 @@ def copy_rows(from_desc, to_desc, from_ragged, to_ragged, first, rows, head, row
 @pytest.mark.compile
 @pytest.mark.parametrize("pack", [1, 4])
 def test_only_the_rows_of_the_sequence_are_copied(pack):
-    """Other sequences lie on both sides, heads beside each other; the goal has other strides than the source."""
+    """Other sequences lie on both sides, heads next to each other; the target has other strides than the source."""
     tokens, heads = 130, 3
     source = torch.randn(tokens, heads * pack, 64).bfloat16()
     goal = torch.full((tokens, heads * pack + 2, 64), -1.0).bfloat16()

@@ -370,7 +370,7 @@ int main() {}
 
 @pytest.mark.compile
 def test_what_a_lambda_captures_stays_in_registers(tmp_path):
-    """As nvcc has it: the accumulators of FlashMLA's prefill kernel for sm_90a are captured."""
+    """nvcc does the same: the accumulators of FlashMLA's prefill kernel for sm_90a are captured."""
     (tmp_path / "steps.cu").write_text(LONG_LAMBDA)
     text = compiled(tmp_path / "steps.cu", "sm_90a").ptx
     assert "fma.rn" in text and "call" not in text and ".local" not in text

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import softsm
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is refused where CUDA is available")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is rejected if CUDA is available")
 
 
 @pytest.fixture(params=["sm_90a", "sm_100a"])

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 
 def test_a_module_that_is_imported_later(monkeypatch):
-    """As in a process that has not imported it yet; the others' module comes back afterwards."""
+    """The process seems not to have imported it yet; the module is restored afterwards."""
     from torch._inductor import runtime
     from torch._inductor.runtime import benchmarking
 

@@ -119,7 +119,7 @@ def smallest(key: tuple, **more) -> None:
 def path(p_tmem: bool):
     """Calls inside take P through tensor memory, or through shared memory."""
     original = fmha.prepare
-    calls.forget()  # the path is no part of a call's key
+    calls.forget()  # the path is not part of a call's key
     fmha.prepare = partial(original, p_tmem=p_tmem)
     try:
         yield

@@ -91,7 +91,7 @@ LARGE = [(64, False), (128, True), (128, False), (256, True)]
     "head_dim, causal", [(64, True), *(pytest.param(d, c, marks=pytest.mark.slow) for d, c in LARGE)]
 )
 def test_one_block_loops_over_many_tiles(monkeypatch, head_dim, causal):
-    """As on a GPU with two multiprocessors: the ring and its phases go on from tile to tile."""
+    """The GPU seems to have two SMs: the ring and its phases continue from tile to tile."""
     monkeypatch.setattr(fmha, "is_short", lambda *_: False)
     q = torch.randn(2, 330, 2, head_dim).bfloat16()
     k, v = torch.randn(2, 200, 2, head_dim).bfloat16(), torch.randn(2, 200, 2, head_dim).bfloat16()
@@ -176,7 +176,8 @@ def test_rows_that_see_few_keys_or_none_of_a_tile(monkeypatch, head_dim, order):
      (2, 16, 16, 2048, True, False), (16, 16, 16, 512, True, False), (1, 4, 4, 4000, False, False)],
 )  # fmt: skip
 def test_short_problems_have_row_tiles_of_64(batch, heads, kv_heads, tokens, causal, short):
-    """As measured on an H200: the looping kernel needs more time to begin a row tile, and less for a step."""
+    """The choice follows times on an H200: the looping kernel needs more time to begin a row tile, and less for a
+    step."""
     q, k = (torch.empty(batch, tokens, n, 128, dtype=torch.bfloat16, device="meta") for n in (heads, kv_heads))
     c = fmha.tiling(problem.dense(q, k, k.clone(), causal=causal), dispatch.compile_target("sm_90a"))
     assert (c.rows, c.loop) == ((64, False) if short else (128, True))
@@ -314,7 +315,7 @@ def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
 
 
 def test_deterministic_splits_are_added_in_an_order_that_does_not_depend_on_the_room_for_them():
-    """How many splits a block table has room for, 3 or 32, is no property of a sequence."""
+    """A sequence does not depend on how many splits a block table has room for, 3 or 32."""
     q, k = torch.empty(1, 1, 64, 512, dtype=torch.bfloat16), torch.empty(2, 64, 1, 512, dtype=torch.bfloat16)
     found = []
     for pages in (64, 1024):

@@ -77,8 +77,8 @@ CASES = [(128, True, True), (128, False, False), (128, True, False), (64, True, 
      for n, case in enumerate(CASES) for order in ("latest", "eager", "random")],
 )  # fmt: skip
 def test_the_looping_kernel_takes_sequences(d, causal, same, order, monkeypatch):
-    """As on a GPU with two multiprocessors. Sequences without queries or keys, rows past the last one, and keys past
-    it that are no numbers."""
+    """The GPU seems to have two SMs. There are sequences without queries or keys, rows past the last sequence, and NaN
+    in the keys past it."""
     tokens = [130, 0, 300, 1, 77, 260]
     keys = tokens if same else [200, 10, 300, 0, 90, 130]
     cu_q = starts(tokens)

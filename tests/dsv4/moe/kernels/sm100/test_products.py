@@ -18,7 +18,7 @@ kernel = partial(moe_cases.kernel, "sm_100a")
 
 @pytest.mark.slow
 def test_experts_with_many_rows_with_few_and_with_none():
-    """Two tiles of rows of one expert, a row that is nobody's, an expert that nobody takes, exponents that spread as
+    """Two tiles of rows of one expert, a row without a token, an expert without a row, exponents that spread as
     far as they can; each token has its bits in another batch, where other tiles are written in another order."""
     experts = moe_cases.layer(low=90, high=126, layout="sm100").experts
     moe_cases.check_many_rows_few_and_none(kernel, experts, moe_cases.tokens(18, k=2), some=[17, 4])

@@ -22,7 +22,7 @@ kernel = partial(moe_cases.kernel, "sm_90a")
 
 @pytest.mark.compile
 def test_experts_with_many_rows_with_few_and_with_none():
-    """Two tiles of rows of one expert, a row that is nobody's, an expert that nobody takes; each token has its bits in
+    """Two tiles of rows of one expert, a row without a token, an expert without a row; each token has its bits in
     another batch."""
     experts = moe_cases.layer(h=256).experts
     moe_cases.check_many_rows_few_and_none(kernel, experts, moe_cases.tokens(9, k=2), some=[8, 4])

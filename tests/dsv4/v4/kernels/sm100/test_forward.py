@@ -99,7 +99,7 @@ def test_a_growing_maximum_rescales_what_is_there():
 
 
 def test_bad_numbers_count_as_nothing(monkeypatch):
-    """As on a GPU, where values are not checked: nothing is read out of bounds, and such rows have no weight."""
+    """Values are not checked, as on a GPU: nothing is read out of bounds, and such rows have no weight."""
     monkeypatch.setattr(checks, "values_checked", lambda q: False)
     window = rows(64)
     listed = numbers(1, 64, of=64)

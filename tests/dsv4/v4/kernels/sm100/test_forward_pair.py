@@ -208,7 +208,7 @@ def test_rows_that_became_bf16_first_give_the_same_bits(order, monkeypatch):
 
 
 def test_other_problems_go_to_one_cta():
-    """Heads that are not whole pairs, rows that are not equally far apart, an Fp8Cache beside plain rows."""
+    """Heads that are not whole pairs, rows that are not equally far apart, an Fp8Cache with plain rows."""
     cache = dsv4.Fp8Cache.empty(2, 64)
     odd = torch.zeros(4, 8 * 512 + 64).bfloat16()[:, : 8 * 512].view(4, 8, 512)
     problems = ((64, rows(9)), (192, rows(9)), (128, odd), (128, cache, odd), (128, rows(9), cache))

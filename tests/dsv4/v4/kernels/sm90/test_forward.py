@@ -176,8 +176,8 @@ def test_many_partial_results_are_in_fp16(order, monkeypatch):
 
 
 def test_bad_numbers_count_as_nothing(monkeypatch):
-    """As on a GPU, where values are not checked: nothing is read out of bounds, and such rows have no weight. Of fp16,
-    with a negative scale, in splits: the variant of the test before."""
+    """Values are not checked, as on a GPU: nothing is read out of bounds, and such rows have no weight. The call is
+    fp16 with a negative scale, in splits: the variant of the previous test."""
     monkeypatch.setattr(checks, "values_checked", lambda q: False)
     window = rows(64).half()
     listed = numbers(1, 64, of=64)
@@ -214,7 +214,7 @@ def test_what_is_read_in_place_of_rows_that_are_not_there_does_not_count():
 
 @pytest.mark.slow
 def test_fp8_values_come_out_exactly_by_list():
-    """As the next test, where both pools are FP8 rows at multiples of 16 bytes."""
+    """Do what the next test does, with FP8 rows at multiples of 16 bytes in both pools."""
     cache, n = all_codes(64, 64 * 584)
     nothing = torch.full((n, 1), -1, dtype=torch.int32)
     (out, _), _ = run("latest", q=torch.zeros(n, 64, 512).bfloat16(), window=cache, window_indices=nothing,
