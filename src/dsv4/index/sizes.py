@@ -14,8 +14,10 @@ MOST_EACH = 8  # groups of a unit
 HELD_KEYS = 4096  # keys of a list that a CTA may hold in registers
 BLOCK = 8  # rows of a block of index_blocks
 HELD = 32  # scores that a thread of the choice may hold in registers
-# CTAs that choose the rows of one query together; with fewer, a single CTA that sorts is as fast.
-LEAST_SHARES, MOST_SHARES = 16, 64
+# CTAs that choose the rows of one query together (and its blocks), and the fewest rows of a query for as many. With
+# fewer, a single CTA that sorts is faster (benchmarks/NOTES.md).
+LEAST_SHARES, BLOCK_SHARES, MOST_SHARES = 16, 32, 64
+LEAST_ROWS = {32: 16385, 16: 65536}
 
 
 def index_line(capacity: int) -> int:
@@ -72,10 +74,18 @@ def index_groups(capacity: int) -> int:
     return power_of_two(index_line(capacity) // GROUP)
 
 
-def index_shares(queries: int, num_sms: int, topk: int = 1) -> int:
-    """Return the CTAs per query of the choice by groups, a power of two."""
+def index_shares(queries: int, num_sms: int, capacity: int, topk: int, blocks: int) -> int:
+    """Return the CTAs per query of the choice by groups, a power of two, for queries with this many rows."""
     fit = min(num_sms // max(queries, 1), MOST_SHARES)
-    return 1 << fit.bit_length() - 1 if fit >= LEAST_SHARES and topk <= MAX_TOPK_SHARED else 1
+    if fit < LEAST_SHARES or topk > MAX_TOPK_SHARED or INDEX_PIECE // 2 < capacity and cut_by_rows(capacity, topk):
+        return 1
+    shares = 1 << fit.bit_length() - 1
+    return 1 if capacity < LEAST_ROWS.get(shares, 0) or blocks and shares < BLOCK_SHARES else shares
+
+
+def cut_by_rows(capacity: int, topk: int) -> bool:
+    """Return whether the shares of a query cut by its scores: it has too few groups for a cut by their maxima."""
+    return index_groups(capacity) < 2 * power_of_two(topk) and capacity <= INDEX_PIECE
 
 
 def index_each(capacity: int, wanted: int) -> int:

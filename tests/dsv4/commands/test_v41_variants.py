@@ -11,6 +11,8 @@ from written import SIZES, recording, written  # noqa: E402
 import dsv4  # noqa: E402
 from dsv4.caches.mxfp4_keys import INDEX_68  # noqa: E402
 from dsv4.commands import variants  # noqa: E402
+from dsv4.index.sizes import index_shares  # noqa: E402
+from dsv4.runtime import dispatch  # noqa: E402
 
 ARCHS = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 BACKEND = dict(backend="softsm")
@@ -64,7 +66,8 @@ def test_index(arch, each, requests, page):
             dsv4.index_topk(*call, **more)
             _, blocks = dsv4.index_blocks(*call, **more)
             dsv4.index_topk(*call, **more, blocks=blocks)
-    assert ("index_gather" if n <= 8 else "index_blocks_kernel") in launched.values()
+    shared = index_shares(n, dispatch.DEFAULT_NUM_SMS, SIZES.index_rows, topk, 0) > 1
+    assert ("index_gather" if shared else "index_blocks_kernel") in launched.values()
     assert not missing(launched, arch)
 
 

@@ -11,4 +11,15 @@ from dsv4.index.sizes import index_shares
      (1, 16, 16), (1, 4, 1)],
 )  # fmt: skip
 def test_few_queries_are_shared_by_as_many_ctas_as_there_is_room_for(queries, num_sms, shares):
-    assert index_shares(queries, num_sms) == shares
+    assert index_shares(queries, num_sms, 1 << 20, 512, 0) == shares
+
+
+@pytest.mark.parametrize(
+    "queries, rows, topk, blocks, shared",
+    [(1, 13440, 512, 0, True), (2, 62912, 512, 0, True), (2, 6528, 1024, 0, True), (1, 16384, 1024, 0, False),
+     (4, 16384, 512, 0, False), (4, 65536, 512, 0, True), (8, 8192, 512, 0, False), (6, 25792, 1024, 0, False),
+     (6, 173952, 1024, 0, True), (4, 87936, 512, 2048, True), (6, 30656, 512, 2048, False),
+     (8, 65536, 512, 2048, False)],
+)  # fmt: skip
+def test_the_way_that_was_faster_on_an_h200(queries, rows, topk, blocks, shared):
+    assert (index_shares(queries, 132, rows, topk, blocks) > 1) == shared

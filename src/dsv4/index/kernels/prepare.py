@@ -38,6 +38,7 @@ from dsv4.index.sizes import (
     MAX_TOPK_BY_GROUPS,
     MOST_EACH,
     block_words,
+    cut_by_rows,
     index_block,
     index_candidates,
     index_each,
@@ -94,7 +95,7 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     scratch: Any = p.scratch
     if scratch is None or scratch.numel() < words:
         words_needed = index_block(p.batch, p.columns, p.topk) * words
-        shares = index_shares(p.batch, target.num_sms, p.topk)
+        shares = index_shares(p.batch, target.num_sms, p.columns, p.topk, p.topk_blocks)
         words_needed += p.batch * index_list_words(p.columns, shares, p.topk, p.topk_blocks) if shares > 1 else 0
         scratch = program.workspace("scratch", (words_needed,), torch.float32)
     step = -(-p.batch // -(-p.batch // (scratch.numel() // words)))  # blocks of one size
@@ -106,7 +107,7 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
         behind = 0
         if p.topk_blocks:
             behind = (scratch.numel() - count * block_words(p.columns, p.topk_blocks)) // 4 * 4
-        shares = index_shares(count, target.num_sms, p.topk)
+        shares = index_shares(count, target.num_sms, p.columns, p.topk, p.topk_blocks)
         lists = _key_lists(p, scratch, first, count, behind, shares)
         scores = _scores(p, scratch, count, behind, lists)
         _score(p, target, program, kernel, tiling, owner, owners, q, k, scores, first, count)
@@ -344,7 +345,7 @@ def _gather(
         index_gather, grid, dict(source=scores, lists=lists, owners=owners), OWNER=owner, AMONG=p.among is not None,
         UNITS=groups // each, EACH=each, BLOCK_UNITS=groups // block_each if p.topk_blocks else 0,
         BLOCK_EACH=block_each, SHARES=shares, AT_ONCE=min(INDEX_PIECE // GROUP, 2 * kept),
-        KEPT=kept, SINGLE=groups < 2 * power_of_two(p.topk) and p.columns <= INDEX_PIECE, num_warps=16, launch_pdl=True,
+        KEPT=kept, SINGLE=cut_by_rows(p.columns, p.topk), num_warps=16, launch_pdl=True,
     )  # fmt: skip
     blocks = BlockLists(Null(torch.int32), 0, 0)
     if p.topk_blocks:

@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.compile, pytest.mark.parametrize("arch", ["sm_90a", BL
 def seen(monkeypatch):
     """The launches of a test."""
     monkeypatch.setattr(sizes, "LEAST_SHARES", 2)
+    monkeypatch.setattr(sizes, "BLOCK_SHARES", 2)
+    monkeypatch.setattr(sizes, "LEAST_ROWS", {})
     found, ready = [], launch.ready_launch
     monkeypatch.setattr(launch, "ready_launch", lambda given, target: found.append(given) or ready(given, target))
     return found
