@@ -32,7 +32,7 @@ from softsm.checks.maps import MapChecks
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
 from softsm.checks.products import Products
-from softsm.checks.scopes import ScopeChecks
+from softsm.checks.scopes import ScopeChecks, narrow
 from softsm.checks.tensor import TensorChecks
 from softsm.checks.views import CtaView, WarpView, shadows
 from softsm.engine import dispatch
@@ -139,7 +139,7 @@ class Checker(Observer):
         }
         if not self.strict:
             events["warpgroup_committed"] = operations.warpgroup_committed
-        if self.machine.gpus > 1:
+        if self.machine.gpus > 1 or narrow(self.machine.kernel.program.instructions):
             events["synchronised"] = ScopeChecks(self).strong
         if self.products is not None:
             events["tensor_product"] = self.products.perform

@@ -1,15 +1,19 @@
-"""Strong accesses of one word by several GPUs. Two of them race like plain ones unless both have .sys scope: one of
-.gpu scope may be served by a cache of its own GPU (PTX, memory consistency model: morally strong operations). Nor may
-they overlap in part: of a signal that is written in halves a reader of the whole may see one."""
+"""Strong accesses of one word by several CTAs or GPUs. Two of them race like plain ones unless the scope of each holds
+the other's thread: one of .gpu scope may be served by a cache of its own GPU (PTX, memory consistency model: morally
+strong operations). Nor may those of several GPUs overlap in part: of a signal that is written in halves a reader of
+the whole may see one."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from softsm.engine.warps import Warp
+from softsm.engine.warps import Cta, Warp
+from softsm.ptx.ast import Instruction
 
-FIX = "the two run on different GPUs: give both accesses .sys scope"
+FIX = "the two run on different {}: give both accesses .{} scope"
+SCOPED = {"atom", "red", "ld", "st"}
 TORN = "the two overlap in part, so a reader may see half of what is written: access the whole in one instruction"
 
 
@@ -24,32 +28,35 @@ class Access(NamedTuple):
 
 
 class ScopeChecks:
-    """The part of the checker that compares scopes; only launches of several GPUs have one."""
+    """The part of the checker that compares scopes, for launches of several GPUs and programs with scopes that are
+    narrower than a GPU."""
 
     def __init__(self, checker):
         self.findings, self.order = checker.findings, checker.order
-        self.accesses: dict[int, dict[tuple[int, bool], Access]] = {}  # by address: the last ones of each GPU
+        # by address: the last ones of each GPU and scope
+        self.accesses: dict[int, dict[tuple[int, str, bool], Access]] = {}
 
     def strong(self, w, address: int, cta, order: str, scope: str, *, read: bool, write: bool) -> None:
-        """Does what Order.strong does, and compares the access with those of other GPUs."""
+        """Does what Order.strong does, and compares the access with those of others."""
         here = Access(w, w.view.slot, w.view.epoch, w.pc, scope, write, size_of(w.instruction()))
         self.order.strong(w, address, cta, order, scope, read=read, write=write)
         if cta is not None:
             return
         for at in (address - 4, address + 4):
-            for (gpu, _), other in self.accesses.get(at, {}).items():
+            for (gpu, *_), other in self.accesses.get(at, {}).items():
                 met = at < address + here.size and address < at + other.size
                 if gpu != w.cta.gpu and met and (write or other.write) and not self.ordered(w, other):
                     self.found(address, here, other, TORN)
         there = self.accesses.setdefault(address, {})
-        for (gpu, _), other in there.items():
-            if gpu == w.cta.gpu or not (write or other.write) or self.ordered(w, other):
+        for (gpu, *_), other in there.items():
+            if w.cta is other.warp.cta or not (write or other.write) or self.ordered(w, other):
                 continue
-            if scope != "sys" or other.scope != "sys":
-                self.found(address, here, other, FIX)
-            elif here.size and other.size and here.size != other.size:
+            if not (reaches(scope, w.cta, other.warp.cta) and reaches(other.scope, w.cta, other.warp.cta)):
+                apart = ("CTAs", "gpu") if gpu == w.cta.gpu else ("GPUs", "sys")
+                self.found(address, here, other, FIX.format(*apart))
+            elif gpu != w.cta.gpu and here.size and other.size and here.size != other.size:
                 self.found(address, here, other, TORN)
-        there[w.cta.gpu, write] = here
+        there[w.cta.gpu, scope, write] = here
 
     @staticmethod
     def ordered(w, other: Access) -> bool:
@@ -60,6 +67,23 @@ class ScopeChecks:
             self.findings.party(x.warp, None, f"accesses {address:#x} at .{x.scope} scope", x.pc) for x in (here, other)
         )
         self.findings.add_race(this, that, "global memory", None, fix)
+
+
+def reaches(scope: str, one: Cta, other: Cta) -> bool:
+    """Are both within this scope of each other?"""
+    if scope == "cluster":
+        return one.cluster is other.cluster
+    return scope == "sys" or (scope == "gpu" and one.gpu == other.gpu)
+
+
+def narrow(instructions: Iterable[Instruction]) -> bool:
+    """Is there a strong access of global or any memory within a CTA or cluster?"""
+    return any(
+        ins.opcode in SCOPED
+        and {"cta", "cluster"} & {*ins.modifiers}
+        and not {"shared", "shared::cta"} & {*ins.modifiers}
+        for ins in instructions
+    )
 
 
 def size_of(ins) -> int:

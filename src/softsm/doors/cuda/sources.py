@@ -18,12 +18,12 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
     "cute/atom/mma_traits_sm100.hpp": [(r'#pragma GCC diagnostic \w+ "-Wmissing-field-initializers"', "")],
     # CUTLASS's and FlashMLA's FMHA: `typename` is missing in front of a member of a dependent type; a function of the
     # device is called by the host.
-    "collective/sm100_fmha_fwd_mainloop_tma_warpspecialized.hpp": [
-        (r"recast<decltype\(convert\)", "recast<typename decltype(convert)")
-    ],
-    "collective/sm100_fmha_mla_fwd_mainloop_tma_warpspecialized.hpp": [
-        (r"recast<decltype\(convert\)", "recast<typename decltype(convert)")
-    ],
+    **{
+        f"collective/sm100_fmha_{name}_warpspecialized.hpp": [
+            (r"recast<decltype\(convert\)", "recast<typename decltype(convert)")
+        ]
+        for name in ("fwd_mainloop_tma", "mla_fwd_mainloop_tma", "gen_mainloop")
+    },
     "collective/sm100_fmha_fwd_epilogue_tma_warpspecialized.hpp": [
         (r"CUTLASS_DEVICE (static constexpr\s+auto get_problem_shape_O)", r"CUTLASS_HOST_DEVICE \1")
     ],
