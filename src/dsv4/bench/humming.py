@@ -24,8 +24,9 @@ ACTIVATION = "(fminf(a, 10.f) / (1.f + __expf(-fminf(a, 10.f)))) * fminf(fmaxf(b
 
 
 @triton.jit
-def weighted_sum(slots_ptr, rows_ptr, weights_ptr, out_ptr, WIDTH: tl.constexpr, TOPK: tl.constexpr,
-                 COLUMNS: tl.constexpr):  # fmt: skip
+def weighted_sum(
+    slots_ptr, rows_ptr, weights_ptr, out_ptr, WIDTH: tl.constexpr, TOPK: tl.constexpr, COLUMNS: tl.constexpr
+):
     """One program: COLUMNS of a token."""
     token = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -115,10 +116,13 @@ def _layer(codes: Tensor, scales: Tensor, group: int) -> Any:
 
     with torch.device(codes.device):
         layer = HummingLayer(
-            shape_n=codes.shape[1], shape_k=2 * codes.shape[2], weight_config={"quant_method": "mxfp4"},
+            shape_n=codes.shape[1],
+            shape_k=2 * codes.shape[2],
+            weight_config={"quant_method": "mxfp4"},
             input_config={"quant_method": "humming", "dtype": "float8e4m3", "group_size": group},
-            num_experts=codes.shape[0], torch_dtype=torch.bfloat16,
-        )  # fmt: skip
+            num_experts=codes.shape[0],
+            torch_dtype=torch.bfloat16,
+        )
     layer.load_from_tensors({"weight": codes, "weight_scale": scales})
     layer.transform()
     return layer

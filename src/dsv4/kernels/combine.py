@@ -179,7 +179,7 @@ def combine_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.constexpr,
 @gluon.jit
 def clear_rows(
     tensors, strides, begin, total_q, step, head, end_head, want_lse, D: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
+):
     """out 0 and lse -inf in tokens begin, begin + step, .. of the heads; for four warps."""
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     column = gl.arange(0, D, layout=L)
@@ -204,6 +204,4 @@ def clear_rest(tensors, sizes, strides, D: gl.constexpr, COLUMNS: gl.constexpr):
     """Rows of a varlen batch past its last sequence: out 0, lse -inf. One program per head, all such tokens."""
     head = gl.program_id(0)
     begin = end_of_sequences(tensors.cu_q_ptr, sizes.last_sequence, sizes.total_q) + gl.program_id(1)
-    clear_rows(
-        tensors, strides, begin, sizes.total_q, gl.num_programs(1), head, head + 1, sizes.want_lse, D, COLUMNS
-    )  # fmt: skip
+    clear_rows(tensors, strides, begin, sizes.total_q, gl.num_programs(1), head, head + 1, sizes.want_lse, D, COLUMNS)

@@ -22,9 +22,12 @@ def row_max_layout(warps, heads, keys):
     rows = [[1 << i, 0] for i in range((keys // 16).bit_length() - 1)]
     across = [[0, wide << i] for i in range((warps // down).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], *columns, *rows], lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
-        warp_bases=[[0, 0]] * (down.bit_length() - 1) + across, block_bases=[], shape=[keys // 16, heads],
-    )  # fmt: skip
+        reg_bases=[[0, 1], *columns, *rows],
+        lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[0, 0]] * (down.bit_length() - 1) + across,
+        block_bases=[],
+        shape=[keys // 16, heads],
+    )
 
 
 @gluon.constexpr_function

@@ -96,8 +96,9 @@ def multiply(asm, ins, m: int, types: tuple[str, ...], operands: list[list[int]]
         asm.macro(do_float, ins, rows=every, a_count=len(a_rows), d_count=len(d_rows), per=per, tables=tables, m=m,
                   types=types)  # fmt: skip
     else:
-        asm.macro(do_any, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, m=m, types=types, bitwise=bitwise,
-                  saturate=saturate)  # fmt: skip
+        asm.macro(
+            do_any, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, m=m, types=types, bitwise=bitwise, saturate=saturate
+        )
 
 
 def lower_sparse(asm, ins, ordered: bool, saturate: bool, shape: tuple[int, int], types: tuple[str, ...]) -> None:

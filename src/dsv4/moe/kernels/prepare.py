@@ -71,9 +71,12 @@ class Product(NamedTuple):
 
 
 def prepare_moe(
-    p: MoeProblem, program: Program, multiply: Callable[[Product], None], tile: int = 0,
+    p: MoeProblem,
+    program: Program,
+    multiply: Callable[[Product], None],
+    tile: int = 0,
     hidden: tuple[int, int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Add the launches of moe. The tensors of p are slots. tile: rows of activations per tile, if their scales lie in
     atoms. hidden: rows of hidden values and scales per line, if they do not lie as those of x do."""
     slots, atoms = p.tokens * p.topk, p.tokens * p.topk // tile + p.experts if tile else 0

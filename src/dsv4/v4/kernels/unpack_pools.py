@@ -90,9 +90,11 @@ def _one_pool(p: V4Problem) -> bool:
     """Return whether window and compressed rows lie in the same pages."""
     a, b = p.window, p.compressed
     return (
-        p.same_pools and isinstance(a, PackedRows) and isinstance(b, PackedRows)
+        p.same_pools
+        and isinstance(a, PackedRows)
+        and isinstance(b, PackedRows)
         and (a.rows_per_page, a.page_stride, a.format) == (b.rows_per_page, b.page_stride, b.format)
-    )  # fmt: skip
+    )
 
 
 def _unpacked(cache: PackedRows, program: Program):

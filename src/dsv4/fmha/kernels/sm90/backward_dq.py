@@ -104,9 +104,7 @@ def step(s, dq, memory, row, key, stage, turn, lse2, delta, sizes, scales, ds_sc
 
 
 @gluon.jit
-def dq_role(
-    memory, dq_desc, place, terms, own, sizes, scales, W: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr
-):  # fmt: skip
+def dq_role(memory, dq_desc, place, terms, own, sizes, scales, W: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr):
     """Compute dQ of 64 packed rows."""
     LS: gl.constexpr = accumulator(128)
     row = own + 64 * W

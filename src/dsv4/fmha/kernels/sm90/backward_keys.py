@@ -417,9 +417,7 @@ def backward_keys(
     own_block = (pair // parts.packs * tiles + tile) * (D // 32)
     sums = Sums(sums_desc, sum_tiles, first_block, parts.dk_block + own_block, parts.dv_block + own_block)
     terms = Terms(lse2_ptr, delta_ptr)
-    rows = pair_of(
-        q_desc, dout_desc, ragged.q, ragged.dout, work.batch, work.head, work.first_row, sizes.rows, VARLEN
-    )  # fmt: skip
+    rows = pair_of(q_desc, dout_desc, ragged.q, ragged.dout, work.batch, work.head, work.first_row, sizes.rows, VARLEN)
     batch, head, begin = work.batch, work.kv_head, work.first_key
     keys = pair_of(k_desc, v_desc, ragged.k, ragged.v, batch, head, begin, sizes.keys, VARLEN)
     results = pair_of(dk_desc, dv_desc, ragged.dk, ragged.dv, batch, head, begin, sizes.keys, VARLEN)

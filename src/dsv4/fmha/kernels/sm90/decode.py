@@ -116,8 +116,10 @@ def value_layout(keys, d):
     return gl.DistributedLinearLayout(
         reg_bases=[*([0, n] for n in _bases(1, own)), [1, 0], [8, 0], *([n, 0] for n in _bases(16, keys))],
         lane_bases=[[2, 0], [4, 0], [0, own], [0, 2 * own], [0, 4 * own]],
-        warp_bases=[[0, 8 * own], [0, 16 * own]], block_bases=[], shape=[keys, d],
-    )  # fmt: skip
+        warp_bases=[[0, 8 * own], [0, 16 * own]],
+        block_bases=[],
+        shape=[keys, d],
+    )
 
 
 @gluon.jit
@@ -181,8 +183,11 @@ def write(o, m, l, q, tile_row, work_tile, SPLIT: gl.constexpr):
         if tiles.begin < tiles.end:
             o = o * gl.convert_layout(of_values(factor, problem.score_scale), RO)[None, :]
             column = gl.arange(0, D, layout=gl.SliceLayout(1, LO))
-            gl.store(tensors.part_ptr + gl.convert_layout(part, RO)[None, :] * D + column[:, None], o,
-                     mask=gl.convert_layout(row < problem.rows, RO)[None, :])  # fmt: skip
+            gl.store(
+                tensors.part_ptr + gl.convert_layout(part, RO)[None, :] * D + column[:, None],
+                o,
+                mask=gl.convert_layout(row < problem.rows, RO)[None, :],
+            )
     else:
         sink = softmax.sink_of(tensors.sink_ptr, q_head, row < problem.rows)
         factor, lse = softmax.finish(m, l, sink)

@@ -73,8 +73,10 @@ def codes_layout(rows, warps):
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], *rest],
         lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-        warp_bases=across, block_bases=[], shape=[rows, 4, 4, 4],
-    )  # fmt: skip
+        warp_bases=across,
+        block_bases=[],
+        shape=[rows, 4, 4, 4],
+    )
 
 
 @gluon.constexpr_function
@@ -86,9 +88,12 @@ def words_layout(rows, warps):
         return [[row, 4 * group + word] for row, group, word, byte in bases if byte == 0]
 
     return gl.DistributedLinearLayout(
-        reg_bases=flat(codes.reg_bases), lane_bases=flat(codes.lane_bases), warp_bases=flat(codes.warp_bases),
-        block_bases=[], shape=[rows, 16],
-    )  # fmt: skip
+        reg_bases=flat(codes.reg_bases),
+        lane_bases=flat(codes.lane_bases),
+        warp_bases=flat(codes.warp_bases),
+        block_bases=[],
+        shape=[rows, 16],
+    )
 
 
 @gluon.constexpr_function

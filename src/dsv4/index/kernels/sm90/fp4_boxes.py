@@ -188,9 +188,12 @@ def load_blocks_role(keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER:
 def block_rows(warps):
     """Layout of [8, BLOCK], in the order of the 64 rows of words_layout."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[1, 0]], lane_bases=[[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], warp_bases=[[2, 0], [4, 0]],
-        block_bases=[], shape=[8, 8],
-    )  # fmt: skip
+        reg_bases=[[1, 0]],
+        lane_bases=[[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
+        warp_bases=[[2, 0], [4, 0]],
+        block_bases=[],
+        shape=[8, 8],
+    )
 
 
 @gluon.jit

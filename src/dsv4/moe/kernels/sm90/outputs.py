@@ -13,9 +13,12 @@ TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 def numbers_layout(warps):
     """Layout of int32 [8], with all of them in every thread."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[1], [2], [4]], lane_bases=[[0]] * 5, warp_bases=[[0]] * (warps.bit_length() - 1), block_bases=[],
+        reg_bases=[[1], [2], [4]],
+        lane_bases=[[0]] * 5,
+        warp_bases=[[0]] * (warps.bit_length() - 1),
+        block_bases=[],
         shape=[8],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit

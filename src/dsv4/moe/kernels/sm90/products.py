@@ -144,9 +144,8 @@ def row_tile_at(tile, ends, blocks):
 
 @gluon.jit
 def load_tile(
-    tile, given, stages, stage, tiles, turn, ends, rows, signals, needed, ahead, REST: gl.constexpr,
-    FIRST: gl.constexpr,
-):  # fmt: skip
+    tile, given, stages, stage, tiles, turn, ends, rows, signals, needed, ahead, REST: gl.constexpr, FIRST: gl.constexpr
+):
     """Load a tile -> the stage after it. needed: signals of a tile of rows of product 1. ahead: steps whose weights are
     requested before anything is read."""
     W: gl.constexpr = stages.x.shape[1]

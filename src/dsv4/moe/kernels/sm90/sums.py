@@ -67,9 +67,12 @@ def words_layout(warps, rows):
     if rows == 16 * warps:
         return gl.SliceLayout(3, gl.SliceLayout(4, operand_layout(warps)))
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2]], lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[8 << i, 0, 0] for i in range(warps.bit_length() - 1)], block_bases=[], shape=[rows, 4, 4],
-    )  # fmt: skip
+        reg_bases=[[0, 0, 1], [0, 0, 2]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[8 << i, 0, 0] for i in range(warps.bit_length() - 1)],
+        block_bases=[],
+        shape=[rows, 4, 4],
+    )
 
 
 @gluon.constexpr_function

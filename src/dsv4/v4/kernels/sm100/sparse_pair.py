@@ -76,8 +76,11 @@ def store_role(memory, output, num_tiles, split):
         turn += 1
         if n > 0:
             memory.pv_done.wait((at - 1) % 2, ((at - 1) // 2) % 2)
-        out = Target(output.out_ptr + query.to(gl.int64) * output.stride_on * 8,
-                     place.head.to(gl.int64) * output.stride_oh * 8, place.here)  # fmt: skip
+        out = Target(
+            output.out_ptr + query.to(gl.int64) * output.stride_on * 8,
+            place.head.to(gl.int64) * output.stride_oh * 8,
+            place.here,
+        )
         partial = Target(output.part_ptr + place.part_row * 512, place.head * 512, place.here)
         write(factor, n, out, partial, memory, (angles_ptr, output.rope.width), split)
 

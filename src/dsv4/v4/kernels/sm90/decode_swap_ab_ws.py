@@ -113,9 +113,11 @@ def per_lane(heads, rows=0):
     row = [0] * (rows > 0)
     return gl.DistributedLinearLayout(
         reg_bases=[[1 << i, 0] for i in range(rows.bit_length() - 1)],
-        lane_bases=[[*row, 1 << i] for i in range(n)] + [[*row, 0]] * (5 - n), warp_bases=[[*row, 0]] * 2,
-        block_bases=[], shape=[rows, heads] if rows else [heads],
-    )  # fmt: skip
+        lane_bases=[[*row, 1 << i] for i in range(n)] + [[*row, 0]] * (5 - n),
+        warp_bases=[[*row, 0]] * 2,
+        block_bases=[],
+        shape=[rows, heads] if rows else [heads],
+    )
 
 
 @gluon.jit

@@ -57,18 +57,24 @@ def make_staging():
 def half_words(warps):
     """Layout of [64, 16] words, two panels of eight: a thread has two words of each."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 8]], lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8 << i, 0] for i in range(warps.bit_length() - 1)], block_bases=[], shape=[64, 16],
-    )  # fmt: skip
+        reg_bases=[[0, 1], [0, 8]],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8 << i, 0] for i in range(warps.bit_length() - 1)],
+        block_bases=[],
+        shape=[64, 16],
+    )
 
 
 @gluon.constexpr_function
 def row_words(warps):
     """Layout of [64, 8] words: four threads have all of a row."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4]], lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8 << i, 0] for i in range(warps.bit_length() - 1)], block_bases=[], shape=[64, 8],
-    )  # fmt: skip
+        reg_bases=[[0, 1], [0, 2], [0, 4]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8 << i, 0] for i in range(warps.bit_length() - 1)],
+        block_bases=[],
+        shape=[64, 8],
+    )
 
 
 @aggregate

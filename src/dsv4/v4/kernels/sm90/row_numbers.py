@@ -38,8 +38,11 @@ def pool_of(pools, in_window):
     """Return the pool of a block."""
     a, b = pools.window, pools.compressed
     return Pool(
-        gl.where(in_window, a.ptr, b.ptr), gl.where(in_window, a.rows, b.rows),
-        gl.where(in_window, a.page_rows, b.page_rows), gl.where(in_window, a.page_stride, b.page_stride),
-        gl.where(in_window, a.row_stride, b.row_stride), gl.where(in_window, a.inverse, b.inverse),
+        gl.where(in_window, a.ptr, b.ptr),
+        gl.where(in_window, a.rows, b.rows),
+        gl.where(in_window, a.page_rows, b.page_rows),
+        gl.where(in_window, a.page_stride, b.page_stride),
+        gl.where(in_window, a.row_stride, b.row_stride),
+        gl.where(in_window, a.inverse, b.inverse),
         gl.where(in_window, a.shift, b.shift),
-    )  # fmt: skip
+    )

@@ -240,13 +240,19 @@ def end_half(o, m, l, memory, blocks, turn, output, HALF: gl.constexpr, SPLIT: g
         if blocks > 0:
             o = o * gl.convert_layout(factor, RO)[:, None]
             column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LO))
-            gl.store(output.part_ptr + gl.convert_layout(part, RO)[:, None] * 512 + column[None, :], o,
-                     mask=gl.convert_layout(head < output.heads, RO)[:, None])  # fmt: skip
+            gl.store(
+                output.part_ptr + gl.convert_layout(part, RO)[:, None] * 512 + column[None, :],
+                o,
+                mask=gl.convert_layout(head < output.heads, RO)[:, None],
+            )
     else:
         factor, lse = softmax.finish(m, l, sink)
         if HALF == 0:
-            gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
-                     lse * softmax.LN2, mask=(head < output.heads) & (output.want_lse != 0))  # fmt: skip
+            gl.store(
+                output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
+                lse * softmax.LN2,
+                mask=(head < output.heads) & (output.want_lse != 0),
+            )
         o = o * gl.convert_layout(factor, RO)[:, None]
         if REG_STORE:
             x = in_pieces(o.to(output.out_ptr.dtype.element_ty))

@@ -317,8 +317,11 @@ def write_lse(m, l, sink, place, output, SPLIT: gl.constexpr, UP: gl.constexpr):
         part = (split.to(gl.int64) * output.queries + query) * output.heads + head
         gl.store(output.part_lse_ptr + part, lse, mask=there)
     else:
-        gl.store(output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
-                 lse * softmax.LN2, mask=there & (output.want_lse != 0))  # fmt: skip
+        gl.store(
+            output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
+            lse * softmax.LN2,
+            mask=there & (output.want_lse != 0),
+        )
     return factor * UP
 
 
