@@ -79,7 +79,7 @@ class Humming:
 
 
 class _Product:
-    """One matrix, with the kernel that Humming's heuristics choose for so many rows."""
+    """One matrix, with the kernel that Humming's heuristics choose for this number of rows."""
 
     def __init__(self, layer: Any, rows: int, form: str) -> None:
         from humming.tune import get_heuristics_config

@@ -130,8 +130,8 @@ class Unshard(torch.autograd.Function):
         return gathered_whole(x, dim, order, group)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:  # of the incoming gradient alone, so that once is said aloud
+    @once_differentiable  # it reads only the incoming gradient, so torch would differentiate it again
+    def backward(ctx: Any, *grads: Any) -> Any:
         return scattered(grads[0], *ctx.where), None, None, None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4.runtime import checks
 
 ORDERS = ("zigzag", "contiguous")
-NOTED = 256  # bytes in which ranks tell each other dtype and shape
+NOTED = 256  # bytes in which ranks exchange dtype and shape
 
 
 def piece_numbers(rank: int, size: int, order: str) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ def rank_and_size(group: Any) -> tuple[int, int]:
     accepted = "None or a group of torch.distributed with this rank"
     if not dist.is_available() or not dist.is_initialized():
         checks.fail("group", "no process group", f"{accepted}, after init_process_group")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group says so to ranks outside
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to ranks outside
         checks.fail("group", "a group that this rank is not in", accepted)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         checks.fail("group", checks.describe(group), accepted)

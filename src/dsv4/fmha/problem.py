@@ -120,7 +120,7 @@ def in_e4m3(x: Any) -> bool:
 
 
 def is_between(d: int) -> bool:
-    """Whether dense kernels may have this head dim beside those of HEAD_DIMS."""
+    """Whether dense kernels accept this head dim in addition to those of HEAD_DIMS."""
     return BETWEEN[0] <= d <= BETWEEN[1] and d % 8 == 0
 
 

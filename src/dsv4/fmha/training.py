@@ -1,4 +1,4 @@
-"""fmha and fmha_varlen with gradients: their training operators. backward.py says what a backend receives."""
+"""fmha and fmha_varlen with gradients: their training operators. backward.py defines what a backend receives."""
 
 from typing import Any
 

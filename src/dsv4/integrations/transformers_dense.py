@@ -142,7 +142,7 @@ def _starts(kept: Tensor) -> Tensor:
 def _is_plain(
     rule: Callable, batch: int, q_offset: int, t: int, kv_offset: int, s: int, local_size: int | None
 ) -> bool:
-    """Whether the rule says of the keys around the ends of a query's window, and of some others, what it should.
+    """Whether the rule gives the expected answer for the keys around the ends of a query's window and for some others.
 
     On the CPU, so that no GPU is waited for. A rule that needs tensors of a GPU, as packed sequences do, is not plain.
     """

@@ -1,9 +1,8 @@
-"""Programmatic dependent launch: a grid that is launched with launch_pdl begins while the grid before it still runs.
+"""Programmatic dependent launch: a grid that is launched with launch_pdl begins while the previous grid still runs.
 
-The grid before says with `launch_dependents` when CTAs of the next may be placed beside its own; all of its CTAs have
-to, or end. `wait_on_prior_grid` returns when that grid has ended and what it wrote can be read. What the next grid
-reads or writes earlier must be left alone by the grid before; grids before that one have ended, as it was launched
-plainly.
+CTAs of the next grid may start once all CTAs of the previous grid have called `launch_dependents` or ended.
+`wait_on_prior_grid` returns when that grid has ended and its writes are visible. The previous grid must not access what
+the next grid reads or writes before this wait; grids before it have ended, because it was launched without launch_pdl.
 """
 
 from dsv4.kernels.compat import barrier, gl, gluon

@@ -11,8 +11,8 @@ def zero(x):
 
 @gluon.jit
 def behind(loaded, bit):
-    """0 when the int32 numbers `loaded` have come, of their shape. What is computed from it, the address of a load,
-    waits for them. bit: 0 or 1, which neither compiler nor assembler know of it."""
+    """Return zeros in the shape of `loaded`, int32 numbers, once these have arrived: a load whose address is computed
+    from the zeros waits for them. bit: 0 or 1, which neither compiler nor assembler knows."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 none; shr.u32 none, $2, 1; and.b32 $0, $1, none; }",
         "=r,r,r", [loaded, bit], dtype=gl.int32, is_pure=False, pack=1,

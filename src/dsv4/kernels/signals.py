@@ -1,12 +1,12 @@
 """Words in global memory by which the CTAs of a grid, or of several GPUs, work together: tickets and counters.
 
-A CTA takes work by tickets: whoever comes first gets the lowest number. If an item waits only for items with lower
-numbers, those are done or in the hands of running CTAs, so some CTA can always go on: a grid needs no more than one
-resident CTA, and its number is free (a barrier of all CTAs would need all of them; sglang#36657).
+A CTA takes work by tickets: the first one gets the lowest number. If an item waits only for items with lower numbers,
+those are done or belong to running CTAs, so some CTA can always continue: a grid needs no more than one resident CTA,
+and may have any number of CTAs (a barrier of all CTAs would need all of them resident; sglang#36657).
 
-A counter says how much is complete. `signal` counts up behind what the whole CTA, or the role, has written before; what
-comes after `wait_for` can read it. Copies by TMA need `fence_async` in between, too: they read through another proxy
-than the stores that are waited for (DeepGEMM#389).
+A counter shows how much is complete. `signal` increments it after everything that the whole CTA, or the role, has
+written before; code after `wait_for` can read that. Copies by TMA also need `fence_async` in between: they read through
+another proxy than the stores that are waited for (DeepGEMM#389).
 """
 
 from dsv4.kernels.compat import barrier, gl, gluon

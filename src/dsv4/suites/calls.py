@@ -158,7 +158,7 @@ class Call:
     lse: bool = True
     out_pad: int = 0
     repeat: bool = False  # run twice with deterministic=True: the bits must be equal
-    extra: dict[str, Any] = field(default_factory=dict)  # keywords the oracle does not take
+    extra: dict[str, Any] = field(default_factory=dict)  # keywords that the oracle does not accept
     sink_last: bool = False  # set by run: see rounded
 
     def run(self, where: Where) -> tuple[Tensor, Tensor | None, list[Check]]:

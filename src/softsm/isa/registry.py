@@ -12,7 +12,7 @@ There are two:
   reads or computes. `exchange`: the operation works on all lanes together, so a few of them cannot be computed alone.
 * `@lowers("add")`: a function `(asm, ins)` that turns one PTX instruction with that base opcode into micro-operations
   (`asm.emit`) or a macro-operation (`asm.macro`: a Python function that runs outside the interpreter loop), or
-  refuses it (`asm.refuse(ins, why)`) when the kernel is loaded. Nothing is ever skipped silently.
+  rejects it (`asm.refuse(ins, why)`) when the kernel is loaded. Nothing is ever skipped silently.
 
 16-bit registers live in 32-bit rows with the upper half zero.
 """

@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig
 
 from dsv4.runtime import checks
 
-# What the checkpoint says of its weights. The modules hold them as they are, so no quantizer of transformers is needed.
+# The checkpoint's description of its weights. The modules hold them as they are, so no quantizer of transformers is
+# needed.
 QUANTIZATION = {"quant_method": "fp8", "weight_block_size": [32, 32], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
 
 

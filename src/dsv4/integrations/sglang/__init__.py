@@ -76,5 +76,5 @@ def parts() -> list[str]:
 
 
 def refuse(what: str, got: object, accepted: str, instead: str = f"{SWITCH}=0") -> NoReturn:
-    """A ValueError that also says how to get SGLang's own attention."""
+    """Raise a ValueError that also explains how to get SGLang's own attention."""
     raise ValueError(f"{what}: got {got}; accepted: {accepted}. {instead} gives SGLang's own attention")

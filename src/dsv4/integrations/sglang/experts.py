@@ -17,7 +17,7 @@ class Method:
         self.ours: EngineExperts | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """What SGLang asks its own method beside the calls below."""
+        """What SGLang asks its own method besides the calls below."""
         return getattr(self.__dict__["_fp8"], name)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:

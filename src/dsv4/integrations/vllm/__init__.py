@@ -55,7 +55,7 @@ _said = ""  # what say() logged last
 
 
 def switch() -> bool | None:
-    """What DSV4_VLLM says: on, off, or nothing: then the configuration decides. ValueError where it is neither."""
+    """The value of DSV4_VLLM: on, off, or nothing: then the configuration decides. ValueError where it is neither."""
     said = os.environ.get(SWITCH) or None
     if said not in (None, "0", "1"):
         raise ValueError(f"{SWITCH}: got {said!r}; accepted: 1 (on), 0 (off), unset (--attention-backend {BACKEND})")
@@ -71,7 +71,7 @@ def parts() -> list[str]:
 
 
 def rows() -> str:
-    """What DSV4_VLLM_ROWS says: v41, or nothing: then vLLM decides. ValueError where it is neither."""
+    """The value of DSV4_VLLM_ROWS: v41, or nothing: then vLLM decides. ValueError where it is neither."""
     said = os.environ.get(ROWS_SWITCH, "")
     if said not in ("", OWN_ROWS):
         raise ValueError(f"{ROWS_SWITCH}: got {said!r}; accepted: {OWN_ROWS}, or nothing for the rows that vLLM keeps")
@@ -119,5 +119,5 @@ def way_off() -> str:
 
 
 def refuse(what: str, got: object, accepted: str) -> NoReturn:
-    """A ValueError that also says how to get vLLM's own attention."""
+    """Raise a ValueError that also explains how to get vLLM's own attention."""
     raise ValueError(f"{what}: got {got}; accepted: {accepted}. {way_off()}")

@@ -87,7 +87,7 @@ class Indexer(torch.nn.Module):
                 if part is None:
                     continue
             first, end, begins, ends = part
-            # vLLM counts rows through all requests of the chunk; `begins` says of which request a query is. A request
+            # vLLM counts rows through all requests of the chunk; `begins` identifies the request of a query. A request
             # without a row shares its number with the next one: its queries see nothing in either.
             owner = torch.searchsorted(chunk.cu_seq_lens, begins, right=True) - 1
             requests = torch.arange(chunk.num_reqs + 1, device=owner.device)

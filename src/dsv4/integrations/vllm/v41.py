@@ -1,9 +1,9 @@
 """DeepSeek-V4.1's attention layer of vLLM with its attention on dsv4.
 
 vLLM's layer keeps projections, norms and metadata. Four layers own compressed rows, the others read theirs; eight run
-an indexer, and those behind it read its lists. Decode reads the pages, whatever rows they have, for as many heads as
-the rank has: drafts come as queries of their own, and the lists say what each of them sees. Prefill reads the bf16
-workspace that vLLM unpacks pages to.
+an indexer, and the layers after it read its lists. Decode reads the pages, whatever rows they have, for as many heads
+as the rank has: drafts are separate queries, and the lists define what each of them sees. Prefill reads the bf16
+workspace into which vLLM unpacks pages.
 
 On Hopper vLLM keeps rows of 584 bytes and index keys of 132. The model's own, 528 in the window, 288 compressed and
 keys of 68, are an option there: choice.own_rows. vLLM's writers are made for Blackwell, so dsv4 writes these itself.
@@ -77,9 +77,9 @@ class Forward(Served):
         )
 
     def _slots(self, swa: Any, attn: Any) -> tuple[Tensor, Tensor]:
-        """The lists of the last indexer, in rows of the request -> (slots of the page pool [n, K], how many [n]). The
-        layer with that indexer makes them; those behind it, which come after it in every step, take them from there,
-        unless another half of the batch has been there in between."""
+        """Return (slots of the page pool [n, K], how many [n]) of the lists of the last indexer, which are in rows of
+        the request. The layer with that indexer computes them; later layers, which follow it in every step, reuse them,
+        unless another half of the batch has run in between."""
         if not self.is_index_source:
             source = self._static_forward_context.get(self._source())
             found = getattr(source, "listed", None)
@@ -142,7 +142,7 @@ class Forward(Served):
 
 
 def pool(pages: Tensor) -> PackedRows:
-    """Pages [P, rows, bytes] of vLLM, which says by the bytes of a row what it is."""
+    """Return pages [P, rows, bytes] of vLLM, whose format follows from the bytes of a row."""
     if pages.dtype != torch.uint8 or pages.shape[-1] not in POOLS:
         refuse("--kv-cache-dtype", f"rows of {pages.shape[-1]} x {pages.dtype}", "rows of 584, 528 or 288 bytes")
     found: PackedRows = POOLS[pages.shape[-1]].from_pages(pages)
@@ -197,13 +197,13 @@ def write_keys(indexer: Any, keys: Tensor, positions: Tensor, slots: Tensor, pag
 
 
 def key_width(theirs: Callable[[int, bool], int]) -> Callable[[int, bool], int]:
-    """Around vLLM's function that says how many bytes an index key has: 68 beside the model's own rows, if dsv4 reads
+    """Wrap vLLM's function that returns the bytes of an index key: 68 with the model's own rows, if dsv4 reads
     them."""
     return lambda index_head_dim, use_fp4_kv: theirs(index_head_dim, use_fp4_kv or (own_rows and "indexer" in parts()))
 
 
 def record_rule(theirs: Callable[[], bool]) -> Callable[[], bool]:
-    """Around vLLM's function that says whether rows have 528 bytes."""
+    """Wrap vLLM's function that returns whether rows have 528 bytes."""
     return lambda: own_rows or theirs()
 
 

@@ -154,7 +154,7 @@ class Numbered(NamedTuple):
 
 @gluon.jit
 def listed(lists, query, entry, shift):
-    """Return the numbers of some entries of a list; -1 for an empty entry, or one that is no row of the pool."""
+    """Return the numbers of some entries of a list; -1 for an empty entry, or one that is not a row of the pool."""
     length = gl.load(lists.lengths_ptr + query, mask=lists.has_lengths != 0, other=lists.entries)
     there = (entry >= 0) & (entry < gl.minimum(length, lists.entries))
     row = gl.load(lists.list_ptr + query * lists.stride + entry, mask=there, other=-1)

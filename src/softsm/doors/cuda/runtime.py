@@ -95,7 +95,7 @@ class Runtime:
         return call
 
     def failed(self) -> int:
-        """What the program is told."""
+        """Returns the CUDA error that the program gets."""
         return STATUS.get(getattr(self.failure, "code", ""), LAUNCH_FAILURE)
 
     # ---- modules -----------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ class Use(InUse):
         self.patch_triton(triton.testing)
 
     def patch_triton(self, testing) -> None:
-        """Replaces what a program asks of Triton beside launches. All of Triton is imported by now."""
+        """Replaces what a program asks of Triton besides launches. All of Triton is imported by now."""
         import triton
         from triton.compiler.compiler import AsmDict
         from triton.runtime import autotuner, cache

@@ -37,14 +37,13 @@ half block, meet at a barrier, and one thread arrives (gather.announce). So they
 Copies write like ordinary stores; the roles that wait for them, or for unpacked rows, issue the fence before the tensor
 core reads.
 The bias of block b is written when both halves of its last use are free: its owner read it before it freed one of them.
-P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: free[1] says so through ready[1]. P1
-is overwritten after p_ready[0] of the next step, before which left has waited for O_L += P1 V1_L. Resident: P0 is
-overwritten after m_ready[1] of the next step, before which right has waited for O_R += P0 V0_R; P1 after m_ready[0] of
-the next step, before which left has waited for O_L += P1 V1_L; the maxima likewise. Left frees slot 2 after it has seen
-slot 0 of the next step, which is filled before. At the end of an
-work tile sum_ready says that the other's products are complete, so both P are free; each then writes its own first in
-the next work tile. Sums and jobs have two places: a turn later the other, or gather, may be ahead by one work tile, not
-by two.
+P0 is overwritten in the next step only after right's O_R += P0 V0_R is complete: free[1] implies it, and ready[1] after
+it. P1 is overwritten after p_ready[0] of the next step, before which left has waited for O_L += P1 V1_L. Resident: P0
+is overwritten after m_ready[1] of the next step, before which right has waited for O_R += P0 V0_R; P1 after m_ready[0]
+of the next step, before which left has waited for O_L += P1 V1_L; the maxima likewise. Left frees slot 2 after it has
+waited for slot 0 of the next step, which is filled before. At the end of a work tile sum_ready means that the
+other's products are complete, so both P are free; each then writes its own first in the next work tile. Sums and jobs
+have two places: a turn later the other, or gather, may be ahead by one work tile, not by two.
 """
 
 from dsv4.fmha.kernels.sm90.work import FP16_PARTIALS, half_to_fp16, in_pieces
