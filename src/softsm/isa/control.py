@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import Blocked
+from softsm.engine.asynchrony import POLLED, Blocked
 from softsm.engine.warps import Fragment
 from softsm.errors import Fault
 from softsm.isa.mbarriers import uniform
@@ -356,4 +356,4 @@ def do_setmaxnreg(w, mask, o):
         text = f"{more} registers for setmaxnreg.inc to {o.count}; the warps of the CTA have given back {pool.free}"
         return Blocked(pool, text)
     pool.give(w, o.count)
-    return None
+    return POLLED if more < 0 else None  # others have their turn: they may take what this warp asks for again
