@@ -11,4 +11,4 @@ __all__ = ["prepare", "supports"]
 
 def prepare(b: V4Backward, target: Target, program: Program) -> None:
     """Fill b.dq, b.dwindow, b.dcompressed and b.dsink, those that are not None."""
-    prepare_sparse(b, program, backward_sparse, dict(ADD_REGS=136, GATHER_REGS=104, MMA_REGS=104))
+    prepare_sparse(b, program, backward_sparse, dict(ADD_REGS=104, GATHER_REGS=80, MMA_REGS=64))

@@ -8,14 +8,15 @@ fp16: P and dS are multiplied by a power of two before they are rounded (shared/
 Role chart of a block::
 
     gather  4 warps | rows of the next block, as soon as dQ has used this one's ...
-    mma     1 warp  | S, dP |          | dQ += dS K | dKV columns 0-255 |     | columns 256-511 | S, dP of the next ...
-    scores  4 warps |       | P, dS    |                                                        | ...     in the end: dQ
-    add     4 warps |                               |                   | added, or stored      | added   | ...
+    mma     1 warp  | S, dP |       | dQ += dS K | dKV 0-127 | 128-255 |      | 256-383 | 384-511 | S, dP of the next
+    scores  4 warps |       | P, dS |                                                             | ... in the end: dQ
+    add 0   4 warps |                                        | 0-127 added ...... | 256-383 added ...       or stored
+    add 1   4 warps |                                                  | 128-255 added ...... | 384-511 added ...
 
 tensor memory   columns   holds
 s, dp           2 x 64    fp32 [64, 64]: 64 rows use half of the 128 lanes
 dq              256       fp32 [64, 512]: its two halves lie side by side in the lanes
-dkv             128       fp32 [64, 256]: half of the columns of the block's gradient, likewise             = 512
+dkv             128       fp32 [64, 256]: two quarters of the columns of the block's gradient, likewise     = 512
 
 64 rows run the tensor core at half its rate. 128 heads of a pair of CTAs would run it at full rate, but a pair splits
 the right operands of dQ and of dKV in two, and P and dS would have to be exchanged; 128 rows at a time instead of heads
@@ -26,7 +27,7 @@ shared memory   bytes        holds
 q, dout         2 x 65536    [2, 64, 256] each: halves of the columns
 kv              65536        [2, 64, 256]: the block's rows; at the end dQ on its way out
 p16, ds16       2 x 8192     [64, 64]: heads times rows                                                     = 208 KiB
-(compiler's)    16384        64 columns of dKV on their way from a row per lane to lines of a row
+(compiler's)    2 x 4096     columns of dKV on their way from a row per lane to lines of a row
 barriers        8 each
 
 barrier     arrives             count       waits          means
@@ -37,8 +38,8 @@ s_ready     commit of mma       1           scores         S is complete
 dp_ready    commit of mma       1           scores         dP is complete
 ds_ready    scores              1           mma            P and dS are written, S and dP are read
 used        commit of mma       1           scores         dKV has used P and dS
-part_ready  commit of mma       1           add            a half of dKV is complete
-part_free   add                 1           mma            it is read
+part_ready  commit of mma       1           add            a quarter of dKV is complete: two barriers, one for either
+part_free   add                 1           mma            half of dkv; it is read
 dq_done     commit of mma       1           scores         dQ is complete
 
 Rows are gathered, and contributions without atomics are laid out, as in the Hopper kernel. A row number of -1 is
@@ -98,12 +99,12 @@ def mma_role(memory, query):
             tcgen05_mma(ds16, kv.index(at + h), memory.dq.slice(h * 256, 256), use_acc=block > 0)
         memory.free.arrive_after_mma(0)
         for h in gl.static_range(2):
-            memory.part_free.wait(0, (h + 1) % 2)  # twice in a block; the first wait of all passes
             for c in gl.static_range(2):
+                memory.part_free.wait(c, (h + 1) % 2)  # twice in a block; the first wait of all passes
                 part = memory.dkv.slice(c * 128, 128)
                 tcgen05_mma(p16.permute((1, 0)), dout.index(at + h).slice(c * 128, 128, dim=1), part, use_acc=False)
                 tcgen05_mma(ds16.permute((1, 0)), q.index(at + h).slice(c * 128, 128, dim=1), part, use_acc=True)
-            memory.part_ready.arrive_after_mma(0)
+                memory.part_ready.arrive_after_mma(c)
         memory.used.arrive_after_mma(0)
     memory.dq_done.arrive_after_mma(0)
 
@@ -152,37 +153,41 @@ def score_role(memory, terms, query, dq_desc, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def add_role(memory, target, terms, query, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
-    """Add every block's dKV to the rows it names, or store it next to those of other queries, to be summed later."""
+def add_role(memory, target, terms, query, PART: gl.constexpr, ATOMIC: gl.constexpr, SCALED: gl.constexpr):
+    """Add every block's dKV to the rows it names, or store it next to those of other queries, to be summed later. PART:
+    which half of dkv."""
     L: gl.constexpr = memory.dkv.slice(0, 64).get_reg_layout()
-    # A lane has columns of one row. A warp must add whole sectors at once: L2 updates a sector at a time.
-    LINES: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    # A lane has columns of one row. A warp must add whole sectors at once: L2 updates a sector at a time. Its 16 rows
+    # stay with it, so that no other warp is waited for.
+    LINES: gl.constexpr = gl.BlockedLayout([8, 4], [2, 16], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LINES if ATOMIC else L)
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, L)).to(gl.int64)
     factor = 1.0
     if SCALED:
         _, down = factors(terms, query)
         factor, undo = dkv_factors(terms, query, down, ATOMIC)
         if not ATOMIC:
-            keep_undo(target, query, undo)
+            if PART == 0:
+                keep_undo(target, query, undo)
     # Not unrolled: the compiler merges two loads of the same tensor memory, whatever waits are between them.
-    for part in range(0, 2 * query.blocks):
-        block = part // 2
-        first = part % 2 * 256
-        rows = numbers(query, block, gl.SliceLayout(1, LINES if ATOMIC else L))
+    for half in range(0, 2 * query.blocks):
+        block = half // 2
+        rows = numbers(query, block, ROWS)
         there = (rows >= 0)[:, None]
-        memory.part_ready.wait(0, part % 2)
-        for c in gl.static_range(4):
-            x = memory.dkv.slice(c * 64, 64).load()
-            if c == 3:
-                memory.part_free.arrive(0)
+        memory.part_ready.wait(PART, half % 2)
+        for c in gl.static_range(2):
+            first = half % 2 * 256 + PART * 128 + c * 64
+            x = memory.dkv.slice(PART * 128 + c * 64, 64).load()
+            if c == 1:
+                memory.part_free.arrive(PART)
             if SCALED:
                 x = x * factor
             if ATOMIC:
-                column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
+                column = first + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
                 place = target.ptr + rows.to(gl.int64)[:, None] * 512 + column[None, :]
                 gl.atomic_add(place, gl.convert_layout(x, LINES), mask=there, sem="relaxed")
             else:  # in the order of Hopper's keep(), which fold_rows undoes
-                column = first + c * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+                column = first + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
                 column = column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
                 place = target.ptr + block * target.step + slot[:, None] * 512 + column[None, :]
                 gl.store(place, x.to(target.ptr.dtype.element_ty), mask=there)
@@ -224,8 +229,8 @@ def backward_sparse(
     dp_ready = new_barriers(1)
     ds_ready = new_barriers(1)
     used = new_barriers(1)
-    part_ready = new_barriers(1)
-    part_free = new_barriers(1)
+    part_ready = new_barriers(2)
+    part_free = new_barriers(2)
     dq_done = new_barriers(1)
     init_barriers((q_ready, ready, free, s_ready, dp_ready, ds_ready, used, part_ready, part_free, dq_done))
     query, target = query_and_target(lists, contributions, ATOMIC)
@@ -253,7 +258,8 @@ def backward_sparse(
     )
     gl.warp_specialize([
         (score_role, (memory, terms, query, dq_desc, SCALED)),
-        (add_role, (memory, target, terms, query, ATOMIC, SCALED)),
+        (add_role, (memory, target, terms, query, 0, ATOMIC, SCALED)),
+        (add_role, (memory, target, terms, query, 1, ATOMIC, SCALED)),
         (gather_role, (operands, memory, pools, query, TURNED)),
         (mma_role, (memory, query)),
-    ], [4, 4, 1], [ADD_REGS, GATHER_REGS, MMA_REGS])  # fmt: skip
+    ], [4, 4, 4, 1], [ADD_REGS, ADD_REGS, GATHER_REGS, MMA_REGS])  # fmt: skip
