@@ -36,8 +36,11 @@ SA = "SemiAnalysisAI/microbench-blackwell, B200"
 QRC = "ademeure/QuickRunCUDA, B300"
 BPG = "CUDA Best Practices Guide 13.4"
 # An upper bound: a CTA of its sparse prefill gathers four rows 272 times for 128 keys (K 16 x 9, V 32 x 4), 17.8 MFLOP.
-# At the published 1450 TFLOP/s on 148 SMs that is at most 3580 cycles at 1.965 GHz.
+# At the published 1450 TFLOP/s on 148 SMs that is 1.82 us: 2614 cycles at 1.437 GHz, the model's clock at this rate.
 FLASHMLA = "derived from deepseek-ai/FlashMLA, sm100 sparse prefill, 128 heads: 1450 TFLOP/s on a B200"
+# A lower bound: 4096 queries with 64 heads and 1024 more rows each take 1.864 ms more and add 8.6 GB to fp32 sums: that
+# is 4.6 TB/s, or 2.44 sectors/ns of a slice if there are as many slices as an H200 has (atomics.py).
+CUDNN = "derived from cuDNN frontend's DSA backward on a B200, top-k 1024 and 2048 (cudnn-frontend#318)"
 TMEM = "derived: accumulators of tcgen05.mma are in tensor memory"
 HUE = "arXiv 2503.20481, Ampere to RTX Blackwell"
 LU = "arXiv 2402.13499 and 2501.12084, H800"
@@ -183,7 +186,8 @@ BLACKWELL = HOPPER | {
     "sms": _p(148, "count", "driver", "A"),
     "tma.interval": _p(48, "cycles", QRC, "B", 48, 65),
     "l2.coincide.tma": _p(0.03, "share of the sharers", "as of other loads: nothing is known", "D", 0.02, 0.07),
-    "tma.gather": _p(13, "cycles", FLASHMLA, "C", 4, 13),
+    "tma.gather": _p(9.6, "cycles", FLASHMLA, "C", 4, 13),
+    "atomic.slice": _p(2.44, "sectors/ns of a slice of L2", CUDNN, "C", 1.8, 4.1),
     "tma.hbm": _p(480, "ns", SA, "B", 460, 900),
     "sm.rate": _p(80, "bytes/cycle", SA, "B", 64, 130),
     "l2.rate": _p(20500, "bytes/ns", "TileSight, arXiv 2607.22432", "B", 12000, 22500),
