@@ -37,7 +37,8 @@ def assert_any_steps(arch, kind, tokens, ends, dtype=torch.bfloat16, batch=()):
 
 
 def assert_into_pages(arch, page, stride):
-    """Row numbers in any order, one row dropped, pages at odd addresses: the bytes of the torch code."""
+    """Row numbers are in any order, one row is dropped, pages are at odd addresses; the bytes are those of the torch
+    code."""
     args = inputs("csa", 21, dtype=torch.bfloat16, batch=(2,))
     slots = torch.tensor([[5, -1, 0, 1, 2], [9, 3, 8, 7, 4]])
     got, want = (Fp8Cache.empty(12, page, page_stride=stride) for _ in "ab")

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class StayDouble(TorchDispatchMode):
-    """Models ask for fp32 here and there: what is fp64 stays it, and positions become it (transformers 5.17 multiplies
+    """Models ask for fp32 in places: what is fp64 stays fp64, and positions become fp64 (transformers 5.17 multiplies
     matrices of the two)."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -11,7 +11,7 @@ NAN = float("nan")
 
 
 def whole_numbers(*shape, size=1, seed=0):
-    """Small integers: exact in bf16, exact sums, many equal scores."""
+    """Draw small integers: they and their sums are exact in bf16, and many scores are equal."""
     g = torch.Generator().manual_seed(seed + len(shape))
     return torch.randint(-size, size + 1, shape, generator=g).bfloat16()
 
@@ -34,7 +34,7 @@ def assert_exact(got, **arguments):
 
 
 def assert_best(got, *, q, k, weights, topk, lengths, names=None):
-    """One sequence, random numbers: every list has the best rows, up to scores that fp32 cannot tell apart.
+    """In one sequence of random numbers, every list has the best rows, up to scores that fp32 cannot distinguish.
 
     A score has heads * (dims + 2) roundings of 2^-24. They add up like a random walk, to the square root of their
     number; twice that, of the largest score.
@@ -82,7 +82,7 @@ def one_sequence(n=2, rows=300, heads=64, d=128, topk=64, lengths=(300, 100), se
 
 
 def assert_select(arch, ordered_scores, topk):
-    """The choice alone, of given scores: one head of one dim, keys are the scores (bf16)."""
+    """Test only the choice among given scores: with one head of one dim, keys are the scores (bf16)."""
     k = torch.zeros(len(ordered_scores), 8).bfloat16()
     k[:, 0] = ordered_scores.clamp_min(0)
     k[:, 1] = (-ordered_scores).clamp_min(0)
@@ -148,7 +148,8 @@ def assert_fp8_best(got, *, q, k, weights, topk, lengths, block_table, request_s
 
 
 def assert_fp8_select(arch, wanted, topk):
-    """The choice alone, of given scores: they are the scales of keys whose product with the queries is 1 or -1."""
+    """Test only the choice among given scores, which are the scales of keys whose product with the queries is 1 or
+    -1."""
     keys = torch.zeros(len(wanted), 128)
     keys[:, 0], keys[:, 1] = (wanted >= 0).float(), (wanted < 0).float()
     cache = IndexCache.pack(keys)

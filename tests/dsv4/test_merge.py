@@ -93,7 +93,7 @@ def test_flash_mla_marks_empty_rows_with_plus_infinity(merge):
 
 @pytest.mark.parametrize("operation", ["fmha", "v4_attention"])
 def test_fp32_partials_of_bf16_inputs_are_rounded_once(operation):
-    """Three parts: as near to fp64 as one softmax in fp32 whose result is rounded, and nearer than bf16 partials."""
+    """Three parts are as near to fp64 as one softmax in fp32 whose result is rounded, and nearer than bf16 partials."""
     if operation == "fmha":
         q, k, v = qkv(2, 6, 60, 4, 2, 64, torch.bfloat16)
         want, _ = reference.fmha(q, k, v)

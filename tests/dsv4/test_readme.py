@@ -40,7 +40,7 @@ SHELL = "\n".join(code for language, code in BLOCKS if language == "sh")
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_example_runs(number: int, tmp_path: Path) -> None:
-    """From a file: Triton reads the source of a kernel there."""
+    """Run the example from a file, because Triton reads the source of a kernel there."""
     document, code = EXAMPLES[number]
     file = tmp_path / f"{Path(document).stem.lower()}_{number}.py"
     file.write_text(code)

@@ -56,7 +56,7 @@ def test_the_norm_of_few_rounding_errors_has_room_to_spread(rows: int, keys: int
 
 
 def test_a_sink_applied_to_a_rounded_result_is_judged_by_an_oracle_that_does_the_same() -> None:
-    """Four rows: judged by an oracle that rounds once, 6 draws of 100 exceed 1.5 x its error."""
+    """With four rows, judged by an oracle that rounds once, 6 draws of 100 exceed 1.5 x its error."""
     for seed in range(100):
         draw = Draw(seed)
         q, k, v = (draw.normal(1, n, h, 64, dtype=torch.bfloat16) for n, h in ((1, 4), (6, 2), (6, 2)))
@@ -194,7 +194,7 @@ def changes_an_input(real, q, k, v, **options):
 
 
 def rounds_p_twice_as_coarsely(real, q, k, v, **options):
-    """A result with three times the error of the format: rounded to a bit and a half less."""
+    """Return a result with three times the error of the format: rounded to a bit and a half less."""
     result = real(q, k, v, **options)
     out = options["out"]
     eps = torch.finfo(out.dtype).eps

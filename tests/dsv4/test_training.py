@@ -142,7 +142,7 @@ def test_strides_of_the_output_gradient():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_v4_strides_of_the_output_gradient(packed):
-    """The turned columns too: sum() hands over ones of stride 0."""
+    """This includes the rotated columns: sum() passes ones of stride 0."""
     q, rows = leaves(draw(3, 2, 512)), draw(9, 512)
     lists, rope = (
         torch.tensor([[0, 5], [3, -1], [8, 8]], dtype=torch.int32),
@@ -415,7 +415,7 @@ def test_compress_of_no_tokens(shape):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_meta_tensors_have_gradients_of_the_right_shape(name):
-    """Forward and backward, plain and with grad mode off: what counts the memory of a model runs this way."""
+    """Forward and backward work, plain and with grad mode off: tools that count the memory of a model run them so."""
     tensors, loss = LOSSES[name]()
     tensors = leaves(*(x.detach().to("meta") for x in tensors))
     got = torch.autograd.grad(loss(*tensors), tensors)

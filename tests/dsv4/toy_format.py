@@ -13,7 +13,7 @@ from dsv4.kernels.compat import gl, gluon
 
 @gluon.jit
 def byte_of(x, s, I: gl.constexpr):
-    """Byte I of each word, an int8, times its scale: the bits of its bf16."""
+    """Return the bits, in bf16, of byte I of each word, an int8, times its scale."""
     value = ((x << (24 - 8 * I)) >> 24).to(gl.float32) * s
     return value.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
 

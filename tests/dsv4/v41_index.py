@@ -41,7 +41,7 @@ def scores(q, weights, k, bf16=False):
 
 
 def candidate_blocks(scores, lens, most, block=8):
-    """Level one: a mask [t, n] of the best blocks by their best position; the newest one is always kept."""
+    """Return a mask [t, n] of level one: the best blocks by their best position; the newest one is always kept."""
     n = scores.shape[1]
     scores = scores.masked_fill(torch.arange(n) >= lens[:, None], -torch.inf)
     best = torch.nn.functional.pad(scores, (0, -n % block), value=-torch.inf).unflatten(1, (-1, block)).amax(-1)

@@ -87,7 +87,7 @@ def steps(mode) -> tuple[SimpleNamespace, torch.Tensor, list[int]]:
 
 
 def keys(pages: int) -> torch.Tensor:
-    """Pages of 132-byte keys: a few ones and minus ones, scales that are powers of two."""
+    """Return pages of 132-byte keys: a few ones and minus ones, with scales that are powers of two."""
     from dsv4 import IndexCache
 
     values = torch.randint(-1, 2, (pages * PAGE, 128)) * (torch.rand(1, 128) < 0.2)

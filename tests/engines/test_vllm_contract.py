@@ -164,7 +164,7 @@ print("all held")
 
 @pytest.mark.parametrize("switch", ["1", ""])
 def test_each_configuration_gets_the_classes_it_asks_for(switch):
-    """In a process of its own: what is replaced stays replaced."""
+    """This runs in a separate process, because what is replaced stays replaced."""
     code = IN_A_PROCESS if switch else IN_A_PROCESS.replace("plugin.register()\n", "plugin.register()\n" + INSTALLED, 1)
     environment = os.environ | {"DSV4_VLLM": switch, "DSV4_VLLM_PARTS": "indexer,compressor"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -86,7 +86,7 @@ def test_pages_of_the_prefix_cache_were_used(run):
 
 @pytest.mark.parametrize("plugin", [True, False])
 def test_logprobs_are_those_of_transformers(run, wanted, plugin):
-    """Both in fp32: what is left is the order of sums."""
+    """Both compute in fp32, so that only the order of sums differs."""
     wanted.assert_logprobs(run(plugin)["batches"]["logprobs"]["logprobs"][0])
 
 

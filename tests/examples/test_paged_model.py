@@ -36,7 +36,7 @@ def eager(model, ids):
 
 
 def served(model, **options):
-    """Every pool full of NaN: a row that was not written must not be seen."""
+    """Fill every pool with NaN: a row that was not written must not be read."""
     made = PagedModel(model, **SMALL | options)
     for pools in made.pools:
         for pool in pools.values():

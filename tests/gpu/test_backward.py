@@ -134,7 +134,7 @@ def test_only_what_is_wanted():
 
 
 def test_index_loss():
-    """Torch code, with products of bf16 operands: everything but the last rounding of a gradient is fp32."""
+    """It is torch code with products of bf16 operands: everything but the last rounding of a gradient is fp32."""
     n, m, listed, heads = 50, 70, 40, 8
     q, k, weights = (fmha_gradients.draw(*x, dtype=BF16, seed=len(x)) for x in ((n, 16, 128), (m, 128), (n, 16)))
     attention_q, rows = (fmha_gradients.draw(*x, dtype=BF16, seed=9) for x in ((n, heads, 512), (m, 512)))

@@ -25,7 +25,7 @@ def unpacked(x):
 
 
 def assert_same_on_a_gpu(call, kv, weight, slots):
-    """Rows up to one step of e4m3: a sum in another order may end on the other side of a rounding."""
+    """Rows agree up to one step of e4m3: a sum in another order may be rounded the other way."""
     angles = torch.arange(POSITIONS)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
     table = torch.polar(torch.ones_like(angles), angles)
     wanted = pages("cpu")

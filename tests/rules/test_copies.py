@@ -322,7 +322,7 @@ def test_a_product_of_copied_bytes_requires_proxy_fence_at_the_strict_level():
 
 
 def filled(size=4096):
-    """Not one text twice: `only` makes labels."""
+    """Return a new text each time, because `only` makes labels."""
     return t.only("%p0", t.expect("bar", size) + t.tma_load("a", "%rd3", "0, 0", "bar"))
 
 

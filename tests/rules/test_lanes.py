@@ -57,7 +57,7 @@ def test_a_lane_needs_no_barrier_to_itself():
 
 
 def test_a_word_written_by_two_lanes_is_not_read_whole_without_a_warp_barrier():
-    """Halves of a word: lane 2i writes the lower, lane 2i + 1 the upper one; then both read the whole word."""
+    """Lane 2i writes the lower half of a word, lane 2i + 1 the upper one; then both read the whole word."""
 
     def make(keep):
         half = "mov.u32 %r39, a;\nshl.b32 %r41, %r0, 1;\nadd.u32 %r40, %r39, %r41;\nst.shared.u16 [%r40], %h0;\n"

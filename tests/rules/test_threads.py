@@ -197,7 +197,7 @@ def test_an_mbarrier_is_not_used_after_it_is_invalidated():
 
 
 def warns(make, code):
-    """At the default level: no finding, and a warning without the synchronisation."""
+    """At the default level there is no finding, and a warning without the synchronisation."""
     kept, removed = (findings(make(keep), ARGS, strict=False) for keep in (True, False))
     assert not kept and not kept.warnings and not removed, str(removed)
     assert [w.code for w in removed.warnings] == [code] and f"warning: {code}: " in str(removed)

@@ -173,7 +173,7 @@ def test_products_on_one_accumulator_need_no_fence_between_them():
 
 
 def test_overwriting_the_far_half_of_b_of_a_sparse_product_requires_wait_group():
-    """K = 32: a row of B has 64 bytes, and the last 32 belong to the operand too."""
+    """With K = 32 a row of B has 64 bytes, and the last 32 belong to the operand too."""
     describe = DESCRIBE.replace(t.descriptor("%rd11", "b", blackwell=False), "")
     describe += t.descriptor("%rd11", "b", lbo=128, sbo=512, blackwell=False)
     product = "mov.u32 %r60, 0x44444444;\n" + FENCE + ";\nwgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 "

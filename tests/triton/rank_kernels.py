@@ -103,7 +103,7 @@ def experts(
 
 @gluon.jit
 def meet(signals, rank, count, RANKS: gl.constexpr):
-    """All CTAs of all ranks: all of them must be resident."""
+    """Wait for all CTAs of all ranks, which must all be resident."""
     barrier()
     for r in gl.static_range(RANKS):
         signal(peer(signals, r, gl.int32), "sys")

@@ -124,7 +124,7 @@ def test_decoding_from_pages_with_split_keys(sm):
 
 @triton.jit
 def linear_attention_kernel(q_ptr, k_ptr, v_ptr, g_ptr, out_ptr, T, D: tl.constexpr, C: tl.constexpr):
-    """Chunks of a gated linear attention: inside by products under a mask, between them by a state [D, D]."""
+    """Compute chunks of a gated linear attention: inside by masked products, between them by a state [D, D]."""
     c, d = tl.arange(0, C), tl.arange(0, D)
     state = tl.zeros((D, D), tl.float32)
     for start in range(0, T, C):

@@ -156,7 +156,7 @@ def test_fp8_quantisation_by_groups(sm):
 
 @triton.jit
 def top_k_kernel(x_ptr, value_ptr, index_ptr, n, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Routing: the largest K of a row by packing value and column into one sortable integer; softmax over them."""
+    """Route tokens: find the largest K of a row by packing value and column into one sortable integer; softmax them."""
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * n + i, mask=i < n, other=float("-inf"))
@@ -184,7 +184,7 @@ def test_routing_by_packed_top_k(sm):
 
 @triton.jit
 def align_kernel(expert_ptr, offset_ptr, sorted_ptr, n, E: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: tokens by expert, each expert's run padded to SIDE."""
+    """Sort tokens by expert in one program, each expert's run padded to SIDE."""
     i = tl.arange(0, BLOCK)
     expert = tl.load(expert_ptr + i, mask=i < n, other=E - 1)
     counts = tl.histogram(tl.where(i < n, expert, E - 1), E)

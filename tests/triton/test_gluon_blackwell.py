@@ -317,7 +317,7 @@ def epilogue_partition(out_ptr, tiles, columns, N, acc, full, empty, BM: gl.cons
 def specialised_matmul(
     a_desc, b_desc, out_ptr, M, N, K, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Persistent, two accumulators: the epilogue of one tile overlaps with the products of the next."""
+    """A persistent kernel with two accumulators: the epilogue of one tile overlaps with the products of the next."""
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK], a_desc.layout)
     b = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK], b_desc.layout)
     acc = allocate_tensor_memory(gl.float32, [2, BM, BN], TensorMemoryLayout([BM, BN], col_stride=1))

@@ -232,7 +232,7 @@ def check_gradients_of_one_tensor_and_of_some(rank, size):
 
 
 def check_gradients_of_rows_brought_together(rank, size):
-    """DeepSeek-V4: a rank's rows get the sum of what the queries of all ranks make of them."""
+    """In DeepSeek-V4 a rank's rows get the sum of the gradients from the queries of all ranks."""
     tokens = 8 * size
     q, rows, dout = normal(tokens, 2, 512), normal(tokens, 512, seed=1), normal(tokens, 2, 512, seed=2)
 
@@ -282,7 +282,7 @@ def check_v4_prefill(rank, size):
 
 
 def check_groups(rank, size):
-    """Ranks of a group, not of the world: groups of one, and the world in reverse."""
+    """Ranks are those of a group, not of the world: groups of one, and the world in reverse."""
     alone = [dist.new_group([n]) for n in range(size)][rank]
     q, k, v = (normal(1, 8, 2, 64, seed=n) for n in range(3))
     sink = torch.zeros(2)

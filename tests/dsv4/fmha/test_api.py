@@ -129,7 +129,7 @@ def test_scale_and_large_logits():
 @pytest.mark.parametrize("t, s, hq, hkv", [(1, 5000, 1, 1), (1, 5000, 4, 1), (65, 257, 4, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic_is_the_same_bits_in_any_batch_and_with_any_threads(t, s, hq, hkv, dtype):
-    """One token and thousands of keys: without it, the keys are divided among the threads."""
+    """There are one token and thousands of keys: without the option, the keys are divided among the threads."""
     q, k, v = qkv(3, t, s, hq, hkv, 64, dtype)
     options = dict(causal=True, return_lse=True, deterministic=True)
     before, results = torch.get_num_threads(), []

@@ -20,7 +20,7 @@ def normal(*shape, seed=0):
 
 
 def gradients(q, k, v, dout, dlse=None, *, causal=False, window=(-1, -1), sink=None, cu=None, wanted="qkvs"):
-    """The backend alone: the public function takes no fp64."""
+    """Call the backend directly: the public function does not accept fp64."""
     left, right = window[0], 0 if causal else window[1]
     options = dict(causal=causal, window=window, sink=sink)
     if cu is None:

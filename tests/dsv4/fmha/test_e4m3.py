@@ -42,7 +42,7 @@ def test_the_cpu_computes_the_cases(name):
 
 
 def test_every_code_counts():
-    """One key of every finite code, and values of every finite code: both come out as they went in."""
+    """There is one key of every finite code, and values of every finite code: both are reproduced exactly."""
     every = torch.arange(256, dtype=torch.uint8).view(E4M3)
     every = every[every.float().isfinite()]
     q = torch.zeros(1, 1, 1, 64)

@@ -27,7 +27,7 @@ def by_hand(q, k, weights, topk, visible):
 
 
 def whole_numbers(n, m, h, d, seed, size=2):
-    """Small integers: exact arithmetic, and many equal scores."""
+    """Draw small integers: their arithmetic is exact, and many scores are equal."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape):

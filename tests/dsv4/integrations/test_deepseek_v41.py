@@ -22,7 +22,7 @@ from dsv4.runtime.threads import one_thread  # noqa: E402
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    """On one thread: products this small take longer on more."""
+    """Use one thread: products this small last longer on more."""
     v41.register()
     v41.register()  # twice is once
     with one_thread():
@@ -219,7 +219,8 @@ ENGRAM = dict(
 
 
 def test_ngrams_find_their_rows():
-    """By hand: primes above the size, none twice; each look-back has its factor; before the text is padding."""
+    """Computed by hand: primes above the size, all different; each look-back has its factor; padding precedes the
+    text."""
     ngrams = engram.NGrams(tiny_v41.config(**ENGRAM))
     assert ngrams.primes == {0: [[23, 29], [31, 37]], 2: [[41, 43], [47, 53]]}
     assert all(f % 2 == 1 and f > 0 for layer in (0, 2) for f in ngrams.factors[layer])

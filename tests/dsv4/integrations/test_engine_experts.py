@@ -14,7 +14,7 @@ NAMES = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
 
 
 def layer_of(given, scale=torch.uint8):
-    """A layer of an engine: gate above up, int8 codes."""
+    """Return a layer like an engine's: gate above up, int8 codes."""
     layer = SimpleNamespace()
     w13, s13 = (torch.cat([given[f"w1{end}"], given[f"w3{end}"]], 1) for end in ("", "_scale"))
     for name, x in zip(NAMES, (w13, s13, given["w2"], given["w2_scale"])):

@@ -95,7 +95,7 @@ def test_within_replaced_libraries_use_dsv4_and_the_rest_runs_in_torch():
 
 
 def test_a_training_step_under_ddp_and_fsdp(tmp_path):
-    """One rank: gradients arrive at both wrappers' parameters, and equal those of torch's attention."""
+    """On one rank, gradients arrive at both wrappers' parameters and equal those of torch's attention."""
 
     class Layer(torch.nn.Module):
         def __init__(self):

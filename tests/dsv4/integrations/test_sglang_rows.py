@@ -21,7 +21,7 @@ def angles():
 
 @pytest.fixture
 def pages():
-    """SGLang's page: 64 rows, filled up to a multiple of 576 bytes."""
+    """Return pages like SGLang's: 64 rows, padded to a multiple of 576 bytes."""
     return torch.zeros(4, -(-PAGE * 584 // 576) * 576, dtype=torch.uint8)
 
 
@@ -57,7 +57,7 @@ def complex_table(angles):
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("softsm", marks=pytest.mark.compile)])
 def test_rows_are_normed_rotated_and_packed(backend, angles, pages):
-    """One slot of -1: nowhere. The rows are columns of a wider projection, as SGLang has them."""
+    """One slot is -1, so its row is not written. The rows are columns of a wider projection, as in SGLang."""
     torch.manual_seed(0)
     kv, weight = torch.randn(5, 640)[:, 128:].bfloat16(), torch.rand(512).bfloat16() + 0.5
     positions, slots = torch.tensor([4, 299, 0, 1, 7]), torch.tensor([130, -1, 5, 255, 64], dtype=torch.int32)
@@ -93,8 +93,8 @@ class Plan(tuple):
 
 @pytest.mark.parametrize("decode", [True, False])
 def test_the_compressor_packs_a_row_for_each_entry_that_ends_a_group(decode, angles, pages):
-    """Tokens seen: 8 and 128 end a group of 4, 7 does not, -1 is padding of a graph. In prefill an entry names a token
-    of the step, whose slot is meant; half of the word is something else."""
+    """Of the tokens so far, 8 and 128 end a group of 4, 7 does not, -1 is padding of a graph. In prefill an entry names
+    a token of the step, whose slot is meant; half of the word is something else."""
     torch.manual_seed(0)
     seen = torch.tensor([8, 7, 128, -1])
     kv, weight = torch.randn(4, 512), torch.rand(512) + 0.5

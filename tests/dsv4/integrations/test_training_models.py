@@ -44,7 +44,8 @@ def in_double(losses, model, ids, rate, steps):
     ],
 )
 def test_losses_are_those_of_eager_attention(tutorial, name, steps):
-    """SWA, CSA and HCA layers: gradients of window and compressed rows, and of the sinks. Head dims 64 and 512."""
+    """SWA, CSA and HCA layers have gradients of window and compressed rows, and of the sinks. Head dims are 64 and
+    512."""
 
     def losses(*given):
         return torch.tensor(tutorial.train(*given), dtype=torch.float64)

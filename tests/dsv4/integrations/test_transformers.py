@@ -61,7 +61,7 @@ def test_one_shot(model, ids, eager, length):
 
 
 def test_eager_agrees_with_itself(model, ids, eager):
-    """The measure of the tolerance: shorter input, other steps."""
+    """Shorter inputs and other steps measure the tolerance."""
     same(logits(model, "eager", ids[:, :50]), eager[:, :50])
     same(cached(model, "eager", ids[:, :60], [33, 1, 2, 3, 4, 17]), eager[:, :60])
 

@@ -80,7 +80,7 @@ def test_every_launch_comes_from_a_file(old, part):
 
 @pytest.mark.parametrize("operation", ["fmha", "v4"])
 def test_gradients_come_from_files_where_there_are_some(old, operation):
-    """Without any, torch computes them: a directory of the forward pass alone takes nothing away."""
+    """Without any, torch computes them: a directory with only the forward pass removes nothing."""
     (old.directory / "fmha_forward-0123.json").touch()
     with pytest.raises(RuntimeError, match="need triton >= 3.9; found 3.7.*DSV4_AOT"):
         dispatch.kernel_module(operation, (10, 0), backward=True)

@@ -24,7 +24,7 @@ NOT_HERE = {"fmha_forward_pair", "index_scores"}  # clusters of CTAs need Triton
 
 
 def entry_points():
-    """Names of the kernels that a host launches: those that say which numbers are not to be compiled in."""
+    """Return the names of the kernels that a host launches: they list the numbers that are not specialised."""
     files = sorted(path for path in PACKAGE.glob("**/kernels/**/*.py") if "sm100" not in path.parts)
     text = "".join(path.read_text() for path in files)
     return set(re.findall(r"^@(?:gluon|triton)\.jit\((?:[^()]|\([^()]*\))*\)[^\n]*\ndef (\w+)", text, re.MULTILINE))

@@ -20,7 +20,7 @@ def launches():
 
 @pytest.fixture(scope="module")
 def written(launches, tmp_path_factory):
-    """The combine kernel: the smallest."""
+    """Compile the combine kernel, the smallest one."""
     launch = launches[1]
     return aot.write(tmp_path_factory.mktemp("aot"), launch.kernel, launch.arguments, launch.constants)
 
@@ -116,7 +116,7 @@ def test_what_is_no_record_is_refused(tmp_path, text):
 
 
 def test_an_architecture_is_part_of_the_name(launches, tmp_path):
-    """Both architectures merge splits by the same kernel: their files must not stand for each other."""
+    """Both architectures merge splits with the same kernel: their files must not be confused."""
     kernel, arguments, constants = launches[1].kernel, launches[1].arguments, launches[1].constants
     paths = [aot.write(tmp_path, kernel, arguments, constants, arch) for arch in ("sm_90a", "sm_100a")]
     assert paths[0] != paths[1] and [aot.read(path)["arch"] for path in paths] == ["sm_90a", "sm_100a"]

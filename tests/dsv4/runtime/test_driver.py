@@ -113,7 +113,7 @@ def drivers(monkeypatch):
 
 
 def v4_call():
-    """Two launches: split, then merged. Of the kernels that test_calls.py compiles."""
+    """Make a call with two launches, split and merged, of the kernels that test_calls.py compiles."""
     rows, numbers = torch.randn(40, 512).bfloat16(), torch.randint(-1, 40, (1, 20), dtype=torch.int32)
     problem = dict(q=torch.randn(1, 4, 512).bfloat16(), window=rows, window_indices=numbers, compressed=rows,
                    compressed_indices=numbers, sink=torch.randn(4))  # fmt: skip

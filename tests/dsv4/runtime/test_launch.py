@@ -19,7 +19,8 @@ from dsv4.runtime.program import Changing, Launch
 
 
 def call():
-    """Two launches: split, then merged. Of the kernel that fmha/kernels/sm90/test_forward.py compiles."""
+    """Make a call with two launches, split and merged, of the kernel that fmha/kernels/sm90/test_forward.py
+    compiles."""
     q, k, v = (torch.randn(1, n, heads, 64).bfloat16() for n, heads in ((1, 8), (200, 1), (200, 1)))
     sink = torch.randn(8)
     plan = dsv4.plan(dsv4.fmha, batch=1, q_heads=8, kv_heads=1, head_dim=64, max_seqlen_k=200, device="cpu")

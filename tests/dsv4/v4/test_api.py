@@ -220,7 +220,7 @@ def test_a_query_without_rows_is_zero_whatever_the_sink():
 @pytest.mark.parametrize("poison", [float("nan"), INF, -INF])
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_that_nobody_lists_may_hold_anything(poison, packed):
-    """Row 0 above all: an absent row must not be read as row 0 times zero."""
+    """This matters for row 0: an absent row must not be read as row 0 times zero."""
     q, w, c = (normal(*s, seed=i, dtype=torch.bfloat16) for i, s in enumerate([(4, 2, 512), (10, 512), (12, 512)]))
     wi = torch.tensor([[1, -1], [2, 3], [-1, -1], [4, -1]], dtype=torch.int32)
     ci = torch.tensor([[5, -1, 6], [7, -1, -1], [-1, -1, -1], [8, 9, 11]], dtype=torch.int32)

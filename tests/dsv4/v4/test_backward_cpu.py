@@ -30,7 +30,7 @@ WANTED = ("q", "window", "compressed")
 
 
 def gradients(q, window, window_indices, compressed=None, *, dout, dlse=None, wanted=WANTED, **options):
-    """The backend alone: the public function takes no fp64."""
+    """Call the backend directly: the public function does not accept fp64."""
     out, lse = reference.v4_attention(q, window, window_indices, compressed, **options)
     rope = options.pop("inverse_rope", (None, None))
     p = problem.V4Problem(

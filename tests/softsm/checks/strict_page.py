@@ -65,7 +65,7 @@ def kind(diagnostic) -> tuple[str, str, str]:
 
 
 class Collector:
-    """A pytest plugin: every test under the strict checkers, its findings counted."""
+    """A pytest plugin that runs every test under the strict checkers and counts its findings."""
 
     def __init__(self) -> None:
         self.found: dict[tuple, dict[str, set]] = defaultdict(lambda: defaultdict(set))

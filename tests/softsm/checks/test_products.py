@@ -61,7 +61,7 @@ def test_a_of_tensor_memory_is_tapped():
 
 
 def test_mma_sync_is_tapped():
-    """One warp, two steps of m16n8k16 on one accumulator, then a new tile: operands by element, results too."""
+    """One warp runs two steps of m16n8k16 on one accumulator, then a new tile; operands and results are compared."""
     a, b = tiles.draw(3, 16, 16), tiles.draw(4, 8, 16)
     # thread t holds rows t / 4 and t / 4 + 8 of A, columns 2 (t % 4) and + 8, and row t / 4 of B likewise
     place = "shr.u32 %r20, %r0, 2;\nand.b32 %r21, %r0, 3;\nshl.b32 %r20, %r20, 5;\nshl.b32 %r21, %r21, 2;\n"

@@ -45,7 +45,7 @@ def program(code: np.ndarray) -> pg.Program:
 
 
 def registers(rng: np.random.Generator) -> tuple:
-    """Numbers of all sizes: small integers, floats near 1, any bits."""
+    """Return numbers of all sizes: small integers, floats near 1, any bits."""
     R, Q = aligned((ROWS, 32), np.uint32), aligned((ROWS, 32), np.uint64)
     R[:] = rng.integers(0, 1 << 32, R.shape, np.uint32)
     R[::2] = rng.standard_normal((ROWS // 2, 32)).astype(np.float32).view(np.uint32)

@@ -83,7 +83,7 @@ def test_missing_bytes_are_counted():
 
 
 def test_an_address_that_is_counted_up_in_many_places_is_read_in_time():
-    """Each definition of the register names it again: followed one by one they would be without number."""
+    """Each definition of the register names it again: following them one by one would never end."""
     count = "mov.u32 %r40, pong;\n" + "add.u32 %r40, %r40, 8;\n" * 40
     text = stuck(t.init("ping") + count + t.wait("ping", 0) + t.arrive("%r40"))
     assert "mbarrier ping" in text

@@ -92,7 +92,7 @@ DONE: st.global.u32 [%rd3], %r2; ret;""",
 
 
 def test_ctas_can_wait_for_each_other_through_global_memory():
-    """A grid barrier: every CTA adds one and spins until all have."""
+    """In a grid barrier every CTA adds one and spins until all have."""
     x = run(
         """
   setp.ne.u32 %p1, %r2, 0; @%p1 bra DONE;

@@ -173,7 +173,7 @@ def convert(source: Format, target: Format, bits: int, mode: str = "rn") -> int:
 
 
 def integral(f: Format, bits: int, mode: str) -> int:
-    """Rounded to an integral value of the same format: rni rzi rmi rpi."""
+    """Return x rounded to an integral value of the same format: rni rzi rmi rpi."""
     if is_nan(f, bits):
         return f.nan
     if is_inf(f, bits):

@@ -178,7 +178,7 @@ def lines_of(child):
 
 
 def summary(about: dict, entries: list[dict], seconds: float) -> dict:
-    """The record: plain, sorted, so that two runs can be compared."""
+    """Return the record as plain, sorted data, so that two runs can be compared."""
     files: dict[str, collections.Counter] = {}
     worst: dict[str, float] = {}
     refused: dict[str, str] = {}

@@ -58,7 +58,7 @@ RECORD = Record()
 
 
 def kernel(inputs: dict[str, tuple[str, np.ndarray]], cases: Sequence[Case], version: str) -> str:
-    """PTX text: parameters are the input arrays and the result array (8 bytes per case and thread)."""
+    """Return PTX text whose parameters are the input arrays and the result array (8 bytes per case and thread)."""
     n = len(next(iter(inputs.values()))[1])
     params = ", ".join(f".param .u64 p_{name}" for name in [*inputs, "out"])
     lines = [

@@ -90,7 +90,7 @@ def test_products_from_shared_memory(case):
 
 
 def pack_tensor(cta, a, name, lanes, column):
-    """A into tensor memory: 32 bytes of k in each lane."""
+    """Store A in tensor memory: 32 bytes of k in each lane."""
     code = layouts.bits(a, name)
     if name == "e2m1":
         code = code << 2  # 4-bit values sit in bits 2-5 of their container
@@ -123,7 +123,7 @@ def test_products_with_a_in_tensor_memory(kind, name, m, ws, lane):
 
 
 def test_the_row_of_f32_ones_is_half_zeros_as_bf16():
-    """Museum piece: A stored as f32 instead of packed bf16 makes the product 8 instead of 16."""
+    """This is a museum exhibit: A stored as f32 instead of packed bf16 makes the product 8 instead of 16."""
     cta = new_cta()
     b_desc = place(cta, np.ones((64, 16), np.float32), "bf16", layouts.SW128, True, B_AT)
     cta.tmem.cells[300:308] = 0x3F800000
@@ -377,7 +377,7 @@ def test_sparse_products_of_fewer_rows_and_ws(kind, name, m, ws, lane, in_tensor
 
 
 def test_sparse_products_of_a_pair_with_64_rows_in_each():
-    """Layout C: 16 rows in each lane quarter, as those of one CTA, and all columns of D."""
+    """Layout C has 16 rows in each lane quarter, like those of one CTA, and all columns of D."""
     rng = np.random.default_rng(9)
     given, codes, a = drawn(rng, 128, 32, "bf16")
     b = layouts.values(rng, (32, 32), "bf16")

@@ -215,7 +215,7 @@ def test_disabled_output_lanes():
 
 
 def test_weight_stationary_form():
-    """M = 32: the four quarters of D's columns lie in the four lane quarters."""
+    """With M = 32 the four quarters of D's columns lie in the four lane quarters."""
     a, b, image = mma_image(32, 128, 16)
     text = "tcgen05.mma.ws.cta_group::1.kind::f16.collector::b1::fill [%r8], %rd7, %rd8, %r20, %p6;"
     out = one_product(text, 32, 128, image, before=fill(0, 32))
@@ -257,7 +257,7 @@ def test_a_product_nobody_waited_for_is_late():
 
 
 def test_ctas_on_one_sm_wait_for_columns():
-    """Four CTAs share one SM and want 256 columns each: two at a time."""
+    """Four CTAs share one SM and allocate 256 columns each: two run at a time."""
     body = "mov.u32 %r10, %ctaid.x;\nadd.u32 %r11, %r10, 3;\n@!%p1 bra END;\nmul.wide.u32 %rd9, %r10, 4;\n"
     body += "add.s64 %rd9, %rd2, %rd9;\nst.global.u32 [%rd9], %r11;\nEND:\n"
     text = kernel(body, columns=256)

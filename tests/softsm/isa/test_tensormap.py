@@ -64,7 +64,7 @@ bar.sync 0;
 
 
 def test_fields_of_a_map_are_replaced():
-    """A map encoded by the host, copied to shared memory and changed there: another address, another box."""
+    """A map is encoded by the host, copied to shared memory and changed there: another address, another box."""
     description = Map(2, DataType.UINT16, (64, 32), (128,), (64, 1), dict(swizzle=Swizzle.B128))
     body = """mul.wide.u32 %rd6, %r1, 4;
 add.s64 %rd6, %rd2, %rd6;

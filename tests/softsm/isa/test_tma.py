@@ -95,7 +95,7 @@ def test_gather4():
 
 
 def test_im2col():
-    """A 3x2 window position of a convolution: pixels walk through the box of the image, W first, then H, then N."""
+    """At a 3x2 window position of a convolution, pixels walk through the box of the image, W first, then H, then N."""
     array = tensor(DataType.UINT16, (16, 6, 5, 3))  # C W H N
     options = dict(lower=(-1, -1), upper=(-1, 0), pixels=20)
     description = Map(2, DataType.UINT16, (16, 6, 5, 3), strides(array), (16,), options)

@@ -73,7 +73,7 @@ def test_im2col_w(coords, corners, pixels, step, halo, offset):
     "halo, offset, swizzle", [(0, 0, Swizzle.B64), (2, 1, Swizzle.B128), (3, 0, Swizzle.B128_ATOM_32B)]
 )
 def test_im2col_w_128(halo, offset, swizzle):
-    """After the 128 pixels: the first pixels of the four halos, then the second ones, ..."""
+    """After the 128 pixels follow the first pixels of the four halos, then the second ones, ..."""
     array = tensor(DataType.UINT16, SHAPE)
     coords, corners, size = (0, 4, 1, 2), (-1, 0), 20480
     walk = row_walk(array, coords, corners, 1, 128 + halo, offset)

@@ -27,7 +27,7 @@ def d_registers(matrix, dtype):
 
 
 def a_registers(a, name):
-    """A [64, k] in registers: uint32 [128, 4]."""
+    """Return A [64, k] in registers: uint32 [128, 4]."""
     e = layouts.BYTES.get(name, 1)
     per, raw = 4 // e, layouts.bits(a, name)
     out = np.zeros((128, 4, 4), np.uint8)
@@ -195,7 +195,7 @@ def test_scale_d_and_signs():
 
 
 def test_steps_through_a_swizzled_row():
-    """K = 64 as four products: the start addresses advance by 32 bytes inside the 128-byte rows."""
+    """K = 64 is four products: the start addresses advance by 32 bytes inside the 128-byte rows."""
     rng = np.random.default_rng(9)
     a, b = layouts.values(rng, (64, 64), "bf16"), layouts.values(rng, (96, 64), "bf16")
     c = rng.integers(-8, 8, (64, 96)).astype(np.float32)

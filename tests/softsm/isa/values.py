@@ -156,7 +156,7 @@ def columns(rows: list[tuple]) -> list[np.ndarray]:
 
 
 def integers(width: int, arity: int, random: int = 96) -> list[np.ndarray]:
-    """Columns of inputs: all pairs of corners (the third operand runs through them), then random bits."""
+    """Return columns of inputs: all pairs of corners (the third operand runs through them), then random bits."""
     return _columns(INT[width], arity, lambda seed: random_bits(width, random, seed))
 
 

@@ -56,7 +56,7 @@ def ptx(request):
 
 
 def body_of(text: str) -> str:
-    """The body of the entry: comments, debug data and directives removed by brute force."""
+    """Return the body of the entry, with comments, debug data and directives removed by brute force."""
     text = re.sub(r"//[^\n]*", "", text)
     text = text[text.index(".entry") :]
     text = text[text.index("{") :]

@@ -153,7 +153,7 @@ def predicted(source: str, **words: int):
 
 @pytest.mark.parametrize("step, blocks", [(160, 48), (128, 32)])
 def test_sectors_of_a_block_that_two_loads_ask_for(step, blocks) -> None:
-    """Two words 32 bytes apart: in every second lane in one block of 64 bytes, or always."""
+    """Two words are 32 bytes apart, in one block of 64 bytes in every second lane, or always."""
     (source,) = (s for s in predicted(STRIDED, step=step).sources if s.asked)
     assert source.scattered and source.blocks == blocks
     assert source.block == pytest.approx(32 * 64 / blocks, rel=0.02)

@@ -44,7 +44,8 @@ def traced(turns: int, threads: int = 32, x: np.ndarray | None = None, ptx: str 
 
 
 def accesses(trace) -> dict:
-    """By line, with tensors as (name, bytes): their numbers go by address, which differs from launch to launch."""
+    """Return accesses by line, with tensors as (name, bytes): their numbers depend on addresses, which differ by
+    launch."""
     return {
         line: replace(found, tensors={trace.tensors[n]: count for n, count in found.tensors.items()})
         for line, found in trace.access.items()

@@ -113,7 +113,7 @@ def test_a_wait_belongs_to_its_first_try_not_to_the_second_behind_all_other_code
 
 
 def test_loops_around_a_loop_that_became_one_do_not_unroll_it() -> None:
-    """PTX: two loops around a third; the machine code has one loop around the innermost."""
+    """PTX has two loops around a third; the machine code has one loop around the innermost."""
     rows = [
         (1, "MOV R1, R2"),
         *[(2, "IADD3 R4, R4, 0x1, RZ")] * 3,

@@ -50,7 +50,7 @@ def test_clusters_that_are_looked_at_stand_for_the_grid(looked):
 
 
 def test_words_that_fill_blocks_are_read_as_blocks():
-    """Lanes far apart, but a CTA asks for both sectors of each block of 64 bytes: device memory reads them once."""
+    """Lanes are far apart, but a CTA requests both sectors of each block of 64 bytes: device memory reads them once."""
     alone = Source("x", 1 << 20, asked=32.0 * 1000, lines=1000.0, blocks=1000.0)
     together = Source("x", 1 << 20, asked=32.0 * 1000, lines=1000.0, blocks=500.0)
     rows = Source("x", 1 << 20, asked=128.0 * 1000, lines=1000.0)

@@ -55,7 +55,7 @@ def test_turns_of_short_loops_find_their_code():
 
 
 def test_long_loops_are_issued_as_slowly_as_measured():
-    """Eight warps: a loop of 3072 instructions takes 1.5 cycles for each, one of 4096 and more takes 2."""
+    """With eight warps, a loop of 3072 instructions needs 1.5 cycles for each, one of 4096 or more needs 2."""
     found = [issue_cycles(1.1, (1.0, n), 8) for n in (LONG_CODE, 3072, 4096, 9000)]
     assert found == pytest.approx([1.1, 1.5, 2.0, 2.0])
     assert issue_cycles(1.1, (0.5, 4096), 8) == pytest.approx(1.55)

@@ -31,7 +31,7 @@ SIZES = [(64, False), (128, False), (256, False), (512, False), (512, True)]
     "arch, d, same_kv", [QUICK, *(pytest.param(a, *x, marks=slow) for a in ARCHS for x in SIZES if (a, *x) != QUICK)]
 )
 def test_split_keys(arch, d, same_kv):
-    """Two splits: the cap is inside of each. On sm_100a the kernel that reads pages by cp.async has a quick test of it
+    """Each of two splits applies the cap. On sm_100a the kernel that reads pages by cp.async has a quick test of it
     (sm100/test_forward.py)."""
     q, k, v = (3 * x for x in qkv(1, 6, 150, 4, 2, d, torch.bfloat16))
     v, options = k if same_kv else v, dict(causal=True, softcap=SOFTCAP, sink=torch.randn(4))

@@ -169,7 +169,7 @@ def test_no_race_whenever_copies_and_products_complete(d, long, order, all_three
     ],
 )
 def test_no_race_between_the_tiles_of_a_multiprocessor(d, order, monkeypatch):
-    """Seven tiles and more for each of two: every slot is filled again and again, every stage of S and dP."""
+    """Two SMs have seven tiles or more each: every slot, and every stage of S and dP, is filled many times."""
     launches.num_sms(monkeypatch, 2)
     b, want, low = request(t=300, s=520, heads=(1, 1), d=d, causal=True)
     with launches.race_free("sm_100a", order=order, seed=7):

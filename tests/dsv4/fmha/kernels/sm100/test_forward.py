@@ -164,7 +164,8 @@ def test_seeds_latest(case: Case, compiled) -> None:
 
 @pytest.mark.parametrize("key", slow_unless_quick([*OF_ROWS, (128, BF16, True, 16), (256, BF16, True, 16)]), ids=str)
 def test_every_order_and_no_race(key: tuple, compiled) -> None:
-    """One case per head dim and P path: more keys than the ring holds, rows that are masked in part, rising maxima."""
+    """There is one case per head dim and P path, with more keys than the ring holds, partly masked rows, rising
+    maxima."""
     compiled(key)
     d, dtype, p_tmem, how = key
     size = {"t": 12, "s": 5 * (128 if d < 256 else 64) + 9, "heads": 8, "kv_heads": 1}
@@ -192,7 +193,7 @@ def grow(call: Call, keys: int) -> None:
     [key for key in OF_ROWS if key[:3] not in ((64, BF16, False), (128, BF16, False))]
     + [(256, BF16, True, 16), (512, BF16, False, 16)]), ids=str)  # fmt: skip
 def test_k_is_v(key: tuple, compiled) -> None:
-    """Latents, one tensor for both: at head dims 256 and 512 a tile that TMA brings comes once, for both products."""
+    """Latents are one tensor for both: at head dims 256 and 512, TMA loads a tile once for both products."""
     compiled(key)
     d, dtype, p_tmem, how = key
     keys = 64 if d >= 256 else 128
@@ -325,7 +326,7 @@ def test_scale_of_zero(compiled) -> None:
 
 @pytest.mark.parametrize("window", [(2**31 - 1, 2**31 - 1), (2**40, 3)])
 def test_bounds_that_are_none(window: tuple[int, int], compiled) -> None:
-    """A window wider than any tensor: its sums with row numbers must not wrap around."""
+    """The window is wider than any tensor: its sums with row numbers must not wrap around."""
     compiled((64, BF16, True, ROWS))
     right(dense(Draw(0), 64, BF16, {"t": 20, "s": 30}, window=window))
 
@@ -363,7 +364,7 @@ def test_budgets_are_checked() -> None:
     order=st.sampled_from(["eager", "latest", "random"]),
 )  # fmt: skip
 def test_any_shape(compiled, d, batch, t, s, heads, left, right_, pad, seed, order) -> None:
-    """Shapes, head ratios, windows and row strides (3: not even a multiple of 4 bytes), under any order."""
+    """Shapes, head ratios, windows and row strides (3: not even a multiple of 4 bytes) are drawn, in any order."""
     compiled((d, BF16, default_path(d), ROWS))
     size = {"t": t, "s": s, "heads": heads[0], "kv_heads": heads[1], "batch": batch}
     call = dense(Draw(seed), d, BF16, size, window=(left, right_))

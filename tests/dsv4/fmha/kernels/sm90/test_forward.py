@@ -136,7 +136,7 @@ def test_only_the_last_tile_of_keys_is_masked(monkeypatch, head_dim, order):
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_three_roles_of_head_dim_64(monkeypatch, order, causal):
-    """Whatever the Triton: causal roles begin at different tiles of keys, and some rows see none."""
+    """With every Triton, causal roles begin at different tiles of keys, and some rows see none."""
     monkeypatch.setattr(fmha, "THREE_ROLES_SPILL", (99,))
     monkeypatch.setattr(fmha, "THREE_ROLES", 0.0)
     one = dispatch.compile_target("sm_90a")._replace(num_sms=1)
@@ -157,7 +157,7 @@ def test_three_roles_of_head_dim_64(monkeypatch, order, causal):
                        if (d, o) != (64, "latest"))],
 )  # fmt: skip
 def test_rows_that_see_few_keys_or_none_of_a_tile(monkeypatch, head_dim, order):
-    """More queries than keys, windows: rows that see nothing, that begin late, that end early."""
+    """There are more queries than keys, and windows: some rows see nothing, some begin late, some end early."""
     monkeypatch.setattr(fmha, "is_short", lambda *_: False)
     q = torch.randn(1, 500, 1, head_dim).bfloat16()
     k, v = (torch.randn(1, 260, 1, head_dim).bfloat16() for _ in "kv")
@@ -291,7 +291,7 @@ def test_any_sign_of_the_scale_without_a_copy(scale):
 
 @pytest.mark.compile
 def test_deterministic_rows_are_the_same_in_any_batch(monkeypatch):
-    """Keys cut into short splits: a sequence gives the same bits alone, in a batch, and with a wider block table.
+    """Keys are cut into short splits: a sequence gives the same bits alone, in a batch, and with a wider block table.
 
     Clones, because Triton compiles a variant more for a pointer into the middle of a tensor."""
     monkeypatch.setattr(splits, "DETERMINISTIC_KEYS", 128)

@@ -45,7 +45,7 @@ def test_numbers_out_of_range_count_as_none(at_once, monkeypatch):
 
 @pytest.mark.slow
 def test_slots_that_are_sorted_in_pieces(monkeypatch):
-    """More than one piece, as for many tokens, in place of one launch for few: the same bits."""
+    """More than one piece, as for many tokens, gives the same bits as the one launch for few."""
     experts, given = moe_cases.layer().experts, moe_cases.tokens(150, k=2)
     given["ids"][[0, 75, 149], [0, 1, 0]] = -1
     at_once = kernel(experts, given)

@@ -39,7 +39,8 @@ def _same_numbers():
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_two_lists_of_plain_rows_whenever_copies_complete(order):
-    """Five blocks: each place of the ring is used again. Two head tiles, the second in part."""
+    """With five blocks each place of the ring is used again. There are two head tiles, the second only partly
+    filled."""
     compare(*run(order, **plain()))
 
 
@@ -78,7 +79,7 @@ def test_fp8_rows_by_block_table_and_requests(order):
 
 
 def test_splits_are_merged_whatever_is_in_the_buffers():
-    """Six splits of five blocks: the last has no rows. The angles are taken back before the merge."""
+    """Six splits have five blocks, so the last has no rows. RoPE is inverted before the merge."""
     plan = dsv4.plan(dsv4.v4_attention, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=330, device="cpu")
     plan = dataclasses.replace(plan, num_splits=6, scratch=torch.full((6 * 8 * 513,), NAN))
     problem = plain(heads=8) | dict(inverse_rope=(reference.rope_table(9, 128), torch.tensor([8], dtype=torch.int32)))

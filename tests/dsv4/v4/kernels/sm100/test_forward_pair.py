@@ -71,7 +71,7 @@ def test_fp8_rows_by_block_table_and_requests(pairs, order, monkeypatch):
 
 @pytest.mark.parametrize("order", SLOW_ORDERS)
 def test_a_pair_takes_one_query_after_the_other(pairs, order, monkeypatch):
-    """Three queries in one pair: of three blocks, the last in part; of none; of one."""
+    """One pair has three queries: with three blocks, the last partly filled; with none; with one."""
     num_sms(monkeypatch, 3)
     problem = plain(3, heads=128)
     problem["window_lengths"] = torch.tensor([70, 0, 64], dtype=torch.int32)
@@ -115,7 +115,7 @@ def test_fp8_pages_at_any_address(pairs, more):
 
 @pytest.mark.slow
 def test_plain_rows_by_block_table(pairs):
-    """Pages a row apart: lines of a descriptor that belong to no page lie between them."""
+    """Pages are one row apart: lines of a descriptor that belong to no page lie between them."""
     pages = torch.full((60, 4 * 512), NAN).bfloat16().view(60, 4, 512)[:, :3]
     pages[:50] = rows(150).view(50, 3, 512)
     compare(*run(
@@ -127,7 +127,7 @@ def test_plain_rows_by_block_table(pairs):
 
 @pytest.mark.slow
 def test_splits_are_merged_whatever_is_in_the_buffers(pairs):
-    """Six splits of three blocks: some have no rows. The angles are taken back before the merge."""
+    """Six splits have three blocks, so some have no rows. RoPE is inverted before the merge."""
     plan = dsv4.plan(dsv4.v4_attention, batch=1, q_heads=128, kv_heads=1, head_dim=512, max_seqlen_k=330, device="cpu")
     plan = dataclasses.replace(plan, num_splits=6, scratch=torch.full((6 * 128 * 513,), NAN))
     turned = dict(inverse_rope=(reference.rope_table(9, 320), torch.tensor([8], dtype=torch.int32)))

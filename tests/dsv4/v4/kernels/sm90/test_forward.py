@@ -113,7 +113,7 @@ def test_fp8_rows_by_block_table_and_requests(page, splits, order):
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
 @pytest.mark.parametrize("split_slots", [False, True], ids=["whole slots", "slots in two parts"])
 def test_one_cta_takes_lists_of_any_number_of_fp8_blocks(split_slots, order, monkeypatch):
-    """Six blocks, none, one and three, one query after the other: the ring goes on where the last one ended.
+    """Consecutive queries have six blocks, none, one and three: the ring continues where the last one ended.
     Slots in two parts are what Triton 3.6 takes."""
     monkeypatch.setitem(entry.PACKED, "MAY_SPLIT_SLOTS", split_slots)
     window, compressed = dsv4.Fp8Cache.pack(rows(100), rows_per_page=64), dsv4.Fp8Cache.pack(rows(90), rows_per_page=64)
@@ -128,7 +128,7 @@ def test_one_cta_takes_lists_of_any_number_of_fp8_blocks(split_slots, order, mon
 
 @pytest.mark.compile
 def test_splits_are_merged_whatever_is_in_the_buffers():
-    """Four splits of three steps: the last has no rows. The angles are taken back before the merge. In fp16."""
+    """Four splits have three steps, so the last has no rows. RoPE is inverted before the merge. The call is in fp16."""
     plan = dsv4.plan(dsv4.v4_attention, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=330, device="cpu")
     plan = dataclasses.replace(plan, num_splits=4, scratch=torch.full((4 * 8 * 513,), NAN))
     compared = run(
