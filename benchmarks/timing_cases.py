@@ -277,7 +277,7 @@ BLACKWELL = [
     *(fmha(4, 16, 16, 4096, 4096, d) for d in (64, 128, 256, 512)), fmha(4, 16, 16, 4096, 4096, 128, True),
     fmha(128, 64, 1, 1, 4096, 512, same=True), fmha(64, 64, 8, 1, 8192, 128),
     v4(4096, 64, 512, 0, False, 8192), v4(4096, 128, 1024, 0, False, 8192), v4(4096, 64, 128, 512, True),
-    v4(4096, 128, 128, 1024, True), v4(128, 64, 128, 512, True),
+    v4(4096, 128, 128, 1024, True), v4(128, 64, 128, 512, True), v4(256, 128, 2048, 0, True),
     index(128, 1, 16384), index(1, 1024, 16384), compress("csa", 4096), compress("keys", 4096), compress("hca", 4096),
     *(backward(4, 16, 8192, 128, causal) for causal in (False, True)), backward(4, 16, 8192, 64),
     backward(1, 16, 2048, 512), v4_backward(4096, 64, 512, 8192),
