@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=ROOT / "build" / "cubins", help="directory to compile in")
     parser.add_argument("options", nargs="*", help="of `dsv4 compile`; default: --dtype bf16 --dtype fp16")
     given = parser.parse_args()
+    given.tree = given.tree.resolve()  # pip would look for a package with the name of a plain folder
     shutil.rmtree(given.tree, ignore_errors=True)
     given.tree.mkdir(parents=True)
     describe(given.tree)

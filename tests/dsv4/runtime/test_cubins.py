@@ -99,12 +99,28 @@ def test_options_are_those_of_the_triton_that_compiled(wheel, written, consumers
     assert dispatch.compile_target("sm_90a").compiler == (3, 9)
 
 
+@pytest.fixture
+def tool():
+    """The command that builds the wheel."""
+    spec = importlib.util.spec_from_file_location("build_cubins", ROOT / "tools" / "cubins.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_a_folder_in_the_current_one_is_not_a_name_for_pip(tool, tmp_path, monkeypatch):
+    """`--tree tree` must not make pip look for a package called tree."""
+    run = []
+    monkeypatch.setattr(tool.subprocess, "run", lambda command, **_: run.append(command))
+    monkeypatch.setattr(sys, "argv", ["cubins.py", "--arch", "sm_90a", "--tree", "tree", "--out", "dist"])
+    monkeypatch.chdir(tmp_path)
+    tool.main()
+    assert run[-1][-1] == str(tmp_path / "tree")
+
+
 @pytest.mark.slow  # compiles and builds
 @pytest.mark.timeout(600)
-def test_one_command_builds_it(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("build_cubins", ROOT / "tools" / "cubins.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+def test_one_command_builds_it(tool, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["cubins.py", "--arch", "sm_90a", "--out", str(tmp_path / "dist"),
                                       "--tree", str(tmp_path / "tree"), "--", "--kind", "dense", "--head-dim", "64",
                                       "--jobs", "1"])  # fmt: skip
