@@ -1,7 +1,7 @@
 """python tools/cubins.py: the wheel dsv4-cubins, kernels compiled ahead of time for machines of any Triton.
 
 Each architecture is compiled by the Triton whose code for it is fastest (benchmarks/NOTES.md, section 3): Hopper's by
-the oldest that is accepted, which tools/environments.py installs beside the environment, Blackwell's by the
+the oldest that is accepted, which tools/environments.py installs next to the environment, Blackwell's by the
 environment's own. No GPU is needed; all kernels take one to two hours on two cores. The wheel has no code, fits one
 version of the kernel sources, and is found by src/dsv4/runtime/cubins.py where it is installed.
 
@@ -46,7 +46,7 @@ def compile_into(package: Path, arch: str, options: list[str]) -> None:
     """`dsv4 compile` with the architecture's Triton in front of the environment's."""
     beside = COMPILERS[arch]
     if beside is not None and not beside.exists():
-        # A machine whose own Triton is the oldest has no other beside it.
+        # A machine whose own Triton is the oldest needs no other.
         beside = None
     paths = [*([str(beside)] if beside else []), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_DISABLE_LINE_INFO": "1"}
@@ -55,7 +55,7 @@ def compile_into(package: Path, arch: str, options: list[str]) -> None:
 
 
 def describe(tree: Path) -> None:
-    """All that the wheel holds beside the kernels."""
+    """Write all that the wheel holds besides the kernels."""
     sys.path.insert(0, str(ROOT / "src"))
     from dsv4.runtime import cubins
 

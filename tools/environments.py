@@ -130,7 +130,7 @@ def gpu() -> None:
 
 def engines() -> None:
     """vLLM pins a numba on which softsm does not run, and asks for packages for images and sound that need another
-    torch. The oldest and the newest transformers lie beside the one that vLLM needs."""
+    torch. The oldest and the newest transformers are next to the one that vLLM needs."""
     wants_python((3, 11))
     env, folder = Environment(".venv-engines"), ROOT / "tests" / "engines"
     env.create()

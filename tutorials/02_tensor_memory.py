@@ -24,7 +24,7 @@ with another: tensor memory does not care who wrote it how. `owner` is the table
 cell of an access has exactly one owner.
 
 Stores with the 16-lane shapes want their column aligned; 32x32b takes any column. And an access covers columns that
-must have been allocated and written: softsm fills what nobody wrote with NaN and says who read it.
+must have been allocated and written: softsm fills unwritten columns with NaN and reports who read them.
 
 Museum: exhibits 3 (alignment of 16x256b), 12 and 13 (row maximum over the wrong fragment), 24 (another warp's lanes).
 """

@@ -12,7 +12,7 @@ SS needs P in shared memory, in the layout that the tensor core reads. An ordina
 proxy*, the tensor core reads through the *async proxy*, and the two do not see each other's work until
 `fence.proxy.async` says so; a barrier alone is not enough. Triton puts that fence in by itself where it sees the
 store and the product in one piece of code. Between warps of different roles (chapter 10) it does not, and in PTX
-nobody does.
+nothing does.
 
 Both forms may follow Q K^T in one kernel, in any order: PTX allows the mix, and the kernel below does it. Where mixing
 seems to crash a kernel, look first at the descriptor of A, which only the SS form uses, and at whether the kernel ends

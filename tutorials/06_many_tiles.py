@@ -80,7 +80,7 @@ def attention(q_desc, k_desc, v_desc, o_ptr, keys, scale, D: gl.constexpr, RESCA
 
         x = s.load()
         column = i * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, LS))
-        x = gl.where((column < keys)[None, :], x, -float("inf"))  # rows that TMA filled with zeros are no keys
+        x = gl.where((column < keys)[None, :], x, -float("inf"))  # rows that TMA filled with zeros are not keys
         top = gl.max(x, 1) * scale
         moved = top - m > 8.0
         m_new = gl.where(moved, top, m)

@@ -13,7 +13,7 @@ Bytes are not arrivals, they are announced with `expect`; a barrier initialised 
 
 The first time round is special. A slot is free before anybody has freed it, so the load role waits for parity 1
 first: the phase *before* phase 0 counts as complete. Wait for parity 0 there and the kernel stands still: the load
-role waits for a product, the product for a copy, and nobody moves. On a GPU that is a process that does not end.
+role waits for a product, the product for a copy, and none of them moves. On a GPU that is a process that does not end.
 softsm sees that no warp can make progress, and says who waits for which barrier, for which phase, and who should have
 arrived.
 
@@ -21,7 +21,7 @@ Registers are shared out among the roles too (`worker_num_regs`): a load warp ne
 of 128 scores needs 200. From here, `src/dsv4/fmha/kernels/sm100/forward.py` is the same thing with more roles: read its
 first page.
 
-Museum: exhibits 15 (participant counts), 16 (waiting for a phase that nobody signals), 19 and 20 (counts and bytes),
+Museum: exhibits 15 (participant counts), 16 (waiting for a phase that nothing signals), 19 and 20 (counts and bytes),
 26 (commit by another thread than the product's).
 """
 

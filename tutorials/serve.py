@@ -9,7 +9,7 @@ A step of a server is one pass of the model over tokens of many requests. Which 
   them, into what is left of the step (`chunk`).
 - Rows live in pages. A window page holds 8 tokens here and goes back when the window (16 tokens) has passed it; a
   token page holds the compressed rows of 32 tokens and stays until the request is over. A prompt is let in when there
-  are token pages for it and for what it will say; until then it waits, and nobody who came later overtakes it.
+  are token pages for it and for what it will say; until then it waits, and no later request overtakes it.
 
 Watch the columns: `c` comes while `a` decodes, and `a` goes on token by token. `d` must wait until `b` and `c` have
 given their pages back. In the end all pages are free, and every request has said what it says when it is alone.

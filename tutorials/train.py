@@ -1,4 +1,5 @@
-"""Training with dsv4's attention: two small random models learn a line by heart, beside transformers' own attention.
+"""Training with dsv4's attention: two small random models learn a line by heart, compared with transformers' own
+attention.
 
     python tutorials/train.py [STEPS]        20, unless told otherwise
 

@@ -383,7 +383,7 @@ class Decoder:
             self._logits()
         torch.cuda.current_stream().wait_stream(stream)
         self.weights = self._weights()
-        # The graph before it goes when this one is there: a pool that no graph uses is no pool any more.
+        # The graph before it goes when this one is there: a pool that no graph uses no longer exists.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.owner.graph_memory):
             self.logits = self._logits()
