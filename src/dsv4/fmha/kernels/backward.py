@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from dsv4.fmha.backward import FmhaBackward
-from dsv4.fmha.kernels.backward_arguments import GroupedGradient
 from dsv4.fmha.kernels.backward_rows import RowSizes, RowStrides, RowTensors, backward_rows
 from dsv4.fmha.kernels.backward_sequences import Past, clear_past
 from dsv4.fmha.kernels.prepare import row_strides
-from dsv4.fmha.kernels.round_sum import round_sum
+from dsv4.fmha.kernels.round_sum import Summed, round_sum
 from dsv4.fmha.kernels.scores import ScoreScale, score_scale
 from dsv4.fmha.kernels.tiles import NO_BOUND
 from dsv4.fmha.problem import FmhaProblem
@@ -231,13 +230,46 @@ def sums_descriptor(sums: Slot) -> TensorDescriptor:
     return TensorDescriptor(lines, list(lines.shape), [32, 1], [128, 32], gl.NVMMASharedLayout(128, 32))
 
 
-def prepare_round_sum(program: Program, x: Packed, grad: Slot, tiles: int, arguments: Any, **constants: Any) -> None:
-    """Round sums to a gradient [B, H, T, pack, D]. tiles: of 128 rows."""
-    to = grad if is_addressable(grad) else made_like(program, grad.shape, grad.dtype, x.sequences)
-    out = GroupedGradient(to, *(stride // 8 for stride in to.stride()[:4]))
-    program.launch(round_sum, (tiles * x.width // 32,), arguments | dict(out=out), **constants)
-    if to is not grad:
-        program.copy(grad, to)
+class Rounding(NamedTuple):
+    """A gradient and the sums that round_sum makes it from."""
+
+    gradient: Slot  # [B, H, T, pack, D]
+    sums: Slot
+    tiles: int  # of 128 rows
+    parts: int = 1
+    scale: float = 1.0
+    cu: Slot | None = None  # starts of the sequences of a varlen batch
+
+
+def prepare_round_sum(program: Program, x: Packed, gradients: dict[str, Rounding], **constants: Any) -> None:
+    """Round the sums of dq, dk and dv, those that are given."""
+    blocks = {name: of.tiles * x.width // 32 for name, of in gradients.items()}
+    arguments, copies = {}, []
+    for name, of in gradients.items():
+        _, heads, tokens, group, _ = of.gradient.shape
+        to = of.gradient
+        if not is_addressable(to):
+            to = made_like(program, to.shape, to.dtype, x.sequences)
+            copies.append((of.gradient, to))
+        arguments[name] = Summed(
+            of.sums,
+            of.parts,
+            blocks[name],
+            tokens,
+            group,
+            heads,
+            x.lse2 if of.cu is None else of.cu,
+            of.scale,
+            to,
+            *(stride // 8 for stride in to.stride()[:4]),
+        )
+    unwanted = next(iter(arguments.values()))._replace(blocks=0)
+    arguments = {name: arguments.get(name, unwanted) for name in ("dq", "dk", "dv")}
+    sequences = 0 if x.sequences is None else x.sequences.count
+    shared = dict(sequences=sequences, ds_ptr=x.ds_scale)
+    program.launch(round_sum, (sum(blocks.values()),), arguments | shared, **constants)
+    for gradient, made in copies:
+        program.copy(gradient, made)
 
 
 def _copy_by_head(program: Program, to: Slot, source: Slot) -> None:

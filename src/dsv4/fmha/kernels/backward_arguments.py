@@ -81,13 +81,6 @@ class GradientScales(NamedTuple):
     ds_ptr: Value  # fp32 [1]
 
 
-class Parts(NamedTuple):
-    """Consecutive fp32 sums in memory (round_sum.py)."""
-
-    ptr: Value
-    count: Value
-
-
 class KeyParts(NamedTuple):
     """The CTAs that share keys, and where they write dK and dV (sm90/gradient_sums.py)."""
 
@@ -97,16 +90,6 @@ class KeyParts(NamedTuple):
     dk_block: Value  # first blocks of the sums that they add to, in the memory of dQ's
     dv_block: Value
     ptr: Value  # deterministic: parts of all of dK, then those of dV
-
-
-class GroupedGradient(NamedTuple):
-    """A gradient [batch, head, token, member of the pack, column] and its strides, in units of 8 elements."""
-
-    ptr: Value
-    batch: Value
-    head: Value
-    token: Value
-    member: Value
 
 
 class Gradient(NamedTuple):

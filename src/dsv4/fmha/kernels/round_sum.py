@@ -1,4 +1,5 @@
-"""round_sum: convert gradients that CTAs have summed in memory, in fp32, to the gradient itself.
+"""round_sum: convert gradients that CTAs have summed in memory, in fp32, to the gradients themselves: dQ, dK and dV, or
+some of them, in one launch.
 
 A sum lies in blocks of 4096 numbers, to which CTAs add by TMA, as [128, 32]. The contents of a block depend on how a
 kernel holds an accumulator in its registers::
@@ -10,8 +11,11 @@ A tile of 128 rows is D / 32 blocks. The tiles of a pair of sequence and head ar
 sequence begin where backward_sequences.tile_of puts them.
 """
 
-from dsv4.fmha.kernels.backward_sequences import sizes_of, tile_of
-from dsv4.kernels.compat import gl, gluon
+from typing import NamedTuple
+
+from dsv4.fmha.kernels.backward_sequences import tile_of
+from dsv4.fmha.kernels.tiles import packed_sequence
+from dsv4.kernels.compat import Value, gl, gluon
 
 # A thread loads 64 bytes of a block: 8 columns of two rows, which it stores as 16 bytes each. So nothing is exchanged.
 LOADED = gl.constexpr(gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0]))
@@ -26,55 +30,80 @@ STORED = gl.constexpr(
 )
 
 
+class Summed(NamedTuple):
+    """A gradient [batch, head, token, member of the pack, column] and the sums that become it. For dK and dV the
+    tokens are keys, and a pack has one member."""
+
+    any_alignment = ("cu_ptr",)
+
+    parts_ptr: Value
+    parts: Value  # that are added up
+    blocks: Value  # of a part; 0: not wanted
+    tokens: Value
+    group: Value  # members of a pack
+    heads: Value
+    cu_ptr: Value  # starts of the sequences of a varlen batch
+    scale: Value
+    ptr: Value
+    batch: Value  # strides, in units of 8 elements
+    head: Value
+    token: Value
+    member: Value
+
+
 @gluon.jit
 def round_sum(
-    tensors,
-    parts,
-    out,
-    whole,
-    scales,
-    D: gl.constexpr,
-    SCALED: gl.constexpr,
-    VARLEN: gl.constexpr,
-    BY_ROWS: gl.constexpr,
+    dq, dk, dv, sequences, ds_ptr, D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr, BY_ROWS: gl.constexpr
 ):
-    """Convert a block of the packed rows of a pair of sequence and head, the sum of the parts. For dK and dV the
-    rows are keys, and the group is 1."""
-    group = whole.group
-    tiles = (whole.rows + 127) // 128
+    """Convert a block of dQ, dK or dV. SCALED: the sum of dQ is of dS times the number at ds_ptr."""
+    number = gl.program_id(0)
+    if number < dq.blocks:
+        scale = dq.scale
+        if SCALED:
+            scale = scale / gl.load(ds_ptr)
+        _round_block(dq, number, scale, sequences, D, VARLEN, BY_ROWS)
+    elif number < dq.blocks + dk.blocks:
+        _round_block(dk, number - dq.blocks, dk.scale, sequences, D, VARLEN, BY_ROWS)
+    else:
+        _round_block(dv, number - dq.blocks - dk.blocks, dv.scale, sequences, D, VARLEN, BY_ROWS)
+
+
+@gluon.jit
+def _round_block(x, number, scale, sequences, D: gl.constexpr, VARLEN: gl.constexpr, BY_ROWS: gl.constexpr):
+    """Convert block `number` of a gradient."""
+    group = x.group
+    end = x.tokens * group
+    tiles = (end + 127) // 128
     if VARLEN:
-        tiles = whole.rows // 128 + whole.sequences
-    number = gl.program_id(0) // (D // 32)  # number of the tile of 128 rows
-    block = gl.program_id(0) % (D // 32)
-    pair = number // tiles
-    tile = number - pair * tiles
-    row, end = tile * 128, whole.rows
-    batch, head = pair // whole.heads, pair % whole.heads
-    out_ptr = out.ptr + (batch.to(gl.int64) * out.batch + head.to(gl.int64) * out.head) * 8
+        tiles = end // 128 + sequences
+    tile = number // (D // 32)  # of 128 rows
+    block = number % (D // 32)
+    pair = tile // tiles
+    tile -= pair * tiles
+    row = tile * 128
+    batch, head = pair // x.heads, pair % x.heads
+    out_ptr = x.ptr + (batch.to(gl.int64) * x.batch + head.to(gl.int64) * x.head) * 8
     if VARLEN:
-        seq, row = tile_of(tile, tensors.cu_q_ptr, whole.sequences, group)
-        first_row, _, sizes = sizes_of(seq, row, whole, tensors.cu_q_ptr, tensors.cu_k_ptr, False)
-        end = sizes.rows
-        out_ptr += (first_row // group).to(gl.int64) * out.token * 8
-    scale = scales.gradient
-    if SCALED:
-        scale = scale / gl.load(scales.ds_ptr)
+        seq, row = tile_of(tile, x.cu_ptr, sequences, group)
+        start, tokens, _, _ = packed_sequence(seq, x.cu_ptr, x.cu_ptr, x.tokens, x.tokens)
+        end = tokens * group
+        out_ptr += start.to(gl.int64) * x.token * 8
     line = gl.arange(0, 128, layout=gl.SliceLayout(1, LOADED)) * 32
-    block_ptr = parts.ptr + gl.program_id(0).to(gl.int64) * 4096
+    block_ptr = x.parts_ptr + number.to(gl.int64) * 4096
     block_ptr += line[:, None] + gl.arange(0, 32, layout=gl.SliceLayout(0, LOADED))[None, :]
-    x = gl.load(block_ptr)
-    for _ in range(1, parts.count):
-        block_ptr += gl.num_programs(0).to(gl.int64) * 4096
-        x += gl.load(block_ptr)
+    y = gl.load(block_ptr)
+    for _ in range(1, x.parts):
+        block_ptr += x.blocks.to(gl.int64) * 4096
+        y += gl.load(block_ptr)
     if BY_ROWS:
-        x = (x * scale).to(out_ptr.dtype.element_ty)
+        y = (y * scale).to(out_ptr.dtype.element_ty)
         here = row + gl.arange(0, 128, layout=gl.SliceLayout(1, LOADED))
         column = block * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, LOADED))
     else:
-        x = x.reshape([4, 8, 8, 4, 2, 2]).permute([0, 4, 2, 1, 3, 5]).reshape([64, 64])
-        x = gl.convert_layout((x * scale).to(out_ptr.dtype.element_ty), STORED)
+        y = y.reshape([4, 8, 8, 4, 2, 2]).permute([0, 4, 2, 1, 3, 5]).reshape([64, 64])
+        y = gl.convert_layout((y * scale).to(out_ptr.dtype.element_ty), STORED)
         here = row + block // (D // 64) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, STORED))
         column = block % (D // 64) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, STORED))
     token = here // group
-    place = (token.to(gl.int64) * out.token + (here - token * group).to(gl.int64) * out.member) * 8
-    gl.store(out_ptr + place[:, None] + column[None, :], x, mask=(here < end)[:, None])
+    place = (token.to(gl.int64) * x.token + (here - token * group).to(gl.int64) * x.member) * 8
+    gl.store(out_ptr + place[:, None] + column[None, :], y, mask=(here < end)[:, None])

@@ -18,6 +18,7 @@ from dsv4.fmha.kernels.backward import (
     TILE,
     Adding,
     Packed,
+    Rounding,
     Sequences,
     descriptor,
     keep_dq,
@@ -29,7 +30,7 @@ from dsv4.fmha.kernels.backward import (
     sums_descriptor,
     supports,
 )
-from dsv4.fmha.kernels.backward_arguments import Gradient, GradientScales, GradientSizes, GradientTensors, Parts
+from dsv4.fmha.kernels.backward_arguments import Gradient, GradientScales, GradientSizes, GradientTensors
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.ragged import Ragged, ragged_descriptor
@@ -112,8 +113,9 @@ def prepare_tiles(program: Program, x: Packed) -> None:
         score, add = (160, 144) if x.width == 128 else (176, 104)
         registers = dict(SCORE_REGS=score, ADD_REGS=add, WARP_REGS=40)
         program.launch(backward_keys, of_keys, arguments, **registers, **constants)
-        summed = common | dict(parts=Parts(x.sums, 1))
-        prepare_round_sum(program, x, x.dq, of_rows[0] * of_rows[1], summed, BY_ROWS=True, **constants)
+        cu = x.sequences and x.sequences.cu_q
+        summed = Rounding(x.dq, x.sums, of_rows[0] * of_rows[1], scale=x.p.softmax_scale, cu=cu)
+        prepare_round_sum(program, x, dict(dq=summed), BY_ROWS=True, **constants)
         return
 
     def launch(grid: tuple[int, int], first: Slot, second: Slot, own: tuple, other: tuple, keys: bool) -> None:

@@ -20,6 +20,7 @@ from dsv4.fmha.kernels.backward import (
     TILE,
     Adding,
     Packed,
+    Rounding,
     Sequences,
     descriptor,
     is_addressable,
@@ -33,7 +34,7 @@ from dsv4.fmha.kernels.backward import (
     sums_descriptor,
     supports,
 )
-from dsv4.fmha.kernels.backward_arguments import GradientScales, GradientSizes, GradientTensors, KeyParts, Parts
+from dsv4.fmha.kernels.backward_arguments import GradientScales, GradientSizes, GradientTensors, KeyParts
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import Chain
 from dsv4.fmha.kernels.ragged import NOT_RAGGED, ragged_descriptor
@@ -83,9 +84,13 @@ def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
     constants = dict(D=x.width, SLOTS=2, SCALED=x.fp16, VARLEN=x.sequences is not None, BY_ROWS=False, num_warps=4)
     of_rows = (row_tiles(x.rows, x.sequences) * x.batch * x.heads,)
     if x.dk is not None or x.dv is not None:
-        _prepare_keys(target, program, x, common, constants)
+        summed = _prepare_keys(target, program, x, common, constants)
         if x.sums is not None:
-            prepare_round_sum(program, x, x.dq, of_rows[0], common | dict(parts=Parts(x.sums, 1)), **constants)
+            summed["dq"] = Rounding(
+                x.dq, x.sums, of_rows[0], scale=x.p.softmax_scale, cu=x.sequences and x.sequences.cu_q
+            )
+        if summed:
+            prepare_round_sum(program, x, summed, **constants)
     if x.dq is not None and x.sums is None:
         dq = rows_of_dq(program, x.dq, x.sequences)
         target = dq if is_addressable(dq) else made_like(program, dq.shape, dq.dtype, x.sequences)
@@ -97,8 +102,10 @@ def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
         keep_dq(program, x.dq, dq)
 
 
-def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str, Any], constants: dict) -> None:
-    """dK and dV, and the sum of dQ if there is one."""
+def _prepare_keys(
+    target: Target, program: Program, x: Packed, common: dict[str, Any], constants: dict
+) -> dict[str, Rounding]:
+    """dK and dV, and the sum of dQ if there is one -> those of dK and dV that are sums."""
     rows = rows_of_step(x.width, x.sums is not None)
     tiles = row_tiles(x.keys, x.sequences) * x.batch * x.k.shape[1]
     packs = x.heads // x.k.shape[1]
@@ -134,22 +141,16 @@ def _prepare_keys(target: Target, program: Program, x: Packed, common: dict[str,
         GRADIENT_REGS=registers, LOAD_REGS=load, **constants,
     )  # fmt: skip
     if shared:
-        tensors, whole, scales = common["tensors"], common["whole"], common["scales"]
-        by_key = dict(
-            tensors=tensors._replace(cu_q_ptr=tensors.cu_k_ptr),
-            whole=whole._replace(rows=x.keys, tokens=x.keys, group=1, heads=x.k.shape[1]),
-            scales=scales._replace(gradient=1.0),
-        )
-        for n, grad in enumerate(wanted):
-            if grad is not None:
-                summed = by_key | dict(parts=Parts(parts[n], count))
-                prepare_round_sum(
-                    program, x, grad.unflatten(3, (1, -1)), tiles, summed, **constants | dict(SCALED=False)
-                )
-        return
+        cu = x.sequences and x.sequences.cu_k
+        return {
+            name: Rounding(grad.unflatten(3, (1, -1)), parts[n], tiles, count, cu=cu)
+            for n, (name, grad) in enumerate(zip(("dk", "dv"), wanted))
+            if grad is not None
+        }
     for grad, found in zip(wanted, made):
         if grad is not None and found is not grad:
             program.copy(grad, found)
+    return {}
 
 
 def operands(x: Packed, boxes: dict[str, int], **gradients: Slot) -> dict[str, Any]:
