@@ -4,13 +4,15 @@ Each call is captured in a CUDA graph and its replays are timed with events. A b
 stream of its forward pass, is called instead, on an idle GPU: otherwise the host would run ahead during a long call,
 and the calls behind it would not show their host time. Before every replay a buffer larger than the L2 is read, so that
 nothing is found there (read, not written: writing its lines back would be timed too). The graphs of all calls take
-turns, so that a change of the clock or of the temperature meets all of them; a call whose replays would take more than
-a second has fewer, spread over the turns. After every replay a kernel on the same stream reads the clock of a
-multiprocessor against the nanosecond timer.
+turns, so that a change of the clock or of the temperature meets all of them. Their order changes from turn to turn:
+a call finds the host's caches, the memory and the clock as the call before it left them, so a fixed order would favour
+those that follow their like. A call whose replays would take more than a second has fewer, spread over the turns.
+After every replay a kernel on the same stream reads the clock of a multiprocessor against the nanosecond timer.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -93,8 +95,10 @@ def time_turns(
     turns = {name: turns_of(begin.elapsed_time(end) * 1e-3, repeats) for name, (begin, end) in first.items()}
     times: dict[str, list] = {name: [] for name in runs}
     stamps = torch.zeros(len(runs), max(repeats, 1), 4, dtype=torch.int64, device="cuda")
+    order, shuffle = list(enumerate(runs.items())), random.Random(0).shuffle
     for turn in range(repeats):
-        for n, (name, run) in enumerate(runs.items()):
+        shuffle(order)
+        for n, (name, run) in order:
             if turn not in turns[name]:
                 continue
             if idle:
