@@ -53,6 +53,24 @@ def test_head_dims_between(d, width, batch, tokens, heads, kv_heads, causal):
     assert around[..., :8].isnan().all() and around[..., -8:].isnan().all()
 
 
+@pytest.mark.parametrize("tokens, batch", [(22, 1), (22, 40), (2048, 24)])  # by splits, without and with a loop
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+def test_scores_of_any_size(d, tokens, batch):
+    """Rows with scores of +- 2^20 to 2^100, some of which tie. At head dim 64 the kernels of sm_90a have a limit."""
+    exponents = [e for e in (20, 25, 27, 28, 29, 30, 31, 33, 40, 60, 100) if d != 64 or e < 30]
+    sizes = torch.tensor([sign * 2.0**e for e in exponents for sign in (1, -1)], device="cuda")
+    q, k = torch.zeros(batch, tokens, 2, d, device="cuda"), torch.zeros(batch, 900, 1, d, device="cuda")
+    q[..., 0] = sizes[torch.arange(tokens, device="cuda") % len(sizes)][:, None]
+    kind = torch.randint(0, 4, (batch, 900), device="cuda")
+    k[..., 0, 0] = 1.5 + kind / 8
+    v = draw(4, d)[kind][:, :, None]
+    out, lse = dsv4.fmha(q.bfloat16(), k.bfloat16(), v, softmax_scale=0.3, return_lse=True)
+    s = 0.3 * q[..., 0].double().transpose(1, 2)[..., None] * k[:, None, None, :, 0, 0].double()
+    exact = (s.softmax(-1) @ v[:, None, :, 0].double()).transpose(1, 2)
+    assert out.isfinite().all() and (out - exact).abs().max() <= 2.0**-7 * v.abs().max()
+    torch.testing.assert_close(lse.double(), s.logsumexp(-1), rtol=2.0**-22, atol=1e-4)
+
+
 @pytest.mark.parametrize("splits", [2, 3, 7, 40])
 @pytest.mark.parametrize("d, same_kv", [(64, False), (128, False), (256, False), (512, False), (512, True)])
 def test_any_number_of_splits(d, same_kv, splits):
