@@ -19,7 +19,9 @@ def splits_of(c: Capacities, num_sms: int) -> int:
     large = rows > ROWS_PER_TILE and 64 < c.head_dim < 512
     of_tile = 2 * ROWS_PER_TILE if large else ROWS_PER_TILE
     shared = 1 if large or c.head_dim > 128 else 2
-    return choose_splits(c.batch * c.kv_heads * -(-rows // of_tile), num_sms, c.max_seqlen_k, shared=shared)
+    many_rows = c.batch * c.max_seqlen_q * c.q_heads if rows > ROWS_PER_TILE else 0
+    tiles = c.batch * c.kv_heads * -(-rows // of_tile)
+    return choose_splits(tiles, num_sms, c.max_seqlen_k, shared=shared, many_rows=many_rows)
 
 
 def reserved_varlen(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:

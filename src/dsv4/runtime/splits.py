@@ -4,6 +4,7 @@ ROWS_PER_TILE = 64  # query rows (tokens x grouped heads) of one CTA
 STEP = 128  # keys that a kernel processes at a time; a split is one or more of them
 MAX_SPLITS = 256
 MERGED_AT_ONCE = 16  # splits; more are merged more slowly
+ROWS_PER_STEP = 3000  # rows whose partial results, of one split, are written and merged in the time of a step
 MOST_SHORT = 4  # splits of one step that a CTA processes one after the other; more were not measured
 WHOLE = 4  # rounds of whole tiles from which on keys are not split
 # deterministic=True: keys per split and ROWS_PER_TILE rows; the most splits; rows per KV head that are not split
@@ -13,7 +14,7 @@ DETERMINISTIC_ROWS = 1024
 DECODE_HEADS, DECODE_KEYS = 16, 64  # of a CTA of V4 attention with few queries
 
 
-def choose_splits(tiles: int, num_sms: int, keys: int, merged: bool = True, shared: int = 1) -> int:
+def choose_splits(tiles: int, num_sms: int, keys: int, merged: bool = True, shared: int = 1, many_rows: int = 0) -> int:
     """Return the KV splits for ``tiles`` CTAs' worth of query rows that see at most ``keys`` keys each.
 
     Time is in units of STEP keys: tiles * n CTAs run in waves, each CTA costs its steps and one more to start and
@@ -21,7 +22,8 @@ def choose_splits(tiles: int, num_sms: int, keys: int, merged: bool = True, shar
     wave is a small part of the time, and partial results of every row would be a large one: no splits.
     merged: whether there are partial results. shared: CTAs that run on one SM at a time; if each SM has
     more than one, the last wave costs as much as a full one: (6, 32:8, 35325) at head dim 64 takes 117 us with 11
-    splits, 528 CTAs, and 125 with 8, 384 CTAs.
+    splits, 528 CTAs, and 125 with 8, 384 CTAs. many_rows: the query rows of a prefill, all of which have partial
+    results: (1, 32:8, 737) causal at head dim 128 takes 44 us with two splits, of which merging takes 16.
     """
     if merged and tiles >= WHOLE * num_sms:
         return 1
@@ -29,7 +31,7 @@ def choose_splits(tiles: int, num_sms: int, keys: int, merged: bool = True, shar
 
     def cost(n: int) -> float:
         rounds = 1 if tiles * n <= num_sms else shared * -(-tiles * n // (shared * num_sms))
-        return rounds * (-(-steps // n) + 1) + (1 + n / 64 if n > 1 else 0)
+        return rounds * (-(-steps // n) + 1) + (1 + n / 64 + n * many_rows / ROWS_PER_STEP if n > 1 else 0)
 
     return min(range(1, max(1, min(steps, MAX_SPLITS)) + 1), key=cost)
 

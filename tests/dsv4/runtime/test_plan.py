@@ -182,6 +182,14 @@ def test_long_prompts_are_not_split_for_the_sake_of_the_last_round():
     assert choose_splits(8, 132, 16384) > 8
 
 
+def test_a_prompt_is_not_split_where_merging_all_of_its_rows_takes_longer():
+    """(1, 32:8, 737): 376 tiles, whose last round is a third full; 23584 rows would be merged. A chunk of 128 tokens
+    behind 32768 keys is split all the same."""
+    assert choose_splits(376, 132, 737, shared=2) > 1
+    assert choose_splits(376, 132, 737, shared=2, many_rows=32 * 737) == 1
+    assert choose_splits(32, 132, 32768, many_rows=32 * 128) == 4
+
+
 def test_blocks_that_share_a_multiprocessor_come_in_pairs():
     """528 blocks are two for each of 132 multiprocessors, twice; 384 would leave each with one in the end. Up to 132
     blocks nothing is shared."""

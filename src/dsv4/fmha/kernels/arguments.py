@@ -39,6 +39,7 @@ class Sizes(NamedTuple):
     table_stride: Value
     num_splits: Value
     tiles_per_split: Value
+    tiles_last: Value  # the grid is (KV heads x splits, sequences, row tiles) and not (row tiles, ..)
 
 
 class Strides(NamedTuple):

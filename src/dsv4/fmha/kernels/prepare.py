@@ -40,6 +40,7 @@ class Tiling:
     codes_by_tma: bool = False  # e4m3 comes as it is, not by way of registers
     fp16_partials: bool = False  # the kernel can write fp16 partial results (combine.py)
     clears_rest: bool = False  # the kernel fills rows of a varlen batch that no sequence has
+    tiles_last: bool = False  # CTAs of all sequences and heads begin with their last row tiles
 
     @property
     def ctas(self) -> int:
@@ -92,6 +93,8 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         grid = (min(all_tiles, target.num_sms // c.ctas),)
     elif grid[1] > MAX_GRID:
         raise ValueError(f"{p.kv_heads} KV heads x {splits} splits of the keys are over {MAX_GRID} blocks")
+    elif c.tiles_last:
+        grid = (*grid[1:], row_tiles)
     # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
     # has room for is not a property of a sequence; so paged ones take that way with one split too.
     split = splits > 1 or tiles_per_split > 0 and p.kind == "paged" or is_partial(p)
@@ -141,6 +144,7 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         table_stride=p.block_table.stride(0) if paged else 0,
         num_splits=splits,
         tiles_per_split=tiles_per_split,
+        tiles_last=int(c.tiles_last),
     )
     lse_strides = _lse_strides(p)
     strides = Strides(*row_strides(q), *row_strides(out), *lse_strides, *row_strides(k), *row_strides(v))
@@ -287,7 +291,9 @@ def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[
     if p.num_splits > 0:
         return p.num_splits, 0
     tiles = row_tiles * p.kv_heads * p.batch * c.ctas
-    return splitting.choose_splits(tiles, target.num_sms, longest, shared=c.shared), 0
+    tokens = p.q.shape[0] if p.kind == "varlen" else p.batch * p.max_seqlen_q
+    many_rows = tokens * p.q_heads if p.max_seqlen_q * p.group > splitting.ROWS_PER_TILE else 0
+    return splitting.choose_splits(tiles, target.num_sms, longest, shared=c.shared, many_rows=many_rows), 0
 
 
 def partials(p: Any, program: Program, splits: int, rows: int, fp16_partials: bool = False) -> tuple[Slot, Slot]:

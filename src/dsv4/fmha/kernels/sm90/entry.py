@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from dsv4.fmha.kernels.prepare import (
+    MAX_GRID,
     Tiling,
     batch_reason,
     converted,
@@ -36,6 +37,7 @@ from dsv4.runtime.program import Program
 
 DECODE_ROWS = 16  # most rows of decode.py
 THREE_ROLES = 1.31  # time of a step of 192 rows with a causal mask at head dim 64, in steps of 128 rows
+L2_BYTES = 24 << 20  # of keys that CTAs may read at one time
 FEW = 0.45  # row tiles per SM, from which on the looping kernel may pay
 
 
@@ -50,7 +52,7 @@ class Cost(NamedTuple):
 
 
 SHORT = {64: Cost(7.6, 1.53, 0.61, 0.5), 128: Cost(10.1, 0.86, 1.16, 0.25)}  # row tiles of 64
-LOOPING = {64: Cost(8.9, 2.5, 1.11, 10.6), 128: Cost(13.2, 1.9, 1.62, 4.5)}  # as if all were of 128
+LOOPING = {64: Cost(8.9, 2.5, 1.11, 8.0), 128: Cost(13.2, 1.9, 1.62, 2.5)}  # as if all were of 128
 THREE_ROLES_SPILL = (3, 9)  # from this Triton on
 
 
@@ -72,11 +74,8 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     tiles = _row_tiles(p, 128)
     # CTAs that loop pay from one tile per SM on: (2, 16, 2048) causal at head dim 128 takes 71 instead of 89 us. Not at
     # head dim 64 without a mask: (4, 16, 1024) takes 57 instead of 53 us; decode was not measured with fewer than four.
-    # A varlen batch first needs a list of its row tiles: at head dim 256, 45 x 396 to 494 tokens, 360 tiles, take 56
-    # instead of 62 us, 4 x 285 to 492, 125 tiles, 26 instead of 22.
-    enough = 2 if p.kind == "varlen" and p.head_dim > 64 else 1
-    if rows <= 64 or p.head_dim == 64 and (p.right < 0 or p.kind == "varlen"):
-        enough = 4
+    # A varlen batch of 4 x 377 to 2952 tokens at head dim 256, 159 tiles, takes 71 instead of 75 us.
+    enough = 4 if rows <= 64 or p.head_dim == 64 and (p.right < 0 or p.kind == "varlen") else 1
     may_loop = p.kind != "paged" and not p.e4m3 and not p.deterministic and not is_partial(p)
     short = may_loop and is_short(p, target)
     if may_loop and not short and (tiles >= enough * target.num_sms or _loops_with_few(p, target, rows, tiles)):
@@ -106,22 +105,35 @@ def is_short(p: FmhaProblem, target: Target) -> bool:
     if not p.q.shape[-1] == p.v.shape[-1] == p.head_dim:  # it would have to be copied
         return False
     small, large = (_row_tiles(p, size) / target.num_sms for size in (64, 128))
-    if p.head_dim == 256:  # one CTA per SM: 14 x 98 to 232 tokens, 50 tiles of 128, 14 instead of 18 us
-        return varlen and rows > 64 and small <= 1
     keys = min(p.k.shape[0] / max(p.batch, 1), p.max_seqlen_k) if varlen else p.max_seqlen_k
     if p.left >= 0:
         keys = min(keys, p.left + max(p.right, 0) + 128 / p.group)
     elif p.right >= 0:
         keys = keys - min(p.max_seqlen_q, keys) / 2
     steps = max(keys / 128 + 0.5, 1)
-    if large < 0.3 or rows <= 64 and steps > 4:  # not measured
+    if p.head_dim == 256:
+        # One CTA per SM: 14 x 98 to 232 tokens, 50 tiles of 128, take 14 instead of 18 us, (6, 1, 1065) causal 26.5
+        # instead of 30.2; under a mask up to two rounds: 2 x 727 to 975 tokens with 8:2 heads 26 instead of 32.
+        return rows > 64 and steps <= 5 and small <= (2 if p.right >= 0 and steps > 3 else 1)
+    if large < 0.3:  # (3, 4:1, 407) causal takes 12.7 instead of 15.2 us; longer ones were not measured
+        return rows > 64 and steps <= 8
+    if rows <= 64 and steps > 4:  # not measured
         return False
     empty = -(-rows // 64) * p.kv_heads * p.batch / target.num_sms - small  # without a list, a CTA per possible tile
     short, looping = SHORT[p.head_dim], LOOPING[p.head_dim]
     return (
-        short.launch + small * (short.tile + short.step * steps) + short.varlen * empty
+        short.launch - 0.7 * longest_first(p) + small * (short.tile + short.step * steps) + short.varlen * empty
         < looping.launch + large * (looping.tile + looping.step * steps) + looping.varlen * varlen
     )
+
+
+def longest_first(p: FmhaProblem) -> bool:
+    """Return whether CTAs of all sequences and heads should begin with their longest row tiles, under a causal mask: if
+    the L2 holds their keys. Otherwise the row tiles of a head go together."""
+    if p.right < 0 or p.max_seqlen_q * p.group > 64 * MAX_GRID:
+        return False
+    keys = p.k.shape[0] if p.kind == "varlen" else p.batch * p.max_seqlen_k
+    return keys * p.kv_heads * p.head_dim * p.k.element_size() * (1 if p.same_kv else 2) <= L2_BYTES
 
 
 def _row_tiles(p: FmhaProblem, size: int) -> int:
@@ -154,6 +166,7 @@ def _looping(p: FmhaProblem, target: Target) -> Tiling:
     # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
     keys, stages, regs, producer = {64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)}[p.head_dim]
     varlen = p.kind == "varlen"
+    pdl = dict(launch_pdl=True) if varlen else {}  # behind the kernel that lists its row tiles
     if varlen:
         producer = max(producer, 32)
     order = None if varlen else order_of(p, 128, keys, target.num_sms)
@@ -166,13 +179,13 @@ def _looping(p: FmhaProblem, target: Target) -> Tiling:
         three = None if varlen else order_of(p, 192, keys, target.num_sms)
         if order is None or three is None or p.right < 0 or THREE_ROLES * three.longest < order.longest:
             c = _rows_tiling(
-                64, 128, 3, 3, 160, 32 if varlen else 24, EARLY=True, EVEN=full or diagonal, OWN_END=diagonal
+                64, 128, 3, 3, 160, 32 if varlen else 24, EARLY=True, EVEN=full or diagonal, OWN_END=diagonal, **pdl
             )
             return replace(c, loop=True, order=three and three.tile_order(p, 192))
     early = p.head_dim > 64  # with two roles at head dim 64 it costs 4 %
     own_end = diagonal and p.head_dim == 256
     even = early and (full or own_end or diagonal and keys == 128 and ahead % 128 == 0)
-    c = _rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even, OWN_END=own_end)
+    c = _rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even, OWN_END=own_end, **pdl)
     return replace(c, loop=True, order=order and order.tile_order(p, 128))
 
 
@@ -188,7 +201,8 @@ def supports(p: FmhaProblem) -> str | None:
 
 def prepare(p: FmhaProblem, target: Target, program: Program) -> None:
     p, out = converted(p, program) if converts_first(p) else p, p.out
-    c = replace(tiling(p, target), clears_rest=True)
+    c = tiling(p, target)
+    c = replace(c, clears_rest=True, tiles_last=not c.loop and longest_first(p))
     if not c.loop:
         p = widened(p, program)
     elif p.kind == "varlen":

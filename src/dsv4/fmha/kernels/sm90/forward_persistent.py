@@ -38,7 +38,7 @@ from dsv4.fmha.kernels.sm90.tile_scheduler import (
     tile_id_at,
 )
 from dsv4.fmha.kernels.tiles import DENSE, ROWS, Pages, end_key, first_key, mask_bounds
-from dsv4.kernels import softmax
+from dsv4.kernels import dependent, softmax
 from dsv4.kernels.combine import clear_rows, end_of_sequences
 from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
 from dsv4.kernels.division import divide
@@ -118,7 +118,7 @@ def load_role(
         ticket = producer_stage()
         tile_id = gl.program_id(0)
         while tile_id < scheduler.num_tiles:
-            after, ticket = hand_out(tickets, ticket, scheduler)
+            after, ticket = hand_out(tickets, ticket, scheduler, tile_id == gl.program_id(0))
             stage, landed_phase = load_work_tile(
                 stage, landed_phase, tile_id, source, kv, landed, scheduler, M, SAME_KV, EVEN, KV_LOAD
             )
@@ -391,13 +391,14 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order
     tickets = kv.k  # unused
     if KV_LOAD == ROWS:
         tickets = new_tickets(CONSUMERS)
-    num_tiles = order.num_tiles if KV_LOAD == DENSE else gl.load(order.entries_ptr)
     if KV_LOAD == ROWS:
         begin = end_of_sequences(tensors.cu_q_ptr, order.sequences, sizes.total_q) + gl.program_id(0)
         heads = sizes.kv_heads * sizes.group.number
         clear_rows(
             tensors, strides, begin, sizes.total_q, gl.num_programs(0), 0, heads, opts.want_lse, D, V_COLUMNS
         )  # fmt: skip
+        dependent.wait_on_prior_grid()  # which makes the list
+    num_tiles = order.num_tiles if KV_LOAD == DENSE else gl.load(order.entries_ptr)
     scheduler = TileScheduler(order, num_tiles, sizes, opts)
     arguments = Arguments(tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS, KV_LOAD)
     if CONSUMERS == 2:

@@ -6,9 +6,9 @@ lists tiles by their place in the sequence, those of all heads side by side; eve
 last begins with its longest causal tiles. So a CTA gets long and short tiles alternately, CTAs with one work tile more
 than others get the shortest, and few heads have their keys read at the same time.
 
-The host does not know the lengths of a varlen batch. A kernel lists its work tiles (varlen_order.py), and CTAs take
-them by tickets, in the order in which they become ready; CTA c begins with tile c. The load role takes the tickets, one
-work tile ahead, and hands them to the attend roles::
+The host does not know the lengths of a varlen batch. A kernel lists its work tiles (varlen_order.py). The first two of
+a CTA are fixed; it takes the others by tickets, in the order in which CTAs become ready. The load role takes the
+tickets, one work tile ahead, and hands them to the attend roles::
 
 shared memory   bytes     holds
 tickets         2 x 4     [2, 1]: a ring of numbers of work tiles, each that of the tile after the current one
@@ -110,10 +110,11 @@ def new_tickets(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def hand_out(tickets, stage, scheduler):
-    """Take a ticket (load role, one warp); return (the work tile after this one, the next stage of the tickets)."""
+def hand_out(tickets, stage, scheduler, is_second):
+    """Take a ticket (load role, one warp); return (the work tile after this one, the next stage of the tickets).
+    is_second: it is the second work tile of the CTA."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    after = next_ticket(scheduler.order)
+    after = next_ticket(scheduler.order, is_second)
     tickets.acquire(stage)
     tickets.slot(stage).store(gl.full([1], after, gl.int32, ONE))
     barrier()  # one lane arrives for all; Triton 3.6 inserts no barrier here

@@ -2,10 +2,10 @@
 makes.
 
 The host does not know the lengths of the sequences, so a kernel that runs first lists the row tiles of all of them.
-CTAs of the looping kernel take its entries by tickets, in the order in which they become ready (signals.py). Entries
-are in blocks of sequences and KV heads whose keys fit into the L2 cache together; within a block the row tile that sees
-the most keys is first, so that at the end of the list CTAs finish at about the same time. With a static distribution,
-the longest share of random batches was 1 to 24 % above the average.
+CTAs of the looping kernel take its entries, from their third on by tickets, in the order in which they become ready
+(signals.py). Entries are in blocks of sequences and KV heads whose keys fit into the L2 cache together; within a block
+the row tile that sees the most keys is first, so that at the end of the list CTAs finish at about the same time. With a
+static distribution, the longest share of random batches was 1 to 24 % above the average.
 
 Counting the row tiles of a block before row tile r of sequence s needs no sort: the keys that row tile r sees end at
 row r M + ahead (causal; ahead: keys without a query) or are all keys of the sequence, so one division counts the
@@ -19,11 +19,13 @@ from dsv4.fmha.kernels.prepare import most_row_tiles
 from dsv4.fmha.kernels.sm90.causal_order import CACHED
 from dsv4.fmha.kernels.tiles import packed_sequence
 from dsv4.fmha.problem import FmhaProblem
+from dsv4.kernels import dependent
 from dsv4.kernels.compat import Value, gl, gluon
 from dsv4.kernels.signals import take
 from dsv4.runtime.program import Program
 
 FIELDS = gl.constexpr(8)  # int32, of an entry: first row, KV head, first query, queries, first key, keys, two unused
+LISTING = 264  # programs that list row tiles, if there are fewer sequences
 AT_ONCE = gl.constexpr(128)  # sequences that a program reads together
 
 
@@ -71,7 +73,8 @@ def _sizes(i, sequences, M: gl.constexpr):
 
 @gluon.jit
 def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.constexpr):
-    """List the row tiles of sequence s in program s, 16 at a time."""
+    """List row tiles, 16 at a time. Program (sequence, some of its row tiles, some of the heads)."""
+    dependent.launch_dependents()  # the looping kernel waits before it reads the list
     R: gl.constexpr = 16
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])  # a warp has whole rows of AT_ONCE
     LC: gl.constexpr = gl.SliceLayout(0, L)
@@ -88,12 +91,12 @@ def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.c
         total += gl.sum(tiles, 0)
         before += gl.sum(gl.where(i < begin, tiles, 0), 0)
         within += gl.sum(gl.where((i >= begin) & (i < end), tiles, 0), 0)
-    if s == 0:
+    if (s == 0) & (gl.program_id(1) == 0) & (gl.program_id(2) == 0):
         gl.store(entries_ptr, total * sequences.kv_heads)
         gl.store(entries_ptr + 1, 0)
     q_start, tokens, k_start, keys = _sequence(s, sequences)
     tiles = (tokens * sequences.group + M - 1) // M
-    for first_tile in range(0, tiles, R):
+    for first_tile in range(gl.program_id(1) * R, tiles, gl.num_programs(1) * R):
         tile = first_tile + gl.arange(0, R, layout=LR)
         reach = tile * M + (keys - tokens) * sequences.group
         rank = gl.zeros([R], gl.int32, LR)
@@ -109,7 +112,7 @@ def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.c
                 first_ones = (other_keys > keys) | (other_keys == keys) & (i < s)
                 found = gl.where((i == s)[None, :], tile[:, None], gl.where(first_ones, others, 0)[None, :])
             rank += gl.sum(found, 1)
-        for head in range(0, sequences.kv_heads):
+        for head in range(gl.program_id(2), sequences.kv_heads, gl.num_programs(2)):
             # Blocks of heads follow each other; the heads of a block are side by side.
             first_head = head // blocks.heads * blocks.heads
             width = gl.minimum(blocks.heads, sequences.kv_heads - first_head)
@@ -133,9 +136,15 @@ def entry_of(tile_id, order):
 
 
 @gluon.jit
-def next_ticket(order):
-    """Return the next entry: those of the first round are taken without a ticket."""
-    return gl.num_programs(0) + take(order.entries_ptr + 1)
+def next_ticket(order, is_second):
+    """Return the second entry of a CTA, or a later one. The first two need no ticket: CTA c of n takes entries c and
+    2 n - 1 - c, so that the longest row tile and the shortest go together. A ticket, which is taken one row tile ahead,
+    would go to any CTA here: none has finished its first."""
+    if is_second:
+        after = 2 * gl.num_programs(0) - 1 - gl.program_id(0)
+    else:
+        after = 2 * gl.num_programs(0) + take(order.entries_ptr + 1)
+    return after
 
 
 def prepare_order(p: FmhaProblem, program: Program, rows: int) -> SequenceOrder:
@@ -148,5 +157,7 @@ def prepare_order(p: FmhaProblem, program: Program, rows: int) -> SequenceOrder:
         p.cu_seqlens_q, p.cu_seqlens_k, p.batch, p.q.shape[0], p.k.shape[0], p.group, p.kv_heads
     )  # fmt: skip
     arguments = dict(entries_ptr=entries, sequences=sequences, blocks=blocks)
-    program.launch(list_row_tiles, (p.batch,), arguments, M=rows, CAUSAL=p.right >= 0, num_warps=4)
+    heads = min(p.kv_heads, max(LISTING // p.batch, 1))
+    chunks = max(1, min(-(-p.max_seqlen_q * p.group // (16 * rows)), LISTING // (p.batch * heads)))
+    program.launch(list_row_tiles, (p.batch, chunks, heads), arguments, M=rows, CAUSAL=p.right >= 0, num_warps=4)
     return SequenceOrder(entries, p.batch)

@@ -36,16 +36,36 @@ class BlockCoord:
     end: Value
 
 
+@aggregate
+class GridCoord:
+    tile: Value  # row tile
+    tiles: Value  # of all
+    head: Value  # KV head, and split
+    seq: Value
+    sequences: Value
+
+
+@gluon.jit
+def grid_coord(sizes):
+    """This CTA in the grid (row tiles, KV heads x splits, sequences), or (KV heads x splits, sequences, row tiles)."""
+    last = sizes.tiles_last != 0
+    x, y, z = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    tiles = gl.where(last, gl.num_programs(2), gl.num_programs(0))
+    sequences = gl.where(last, gl.num_programs(1), gl.num_programs(2))
+    return GridCoord(gl.where(last, z, x), tiles, gl.where(last, x, y), gl.where(last, y, z), sequences)
+
+
 @gluon.jit
 def block_coord(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, KV_LOAD: gl.constexpr):
-    """This CTA's M rows and its tiles of keys, by the grid (row tiles, KV heads x splits, sequences)."""
+    """This CTA's M rows and its tiles of keys."""
     VARLEN: gl.constexpr = KV_LOAD == ROWS
-    seq = gl.program_id(2)
-    head = gl.program_id(1) % sizes.kv_heads
-    split = gl.program_id(1) // sizes.kv_heads
+    grid = grid_coord(sizes)
+    seq = grid.seq
+    head = grid.head % sizes.kv_heads
+    split = grid.head // sizes.kv_heads
     q_start, tokens, k_start, keys = sequence(seq, VARLEN, tensors, sizes, KV_LOAD)
     rows = tokens * sizes.group.number
-    tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * M  # causal: the longest tiles start first
+    tile_row = (grid.tiles - 1 - grid.tile) * M  # causal: the longest tiles start first
     first, begin, end = key_tiles(tile_row, tokens, keys, split, sizes, opts, BOX_ROWS, M, BN, KV_LOAD)
     return BlockCoord(tile_row, rows, seq, head, split, q_start, tokens, k_start, keys, first, begin, end)
 
@@ -55,10 +75,10 @@ def clear_rest(tensors, sizes, strides, opts, D: gl.constexpr, KV_LOAD: gl.const
     """A CTA's share of the rows of a varlen batch that no sequence has, by the same grid: a launch for them alone would
     take 2 us, and a batch seldom has such rows. SPLIT: the combine kernel does it."""
     if KV_LOAD == ROWS and not SPLIT:
-        begin = end_of_sequences(tensors.cu_q_ptr, gl.num_programs(2), sizes.total_q)
-        begin += gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
-        step = gl.num_programs(0) * gl.num_programs(2)
-        head = gl.program_id(1) * sizes.group.number
+        grid = grid_coord(sizes)
+        begin = end_of_sequences(tensors.cu_q_ptr, grid.sequences, sizes.total_q) + grid.seq * grid.tiles + grid.tile
+        step = grid.tiles * grid.sequences
+        head = grid.head * sizes.group.number
         end_head = head + sizes.group.number
         clear_rows(tensors, strides, begin, sizes.total_q, step, head, end_head, opts.want_lse, D, D)
 

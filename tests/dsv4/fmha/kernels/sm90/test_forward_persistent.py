@@ -21,7 +21,7 @@ NO = gl.constexpr(NO_BOUND)
 @gluon.jit(do_not_specialize=["tokens", "right"])
 def taken(out_ptr, order, group, tokens, right, M: gl.constexpr):
     """What each CTA takes, tile by tile: (CTA, sequence x head, row tile, tiles of 128 keys)."""
-    sizes = Sizes(0, 0, tokens, tokens, 0, group, 1, 0, 1, 0)
+    sizes = Sizes(0, 0, tokens, tokens, 0, group, 1, 0, 1, 0, 0)
     opts = Options(1.0, 1, NO, right, 0, 0, None)
     scheduler = tile_scheduler.TileScheduler(order, order.num_tiles, sizes, opts)
     for tile_id in range(gl.program_id(0), scheduler.num_tiles, gl.num_programs(0)):
