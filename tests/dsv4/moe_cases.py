@@ -13,14 +13,14 @@ from dsv4.runtime.program import Layout
 
 
 class Layer(NamedTuple):
-    given: dict[str, Tensor]  # what Fp4Experts.pack takes
+    given: dict[str, Tensor]  # what Fp4Experts.pack accepts
     experts: Fp4Experts
 
 
 def layer(
     e: int = 4, h: int = 256, i: int = 128, nvfp4: bool = False, low: int = 118, high: int = 126, layout: str = "sm90"
 ) -> Layer:
-    """Codes and scales of which every one may come."""
+    """Codes and scales; every value may occur."""
     given = {}
     for name, rows, columns in (("w1", i, h), ("w3", i, h), ("w2", h, i)):
         given[name] = torch.randint(0, 256, (e, rows, columns // 2), dtype=torch.uint8)

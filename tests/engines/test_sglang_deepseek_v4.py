@@ -22,7 +22,7 @@ COMPRESSED = "fused_norm_rope_v2.forward"  # rows of both compressors, and keys 
 
 @pytest.fixture(scope="module")
 def wanted(checkpoints):
-    """What transformers says."""
+    """What transformers computes."""
     return checkpoints("deepseek_v4")[1]
 
 

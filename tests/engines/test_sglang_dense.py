@@ -19,7 +19,7 @@ BATCHES = {  # lengths of prompts
 
 @pytest.fixture(scope="module")
 def wanted(checkpoints):
-    """What transformers says."""
+    """What transformers computes."""
     return checkpoints("gemma3")[1]
 
 

@@ -34,7 +34,7 @@ REPLACED = {
 
 @pytest.fixture(scope="module")
 def wanted(checkpoints):
-    """What transformers says."""
+    """What transformers computes."""
     return checkpoints("deepseek_v4")[1]
 
 

@@ -24,7 +24,7 @@ BATCHES = {  # lengths of prompts
 
 @pytest.fixture(scope="module")
 def wanted(checkpoints):
-    """What transformers says."""
+    """What transformers computes."""
     return checkpoints("gemma4")[1]
 
 

@@ -70,7 +70,7 @@ def hyper_connections(op):
     def pre(x, fn, scale, base, m, iterations, rms_eps, eps):
         from vllm.model_executor.kernels.mhc.torch import mhc_pre_delayed_torch
 
-        # mhc_pre_torch takes bf16 alone; this one leaves the mixing of streams to the caller.
+        # mhc_pre_torch accepts bf16 only; this one leaves the mixing of streams to the caller.
         post, comb, _, mix = mhc_pre_delayed_torch(x, fn, scale, base, rms_eps, eps, eps, 2.0, iterations)
         y = (mix.unsqueeze(-1) * x.float()).sum(1).to(x.dtype)
         return y, post.squeeze(-1).contiguous(), comb

@@ -126,7 +126,7 @@ BUGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("lines, instead", BUGS.values(), ids=BUGS.keys())
 def test_races_between_ranks_are_named(lines, instead, monkeypatch, tmp_path):
-    """Every token takes experts of the other rank alone."""
+    """Every token has only experts of the other rank."""
     plant(monkeypatch, tmp_path, (lines, instead))
     given = tokens_of(2)
     for g, ids in zip(given, ([2, 3], [0, 1])):

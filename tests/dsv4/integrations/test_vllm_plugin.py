@@ -261,7 +261,7 @@ def test_a_backend_for_one_kind_of_layers_is_refused_for_deepseek_v4(configured,
 )
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "bfloat16"])
 def test_rows_that_vllm_would_not_make_are_refused(configured, dtype, model, accepted):
-    """vLLM takes every fp8 name for V4's rows of e4m3."""
+    """vLLM interprets every fp8 name as V4's rows of e4m3."""
     config, _ = configured
     plugin.register()
     config(model=model, cache_dtype=dtype)  # off

@@ -1,4 +1,4 @@
-"""A plan for moe: what it reserves is what the kernels take, and a call with it allocates nothing between them."""
+"""A plan for moe: what it reserves is what the kernels use, and a call with it allocates nothing between them."""
 
 from dataclasses import replace
 

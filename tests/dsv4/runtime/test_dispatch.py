@@ -1,4 +1,4 @@
-"""Which backend runs what, and what is said when it cannot."""
+"""Which backend runs what, and the errors when it cannot."""
 
 import sys
 from functools import cache

@@ -43,7 +43,7 @@ def table(**changes):
 
 
 def op_arguments(**changes):
-    """The same as the operator takes it."""
+    """The same in the form that the operator accepts."""
     a = arguments(**changes)
     a["cos_sin"], a["positions"] = a.pop("inverse_rope")
     for pool in ("window", "compressed"):

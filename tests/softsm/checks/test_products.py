@@ -1,4 +1,4 @@
-"""The operand tap and expectations: what products read, by tile and step, and what a report says about it."""
+"""The operand tap and expectations: what products read, by tile and step, and what a report shows of it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""ldmatrix and stmatrix in the compiled loop: as the macro-operations do them, which say what is wrong."""
+"""ldmatrix and stmatrix in the compiled loop: as the macro-operations do them, which report what is wrong."""
 
 import numpy as np
 import pytest

@@ -191,7 +191,7 @@ def outcome(program, text: str) -> str:
     except SoftsmError:
         return "named"
     except ValueError as error:
-        if re.match(r"\w+: ", str(error)):  # an argument of the launch that the mutated kernel does not take
+        if re.match(r"\w+: ", str(error)):  # an argument of the launch that the mutated kernel does not accept
             return "named"
         raise
     if report:

@@ -31,7 +31,7 @@ LOST = ("illegal", "launch failure", "misaligned", "launch timed out", "unspecif
 
 
 class NotForDevices(Exception):
-    """A test of what softsm itself says."""
+    """A test of softsm's own messages."""
 
 
 def stand_in() -> types.ModuleType:

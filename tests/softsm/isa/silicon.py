@@ -204,7 +204,7 @@ def have_softsm() -> bool:
 
 
 class Refused(Exception):
-    """The driver does not take the PTX."""
+    """The driver rejects the PTX."""
 
 
 class Device:

@@ -33,7 +33,7 @@ barrier.cluster.wait.aligned;
 
 
 def test_addresses_of_peers():
-    """mapa: the same place in another CTA; loads and stores reach it; getctarank says whose it is."""
+    """mapa: the same place in another CTA; loads and stores reach it; getctarank returns whose it is."""
     body = """mov.u32 %r2, data;
 mov.u32 %r10, %cluster_ctarank;
 mad.lo.u32 %r3, %r1, 4, %r2;

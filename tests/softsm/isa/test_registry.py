@@ -1,4 +1,4 @@
-"""The registries: nothing is defined twice, and functions take what their signatures say."""
+"""The registries: nothing is defined twice, and functions accept what their signatures declare."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Known allocations, and what is said of an address outside all of them."""
+"""Known allocations, and the message about an address outside all of them."""
 
 from __future__ import annotations
 

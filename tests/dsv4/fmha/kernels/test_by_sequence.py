@@ -1,4 +1,4 @@
-"""Which sequences of a varlen batch the chain of gradients takes together, where it does not take all of them."""
+"""Which sequences of a varlen batch the chain of gradients processes together, if it does not accept all of them."""
 
 from itertools import accumulate, pairwise
 

@@ -341,7 +341,7 @@ int main() {
 
 @pytest.mark.compile
 def test_a_library_is_corrected_and_named_by_its_user(tmp_path):
-    """What clang does not take of CUTLASS is corrected in a copy; a place in it is shown as the line that calls it."""
+    """What clang rejects in CUTLASS is corrected in a copy; a place in it is shown as the line that calls it."""
     (tmp_path / "include" / "cute" / "arch").mkdir(parents=True)
     (tmp_path / "include" / "cute" / "arch" / "copy_sm100.hpp").write_text(LIBRARY)
     (tmp_path / "user.cu").write_text(USER)

@@ -1,4 +1,4 @@
-"""Published sources that clang does not take: corrected copies, and CUTLASS's macros."""
+"""Published sources that clang rejects: corrected copies, and CUTLASS's macros."""
 
 import json
 

@@ -29,7 +29,7 @@ ORDERS = [("eager", 0), ("latest", 0), *(("random", seed) for seed in range(4))]
 
 @pytest.fixture
 def pairs(monkeypatch):
-    """Two multiprocessors, so that one pair takes all; every launch is one of the pair kernel."""
+    """There are two SMs, so that one pair processes all; every launch is one of the pair kernel."""
     launches = launched(monkeypatch)
     num_sms(monkeypatch, 2)
     yield
