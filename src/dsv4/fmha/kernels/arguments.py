@@ -1,4 +1,4 @@
-"""What the forward kernels take (the NamedTuples, made by prepare.py) and hand to their roles (the aggregates)."""
+"""Arguments of the forward kernels (the NamedTuples, made by prepare.py) and of their roles (the aggregates)."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
 class Sizes(NamedTuple):
     total_q: Value  # query tokens in all
     total_k: Value  # key rows in all, or pages
-    tokens: Value  # of a sequence, at most; 0 where sequences differ (varlen)
+    tokens: Value  # of the longest sequence; 0 if sequences differ (varlen)
     keys: Value
     kv_heads: Value
     group: Divisor  # query heads of a KV head
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """The strides of q, out, k and v in units of 16 bytes, so that 16-byte accesses are provable."""
+    """The strides of q, out, k and v in units of 16 bytes, so that the compiler can prove 16-byte alignment."""
 
     q_batch: Value
     q_token: Value
@@ -66,7 +66,7 @@ class Options(NamedTuple):
     """Kernels call them `opts`: Triton has an `options` of its own among their arguments."""
 
     scale: ScoreScale  # positive
-    sign: Value  # what Q is multiplied by: 1, -1 or 0
+    sign: Value  # the factor of Q: 1, -1 or 0
     left: Value  # of the window
     right: Value
     want_lse: Value
@@ -124,7 +124,7 @@ class WorkTile:
 
 @aggregate
 class Source:
-    """Where K and V come from: by TMA, or cell by cell."""
+    """The source of K and V: TMA descriptors, and rows in global memory."""
 
     k_desc: Value
     v_desc: Value
@@ -135,7 +135,7 @@ class Source:
 
 @gluon.jit
 def kv_rows(tensors, sizes, strides):
-    """K and V as rows in global memory."""
+    """Return K and V as rows in global memory."""
     k_rows = GlobalRows(tensors.k_ptr, sizes.total_k, strides.k_page, strides.k_row, strides.k_head)
     return k_rows, GlobalRows(tensors.v_ptr, sizes.total_k, strides.v_page, strides.v_row, strides.v_head)
 

@@ -1,6 +1,6 @@
-"""Turns a validated problem into a program: descriptors, strides, splits, the combine kernel; for all architectures.
+"""Turn a validated problem into a program: descriptors, strides, splits, the combine kernel; for all architectures.
 
-A kernel gets, by name, those of the arguments made here that its parameters name.
+A kernel gets the arguments made here that its parameters name.
 """
 
 from dataclasses import dataclass, replace
@@ -33,11 +33,11 @@ class Tiling:
     keys: int  # per step
     box: int  # rows of a TMA box at most
     options: dict  # further compile-time arguments of the kernel
-    loop: bool = False  # one CTA per multiprocessor loops over the row tiles; no splits
-    order: Any = None  # in which they do (sm90/causal_order.py, sm90/varlen_order.py)
+    loop: bool = False  # one CTA per SM loops over the row tiles; no splits
+    order: Any = None  # the order of that loop (sm90/causal_order.py, sm90/varlen_order.py)
     dense_as_rows: bool = False  # dense and varlen problems share a variant
     halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
-    codes_by_tma: bool = False  # e4m3 comes as it is, not by way of registers
+    codes_by_tma: bool = False  # TMA copies e4m3 unchanged, not through registers
     fp16_partials: bool = False  # the kernel can write fp16 partial results (combine.py)
     clears_rest: bool = False  # the kernel fills rows of a varlen batch that no sequence has
     tiles_last: bool = False  # CTAs of all sequences and heads begin with their last row tiles
@@ -49,13 +49,13 @@ class Tiling:
 
     @property
     def shared(self) -> int:
-        """The CTAs that share a multiprocessor."""
+        """The CTAs that share an SM."""
         return 2 if self.options.get("maxnreg") == 128 else 1
 
 
 def widened(p: FmhaProblem, program: Program) -> FmhaProblem:
-    """The problem with q, k, v and out as wide as the tiles of the kernels: copies with columns of zeros, which the
-    program makes first."""
+    """Return the problem with q, k, v and out as wide as the tiles of the kernels: copies with columns of zeros, which
+    the program makes first."""
     if p.q.shape[-1] == p.v.shape[-1] == p.head_dim:
         return p
 
@@ -73,18 +73,18 @@ def widened(p: FmhaProblem, program: Program) -> FmhaProblem:
 
 
 def keep_out(out: Slot, p: FmhaProblem, program: Program) -> None:
-    """What the kernels have made of a problem that was widened."""
+    """Copy the result of a problem that was widened to out."""
     if p.out is not out:
         program.copy(out, p.out[..., : out.shape[-1]])
 
 
 def batch_reason(p: FmhaProblem) -> str | None:
-    """None, or why no kernel of this kind can run the problem."""
+    """Return None, or why no kernel of this kind can run the problem."""
     return f"batch {p.batch} is over {MAX_GRID}" if p.batch > MAX_GRID else None
 
 
 def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any, c: Tiling) -> None:
-    """The forward kernel, and the combine kernel where the keys are split. The tensors of p are slots."""
+    """Add the forward kernel, and the combine kernel if the keys are split. The tensors of p are slots."""
     row_tiles = _row_tiles(p, c)
     splits, tiles_per_split = _splits(p, target, c, row_tiles)
     grid: tuple[int, ...] = (row_tiles, p.kv_heads * splits, p.batch)
@@ -95,8 +95,8 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         raise ValueError(f"{p.kv_heads} KV heads x {splits} splits of the keys are over {MAX_GRID} blocks")
     elif c.tiles_last:
         grid = (*grid[1:], row_tiles)
-    # Deterministic: the way through the combine kernel rounds the sink differently, and how many splits the block table
-    # has room for is not a property of a sequence; so paged ones take that way with one split too.
+    # Deterministic: the combine kernel rounds the sink differently, and how many splits the block table has room for is
+    # not a property of a sequence; so paged problems use the combine kernel with one split too.
     split = splits > 1 or tiles_per_split > 0 and p.kind == "paged" or is_partial(p)
     kv_load, box = _kv_load(p, c)
     sign, scale = sign_and_scale(p.softmax_scale)
@@ -180,7 +180,7 @@ def merge_arguments(
     p: Any, out: Slot, part: Slot | Null, part_lse: Slot | Null, strides: MergeStrides, splits: int, total_q: int,
     tokens: int = 1, cu_q: Slot | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the kernels of combine.py take. total_q: query tokens in all; tokens: of a sequence."""
+    """Return the arguments of the kernels of combine.py. total_q: query tokens in all; tokens: of a sequence."""
     return dict(
         tensors=MergeTensors(
             part_ptr=part,
@@ -208,15 +208,15 @@ def or_null(x: Slot | None, dtype: torch.dtype) -> Slot | Null:
 
 
 def use_fp16_partials(p: Any, tokens: int) -> bool:
-    """Whether partial results are in fp16: if there are many, for this many tokens in all. Deterministic: the order of
-    additions must not depend on how many splits there are. fp16: they would be as exact as the results."""
-    # With a plan its capacity counts, so that calls with fewer sequences take the kernel that was warmed up.
+    """Return whether partial results are in fp16: if there are many, for this number of tokens in all. Deterministic:
+    the order of additions must not depend on the number of splits. fp16: they would be as exact as the results."""
+    # With a plan its capacity counts, so that calls with fewer sequences use the kernel that was warmed up.
     values = tokens * p.q_heads * p.head_dim if p.scratch is None else p.scratch.numel()
     return values >= FP16_PARTIALS_FROM and p.q.dtype == torch.bfloat16 and not p.deterministic and not is_partial(p)
 
 
 def prepare_fp16_merge(p: Any, program: Program, merge: dict[str, Any], splits: int) -> None:
-    """Like prepare_merge, for fp16 partial results."""
+    """Do what prepare_merge does, for fp16 partial results."""
     at_once = max(1 << (splits - 1).bit_length(), 4)
     columns, warps = (p.head_dim // 2, p.head_dim // 256) if at_once <= 16 else (min(128, 8192 // at_once), 4)
     grid = (merge["sizes"].total_rows, p.head_dim // columns)
@@ -227,8 +227,8 @@ def prepare_fp16_merge(p: Any, program: Program, merge: dict[str, Any], splits: 
 def prepare_merge(
     p: Any, program: Program, merge: dict[str, Any], splits: int, *, varlen: bool = False, early: bool = False
 ) -> None:
-    """The combine kernel, with `merge_arguments`. early: the forward kernel lets it be launched early."""
-    # Splits at a time: a fixed number where the order of additions must not depend on how many there are.
+    """Add the combine kernel, with `merge_arguments`. early: the forward kernel lets it be launched early."""
+    # Splits at a time: a fixed number if the order of additions must not depend on how many there are.
     at_a_time = 16 if p.deterministic else 4 if splits <= 4 else 8 if splits <= 8 else 16 if splits <= 16 else 64
     columns, warps = (p.head_dim, max(1, p.head_dim // 128)) if at_a_time <= 16 else (32, 4)
     grid = (merge["sizes"].total_rows, p.head_dim // columns)
@@ -237,7 +237,7 @@ def prepare_merge(
 
 
 def _kv_load(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
-    """(how tiles of keys are read, rows of a TMA box): see loads.py."""
+    """Return (how tiles of keys are read, rows of a TMA box): see loads.py."""
     if p.kind == "paged" and p.e4m3 and not c.codes_by_tma:
         return CP_ASYNC.value, 1
     if p.kind == "paged":
@@ -247,13 +247,13 @@ def _kv_load(p: FmhaProblem, c: Tiling) -> tuple[int, int]:
 
 
 def splits_keys(p: FmhaProblem, target: Target, c: Tiling) -> bool:
-    """Whether a launch would split the keys of the problem."""
+    """Return whether a launch would split the keys of the problem."""
     splits, tiles_per_split = _splits(p, target, c, _row_tiles(p, c))
     return splits > 1 or tiles_per_split > 0 or is_partial(p)
 
 
 def rounds_of_steps(p: FmhaProblem, target: Target, c: Tiling) -> int:
-    """Steps that an SM makes one after the other, with one more for each tile and split."""
+    """Return the consecutive steps of an SM, plus one for each tile and split."""
     tiles = _row_tiles(p, c)
     splits, _ = _splits(p, target, c, tiles)
     rounds = -(-tiles * splits * p.kv_heads * p.batch * c.ctas // target.num_sms)
@@ -265,22 +265,22 @@ def _row_tiles(p: FmhaProblem, c: Tiling) -> int:
 
 
 def most_row_tiles(p: FmhaProblem, rows: int) -> int:
-    """Row tiles of a varlen batch, of all heads, at most."""
+    """Return the maximum number of row tiles of a varlen batch, of all heads."""
     return (p.q.shape[0] * p.group // rows + p.batch) * p.kv_heads
 
 
 def _longest(p: FmhaProblem) -> int:
-    """Keys that the queries of one sequence see at most."""
+    """Return the maximum number of keys that the queries of one sequence see."""
     return min(p.max_seqlen_k, p.left + p.right + p.max_seqlen_q if min(p.left, p.right) >= 0 else p.max_seqlen_k)
 
 
 def is_partial(p: Any) -> bool:
-    """The result is wanted in fp32: what the forward kernels write for the combine kernel, with one split too."""
+    """Return whether the result is wanted in fp32, as the forward kernels write it for the combine kernel."""
     return p.out is not None and p.out.dtype == torch.float32
 
 
 def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[int, int]:
-    """(number of splits, least tiles per split or 0 = as many as it takes to use all splits)."""
+    """Return (number of splits, least tiles per split or 0 = as few as use all splits)."""
     if c.loop:
         return 1, 0
     longest = _longest(p)
@@ -297,7 +297,8 @@ def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[
 
 
 def partials(p: Any, program: Program, splits: int, rows: int, fp16_partials: bool = False) -> tuple[Slot, Slot]:
-    """fp32 memory for partial O [splits, rows, D] and LSE [splits, rows], or fp16 ones: the plan's, else workspace."""
+    """Return fp32 memory for partial O [splits, rows, D] and LSE [splits, rows], or fp16: the plan's, else
+    workspace."""
     columns = splits * rows * p.head_dim // (2 if fp16_partials else 1)
     each = 4 if fp16_partials else 1
     size = columns + each * splits * rows
@@ -315,23 +316,23 @@ def partials(p: Any, program: Program, splits: int, rows: int, fp16_partials: bo
 
 
 def _unit(x: Any) -> int:
-    """Elements that strides are counted in."""
+    """Return the number of elements that is the unit of strides."""
     return 16 if x.element_size() == 1 else 8
 
 
 def is_aligned(x: Any) -> bool:
-    """16-byte accesses are possible: base, and all strides."""
+    """Return whether base and strides allow 16-byte accesses."""
     return x.data_ptr() % 16 == 0 and all(s % _unit(x) == 0 for s, n in zip(x.stride()[:-1], x.shape) if n > 1)
 
 
 def row_strides(x: Any) -> tuple[int, int, int]:
-    """(sequence, token, head) strides in units of 16 bytes, or 32 of fp32; varlen has no sequence stride."""
+    """Return (sequence, token, head) strides in units of 16 bytes, or 32 of fp32; varlen has no sequence stride."""
     strides = [s // _unit(x) if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape)]
     return (0, *strides) if x.ndim == 3 else tuple(strides)
 
 
 def _lse_strides(p: FmhaProblem) -> tuple[int, int, int]:
-    """(sequence, token, head) strides of lse."""
+    """Return (sequence, token, head) strides of lse."""
     if p.lse is None:
         return 0, 0, 0
     if p.kind == "varlen":
@@ -340,7 +341,8 @@ def _lse_strides(p: FmhaProblem) -> tuple[int, int, int]:
 
 
 def _addressable(program: Program, x: Slot) -> Slot:
-    """K or V as [sequence or page, row, head, column]; what neither TMA nor 16-byte copies can address is copied."""
+    """Return K or V as [sequence or page, row, head, column]; a copy if neither TMA nor 16-byte copies can address
+    it."""
     if not is_aligned(x) or any(s <= 0 for s, n in zip(x.stride(), x.shape) if n > 1):
         x = program.copied(x)
     if x.dtype == checks.E4M3:
@@ -349,7 +351,7 @@ def _addressable(program: Program, x: Slot) -> Slot:
 
 
 def converted(p: FmhaProblem, program: Program) -> FmhaProblem:
-    """The problem with k and v in e4m3 as tensors of q's dtype, which the program makes first; their scales stay."""
+    """Return the problem with k and v in e4m3 as tensors of q's dtype, which the program makes first; scales stay."""
 
     def made(x: Slot) -> Slot:
         plain = program.workspace(f"{x.name} as q", x.shape, p.q.dtype)
@@ -361,8 +363,8 @@ def converted(p: FmhaProblem, program: Program) -> FmhaProblem:
 
 
 def converts_first(p: FmhaProblem) -> bool:
-    """Whether e4m3 keys are converted once, ahead of attention, and not by every tile of rows that reads them. Not
-    pages: a call sees few of those there are."""
+    """Return whether e4m3 keys are converted once, before attention, and not by every tile of rows that reads them.
+    Pages are not: a call reads few of them."""
     return p.e4m3 and p.kind != "paged" and p.max_seqlen_q * p.group > CONVERTED_FROM
 
 
@@ -371,7 +373,7 @@ def _descriptor(x: Any, box: int) -> TensorDescriptor:
 
 
 def _half(x: Any, keys: int, split: list) -> TensorDescriptor:
-    """Tiles of 256 columns over a pair of CTAs."""
+    """Return the descriptor of tiles of 256 columns over a pair of CTAs."""
     return _boxes(x, [1, keys, 1, 256], split)
 
 

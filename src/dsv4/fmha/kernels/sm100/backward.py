@@ -67,12 +67,12 @@ def prepare_chain(target: Target, program: Program, x: Packed) -> None:
 
 
 def find_adding(p: FmhaProblem, keys: int, sequences: Sequences | None) -> Adding:
-    """Only dQ is added: a CTA meets all rows that see its keys."""
+    """Return that only dQ is summed in memory: a CTA processes all rows that see its keys."""
     return Adding(p.group, 1)
 
 
 class RaggedTiles(NamedTuple):
-    """What a CTA owns of varlen tensors, K and V or Q and dO, and the others (ragged.py)."""
+    """Ragged weights (ragged.py) of what a CTA owns of varlen tensors, K and V or Q and dO, and of the others."""
 
     x0: Ragged
     x1: Ragged
@@ -81,7 +81,7 @@ class RaggedTiles(NamedTuple):
 
 
 def operands(x: Packed) -> tuple[list[TensorDescriptor], RaggedTiles]:
-    """The descriptors of q, dout, k and v; what a CTA needs that owns keys."""
+    """Return the descriptors of q, dout, k and v, and the ragged weights for a CTA that owns keys."""
     boxes = [(y, rows_box(y, TILE)) for y in (x.q, x.dout, x.k, x.v)]
     if x.sequences is None:
         return [descriptor(*box) for box in boxes], RaggedTiles(*[Ragged(0, 0)] * 4)
@@ -91,7 +91,7 @@ def operands(x: Packed) -> tuple[list[TensorDescriptor], RaggedTiles]:
 
 
 def prepare_tiles(program: Program, x: Packed) -> None:
-    """Without scores in memory."""
+    """Add the kernels that keep scores out of memory."""
     (q, dout, k, v), ragged = operands(x)
     starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences[:2], x.sequences.count)  # or unread
     common: dict[str, Any] = dict(

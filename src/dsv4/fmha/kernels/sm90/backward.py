@@ -74,7 +74,7 @@ def prepare_chain(target: Target, program: Program, x: Packed) -> None:
 
 
 def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
-    """Without scores in memory."""
+    """Add the kernels that keep scores out of memory."""
     starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences[:2], x.sequences.count)  # or unread
     common: dict[str, Any] = dict(
         tensors=GradientTensors(x.lse2, x.delta, *starts[:2]),
@@ -105,7 +105,7 @@ def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
 def _prepare_keys(
     target: Target, program: Program, x: Packed, common: dict[str, Any], constants: dict
 ) -> dict[str, Rounding]:
-    """dK and dV, and the sum of dQ if there is one -> those of dK and dV that are sums."""
+    """Add the kernel for dK and dV, and for the sum of dQ if there is one; return those of dK and dV that are sums."""
     rows = rows_of_step(x.width, x.sums is not None)
     tiles = row_tiles(x.keys, x.sequences) * x.batch * x.k.shape[1]
     packs = x.heads // x.k.shape[1]
@@ -154,7 +154,7 @@ def _prepare_keys(
 
 
 def operands(x: Packed, boxes: dict[str, int], **gradients: Slot) -> dict[str, Any]:
-    """The descriptors of tensors and gradients, and `ragged`. boxes: their rows."""
+    """Return the descriptors of tensors and gradients, and `ragged`. boxes: their rows."""
     ragged = NOT_RAGGED
     found: dict[str, Any] = {}
     for name, rows in boxes.items():
@@ -169,9 +169,9 @@ def operands(x: Packed, boxes: dict[str, int], **gradients: Slot) -> dict[str, A
 
 
 def find_adding(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None) -> Adding:
-    """How results are added: the more query heads go together as rows, the fewer CTAs add to dK and dV, but there must
-    be one for every SM. Under a mask CTAs are at different rows, so a long pack has more of them in use than the L2
-    holds: (2, 32:4, 8192) causal at head dim 128 takes 5165 us with all 8 heads together, 4141 with 2."""
+    """Return how results are added: the more query heads are packed as rows, the fewer CTAs add to dK and dV, but there
+    must be one for every SM. Under a mask CTAs are at different rows, so more rows of a long pack are in use than the
+    L2 holds: (2, 32:4, 8192) causal at head dim 128 takes 5165 us with all 8 heads packed, 4141 with 2."""
     tiles = row_tiles(keys, sequences) * p.batch * p.q_heads
     tokens = p.max_seqlen_q // (1 if sequences is None else max(sequences.count, 1))
     most = LONGEST_PACK // (p.head_dim * max(tokens, 1)) if is_masked(p) else p.group
@@ -186,9 +186,9 @@ def is_masked(p: FmhaProblem) -> bool:
 
 
 def pairs_at_once(x: Packed) -> int:
-    """The pairs of sequence and pack that go together. Under a mask key tiles have more or fewer rows, and the longest
-    of many pairs come first: as many as the L2 holds Q, dO and the sum of dQ of. Otherwise two: (3, 20, 5000) at head
-    dim 128 takes 3270 us with eight, 3106 with two."""
+    """Return the pairs of sequence and pack that are scheduled together. Under a mask key tiles have different numbers
+    of rows, and the longest of many pairs are first: as many pairs as have Q, dO and the sum of dQ in the L2 together.
+    Otherwise two: (3, 20, 5000) at head dim 128 takes 3270 us with eight, 3106 with two."""
     if not is_masked(x.p):
         return 2
     pairs = x.batch * x.heads
@@ -200,13 +200,13 @@ def rows_of_step(head_dim: int, add_dq: bool) -> int:
 
 
 def _steps(rows: int, rows_of_one: int, sequences: Sequences | None) -> int:
-    """The steps through the rows of an average sequence."""
+    """Return the steps through the rows of an average sequence."""
     return -(-rows // (rows_of_one * (1 if sequences is None else max(sequences.count, 1))))
 
 
 def split_rows(tiles: int, steps: int, num_sms: int) -> int:
-    """How many parts the rows of a key tile are cut into. `steps`: of an average sequence. The answer needs the fewest
-    steps, if the beginning and the end of a CTA take as long as four. A part has at least eight."""
+    """Return how many parts the rows of a key tile are cut into: the number with the fewest steps, if the beginning and
+    the end of a CTA last as long as four. A part has at least eight. `steps`: of an average sequence."""
     if tiles >= 4 * num_sms:
         return 1
     most = max(1, min(steps // 8, 4 * num_sms // max(tiles, 1)))
@@ -214,6 +214,6 @@ def split_rows(tiles: int, steps: int, num_sms: int) -> int:
 
 
 def _registers(x: Packed, of_keys: bool) -> tuple[int, int]:
-    """The registers of the gradient roles and of load. load needs more for sequences; at head dim 128 dK and dV leave
-    none."""
+    """Return the registers of the gradient roles and of load. load needs more for sequences; at head dim 128 dK and dV
+    leave none."""
     return (240, 24) if x.sequences is None or of_keys and x.width == 128 else (232, 40)

@@ -1,4 +1,5 @@
-"""What the kernels of this folder share: a CTA's share of the problem, masks, and what becomes of a finished row.
+"""Functions that the kernels of this folder share: a CTA's share of the problem, masks, and the output of finished
+rows.
 
 A kernel groups its arguments (fmha/kernels/arguments.py), asks `block_coord` for its rows and tiles of keys, and
 `make_work_tile` for what its roles need: WorkTile for those who compute, Source for those who load.
@@ -47,7 +48,8 @@ class GridCoord:
 
 @gluon.jit
 def grid_coord(sizes):
-    """This CTA in the grid (row tiles, KV heads x splits, sequences), or (KV heads x splits, sequences, row tiles)."""
+    """Return the place of this CTA in the grid (row tiles, KV heads x splits, sequences), or (KV heads x splits,
+    sequences, row tiles)."""
     last = sizes.tiles_last != 0
     x, y, z = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     tiles = gl.where(last, gl.num_programs(2), gl.num_programs(0))
@@ -57,7 +59,7 @@ def grid_coord(sizes):
 
 @gluon.jit
 def block_coord(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, KV_LOAD: gl.constexpr):
-    """This CTA's M rows and its tiles of keys."""
+    """Return this CTA's M rows and its tiles of keys."""
     VARLEN: gl.constexpr = KV_LOAD == ROWS
     grid = grid_coord(sizes)
     seq = grid.seq
@@ -72,8 +74,8 @@ def block_coord(tensors, sizes, opts, BOX_ROWS: gl.constexpr, M: gl.constexpr, B
 
 @gluon.jit
 def clear_rest(tensors, sizes, strides, opts, D: gl.constexpr, KV_LOAD: gl.constexpr, SPLIT: gl.constexpr):
-    """A CTA's share of the rows of a varlen batch that no sequence has, by the same grid: a launch for them alone would
-    take 2 us, and a batch seldom has such rows. SPLIT: the combine kernel does it."""
+    """Clear a CTA's share of the rows of a varlen batch that no sequence has, with the same grid: a separate launch
+    would take 2 us, and a batch seldom has such rows. SPLIT: the combine kernel does it."""
     if KV_LOAD == ROWS and not SPLIT:
         grid = grid_coord(sizes)
         begin = end_of_sequences(tensors.cu_q_ptr, grid.sequences, sizes.total_q) + grid.seq * grid.tiles + grid.tile
@@ -85,7 +87,7 @@ def clear_rest(tensors, sizes, strides, opts, D: gl.constexpr, KV_LOAD: gl.const
 
 @gluon.jit
 def make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD: gl.constexpr):
-    """-> WorkTile, Source"""
+    """Return (WorkTile, Source)."""
     seq, head, tokens, keys = coord.seq, coord.head, coord.tokens, coord.keys
     # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
     q_ptr = tensors.q_ptr + (seq.to(gl.int64) * strides.q_batch + coord.q_start.to(gl.int64) * strides.q_token) * 8
@@ -113,8 +115,8 @@ def make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD
 
 @gluon.jit
 def finish_scores(s, column, bounds, KV_LOAD: gl.constexpr, APART: gl.constexpr = False, EVEN: gl.constexpr = False):
-    """Products q . k [M, BN] of keys from ``column`` on -> scores but for their factor: capped, and -inf where a row
-    does not see a key. EVEN: every row sees every key."""
+    """Return, from products q . k [M, BN] of keys from ``column`` on, the scores without their factor: capped, and -inf
+    where a row does not see a key. EVEN: every row sees every key."""
     L: gl.constexpr = s.type.layout
     s = capped(s, bounds.scale)
     if not EVEN:
@@ -131,7 +133,7 @@ def finish_scores(s, column, bounds, KV_LOAD: gl.constexpr, APART: gl.constexpr 
 
 @gluon.constexpr_function
 def has_limit(d):
-    """Whether scores must be smaller than 2^30, 2^27 in fp16: at head dim 64 softmax.row_scale costs 3 to 4 %."""
+    """Return whether scores must be below 2^30, 2^27 in fp16: at head dim 64 softmax.row_scale costs 3 to 4 %."""
     return d == 64
 
 
@@ -142,7 +144,7 @@ def first_maximum(d):
 
 @gluon.jit
 def step(s, m, scale, D: gl.constexpr, ABOVE: gl.constexpr = 0):
-    """softmax.step of head dim D; m begins with first_maximum(D)."""
+    """Run softmax.step for head dim D; m begins with first_maximum(D)."""
     if has_limit(D):
         return softmax.step_below_limit(s, m, scale)
     else:
@@ -151,7 +153,7 @@ def step(s, m, scale, D: gl.constexpr, ABOVE: gl.constexpr = 0):
 
 @gluon.jit
 def write(o, m, l, smem, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr):
-    """Normalise O [M, C], columns from COLUMN on of D, and write it by way of smem; with column 0 also the LSE."""
+    """Normalise O [M, C], columns from COLUMN on of D, and write it through smem; with column 0 also the LSE."""
     tensors, strides, tiles = work_tile.tensors, work_tile.strides, work_tile.tiles
     head, group, rows = work_tile.problem.head, work_tile.problem.group, work_tile.problem.rows
     scale = work_tile.problem.score_scale
@@ -196,7 +198,7 @@ def write(o, m, l, smem, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.conste
 
 
 def _transposition() -> str:
-    """PTX: words $8 + 2 j + r of four lanes, j = 0 .. 3, become $2 j + r, lane and j changed for each other."""
+    """Return PTX that transposes lane and j: words $8 + 2 j + r of four lanes, j = 0 .. 3, become $2 j + r."""
     lines = [".reg .pred odd, upper", ".reg .b32 lane, give, got, a0, a1, a2, a3", "mov.u32 lane, %laneid",
              "and.b32 got, lane, 1", "setp.ne.u32 odd, got, 0", "and.b32 got, lane, 2",
              "setp.ne.u32 upper, got, 0"]  # fmt: skip
@@ -221,7 +223,7 @@ WORDS = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 8))
 
 @gluon.constexpr_function
 def pieces(columns):
-    """Register layout of [64, columns] 16-bit values that in_pieces makes."""
+    """Return the register layout of [64, columns] 16-bit values that in_pieces makes."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], *([0, 1 << bit] for bit in range(5, columns.bit_length() - 1)), [8, 0]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -233,9 +235,9 @@ def pieces(columns):
 
 @gluon.jit
 def in_pieces(x):
-    """16-bit x [64, D], an accumulator's: the same values where a thread has 16 bytes of a row, four lanes 64.
+    """Return 16-bit x [64, D], an accumulator, in a layout in which a thread has 16 bytes of a row, four lanes 64.
 
-    Gluon would go by way of shared memory, for which there may be no room. A thread's 16 values in a row of registers
+    Gluon would use shared memory, for which there may be no room. A thread's 16 values in a row of registers
     are two rows, of which it has two columns of each eight: with j the eight among 32 and t the lane among four, column
     8 j + 2 t + e. The exchange puts column 8 t + 2 j + e there, and the names of the dimensions follow.
     """
@@ -281,7 +283,7 @@ def _write_piece(o, factor, tile_row, work_tile, FIRST: gl.constexpr, C: gl.cons
 
 @gluon.jit
 def part_rows(tile_row, work_tile, R: gl.constexpr):
-    """-> the rows of the partial results that the 64 rows from tile_row on have, and which of these there are"""
+    """Return (the rows of the partial results of the 64 rows from tile_row on, which of these exist)."""
     problem = work_tile.problem
     row = tile_row + gl.arange(0, 64, layout=R)
     token, q_head = token_and_head(row, problem.head, problem.group)
@@ -290,8 +292,8 @@ def part_rows(tile_row, work_tile, R: gl.constexpr):
 
 @gluon.jit
 def half_to_fp16(o, norm):
-    """Half of the columns, O [64, D / 2], times norm, as an fp16 partial result: see combine.py -> (values in pieces,
-    what undoes the factor of each row)."""
+    """Return (values in pieces, the inverse factor of each row) of half of the columns, O [64, D / 2], times norm, as
+    an fp16 partial result: see combine.py."""
     # The exponent field e + 127 of the largest value, from 15 on, so that 2^(14 - e) and 2^(e - 14) are normal.
     exponent = gl.maximum((gl.max(gl.abs(o), 1) * norm).to(gl.int32, bitcast=True) >> 23, 15)
     up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
@@ -300,7 +302,7 @@ def half_to_fp16(o, norm):
 
 @gluon.jit
 def write_fp16_partials(o, m, l, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.constexpr):
-    """Half of the columns, O [64, D / 2], normalised, as an fp16 partial result."""
+    """Write half of the columns, O [64, D / 2], normalised, as an fp16 partial result."""
     tensors, tiles = work_tile.tensors, work_tile.tiles
     RS: gl.constexpr = m.type.layout
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
