@@ -143,3 +143,11 @@ def test_weights_of_pieces_add_up_to_1_on_a_cpu():
     q, k, v = torch.full((1, 600, 1, 64), 2.0**12), torch.full((1, 900, 1, 64), 2.0**9), torch.ones(1, 900, 1, 64)
     torch.testing.assert_close(dsv4.fmha(q, k, v, causal=True), torch.ones_like(q))
     torch.testing.assert_close(dsv4.fmha(q, k, v, softcap=2.0**24), torch.ones_like(q))
+
+
+def test_vmap_merges_each_example():
+    outs, lses = torch.randn(2, 3, 5, 4, 8), torch.randn(2, 3, 5, 4)
+    got = torch.vmap(lambda out, lse: dsv4.merge_states(list(out), list(lse)), in_dims=1)(outs, lses)
+    for n in range(3):
+        want = dsv4.merge_states(list(outs[:, n]), list(lses[:, n]))
+        assert all(torch.equal(x[n], y) for x, y in zip(got, want))

@@ -22,6 +22,7 @@ def quantize_mxfp8(x: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]
     """
     if not checks.is_tensor(x) or x.ndim < 1 or x.dtype not in checks.FLOATS or x.shape[-1] % GROUP:
         checks.fail("x", checks.describe(x), f"bf16, fp16 or fp32 [..., D], D a multiple of {GROUP}")
+    checks.tensor("x", x, x.shape, checks.FLOATS, unit_last=False)
     return torch.ops.dsv4.quantize_mxfp8(x, backend=checks.backend(backend))
 
 

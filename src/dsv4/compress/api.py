@@ -159,6 +159,7 @@ def _check_target(out: Any, slots: Any, kv: Tensor, d: int, n: int) -> None:
             accepted = "None, a tensor [rows, d] or [pages, page, d], an Fp8Cache or an IndexCache"
             checks.fail("out", checks.describe(out), accepted)
         checks.output("out", out, (*out.shape[:-1], d), out.dtype, {"kv": kv})
+        checks.forward_only(out=out)
         checks.dtype("out", out.dtype, FLOATS)
     checks.tensor("slots", slots, (*kv.shape[:-2], n), ROW_NUMBERS, like=like, unit_last=False)
     if checks.values_checked(kv):

@@ -139,7 +139,7 @@ def _call(
     tensors = (*tensors, sink, k_scale, v_scale)
     if problem.in_e4m3(tensors[1]):
         checks.forward_only(**dict(zip(op.tensors, tensors)))
-    if head_dims.needs_padding(tensors[0], tensors[2]) and op is not FMHA_PAGED:
+    if op is not FMHA_PAGED and head_dims.needs_padding(tensors[0], tensors[2], 4 if op is FMHA else 3):
         if plan is not None or not head_dims.kernels_take(tensors, backend):
             return _padded(op, tensors, checked, return_lse, out, plan, backend)
     return operators.call(op, tensors, checked, return_lse, out, plan, backend)

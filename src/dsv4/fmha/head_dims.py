@@ -17,9 +17,9 @@ from dsv4.fmha.problem import is_between
 from dsv4.runtime import checks, dispatch
 
 
-def needs_padding(q: Any, v: Any) -> bool:
-    """Looks at shapes alone; what is not a tensor is rejected later, by name."""
-    if not (checks.is_tensor(q) and checks.is_tensor(v) and q.ndim and v.ndim):
+def needs_padding(q: Any, v: Any, rank: int) -> bool:
+    """Looks at shapes alone; what is not a tensor of this rank is rejected later, by name."""
+    if not (checks.is_tensor(q) and checks.is_tensor(v) and q.ndim == v.ndim == rank):
         return False
     return q.shape[-1] != v.shape[-1] or q.shape[-1] not in checks.HEAD_DIMS
 

@@ -122,7 +122,9 @@ def build(
         checks.fail("q", checks.describe(q), "a tensor [N, H, D] or [B, T, H, D]")
     lead, h, d = tuple(q.shape[:-2]), q.shape[-2], q.shape[-1]
     like = ("q", q)
-    packed = checks.is_tensor(k) and k.dtype == torch.uint8
+    if not checks.is_tensor(k):
+        checks.fail("k", checks.describe(k), "a tensor of keys or an IndexCache")
+    packed = k.dtype == torch.uint8
     if q_scales is not None:
         checks.tensor("q", q, tuple(q.shape), (torch.uint8,), unit_last=False)
         if not packed or k.shape[-1] != INDEX_68.row_bytes:

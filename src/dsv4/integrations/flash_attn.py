@@ -209,6 +209,8 @@ def flash_attn_with_kvcache(
     else:
         if cache_seqlens is None:
             checks.fail("cache_seqlens", None, "an int or int32 [batch] with k and v: where they are written")
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            checks.writable(name, x)
         new: Any = k.shape[1] if k is not None and checks.is_tensor(k) and k.ndim == 4 else "new"
         for name, given in (("k", k), ("v", v)):
             shape = (batch, new, *k_cache.shape[2:])

@@ -83,11 +83,19 @@ def reason(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, enable_gqa: bool = False
 ) -> Rejected | None:
     """Why dsv4 cannot compute this; None if it can. Looks at types, shapes and devices only."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    given = [("query", query), ("key", key), ("value", value)]
+    for n, (name, x) in enumerate(given):
         if not checks.is_tensor(x) or x.ndim < 3:
             return Rejected(name, checks.describe(x), "a tensor [..., heads, tokens, head dim]")
+        if x.layout != torch.strided:
+            return Rejected(name, f"layout {x.layout}", "a dense strided tensor")
         if not 0 < x.shape[-1] <= checks.HEAD_DIMS[-1]:
             return Rejected(name, f"head dim {x.shape[-1]}", f"a head dim from 1 to {checks.HEAD_DIMS[-1]}")
+        for other, y in given[:n]:
+            pairs = zip(reversed(x.shape[:-3]), reversed(y.shape[:-3]))
+            if any(a != b and a != 1 and b != 1 for a, b in pairs):
+                accepted = f"one that broadcasts with {list(y.shape[:-3])}, as {other}"
+                return Rejected(name, f"batch {list(x.shape[:-3])}", accepted)
     if attn_mask is not None:
         instead = "None: is_causal=True, or window and fmha_varlen of dsv4 for windows and padding"
         return Rejected("attn_mask", checks.describe(attn_mask), instead)

@@ -265,7 +265,14 @@ def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: 
     input."""
     like = next(iter(inputs.items()))
     tensor(name, x, tuple(shape), (dtype,), like=like, unit_last=is_tensor(x) and x.ndim > 0)
+    return writable(name, x)
+
+
+def writable(name: str, x: Tensor) -> Tensor:
+    """Checks that torch and the kernels can write x, element by element."""
     holds_its_values(name, x)
+    if x.is_inference() and not x.is_cuda and not torch.is_inference_mode_enabled():
+        fail(name, "an inference tensor", "a tensor made outside torch.inference_mode, or a call inside it")
     if _overlaps_itself(x):
         fail(name, f"strides {list(x.stride())} (elements share memory)", "a tensor whose elements do not overlap")
     return x

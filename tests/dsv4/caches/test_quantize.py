@@ -75,3 +75,8 @@ def test_a_compiler_and_gradients():
 def test_what_is_refused(x):
     with pytest.raises(ValueError, match=r"^x: got .*; accepted: bf16, fp16 or fp32 \[..., D\], D a multiple of 32"):
         dsv4.quantize_mxfp8(x)
+
+
+def test_sparse_rows_are_refused():
+    with pytest.raises(ValueError, match="^x: got layout torch.sparse_coo; accepted: a dense strided tensor"):
+        dsv4.quantize_mxfp8(torch.eye(32).to_sparse())

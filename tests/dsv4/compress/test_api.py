@@ -195,6 +195,7 @@ BAD = {
         {"kv": torch.zeros(10, 12, requires_grad=True), "out": torch.zeros(9, 6), "slots": torch.arange(3)},
         "kv",
     ),
+    "grad of a pool": ({"out": torch.zeros(9, 6, requires_grad=True), "slots": torch.arange(3)}, "out"),
     "grad of a state": ({"state": STATE._replace(gate=STATE.gate.clone().requires_grad_())}, "state.gate"),
     "eps below 0": ({"eps": -5}, "eps"),
 }

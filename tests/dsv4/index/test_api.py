@@ -220,6 +220,7 @@ BAD = {
     "q rank": ((Q[0], K, W, 2), dict(lengths=L), "q"),
     "q dtype": ((Q.int(), K, W, 2), dict(lengths=L), "q"),
     "q type": ((None, K, W, 2), dict(lengths=L), "q"),
+    "k type": ((Q.to(torch.float8_e4m3fn), None, W, 2), dict(lengths=L), "k"),
     "k width": ((Q, K[:, :4], W, 2), dict(lengths=L), "k"),
     "k rank": ((Q, K[None], W, 2), dict(lengths=L), "k"),
     "k device": ((Q, K.to("meta"), W, 2), dict(lengths=L), "k"),

@@ -328,6 +328,8 @@ def test_a_cache_is_not_touched_by_a_call_that_is_refused():
         ("cache_seqlens: got None", dict(cache_seqlens=None)),
         ("cache_seqlens: got .*; accepted: None, an int", dict(cache_seqlens="4")),
         ("cache_seqlens: got dtype int64", dict(cache_seqlens=torch.tensor([1, 2]))),
+        ("k_cache: got strides .*share memory", dict(k_cache=k[:1].expand(2, -1, -1, -1))),
+        ("v_cache: got strides .*share memory", dict(v_cache=v[:, :1].expand(-1, 8, -1, -1))),
         ("v: got", dict(v=None)),
         ("k: got", dict(k=None)),
         ("v: got shape", dict(v=new[:, :1])),

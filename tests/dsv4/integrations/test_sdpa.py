@@ -63,6 +63,15 @@ def test_views_of_one_projection_are_not_copied(monkeypatch):
         (dict(dropout_p=0.1), "^dropout_p: got float 0.1; accepted: 0.0"),
         (dict(key=torch.zeros(1, 2, 3, 64)), "^enable_gqa: got False with 4 query heads on 2 KV heads; accepted: True"),
         (dict(query=torch.zeros(1, 4, 3, 600)), "^query: got head dim 600; accepted: a head dim from 1 to 512"),
+        (
+            dict(query=torch.zeros(3, 4, 3, 64), key=torch.zeros(2, 4, 3, 64)),
+            "^key: got batch .2.; .*broadcasts with .3., as",
+        ),
+        (
+            dict(key=torch.zeros(3, 4, 3, 64), value=torch.zeros(2, 4, 3, 64)),
+            "^value: got batch .2.; .*with .3., as key",
+        ),
+        (dict(value=torch.zeros(1, 4, 3, 64).to_sparse()), "^value: got layout torch.sparse_coo"),
         (dict(query=torch.zeros(3, 64)), "^query: got float32 .*accepted: a tensor .*heads, tokens"),
         (dict(query=torch.zeros(1, 4, 3, 64, dtype=torch.float64)), "^query: got dtype torch.float64"),
         (dict(key=torch.zeros(1, 4, 3, 64, dtype=torch.bfloat16)), "^key: got"),

@@ -30,6 +30,11 @@ def paged():
     return {"q": q, "k_pages": k, "v_pages": v, "block_table": table, "lengths": ints(6, 4)}
 
 
+def made_for_inference(*shape):
+    with torch.inference_mode():
+        return torch.zeros(shape)
+
+
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
@@ -45,6 +50,9 @@ TABLE = [
     ("dense", "v", lambda x: 3, "v"),
     ("dense", "q", lambda x: x[0], "q"),
     ("dense", "q", lambda x: torch.tensor(1.0), "q"),
+    ("dense", "q", lambda x: x.flatten(), "q"),
+    ("varlen", "q", lambda x: x[:, 0, :40], "q"),
+    ("dense", "v", lambda x: x[..., 0, :40], "v"),
     ("dense", "k", lambda x: x[0], "k"),
     ("dense", "v", lambda x: x[..., None], "v"),
     ("varlen", "q", lambda x: x[None], "q"),
@@ -103,6 +111,7 @@ TABLE = [
     ("dense", "out", lambda x: torch.zeros(2, 3, 4, 128)[..., ::2], "out"),
     ("dense", "out", lambda x: torch.zeros(1, 3, 4, 64).expand(2, 3, 4, 64), "out"),
     ("dense", "out", lambda x: torch.zeros(3000).as_strided((2, 3, 4, 64), (256, 100, 64, 1)), "out"),
+    ("dense", "out", lambda x: made_for_inference(2, 3, 4, 64), "out"),
     ("dense", "out", lambda x: [], "out"),
     # values
     ("varlen", "cu_seqlens_q", lambda x: ints(1, 3, 7), "cu_seqlens_q"),
