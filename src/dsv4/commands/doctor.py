@@ -19,12 +19,14 @@ from rich.table import Table
 
 import dsv4
 from dsv4 import suites
-from dsv4.runtime import dispatch
+from dsv4.runtime import cubins, dispatch
+from dsv4.runtime.settings import settings
 from dsv4.suites import Where
 
 from . import environment, show
 
 OPTIONAL = {"transformers": "dsv4[hf]", "matplotlib": "dsv4[plot]", "perfetto": "softsm[trace]"}
+FASTEST_ON_HOPPER = (3, 6)  # the Triton of the published times (docs/graphs.md)
 TRIALS = (("seeds", "d64-t4-s128"), ("v4", "csa-t128"))  # suite, case
 
 
@@ -63,7 +65,7 @@ def doctor(
         "Software": list(software()),
         "Device": list(device()),
         "Backends": list(backends(run)),
-        "Environment": list(settings()),
+        "Environment": list(variables()),
     }
     findings = [finding for group in groups.values() for finding in group]
     if as_json:
@@ -92,6 +94,7 @@ def software() -> Iterator[Finding]:
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build: does not see a GPU"
     yield Finding("torch", torch.__version__, True, f"{build}; threads: {torch.get_num_threads()}")
     yield triton()
+    yield wheel()
     for package, extra in OPTIONAL.items():
         found = show.version_of(package)
         yield Finding(package, found or "not installed", True if found else None, f"optional: {extra}")
@@ -127,7 +130,7 @@ def plug_in(engine: Engine) -> Finding:
     return Finding(name, "on" if value == "1" else "off", True, why)
 
 
-def settings() -> Iterator[Finding]:
+def variables() -> Iterator[Finding]:
     for variable in environment.EVERY:
         value = os.environ.get(variable.name)
         shown = " ".join(("not set", variable.default and f"({variable.default})")) if value is None else value
@@ -145,6 +148,34 @@ def triton() -> Finding:
         oldest = ".".join(map(str, min(entry.triton for entry in newer)))
         why += f"; {', '.join(entry.name for entry in newer)} need triton >= {oldest}"
     return Finding("triton", text, found >= min(entry.triton for entry in every), why)
+
+
+def wheel() -> Finding:
+    """The compiled kernels that dsv4 finds without a setting, and whether it uses them."""
+    name = "dsv4-cubins"
+    root = cubins.installed()
+    if root is None:
+        return Finding(name, "not installed", None, f"optional: compiled kernels{slower()}")
+    found = show.version_of(name) or str(root)
+    if not settings.cubins:
+        return Finding(name, found, None, "not used: DSV4_CUBINS=0")
+    if settings.aot is not None:
+        return Finding(name, found, None, f"not used: DSV4_AOT={settings.aot}")
+    if not cubins.fits(root):
+        return Finding(name, found, False, f"{root}: not used, its kernels are those of another dsv4; build it again")
+    held = (entry.name for entry in dispatch.ARCHITECTURES.values() if (root / entry.name).is_dir())
+    return Finding(name, found, True, f"used: compiled kernels for {', '.join(held)}")
+
+
+def slower() -> str:
+    """Where this machine's GPU and Triton are a pair for which the wheel is faster, say so."""
+    if not torch.cuda.is_available() or dispatch.capability_of() != (9, 0):
+        return ""
+    found = dispatch.triton_version()
+    if found is None or found <= FASTEST_ON_HOPPER:
+        return ""
+    best, here = (".".join(map(str, version)) for version in (FASTEST_ON_HOPPER, found))
+    return f" by Triton {best}, up to 25 % faster than those of {here}: `make cubins`, or torch 2.11"
 
 
 def device() -> Iterator[Finding]:

@@ -30,16 +30,25 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
+def installed() -> Path | None:
+    """Return the folder of the installed wheel, whether it fits or not."""
+    found = importlib.util.find_spec(PACKAGE)
+    return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None
+
+
+def fits(root: Path) -> bool:
+    """Return whether the kernels of a wheel were compiled from the sources of this dsv4."""
+    record = root / SOURCES
+    return record.is_file() and record.read_text().strip() == source_hash()
+
+
 @cache
 def folder(arch: str) -> Path | None:
     """Return the folder of the installed wheel for an architecture; None without a wheel that fits."""
-    found = importlib.util.find_spec(PACKAGE) if settings.cubins else None
-    if found is None or not found.submodule_search_locations:
+    root = installed() if settings.cubins else None
+    if root is None or not (root / arch).is_dir():
         return None
-    root = Path(found.submodule_search_locations[0])
-    if not (root / arch).is_dir():
-        return None
-    if (root / SOURCES).read_text().strip() != source_hash():
+    if not fits(root):
         warnings.warn(
             f"{root}: its kernels were compiled from other sources than those of this dsv4; Triton compiles them "
             "instead. Install the dsv4-cubins of this version, or set DSV4_CUBINS=0",

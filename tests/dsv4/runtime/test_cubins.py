@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsv4.commands import doctor
 from dsv4.fmha import problem
 from dsv4.runtime import aot, cubins, dispatch
 from dsv4.runtime.settings import settings
@@ -73,6 +74,38 @@ def test_kernels_of_other_sources_are_not_used_and_this_is_said(wheel):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert target().aot is None
+
+
+def test_a_wheel_without_a_record_of_its_sources_is_not_used(wheel):
+    (wheel / cubins.SOURCES).unlink()
+    with pytest.warns(UserWarning, match="dsv4_cubins: its kernels were compiled from other sources"):
+        assert target().aot is None
+
+
+def test_doctor_says_whether_it_is_used(wheel, monkeypatch, tmp_path):
+    finding = doctor.wheel()
+    assert finding.ok and finding.why == "used: compiled kernels for sm_90a"
+    monkeypatch.setattr(settings, "aot", tmp_path)
+    assert doctor.wheel().ok is None and "DSV4_AOT" in doctor.wheel().why
+    monkeypatch.setattr(settings, "cubins", False)
+    assert doctor.wheel().ok is None and "DSV4_CUBINS=0" in doctor.wheel().why
+    monkeypatch.undo()
+    monkeypatch.setattr(cubins, "installed", lambda: wheel)
+    (wheel / cubins.SOURCES).write_text("0" * 64)
+    assert doctor.wheel().ok is False and str(wheel) in doctor.wheel().why
+
+
+@pytest.mark.parametrize(
+    "capability, triton, says", [((9, 0), (3, 9), True), ((9, 0), (3, 6), False), ((10, 0), (3, 9), False)]
+)
+def test_doctor_recommends_it_where_it_is_faster(monkeypatch, capability, triton, says):
+    monkeypatch.setattr(cubins, "installed", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(dispatch, "triton_version", lambda: triton)
+    finding = doctor.wheel()
+    assert finding.ok is None and finding.found == "not installed"
+    assert ("make cubins" in finding.why) is says
 
 
 def test_an_old_triton_launches_its_kernels(wheel, monkeypatch):
