@@ -27,7 +27,7 @@ class Commands(typer.core.TyperGroup):
             status = super().main(*args, **options | {"standalone_mode": False})
         except show.UsageError as problem:
             # no text: no argument at all, and typer has shown the help
-            if text := problem.format_message():
+            if text := show.told(problem):
                 print(f"{problem.ctx.command_path if problem.ctx else 'dsv4'}: {text}", file=sys.stderr)
             sys.exit(2)
         except typer.Abort:

@@ -24,6 +24,7 @@ from softsm.commands.program import (
     program_errors,
     program_of,
     target_of,
+    told,
     usage,
     writable,
 )
@@ -38,7 +39,7 @@ class Commands(typer.core.TyperGroup):
             status = super().main(*args, **options | {"standalone_mode": False})
         except UsageError as problem:
             # Without an argument there is no text, and typer has shown the help.
-            if text := problem.format_message():
+            if text := told(problem):
                 typer.echo(f"{problem.ctx.command_path if problem.ctx else 'softsm'}: {text}", err=True)
             sys.exit(2)
         except typer.Abort:

@@ -92,7 +92,7 @@ def test_verify_reports_an_exception_by_case(monkeypatch: pytest.MonkeyPatch) ->
     [
         (("--match", "no such case"), "no case"),
         (("--suite", "nope"), "accepted: seeds, fmha, v4, backward, all"),
-        (("--backend", "cpu", "--json", "no/such/folder/report.json"), "no such folder"),
+        (("--backend", "cpu", "--json", "no/such/folder/report.json"), "a folder that exists"),
         (("--backend", "tpu"), "accepted: auto, cuda, softsm, cpu"),
         (("--backend", "cpu", "--arch", "sm_90a"), "does not apply"),
         (("--backend", "softsm", "--arch", "sm_70"), "accepted: sm_90a, sm_100a, sm_103a"),
@@ -270,16 +270,16 @@ def test_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 @pytest.mark.parametrize(
     "command, says",
     [
-        ("compile -o x --arch sm_80", "sm_80: accepted: sm_90a, sm_100a, sm_103a"),
-        ("compile -o x --head-dim 100", "100: accepted: 64, 128, 256, 512"),
-        ("compile -o x --dtype fp32", "fp32: accepted: bf16, fp16"),
-        ("compile -o x --kind pages", "pages: accepted: dense, varlen, paged, v4"),
-        ("compile -o x --kind v4 --head-dim 64", "v4: accepted: with head dim 512 and bf16"),
+        ("compile -o x --arch sm_80", "got sm_80; accepted: sm_90a, sm_100a, sm_103a"),
+        ("compile -o x --head-dim 100", "got 100; accepted: 64, 128, 256, 512"),
+        ("compile -o x --dtype fp32", "got fp32; accepted: bf16, fp16"),
+        ("compile -o x --kind pages", "got pages; accepted: dense, varlen, paged, v4"),
+        ("compile -o x --kind v4 --head-dim 64", "--kind: got v4; accepted: with head dim 512 and bf16"),
         ("compile -o x --page-size 0", "--page-size"),
-        ("kernels --arch sm_90a", "sm_90a: accepted: sm_100a"),
-        ("kernels --operation merge", "merge: accepted: fmha, v4"),
-        ("kernels --kv-load tma", "tma: accepted: rows, pages, cp_async"),
-        ("kernels --head-dim 5", "5: accepted: 64, 128, 256, 512"),
+        ("kernels --arch sm_90a", "got sm_90a; accepted: sm_100a"),
+        ("kernels --operation merge", "got merge; accepted: fmha, v4"),
+        ("kernels --kv-load tma", "got tma; accepted: rows, pages, cp_async"),
+        ("kernels --head-dim 5", "got 5; accepted: 64, 128, 256, 512"),
     ],
 )
 def test_values_that_an_option_does_not_have(command, says) -> None:
@@ -291,11 +291,14 @@ def test_values_that_an_option_does_not_have(command, says) -> None:
     "command, says",
     [
         ("verfy", "dsv4: No such command 'verfy'. Did you mean 'verify'?"),
-        ("verify --bakend cpu", "dsv4 verify: No such option: --bakend (Possible options: --backend)"),
+        ("verify --bakend cpu", "dsv4 verify: --bakend: there is no such option; did you mean --backend?"),
+        ("doctor --jsn", "dsv4 doctor: --jsn: there is no such option; did you mean --json?"),
+        ("hub --y", "dsv4 hub: --y: there is no such option"),
+        ("support --write no/file.md", "dsv4 support: no/file.md: No such file or directory"),
         ("verify --json", "dsv4: Option '--json' requires an argument."),
         ("verify --jobs 0", "dsv4 verify: Invalid value for '--jobs'"),
-        ("bench --suite nope", "dsv4 bench: --suite nope: accepted: dense"),
-        ("completion csh", "dsv4 completion: csh: accepted: bash, zsh, fish"),
+        ("bench --suite nope", "dsv4 bench: --suite: got nope; accepted: dense"),
+        ("completion csh", "dsv4 completion: shell: got csh; accepted: bash, zsh, fish"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(command, says) -> None:

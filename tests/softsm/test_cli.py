@@ -401,7 +401,7 @@ def test_version():
     ("museum 99", "softsm museum: numbers: got 99; accepted: 1 to "),
     ("explain nothing", "softsm explain: topic: got 'nothing'; accepted: "),
     ("serve --idle 0", "softsm serve: idle: got 0.0; accepted: numbers > 0"),
-    ("museum --ful", "softsm museum: No such option: --ful"),
+    ("museum --ful", "softsm museum: --ful: there is no such option; did you mean --full?"),
 ])  # fmt: skip
 def test_wrong_usage_is_one_line_with_the_name_of_the_command(command, says):
     done = CliRunner().invoke(app, command.split(), prog_name="softsm")

@@ -52,8 +52,7 @@ def bench(
     is enough; the docstring of dsv4.bench.peers has the commands.
     """
     for option, value, accepted in (("--suite", suite, SUITES), ("--shapes", shapes, ("fixed", "random"))):
-        if value not in accepted:
-            show.refuse(f"{option} {value}: accepted: {', '.join(accepted)}")
+        show.chosen(option, [value], accepted)
     for option, path in (("--json", as_json), ("--plot", plot), ("--write", write)):
         show.file_to_write(option, path)
     if recorded is not None:
@@ -187,7 +186,7 @@ def replaced(text: str, records: list[dict[str, Any]]) -> str:
     head, mark, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not mark or not end:
-        raise typer.BadParameter(f"the file has no marks {BEGIN!r} and {END!r}")
+        show.refuse(f"--write: got a file without the marks {BEGIN!r} and {END!r}")
     return f"{head}{BEGIN}\n\n{summary.table(records)}\n\n{END}{tail}"
 
 

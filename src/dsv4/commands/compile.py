@@ -37,13 +37,13 @@ def compile(  # noqa: A001 - the command's name
     try:
         sizes = variants.Sizes() if model is None else variants.Sizes.read(model)
     except ValueError as why:
-        raise typer.BadParameter(str(why), param_hint="--model") from None
+        show.refuse(f"--model: {why}")
     sizes = sizes._replace(page_size=page_size, index_rows=index_rows)
     wanted = variants.wanted(kinds, dims, dtypes)
     if not wanted:
         of_v4 = ", ".join(k for k in kinds if k in variants.ONLY_V4)
         accepted = "accepted: with head dim 512 and bf16, v4 and v4-backward also with fp16"
-        raise typer.BadParameter(f"{of_v4}: {accepted}", param_hint="--kind")
+        show.refuse(f"--kind: got {of_v4}; {accepted}")
     out.mkdir(parents=True, exist_ok=True)  # before minutes of compiling
     if not os.access(out, os.W_OK):
         raise PermissionError(errno.EACCES, "the directory is not writable", str(out))

@@ -26,8 +26,7 @@ complete -o default -F _dsv4 dsv4
 
 def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")], context: typer.Context) -> None:
     """Print a script that completes commands and options: source <(dsv4 completion bash)."""
-    if shell not in SHELLS:
-        show.refuse(f"{shell}: accepted: {', '.join(SHELLS)}")
+    show.chosen("shell", [shell], SHELLS)
     root = context.find_root().command
     words = {name: options(command) for name, command in root.commands.items()}  # type: ignore[attr-defined]
     print(fish(words) if shell == "fish" else bash(words, zsh=shell == "zsh"), end="")

@@ -18,6 +18,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from . import show
+
 PACKAGE = Path(__file__).parents[1]
 # What is copied, with all that these import; the kernels and CPU paths are imported by name when they are needed.
 ROOTS = ("__init__", "integrations.flash_attn", "integrations.flash_mla", "fmha.cpu", "v4.cpu", "index.cpu")
@@ -38,7 +40,7 @@ __all__ += [
 def hub(out: Annotated[Path, typer.Option(help="directory for build/torch-universal; must be empty or new")]) -> None:
     """Write dsv4's attention as a kernel for the Hugging Face hub."""
     if out.exists() and any(out.iterdir()):
-        raise typer.BadParameter(f"{out} is not empty", param_hint="--out")
+        show.refuse(f"--out: got {out}, which is not empty; accepted: a new or an empty folder")
     name, folder, modules = write(out)
     Console().print(f"{len(modules)} modules as {name} in {folder}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
@@ -30,6 +31,16 @@ def refuse(why: str) -> NoReturn:
     raise UsageError(why)
 
 
+def told(problem: UsageError) -> str:
+    """The line of an error; of an unknown option in the style of all others."""
+    near = getattr(problem, "possibilities", None)
+    name = getattr(problem, "option_name", None)
+    if near is None or name is None:
+        return problem.format_message()
+    closest = difflib.get_close_matches(name, near, 1, 0.0)
+    return f"{name}: there is no such option" + (f"; did you mean {closest[0]}?" if closest else "")
+
+
 def console(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else WIDE, highlight=False)
@@ -40,14 +51,14 @@ def chosen(option: str, values: Sequence[T] | None, accepted: Iterable[T]) -> li
     known = list(accepted)
     for value in values or ():
         if value not in known:
-            raise typer.BadParameter(f"{value}: accepted: {', '.join(map(str, known))}", param_hint=option)
+            refuse(f"{option}: got {value}; accepted: {', '.join(map(str, known))}")
     return list(values or known)
 
 
 def file_to_write(option: str, path: Path | None) -> None:
     """Reject a place where nothing can be written now, not after the work."""
     if path is not None and not path.absolute().parent.is_dir():
-        refuse(f"{option} {path}: there is no such folder")
+        refuse(f"{option}: got {path}; accepted: a file in a folder that exists")
 
 
 def progress() -> Progress:

@@ -211,7 +211,7 @@ def support(
         return
     try:
         text = replaced(write.read_text())
-    except (OSError, ValueError) as why:
+    except ValueError as why:
         show.refuse(f"{write}: {why}")
     write.write_text(text)
     print(f"wrote the support matrix into {write}")

@@ -42,9 +42,9 @@ class Where:
     def resolve(self) -> Where:
         """Replaces `auto` and a missing arch by what will run, or raises `Unavailable`."""
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {self.backend!r}; accepted: {', '.join(BACKENDS)}")
+            raise ValueError(f"backend: got {self.backend!r}; accepted: {', '.join(BACKENDS)}")
         if self.arch is not None and self.arch not in ARCHS:
-            raise ValueError(f"arch is {self.arch!r}; accepted: {', '.join(ARCHS)}")
+            raise ValueError(f"arch: got {self.arch!r}; accepted: {', '.join(ARCHS)}")
         gpu = gpu_arch()
         if self.backend == "cpu":
             if self.arch is not None:

@@ -148,7 +148,7 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, 
 
     try:
         softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms, ranks=ranks)
-    except ValueError as problem:
+    except (ValueError, ImportError) as problem:
         usage(str(problem))
     sys.argv = [str(file), *arguments]
     sys.path.insert(0, str(file.resolve().parent))
@@ -180,6 +180,16 @@ def program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterato
             frames = frames.tb_next
         traceback.print_exception(problem.with_traceback(frames))
         raise typer.Exit(1) from None
+
+
+def told(problem: UsageError) -> str:
+    """The line of an error; of an unknown option in the style of all others."""
+    near = getattr(problem, "possibilities", None)
+    name = getattr(problem, "option_name", None)
+    if near is None or name is None:
+        return problem.format_message()
+    closest = difflib.get_close_matches(name, near, 1, 0.0)
+    return f"{name}: there is no such option" + (f"; did you mean {closest[0]}?" if closest else "")
 
 
 def usage(message: str) -> NoReturn:

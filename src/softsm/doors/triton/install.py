@@ -69,8 +69,16 @@ class Use(InUse):
             raise
 
     def _install(self, register: bool, shim: bool) -> None:
-        import torch
-
+        try:
+            import torch
+            import triton  # noqa: F401
+        except ModuleNotFoundError as missing:
+            if missing.name not in ("torch", "triton"):
+                raise
+            raise ImportError(
+                f"softsm.use: {missing.name} is not installed; Triton programs need torch and Triton, on Linux: "
+                "pip install './packages/softsm[triton]' in a clone"
+            ) from None
         if shim:
             from softsm.doors.triton.cuda_shim import CudaShim
 

@@ -308,3 +308,12 @@ def test_importing_softsm_is_quick_and_light():
 def test_unknown_public_name():
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         softsm.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("missing", ["torch", "triton"])
+def test_without_triton_it_says_what_to_install(missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
+    with pytest.raises(ImportError, match=rf"softsm.use: {missing} is not installed; .*softsm\[triton\]"):
+        softsm.use("sm_90a")
+    monkeypatch.undo()
+    assert softsm.active_arch() is None
