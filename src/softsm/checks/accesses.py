@@ -160,13 +160,14 @@ class MemoryAccesses:
     ) -> None:
         """An instruction executed in Python reads or writes bytes [low, high) of shared memory in the generic proxy.
         same: the store changes no byte."""
+        flags = (sh.STRONG if strong else 0) | (sh.QUIET if same else 0)
+        if lane >= 0:
+            w.view.head[1] |= np.uint32(1 << lane)
         if cta is w.cta:
-            self.spans.span(w.state, low, high, write, w.pc)
+            self.spans.span(w.state, low, high, write, flags, w.pc, lane)
         else:
             self.checker.operations.touches_peer(w, cta)
             base = w.view.at
-            if lane >= 0:
-                w.view.head[1] |= np.uint32(1 << lane)
             self.spans.peer(
                 cta.view.shadow.address,
                 cta.view.shadow.reads_address,
@@ -179,7 +180,7 @@ class MemoryAccesses:
                 low,
                 high,
                 write,
-                (sh.STRONG if strong else 0) | (sh.QUIET if same else 0),
+                flags,
                 w.pc,
                 int(self.order.newest[0]),
                 self.races_address,

@@ -151,6 +151,12 @@ def peer_reader(at, word, me, now, place, clock, known, newest, races):
     store32(at + 32, u4(place))
 
 
+@native("i8(i8, i8, i8)")
+def bytes_of(word, low, high):
+    """The bytes of a word that [low, high) has, as a mask."""
+    return ((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)
+
+
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write, flags, pc, newest, races, lane):
     """Checks and records an access by a warp (`me` = 1 + its slot) to bytes [low, high) of another CTA's shared
@@ -159,7 +165,7 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
     for word in range(low >> 2, (high + 3) >> 2):
         records.split_block(shadow, (words + BLOCK - 1) >> BLOCK_BITS, word)
         at = shadow + word * 4 * RECORD
-        touched = (((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)) | flags
+        touched = bytes_of(word, low, high) | flags
         agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
         found = i8(0)
         if agent:
@@ -312,17 +318,19 @@ def asynchronous_global(
             )
 
 
-@native("void(i8, i8, i8, i8, i8)", python=True)
-def span(S, low, high, write, pc):
-    """Checks and records an access by the warp of S to bytes [low, high) of its CTA's shared memory."""
+@native("void(i8, i8, i8, i8, i8, i8, i8)", python=True)
+def span(S, low, high, write, flags, pc, lane):
+    """Checks and records an access by the warp of S to bytes [low, high) of its CTA's shared memory. flags: STRONG,
+    QUIET; lane: -1 for the whole warp."""
+    clock, known = records.sget(S, S_CLOCK), records.sget(S, S_KNOWN)
     for word in range(low >> 2, (high + 3) >> 2):
-        records.shared_word(S, word, 15, write, pc, -1, records.sget(S, S_CLOCK), records.sget(S, S_KNOWN))
+        records.shared_word(S, word, bytes_of(word, low, high) | flags, write, pc, lane, clock, known)
 
 
 @native("void(i8, i8, i8)", python=True)
 def barrier_word(S, low, pc):
     """The warp of S initialises an mbarrier in the 8 bytes at `low`."""
-    span(S, low, low + 8, 1, pc)
+    span(S, low, low + 8, 1, 0, pc, -1)
     for word in range(low >> 2, (low >> 2) + 2):
         at = records.sget(S, S_SHADOW) + word * 4 * RECORD + 12
         store32(at, load32(at) | u4(LIVE))

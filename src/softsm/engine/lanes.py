@@ -278,7 +278,7 @@ def _f64_bits(typingctx, x):
     return types.uint64(types.float64), lambda c, b, s, a: b.bitcast(a[0], ir.IntType(64))
 
 
-@native("u4(i8, i8, u4, u4, u4)")
+@native("u4(i8, i8, u4, u4, u4)", python=True)
 def atomic32(op, t, old, b, c):
     if op == EXCH:
         return b
@@ -300,7 +300,7 @@ def atomic32(op, t, old, b, c):
     return old if less == (op == MIN) else b
 
 
-@native("u8(i8, i8, u8, u8, u8)")
+@native("u8(i8, i8, u8, u8, u8)", python=True)
 def atomic64(op, t, old, b, c):
     if op == EXCH:
         return b

@@ -131,7 +131,10 @@ class Kernel:
             code = code.lower()
         out = []
         for x in v.initial:
-            if isinstance(x, Symbol):
+            if isinstance(x, Symbol) and x.name in self.module.functions:
+                # In a table of virtual functions. Nothing is there: calls through a register are refused.
+                x = 16 + 16 * list(self.module.functions).index(x.name)
+            elif isinstance(x, Symbol):
                 x = self.variables[x.name].ctypes.data + x.offset
             if code in "BHIQ":
                 x = int(x) & (1 << 8 * struct.calcsize(code)) - 1

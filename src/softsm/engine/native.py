@@ -40,7 +40,8 @@ def native(signature: str | None, *, python: bool = False, c: bool = False, effo
     Other native functions can call it; with `python` Python can too; with `c` generated code can, at its `address`.
     Both need wrappers, which cost compile time. `effort` is LLVM's level of optimisation: 3 is for loops over arrays;
     code that only branches and moves is as fast with 2, and compiles in two thirds of the time."""
-    return lambda function: Native(function, signature, python, c, effort)
+    kind = Native if python else Inner
+    return lambda function: kind(function, signature, python, c, effort)
 
 
 class Native(CPUDispatcher):
@@ -83,6 +84,13 @@ class Native(CPUDispatcher):
         self.ready()
         made = self.made()
         return made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name)
+
+
+class Inner(Native):
+    """Has no wrapper for Python, without which Numba would jump to an address that is none."""
+
+    def __call__(self, *_: Any) -> Any:
+        raise TypeError(f"{self.__name__} is called from Python: it needs python=True")
 
 
 def ready(*modules: ModuleType) -> None:

@@ -12,6 +12,8 @@ LONGEST = 40  # characters of template arguments that are shown
 # Headers, and Triton's own functions, whose lines tell less than the place that uses them.
 LIBRARIES = re.compile(
     r"(^|/)(include|cccl|libcudacxx)/(cute|cutlass|cub|thrust|cuda|cccl)/|/__clang_cuda|/doors/cuda/include/|/crt/sm_"
+    r"|/include/(cooperative_groups|cuda_(awbarrier|pipeline|bf16|fp\d+)|curand|mma\.h)"  # of the toolkit
+    r"|/include/(device_(atomic_|double_)?functions|sm_\d\d_(atomic_functions|intrinsics))\.h"
     r"|/include/ops/(thread|group)/"  # ThunderKittens
     r"|/triton/(language|experimental/gluon/language)/"
 )

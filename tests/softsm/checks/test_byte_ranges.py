@@ -43,7 +43,7 @@ class Memory:
         )  # fmt: skip
 
     def access(self, warp: int, low: int, high: int, write: int, pc: int) -> None:
-        self.spans.span(address_of(self.states[warp]), low, high, write, pc)
+        self.spans.span(address_of(self.states[warp]), low, high, write, 0, pc, -1)
 
     def findings(self) -> list[int]:
         found = self.races[: 1 + sh.RACE_FIELDS * self.races[0]].tolist()

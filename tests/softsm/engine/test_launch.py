@@ -92,6 +92,30 @@ def test_module_variables_keep_their_initial_values():
     assert x.tolist() == [10, 20, 30, 40]
 
 
+def test_a_table_of_functions_stops_nobody_who_does_not_call_them():
+    ptx = """
+.version 8.0 .target sm_90a .address_size 64
+.func (.param .b32 result) twice(.param .b32 x)
+{
+  ret;
+}
+.global .align 8 .u64 table[3] = {0, 0, twice};
+.visible .entry k(.param .u64 x)
+{
+  .reg .b32 %r<2>; .reg .b64 %rd<4>;
+  .param .b32 result;
+  ld.param.u64 %rd1, [x]; mov.u64 %rd2, table; ld.global.u64 %rd3, [%rd2+16]; CALL st.global.u32 [%rd1], %rd3; ret;
+}"""
+    x = np.zeros(1, np.uint32)
+    softsm.load(ptx.replace("CALL", "").replace("st.global.u32", "st.global.u64")).launch(
+        1, 1, [np.zeros(1, np.uint64)]
+    )
+    with pytest.raises(PtxError, match="calls through a register are not supported"):
+        softsm.load(ptx.replace("CALL", "P: .callprototype (.param .b32 _) _ (); call (result), %rd3, (), P;")).launch(
+            1, 1, [x]
+        )
+
+
 def test_shared_memory_starts_as_nan_and_is_private_to_the_cta():
     ptx = """
 .version 8.0 .target sm_90a .address_size 64

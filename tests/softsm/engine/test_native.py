@@ -94,6 +94,22 @@ def test_threads_that_need_a_function_at_once_wait_for_one_compilation():
         assert list(threads.map(doubled, range(8))) == list(range(0, 16, 2))
 
 
+def test_python_cannot_call_a_function_without_a_wrapper():
+    """Numba would end the process."""
+
+    @native.native("i8(i8)")
+    def inner(x):
+        return x + 1
+
+    @native.native("i8(i8)", python=True)
+    def outer(x):
+        return inner(x)
+
+    assert outer(3) == 4
+    with pytest.raises(TypeError, match="inner is called from Python"):
+        inner(3)
+
+
 def test_generated_code_calls_an_address():
     @native.native("i8(i8)", c=True)
     def squared(x):

@@ -71,3 +71,41 @@ mul.lo.u32 %r15, %r15, 5;
         peer, before = (rank + 1) % 4, (rank - 1) % 4
         wanted = [100 * peer + LANES, peer + 0 * LANES, 100 * peer + LANES, peer + 32 + 0 * LANES, 100 * before + LANES]
         np.testing.assert_array_equal(got[rank], np.stack(wanted, 1))
+
+
+def test_atomics_at_peers():
+    """atom and red on another CTA's shared memory, by an address of the cluster and by a generic one."""
+    body = """mov.u32 %r2, data;
+mov.u32 %r10, %cluster_ctarank;
+st.shared.u64 [%r2], 0;
+st.shared.u64 [%r2+8], 7;
+st.shared.u64 [%r2+16], 0;
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+xor.b32 %r11, %r10, 1;
+mapa.shared::cluster.u32 %r5, %r2, %r11;
+cvt.u64.u32 %rd4, %r2;
+cvta.shared.u64 %rd4, %rd4;
+mapa.u64 %rd5, %rd4, %r11;
+cvt.u64.u32 %rd6, %r1;
+atom.shared::cluster.add.u32 %r6, [%r5], %r1;
+red.add.u32 [%rd5], 2;
+atom.inc.u32 %r7, [%rd5+4], 5;
+atom.max.s64 %rd7, [%rd5+8], %rd6;
+red.shared::cluster.add.f32 [%r5+16], 0f3F000000;
+atom.cas.b32 %r8, [%rd5+20], %r1, 30;
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+setp.eq.u32 %p2, %r1, 31;
+ld.shared.u32 %r12, [%r2];
+ld.shared.u32 %r13, [%r2+4];
+ld.shared.u32 %r14, [%r2+8];
+ld.shared.u32 %r15, [%r2+16];
+ld.shared.u32 %r16, [%r2+20];
+mad.lo.u32 %r17, %r10, 5, 0;
+"""
+    for i in range(5):
+        body += f"add.u32 %r18, %r17, {i};\n" + store(f"%r{12 + i}", "%r18")
+    got = run(ptx(body, shared=DATA), [words(10)], grid=2, cluster=2).reshape(2, 5)
+    half = int(np.float32(16).view(np.uint32))
+    np.testing.assert_array_equal(got, [[sum(range(32)) + 64, 32 % 6, 31, half, 30]] * 2)

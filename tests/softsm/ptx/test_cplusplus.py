@@ -46,6 +46,10 @@ def test_places_outside_the_libraries():
     assert outside(inner) is kernel and outside(kernel) is kernel
     example = SourceLoc("/opt/cutlass/examples/cute/tutorial/x.cu", 9, 1, "f")
     assert outside(SourceLoc("include/cute/algorithm/copy.hpp", 59, 1, "f", example)) is example
+    for header in ("device_atomic_functions.hpp", "cooperative_groups/details/helpers.h", "cuda_bf16.hpp"):
+        assert outside(SourceLoc(f"/usr/local/cuda/include/{header}", 107, 1, "f", kernel)) is kernel
+    own = SourceLoc("/home/me/include/device_tables.h", 1, 1, "f", kernel)
+    assert outside(own) is own
     alone = SourceLoc("/opt/include/cute/x.hpp", 1, 1, "f")
     assert outside(alone) is alone
 

@@ -34,6 +34,10 @@ HOST = ("--cuda-host-only", "-O1", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic", "-Wl,--wrap=exit", "-Wl,--wrap=abort")
 IR = ("-x", "ir", "--target=nvptx64-nvidia-cuda", "-nocudalib", "-O3", "-S", "-Xclang", "-disable-llvm-passes")
 CLUSTER_HEADERS = ("host_defines.h", "cuda_runtime.h", "softsm_toolkit.h")  # they define __cluster_dims__
+OWN_HEADERS = (
+    "softsm's own headers were used, which have no more than the essentials: with CUDA_HOME=folder of a CUDA toolkit "
+    "(or --clang-flags --cuda-path=folder) the toolkit's serve"
+)
 PTX_FEATURE = {"sm_90a": "+ptx80", "sm_100a": "+ptx86", "sm_103a": "+ptx88"}
 
 
@@ -165,5 +169,6 @@ def run(command: list[str]) -> str:
         missing = sorted(set(re.findall(r"undefined reference to `(\w+)", done.stderr)))
         if missing:
             raise CompileError(f"softsm's CUDA runtime has no {', '.join(missing)}")
-        raise CompileError(f"clang failed:\n{done.stderr.rstrip()}")
+        why = f"\n{OWN_HEADERS}" if "-nocudainc" in command else ""
+        raise CompileError(f"clang failed:\n{done.stderr.rstrip()}{why}")
     return done.stdout

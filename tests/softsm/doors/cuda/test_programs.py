@@ -123,11 +123,102 @@ int main(int, char **words) {
 """
 
 
+# Another style: owners of memory, generic kernels, doubles, a grid that starts before the one before has ended, and
+# shared memory of the whole cluster.
+MODERN = r"""
+#include <cuda_runtime.h>
+#include <cstdio>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+struct Freed { void operator()(void *at) const { cudaFree(at); } };
+template <class T> std::unique_ptr<T[], Freed> make(size_t n) {
+    T *at = nullptr;
+    if (cudaError_t error = cudaMallocManaged(&at, n * sizeof(T))) throw std::runtime_error(cudaGetErrorString(error));
+    return std::unique_ptr<T[], Freed>(at);
+}
+template <class F, class... Rest> __global__ void for_each(int n, F function, Rest... rest) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) function(i, rest...);
+}
+struct Roots { __device__ void operator()(int i, double *x) const { x[i] = sqrt(fabs((double)-i)); } };
+__device__ double *counted;
+struct Count {
+    bool atomic;
+    __device__ void operator()(int i, double *x) const {
+        if (atomic) atomicAdd(counted, floor(x[i]));
+        else *counted += floor(x[i]);
+    }
+};
+__global__ void first(int *x) {
+    cudaTriggerProgrammaticLaunchCompletion();
+    x[blockIdx.x * blockDim.x + threadIdx.x] = 3 * threadIdx.x;
+}
+__global__ void second(const int *x, int *y, bool waits) {
+    if (waits) cudaGridDependencySynchronize();
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    y[i] = x[i] + 1;
+}
+__global__ void histogram(const int *data, int n, int *out, bool meets) {
+    __shared__ int bins[16];
+    unsigned rank, at = (unsigned)__cvta_generic_to_shared(bins), there;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    if (threadIdx.x < 16) bins[threadIdx.x] = 0;
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at + data[i] % 16 * 4), "r"(data[i] / 16 % 2));
+        asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(there) : "memory");
+    }
+    if (meets) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    else __syncthreads();
+    if (threadIdx.x < 16) atomicAdd(out + rank * 16 + threadIdx.x, bins[threadIdx.x]);
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+int main(int, char **words) try {
+    const std::string what = words[1];
+    const int n = 200;
+    auto x = make<double>(n + 1);
+    double *last = x.get() + n;
+    *last = 0;
+    cudaMemcpyToSymbol(counted, &last, sizeof last);
+    for_each<<<2, 64>>>(n, Roots{}, x.get());
+    for_each<<<2, 64>>>(n, Count{what != "counts"}, x.get());
+    cudaDeviceSynchronize();
+    printf("sum of roots %g\n", *last);
+
+    auto from = make<int>(256), to = make<int>(256);
+    first<<<4, 64>>>(from.get());
+    cudaLaunchAttribute how;
+    how.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    how.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {4, 64, 0, 0, &how, 1};
+    cudaLaunchKernelEx(&config, second, from.get(), to.get(), what != "dependent");
+
+    how.id = cudaLaunchAttributeClusterDimension;
+    how.val.clusterDim.x = 2, how.val.clusterDim.y = how.val.clusterDim.z = 1;
+    auto bins = make<int>(32);
+    for (int i = 0; i < 32; i++) bins[i] = 0;
+    cudaLaunchKernelEx(&config, histogram, to.get(), 256, bins.get(), what != "cluster");
+    cudaError_t error = cudaDeviceSynchronize();
+    printf("%s, bins %d %d\n", cudaGetErrorName(error), bins[1], bins[30]);
+} catch (const std::exception &problem) {
+    printf("%s\n", problem.what());
+    return 2;
+}
+"""
+
+
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    path = tmp_path_factory.mktemp("strangers") / "program.cu"
-    path.write_text(PROGRAM)
-    return path
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("strangers")
+    (folder / "program.cu").write_text(PROGRAM)
+    (folder / "modern.cu").write_text(MODERN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def program(programs):
+    return programs / "program.cu"
 
 
 def checked(program, what):
@@ -152,4 +243,23 @@ def test_a_program_without_a_mistake(program):
 )
 def test_a_mistake_is_named(program, what, named):
     done = checked(program, what)
+    assert done.exit_code == 1 and all(text in done.output for text in named), done.output
+
+
+def test_a_modern_program_without_a_mistake(programs):
+    done = checked(programs / "modern.cu", "fine")
+    assert done.exit_code == 0 and "nothing found in 5 launches" in done.output, done.output
+    assert "sum of roots 1785" in done.output and "cudaSuccess, bins 8 8" in done.output, done.output
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("counts", ("race: two accesses of global memory", "in for_each<Count")),
+        ("dependent", ("the grid before this one", "griddepcontrol.wait", "in second")),
+        ("cluster", ("race: two accesses of shared memory", "CTAs of one cluster", "in histogram")),
+    ],
+)
+def test_a_mistake_of_a_modern_program_is_named(programs, what, named):
+    done = checked(programs / "modern.cu", what)
     assert done.exit_code == 1 and all(text in done.output for text in named), done.output

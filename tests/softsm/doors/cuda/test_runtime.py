@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 from pathlib import Path
 
@@ -155,6 +156,7 @@ def test_a_source_that_does_not_compile(tmp_path):
     (tmp_path / "bad.cu").write_text("__global__ void k() { nothing(); }\nint main() { k<<<1, 1>>>(); }\n")
     done = softsm("run", tmp_path / "bad.cu")
     assert done.exit_code == 1 and "use of undeclared identifier 'nothing'" in done.output
+    assert ("with CUDA_HOME=" in done.output) == ("CUDA_HOME" not in os.environ)
     done = softsm("check", tmp_path / "bad.cu")
     assert done.exit_code == 1 and done.output.splitlines()[-1] == "not checked: the program failed"
 

@@ -6,8 +6,15 @@
 #error "this header belongs to CUDA C++: compile with softsm, or with clang -x cuda"
 #endif
 
+extern "C" {  // clang's <new> calls them on the device
+__attribute__((device)) void *malloc(__SIZE_TYPE__ size);
+__attribute__((device)) void free(void *at);
+}
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 
 #define __host__ __attribute__((host))
 #define __device__ __attribute__((device))
@@ -21,6 +28,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__ __attribute__((grid_constant))
 #define __cluster_dims__(...) __attribute__((annotate("softsm_cluster", __VA_ARGS__)))  // see compile.py
+#define CUDART_CB
 #define CUDART_VERSION 12080
 #define CUDA_VERSION 12080
 
@@ -85,6 +93,7 @@ enum cudaDeviceAttr {
 struct cudaDeviceProp {
     char name[256];
     size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerMultiprocessor, sharedMemPerBlockOptin;
+    int cooperativeLaunch, managedMemory, unifiedAddressing, concurrentKernels;
     int regsPerBlock, warpSize, maxThreadsPerBlock, maxThreadsDim[3], maxGridSize[3], clockRate;
     int major, minor, multiProcessorCount, maxThreadsPerMultiProcessor, maxBlocksPerMultiProcessor, l2CacheSize;
 };
@@ -277,6 +286,10 @@ SOFTSM_DEVICE void __threadfence() { asm volatile("fence.sc.gpu;" ::: "memory");
 SOFTSM_DEVICE void __threadfence_block() { asm volatile("fence.sc.cta;" ::: "memory"); }
 SOFTSM_DEVICE void __threadfence_system() { asm volatile("fence.sc.sys;" ::: "memory"); }
 SOFTSM_DEVICE void __nanosleep(unsigned ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
+SOFTSM_DEVICE void cudaGridDependencySynchronize() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+SOFTSM_DEVICE void cudaTriggerProgrammaticLaunchCompletion() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 SOFTSM_DEVICE void __trap() { asm volatile("trap;"); }
 SOFTSM_DEVICE size_t __cvta_generic_to_shared(const void *at) {
     return (size_t)(const __attribute__((address_space(3))) void *)at;
@@ -392,6 +405,18 @@ SOFTSM_EXTREMES(unsigned long long)
 SOFTSM_EXTREMES(float)
 SOFTSM_EXTREMES(double)
 #undef SOFTSM_EXTREMES
+// std::sqrt, fabs and the like of the host's <cmath> have overloads of the device here.
+#define SOFTSM_DOUBLE(name, of) SOFTSM_DEVICE double name(double x) { return __builtin_elementwise_##of(x); }
+SOFTSM_DOUBLE(fabs, abs)
+SOFTSM_DOUBLE(sqrt, sqrt)
+SOFTSM_DOUBLE(floor, floor)
+SOFTSM_DOUBLE(ceil, ceil)
+#undef SOFTSM_DOUBLE
+SOFTSM_DEVICE double fmax(double x, double y) { return __builtin_fmax(x, y); }
+SOFTSM_DEVICE double fmin(double x, double y) { return __builtin_fmin(x, y); }
+SOFTSM_DEVICE double fma(double x, double y, double z) { return __builtin_fma(x, y, z); }
+SOFTSM_DEVICE long long __double_as_longlong(double x) { return __builtin_bit_cast(long long, x); }
+SOFTSM_DEVICE double __longlong_as_double(long long x) { return __builtin_bit_cast(double, x); }
 SOFTSM_DEVICE float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 SOFTSM_DEVICE int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 SOFTSM_DEVICE float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
