@@ -62,8 +62,21 @@ def row_scale(top, scale):
     exact, so the FMA gives 0 at the maximum. fp32 scores of that size lie so far apart that P of any other score is at
     most 2^-16. So a row may have one scale in a tile and the other one in the next."""
     power = power_above(scale)
-    exponent = gl.minimum(2 * 127 + LARGE - (power.to(gl.int32, bitcast=True) >> 23), 255)  # of 2^LARGE / power
-    return gl.where(gl.abs(top) < (exponent << 23).to(gl.float32, bitcast=True), scale, power)
+    return gl.where(gl.abs(top) < large_from(power).to(gl.float32, bitcast=True), scale, power)
+
+
+@gluon.jit
+def large_from(power):
+    """The bits of 2^LARGE / power, at most those of infinity."""
+    return gl.minimum(2 * 127 + LARGE - (power.to(gl.int32, bitcast=True) >> 23), 255) << 23
+
+
+@gluon.jit
+def is_large(top, scale):
+    """Whether a row's maximum is finite and has another row_scale than `scale`."""
+    least = large_from(power_above(scale))
+    bits = top.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    return (bits - least).to(gl.uint32, bitcast=True) < (0x7F800000 - least).to(gl.uint32, bitcast=True)
 
 
 @gluon.jit

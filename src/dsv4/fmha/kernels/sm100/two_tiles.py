@@ -121,13 +121,15 @@ def step(memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, KV_
     x = scores(s, column, masked, bounds, s.get_reg_layout(), KV_LOAD)
     memory.s_read.arrive(TILE)
     top = gl.max(x, 1)
-    factor = softmax.row_scale(top, scale)
-    top = top * factor
-    moves = top - m > softmax.RESCALE_ABOVE
-    some = some_row(moves, TILE)
+    # Large scores are rare: until a row has some, its factor is the scale, which saves the chain to the vote arithmetic.
+    factor = gl.full([s.shape[0]], scale, gl.float32, top.type.layout)
+    some = some_row((top * scale - m > softmax.RESCALE_ABOVE) | softmax.is_large(top, scale), TILE)
     if j > 0:
         memory.pv_done.wait(TILE, (j - 1) % 2)  # O and P of the previous keys are no longer in use
     if some:
+        factor = softmax.row_scale(top, scale)
+        top = top * factor
+        moves = top - m > softmax.RESCALE_ABOVE
         alpha = gl.where(moves, gl.exp2(m - top), 1.0)
         m = gl.where(moves, top, m)
         l *= alpha
