@@ -31,19 +31,19 @@ HEAD = """\
 Triton. None of these kernels has run on a Blackwell GPU; [timing.md](timing.md) has the times that softsm's model
 predicts.
 
-The kernels are in `src/dsv4/fmha/kernels/sm100` and `src/dsv4/v4/kernels/sm100`. For FMHA they are `forward.py` and,
-for pairs of CTAs, `forward_pair.py`; for V4 attention `sparse.py` and `sparse_pair.py`. Gradients are computed by
-`backward_keys.py`, `backward_tiles.py`, `backward_scores.py` and `backward_products.py` (FMHA) and
-`backward_sparse.py` (V4). Each file begins with the roles, the memory maps and the barriers; for pairs of CTAs they are
-also in `pair_roles.py`.
+The kernels are in `src/dsv4/fmha/kernels/sm100` and `src/dsv4/v4/kernels/sm100`. For FMHA they are `forward.py`,
+`forward_persistent.py` for CTAs that loop over work tiles and `forward_pair.py` for pairs of CTAs; for V4 attention
+`sparse.py` and `sparse_pair.py`. Gradients are computed by `backward_keys.py`, `backward_tiles.py`,
+`backward_scores.py` and `backward_products.py` (FMHA) and `backward_sparse.py` (V4). Each file begins with the roles,
+the memory maps and the barriers; for pairs of CTAs they are also in `pair_roles.py`.
 """
 
 FIGURES = """\
 P goes through tensor memory or shared memory. Keys: `rows` are dense and varlen tensors, loaded by TMA; `pages` are
-pages of 64 rows, by TMA; `cp_async` are other pages, by cp.async; `pair` is dense tensors, by TMA, for a pair of CTAs,
-with the figures of each CTA. Registers: the number at launch, then what `setmaxnreg` sets in the roles and while
-they idle. Spills: bytes stored / loaded, as the assembler counts them. Spills in main loops: instructions, counted
-in the SASS.
+pages of 64 rows, by TMA; `cp_async` are other pages, by cp.async; `loop` is dense tensors, by TMA, for CTAs that
+loop over work tiles; `pair` is dense tensors, by TMA, for a pair of CTAs, with the figures of each CTA. Registers: the
+number at launch, then what `setmaxnreg` sets in the roles and while they idle. Spills: bytes stored / loaded, as the
+assembler counts them. Spills in main loops: instructions, counted in the SASS.
 
 If the base or the strides of K or V are not multiples of 16 bytes, none of the three ways can read it: the tensor
 is copied once per call, on the device, before the kernel. If k is v and one query tile is in flight (head dims 256
@@ -114,6 +114,9 @@ def kernels(
                 line = variant_line(d, p_tmem, how)
                 console.print(line, soft_wrap=True, markup=False)
                 rows.append(line)
+        if d in dims and "rows" in ways and d <= 128:
+            rows.append(variant_line(d, None, "loop"))
+            console.print(rows[-1], soft_wrap=True, markup=False)
     if "fmha" in operations and "rows" in ways and 512 in dims:
         rows.append(variant_line(512, None, "pair"))
         console.print(rows[-1], soft_wrap=True, markup=False)
@@ -139,8 +142,9 @@ def predicted_section(path: Path) -> str:
 
 def launch_of(head_dim: int, p_tmem: bool | None, how: str, dtype: torch.dtype = torch.bfloat16) -> Launch:
     """The launch that a call would make; nothing runs."""
-    q = torch.empty(1, 256, 1, head_dim, dtype=dtype)
-    if how in ("rows", "pair"):
+    target = dispatch.compile_target("sm_100a")
+    q = torch.empty(1, 256 * (target.num_sms if how == "loop" else 1), 1, head_dim, dtype=dtype)
+    if how in ("rows", "pair", "loop"):
         k = torch.empty(1, 256, 1, head_dim, dtype=dtype)
         p = problem.dense(q, k, torch.empty_like(k))
     else:
@@ -148,7 +152,7 @@ def launch_of(head_dim: int, p_tmem: bool | None, how: str, dtype: torch.dtype =
         table = torch.zeros(1, 4, dtype=torch.int32)
         p = problem.paged(q, k, torch.empty_like(k), table, torch.zeros(1, dtype=torch.int32))
     p = replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape), num_splits=1)
-    return calls.launches_of(p, dispatch.compile_target("sm_100a"), **({} if p_tmem is None else {"p_tmem": p_tmem}))[0]
+    return calls.launches_of(p, target, **({} if p_tmem is None else {"p_tmem": p_tmem}))[0]
 
 
 def v4_launch_of(heads: int, rows: str, named: str) -> Launch:
@@ -174,7 +178,7 @@ def compiled_columns(launch: Launch) -> str:
 
 
 def variant_line(head_dim: int, p_tmem: bool | None, how: str) -> str:
-    path = "tensor" if p_tmem else "shared"
+    path = "tensor" if p_tmem or how == "loop" else "shared"
     return f"| {head_dim} | {path} | {how} | {compiled_columns(launch_of(head_dim, p_tmem, how))} |"
 
 

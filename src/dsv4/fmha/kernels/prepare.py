@@ -34,7 +34,7 @@ class Tiling:
     box: int  # rows of a TMA box at most
     options: dict  # further compile-time arguments of the kernel
     loop: bool = False  # one CTA per SM loops over the row tiles; no splits
-    order: Any = None  # the order of that loop (sm90/causal_order.py, sm90/varlen_order.py)
+    order: Any = None  # the order of that loop (causal_order.py, sm90/varlen_order.py)
     dense_as_rows: bool = False  # dense and varlen problems share a variant
     halves: bool = False  # the CTAs of a pair hold K split by rows and V by columns
     codes_by_tma: bool = False  # TMA copies e4m3 unchanged, not through registers

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from dsv4.fmha.kernels.causal_order import order_of
 from dsv4.fmha.kernels.prepare import (
     Tiling,
     batch_reason,
@@ -15,6 +16,7 @@ from dsv4.fmha.kernels.prepare import (
     widened,
 )
 from dsv4.fmha.kernels.sm100.forward import fmha_forward
+from dsv4.fmha.kernels.sm100.forward_persistent import fmha_forward_persistent
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
@@ -72,6 +74,8 @@ def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | Non
         from dsv4.fmha.kernels.sm100.forward_pair import fmha_forward_pair
 
         prepare_split(p, target, program, fmha_forward_pair, PAIR)
+    elif p_tmem is None and loops(p, target):
+        prepare_split(p, target, program, fmha_forward_persistent, looping(p, target))
     else:
         c = tiling(p.head_dim, p_tmem)
         if p.e4m3:
@@ -80,6 +84,23 @@ def prepare(p: FmhaProblem, target: Target, program: Program, p_tmem: bool | Non
             )
         prepare_split(p, target, program, fmha_forward, c)
     keep_out(out, p, program)
+
+
+def loops(p: FmhaProblem, target: Target) -> bool:
+    """Return whether CTAs that loop run the problem: dense, with a work tile for every SM, so that no keys are split.
+    Deterministic: the kernel must not depend on the batch."""
+    if p.head_dim > 128 or p.kind != "dense" or p.e4m3 or p.deterministic or is_partial(p):
+        return False
+    tiles = -(-p.max_seqlen_q * p.group // tiling(p.head_dim).rows) * p.kv_heads * p.batch
+    return tiles >= target.num_sms and not splits_keys(p, target, tiling(p.head_dim))
+
+
+def looping(p: FmhaProblem, target: Target) -> Tiling:
+    """Return the settings for one CTA per SM that loops over the work tiles."""
+    c = tiling(p.head_dim)
+    order = order_of(p, c.rows, c.keys, target.num_sms).tile_order(p, c.rows)
+    options = {name: x for name, x in c.options.items() if name not in ("TILES", "P_TMEM")}
+    return replace(c, loop=True, order=order, dense_as_rows=False, options=options)
 
 
 def pairs(p: FmhaProblem, target: Target) -> bool:

@@ -59,18 +59,26 @@ def load_v(state, source, memory, row, D: gl.constexpr, KV_LOAD: gl.constexpr):
 
 @gluon.jit
 def load_role(source, memory, tiles, k_is_v, D: gl.constexpr, KV_LOAD: gl.constexpr):
-    """Fill the ring in the order in which the mma role reads it: K0 K1 V0 K2 V1 .., or K0 K1 K2 .. if k is v."""
-    BN: gl.constexpr = memory.ring.slots.shape[1]
     state = Filling(producer_stage(), gl.to_tensor(0), gl.to_tensor(0))
+    state = load_keys(state, source, memory, tiles, k_is_v, True, D, KV_LOAD)
+    if KV_LOAD == loads.CP_ASYNC and not in_codes(source.k_rows.ptr.dtype):
+        if state.filled > 0:
+            announce_before(memory.ring, state.stage, 0)
+
+
+@gluon.jit
+def load_keys(state, source, memory, tiles, k_is_v, is_first, D: gl.constexpr, KV_LOAD: gl.constexpr):
+    """Fill the ring in the order in which the mma role reads it: K0 K1 V0 K2 V1 .., or K0 K1 K2 .. if k is v.
+    is_first: these are the CTA's first keys."""
+    BN: gl.constexpr = memory.ring.slots.shape[1]
     if tiles.begin < tiles.end:
         state = load_k(state, source, memory, tiles.first + tiles.begin * BN, D, KV_LOAD)
-        memory.q_ready.wait(0, 0)  # Q of the first tile before more keys: nothing starts without it
+        if is_first:
+            memory.q_ready.wait(0, 0)  # Q of the first tile before more keys: nothing starts without it
     for tile in range(tiles.begin, tiles.end):
         row = tiles.first + tile * BN
         if tile + 1 < tiles.end:
             state = load_k(state, source, memory, row + BN, D, KV_LOAD)
         if k_is_v == 0:
             state = load_v(state, source, memory, row, D, KV_LOAD)
-    if KV_LOAD == loads.CP_ASYNC and not in_codes(source.k_rows.ptr.dtype):
-        if state.filled > 0:
-            announce_before(memory.ring, state.stage, 0)
+    return state

@@ -145,4 +145,4 @@ def correction_role(memory, work_tile, tile_row, n, split, D: gl.constexpr):
     memory.stat_ready.wait(0, (gl.maximum(n, 1) - 1) % 2)
     m = stat.index(0).load(RO)
     l = stat.index(1).load(RO)
-    store_rows(work_tile, o, pv_done, m, l, tile_row, n, split, D, AT_A_TIME)
+    store_rows(work_tile, o, pv_done, m, l, tile_row, n, 0, split, D, AT_A_TIME)

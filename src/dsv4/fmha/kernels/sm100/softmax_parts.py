@@ -105,8 +105,9 @@ def store_p(x, factor, m, p):
 
 
 @gluon.jit
-def store_rows(work_tile, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr, C: gl.constexpr):
-    """Store O of one tile, normalised, C columns at a time, and its LSE. n: tiles of keys, all in O at pv_done."""
+def store_rows(work_tile, o, pv_done, m, l, tile_row, n, before, split, D: gl.constexpr, C: gl.constexpr):
+    """Store O of one tile, normalised, C columns at a time, and its LSE. n: tiles of keys, all in O at pv_done; before:
+    phases of pv_done before them."""
     tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
     group, head = problem.group, problem.head
     BM: gl.constexpr = o.shape[0]
@@ -127,7 +128,7 @@ def store_rows(work_tile, o, pv_done, m, l, tile_row, n, split, D: gl.constexpr,
     else:
         loads.store_lse(lse * softmax.LN2, tensors.lse_ptr, token, q_head, strides, here & (problem.want_lse != 0))
     if n > 0:
-        mbarrier.wait(pv_done, (n - 1) % 2)
+        mbarrier.wait(pv_done, (before + n - 1) % 2)
     for c in gl.static_range(D // C):
         column = c * C + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
         x = gl.zeros([BM, C], gl.float32, LO)

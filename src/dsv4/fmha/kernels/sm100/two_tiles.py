@@ -44,14 +44,21 @@ def multiply_scores(memory, TILE: gl.constexpr, stage):
 
 @gluon.jit
 def mma_role(memory, n):
+    multiply(memory, consumer_stage(), n, 0, 0)
+
+
+@gluon.jit
+def multiply(memory, stage, n, before, turn):
+    """Issue the products of a work tile with n tiles of keys; return the next stage of the ring. before: the tiles of
+    keys of earlier work tiles; turn: the parity of their number."""
     ring, s_read = memory.ring, memory.s_read
     if n > 0:
-        stage = consumer_stage()
         ring.wait(stage)
-        memory.q_ready.wait(0, 0)
+        memory.q_ready.wait(0, turn)
+        s_read.wait(1, (before + 1) % 2)
         multiply_scores(memory, 0, stage)
-        memory.q_ready.wait(1, 0)
-        s_read.wait(0, 0)
+        memory.q_ready.wait(1, turn)
+        s_read.wait(0, before % 2)
         multiply_scores(memory, 1, stage)
         ring.release_after_mma(stage)
         stage = ring.next(stage)
@@ -62,17 +69,18 @@ def mma_role(memory, n):
                 stage = ring.next(stage)
             for i in gl.static_range(2):
                 if j + 1 < n:
-                    s_read.wait(1 - i, (j + i) % 2)  # the other tile, which used S before
+                    s_read.wait(1 - i, (before + j + i) % 2)  # the other tile, which used S before
                     multiply_scores(memory, i, k_stage)
                     if i == 1:
                         ring.release_after_mma(k_stage)
                 if i == 0:
                     ring.wait(stage)
-                memory.p_ready.wait(i, j % 2)
+                memory.p_ready.wait(i, (before + j) % 2)
                 tcgen05_mma(memory.p.index(i), ring.slot(stage), memory.o.index(i), use_acc=j > 0)
                 memory.pv_done.arrive_after_mma(i)
             ring.release_after_mma(stage)
             stage = ring.next(stage)
+    return stage
 
 
 @gluon.jit
@@ -115,17 +123,17 @@ def store_quarter(x, factor, m, masked, p, QUARTER: gl.constexpr):
 
 
 @gluon.jit
-def step(memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, KV_LOAD: gl.constexpr):
+def step(memory, bounds, m, l, j, before, column, scale, masked, TILE: gl.constexpr, KV_LOAD: gl.constexpr):
     """Store P of one tile of keys; return the rows' references and sums. masked: some row does not see some keys."""
     s, p = memory.s.index(0), memory.p.index(TILE)
     x = scores(s, column, masked, bounds, s.get_reg_layout(), KV_LOAD)
     memory.s_read.arrive(TILE)
     top = gl.max(x, 1)
-    # Large scores are rare: until a row has some, its factor is the scale, which saves the chain to the vote arithmetic.
+    # Large scores are rare: while a row has none its factor is the scale, which keeps the chain to the vote short.
     factor = gl.full([s.shape[0]], scale, gl.float32, top.type.layout)
     some = some_row((top * scale - m > softmax.RESCALE_ABOVE) | softmax.is_large(top, scale), TILE)
     if j > 0:
-        memory.pv_done.wait(TILE, (j - 1) % 2)  # O and P of the previous keys are no longer in use
+        memory.pv_done.wait(TILE, (before + j - 1) % 2)  # O and P of the previous keys are no longer in use
     if some:
         factor = softmax.row_scale(top, scale)
         top = top * factor
@@ -151,22 +159,29 @@ def step(memory, bounds, m, l, j, column, scale, masked, TILE: gl.constexpr, KV_
 @gluon.jit
 def softmax_role(memory, work_tile, tile_row, sign, split, TILE: gl.constexpr, D: gl.constexpr, KV_LOAD: gl.constexpr):
     """Process the rows of one tile, one per thread: load Q, compute P tile by tile, finally store O / l."""
-    tiles, scale, pv_done = work_tile.tiles, work_tile.problem.scale, memory.pv_done.at(TILE)
+    n = work_tile.tiles.end - work_tile.tiles.begin
+    load_queries(memory, work_tile, tile_row, sign, TILE, D, D)
+    m, l = attend(memory, work_tile, tile_row, 0, TILE, KV_LOAD)
+    store_rows(work_tile, memory.o.index(TILE), memory.pv_done.at(TILE), m, l, tile_row, n, 0, split, D, D)
+
+
+@gluon.jit
+def attend(memory, work_tile, tile_row, before, TILE: gl.constexpr, KV_LOAD: gl.constexpr):
+    """Compute P of one tile of rows for all keys; return the rows' references and sums. before: see multiply."""
+    tiles, scale = work_tile.tiles, work_tile.problem.scale
     BM: gl.constexpr = memory.q.shape[1]
     BN: gl.constexpr = memory.ring.slots.shape[1]
     RS: gl.constexpr = gl.SliceLayout(1, memory.s.index(0).get_reg_layout())
-    load_queries(memory, work_tile, tile_row, sign, TILE, D, D)
     bounds = mask_bounds(tile_row, work_tile, BM, BN, KV_LOAD, RS)
     m = gl.full([BM], softmax.LOWEST, gl.float32, RS)
     l = gl.full([BM], 0.0, gl.float32, RS)
-    n = tiles.end - tiles.begin
-    for j in range(0, n):
-        memory.s_ready.wait(TILE, j % 2)
+    for j in range(0, tiles.end - tiles.begin):
+        memory.s_ready.wait(TILE, (before + j) % 2)
         column = tiles.first + (tiles.begin + j) * BN
         masked = bounds.bad | (column < bounds.full_first) | (column + BN > bounds.full_end)
         # Two copies of the step: a branch around the mask alone would move all scores to other registers.
         if masked:
-            m, l = step(memory, bounds, m, l, j, column, scale, True, TILE, KV_LOAD)
+            m, l = step(memory, bounds, m, l, j, before, column, scale, True, TILE, KV_LOAD)
         else:
-            m, l = step(memory, bounds, m, l, j, column, scale, False, TILE, KV_LOAD)
-    store_rows(work_tile, memory.o.index(TILE), pv_done, m, l, tile_row, n, split, D, D)
+            m, l = step(memory, bounds, m, l, j, before, column, scale, False, TILE, KV_LOAD)
+    return m, l

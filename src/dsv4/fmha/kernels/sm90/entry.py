@@ -13,6 +13,7 @@ head dim   problems                                    kernel
 from dataclasses import replace
 from typing import NamedTuple
 
+from dsv4.fmha.kernels.causal_order import order_of
 from dsv4.fmha.kernels.prepare import (
     MAX_GRID,
     Tiling,
@@ -25,7 +26,6 @@ from dsv4.fmha.kernels.prepare import (
     splits_keys,
     widened,
 )
-from dsv4.fmha.kernels.sm90.causal_order import order_of
 from dsv4.fmha.kernels.sm90.decode import fmha_decode
 from dsv4.fmha.kernels.sm90.forward import fmha_forward
 from dsv4.fmha.kernels.sm90.forward_d512 import fmha_forward_d512

@@ -18,6 +18,7 @@ tickets_ready   load          1           attend    the number is there
 tickets_free    each attend   CONSUMERS   load      all have read it
 """
 
+from dsv4.fmha.kernels.causal_order import dense_block
 from dsv4.fmha.kernels.sm90.varlen_order import entry_of, next_ticket
 from dsv4.fmha.kernels.tiles import DENSE, ROWS, end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon
@@ -67,19 +68,6 @@ def locate(tile_id, scheduler, BN: gl.constexpr, M: gl.constexpr, KV_LOAD: gl.co
         head = pair - seq * scheduler.order.kv_heads.number
     tiles = gl.maximum(end - first + BN - 1, BN) // BN
     return TileCoord(seq, head, tile_row, first, tiles, q_start, tokens, k_start, keys)
-
-
-@gluon.jit
-def dense_block(tile_id, order, M: gl.constexpr):
-    """Return (first row, number of the sequence and KV head) of a work tile of a dense batch."""
-    block = divide(tile_id, order.block)
-    inner = tile_id - block * order.block.number
-    last = block == order.last_block
-    width = gl.where(last, order.rest.number, order.together.number)
-    tile = gl.where(last, divide(inner, order.rest), divide(inner, order.together))
-    pair = block * order.together.number + inner - tile * width
-    tile_row = gl.where((order.last_block - block) % 2 == 0, order.row_tiles - 1 - tile, tile) * M
-    return tile_row, pair
 
 
 @gluon.jit

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from dsv4.fmha.kernels.causal_order import CACHED
 from dsv4.fmha.kernels.prepare import most_row_tiles
-from dsv4.fmha.kernels.sm90.causal_order import CACHED
 from dsv4.fmha.kernels.tiles import packed_sequence
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels import dependent

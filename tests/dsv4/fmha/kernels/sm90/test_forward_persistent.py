@@ -7,8 +7,9 @@ import torch
 
 import softsm
 from dsv4.fmha import problem
+from dsv4.fmha.kernels import causal_order
 from dsv4.fmha.kernels.arguments import Options, Sizes
-from dsv4.fmha.kernels.sm90 import causal_order, entry, tile_scheduler
+from dsv4.fmha.kernels.sm90 import entry, tile_scheduler
 from dsv4.fmha.kernels.tiles import DENSE, NO_BOUND
 from dsv4.kernels.compat import gl, gluon
 from dsv4.kernels.division import divisor

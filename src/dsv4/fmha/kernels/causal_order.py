@@ -1,6 +1,6 @@
-"""The order in which the looping kernel's CTAs process row tiles, chosen so that all CTAs have about the same work.
+"""The order in which the CTAs of looping kernels process row tiles, chosen so that all CTAs have about the same work.
 
-A causal row tile has as many steps as it sees tiles of keys, from one to all. `tile_scheduler.locate` lists the row
+A causal row tile has as many steps as it sees tiles of keys, from one to all. `dense_block` lists the row
 tiles by blocks of `together` (sequence, KV head), and CTA c processes every CTAs-th entry of the list from c on. How
 even that is depends on the lengths of blocks and rounds: with 21 heads of 3333 tokens and a block that has about one
 tile for every CTA, the longest share is 1.37 times the average, with another block 1.04 times. So the shares are added
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.compat import Value
-from dsv4.kernels.division import Divisor, divisor
+from dsv4.kernels.compat import Value, gl, gluon
+from dsv4.kernels.division import Divisor, divide, divisor
 
 OVERHEAD = 0.8  # of a row tile, in tiles of keys
 EVEN_ENOUGH = 0.985  # average share over the longest
@@ -81,7 +81,7 @@ def _lengths(p: FmhaProblem, rows: int, step: int) -> torch.Tensor:
 
 
 def _shares(lengths: torch.Tensor, pairs: int, together: int, ctas: int) -> torch.Tensor:
-    """Return the work of each CTA, by the list of `tile_scheduler.locate`."""
+    """Return the work of each CTA, by the list of `dense_block`."""
     row_tiles = lengths.numel()
     tile_id = torch.arange(row_tiles * pairs)
     block = tile_id // (row_tiles * together)
@@ -90,3 +90,16 @@ def _shares(lengths: torch.Tensor, pairs: int, together: int, ctas: int) -> torc
     from_last = ((pairs - 1) // together - block) % 2 == 0
     work = lengths[torch.where(from_last, row_tiles - 1 - place, place)]
     return torch.zeros(ctas, dtype=work.dtype).index_add_(0, tile_id % ctas, work)
+
+
+@gluon.jit
+def dense_block(tile_id, order, M: gl.constexpr):
+    """Return (first row, number of the sequence and KV head) of a work tile of a dense batch."""
+    block = divide(tile_id, order.block)
+    inner = tile_id - block * order.block.number
+    last = block == order.last_block
+    width = gl.where(last, order.rest.number, order.together.number)
+    tile = gl.where(last, divide(inner, order.rest), divide(inner, order.together))
+    pair = block * order.together.number + inner - tile * width
+    tile_row = gl.where((order.last_block - block) % 2 == 0, order.row_tiles - 1 - tile, tile) * M
+    return tile_row, pair
