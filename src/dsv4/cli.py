@@ -90,8 +90,6 @@ add("completion", completion.completion)
 
 
 def main() -> None:
-    # Triton 3.9 warns that this default will change; kernels are tested with fusion on.
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     status = 0
     try:
         app(prog_name="dsv4")

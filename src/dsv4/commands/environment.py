@@ -35,7 +35,6 @@ OTHERS = (
     Variable("VLLM_PLUGINS", "all", "vLLM: the plug-ins it loads; must include dsv4 if set"),
     Variable("SGLANG_PLUGINS", "all", "SGLang: the plug-ins it loads; must include dsv4 if set"),
     Variable("TRITON_CACHE_DIR", "~/.triton/cache", "Triton: directory for compiled kernels"),
-    Variable("TRITON_DEFAULT_FP_FUSION", "1", "Triton: fused multiply-add; dsv4's kernels are tested with 1"),
     Variable("TRITON_INTERPRET", "0", "Triton: its interpreter, which does not run Gluon kernels"),
     Variable("CUDA_VISIBLE_DEVICES", "all", "CUDA: the GPUs that torch sees"),
     Variable("CUDA_HOME", "", "CUDA toolkit whose headers softsm gives to clang; without it softsm has its own"),

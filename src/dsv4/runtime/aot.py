@@ -22,7 +22,7 @@ from dsv4.runtime import dispatch, driver, structs
 from dsv4.runtime.cubins import source_hash
 from dsv4.runtime.dispatch import ARCHITECTURES, Target
 from dsv4.runtime.driver import Function
-from dsv4.runtime.program import Launch, compiled_for
+from dsv4.runtime.program import COMPILED_WITH, Launch, compiled_for
 
 FORMAT = 4
 
@@ -75,6 +75,7 @@ def source_of(kernel: Any, arguments: list[Any], constants: dict[str, Any], capa
 
     backend = make_backend(GPUTarget("cuda", capability, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    constants = constants | COMPILED_WITH
     bound, specialization, options = bind(*map(compiled_for, structs.neutral(arguments)), **constants)
     options, signature, constexprs, attributes = kernel._pack_args(backend, constants, bound, specialization, options)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attributes)
@@ -91,9 +92,11 @@ def compile_kernel(kernel: Any, arguments: list[Any], constants: dict[str, Any],
 
 def write(directory: Path, kernel: Any, arguments: list[Any], constants: dict[str, Any], arch: str = "sm_90a") -> Path:
     """Compile one variant into DIRECTORY -> its JSON file."""
+    from dsv4.runtime.assembler import cubin_of
+
     capability = next(10 * major + minor for (major, minor), entry in ARCHITECTURES.items() if entry.name == arch)
     compiled = compile_kernel(kernel, arguments, constants, capability)
-    cubin = compiled.asm["cubin"]
+    cubin = cubin_of(compiled)
     types = argument_types(arguments)
     name = variant(kernel.__name__, types, constants, arch)
     meta = compiled.metadata

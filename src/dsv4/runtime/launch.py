@@ -17,10 +17,10 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from dsv4.runtime import aot, structs
+from dsv4.runtime import aot, assembler, structs
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.driver import DriverLaunch, Function
-from dsv4.runtime.program import Compute, Launch, Layout, Null, Number, Program, Slot, compiled_for
+from dsv4.runtime.program import COMPILED_WITH, Compute, Launch, Layout, Null, Number, Program, Slot, compiled_for
 
 
 class Ready:
@@ -135,10 +135,13 @@ def ready_launch(launch: Launch, target: Target) -> tuple[Any, Any]:
     if found is not None:
         from_file = DriverLaunch(found, grid, arguments)
         return from_file, from_file
-    compiled = kernel.warmup(*map(compiled_for, structs.neutral(arguments)), grid=launch.grid, **constants)
+    neutral = map(compiled_for, structs.neutral(arguments))
+    compiled = kernel.warmup(*neutral, grid=launch.grid, **constants, **COMPILED_WITH)
     # Triton's own launch passes every parameter, including those fixed at compile time.
     fixed = [constants.get(p.name, p.default) for p in kernel.params[len(arguments) :]]
     everything = [*arguments, *fixed]
+    if target.backend == "cuda" and compiled.module is None:
+        compiled.kernel = assembler.cubin_of(compiled)
     compiled[grid]  # loads it
     by_triton = TritonLaunch(kernel.__name__, compiled, grid, everything, target.backend == "cuda")
     if target.backend != "cuda":

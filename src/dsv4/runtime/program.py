@@ -172,6 +172,10 @@ class Number:
     index: int
 
 
+# Options of every compilation. From Triton 3.10 on, products and sums are fused only where this asks for it.
+COMPILED_WITH = {"enable_fp_fusion": True}
+
+
 def compiled_for(x: Any) -> Any:
     """Replaces a Number, for which a kernel is not specialised, by one that is neither 1 nor a multiple of 16."""
     return 2 if isinstance(x, Number) else x

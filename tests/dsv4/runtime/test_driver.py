@@ -149,7 +149,7 @@ def test_tensor_maps_of_the_same_addresses_are_left_as_they_are(drivers):
 
 @pytest.mark.compile  # of the gradients, as their own tests are
 def test_the_workspace_of_a_call_is_one_allocation(drivers, monkeypatch):
-    """Three launches with four buffers, one of which the first launch zeroes for the second to add to: dQ, dK and dV."""
+    """Three launches with four buffers, one of which the first launch zeroes for the second to add to."""
     allocated = []
     empty = program.Layout.empty
     monkeypatch.setattr(program.Layout, "empty", lambda self, device: allocated.append(self) or empty(self, device))

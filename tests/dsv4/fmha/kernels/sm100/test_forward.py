@@ -18,8 +18,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is unset
-
 import launches
 import pytest
 import torch

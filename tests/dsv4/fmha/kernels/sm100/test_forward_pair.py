@@ -1,9 +1,5 @@
 """FMHA at head dim 512 by a pair of CTAs, on a CPU, through softsm. test_fmha.py's seeds take it too, quickly."""
 
-import os
-
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is unset
-
 from dataclasses import replace
 
 import launches

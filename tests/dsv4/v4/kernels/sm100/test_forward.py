@@ -4,10 +4,7 @@ Compiling a variant takes longer than running it: the quick tests share one, but
 """
 
 import dataclasses
-import os
 from pathlib import Path
-
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is unset
 
 import pytest
 import torch

@@ -4,9 +4,6 @@ Compiling a variant takes longer than running it, so one problem is quick and th
 """
 
 import dataclasses
-import os
-
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns when it is unset
 
 import pytest
 import torch
