@@ -26,14 +26,13 @@ OPTIONS = ("-lineinfo", "--regAllocOptLevel=2", "--gpu-name=sm_90a")  # Triton's
 
 def cubin_of(compiled: Any) -> bytes:
     """Return the machine code of a compiled kernel, from the better assembler if there is one."""
-    theirs = compiled.asm["cubin"]
-    target = compiled.metadata.target
-    if target.backend != "cuda" or target.arch != HOPPER or _major(compiler.get_ptxas(HOPPER)) < 13:
+    theirs, ptx = compiled.asm["cubin"], compiled.asm.get("ptx")  # None: Triton keeps machine code only
+    target, older = compiled.metadata.target, knobs.nvidia.ptxas
+    if ptx is None or target.backend != "cuda" or target.arch != HOPPER:
         return theirs
-    older = knobs.nvidia.ptxas
-    if _major(older) >= 13:
+    if _major(compiler.get_ptxas(HOPPER)) < 13 or _major(older) >= 13:
         return theirs
-    ptx = re.sub(r"^\.version .*", f".version {ACCEPTED}", compiled.asm["ptx"], count=1, flags=re.MULTILINE)
+    ptx = re.sub(r"^\.version .*", f".version {ACCEPTED}", ptx, count=1, flags=re.MULTILINE)
     return _assembled(ptx, older) or theirs
 
 

@@ -46,7 +46,12 @@ def test_hopper_kernels_are_assembled_by_ptxas_12_whatever_triton_uses(hopper):
 
 def test_a_blackwell_kernel_keeps_the_machine_code_of_triton(hopper):
     target = SimpleNamespace(backend="cuda", arch=100)
-    other = SimpleNamespace(asm={"cubin": b"theirs"}, metadata=SimpleNamespace(target=target))
+    other = SimpleNamespace(asm=dict(hopper.asm) | {"cubin": b"theirs"}, metadata=SimpleNamespace(target=target))
+    assert assembler.cubin_of(other) == b"theirs"
+
+
+def test_where_triton_keeps_no_ptx_its_machine_code_is_used(hopper):
+    other = SimpleNamespace(asm={"cubin": b"theirs"}, metadata=hopper.metadata)
     assert assembler.cubin_of(other) == b"theirs"
 
 
