@@ -39,6 +39,8 @@ DOCUMENTS = {
     "notes.md": "benchmarks/NOTES.md",
     "tutorials/index.md": "tutorials/README.md",
 }
+# Pages that a search lists before the many others that mention its words.
+FIRST_FOUND = ("install.md", "hardware.md", "environment.md", "sdpa.md", "training.md", "contributing.md", "faq.md")
 FENCE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
@@ -84,6 +86,8 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
         markdown = f"{title}\n\n{first_screen(markdown)}\n{rest}"
     if here == "notes.md":  # the lab book would be the answer to most searches
         page.meta["search"] = {"exclude": True}
+    if page.file.src_uri in FIRST_FOUND:
+        page.meta["search"] = {"boost": 4}
     source = DOCUMENTS.get(here, f"docs/{here}")
     pages = {document: name for name, document in DOCUMENTS.items()}
 

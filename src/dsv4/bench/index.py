@@ -2,7 +2,7 @@
 
 The indexer has 64 heads of 128 dims; keys lie in pages of 64 rows, every request has its own, and all are seen. FLOP =
 2 x queries x keys x 64 x 128; bytes = keys, each read once. torch: bmm in bf16, relu, weights, sum, topk of contiguous
-keys; with FP8 keys, of the same keys in bf16. DeepGEMM gives scores of FP8 keys; with torch.topk behind it, it does
+keys; with FP8 keys, of the same keys in bf16. DeepGEMM gives scores of FP8 keys; with torch.topk after it, it does
 what index_topk does; its scores alone have their own line. A list is right where no row outside it scores more than one
 inside it, but for the rounding of the scores.
 """

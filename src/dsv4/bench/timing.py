@@ -2,7 +2,7 @@
 
 Each call is captured in a CUDA graph and its replays are timed with events. A backward pass, which autograd ties to the
 stream of its forward pass, is called instead, on an idle GPU: otherwise the host would run ahead during a long call,
-and the calls behind it would not show their host time. Before every replay a buffer larger than the L2 is read, so that
+and the calls after it would not show their host time. Before every replay a buffer larger than the L2 is read, so that
 nothing is found there (read, not written: writing its lines back would be timed too). The graphs of all calls take
 turns, so that a change of the clock or of the temperature meets all of them. Their order changes from turn to turn:
 a call finds the host's caches, the memory and the clock as the call before it left them, so a fixed order would favour

@@ -291,7 +291,7 @@ def decode_e2m1(data: Tensor) -> Tensor:
 
 
 def interleaved(planar: RowFormat) -> RowFormat:
-    """Return the format with each row's scales behind the row; pages follow each other without padding."""
+    """Return the format with each row's scales after the row; pages follow each other without padding."""
     return replace(planar, name=f"{planar.name}_interleaved", stride_unit=1, interleaved=True)
 
 

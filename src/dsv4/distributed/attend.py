@@ -54,8 +54,8 @@ def cut(t: int, s: int, shift: int, left: int, right: int) -> tuple[int, int, tu
 
     There are t queries and s keys. Query i sees key j iff i + shift - left <= j <= i + shift + right; -1 = no bound.
 
-    fmha counts from the bottom right corner, i + S - T, so the corner must lie between the bounds: keys behind the
-    reach of the last query, and queries whose reach begins behind the last key, are cut off: they change nothing.
+    fmha counts from the bottom right corner, i + S - T, so the corner must lie between the bounds: keys past the
+    reach of the last query, and queries whose reach begins past the last key, are cut off: they change nothing.
     """
     if right >= 0:
         s = min(s, t + shift + right)

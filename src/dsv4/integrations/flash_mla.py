@@ -104,7 +104,7 @@ def flash_mla_with_kvcache(
     value) that block_table int32 [b, blocks] names; causal counts from the bottom right. This is
     :func:`dsv4.fmha_paged`, and accepts attn_sink too.
 
-    use_legacy: False = each row's scales lie behind its data, in rows of 528 or 288 bytes. kv_format: must be None.
+    use_legacy: False = each row's scales follow its data, in rows of 528 or 288 bytes. kv_format: must be None.
     tile_scheduler_metadata is ignored. enable_batch_invariant: a query gives the same bits in every batch.
     out, backend: as in dsv4.
     """

@@ -12,7 +12,7 @@ TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}
 STORES = {"TMA store (read)", "TMA reduction (read)", "bulk store (read)", "bulk reduction (read)"}
 WRITES = {kind.removesuffix(" (read)") for kind in STORES}
 NOT_BEHIND = (
-    "who issued it has waited for it, but this access is not ordered behind that wait: put a barrier, or an mbarrier "
+    "who issued it has waited for it, but this access is not ordered after that wait: put a barrier, or an mbarrier "
     "arrive and wait, between the two; the wait stands before the arrive that announces the operation"
 )
 
@@ -50,15 +50,15 @@ def by_kind(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
         groups = mine.wgmma.group.batches if mine.wgmma is not None else {}
         number = next((n for n, batch in groups.items() if op in (batch.ops or ())), None)
         newer = 0 if number is None or mine.wgmma is None else mine.wgmma.committed - 1 - number
-        return f"wgmma.wait_group {or_less(newer)}, behind the product"
+        return f"wgmma.wait_group {or_less(newer)}, after the product"
     if op.kind in TENSOR:
         commits = [x for x in others if x.kind == "tcgen05.commit" and x.warp is op.warp and x.number > op.number]
         if not commits:
-            return "its thread has no tcgen05.commit behind it so far; commit it, and wait for that mbarrier"
+            return "its thread has no tcgen05.commit after it so far; commit it, and wait for that mbarrier"
         first = min(commits, key=lambda x: x.number)
         loc = place_of(first.instruction)
         place = f"{loc.file}:{loc.line}" if loc else f"PTX line {first.line}"
-        told = f"the first tcgen05.commit behind it ({place}) arrives at {named(first)[0]}"
+        told = f"the first tcgen05.commit after it ({place}) arrives at {named(first)[0]}"
         if len(first.signals) > 1:
             return f"{told} and in other CTAs; wait there, with a count of mbarrier.init for the commits of all CTAs"
         return f"{told}; wait for that"
@@ -73,7 +73,7 @@ def named(op: AsyncOp) -> list[str]:
 def in_groups(op: AsyncOp, groups: Groups, commit: str, wait: str) -> str:
     """A wait with operand n leaves the n newest groups of the thread pending."""
     if any(op in ops for _, ops in groups.open):
-        return f"no {commit} is behind it so far; commit it, and then {wait} 0"
+        return f"no {commit} follows it so far; commit it, and then {wait} 0"
     at = next((i for i, (_, ops) in enumerate(groups.closed) if op in ops), None)
     if at is None:
         return f"{commit}, then {wait} 0"

@@ -30,7 +30,7 @@ BETWEEN_WARPS = (
 )
 BETWEEN_CTAS = (
     "the two are CTAs of one grid, which no barrier orders: use atomics, or a flag released and acquired at .gpu "
-    "scope (or relaxed, with a fence before it is raised and one behind the read), or split the work into two launches"
+    "scope (or relaxed, with a fence before it is raised and one after the read), or split the work into two launches"
 )
 BETWEEN_GPUS = (
     "the two run on different GPUs: order them by a flag released and acquired at .sys scope, or split the work into "
@@ -38,11 +38,11 @@ BETWEEN_GPUS = (
 )
 BEHIND_STORE = (
     "the store has written global memory when cp.async.bulk.wait_group, without .read, is over in the thread that "
-    "issued it: release a flag at .{scope} scope behind that, and acquire it before this access"
+    "issued it: release a flag at .{scope} scope after that, and acquire it before this access"
 )
 UNFENCED = (
     "the write is ordered before this operation, but in the generic proxy: put fence.proxy.async between them, in the "
-    "threads that write, before they arrive or release, or behind the wait and before this operation"
+    "threads that write, before they arrive or release, or after the wait and before this operation"
 )
 WITHIN_CLUSTER = (
     "the two are CTAs of one cluster: put barrier.cluster.arrive and barrier.cluster.wait, or an mbarrier arrive and "
@@ -246,7 +246,7 @@ class Findings:
         elif other.what.startswith("read "):
             fix = (
                 "before this operation wait until who reads has given the memory back: by an mbarrier arrive, or a "
-                "barrier, behind its last read"
+                "barrier, after its last read"
             )
         else:
             fix = (

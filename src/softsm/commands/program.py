@@ -54,7 +54,7 @@ def program_of(
     if file.suffix not in PROGRAMS and ranks != 1:
         usage(f"ranks: got {ranks}; accepted: with Python and CUDA C++ programs")
     if file.suffix in PROGRAMS and arg:
-        usage(f"arg: got {arg[0]!r}; accepted: with PTX; options of a program of this name go behind --")
+        usage(f"arg: got {arg[0]!r}; accepted: with PTX; options of a program of this name go after --")
     if file.suffix == ".cu":
         from softsm.commands.cuda import CudaFile
 
@@ -122,7 +122,7 @@ def _no_typos(file: Path, arguments: list[str]) -> None:
         near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
         meant = near and not name.startswith(near[0]) and (file.suffix not in PROGRAMS or name in before)
         if name.startswith("--") and meant:
-            usage(f"{name}: there is no such option; did you mean {near[0]}? Options of the program go behind --")
+            usage(f"{name}: there is no such option; did you mean {near[0]}? Options of the program go after --")
         if file.suffix not in PROGRAMS and name.startswith("-"):
             usage(f"{name}: there is no such option, and a kernel in PTX has no command line")
 

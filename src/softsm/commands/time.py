@@ -20,7 +20,7 @@ from softsm.timing_model.timer import Timer, timing
 
 SCHEMA = "softsm.time/1"  # docs/reports.md; removing a field or changing its meaning needs another number
 
-STOPPED = """stopped with this error: launches behind it have no time. If it was a check of results: while a program is
+STOPPED = """stopped with this error: launches after it have no time. If it was a check of results: while a program is
 timed, some CTAs of each grid run and products are not computed, so leave the check out (--values computes products,
 which helps where a grid has one CTA)."""
 

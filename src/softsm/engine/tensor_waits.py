@@ -1,7 +1,7 @@
 """When the results of tcgen05.ld and st are due, as far as the text tells.
 
 Where races are checked, such an access mostly completes as late as it can: a load at the first use of its registers or
-its wait, a store at its wait or with a load behind it. If the warp does nothing but arithmetic until then, no one can
+its wait, a store at its wait or with a load after it. If the warp does nothing but arithmetic until then, no one can
 tell that from an access that completes at once, and compiled code may do it (checks/tmem_shadow.py).
 """
 

@@ -31,7 +31,7 @@ RESULTS = {"f16": ("f16", "f32"), "bf16": ("f32",), "tf32": ("f32",), "f64": ("f
 
 class Fragment(NamedTuple):
     """How registers hold a matrix. Thread t has g = t/4 and q = t%4; a register's elements are at (i + g, j + width q)
-    and the places behind it, in the order of `places`."""
+    and the places after it, in the order of `places`."""
 
     places: list[tuple[int, int]]
     across: bool  # g counts columns, not rows

@@ -51,7 +51,7 @@ class GlobalMemory:
 
     @property
     def lo(self) -> np.ndarray:
-        """First addresses, sorted; `hi` are the addresses behind the last bytes."""
+        """First addresses, sorted; `hi` are the addresses after the last bytes."""
         return np.array(self.starts, np.uint64)
 
     @property

@@ -185,7 +185,7 @@ def cleared_early(bug: str) -> Program:
     return Program(text, [counts, np.zeros(2, np.uint32)], grid=2, block=64, right=right)
 
 
-@exhibit(39, "tensor memory is freed behind a barrier of some of its users", "in-flight", "tmem-unallocated")
+@exhibit(39, "tensor memory is freed after a barrier of only some of its users", "in-flight", "tmem-unallocated")
 def freed_early(bug: str) -> Program:
     """NVIDIA/cutlass 7107b05, the backward of example 77 (sm100_fmha_bwd_kernel_tma_warpspecialized.hpp:1815): compute
     warps meet and free all columns, while the warps that accumulate dQ may still load theirs. The fix is a barrier at

@@ -50,7 +50,7 @@ CODES: dict[str, tuple[str, str]] = {
     "barrier-groups": (
         "Warps arrive at a named barrier for one phase, and nothing orders them after those of the phase before: "
         "hardware counts warps, not who they are, so warps of two groups may meet.",
-        "Give each group of warps a barrier number of its own (0 to 15), or order the second use behind the first.",
+        "Give each group of warps a barrier number of its own (0 to 15), or order the second use after the first.",
     ),
     "barrier-phase": (
         "A phase of a barrier completed and no warp waited for it, or a wait names a phase that completed long ago.",

@@ -36,7 +36,7 @@ def said(body: str, *words: str, **launch) -> None:
 @pytest.mark.parametrize(
     "behind, words",
     [
-        ("", "no cp.async.commit_group is behind it so far"),
+        ("", "no cp.async.commit_group follows it so far"),
         ("cp.async.commit_group;\n" * 3 + "cp.async.wait_group 3;\n", "cp.async.wait_group 2 or less"),
         ("cp.async.commit_group;\n", "cp.async.wait_group 0 in the thread"),
         ("cp.async.commit_group;\ncp.async.wait_group 0;\n", ""),
@@ -55,14 +55,14 @@ def test_who_waited_must_be_followed_by_a_barrier():
     """Threads wait for their own copies; those of warp 3 read the copies of warp 0."""
     other = t.only("warp 3", "sub.u32 %r40, %r40, 384;\n" + READ)
     start = ADDRESS + COPY + "cp.async.commit_group;\ncp.async.wait_group 0;\n"
-    said(start + other, "not ordered behind that wait", "put a barrier")
+    said(start + other, "not ordered after that wait", "put a barrier")
     assert not advice(start + "bar.sync 0;\n" + other)
 
 
 @pytest.mark.parametrize(
     "store, words",
     [
-        (STORE, "no cp.async.bulk.commit_group is behind it so far"),
+        (STORE, "no cp.async.bulk.commit_group follows it so far"),
         (STORE + COMMIT + STORE_B + COMMIT + "cp.async.bulk.wait_group.read 2;\n", "wait_group.read 1 or less"),
         (STORE + COMMIT + STORE_B + COMMIT + "cp.async.bulk.wait_group.read 1;\n", ""),
     ],
@@ -83,7 +83,7 @@ TILES += t.descriptor("%rd10", "a") + t.descriptor("%rd11", "b")
 
 @pytest.mark.parametrize(
     "behind, words",
-    [("", "no tcgen05.commit behind it so far"), (t.commit("bar2"), "arrives at mbarrier bar2")],
+    [("", "no tcgen05.commit after it so far"), (t.commit("bar2"), "arrives at mbarrier bar2")],
     ids=["not committed", "committed elsewhere"],
 )
 def test_products(behind, words):

@@ -60,7 +60,7 @@ def flash_mla_sparse_fwd(
     *,
     use_legacy: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """SGLang's function, whose first result alone is used. kv is a bf16 workspace; what is behind topk_length in
+    """SGLang's function, whose first result alone is used. kv is a bf16 workspace; what is past topk_length in
     indices is undefined."""
     calls["prefill"] += 1
     if kv.ndim == 2:
@@ -68,6 +68,6 @@ def flash_mla_sparse_fwd(
     if not q.is_cuda:
         kv = kv.to(q.dtype)  # whatever the model is; exact
         if topk_length is not None:  # values are checked there
-            behind = torch.arange(indices.shape[-1]) >= topk_length[:, None, None]
-            indices = indices.masked_fill(behind, -1)
+            past = torch.arange(indices.shape[-1]) >= topk_length[:, None, None]
+            indices = indices.masked_fill(past, -1)
     return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)

@@ -1,7 +1,7 @@
 """vLLM's dense attention on dsv4.fmha_paged: ``--attention-backend DSV4_GLUON``.
 
 Head dims 64, 128, 256 and 512, GQA, sliding windows, sinks, any page size, FP8 caches (e4m3, with vLLM's scales of
-keys and values). vLLM puts single-token requests first; they are one call, and the prompts behind them another, so that
+keys and values). vLLM puts single-token requests first; they are one call, and the prompts after them another, so that
 a long prompt does not fill up the decodes. It rejects, by name, e5m2 caches, softcap, ALiBi, encoders, cross attention
 and masks that are not causal.
 """

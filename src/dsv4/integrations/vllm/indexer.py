@@ -5,7 +5,7 @@ vLLM gathers the keys of a prompt into a workspace, has DeepGEMM write all score
 same with another kernel. Here both are one call that reads the pages. Queries and keys are quantised by vLLM's kernels,
 the lists go to vLLM's buffer: nothing around it changes.
 
-V4.1 chooses in two levels. One layer also writes the best blocks of 8 rows to a second buffer; for the layers behind it
+V4.1 chooses in two levels. One layer also writes the best blocks of 8 rows to a second buffer; for the layers after it
 vLLM masks scores of all rows, here no other rows are scored.
 """
 

@@ -130,12 +130,12 @@ def sparse_fwd(
     q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, attn_sink: Tensor, topk_length: Tensor, out: Tensor
 ) -> None:
     """FlashMLA's flash_mla_sparse_fwd as vLLM's prefill calls it: q [n, H, 512], kv [rows, 1, 512], a bf16 workspace,
-    indices int32 [n, 1, W], what is behind topk_length [n] undefined."""
+    indices int32 [n, 1, W], what is past topk_length [n] undefined."""
     rows, lists = kv[:, 0], indices[:, 0]
     if not q.is_cuda:
         rows = rows.to(q.dtype)  # the workspace is bf16 whatever the model is; exact
-        behind = torch.arange(lists.shape[1]) >= topk_length[:, None]
-        lists = lists.masked_fill(behind, -1)  # values are checked there
+        past = torch.arange(lists.shape[1]) >= topk_length[:, None]
+        lists = lists.masked_fill(past, -1)  # values are checked there
     dsv4.v4_attention(q, rows, lists, window_lengths=topk_length, sink=attn_sink, softmax_scale=sm_scale, out=out)
     calls["prefill"] += 1
 

@@ -131,7 +131,7 @@ def build(common: list[str], file: Path, arch: str, folder: Path, used: Sequence
 
 def clustered(device: list[str], back_end: list[str], at: Path, ptx: Path) -> None:
     """clang 22 drops __cluster_dims__. softsm's headers make an annotation of it, which is in LLVM's text, not in PTX;
-    there the directive is written behind the kernel's parameters."""
+    there the directive is written after the kernel's parameters."""
     text = run([*device, "-", "-emit-llvm"])
     dims = cluster_dims(text)
     (at / "kernels.ll").write_text(re.sub(r"^@llvm\.global\.annotations = .*\n", "", text, flags=re.M))

@@ -279,7 +279,7 @@ class Runtime:
     # ---- the program -------------------------------------------------------------------------------------------
 
     def call(self, program: Program, words: Sequence[str]) -> int:
-        """main(); its status. What stopped a kernel is raised behind it."""
+        """main(); its status. What stopped a kernel is raised after it."""
         functions = [
             ctypes.CFUNCTYPE(result, *arguments)(self.served(name, getattr(self, name)))
             for name, (result, arguments) in SERVED.items()

@@ -19,7 +19,7 @@ from softsm.engine.cache import cache_folder
 from softsm.errors import SoftsmError
 
 SONAME = "libcuda.so.1"
-SLOTS = 12  # of the longest argument list; what a shorter one leaves behind them is not read
+SLOTS = 12  # of the longest argument list; what a shorter one leaves after them is not read
 HANDLER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 
 # Arguments are integers and pointers: on x86-64 and aarch64 each has a register, or 8 bytes on the stack.

@@ -1,4 +1,4 @@
-"""Triton's NVIDIA compiler, cut off behind the PTX: no ptxas, the PTX text itself is the binary. Only who asks for a
+"""Triton's NVIDIA compiler, cut off after the PTX: no ptxas, the PTX text itself is the binary. Only who asks for a
 kernel's `asm["cubin"]` or `asm["sass"]` has ptxas make it."""
 
 from __future__ import annotations
