@@ -175,7 +175,7 @@ def slower() -> str:
     if found is None or found <= FASTEST_ON_HOPPER:
         return ""
     best, here = (".".join(map(str, version)) for version in (FASTEST_ON_HOPPER, found))
-    return f" by Triton {best}, up to 25 % faster than those of {here}: `make cubins`, or torch 2.11"
+    return f" by Triton {best}, which makes faster ones than {here}: `make cubins`, or torch 2.11"
 
 
 def device() -> Iterator[Finding]:
