@@ -8,7 +8,9 @@ from dsv4.fmha.kernels.backward_rows import row_layout
 from dsv4.fmha.kernels.tiles import packed_sequence
 from dsv4.kernels.compat import Value, gl, gluon
 
-NOWHERE = gl.constexpr(1 << 30)
+# A row of no sequence, only if the starts of sequences fall. The sum of it and of ragged.BOUND has 31 bits: a TMA store
+# at a negative coordinate is an illegal instruction on Hopper.
+NOWHERE = gl.constexpr(1 << 29)
 
 
 @gluon.jit

@@ -53,6 +53,7 @@ class Sequences(NamedTuple):
     total_k: Value
     group: Value  # rows of a query
     kv_heads: Value
+    most: Value  # entries; starts that fall, which a GPU does not check, may ask for more
 
 
 @gluon.jit
@@ -92,7 +93,7 @@ def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.c
         before += gl.sum(gl.where(i < begin, tiles, 0), 0)
         within += gl.sum(gl.where((i >= begin) & (i < end), tiles, 0), 0)
     if (s == 0) & (gl.program_id(1) == 0) & (gl.program_id(2) == 0):
-        gl.store(entries_ptr, total * sequences.kv_heads)
+        gl.store(entries_ptr, gl.minimum(total * sequences.kv_heads, sequences.most))
         gl.store(entries_ptr + 1, 0)
     q_start, tokens, k_start, keys = _sequence(s, sequences)
     tiles = (tokens * sequences.group + M - 1) // M
@@ -118,7 +119,7 @@ def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.c
             width = gl.minimum(blocks.heads, sequences.kv_heads - first_head)
             place = before * sequences.kv_heads + first_head * within + rank * width + (head - first_head)
             entry = entries_ptr + (place + 1) * FIELDS
-            there = tile < tiles
+            there = (tile < tiles) & (place < sequences.most)
             gl.store(entry, tile * M, mask=there)
             gl.store(entry + 1, head, mask=there)
             gl.store(entry + 2, q_start, mask=there)
@@ -149,13 +150,14 @@ def next_ticket(order, is_second):
 
 def prepare_order(p: FmhaProblem, program: Program, rows: int) -> SequenceOrder:
     """Add the launch that lists the row tiles of a varlen batch; return the list. rows: of a row tile."""
-    entries = program.workspace("row tiles", ((most_row_tiles(p, rows) + 1) * FIELDS.value,), torch.int32)
+    most = most_row_tiles(p, rows)
+    entries = program.workspace("row tiles", ((most + 1) * FIELDS.value,), torch.int32)
     bytes_of_pair = p.k.shape[0] * p.head_dim * (2 if p.same_kv else 4) // p.batch
     together = max(CACHED // max(bytes_of_pair, 1), 1)
     blocks = Blocks(max(together // p.kv_heads, 1), min(together, p.kv_heads))
     sequences = Sequences(
-        p.cu_seqlens_q, p.cu_seqlens_k, p.batch, p.q.shape[0], p.k.shape[0], p.group, p.kv_heads
-    )  # fmt: skip
+        p.cu_seqlens_q, p.cu_seqlens_k, p.batch, p.q.shape[0], p.k.shape[0], p.group, p.kv_heads, most
+    )
     arguments = dict(entries_ptr=entries, sequences=sequences, blocks=blocks)
     heads = min(p.kv_heads, max(LISTING // p.batch, 1))
     chunks = max(1, min(-(-p.max_seqlen_q * p.group // (16 * rows)), LISTING // (p.batch * heads)))

@@ -115,6 +115,18 @@ def test_sequences_go_together(name, order, dq, monkeypatch):
     check_sequences_go_together("sm_90a", kernels, name, order, dq, monkeypatch)
 
 
+@pytest.mark.slow
+def test_starts_that_fall_access_nothing_out_of_bounds():
+    """No values are checked on a GPU; softsm would name the access."""
+    b, _, _ = varlen_request(starts_q=range(0, 601, 120), starts_k=range(0, 601, 120))
+    for cu in ([0, 600, 0, 600, 0, 600], [0, -5, 2**31 - 1, 7, 600, 0]):
+        cu = torch.tensor(cu, dtype=torch.int32)
+        p = replace(b.forward, cu_seqlens_q=cu, cu_seqlens_k=cu)
+        with softsm.use("sm_90a"):
+            launches.run(replace(b, forward=p, dq=None))
+        assert not any(x[600:].any() for x in (b.dk, b.dv))
+
+
 @pytest.mark.parametrize("name, order", [*QUICK_CHAIN, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW_CHAIN)])
 def test_chain_takes_sequences(name, order, monkeypatch):
     check_chain_takes_sequences("sm_90a", name, order, monkeypatch)

@@ -26,7 +26,7 @@ def listed(q_lengths, k_lengths, kv_heads, group, blocks, rows, causal):
     cu_q, cu_k = starts(q_lengths), starts(k_lengths)
     most = (int(cu_q[-1]) * group // rows + len(q_lengths)) * kv_heads
     entries = torch.full(((most + 1) * 8,), -1, dtype=torch.int32)
-    sequences = varlen_order.Sequences(cu_q, cu_k, len(q_lengths), int(cu_q[-1]), int(cu_k[-1]), group, kv_heads)
+    sequences = varlen_order.Sequences(cu_q, cu_k, len(q_lengths), int(cu_q[-1]), int(cu_k[-1]), group, kv_heads, most)
     with softsm.use("sm_90a"):
         varlen_order.list_row_tiles[(len(q_lengths),)](entries, sequences, blocks, M=rows, CAUSAL=causal, num_warps=4)
     return entries.view(-1, 8)[1 : 1 + int(entries[0]), :6].tolist()
@@ -64,6 +64,21 @@ def test_more_sequences_than_a_program_looks_at_together():
     lengths = [1 + n % 3 * 70 for n in range(300)]
     found = listed(lengths, lengths, 1, 1, varlen_order.Blocks(150, 1), 128, True)
     assert len(found) == sum(-(-n // 128) for n in lengths) == len(set(map(tuple, found)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_starts_that_fall_write_no_more_entries_than_there_are(causal):
+    """No values are checked on a GPU. Three sequences have all 600 rows: 15 row tiles, in a list of 9."""
+    cu = torch.tensor([0, 600, 0, 600, 0, 600]).int()
+    entries = torch.full((100 * 8,), -1, dtype=torch.int32)
+    sequences = varlen_order.Sequences(cu, cu, 5, 600, 600, 1, 1, 9)
+    with softsm.use("sm_90a"):
+        varlen_order.list_row_tiles[(5,)](
+            entries, sequences, varlen_order.Blocks(5, 1), M=128, CAUSAL=causal, num_warps=4
+        )
+    assert int(entries[0]) == 9 and (entries.view(-1, 8)[10:] == -1).all()
+    for row, head, first, tokens, first_key, keys in entries.view(-1, 8)[1:10, :6].tolist():
+        assert (head, first, tokens, first_key, keys) == (0, 0, 600, 0, 600) and row in range(0, 600, 128)
 
 
 CASES = [(128, True, True), (128, False, False), (128, True, False), (64, True, True), (64, False, True),
