@@ -66,6 +66,8 @@ def listed(at: int, kind: Any, count: int) -> list[int]:
 class Runtime:
     """The state of one run of a program."""
 
+    ASKING = "cudaFuncSetAttribute"
+
     def __init__(self, arch: str, sms: int, ranks: int = 1, **options: Any):
         self.arch, self.sms, self.options = arch, sms, options
         self.device = 0  # that the program has selected
@@ -75,7 +77,7 @@ class Runtime:
         self.variables: dict[str, np.ndarray] = {}
         self.live: dict[int, tuple[int, np.ndarray]] = {}  # address -> size, what keeps it
         self.texts: list[str] = []
-        self.dynamic: dict[int, int] = {}  # most bytes of dynamic shared memory, by the address of the host function
+        self.dynamic: dict[Kernel, int] = {}  # most bytes of dynamic shared memory that the program asked for
         self.workspace = np.zeros(2, np.uint32)  # of cooperative launches: its size, and the barrier of the grid
         self.count = 0
         self.failure: BaseException | None = None
@@ -180,23 +182,19 @@ class Runtime:
 
     def most_shared(self, host: int, size: int) -> int:
         """cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size)"""
-        kernel = self.kernels.get(host)
+        return self.may_use(self.kernels.get(host), size)
+
+    def may_use(self, kernel: Kernel | None, size: int) -> int:
         if kernel is None:
             return INVALID_FUNCTION
         if not 0 <= size <= CTA_SHARED - kernel.program.shared_static:
             return INVALID_VALUE
-        self.dynamic[host] = size
+        self.dynamic[kernel] = size
         return SUCCESS
 
     def launch(self, host: int, shape: int, args: int, shared: int, how: int) -> int:
         sides, kernel = listed(shape, UINT, 9), self.kernels.get(host)
         cluster = [max(n, 1) for n in sides[6:]]
-        if kernel is not None and shared > max(
-            self.dynamic.get(host, 0), WITHOUT_ASKING - kernel.program.shared_static
-        ):
-            text = f"{shared} bytes of dynamic shared memory need cudaFuncSetAttribute before the launch"
-            print(f"softsm: {readable(kernel.name)}: {text}", file=sys.stderr)
-            return INVALID_VALUE
         return self.start(kernel, sides[:3], sides[3:6], cluster, args, shared, how)
 
     def start(
@@ -206,6 +204,10 @@ class Runtime:
         """args: the address of the addresses of the arguments"""
         if kernel is None:
             return INVALID_FUNCTION
+        if shared > max(self.dynamic.get(kernel, 0), WITHOUT_ASKING - kernel.program.shared_static):
+            text = f"{shared} bytes of dynamic shared memory need {self.ASKING} before the launch"
+            print(f"softsm: {readable(kernel.name)}: {text}", file=sys.stderr)
+            return INVALID_VALUE
         if self.failure is not None:
             return self.failed()
         if how & COOPERATIVE and math.prod(grid) > self.sms * self.occupancy(0, math.prod(block), shared):

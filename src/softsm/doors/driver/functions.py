@@ -22,13 +22,30 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from softsm import accepted
-from softsm.doors.cuda.runtime import COOPERATIVE, DEPENDENT, INVALID_VALUE, SUCCESS, Runtime
+from softsm.doors.cuda.runtime import (
+    COOPERATIVE,
+    DEPENDENT,
+    INVALID_CONFIGURATION,
+    INVALID_FUNCTION,
+    INVALID_SYMBOL,
+    INVALID_VALUE,
+    SUCCESS,
+    Runtime,
+)
 from softsm.doors.driver import library
 from softsm.doors.triton.in_use import ARCHITECTURES, DEFAULT_SMS
 from softsm.engine.launch import Kernel, load
 from softsm.errors import SoftsmError
 
 INVALID_IMAGE, NOT_FOUND, FILE_NOT_FOUND, NOT_SUPPORTED = 200, 500, 301, 801
+NAMES = {
+    0: "SUCCESS", 1: "ERROR_INVALID_VALUE", 2: "ERROR_OUT_OF_MEMORY", 101: "ERROR_INVALID_DEVICE",
+    200: "ERROR_INVALID_IMAGE", 301: "ERROR_FILE_NOT_FOUND", 400: "ERROR_INVALID_HANDLE", 500: "ERROR_NOT_FOUND",
+    700: "ERROR_ILLEGAL_ADDRESS", 710: "ERROR_ASSERT", 716: "ERROR_MISALIGNED_ADDRESS", 719: "ERROR_LAUNCH_FAILED",
+    720: "ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", 801: "ERROR_NOT_SUPPORTED",
+}  # fmt: skip
+OWN = {INVALID_CONFIGURATION: 1, INVALID_SYMBOL: NOT_FOUND, INVALID_FUNCTION: 400}  # errors the runtime alone has
+MAX_DYNAMIC_SHARED = 8  # attribute of a function
 MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
 PACKAGES = ("cuda.bindings", "pycuda")
 CONTEXT, STREAM, POOL = 0xC0, 0x50, 0x90  # what handles are, where there is one of a kind
@@ -41,7 +58,7 @@ DONE = (
     "cuInit cuCtxSynchronize cuStreamSynchronize cuStreamQuery cuEventRecord cuEventRecordWithFlags cuEventSynchronize "
     "cuEventQuery cuStreamWaitEvent cuModuleUnload cuLibraryUnload cuDevicePrimaryCtxRelease "
     "cuDevicePrimaryCtxSetFlags "
-    "cuCtxDestroy cuStreamDestroy cuEventDestroy cuFuncSetAttribute cuKernelSetAttribute cuMemPoolSetAttribute "
+    "cuCtxDestroy cuStreamDestroy cuEventDestroy cuMemPoolSetAttribute "
     "cuDeviceSetMemPool cuMemPoolDestroy cuMemPoolTrimTo cuProfilerStart cuProfilerStop cuFuncSetCacheConfig "
     "cuCtxSetLimit cuCtxSetCacheConfig cuCtxSetSharedMemConfig cuMemHostRegister cuMemHostUnregister cuCtxDetach "
     "cuFuncSetBlockShape cuFuncSetSharedSize"
@@ -110,12 +127,14 @@ class Module(NamedTuple):
 class Driver(Runtime):
     """The state of one program. Methods called cu... are the functions of the interface; a list has their arguments."""
 
+    ASKING = "cuFuncSetAttribute"
+
     def __init__(self, arch: str, sms: int, **options: Any):
         super().__init__(arch, sms, **options)
         self.modules: dict[int, Module] = {}  # by handle
         self.loaded: dict[int, Kernel] = {}  # kernels by handle
         self.context = 0
-        self.text = ctypes.create_string_buffer(1)
+        self.strings: list[ctypes.Array] = []  # they stay where the program has their addresses
 
     @classmethod
     def functions(cls) -> list[str]:
@@ -132,7 +151,8 @@ class Driver(Runtime):
             if name in LINKED:
                 self.failure = self.failure or SoftsmError(f"softsm's CUDA driver has no {name}")
                 return NOT_SUPPORTED
-            return getattr(self, name)(a)
+            status = getattr(self, name)(a)
+            return OWN.get(status, status)
         except BaseException as problem:
             self.failure = self.failure or problem
             return self.failed()
@@ -183,11 +203,19 @@ class Driver(Runtime):
         return write(a[0], "16s", b"softsm")
 
     def cuGetErrorString(self, a: list[int]) -> int:
-        why = str(self.failure) if self.failure is not None else f"error {number(a[0])}"
-        self.text = ctypes.create_string_buffer(why.encode())
-        return write(a[1], "Q", ctypes.addressof(self.text))
+        """Says what stopped a kernel in softsm's words."""
+        status = number(a[0])
+        if self.failure is not None and status == self.failed():
+            return self.say(a[1], str(self.failure))
+        return self.say(a[1], NAMES.get(status, f"error {status}").removeprefix("ERROR_").lower().replace("_", " "))
 
-    cuGetErrorName = cuGetErrorString
+    def cuGetErrorName(self, a: list[int]) -> int:
+        status = number(a[0])
+        return self.say(a[1], f"CUDA_{NAMES[status]}") if status in NAMES else INVALID_VALUE
+
+    def say(self, at: int, text: str) -> int:
+        self.strings.append(ctypes.create_string_buffer(text.encode()))
+        return write(at, "Q", ctypes.addressof(self.strings[-1]))
 
     # ---- modules -----------------------------------------------------------------------------------------------
 
@@ -241,6 +269,12 @@ class Driver(Runtime):
         return write(a[0], "i", known.get(number(a[1]), 0))
 
     cuKernelGetAttribute = cuFuncGetAttribute
+
+    def cuFuncSetAttribute(self, a: list[int]) -> int:
+        return self.may_use(self.loaded.get(a[0]), number(a[2])) if number(a[1]) == MAX_DYNAMIC_SHARED else SUCCESS
+
+    def cuKernelSetAttribute(self, a: list[int]) -> int:
+        return self.cuFuncSetAttribute([a[2], a[0], a[1]])
 
     # ---- memory ------------------------------------------------------------------------------------------------
 

@@ -155,6 +155,44 @@ def test_findings_and_faults_reach_the_program():
     assert report.codes() == ["out-of-bounds"]
 
 
+def test_errors_have_names_and_the_launch_is_not_lost():
+    text = ctypes.c_char_p()
+
+    def named(status):
+        cuda.cuGetErrorName(status, ctypes.byref(text))
+        return text.value
+
+    with softsm.driver("sm_90a"):
+        cuda, _, kernel, source, target = prepared()
+        given = arguments(target, source, N)
+        for call, threads in ((kernel, 2048), (0x77, 32)):
+            with pytest.raises(OSError, match="cuLaunchKernel: (1|400)$"):
+                cuda.cuLaunchKernel(call, 4, 1, 1, threads, 1, 1, 0, 0, given, None)
+        assert [named(1), named(400), named(700)] == [
+            b"CUDA_ERROR_INVALID_VALUE", b"CUDA_ERROR_INVALID_HANDLE", b"CUDA_ERROR_ILLEGAL_ADDRESS"
+        ]  # fmt: skip
+        cuda.cuGetErrorString(1, ctypes.byref(text))
+        assert text.value == b"invalid value"
+        with pytest.raises(OSError, match="cuGetErrorName: 1"):
+            named(77)
+        cuda.cuLaunchKernel(kernel, 4, 1, 1, 32, 1, 1, 0, 0, given, None)
+        np.testing.assert_array_equal(result(cuda, target), 3 * np.arange(N))
+
+
+@pytest.mark.parametrize("call", ["cuFuncSetAttribute", "cuKernelSetAttribute"])
+def test_much_shared_memory_must_be_asked_for(call, capsys):
+    with softsm.driver("sm_90a"):
+        cuda, _, kernel, source, target = prepared()
+        launch = kernel, 4, 1, 1, 32, 1, 1, 100_000, 0, arguments(target, source, N), None
+        with pytest.raises(OSError, match="cuLaunchKernel: 1$"):
+            cuda.cuLaunchKernel(*launch)
+        assert "scale: 100000 bytes of dynamic shared memory need cuFuncSetAttribute" in capsys.readouterr().err
+        getattr(cuda, call)(*((kernel, 8, 100_000) if call == "cuFuncSetAttribute" else (8, 100_000, kernel, 0)))
+        cuda.cuLaunchKernel(*launch)
+        with pytest.raises(OSError, match=f"{call}: 1$"):
+            getattr(cuda, call)(*((kernel, 8, 300_000) if call == "cuFuncSetAttribute" else (8, 300_000, kernel, 0)))
+
+
 def test_what_is_no_ptx_is_refused():
     with pytest.raises(softsm.errors.SoftsmError, match="softsm runs PTX"), softsm.driver("sm_90a"):
         cuda = Library()
