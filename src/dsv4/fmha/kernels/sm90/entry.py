@@ -53,7 +53,6 @@ class Cost(NamedTuple):
 
 SHORT = {64: Cost(7.6, 1.53, 0.61, 0.5), 128: Cost(10.1, 0.86, 1.16, 0.25)}  # row tiles of 64
 LOOPING = {64: Cost(8.9, 2.5, 1.11, 8.0), 128: Cost(13.2, 1.9, 1.62, 2.5)}  # as if all were of 128
-THREE_ROLES_SPILL = (3, 9)  # from this Triton on
 
 
 def tiling(p: FmhaProblem, target: Target) -> Tiling:
@@ -174,7 +173,7 @@ def _looping(p: FmhaProblem, target: Target) -> Tiling:
     diagonal = p.left < 0 and p.right == 0 and 64 % p.group == 0 and ahead % (64 // p.group) == 0
     diagonal = diagonal and (p.same_sequences or not varlen)
     full = p.left < 0 and p.right < 0
-    if p.head_dim == 64 and (p.right < 0 or diagonal) and target.compiler < THREE_ROLES_SPILL:
+    if p.head_dim == 64 and (p.right < 0 or diagonal):
         # The softmax limits this head dim: three warpgroups hide more of it.
         three = None if varlen else order_of(p, 192, keys, target.num_sms)
         if order is None or three is None or p.right < 0 or THREE_ROLES * three.longest < order.longest:
