@@ -121,11 +121,16 @@ class Layer:
         self.norms = norm(s.hidden, device), norm(s.hidden, device)
         h, width = s.streams, s.streams * s.hidden
         self.mixers = [
-            SimpleNamespace(fn=weight((2 + h) * h, width, device=device), base=torch.zeros((2 + h) * h, device=device),
-                            scale=torch.ones(3, device=device), hc_sinkhorn_iters=20, hc_eps=1e-6,
-                            input_norm=SimpleNamespace(eps=1e-6))
+            SimpleNamespace(
+                fn=weight((2 + h) * h, width, device=device),
+                base=torch.zeros((2 + h) * h, device=device),
+                scale=torch.ones(3, device=device),
+                hc_sinkhorn_iters=20,
+                hc_eps=1e-6,
+                input_norm=SimpleNamespace(eps=1e-6),
+            )
             for _ in range(2)
-        ]  # fmt: skip
+        ]
         self.gate, self.bias = weight(s.experts, s.hidden, device=device), torch.zeros(s.experts, device=device)
         self.shared = weight(2 * s.inner, s.hidden, device=device), weight(s.hidden, s.inner, device=device)
         self.chosen = s.chosen
@@ -217,9 +222,14 @@ def served(s: Sizes, layers: list[Layer], requests: int, context: int, device: t
         requests, requests * (context // page + 1), page, context // page + 1, s.window, window_page, 128
     )
     model: Any = SimpleNamespace(
-        places=places, parts=elementwise.choose(backend, device), backend=backend, ratios=RATIOS, limit=requests,
-        device=device, model=SimpleNamespace(config=SimpleNamespace(hc_mult=s.streams)),
-    )  # fmt: skip
+        places=places,
+        parts=elementwise.choose(backend, device),
+        backend=backend,
+        ratios=RATIOS,
+        limit=requests,
+        device=device,
+        model=SimpleNamespace(config=SimpleNamespace(hc_mult=s.streams)),
+    )
     for layer in layers:
         layer.attention.kv_proj.weight = layer.gate  # its dtype counts
     model.pools = [PagedModel._pools(model, layer.attention, s.dim == 512) for layer in layers]
@@ -247,9 +257,14 @@ def served(s: Sizes, layers: list[Layer], requests: int, context: int, device: t
     at = np.array(lines)
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device)
     return Step(
-        model, torch.full((requests,), context, device=device), starts, torch.tensor(lines, device=device),
-        torch.tensor(places.tables[at], device=device), torch.tensor(places.windows[at], device=device), plans=plans,
-    )  # fmt: skip
+        model,
+        torch.full((requests,), context, device=device),
+        starts,
+        torch.tensor(lines, device=device),
+        torch.tensor(places.tables[at], device=device),
+        torch.tensor(places.windows[at], device=device),
+        plans=plans,
+    )
 
 
 def layers_that_fit(s: Sizes, most: int, device: torch.device) -> list[Layer]:

@@ -224,9 +224,14 @@ def rowwise(which: str, rows: int, columns: int, warps: int, dtype: torch.dtype 
 PREFILL = [
     fmha(b, h, h, t, t, d, causal)
     for d in (64, 128, 256, 512)
-    for b, h, t, causal in ((4, 16, 4096, False), (4, 16, 4096, True), (1, 16, 2048, True), (2, 8, 8192, False),
-                            (16, 16, 512, False))
-]  # fmt: skip
+    for b, h, t, causal in (
+        (4, 16, 4096, False),
+        (4, 16, 4096, True),
+        (1, 16, 2048, True),
+        (2, 8, 8192, False),
+        (16, 16, 512, False),
+    )
+]
 DECODE = [
     *(fmha(b, 64, 1, 1, s, 512, same=True) for b, s in ((128, 4096), (1, 65536), (32, 8192), (8, 16384), (1, 8192))),
     *(fmha(b, 64, 8, 1, s, 128) for b, s in ((64, 8192), (16, 4096), (1, 32768))),

@@ -7,8 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def gather_pages(pages, scales, block_table, out, stride_table, HEADS: tl.constexpr, D: tl.constexpr,
-                 PAGE: tl.constexpr):  # fmt: skip
+def gather_pages(
+    pages, scales, block_table, out, stride_table, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr
+):
     """FP8 keys of a paged cache [pages, PAGE, HEADS, D] with a scale for each row, in the order of a request."""
     seq, page, head = tl.program_id(1), tl.program_id(0), tl.program_id(2)
     physical = tl.load(block_table + seq * stride_table + page).to(tl.int64)
@@ -104,8 +105,9 @@ def router(logits, weights, ids, tokens, E: tl.constexpr, K: tl.constexpr, ROWS:
 
 
 @triton.jit
-def listed_attention(q, k, v, o, lists, T, scale, NB: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-                     BN: tl.constexpr):  # fmt: skip
+def listed_attention(
+    q, k, v, o, lists, T, scale, NB: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
     """Each tile of queries attends to the NB blocks of keys that its list names."""
     tile, head = tl.program_id(0), tl.program_id(1)
     m, d, n = tile * BM + tl.arange(0, BM), tl.arange(0, D), tl.arange(0, BN)

@@ -133,8 +133,9 @@ def grid_sample(x_ptr, at_ptr, out_ptr, H, W, pixels, C: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def window_attention(q_ptr, k_ptr, v_ptr, o_ptr, T, scale, WINDOW: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-                     BN: tl.constexpr):  # fmt: skip
+def window_attention(
+    q_ptr, k_ptr, v_ptr, o_ptr, T, scale, WINDOW: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
     """Causal, over the last WINDOW keys."""
     tile, head = tl.program_id(0), tl.program_id(1)
     m, d = tile * BM + tl.arange(0, BM), tl.arange(0, D)

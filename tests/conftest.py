@@ -253,8 +253,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if not session.config.option.collectonly:
             import torch
 
-            print("\nevery GPU test was skipped (see pytest -rs); torch", torch.__version__, "sees",
-                  torch.cuda.device_count(), "CUDA devices")  # fmt: skip
+            print(
+                "\nevery GPU test was skipped (see pytest -rs); torch",
+                torch.__version__,
+                "sees",
+                torch.cuda.device_count(),
+                "CUDA devices",
+            )
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

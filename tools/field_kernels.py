@@ -187,8 +187,9 @@ def tests(file: str, name: str, *calls: str, arch: str = "sm_100a") -> Kernel:
     return Kernel(f"triton_kernels, {name}", "triton", "tutorial.py", (), arch, words)
 
 
-def scaled(name: str, rows: int, persistent: bool, mode: str, a: str, b: str, moved: bool, swizzled: str,
-           arch: str = "sm_100a") -> Kernel:  # fmt: skip
+def scaled(
+    name: str, rows: int, persistent: bool, mode: str, a: str, b: str, moved: bool, swizzled: str, arch: str = "sm_100a"
+) -> Kernel:
     """A product of triton_kernels: `rows` x 128 x 256 in three groups. moved: rows are gathered and scattered;
     swizzled: which operands have their scales in the order of the hardware."""
     warps = 4 if arch == "sm_90a" else None

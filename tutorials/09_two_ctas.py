@@ -97,8 +97,11 @@ def attention(q_desc, k_desc, v_desc, o_ptr, scale, SL: gl.constexpr, OL: gl.con
 def attempt(order: str = "latest"):
     q, k, v = (normal(128, 512, seed=i) for i in range(3))
     o = torch.full((128, 512), float("nan"))
-    tiles = [descriptor(q, [128, 64], cga_layout=ROWS), descriptor(k, [128, 64], cga_layout=ROWS),
-             descriptor(v, [128, 256], cga_layout=COLUMNS)]  # fmt: skip
+    tiles = [
+        descriptor(q, [128, 64], cga_layout=ROWS),
+        descriptor(k, [128, 64], cga_layout=ROWS),
+        descriptor(v, [128, 256], cga_layout=COLUMNS),
+    ]
     report = run(
         attention, *tiles, o, 512**-0.5 * 1.4426950408889634, S_LAYOUT, O_LAYOUT, P_LAYOUT, order=order, num_ctas=2
     )

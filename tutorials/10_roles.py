@@ -85,11 +85,15 @@ def matmul(a_desc, b_desc, c_ptr, steps, FIRST: gl.constexpr):
         mbarrier.init(free.index(i), count=1)
     mbarrier.init(done, count=1)
     c = allocate_tensor_memory(gl.float32, [128, 128], TensorMemoryLayout([128, 128], col_stride=1))
-    gl.warp_specialize([
-        (store_role, (c_ptr, c, done)),
-        (mma_role, (a, b, c, ready, free, done, steps)),
-        (load_role, (a_desc, b_desc, a, b, ready, free, steps, FIRST)),
-    ], [1, 1], [48, 48])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (store_role, (c_ptr, c, done)),
+            (mma_role, (a, b, c, ready, free, done, steps)),
+            (load_role, (a_desc, b_desc, a, b, ready, free, steps, FIRST)),
+        ],
+        [1, 1],
+        [48, 48],
+    )
 
 
 def attempt(first: int = 1, order: str = "latest"):

@@ -148,8 +148,13 @@ class Copies(Bench):
                                 run(text, 132, 32, shared, source=big, n=8, m=size // box - 1, map=tensor)
                             stamps = run(text, grid, 32, shared, source=big, n=n, m=size // box - 1, map=tensor)
                             moved = (n + 1) * stages * box
-                            yield report(moved / stamps.ns(), "bytes/ns of an SM", stamps,
-                                         bytes_a_cycle=moved / stamps.cycles(), all=grid * moved / stamps.span_ns())  # fmt: skip
+                            yield report(
+                                moved / stamps.ns(),
+                                "bytes/ns of an SM",
+                                stamps,
+                                bytes_a_cycle=moved / stamps.cycles(),
+                                all=grid * moved / stamps.span_ns(),
+                            )
         for shared_by in (2, 4, 16, 132):
             for where, size in self.SOURCES:
                 with self.point(f"ring tile 16384 x 8, {where}, read by {shared_by} CTAs each") as report:
@@ -171,5 +176,10 @@ class Copies(Bench):
                         stamps = run(
                             store(box, depth, reads), grid, 32, BARRIERS + box, source=big, n=n, m=(1 << 30) // box - 1
                         )
-                        yield report(n * box / stamps.ns(), "bytes/ns of an SM", stamps,
-                                     all=grid * n * box / stamps.span_ns(), cycles_each=stamps.cycles() / n)  # fmt: skip
+                        yield report(
+                            n * box / stamps.ns(),
+                            "bytes/ns of an SM",
+                            stamps,
+                            all=grid * n * box / stamps.span_ns(),
+                            cycles_each=stamps.cycles() / n,
+                        )

@@ -180,8 +180,13 @@ class Gpu:
         block = (ctypes.c_uint8 * 192)()
         aligned = (ctypes.c_uint8 * 128).from_buffer(block, -ctypes.addressof(block) % 64)
         ctypes.memmove(aligned, map.ljust(128, b"\0"), 128)
-        values = [ctypes.c_uint64(self.stamps.data_ptr()), ctypes.c_uint64(source), ctypes.c_uint32(n),
-                  ctypes.c_uint32(m), aligned]  # fmt: skip
+        values = [
+            ctypes.c_uint64(self.stamps.data_ptr()),
+            ctypes.c_uint64(source),
+            ctypes.c_uint32(n),
+            ctypes.c_uint32(m),
+            aligned,
+        ]
         pointers = (ctypes.c_void_p * 5)(*(ctypes.addressof(v) for v in values))
         stream = ctypes.c_void_p(self.torch.cuda.current_stream().cuda_stream)
         attribute = Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -55,9 +55,14 @@ def loop(text: str, label: str = "L", counter: str = "%i", count: str = "%n") ->
 
 def fill_shared(nbytes: int, threads: int, zero: bool = False) -> str:
     """Random bf16 of either sign between 1 and 2 (or zeros) into shared memory, and the fence wgmma wants."""
-    value = "mov.u32 %r3, 0;" if zero else (
-        "mul.lo.u32 %r3, %r1, 0x9E3779B1; shr.u32 %r4, %r3, 15; xor.b32 %r3, %r3, %r4; mul.lo.u32 %r3, %r3, 0x85EBCA77;"
-        " and.b32 %r3, %r3, 0x807f807f; or.b32 %r3, %r3, 0x3f803f80;")  # fmt: skip
+    value = (
+        "mov.u32 %r3, 0;"
+        if zero
+        else (
+            "mul.lo.u32 %r3, %r1, 0x9E3779B1; shr.u32 %r4, %r3, 15; xor.b32 %r3, %r3, %r4; mul.lo.u32 %r3, %r3, 0x85EBCA77;"
+            " and.b32 %r3, %r3, 0x807f807f; or.b32 %r3, %r3, 0x3f803f80;"
+        )
+    )
     return f"""  shl.b32 %r1, %thread, 2;
 FILL: {value} add.u32 %r2, %sm, %r1; st.shared.u32 [%r2], %r3; add.u32 %r1, %r1, {4 * threads};
   setp.lt.u32 %p1, %r1, {nbytes}; @%p1 bra FILL;

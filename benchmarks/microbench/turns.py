@@ -247,5 +247,10 @@ class Turns(Bench):
                 )
                 both = run(text, 132, 256, TILE, n=rounds, m=m)
                 alone = run(text, 132, 256, TILE, n=1, m=m)
-                yield report(both.cycles(slice(0, 4)) / (rounds * 8), "cycles a product", both,
-                             work=both.cycles(slice(4, 8)) / (m * per), work_alone=alone.cycles(slice(4, 8)) / (m * per))  # fmt: skip
+                yield report(
+                    both.cycles(slice(0, 4)) / (rounds * 8),
+                    "cycles a product",
+                    both,
+                    work=both.cycles(slice(4, 8)) / (m * per),
+                    work_alone=alone.cycles(slice(4, 8)) / (m * per),
+                )

@@ -52,9 +52,14 @@ class Serving:
         return bool(self.jobs)
 
     def submit(
-        self, prompt: Sequence[int] | Tensor, new_tokens: int, *, stop: int | None = None, name: Hashable = None,
+        self,
+        prompt: Sequence[int] | Tensor,
+        new_tokens: int,
+        *,
+        stop: int | None = None,
+        name: Hashable = None,
         argument: str = "prompt",
-    ) -> Job:  # fmt: skip
+    ) -> Job:
         """Request the next new_tokens tokens of the prompt, or fewer if the token ``stop`` comes first.
 
         name: of the request; default: a new one. argument: what an error calls the prompt.

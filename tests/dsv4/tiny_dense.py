@@ -39,10 +39,15 @@ def build(kind):
         from transformers.models.gemma4 import Gemma4ForCausalLM, Gemma4TextConfig
 
         config = Gemma4TextConfig(
-            num_hidden_layers=2, head_dim=64, global_head_dim=512, sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=8,
-            vocab_size_per_layer_input=128, **COMMON,
-        )  # fmt: skip
+            num_hidden_layers=2,
+            head_dim=64,
+            global_head_dim=512,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=128,
+            **COMMON,
+        )
         model = Gemma4ForCausalLM(config)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -329,7 +329,12 @@ def decode(*, q, k_cache, indices, topk_length, attn_sink, softmax_scale, extra_
 def prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, **_):
     counts["flash_mla_sparse_fwd"] += 1
     out, lse = reference.v4_attention(
-        q, kv.view(-1, 512).to(q.dtype), indices[:, 0], window_lengths=topk_length, sink=attn_sink,
-        softmax_scale=sm_scale, compute=torch.float32,
-    )  # fmt: skip
+        q,
+        kv.view(-1, 512).to(q.dtype),
+        indices[:, 0],
+        window_lengths=topk_length,
+        sink=attn_sink,
+        softmax_scale=sm_scale,
+        compute=torch.float32,
+    )
     return out.to(q.dtype), None, lse

@@ -41,11 +41,16 @@ def compare(mode: str, d: int, window: int, with_sinks: bool) -> None:
     slots = torch.cat([places[r, :n] for r, n in enumerate(LENGTHS)]).long()
     keys[slots], values[slots] = k, v
     pool = SimpleNamespace(dtype=torch.float32, get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values)
-    backend = Backend(SimpleNamespace(
-        use_mla_backend=False, model_config=SimpleNamespace(is_encoder_decoder=False, context_len=48),
-        server_args=SimpleNamespace(speculative_algorithm=None), token_to_kv_pool=pool, page_size=PAGE,
-        req_to_token_pool=SimpleNamespace(req_to_token=places),
-    ))  # fmt: skip
+    backend = Backend(
+        SimpleNamespace(
+            use_mla_backend=False,
+            model_config=SimpleNamespace(is_encoder_decoder=False, context_len=48),
+            server_args=SimpleNamespace(speculative_algorithm=None),
+            token_to_kv_pool=pool,
+            page_size=PAGE,
+            req_to_token_pool=SimpleNamespace(req_to_token=places),
+        )
+    )
     batch = SimpleNamespace(
         batch_size=3, seq_lens=lengths, seq_lens_cpu=lengths, req_pool_indices=torch.arange(3), spec_info=None,
         extend_seq_lens=new, extend_seq_lens_cpu=new.tolist(), forward_mode=ForwardMode[mode.upper()],

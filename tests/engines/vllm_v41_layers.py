@@ -51,9 +51,14 @@ def configuration(dtype: str):
         ),
     ))  # fmt: skip
     config.model_config = SimpleNamespace(
-        hf_config=hf, hf_text_config=hf, max_model_len=1024, dtype=torch.bfloat16, architectures=[], is_moe=False,
+        hf_config=hf,
+        hf_text_config=hf,
+        max_model_len=1024,
+        dtype=torch.bfloat16,
+        architectures=[],
+        is_moe=False,
         get_num_attention_heads=lambda parallel: HEADS,
-    )  # fmt: skip
+    )
     return config
 
 

@@ -216,8 +216,13 @@ def test_the_default_dtype_and_device_change_nothing(model, ids, eager, dtype, d
 def test_the_kernels_of_a_step(ids, arch):
     """Every kernel of the GPU's way through a layer, on softsm, is as near to fp32 as the CPU's way in bf16 is. All
     experts and all rows take part: a choice that rounding turns would be no error of theirs."""
-    certain = dict(rope=64, num_experts_per_tok=4, index_topk=64, num_hidden_layers=3,
-                   layer_types=["sliding_attention", step.CSA, step.HCA])  # fmt: skip
+    certain = dict(
+        rope=64,
+        num_experts_per_tok=4,
+        index_topk=64,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", step.CSA, step.HCA],
+    )
     low, high = build(512, torch.bfloat16, **certain), build(512, **certain)
     high.load_state_dict({name: x.float() for name, x in low.state_dict().items()})
 

@@ -56,8 +56,11 @@ def test_a_lane_may_release_what_it_did_itself():
         assert findings(hand_over(elsewhere + own, "ld.shared.u32 %r42, [a+260];\n"), strict=strict, **BLOCK)
 
 
-EXCHANGES = ("shfl.sync.bfly.b32 %r44, %r0, 1, 31, -1;", "vote.sync.ballot.b32 %r44, %p0, -1;",
-             "elect.sync %r44|%p7, -1;")  # fmt: skip
+EXCHANGES = (
+    "shfl.sync.bfly.b32 %r44, %r0, 1, 31, -1;",
+    "vote.sync.ballot.b32 %r44, %p0, -1;",
+    "elect.sync %r44|%p7, -1;",
+)
 
 
 @pytest.mark.parametrize("what", EXCHANGES)

@@ -173,10 +173,13 @@ def test_a_tensor_map_on_the_command_line():
     assert (found.dims, found.strides, found.box) == ((128, 256), (256,), (32, 64))
     assert parse_argument("map[16]:f32[64]:3").array.tolist() == [3] * 64
     for text, words in (
-        ("map[64]:arg0", "maps over arrays"), ("map[64,64]:arg2", "arg0 to arg1"), ("map[64]:arg1", "box: got"),
-        ("map[64,64;swizzle=12]:arg1", "swizzles of 0, 32, 64, 128"), ("map:arg1", "accepted: forms"),
+        ("map[64]:arg0", "maps over arrays"),
+        ("map[64,64]:arg2", "arg0 to arg1"),
+        ("map[64]:arg1", "box: got"),
+        ("map[64,64;swizzle=12]:arg1", "swizzles of 0, 32, 64, 128"),
+        ("map:arg1", "accepted: forms"),
         ("map[64,64;swizzle=32]:arg1", "box_dim"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match="^argument: got .*" + words):
             parse_argument(text, 0, [np.float32(1), array])
 
@@ -226,8 +229,11 @@ def test_check_names_a_race_once(racy):
 
 
 def test_check_is_silent_about_a_right_program(tmp_path, racy):
-    racy.write_text(racy.read_text().replace("before = tl.load(out)", "").replace(
-        "tl.store(out, before + total)", "tl.atomic_add(out, total)"))  # fmt: skip
+    racy.write_text(
+        racy.read_text()
+        .replace("before = tl.load(out)", "")
+        .replace("tl.store(out, before + total)", "tl.atomic_add(out, total)")
+    )
     done = softsm_command("check", racy, "--arch", "sm_90a")
     assert done.exit_code == 0, done.output
     assert "nothing found in 1 launch" in done.output.splitlines()[-1]
@@ -394,15 +400,18 @@ def test_version():
     assert softsm.__version__ == importlib.metadata.version("dsv4")
 
 
-@pytest.mark.parametrize("command, says", [
-    ("chekc x.py", "softsm: No such command 'chekc'. Did you mean 'check'?"),
-    ("check no.py", "softsm check: there is no file no.py"),
-    ("time --gpu b2 no.py", "softsm time: there is no file no.py"),
-    ("museum 99", "softsm museum: numbers: got 99; accepted: 1 to "),
-    ("explain nothing", "softsm explain: topic: got 'nothing'; accepted: "),
-    ("serve --idle 0", "softsm serve: idle: got 0.0; accepted: numbers > 0"),
-    ("museum --ful", "softsm museum: --ful: there is no such option; did you mean --full?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command, says",
+    [
+        ("chekc x.py", "softsm: No such command 'chekc'. Did you mean 'check'?"),
+        ("check no.py", "softsm check: there is no file no.py"),
+        ("time --gpu b2 no.py", "softsm time: there is no file no.py"),
+        ("museum 99", "softsm museum: numbers: got 99; accepted: 1 to "),
+        ("explain nothing", "softsm explain: topic: got 'nothing'; accepted: "),
+        ("serve --idle 0", "softsm serve: idle: got 0.0; accepted: numbers > 0"),
+        ("museum --ful", "softsm museum: --ful: there is no such option; did you mean --full?"),
+    ],
+)
 def test_wrong_usage_is_one_line_with_the_name_of_the_command(command, says):
     done = CliRunner().invoke(app, command.split(), prog_name="softsm")
     assert done.exit_code == 2 and done.output.startswith(says) and done.output.count("\n") == 1, done.output

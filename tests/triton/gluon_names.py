@@ -75,8 +75,13 @@ def put(out_ptr, x):
 
 def descriptor(tensor, block, layout=None):
     """Host tensor descriptor with the layout Gluon gives such a block by default."""
-    element = {"torch.float16": gl.float16, "torch.bfloat16": gl.bfloat16, "torch.float32": gl.float32,
-               "torch.uint8": gl.uint8, "torch.float8_e4m3fn": gl.float8e4nv}[str(tensor.dtype)]  # fmt: skip
+    element = {
+        "torch.float16": gl.float16,
+        "torch.bfloat16": gl.bfloat16,
+        "torch.float32": gl.float32,
+        "torch.uint8": gl.uint8,
+        "torch.float8_e4m3fn": gl.float8e4nv,
+    }[str(tensor.dtype)]
     layout = layout or gl.NVMMASharedLayout.get_default_for(list(block), element)
     return TensorDescriptor.from_tensor(tensor, list(block), layout)
 

@@ -226,8 +226,11 @@ def test_block_scaled_product(sm):
     assert_matmul(out, left, right.t())
 
 
-@triton.autotune([triton.Config({"BM": 16}, num_warps=2), triton.Config({"BM": 32}, num_warps=4)], key=["n"],
-                 reset_to_zero=["out_ptr"])  # fmt: skip
+@triton.autotune(
+    [triton.Config({"BM": 16}, num_warps=2), triton.Config({"BM": 32}, num_warps=4)],
+    key=["n"],
+    reset_to_zero=["out_ptr"],
+)
 @triton.heuristics({"EVEN": lambda args: args["n"] % args["BM"] == 0})
 @triton.jit
 def gram_kernel(x_ptr, out_ptr, n, D: tl.constexpr, BM: tl.constexpr, EVEN: tl.constexpr):

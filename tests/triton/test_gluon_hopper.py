@@ -210,8 +210,11 @@ def gather_producer(kv_ptr, index_ptr, n, tiles, ready, free, BN: gl.constexpr, 
     for i in range(0, n, BN):
         index = gl.load(index_ptr + i + rows)
         mbarrier.wait(free.index(stage), phase)
-        cp_async(tiles.index(stage), kv_ptr + index[:, None].to(gl.int64) * D + columns[None, :],
-                 mask=(index[:, None] >= 0) & (columns[None, :] < D))  # fmt: skip
+        cp_async(
+            tiles.index(stage),
+            kv_ptr + index[:, None].to(gl.int64) * D + columns[None, :],
+            mask=(index[:, None] >= 0) & (columns[None, :] < D),
+        )
         async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
         stage += 1
         if stage == STAGES:

@@ -274,16 +274,24 @@ def multicast_sum_kernel(data, flag, all_data, all_flags, out, rank, N: tl.const
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
         "@p multimem.red.release.sys.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
-        "=r,l", [all_flags + tl.arange(0, 32) * 0], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l",
+        [all_flags + tl.arange(0, 32) * 0],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 2:
         pass
     tl.debug_barrier()
     place = all_data + 16 * tl.arange(0, N // 8)
     words = tl.inline_asm_elementwise(
         "multimem.ld_reduce.weak.global.add.acc::f32.v4.bf16x2 {$0, $1, $2, $3}, [$4];",
-        "=r,=r,=r,=r,l", [place], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,=r,=r,=r,l",
+        [place],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
     for i in tl.static_range(4):
         tl.store(out + 4 * tl.arange(0, N // 8) + i, words[i])
 

@@ -231,12 +231,17 @@ def scaled_operand(rows: int, K: int, form: str, vec: int):
     "sm, form, vec",
     [
         ("sm_100a", "e4m3", 32),
-        *(pytest.param(*x, marks=pytest.mark.compile) for x in (
-            ("sm_90a", "e2m1", 32), ("sm_100a", "e2m1", 32), ("sm_100a", "e2m1", 16))),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in (
-            ("sm_90a", "e4m3", 32), ("sm_90a", "e5m2", 32), ("sm_100a", "e5m2", 32))),
-    ], indirect=["sm"],
-)  # fmt: skip
+        *(
+            pytest.param(*x, marks=pytest.mark.compile)
+            for x in (("sm_90a", "e2m1", 32), ("sm_100a", "e2m1", 32), ("sm_100a", "e2m1", 16))
+        ),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in (("sm_90a", "e4m3", 32), ("sm_90a", "e5m2", 32), ("sm_100a", "e5m2", 32))
+        ),
+    ],
+    indirect=["sm"],
+)
 def test_block_scaled_matmul(sm, form, vec):
     """Triton has scales of 16 elements (nvfp4) from sm_100 on; before, it multiplies in bf16."""
     K, size = 128, 128 if sm == "sm_100a" else 64

@@ -111,5 +111,10 @@ def moe(draw: random.Random) -> MoeCase:
 
 
 DRAW: dict[str, Callable[[random.Random], Any]] = {
-    "dense": dense, "varlen": varlen, "v4": v4, "index": index, "moe": moe, "backward": backward,
-}  # fmt: skip
+    "dense": dense,
+    "varlen": varlen,
+    "v4": v4,
+    "index": index,
+    "moe": moe,
+    "backward": backward,
+}

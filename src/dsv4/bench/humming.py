@@ -105,9 +105,13 @@ class _Product:
 
     def __call__(self, codes: Tensor, scales: Tensor, places: dict[str, Tensor], topk: int) -> Tensor:
         return self.layer(
-            codes, input_scale=scales, top_k=topk, compute_config={"gemm_type": self.form}, tuning_config=self.tuning,
+            codes,
+            input_scale=scales,
+            top_k=topk,
+            compute_config={"gemm_type": self.form},
+            tuning_config=self.tuning,
             **places,
-        )  # fmt: skip
+        )
 
 
 def _layer(codes: Tensor, scales: Tensor, group: int) -> Any:

@@ -197,12 +197,17 @@ def dense_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) 
         for name in ("cutedsl", "triton"):
             # The layout of its kernels, made beforehand: tokens first for CuTe, though the shape is heads first.
             mine = [x if name == "cutedsl" else x.contiguous() for x in (*views, dout.transpose(1, 2))]
-            yield f"FFPA {name}", gradients(
-                lambda q, k, v, name=name: ffpa.ffpa_attn_func(
-                    q, k, v, is_causal=causal, enable_gqa=grouped, backend=name
+            yield (
+                f"FFPA {name}",
+                gradients(
+                    lambda q, k, v, name=name: ffpa.ffpa_attn_func(
+                        q, k, v, is_causal=causal, enable_gqa=grouped, backend=name
+                    ),
+                    tuple(mine[:3]),
+                    mine[3],
+                    heads_first=True,
                 ),
-                tuple(mine[:3]), mine[3], heads_first=True,
-            )  # fmt: skip
+            )
     for name, flash in flash_attentions(d):
         yield name, gradients(lambda q, k, v, flash=flash: flash(q, k, v, causal=causal), (q, k, v), dout)
 
@@ -248,9 +253,14 @@ class FlashMLA:
         return lambda: function(q, kv[:, None], lists, 512**-0.5, 512, attn_sink=sink, **more)[0]
 
     def decode(
-        self, q: Tensor, window: Tensor, window_indices: Tensor, compressed: Tensor | None,
-        compressed_indices: Tensor | None, sink: Tensor,
-    ) -> Callable[[], Tensor]:  # fmt: skip
+        self,
+        q: Tensor,
+        window: Tensor,
+        window_indices: Tensor,
+        compressed: Tensor | None,
+        compressed_indices: Tensor | None,
+        sink: Tensor,
+    ) -> Callable[[], Tensor]:
         """q [N, H, 512], pages uint8 [pages, rows, 1, 584], lists [N, K] -> out [N, H, 512]. Heads are padded to 64 or
         128 beforehand; the first call makes the schedule, which the others use again."""
         function = self.module.flash_mla_with_kvcache

@@ -57,9 +57,14 @@ class PackedRows:
 
     @classmethod
     def empty(
-        cls, pages: int, rows_per_page: int, *, page_stride: int | None = None, device: torch.device | str = "cpu",
+        cls,
+        pages: int,
+        rows_per_page: int,
+        *,
+        page_stride: int | None = None,
+        device: torch.device | str = "cpu",
         format: RowFormat | None = None,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """Allocate zeroed pages. Zero bytes read back as rows of zeros."""
         pages = checks.at_least(0, "pages", pages)
         # First without pages: this checks the sizes, and gives the stride.

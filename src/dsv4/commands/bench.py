@@ -102,9 +102,14 @@ def run(
     out, begin, failed = show.console(), time.monotonic(), False
     ceilings = measuring.ceilings()
     record: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "peers": peers.here(), "ceilings": {k: round(v, 3) for k, v in ceilings.items()}, **drawn, "cases": [],
-    }  # fmt: skip
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "peers": peers.here(),
+        "ceilings": {k: round(v, 3) for k, v in ceilings.items()},
+        **drawn,
+        "cases": [],
+    }
     if aot is not None:
         record["aot_triton"] = ", ".join(sorted({json.loads(p.read_text())["triton"] for p in aot.glob("*.json")}))
     for name, version in record["peers"].items():

@@ -20,9 +20,14 @@ BLOCK_BYTES = 64 << 20  # bytes of tokens (fp32) at once; cutting a long prompt 
 
 
 def run(
-    kv: Tensor, gate: Tensor | None, state: CompressState | None, given: Parameters, out: Pool | None,
-    slots: Tensor | None, backend: str,
-) -> tuple[Any, CompressState]:  # fmt: skip
+    kv: Tensor,
+    gate: Tensor | None,
+    state: CompressState | None,
+    given: Parameters,
+    out: Pool | None,
+    slots: Tensor | None,
+    backend: str,
+) -> tuple[Any, CompressState]:
     found = "cpu" if kv.is_meta and backend == "auto" else dispatch.resolve(backend, kv.device, "kv")
     # Under torch.compile the code stays torch code.
     if found != "cpu" and (backend != "auto" or not torch.compiler.is_compiling()):

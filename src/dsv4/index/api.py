@@ -48,14 +48,24 @@ class TopkKeywords(Keywords, total=False):
 
 @overload
 def index_topk(
-    q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int,
-    *, return_scores: Literal[False] = ..., **_: Unpack[TopkKeywords],
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor | IndexCache,
+    weights: Tensor,
+    topk: int,
+    *,
+    return_scores: Literal[False] = ...,
+    **_: Unpack[TopkKeywords],
+) -> Tensor: ...
 @overload
 def index_topk(
-    q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int,
-    *, return_scores: Literal[True], **_: Unpack[TopkKeywords],
-) -> Both: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor | IndexCache,
+    weights: Tensor,
+    topk: int,
+    *,
+    return_scores: Literal[True],
+    **_: Unpack[TopkKeywords],
+) -> Both: ...
 @overload
 def index_topk(
     q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int, *, return_scores: bool, **_: Unpack[TopkKeywords]

@@ -182,16 +182,26 @@ def flash_attn_with_kvcache(
     checks.tensor("q", q, ("batch", "seqlen", "heads", "headdim"), checks.FLOATS)
     batch, like = q.shape[0], ("q", q)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        checks.tensor(name, x, ("pages" if block_table is not None else "batch", "rows", "heads", "headdim"),
-                      checks.CACHED, like=like)  # fmt: skip
+        checks.tensor(
+            name,
+            x,
+            ("pages" if block_table is not None else "batch", "rows", "heads", "headdim"),
+            checks.CACHED,
+            like=like,
+        )
     table = _table(k_cache, batch, cache_batch_idx, block_table, like)
     capacity = table.shape[1] * k_cache.shape[1]
     lengths = _seqlens(cache_seqlens, batch, capacity, like)
     window = _window(window_size)
     options: dict[str, Any] = dict(
-        causal=causal, window=window, sink=_sink(learnable_sink, s_aux), softmax_scale=softmax_scale, softcap=softcap,
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+        causal=causal,
+        window=window,
+        sink=_sink(learnable_sink, s_aux),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     names = dict(
         sink="learnable_sink", window="window_size", k_pages="k_cache", v_pages="v_cache", lengths="cache_seqlens"
     )

@@ -111,9 +111,14 @@ def attention(
     b, t = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options: dict[str, Any] = dict(
-        dropout_p=dropout, softmax_scale=scaling, causal=True, window_size=attention_mask.window,
-        softcap=softcap or 0.0, learnable_sink=None if s_aux is None else s_aux.float(), backend=backend,
-    )  # fmt: skip
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=attention_mask.window,
+        softcap=softcap or 0.0,
+        learnable_sink=None if s_aux is None else s_aux.float(),
+        backend=backend,
+    )
     if attention_mask.padding is None:
         out = flash_attn_func(q, k, v, **options)
         assert isinstance(out, Tensor)

@@ -32,9 +32,14 @@ class Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return moe(
-            hidden_states, self.experts, top_k_index, top_k_weights.float(), activations=self.activations,
-            limit=self.limit, backend=self.backend,
-        )  # fmt: skip
+            hidden_states,
+            self.experts,
+            top_k_index,
+            top_k_weights.float(),
+            activations=self.activations,
+            limit=self.limit,
+            backend=self.backend,
+        )
 
 
 def use_fp4_experts(

@@ -15,5 +15,9 @@ def behind(loaded, bit):
     from the zeros waits for them. bit: 0 or 1, which neither compiler nor assembler knows."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 none; shr.u32 none, $2, 1; and.b32 $0, $1, none; }",
-        "=r,r,r", [loaded, bit], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,r,r",
+        [loaded, bit],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

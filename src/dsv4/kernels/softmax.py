@@ -119,9 +119,14 @@ def partial_sums(p):
 
 def _scaling(count: int) -> str:
     """PTX: `count` values from $0 on, two of each row alternately, times factors from $2 count on, unless all are 1."""
-    lines = [".reg .pred some, any", f"setp.neu.f32 some, ${2 * count}, 0f3F800000",
-             f"setp.neu.or.f32 some, ${2 * count + 2}, 0f3F800000, some", "vote.sync.any.pred any, some, 0xffffffff",
-             "@!any bra done", *(f"mul.f32 ${i}, ${i}, ${2 * count + i}" for i in range(count))]  # fmt: skip
+    lines = [
+        ".reg .pred some, any",
+        f"setp.neu.f32 some, ${2 * count}, 0f3F800000",
+        f"setp.neu.or.f32 some, ${2 * count + 2}, 0f3F800000, some",
+        "vote.sync.any.pred any, some, 0xffffffff",
+        "@!any bra done",
+        *(f"mul.f32 ${i}, ${i}, ${2 * count + i}" for i in range(count)),
+    ]
     return "{ " + "; ".join(lines) + "; done: }"
 
 
@@ -188,5 +193,9 @@ def pin(l):
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000; @never nanosleep.u32 1; mov.b32 $0, $1; }",
-        "=f,f", [l], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=f,f",
+        [l],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )

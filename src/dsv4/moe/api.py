@@ -75,9 +75,14 @@ class Keywords(TypedDict, total=False):
 
 @overload
 def moe(
-    x: Tensor, experts: Weights, ids: Tensor, weights: Tensor, *, return_slots: Literal[False] = ...,
+    x: Tensor,
+    experts: Weights,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    return_slots: Literal[False] = ...,
     **_: Unpack[Keywords],
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def moe(
     x: Tensor, experts: Weights, ids: Tensor, weights: Tensor, *, return_slots: Literal[True], **_: Unpack[Keywords]

@@ -119,9 +119,14 @@ def define_operation(op: Operation) -> None:
 
 
 def call(
-    op: Operation, tensors: Sequence[Any], options: Any, want_second: bool, out: Tensor | None, plan: Plan | None,
+    op: Operation,
+    tensors: Sequence[Any],
+    options: Any,
+    want_second: bool,
+    out: Tensor | None,
+    plan: Plan | None,
     backend: str,
-) -> Any:  # fmt: skip
+) -> Any:
     """Run the public function, after its checks of numbers and flags -> out, or (out, second output).
 
     tensors, options: the operator's arguments except backend, in the operation's order. A call of plain tensors that

@@ -10,8 +10,13 @@ from typing import Any
 
 # Annotation -> type in the schema of an operator.
 KINDS = {
-    "bool": "bool", "int": "SymInt", "float": "float", "str": "str", "int | None": "SymInt?", "float | None": "float?",
-}  # fmt: skip
+    "bool": "bool",
+    "int": "SymInt",
+    "float": "float",
+    "str": "str",
+    "int | None": "SymInt?",
+    "float | None": "float?",
+}
 
 
 def schema(options: Any, defaults: bool = True) -> dict[str, str]:

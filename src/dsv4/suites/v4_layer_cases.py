@@ -121,9 +121,14 @@ class Layer:
                 keys.append(made)
                 with where.context():
                     chosen = dsv4.index_topk(
-                        self.index_q[tokens], torch.cat(keys).bfloat16(), self.index_weights[tokens], self.topk,
-                        positions=self.rope[1][tokens], ratio=RATIO["csa"], backend=where.backend,
-                    )  # fmt: skip
+                        self.index_q[tokens],
+                        torch.cat(keys).bfloat16(),
+                        self.index_weights[tokens],
+                        self.topk,
+                        positions=self.rope[1][tokens],
+                        ratio=RATIO["csa"],
+                        backend=where.backend,
+                    )
             with where.context():
                 out, lse = self.attend(tokens, torch.cat(rows) if rows else none, chosen, where)
             outs.append(out)

@@ -51,8 +51,13 @@ class Tables:
         row, works = self.rows[table], self.works[table]
         if len(works) < MOST:
             at = 1 + len(works) * ENTRY
-            row[at : at + ENTRY] = (*(x - (x >> 63 << 64) for x in operands), work.touched[1], self.chain(work),
-                                    *work.columns, *work.shared)  # fmt: skip
+            row[at : at + ENTRY] = (
+                *(x - (x >> 63 << 64) for x in operands),
+                work.touched[1],
+                self.chain(work),
+                *work.columns,
+                *work.shared,
+            )
             works.append(work)
             row[0], work.learned = len(works), True
 

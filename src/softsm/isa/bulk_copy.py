@@ -231,10 +231,15 @@ def do_bulk_peer(w, mask, o):
             barrier.complete_tx(size, who)
 
         start(
-            w, lane, "bulk copy to a peer", effects, signals=(barrier,),
+            w,
+            lane,
+            "bulk copy to a peer",
+            effects,
+            signals=(barrier,),
             reads=(("shared", home, begin, begin + size),),
-            writes=(("shared", cta, offset, offset + size),), nbytes=size,
-        )  # fmt: skip
+            writes=(("shared", cta, offset, offset + size),),
+            nbytes=size,
+        )
 
 
 def reduce_bytes(old: np.ndarray, new: np.ndarray, op: str, dtype) -> np.ndarray:
@@ -273,9 +278,14 @@ def do_bulk_store(w, mask, o):
                 target[:] = data
 
         store_in_two(
-            w, lane, "bulk store" if o.op is None else "bulk reduction", read, write,
-            (("shared", cta, offset, offset + size),), (("global", address, address + size),),
-        )  # fmt: skip
+            w,
+            lane,
+            "bulk store" if o.op is None else "bulk reduction",
+            read,
+            write,
+            (("shared", cta, offset, offset + size),),
+            (("global", address, address + size),),
+        )
 
 
 def do_bulk_commit(w, mask, o):
@@ -310,8 +320,13 @@ def reduce_async(asm: Assembler, ins: Instruction):
     op = next((m for m in mods if m in INTEGER_OPS), None)
     if op is None or ins.opcode != "red":
         asm.refuse(ins, "expected red.async.relaxed.cluster with an operation")
-    types = {"add": {"u32", "s32", "u64", "s64"}, "inc": {"u32"}, "dec": {"u32"}, "min": {"u32", "s32"},
-             "max": {"u32", "s32"}}  # fmt: skip
+    types = {
+        "add": {"u32", "s32", "u64", "s64"},
+        "inc": {"u32"},
+        "dec": {"u32"},
+        "min": {"u32", "s32"},
+        "max": {"u32", "s32"},
+    }
     if not types.get(op, {"b32"}) & set(mods):
         asm.refuse(ins, f".{op} takes .{', .'.join(sorted(types.get(op, {'b32'})))}")
     store_async(asm, ins, tuple(m for m in mods if m != op), op)

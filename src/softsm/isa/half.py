@@ -35,8 +35,13 @@ def bf16x2(operate, a, b):
     return vec.pack_bf16(high, operate(vec.bf16_to_float(a), vec.bf16_to_float(b)))
 
 
-for _op, _operate in (("add", operator.add), ("sub", operator.sub), ("mul", operator.mul), ("min", vec.minnum),
-                      ("max", vec.maxnum)):  # fmt: skip
+for _op, _operate in (
+    ("add", operator.add),
+    ("sub", operator.sub),
+    ("mul", operator.mul),
+    ("min", vec.minnum),
+    ("max", vec.maxnum),
+):
     micro(f"{_op}.f16x2", "u=uu", partial(f16x2, _operate), hot=_op not in ("min", "max"))
     micro(f"{_op}.bf16x2", "u=uu", partial(bf16x2, _operate), hot=_op not in ("min", "max"))
 micro("fma.odd.f32", "f=fff", vec.fma_to_odd, hot=True)  # a * b + c of halves; the rounding to 16 bits follows

@@ -61,8 +61,13 @@ def lower_mma(asm, ins, modifiers) -> None:
             asm.refuse(ins, f".{vector or 'scale_vec'} does not go with kind::{kind}")
         blocks = _SCALE_BLOCKS[kind, vector]
     for buffer in ("a",) if not ws else ("b0", "b1", "b2", "b3"):  # reuse of operands does not change the result
-        isa.take(asm, ins, modifiers, *(f"collector::{buffer}::{op}" for op in ("fill", "use", "lastuse", "discard")),
-                 optional=True)  # fmt: skip
+        isa.take(
+            asm,
+            ins,
+            modifiers,
+            *(f"collector::{buffer}::{op}" for op in ("fill", "use", "lastuse", "discard")),
+            optional=True,
+        )
     isa.finish(asm, ins, modifiers, range(5 + sparse, 8 + sparse))
     d, a, b, *rest = ins.operands
     kept = {"collector::a::fill", "collector::a::use"} & {*ins.modifiers}

@@ -53,11 +53,8 @@ def fragment(part: str, m: int, n: int, k: int, name: str) -> Fragment:
         places = [(i + h, j + e) for i, j in tiles for h in range(0, tall, 8) for e in range(0, 2, packed)]
         return Fragment(places, left == "b", name, 2, packed, len(places))
     places = [
-        (i + h, j)
-        for i in range(0, rows, tall)
-        for j in range(0, columns, 4 * packed)
-        for h in range(0, tall, 8)
-    ]  # fmt: skip
+        (i + h, j) for i in range(0, rows, tall) for j in range(0, columns, 4 * packed) for h in range(0, tall, 8)
+    ]
     registers = 8 if name == "f16" else len(places)
     return Fragment(places, part == "b", name, packed, packed, registers)
 

@@ -16,8 +16,13 @@ from softsm.timing_model.prediction import Prediction
 from softsm.timing_model.validated import band, depends_on_data, doubts, statement
 
 SHOWN = 6
-NEEDS = {"registers": "an operand", "pipe": "its pipe", "issue": "an issue slot", "shared memory": "shared memory",
-         "code": "its code (first run, not in a cache)"}  # fmt: skip
+NEEDS = {
+    "registers": "an operand",
+    "pipe": "its pipe",
+    "issue": "an issue slot",
+    "shared memory": "shared memory",
+    "code": "its code (first run, not in a cache)",
+}
 
 
 @dataclass

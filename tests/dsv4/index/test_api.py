@@ -38,9 +38,14 @@ def whole_numbers(n, m, h, d, seed, size=2):
 
 @settings(max_examples=60)
 @given(
-    st.integers(0, 9), st.integers(0, 30), st.integers(0, 4), st.integers(1, 6), st.integers(0, 34),
-    st.integers(1, 5), st.integers(0, 10**6),
-)  # fmt: skip
+    st.integers(0, 9),
+    st.integers(0, 30),
+    st.integers(0, 4),
+    st.integers(1, 6),
+    st.integers(0, 34),
+    st.integers(1, 5),
+    st.integers(0, 10**6),
+)
 def test_lists_are_those_of_the_loop(n, m, h, d, topk, ratio, seed):
     q, k, w = whole_numbers(n, m, h, d, seed, size=1)
     assume((m + 1) * ratio > 1)  # else no position is possible

@@ -171,8 +171,13 @@ def test_the_configuration_of_the_checkpoint():
                 candidate_source_layer_id=-1, scoring_func="sqrtsoftplus", norm_topk_prob=True, n_shared_experts=1,
                 rope_scaling=dict(type="yarn", factor=16, original_max_position_embeddings=65536, beta_fast=32,
                                   beta_slow=1))  # fmt: skip
-    given = dict(model_type="deepseek_v41", text_config=text, vision_config={}, image_token_id=7,
-                 quantization_config=dict(quant_method="fp8", weight_block_size=[32, 32]))  # fmt: skip
+    given = dict(
+        model_type="deepseek_v41",
+        text_config=text,
+        vision_config={},
+        image_token_id=7,
+        quantization_config=dict(quant_method="fp8", weight_block_size=[32, 32]),
+    )
     config = v41.DeepseekV41Config.from_dict(given)
     assert (config.num_hidden_layers, config.hidden_size, config.image_token_id) == (3, 5120, 7)
     assert config.rope_parameters["factor"] == 16 and not hasattr(config, "quantization_config")

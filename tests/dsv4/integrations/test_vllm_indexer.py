@@ -89,9 +89,14 @@ def chunk(table, lengths, first=0):
     begins = torch.cat([cu[r].repeat(len(x)) for r, x in enumerate(lengths)])
     ends = begins + torch.tensor([m for x in lengths for m in x]).int()
     return SimpleNamespace(
-        block_table=table, cu_seqlen_ks=begins, cu_seqlen_ke=ends, cu_seq_lens=cu, token_start=first,
-        token_end=first + len(begins), num_reqs=len(lengths),
-    )  # fmt: skip
+        block_table=table,
+        cu_seqlen_ks=begins,
+        cu_seqlen_ke=ends,
+        cu_seq_lens=cu,
+        token_start=first,
+        token_end=first + len(begins),
+        num_reqs=len(lengths),
+    )
 
 
 def metadata(chunks=(), decode=None, decode_tokens=0, **prefill):

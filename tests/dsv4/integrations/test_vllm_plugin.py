@@ -407,10 +407,15 @@ def compressing(states, tokens, requests, positions, block_table, slots, norm_we
     """(vLLM's compressor, its metadata, positions), as far as the last step looks at them."""
     longer = [torch.cat([x, x.new_full((3,), 9)]) for x in (requests, positions)]  # buffers are
     theirs = SimpleNamespace(
-        state_cache=SimpleNamespace(prefix="states", kv_cache=states), k_cache_prefix="rows", compress_ratio=ratio,
-        _static_forward_context=dict(rows=SimpleNamespace(kv_cache=pages)), use_fp4_cache=False, rms_norm_eps=1e-6,
-        head_dim=norm_weight.shape[0], norm=SimpleNamespace(weight=norm_weight),
-    )  # fmt: skip
+        state_cache=SimpleNamespace(prefix="states", kv_cache=states),
+        k_cache_prefix="rows",
+        compress_ratio=ratio,
+        _static_forward_context=dict(rows=SimpleNamespace(kv_cache=pages)),
+        use_fp4_cache=False,
+        rms_norm_eps=1e-6,
+        head_dim=norm_weight.shape[0],
+        norm=SimpleNamespace(weight=norm_weight),
+    )
     found = dict(
         states=SimpleNamespace(slot_mapping=tokens, token_to_req_indices=longer[0], block_table=block_table),
         rows=SimpleNamespace(slot_mapping=slots),

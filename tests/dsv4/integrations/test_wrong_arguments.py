@@ -19,8 +19,13 @@ FLASH = dict(dropout_p=0.0, return_attn_probs=True, **COMMON)
 VARLEN = dict(q=torch.randn(7, 4, 64), cu_seqlens_q=ints(0, 3, 7), cu_seqlens_k=ints(0, 5, 9), max_seqlen_q=4,
               max_seqlen_k=5, **FLASH)  # fmt: skip
 CACHE = dict(q=torch.randn(2, 1, 4, 64), cache_leftpad=None, num_splits=0, return_softmax_lse=True, **COMMON)
-NEW = dict(k=torch.randn(2, 1, 2, 64), v=torch.randn(2, 1, 2, 64), rotary_cos=torch.randn(9, 16),
-           rotary_sin=torch.randn(9, 16), rotary_interleaved=True)  # fmt: skip
+NEW = dict(
+    k=torch.randn(2, 1, 2, 64),
+    v=torch.randn(2, 1, 2, 64),
+    rotary_cos=torch.randn(9, 16),
+    rotary_sin=torch.randn(9, 16),
+    rotary_interleaved=True,
+)
 PAGES, LINES, ROWS = torch.randn(4, 4, 2, 64), torch.randn(4, 8, 2, 64), torch.zeros(4, 4, 1, 584, dtype=torch.uint8)
 TABLE, LISTS = ints(0, 1, 2, 3).view(2, 2), torch.zeros(2, 2, 3, dtype=torch.int32)
 MLA = dict(head_dim_v=512, num_splits=None, softmax_scale=0.1, attn_sink=torch.zeros(4), enable_batch_invariant=False,

@@ -36,7 +36,12 @@ def test_a_block_of_transformers(kind):
         )
         gate_up = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
         out = dsv4.moe(
-            x[0], (experts.gate_up_proj, experts.down_proj), ids, weights, activations="bf16", limit=0.5,
+            x[0],
+            (experts.gate_up_proj, experts.down_proj),
+            ids,
+            weights,
+            activations="bf16",
+            limit=0.5,
             shared=(gate_up, shared.down_proj.weight),
-        )  # fmt: skip
+        )
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)

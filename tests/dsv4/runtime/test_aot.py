@@ -73,8 +73,13 @@ def test_a_tampered_cubin_is_refused(compiled):
 def test_a_record_with_any_field_changed_or_missing_is_refused(compiled, field):
     record = json.loads(compiled.read_text())
     value = record[field]
-    other = {str: lambda: value + "x", int: lambda: value + 32, bool: lambda: not value, list: lambda: [*value, "i32"],
-             dict: lambda: value | {"D": 64}}[type(value)]()  # fmt: skip
+    other = {
+        str: lambda: value + "x",
+        int: lambda: value + 32,
+        bool: lambda: not value,
+        list: lambda: [*value, "i32"],
+        dict: lambda: value | {"D": 64},
+    }[type(value)]()
     without = {name: x for name, x in record.items() if name != field}
     for changed in ({**record, field: other}, {**record, field: None}, without):
         compiled.write_text(json.dumps(changed))

@@ -107,8 +107,13 @@ def test_a_flag_behind_a_store_that_was_only_read(wait, words):
     send = FILL + t.only("%p0", send + "cp.async.bulk.wait_group 0;\n")
     poll = "POLL:\nld.acquire.gpu.global.u32 %r60, [%rd1];\nsetp.eq.u32 %p7, %r60, 0;\n@%p7 bra POLL;\n"
     take = poll + "ld.global.u32 %r61, [%rd2];\n"
-    text = t.kernel(FLAGGED + t.only("%p5", send) + "setp.ne.u32 %p6, %r50, 0;\n" + t.only("%p6", take), "x out",
-                    shared=SHARED, target="sm_90a", version="8.6")  # fmt: skip
+    text = t.kernel(
+        FLAGGED + t.only("%p5", send) + "setp.ne.u32 %p6, %r50, 0;\n" + t.only("%p6", take),
+        "x out",
+        shared=SHARED,
+        target="sm_90a",
+        version="8.6",
+    )
     with softsm.checking(order="latest") as report:
         softsm.load(text).launch(2, 128, [np.zeros(4096, np.uint32) for _ in "xo"])
     found = [x.fix for x in report]

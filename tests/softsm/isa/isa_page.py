@@ -27,13 +27,17 @@ PARTS = {
     "fence": "proxy mbarrier_init",
     "tensormap": "replace cp_fenceproxy",
     "tcgen05": "alloc dealloc relinquish_alloc_permit ld st cp shift mma ws sp commit fence wait",
-    "mma": "sp sp::ordered_metadata", "multimem": "ld_reduce st red",
+    "mma": "sp sp::ordered_metadata",
+    "multimem": "ld_reduce st red",
     "wgmma": "mma_async sp fence commit_group wait_group",
     "clusterlaunchcontrol": "try_cancel query_cancel is_canceled get_first_ctaid",
     "griddepcontrol": "launch_dependents wait",
     "createpolicy": "fractional range cvt",
-    "st": "async bulk", "red": "async", "setmaxnreg": "inc dec", "wmma": "load mma store",
-}  # fmt: skip
+    "st": "async bulk",
+    "red": "async",
+    "setmaxnreg": "inc dec",
+    "wmma": "load mma store",
+}
 
 
 def instruction(form: str) -> str:
@@ -110,8 +114,12 @@ def page() -> str:
             answer = NOTES.get(test, "open")
             lines.append(f"- `{test}`{cases}: {answer}")
         lines.append("")
-    lines += ["Largest deviations of approximate instructions and tensor-core sums; 1 is the bound of the test:", "",
-              "| instruction | deviation |", "|---|---|"]  # fmt: skip
+    lines += [
+        "Largest deviations of approximate instructions and tensor-core sums; 1 is the bound of the test:",
+        "",
+        "| instruction | deviation |",
+        "|---|---|",
+    ]
     lines += [f"| `{short(k)}` | {v:g} |" for k, v in record["worst"].items()]
     for chapter in sorted(chapters):
         lines += ["", f"## src/softsm/isa/{chapter}.py", "", title(chapter), "",

@@ -67,9 +67,14 @@ def test_row_addresses_are_checked(count, pitch, words):
         launch(ptx, np.zeros(1024, np.uint8), np.zeros(32 * count, np.uint32))
 
 
-@pytest.mark.parametrize("name", ["ldmatrix.sync.aligned.m16n16.x1.shared.b8",
-                                  "ldmatrix.sync.aligned.m8n8.x1.shared.b8",
-                                  "ldmatrix.sync.aligned.m8n8.x1.shared.b16.evict"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ldmatrix.sync.aligned.m16n16.x1.shared.b8",
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b8",
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b16.evict",
+    ],
+)
 def test_unknown_forms_are_refused(name):
     with pytest.raises(Unsupported):
         load(ldmatrix_kernel(name, 1, 32))

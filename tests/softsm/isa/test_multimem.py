@@ -20,8 +20,13 @@ LOADS = [
     ("global.add.v4.f16x2", np.float16, 8, "b32"), ("global.add.acc::f32.v4.bf16x2", BF16, 8, "b32"),
     ("global.max.v2.bf16x2", BF16, 4, "b32"), ("global.min.v8.f16", np.float16, 8, "b16"),
 ]  # fmt: skip
-MEANING = {"add": sum, "min": min, "max": max, "xor": lambda x: int(x[0]) ^ int(x[1]) ^ int(x[2]),
-           "and": lambda x: int(x[0]) & int(x[1]) & int(x[2])}  # fmt: skip
+MEANING = {
+    "add": sum,
+    "min": min,
+    "max": max,
+    "xor": lambda x: int(x[0]) ^ int(x[1]) ^ int(x[2]),
+    "and": lambda x: int(x[0]) & int(x[1]) & int(x[2]),
+}
 
 
 def drawn(rng, shape, dtype):
@@ -92,10 +97,15 @@ def test_stores_go_to_all_gpus():
         np.testing.assert_array_equal(array, wanted)
 
 
-@pytest.mark.parametrize("modifiers, dtype, value, want", [
-    ("add.u32", np.uint32, "%r1", 10 + 496), ("relaxed.gpu.global.max.s32", np.int32, "%r1", 31),
-    ("release.sys.global.xor.b32", np.uint32, "%r1", 10), ("global.add.v2.bf16x2", BF16, "{%r9, %r9}", 74),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "modifiers, dtype, value, want",
+    [
+        ("add.u32", np.uint32, "%r1", 10 + 496),
+        ("relaxed.gpu.global.max.s32", np.int32, "%r1", 31),
+        ("release.sys.global.xor.b32", np.uint32, "%r1", 10),
+        ("global.add.v2.bf16x2", BF16, "{%r9, %r9}", 74),
+    ],
+)
 def test_reductions_change_the_memory_of_all_gpus(modifiers, dtype, value, want):
     arrays, address = members_of(np.full((GPUS, 16), 10, dtype))
     body = f"mov.b32 %r9, 0x40004000;\nmultimem.red.{modifiers} [%rd1], {value};\n"

@@ -218,10 +218,15 @@ def place_fp4(cta, tile, at):
 
 @pytest.mark.parametrize(
     ("kind", "a_type", "b_type", "blocks", "scale", "ids"),
-    [("mxf8f6f4", "e4m3", "e2m1", 1, "ue8m0", (1, 3)), ("mxf8f6f4", "e5m2", "e4m3", 1, "ue8m0", (0, 0)),
-     ("mxf4", "e2m1", "e2m1", 2, "ue8m0", (0, 2)), ("mxf4nvf4", "e2m1", "e2m1", 4, "ue4m3", (0, 0)),
-     ("mxf4nvf4", "e2m1", "e2m1", 2, "ue8m0", (2, 0)), ("mxf4nvf4", "e2m1", "e2m1", 4, "ue8m0", (0, 0))],
-)  # fmt: skip
+    [
+        ("mxf8f6f4", "e4m3", "e2m1", 1, "ue8m0", (1, 3)),
+        ("mxf8f6f4", "e5m2", "e4m3", 1, "ue8m0", (0, 0)),
+        ("mxf4", "e2m1", "e2m1", 2, "ue8m0", (0, 2)),
+        ("mxf4nvf4", "e2m1", "e2m1", 4, "ue4m3", (0, 0)),
+        ("mxf4nvf4", "e2m1", "e2m1", 2, "ue8m0", (2, 0)),
+        ("mxf4nvf4", "e2m1", "e2m1", 4, "ue8m0", (0, 0)),
+    ],
+)
 @pytest.mark.parametrize("wide", [False, True])
 def test_block_scaled_products(kind, a_type, b_type, blocks, scale, ids, wide):
     rng = np.random.default_rng(6)

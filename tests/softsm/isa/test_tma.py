@@ -257,8 +257,13 @@ setp.ne.u32 %p3, %r10, 0;
 @%p3 bra SKIP;
 {wait("%r3", 0, "W")}
 SKIP:"""
-    text = ptx(CLUSTER.format(bytes=256, load=load, wait=""), "out map! src", shared=SHARED.format(size=1024),
-               target="sm_100a", version="8.6")  # fmt: skip
+    text = ptx(
+        CLUSTER.format(bytes=256, load=load, wait=""),
+        "out map! src",
+        shared=SHARED.format(size=1024),
+        target="sm_100a",
+        version="8.6",
+    )
     description = Map(2, DataType.UINT16, (64, 32), strides(array), (64, 1))
     got = run(text, [words(64), description, array], grid=2, cluster=2)[0].view(np.uint16)
     np.testing.assert_array_equal(got.reshape(2, 64), array[3:5])

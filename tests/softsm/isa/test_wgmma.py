@@ -202,8 +202,13 @@ def test_steps_through_a_swizzled_row():
     image = np.zeros(SIZE, np.uint8)
     a_strides = layouts.place(image, a, "bf16", SW128, True, A_AT)
     b_strides = layouts.place(image, b, "bf16", SW128, True, B_AT)
-    steps = [(layouts.descriptor(A_AT + 32 * i, *a_strides, SW128, False),
-              layouts.descriptor(B_AT + 32 * i, *b_strides, SW128, False)) for i in range(4)]  # fmt: skip
+    steps = [
+        (
+            layouts.descriptor(A_AT + 32 * i, *a_strides, SW128, False),
+            layouts.descriptor(B_AT + 32 * i, *b_strides, SW128, False),
+        )
+        for i in range(4)
+    ]
     name = "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16"
     ptx = kernel(name, 48, steps, from_registers=False, immediates=", 1, 1, 0, 0")
     before, want = d_registers(c, np.float32), d_registers(a @ b.T + c, np.float32)

@@ -135,9 +135,14 @@ def test_a_warp_that_never_commits_is_waited_for():
 
 @pytest.mark.parametrize(
     "name",
-    [NAME.replace("n16", "n12"), NAME.replace("k16", "k32"), NAME.replace("f32.bf16", "f16.bf16"),
-     NAME.replace("bf16.bf16", "bf16.f16"), NAME.replace("mma_async", "mma_async.sp")],
-)  # fmt: skip
+    [
+        NAME.replace("n16", "n12"),
+        NAME.replace("k16", "k32"),
+        NAME.replace("f32.bf16", "f16.bf16"),
+        NAME.replace("bf16.bf16", "bf16.f16"),
+        NAME.replace("mma_async", "mma_async.sp"),
+    ],
+)
 def test_unknown_shapes_are_refused(name):
     *_, a_desc, b_desc = tiles()
     with pytest.raises(Unsupported):

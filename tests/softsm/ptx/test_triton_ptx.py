@@ -108,8 +108,11 @@ def test_calls_of_printf_and_assert():
     source = ASTSource(function, signature | dict.fromkeys(constants, "constexpr"), constants)
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     module = parse(text)
-    calls = [i.operands[0] for i in module.functions["softmax_and_print"].body
-             if isinstance(i, Instruction) and i.opcode == "call"]  # fmt: skip
+    calls = [
+        i.operands[0]
+        for i in module.functions["softmax_and_print"].body
+        if isinstance(i, Instruction) and i.opcode == "call"
+    ]
     assert {c.callee.name for c in calls} == {"vprintf", "__assertfail"}
     assert all(isinstance(c, Call) for c in calls) and not module.functions["vprintf"].defined
 

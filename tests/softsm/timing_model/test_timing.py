@@ -221,8 +221,12 @@ READ = """  mad.lo.u32 %r5, %r2, 33792, %r4; mul.wide.u32 %d3, %r5, 16; add.u64 
 @pytest.mark.compile
 def test_reads_wait_behind_atomics_at_few_lines() -> None:
     """The same atomics and reads take longer together than each alone if the atomics go to few slices of L2."""
-    source = STREAM.replace("LOOP:", "  mov.u32 %r4, %ctaid.x; mad.lo.u32 %r4, %r4, 256, %r1; ld.param.u64 %d4, [y];\n"
-                            "  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1;\nLOOP:", 1)  # fmt: skip
+    source = STREAM.replace(
+        "LOOP:",
+        "  mov.u32 %r4, %ctaid.x; mad.lo.u32 %r4, %r4, 256, %r1; ld.param.u64 %d4, [y];\n"
+        "  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1;\nLOOP:",
+        1,
+    )
     source = source.replace(".param .u32 n)", ".param .u32 n, .param .u64 y)")
 
     def us(body: str) -> float:

@@ -220,15 +220,23 @@ def unpack_e2m1(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
     byte = word_scales(x, scales, FIRST, FORMAT)
     s = gl.inline_asm_elementwise(
         "{ .reg .b32 factor; mov.b32 factor, 0x7f007f00; mul.rn.bf16x2 $0, $1, factor; }",
-        "=r,r", [byte * 0x100010], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "=r,r",
+        [byte * 0x100010],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
     if SPEED == EXACT:
         s = gl.where(byte == 127, 0x7FC07FC0, s)
     if SPEED == SMALLER:  # 2^118 times the scale
         s = gl.inline_asm_elementwise(
             "{ .reg .b32 factor; mov.b32 factor, 0x77007700; mul.rn.bf16x2 $0, $1, factor; }",
-            "=r,r", [s], dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,r",
+            [s],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
     x, s = gl.broadcast(x, s)
     a, b, c, d = gl.inline_asm_elementwise(
         _pairs(SPEED), "=&r,=&r,=&r,=&r,r,r", [x, s], dtype=(gl.int32,) * 4, is_pure=True, pack=1

@@ -88,7 +88,11 @@ def run(
         cos_sin.stride(0),
     ]
     constants = dict(
-        D=d, R=cos_sin.shape[1], OVERLAP=overlap, FORMAT=out.format, SLOTS=8 if overlap else 16,
+        D=d,
+        R=cos_sin.shape[1],
+        OVERLAP=overlap,
+        FORMAT=out.format,
+        SLOTS=8 if overlap else 16,
         num_warps=max(1, d * (8 if overlap else 16) // 512),  # 16 values per thread
-    )  # fmt: skip
+    )
     launch(Launch(paged_rows, (len(positions),), arguments, constants))

@@ -52,12 +52,17 @@ def run(p: CompressProblem, launch: Callable[[Launch], None] = calls.launch) -> 
     ]  # fmt: skip
     slots_at_once = 8 if p.overlap else min(16, 1 << (p.m - 1).bit_length())
     constants = dict(
-        OVERLAP=p.overlap, ROPE=p.cos_sin is not None, FORMAT=format, D=max(16, 1 << (p.d - 1).bit_length()),
-        SLOTS=slots_at_once, DTYPE=str(p.dtype).removeprefix("torch."), GATED=p.gate is not None,
+        OVERLAP=p.overlap,
+        ROPE=p.cos_sin is not None,
+        FORMAT=format,
+        D=max(16, 1 << (p.d - 1).bit_length()),
+        SLOTS=slots_at_once,
+        DTYPE=str(p.dtype).removeprefix("torch."),
+        GATED=p.gate is not None,
         BIASED=p.position_bias is not None,
         # 16 values of a tile per thread: with 32 there are too few registers to have all its loads in flight.
         num_warps=8 if p.overlap else max(slots_at_once, 4),
-    )  # fmt: skip
+    )
     launch(Launch(compress_rows, (p.windows + p.new_kv.shape[1], kv.shape[0]), arguments, constants))
 
 

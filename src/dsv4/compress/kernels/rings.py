@@ -128,7 +128,11 @@ def compress_rings(
             PoolRows.of(out),
         ]
         constants = dict(
-            D=d, R=cos_sin.shape[1], OVERLAP=overlap, FORMAT=format_of(out), SLOTS=8 if overlap else 16,
+            D=d,
+            R=cos_sin.shape[1],
+            OVERLAP=overlap,
+            FORMAT=format_of(out),
+            SLOTS=8 if overlap else 16,
             num_warps=8 if overlap else 16,  # 16 values per thread: registers for all loads of a tile at once
-        )  # fmt: skip
+        )
         launch(Launch(ring_rows, (programs,), arguments, constants))

@@ -100,9 +100,14 @@ class Packed:
         """Return the sizes by the names that the kernels use."""
         p = self.p
         return dict(
-            rows=self.rows, tokens=p.max_seqlen_q, keys=self.keys, group=self.pack,
-            left=NO_BOUND if p.left < 0 else p.left, right=NO_BOUND if p.right < 0 else p.right, heads=self.heads,
-        )  # fmt: skip
+            rows=self.rows,
+            tokens=p.max_seqlen_q,
+            keys=self.keys,
+            group=self.pack,
+            left=NO_BOUND if p.left < 0 else p.left,
+            right=NO_BOUND if p.right < 0 else p.right,
+            heads=self.heads,
+        )
 
 
 Kernels = Callable[[Program, Packed], None]  # those of an architecture

@@ -360,9 +360,8 @@ def _gather(
 
 
 def _choose(
-    p: IndexProblem, target: Target, program: Program, owner: int, owners: Owners, scratch: Slot, first: int,
-    count: int,
-) -> None:  # fmt: skip
+    p: IndexProblem, target: Target, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int
+) -> None:
     """Choose the best rows of the groups that have the greatest maxima, in one launch, or in two if there are very many
     groups. The kept rows lie behind the maxima."""
     line = index_line(p.columns)

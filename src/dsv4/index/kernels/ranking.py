@@ -171,8 +171,12 @@ def from_lane(key, apart):
             shfl.sync.bfly.b32 high, high, $2, 31, -1;
             mov.b64 $0, {low, high};
             }""",
-            "=l,l,r", [key, lane], dtype=gl.int64, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=l,l,r",
+            [key, lane],
+            dtype=gl.int64,
+            is_pure=False,
+            pack=1,
+        )
     return other
 
 

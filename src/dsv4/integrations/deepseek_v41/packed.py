@@ -126,6 +126,11 @@ class Packed(Eager):
         shared = ffn.shared_experts
         gate_up = torch.cat([shared.w1.numbers(x.dtype), shared.w3.numbers(x.dtype)])
         return dsv4.moe(
-            x, ffn.packed(), ids, weights, activations="fp8_32", limit=c.swiglu_limit,
+            x,
+            ffn.packed(),
+            ids,
+            weights,
+            activations="fp8_32",
+            limit=c.swiglu_limit,
             shared=(gate_up, shared.w2.numbers(x.dtype)),
-        )  # fmt: skip
+        )

@@ -27,18 +27,28 @@ class Method:
         self.ours = EngineExperts(calls, getattr(moe_runner_config, "swiglu_limit", None))
 
     def create_weights(
-        self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int, params_dtype: Any,
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: Any,
         **extra: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         import torch
 
         if hidden_size % 256 or intermediate_size_per_partition % 128:
             got = f"experts of sizes {hidden_size} and {intermediate_size_per_partition} on a rank"
             refuse(PARTS_SWITCH, got, "multiples of 256 and 128, or no experts among the parts")
         self._fp8.create_weights(
-            layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype,
-            fp4_scale_dtype=torch.float8_e8m0fnu, **extra,
-        )  # fmt: skip
+            layer,
+            num_experts,
+            hidden_size,
+            intermediate_size_per_partition,
+            params_dtype,
+            fp4_scale_dtype=torch.float8_e8m0fnu,
+            **extra,
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         assert self.ours is not None

@@ -95,9 +95,14 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             refuse("causal", m.causal, "causal attention")
         decodes, _, _, _ = split_decodes_and_prefills(m, decode_threshold=1)
         return Metadata(
-            decodes, m.num_actual_tokens, m.query_start_loc, m.seq_lens, m.block_table_tensor, m.max_query_len,
+            decodes,
+            m.num_actual_tokens,
+            m.query_start_loc,
+            m.seq_lens,
+            m.block_table_tensor,
+            m.max_query_len,
             m.max_seq_len,
-        )  # fmt: skip
+        )
 
 
 class Impl(AttentionImpl[Metadata]):

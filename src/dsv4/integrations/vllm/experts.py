@@ -43,9 +43,14 @@ class Method(Mxfp4MoEMethod):
         return None
 
     def apply(
-        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any,
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
         shared_experts_input: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """vLLM runs the shared expert itself: this kernel overlaps none."""
         assert self.ours is not None
         return self.ours(x, topk_ids, topk_weights, layer.expert_map)

@@ -71,10 +71,15 @@ class Forward(Served):
             calls["decode"] += 1
         if swa.num_prefills:
             copied(Theirs._forward_prefill, flash_mla_sparse_fwd=sparse_fwd)(
-                self, q=q[n:], positions=positions[n:], swa_k_cache=self.swa_cache_layer.kv_cache,
-                compressed_k_cache=self.kv_cache if self.compress_ratio > 1 else None, output=output[n:],
-                attn_metadata=attn, swa_metadata=swa,
-            )  # fmt: skip
+                self,
+                q=q[n:],
+                positions=positions[n:],
+                swa_k_cache=self.swa_cache_layer.kv_cache,
+                compressed_k_cache=self.kv_cache if self.compress_ratio > 1 else None,
+                output=output[n:],
+                attn_metadata=attn,
+                swa_metadata=swa,
+            )
 
     def _fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any) -> Tensor:
         """Queries [N, H, 512] on their way to attention; the rows kv [N, 512] go into the window's pages."""

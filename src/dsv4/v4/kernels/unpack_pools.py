@@ -46,8 +46,12 @@ def v4_unpack(out_ptr, pool, UNIT: gl.constexpr, FORMAT: gl.constexpr, ROWS: gl.
     dependent.launch_dependents()
     if LAST == 1:
         column = FORMAT.coded // 2 + gl.arange(0, 32, layout=gl.SliceLayout(0, W))
-        gl.store(out_ptr + number.to(gl.int64)[:, None] * 256 + column[None, :], rest, mask=there[:, None],
-                 eviction_policy="evict_last")  # fmt: skip
+        gl.store(
+            out_ptr + number.to(gl.int64)[:, None] * 256 + column[None, :],
+            rest,
+            mask=there[:, None],
+            eviction_policy="evict_last",
+        )
 
 
 @gluon.jit

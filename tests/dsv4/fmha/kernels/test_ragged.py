@@ -46,9 +46,7 @@ def test_only_the_rows_of_the_sequence_are_copied(pack):
     first, length, head = 20, 50, 1
     with softsm.use("sm_90a"), softsm.checking() as report:
         for row in range(0, length * pack, 64):
-            copy_rows[(1,)](
-                x_desc, y_desc, x_ragged, y_ragged, first * pack, length * pack, head, row, num_warps=4
-            )  # fmt: skip
+            copy_rows[(1,)](x_desc, y_desc, x_ragged, y_ragged, first * pack, length * pack, head, row, num_warps=4)
     assert not report, report
     expected = torch.full_like(goal, -1.0)
     mine = slice(head * pack, (head + 1) * pack)

@@ -52,9 +52,9 @@ def test_two_shares_of_a_query(arch, rows, seen):
     index_cases.assert_exact(index_cases.kernel(arch, **arguments), **arguments)
 
 
-@pytest.mark.parametrize("topk, each", [(5, 8), *(
-    pytest.param(*x, marks=pytest.mark.slow) for x in ((12, 4), (60, 1), (200, 1))
-)])  # fmt: skip
+@pytest.mark.parametrize(
+    "topk, each", [(5, 8), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((12, 4), (60, 1), (200, 1)))]
+)
 @pytest.mark.parametrize("what", ["equal", *(
     pytest.param(x, marks=pytest.mark.slow) for x in ("random", "two values", "rising", "falling", "side by side")
 )])  # fmt: skip

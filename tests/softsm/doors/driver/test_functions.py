@@ -169,8 +169,10 @@ def test_errors_have_names_and_the_launch_is_not_lost():
             with pytest.raises(OSError, match="cuLaunchKernel: (1|400)$"):
                 cuda.cuLaunchKernel(call, 4, 1, 1, threads, 1, 1, 0, 0, given, None)
         assert [named(1), named(400), named(700)] == [
-            b"CUDA_ERROR_INVALID_VALUE", b"CUDA_ERROR_INVALID_HANDLE", b"CUDA_ERROR_ILLEGAL_ADDRESS"
-        ]  # fmt: skip
+            b"CUDA_ERROR_INVALID_VALUE",
+            b"CUDA_ERROR_INVALID_HANDLE",
+            b"CUDA_ERROR_ILLEGAL_ADDRESS",
+        ]
         cuda.cuGetErrorString(1, ctypes.byref(text))
         assert text.value == b"invalid value"
         with pytest.raises(OSError, match="cuGetErrorName: 1"):

@@ -20,26 +20,29 @@ def shim(request):
         yield request.param
 
 
-@pytest.mark.parametrize("make", [
-    lambda: torch.zeros(4, device="cuda"),
-    lambda: torch.empty((2, 2), device=torch.device("cuda", 0), dtype=torch.float16),
-    lambda: torch.randn(4, device="cuda:0"),
-    lambda: torch.tensor([1.0, 2.0], device="cuda"),
-    lambda: torch.arange(4, device="cuda"),
-    lambda: torch.full((4,), 3, device="cuda"),
-    lambda: torch.zeros(4).cuda(),
-    lambda: torch.zeros(4).to("cuda"),
-    lambda: torch.zeros(4).to(torch.device("cuda"), torch.float16),
-    lambda: torch.zeros(4, device="cuda").new_zeros(3),
-    lambda: torch.empty_like(torch.zeros(4, device="cuda")),
-    lambda: torch.zeros(4, pin_memory=True).to(device="cuda", non_blocking=True),
-    lambda: torch.nn.Linear(2, 2).to("cuda").weight,
-    lambda: torch.zeros(4).to(0),
-    lambda: torch.ops.aten.empty.memory_format([2, 3], device="cuda"),
-    lambda: torch.ops.aten.empty_strided([2, 3], [3, 1], device="cuda", dtype=torch.float16),
-    lambda: torch.zeros(4, device=0),
-    lambda: torch.randn(4, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(4, device="cuda"),
+        lambda: torch.empty((2, 2), device=torch.device("cuda", 0), dtype=torch.float16),
+        lambda: torch.randn(4, device="cuda:0"),
+        lambda: torch.tensor([1.0, 2.0], device="cuda"),
+        lambda: torch.arange(4, device="cuda"),
+        lambda: torch.full((4,), 3, device="cuda"),
+        lambda: torch.zeros(4).cuda(),
+        lambda: torch.zeros(4).to("cuda"),
+        lambda: torch.zeros(4).to(torch.device("cuda"), torch.float16),
+        lambda: torch.zeros(4, device="cuda").new_zeros(3),
+        lambda: torch.empty_like(torch.zeros(4, device="cuda")),
+        lambda: torch.zeros(4, pin_memory=True).to(device="cuda", non_blocking=True),
+        lambda: torch.nn.Linear(2, 2).to("cuda").weight,
+        lambda: torch.zeros(4).to(0),
+        lambda: torch.ops.aten.empty.memory_format([2, 3], device="cuda"),
+        lambda: torch.ops.aten.empty_strided([2, 3], [3, 1], device="cuda", dtype=torch.float16),
+        lambda: torch.zeros(4, device=0),
+        lambda: torch.randn(4, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda"),
+    ],
+)
 def test_tensors_on_cuda_live_on_the_cpu(shim, make):
     tensor = make()
     assert tensor.is_cuda and tensor.device == torch.device("cuda", 0) and tensor.device.type == "cuda"
@@ -195,12 +198,15 @@ def test_histogram_of_integers(shim):
     assert counts.dtype == torch.int32 and counts.tolist() == [1, 2, 0, 1]
 
 
-@pytest.mark.parametrize("context, dtype", [
-    (lambda: torch.autocast("cuda"), torch.float16),
-    (lambda: torch.autocast(device_type="cuda", dtype=torch.bfloat16), torch.bfloat16),
-    (lambda: torch.amp.autocast("cuda", dtype=torch.float16), torch.float16),
-    (lambda: torch.autocast("cuda", enabled=False), torch.float32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "context, dtype",
+    [
+        (lambda: torch.autocast("cuda"), torch.float16),
+        (lambda: torch.autocast(device_type="cuda", dtype=torch.bfloat16), torch.bfloat16),
+        (lambda: torch.amp.autocast("cuda", dtype=torch.float16), torch.float16),
+        (lambda: torch.autocast("cuda", enabled=False), torch.float32),
+    ],
+)
 def test_mixed_precision(shim, context, dtype):
     x = torch.randn(4, 4, device="cuda")
     with context():

@@ -132,9 +132,7 @@ def _prepare_keys(
     elif shared:
         parts = program.workspace("parts of dk and dv", (2, splits * tiles * TILE * x.width), torch.float32)
     arguments = common | boxes
-    arguments |= dict(
-        sums_desc=sums_box, parts=KeyParts(splits, packs, pairs_at_once(x), dk_block, dv_block, parts)
-    )  # fmt: skip
+    arguments |= dict(sums_desc=sums_box, parts=KeyParts(splits, packs, pairs_at_once(x), dk_block, dv_block, parts))
     registers, load = _registers(x, of_keys=True)
     program.launch(
         backward_keys, (tiles * packs * splits,), arguments, ADD_DQ=x.sums is not None, ROWS=rows,

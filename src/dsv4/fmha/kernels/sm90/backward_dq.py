@@ -184,8 +184,12 @@ def backward_dq(
     dq_place = place_of(dq_desc, ragged.dq, batch, head, begin, end, VARLEN)
     memory = Memory(q, dout, ring, v, own_ready)
     terms = Terms(lse2_ptr, delta_ptr)
-    gl.warp_specialize([
-        (dq_role, (memory, dq_desc, dq_place, terms, work.own, sizes, scales, 0, D, SCALED)),
-        (dq_role, (memory, dq_desc, dq_place, terms, work.own, sizes, scales, 1, D, SCALED)),
-        (load_role, (rows, keys, memory, work.own, sizes, D)),
-    ], [4, 1], [DQ_REGS, LOAD_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (dq_role, (memory, dq_desc, dq_place, terms, work.own, sizes, scales, 0, D, SCALED)),
+            (dq_role, (memory, dq_desc, dq_place, terms, work.own, sizes, scales, 1, D, SCALED)),
+            (load_role, (rows, keys, memory, work.own, sizes, D)),
+        ],
+        [4, 1],
+        [DQ_REGS, LOAD_REGS],
+    )

@@ -421,8 +421,12 @@ def backward_keys(
     batch, head, begin = work.batch, work.kv_head, work.first_key
     keys = pair_of(k_desc, v_desc, ragged.k, ragged.v, batch, head, begin, sizes.keys, VARLEN)
     results = pair_of(dk_desc, dv_desc, ragged.dk, ragged.dv, batch, head, begin, sizes.keys, VARLEN)
-    gl.warp_specialize([
-        (gradient_role, (memory, sums, results, work.own, part, sizes, scales, 0, D, SCALED, ADD_DQ)),
-        (gradient_role, (memory, sums, results, work.own, part, sizes, scales, 1, D, SCALED, ADD_DQ)),
-        (load_role, (rows, keys, memory, terms, work.own, part, sizes, D, VARLEN)),
-    ], [4, 1], [GRADIENT_REGS, LOAD_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (gradient_role, (memory, sums, results, work.own, part, sizes, scales, 0, D, SCALED, ADD_DQ)),
+            (gradient_role, (memory, sums, results, work.own, part, sizes, scales, 1, D, SCALED, ADD_DQ)),
+            (load_role, (rows, keys, memory, terms, work.own, part, sizes, D, VARLEN)),
+        ],
+        [4, 1],
+        [GRADIENT_REGS, LOAD_REGS],
+    )

@@ -165,8 +165,12 @@ def backward_products(
     slab = product_slab(sizes, sequences, opts, rows_of_tile(slots), D, VARLEN)
     operands = ProductOperands(p_desc, ds_desc, q_desc, k_desc, dout_desc)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
-    gl.warp_specialize([
-        (product_role, (slots, out.index(0), gradients, ragged, sums_ptr, slab, scales, 0, D, SCALED, VARLEN)),
-        (product_role, (slots, out.index(1), gradients, ragged, sums_ptr, slab, scales, 1, D, SCALED, VARLEN)),
-        (load_role, (operands, ragged, slots, slab, D, VARLEN)),
-    ], [4, 1], [PRODUCT_REGS, LOAD_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (product_role, (slots, out.index(0), gradients, ragged, sums_ptr, slab, scales, 0, D, SCALED, VARLEN)),
+            (product_role, (slots, out.index(1), gradients, ragged, sums_ptr, slab, scales, 1, D, SCALED, VARLEN)),
+            (load_role, (operands, ragged, slots, slab, D, VARLEN)),
+        ],
+        [4, 1],
+        [PRODUCT_REGS, LOAD_REGS],
+    )

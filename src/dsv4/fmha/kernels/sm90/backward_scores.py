@@ -47,8 +47,13 @@ def multiply(acc, chunks, stage, last, begin, end, W: gl.constexpr):
     ring = chunks.ring
     for chunk in range(begin, end):
         ring.wait(stage)
-        acc = warpgroup_mma(ring.slot(stage).slice(64 * W, 64, dim=0), chunks.b.index(stage.index).permute((1, 0)), acc,
-                            use_acc=chunk > 0, is_async=True)  # fmt: skip
+        acc = warpgroup_mma(
+            ring.slot(stage).slice(64 * W, 64, dim=0),
+            chunks.b.index(stage.index).permute((1, 0)),
+            acc,
+            use_acc=chunk > 0,
+            is_async=True,
+        )
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         ring.free.arrive(gl.maximum(last, 0), last >= 0)
         last = stage.index
@@ -144,8 +149,12 @@ def backward_scores(
     slab = slab_of(sizes, sequences, VARLEN)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     chunks = Chunks(ring, b)
-    gl.warp_specialize([
-        (score_role, (chunks, left_tile, p_desc, ds_desc, terms, slab, scales, 0, CHUNKS, SCALED, M, VARLEN)),
-        (score_role, (chunks, right_tile, p_desc, ds_desc, terms, slab, scales, 1, CHUNKS, SCALED, M, VARLEN)),
-        (load_role, (operands, ragged, chunks, slab, CHUNKS, M, VARLEN)),
-    ], [4, 1], [SCORE_REGS, LOAD_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (score_role, (chunks, left_tile, p_desc, ds_desc, terms, slab, scales, 0, CHUNKS, SCALED, M, VARLEN)),
+            (score_role, (chunks, right_tile, p_desc, ds_desc, terms, slab, scales, 1, CHUNKS, SCALED, M, VARLEN)),
+            (load_role, (operands, ragged, chunks, slab, CHUNKS, M, VARLEN)),
+        ],
+        [4, 1],
+        [SCORE_REGS, LOAD_REGS],
+    )

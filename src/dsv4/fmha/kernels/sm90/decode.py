@@ -290,7 +290,11 @@ def fmha_decode(
     if tile_row < coord.rows:
         exchange, kv = make_memory(tensors.q_ptr.dtype.element_ty, D, BN, STAGES, ROWS, SAME_KV)
         work_tile, source = work.make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
-        gl.warp_specialize([
-            (attend_role, (exchange, tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)),
-            (load_role, (source, kv, work_tile.tiles, SAME_KV, KV_LOAD)),
-        ], [1], [PRODUCER_REGS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (attend_role, (exchange, tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN)),
+                (load_role, (source, kv, work_tile.tiles, SAME_KV, KV_LOAD)),
+            ],
+            [1],
+            [PRODUCER_REGS],
+        )

@@ -295,14 +295,22 @@ def fmha_forward(
         )
         work_tile, source = work.make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
         if CONSUMERS == 1:
-            gl.warp_specialize([
-                (attend_role, (q.index(0), tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)),
-                (load_role, (source, kv, landed, work_tile.tiles, SAME_KV, KV_LOAD)),
-            ], [LOAD_WARPS], [PRODUCER_REGS])  # fmt: skip
+            gl.warp_specialize(
+                [
+                    (attend_role, (q.index(0), tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)),
+                    (load_role, (source, kv, landed, work_tile.tiles, SAME_KV, KV_LOAD)),
+                ],
+                [LOAD_WARPS],
+                [PRODUCER_REGS],
+            )
         else:
             gl.static_assert(CONSUMERS == 2)
-            gl.warp_specialize([
-                (attend_role, (q.index(0), tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)),
-                (attend_role, (q.index(1), tile_row + 64, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)),
-                (load_role, (source, kv, landed, work_tile.tiles, SAME_KV, KV_LOAD)),
-            ], [4, LOAD_WARPS], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+            gl.warp_specialize(
+                [
+                    (attend_role, (q.index(0), tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)),
+                    (attend_role, (q.index(1), tile_row + 64, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)),
+                    (load_role, (source, kv, landed, work_tile.tiles, SAME_KV, KV_LOAD)),
+                ],
+                [4, LOAD_WARPS],
+                [CONSUMER_REGS, PRODUCER_REGS],
+            )

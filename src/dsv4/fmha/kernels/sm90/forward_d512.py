@@ -167,14 +167,22 @@ def fmha_forward_d512(
         memory, ring, landed = make_memory(tensors.q_ptr.dtype.element_ty, KV_LOAD, in_codes(tensors.k_ptr.dtype))
         work_tile, source = work.make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD)
         if SAME_KV:
-            gl.warp_specialize([
-                (half_role, (memory, tile_row, ring, work_tile, 0, SPLIT, KV_LOAD, SIGN)),
-                (half_role, (memory, tile_row, ring, work_tile, 1, SPLIT, KV_LOAD, SIGN)),
-                (load_role, (source, ring, landed, memory.q_asked, work_tile.tiles, KV_LOAD)),
-            ], [4, LOAD_WARPS], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
+            gl.warp_specialize(
+                [
+                    (half_role, (memory, tile_row, ring, work_tile, 0, SPLIT, KV_LOAD, SIGN)),
+                    (half_role, (memory, tile_row, ring, work_tile, 1, SPLIT, KV_LOAD, SIGN)),
+                    (load_role, (source, ring, landed, memory.q_asked, work_tile.tiles, KV_LOAD)),
+                ],
+                [4, LOAD_WARPS],
+                [RIGHT_REGS, PRODUCER_REGS],
+            )
         else:
-            gl.warp_specialize([
-                (forward_d512_kv.half_role, (memory, tile_row, ring, work_tile, 0, SPLIT, KV_LOAD, SIGN)),
-                (forward_d512_kv.half_role, (memory, tile_row, ring, work_tile, 1, SPLIT, KV_LOAD, SIGN)),
-                (forward_d512_kv.load_role, (source, ring, landed, memory.q_asked, work_tile.tiles, KV_LOAD)),
-            ], [4, LOAD_WARPS], [RIGHT_REGS, PRODUCER_REGS])  # fmt: skip
+            gl.warp_specialize(
+                [
+                    (forward_d512_kv.half_role, (memory, tile_row, ring, work_tile, 0, SPLIT, KV_LOAD, SIGN)),
+                    (forward_d512_kv.half_role, (memory, tile_row, ring, work_tile, 1, SPLIT, KV_LOAD, SIGN)),
+                    (forward_d512_kv.load_role, (source, ring, landed, memory.q_asked, work_tile.tiles, KV_LOAD)),
+                ],
+                [4, LOAD_WARPS],
+                [RIGHT_REGS, PRODUCER_REGS],
+            )

@@ -394,24 +394,30 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order
     if KV_LOAD == ROWS:
         begin = end_of_sequences(tensors.cu_q_ptr, order.sequences, sizes.total_q) + gl.program_id(0)
         heads = sizes.kv_heads * sizes.group.number
-        clear_rows(
-            tensors, strides, begin, sizes.total_q, gl.num_programs(0), 0, heads, opts.want_lse, D, V_COLUMNS
-        )  # fmt: skip
+        clear_rows(tensors, strides, begin, sizes.total_q, gl.num_programs(0), 0, heads, opts.want_lse, D, V_COLUMNS)
         dependent.wait_on_prior_grid()  # which makes the list
     num_tiles = order.num_tiles if KV_LOAD == DENSE else gl.load(order.entries_ptr)
     scheduler = TileScheduler(order, num_tiles, sizes, opts)
     arguments = Arguments(tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS, KV_LOAD)
     if CONSUMERS == 2:
-        gl.warp_specialize([
-            (attend_role, (q, arguments, kv, tickets, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (attend_role, (q, arguments, kv, tickets, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (load_role, (source, kv, landed, scheduler, tickets, M, SAME_KV, EVEN, KV_LOAD)),
-        ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (attend_role, (q, arguments, kv, tickets, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+                (attend_role, (q, arguments, kv, tickets, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+                (load_role, (source, kv, landed, scheduler, tickets, M, SAME_KV, EVEN, KV_LOAD)),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
     else:
         gl.static_assert(CONSUMERS == 3)
-        gl.warp_specialize([
-            (attend_role, (q, arguments, kv, tickets, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (attend_role, (q, arguments, kv, tickets, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (attend_role, (q, arguments, kv, tickets, 2, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-            (load_role, (source, kv, landed, scheduler, tickets, M, SAME_KV, EVEN, KV_LOAD)),
-        ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (attend_role, (q, arguments, kv, tickets, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+                (attend_role, (q, arguments, kv, tickets, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+                (attend_role, (q, arguments, kv, tickets, 2, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
+                (load_role, (source, kv, landed, scheduler, tickets, M, SAME_KV, EVEN, KV_LOAD)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+        )

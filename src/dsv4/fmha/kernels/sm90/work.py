@@ -176,8 +176,11 @@ def write(o, m, l, smem, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.conste
         if tiles.begin < tiles.end:
             o = o * gl.convert_layout(of_values(factor, scale), RO)[:, None]
             column = COLUMN + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
-            gl.store(tensors.part_ptr + gl.convert_layout(part, RO)[:, None] * D + column[None, :], o,
-                     mask=gl.convert_layout(row < rows, RO)[:, None])  # fmt: skip
+            gl.store(
+                tensors.part_ptr + gl.convert_layout(part, RO)[:, None] * D + column[None, :],
+                o,
+                mask=gl.convert_layout(row < rows, RO)[:, None],
+            )
     else:
         sink = softmax.sink_of(tensors.sink_ptr, q_head, row < rows)
         factor, lse = softmax.finish(m, l, sink)
@@ -204,10 +207,14 @@ def _transposition() -> str:
              "setp.ne.u32 upper, got, 0"]  # fmt: skip
 
     def change(first: str, second: str, mask: int, which: str) -> None:
-        lines.extend([f"selp.b32 give, {first}, {second}, {which}",
-                      f"shfl.sync.bfly.b32 got, give, {mask}, 0x1f, 0xffffffff",
-                      f"selp.b32 {first}, got, {first}, {which}",
-                      f"selp.b32 {second}, {second}, got, {which}"])  # fmt: skip
+        lines.extend(
+            [
+                f"selp.b32 give, {first}, {second}, {which}",
+                f"shfl.sync.bfly.b32 got, give, {mask}, 0x1f, 0xffffffff",
+                f"selp.b32 {first}, got, {first}, {which}",
+                f"selp.b32 {second}, {second}, got, {which}",
+            ]
+        )
 
     for row in range(2):
         lines.extend(f"mov.b32 a{j}, ${8 + 2 * j + row}" for j in range(4))

@@ -107,9 +107,13 @@ def bytes_of(word, L: gl.constexpr):
     zero = gl.zeros([word.shape[0], 4], gl.int32, L)
     selector = 0x4440 + gl.arange(0, 4, layout=gl.SliceLayout(0, L))[None, :]
     return gl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word[:, None] + zero, selector + zero], dtype=gl.int32, is_pure=True,
+        "prmt.b32 $0, $1, 0, $2;",
+        "=r,r,r",
+        [word[:, None] + zero, selector + zero],
+        dtype=gl.int32,
+        is_pure=True,
         pack=1,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -140,8 +144,12 @@ def unpacked(words, low, high, ROWS: gl.constexpr):
         prmt.b32 sign, even, $2, 0x7362;
         lop3.b32 $1, sign, 0x80808080, $1, 0xEA;
         }""",
-        "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r", [words, low, high], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4,
-    )  # fmt: skip
+        "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [words, low, high],
+        dtype=(gl.uint8, gl.uint8),
+        is_pure=True,
+        pack=4,
+    )
     return in_columns(first, ROWS), in_columns(last, ROWS)
 
 

@@ -313,12 +313,20 @@ def index_scores_fp4_boxes_sm90(
     end = gl.minimum(begin + QUERIES, queries.end)
     to = Outputs(scores, owners, queries, begin, end, begin, factor, QUERIES, HEADS, AMONG, BLOCKS, BF16)
     if AMONG:
-        gl.warp_specialize([
-            (score_blocks_role, (q, boxes, queries, begin, end, to, OWNER, FP4, PIECES)),
-            (load_blocks_role, (keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER)),
-        ], [1], [LOAD_REGS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (score_blocks_role, (q, boxes, queries, begin, end, to, OWNER, FP4, PIECES)),
+                (load_blocks_role, (keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER)),
+            ],
+            [1],
+            [LOAD_REGS],
+        )
     else:
-        gl.warp_specialize([
-            (score_role, (q, boxes, queries, begin, end, to, OWNER, FP4, PIECES)),
-            (load_role, (keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER)),
-        ], [1], [24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (score_role, (q, boxes, queries, begin, end, to, OWNER, FP4, PIECES)),
+                (load_role, (keys_desc, scales_desc, boxes, keys, begin, end, to, OWNER)),
+            ],
+            [1],
+            [24],
+        )

@@ -132,8 +132,12 @@ def moe_product_sm100(
     operands = Operands(w_desc, w_scales_desc, x_desc, x_scales_desc)
     wait_on_prior_grid()
     tiles = write_schedule(ends, rows, N)
-    gl.warp_specialize([
-        (write_role, (accs, ends, tiles, rows, weights, out, FIRST, RECIPE)),
-        (load_role, (operands, stages, ends, tiles, rows, weights, WORDS)),
-        (multiply_role, (stages, accs, tiles, weights, WORDS)),
-    ], [1, 1], [WARP_REGS, WARP_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (write_role, (accs, ends, tiles, rows, weights, out, FIRST, RECIPE)),
+            (load_role, (operands, stages, ends, tiles, rows, weights, WORDS)),
+            (multiply_role, (stages, accs, tiles, weights, WORDS)),
+        ],
+        [1, 1],
+        [WARP_REGS, WARP_REGS],
+    )

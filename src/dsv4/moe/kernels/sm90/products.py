@@ -322,16 +322,24 @@ def moe_products_sm90(
     given = (stages, tiles, amax, told, sizes, hidden, slots, signals)
     load = (first, second, stages, tiles, ends, count, ticket, rows, signals)
     if ROLES == NARROW:
-        gl.warp_specialize([
-            (compute_role, (given, 0, REST, ROLES)),
-            (compute_role, (given, 1, REST, ROLES)),
-            (compute_role, (given, 2, REST, ROLES)),
-            (compute_role, (given, 3, REST, ROLES)),
-            (load_role, (load, REST, ROLES)),
-        ], [4, 4, 4, 1], [COMPUTE_REGS, COMPUTE_REGS, COMPUTE_REGS, LOAD_REGS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (compute_role, (given, 0, REST, ROLES)),
+                (compute_role, (given, 1, REST, ROLES)),
+                (compute_role, (given, 2, REST, ROLES)),
+                (compute_role, (given, 3, REST, ROLES)),
+                (load_role, (load, REST, ROLES)),
+            ],
+            [4, 4, 4, 1],
+            [COMPUTE_REGS, COMPUTE_REGS, COMPUTE_REGS, LOAD_REGS],
+        )
     else:
-        gl.warp_specialize([
-            (compute_role, (given, 0, REST, ROLES)),
-            (compute_role, (given, 1, REST, ROLES)),
-            (load_role, (load, REST, ROLES)),
-        ], [4, 1], [COMPUTE_REGS, LOAD_REGS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (compute_role, (given, 0, REST, ROLES)),
+                (compute_role, (given, 1, REST, ROLES)),
+                (load_role, (load, REST, ROLES)),
+            ],
+            [4, 1],
+            [COMPUTE_REGS, LOAD_REGS],
+        )

@@ -262,8 +262,12 @@ def moe_products_wide_sm90(
     second = Operands(w2_desc, w2_offsets_desc, w2_factors_desc, h_desc, h_scales_desc, sizes.blocks2, sizes.steps2)
     given = (stages, weights, filled, unused)
     load = (first, second, stages, tiles, ends, count, ticket, rows, signals)
-    gl.warp_specialize([
-        (compute_role, (given, tiles, sizes, hidden, slots, signals, 0)),
-        (compute_role, (given, tiles, sizes, hidden, slots, signals, 1)),
-        (load_role, (load, 0, 2)),
-    ], [4, 1], [COMPUTE_REGS, LOAD_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (compute_role, (given, tiles, sizes, hidden, slots, signals, 0)),
+            (compute_role, (given, tiles, sizes, hidden, slots, signals, 1)),
+            (load_role, (load, 0, 2)),
+        ],
+        [4, 1],
+        [COMPUTE_REGS, LOAD_REGS],
+    )

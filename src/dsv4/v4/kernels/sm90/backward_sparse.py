@@ -378,8 +378,12 @@ def backward_sparse(
     query, target = query_and_target(lists, contributions, ATOMIC)
     operands = Operands(q_desc, dout_desc, turned_desc)
     memory = Memory(q, dout, kv, p16, ds16, q_ready, ready, free, ds_ready, used, delta, d_ready)
-    gl.warp_specialize([
-        (scores_role, (memory, terms, target, dq_desc, query, ATOMIC, SCALED)),
-        (keys_role, (memory, terms, outputs, target, dq_desc, query, ATOMIC, TURNED, SCALED)),
-        (gather_role, (operands, memory, pools, query, TURNED)),
-    ], [4, 4], [KEYS_REGS, GATHER_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (scores_role, (memory, terms, target, dq_desc, query, ATOMIC, SCALED)),
+            (keys_role, (memory, terms, outputs, target, dq_desc, query, ATOMIC, TURNED, SCALED)),
+            (gather_role, (operands, memory, pools, query, TURNED)),
+        ],
+        [4, 4],
+        [KEYS_REGS, GATHER_REGS],
+    )

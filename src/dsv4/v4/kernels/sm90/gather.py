@@ -105,8 +105,12 @@ def prefetch_rows(pool, number, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     wanted = (gl.convert_layout(there, R)[:, None] & (line < LINES + 1)[None, :]).to(gl.int32)
     gl.inline_asm_elementwise(
         "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r", [pool.ptr.to(gl.int64) + place, wanted], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [pool.ptr.to(gl.int64) + place, wanted],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.constexpr_function

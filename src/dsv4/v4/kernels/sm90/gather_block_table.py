@@ -76,8 +76,12 @@ def prefetch(pointers, wanted):
     pointers, wanted = gl.broadcast(pointers, wanted.to(gl.int32))
     gl.inline_asm_elementwise(
         "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r", [pointers, wanted], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [pointers, wanted],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

@@ -73,8 +73,12 @@ def prefetch_lines(names):
     wanted = (line * 32 < names.width).to(gl.int32)
     gl.inline_asm_elementwise(
         "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r", [pointers.to(gl.int64), wanted], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [pointers.to(gl.int64), wanted],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @aggregate

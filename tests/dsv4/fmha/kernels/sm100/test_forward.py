@@ -187,9 +187,14 @@ def grow(call: Call, keys: int) -> None:
         pages[int(call.args["block_table"][0, j // page]), j % page] *= float(ramp[j])
 
 
-@pytest.mark.parametrize("key", slow_unless_quick(
-    [key for key in OF_ROWS if key[:3] not in ((64, BF16, False), (128, BF16, False))]
-    + [(256, BF16, True, 16), (512, BF16, False, 16)]), ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "key",
+    slow_unless_quick(
+        [key for key in OF_ROWS if key[:3] not in ((64, BF16, False), (128, BF16, False))]
+        + [(256, BF16, True, 16), (512, BF16, False, 16)]
+    ),
+    ids=str,
+)
 def test_k_is_v(key: tuple, compiled) -> None:
     """Latents are one tensor for both: at head dims 256 and 512, TMA loads a tile once for both products."""
     compiled(key)

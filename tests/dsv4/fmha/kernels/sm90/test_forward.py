@@ -152,9 +152,11 @@ def test_three_roles_of_head_dim_64(monkeypatch, order, causal):
 
 @pytest.mark.parametrize(
     "head_dim, order",
-    [(64, "latest"), *(pytest.param(d, o, marks=pytest.mark.slow) for d in (64, 128) for o in ORDERS
-                       if (d, o) != (64, "latest"))],
-)  # fmt: skip
+    [
+        (64, "latest"),
+        *(pytest.param(d, o, marks=pytest.mark.slow) for d in (64, 128) for o in ORDERS if (d, o) != (64, "latest")),
+    ],
+)
 def test_rows_that_see_few_keys_or_none_of_a_tile(monkeypatch, head_dim, order):
     """There are more queries than keys, and windows: some rows see nothing, some begin late, some end early."""
     monkeypatch.setattr(fmha, "is_short", lambda *_: False)
@@ -223,10 +225,13 @@ def test_no_race_whenever_copies_and_products_complete(head_dim, same_kv, order)
     assert_agrees(got, reference.fmha, q, k, v, causal=True)
 
 
-@pytest.mark.parametrize("splits, seed, same_kv", [
-    pytest.param(2, 1, False, marks=pytest.mark.compile),
-    *(pytest.param(1, n, same, marks=pytest.mark.slow) for n in (1, 2, 3, 4) for same in (False, True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "splits, seed, same_kv",
+    [
+        pytest.param(2, 1, False, marks=pytest.mark.compile),
+        *(pytest.param(1, n, same, marks=pytest.mark.slow) for n in (1, 2, 3, 4) for same in (False, True)),
+    ],
+)
 def test_no_slot_is_filled_before_all_have_seen_it(splits, seed, same_kv, monkeypatch):
     """Seven steps of a split at head dim 512. A wait for a filling that the next one has overtaken would not end. Two
     splits make fp16 partial results: the kernel that the test of their values compiles. A window and a sink too."""
@@ -244,12 +249,17 @@ def test_no_slot_is_filled_before_all_have_seen_it(splits, seed, same_kv, monkey
     assert_agrees(got, reference.fmha, q, k, v, **seen)
 
 
-@pytest.mark.parametrize("page, head_dim, dtype, splits", [
-    pytest.param(16, 256, torch.bfloat16, 2, marks=pytest.mark.compile), (5, 64, torch.float16, 1), *(
-        pytest.param(*x, 2, marks=pytest.mark.slow)
-        for x in ((16, 64, torch.bfloat16), (5, 64, torch.float16), (16, 512, torch.bfloat16))
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "page, head_dim, dtype, splits",
+    [
+        pytest.param(16, 256, torch.bfloat16, 2, marks=pytest.mark.compile),
+        (5, 64, torch.float16, 1),
+        *(
+            pytest.param(*x, 2, marks=pytest.mark.slow)
+            for x in ((16, 64, torch.bfloat16), (5, 64, torch.float16), (16, 512, torch.bfloat16))
+        ),
+    ],
+)
 def test_keys_of_pages_that_are_none_are_unseen(page, head_dim, dtype, splits, monkeypatch):
     """Without value checks (as on a GPU) a bad page number counts as -1: its keys have no weight, in any split. At head
     dim 256 the scale is negative, which is a variant of its own; so is that of the deterministic rows below."""

@@ -88,9 +88,12 @@ CASES = [(128, True, True), (128, False, False), (128, True, False), (64, True, 
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("d", "causal", "same", "order"),
-    [pytest.param(*case, order, marks=[pytest.mark.slow] if n or order != "latest" else [])
-     for n, case in enumerate(CASES) for order in ("latest", "eager", "random")],
-)  # fmt: skip
+    [
+        pytest.param(*case, order, marks=[pytest.mark.slow] if n or order != "latest" else [])
+        for n, case in enumerate(CASES)
+        for order in ("latest", "eager", "random")
+    ],
+)
 def test_the_looping_kernel_takes_sequences(d, causal, same, order, monkeypatch):
     """The GPU seems to have two SMs. There are sequences without queries or keys, rows past the last sequence, and NaN
     in the keys past it."""

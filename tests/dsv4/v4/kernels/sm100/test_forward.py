@@ -141,10 +141,15 @@ def test_pages_of_plain_rows_wherever_they_lie(gap):
     pages[:15] = rows(45).view(15, 3, 512)
     common = dict(q=torch.randn(2, 8, 512).bfloat16(), window=pages, window_indices=numbers(2, 70, of=45))
     compare(*run("latest", **common, compressed=pages, compressed_indices=numbers(2, 70, of=45)))
-    compare(*run(
-        "random", **common, compressed=pages, compressed_block_table=torch.randint(0, 15, (2, 30), dtype=torch.int32),
-        compressed_lengths=torch.tensor([90, 67], dtype=torch.int32),
-    ))  # fmt: skip
+    compare(
+        *run(
+            "random",
+            **common,
+            compressed=pages,
+            compressed_block_table=torch.randint(0, 15, (2, 30), dtype=torch.int32),
+            compressed_lengths=torch.tensor([90, 67], dtype=torch.int32),
+        )
+    )
 
 
 @pytest.mark.slow

@@ -55,10 +55,15 @@ def test_blocks_are_split_and_merged(order, check):
     page[64 * 576 + 3 * 8 :][:7] = torch.tensor([140, 127, 0, 120, 136, 134, 135], dtype=torch.uint8)
     page[3 * 576 :][:448] = 0x08  # 2^-6
     check(
-        order, q=torch.randn(2, 20, 512).bfloat16(), window=window, window_indices=numbers(2, 150, of=100),
-        compressed=pool(90, 2), compressed_indices=numbers(2, 70, of=90), sink=torch.randn(20),
+        order,
+        q=torch.randn(2, 20, 512).bfloat16(),
+        window=window,
+        window_indices=numbers(2, 150, of=100),
+        compressed=pool(90, 2),
+        compressed_indices=numbers(2, 70, of=90),
+        sink=torch.randn(20),
         inverse_rope=(reference.rope_table(50, 64), torch.tensor([3, 49], dtype=torch.int32)),
-    )  # fmt: skip
+    )
 
 
 def test_a_query_without_rows_waits_for_its_copies(check):
@@ -133,9 +138,14 @@ def test_plain_rows_come_when_those_of_the_last_block_are_no_longer_read(order, 
     window[:60, :512] = torch.randn(60, 512)
     compressed[:30, :, :512] = torch.randn(30, 2, 512)
     check(
-        order, q=torch.randn(1, 20, 512).bfloat16(), window=window[:, :512], window_indices=numbers(1, 100, of=60),
-        compressed=compressed[:, :, :512], compressed_indices=numbers(1, 150, of=60), sink=torch.randn(20),
-    )  # fmt: skip
+        order,
+        q=torch.randn(1, 20, 512).bfloat16(),
+        window=window[:, :512],
+        window_indices=numbers(1, 100, of=60),
+        compressed=compressed[:, :, :512],
+        compressed_indices=numbers(1, 150, of=60),
+        sink=torch.randn(20),
+    )
 
 
 @pytest.mark.slow

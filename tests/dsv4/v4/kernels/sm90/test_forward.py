@@ -59,10 +59,15 @@ def test_two_lists_of_plain_rows_whenever_copies_complete(unpacked, order, monke
     if unpacked:
         window, compressed = dsv4.Fp8Cache.pack(window), dsv4.Fp8Cache.pack(compressed[:60])
     compared = run(
-        order, q=torch.randn(2, 80, 512).bfloat16(), window=window, window_indices=numbers(2, 150, of=100),
-        compressed=compressed, compressed_indices=numbers(2, 70, of=60), sink=torch.randn(80),
+        order,
+        q=torch.randn(2, 80, 512).bfloat16(),
+        window=window,
+        window_indices=numbers(2, 150, of=100),
+        compressed=compressed,
+        compressed_indices=numbers(2, 70, of=60),
+        sink=torch.randn(80),
         inverse_rope=(reference.rope_table(50, 64), torch.tensor([3, 49], dtype=torch.int32)),
-    )  # fmt: skip
+    )
     compare(*compared)
 
 
@@ -100,12 +105,17 @@ def test_fp8_rows_by_block_table_and_requests(page, splits, order):
     plan = dsv4.plan(dsv4.v4_attention, batch=4, q_heads=16, kv_heads=1, head_dim=512, max_seqlen_k=300, device="cpu")
     plan = dataclasses.replace(plan, num_splits=splits, scratch=torch.full((splits * 4 * 16 * 513,), NAN))
     compared = run(
-        order, q=torch.randn(4, 16, 512).bfloat16(), window=window, window_indices=numbers(4, 60, of=64),
-        window_lengths=torch.tensor([60, 0, 7, 33], dtype=torch.int32), compressed=compressed,
+        order,
+        q=torch.randn(4, 16, 512).bfloat16(),
+        window=window,
+        window_indices=numbers(4, 60, of=64),
+        window_lengths=torch.tensor([60, 0, 7, 33], dtype=torch.int32),
+        compressed=compressed,
         compressed_block_table=torch.randint(0, written, (3, width), dtype=torch.int32),
         compressed_lengths=torch.tensor([240, 131, 0, 80], dtype=torch.int32),
-        request_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32), plan=plan,
-    )  # fmt: skip
+        request_starts=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
+        plan=plan,
+    )
     compare(*compared)
 
 
@@ -132,10 +142,15 @@ def test_splits_are_merged_whatever_is_in_the_buffers():
     plan = dsv4.plan(dsv4.v4_attention, batch=1, q_heads=8, kv_heads=1, head_dim=512, max_seqlen_k=330, device="cpu")
     plan = dataclasses.replace(plan, num_splits=4, scratch=torch.full((4 * 8 * 513,), NAN))
     compared = run(
-        q=torch.randn(1, 8, 512).half(), window=rows(40).half(), window_indices=numbers(1, 130, of=40),
-        compressed=rows(99).half(), compressed_indices=numbers(1, 200, of=99), plan=plan, softmax_scale=-0.1,
+        q=torch.randn(1, 8, 512).half(),
+        window=rows(40).half(),
+        window_indices=numbers(1, 130, of=40),
+        compressed=rows(99).half(),
+        compressed_indices=numbers(1, 200, of=99),
+        plan=plan,
+        softmax_scale=-0.1,
         inverse_rope=(reference.rope_table(9, 128), torch.tensor([8], dtype=torch.int32)),
-    )  # fmt: skip
+    )
     compare(*compared)
 
 
@@ -281,11 +296,16 @@ def test_rows_that_stay_in_the_l2_are_read_in_the_other_order(order, dtype):
     CTAs. Maxima grow by more than 8 where larger rows begin. Positions are of int64 here."""
     lengths = torch.tensor([270, 270, 0, 128, 190, 270], dtype=torch.int32)
     arguments = dict(
-        q=torch.randn(6, 16, 512).to(dtype), window=rows(12).to(dtype), window_indices=numbers(6, 150, of=12),
-        compressed=6 * rows(10).to(dtype), compressed_indices=numbers(6, 270, of=10), compressed_lengths=lengths,
-        window_lengths=torch.where(lengths == 0, 0, torch.where(lengths == 128, 0, 150)).int(), sink=torch.randn(16),
+        q=torch.randn(6, 16, 512).to(dtype),
+        window=rows(12).to(dtype),
+        window_indices=numbers(6, 150, of=12),
+        compressed=6 * rows(10).to(dtype),
+        compressed_indices=numbers(6, 270, of=10),
+        compressed_lengths=lengths,
+        window_lengths=torch.where(lengths == 0, 0, torch.where(lengths == 128, 0, 150)).int(),
+        sink=torch.randn(16),
         inverse_rope=(reference.rope_table(50, 64), torch.arange(6)),
-    )  # fmt: skip
+    )
     target = dispatch.compile_target("sm_90a")
     p = problem.build(**arguments)
     (launch, *_) = calls.launches_of(dataclasses.replace(p, out=torch.empty_like(p.q)), target)
