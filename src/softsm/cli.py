@@ -74,11 +74,11 @@ Arg = Annotated[
 Arch = Annotated[
     str, typer.Option(help="GPU to emulate: sm_90a, sm_100a, sm_103a; default: the PTX's .target; SOFTSM, else sm_100a")
 ]
-Clang = Annotated[str, typer.Option(help="flags for clang, of a .cu program: '-I include -DNDEBUG'")]
+Clang = Annotated[str, typer.Option(help="flags for clang, for a .cu program: '-I include -DNDEBUG'")]
 Entry = Annotated[str | None, typer.Option(help="which kernel of the PTX file")]
-Sides = Annotated[str, typer.Option(help="x,y,z")]
-Cluster = Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqnctapercluster, else 1")]
-Block = Annotated[str, typer.Option(help="x,y,z; default: the kernel's .reqntid, else 32")]
+Sides = Annotated[str, typer.Option(help="CTAs in the grid: x,y,z")]
+Cluster = Annotated[str, typer.Option(help="CTAs in a cluster: x,y,z; default: its .reqnctapercluster, else 1")]
+Block = Annotated[str, typer.Option(help="threads in a CTA: x,y,z; default: its .reqntid, else 32")]
 Shared = Annotated[int, typer.Option(help="bytes of dynamic shared memory")]
 Sms = Annotated[int, typer.Option(help="SMs to emulate")]
 Save = Annotated[
@@ -126,7 +126,7 @@ def run(
     seed: Seed = 0,
     save: Save = None,
 ) -> None:
-    """Run a kernel from PTX on arrays made here, or a whole Python program. Nothing is checked: see `softsm check`."""
+    """Run a program, or a PTX kernel on arrays made here, without checks; `softsm check` has them."""
     accept(file, arguments, arch, sms, order, ORDERS, seed)
     execute = program_of(
         file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags, ranks
@@ -185,15 +185,15 @@ def explain(
     topic: Annotated[
         str, typer.Argument(help="a diagnostic code, an instruction such as tcgen05.ld.16x256b, descriptor, idesc")
     ] = "",
-    value: Annotated[str, typer.Argument(help="of the descriptor: 0x...")] = "",
+    value: Annotated[str, typer.Argument(help="value of the descriptor: 0x...")] = "",
     arch: Annotated[str, typer.Option(help="sm_100a or sm_90a")] = "sm_100a",
     dtype: Annotated[str, typer.Option(help="element type of the tile: bf16, e4m3, tf32, ...")] = "bf16",
     major: Annotated[str, typer.Option(help="k or mn: the dimension that is contiguous")] = "k",
-    rows: Annotated[int, typer.Option(help="of the tile (M or N)")] = 16,
-    k: Annotated[int, typer.Option(help="of the tile, in elements")] = 64,
-    kind: Annotated[str, typer.Option(help="of the instruction descriptor: f16, f8f6f4, mxf4, ...")] = "f16",
+    rows: Annotated[int, typer.Option(help="rows of the tile (M or N)")] = 16,
+    k: Annotated[int, typer.Option(help="columns of the tile, in elements")] = 64,
+    kind: Annotated[str, typer.Option(help="kind of the instruction: f16, f8f6f4, mxf4, ...")] = "f16",
 ) -> None:
-    """What a diagnostic means and how to fix it; or a picture of a layout. Without a topic: a list of both."""
+    """Explain a diagnostic and how to fix it, or draw a layout. Without a topic, list both."""
     from softsm.report.explain import Tile, show
 
     try:
@@ -223,7 +223,7 @@ def trace(
     strict: Strict = False,
     check: Annotated[bool, typer.Option(help="look for races and misuse as well")] = True,
 ) -> None:
-    """Run as `softsm run` does, and write what happened: an HTML report, and a timeline for ui.perfetto.dev."""
+    """Run as `softsm run` does and write a report of what happened, as HTML, and a timeline for ui.perfetto.dev."""
     from softsm.commands.trace import tracing
     from softsm.errors import SoftsmError
 

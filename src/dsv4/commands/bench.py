@@ -28,7 +28,7 @@ def bench(
     shapes: Annotated[
         str, typer.Option(help="fixed, or random: cases drawn by --seed, --count of each suite")
     ] = "fixed",
-    seed: Annotated[int, typer.Option(help="of --shapes random")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of --shapes random")] = 0,
     count: Annotated[int, typer.Option(help="cases of each suite with --shapes random")] = 20,
     match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
     repeats: Annotated[
@@ -38,8 +38,8 @@ def bench(
         str, typer.Option(help="only peers whose name contains one of these words, separated by commas")
     ] = "",
     aot: Annotated[Path | None, typer.Option(help="also time the kernels of this `dsv4 compile` directory")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="write the measurements here")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw them here (needs matplotlib)")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="write the measurements to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the measurements into this file (needs matplotlib)")] = None,
     limit: Annotated[float, typer.Option(help="start no case after this many seconds")] = float("inf"),
     recorded: Annotated[
         Path | None, typer.Option("--from", help="measure nothing: take this --json file, or all of a folder")

@@ -35,7 +35,7 @@ class Section:
 
 
 def demo(seed: Annotated[int | None, typer.Option(help="repeat a run; without it inputs are fresh")] = None) -> None:
-    """Each kind of DeepSeek-V4 layer and the FMHA shapes on the best backend here, compared with the fp64 oracle."""
+    """Run each kind of DeepSeek-V4 layer and of FMHA on the best backend here; compare it with the fp64 oracle."""
     seed = secrets.randbits(31) if seed is None else seed
     out = show.console()
     out.print(f"[bold]dsv4[/] on {machine()}, seed {seed}")

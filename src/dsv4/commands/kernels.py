@@ -100,7 +100,7 @@ def kernels(
     operation: Annotated[list[str] | None, typer.Option(help="fmha, v4; default both")] = None,
     write: Annotated[Path | None, typer.Option(help="write the page to this file")] = None,
 ) -> None:
-    """Registers, memory and spills of every variant, and the instruction budget of its main loop."""
+    """Show registers, memory and spills of every variant, and the instruction budget of its main loop."""
     show.chosen("--arch", [arch], ["sm_100a"])
     operations = show.chosen("--operation", operation, ("fmha", "v4"))
     ways, dims = show.chosen("--kv-load", kv_load, KV_LOADS), show.chosen("--head-dim", head_dim, DIMS)
