@@ -1,11 +1,14 @@
-"""Benign races, in which several warps repeat the same work.
+"""Benign races, most of them of several warps that repeat the same work.
 
 A Triton block smaller than the CTA is replicated: all warps load it and compute, and one stores the result. In
 `tl.store(p, tl.load(p) + 1)` only the storing warp orders its load before the store. The other warps' loads race, but
 their values only reach stores that the guard disables (`confined`; Findings.suspect checks the guard). An atomic under
 a mask passes its old value to the other warps through shared memory, which is not written if the mask is false.
 
-The default level does not report either race if the program proves it harmless. The strict level reports both.
+A loop of compare-and-swap (the CUDA guide's way to any atomic) begins with an ordinary load. A value that another
+thread has replaced is noticed and read again (`compared`).
+
+The default level does not report these races if the program proves it harmless. The strict level reports them.
 """
 
 from __future__ import annotations
@@ -70,3 +73,25 @@ def masked_atomic(program, load_pc: int) -> bool:
     return isinstance(handed, Reg) and any(
         ins.opcode == "atom" and ins.guard == stores[-1].guard and ins.operands[0] == handed for ins in before
     )
+
+
+def compared(program, load_pc: int, atomic_pc: int) -> bool:
+    """Whether a compare-and-swap at the address of the load compares the loaded value with what is there."""
+    load, swap = program.instructions[load_pc], program.instructions[atomic_pc]
+    if load.opcode != "ld" or swap.opcode != "atom" or "cas" not in swap.modifiers:
+        return False
+    for flow in program.flow.values():
+        found = [x for x in flow if isinstance(x[0], Instruction)]
+        if any(ins is load for ins, _, _ in found) and any(ins is swap for ins, _, _ in found):
+            return load.operands[1] == swap.operands[1] and copied(load, swap.operands[2], found)
+    return False
+
+
+def copied(load: Instruction, register, flow: list[tuple]) -> bool:
+    """Whether `mov` alone brings the loaded value to this register."""
+    copies: set[str] = set().union(*(written for ins, _, written in flow if ins is load))
+    before = -1
+    while before != len(copies):
+        before = len(copies)
+        copies |= set().union(*(written for ins, read, written in flow if ins.opcode == "mov" and copies & read))
+    return isinstance(register, Reg) and register.name in copies

@@ -122,6 +122,10 @@ class Findings:
                 kind = sh.WAW
             if place and op is None and kind != sh.WAR and behind_flag(w, address, agent, epoch):
                 continue
+            if op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
+                load, atomic = (pc, other_pc) if kind == sh.RAW else (other_pc, pc)
+                if benign_races.compared(w.cta.program, load, atomic):
+                    continue
             memory = "global" if place else "shared"
             where = f"{memory} bytes {address:#x} to {address + 3:#x}"
             verb = "writes" if kind in (sh.WAW, sh.WAR) else "reads"

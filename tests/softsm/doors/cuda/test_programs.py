@@ -127,6 +127,7 @@ int main(int, char **words) {
 # shared memory of the whole cluster.
 MODERN = r"""
 #include <cuda_runtime.h>
+#include <cassert>
 #include <cstdio>
 #include <memory>
 #include <stdexcept>
@@ -172,6 +173,7 @@ __global__ void histogram(const int *data, int n, int *out, bool meets) {
     if (meets) asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
     else __syncthreads();
     if (threadIdx.x < 16) atomicAdd(out + rank * 16 + threadIdx.x, bins[threadIdx.x]);
+    assert(n == 256 && "all of them");
     asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 int main(int, char **words) try {
@@ -198,7 +200,7 @@ int main(int, char **words) try {
     how.val.clusterDim.x = 2, how.val.clusterDim.y = how.val.clusterDim.z = 1;
     auto bins = make<int>(32);
     for (int i = 0; i < 32; i++) bins[i] = 0;
-    cudaLaunchKernelEx(&config, histogram, to.get(), 256, bins.get(), what != "cluster");
+    cudaLaunchKernelEx(&config, histogram, to.get(), what == "assert" ? 255 : 256, bins.get(), what != "cluster");
     cudaError_t error = cudaDeviceSynchronize();
     printf("%s, bins %d %d\n", cudaGetErrorName(error), bins[1], bins[30]);
 } catch (const std::exception &problem) {
@@ -257,6 +259,7 @@ def test_a_modern_program_without_a_mistake(programs):
     [
         ("counts", ("race: two accesses of global memory", "in for_each<Count")),
         ("dependent", ("the grid before this one", "griddepcontrol.wait", "in second")),
+        ("assert", ("assert: device-side assert triggered", 'n == 256 && "all of them"', "cudaErrorAssert")),
         ("cluster", ("race: two accesses of shared memory", "CTAs of one cluster", "in histogram")),
     ],
 )

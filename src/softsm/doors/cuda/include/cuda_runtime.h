@@ -273,6 +273,12 @@ inline __attribute__((device)) __cuda_builtin_gridDim_t::operator uint3() const 
 extern "C" __device__ int printf(const char *, ...);
 extern "C" __device__ void __assertfail(const char *message, const char *file, unsigned line, const char *function,
                                         size_t size);
+extern "C" {
+static __device__ inline void __assert_fail(const char *message, const char *file, unsigned line,
+                                            const char *function) {  // assert() of the host's <assert.h> calls it
+    __assertfail(message, file, line, function, 1);
+}
+}
 
 #define SOFTSM_DEVICE __device__ __forceinline__
 #if defined(__CUDA_ARCH__)
