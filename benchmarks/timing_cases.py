@@ -70,7 +70,7 @@ def scored(queries: int, keys: int, topk: int) -> torch.Tensor:
     line, words = index_line(keys), index_words(keys, topk)
     room = index_block(queries, keys, topk)
     count = -(-queries // -(-queries // room))
-    shares = index_shares(queries, SMS, topk)
+    shares = index_shares(queries, SMS, keys, topk, 0)
     scratch = torch.zeros(room * words + (queries * index_list_words(keys, shares, topk) if shares > 1 else 0))
     scores = values(count, line, device="cpu", dtype=torch.float32)
     scratch[: scores.numel()] = scores.flatten()
