@@ -53,8 +53,8 @@ def compress(
         kv, gate: [L, width] or [B, L, width], the projections of the tokens, without position_bias. width = d is HCA,
             width = 2d is CSA (a-half first). All B sequences are at the same position. gate may be None for HCA with a
             ratio of 1, whose softmax has one slot.
-        position_bias: [m, width]; m is the compression ratio. Without it, pass
-        ratio: m.
+        position_bias: [m, width]; m is the compression ratio. May be None; then pass the ratio.
+        ratio: m, needed only without position_bias.
         norm_weight: [d], the weight of the RMSNorm.
         cos_sin: fp32 [positions, r], r/2 cosines then r/2 sines (dsv4.reference.rope_table); row w is rotated at m * w.
             None leaves RoPE to the caller.

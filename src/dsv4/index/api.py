@@ -85,8 +85,8 @@ def index_topk(
     the scales of the queries are folded into the weights. With FP4 keys it is the product of the values, scales
     included.
 
-    Each list is sorted by descending score. Of equal scores (ReLU makes exact zeros) the lower row is first, and is the
-    one chosen if there is room for only one. A query that sees fewer than topk rows gets all of them, then -1.
+    Each list is sorted by descending score. Among equal scores (ReLU makes exact zeros) the lower row is first, and is
+    the one chosen if there is room for only one. A query that sees fewer than topk rows gets all of them, then -1.
 
     Args:
         q: [N, H, D] with k [M, D] and weights [N, H]: one sequence; or [B, T, H, D] with [B, M, D] and [B, T, H]: a
@@ -134,7 +134,7 @@ def index_blocks(
     """Return the lists of :func:`index_topk` and the best blocks of rows -> (int32 [N, topk], int32 [N, topk_blocks]).
 
     Block b is rows 8 b .. 8 b + 7 of a sequence or request. Its score is the greatest score of its rows that the query
-    sees; the last block that the query sees is always kept. The numbers of the kept blocks rise, then -1 follows. Of
+    sees; the last block that the query sees is always kept. The numbers of the kept blocks rise, then -1 follows. Among
     equal scores the lower block is kept.
 
     The arguments are those of index_topk, with q [N, H, D]; its last paragraph applies. Plans are made for this

@@ -32,6 +32,8 @@ RULES: dict[str, Callable[[Capacities, int, bool], tuple[int, int]]] = {}
 
 @dataclass(frozen=True, eq=False)
 class Plan:
+    """What :func:`dsv4.plan` reserves for calls within a capacity. One plan serves one call at a time."""
+
     operation: str
     batch: int
     q_heads: int

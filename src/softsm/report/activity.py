@@ -116,7 +116,7 @@ def size(op: AsyncOp) -> int:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Activity]:
-    """Count the work of every launch inside."""
+    """Count the instructions, copies and matrix products of every launch inside, by role."""
     activity = Activity()
     with observing(activity):
         yield activity

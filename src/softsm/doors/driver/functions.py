@@ -390,7 +390,7 @@ class OnImport(MetaPathFinder):
 
 @contextlib.contextmanager
 def driver(arch: str, sms: int = DEFAULT_SMS, *, at_import: bool = False) -> Iterator[Driver]:
-    """Programs inside that ask for libcuda.so.1 get softsm: cuda-bindings, cuda.core, PyCUDA.
+    """Give softsm to programs that load libcuda.so.1, through cuda-bindings, cuda.core or PyCUDA.
 
     Open it before they are imported; with `at_import` nothing is done until they are. What stopped a kernel is raised
     at the end of the block.

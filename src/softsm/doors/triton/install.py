@@ -192,7 +192,7 @@ class Use(InUse):
 
 
 def use(arch: str, *, cuda_shim: bool = False, sms: int | None = None, ranks: int = 1) -> Use:
-    """Triton and Gluon programs run on this CPU from now on, compiled for `arch` ("sm_90a" or "sm_100a").
+    """Run Triton and Gluon programs on this CPU from now on, compiled for `arch`: "sm_90a", "sm_100a" or "sm_103a".
 
     As a context manager it restores everything at the end of the block. `cuda_shim=True` turns device="cuda" into CPU
     tensors, for programs that require it; it raises an error if CUDA is available. `sms` is the number of SMs to
