@@ -439,7 +439,7 @@ def fence(asm, ins):
             asm.refuse(ins, "expected the address of a tensor map, and 128")
         asm.address(ins.operands[0])
     elif ins.operands:
-        asm.refuse(ins, "it takes no operands")
+        asm.refuse(ins, "it accepts no operands")
     if kind.startswith("proxy.async"):
         asm.macro(do_fence_async, ins, wide=kind in ("proxy.async", "proxy.async.shared::cluster"))
     elif asm.checking and kind.startswith("mbarrier_init"):

@@ -328,7 +328,7 @@ def reduce_async(asm: Assembler, ins: Instruction):
         "max": {"u32", "s32"},
     }
     if not types.get(op, {"b32"}) & set(mods):
-        asm.refuse(ins, f".{op} takes .{', .'.join(sorted(types.get(op, {'b32'})))}")
+        asm.refuse(ins, f".{op} accepts .{', .'.join(sorted(types.get(op, {'b32'})))}")
     store_async(asm, ins, tuple(m for m in mods if m != op), op)
 
 

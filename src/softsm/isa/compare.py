@@ -176,7 +176,7 @@ def selp(asm, ins):
     Modifiers(asm, ins).done()
     t = ins.modifiers[-1] if ins.modifiers else ""
     if t not in SELECTED:
-        asm.refuse(ins, f"takes {', '.join('.' + x for x in SELECTED)}")
+        asm.refuse(ins, f"accepts {', '.join('.' + x for x in SELECTED)}")
     d, a, b, c = operands(asm, ins, 4)
     select(asm, t, d, a, b, asm.src(c, "p"))
 
@@ -196,7 +196,7 @@ def slct(asm, ins):
     m.done()
     dtype, ctype = ins.modifiers[-2:] if len(ins.modifiers) >= 2 else ("", "")
     if dtype not in SELECTED or ctype not in ("s32", "f32") or ftz and ctype != "f32":
-        asm.refuse(ins, "takes a type to select, then .s32 or .f32")
+        asm.refuse(ins, "accepts a type to select, then .s32 or .f32")
     d, a, b, c = operands(asm, ins, 4)
     kind = KIND[ctype]
     condition = flushed(asm, [asm.src(c, kind)], ftz)[0]

@@ -29,7 +29,7 @@ KIND = {"R": "u", "Q": "q", "P": "p"}
 @lowers("bra")
 def bra(asm, ins):
     if set(ins.modifiers) - {"uni"}:
-        asm.refuse(ins, "bra takes only .uni")
+        asm.refuse(ins, "bra accepts only .uni")
     record = asm.record(pg.OP_BRA, ins=ins)
     asm.branch_target(record, ins.operands[0].name, ins)
 
@@ -71,7 +71,7 @@ def do_brx(w, mask, o):
 @lowers("ret", "exit")
 def ret(asm, ins):
     if set(ins.modifiers) - {"uni"}:
-        asm.refuse(ins, f"{ins.opcode} takes only .uni")
+        asm.refuse(ins, f"{ins.opcode} accepts only .uni")
     if ins.opcode == "exit" or asm.current_function.entry:
         asm.record(pg.OP_EXIT, ins=ins)
     else:
@@ -81,7 +81,7 @@ def ret(asm, ins):
 @lowers("call")
 def call(asm: Assembler, ins: Instruction):
     if set(ins.modifiers) - {"uni"}:
-        asm.refuse(ins, "call takes only .uni")
+        asm.refuse(ins, "call accepts only .uni")
     c: Call = ins.operands[0]
     if not isinstance(c.callee, Symbol):
         asm.refuse(ins, "calls through a register are not supported")

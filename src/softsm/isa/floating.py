@@ -170,7 +170,7 @@ def divide(asm, ins):
     d, a, b = operands(asm, ins, 3)
     if t == "f64":
         if mode in ("approx", "full") or ftz:
-            asm.refuse(ins, "div.f64 takes a rounding and nothing else")
+            asm.refuse(ins, "div.f64 accepts a rounding and nothing else")
         name = "div.f64" if mode == "rn" else f"div.{mode}.f64"
         return asm.emit(name, asm.dst(d, "d"), asm.src(a, "d"), asm.src(b, "d"))
     rows = flushed(asm, [asm.src(a, "f"), asm.src(b, "f")], ftz)
@@ -276,7 +276,7 @@ def min_max(asm, ins):
     d, *sources = operands(asm, ins, 3, 4)
     if t == "f64":
         if ftz or nan or xorsign or magnitude or len(sources) != 2:
-            asm.refuse(ins, f"{ins.opcode}.f64 takes two operands and no modifier")
+            asm.refuse(ins, f"{ins.opcode}.f64 accepts two operands and no modifier")
         return asm.emit(f"{ins.opcode}.f64", asm.dst(d, "d"), *(asm.src(x, "d") for x in sources))
     if len(sources) == 3:
         needs_target(asm, ins, 100)
@@ -300,7 +300,7 @@ def min_max(asm, ins):
 @lowers("testp")
 def testp(asm, ins):
     if len(ins.modifiers) != 2 or ins.modifiers[0] not in TESTS or ins.modifiers[1] not in ("f32", "f64"):
-        asm.refuse(ins, f"takes one of {', '.join('.' + x for x in TESTS)} and .f32 or .f64")
+        asm.refuse(ins, f"accepts one of {', '.join('.' + x for x in TESTS)} and .f32 or .f64")
     d, a = operands(asm, ins, 2)
     asm.emit(
         f"testp.{ins.modifiers[0]}.{ins.modifiers[1]}",

@@ -151,7 +151,7 @@ def addc(asm, ins):
     cc = m.flag("cc")
     m.done()
     if t not in INTEGERS[2:]:
-        asm.refuse(ins, "takes .u32, .s32, .u64 and .s64")
+        asm.refuse(ins, "accepts .u32, .s32, .u64 and .s64")
     d, a, b = operands(asm, ins, 3)
     with_carry(asm, ins, d, source(asm, a, t), source(asm, b, t), carry_row(asm), t, writes=cc)
 
@@ -179,7 +179,7 @@ def mul_mad(asm: Assembler, ins: Instruction):
         carry = carry_row(asm) if ins.opcode == "madc" else asm.const(0, "p")
         return with_carry(asm, ins, d, product, asm.src(c[0], KIND[t]), carry, t, writes=cc)
     if bits == 64 and mode == "wide":
-        asm.refuse(ins, ".wide takes 16- and 32-bit operands")
+        asm.refuse(ins, ".wide accepts 16- and 32-bit operands")
     if bits == 32 and mode in ("lo", "wide") and plus:
         kind = {"lo": "u", "wide": "q"}[mode]
         name = "mad.lo.u32" if mode == "lo" else f"mad.wide.{t}"
@@ -217,7 +217,7 @@ def mul24(asm, ins):
     m.done()
     plus = ins.opcode == "mad24"
     if t not in ("u32", "s32") or mode is None or sat and not (plus and mode == "hi" and t == "s32"):
-        asm.refuse(ins, "takes .lo or .hi with .u32 or .s32; .sat only with mad24.hi.s32")
+        asm.refuse(ins, "accepts .lo or .hi with .u32 or .s32; .sat only with mad24.hi.s32")
     d, a, b, *c = operands(asm, ins, 4 if plus else 3)
     zero, n24 = asm.const(0, "u"), asm.const(24, "u")
     ra, rb = (unary(asm, f"bfe.{t}", "u", asm.src(x, "u"), zero, n24) for x in (a, b))
@@ -295,7 +295,7 @@ def count(asm, ins):
     t = ins.modifiers[-1] if ins.modifiers else ""
     Modifiers(asm, ins).done()
     if t not in ("b32", "b64"):
-        asm.refuse(ins, "takes .b32 or .b64")
+        asm.refuse(ins, "accepts .b32 or .b64")
     d, a = operands(asm, ins, 2)
     kind = KIND[t] if ins.opcode == "brev" else "u"
     asm.emit(f"{ins.opcode}.{t}", asm.dst(d, kind), asm.src(a, KIND[t]))
@@ -361,7 +361,7 @@ def bfe(asm, ins):
     t = ins.modifiers[-1] if ins.modifiers else ""
     Modifiers(asm, ins).done()
     if t not in INTEGERS[2:]:
-        asm.refuse(ins, "takes .u32, .s32, .u64 and .s64")
+        asm.refuse(ins, "accepts .u32, .s32, .u64 and .s64")
     d, a, b, c = operands(asm, ins, 4)
     if isinstance(b, Imm) and isinstance(c, Imm) and width(t) == 32:
         pos, length = int(b.value) & 255, int(c.value) & 255
@@ -376,7 +376,7 @@ def bfi(asm, ins):
     t = ins.modifiers[-1] if ins.modifiers else ""
     Modifiers(asm, ins).done()
     if t not in ("b32", "b64"):
-        asm.refuse(ins, "takes .b32 and .b64")
+        asm.refuse(ins, "accepts .b32 and .b64")
     f, a, b, c, d = operands(asm, ins, 5)
     k = KIND[t]
     asm.emit(f"bfi.{t}", asm.dst(f, k), asm.src(a, k), asm.src(b, k), asm.src(c, "u"), asm.src(d, "u"))
@@ -389,7 +389,7 @@ def szext(asm: Assembler, ins: Instruction):
     mode = m.one_of("clamp", "wrap")
     m.done()
     if t not in ("u32", "s32") or mode is None:
-        asm.refuse(ins, "takes .clamp or .wrap, and .u32 or .s32")
+        asm.refuse(ins, "accepts .clamp or .wrap, and .u32 or .s32")
     d, a, b = operands(asm, ins, 3)
     n = clamped(asm, asm.src(b, "u"), mode)
     asm.emit(f"bfe.{t}", asm.dst(d, "u"), asm.src(a, "u"), asm.const(0, "u"), n)
@@ -408,7 +408,7 @@ def bmsk(asm: Assembler, ins: Instruction):
     mode = m.one_of("clamp", "wrap")
     m.done()
     if ins.modifiers[-1:] != ("b32",) or mode is None:
-        asm.refuse(ins, "takes .clamp or .wrap, and .b32")
+        asm.refuse(ins, "accepts .clamp or .wrap, and .b32")
     d, a, b = operands(asm, ins, 3)
     position, n = (clamped(asm, asm.src(x, "u"), mode) for x in (a, b))
     asm.emit("shl.b32", asm.dst(d, "u"), unary(asm, "low.bits", "u", n), position)
@@ -421,7 +421,7 @@ def dot(asm, ins):
     m.done()
     types = ins.modifiers[-2:]
     if mode is None or len(types) != 2 or set(types) - {"u32", "s32"}:
-        asm.refuse(ins, "takes .u32 or .s32 twice" + (" after .lo or .hi" if ins.opcode == "dp2a" else ""))
+        asm.refuse(ins, "accepts .u32 or .s32 twice" + (" after .lo or .hi" if ins.opcode == "dp2a" else ""))
     d, a, b, c = operands(asm, ins, 4)
     ra, rb, total = asm.src(a, "u"), asm.src(b, "u"), asm.src(c, "u")
     a_bits, terms = (8, 4) if ins.opcode == "dp4a" else (16, 2)

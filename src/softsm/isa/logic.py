@@ -45,7 +45,7 @@ def logical(asm, ins, count: int):
     t = ins.modifiers[-1] if ins.modifiers else ""
     Modifiers(asm, ins).done()
     if t not in WIDTHS:
-        asm.refuse(ins, f"takes {', '.join('.' + w for w in WIDTHS)}")
+        asm.refuse(ins, f"accepts {', '.join('.' + w for w in WIDTHS)}")
     d, *sources = operands(asm, ins, count + 1)
     rows = [src16(asm, x) if t == "b16" else asm.src(x, KIND[t]) for x in sources]
     return t, d, rows
@@ -61,7 +61,7 @@ def and_or_xor(asm, ins):
 def invert(asm, ins):
     t, d, rows = logical(asm, ins, 1)
     if t == "pred" and ins.opcode == "cnot":
-        asm.refuse(ins, "takes .b16, .b32 and .b64")
+        asm.refuse(ins, "accepts .b16, .b32 and .b64")
     if t == "b16" and ins.opcode == "not":
         return asm.emit("xor.b32", asm.dst(d, "u"), rows[0], asm.const(0xFFFF, "u"))
     asm.emit(f"{ins.opcode}.{'b32' if t == 'b16' else t}", asm.dst(d, KIND[t]), *rows)
@@ -73,7 +73,7 @@ def shift(asm, ins):
     Modifiers(asm, ins).done()
     left = ins.opcode == "shl"
     if t not in (("b16", "b32", "b64") if left else ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64")):
-        asm.refuse(ins, "takes .b16, .b32, .b64" + ("" if left else " and the .u and .s types"))
+        asm.refuse(ins, "accepts .b16, .b32, .b64" + ("" if left else " and the .u and .s types"))
     d, a, b = operands(asm, ins, 3)
     amount, bits = asm.src(b, "u"), t[1:]
     if bits == "16":
@@ -97,7 +97,7 @@ def funnel(asm, ins):
     side, mode = m.one_of("l", "r"), m.one_of("wrap", "clamp")
     m.done()
     if side is None or mode is None or ins.modifiers[-1] != "b32":
-        asm.refuse(ins, "takes .l or .r, .wrap or .clamp, and .b32")
+        asm.refuse(ins, "accepts .l or .r, .wrap or .clamp, and .b32")
     d, a, b, c = operands(asm, ins, 4)
     n = asm.src(c, "u")
     if mode == "wrap":
@@ -138,7 +138,7 @@ def lop3(asm, ins):
     boolean = m.one_of("or", "and")
     m.done()
     if ins.modifiers[-1:] != ("b32",):
-        asm.refuse(ins, "takes .b32")
+        asm.refuse(ins, "accepts .b32")
     d, a, b, c, lut, *q = operands(asm, ins, 6 if boolean else 5)
     if not isinstance(lut, Imm) or not 0 <= int(lut.value) <= 255:
         raise asm.error("immLut must be a literal from 0 to 255")
@@ -181,7 +181,7 @@ PRMT_MODES = {
 @lowers("prmt")
 def prmt(asm, ins):
     if ins.modifiers[:1] != ("b32",) or len(ins.modifiers) > 2:
-        asm.refuse(ins, "takes .b32 and one mode")
+        asm.refuse(ins, "accepts .b32 and one mode")
     mode = ins.modifiers[1] if len(ins.modifiers) == 2 else None
     if mode is not None and mode not in PRMT_MODES:
         asm.refuse(ins, f"unknown mode .{mode}; there are {', '.join('.' + m for m in PRMT_MODES)}")

@@ -21,7 +21,7 @@ CLOCKS = ("clock", "clock_hi", "clock64", "globaltimer", "globaltimer_lo", "glob
 @lowers("mov")
 def mov(asm, ins):
     if len(ins.modifiers) != 1 or ins.modifiers[0] not in TYPES:
-        asm.refuse(ins, f"takes one of {', '.join('.' + t for t in TYPES)}")
+        asm.refuse(ins, f"accepts one of {', '.join('.' + t for t in TYPES)}")
     t = ins.modifiers[0]
     d, a = operands(asm, ins, 2)
     if isinstance(a, Special) and a.name.lstrip("%") in CLOCKS:
@@ -129,7 +129,7 @@ def cvta(asm, ins):
     to = parts[:1] == ["to"]
     parts = parts[1:] if to else parts
     if len(parts) != 2 or parts[0] not in SPACES or parts[1] != "u64":
-        asm.refuse(ins, f"takes {{.to}} one of {', '.join('.' + s for s in SPACES)}, and .u64")
+        asm.refuse(ins, f"accepts {{.to}} one of {', '.join('.' + s for s in SPACES)}, and .u64")
     d, a = operands(asm, ins, 2)
     row, window = asm.src(a, "q"), SPACES[parts[0]]
     if parts[0].startswith("param"):

@@ -49,7 +49,7 @@ def lower_mma(asm, ins, modifiers) -> None:
     kind = isa.take(asm, ins, modifiers, *(f"kind::{k}" for k in K_OF_KIND))[6:]
     block = bool(isa.take(asm, ins, modifiers, "block_scale", optional=True))
     if block != (kind in BLOCK_SCALED):
-        asm.refuse(ins, f"kind::{kind} {'takes no' if block else 'needs'} .block_scale")
+        asm.refuse(ins, f"kind::{kind} {'accepts no' if block else 'needs'} .block_scale")
     if ws and (group != 1 or block):
         asm.refuse(ins, ".ws exists for cta_group::1 without block scaling")
     blocks = 0

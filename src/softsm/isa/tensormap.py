@@ -38,7 +38,7 @@ def _replace(asm, ins, mods):
     ordinal = 0
     if field in _INDEXED:
         if len(operands) != 2 or not isinstance(operands[0], Imm):
-            asm.refuse(ins, f".{field} takes a constant ordinal and a value")
+            asm.refuse(ins, f".{field} needs a constant ordinal and a value")
         ordinal = int(operands.pop(0).value)
     if len(operands) != 1:
         asm.refuse(ins, f"{len(ins.operands)} operands")

@@ -66,9 +66,9 @@ def lower(asm, ins, reduction: bool, mods: list[str]):
     if mode.startswith("im2col"):
         offsets = asm.vector_rows(more.pop(0), "u") if more and isinstance(more[0], Vector) else []
         if mode in _WIDE and len(offsets) != 2:
-            asm.refuse(ins, f".{mode} takes {{wHalo, wOffset}}")
+            asm.refuse(ins, f".{mode} accepts {{wHalo, wOffset}}")
         if mode == "im2col" and len(offsets) != rank - 2:
-            asm.refuse(ins, f"im2col of a {rank}-D tensor takes {rank - 2} offsets")
+            asm.refuse(ins, f"im2col of a {rank}-D tensor needs {rank - 2} offsets")
     cta_mask = asm.src(more.pop(0), "u") if "multicast::cluster" in left else None
     if more:
         asm.refuse(ins, f"{len(ins.operands)} operands")

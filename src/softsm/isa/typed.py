@@ -42,7 +42,7 @@ def lowers_typed(opcode: str, *types: str) -> Callable[[Callable], Callable]:
             def dispatch(asm: Assembler, ins: Instruction) -> None:
                 chosen = table.get(ins.modifiers[-1]) if ins.modifiers else None
                 if chosen is None:
-                    asm.refuse(ins, f"{opcode} takes the types {', '.join('.' + t for t in table)}")
+                    asm.refuse(ins, f"{opcode} accepts the types {', '.join('.' + t for t in table)}")
                 chosen(asm, ins)
 
             LOWERERS[opcode] = dispatch
@@ -80,7 +80,7 @@ def operands(asm, ins, *counts: int) -> tuple:
     """Returns the operands, after a check of their number."""
     if len(ins.operands) not in counts:
         wanted = " or ".join(str(n) for n in counts)
-        raise asm.error(f"{ins.name} takes {wanted} operands, got {len(ins.operands)}")
+        raise asm.error(f"{ins.name} needs {wanted} operands, got {len(ins.operands)}")
     return ins.operands
 
 

@@ -1,4 +1,4 @@
-"""The wheel dsv4-cubins: found where it is installed, used if it fits, and what its compiler changes."""
+"""The wheel dsv4-cubins: found where it is installed, and used if it fits."""
 
 import importlib.util
 import json
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from dsv4.commands import doctor
-from dsv4.fmha import problem
 from dsv4.runtime import aot, cubins, dispatch
 from dsv4.runtime.settings import settings
 
@@ -22,7 +21,6 @@ HOPPER = (9, 0)
 
 def forget():
     cubins.folder.cache_clear()
-    cubins.compiler_of.cache_clear()
     dispatch._cuda_target.cache_clear()
     importlib.invalidate_caches()
 
@@ -116,20 +114,6 @@ def test_an_old_triton_launches_its_kernels(wheel, monkeypatch):
     (wheel / "sm_90a" / "backward_keys-0.json").unlink()
     with pytest.raises(RuntimeError, match="need triton >= 3.6.*or the wheel dsv4-cubins"):
         dispatch.kernel_module("fmha", HOPPER, backward=True)
-
-
-@pytest.mark.parametrize("written, consumers", [("3.6.0", 3), ("3.9.0", 2)])
-def test_options_are_those_of_the_triton_that_compiled(wheel, written, consumers, monkeypatch):
-    """With three consumer warpgroups at head dim 64 Triton 3.9 spills registers, and 3.6 does not: whichever is
-    installed, a call asks for the kernel that the directory has."""
-    from dsv4.fmha.kernels.sm90 import entry
-
-    monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 9))
-    (wheel / "sm_90a" / "backward_keys-0.json").write_text(json.dumps({"triton": written}))
-    assert target().compiler == tuple(map(int, written.split(".")[:2]))
-    x = torch.empty(8, 8192, 8, 64, dtype=torch.bfloat16)
-    assert entry.tiling(problem.dense(x, x, x), target()).options["CONSUMERS"] == consumers
-    assert dispatch.compile_target("sm_90a").compiler == (3, 9)
 
 
 @pytest.fixture

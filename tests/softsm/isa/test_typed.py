@@ -144,7 +144,7 @@ def test_blackwell_forms_need_its_target(instruction):
 @pytest.mark.parametrize(
     "instruction, message",
     [
-        ("add.s32 %r1, %r2;", "takes 3 operands, got 2"),
+        ("add.s32 %r1, %r2;", "needs 3 operands, got 2"),
         ("add.s32 %rd1, %r2, %r3;", "expected a register of at most 32 bits"),
         ("add.s64 %rd1, %r2, %rd3;", "expected a 64-bit register"),
         ("selp.b32 %r1, %r2, %r3, %r1;", "expected a predicate"),
