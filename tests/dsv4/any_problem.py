@@ -92,6 +92,9 @@ class Problem:
 
     def varlen(self) -> None:
         ts, ss = ([n() for _ in range(self.batch)] for n in (self.queries, self.size))
+        if self.r.random() < 0.3:  # many short sequences
+            self.batch = 12
+            ts, ss = ([self.r.choice(SIZES[:5]) for _ in range(self.batch)] for _ in "qk")
         cu_q, cu_k = ([sum(x[:n]) for n in range(self.batch + 1)] for x in (ts, ss))
         k, v = self.keys(cu_k[-1] + self.r.choice((0, 5, 70)), self.kv_heads, self.d)
         for x in (k, v):
