@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import warnings
 from functools import cache
 from pathlib import Path
@@ -55,3 +56,12 @@ def folder(arch: str) -> Path | None:
         )
         return None
     return root / arch
+
+
+@cache
+def compiler_of(directory: Path) -> tuple[int, int] | None:
+    """Return the Triton that compiled the kernels of a directory, by one of its records; None for an empty one."""
+    for path in directory.glob("*.json"):
+        major, minor = json.loads(path.read_text())["triton"].split(".")[:2]
+        return int(major), int(minor)
+    return None

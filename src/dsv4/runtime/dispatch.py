@@ -54,6 +54,12 @@ class Target(NamedTuple):
         """sm_90a, sm_100a, sm_103a."""
         return ARCHITECTURES[self.capability].name if self.capability in ARCHITECTURES else "unknown"
 
+    @property
+    def compiler(self) -> tuple[int, int]:
+        """The Triton that compiles, or has compiled, the kernels: which options are fastest depends on it."""
+        written = None if self.aot is None else cubins.compiler_of(self.aot)
+        return written or triton_version() or (0, 0)
+
 
 def use_aot(directory: str | Path | None, only: bool = False) -> None:
     """Launch from this directory if it has the kernel, and with ``only`` fail if it does not; None = from the

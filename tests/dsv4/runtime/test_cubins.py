@@ -1,5 +1,6 @@
-"""The wheel dsv4-cubins: found where it is installed, and used if it fits."""
+"""The wheel dsv4-cubins: found where it is installed, used if it fits, and what its compiler changes."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -11,9 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import dsv4
 from dsv4.commands import doctor
-from dsv4.runtime import aot, cubins, dispatch
+from dsv4.runtime import aot, calls, cubins, dispatch
 from dsv4.runtime.settings import settings
+from dsv4.v4 import problem
 
 ROOT = Path(__file__).parents[3]
 HOPPER = (9, 0)
@@ -21,6 +24,7 @@ HOPPER = (9, 0)
 
 def forget():
     cubins.folder.cache_clear()
+    cubins.compiler_of.cache_clear()
     dispatch._cuda_target.cache_clear()
     importlib.invalidate_caches()
 
@@ -114,6 +118,21 @@ def test_an_old_triton_launches_its_kernels(wheel, monkeypatch):
     (wheel / "sm_90a" / "backward_keys-0.json").unlink()
     with pytest.raises(RuntimeError, match="need triton >= 3.6.*or the wheel dsv4-cubins"):
         dispatch.kernel_module("fmha", HOPPER, backward=True)
+
+
+@pytest.mark.parametrize("written, in_parts", [("3.6.0", True), ("3.9.0", False)])
+def test_options_are_those_of_the_triton_that_compiled(wheel, written, in_parts, monkeypatch):
+    """Triton 3.6 gathers FP8 rows faster with slots in two parts: whichever is installed, a call asks for the kernel
+    that the directory has."""
+    monkeypatch.setattr(dispatch, "triton_version", lambda: (3, 9))
+    (wheel / "sm_90a" / "backward_keys-0.json").write_text(json.dumps({"triton": written}))
+    pool = dsv4.Fp8Cache(torch.empty(4000 * 576 * 65, dtype=torch.uint8), 64)
+    lists = torch.zeros(400, 512, dtype=torch.int32)
+    p = problem.build(torch.empty(400, 128, 512, dtype=torch.bfloat16), pool, lists)
+    p = dataclasses.replace(p, out=torch.empty_like(p.q))
+    launch, *_ = calls.launches_of(p, target())
+    assert launch.kernel.__name__ == "v4_sparse" and launch.constants["MAY_SPLIT_SLOTS"] is in_parts
+    assert dispatch.compile_target("sm_90a").compiler == (3, 9)
 
 
 @pytest.fixture
