@@ -117,7 +117,8 @@ def config(backend, version="4"):
     hf = SimpleNamespace(architectures=[f"DeepseekV{version}ForCausalLM"], model_type="")
     parts = dict(
         attention_config=dict(backend=backend, backend_per_kind={}), cache_config=dict(cache_dtype="auto"),
-        model_config=dict(hf_config=hf), compilation_config=dict(static_forward_context={}))
+        model_config=dict(hf_config=hf), compilation_config=dict(static_forward_context={}),
+        parallel_config=dict(prefill_context_parallel_size=1))
     return SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
 ours, theirs = v4.cuda_class(), flashmla.DeepseekV4FlashMLAAttention
 switched = os.environ["DSV4_VLLM"] == "1"
@@ -131,7 +132,7 @@ else:
     assert select(config(AttentionBackendEnum.FLASHMLA_SPARSE)) is theirs
 select41, theirs41 = nvidia_v41._select_dsv4_attn_cls, flashmla_v41.DeepseekV4FlashMLAAttention
 refused("got DeepSeek-V4.1 on a CPU", select41, config(AttentionBackendEnum.DSV4_GLUON, "41"))
-choice._check_v41 = lambda: None
+choice._check_v41 = lambda config: None
 assert select41(config(AttentionBackendEnum.DSV4_GLUON, "41")) is v41.cuda_class()
 assert select41(config(None, "41")) is (v41.cuda_class() if switched else theirs41)
 if not switched:

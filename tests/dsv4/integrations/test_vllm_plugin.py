@@ -85,8 +85,8 @@ def test_off_it_says_so_and_looks_at_no_module_of_vllm(monkeypatch, said):
 def test_on_with_another_version_it_raises_and_says_how_to_go_on(monkeypatch, vllm):
     """vLLM passes on what the called function raises, but not what the import of its module does."""
     monkeypatch.setenv("DSV4_VLLM", "1")
-    vllm.__version__ = "0.33.0"
-    with pytest.raises(RuntimeError, match=r"got vLLM 0.33.0; accepted: 0.32.x.* DSV4_VLLM=0 gives"):
+    vllm.__version__ = "0.34.0"
+    with pytest.raises(RuntimeError, match=r"got vLLM 0.34.0; accepted: 0.32.x and 0.33.x.* DSV4_VLLM=0 gives"):
         plugin.register()
 
 
@@ -107,12 +107,12 @@ def test_a_process_that_is_off_refuses_the_name_of_the_backend(monkeypatch):
 
 def test_not_switched_on_another_version_is_left_alone_and_named(monkeypatch, vllm, said):
     monkeypatch.delenv("DSV4_VLLM", raising=False)
-    vllm.__version__ = "0.33.0"  # which has no other attribute here: none is looked at
+    vllm.__version__ = "0.34.0"  # which has no other attribute here: none is looked at
     plugin.register()
-    assert "off, and cannot be switched on: got vLLM 0.33.0; accepted: 0.32.x" in said()
+    assert "off, and cannot be switched on: got vLLM 0.34.0; accepted: 0.32.x and 0.33.x" in said()
 
 
-def configuration(backend=None, kinds=(), model="LlamaForCausalLM", cache_dtype="auto", layers=()):
+def configuration(backend=None, kinds=(), model="LlamaForCausalLM", cache_dtype="auto", layers=(), ranks=1):
     """A configuration of vLLM, as far as the plug-in looks at it; names of backends are what they are there, members
     of an enumeration."""
     hf = SimpleNamespace(architectures=[model], model_type="a type")
@@ -124,6 +124,7 @@ def configuration(backend=None, kinds=(), model="LlamaForCausalLM", cache_dtype=
         model_config=model and SimpleNamespace(hf_config=hf),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=ranks),
     )
 
 
@@ -243,6 +244,15 @@ def test_what_deepseek_v4_1_does_not_have_is_refused_by_name(configured, monkeyp
     with pytest.raises(ValueError, match=why):
         config("DSV4_GLUON", model=V41)
     assert "is on" not in said()
+
+
+def test_context_parallel_prefill_of_deepseek_v4_1_is_refused_by_name(configured):
+    """vLLM 0.33 has it, and its layer then writes the rows of all ranks."""
+    config, _ = configured
+    plugin.register()
+    config(model=V41, ranks=2)
+    with pytest.raises(ValueError, match="--prefill-context-parallel-size: got 2; accepted: 1"):
+        config("DSV4_GLUON", model=V41, ranks=2)
 
 
 @pytest.mark.parametrize("model, name", [(V4, "DeepSeek-V4"), (V41, "DeepSeek-V4.1")])

@@ -20,8 +20,15 @@ ROWS = {"hopper": (FP8_584, FP8_584), "fp8": (MXFP8_528, MXFP8_528), "own": (MXF
 LAYERS = [(0, None, None), (2, 1, 1), (2, 1, 1), (1, 3, 3), (1, 3, 3), (1, 3, 5), (1, 3, 5)]
 
 
+@pytest.fixture(autouse=True, params=["0.32.0", "0.33.0"])
+def vllm(monkeypatch, request):
+    """Its version decides how V4.1's rows lie in a page."""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    sys.modules["vllm"].__version__ = request.param
+
+
 @pytest.fixture
-def converted(monkeypatch):
+def converted(monkeypatch, vllm):
     """vLLM's function from rows of a request to slots, in torch -> the list of its calls."""
     made = []
 
@@ -38,7 +45,7 @@ def converted(monkeypatch):
         "vllm.forward_context": dict(get_forward_context=lambda: context),
     }
     for name, members in modules.items():
-        for n in range(1, len(name.split("."))):
+        for n in range(2, len(name.split("."))):
             monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:n]), ModuleType("package"))
         module = ModuleType(name)
         vars(module).update(members)
@@ -74,7 +81,7 @@ def pages(format, count, rows):
     """Pages of packed rows at random, with the pages of other layers between them."""
     block = torch.full((count, rows * format.row_bytes + 512), 255, dtype=torch.uint8)
     page = block[:, : rows * format.row_bytes].unflatten(1, (rows, format.row_bytes))
-    v41.POOLS[format.row_bytes].from_pages(page).write(torch.arange(count * rows), torch.randn(count * rows, 512))
+    v41.pool(page).write(torch.arange(count * rows), torch.randn(count * rows, 512))
     return page
 
 
@@ -126,7 +133,7 @@ def choose(layer, tokens):
 
 def wanted(layer, q, swa, attn):
     """The oracle, with slots found token by token."""
-    pool = v41.POOLS[layer.swa_cache_layer.kv_cache.shape[-1]].from_pages(layer.swa_cache_layer.kv_cache)
+    pool = v41.pool(layer.swa_cache_layer.kv_cache)
     more = {}
     if layer.compress_ratio:
         source = layer._static_forward_context[f"model.layers.{layer.source}.attn"].kv_cache
@@ -136,7 +143,7 @@ def wanted(layer, q, swa, attn):
                 for k, row in enumerate(layer.topk_indices_buffer[n].tolist()):
                     page = attn.block_table[swa.token_to_req_indices[n], row // rows]
                     slots[n, k] = page * rows + row % rows if row >= 0 else -1
-        more = dict(compressed=v41.POOLS[source.shape[-1]].from_pages(source), compressed_indices=slots)
+        more = dict(compressed=v41.pool(source), compressed_indices=slots)
     more |= dict(window_lengths=swa.decode_swa_lens, sink=layer.attn_sink, softmax_scale=layer.scale)
     return [
         reference.v4_attention(q, pool, swa.decode_swa_indices[:, 0], p_dtype=p, **more)[0] for p in (None, q.dtype)
@@ -221,7 +228,7 @@ ROTARY = SimpleNamespace(cos_sin_cache=torch.cat([ANGLES.cos(), ANGLES.sin()], -
 
 def assert_written(pages, slots, rows):
     """Those bytes, as packing the rounded rows makes them."""
-    pool = v41.POOLS[pages.shape[-1]].from_pages(pages)
+    pool = v41.pool(pages)
     fresh = pool.format.quantize(rows.bfloat16())
     at = slots // pool.rows_per_page, slots % pool.rows_per_page
     assert torch.equal(pool.data_view()[at], fresh[0].view(torch.uint8))

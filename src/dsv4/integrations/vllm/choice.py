@@ -77,16 +77,19 @@ def check(config: Any) -> None:
     if config.cache_config.cache_dtype not in KV_CACHE_DTYPES[model]:
         refuse("--kv-cache-dtype", config.cache_config.cache_dtype, ", ".join(KV_CACHE_DTYPES[model]))
     if model == "deepseek_v41":
-        _check_v41()
+        _check_v41(config)
     elif rows():
         refuse(ROWS_SWITCH, f"{rows()} for DeepSeek-V4", "nothing; V4.1 has other rows")
 
 
-def _check_v41() -> None:
+def _check_v41(config: Any) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         refuse("the model", "DeepSeek-V4.1 on a CPU", "a GPU: vLLM has no other layers of it")
+    ranks = config.parallel_config.prefill_context_parallel_size
+    if ranks > 1:
+        refuse("--prefill-context-parallel-size", ranks, "1")
     if "experts" in parts():
         refuse(PARTS_SWITCH, "experts for DeepSeek-V4.1", "indexer, compressor, insertion")
 

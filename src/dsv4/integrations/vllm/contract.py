@@ -4,15 +4,17 @@ replaced, so that a newer vLLM is rejected with the difference in words, and nev
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields
 
 from dsv4.integrations.vllm import way_off
 
-TESTED = "0.32"
+TESTED = ("0.32", "0.33")
 
 FLASHMLA = "vllm.models.deepseek_v4.nvidia.flashmla.DeepseekV4FlashMLAAttention"
 FLASHMLA41 = "vllm.models.deepseek_v41.nvidia.flashmla.DeepseekV4FlashMLAAttention"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer.SparseAttnIndexer"
+INDEXER_LAYER = "vllm.models.deepseek_v4.attention.DeepseekV4Indexer"
 COMPRESSOR = "vllm.models.deepseek_v4.compressor.DeepseekCompressor"
 EXPERTS = "vllm.model_executor.layers.quantization.mxfp4.Mxfp4MoEMethod"
 # qualified name -> the parameters that are passed, or overridden, by name
@@ -121,10 +123,10 @@ FIELDS = {
         "num_reqs", "causal",
     ),
 }  # fmt: skip
-# function -> a name that it looks up in its module, which the plug-in replaces there
+# function, or another one -> a name that it looks up in its module, which the plug-in replaces there
 LOOKED_UP = {
     f"{FLASHMLA}._forward_prefill": "flash_mla_sparse_fwd",
-    "vllm.models.deepseek_v4.attention.DeepseekV4Indexer.__init__": "SparseAttnIndexer",
+    f"{INDEXER_LAYER}.__init__ or {INDEXER_LAYER}._get_attn_cls": "SparseAttnIndexer",  # from 0.33 on the latter
     f"{COMPRESSOR}.forward": "_SAVE_PARTIAL_STATES_KERNEL",
     "vllm.models.deepseek_v4.quant_config.DeepseekV4FP8Config.get_quant_method": "Mxfp4MoEMethod",
     "vllm.models.deepseek_v4.nvidia.model.DeepseekV4DecoderLayer.__init__": "_select_dsv4_attn_cls",
@@ -139,12 +141,21 @@ LOOKED_UP = {
 }
 
 
+def interleaved_rows() -> bool:
+    """Return whether the scales of V4.1's rows follow the codes of the row; in vLLM 0.32 they are at the end of a
+    page."""
+    import vllm
+
+    return vllm.__version__.split(".")[:2] != ["0", "32"]
+
+
 def other_version() -> str | None:
     """Says which version of vLLM is installed if the plug-in was not tested with it; else None."""
     import vllm
 
-    tested = ".".join(vllm.__version__.split(".")[:2]) == TESTED
-    return None if tested else f"got vLLM {vllm.__version__}; accepted: {TESTED}.x, with which the plug-in was tested"
+    tested = ".".join(vllm.__version__.split(".")[:2]) in TESTED
+    accepted = " and ".join(f"{version}.x" for version in TESTED)
+    return None if tested else f"got vLLM {vllm.__version__}; accepted: {accepted}, with which the plug-in was tested"
 
 
 def check_version() -> None:
@@ -194,8 +205,14 @@ def differences(only: str = "") -> list[str]:
     return found
 
 
-def looks_up(function: str, name: str) -> bool:
-    return name in inspect.unwrap(resolve(function)).__code__.co_names
+def looks_up(functions: str, name: str) -> bool:
+    """Return whether one of the functions, "a or b", looks up the name. The first must be there."""
+    first, *others = functions.split(" or ")
+    found = [resolve(first)]
+    for other in others:
+        with suppress(ImportError, AttributeError):
+            found.append(resolve(other))
+    return any(name in inspect.unwrap(x).__code__.co_names for x in found)
 
 
 def resolve(name: str):

@@ -20,13 +20,15 @@ from torch import Tensor
 
 import dsv4
 from dsv4 import elementwise
+from dsv4.caches.formats import MXFP8_528_INTERLEAVED, NVFP4_288_INTERLEAVED
 from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.caches.pages import PackedRows
-from dsv4.integrations.vllm import calls, choice, logger, parts, refuse, say
+from dsv4.integrations.vllm import calls, choice, contract, logger, parts, refuse, say
 from dsv4.integrations.vllm.insertion import insert, write
 from dsv4.integrations.vllm.v4 import Served, check_device, copied, sparse_fwd, swa_backend
 
 POOLS: dict[int, Any] = {584: dsv4.Fp8Cache, 528: dsv4.Mxfp8Cache, 288: dsv4.Nvfp4Cache}
+INTERLEAVED = {528: MXFP8_528_INTERLEAVED, 288: NVFP4_288_INTERLEAVED}
 own_rows = False  # while a layer with the model's own rows is built
 
 
@@ -145,7 +147,9 @@ def pool(pages: Tensor) -> PackedRows:
     """Return pages [P, rows, bytes] of vLLM, whose format follows from the bytes of a row."""
     if pages.dtype != torch.uint8 or pages.shape[-1] not in POOLS:
         refuse("--kv-cache-dtype", f"rows of {pages.shape[-1]} x {pages.dtype}", "rows of 584, 528 or 288 bytes")
-    found: PackedRows = POOLS[pages.shape[-1]].from_pages(pages)
+    width = pages.shape[-1]
+    format = INTERLEAVED.get(width) if contract.interleaved_rows() else None
+    found: PackedRows = POOLS[width].from_pages(pages, format=format)
     return found
 
 
