@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 import softsm
@@ -19,7 +18,7 @@ from dsv4.bench.v4 import V4Case
 from dsv4.bench.v41 import V41Case, V41Contest
 from dsv4.bench.varlen import VarlenCase
 from dsv4.cli import app
-from dsv4.commands import bench
+from dsv4.commands import bench, show
 from dsv4.reference import backward as reference_backward
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +32,7 @@ def test_the_table_in_the_readme_is_the_recorded_one():
 
 
 def test_a_file_without_marks_is_refused():
-    with pytest.raises(typer.BadParameter, match="no marks"):
+    with pytest.raises(show.UsageError, match="--write: got a file without the marks"):
         bench.replaced("nothing here", RECORDS)
 
 
@@ -196,7 +195,7 @@ def test_a_suite_that_there_is_not_is_refused_in_words():
     result = CliRunner().invoke(app, ["bench", "--suite", "gemm"], prog_name="dsv4")
     assert (
         result.exit_code == 2
-        and "--suite gemm: accepted: dense, varlen, v4, index, moe, backward, all" in result.output
+        and "--suite: got gemm; accepted: dense, varlen, v4, index, moe, backward, all" in result.output
     )
 
 

@@ -354,9 +354,9 @@ def test_auto_is_the_cpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bad_places_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="backend is 'tpu'; accepted: auto, cuda, softsm, cpu"):
+    with pytest.raises(ValueError, match="backend: got 'tpu'; accepted: auto, cuda, softsm, cpu"):
         Where("tpu").resolve()
-    with pytest.raises(ValueError, match="arch is 'sm_80'; accepted: sm_90a, sm_100a, sm_103a"):
+    with pytest.raises(ValueError, match="arch: got 'sm_80'; accepted: sm_90a, sm_100a, sm_103a"):
         Where("softsm", "sm_80").resolve()
     with pytest.raises(ValueError, match="does not apply to backend cpu"):
         Where("cpu", "sm_90a").resolve()
@@ -396,5 +396,5 @@ def test_what_the_checkers_find_fails_a_case(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_unknown_suite_is_refused() -> None:
-    with pytest.raises(ValueError, match="suite is 'nope'; accepted: seeds, fmha, v4, backward, all"):
+    with pytest.raises(ValueError, match="suite: got 'nope'; accepted: seeds, fmha, v4, backward, all"):
         suites.select("nope")

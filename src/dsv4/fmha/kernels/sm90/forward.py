@@ -28,7 +28,7 @@ from dsv4.fmha.kernels import e4m3_rows, loads
 from dsv4.fmha.kernels.e4m3_rows import in_codes
 from dsv4.fmha.kernels.sm90 import work
 from dsv4.fmha.kernels.tiles import DENSE, PAGES, ROWS, mask_bounds
-from dsv4.kernels.compat import aggregate, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from dsv4.kernels.compat import aggregate, fence_async_shared, gl, gluon, to_operand, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.ring import Ring, consumer_stage, init_barriers, new_barriers, new_ring, producer_stage
 
 
@@ -231,7 +231,7 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
         s = work.finish_scores(s, tiles.first + tiles.begin * BN, bounds, KV_LOAD)
         p, m, alpha = work.step(s, m, scale, D)
         l = gl.sum(p, 1)
-        pa = gl.convert_layout(p.to(q.dtype), LA)
+        pa = gl.convert_layout(to_operand(p, q), LA)
 
         for tile in range(tiles.begin + 1, tiles.end):  # stage: of the tile whose P is in pa
             after = k.next(stage)
@@ -246,7 +246,7 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             v.release(stage)
             o = o * gl.convert_layout(alpha, RO)[:, None]
-            pa = gl.convert_layout(p.to(q.dtype), LA)
+            pa = gl.convert_layout(to_operand(p, q), LA)
             stage = after
 
         o = add_values(o, pa, v, stage, SAME_KV, CODES)

@@ -40,7 +40,17 @@ from dsv4.fmha.kernels.sm90.tile_scheduler import (
 from dsv4.fmha.kernels.tiles import DENSE, ROWS, Pages, end_key, first_key, mask_bounds
 from dsv4.kernels import dependent, softmax
 from dsv4.kernels.combine import clear_rows, end_of_sequences
-from dsv4.kernels.compat import Value, aggregate, async_copy, barrier, fence_async_shared, gl, gluon, warpgroup_mma_wait
+from dsv4.kernels.compat import (
+    Value,
+    aggregate,
+    async_copy,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    to_operand,
+    warpgroup_mma_wait,
+)
 from dsv4.kernels.division import divide
 from dsv4.kernels.ring import consumer_stage, producer_stage
 
@@ -281,7 +291,7 @@ def attend_tile(
     m = gl.full([64], work.first_maximum(D), gl.float32, RS)
     p, m, alpha = work.step(s, m, scale, D, ABOVE)
     l = sums(p, OWN)
-    pa = gl.convert_layout(p.to(q.dtype), LA)
+    pa = gl.convert_layout(to_operand(p, q), LA)
     o = columns.zeros(CV, D)
     for tile in range(tiles.begin + 1, tiles.end):  # stage: of the tile whose P is in pa
         after = k.next(stage)
@@ -296,7 +306,7 @@ def attend_tile(
         o = columns.wait(o)
         v.release(stage)
         o = columns.rescale(o, alpha, ABOVE > 0)
-        pa = gl.convert_layout(p.to(q.dtype), LA)
+        pa = gl.convert_layout(to_operand(p, q), LA)
         stage = after
     if not SOON:
         ask_for_next(q, at, next_tile, arguments, BN, W, M, SIGN, EVEN, OWN_END)
