@@ -29,10 +29,13 @@ HIGHEST, LOWEST_SHIFT = tl.constexpr(6), tl.constexpr(-5)
 
 
 @triton.jit
-def visible_rows(query, owners, mask):
-    """Return how many rows a query sees. ratio 0: this count is given, else the position of the token."""
+def visible_rows(query, owners, mask, BRANCH: tl.constexpr = True):
+    """Return how many rows a query sees. ratio 0: this count is given, else the position of the token. BRANCH: no
+    division, which is slow, where it is given. But behind a branch Triton does not pipeline index_scores' loop."""
     count = tl.load(owners.count_ptr + query, mask=mask, other=-1).to(tl.int64)
-    if owners.ratio > 0:  # a division is slow
+    if not BRANCH:
+        count = tl.where(owners.ratio > 0, (count + 1) // tl.maximum(owners.ratio, 1), count)
+    elif owners.ratio > 0:
         count = (count + 1) // owners.ratio
     return tl.minimum(tl.maximum(count, 0), owners.capacity).to(tl.int32)
 
@@ -295,7 +298,7 @@ def index_scores(
         q = tl.trans(tl.load(queries.ptr + line[:, None] * VEC + dim[None, :], mask=here, other=0.0))
         q_odd = q
     query = begin + tl.arange(0, QUERIES)
-    visible = visible_rows(query, owners, query < stop)
+    visible = visible_rows(query, owners, query < stop, False)
     if QUERIES == 1:
         sequence, end = owner(begin, owners, OWNER)
         if (sequence < owners.requests) & (begin < stop):
