@@ -57,8 +57,8 @@ class Model:
         self.occupancy = occupancy(trace, self.code)
         self.cluster = trace.cluster[0] * trace.cluster[1] * trace.cluster[2]
         self.turns = self._turns()
-        self.sources = sources_of(trace, gpu, recent or {})
         self.sms = int(gpu["sms"])
+        self.sources = sources_of(trace, gpu, recent or {}, self.slots)
         self.slowest = slowest(trace)
         changing = [gpu["hbm.write"] / (32 * gpu["atomic.slice"] * slices_of(s)) for s in self.sources]
         running = min(self.trace.total, self.slots) * self.cluster

@@ -92,7 +92,8 @@ def shares_of(trace: LaunchTrace) -> list[float]:
     return [float(over_grid(trace, [(m, float(m == n)) for m in numbers]).mean()) for n in numbers]
 
 
-def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[Source]:
+def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float], slots: int = 0) -> list[Source]:
+    """Returns the traffic of each tensor. slots: clusters that run at the same time."""
     out = [Source(name, size) for name, size in trace.tensors]
     most = Counter[int]()  # lines that a cluster requests
     for c, share in zip(trace.clusters, shares_of(trace)):
@@ -133,6 +134,9 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float]) -> list[S
                 out[tensor].parts = parts
     for tensor, s in enumerate(out):
         s.few = most[tensor] < MANY_LINES
+        if trace.total <= slots and 0.9 * s.size <= s.asked <= 1.1 * s.size:
+            # Other clusters request the rest of each block, at about the same time, and L2 has it.
+            s.blocks = min(s.blocks, s.asked / 64)
         if s.asked:
             s.random |= s.scattered and s.block < WHOLE
             s.device = min(1.0, s.size / s.asked)

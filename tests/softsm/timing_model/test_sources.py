@@ -120,6 +120,19 @@ def test_a_word_brings_its_neighbour():
     assert found.random and found.device == pytest.approx(0.43, abs=0.01)
 
 
+@pytest.mark.parametrize(("slots", "share", "random"), ((8, 1.0, False), (7, 1.0, True), (8, 0.5, True)))
+def test_clusters_that_run_together_request_each_others_halves(slots, share, random):
+    """A column of 32 bytes: the cluster next to it reads the other half of each block, if all run at the same time and
+    read the whole tensor."""
+    size = 1 << 20
+    mine = int(share * size / 8)
+    cluster = ClusterTrace((0, 0, 0), 0)
+    cluster.traffic = Counter({(0, "read"): mine, (0, "read lines"): mine // 32, (0, "read blocks"): mine // 32})
+    trace = SimpleNamespace(clusters=[cluster], tensors=[("columns", size)], total=8, lengths=None, access={})
+    (found,) = sources_of(trace, GPUS["h200"], {}, slots)
+    assert (found.block, found.random) == (32 if random else 64, random)
+
+
 def test_what_is_read_tile_by_tile_leaves_an_l2_that_it_does_not_fit() -> None:
     """Two passes over a tensor find it again only if it and its share of the others fit."""
 
