@@ -94,7 +94,7 @@ class IndexProblem:
 
     def no_keys(self) -> bool:
         """Whether the shapes alone rule out a query that sees a row."""
-        return self.q.shape[0] * self.topk == 0 or self.max_seqlen_k * self.columns == 0 or self.k.numel() == 0
+        return self.batch * self.topk == 0 or self.max_seqlen_k * self.columns == 0 or self.k.numel() == 0
 
     def owners(self) -> Tensor:
         """int64 [N]: the sequence of each query; those past the last request have number `sequences`."""

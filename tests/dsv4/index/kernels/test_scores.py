@@ -97,6 +97,13 @@ def test_heads_and_dims(arch, heads, d):
     index_cases.assert_best(index_cases.kernel(arch, **arguments), **arguments)
 
 
+def test_sequences_without_queries(arch="sm_90a"):
+    arguments = dict(q=torch.zeros(2, 0, 4, 16), k=torch.zeros(2, 50, 16), weights=torch.zeros(2, 0, 4))
+    arguments = {name: x.bfloat16() for name, x in arguments.items()} | dict(topk=3, positions=torch.zeros(2, 0).int())
+    lists, scores = index_cases.kernel(arch, **arguments)
+    assert lists.shape == scores.shape == (2, 0, 3)
+
+
 @pytest.mark.slow
 def test_a_batch_and_float16_and_strides(arch):
     q, k, w = (index_cases.whole_numbers(*s).half() for s in ((3, 5, 4, 16), (3, 150, 16), (3, 5, 4)))
