@@ -35,6 +35,43 @@ BEHIND = {
 }
 
 
+SMALL_LOCK = """AGAIN:
+@%p0 atom.{acquire}.gpu.global.cas.b16 %h1, [%rd2], 0, 1;
+setp.ne.and.u16 %p7, %h1, 0, %p0;
+@%p7 bra AGAIN;
+@%p0 ld.global.u32 %r60, [%rd1];
+@%p0 st.global.u32 [%rd1], %r60;
+@%p0 st.release.gpu.global.u16 [%rd2], 0;
+"""
+
+
+def test_a_lock_of_16_bits_acquires():
+    def make(keep):
+        body = "mov.u16 %h1, 0;\n" + SMALL_LOCK.format(acquire="acquire" if keep else "relaxed")
+        return t.kernel(body, "x out", target="sm_90a")
+
+    holds(make, args=[X, X], strict=False, grid=3, block=32)
+
+
+def test_a_lock_of_16_bits_that_nobody_releases_is_a_deadlock():
+    text = t.kernel("mov.u16 %h1, 0;\n" + SMALL_LOCK.format(acquire="acquire"), "x out", target="sm_90a")
+    held = np.ones(64, np.uint64)
+    assert findings(text, [X, held], strict=False, block=32).codes() == ["deadlock"]
+
+
+@pytest.mark.parametrize("what", ["atom.shared.add.u32 %r60, [a], 1;", "red.shared.max.u32 [a], %r0;"])
+def test_shared_memory_is_written_before_an_atomic_changes_it(what):
+    """A histogram whose counts nobody set to 0."""
+
+    def make(keep):
+        clear = "@%p0 st.shared.u32 [a], 0;\nbar.sync 0;\n" if keep else ""
+        return t.kernel(clear + what, "x", shared=".shared .align 8 .b64 a;", target="sm_90a")
+
+    holds(make, args=[X], code="uninitialised", strict=False)
+    exchange = make(False).replace(what, "atom.shared.exch.b32 %r60, [a], 1;")
+    assert not findings(exchange, [X], strict=False)
+
+
 @pytest.mark.parametrize(
     ("space", "without"),
     [(s, x) for s in SPACES for x in BEHIND if x is not True and (s, x) != ("shared", "at another place")],

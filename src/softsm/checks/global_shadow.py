@@ -7,6 +7,7 @@ import numpy as np
 from softsm.checks.clocks import BEGIN, DIRTY
 from softsm.checks.shadow import (
     ASYNC,
+    CHANGES,
     CLUSTER,
     CLUSTERS,
     CONTENDED,
@@ -189,14 +190,14 @@ def global_word(S, address, touched, write, pc, lane, clock):
 @native("void(i8, i8, u4, i8, i8, i8)")
 def note(S, size, m, write, flags, pc):
     """Checks and records an access by the lanes of m, whose host addresses are in S[SCRATCH:]. flags: 1 = strong,
-    QUIET."""
+    2 = an atomic that also reads, QUIET."""
     if sget(S, S_RACES) == 0:
         return
     clock, known = sget(S, S_CLOCK), sget(S, S_KNOWN)
     store32(clock + DIRTY, load32(clock + DIRTY) | m)
     base = sget(S, S_SHARED)
     end = base + sget(S, S_SHARED_SIZE)
-    flag = (STRONG if flags & 1 else 0) | (flags & QUIET)
+    flag = (STRONG if flags & 1 else 0) | (CHANGES if flags & 2 else 0) | (flags & QUIET)
     for lane in range(32):
         if (m >> u4(lane)) & u4(1):
             a = sget(S, S_SCRATCH + lane)

@@ -66,6 +66,7 @@ STRONG = 16
 LATER = 64  # not the first word of a vector; compilers may load padding in one
 RELEASED = 128  # an acquire of this release also orders the write itself
 QUIET = 32  # a store that changes no byte; it does not race with the same instruction in another warp
+CHANGES = 256  # an atomic operation that also reads
 FRESH = 8  # first bit of the bytes written in the record's epoch
 LANE = 12  # first bit of the lane that wrote them
 WHOLE_WARP = 32  # instead of a lane, for stmatrix and ldmatrix, which move registers of all lanes
@@ -329,7 +330,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     now, begin = i8(load32(clock + 4 * (me - 1))) - 1, i8(load32(clock + BEGIN))
     who = i8(NOBODY) if lane < 0 else lane
     if agent == 0:
-        if not write and not touched & LATER:
+        if (not write or touched & CHANGES) and not touched & LATER:
             report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
     elif agent == me:
         other = lanes_race(touched, theirs, epoch, begin, who, write)

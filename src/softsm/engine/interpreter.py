@@ -15,6 +15,7 @@ import numpy as np
 from softsm.engine import dispatch, vec_access
 from softsm.engine import program as pg
 from softsm.engine.lanes import (
+    EXCH,
     atomic,
     first_lane,
     i8,
@@ -133,7 +134,8 @@ def lane_by_lane(watch: Watch | None) -> Native:
                 return i8(pg.SLOW_MEMORY)
             if checking:
                 wide = rc >> 8
-                note(S, 8 if wide == 2 or wide == 3 or wide == 5 else 4, m, 1, 1, pc)
+                flags = 1 if rc & 255 == EXCH else 3  # an exchange does not depend on what was there
+                note(S, 8 if wide == 2 or wide == 3 or wide == 5 else 4, m, 1, flags, pc)
         elif op == pg.OP_LDMATRIX or op == pg.OP_STMATRIX:
             # rb: addresses, rc: matrices, rx: transposed
             watched = sget(S, pg.S_PHASES) == 0 if checking else sget(S, pg.S_UNWATCHED) == 0

@@ -8,6 +8,7 @@ import numpy as np
 
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
+from softsm.engine.asynchrony import SEEN
 from softsm.isa import bulk_copy
 from softsm.isa.memory import SPACES, VECTOR, address_of, is_hint, rows_of, synchronises
 from softsm.isa.registry import lowers
@@ -62,6 +63,7 @@ def atom(asm: Assembler, ins: Instruction):
         synchronises(asm, ins, space, row, offset, read=True)
         return
     wide = type_ == "b128"
+    synchronises(asm, ins, space, row, offset, write=True)
     rows = [] if target is None else rows_of(asm, target, count, type_, write=True)[0]
     sources = [rows_of(asm, v, count, type_, write=False)[0] for v in values]
     asm.macro(
@@ -77,6 +79,7 @@ def atom(asm: Assembler, ins: Instruction):
         sources=sources,
         wide=wide,
     )
+    synchronises(asm, ins, space, row, offset, read=True)
 
 
 def do_packed_atomic(w, mask, o):
@@ -93,10 +96,12 @@ def do_packed_atomic(w, mask, o):
         "b128": np.uint64,
     }[o.type]
     size = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}.get(o.type, 4)
+    changed = False
     for lane in range(32):
         if not mask >> lane & 1:
             continue
         raw = locate(w, lane, o.space, o.row, o.offset, size * o.count, "atomic", True)
+        before = raw.tobytes()
         bank = w.Q if o.wide else w.R
         unit = 8 if o.wide else size
         for i in range(size * o.count // unit):
@@ -123,4 +128,5 @@ def do_packed_atomic(w, mask, o):
             if o.rows:
                 bank[o.rows[i], lane] = 0
                 bank[o.rows[i], lane : lane + 1].view(dtype)[: len(cell)] = old
-    w.machine.writes += 1
+        changed |= raw.tobytes() != before
+    return None if changed else SEEN

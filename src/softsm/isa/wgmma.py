@@ -343,7 +343,8 @@ def issue(w, batch: Batch, chain: list[tuple[Part, ...]], plan: Chain, earlier: 
     for i, part in enumerate(chain[0]):
 
         def deliver(i=i, part=part) -> None:
-            write_registers(part, results[i], 16 * i)
+            if part.warp.R is not None:  # else the warp has ended
+                write_registers(part, results[i], 16 * i)
 
         op = w.machine.issue(AsyncOp("wgmma result", part.warp, 0, line, deliver, (multiply,)))
         batch.results[part.warp.index].append(op)

@@ -46,7 +46,7 @@ def test_scopes_that_hold_both_are_enough():
     assert not codes(add("gpu"), add("gpu"), grid=4)
     assert not codes(add("cluster"), add("cluster"), cluster=2)
     assert not codes(add("cta"), add("cta", 4))  # each has a word of its own
-    assert not codes("red.relaxed.cta.shared.add.u32 [own], 1", "red.relaxed.cta.shared.add.u32 [own], 1")
+    assert not codes("st.relaxed.cta.shared.u32 [own], 1", "st.relaxed.cta.shared.u32 [own], 2")
 
 
 def test_loads_of_any_scope_do_not_race_with_each_other():

@@ -1,6 +1,8 @@
 """wgmma's commit groups, under every order of completion, and what goes wrong. The emulator alone: most of these are
 undefined behaviour on a device."""
 
+from contextlib import nullcontext
+
 import layouts
 import numpy as np
 import ptx_texts as kn
@@ -9,6 +11,7 @@ from launching import run
 from layouts import SW128
 from test_wgmma import A_AT, B_AT, SIZE, d_registers
 
+import softsm
 from softsm.engine.launch import load
 from softsm.errors import Deadlock, Fault, Unsupported
 
@@ -131,6 +134,16 @@ def test_a_warp_that_never_commits_is_waited_for():
     body = "setp.lt.u32 %p4, %r0, 32;\n@%p4 bra SKIP;\n" + product(D0) + COMMIT + wait(0) + "SKIP:\n"
     with pytest.raises(Deadlock, match="the other warps of the warpgroup"):
         launch(body, (a_desc, b_desc))
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_warps_may_end_before_the_others_commit(checked):
+    """Nobody waits, and the first warp is gone when the last one commits: its registers are too."""
+    *_, image, a_desc, b_desc = tiles()
+    text = kernel(product(D0) + COMMIT, a_desc, b_desc)
+    with softsm.checking() if checked else nullcontext() as report:
+        load(text).launch(1, 128, [image, np.zeros((128, 16), np.float32)])
+    assert not checked or "wgmma-registers" in report.codes()
 
 
 @pytest.mark.parametrize(
