@@ -66,3 +66,18 @@ def test_a_published_map_is_acquired():
         return t.kernel(body, "x out maps", shared=SHARED, target="sm_90a", version="8.6")
 
     holds(make, args=ARGS)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_map_written_by_ordinary_stores_is_acquired(strict):
+    """As one would copy a map from shared memory word by word: the copy engine may have kept the old one."""
+
+    def make(keep):
+        store = "mul.wide.u32 %rd6, %r2, 4;\nadd.s64 %rd6, %rd3, %rd6;\nld.global.u32 %r43, [%rd6];\n"
+        store += "st.global.u32 [%rd6], %r43;\n" + RELEASE
+        second = t.only("thread 32", (ACQUIRE if keep else "") + LOAD)
+        body = t.init("bar") + t.only("warp 0", store) + "bar.sync 0;\n" + second + t.wait("bar", 0) + READ
+        return t.kernel(body, "x out maps", shared=SHARED, target="sm_90a", version="8.6")
+
+    (finding,) = holds(make, args=ARGS, strict=strict).diagnostics
+    assert "tensor map" in finding.message and "acquire" in finding.fix

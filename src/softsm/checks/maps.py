@@ -2,12 +2,20 @@
 
 A map that was written (tensormap.replace, tensormap.cp_fenceproxy) is released by whoever wrote it (cp_fenceproxy does
 so itself, else fence.proxy.tensormap::generic.release), and acquired with fence.proxy.tensormap::generic.acquire before
-a copy uses it, by the thread that issues the copy or one it has synchronised with.
+a copy uses it, by the thread that issues the copy or one it has synchronised with. So is a map that ordinary stores
+wrote, which are found in the shadow of global memory.
 """
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
+
+import numpy as np
+
+from softsm.checks import shadow as sh
+
+WORDS = 32  # of a map
 
 
 @dataclass
@@ -24,8 +32,9 @@ class MapChecks:
     """The part of the checker that knows tensor maps in global memory."""
 
     def __init__(self, checker):
-        self.findings = checker.findings
+        self.checker, self.findings = checker, checker.findings
         self.maps: dict[int, WrittenMap] = {}  # by address
+        self.stored: dict[tuple[int, int, int], WrittenMap] = {}  # by address, slot and epoch
 
     def written(self, w, address: int, released: bool) -> None:
         slot = w.view.slot
@@ -37,19 +46,38 @@ class MapChecks:
             for written in self.maps.values():
                 written.released = written.released or self.has_seen(w, written.slot, written.epoch)
             return
-        found = self.maps.get(address)
-        if found is not None and self.has_seen(w, found.slot, found.epoch):
-            slot = w.view.slot
-            found.acquired.append((slot, w.view.epoch))
+        for found in self.writes(address):
+            if self.has_seen(w, found.slot, found.epoch):
+                found.acquired.append((w.view.slot, w.view.epoch))
+
+    def writes(self, address: int) -> list[WrittenMap]:
+        """What wrote the map: the last change of it, and ordinary stores."""
+        known = [self.maps[address]] if address in self.maps else []
+        touched, i = (
+            self.checker.memory.touched,
+            bisect.bisect_right(self.checker.machine.global_memory.starts, address),
+        )
+        first = (address - touched.origins[i - 1]) // 4 * sh.GLOBAL_RECORD if 0 < i <= len(touched.shadows) else -1
+        if first < 0:
+            return known
+        records = touched.shadows[i - 1][first : first + WORDS * sh.GLOBAL_RECORD].reshape(-1, sh.GLOBAL_RECORD)
+        records = records[(records[:, 0] > 0) & (records[:, 0] < sh.ASYNC)]
+        for agent, epoch, pc in np.unique(records[:, :3], axis=0).tolist() if len(records) else ():
+            key = address, agent - 1, epoch
+            if key not in self.stored:  # whether it was released is not known
+                self.stored[key] = WrittenMap(self.checker.agents[agent], agent - 1, epoch, pc, released=True)
+            known.append(self.stored[key])
+        return known
 
     def has_seen(self, w, slot: int, epoch: int) -> bool:
         return slot == w.view.slot or int(w.view.clock[slot]) >= epoch
 
     def used(self, w, address: int) -> None:
         """A copy with the map at this address is issued."""
-        written = self.maps.get(address)
-        if written is None:
-            return
+        for written in self.writes(address):
+            self.check(w, address, written)
+
+    def check(self, w, address: int, written: WrittenMap) -> None:
         fix = ""
         if not self.has_seen(w, written.slot, written.epoch):
             fix = "order them by a barrier, and put fence.proxy.tensormap::generic.acquire before the copy"

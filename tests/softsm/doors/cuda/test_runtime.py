@@ -376,3 +376,85 @@ def test_what_a_lambda_captures_stays_in_registers(tmp_path):
     (tmp_path / "steps.cu").write_text(LONG_LAMBDA)
     text = compiled(tmp_path / "steps.cu", "sm_90a").ptx
     assert "fma.rn" in text and "call" not in text and ".local" not in text
+
+
+INTRINSICS = """
+#include <cuda_runtime.h>
+#include <cstdio>
+
+__global__ void all(const int4 *x, unsigned long long *out, unsigned *count) {
+    unsigned t = threadIdx.x;
+    unsigned long long big = t * 0x100000001ull;
+    int same;
+    unsigned long long n = 0;
+    auto put = [&](unsigned long long value) { out[n++ * 64 + t] = value; };
+    put(__match_any_sync(~0u, t % 3));
+    put(__match_any_sync(~0u, big % 5));
+    unsigned long long met = __match_all_sync(~0u, (int)(t / 32), &same);
+    put(met + same);
+    put(__match_all_sync(~0u, t, &same) + same);
+    put(__reduce_add_sync(~0u, t) + __reduce_max_sync(~0u, (int)t - 99) + __reduce_xor_sync(~0u, t * t));
+    put(__shfl_xor_sync(~0u, big, 5));
+    put((unsigned long long)__shfl_down_sync(~0u, t * 0.5, 3, 16));
+    put(__syncthreads_count(t % 7 == 0) * 100 + __syncthreads_or(t == 40) * 10 + __syncthreads_and(t < 63));
+    put(__brev(t) + __popcll(big) + __clzll(big) + __ffsll(big));
+    put(__umulhi(t << 27, 77) + __mulhi(-(int)t, 1 << 30));
+    put(__byte_perm(0x03020100, 0x07060504, t * 0x1111) + __funnelshift_l(t, 7, t) + __funnelshift_r(t, 7, t));
+    int4 v = __ldg(x + t);
+    put(v.x + v.w + __ldg((const int *)x + t) + __ldg((const double *)x + 2 * t));
+    atomicInc(count, 9);
+    atomicMax((unsigned long long *)count + 1, big);
+    atomicOr((int *)count + 4, 1 << t % 32);
+}
+
+int main() {
+    int4 x[64];
+    for (int i = 0; i < 64; i++) x[i] = {i, 0, 3 * i, 5 * i};
+    int4 *from;
+    unsigned long long *out, host[12 * 64];
+    unsigned *count, counted[6];
+    cudaMalloc(&from, sizeof x), cudaMalloc(&out, sizeof host), cudaMalloc(&count, sizeof counted);
+    cudaMemcpy(from, x, sizeof x, cudaMemcpyHostToDevice), cudaMemset(count, 0, sizeof counted);
+    all<<<1, 64>>>(from, out, count);
+    cudaMemcpy(host, out, sizeof host, cudaMemcpyDeviceToHost);
+    cudaMemcpy(counted, count, sizeof counted, cudaMemcpyDeviceToHost);
+    for (int row = 0; row < 12; row++) printf("%llu %llu\\n", host[row * 64 + 9], host[row * 64 + 46]);
+    printf("%u %u %u\\n", counted[0], counted[2], counted[4]);
+}
+"""
+
+
+def lanes(f, t):
+    return sum(1 << k for k in range(32) if f(t // 32 * 32 + k) == f(t))
+
+
+def test_intrinsics_need_no_toolkit(tmp_path):
+    """Warp votes, 64-bit shuffles and atomics, bits: what small programs use."""
+    path = tmp_path / "intrinsics.cu"
+    path.write_text(INTRINSICS)
+    done = softsm("check", path)
+    assert done.exit_code == 0, done.output
+    full = 2**32 - 1
+    want = []
+    for t in (9, 46):
+        warp = range(t // 32 * 32, t // 32 * 32 + 32)
+        xors = 0
+        for k in warp:
+            xors ^= k * k
+        down = t + 3 if t % 16 + 3 < 16 else t
+        big = t * 0x100000001
+        table = bytes(range(8))
+        turn = t * 0x1111 & 0x7777
+        permuted = sum(table[turn >> 4 * k & 7] << 8 * k for k in range(4))
+        both = 7 << 32 | t
+        want.append([
+            lanes(lambda k: k % 3, t), lanes(lambda k: k * 0x100000001 % 5, t), full + 1, 0,
+            (sum(warp) + max(warp) - 99 + xors) & full, (t ^ 5) * 0x100000001, int(down * 0.5), 1010,
+            int(f"{t:032b}"[::-1], 2) + bin(big).count("1") + 64 - big.bit_length() + (big & -big).bit_length(),
+            (((t << 27) % 2**32 * 77 >> 32) + (-t * 2**30 >> 32)) % 2**32,
+            (permuted + ((both << t % 32) >> 32) % 2**32 + (both >> t % 32) % 2**32) % 2**32,
+        ])  # fmt: skip
+    rows = [[int(x) for x in line.split()] for line in done.stdout.splitlines()[:12]]
+    for k, (first, second) in enumerate(zip(want[0], want[1])):
+        assert rows[k] == [first, second], (k, rows[k], first, second)
+    assert done.stdout.splitlines()[12] == f"4 63 {full}"

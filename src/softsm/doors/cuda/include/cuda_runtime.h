@@ -326,12 +326,62 @@ SOFTSM_DEVICE int __all_sync(unsigned mask, int predicate) { return __ballot_syn
     }                                                                                                            \
     SOFTSM_DEVICE float name(unsigned mask, float value, int lane, int width = 32) {                             \
         return __builtin_bit_cast(float, name(mask, __builtin_bit_cast(int, value), lane, width));               \
+    }                                                                                                            \
+    SOFTSM_DEVICE unsigned long long name(unsigned mask, unsigned long long value, int lane, int width = 32) {   \
+        unsigned low = name(mask, (unsigned)value, lane, width);                                                 \
+        return (unsigned long long)name(mask, (unsigned)(value >> 32), lane, width) << 32 | low;                 \
+    }                                                                                                            \
+    SOFTSM_DEVICE long long name(unsigned mask, long long value, int lane, int width = 32) {                     \
+        return (long long)name(mask, (unsigned long long)value, lane, width);                                    \
+    }                                                                                                            \
+    SOFTSM_DEVICE double name(unsigned mask, double value, int lane, int width = 32) {                           \
+        return __builtin_bit_cast(double, name(mask, __builtin_bit_cast(unsigned long long, value), lane, width)); \
     }
 SOFTSM_SHUFFLE(__shfl_sync, "idx", 31)
 SOFTSM_SHUFFLE(__shfl_up_sync, "up", 0)
 SOFTSM_SHUFFLE(__shfl_down_sync, "down", 31)
 SOFTSM_SHUFFLE(__shfl_xor_sync, "bfly", 31)
 #undef SOFTSM_SHUFFLE
+
+#define SOFTSM_MATCH(T, bits, c)                                                                                 \
+    SOFTSM_DEVICE unsigned __match_any_sync(unsigned mask, T value) {                                            \
+        unsigned out;                                                                                            \
+        asm volatile("match.any.sync.b" bits " %0, %1, %2;" : "=r"(out) : c(value), "r"(mask));                  \
+        return out;                                                                                              \
+    }                                                                                                            \
+    SOFTSM_DEVICE unsigned __match_all_sync(unsigned mask, T value, int *all) {                                  \
+        unsigned out;                                                                                            \
+        asm volatile("{ .reg .pred p; match.all.sync.b" bits " %0|p, %2, %3; selp.s32 %1, 1, 0, p; }"            \
+                     : "=r"(out), "=r"(*all) : c(value), "r"(mask));                                             \
+        return out;                                                                                              \
+    }
+SOFTSM_MATCH(int, "32", "r")
+SOFTSM_MATCH(unsigned, "32", "r")
+SOFTSM_MATCH(unsigned long long, "64", "l")
+#undef SOFTSM_MATCH
+#define SOFTSM_REDUCE(name, T, code)                                                                             \
+    SOFTSM_DEVICE T name(unsigned mask, T value) {                                                               \
+        T out;                                                                                                   \
+        asm volatile("redux.sync." code " %0, %1, %2;" : "=r"(out) : "r"(value), "r"(mask));                     \
+        return out;                                                                                              \
+    }
+SOFTSM_REDUCE(__reduce_add_sync, int, "add.s32")
+SOFTSM_REDUCE(__reduce_add_sync, unsigned, "add.u32")
+SOFTSM_REDUCE(__reduce_min_sync, int, "min.s32")
+SOFTSM_REDUCE(__reduce_min_sync, unsigned, "min.u32")
+SOFTSM_REDUCE(__reduce_max_sync, int, "max.s32")
+SOFTSM_REDUCE(__reduce_max_sync, unsigned, "max.u32")
+SOFTSM_REDUCE(__reduce_and_sync, unsigned, "and.b32")
+SOFTSM_REDUCE(__reduce_or_sync, unsigned, "or.b32")
+SOFTSM_REDUCE(__reduce_xor_sync, unsigned, "xor.b32")
+#undef SOFTSM_REDUCE
+SOFTSM_DEVICE int __syncthreads_count(int predicate) {
+    int out;
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; bar.red.popc.u32 %0, 0, p; }" : "=r"(out) : "r"(predicate) : "memory");
+    return out;
+}
+SOFTSM_DEVICE int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
+SOFTSM_DEVICE int __syncthreads_and(int predicate) { return __syncthreads_count(!predicate) == 0; }
 
 #define SOFTSM_ATOMIC(name, T, code, c, type)                                                                    \
     SOFTSM_DEVICE T name(T *at, T value) {                                                                       \
@@ -351,6 +401,15 @@ SOFTSM_ATOMIC(atomicMin, unsigned, "min.u32", "r", u32)
 SOFTSM_ATOMIC(atomicAnd, unsigned, "and.b32", "r", b32)
 SOFTSM_ATOMIC(atomicOr, unsigned, "or.b32", "r", b32)
 SOFTSM_ATOMIC(atomicXor, unsigned, "xor.b32", "r", b32)
+SOFTSM_ATOMIC(atomicAnd, int, "and.b32", "r", b32)
+SOFTSM_ATOMIC(atomicOr, int, "or.b32", "r", b32)
+SOFTSM_ATOMIC(atomicXor, int, "xor.b32", "r", b32)
+SOFTSM_ATOMIC(atomicMax, long long, "max.s64", "l", s64)
+SOFTSM_ATOMIC(atomicMax, unsigned long long, "max.u64", "l", u64)
+SOFTSM_ATOMIC(atomicMin, long long, "min.s64", "l", s64)
+SOFTSM_ATOMIC(atomicMin, unsigned long long, "min.u64", "l", u64)
+SOFTSM_ATOMIC(atomicInc, unsigned, "inc.u32", "r", u32)
+SOFTSM_ATOMIC(atomicDec, unsigned, "dec.u32", "r", u32)
 SOFTSM_ATOMIC(atomicExch, int, "exch.b32", "r", b32)
 SOFTSM_ATOMIC(atomicExch, unsigned, "exch.b32", "r", b32)
 SOFTSM_ATOMIC(atomicExch, unsigned long long, "exch.b64", "l", b64)
@@ -430,6 +489,40 @@ SOFTSM_DEVICE unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsi
 SOFTSM_DEVICE int __popc(unsigned x) { return __builtin_popcount(x); }
 SOFTSM_DEVICE int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 SOFTSM_DEVICE int __ffs(int x) { return __builtin_ffs(x); }
-template <typename T> SOFTSM_DEVICE T __ldg(const T *at) { return *at; }
+SOFTSM_DEVICE int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+SOFTSM_DEVICE int __clzll(long long x) { return x ? __builtin_clzll(x) : 64; }
+SOFTSM_DEVICE int __ffsll(long long x) { return __builtin_ffsll(x); }
+SOFTSM_DEVICE unsigned __brev(unsigned x) { return __builtin_bitreverse32(x); }
+SOFTSM_DEVICE unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((unsigned long long)x * y >> 32); }
+SOFTSM_DEVICE int __mulhi(int x, int y) { return (int)((long long)x * y >> 32); }
+SOFTSM_DEVICE unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
+    unsigned out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(x), "r"(y), "r"(which & 0x7777));
+    return out;
+}
+SOFTSM_DEVICE unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((unsigned long long)high << 32 | low) << (by & 31) >> 32);
+}
+SOFTSM_DEVICE unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return (unsigned)(((unsigned long long)high << 32 | low) >> (by & 31));
+}
+// A load of read-only data, so that the checker sees a kernel that writes what it reads so.
+template <typename T> SOFTSM_DEVICE T __ldg(const T *at) {
+    if constexpr (sizeof(T) == 4) {
+        unsigned value;
+        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(value) : "l"(at));
+        return __builtin_bit_cast(T, value);
+    } else if constexpr (sizeof(T) == 8) {
+        unsigned long long value;
+        asm volatile("ld.global.nc.b64 %0, [%1];" : "=l"(value) : "l"(at));
+        return __builtin_bit_cast(T, value);
+    } else if constexpr (sizeof(T) == 16) {
+        struct { unsigned long long part[2]; } value;
+        asm volatile("ld.global.nc.v2.b64 {%0, %1}, [%2];" : "=l"(value.part[0]), "=l"(value.part[1]) : "l"(at));
+        return __builtin_bit_cast(T, value);
+    } else {
+        return *at;
+    }
+}
 #undef SOFTSM_DEVICE
 #undef SOFTSM_ONLY_DEVICE
