@@ -50,6 +50,14 @@ def cases(given) -> list:
         import timing_second
 
         every = timing_second.CASES
+    elif given.third:
+        import timing_third
+
+        every = timing_third.cases()
+    elif given.own:
+        import timing_own
+
+        every = timing_own.draw(given.own)
     elif given.parts:
         import timing_parts
 
@@ -192,6 +200,8 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="tiles of one matrix product (timing_tune.py)")
     parser.add_argument("--user", action="store_true", help="kernels as users bring them (timing_user.py)")
     parser.add_argument("--second", action="store_true", help="ten more of them (timing_second.py)")
+    parser.add_argument("--third", action="store_true", help="thirteen more, of random shapes (timing_third.py)")
+    parser.add_argument("--own", type=int, metavar="N", help="this library's kernels, shapes of seed N (timing_own.py)")
     parser.add_argument("--parts", action="store_true", help="parts of kernels (timing_parts.py)")
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--repeats", type=int, default=9)
@@ -206,11 +216,13 @@ def main() -> int:
     parser.add_argument("--cost", action="store_true", help="what a timing run costs beside plain emulation")
     parser.add_argument("--published", type=Path, metavar="FOLDER", help="Triton's python/tutorials/gluon")
     given = parser.parse_args()
-    if (given.seed or given.user or given.second) and given.predict:
+    if (given.seed or given.user or given.second or given.third or given.own) and given.predict:
         import triton
 
         if not triton.__version__.startswith(MEASURED_WITH):
-            parser.error(f"--seed, --user, --second: got Triton {triton.__version__}, measured with is {MEASURED_WITH}")
+            parser.error(
+                f"predictions of kernels nobody has seen need Triton {MEASURED_WITH}: got {triton.__version__}"
+            )
     if given.cost:
         print(cost(given.only))
     elif given.blackwell and given.write:
@@ -228,8 +240,9 @@ def main() -> int:
     elif given.compile:
         measuring.compile_part(given.compile, cases(given))
     elif given.measure:
-        others = [f"--{name}" for name in ("tune", "parts", "user", "second") if getattr(given, name)]
-        drawn = ["--seed", *map(str, given.seed)] if given.seed else others
+        others = [f"--{name}" for name in ("tune", "parts", "user", "second", "third") if getattr(given, name)]
+        numbers = {"--seed": given.seed, "--own": [given.own] if given.own else None}
+        drawn = next(([option, *map(str, n)] for option, n in numbers.items() if n), others)
         command = [sys.executable, __file__, *drawn, "--only", given.only, "--compile"]
         measuring.measure(given.json, cases(given), command, given.repeats, given.limit)
     return 0
