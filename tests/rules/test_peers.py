@@ -88,3 +88,37 @@ def test_bytes_of_a_word_have_writers_of_their_own(how, strict):
         return kernel(rank + byte + "add.u32 %r56, %r1, 1;\n" + access(how, "st{}.u8", "[{}], %r56"))
 
     holds(make, args=[OUT], strict=strict, **TWO)
+
+
+RED = "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r52], %r0, [%r53];\n"
+COPY = RED.replace("red.async.relaxed.cluster", "st.async.weak").replace(".add", "")
+BULK_RED = "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 "
+BULK_RED += "[%r52], [%r54], 16, [%r53];\n"
+ZERO = "st.shared.v4.u32 [%r54], {%r0, %r0, %r0, %r0};\n"  # to the source of a copy
+ZEROS = ZERO + ZERO.replace("%r54", "%r40")
+BULK_COPY = BULK_RED.replace("reduce.", "").replace(".add.u32", "")
+
+
+def sum_in_each(operation, size, start=ZEROS, wait=True):
+    """Both CTAs add to the words of both."""
+    fill = start + "fence.proxy.async;\n"
+    body = t.init("bar") + "mov.u32 %r40, a;\nmov.u32 %r54, b;\n"
+    body += t.only("%p0", t.expect("bar", 2 * size) + fill) + SYNC
+    for rank in range(2):
+        there = f"mapa.shared::cluster.u32 %r52, %r40, {rank};\nmov.u32 %r53, bar;\n"
+        body += t.only("%p0", there + f"mapa.shared::cluster.u32 %r53, %r53, {rank};\n" + operation)
+    body += t.wait("bar", 0, ".acquire.cluster") if wait else ""
+    body += "ld.shared.u32 %r60, [%r40];\n" + ("" if wait else t.wait("bar", 0, ".acquire.cluster"))
+    shared = ".shared .align 16 .b8 a[16]; .shared .align 16 .b8 b[16]; .shared .align 8 .b64 bar;"
+    return t.kernel(body + SYNC, "out", shared=shared, target="sm_90a")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("add", "copy", "size"), [(RED, COPY, 4), (BULK_RED, BULK_COPY, 16)], ids=["red", "bulk"])
+def test_asynchronous_reductions_of_two_ctas_need_no_order(add, copy, size, strict):
+    """Each reduction is atomic; copies to one place are not. Both must be over before the sum is read, and a sum has
+    to begin with a value."""
+    launch = dict(args=[OUT], strict=strict, **TWO)
+    holds(lambda keep: sum_in_each(add if keep else copy, size), **launch)
+    holds(lambda keep: sum_in_each(add, size, wait=keep), **launch)
+    holds(lambda keep: sum_in_each(add, size, start=ZEROS if keep else ZERO), code="uninitialised", **launch)

@@ -15,7 +15,7 @@ from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
 from softsm.engine import program as pg
 
-REDUCTIONS = ("TMA reduction", "bulk reduction")
+REDUCTIONS = ("TMA reduction", "bulk reduction", "bulk reduction in a peer", "red.async")
 COLLECTIVE = ("cp.async", "wgmma")  # not issued by one lane
 READ, WROTE = 16, 32  # flags of `touched_since`
 
@@ -115,6 +115,7 @@ class MemoryAccesses:
             self.spans.asynchronous(
                 cta.view.site, self.order.newest_address, self.races_address, where, count, write, op.number, generic,
                 op.seen or view.at, told, w.pc, view.slot, sh.NOBODY if op.kind in COLLECTIVE else op.lane,
+                sh.STRONG | sh.CHANGES if write and op.kind in REDUCTIONS else 0,
             )  # fmt: skip
             return
         number, base, slots = op.number, view.at, self.order.slots

@@ -15,6 +15,7 @@ from softsm.checks.shadow import (
     ASYNC,
     BLOCK,
     BLOCK_BITS,
+    CHANGES,
     CLUSTERS,
     FRESH,
     GENERIC_COPY,
@@ -76,16 +77,18 @@ def readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, 
                     records.report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lanes)
 
 
-@native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, begin, lane):
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
+def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, begin, lane, flags):
     """Reports the last write of a word if it does not happen before the operation `number`. Returns 1 if all writes of
     that writer in its epoch happen before it, 0 if not or if the result may differ for another word."""
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     kind, place = WAW if write else RAW, i8(load32(at + 8))
     if agent == 0:
-        if write:
+        if write and not flags & CHANGES:
             return 1
         records.report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, -1)
+    elif flags & theirs & STRONG:
+        return 0
     elif agent >= ASYNC:
         if epoch == number or records.complete(fenced if agent == GENERIC_COPY else known, epoch, number):
             return 1
@@ -220,11 +223,12 @@ def new_reader(at, word, number, readers, known):
     store32(at + 16, u4(number))
 
 
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
-def asynchronous(site, layout, races, spans, count, write, number, generic, at_clock, told, pc, slot, lane):
+@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
+def asynchronous(site, layout, races, spans, count, write, number, generic, at_clock, told, pc, slot, lane, how):
     """Checks and records an asynchronous operation `number` that reads or writes `count` ranges (pairs low, high) of
     the shared memory with this `site` (CtaView). layout: see checks/clocks.py. at_clock, slot: of the issuer. told:
-    clock entries that replace those of the issuer, or 0. generic: the operation belongs to the generic proxy.
+    clock entries that replace those of the issuer, or 0. generic: the operation belongs to the generic proxy. how:
+    STRONG and CHANGES for reductions, which do not race with each other and read what is there.
 
     Many words have the same writer, so its verdict is reused while nothing else matters. Fields are read in pairs."""
     shadow, reads, words = i8(load64(site)), i8(load64(site + 8)), i8(load64(site + 16))
@@ -244,7 +248,8 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
     if told:
         clock = told
     behind = w0 = w1 = ~np.uint64(0)  # a complete writer; the last verdict
-    new0, new1 = np.uint64(agent_kind | number << 32), np.uint64(pc | (15 | 15 << FRESH | NOBODY << LANE) << 32)
+    bytes_written = 15 | how & STRONG | 15 << FRESH | NOBODY << LANE
+    new0, new1 = np.uint64(agent_kind | number << 32), np.uint64(pc | bytes_written << 32)
     for s in range(count):
         low, high = i8(load64(spans + 16 * s)), i8(load64(spans + 16 * s + 8))
         word, end = low >> 2, (high + 3) >> 2
@@ -260,7 +265,7 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
             writer, what = load64(at), load64(at + 8)
             if writer != behind and (writer != w0 or what != w1):
                 w0, w1 = writer, what
-                if behind_writer(at, here, write, number, clock, known, fenced, races, pc, me, begin, lane):
+                if behind_writer(at, here, write, number, clock, known, fenced, races, pc, me, begin, lane, how):
                     behind = writer
             readers = load64(at + 16)
             if not write:

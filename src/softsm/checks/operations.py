@@ -22,7 +22,7 @@ from softsm.isa.tcgen05 import Work, checked_regions
 from softsm.report.diagnostics import Diagnostic
 
 GENERIC = {"cp.async", "st.async", "red.async"}  # asynchronous operations of the generic proxy
-MUST_END = {*TENSOR, *STORES, "TMA load", "bulk load", "bulk copy to a peer"}
+MUST_END = {*TENSOR, *STORES, "TMA load", "bulk load", "bulk copy to a peer", "bulk reduction in a peer"}
 
 
 class Operations:

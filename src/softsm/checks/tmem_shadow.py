@@ -319,7 +319,7 @@ def compare(S, work, places, me, pc, lane, issued, silent):
         read = shared + 8 + 24 * k
         asynchronous(
             i8(load64(places + 16 * i8(load64(read)) + 8)), layout, races, i8(load64(read + 8)),
-            i8(load64(read + 16)), 0, me, 0, i8(load64(S + 8 * S_CLOCK)), 0, pc, slot, lane,
+            i8(load64(read + 16)), 0, me, 0, i8(load64(S + 8 * S_CLOCK)), 0, pc, slot, lane, 0,
         )  # fmt: skip
     if silent and load64(races) != np.uint64(0):
         store64(races, np.uint64(0))

@@ -233,7 +233,7 @@ def do_bulk_peer(w, mask, o):
         start(
             w,
             lane,
-            "bulk copy to a peer",
+            "bulk copy to a peer" if o.op is None else "bulk reduction in a peer",
             effects,
             signals=(barrier,),
             reads=(("shared", home, begin, begin + size),),

@@ -39,7 +39,7 @@ class Memory:
         self.layout[pg.NEWEST] = number + 1
         self.spans.asynchronous(
             address_of(self.site), address_of(self.layout), address_of(self.races), address_of(table), len(table),
-            write, number, generic, address_of(self.clocks[warp]), 0, number, warp, warp,
+            write, number, generic, address_of(self.clocks[warp]), 0, number, warp, warp, 0,
         )  # fmt: skip
 
     def access(self, warp: int, low: int, high: int, write: int, pc: int) -> None:
