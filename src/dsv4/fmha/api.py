@@ -148,11 +148,15 @@ def _call(
 def _padded(op: Operation, tensors: tuple, options: FmhaOptions, return_lse: bool, out, plan, backend: str) -> Result:
     q, k, v = tensors[:3]
     wide, options = head_dims.padded(tensors, options)
+    into = None
     if out is not None:
-        checks.tensor("out", out, (*q.shape[:-1], v.shape[-1]), (q.dtype,), like=("q", q), unit_last=False)
-        checks.holds_its_values("out", out)
+        accepted = (q.dtype, torch.float32)  # fp32: partial results
+        checks.tensor("out", out, (*q.shape[:-1], v.shape[-1]), accepted, like=("q", q), unit_last=False)
+        checks.writable("out", out)
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)
-    made, lse = operators.call(op, wide, options, True, None, plan, backend)
+        if out.dtype != q.dtype:
+            into = torch.empty(wide[0].shape, dtype=torch.float32, device=q.device)
+    made, lse = operators.call(op, wide, options, True, into, plan, backend)
     made = made[..., : v.shape[-1]]
     made = made.contiguous() if out is None else out.copy_(made)
     return (made, lse) if return_lse else made

@@ -271,7 +271,8 @@ def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: 
 def writable(name: str, x: Tensor) -> Tensor:
     """Checks that torch and the kernels can write x, element by element."""
     holds_its_values(name, x)
-    if x.is_inference() and not x.is_cuda and not torch.is_inference_mode_enabled():
+    inference = not torch.compiler.is_compiling() and x.is_inference()  # which the compiler cannot trace
+    if inference and not x.is_cuda and not torch.is_inference_mode_enabled():
         fail(name, "an inference tensor", "a tensor made outside torch.inference_mode, or a call inside it")
     if _overlaps_itself(x):
         fail(name, f"strides {list(x.stride())} (elements share memory)", "a tensor whose elements do not overlap")

@@ -79,6 +79,27 @@ def test_out_is_written_and_returned():
         dsv4.fmha(q.requires_grad_(), k, v, out=out)
 
 
+def test_partial_results_in_fp32_are_merged_and_rounded_once():
+    q, k, v = draw(96, 80, torch.bfloat16, t=40, s=90)
+    outs, lses = [], []
+    for some in (slice(0, 50), slice(50, 90)):
+        into = torch.full((2, 40, 4, 80), float("nan"))
+        outs.append(into)
+        out, lse = dsv4.fmha(q, k[:, some], v[:, some], out=into, return_lse=True)
+        assert out is into
+        lses.append(lse)
+    merged, _ = dsv4.merge_states(outs, lses)
+    whole = dsv4.fmha(q.float(), k.float(), v.float())
+    bound = 1.1 * (dsv4.fmha(q, k, v) - whole).norm()  # as good as one call, which rounds once, too
+    assert (merged.bfloat16() - whole).norm() <= bound
+
+
+def test_out_whose_elements_overlap_is_named():
+    q, k, v = draw(96, 96)
+    with pytest.raises(ValueError, match="^out: got strides"):
+        dsv4.fmha(q, k, v, out=torch.zeros(96).expand(2, 5, 4, 96))
+
+
 def test_what_is_wrong_is_named():
     q, k, v = draw(96, 80)
     for arguments, words in (
@@ -102,3 +123,9 @@ def test_under_torch_compile():
     q, k, v = draw(96, 96)
     compiled = torch.compile(lambda *x: dsv4.fmha(*x, causal=True), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), dsv4.fmha(q, k, v, causal=True))
+    compiled = torch.compile(lambda *x, out: dsv4.fmha(*x, out=out), backend="eager", fullgraph=True)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.empty(q.shape, dtype=dtype)
+        compiled(q, k, v, out=out)
+        assert torch.equal(out, dsv4.fmha(q, k, v, out=torch.empty_like(out)))
