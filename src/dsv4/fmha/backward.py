@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.fmha.options import FmhaOptions
-from dsv4.fmha.problem import FmhaProblem
+from dsv4.fmha.problem import FmhaProblem, bound
 from dsv4.runtime.calls import Operation, Shapes
 
 
@@ -50,8 +50,8 @@ def _build(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, out, lse, dout, dlse, **fi
     dense, options = cu_seqlens_q is None, FmhaOptions(**fields).resolved(q.shape[-1])
     forward = FmhaProblem(
         "dense" if dense else "varlen", q, k, v, options,
-        q.shape[1] if dense else options.max_seqlen_q or q.shape[0],
-        k.shape[1] if dense else options.max_seqlen_k or k.shape[0],
+        q.shape[1] if dense else bound("max_seqlen_q", options.max_seqlen_q, q.shape[0]),
+        k.shape[1] if dense else bound("max_seqlen_k", options.max_seqlen_k, k.shape[0]),
         sink, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out=out, lse=lse,
     )  # fmt: skip
     return FmhaBackward(forward, dout, dlse)

@@ -106,8 +106,8 @@ class FmhaProblem:
     empty_outputs: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
 
     def no_keys(self) -> bool:
-        """True when the shapes alone say that there is no query, or none that sees a key."""
-        return self.batch == 0 or self.q.numel() == 0 or self.k.numel() == 0 or self.max_seqlen_k == 0
+        """True when the shapes and bounds alone say that there is no query, or none that sees a key."""
+        return 0 in (self.batch, self.q.numel(), self.k.numel(), self.max_seqlen_q, self.max_seqlen_k)
 
 
 def lse_shape(q_shape: Sequence[int]) -> tuple[int, ...]:
@@ -189,8 +189,8 @@ def varlen(
     common = _common(q, k, v, sink, k_scale, v_scale, options)
     return FmhaProblem(
         "varlen",
-        max_seqlen_q=_bound("max_seqlen_q", options.max_seqlen_q, q.shape[0]),
-        max_seqlen_k=_bound("max_seqlen_k", options.max_seqlen_k, k.shape[0]),
+        max_seqlen_q=bound("max_seqlen_q", options.max_seqlen_q, q.shape[0]),
+        max_seqlen_k=bound("max_seqlen_k", options.max_seqlen_k, k.shape[0]),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         **common,
@@ -216,7 +216,7 @@ def paged(
     )
 
 
-def _bound(name: str, x: Any, total: int) -> int:
+def bound(name: str, x: Any, total: int) -> int:
     """A longest-sequence hint; never more than the rows there are."""
     if x is not None and x < 0:
         checks.fail(name, checks.describe(x), checks.BOUND)

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 import dsv4
 from dsv4 import reference
 from dsv4.fmha import cpu
+from dsv4.fmha import problem as fmha_problem
+from dsv4.fmha.backward import FMHA_BACKWARD
+from dsv4.fmha.options import FmhaOptions
 
 
 def starts(lengths):
@@ -83,3 +86,22 @@ def test_out():
 def test_nothing(lengths_q, lengths_k):
     out, lse = dsv4.fmha_varlen(*sequences(lengths_q, lengths_k), return_lse=True, sink=torch.zeros(4))
     assert bool((out == 0).all()) and bool((lse == -float("inf")).all())
+
+
+def test_bounds_of_zero_leave_rows_past_the_last_sequence():
+    """A bound of 0 queries, or keys: no kernel has a tile to run, and rows of no sequence still have results."""
+    q, k, v, cu_q, cu_k = sequences([0, 0], [0, 3], dtype=torch.bfloat16, tail=5)
+    for bounds in ({"max_seqlen_q": 0}, {"max_seqlen_q": 0, "max_seqlen_k": 3}):
+        problem = fmha_problem.varlen(q, k, v, cu_q, cu_k, options=FmhaOptions(**bounds))
+        assert problem.no_keys()
+        out, lse = dsv4.fmha_varlen(q, k, v, cu_q, cu_k, return_lse=True, **bounds)
+        assert bool((out == 0).all()) and bool((lse == -float("inf")).all())
+
+
+def test_loose_bounds_count_no_more_than_the_rows_in_gradients():
+    """The kernels' workspace follows the bounds."""
+    q, k, v, cu_q, cu_k = sequences([3, 4], [5, 6])
+    tensors = (q, k, v, None, cu_q, cu_k, q, torch.zeros(7, 4), q, None)
+    options = FmhaOptions(max_seqlen_q=1 << 20, max_seqlen_k=1 << 20)
+    backward = FMHA_BACKWARD.build(**FMHA_BACKWARD.named(tensors, options))
+    assert (backward.forward.max_seqlen_q, backward.forward.max_seqlen_k) == (7, 11)
