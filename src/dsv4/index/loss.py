@@ -44,11 +44,15 @@ def index_loss(
     the inputs, the gradient of the scores, fp32 [N, K], is saved for backward.
     """
     n, h, d = checks.tensor("q", q, ("N", "H", "D"), checks.FLOATS).shape
+    if d == 0:
+        checks.fail("q", f"shape {list(q.shape)}", "a head dim of at least 1")
     like = ("q", q)
     m = checks.tensor("k", k, ("M", d), checks.FLOATS, like=like).shape[0]
     checks.tensor("weights", weights, (n, h), checks.FLOATS, like=like, unit_last=False)
     checks.int32("indices", indices, (n, "K"), like)
     shape = checks.tensor("attention_q", attention_q, (n, "heads", "E"), checks.FLOATS, like=like).shape
+    if shape[2] == 0:
+        checks.fail("attention_q", f"shape {list(shape)}", "a head dim of at least 1")
     checks.tensor("rows", rows, (m, shape[2]), checks.FLOATS, like=like)
     checks.tensor("lse", lse, (n, shape[1]), (torch.float32,), like=like, unit_last=False)
     checks.sink(sink, shape[1], like)
@@ -56,15 +60,15 @@ def index_loss(
         checks.in_range("indices", indices, -1, m - 1)
     checks.no_tangents(q=q, k=k, weights=weights)
     softmax_scale = shape[2] ** -0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
-    scale = d**-0.5 * h**-0.5 if scale is None else checks.number("scale", scale)
+    scale = d**-0.5 * max(h, 1) ** -0.5 if scale is None else checks.number("scale", scale)
     fixed = (x if x is None else x.detach() for x in (attention_q, rows, lse, sink))
     return gradients.training("index_loss", False, q, k, weights, indices, *fixed, softmax_scale, scale)[0]
 
 
-def _blocks(q, indices, attention_q):
+def _blocks(q, k, indices, attention_q):
     per_query = indices.shape[1] * (q.shape[2] + attention_q.shape[2] + 3 * q.shape[1] + attention_q.shape[1])
     step = max(1, BLOCK_BYTES[q.device.type] // max(4 * per_query, 1))
-    return (slice(i, i + step) for i in range(0, q.shape[0] if indices.shape[1] else 0, step))
+    return (slice(i, i + step) for i in range(0, q.shape[0] if indices.shape[1] and len(k) else 0, step))
 
 
 def _product(x, y):
@@ -102,7 +106,7 @@ def _forward(q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale
     """Return the loss, and its gradient with respect to the scores [N, K], times N."""
     loss = torch.zeros((), dtype=torch.float32, device=q.device)
     dscore = torch.zeros(indices.shape, dtype=torch.float32, device=q.device)
-    for some in _blocks(q, indices, attention_q):
+    for some in _blocks(q, k, indices, attention_q):
         p = _target(attention_q[some], rows, indices[some], lse[some], sink, softmax_scale)
         _, there, keys = _keys(k, indices[some])
         score = scale * torch.bmm(weights[some].float()[:, None], _product(q[some], keys.mT).relu_())[:, 0]
@@ -133,7 +137,7 @@ def _gradients(ctx: Any, dloss: Tensor, _: Any) -> tuple:
 def _backward(dloss, q, k, weights, indices, dscore, scale):
     dq, dweights = torch.zeros_like(q), torch.zeros_like(weights)
     dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-    for some in _blocks(q, indices, q):
+    for some in _blocks(q, k, indices, q):
         number, _, keys = _keys(k, indices[some])
         dots = _product(q[some], keys.mT)  # [b, H, K]
         ds = dscore[some] * (scale * dloss / q.shape[0])

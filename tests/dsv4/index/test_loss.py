@@ -53,6 +53,27 @@ def test_loss_and_gradients(sink, block, monkeypatch):
         assert float((got.double() - 3 * ref).norm() / (3 * ref).norm()) <= allowed
 
 
+def test_no_row_yet():
+    """The first tokens of a sequence have finished no row: nothing is listed, and the loss is 0."""
+    learnt = [x.requires_grad_() for x in (draw(N, H, D, seed=6), draw(0, D, seed=7), draw(N, H, seed=8))]
+    indices = torch.full((N, 5), -1, dtype=torch.int32)
+    loss = dsv4.index_loss(*learnt, indices, draw(N, HEADS, E, seed=2), draw(0, E, seed=3), draw(N, HEADS, seed=4))
+    assert loss.item() == 0
+    for given, grad in zip(learnt, torch.autograd.grad(loss, learnt)):
+        assert torch.equal(grad, torch.zeros_like(given))
+
+
+@pytest.mark.parametrize("name, sizes", [("q", (0, E)), ("attention_q", (D, 0))])
+def test_a_head_dim_of_zero_is_named(name, sizes):
+    d, e = sizes
+    indices = torch.full((N, 5), -1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^{name}: got shape .*accepted: a head dim of at least 1"):
+        dsv4.index_loss(
+            torch.zeros(N, H, d), torch.zeros(M, d), torch.zeros(N, H), indices, torch.zeros(N, HEADS, e),
+            torch.zeros(M, e), torch.zeros(N, HEADS),
+        )  # fmt: skip
+
+
 def test_no_scores_of_the_whole_sequence_are_in_memory(monkeypatch):
     """Forward and backward hold less than half the products of the indexer's queries with their listed keys."""
     n, h, d, m, listed, e = 512, 16, 8, 100, 64, 64
