@@ -103,7 +103,7 @@ class PackedRows:
             checks.fail("pages", checks.describe(pages), accepted)
         if pages.ndim == 4 and pages.shape[2] == 1:
             pages = pages[:, :, 0]
-        if pages.ndim != 3 or pages.shape[2] != width or pages.stride()[1:] != (width, 1):
+        if pages.ndim != 3 or pages.shape[2] != width or pages.stride(2) != 1 or _apart(pages, width):
             checks.fail("pages", f"shape {list(pages.shape)}, strides {list(pages.stride())}", accepted)
         count, rows, _ = pages.shape
         stride = pages.stride(0) if count > 1 else max(pages.stride(0), rows * width)
@@ -219,6 +219,11 @@ class PackedRows:
         checks.dtype("dtype", dtype, FLOATS)
         data = self.data_view().reshape(-1, self.format.data_bytes)
         return self.format.dequantize(data, self.scale_view().reshape(-1, self.format.scale_bytes), dtype)
+
+
+def _apart(pages: Tensor, width: int) -> bool:
+    """Whether the rows of a page do not follow each other. The stride of a single row means nothing."""
+    return pages.shape[1] > 1 and pages.stride(1) != width
 
 
 # The operator of `write`: what a compiler sees of it, whose own code picks the rows that are kept by their values.

@@ -6,9 +6,11 @@ import launches
 import pytest
 import torch
 
+import dsv4
 from dsv4.caches.formats import INDEX_132
 from dsv4.caches.index_keys import IndexCache, quantize_queries, unpacked
 from dsv4.caches.kernels.pack import write_rows
+from dsv4.caches.mxfp4_keys import INDEX_68
 
 
 def keys(n, seed=0, scale=1.0):
@@ -116,3 +118,19 @@ def test_the_kernel_writes_the_same_bytes():
     assert torch.equal(got.scale_view(), want.scale_view())
     finite = ~torch.isin(torch.arange(40), slots[5:7].long())  # the values of a row whose scale is NaN do not count
     assert torch.equal(got.data_view().flatten(0, 1)[finite], want.data_view().flatten(0, 1)[finite])
+
+
+def test_pages_of_one_row_have_any_stride_between_rows():
+    """torch gives the single row of a page any stride, as here where it selects no pages."""
+    for pages in (torch.zeros(3, 132, 1, dtype=torch.uint8).mT, torch.zeros(3, 1, 132, dtype=torch.uint8)[[]]):
+        assert IndexCache.from_pages(pages).rows == len(pages)
+
+
+@pytest.mark.parametrize("format", [None, INDEX_68])
+def test_queries_that_see_nothing_of_pages_of_one_row(format):
+    cache = IndexCache.pack(torch.randn(4, 128), rows_per_page=1, format=format)
+    q, weights = torch.randn(2, 4, 128), torch.randn(2, 4)
+    small, scaled = quantize_queries(q, weights)
+    lengths, table = torch.tensor([0, 3]), torch.tensor([[0, 1, 2], [3, 2, 1]], dtype=torch.int32)
+    lists = dsv4.index_topk(small, cache, scaled, 3, lengths=lengths, block_table=table)
+    assert lists[0].tolist() == [-1, -1, -1] and sorted(lists[1].tolist()) == [1, 2, 3]
