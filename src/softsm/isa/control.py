@@ -306,17 +306,41 @@ def timing_only(asm, ins):
 
 
 class RegisterPool(Waitable):
-    """The registers that the warps of a CTA have released, and how many a thread of each warp has."""
+    """The registers that the warps of a CTA have released, how many a thread of each warp has, and what each has asked
+    for."""
 
-    __slots__ = ("free", "of")
+    __slots__ = ("asked", "free", "gone", "of")
 
-    def __init__(self, cta, count: int):
+    def __init__(self, cta, count: int | None):
         super().__init__()
-        self.free, self.of = 0, dict.fromkeys(range(len(cta.warps)), count)
+        self.free, self.of = 0, dict.fromkeys(range(len(cta.warps)), count or 0)
+        self.asked: list[list[str]] = [[] for _ in cta.warps]
+        self.gone = {x.index for x in cta.warps if not x.alive}
         cta.exit_hooks.append(self.exited)
 
     def exited(self, w) -> None:
+        self.gone.add(w.index)
         self.give(w, 0)
+        self.compare(w)
+
+    def ask(self, w, what: str) -> None:
+        self.asked[w.index].append(what)
+        self.compare(w)
+
+    def compare(self, w) -> None:
+        """PTX: all threads of the warpgroup execute the same setmaxnreg."""
+        mine = self.asked[w.index]
+        first = w.index & ~3
+        for index, theirs in enumerate(self.asked[first : first + 4], first):
+            n = min(len(mine), len(theirs))
+            short = (index in self.gone and len(theirs) < len(mine)) or (w.index in self.gone and n < len(theirs))
+            if mine[:n] != theirs[:n] or short:
+                told = [" and ".join(x) if x else "none" for x in (mine, theirs)]
+                raise w.fault(
+                    "warpgroup",
+                    "setmaxnreg needs all four warps of a warpgroup, with one number: "
+                    f"warp {w.index} has executed {told[0]}, warp {index} {told[1]}",
+                )
 
     def give(self, w, count: int) -> None:
         self.free += 32 * (self.of[w.index] - count)
@@ -341,8 +365,7 @@ def setmaxnreg(asm, ins):
     if not (24 <= count <= 256 and count % 8 == 0):
         raise asm.error(f"setmaxnreg takes 24 to 256 in steps of 8, got {count}")
     entry = registers_at_entry(asm.function.directives)
-    if entry is not None:
-        asm.macro(do_setmaxnreg, ins, count=count, entry=entry)
+    asm.macro(do_setmaxnreg, ins, count=count, entry=entry, what=f".{ins.modifiers[0]} {count}")
 
 
 def do_setmaxnreg(w, mask, o):
@@ -351,9 +374,13 @@ def do_setmaxnreg(w, mask, o):
     if cta.registers is None:
         cta.registers = RegisterPool(cta, o.entry)
     pool = cta.registers
+    if o.entry is None:
+        pool.ask(w, o.what)
+        return None
     more = 32 * (o.count - pool.of[w.index])
     if more > pool.free:
         text = f"{more} registers for setmaxnreg.inc to {o.count}; the warps of the CTA have given back {pool.free}"
         return Blocked(pool, text)
     pool.give(w, o.count)
+    pool.ask(w, o.what)
     return POLLED if more < 0 else None  # others have their turn: they may take what this warp asks for again

@@ -186,7 +186,10 @@ CODES: dict[str, tuple[str, str]] = {
         "and wgmma.mma_async.",
     ),
     "wgmma-operands": ("The warps of a warpgroup execute different products.", "All four give the same operands."),
-    "warpgroup": ("wgmma needs four whole warps.", "Launch a multiple of 128 threads and keep all lanes alive."),
+    "warpgroup": (
+        "wgmma and setmaxnreg are instructions of a warpgroup: four whole warps, warps 0 to 3 or 4 to 7 and so on.",
+        "Launch a multiple of 128 threads, keep all lanes alive, and let all four warps execute it.",
+    ),
     # control
     "divergent": (
         "Only part of the warp reaches an .aligned or .sync instruction.",

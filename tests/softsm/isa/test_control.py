@@ -268,6 +268,23 @@ def test_registers_that_nobody_gives_back_are_waited_for(directives):
     np.testing.assert_array_equal(run(few, [words(256)], block=256), np.arange(256))
 
 
+@pytest.mark.parametrize("directives", [".maxntid 256 .maxnreg 88", ".maxntid 256"])
+@pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
+@pytest.mark.parametrize(("some", "others"), [(128, ""), (32, ""), (32, "setmaxnreg.dec.sync.aligned.u32 40;")])
+def test_a_warpgroup_asks_for_registers_together(some, others, early, directives):
+    """`some` threads give registers back; `others` is what the rest executes, before them or when they have ended."""
+    wait = ("bar.arrive 1, 256;\n", "bar.sync 1, 256;\n")
+    body = f"setp.lt.u32 %p2, %r1, {some};\n@%p2 bra SOME;\n{wait[early]}{others}\nbra DONE;\n"
+    body += f"SOME:\nsetmaxnreg.dec.sync.aligned.u32 24;\n{wait[1 - early]}DONE:\n"
+    kernel = engine.load(ptx(body + store("%r1"), directives=directives))
+    if some == 128:
+        kernel.launch(1, 256, [words(256)])
+        return
+    with pytest.raises(Fault, match=rf"setmaxnreg needs all four warps.* {'.dec 40' if others else 'none'}") as caught:
+        kernel.launch(1, 256, [words(256)])
+    assert caught.value.code == "warpgroup"
+
+
 @pytest.mark.parametrize("form", ["trap;", "brkpt;"])
 def test_traps_stop_the_launch(form):
     with pytest.raises(Fault, match=form[:-1]) as caught:
