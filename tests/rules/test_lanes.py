@@ -162,6 +162,30 @@ def test_a_membermask_names_every_lane_that_comes(what):
         holds(make, args=ARGS, block=32, code="divergent", strict=strict)
 
 
+WHOLE = {
+    "ldmatrix": "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r44}, [%r43];",
+    "stmatrix": "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r43], {%r0};",
+    "movmatrix": "movmatrix.sync.aligned.m8n8.trans.b16 %r44, %r0;",
+    "mma": "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%f0, %f1, %f2, %f3}, {%r0, %r0}, {%r0}, "
+    "{%f0, %f1, %f2, %f3};",
+}
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_matrix_instructions_need_lanes_that_have_not_returned(what):
+    """PTX: undefined if any thread of the warp has exited. bar.warp.sync and shuffles wait for those that are left."""
+    rows = "mov.u32 %r39, a;\nshl.b32 %r41, %r0, 4;\nadd.u32 %r43, %r39, %r41;\nst.shared.u32 [%r43], %r0;\n"
+    rows += "".join(f"st.shared.u32 [%r43+{4 * i}], %r0;\nmov.f32 %f{i}, 0f00000000;\n" for i in range(1, 4))
+    rows += "mov.f32 %f0, 0f00000000;\n"
+
+    def make(keep):
+        leave = "setp.ge.u32 %p5, %r0, 20;\n@%p5 ret;\n"
+        return one_warp(rows + when(not keep, leave) + SYNC + WHOLE[what] + when(keep, leave) + SYNC)
+
+    for strict in (True, False):
+        holds(make, args=ARGS, block=32, code="divergent", strict=strict)
+
+
 def test_lanes_of_one_store_do_not_write_different_values_to_one_place_of_global_memory():
     """Which value stays is undefined. One value, one lane, bytes of a word and strong accesses do not matter, nor does
     shared memory, where Triton has all lanes of a reduction store sums that may differ in the last bit."""

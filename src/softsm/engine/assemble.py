@@ -58,6 +58,8 @@ def micro_numbers() -> dict[str, int]:
     return {m.name: pg.FIRST_MICRO + i for i, m in enumerate(hot + cold)}
 
 
+# PTX: undefined if any thread of the warp has exited
+WHOLE_WARP = frozenset("mma wmma ldmatrix stmatrix movmatrix".split())
 # PTX instructions that softsm does not implement
 LACKING = dict.fromkeys("tex tld4 txq suld sust sured suq".split(), "there are no textures and surfaces")
 
@@ -345,7 +347,8 @@ class Assembler(AsyncRegisters):
         """Emits a macro-operation, which calls `function(warp, mask, operands)` at run time. waits: it only waits for
         operations of the warp that are in flight."""
         is_aligned = "aligned" in ins.modifiers if aligned is None else aligned
-        self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), ins, is_aligned))
+        whole = ins.opcode in WHOLE_WARP
+        self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), ins, is_aligned, whole))
         self.record(pg.OP_MACRO, int(waits), len(self.macros) - 1, ins=ins)
 
     def answered(self, op: int, rd: int = 0, rb: int = 0, rc: int = 0) -> None:

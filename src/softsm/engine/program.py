@@ -159,6 +159,7 @@ class MacroCall:
     operands: SimpleNamespace
     instruction: Instruction
     aligned: bool
+    whole: bool = False  # all 32 threads must execute it: none may have exited
 
 
 @dataclass(slots=True)

@@ -287,6 +287,12 @@ class Machine:
                 "an .aligned instruction is executed by all threads of the warp, but its "
                 f"guard holds only for lanes {lanes:#010x} of {warp.alive:#010x}",
             )
+        if call.whole and lanes != pg.ALL:
+            raise warp.fault(
+                "divergent",
+                f"{call.instruction.opcode} is undefined if a thread of the warp has exited; only lanes {lanes:#010x} "
+                "are left",
+            )
         self.active = lanes
         result = call.function(warp, lanes, call.operands)
         if result is None:
