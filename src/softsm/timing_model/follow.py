@@ -10,9 +10,10 @@ the report states.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from softsm.errors import SoftsmError
@@ -109,17 +110,26 @@ class Addresses:
         return f"[{name}+{number}]"
 
 
-def _branch_on(source: str, ran: Iterable[int], beginnings: tuple[str, ...]) -> tuple[int, int] | None:
-    """Returns (line of an operation on global memory whose name has one of the prefixes `beginnings`, line of a branch
-    that depends on its result) of a PTX text. `ran`: the executed lines. Values are followed through registers, and
-    through shared memory at a single address."""
+_COMPARED = re.compile(r"setp\.\w+\.(?:\w+\.)*(?:bf16|f16|f32|f64)")
+# Of the CTA's number they make what neither grows nor falls along the grid; `and` with a negative number aligns.
+_FOLDS = ("rem.", "bfe.", "xor.", "mul.hi.", "div.", "shr.", "and.", "sub.")
+_ALIGNS = re.compile(r",\s*-\d+\s*$")
+
+
+def _branch_on(
+    source: str, ran: Iterable[int], begins: Callable[[Statement], bool], one_cell: bool = False
+) -> tuple[int, int] | None:
+    """Returns (line of an operation that `begins` accepts, line of a branch that depends on its result) of a PTX text.
+    `ran`: the executed lines. Values are followed through registers, and through shared memory at a single address;
+    one_cell: at any, as if it had only one."""
     executed = set(ran)
     statements = statements_of(source)
     addresses = Addresses(statements)
+    cell = (lambda text: "[shared]") if one_cell else addresses.of
     origin: dict[str, int] = {}  # register or shared address -> line of the operation
     for s in statements:
-        if s.name.startswith(beginnings) and ".shared" not in s.name and s.line in executed:
-            origin |= {r: s.line for r in REGISTER.findall(s.rest.partition("[")[0]) if r != "%_"}
+        if s.line in executed and begins(s):
+            origin |= {r: s.line for r in REGISTER.findall(s.target) if r != "%_"}
     grew = bool(origin)
     while grew:
         grew = False
@@ -127,12 +137,12 @@ def _branch_on(source: str, ran: Iterable[int], beginnings: tuple[str, ...]) -> 
             if s.name.startswith(("bra", "bar", "ret")):
                 continue
             address = ADDRESS.search(s.rest)
-            if s.name.startswith("st.shared") and address:
-                target = [addresses.of(address[1])]
+            if s.name.startswith(("st.shared", "stmatrix")) and address:
+                target = [cell(address[1])]
                 read = REGISTER.findall(s.rest[address.end() :])
-            elif s.name.startswith("ld.shared") and address:
+            elif s.name.startswith(("ld.shared", "ldmatrix")) and address:
                 target = REGISTER.findall(s.rest[: address.start()])
-                read = [addresses.of(address[1])]
+                read = [cell(address[1])]
             elif s.name.startswith(("st.", "red.")):
                 continue
             else:
@@ -149,12 +159,51 @@ def _branch_on(source: str, ran: Iterable[int], beginnings: tuple[str, ...]) -> 
     return None
 
 
+def _loads(s: Statement, beginnings: tuple[str, ...] = _LOADS) -> bool:
+    return s.name.startswith(beginnings) and ".shared" not in s.name
+
+
 def branch_on_atomic(source: str, ran: Iterable[int]) -> tuple[int, int] | None:
-    return _branch_on(source, ran, ("atom.",))
+    return _branch_on(source, ran, lambda s: _loads(s, ("atom.",)))
 
 
 def branch_on_load(source: str, ran: Iterable[int]) -> tuple[int, int] | None:
-    return _branch_on(source, ran, _LOADS)
+    return _branch_on(source, ran, _loads)
+
+
+def branch_on_value(source: str, ran: Iterable[int], computed: bool = False) -> tuple[int, int] | None:
+    """Also of a comparison of floating-point values: a loop that ends when something has converged, or left a circle.
+    Without the results of products (computed: they have them) such a comparison has no meaning."""
+    ran = set(ran)
+    found = branch_on_load(source, ran)
+    if found is None and (computed or "mma" not in source):
+        found = _branch_on(source, ran, lambda s: bool(_COMPARED.match(s.name)), one_cell=True)
+    return found
+
+
+@functools.lru_cache(64)
+def branch_on_place(source: str, axis: int) -> bool:
+    """Tells whether a branch depends on a CTA's number in another way than by growing or falling along one axis of the
+    grid, as with tiles of causal attention in a grid of one dimension. CTAs along that axis do not tell of all then."""
+    statements = statements_of(source)
+    along = {"xyz"[axis]}
+    first: set[str] = set()  # registers that hold the number or a multiple
+    folded: set[str] = set()
+    before = -1
+    while before != len(first) + len(folded):
+        before = len(first) + len(folded)
+        for s in statements:
+            if s.name.startswith(("bra", "bar", "ret", "st.", "red.", "ld.", "atom.")):
+                continue
+            read = s.rest[len(s.target) :]
+            registers = {s.guard, *REGISTER.findall(read)}
+            axes = {name[-1] for name in _CTA.findall(read)}
+            folds = s.name.startswith(_FOLDS) and not (s.name.startswith("and.") and _ALIGNS.search(s.rest))
+            if registers & folded or axes - along or (folds and registers & first):
+                folded.update(REGISTER.findall(s.target))
+            elif registers & first or axes:
+                first.update(REGISTER.findall(s.target))
+    return any(s.name.startswith("bra") and s.guard in folded for s in statements)
 
 
 def places_of(source: str, kernel: str) -> dict[int, str]:

@@ -111,8 +111,9 @@ def doubt(p: Prediction) -> str:
     trace, found = p.trace, depends_on_data(p)
     if found is None or trace is None:
         return ""
-    load, branch = (places_of(trace.source, trace.name).get(n, f"PTX line {n}") for n in found)
-    why = f"how long a CTA runs depends on data (the branch at {branch}, on what {load} loads), and the"
+    value, branch = (places_of(trace.source, trace.name).get(n, f"PTX line {n}") for n in found)
+    what = "compares" if "setp." in trace.source.splitlines()[found[0] - 1] else "loads"
+    why = f"how long a CTA runs depends on data (the branch at {branch}, on what {value} {what}), and the"
     if trace.lengths is not None:
         return f"{why} longest executes {trace.lengths.max() / trace.lengths.mean():.1f} times as much as the average"
     return (

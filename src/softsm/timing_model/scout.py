@@ -1,5 +1,5 @@
-"""Handles grids whose CTAs' durations depend on data (rows of different lengths, lists, early exits): many CTAs run
-untraced first, only to count their instructions.
+"""Handles grids whose CTAs' durations depend on data (rows of different lengths, lists, early exits), or on their place
+in a way that CTAs along one axis do not show: many CTAs run untraced first, only to count their instructions.
 
 Then an average CTA, the longest and the shortest are traced; the durations of all others follow from their instruction
 counts (grid.py). The cost is bounded by a number of instructions, not of CTAs.
@@ -12,24 +12,34 @@ import math
 
 import numpy as np
 
+from softsm.engine import program as pg
 from softsm.engine.launch import Kernel
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta
-from softsm.timing_model.follow import branch_on_load
+from softsm.timing_model.follow import branch_on_place, branch_on_value
+from softsm.timing_model.path_slice import sliced
 
 COST = 16_000_000  # instructions in all: two seconds
 MACRO, CTA = 400, 1500  # cost, in instructions, of one that Python executes, and of starting a CTA
+NOTHING = 8  # records that do nothing take the time of one that does (path_slice.py)
 FEW = 8  # fewer clusters of a larger grid do not represent the others
 ALIKE, MANY_ALIKE = 1.02, 512  # after this many equal clusters the model assumes that the others are equal, too
 
 
 @functools.lru_cache(64)
-def _branches_on_data(source: str) -> bool:
-    return branch_on_load(source, range(1, source.count("\n") + 2)) is not None
+def on_data(source: str, values: bool) -> bool:
+    return branch_on_value(source, range(1, source.count("\n") + 2), values) is not None
 
 
-def worthwhile(kernel: Kernel, total: int, traced: int) -> bool:
-    return total > traced and _branches_on_data(kernel.module.source)
+def worthwhile(kernel: Kernel, shape: list[int], values: bool) -> bool:
+    """shape: clusters along each axis of the grid. values: whether products are computed."""
+    source = kernel.module.source
+    return on_data(source, values) or branch_on_place(source, axis_of(shape))
+
+
+def axis_of(shape: list[int]) -> int:
+    """Returns the axis along which the CTAs that are traced lie."""
+    return 0 if shape[0] > 1 else shape.index(max(shape))
 
 
 def spread(total: int) -> list[int]:
@@ -45,14 +55,16 @@ class Scouts:
 
     def __init__(self, machine: Machine, place):
         self.machine, self.order = machine, spread(machine.left)
-        self.cost = self.begun = self.live = 0
+        self.begun = self.live = 0
+        self.cost = 0.0
         self.steps: dict[int, int] = {}
-        plain = machine.run_code
+        self.path = sliced(machine.kernel)
+        plain, each = machine.run_code, 1 if self.path is None else 1 / NOTHING
 
         def run(*given):
             result = plain(*given)
             self.steps[self.order[self.begun - 1]] += result[4]
-            self.cost += result[4]
+            self.cost += result[4] * each
             return result
 
         machine.clusters, machine.left, machine.run_code = map(place, self.order), 1, run
@@ -63,6 +75,11 @@ class Scouts:
             self.begun += 1
         self.cost += CTA
         self.live += 1
+        if self.path is not None:
+            for w in cta.warps:
+                w.S[pg.S_CODE] = self.path.code.ctypes.data
+            for w in cta.warps[1:] if self.path.alike else ():
+                w.fragments[0].pc = self.path.end
 
     def executed(self) -> None:
         self.cost += MACRO
@@ -70,7 +87,9 @@ class Scouts:
     def ended(self) -> bool:
         """Tells whether the CTA that ended was the last of all."""
         self.live -= 1
-        affordable = COST * self.begun // max(1, self.cost)  # total clusters within COST, if the others are like these
+        affordable = (
+            COST * self.begun // max(1.0, self.cost)
+        )  # total clusters within COST, if the others are like these
         more = self.cost < COST and self.begun < len(self.order) and affordable >= min(FEW, len(self.order))
         if self.begun == MANY_ALIKE and not self.live:
             more &= max(self.steps.values()) > ALIKE * min(self.steps.values())
@@ -86,6 +105,15 @@ class Scouts:
             return None
         nearest = np.searchsorted((numbers[1:] + numbers[:-1]) / 2, np.arange(len(self.order)))
         return steps[nearest]
+
+    def along_axis(self, shape: list[int]) -> bool:
+        """Tells whether the lengths grow or fall along the axis of the traced CTAs and depend on nothing else."""
+        axis, before = axis_of(shape), math.prod(shape[: axis_of(shape)])
+        at: dict[int, set[int]] = {}
+        for n, steps in self.steps.items():
+            at.setdefault(n // before % shape[axis], set()).add(steps)
+        rises = np.diff([max(at[x]) for x in sorted(at)])
+        return all(len(found) == 1 for found in at.values()) and bool((rises >= 0).all() or (rises <= 0).all())
 
     def chosen(self, lengths: np.ndarray, most: int) -> list[int]:
         """Returns the numbers of an average cluster, the longest and the shortest."""

@@ -18,6 +18,7 @@ from softsm.engine.scheduler import Machine
 from softsm.timing_model.model import Model
 from softsm.timing_model.parameters import GPUS, gpu_for
 from softsm.timing_model.prediction import Prediction
+from softsm.timing_model.scout import axis_of
 from softsm.timing_model.trace import LaunchTrace, Tracer
 
 
@@ -41,7 +42,7 @@ class Timer(Session):
     def choose(self, shape: list[int], total: int) -> list[int]:
         """Chooses the clusters to run: both ends of the grid's first dimension and one between them, not in the middle,
         where another image may begin. If all start together, the longest counts; with masks it is at an end."""
-        axis = 0 if shape[0] > 1 else shape.index(max(shape))
+        axis = axis_of(shape)
         ends = 0, shape[axis] - 1
         points = set()
         for value in (ends if total <= self.sms else (0, 7 * shape[axis] // 12, ends[1]))[: self.most]:

@@ -147,9 +147,9 @@ class Tracer(Observer):
         self.home: dict = {}  # CTA -> ClusterTrace
         self.by_warp: dict = {}
         self.known: dict[Mbarrier, int] = {}  # their numbers in the cluster
-        shape = [-(-g // c) for g, c in zip(machine.grid, machine.cluster_shape)]
+        self.shape = [-(-g // c) for g, c in zip(machine.grid, machine.cluster_shape)]
         self.total = machine.left
-        self.samples = timer.choose(shape, self.total)
+        self.samples = timer.choose(self.shape, self.total)
         memory = machine.global_memory
         self.tensors = [(a.name, a.size) for a in memory.allocations]
         self.shifts = shifts(memory.starts)
@@ -185,7 +185,7 @@ class Tracer(Observer):
 
             machine.try_cancel = try_cancel  # type: ignore[method-assign]
             self.samples, self.total = [0], min(self.total, together)
-        if scout.worthwhile(self.kernel, self.total, len(self.samples)):
+        if self.total > len(self.samples) and scout.worthwhile(self.kernel, self.shape, self.timer.values):
             self.scouts = scout.Scouts(machine, place)
         else:
             self._trace_samples()
@@ -218,6 +218,8 @@ class Tracer(Observer):
     def cta_ended(self, cta: Cta) -> None:
         if self.scouts is not None and self.scouts.ended():
             self.lengths = self.scouts.lengths()
+            if not scout.on_data(self.kernel.module.source, self.timer.values) and self.scouts.along_axis(self.shape):
+                self.lengths = None  # those that are traced anyway tell of all
             if self.lengths is not None:
                 self.samples = self.scouts.chosen(self.lengths, self.timer.most)
             self.scouts = None

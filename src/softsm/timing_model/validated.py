@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from softsm.timing_model.follow import branch_on_load
+from softsm.timing_model.follow import branch_on_value
 from softsm.timing_model.lower import LONG_CODE, kinds_of
 from softsm.timing_model.parameters import Gpu
 
@@ -21,11 +21,12 @@ class Doubt(NamedTuple):
 
 
 def depends_on_data(p) -> tuple[int, int] | None:
-    """Returns the PTX lines of a load and of a branch on it, if the sampled CTAs' paths differ: so may the others'."""
+    """Returns the PTX lines of a load or a comparison and of a branch on it, if the sampled CTAs' paths differ: so may
+    the others'."""
     run, trace = p.run, p.trace
     if run is None or trace is None or trace.total <= len(trace.clusters) or len(set(kinds_of(run.streams))) == 1:
         return None
-    return branch_on_load(trace.source, trace.lines())
+    return branch_on_value(trace.source, trace.lines())
 
 
 def doubts(p) -> list[Doubt]:
