@@ -7,12 +7,13 @@ heads. Queries of FP4 keys are the same, or FP4 with their own scales: :func:`qu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dsv4.caches.formats import INDEX_132
-from dsv4.caches.mxfp4_keys import INDEX_68
+from dsv4.caches.formats import INDEX_132, Fp8Keys, RowFormat
+from dsv4.caches.mxfp4_keys import INDEX_68, Mxfp4Keys
 from dsv4.caches.pages import FLOATS, PackedRows
 from dsv4.runtime import checks
 
@@ -63,6 +64,7 @@ class IndexCache(PackedRows):
     """
 
     format_name: str = INDEX_132.name
+    kind: ClassVar[tuple[type[RowFormat], ...]] = (Fp8Keys, Mxfp4Keys)
 
 
 def unpacked(pages: Tensor) -> tuple[Tensor, Tensor]:

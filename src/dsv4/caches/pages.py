@@ -32,19 +32,30 @@ class PackedRows:
     rows_per_page: int
     page_stride: int = -1
     format_name: str = ""
-    kind: ClassVar[type[RowFormat]] = RowFormat  # of the formats that a class accepts
+    kind: ClassVar[type[RowFormat] | tuple[type[RowFormat], ...]] = RowFormat  # of the formats that a class accepts
 
     def __post_init__(self) -> None:
         checks.tensor("storage", self.storage, ("bytes",), (torch.uint8,))
-        if not isinstance(FORMATS.get(self.format_name), self.kind):
-            names = [name for name, format in FORMATS.items() if isinstance(format, self.kind)]
-            checks.fail("format_name", repr(self.format_name), ", ".join(names))
+        if not isinstance(self.format_name, str) or not isinstance(FORMATS.get(self.format_name), self.kind):
+            checks.fail("format_name", repr(self.format_name)[:80], self._accepted())
         rows = checks.at_least(1, "rows_per_page", self.rows_per_page)
         used = rows * self.format.row_bytes
         stride = self.format.default_stride(rows) if checks.whole(self.page_stride) == -1 else self.page_stride
         accepted = f"an int >= rows_per_page * {self.format.row_bytes} = {used}"
         object.__setattr__(self, "rows_per_page", rows)
         object.__setattr__(self, "page_stride", checks.at_least(used, "page_stride", stride, accepted))
+
+    @classmethod
+    def _accepted(cls) -> str:
+        return ", ".join(name for name, format in FORMATS.items() if isinstance(format, cls.kind))
+
+    @classmethod
+    def _format(cls, format: RowFormat | None) -> RowFormat:
+        """Return the format of the argument `format`; None is that of the class."""
+        found = FORMATS.get(cls.format_name) if format is None else format
+        if not isinstance(found, cls.kind):
+            checks.fail("format", checks.describe(format), f"a format of dsv4.caches: {cls._accepted()}")
+        return found  # type: ignore[return-value]
 
     @property
     def format(self) -> RowFormat:
@@ -70,7 +81,7 @@ class PackedRows:
         # First without pages: this checks the sizes, and gives the stride.
         stride = -1 if page_stride is None else page_stride
         nothing = torch.zeros(0, dtype=torch.uint8, device=checks.device("device", device))
-        none = cls(nothing, rows_per_page, stride, format.name if format else cls.format_name)
+        none = cls(nothing, rows_per_page, stride, cls._format(format).name)
         if pages * none.page_stride >= 1 << 63:
             checks.fail("pages", pages, f"at most {((1 << 63) - 1) // none.page_stride} of {none.page_stride} bytes")
         return replace(none, storage=none.storage.new_zeros(pages * none.page_stride))
@@ -80,7 +91,7 @@ class PackedRows:
         cls, rows: Tensor, *, rows_per_page: int = 64, page_stride: int | None = None, format: RowFormat | None = None
     ) -> Self:
         """Quantise rows [n, values] into new pages; row i gets number i, and the last page is padded with zeros."""
-        checks.tensor("rows", rows, ("n", (format or FORMATS[cls.format_name]).values), FLOATS, unit_last=False)
+        checks.tensor("rows", rows, ("n", cls._format(format).values), FLOATS, unit_last=False)
         if rows.is_meta:
             accepted = f"a tensor with values; {cls.__name__}.empty makes pages of any device"
             checks.fail("rows", "a meta tensor", accepted)
@@ -96,8 +107,8 @@ class PackedRows:
         The dtype may be any with one byte. The last size is the bytes of a row, whatever their order inside a page. The
         stride of dim 0 is the page stride.
         """
-        name = format.name if format else cls.format_name
-        width = FORMATS[name].row_bytes
+        found = cls._format(format)
+        width = found.row_bytes
         accepted = f"one-byte elements [pages, rows, {width}] or [pages, rows, 1, {width}], contiguous inside a page"
         if not checks.is_tensor(pages) or pages.element_size() != 1:
             checks.fail("pages", checks.describe(pages), accepted)
@@ -109,7 +120,7 @@ class PackedRows:
         stride = pages.stride(0) if count > 1 else max(pages.stride(0), rows * width)
         span = (count - 1) * stride + rows * width if count else 0
         flat = pages.view(torch.uint8).as_strided((span,), (1,), pages.storage_offset())
-        return cls(flat, rows, stride, name)
+        return cls(flat, rows, stride, found.name)
 
     def with_storage(self, storage: Any) -> Self:
         """Return the same pages in other memory, or in a stand-in where no memory is read (program.Slot)."""

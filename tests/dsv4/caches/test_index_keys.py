@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dsv4
-from dsv4.caches.formats import INDEX_132
+from dsv4.caches.formats import FP8_584, INDEX_132
 from dsv4.caches.index_keys import IndexCache, quantize_queries, unpacked
 from dsv4.caches.kernels.pack import write_rows
 from dsv4.caches.mxfp4_keys import INDEX_68
@@ -124,6 +124,20 @@ def test_pages_of_one_row_have_any_stride_between_rows():
     """torch gives the single row of a page any stride, as here where it selects no pages."""
     for pages in (torch.zeros(3, 132, 1, dtype=torch.uint8).mT, torch.zeros(3, 1, 132, dtype=torch.uint8)[[]]):
         assert IndexCache.from_pages(pages).rows == len(pages)
+
+
+@pytest.mark.parametrize("wrong", ["index_132", 0, {}, FP8_584, [INDEX_68]], ids=repr)
+def test_a_wrong_format_is_named(wrong):
+    words = "^format: got .*; accepted: a format of dsv4.caches: index_132, index_68$"
+    for make in (
+        lambda: IndexCache.empty(1, 4, format=wrong),
+        lambda: IndexCache.pack(keys(3), format=wrong),
+        lambda: IndexCache.from_pages(torch.zeros(2, 4, 132, dtype=torch.uint8), format=wrong),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+    with pytest.raises(ValueError, match="^format_name: got .*; accepted: index_132, index_68$"):
+        IndexCache(torch.zeros(132, dtype=torch.uint8), 1, format_name=wrong if wrong != "index_132" else "fp8_584")
 
 
 @pytest.mark.parametrize("format", [None, INDEX_68])
