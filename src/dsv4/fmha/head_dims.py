@@ -39,7 +39,9 @@ def padded(tensors: Sequence[Any], options: FmhaOptions) -> tuple[tuple[Any, ...
     """(q, k, v, ...) with q, k, v of one head dim that the kernels have; the options with the scale of the true one."""
     q, k, v = tensors[:3]
     d, width = q.shape[-1], v.shape[-1]
+    checks.tensor("q", q, ("...",) * q.ndim, checks.FLOATS, unit_last=False)
     checks.tensor("k", k, ("...",) * q.ndim, checks.CACHED)
+    checks.tensor("v", v, ("...",) * q.ndim, checks.CACHED, unit_last=False)
     if k.shape[-1] != d:
         if k.shape[-1] == width:
             checks.fail("q", f"head dim {d}", f"head dim {width}, as k and v")

@@ -109,6 +109,8 @@ def test_what_is_wrong_is_named():
         ((torch.zeros(2, 5, 4, 520), torch.zeros(2, 9, 2, 520), v), "^q: got head dim 520; accepted: a head dim"),
         ((q, k, torch.zeros(2, 9, 2, 600)), "^v: got head dim 600; accepted: a head dim from 1 to 512"),
         ((q, "k", v), "^k: got"),
+        ((q.to_sparse(), k, v), "^q: got layout torch.sparse_coo; accepted: a dense strided tensor"),
+        ((q, k, v.to_mkldnn()), "^v: got layout torch._mkldnn; accepted: a dense strided tensor"),
         ((q, k, v.half()), "^v: got dtype"),
         ((q, k[:1], v[:1]), "^k: got batch 1"),
     ):
