@@ -15,6 +15,7 @@ from dsv4.runtime import checks
 BYTES = (torch.int8, torch.uint8)
 E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 E4M3 = (torch.float8_e4m3fn,)
+NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CODES = "int8 or uint8 with two E2M1 codes to a byte"
 
 
@@ -177,6 +178,11 @@ class Fp4Experts:
                 missing = next((x for x in names if not checks.is_tensor(tensors.get(x))), None)
                 if missing is not None:
                     checks.fail("tensors", f"no {missing}", "weight and scale of w1, w3 and w2 of every expert")
+                first = tensors[names[0]]
+                for x in names:
+                    given, accepted = f"tensors[{x!r}]", BYTES if part == "weight" else E8M0
+                    shape = tuple(first.shape) if first.ndim == 2 else ("rows", "bytes")
+                    checks.tensor(given, tensors[x], shape, accepted, like=("the others", first), unit_last=False)
                 stacked.append(torch.stack([tensors[x].view(torch.uint8) for x in names]))
         return cls.pack(*stacked, layout=layout)
 
@@ -202,6 +208,7 @@ class Fp4Experts:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Return (w1 above w3 [E, 2 I, H], w2 [E, H, I]) as numbers; fp64 and, for MXFP4 in range, bf16 are exact."""
+        checks.dtype("dtype", dtype, NUMBERS)
         w13 = formats.dequantize(self.w13, self.w13_scales, self.w13_factors, dtype, self.layout)
         w2 = formats.dequantize(self.w2, self.w2_scales, self.w2_factors, dtype, self.layout)
         return torch.cat(formats.apart(w13, self.layout), -2), formats.down(w2, self.layout, back=True)

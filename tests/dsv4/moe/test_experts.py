@@ -60,6 +60,32 @@ def test_tensors_by_the_names_of_a_checkpoint():
         Fp4Experts.from_checkpoint(tensors, "layers.4.ffn.experts.")
 
 
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("1.w1.weight", lambda x: x.float(), "got dtype float32; accepted: int8, uint8"),
+        ("0.w1.weight", lambda x: x.view(torch.float8_e4m3fn), "got dtype float8_e4m3fn; accepted: int8, uint8"),
+        ("1.w2.scale", lambda x: x.float(), "got dtype float32; accepted: float8_e8m0fnu, uint8"),
+        ("0.w1.weight", lambda x: x[0, 0], r"got shape \[\]; accepted: shape \[rows, bytes\]"),
+        ("1.w3.weight", lambda x: x[:64], r"got shape \[64, 128\]; accepted: shape \[128, 128\]"),
+        ("1.w3.weight", lambda x: x.to("meta"), "got a tensor on meta"),
+    ],
+)
+def test_what_is_wrong_in_a_checkpoint_is_named(name, change, words):
+    """FP8 experts, for one, have as many bytes to an element: they are not read as FP4."""
+    tensors = named(moe_cases.layer(e=2)[0])
+    name = f"layers.3.ffn.experts.{name}"
+    tensors[name] = change(tensors[name])
+    with pytest.raises(ValueError, match=rf"^tensors\['{name}'\]: {words}"):
+        Fp4Experts.from_checkpoint(tensors, "layers.3.ffn.experts.")
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", torch.int32])
+def test_dequantize_names_a_wrong_dtype(dtype):
+    with pytest.raises(ValueError, match="^dtype: got .*; accepted: torch.bfloat16, torch.float16, torch.float32"):
+        moe_cases.layer(e=1)[1].dequantize(dtype)
+
+
 @pytest.mark.parametrize("nvfp4", [False, True])
 def test_numbers(nvfp4):
     given, experts = moe_cases.layer(e=2, nvfp4=nvfp4)
