@@ -279,6 +279,19 @@ def test_a_volatile_flag_requires_fences(side):
     holds(make, args=ARGS, **GRID)
 
 
+@pytest.mark.parametrize("side", (0, 1), ids=["raised", "read"])
+def test_a_volatile_flag_reaches_as_far_as_the_fence(side):
+    """__threadfence_block() instead of __threadfence()."""
+
+    def make(keep):
+        fences = [FENCE, FENCE]
+        fences[side] = FENCE if keep else FENCE.replace("gpu", "cta")
+        return message(*VOLATILE, *fences)
+
+    for strict in (True, False):
+        holds(make, args=ARGS, strict=strict, **GRID)
+
+
 def test_a_volatile_flag_behind_a_barrier_that_all_come_to_with_a_fence():
     """By the letter the fence of another warp does not count."""
 

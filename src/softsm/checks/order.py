@@ -292,8 +292,9 @@ class Order:
         place = places.get(address)
         if place is None:
             place = places[address] = Location()
+        wide = scope  # of a release
         if order == "volatile":
-            order = self.volatile(w, cta, write)
+            order, wide = self.volatile(w, cta, write)
         if read and order in ("acquire", "acq_rel"):
             for key in reached(w, scope):
                 if key in place.clocks:
@@ -308,10 +309,10 @@ class Order:
                         self.join(address_of(w.view.acquirable[fenced]), place.clocks[key].at)
                         w.view.acquirable_flags.setdefault(fenced, {}).update(place.writers[key])
         if write:
-            sent = [(scope, self.snapshot(w))] if order in ("release", "acq_rel") else []
+            sent = [(wide, self.snapshot(w))] if order in ("release", "acq_rel") else []
             whole = False
-            for wide, snapshot in sent + list(w.view.released.items()):
-                for key in reached(w, min(scope, wide, key=rank)):
+            for fenced, snapshot in sent + list(w.view.released.items()):
+                for key in reached(w, min(scope, fenced, key=rank)):
                     if key not in place.clocks:
                         place.clocks[key], place.writers[key] = self.new_clock(), {}
                     whole = self.send_earlier(place.clocks[key], w, snapshot) or whole
@@ -322,15 +323,15 @@ class Order:
                     w.view.head[:2] = w.view.epoch, 0
                 w.view.head[2:] = w.view.epoch, address & ~3 & pg.ALL
 
-    def volatile(self, w, cta, write: bool) -> str:
-        """The memory order of a volatile access. PTX defines it as relaxed. At the default level it is acq_rel in
-        shared memory. In global memory a volatile write is a release if its warp has executed a fence: every thread
-        fences its stores, all meet at a barrier, and one thread sets a flag."""
+    def volatile(self, w, cta, write: bool) -> tuple[str, str]:
+        """The memory order of a volatile access, and its scope. PTX defines it as relaxed. At the default level it is
+        acq_rel in shared memory. In global memory a volatile write is a release if its warp has executed a fence, and
+        reaches as far as that: every thread fences its stores, all meet at a barrier, and one thread sets a flag."""
         if self.strict:
-            return "relaxed"
+            return "relaxed", "sys"
         if cta is not None:
-            return "acq_rel"
-        return "release" if write and w.view.released else "relaxed"
+            return "acq_rel", "sys"
+        return ("release", max(w.view.released, key=rank)) if write and w.view.released else ("relaxed", "sys")
 
     def observe(self, w, op) -> None:
         """The issuing thread has waited for `op`, so the warp knows it to be complete."""

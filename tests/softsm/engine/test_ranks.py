@@ -67,8 +67,9 @@ def test_a_flag_of_gpu_scope_does_not():
 
 
 @pytest.mark.parametrize("fence", ["fence.acq_rel.sys", "fence.sc.sys", "membar.sys", "fence.sc.gpu", "membar.gl"])
-def test_fences_beside_a_relaxed_flag_need_sys_scope(fence):
-    text = MEET.replace("st.release.SCOPE", f"{fence}; st.relaxed.sys").replace("ld.acquire.SCOPE", "ld.relaxed.sys")
+@pytest.mark.parametrize("flag", ["relaxed.sys", "volatile"])
+def test_fences_beside_a_flag_need_sys_scope(fence, flag):
+    text = MEET.replace("st.release.SCOPE", f"{fence}; st.{flag}").replace("ld.acquire.SCOPE", f"ld.{flag}")
     kernel = softsm.load(text.replace("ld.global.u32 %r5", f"{fence}; ld.global.u32 %r5"))
     words, outs = np.zeros((2, CTAS, 2), np.uint32), np.zeros((2, CTAS), np.uint32)
     with softsm.checking() as report:
