@@ -17,7 +17,7 @@ from softsm.engine.launch import Kernel
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta
 from softsm.timing_model.follow import branch_on_place, branch_on_value
-from softsm.timing_model.path_slice import sliced
+from softsm.timing_model.path_slice import Path, sliced
 
 COST = 16_000_000  # instructions in all: two seconds
 MACRO, CTA = 400, 1500  # cost, in instructions, of one that Python executes, and of starting a CTA
@@ -54,20 +54,24 @@ class Scouts:
     """The clusters that run untraced first, one after the other."""
 
     def __init__(self, machine: Machine, place):
-        self.machine, self.order = machine, spread(machine.left)
-        self.begun = self.live = 0
-        self.cost = 0.0
-        self.steps: dict[int, int] = {}
-        self.path = sliced(machine.kernel)
-        plain, each = machine.run_code, 1 if self.path is None else 1 / NOTHING
+        self.machine, self.place, self.order = machine, place, spread(machine.left)
+        self.live = 0
+        self.path: Path | None = None  # while only what decides the path runs
+        self._begin()
+        plain = machine.run_code
 
         def run(*given):
             result = plain(*given)
             self.steps[self.order[self.begun - 1]] += result[4]
-            self.cost += result[4] * each
+            self.cost += result[4] if self.path is None else result[4] // NOTHING
             return result
 
-        machine.clusters, machine.left, machine.run_code = map(place, self.order), 1, run
+        machine.run_code = run
+
+    def _begin(self) -> None:
+        self.cost = self.begun = 0
+        self.steps: dict[int, int] = {}
+        self.machine.clusters, self.machine.left = map(self.place, self.order), 1
 
     def began(self, cta: Cta) -> None:
         if cta.rank == 0:
@@ -87,9 +91,13 @@ class Scouts:
     def ended(self) -> bool:
         """Tells whether the CTA that ended was the last of all."""
         self.live -= 1
-        affordable = (
-            COST * self.begun // max(1.0, self.cost)
-        )  # total clusters within COST, if the others are like these
+        if self.begun == 1 and not self.live and self.path is None and self.cost * len(self.order) > COST:
+            # Too many to run whole. A grid that runs whole also leaves what later launches read.
+            self.path = sliced(self.machine.kernel)
+            if self.path is not None:
+                self._begin()
+                return False
+        affordable = COST * self.begun // max(1, self.cost)  # total clusters within COST, if the others are like these
         more = self.cost < COST and self.begun < len(self.order) and affordable >= min(FEW, len(self.order))
         if self.begun == MANY_ALIKE and not self.live:
             more &= max(self.steps.values()) > ALIKE * min(self.steps.values())

@@ -98,7 +98,27 @@ def test_a_path_that_other_threads_decide_is_not_cut(shared) -> None:
 
 
 def test_counts_are_those_of_whole_ctas(monkeypatch) -> None:
-    cut = predicted(TILES, 200, 10).trace.lengths
-    monkeypatch.setattr(scout, "sliced", lambda kernel: None)
     whole = predicted(TILES, 200, 10).trace.lengths
-    assert np.corrcoef(cut, whole)[0, 1] > 0.9999
+    for name, number in {"COST": 1000, "CTA": 0, "NOTHING": 1000}.items():
+        monkeypatch.setattr(scout, name, number)
+    cut = predicted(TILES, 200, 10).trace.lengths
+    assert cut is not None and (cut == whole).all()
+    monkeypatch.setattr(scout, "sliced", lambda kernel: None)
+    assert predicted(TILES, 200, 10).trace.lengths is None
+
+
+STORES = (
+    HEAD
+    + """
+  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; ld.global.u32 %r2, [%d2]; setp.eq.u32 %p1, %r2, 0; @%p1 bra END;
+  add.u32 %r2, %r2, %r4; st.global.u32 [%d2], %r2;
+END: ret;
+}"""
+)
+
+
+def test_a_grid_that_is_counted_whole_stores_what_later_launches_read() -> None:
+    x = np.arange(64, dtype=np.uint32)
+    with softsm.timing("h200"):
+        softsm.load(STORES).launch(64, 64, [x, 1000])
+    assert (x[1:] >= 1001).all()
