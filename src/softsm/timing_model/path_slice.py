@@ -13,6 +13,7 @@ import numpy as np
 from softsm.engine import program as pg
 from softsm.engine.launch import Kernel
 from softsm.timing_model.follow import REGISTER, statements_of
+from softsm.timing_model.sass import alone
 
 # What other threads or earlier instructions must have done for the result to be right.
 _SHARED = ("atom.", "cp.", "mbarrier.", "mma.", "wgmma.", "tcgen05.", "ldmatrix", "stmatrix", "mapa", "call", "brx")
@@ -51,7 +52,7 @@ class Path(NamedTuple):
 @functools.lru_cache(16)
 def sliced(kernel: Kernel) -> Path | None:
     """Returns what decides the path of the kernel; None: anything may."""
-    source = kernel.module.source
+    source = alone(kernel.module.source, kernel.name)
     lines = deciding_lines(source)
     ends = np.flatnonzero((kernel.program.code[:, [0, 6, 7]] == [pg.OP_EXIT, 0, 0]).all(1))
     if lines is None or not len(ends):

@@ -105,6 +105,27 @@ def assembled(ptx: str, arch: str) -> tuple[bytes, str]:
         return cubin.read_bytes(), done.stderr
 
 
+_ENTRY = re.compile(r"^[ \t]*(?:\.(?:visible|weak)\s+)?\.entry\s+([\w$.]+)")
+
+
+@functools.lru_cache(maxsize=64)
+def alone(ptx: str, name: str) -> str:
+    """Returns the PTX with empty lines for all kernels but one: the machine code of a module is read as one kernel."""
+    if ptx.count(".entry") < 2:
+        return ptx
+    out, other, depth, opened = [], False, 0, False
+    for line in ptx.split("\n"):
+        if not other and (found := _ENTRY.match(line)) and found[1] != name:
+            other, depth, opened = True, 0, False
+        out.append("" if other else line)
+        if other:
+            code = line.partition("//")[0]
+            depth += code.count("{") - code.count("}")
+            opened |= "{" in code
+            other = depth > 0 or not opened
+    return "\n".join(out)
+
+
 @functools.lru_cache(maxsize=128)
 def disassemble(ptx: str, arch: str) -> tuple[str, str]:
     """Returns (nvdisasm's text, ptxas's report), cached on disk by the hash of PTX, target and Triton's version."""

@@ -18,6 +18,7 @@ from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta
 from softsm.timing_model.follow import branch_on_place, branch_on_value
 from softsm.timing_model.path_slice import Path, sliced
+from softsm.timing_model.sass import alone
 
 COST = 16_000_000  # instructions in all: two seconds
 MACRO, CTA = 400, 1500  # cost, in instructions, of one that Python executes, and of starting a CTA
@@ -33,7 +34,7 @@ def on_data(source: str, values: bool) -> bool:
 
 def worthwhile(kernel: Kernel, shape: list[int], values: bool) -> bool:
     """shape: clusters along each axis of the grid. values: whether products are computed."""
-    source = kernel.module.source
+    source = alone(kernel.module.source, kernel.name)
     return on_data(source, values) or branch_on_place(source, axis_of(shape))
 
 

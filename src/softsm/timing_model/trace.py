@@ -23,7 +23,7 @@ from softsm.engine.warps import Cta, Fragment, Warp
 from softsm.errors import Deadlock
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.roles import role_of
-from softsm.timing_model import address_trace, scout
+from softsm.timing_model import address_trace, sass, scout
 from softsm.timing_model.accesses import ALIGNED, ZEROS, Access, Looks, shifts
 from softsm.timing_model.blocks import Blocks, known_of
 from softsm.timing_model.follow import CannotFollow
@@ -218,7 +218,9 @@ class Tracer(Observer):
     def cta_ended(self, cta: Cta) -> None:
         if self.scouts is not None and self.scouts.ended():
             self.lengths = self.scouts.lengths()
-            if not scout.on_data(self.kernel.module.source, self.timer.values) and self.scouts.along_axis(self.shape):
+            if not scout.on_data(
+                sass.alone(self.kernel.module.source, self.kernel.name), self.timer.values
+            ) and self.scouts.along_axis(self.shape):
                 self.lengths = None  # those that are traced anyway tell of all
             if self.lengths is not None:
                 self.samples = self.scouts.chosen(self.lengths, self.timer.most)
@@ -474,7 +476,7 @@ class Tracer(Observer):
         self.timer.traced(
             LaunchTrace(
                 self.kernel.name,
-                self.kernel.module.source,
+                sass.alone(self.kernel.module.source, self.kernel.name),
                 self.kernel.tmem_columns,
                 machine.arch,
                 machine.grid,

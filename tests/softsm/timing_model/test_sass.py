@@ -1,5 +1,9 @@
 """Blocks, lines and scheduling words of machine code, read from nvdisasm's text."""
 
+import numpy as np
+import pytest
+
+import softsm
 from softsm.timing_model import sass
 
 TEXT = """
@@ -30,3 +34,39 @@ def test_a_load_raises_a_scoreboard_that_its_user_waits_for() -> None:
     assert (load.stall, load.sets, load.holds, load.waits) == (2, 2, sass.NONE, 0)
     assert (branch.stall, branch.sets, branch.holds, branch.waits) == (5, sass.NONE, sass.NONE, 0)
     assert (add.stall, add.sets, add.waits) == (1, sass.NONE, 1 << load.sets)
+
+
+KERNEL = """
+.visible .entry NAME(
+  .param .u64 x
+)
+.reqntid 32
+{
+  .reg .b32 %r<4>; .reg .b64 %d<2>; .reg .f32 %f<4>; // a brace } in a comment
+  { .reg .b32 %r9; mov.u32 %r9, 1; }
+  ld.param.u64 %d1, [x]; ld.global.f32 %f1, [%d1];
+  WORK
+  st.global.f32 [%d1], %f1; ret;
+}
+"""
+MODULE = ".version 8.3 .target sm_90a .address_size 64\n.shared .b32 box;\n"
+LITTLE = KERNEL.replace("NAME", "little").replace("WORK", "add.f32 %f1, %f1, %f1;")
+MUCH = KERNEL.replace("NAME", "much").replace("WORK", "ex2.approx.f32 %f1, %f1;" * 400)
+
+
+def test_other_kernels_of_a_module_are_left_out() -> None:
+    both = MODULE + MUCH + LITTLE
+    one = sass.alone(both, "little")
+    assert one == MODULE + "\n" * MUCH.count("\n") + LITTLE
+    assert sass.alone(MODULE + LITTLE, "little") == MODULE + LITTLE
+    assert "mov.u32 %r9" in sass.alone(both, "much") and ".entry little" not in sass.alone(both, "much")
+
+
+def test_a_kernel_takes_as_long_beside_another() -> None:
+    pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
+    times = []
+    for source in (MODULE + LITTLE, MODULE + MUCH + LITTLE):
+        with softsm.timing("h200") as timer:
+            softsm.load(source, "little").launch(1000, 32, [np.zeros(64, np.float32)])
+        times.append(timer.us)
+    assert times[0] == times[1]
