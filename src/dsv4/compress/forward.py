@@ -113,7 +113,8 @@ def _slots(kv: Tensor, gate: Tensor, windows: int, before: int, m: int, d: int, 
     """Cut both, [..., tokens, width], into [..., windows, slots, d]; the first window starts at token `before`."""
 
     def slots(x: Tensor, missing: float) -> Tensor:
-        own = x[..., before : before + windows * m, :].unflatten(-2, (windows, m))
+        own = x[..., before : before + windows * m, :]
+        own = own.reshape(*x.shape[:-2], windows, m, x.shape[-1])  # the compiler cannot trace unflatten
         if not overlap:
             return own
         a, b = own[..., :d], own[..., d:]

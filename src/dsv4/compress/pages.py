@@ -76,7 +76,7 @@ def _in_torch(states, tokens, requests, positions, block_table, slots, norm_weig
         return
     end = positions[last].long()
     count = ratio * width // d
-    token = end[:, None] + 1 - count + torch.arange(count)  # [rows, count]
+    token = end[:, None] + 1 - count + torch.arange(count, device=end.device)  # [rows, count]
     page = block_table[requests[last].long()[:, None], token.clamp_min(0) // lines].long()
     kv, gate = states[page, token.clamp_min(0) % lines].split(width, -1)  # [rows, count, width]
     if width == 2 * d:  # the first half of the previous window, then the second half of this one

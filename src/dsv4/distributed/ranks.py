@@ -34,10 +34,9 @@ def check_alike(name: str, x: Tensor, group: Any) -> None:
 
     if not checks.values_checked(x):
         return
-    mine = torch.zeros(NOTED, dtype=torch.uint8)
+    mine = torch.zeros(NOTED, dtype=torch.uint8, device=x.device)
     noted = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}".encode()[:NOTED]
-    mine[: len(noted)] = torch.tensor(list(noted), dtype=torch.uint8)
-    mine = mine.to(x.device)
+    mine[: len(noted)] = torch.tensor(list(noted), dtype=torch.uint8, device=x.device)
     all_ranks = [torch.empty_like(mine) for _ in range(rank_and_size(group)[1])]
     dist.all_gather(all_ranks, mine, group=group)
     for rank, other in enumerate(all_ranks):

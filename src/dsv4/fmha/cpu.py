@@ -229,7 +229,7 @@ def attend(
     if open_left and open_right:
         return _attend_all(q, k, v, scale)
     if t * s <= MASK_LIMIT and (t <= QUERY_BLOCK or not open_left):
-        return _call_flash(q, k, v, scale, mask=_mask(t, s, offset, left, right, q.dtype))
+        return _call_flash(q, k, v, scale, mask=_mask(t, s, offset, left, right, q.dtype, q.device))
     if open_left:
         # Keys below the triangle's corner are seen by all; the rest is the kernel's own causality.
         corner = offset + right
@@ -247,8 +247,8 @@ def attend(
 
 
 def _nothing_visible(q: Tensor) -> tuple[Tensor, Tensor]:
-    # The dtype is named because the caller may have set another default.
-    return torch.zeros_like(q), torch.full(q.shape[:3], NEG_INF, dtype=torch.float32)
+    # dtype and device are named because the caller may have set other defaults.
+    return torch.zeros_like(q), torch.full(q.shape[:3], NEG_INF, dtype=torch.float32, device=q.device)
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -282,7 +282,7 @@ def _attend_capped(q, k, v, offset, left, right, scale, softcap) -> tuple[Tensor
         for j in range(0, k.shape[2], block):
             k1, v1 = (x[:, :, j : j + block].float() for x in (k, v))
             s = (q1 @ k1.mT).tanh_().mul_(softcap)
-            s += _mask(s.shape[2], s.shape[3], offset + i - j, left, right, s.dtype)
+            s += _mask(s.shape[2], s.shape[3], offset + i - j, left, right, s.dtype, s.device)
             top = s.amax(-1, keepdim=True)
             top = torch.where(top == NEG_INF, 0, top)
             p = s.sub_(top).exp_()
@@ -308,11 +308,13 @@ def _call_flash(q, k, v, scale, *, causal=False, mask=None) -> tuple[Tensor, Ten
 
 
 @lru_cache(maxsize=4)
-def _mask(t: int, s: int, offset: int, left: int, right: int, dtype: torch.dtype) -> Tensor:
+def _mask(
+    t: int, s: int, offset: int, left: int, right: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:  # fmt: skip
     """[1, 1, T, S] additive: 0 where seen, -inf elsewhere. Blocks inside a window share theirs."""
-    i = torch.arange(t)[:, None] + offset
-    j = torch.arange(s)[None, :]
-    mask = torch.ones(t, s, dtype=torch.bool)
+    i = torch.arange(t, device=device)[:, None] + offset
+    j = torch.arange(s, device=device)[None, :]
+    mask = torch.ones(t, s, dtype=torch.bool, device=device)
     if left >= 0:
         mask &= j >= i - left
     if right >= 0:

@@ -56,8 +56,6 @@ def index_loss(
     checks.tensor("rows", rows, (m, shape[2]), checks.FLOATS, like=like)
     checks.tensor("lse", lse, (n, shape[1]), (torch.float32,), like=like, unit_last=False)
     checks.sink(sink, shape[1], like)
-    if checks.values_checked(q):
-        checks.in_range("indices", indices, -1, m - 1)
     checks.no_tangents(q=q, k=k, weights=weights)
     softmax_scale = shape[2] ** -0.5 if softmax_scale is None else checks.number("softmax_scale", softmax_scale)
     scale = d**-0.5 * max(h, 1) ** -0.5 if scale is None else checks.number("scale", scale)
@@ -104,6 +102,8 @@ def _target(attention_q, rows, indices, lse, sink, softmax_scale):
 
 def _forward(q, k, weights, indices, attention_q, rows, lse, sink, softmax_scale, scale) -> tuple[Tensor, Tensor]:
     """Return the loss, and its gradient with respect to the scores [N, K], times N."""
+    if checks.values_checked(q):
+        checks.in_range("indices", indices, -1, k.shape[0] - 1)
     loss = torch.zeros((), dtype=torch.float32, device=q.device)
     dscore = torch.zeros(indices.shape, dtype=torch.float32, device=q.device)
     for some in _blocks(q, k, indices, attention_q):

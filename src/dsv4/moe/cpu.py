@@ -89,7 +89,7 @@ def _experts(p: MoeProblem) -> None:
         for n in _batches(token, p.deterministic):
             t, j = token[n], slot[n]
             slots[t, j] = mlp(x[t], gate, up, down, p.weights[t, j, None], p.limit, dtype, p.activations)
-    total = torch.zeros(p.tokens, p.hidden, device=p.x.device)
+    total = torch.zeros(p.tokens, p.hidden, dtype=torch.float32, device=p.x.device)
     for one in slots.unbind(1):
         total += one
     if p.shared_w13 is not None:
@@ -111,7 +111,7 @@ def shared(p: MoeProblem) -> Tensor:
         h = (silu(g.clamp(max=p.limit)) * u.clamp(-p.limit, p.limit)).to(p.x.dtype)
         return rounded(h, p.activations).to(p.x.dtype) @ p.shared_w2.T
     gate, up = p.shared_w13.float().chunk(2)
-    one = torch.ones(1, device=p.x.device)
+    one = torch.ones(1, dtype=torch.float32, device=p.x.device)
     down = p.shared_w2.float()
     made = [mlp(x[n], gate, up, down, one, p.limit, p.x.dtype, p.activations) for n in _batches(x, p.deterministic)]
     return torch.cat(made)

@@ -85,7 +85,7 @@ def _backward(dout: Tensor | None, dslots: Tensor | None, *rest: Any) -> tuple[T
         token, slot = (ids == e).nonzero(as_tuple=True)
         if not len(token):
             continue
-        dy = torch.zeros(len(token), p.hidden, device=p.x.device)
+        dy = torch.zeros(len(token), p.hidden, dtype=torch.float32, device=p.x.device)
         for given, place in ((dout, token), (dslots, (token, slot))):
             if given is not None:
                 dy += given[place].float()
@@ -109,7 +109,7 @@ def _backward(dout: Tensor | None, dslots: Tensor | None, *rest: Any) -> tuple[T
 
 def _shared_gradients(p: MoeProblem, x: Tensor, dout: Tensor, into: dict[str, Tensor]) -> None:
     assert p.shared_w13 is not None and p.shared_w2 is not None
-    one = torch.ones(1, 1, device=x.device)
+    one = torch.ones(1, 1, dtype=torch.float32, device=x.device)
     gate, up = p.shared_w13.float().chunk(2)
     dx, _, dw1, dw3, dw2 = _row_gradients(x, gate, up, p.shared_w2.float(), one, dout, p.limit)
     for name, made in (("x", dx), ("shared_w13", torch.cat([dw1, dw3])), ("shared_w2", dw2)):

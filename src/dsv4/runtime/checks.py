@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from dsv4.runtime.settings import settings
@@ -310,7 +311,7 @@ def values_checked(x: Tensor) -> bool:
     While torch.compile traces, tensors have no values yet; the operators check them when they run. While a CUDA graph
     is captured, they have none either.
     """
-    if x.is_cuda and not settings.check_values or torch.compiler.is_compiling():
+    if x.is_cuda and not settings.check_values or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return False
     return not torch.cuda.is_current_stream_capturing() if x.is_cuda else x.device.type == "cpu"
 

@@ -11,6 +11,8 @@ operators, their kernels run without them. The gradient of a gradient is rejecte
 mode), which torch would silently drop.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +45,7 @@ def define(
         ("backward", f"({backward_arguments}) -> {backward_outputs}", backward),
     ):
         LIBRARY.define(f"{name}_{suffix}{text}", tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(f"{name}_{suffix}", kernel, "CompositeExplicitAutograd")
+        LIBRARY.impl(f"{name}_{suffix}", without_autocast(kernel), "CompositeExplicitAutograd")
         torch.library.register_fake(f"dsv4::{name}_{suffix}", fake, lib=LIBRARY)
 
     def no_second(ctx: Any, *grads: Any) -> Any:
@@ -53,12 +55,26 @@ def define(
     torch.library.register_autograd(f"dsv4::{name}_backward", no_second, lib=LIBRARY)
 
     def run_and_save(ctx: Any, *inputs: Any) -> Any:
-        output = forward[0](*inputs)
+        output = without_autocast(forward[0])(*inputs)
         save(ctx, inputs, output)
         return output
 
     methods = {"forward": staticmethod(run_and_save), "backward": staticmethod(gradients)}
     _functions[name] = type(name, (torch.autograd.Function,), methods)
+
+
+def without_autocast(kernel: Callable) -> Callable:
+    """Return the kernel with autocast off: products in fp32 must stay fp32."""
+
+    @functools.wraps(kernel)
+    def called(*inputs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return kernel(*inputs)
+
+    return called
 
 
 def training(name: str, plain: bool, *arguments: Any) -> Any:
