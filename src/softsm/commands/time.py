@@ -15,6 +15,7 @@ from softsm.commands.program import OWN
 from softsm.errors import SoftsmError
 from softsm.ptx.cplusplus import readable
 from softsm.timing_model import compare, report
+from softsm.timing_model.follow import CannotFollow
 from softsm.timing_model.parameters import GPUS, Gpu, gpu_for
 from softsm.timing_model.timer import Timer, timing
 
@@ -23,6 +24,9 @@ SCHEMA = "softsm.time/1"  # docs/reports.md; removing a field or changing its me
 STOPPED = """stopped with this error: launches after it have no time. If it was a check of results: while a program is
 timed, some CTAs of each grid run and products are not computed, so leave the check out (--values computes products,
 which helps where a grid has one CTA)."""
+
+PARTLY = """If softsm check finds nothing: while a program is timed, some CTAs of each grid run and products are not
+computed, so what a launch reads of an earlier one is incomplete. Time such a launch alone, with inputs of its own."""
 
 
 def target(arch: str, gpu: str) -> tuple[str, Gpu]:
@@ -55,7 +59,8 @@ def ending(file: Path) -> Iterator[End]:
         end.failed = bool(done.code)
         end.words = f"{file} ended with status {done.code}" if done.code else ""
     except SoftsmError as problem:
-        end.words, end.failed = f"{file}: no time: {problem}", True
+        why = "" if isinstance(problem, CannotFollow) else f"\n{PARTLY}"
+        end.words, end.failed = f"{file}: no time: {problem}{why}", True
     except OWN:
         raise
     except Exception as problem:

@@ -8,6 +8,7 @@ import numpy as np
 
 from softsm.timing_model.trace import LaunchTrace
 
+MANY = 2000  # waves
 QUEUE = 3, 6  # consecutive CTAs per slot in the replay: minimum, maximum
 GOLDEN = 0.6180339887498949  # the fractional parts of its multiples are evenly spread
 
@@ -38,6 +39,8 @@ def makespan(durations: np.ndarray, slots: int, more: float) -> float:
     """Returns when the last cluster ends. Each starts in the first free slot; a slot's first one runs `more` longer."""
     if len(durations) <= slots or durations.min() == durations.max():
         return float(durations[:slots].max() + more + durations[0] * (-(-len(durations) // slots) - 1))
+    if len(durations) > MANY * slots:  # one after the other would take seconds, and the last ones decide little
+        return float(durations.sum() / slots + more + durations.max() / 2)
     ends = (durations[:slots] + more).tolist()
     heapq.heapify(ends)
     for d in durations[slots:].tolist():

@@ -24,6 +24,7 @@ COST = 16_000_000  # instructions in all: two seconds
 MACRO, CTA = 400, 1500  # cost, in instructions, of one that Python executes, and of starting a CTA
 NOTHING = 8  # records that do nothing take the time of one that does (path_slice.py)
 FEW = 8  # fewer clusters of a larger grid do not represent the others
+MOST = 1 << 22  # clusters whose lengths are kept
 ALIKE, MANY_ALIKE = 1.02, 512  # after this many equal clusters the model assumes that the others are equal, too
 
 
@@ -35,6 +36,8 @@ def on_data(source: str, values: bool) -> bool:
 def worthwhile(kernel: Kernel, shape: list[int], values: bool) -> bool:
     """shape: clusters along each axis of the grid. values: whether products are computed."""
     source = alone(kernel.module.source, kernel.name)
+    if math.prod(shape) > MOST:
+        return False
     return on_data(source, values) or branch_on_place(source, axis_of(shape))
 
 

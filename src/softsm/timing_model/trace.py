@@ -149,7 +149,7 @@ class Tracer(Observer):
         self.known: dict[Mbarrier, int] = {}  # their numbers in the cluster
         self.shape = [-(-g // c) for g, c in zip(machine.grid, machine.cluster_shape)]
         self.total = machine.left
-        self.samples = timer.choose(self.shape, self.total)
+        self.samples = timer.choose(self.shape, self.total) if self.total else []
         memory = machine.global_memory
         self.tensors = [(a.name, a.size) for a in memory.allocations]
         self.shifts = shifts(memory.starts)
@@ -185,7 +185,7 @@ class Tracer(Observer):
 
             machine.try_cancel = try_cancel  # type: ignore[method-assign]
             self.samples, self.total = [0], min(self.total, together)
-        if self.total > len(self.samples) and scout.worthwhile(self.kernel, self.shape, self.timer.values):
+        if self.total > len(self.samples) > 0 and scout.worthwhile(self.kernel, self.shape, self.timer.values):
             self.scouts = scout.Scouts(machine, place)
         else:
             self._trace_samples()
@@ -471,7 +471,7 @@ class Tracer(Observer):
                 f"{self.kernel.name}: waits for CTAs that a timing run does not execute ({len(self.samples)} of "
                 f"{self.total} ran), so there is no prediction for this kernel: {failure}"
             ) from failure
-        if failure is not None:
+        if failure is not None or not self.total:
             return
         self.timer.traced(
             LaunchTrace(

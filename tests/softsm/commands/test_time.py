@@ -106,3 +106,9 @@ def test_programs_that_are_compared_may_have_arguments_of_their_own(tmp_path) ->
     assert all(d["second_us"] > d["first_us"] for d in found["differences"])
     done = timed(tmp_path, "launch(1)\n", "--compare-arguments", "4000")
     assert done.exit_code == 2 and "only with --compare" in done.output
+
+
+def test_a_fault_may_come_from_what_did_not_run(tmp_path) -> None:
+    done = timed(tmp_path, "launch(1)\nx = np.ones(8, np.float32)\nlaunch(1)\n")
+    assert done.exit_code == 1 and "no time: out-of-bounds" in done.output
+    assert "what a launch reads of an earlier one is incomplete" in " ".join(done.output.split())

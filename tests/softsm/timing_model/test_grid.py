@@ -97,3 +97,16 @@ def test_kinds_of_clusters_run_beside_each_other_as_often_as_in_the_grid() -> No
     assert 0.75 < every.count(1) / len(every) < 0.95
     assert {n for q in queues for n in q[1:-1]} == {0, 1, 2}
     assert {n for q in grid.queues_of([0, 1, 2], [0.1, 0.9, 0.0], 1, 9) for n in q[1:-1]} == {0, 1, 2}
+
+
+def test_a_huge_grid_is_scheduled_by_its_sum(monkeypatch) -> None:
+    durations = np.random.default_rng(5).uniform(1, 4, 4000)
+    exact = grid.makespan(durations, 8, 0.5)
+    monkeypatch.setattr(grid, "MANY", 100)
+    assert grid.makespan(durations, 8, 0.5) == pytest.approx(exact, rel=0.002)
+
+
+def test_an_empty_grid_has_no_time() -> None:
+    with softsm.timing("h200") as timer:
+        softsm.load(UNEVEN).launch(0, 128, [np.zeros(128, np.float32), 0])
+    assert timer.predictions == [] and timer.us == 0
