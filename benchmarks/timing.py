@@ -206,6 +206,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--limit", type=float, default=120, help="seconds, for --measure")
+    parser.add_argument(
+        "--compiled", action="store_true", help="with --measure: Triton's cache has all kernels already"
+    )
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--part", default="0/1", help="k/n: every n-th case from the k-th on, for --predict")
     parser.add_argument("--gpu", choices=("h200", "b200"), default="h200", help="for --predict")
@@ -244,6 +247,7 @@ def main() -> int:
         numbers = {"--seed": given.seed, "--own": [given.own] if given.own else None}
         drawn = next(([option, *map(str, n)] for option, n in numbers.items() if n), others)
         command = [sys.executable, __file__, *drawn, "--only", given.only, "--compile"]
+        command = [] if given.compiled else command
         measuring.measure(given.json, cases(given), command, given.repeats, given.limit)
     return 0
 

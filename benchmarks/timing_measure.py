@@ -14,7 +14,7 @@ WORKERS, COMPILING = 14, 45  # processes that compile, seconds at most
 
 
 def measure(path: Path, cases: list, command: list[str], repeats: int, limit: float) -> None:
-    """command: compiles the part of the cases that is put behind it."""
+    """command: compiles the part of the cases that is put behind it; empty: all are compiled."""
     import torch
 
     sys.path.append(str(HERE / "microbench"))
@@ -23,7 +23,7 @@ def measure(path: Path, cases: list, command: list[str], repeats: int, limit: fl
 
     begin = time.time()
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    workers = [subprocess.Popen([*command, f"{k}/{WORKERS}"], **quiet) for k in range(WORKERS)]
+    workers = [subprocess.Popen([*command, f"{k}/{WORKERS}"], **quiet) for k in range(WORKERS if command else 0)]
     for w in workers:
         try:
             w.wait(max(1, COMPILING - (time.time() - begin)))
@@ -100,9 +100,12 @@ def one(torch, gpu, flush, probe: str, call, repeats: int) -> dict:
 
 
 def compile_part(part: str, cases: list) -> None:
+    import torch
+
     k, n = map(int, part.split("/"))
     for case in cases[k::n]:
         try:
             case.make("cuda")()
         except Exception as why:  # the measuring process will say so
             print(case.name, why)
+        torch.cuda.empty_cache()  # others compile beside this process

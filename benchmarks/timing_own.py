@@ -114,9 +114,9 @@ KINDS: dict[str, tuple[Callable[[random.Random], Iterator[Case]], int]] = {
     "dense": (dense, 4),
     "decode": (decode, 3),
     "varlen": (varlen, 2),
-    "gradients": (gradients, 3),
     "listed": (listed, 3),
-    "listed gradients": (listed_gradients, 1),
     "indexing": (indexing, 2),
     "compressing": (compressing, 2),
+    "gradients": (gradients, 3),
+    "listed gradients": (listed_gradients, 1),
 }
