@@ -62,7 +62,8 @@ def compress(
         dtype: of the rows; default that of kv. Arithmetic is fp32 (fp64 for fp64 kv).
         out, slots: a pool of rows (a tensor [rows, d] or [pages, page, d], a :class:`dsv4.Fp8Cache` for d = 512, or
             a :class:`dsv4.IndexCache` for d = 128) and the row numbers int32 or int64 [..., n] in it that get the rows;
-            -1 drops a row. Rows are rounded to dtype first. The pool is returned instead of the rows.
+            -1 drops a row. Rows are rounded to dtype first. The pool is returned instead of the rows. It overlaps
+            neither kv nor gate.
         backend: "auto" (a kernel if it can run the problem, else torch), "cuda" and "softsm" (the kernel), "cpu".
 
     Gradients exist with respect to kv, gate, position_bias and norm_weight, for a whole sequence at once: with state=
@@ -83,7 +84,7 @@ def compress(
     checks.backend(backend)
     seen = 0 if state is None else state.tokens
     n = windows_of(seen, kv.shape[-2], m)
-    _check_target(out, slots, kv, d, n)
+    _check_target(out, slots, kv, gate, d, n)
     if learning:
         rows, new_kv, new_gate = training.call(
             kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype or kv.dtype, backend
@@ -142,7 +143,7 @@ def _check(kv, gate, position_bias, norm_weight, ratio, cos_sin, state, learning
     return d, m
 
 
-def _check_target(out: Any, slots: Any, kv: Tensor, d: int, n: int) -> None:
+def _check_target(out: Any, slots: Any, kv: Tensor, gate: Tensor | None, d: int, n: int) -> None:
     if (out is None) != (slots is None):
         checks.fail("out, slots", "one of them", "both or neither")
     if out is None:
@@ -161,6 +162,7 @@ def _check_target(out: Any, slots: Any, kv: Tensor, d: int, n: int) -> None:
         checks.output("out", out, (*out.shape[:-1], d), out.dtype, {"kv": kv})
         checks.forward_only(out=out)
         checks.dtype("out", out.dtype, FLOATS)
+    checks.apart("out", out.storage if isinstance(out, PackedRows) else out, {"kv": kv, "gate": gate})
     checks.tensor("slots", slots, (*kv.shape[:-2], n), ROW_NUMBERS, like=like, unit_last=False)
     if checks.values_checked(kv):
         checks.in_range("slots", slots, -1, caches.pool_size(out) - 1)

@@ -262,8 +262,8 @@ def no_tangents(**tensors: Tensor | None) -> None:
 
 
 def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: dict[str, Tensor]) -> Tensor:
-    """Checks that x can be written: it has this shape and dtype, its elements do not overlap, nor does it overlap an
-    input."""
+    """Checks that x can be written: it has this shape and dtype, the device of the first input, and its elements do not
+    overlap. Whether it overlaps an input is for `apart`, or the runtime (calls.py)."""
     like = next(iter(inputs.items()))
     tensor(name, x, tuple(shape), (dtype,), like=like, unit_last=is_tensor(x) and x.ndim > 0)
     return writable(name, x)
@@ -284,6 +284,16 @@ def holds_its_values(name: str, x: Tensor) -> None:
     """Rejects a lazy view (negated or conjugated) as an output: the dispatcher cannot resolve it."""
     if not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):  # the compiler cannot trace these two
         fail(name, "a lazily negated or conjugated view", "a tensor that holds its own values")
+
+
+def apart(name: str, x: Tensor, inputs: dict[str, Tensor | None]) -> None:
+    """Checks that an output shares no memory with an input."""
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
+        return
+    begin, end = x.data_ptr(), x.data_ptr() + span(x)
+    for other, y in inputs.items():
+        if y is not None and begin < y.data_ptr() + span(y) and y.data_ptr() < end:
+            fail(name, f"memory that overlaps {other}", "memory that overlaps no input")
 
 
 def _overlaps_itself(x: Tensor) -> bool:

@@ -206,3 +206,15 @@ def test_bad_input_is_refused_by_name(case):
     change, argument = BAD[case]
     with pytest.raises(ValueError, match=rf"^{argument}: got .*; accepted: "):
         dsv4.compress(**GOOD | change)
+
+
+def test_a_pool_that_overlaps_the_tokens_is_named():
+    """The kernel writes rows while it still reads tokens."""
+    memory = torch.randn(24, 64)
+    kv, gate, weight, slots = memory[:8], memory[8:16], torch.ones(64), torch.tensor([0, 1])
+    for name, out in (("kv", memory[4:10]), ("gate", memory[15:].unflatten(0, (3, 3)))):
+        with pytest.raises(
+            ValueError, match=f"^out: got memory that overlaps {name}; accepted: memory that overlaps no"
+        ):
+            dsv4.compress(kv, gate, None, weight, ratio=4, out=out, slots=slots)
+    dsv4.compress(kv, gate, None, weight, ratio=4, out=memory[16:], slots=slots)
