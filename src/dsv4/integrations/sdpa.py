@@ -14,6 +14,7 @@ other than 64, 128, 256 and 512 are padded with columns of zeros, which is exact
 """
 
 import contextlib
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -122,7 +123,7 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
 
 def _tokens_first(x: Tensor, lead: torch.Size) -> Tensor:
     """[..., heads, tokens, head dim] -> [batch, tokens, heads, head dim]; a view where strides allow it."""
-    return x.expand(*lead, *x.shape[-3:]).reshape(-1, *x.shape[-3:]).transpose(1, 2)
+    return x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:]).transpose(1, 2)
 
 
 @contextlib.contextmanager

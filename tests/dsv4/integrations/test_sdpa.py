@@ -149,3 +149,11 @@ def test_autocast_casts_as_for_torchs_function(dtypes):
         torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
         for x, grad in zip(given, torch.autograd.grad(out.float().sum(), given)):
             assert grad.dtype == x.dtype
+
+
+@pytest.mark.parametrize("lead, tokens", [((2,), 0), ((0,), 3), ((2, 0), 3), ((), 0)])
+def test_no_queries(lead, tokens):
+    q, k = torch.randn(*lead, 4, tokens, 64, requires_grad=True), torch.randn(*lead, 4, 7, 64)
+    out = scaled_dot_product_attention(q, k, k, is_causal=True)
+    assert out.shape == q.shape and not out.numel()
+    assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
