@@ -92,6 +92,8 @@ class Assembler(AsyncRegisters):
         self.entries: dict[str, int] = {}  # .func name -> pc
         # checking: function -> (instruction or label, registers read, registers written)
         self.flow: dict[str, list[tuple]] = {}
+        self.rows_of: dict[str, dict[str, int]] = {}  # function -> register -> row
+        self.kinds_of: dict[str, dict[str, str]] = {}  # function -> register -> type
         self.read: set[str] = set()  # register names that the current instruction reads
         self.written: set[str] = set()
         self.layout()
@@ -407,7 +409,8 @@ class Assembler(AsyncRegisters):
             self.lower(item)
             if item.opcode in ("bra", "brx", "ret", "exit", "call") and self.tmem_pending:
                 self.flush_tensor_loads(len(self.records) - 1)
-        self.rows = saved
+        self.rows_of[function.name], self.rows = self.rows, saved
+        self.kinds_of[function.name] = function.registers
         if self.ins is not None:  # running off the end is a return
             self.record(pg.OP_EXIT if function.entry else pg.OP_MACRO, 0, self.return_macro(function), ins=None)
 
@@ -475,5 +478,7 @@ class Assembler(AsyncRegisters):
             branch_tables=tables,
             variables=self.variables,
             flow=self.flow,
+            rows=self.rows_of,
+            kinds=self.kinds_of,
             private=frozenset(self.named - self.exposed - set(self.passed.values())),
         )

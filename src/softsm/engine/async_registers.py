@@ -58,6 +58,11 @@ class AsyncRegisters:
 
     def touches_registers(self, ins: Instruction, start: int) -> None:
         """Called after the instruction has been lowered to the records from `start` on."""
+        if ins.guard is not None:
+            self.read.add(ins.guard.name)
+        if ins.opcode == "ret":
+            self.read |= {v.name for v in self.current_function.returns if v.space == "reg"}
+        self.flow[self.current_function.name].append((ins, self.read, self.written))
         if not (ins.opcode == "tcgen05" and ins.modifiers[0] in ("ld", "st")):  # they check before they are issued
             self.settle_tensor_loads(start)
         if self.wgmma_busy and ins.opcode != "wgmma":
@@ -80,11 +85,6 @@ class AsyncRegisters:
 
     def follow_registers(self, ins: Instruction, start: int) -> None:
         """Records the type of each written register, and uses of registers of wgmmas in flight, for the checkers."""
-        if ins.guard is not None:
-            self.read.add(ins.guard.name)
-        if ins.opcode == "ret":
-            self.read |= {v.name for v in self.current_function.returns if v.space == "reg"}
-        self.flow[self.current_function.name].append((ins, self.read, self.written))
         operands = ins.operands
         if operands and isinstance(operands[0], Reg) and ("R", self.rows.get(operands[0].name, -1)) in self.touched:
             kind = ins.modifiers[-1] if ins.modifiers else ""

@@ -4,7 +4,7 @@ There are three kinds:
 
 * Every warp is blocked, and nothing is in flight (`time_out`; a wait with a time limit may first return false).
 * Every warp that can run polls alone: it uses whole quanta without a change of memory, and returns to the same pc with
-  the same registers (`spinning`).
+  the same registers, but for those that decide nothing (`spinning`; engine/polling.py).
 * Warps poll together: those of a CTA read a flag, meet at a bar.sync, and read it again (`turn`). No warp returns to
   its state without the others, and each round stores to shared memory, so the state of the whole machine is compared:
   registers, program counters and memory repeat after the same number of turns. The first comparison takes place after
@@ -23,6 +23,7 @@ import numpy as np
 
 from softsm.engine import program as pg
 from softsm.engine.deadlock_text import POLLING, describe
+from softsm.engine.polling import deciding
 from softsm.errors import Deadlock
 
 PATIENCE = 4096  # turns of warps
@@ -105,12 +106,14 @@ class DeadlockWatch:
     def comes_back(self, warp, f) -> bool:
         """Runs one iteration of a fragment's loop and compares the state. The fragment continues from there."""
         machine = self.machine
-        before = warp.R.copy(), warp.Q.copy(), warp.P.copy()
-        start, changes = f.pc, (machine.writes, machine.clock)
+        before = {"R": warp.R.copy(), "Q": warp.Q.copy(), "P": warp.P.copy()}
+        start, changes, clock = f.pc, machine.writes, machine.clock
+        first = last = start
         warp.fragment = f
         for _ in range(4096):
             status, pc, mask, lanes, steps = machine.run_code(warp.state, f.pc, f.mask, 1 << 30, 1, 0)
             machine.steps += steps
+            first, last = min(first, f.pc), max(last, f.pc + max(steps, 1) - 1)
             if mask != f.mask:  # lanes would exit, which is not handled here
                 f.pc = warp.pc = pc - 1 if status == pg.MERGE else pc
                 return False
@@ -124,9 +127,15 @@ class DeadlockWatch:
             elif status != pg.QUANTUM:
                 return False
             if f.pc == start:
-                now = warp.R, warp.Q, warp.P
-                same = all(np.array_equal(a, b) for a, b in zip(before, now))
-                return same and not warp.S[pg.S_WRITES] and changes == (machine.writes, machine.clock)
+                if warp.S[pg.S_WRITES] or changes != machine.writes:
+                    return False
+                now = {"R": warp.R, "Q": warp.Q, "P": warp.P}
+                if clock == machine.clock and all(np.array_equal(before[file], now[file]) for file in now):
+                    return True
+                decide = deciding(warp.cta.program, first, last)
+                return decide is not None and all(
+                    np.array_equal(before[file][row], now[file][row]) for file, row in decide
+                )
         return False
 
     # ---- warps that poll together ------------------------------------------------------------------------------

@@ -186,7 +186,9 @@ class Program:
     param_bytes: int
     branch_tables: list[list[int]] = field(default_factory=list)
     variables: dict[str, Variable] = field(default_factory=dict)
-    # For the checkers: function -> [(item, names read, names written)]
+    # function -> [(item, names read, names written)]
     flow: dict[str, list[tuple]] = field(default_factory=dict)
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)  # function -> register -> row
+    kinds: dict[str, dict[str, str]] = field(default_factory=dict)  # function -> register -> type
     arrivals: list | None = None  # those of engine/arrivals.py, computed when needed
     private: frozenset[tuple[str, int]] = frozenset()  # (register file, row) that only micro-operations use

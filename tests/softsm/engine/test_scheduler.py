@@ -1,5 +1,7 @@
 """Warps, divergence, convergence, polling and deadlock: the rules of engine/scheduler.py, one test each."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -108,6 +110,26 @@ DONE: ret;""",
 def test_polling_for_what_nobody_writes_is_a_deadlock():
     with pytest.raises(Deadlock, match="only polls"):
         run("SPIN: ld.volatile.global.u32 %r3, [%rd1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra SPIN; ret;")
+
+
+COUNTS = "add.u32 %r5, %r5, 1; min.u32 %r6, %r5, 64; mov.u64 %rd5, %clock64; nanosleep.u32 %r6;"
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_polling_that_counts_its_turns_is_a_deadlock(checked):
+    """Nothing of the loop depends on the number of turns, or on the time."""
+    loop = (
+        f"mov.u32 %r5, 0; SPIN: {COUNTS} ld.volatile.global.u32 %r3, [%rd1]; setp.eq.u32 %p2, %r3, 0; @%p2 bra SPIN; "
+    )
+    with softsm.checking() if checked else nullcontext(), pytest.raises(Deadlock, match="only polls"):
+        run(loop + "st.global.u32 [%rd1], %r5; ret;", budget=1_000_000)
+
+
+def test_polling_that_gives_up_is_no_deadlock():
+    """After a number of turns, or after some time."""
+    poll = "ld.volatile.global.u32 %r3, [%rd1]; setp.ne.u32 %p2, %r3, 0; @%p2 bra DONE; bra SPIN; DONE: ret;"
+    for limit in ("setp.gt.u32 %p1, %r5, 9000; @%p1 bra DONE;", "setp.gt.u64 %p1, %rd5, 200000; @%p1 ret;"):
+        run(f"mov.u32 %r5, 0; SPIN: {COUNTS} {limit} {poll}")
 
 
 def test_a_divergent_warp_that_only_polls_is_a_deadlock():

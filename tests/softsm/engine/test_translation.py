@@ -109,7 +109,8 @@ def test_a_block_that_turns_forever_ends_with_the_budget(monkeypatch):
     for kind in ("blocks", "interpreter"):
         if kind == "interpreter":
             interpreted(monkeypatch)
-        kernel = softsm.load(HEAD + "\nLOOP:\n" + "ld.shared.u32 %r4, [%r14];" + SUM + " bra LOOP;\n}" + f"// {kind}")
+        turn = "ld.shared.u32 %r4, [%r14];" + SUM + "and.b32 %r5, %r9, 0; add.u32 %r14, %r14, %r5; bra LOOP;\n}"
+        kernel = softsm.load(HEAD + "\nLOOP:\n" + turn + f"// {kind}")
         told.append(outcome(kernel, 0, budget=dispatch.HOT * 7 + 12345))
         assert bool(kernel.blocks.table[:, 0].any()) == (kind == "blocks")
     assert told[0] == told[1] and "budget" in told[0][0]
