@@ -71,12 +71,12 @@ def queues_of(kinds: list[int], shares: list[float] | None, resident: int, waves
     ):
         length += 1
     length = min(length, waves + 1)
-    if shares is None:
+    inner = [(s, k) for k in range(1, length - 1) for s in range(resident)]
+    if shares is None or len(inner) < many:  # too few places for frequencies
         return [[each[(s + k * resident) % many] for k in range(length)] for s in range(resident)]
     up_to = np.cumsum([sum(x for x, kind in zip(shares, kinds) if kind == n) for n in each])
     chosen = np.minimum(np.searchsorted(up_to, np.arange(resident * length) * GOLDEN % 1.0), many - 1)
     queues = [[each[n] for n in row] for row in chosen.reshape(length, resident).T.tolist()]
-    inner = [(s, k) for k in range(1, length - 1) for s in range(resident)]
     for n, (s, k) in zip(each, inner):
         if all(n not in q[1:-1] for q in queues):
             queues[s][k] = n

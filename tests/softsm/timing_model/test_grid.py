@@ -99,6 +99,13 @@ def test_kinds_of_clusters_run_beside_each_other_as_often_as_in_the_grid() -> No
     assert {n for q in grid.queues_of([0, 1, 2], [0.1, 0.9, 0.0], 1, 9) for n in q[1:-1]} == {0, 1, 2}
 
 
+@pytest.mark.parametrize(("resident", "waves"), [(1, 2), (2, 2), (1, 3), (2, 3), (3, 2)])
+def test_every_kind_runs_where_few_places_are(resident, waves) -> None:
+    """One CTA on a multiprocessor and two waves: the shortest stood for all, 73 % too fast."""
+    queues = grid.queues_of([0, 1, 2], [0.25, 0.5, 0.25], resident, waves)
+    assert {n for q in queues for n in q} == {0, 1, 2}
+
+
 def test_a_huge_grid_is_scheduled_by_its_sum(monkeypatch) -> None:
     durations = np.random.default_rng(5).uniform(1, 4, 4000)
     exact = grid.makespan(durations, 8, 0.5)
