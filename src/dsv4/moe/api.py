@@ -144,9 +144,8 @@ def moe(
 
     The kernels accept bf16 x and FP4 weights in the layout of the architecture (Fp4Experts.layout). On sm_90a: MXFP4
     weights whose exponents spread by at most 11 in a row (Fp4Experts.spread), activations "fp8_128". On sm_100a: MXFP4
-    weights, activations "fp8_128" or "fp8_32"; NVFP4 weights, activations "nvfp4". Gradients exist for weights of x's
-    dtype with activations "bf16", with respect to x, both weights, ``weights`` and the shared expert; FP4 weights are
-    frozen and x has no gradient through them.
+    weights, activations "fp8_128" or "fp8_32"; NVFP4 weights, activations "nvfp4". Gradients exist with activations
+    "bf16", with respect to x, ``weights``, the shared expert and experts in x's dtype; FP4 weights are constants.
     """
     checks.flag("return_slots", return_slots)
     sw13, sw2 = pair("shared", shared) if shared is not None else (None, None)

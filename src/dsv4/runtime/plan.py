@@ -89,7 +89,8 @@ def plan(
     device: torch.device | str | None = None,
     deterministic: bool = True,
 ) -> Plan:
-    """Make a plan for ``operation``: dsv4.fmha, fmha_varlen, fmha_paged, v4_attention, index_topk or moe.
+    """Make a plan for ``operation``: dsv4.fmha, fmha_varlen, fmha_paged, v4_attention, index_topk, index_blocks or
+    moe.
 
     The capacities are batch sequences of at most max_seqlen_q queries and max_seqlen_k keys each. For paged attention
     max_seqlen_k is the width of the block table times the page size. For v4_attention batch is the number of queries,
