@@ -405,6 +405,7 @@ __global__ void all(const int4 *x, unsigned long long *out, unsigned *count) {
     atomicInc(count, 9);
     atomicMax((unsigned long long *)count + 1, big);
     atomicOr((int *)count + 4, 1 << t % 32);
+    atomicAdd_block(count + 5, 1u), atomicAdd_system(count + 5, 2u);
 }
 
 int main() {
@@ -419,7 +420,7 @@ int main() {
     cudaMemcpy(host, out, sizeof host, cudaMemcpyDeviceToHost);
     cudaMemcpy(counted, count, sizeof counted, cudaMemcpyDeviceToHost);
     for (int row = 0; row < 12; row++) printf("%llu %llu\\n", host[row * 64 + 9], host[row * 64 + 46]);
-    printf("%u %u %u\\n", counted[0], counted[2], counted[4]);
+    printf("%u %u %u %u\\n", counted[0], counted[2], counted[4], counted[5]);
 }
 """
 
@@ -429,7 +430,7 @@ def lanes(f, t):
 
 
 def test_intrinsics_need_no_toolkit(tmp_path):
-    """Warp votes, 64-bit shuffles and atomics, bits: what small programs use."""
+    """Warp votes, 64-bit shuffles and atomics, scopes of atomics, bits: what small programs use."""
     path = tmp_path / "intrinsics.cu"
     path.write_text(INTRINSICS)
     done = softsm("check", path)
@@ -457,4 +458,4 @@ def test_intrinsics_need_no_toolkit(tmp_path):
     rows = [[int(x) for x in line.split()] for line in done.stdout.splitlines()[:12]]
     for k, (first, second) in enumerate(zip(want[0], want[1])):
         assert rows[k] == [first, second], (k, rows[k], first, second)
-    assert done.stdout.splitlines()[12] == f"4 63 {full}"
+    assert done.stdout.splitlines()[12] == f"4 63 {full} 192"

@@ -383,12 +383,16 @@ SOFTSM_DEVICE int __syncthreads_count(int predicate) {
 SOFTSM_DEVICE int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
 SOFTSM_DEVICE int __syncthreads_and(int predicate) { return __syncthreads_count(!predicate) == 0; }
 
-#define SOFTSM_ATOMIC(name, T, code, c, type)                                                                    \
+#define SOFTSM_ATOMIC_OF(name, T, code, c)                                                                       \
     SOFTSM_DEVICE T name(T *at, T value) {                                                                       \
         T old;                                                                                                   \
         asm volatile("atom." code " %0, [%1], %2;" : "=" c(old) : "l"(at), c(value) : "memory");                 \
         return old;                                                                                              \
     }
+#define SOFTSM_ATOMIC(name, T, code, c, type)                                                                    \
+    SOFTSM_ATOMIC_OF(name, T, code, c)                                                                           \
+    SOFTSM_ATOMIC_OF(name##_block, T, "relaxed.cta." code, c)                                                    \
+    SOFTSM_ATOMIC_OF(name##_system, T, "relaxed.sys." code, c)
 SOFTSM_ATOMIC(atomicAdd, int, "add.s32", "r", s32)
 SOFTSM_ATOMIC(atomicAdd, unsigned, "add.u32", "r", u32)
 SOFTSM_ATOMIC(atomicAdd, unsigned long long, "add.u64", "l", u64)
@@ -415,6 +419,7 @@ SOFTSM_ATOMIC(atomicExch, unsigned, "exch.b32", "r", b32)
 SOFTSM_ATOMIC(atomicExch, unsigned long long, "exch.b64", "l", b64)
 SOFTSM_ATOMIC(atomicExch, float, "exch.b32", "f", b32)
 #undef SOFTSM_ATOMIC
+#undef SOFTSM_ATOMIC_OF
 SOFTSM_DEVICE int atomicSub(int *at, int value) { return atomicAdd(at, -value); }
 SOFTSM_DEVICE unsigned atomicSub(unsigned *at, unsigned value) { return atomicAdd(at, 0u - value); }
 SOFTSM_DEVICE unsigned atomicCAS(unsigned *at, unsigned compare, unsigned value) {
