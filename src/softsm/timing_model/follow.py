@@ -112,7 +112,7 @@ class Addresses:
 
 _COMPARED = re.compile(r"setp\.\w+\.(?:\w+\.)*(?:bf16|f16|f32|f64)")
 # Of the CTA's number they make what neither grows nor falls along the grid; `and` with a negative number aligns.
-_FOLDS = ("rem.", "bfe.", "xor.", "mul.hi.", "div.", "shr.", "and.", "sub.")
+_FOLDS = ("rem.", "bfe.", "xor.", "mul.hi.", "div.", "shr.", "and.", "sub.", "min.", "max.")
 _ALIGNS = re.compile(r",\s*-\d+\s*$")
 
 

@@ -33,12 +33,13 @@ def on_data(source: str, values: bool) -> bool:
     return branch_on_value(source, range(1, source.count("\n") + 2), values) is not None
 
 
-def worthwhile(kernel: Kernel, shape: list[int], values: bool) -> bool:
-    """shape: clusters along each axis of the grid. values: whether products are computed."""
-    source = alone(kernel.module.source, kernel.name)
-    if math.prod(shape) > MOST:
+def worthwhile(kernel: Kernel, shape: list[int], together: int, values: bool) -> bool:
+    """shape: clusters along each axis of the grid. together: how many run at the same time at most; if all do, the
+    longest decides, and those at the ends are looked at anyway. values: whether products are computed."""
+    source, total = alone(kernel.module.source, kernel.name), math.prod(shape)
+    if total > MOST:
         return False
-    return on_data(source, values) or branch_on_place(source, axis_of(shape))
+    return on_data(source, values) or total > together and branch_on_place(source, axis_of(shape))
 
 
 def axis_of(shape: list[int]) -> int:
@@ -118,14 +119,20 @@ class Scouts:
         nearest = np.searchsorted((numbers[1:] + numbers[:-1]) / 2, np.arange(len(self.order)))
         return steps[nearest]
 
-    def along_axis(self, shape: list[int]) -> bool:
-        """Tells whether the lengths grow or fall along the axis of the traced CTAs and depend on nothing else."""
+    def along_axis(self, shape: list[int], samples: list[int]) -> bool:
+        """Tells whether the lengths depend on the place along the axis of the traced CTAs alone, and lie between those
+        of the samples, as under a causal mask; in a window of keys they stop growing."""
         axis, before = axis_of(shape), math.prod(shape[: axis_of(shape)])
         at: dict[int, set[int]] = {}
         for n, steps in self.steps.items():
             at.setdefault(n // before % shape[axis], set()).add(steps)
-        rises = np.diff([max(at[x]) for x in sorted(at)])
-        return all(len(found) == 1 for found in at.values()) and bool((rises >= 0).all() or (rises <= 0).all())
+        places = sorted(at)
+        lengths = np.array([max(at[x]) for x in places], float)
+        known = sorted({n // before % shape[axis] for n in samples})
+        between = np.interp(places, known, np.interp(known, places, lengths))
+        return all(len(found) == 1 for found in at.values()) and bool(
+            abs(between - lengths).max() < 0.1 * lengths.max()
+        )
 
     def chosen(self, lengths: np.ndarray, most: int) -> list[int]:
         """Returns the numbers of an average cluster, the longest and the shortest."""

@@ -185,7 +185,10 @@ class Tracer(Observer):
 
             machine.try_cancel = try_cancel  # type: ignore[method-assign]
             self.samples, self.total = [0], min(self.total, together)
-        if self.total > len(self.samples) > 0 and scout.worthwhile(self.kernel, self.shape, self.timer.values):
+        together = machine.per_sm * self.timer.sms // machine.cluster_size
+        if self.total > len(self.samples) > 0 and scout.worthwhile(
+            self.kernel, self.shape, together, self.timer.values
+        ):
             self.scouts = scout.Scouts(machine, place)
         else:
             self._trace_samples()
@@ -220,7 +223,7 @@ class Tracer(Observer):
             self.lengths = self.scouts.lengths()
             if not scout.on_data(
                 sass.alone(self.kernel.module.source, self.kernel.name), self.timer.values
-            ) and self.scouts.along_axis(self.shape):
+            ) and self.scouts.along_axis(self.shape, self.samples):
                 self.lengths = None  # those that are traced anyway tell of all
             if self.lengths is not None:
                 self.samples = self.scouts.chosen(self.lengths, self.timer.most)

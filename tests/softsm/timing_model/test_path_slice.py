@@ -30,9 +30,10 @@ TURN:
   add.u64 %d2, %d2, %d1;
   st.global.f32 [%d2], %f1; ret;
 }"""
-TILES = HEAD + "  rem.u32 %r2, %r1, %r4; mul.lo.u32 %r2, %r2, 9;\n" + TURNS  # causal attention in one dimension
+TILES = HEAD + "  rem.u32 %r2, %r1, %r4; mul.lo.u32 %r2, %r2, 2;\n" + TURNS  # causal attention in one dimension
 GROWS = HEAD + "  mul.lo.u32 %r2, %r1, %r4;\n" + TURNS
 ALIGNED = HEAD + "  and.b32 %r2, %r1, -16;\n" + TURNS
+WINDOW = HEAD + "  shr.u32 %r2, %r1, 3; min.u32 %r2, %r2, 64;\n" + TURNS
 SECOND = HEAD + "  mov.u32 %r2, %ctaid.y;\n" + TURNS
 ESCAPE = (
     HEAD
@@ -61,16 +62,20 @@ def test_a_place_that_decides_is_found(ptx, folds) -> None:
 
 
 def test_tiles_in_one_dimension_are_counted() -> None:
-    """Numbers 0, 560 and 959 of 960 in rows of 40 are tiles 0, 0 and 39."""
-    p = predicted(TILES, 960, 40)
+    """Numbers 0, 2800 and 4799 of 4800 in rows of 40 are tiles 0, 0 and 39."""
+    p = predicted(TILES, 4800, 40)
     assert p.trace.lengths is not None and report.doubt(p) == "" and len(set(p.trace.lengths.tolist())) == 40
-    assert p.trace.lengths[:40].tolist() == p.trace.lengths[920:].tolist()
+    assert p.trace.lengths[:40].tolist() == p.trace.lengths[4760:].tolist()
 
 
-def test_lengths_along_the_axis_that_is_looked_at_need_no_counts() -> None:
-    assert predicted(GROWS, 300, 2).trace.lengths is None
-    assert predicted(SECOND, (1, 300), 0).trace.lengths is None
-    assert predicted(SECOND, (3, 100), 0).trace.lengths is not None
+def test_grids_that_need_no_counts() -> None:
+    assert predicted(TILES, 960, 40).trace.lengths is None  # all run at once: the longest is at an end
+    assert not branch_on_place(SECOND, 1)  # the axis that is looked at
+
+
+def test_where_lengths_stop_growing_they_are_counted() -> None:
+    """A window of keys: from its length on all CTAs are as long, which three of them do not tell."""
+    assert predicted(WINDOW, 4400, 0).trace.lengths is not None
 
 
 def test_a_loop_until_a_value_is_reached() -> None:
@@ -98,13 +103,13 @@ def test_a_path_that_other_threads_decide_is_not_cut(shared) -> None:
 
 
 def test_counts_are_those_of_whole_ctas(monkeypatch) -> None:
-    whole = predicted(TILES, 200, 10).trace.lengths
+    whole = predicted(TILES, 4300, 10).trace.lengths
     for name, number in {"COST": 1000, "CTA": 0, "NOTHING": 1000}.items():
         monkeypatch.setattr(scout, name, number)
-    cut = predicted(TILES, 200, 10).trace.lengths
+    cut = predicted(TILES, 4300, 10).trace.lengths
     assert cut is not None and (cut == whole).all()
     monkeypatch.setattr(scout, "sliced", lambda kernel: None)
-    assert predicted(TILES, 200, 10).trace.lengths is None
+    assert predicted(TILES, 4300, 10).trace.lengths is None
 
 
 STORES = (
