@@ -176,6 +176,62 @@ def combine_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.constexpr,
     finish(sums, top, total, column, goal, tensors, sizes)
 
 
+@gluon.constexpr_function
+def whole_rows(columns, warps):
+    """The layout of [rows, splits, columns] in which a thread has 16 bytes of all splits, and a warp 256 columns."""
+    across = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 1, 8], [32 // across, 1, across], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def combine_rows_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.constexpr, ROWS: gl.constexpr):
+    """The same as combine_fp16, one program ROWS rows and one half of their columns: with a program for every half row
+    the launch of the programs takes longer than what they do, 1.66 begin per ns (NOTES.md). Few splits."""
+    dependent.wait_on_prior_grid()
+    COLUMNS: gl.constexpr = D // 2
+    L: gl.constexpr = whole_rows(COLUMNS, gl.num_warps())
+    S: gl.constexpr = gl.SliceLayout(2, L)  # [rows, splits]
+    O: gl.constexpr = gl.SliceLayout(1, L)  # [rows, columns]
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    RO: gl.constexpr = gl.SliceLayout(1, O)
+    half = gl.program_id(1)
+    row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=R)
+    split = gl.arange(0, SPLITS, layout=gl.SliceLayout(0, S))
+    column = half * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, O))
+    here = row < sizes.total_rows
+    safe_row = gl.where(here, row, 0)
+    there = (split < sizes.num_splits)[None, :] & here[:, None]
+    part = split[None, :].to(gl.int64) * sizes.total_rows + safe_row[:, None]
+    lse = gl.load(tensors.part_lse_ptr + part * 4, mask=there, other=-float("inf"))
+    factor = gl.load(tensors.part_lse_ptr + part * 4 + 1 + half, mask=there, other=0.0)
+    values_ptr = tensors.part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+    # Read before the LSE is known, so the two do not wait for each other; what no split wrote is dropped here.
+    o = gl.load(values_ptr + part[:, :, None] * D + column[None, None, :], mask=there[:, :, None], other=0.0)
+    token = safe_row // sizes.q_heads
+    head = safe_row - token * sizes.q_heads
+    sink = softmax.sink_of(tensors.sink_ptr, head, head < sizes.q_heads) * LOG2E
+    batch = token // sizes.tokens
+    token = token - batch * sizes.tokens
+    n, token, head = batch.to(gl.int64), token.to(gl.int64), head.to(gl.int64)
+    offset = (n * strides.out_batch + token * strides.out_token + head * strides.out_head) * 8
+    written = lse != -float("inf")
+    top = gl.max(lse, 1)
+    safe = gl.where(top == -float("inf"), 0.0, top)
+    weight = gl.exp2(lse - safe[:, None])
+    total = gl.sum(weight, 1)
+    nothing = total == 0.0
+    scale = gl.where(nothing, 0.0, 1.0 / gl.where(nothing, 1.0, total + gl.exp2(sink - safe)))
+    share = gl.where(written, weight * factor, 0.0) * scale[:, None]
+    sums = gl.sum(gl.where(written[:, :, None], o.to(gl.float32), 0.0) * share[:, :, None], 1)
+    to = gl.convert_layout(offset, RO)[:, None] + column[None, :]
+    result = sums.to(tensors.out_ptr.dtype.element_ty)
+    gl.store(tensors.out_ptr + to, result, mask=gl.convert_layout(here, RO)[:, None])
+    if (sizes.want_lse != 0) & (half == 0):
+        lse_out = gl.where(nothing, -float("inf"), top + gl.log2(gl.where(nothing, 1.0, total))) * LN2
+        at = n * strides.lse_batch + token * strides.lse_token + head * strides.lse_head
+        gl.store(tensors.lse_ptr + at, lse_out, mask=here)
+
+
 @gluon.jit
 def clear_rows(
     tensors, strides, begin, total_q, step, head, end_head, want_lse, D: gl.constexpr, COLUMNS: gl.constexpr

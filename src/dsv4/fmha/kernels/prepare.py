@@ -12,7 +12,15 @@ from dsv4.fmha.kernels.arguments import Options, Sizes, Strides, Tensors
 from dsv4.fmha.kernels.scores import kv_scales, score_scale, sign_and_scale
 from dsv4.fmha.kernels.tiles import CP_ASYNC, DENSE, NO_BOUND, PAGES, ROWS
 from dsv4.fmha.problem import FmhaProblem
-from dsv4.kernels.combine import MergeSizes, MergeStrides, MergeTensors, clear_rest, combine, combine_fp16
+from dsv4.kernels.combine import (
+    MergeSizes,
+    MergeStrides,
+    MergeTensors,
+    clear_rest,
+    combine,
+    combine_fp16,
+    combine_rows_fp16,
+)
 from dsv4.kernels.compat import TensorDescriptor, gl
 from dsv4.kernels.division import divisor
 from dsv4.runtime import checks
@@ -21,6 +29,7 @@ from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
 
 CONVERTED_FROM = 128  # rows
+MERGED_ROWS = 4  # whose fp16 partial results a CTA merges, where splits are few
 MAX_GRID = 65535  # blocks in the second and third dimension of a grid
 FP16_PARTIALS_FROM = 3 << 20  # values of partial results; fp16 ones are 2 us slower with 2 M, faster with 4 M (H200)
 
@@ -218,6 +227,11 @@ def use_fp16_partials(p: Any, tokens: int) -> bool:
 def prepare_fp16_merge(p: Any, program: Program, merge: dict[str, Any], splits: int) -> None:
     """Do what prepare_merge does, for fp16 partial results."""
     at_once = max(1 << (splits - 1).bit_length(), 4)
+    if at_once <= 8:
+        grid = (-(-merge["sizes"].total_rows // MERGED_ROWS), 2)
+        constants = dict(D=p.head_dim, SPLITS=at_once, ROWS=MERGED_ROWS)
+        program.launch(combine_rows_fp16, grid, merge, **constants, num_warps=4, launch_pdl=True)
+        return
     columns, warps = (p.head_dim // 2, p.head_dim // 256) if at_once <= 16 else (min(128, 8192 // at_once), 4)
     grid = (merge["sizes"].total_rows, p.head_dim // columns)
     constants = dict(D=p.head_dim, SPLITS=at_once, COLUMNS=columns)

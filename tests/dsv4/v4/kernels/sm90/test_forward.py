@@ -186,7 +186,7 @@ def test_many_partial_results_are_in_fp16(order, monkeypatch):
         sink=torch.randn(80),
         plan=plan,
     )
-    assert names == ["v4_sparse", "combine_fp16"]
+    assert names == ["v4_sparse", "combine_rows_fp16"]
     compare(*compared)
 
 
