@@ -1,5 +1,7 @@
 """Sizes of the memory that index_topk needs, for the scores of a block of queries and for what its choice keeps."""
 
+from dsv4.runtime.splits import choose_splits
+
 # Scores that one CTA chooses from; the widest lists, at most half of that, so that a round leaves less than it
 # was given; bytes of the scores held at once.
 INDEX_PIECE = 16384
@@ -81,6 +83,23 @@ def index_shares(queries: int, num_sms: int, capacity: int, topk: int, blocks: i
         return 1
     shares = 1 << fit.bit_length() - 1
     return 1 if capacity < LEAST_ROWS.get(shares, 0) or blocks and shares < BLOCK_SHARES else shares
+
+
+def index_splits(blocks: int, num_sms: int, residents: int, columns: int, tile: int, spare: bool) -> int:
+    """Return the CTAs that share the scores of one query, or of a few that go together, of which there are `blocks`.
+    An SM needs `residents` CTAs to keep the memory busy. tile: rows of a step; spare: registers allow one CTA more."""
+    places = residents * num_sms
+    # few blocks: one tile per CTA, or as many CTAs as fit
+    splits = max(choose_splits(blocks, places, columns, merged=False), min(places // blocks, -(-columns // tile)))
+    if 4 * blocks > places:
+        # One wave, if it nearly fills the SMs: 200 x 8192 FP8 keys are 600 CTAs, not one and a half waves. Else, if the
+        # last wave is filled badly, shorter CTAs, which end at different times.
+        whole = (residents + 1) * num_sms // blocks if spare else 0
+        if 4 * blocks * whole >= 3 * places:
+            splits = whole
+        elif blocks * splits / places < 0.9 * -(-blocks * splits // places) and columns >= 8 * 1024:
+            splits = max(splits, 8)
+    return splits
 
 
 def cut_by_rows(capacity: int, topk: int) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv4.index.sizes import index_shares
+from dsv4.index.sizes import index_shares, index_splits
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,11 @@ def test_few_queries_are_shared_by_as_many_ctas_as_there_is_room_for(queries, nu
 )  # fmt: skip
 def test_the_way_that_was_faster_on_an_h200(queries, rows, topk, blocks, shared):
     assert (index_shares(queries, 132, rows, topk, blocks) > 1) == shared
+
+
+@pytest.mark.parametrize(
+    "queries, spare, splits", [(200, True, 3), (180, True, 3), (140, True, 4), (331, True, 3), (200, False, 5)]
+)
+def test_scores_are_one_wave_where_that_nearly_fills_the_sms(queries, spare, splits):
+    """Of 8192 rows. One CTA for each of 331 queries would be half of what keeps the memory busy."""
+    assert index_splits(queries, 132, 4, 8192, 64, spare) == splits

@@ -48,6 +48,7 @@ from dsv4.index.sizes import (
     index_list_words,
     index_room,
     index_shares,
+    index_splits,
     index_words,
     power_of_two,
 )
@@ -206,15 +207,11 @@ def _score(
     heads, dims = max(16, power_of_two(p.q_heads)), max(64, power_of_two(p.head_dim))
     together, residents, options = tiling(each, heads, dims)
     blocks = -(-count // together)
-    places = residents * target.num_sms
-    splits = choose_splits(blocks, places, p.columns, merged=False)
     if "ALONE" in kernel.arg_names or p.fp4 and "STAGES" in options:
-        # few blocks: one tile per CTA, or as many CTAs as fit
-        splits = max(splits, min(places // blocks, -(-p.columns // (128 if p.fp4 else 64))))
-        # If these fill the last wave badly, use shorter ones, which end at different times.
-        waves = blocks * splits / places
-        if 4 * blocks > places and waves < 0.9 * -(-blocks * splits // places) and p.columns >= 8 * 1024:
-            splits = max(splits, 8)
+        spare = p.fp8 and together == 1
+        splits = index_splits(blocks, target.num_sms, residents, p.columns, 128 if p.fp4 else 64, spare)
+    else:
+        splits = choose_splits(blocks, residents * target.num_sms, p.columns, merged=False)
     arguments: dict[str, Any] = dict(
         queries=IndexQueries(
             ptr=q,
@@ -374,7 +371,7 @@ def _choose(
     size = count * kept
     found = scratch.words(at, size, torch.int32)
     # With few queries the latency of one counts; with many, more of them per SM.
-    warps, high = (16, 8) if count <= target.num_sms else (8, 4)
+    warps, high = (32 if kept > 2048 else 16, 8) if count <= target.num_sms else (8, 4)
     arguments = dict(
         source=ScoreSource(scratch, line // LINE_UNIT, maxima, candidates, numbers),
         chosen=Chosen(first, found, kept, scratch.words(at + size, size, torch.int32)),
