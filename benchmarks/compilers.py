@@ -26,6 +26,7 @@ from torch import Tensor
 import dsv4
 from dsv4.runtime import aot, calls, checks, dispatch, launch
 from dsv4.runtime.program import Launch, Program
+from dsv4.runtime.settings import settings
 
 ARCH = "sm_90a"
 POOL = 100_000  # rows: more than the L2 holds
@@ -50,7 +51,11 @@ class Draw:
     def packed(self, cls: Any, rows: int, per_page: int = 64) -> Any:
         if self.device == "cpu":
             return cls(torch.empty(-(-rows // per_page) * cls.stride_for(per_page), dtype=torch.uint8), per_page)
-        return cls.pack(self.normal(rows, 128 if cls is dsv4.IndexCache else 512), rows_per_page=per_page)
+        folder, only = settings.aot, settings.aot_only
+        dispatch.use_aot(None)  # the kernel that packs is not compared
+        cache = cls.pack(self.normal(rows, 128 if cls is dsv4.IndexCache else 512), rows_per_page=per_page)
+        dispatch.use_aot(folder, only)
+        return cache
 
 
 def dense(batch: int, heads: int, kv_heads: int, tokens: int, d: int, causal: bool, queries: int = 0) -> Callable:
