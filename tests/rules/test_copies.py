@@ -106,6 +106,7 @@ def test_copies_that_nobody_announced_are_named_before_the_race_they_make():
     found = findings(make(2048), [X, OUT], strict=False)
     assert found.codes()[:2] == ["barrier-tx", "race"], str(found)
     assert "copies of 2048 more signal it" in found.diagnostics[0].message
+    assert "announced 2048 bytes" in str(found.diagnostics[0].parties[1]), str(found)
 
 
 def test_expect_tx_is_the_bytes_of_the_box():
@@ -114,7 +115,10 @@ def test_expect_tx_is_the_bytes_of_the_box():
         copy = t.only("%p0", t.expect("bar", size) + t.tma_load("a", "%rd3", "0, 0", "bar"))
         return tma(copy + t.wait("bar", 0) + READ)
 
-    holds(make, args=MAPPED, code=("barrier-tx",), also=("deadlock", "in-flight"))
+    found = holds(make, args=MAPPED, code=("barrier-tx",), also=("deadlock", "in-flight"))
+    announced = found.diagnostics[0].parties[0]
+    assert announced.what == "announced 2048 bytes" and announced.who == "warp 0 of CTA (0, 0, 0)", str(found)
+    assert "mbarrier.arrive.expect_tx" in announced.instruction
 
 
 # -- stores ------------------------------------------------------------------------------------------------------------

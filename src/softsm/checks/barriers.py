@@ -7,6 +7,7 @@ import numpy as np
 
 from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
+from softsm.checks.findings import announcer
 from softsm.report.diagnostics import Diagnostic
 
 
@@ -180,7 +181,7 @@ class BarrierChecks:
         for barrier in cta.barriers.values():
             if barrier.tx < 0:
                 text = f"{barrier.name}: {-barrier.tx} bytes have arrived that no expect_tx announced"
-                self.report.add(Diagnostic("barrier-tx", text))
+                self.report.add(Diagnostic("barrier-tx", text, announcer(barrier)))
 
     def unannounced(self, barrier) -> None:
         engine = self.checker.machine.engine
@@ -191,7 +192,7 @@ class BarrierChecks:
         )
         op = copies[-1] if copies else engine.performing
         parties = (self.party(op.warp, op, f"brings {op.nbytes} bytes"),) if op is not None else ()
-        self.report.add(Diagnostic("barrier-tx", text, parties))
+        self.report.add(Diagnostic("barrier-tx", text, (*parties, *announcer(barrier))))
         barrier.asked = 0
 
     def phase_over(self, barrier) -> None:

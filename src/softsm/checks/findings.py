@@ -89,7 +89,26 @@ def wrong_bytes(machine) -> Iterator[Diagnostic]:
                 what = f"{-barrier.tx} more bytes have arrived than expect_tx announced"
             if (barrier.name, what) not in said:
                 said.add((barrier.name, what))
-                yield Diagnostic("barrier-tx", f"{barrier.name}: {what}; it is {barrier.state()}")
+                yield Diagnostic("barrier-tx", f"{barrier.name}: {what}; it is {barrier.state()}", announcer(barrier))
+
+
+def announcer(barrier) -> tuple[Party, ...]:
+    """Returns who announced bytes to the mbarrier last; empty if nobody has."""
+    last = barrier.announced
+    if last is None or not hasattr(last.who, "instruction"):
+        return ()
+    ins, role = last.who.instruction, role_of(last.who.instruction)
+    who = f"warp {last.who.warp}{f' ({role})' if role else ''} of CTA {last.who.ctaid}"
+    return (Party(who, ins.line, ins.text, source_of(ins), f"announced {last.amount} bytes"),)
+
+
+def source_of(ins) -> str:
+    """Returns the place in the source, its function and the callers of that."""
+    loc = place_of(ins)
+    if loc is None:
+        return ""
+    function = function_at(loc.file, loc.line) or readable(loc.function)
+    return f"{loc.file}:{loc.line}{f' in {function}' if function else ''}{called_at(loc)}"
 
 
 class Findings:
@@ -266,13 +285,10 @@ class Findings:
             ins = op.instruction or ins
         if op is not None and ins.line != op.line:  # a wgmma is issued with its group: name the MMA itself
             ins = next((x for x in program.instructions if x.line == op.line), ins)
-        loc = place_of(ins)
-        function = (function_at(loc.file, loc.line) or readable(loc.function)) if loc else ""
-        source = f"{loc.file}:{loc.line}{f' in {function}' if function else ''}{called_at(loc)}" if loc else ""
         role = role_of(ins)
         warp = str(w).replace(" of ", f" ({role}) of ", 1) if role else str(w)
         who = f"{op.kind} issued by {warp}" if op is not None else warp + (f", lane {lane}" if 0 <= lane < 32 else "")
-        return Party(who, ins.line, ins.text, source, what)
+        return Party(who, ins.line, ins.text, source_of(ins), what)
 
 
 def stores(w, pc: int) -> bool:

@@ -73,9 +73,19 @@ class Addresses:
         if operand.name not in self.known:
             self.known[operand.name] = unknown  # also for one that depends on itself
             definitions = self.definitions[operand.name]
-            if len(definitions) == 1:
-                self.known[operand.name] = self.result(definitions[0], depth + 1)
+            first = [x for x in definitions if len(definitions) == 1 or not self.moves_on(x, operand.name)]
+            if len(first) == 1:
+                base, constant, indexed = self.result(first[0], depth + 1)
+                self.known[operand.name] = base, constant, indexed or len(definitions) > 1
         return self.known[operand.name]
+
+    def moves_on(self, ins: Instruction, name: str) -> bool:
+        """Whether the definition adds something to the register's own value, as each turn of a loop does."""
+        sources = [x.name for x in ins.operands[1:] if isinstance(x, Reg)]
+        if ins.opcode == "mov" and len(sources) == 1 and len(self.definitions[sources[0]]) == 1:
+            ins = self.definitions[sources[0]][0]
+            sources = [x.name for x in ins.operands[1:] if isinstance(x, Reg)]
+        return ins.opcode in ("add", "sub") and name in sources
 
     def result(self, ins: Instruction, depth: int) -> tuple[int | None, int, bool]:
         sources = ins.operands[1:]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache, partial
+from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from softsm.isa.registry import lowers
 from softsm.memory.mbarrier import Mbarrier, pending_count
 from softsm.ptx.ast import Sink
 from softsm.ptx.cplusplus import variable
-from softsm.ptx.roles import source_lines
+from softsm.ptx.roles import place_of, source_lines
 from softsm.ptx.spelling import mbarrier_at
 
 SHARED_SPACES = ("shared", "shared::cta", "shared::cluster")
@@ -40,15 +41,18 @@ _SCOPES = {"cta", "cluster"}
 class Issuer:
     """The issuer of an operation, stored cheaply and formatted only when a report needs it."""
 
-    __slots__ = ("ctaid", "line", "warp", "what")
+    __slots__ = ("ctaid", "instruction", "warp", "what")
 
     def __init__(self, w, what: str = ""):
         cta = w.cta
         self.ctaid, self.warp, self.what = cta.ctaid, w.index, what
-        self.line = cta.program.instructions[w.pc].line
+        self.instruction = cta.program.instructions[w.pc]
 
     def __str__(self) -> str:
-        return f"{self.what + ' of ' if self.what else ''}warp {self.warp} of CTA {self.ctaid}, PTX line {self.line}"
+        loc = place_of(self.instruction)
+        source = f"{Path(loc.file).name}:{loc.line}, " if loc else ""
+        by = f"{self.what} of " if self.what else ""
+        return f"{by}warp {self.warp} of CTA {self.ctaid}, {source}PTX line {self.instruction.line}"
 
 
 def lanes(mask: int) -> list[int]:

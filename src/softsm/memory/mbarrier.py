@@ -44,8 +44,8 @@ class Mbarrier(Waitable):
     """Warps blocked on it are woken when a phase completes."""
 
     __slots__ = (
-        "array asked expected history home name next_expected observer origin overwritten pending phase place shown "
-        "skipped tx watched"
+        "announced array asked expected history home name next_expected observer origin overwritten pending phase "
+        "place shown skipped tx watched"
     ).split()
 
     def __init__(self, count: int, *, name: str = "mbarrier", who: object = ""):
@@ -66,6 +66,7 @@ class Mbarrier(Waitable):
         self.skipped: Any = None  # that two phases have ended unseen: wrong when a warp waits again
         self.asked = 0  # bytes of copies that were started for it, less those that expect_tx announced
         self.watched: Any = None  # its record of checks/clocks.py
+        self.announced: BarrierEvent | None = None  # the last expect_tx
         self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)
         self._note("init", count, who)
 
@@ -203,7 +204,10 @@ class Mbarrier(Waitable):
                 self.wake()
 
     def _note(self, what: str, amount: int, who: object) -> None:
-        self.history.append(BarrierEvent(self.phase, what, amount, who))
+        event = BarrierEvent(self.phase, what, amount, who)
+        self.history.append(event)
+        if what == "expect_tx":
+            self.announced = event
 
 
 def pending_count(token: int) -> int:

@@ -137,6 +137,32 @@ def test_warps_that_do_not_arrive_are_not_waited_for():
     assert "is the count of its mbarrier.init too large" in text.splitlines()[1], text
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_slot_that_is_counted_up_in_a_register(moved):
+    """LLVM turns an index modulo 3 into an address that grows by 8 in each turn, less 24 times the turn / 3."""
+    grow = "add.u32 %r43, %r41, 8;\nmov.u32 %r41, %r43;\n" if moved else "add.s32 %r41, %r41, 8;\n"
+    lead = "setp.eq.u32 %p4, %r2, 0;\n" + t.init(("ring", 2), ("ring+8", 2), ("ring+16", 2), "pong")
+    slot = "mul.hi.u32 %r44, %r40, -1431655765;\nshr.u32 %r45, %r44, 1;\nmad.lo.s32 %r46, %r45, -24, %r41;\n"
+    fill = "mov.u32 %r41, ring;\nmov.u32 %r40, 0;\nTURN:\n" + slot + "@%p4 " + t.arrive("%r46")
+    fill += "add.u32 %r40, %r40, 1;\n" + grow + "setp.lt.u32 %p5, %r40, 3;\n@%p5 bra TURN;\n" + t.wait("pong", 0)
+    take = t.wait("ring", 0) + "@%p4 " + t.arrive("pong")
+    shared = ".shared .align 8 .b64 ring[3]; .shared .align 8 .b64 pong;"
+    text = stuck(lead + t.only("warp 0", fill) + t.only("warp 1", take), shared=shared)
+    assert "misses 1 of 2 arrivals" in text.splitlines()[1], text
+
+
+def test_who_touched_a_barrier_is_named_with_the_line_of_the_source():
+    source = '\n.file 1 "/kernels/program.py"\n'
+    body = "setp.eq.u32 %p4, %r2, 0;\n.loc 1 17 5\n" + t.init(("ping", 2)) + ".loc 1 18 5\n"
+    body += t.only("warp 0", "@%p4 " + t.arrive("ping")) + t.wait("ping", 0)
+    kernel = t.kernel(body, "out", shared=SHARED, target="sm_90a", version="8.6") + source
+    with pytest.raises(Deadlock) as found:
+        softsm.load(kernel).launch(1, 64, [np.zeros(64, np.uint32)])
+    text = str(found.value)
+    assert "last: init 2 by warp 0 of CTA (0, 0, 0), program.py:17, PTX line" in text, text
+    assert "arrive 1 by warp 0 of CTA (0, 0, 0), program.py:18, PTX line" in text, text
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_count_that_is_right(count):
     kernel = t.kernel(handed_over(count, count), "out", shared=SHARED, target="sm_90a", version="8.6")
