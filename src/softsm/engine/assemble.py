@@ -34,6 +34,7 @@ from softsm.ptx.ast import (
     Symbol,
     Vector,
     referenced,
+    spelled,
 )
 from softsm.ptx.declarations import TYPE_BYTES
 
@@ -243,7 +244,7 @@ class Assembler(AsyncRegisters):
             return self.symbol(operand.name, operand.offset, bank)
         if isinstance(operand, Vector) and len(operand.items) == 1:
             return self.src(operand.items[0], kind)
-        raise self.error(f"operand {operand} cannot be read here")
+        raise self.error(f"operand {spelled(operand)} cannot be read here")
 
     def dst(self, operand, kind: str) -> int:
         if isinstance(operand, Sink):
@@ -251,7 +252,7 @@ class Assembler(AsyncRegisters):
         if isinstance(operand, Vector) and len(operand.items) == 1:
             return self.dst(operand.items[0], kind)
         if not isinstance(operand, Reg):
-            raise self.error(f"destination must be a register, got {operand}")
+            raise self.error(f"destination must be a register, got {spelled(operand)}")
         self.written.add(operand.name)
         return self.register(operand, self.bank(kind))
 
@@ -296,7 +297,7 @@ class Assembler(AsyncRegisters):
     def address(self, operand) -> tuple[str, int, int]:
         """`[base + offset]` -> (bank of the base row, row, byte offset)."""
         if not isinstance(operand, Address):
-            raise self.error(f"expected an address in brackets, got {operand}")
+            raise self.error(f"expected an address in brackets, got {spelled(operand)}")
         base = operand.base
         if isinstance(base, Reg):
             bank = "Q" if WIDTH[self.registers[base.name]] == 64 else "R"

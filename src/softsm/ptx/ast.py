@@ -187,6 +187,31 @@ def referenced(module: Module, function: Function) -> set[str]:
     return names
 
 
+def spelled(operand: Any) -> str:
+    """Returns an operand as PTX spells it, for messages."""
+    match operand:
+        case Imm(kind="f32", bits=bits):
+            return f"0f{bits:08X}"
+        case Imm(kind="f64", bits=bits):
+            return f"0d{bits:016X}"
+        case Imm(value=value):
+            return str(value)
+        case Reg(name, negated):
+            return ("!" if negated else "") + name.partition("@")[0]
+        case Symbol(name, offset):
+            return name.partition("@")[0] + (f"+{offset}" if offset else "")
+        case Address(base, offset, coords):
+            within = spelled(base) + (f"{offset:+}" if offset else "")
+            return f"[{within}{f', {spelled(Vector(coords))}' if coords else ''}]"
+        case Vector(items):
+            return f"{{{', '.join(map(spelled, items))}}}"
+        case Pair(first, second):
+            return f"{spelled(first)}|{spelled(second)}"
+        case Sink():
+            return "_"
+    return str(getattr(operand, "name", operand)).partition("@")[0]
+
+
 def brief(instruction: str) -> str:
     """Returns the text of an instruction with long lists of registers shortened."""
     return _LISTS.sub(lambda found: f"{{{found[1]}, ..., {found[2]}}}", instruction)

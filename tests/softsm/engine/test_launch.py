@@ -77,6 +77,20 @@ def test_an_unknown_modifier_is_refused_when_loaded():
         softsm.load(COPY.replace("ld.global.b32", "ld.global.quickly.b32"))
 
 
+@pytest.mark.parametrize(
+    "instruction, message",
+    [("ld.global.b32 5, [%rd1]", "destination must be a register, got 5"),
+     ("mov.b32 0f3F800000, %r2", "destination must be a register, got 0f3F800000"),
+     ("mov.b32 [%rd1+8], %r2", r"destination must be a register, got \[%rd1\+8\]"),
+     ("ld.global.b32 %r2, %rd1", "expected an address in brackets, got %rd1"),
+     ("ld.global.b32 %r2, {%r2, 1}", r"expected an address in brackets, got \{%r2, 1\}"),
+     ("add.u32 %r2, %r2, [%rd1-4]", r"operand \[%rd1-4\] cannot be read here")],
+)  # fmt: skip
+def test_an_operand_that_does_not_fit_is_spelled_as_in_ptx(instruction, message):
+    with pytest.raises(PtxError, match=f"{message} \\(in `"):
+        softsm.load(COPY.replace("mov.u32 %r2, %tid.x", instruction))
+
+
 def test_module_variables_keep_their_initial_values():
     ptx = """
 .version 8.0 .target sm_90a .address_size 64
