@@ -9,7 +9,8 @@ There are three kinds:
   its state without the others, and each round stores to shared memory, so the state of the whole machine is compared:
   registers, program counters and memory repeat after the same number of turns. The first comparison takes place after
   PATIENCE turns in which no asynchronous operation completes and no warp exits, each later one after twice as many.
-  Meanwhile the warps run in a fixed order, so a state that repeats once repeats for ever.
+  States are compared when a certain warp is next, so that a round may have any number of warps. Meanwhile the warps run
+  in a fixed order, so a state that repeats once repeats for ever.
 
 engine/deadlock_text.py describes a deadlock.
 """
@@ -27,7 +28,8 @@ from softsm.engine.polling import deciding
 from softsm.errors import Deadlock
 
 PATIENCE = 4096  # turns of warps
-ROUND = 256  # the most turns in a round
+ROUND = 256  # the most turns of one warp in a round
+AWAY = 8  # turns of all warps, times their number, after which another warp is looked at
 
 
 class DeadlockWatch:
@@ -39,6 +41,7 @@ class DeadlockWatch:
         self.next = PATIENCE
         self.shuffle = machine.shuffle
         self.seen: dict[int, int] = {}  # fingerprint -> turn
+        self.marker, self.met = None, 0  # states are compared when this warp is next; its last turn
         self.due = 0  # the turn that ends a round, when the state must repeat
         self.expected: tuple[int, int] = (0, 0)
         self.longest = 0  # turns without progress
@@ -158,16 +161,26 @@ class DeadlockWatch:
 
     def look_later(self, turn: int) -> None:
         self.next, self.due = turn, 0
+        self.marker = None
         self.seen.clear()
         self.machine.shuffle = self.shuffle
 
     def look(self) -> None:
         self.machine.shuffle = False
+        following = next(iter(self.machine.ready), None)
+        if self.marker is None or self.turns - self.met > AWAY * sum(len(c.warps) for c in self.machine.live):
+            self.marker, self.due = following, 0
+            self.seen.clear()
+        if self.marker is not following:
+            return
+        self.met = self.turns
+        if self.turns < self.due:
+            return
         state = self.fingerprint()
         if self.due:
-            if self.turns < self.due:
+            late, self.due = self.turns > self.due, 0
+            if late:
                 return
-            self.due = 0
             if (state, self.memory()) == self.expected:
                 self.found(POLLING)
         elif state in self.seen:

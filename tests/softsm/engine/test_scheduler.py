@@ -165,6 +165,13 @@ def test_polling_that_goes_through_barriers_is_a_deadlock(order):
         run(POLL_AND_MEET, shared=".shared .u32 flag;", order=order)
 
 
+@pytest.mark.parametrize("order", ["latest", "random"])
+def test_polling_through_the_barriers_of_many_ctas_is_a_deadlock(order):
+    """A round of 128 warps has more turns than are compared."""
+    with pytest.raises(Deadlock, match="only polls"):
+        run(POLL_AND_MEET, shared=".shared .u32 flag;", order=order, grid=32, block=128, sms=32)
+
+
 def test_many_barriers_are_no_deadlock():
     x = run(
         """
