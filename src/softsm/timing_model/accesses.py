@@ -185,7 +185,9 @@ class Looks:
                 at, k = divmod(key, len(traces))
                 mine = lone[(tensor[lone] == at) & (cta[lone] == k)]
                 times = np.mean([often[line] for line in of[those[mine]].tolist()])
-                blocks = np.unique(addresses(those[mine]) + shift[mine, None] >> 6)
+                words = addresses(those[mine]) + shift[mine, None]
+                traces[k].traffic[at, "read span"] = int(words.max() - words.min()) + 1
+                blocks = np.unique(words >> 6)
                 traces[k].traffic[at, "read blocks"] += round(len(blocks) * float(times))
             asked = np.bincount(keys, units[those])
             found = asked.nonzero()[0]

@@ -53,9 +53,9 @@ def statements_of(source: str) -> list[Statement]:
     ]
 
 
-def addressed_by(source: str) -> dict[int, frozenset[str]]:
-    """Maps the PTX line of each atomic operation on global memory and of each copy from there to what its address
-    depends on: %ctaid.x, y, z, or loaded "data"."""
+def addressed_by(source: str, loads: bool = False) -> dict[int, frozenset[str]]:
+    """Maps the PTX line of each atomic operation on global memory and of each copy from there, with `loads` of each
+    load, to what its address depends on: %ctaid.x, y, z, or loaded "data"."""
     statements = statements_of(source)
     found: dict[str, frozenset[str]] = {}
     grew = True
@@ -77,7 +77,8 @@ def addressed_by(source: str) -> dict[int, frozenset[str]]:
     for s in statements:
         copies = s.name.startswith("cp.async") and ".shared" in s.name and ".global" in s.name
         addresses = ADDRESS.findall(s.rest)[copies:]  # a copy's first address is in shared memory
-        if addresses and (copies or s.name.startswith(("atom.", "red.")) and ".shared" not in s.name):
+        known = ("atom.", "red.", *_LOADS) if loads else ("atom.", "red.")
+        if addresses and (copies or s.name.startswith(known) and ".shared" not in s.name):
             out[s.line] = frozenset().union(*(found.get(r, frozenset()) for r in REGISTER.findall(addresses[0])))
     return out
 

@@ -9,6 +9,8 @@ import numpy as np
 from softsm.timing_model.trace import LaunchTrace
 
 MANY = 2000  # waves
+ROUNDS = 50  # waves after which the multiprocessors have had nearly equal work
+LONGEST = 0.98  # of the longest cluster's instructions: as long
 QUEUE = 3, 6  # consecutive CTAs per slot in the replay: minimum, maximum
 GOLDEN = 0.6180339887498949  # the fractional parts of its multiples are evenly spread
 
@@ -48,12 +50,41 @@ def makespan(durations: np.ndarray, slots: int, more: float) -> float:
     return max(ends)
 
 
+def most_work(work: np.ndarray, sms: int, resident: int, alone: float) -> float:
+    """Returns when the last multiprocessor has done the work of its clusters, if each does 1 in a unit of time, at most
+    `resident` clusters share it evenly, one of them uses at most `alone` of it, and a cluster that ends lets the next
+    one in. Where long clusters lie together some multiprocessors get more of them than others."""
+    if len(work) > ROUNDS * sms * resident:
+        return float(work.sum() / sms)
+    first = min(len(work), sms * resident)
+    left = [np.sort(work[n:first:sms]).tolist() for n in range(sms)]  # what each has done when its clusters end
+    done, now = [0.0] * sms, [0.0] * sms
+    pending: list[tuple[float, int]] = []
+
+    def wait(n: int) -> None:
+        if left[n]:
+            heapq.heappush(pending, (now[n] + (left[n][0] - done[n]) / min(alone, 1 / len(left[n])), n))
+
+    for n in range(sms):
+        wait(n)
+    end = 0.0
+    for extra in [*work[first:].tolist(), *[0.0] * first]:
+        end, n = heapq.heappop(pending)
+        now[n], done[n] = end, heapq.heappop(left[n])
+        if extra:
+            heapq.heappush(left[n], done[n] + extra)
+        wait(n)
+    return end
+
+
 def beside_longest(trace: LaunchTrace, each: int, sms: int, heavy: int) -> list[int]:
     """Returns the traces of the clusters, at most `each`, on the multiprocessor that ends last if the whole grid runs
-    at once. heavy: the trace of the longest cluster."""
+    at once: of those with one of the longest clusters, the one with most work. heavy: the trace of such a cluster."""
     if trace.lengths is None:
         return [heavy] * each
-    longest = int(trace.lengths.argmax())
+    on = np.bincount(np.arange(trace.total) % sms, trace.lengths)  # instructions of each multiprocessor
+    ends = (trace.lengths >= LONGEST * trace.lengths.max()).nonzero()[0]
+    longest = int(ends[on[ends % sms].argmax()])
     known = trace.lengths[[c.number for c in trace.clusters]]
     others = (n for n in range(longest % sms, trace.total, sms) if n != longest)
     return [heavy, *(int(np.abs(known - trace.lengths[n]).argmin()) for n in others)]

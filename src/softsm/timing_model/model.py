@@ -13,7 +13,7 @@ from softsm.timing_model import machine
 from softsm.timing_model.atomics import Atomics, slices_of
 from softsm.timing_model.exchanges import held_up_ns
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
-from softsm.timing_model.grid import beside_longest, makespan, over_grid, queues_of
+from softsm.timing_model.grid import beside_longest, makespan, most_work, over_grid, queues_of
 from softsm.timing_model.lower import Path, kinds_of, lowering_of
 from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
@@ -29,22 +29,16 @@ from softsm.timing_model.work import (
     fetched_again,
     issue_cycles,
     occupancy,
+    spill_room,
     spilled_bytes,
     work_of,
 )
 
 SM_L1 = 256 << 10  # bytes, shared memory included
-# Above MUCH_SHARED bytes, Triton requests the largest shared-memory carve-out (benchmarks/NOTES.md, L1 carve-out).
-MUCH_SHARED, L1_LEFT = 48 << 10, 28 << 10
 BATCH = 16  # the fewest rows that a warp waits for together
 TURNS = 6  # rounds of CTAs per slot of a multiprocessor that the replay covers; the first starts with cold caches
 CROWD = 0.5  # exponent of L2 utilisation: how much of the other multiprocessors' traffic delays a request
 MERGED = 16  # multiprocessors that request one line together; more gain nothing (benchmarks/microbench, copies)
-
-
-def spill_room(shared: int, left: float) -> float:
-    """Returns the bytes of L1 that hold local memory. left: bytes that shared memory would leave."""
-    return left if shared <= MUCH_SHARED else L1_LEFT
 
 
 class Model:
@@ -89,7 +83,7 @@ class Model:
             if a.space == "load" and a.tensors:
                 tensor = max(a.tensors, key=lambda n: a.tensors[n])
                 if 0 <= tensor < len(self.sources):
-                    s, more = self.sources[tensor], 32 * a.distant * a.times * again
+                    s, more = self.sources[tensor], 32 * a.distant * a.times * again * absent[tensor]
                     device = s.device * s.asked + (1 - found) * more
                     s.lines *= 1 + more / max(s.asked, 1.0)
                     s.asked += more
@@ -331,6 +325,17 @@ class Model:
             for n, k in zip(numbers, self.kinds)
         )
 
+    @functools.cached_property
+    def uneven(self) -> float:
+        """Returns the work of the busiest engine on the multiprocessor that ends last, relative to the mean of all."""
+        if self.trace.lengths is None or self.cluster > 1 or self._alike():
+            return 1.0
+        engine = int(self.work.argmax())
+        works = [work_of(self.streams[n], self.costs, self.gpu)[engine] for n in self.kinds]
+        every = over_grid(self.trace, [(c.number, w) for c, w in zip(self.trace.clusters, works)])
+        alone = min(1.0, self.trace.threads / 128)  # two warps use two of four schedulers
+        return max(1.0, most_work(every, self.sms, self.occupancy, alone) * self.sms / every.sum())
+
     # ---- the grid -------------------------------------------------------------------------------------------------
 
     def predict(self, clock: float | None = None) -> Prediction:
@@ -381,15 +386,12 @@ class Model:
             resident = self.occupancy
             if self._alike():
                 return self._in_waves(f, log, whole)
-            queues = queues_of(self.kinds, self._shares(), resident, -(-total // slots))
+            shares = None if self.trace.lengths is None else shares_of(self.trace)
+            queues = queues_of(self.kinds, shares, resident, -(-total // slots))
             whole |= {n for q in queues for n in q[:-1]} < {n for q in queues for n in q}
             run = self.replay(queues, f, self.sms, log, whole)
             cycles = self._schedule(run, queues, slots)
         return self._prediction(run, cycles, f, resident, total / slots)
-
-    def _shares(self) -> list[float] | None:
-        """Returns the share of the grid that each trace represents, or None where it is unknown."""
-        return None if self.trace.lengths is None else shares_of(self.trace)
 
     def _alike(self) -> bool:
         """Tells whether one trace represents the grid: all do as much work, except perhaps the last, at the edge."""
@@ -461,7 +463,7 @@ class Model:
         }
         # No kernel is faster than its busiest engine, and no memory is busy before the first request reaches it.
         first = {"L2": g["load.l2"] * 1e-3, "device memory": g["load.hbm"] * 1e-3}
-        least = max(*needs.values(), *(took + first.get(name, 0.0) for name, took in roofline.items()))
+        least = max(max(needs.values()) * self.uneven, *(t + first.get(name, 0.0) for name, t in roofline.items()))
         memory = roofline["device memory"]
         taken = max(least, beside(cycles * us, memory + first["device memory"], drained * 1e-3 / memory))
         body = g["cta.start"] + taken + self.atomics.held_up_us() * min(1.0, memory / taken) ** 3

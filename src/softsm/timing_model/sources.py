@@ -20,6 +20,7 @@ MANY_LINES = 8  # ... of a CTA: fewer are not significant, they may hold a numbe
 WHOLE = 56  # bytes of 64, from which on a CTA counts as requesting all of them
 HELD = 0.8, 1.2  # bytes between two reads, relative to L2's capacity: hit up to the first, miss from the second
 FEW, MANY = 4096, 16384  # bytes of one wait: the slowest of many lines arrives later than that of few
+PART = 1.1  # times the bytes of a part: its CTAs' words lie within that
 ALONE = -1.3  # ... and one line of an open page earlier: 330 ns (benchmarks/microbench), of load.hbm and hbm.slowest
 
 
@@ -39,7 +40,7 @@ class Source:
     random: bool = False
     boxes: bool = False  # read by TMA
     copied: bool = False  # ... or by cp.async, tile by tile
-    parts: int = 1  # ... that CTAs read one after another and never again, such as heads or the matrices of a batch
+    parts: int = 1  # that CTAs read one after another and never again: heads, matrices of a batch, tables of a level
     rows: float = 0.0  # bytes that a CTA writes per iteration, if each CTA moves along its own rows
     few: bool = False  # a cluster requests few lines, perhaps the same one for all lanes
 
@@ -134,6 +135,8 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float], slots: in
                 out[tensor].parts = parts
     for tensor, s in enumerate(out):
         s.few = most[tensor] < MANY_LINES
+        if s.scattered and trace.access:
+            s.parts = tables_of(trace).get(tensor, 1)
         if trace.total <= slots and 0.9 * s.size <= s.asked <= 1.1 * s.size:
             # Other clusters request the rest of each block, at about the same time, and L2 has it.
             s.blocks = min(s.blocks, s.asked / 64)
@@ -207,11 +210,32 @@ def parts_of(trace: LaunchTrace) -> dict[int, int]:
     }
 
 
+def tables_of(trace: LaunchTrace) -> dict[int, int]:
+    """Maps tensors to the number of parts of which CTAs that run together read words of one: their addresses depend on
+    data and on the grid's last dimensions, but not on its first, and a CTA's words lie within one part."""
+    sides = dict(zip(("%ctaid.x", "%ctaid.y", "%ctaid.z"), trace.grid))
+    if sides["%ctaid.y"] == sides["%ctaid.z"] == 1:
+        return {}
+    by = addressed_by(trace.source, loads=True)
+    on: dict[int, set[str]] = {}
+    for line, a in trace.access.items():
+        if a.space == "load" and a.tensors:
+            on.setdefault(max(a.tensors, key=lambda n: a.tensors[n]), set()).update(by.get(line, ("%ctaid.x",)))
+    out = {}
+    for tensor, axes in on.items():
+        if "data" in axes and "%ctaid.x" not in axes and 0 <= tensor < len(trace.tensors):
+            parts = math.prod(n for name, n in sides.items() if name in axes)
+            span = max(c.traffic.get((tensor, "read span"), 0) for c in trace.clusters)
+            if 0 < span * parts <= PART * trace.tensors[tensor][1]:
+                out[tensor] = parts
+    return out
+
+
 def absent_from_l1(s: Source, room: float, sms: int) -> float:
-    """Returns the share of scattered words that miss an L1 of `room` bytes. CTAs hit the words of a small table that
-    earlier CTAs of the multiprocessor have read."""
+    """Returns the share of scattered words that miss an L1 of `room` bytes. CTAs hit the words of a small table, or of
+    the part of one, that earlier CTAs of the multiprocessor have read."""
     if not s.asked or not s.scattered:
         return 1.0
     each = s.asked / sms
     first = s.size * (1 - np.exp(-each / s.size)) / each
-    return float(1 - (1 - first) * min(1.0, room / s.size))
+    return float(1 - (1 - first) * min(1.0, room * s.parts / s.size))

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from softsm.engine.launch import CTA_RESERVED, SM_CTAS, SM_SHARED, SM_THREADS
+from softsm.engine.launch import SM_CTAS, SM_SHARED, SM_THREADS
 from softsm.timing_model import machine
 from softsm.timing_model.costs import PIPES, Costs, lane_bytes
 from softsm.timing_model.lower import LONG_CODE, Streams
@@ -17,6 +17,8 @@ from softsm.timing_model.sass import Code
 from softsm.timing_model.trace import LaunchTrace
 
 SM_REGISTERS = 65_536
+# Above MUCH_SHARED bytes, Triton requests the largest shared-memory carve-out (benchmarks/NOTES.md, L1 carve-out).
+MUCH_SHARED, L1_LEFT = 48 << 10, 28 << 10
 ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory", "other pipes")
 OTHERS = ("imad", "half", "pack", "convert", "memory", "uniform")
 # Cycles per instruction in loops of this length, with 4, 8, 16 and 32 warps (benchmarks/microbench, shared limits).
@@ -32,7 +34,7 @@ def occupancy(trace: LaunchTrace, code: Code) -> int:
     limits = [
         SM_CTAS,
         SM_THREADS // trace.threads,
-        SM_SHARED // (trace.shared + CTA_RESERVED),
+        SM_SHARED // trace.shared,  # with what the system takes of each
         SM_REGISTERS // (per_warp * warps),
     ]
     columns = trace.columns
@@ -64,6 +66,11 @@ def executed(streams: Streams, count: int) -> np.ndarray:
     for k, path in {id(path): path for path in streams.paths}.items():
         ran += often[k] * np.bincount(path.instructions, minlength=count)
     return ran
+
+
+def spill_room(shared: int, left: float) -> float:
+    """Returns the bytes of L1 that hold local memory. left: bytes that shared memory would leave."""
+    return left if shared <= MUCH_SHARED else L1_LEFT
 
 
 def spilled_bytes(streams: Streams, code: Code) -> int:

@@ -107,8 +107,9 @@ def test_cycles_of_products_in_tensor_memory() -> None:
     assert np.maximum(*mma_cycles(*cases.T)).tolist() == [128, 48, 128, 64, 128]
 
 
-def test_every_cta_has_a_kilobyte_of_shared_memory_beside_its_own() -> None:
-    """Two of 114 KB do not run together: 228 KB are all there is."""
-    code = SimpleNamespace(registers=32)
-    for shared, wanted in ((113 << 10, 2), (114 << 10, 1), (0, 16)):  # 16: threads
-        assert occupancy(SimpleNamespace(threads=128, shared=shared, columns=0), code) == wanted
+@pytest.mark.parametrize(("shared", "wanted"), ((113 << 10, 2), ((113 << 10) + 16, 1), (0, 16)))  # 16: threads
+def test_every_cta_has_a_kilobyte_of_shared_memory_beside_its_own(shared, wanted) -> None:
+    """228 KB are all there is. With that kilobyte counted twice, a prefill that fits twice was 43 % too slow."""
+    with softsm.timing("h200") as timer:
+        softsm.load(KERNEL).launch(132, 128, [np.zeros(128, np.float32)], shared=shared)
+    assert occupancy(timer.predictions[0].trace, SimpleNamespace(registers=32)) == wanted
