@@ -157,21 +157,31 @@ def check(
     strict: Strict = False,
     save: Save = None,
     json: Annotated[bool, typer.Option(help="print JSON (docs/reports.md has the schema)")] = False,
+    patience: Annotated[
+        float,
+        typer.Option(
+            help="end a launch in which no warp ends and no asynchronous operation completes for so many million "
+            "operations; 0: never"
+        ),
+    ] = 20,
 ) -> None:
     """Run with all checks, once for each order of completion, and print each finding once.
 
     Exit status 0: nothing found; 1: a finding, or the program itself failed; 2: wrong usage."""
     from softsm.commands.check import Summary
+    from softsm.engine.options import options
 
     accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
     execute = program_of(
         file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags, ranks
     )
     summary = Summary(seed, strict)
+    if not 0 <= patience < 1e12:
+        usage(f"patience: got {patience:g}; accepted: 0 and positive numbers")
 
     def one(chosen: str, number: int) -> None:
         aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is not JSON
-        with aside, summary.run(chosen, number, frames_of=str(file)):
+        with aside, options(patience=round(patience * 1e6)), summary.run(chosen, number, frames_of=str(file)):
             execute(chosen, number if file.suffix in PROGRAMS else seed)
 
     summary.all(order, one, apart=file.suffix == ".cu")  # torch's threads do not live in a copy of the process

@@ -47,7 +47,7 @@ class Deadlock(Fault):
 
 
 class StepBudget(Fault):
-    """The launch used up its budget of warp instructions."""
+    """The launch used up its budget of warp instructions, or its patience."""
 
     def __init__(self, message: str):
         super().__init__("step-budget", message, placed=True)

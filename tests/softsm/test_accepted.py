@@ -56,7 +56,8 @@ CALLS = {
         grid=(-1, 1 << 40, (1, 1 << 17, 1), "a", (1, 1, 1, 1), None, 1.5, (1.5,), []),
         block=(0, 2048, None, "32", (1, 1, 128), (-1, -32, 1)),
         cluster=(0, 32, "2", (4, 4, 2)), shared=(-1, "a", 1.5, None), args=(None, 3, {"to": 1}), memory=(3,),
-        order=("x",), sms=(0, "a", -1, 1.5, 1 << 40), seed=("x", -1), budget=(0, "x"), processes=(-1, "x")), {}),
+        order=("x",), sms=(0, "a", -1, 1.5, 1 << 40), seed=("x", -1), budget=(0, "x"),
+        patience=(-1, "x"), processes=(-1, "x")), {}),
 }  # fmt: skip
 
 

@@ -263,6 +263,18 @@ def test_the_command_of_the_documentation(tmp_path, ptx):
     assert done.exit_code == 2 and "arch: got 'sm_100a'; accepted: what runs the module's .target" in done.output
 
 
+def test_a_loop_without_end_is_a_finding_and_other_orders_are_left_out(tmp_path):
+    head, _, body = SCALE.partition("    ld.param.u64 %rd1, [x];")
+    path = tmp_path / "endless.ptx"
+    path.write_text(f"{head}    ld.param.u64 %rd1, [x];\nLOOP: st.volatile.global.u32 [%rd1], %r1;\n bra LOOP;\n{body}")
+    words = ["check", str(path), "--arg", "f32[4]", "--arg", "f32=1", "--arg", "u32=4", "--patience"]
+    done = CliRunner().invoke(app, [*words, "0.005"])
+    assert done.exit_code == 1 and done.stdout.startswith("step-budget: no warp has ended"), done.output
+    assert "warps 0, 1 of CTA (0, 0, 0) run at PTX line" in done.stdout and "orders latest\n" in done.stdout
+    done = CliRunner().invoke(app, [*words, "-1"])
+    assert done.exit_code == 2 and "patience: got -1" in done.output
+
+
 def test_json_of_a_check(ptx, tmp_path):
     done = softsm_command("check", "--json", "--grid", 2, ptx, "f32[80]", "f32=0.5", "u32=90", "--order", "eager")
     data = json.loads(done.stdout)

@@ -115,6 +115,7 @@ class Summary:
                 self.over = first
         self.launches = max(self.launches, report.launches)
         again = report.again()
+        self.over |= "step-budget" in report.codes()  # another order would take as long
         for i, diagnostic in enumerate(report):
             found = self.findings.setdefault(diagnostic.key(), Found(diagnostic, [], again.get(i, 0)))
             if name not in found.orders:

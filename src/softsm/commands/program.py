@@ -26,7 +26,8 @@ else:
 OWN = (typer.Exit, UsageError)  # exceptions of the command itself, not of the program that it runs
 PROGRAMS = (".py", ".cu")  # files with their own command line
 KNOWN = tuple(
-    "--arch --entry --grid --block --cluster --shared --sms --ranks --order --seed --strict --output --json".split()
+    f"--{name}"
+    for name in "arch entry grid block cluster shared sms ranks order seed strict patience output json".split()
 )
 
 

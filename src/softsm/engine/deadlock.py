@@ -12,6 +12,7 @@ There are three kinds:
   States are compared when a certain warp is next, so that a round may have any number of warps. Meanwhile the warps run
   in a fixed order, so a state that repeats once repeats for ever.
 
+Other endless loops, such as one that counts in memory, end when the launch runs out of patience (`out_of_patience`).
 engine/deadlock_text.py describes a deadlock.
 """
 
@@ -23,12 +24,13 @@ from typing import NoReturn
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.deadlock_text import POLLING, describe
+from softsm.engine.deadlock_text import POLLING, describe, going_on
 from softsm.engine.polling import deciding
-from softsm.errors import Deadlock
+from softsm.errors import Deadlock, StepBudget
 
 PATIENCE = 4096  # turns of warps
 ROUND = 256  # the most turns of one warp in a round
+OPERATION = 5000  # instructions of compiled code that take about as long as one that Python handles
 AWAY = 8  # turns of all warps, times their number, after which another warp is looked at
 
 
@@ -45,6 +47,7 @@ class DeadlockWatch:
         self.due = 0  # the turn that ends a round, when the state must repeat
         self.expected: tuple[int, int] = (0, 0)
         self.longest = 0  # turns without progress
+        self.began = 0  # operations at the last progress
         self.pushes = 0  # number of times that blocked warps continued because of a timeout
 
     def found(self, why: str) -> NoReturn:
@@ -150,14 +153,28 @@ class DeadlockWatch:
         progress = engine.completed + self.machine.exits
         if progress != self.progress:
             self.longest = max(self.longest, self.turns)
-            self.turns, self.progress = 0, progress
+            self.turns, self.progress, self.began = 0, progress, self.operations()
             self.look_later(PATIENCE)
+        elif 0 < self.machine.options.patience < self.operations() - self.began:
+            self.out_of_patience()
         if self.turns < self.next:
             return
         if engine.pending:  # complete it now: warps have waited long enough
             engine.complete_awaited()
         else:
             self.look()
+
+    def operations(self) -> int:
+        """Returns a measure of the work so far that does not depend on the load of this computer."""
+        return self.machine.entries + self.machine.steps // OPERATION
+
+    def out_of_patience(self) -> NoReturn:
+        """Memory changes, so this may be no deadlock: a loop may only be long. options.patience says how long."""
+        why = (
+            f"no warp has ended and no asynchronous operation has completed in {self.machine.options.patience} "
+            "operations (--patience)"
+        )
+        raise StepBudget(going_on(self.machine, why))
 
     def look_later(self, turn: int) -> None:
         self.next, self.due = turn, 0

@@ -33,6 +33,11 @@ def describe(machine, why: str) -> str:
     return "\n".join(lines)
 
 
+def going_on(machine, why: str) -> str:
+    """Describes a launch that is ended although its warps run."""
+    return "\n".join([why, *progress(machine), *standing(machine, "run")])
+
+
 def clues(machine, text: Text, ring: list) -> list[str]:
     """Returns likely causes, the most specific first. ring: barriers of a cycle."""
     waits = [b for b in dict.fromkeys(awaited(machine).values()) if isinstance(b, Mbarrier) and b.pending]
@@ -83,9 +88,9 @@ def guarded(warp, ins) -> bool:
     return bool(int(warp.P[row]) ^ inverted)
 
 
-def standing(machine) -> list[str]:
-    """Returns what each warp waits for. Warps of a CTA that wait for the same thing share a line, and so do CTAs whose
-    lines differ only in their names."""
+def standing(machine, running: str = "poll") -> list[str]:
+    """Returns what each warp waits for, or where it does `running`. Warps of a CTA that wait for the same thing share a
+    line, and so do CTAs whose lines differ only in their names."""
     shown: dict[tuple[int, str], list[str]] = {}  # (GPU, text without the CTA's name) -> names of the CTAs
     for home in machine.live:
         alike: dict[tuple[str, str, str], list[int]] = {}
@@ -97,7 +102,7 @@ def standing(machine) -> list[str]:
                 elif f.parked:
                     verb, what = "wait", f"\n      for lanes {f.parked & ~f.mask:#010x} of the same warp"
                 else:
-                    verb, what = "poll", ""
+                    verb, what = running, ""
                 alike.setdefault((role_of(ins), verb, f" at {place(ins)}{what}"), []).append(w.index)
         for (role, verb, rest), warps in alike.items():
             numbers = list(dict.fromkeys(warps))

@@ -19,6 +19,7 @@ class Options:
     seed: int = 0
     sms: int = 4
     budget: int = accepted.number_in("SOFTSM_BUDGET", 20_000_000_000)
+    patience: int = 0  # operations without progress after which a launch is ended; 0: never
     arch: str = ""
     processes: int = 0  # that share a launch, at most; 0: engine/processes.py decides
     dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
@@ -29,7 +30,7 @@ class Options:
     def __post_init__(self) -> None:
         accepted.one_of("order", self.order, accepted.ORDERS)
         accepted.whole("sms", self.sms, 1, accepted.MOST_SMS)
-        for name, least in (("seed", 0), ("budget", 1), ("processes", 0)):
+        for name, least in (("seed", 0), ("budget", 1), ("patience", 0), ("processes", 0)):
             accepted.whole(name, getattr(self, name), least)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from softsm.engine import program as pg
 from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine
 from softsm.engine.deadlock import DeadlockWatch
+from softsm.engine.deadlock_text import going_on
 from softsm.engine.observer import observer_of
 from softsm.engine.processes import Processes
 from softsm.engine.warps import Cta, Fragment, Sm, Warp
@@ -48,6 +49,7 @@ class Machine:
         self.ready: deque[Warp] = deque()
         self.shuffle = options.order == "random"
         self.steps = 0
+        self.entries = 0  # times that compiled code was entered: Python has handled an instruction before each
         self.clock = 0  # the last reading of %clock or %globaltimer
         self.writes = 0  # number of changes of memory and barriers so far
         self.live: list[Cta] = []
@@ -197,7 +199,7 @@ class Machine:
                 follower.turn_ended(warp)
             if self.steps > self.options.budget:
                 used = f"{self.steps} warp instructions used (budget {self.options.budget})"
-                raise StepBudget(f"{used}; last at {warp.where()}")
+                raise StepBudget(going_on(self, f"{used}; last at {warp.where()}"))
             if warp.spins > 1:
                 watch.spinning()
         engine.drain()
@@ -220,6 +222,7 @@ class Machine:
                 if fragment.blocked is not None or fragment.parked:
                     return
             warp.fragment = fragment
+            self.entries += 1
             status, pc, mask, lanes, steps = run_code(warp.state, fragment.pc, fragment.mask, stop, quantum, multi)
             self.steps += steps
             quantum -= steps

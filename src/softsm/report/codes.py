@@ -213,7 +213,11 @@ CODES: dict[str, tuple[str, str]] = {
     "special-register": ("A predefined register that has no value here.", "Use another one."),
     "copy": ("An asynchronous copy could not be done.", "See the message: it names the operand and the instruction."),
     "internal": ("softsm reached an unexpected state.", "This is a bug in softsm; report it with the PTX."),
-    "step-budget": ("The launch exceeded its instruction budget.", "Look for an infinite loop."),
+    "step-budget": (
+        "The launch was ended: it executed more instructions than its budget (SOFTSM_BUDGET), or went on for long "
+        "although no warp ended and no asynchronous operation completed (softsm check --patience).",
+        "Look for a loop without end where the warps are; if it is only long, use --patience 0 or a larger budget.",
+    ),
     "trap": ("The program executed trap.", "Its own check failed; see the line."),
     "assert": ("A device-side assertion failed.", "See the message."),
 }

@@ -190,6 +190,27 @@ def test_an_endless_loop_ends_at_the_budget(loop):
         run(f"LOOP: {loop} bra LOOP;", budget=30_000, order="random")
 
 
+BEATS = "BEAT: add.u32 %r3, %r3, 1; st.volatile.global.u32 [%rd1+4], %r3; ld.volatile.global.u32 %r4, [%rd1];"
+
+
+def test_a_loop_that_changes_memory_for_ever_ends_with_patience():
+    loop = f"{BEATS} setp.eq.u32 %p1, %r4, 0; @%p1 bra BEAT; ret;"
+    with softsm.checking() as report, pytest.raises(StepBudget, match="completed in 5000 operations"):
+        run(loop, patience=5_000)
+    assert report.codes() == ["step-budget"], str(report)
+    assert "warps 0, 1 of CTA (0, 0, 0) run at PTX line" in str(report), str(report)
+
+
+def test_patience_begins_anew_with_progress():
+    """Warp n stores 200 (n + 1) times, so that one ends after another."""
+    last = "shr.u32 %r5, %r2, 5; mad.lo.u32 %r5, %r5, 200, 200; mov.u32 %r3, 0;"
+    loop = f"{last} {BEATS} setp.lt.u32 %p1, %r3, %r5; @%p1 bra BEAT; ret;"
+    with softsm.checking():
+        run(loop, block=256, patience=6_000)
+        with pytest.raises(StepBudget):
+            run(loop, block=256, patience=600)
+
+
 def test_polling_with_a_limit_of_time_does_not_hold_up_copies():
     """DeepGEMM's barriers of a grid read the clock in their loops. Operations in flight complete as soon as all warps
     only poll; a loop that waits for time to pass goes on."""
