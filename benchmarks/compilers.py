@@ -140,6 +140,10 @@ CASES: dict[str, Callable[[Draw], Callable]] = {
 }
 
 
+def chosen(only: str) -> list[tuple[str, Callable]]:
+    return [(name, make) for name, make in CASES.items() if only in name]
+
+
 # ------------------------------------------------------------------------------------------------------ compiling
 
 
@@ -156,14 +160,14 @@ class Recorded:
         pass
 
 
-def compile_cases(folder: Path, jobs: int) -> None:
+def compile_cases(folder: Path, only: str, jobs: int) -> None:
     """Write what every call launches."""
     target = dispatch.compile_target(ARCH)
     launch.Ready = Recorded  # type: ignore[assignment,misc]
     checks.values_checked = lambda x: False
     calls.run = lambda op, given, backend: calls.run_on(op, given, "cuda", target, given.tensors[0].device)
     draw = Draw("cpu")
-    for name, make in CASES.items():
+    for name, make in chosen(only):
         known = len(Recorded.launches)
         make(draw)()
         print(f"{name}: {len(Recorded.launches) - known} more kernels", flush=True)
@@ -185,9 +189,7 @@ def measure(folders: list[Path], only: str, repeats: int) -> Iterator[tuple[str,
     """Yield (case, label of the folder -> microseconds, quartiles, clock)."""
     from dsv4.bench import time_calls
 
-    for name, make in CASES.items():
-        if only not in name:
-            continue
+    for name, make in chosen(only):
         torch.manual_seed(0)
         found: dict[str, Any] = {}
         try:
@@ -254,7 +256,7 @@ def main() -> int:
     parser.add_argument("--table", type=Path)
     given = parser.parse_args()
     if given.compile:
-        compile_cases(given.compile, given.jobs)
+        compile_cases(given.compile, given.only, given.jobs)
         return 0
     if given.table:
         print(table(given.table))
