@@ -26,11 +26,11 @@ from softsm.engine.lanes import (
     matrices,
     missing,
     reduce,
-    rget,
     rput,
     sget,
     store,
     store32,
+    together,
     u4,
 )
 from softsm.engine.native import Native, functions, native
@@ -100,34 +100,45 @@ def lane_by_lane(watch: Watch | None) -> Native:
             if need:
                 return i8(pg.CONVERGE) | (need << 8)
         elif op == pg.OP_VOTE:
-            member = rget(R, rb, first_lane(m)) & m
-            yes = load32(P + 4 * ra) & member
-            if rc == 3:
-                for lane in range(32):
-                    if (m >> u4(lane)) & u4(1):
-                        rput(R, rd, lane, yes)
-            else:
-                answer = yes != 0 if rc == 0 else yes == member if rc == 1 else yes == member or yes == 0
-                old = load32(P + 4 * rd)
-                store32(P + 4 * rd, (old | m) if answer else (old & ~m))
+            left, votes = m, load32(P + 4 * ra)
+            while left:
+                member = together(R, rb, left)
+                yes = votes & member
+                if rc == 3:
+                    for lane in range(32):
+                        if (member >> u4(lane)) & u4(1):
+                            rput(R, rd, lane, yes)
+                else:
+                    answer = yes != 0 if rc == 0 else yes == member if rc == 1 else yes == member or yes == 0
+                    old = load32(P + 4 * rd)
+                    store32(P + 4 * rd, (old | member) if answer else (old & ~member))
+                left = left & ~member
         elif op == pg.OP_ELECT:
-            leader = first_lane(rget(R, rb, first_lane(m)) & m)
-            if rd:
-                for lane in range(32):
-                    if (m >> u4(lane)) & u4(1):
-                        rput(R, rd, lane, u4(leader))
-            if ra:
-                old = load32(P + 4 * ra)
-                store32(P + 4 * ra, (old & ~m) | (u4(1) << u4(leader)))
+            left = m
+            while left:
+                member = together(R, rb, left)
+                leader = first_lane(member)
+                if rd:
+                    for lane in range(32):
+                        if (member >> u4(lane)) & u4(1):
+                            rput(R, rd, lane, u4(leader))
+                if ra:
+                    old = load32(P + 4 * ra)
+                    store32(P + 4 * ra, (old & ~member) | (u4(1) << u4(leader)))
+                left = left & ~member
         elif op == pg.OP_ACTIVEMASK:
             for lane in range(32):
                 if (m >> u4(lane)) & u4(1):
                     rput(R, rd, lane, m)
         elif op == pg.OP_REDUX:
-            total = reduce(R, ra, rb, m)
-            for lane in range(32):
-                if (m >> u4(lane)) & u4(1):
-                    rput(R, rd, lane, total)
+            left = m
+            while left:
+                member = together(R, rc, left)
+                total = reduce(R, ra, rb, member)
+                for lane in range(32):
+                    if (member >> u4(lane)) & u4(1):
+                        rput(R, rd, lane, total)
+                left = left & ~member
         elif op == pg.OP_ATOM_G or op == pg.OP_ATOM_S:
             space = 1 if op == pg.OP_ATOM_S else 2 if rx else 0
             if atomic(R, Q, pool, S, space, rd, ra, offset, rc, m):

@@ -394,9 +394,19 @@ def first_lane(m):
     return 0
 
 
+@native("u4(i8, i8, u4)")
+def together(R, row, left):
+    """Returns those of the lanes `left` that act with the first one: its membermask names them."""
+    first = first_lane(left)
+    return (rget(R, row, first) & left) | (u4(1) << u4(first))
+
+
 @native("i8(i8, i8, i8, u4)")
 def missing(R, S, row, m):
-    """Returns the living lanes of the membermask that have not arrived; they must arrive first."""
-    member = rget(R, row, first_lane(m))
-    need = i8(member) & sget(S, S_ALIVE)
+    """Returns the living lanes of the membermasks that have not arrived; they must arrive first."""
+    left, named = m, u4(0)
+    while left:
+        named = named | rget(R, row, first_lane(left))
+        left = left & ~together(R, row, left)
+    need = i8(named) & sget(S, S_ALIVE)
     return need if need & ~i8(m) else i8(0)

@@ -1,12 +1,16 @@
 """Exchanges between lanes: shfl.sync, vote.sync, match.sync, redux.sync, elect.sync, activemask, bar.warp.sync.
 
 A .sync instruction waits until every living lane of its membermask has arrived (the scheduler parks the early ones).
+Lanes that execute it together may have different membermasks: each set of lanes then has a result of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
@@ -122,6 +126,9 @@ def redux(asm, ins):
         if op not in ("min", "max") or flags - {"abs", "NaN"}:
             asm.refuse(ins, "redux.sync on .f32 is .min or .max with .abs and .NaN")
         converge(asm, ins, member)
+        if not isinstance(member, Imm):
+            rows = {"dst": asm.dst(target, "f"), "a": asm.src(a, "f"), "member": asm.src(member, "u")}
+            return asm.macro(do_redux, ins, op=op, flags=flags, **rows)
         row = asm.src(a, "f")
         if "abs" in flags:
             row = unary(asm, "abs.f32", "f", row)
@@ -133,7 +140,8 @@ def redux(asm, ins):
     if mods not in REDUCTIONS:
         asm.refuse(ins, f"redux.sync.{'.'.join(mods)} is not defined")
     converge(asm, ins, member)
-    asm.record(pg.OP_REDUX, asm.dst(target, "u"), asm.src(a, "u"), REDUCTIONS[mods], ins=ins)
+    member_row = asm.src(member, "u")
+    asm.record(pg.OP_REDUX, asm.dst(target, "u"), asm.src(a, "u"), REDUCTIONS[mods], member_row, ins=ins)
 
 
 @lowers("match")
@@ -151,19 +159,39 @@ def match(asm, ins):
         dst=asm.dst(pair.first, "u"),
         p=p,
         a=asm.src(a, "q" if wide else "u"),
+        member=asm.src(member, "u"),
         wide=wide,
         all=ins.modifiers[0] == "all",
     )
 
 
+def together(w, mask: int, row: int) -> Iterator[tuple[int, list[int]]]:
+    """Yields the lanes that act together, as a mask and as a list: each names the others in its membermask."""
+    while mask:
+        first = (mask & -mask).bit_length() - 1
+        group = int(w.R[row, first]) & mask | 1 << first
+        yield group, [lane for lane in range(32) if group >> lane & 1]
+        mask &= ~group
+
+
+def do_redux(w, mask, o):
+    values = w.R[o.a].view(np.float32)
+    values = np.abs(values) if "abs" in o.flags else values.copy()
+    lossy, strict = (np.fmin, np.minimum) if o.op == "min" else (np.fmax, np.maximum)
+    choose = (strict if "NaN" in o.flags else lossy).reduce
+    for _, on in together(w, mask, o.member):
+        best = choose(values[on])
+        w.R[o.dst, on] = 0x7FFFFFFF if np.isnan(best) else np.float32(best).view(np.uint32)
+
+
 def do_match(w, mask, o):
-    on = [lane for lane in range(32) if mask >> lane & 1]
-    values = (w.Q if o.wide else w.R)[o.a]
-    if o.all:
-        same = len({int(values[i]) for i in on}) == 1
-        w.R[o.dst, on] = mask if same else 0
-        if o.p:
-            w.P[o.p] = (int(w.P[o.p]) & ~mask) | (mask if same else 0)
-        return
-    for i in on:
-        w.R[o.dst, i] = sum(1 << j for j in on if values[j] == values[i])
+    values = (w.Q if o.wide else w.R)[o.a].copy()
+    for group, on in together(w, mask, o.member):
+        if o.all:
+            same = len({int(values[i]) for i in on}) == 1
+            w.R[o.dst, on] = group if same else 0
+            if o.p:
+                w.P[o.p] = (int(w.P[o.p]) & ~group) | (group if same else 0)
+            continue
+        for i in on:
+            w.R[o.dst, i] = sum(1 << j for j in on if values[j] == values[i])

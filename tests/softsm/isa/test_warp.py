@@ -129,6 +129,56 @@ def test_reduction(form):
     np.testing.assert_array_equal(got[32:], np.where(LANES % 2, whole(typed[1::2]), whole(typed[::2])))
 
 
+@pytest.mark.parametrize("tile", [1, 4, 16])
+def test_tiles_of_a_warp_in_one_instruction(tile):
+    """All lanes execute it together, each tile with a membermask of its own, as tiles of cooperative groups do."""
+    values = RNG.integers(-3, 3, 32).astype(np.int32)
+    body = load() + f"and.b32 %r4, %r1, {32 - tile};\nmov.u32 %r5, {(1 << tile) - 1};\nshl.b32 %r5, %r5, %r4;\n"
+    body += """setp.gt.s32 %p2, %r3, 0;
+vote.sync.ballot.b32 %r6, %p2, %r5;
+vote.sync.any.pred %p3, %p2, %r5;
+vote.sync.all.pred %p4, %p2, %r5;
+vote.sync.uni.pred %p5, %p2, %r5;
+selp.u32 %r7, 1, 0, %p3;
+selp.u32 %r8, 2, 0, %p4;
+or.b32 %r7, %r7, %r8;
+selp.u32 %r8, 4, 0, %p5;
+or.b32 %r7, %r7, %r8;
+redux.sync.add.s32 %r8, %r3, %r5;
+redux.sync.min.s32 %r9, %r3, %r5;
+match.any.sync.b32 %r10, %r3, %r5;
+match.all.sync.b32 %r11|%p6, %r3, %r5;
+elect.sync %r12|%p7, %r5;
+selp.u32 %r13, 100, 0, %p7;
+add.u32 %r12, %r12, %r13;
+shl.b32 %r20, %r1, 3;
+"""
+    for i, r in enumerate((6, 7, 8, 9, 10, 11, 12)):
+        body += f"add.u32 %r21, %r20, {i};\n" + store(f"%r{r}", "%r21")
+    got = run(ptx(body, "out a"), [words(256), values.view(np.uint32)])[0].reshape(32, 8).astype(np.int64)
+    for lane in LANES:
+        ours = range(lane // tile * tile, lane // tile * tile + tile)
+        mask, yes = sum(1 << i for i in ours), sum(1 << i for i in ours if values[i] > 0)
+        part = values[ours.start : ours.stop]
+        same = sum(1 << i for i in ours if values[i] == values[lane])
+        flags = int(yes != 0) | 2 * int(yes == mask) | 4 * int(yes in (0, mask))
+        elected = ours.start + 100 * int(lane == ours.start)
+        expected = [yes, flags, part.sum(), part.min(), same, mask if same == mask else 0, elected]
+        np.testing.assert_array_equal(got[lane, :7], [int(x) & 0xFFFFFFFF for x in expected], f"lane {lane}")
+
+
+def test_float_reductions_of_even_and_odd_lanes_in_one_instruction():
+    values = RNG.normal(size=32).astype(np.float32)
+    values[7] = np.nan
+    body = load() + "and.b32 %r4, %r1, 1;\nmov.u32 %r5, 0x55555555;\nshl.b32 %r5, %r5, %r4;\n"
+    body += "redux.sync.min.f32 %r8, %r3, %r5;\nredux.sync.max.abs.NaN.f32 %r9, %r3, %r5;\nadd.u32 %r7, %r1, 32;\n"
+    body += store("%r8") + store("%r9", "%r7")
+    got = run(ptx(body, "out a"), [words(64), values.view(np.uint32)])[0].view(np.float32)
+    least = [np.nanmin(values[i % 2 :: 2]) for i in LANES]
+    most = [np.nan if i % 2 else np.abs(values[::2]).max() for i in LANES]
+    np.testing.assert_array_equal(got, [*least, *most])
+
+
 def test_election_and_active_lanes():
     """One lane of the membermask is elected and all learn which: the lowest. Which lanes are active together is the
     compiler's affair; within a branch of single lanes it is that lane."""
