@@ -278,6 +278,15 @@ static __device__ inline void __assert_fail(const char *message, const char *fil
                                             const char *function) {  // assert() of the host's <assert.h> calls it
     __assertfail(message, file, line, function, 1);
 }
+static __device__ inline void *memcpy(void *to, const void *from, size_t size) noexcept {
+    return __builtin_memcpy(to, from, size);
+}
+static __device__ inline void *memmove(void *to, const void *from, size_t size) noexcept {
+    return __builtin_memmove(to, from, size);
+}
+static __device__ inline void *memset(void *to, int value, size_t size) noexcept {
+    return __builtin_memset(to, value, size);
+}
 }
 
 #define SOFTSM_DEVICE __device__ __forceinline__

@@ -1,0 +1,195 @@
+"""softsm's own headers for programs without a CUDA toolkit: cooperative groups, half and bfloat16. Each group is right
+and silent in every order, and a mistake with it is named."""
+
+import pytest
+from typer.testing import CliRunner
+
+from softsm.cli import app
+from softsm.doors.cuda.compile import CompileError, find_clang
+
+try:
+    find_clang()
+except CompileError as problem:
+    pytest.skip(str(problem), allow_module_level=True)
+
+pytestmark = pytest.mark.compile
+
+GROUPS = r"""
+#include <cooperative_groups.h>
+#include <cooperative_groups/memcpy_async.h>
+#include <cooperative_groups/reduce.h>
+#include <cooperative_groups/scan.h>
+#include <cstdio>
+namespace cg = cooperative_groups;
+
+struct Pair { double key; int at; };
+
+__global__ void tiles(const int *x, int *out) {
+    __shared__ int sums[4];
+    cg::thread_block block = cg::this_thread_block();
+    auto warp = cg::tiled_partition<32>(block);
+    auto quarter = cg::tiled_partition<8>(warp);
+    int value = x[block.thread_rank()], sum = cg::reduce(warp, value, cg::plus<int>());
+    if (warp.thread_rank() == 0) sums[warp.meta_group_rank()] = sum;
+    int part = quarter.shfl(cg::inclusive_scan(quarter, value), quarter.num_threads() - 1);
+    Pair best = cg::reduce(warp, Pair{-1.0 * value, value}, [](Pair a, Pair b) { return b.key < a.key ? b : a; });
+    bool right = part == 8 * (value / 8 * 8) + 28 && best.at == value / 32 * 32 + 31;
+    right &= cg::exclusive_scan(warp, 2) == 2 * (int)warp.thread_rank() && quarter.ballot(value % 2) == 0xaa;
+    right &= quarter.meta_group_size() == 4 && quarter.meta_group_rank() == block.thread_rank() % 32 / 8;
+    right &= quarter.shfl_xor(value, 1) == (value ^ 1) && warp.any(value % 32 == 3) && !warp.all(value % 32 == 3);
+    if (value % 3 == 0) {
+        auto some = cg::coalesced_threads();
+        right &= cg::reduce(some, 1, cg::plus<int>()) == (int)some.size() && some.shfl(value, 0) % 32 < 3;
+        right &= some.ballot(1) == (1u << some.size()) - 1 && some.shfl_down(value, 1) - value <= 3;
+    }
+    right &= cg::binary_partition(warp, value % 4 == 0).size() == (value % 4 ? 24 : 8);
+    block.sync();
+    out[block.thread_rank()] = right ? sums[0] + sums[1] + sums[2] + sums[3] : -1;
+}
+__global__ void staged(const int *x, int *out, int n) {
+    extern __shared__ int tile[];
+    auto block = cg::this_thread_block();
+    cg::memcpy_async(block, tile, x, sizeof(int) * n);
+    WAIT
+    for (int i = block.thread_rank(); i < n; i += block.size()) out[i] = tile[n - 1 - i];
+}
+__global__ void grid(int *x, int *out) {
+    auto grid = cg::this_grid();
+    int i = grid.thread_rank(), n = grid.size();
+    for (int turn = 0; turn < 3; turn++) {
+        x[i] = i + turn;
+        GRID
+        out[i] = x[n - 1 - i];
+        grid.sync();
+    }
+}
+__global__ void __cluster_dims__(2, 1, 1) cluster(int *out) {
+    __shared__ int mine[64];
+    auto pair = cg::this_cluster();
+    mine[threadIdx.x] = pair.thread_rank();
+    CLUSTER
+    int *theirs = pair.map_shared_rank(mine, pair.block_rank() ^ 1);
+    out[blockIdx.x * 64 + threadIdx.x] = theirs[threadIdx.x] + 1000 * pair.query_shared_rank(theirs);
+    pair.sync();
+}
+int main() {
+    int *x, *out, n = 256;
+    cudaMallocManaged(&x, 4096);
+    cudaMallocManaged(&out, 4096);
+    for (int i = 0; i < n; i++) x[i] = i;
+    tiles<<<1, 128>>>(x, out);
+    printf("tiles %d %d\n", out[0], out[127]);
+    staged<<<1, 64, 1024>>>(x, out, 251);
+    printf("staged %d %d\n", out[0], out[250]);
+    cluster<<<2, 64>>>(out);
+    printf("cluster %d %d\n", out[0], out[127]);
+    void *args[] = {&x, &out};
+    printf("%s", cudaGetErrorName(cudaLaunchCooperativeKernel((void *)grid, 4, 64, args, 0, 0)));
+    printf(" %d %d\n", out[0], out[255]);
+#ifdef ALONE
+    grid<<<4, 64>>>(x, out);
+    printf("%s\n", cudaGetErrorName(cudaDeviceSynchronize()));
+#endif
+}
+"""
+RIGHT = {"WAIT": "cg::wait(block);", "GRID": "grid.sync();", "CLUSTER": "pair.sync();"}
+
+
+def checked(tmp_path, text, *words):
+    (tmp_path / "program.cu").write_text(text)
+    return CliRunner().invoke(app, ["check", str(tmp_path / "program.cu"), *words])
+
+
+def groups(tmp_path, *words, **change):
+    text = GROUPS
+    for name, statement in (RIGHT | change).items():
+        text = text.replace(f"    {name}\n", f"    {statement}\n")
+    return checked(tmp_path, text, *words)
+
+
+def test_groups_are_right_and_silent(tmp_path):
+    done = groups(tmp_path)
+    assert done.exit_code == 0 and "nothing found in 4 launches" in done.output, done.output
+    for said in ("tiles 8128 8128", "staged 250 0", "cluster 1064 63", "cudaSuccess 257 2"):
+        assert said in done.output.splitlines(), done.output
+
+
+@pytest.mark.parametrize(
+    "change, code, word",
+    [
+        ({"WAIT": "block.sync();"}, "race", "cp.async.wait_group"),
+        ({"GRID": "__syncthreads();"}, "race", "CTAs of one grid"),
+        ({"CLUSTER": "__syncthreads();"}, "race", "cluster"),
+    ],
+)
+def test_a_missing_synchronisation_of_a_group_is_named(tmp_path, change, code, word):
+    done = groups(tmp_path, "--order", "latest", **change)
+    assert done.exit_code == 1 and f"{code}: " in done.output and word in done.output, done.output
+    assert "program.cu:" in done.output and "cooperative_groups.h:" not in done.output, done.output
+
+
+def test_a_grid_that_is_not_cooperative_cannot_meet(tmp_path):
+    done = groups(tmp_path, "--order", "eager", "--clang-flags", "-DALONE")
+    assert done.exit_code == 1 and "trap: " in done.output and "cudaErrorLaunchFailure" in done.output, done.output
+
+
+HALVES = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cstdio>
+template <typename T, typename T2> __device__ void each(const float *x, float *out, T *sum, T2 *sum2) {
+    int i = threadIdx.x;
+    T a = x[i], b = x[i + 1];
+    T2 p(a, b);
+    T2 q = __hfma2(p, p, p) - p * p;  // p, rounded
+    T most = a;
+    for (int k = 16; k; k /= 2) most = __hmax(most, __shfl_xor_sync(~0u, most, k));
+    a += T(1);
+    a *= b;
+    bool right = (float)a == (float)T((x[i] + 1) * x[i + 1]) && __hgt(most, T(30.5f)) && (float)most == 31;
+    right &= __low2float(q) == x[i] && __high2float(q) == x[i + 1] && __heq(-b, __hneg(b)) && !__hisnan(b);
+    right &= (float)hsqrt(b * b) == (float)b && (float)__habs(-b) == (float)b && b / b == T(1) && b > T(0);
+    atomicAdd(sum, T(1));
+    atomicAdd(sum2, T2(T(1), T(2)));
+    out[i] = right ? (float)a : -1;
+}
+__global__ void halves(const float *x, float *out, half *sum, half2 *sum2) { each(x, out, sum, sum2); }
+__global__ void brains(const float *x, float *out, nv_bfloat16 *sum, nv_bfloat162 *sum2) { each(x, out, sum, sum2); }
+__global__ void convert(float *out) {
+    half2 h = __floats2half2_rn(1.0f, 2049.0f);
+    __nv_bfloat162 b = __floats2bfloat162_rn(1.0f, 257.0f);
+    float2 f = __half22float2(h), g = __bfloat1622float2(b);
+    out[0] = f.x, out[1] = f.y, out[2] = g.x, out[3] = g.y;
+    out[4] = __half_as_ushort(__float2half(1.5f)), out[5] = __bfloat16_as_ushort(__float2bfloat16(1.5f));
+    out[6] = __half2int_rn(__high2half(__half2half2(__int2half_rn(7))));
+    out[7] = __half2float(hexp(__float2half(0.0f)));
+}
+int main() {
+    float *x, *out;
+    void *sums;
+    cudaMallocManaged(&x, 256);
+    cudaMallocManaged(&out, 256);
+    cudaMallocManaged(&sums, 64);
+    memset(sums, 0, 64);
+    for (int i = 0; i < 33; i++) x[i] = i;
+    halves<<<1, 32>>>(x, out, (half *)sums, (half2 *)sums + 1);
+    cudaDeviceSynchronize();
+    half2 total = ((half2 *)sums)[1];
+    printf("half %g %g: %g %g %g\n", out[1], out[31], __half2float(*(half *)sums), __low2float(total), (float)total.y);
+    memset(sums, 0, 64);
+    brains<<<1, 32>>>(x, out, (__nv_bfloat16 *)sums, (__nv_bfloat162 *)sums + 1);
+    cudaDeviceSynchronize();
+    printf("bfloat16 %g %g: %g\n", out[1], out[31], __bfloat162float(*(__nv_bfloat16 *)sums));
+    convert<<<1, 1>>>(out);
+    cudaDeviceSynchronize();
+    for (int i = 0; i < 8; i++) printf("%g ", out[i]);
+    printf("%g\n", __half2float(__float2half(0.1f) * __float2half(3.0f)));
+}
+"""
+
+
+def test_halves_and_bfloat16_are_right_and_silent(tmp_path):
+    done = checked(tmp_path, HALVES, "--order", "latest")
+    assert done.exit_code == 0 and "nothing found in 3 launches" in done.output, done.output
+    for said in ("half 4 1024: 32 32 64", "bfloat16 4 1024: 32", "1 2048 1 256 15872 16320 7 1 0.299805"):
+        assert said in done.output.splitlines(), done.output
