@@ -159,7 +159,7 @@ class Everyday(Bench):
         for n in (4, 16)
         for st in (False, True)
     )
-    HELD = tuple((w, s, n) for w, s in ((4, 4), (8, 8), (16, 16), (4, 8), (4, 32), (4, 0), (16, 32)) for n in (4, 16))
+    HELD = tuple((w, s, n) for w, s in ((4, 4), (8, 8), (16, 16), (4, 8), (4, 32), (4, 0), (16, 32), (4, 64), (4, 128), (4, 132), (8, 136), (4, 516)) for n in (4, 16))  # fmt: skip
     PRODUCTS = tuple((k, n, g, e, d, s) for k in ("e4m3", "s8", "tf32") for n in (64, 128, 256) for g, e, d, s in
                      ((1, 4, 1, False), (2, 4, 1, False), (1, 2, 0, True), (1, 4, 0, True), (2, 2, 0, True), (2, 4, 0, True)) if not (s and (k != "e4m3" or n == 256)))  # fmt: skip
 

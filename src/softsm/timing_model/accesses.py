@@ -45,6 +45,7 @@ class Access:
     ran: int = 0  # executions, sampled or not
     units: int = 0  # wavefronts of shared memory, or sectors of 32 bytes
     lines: int = 0  # of 128 bytes
+    wavefronts: int = 0  # of loads of global memory: L1's banks are those of shared memory
     missed: int = 0  # sectors that the CTA had not requested before
     distant: int = 0  # ... that it had requested, but more than NEAR_BYTES before
     missing: int = 0  # looks with missed sectors, or that wait for a look with some; `again`: looks with distant ones
@@ -78,6 +79,19 @@ def wavefronts(addresses: np.ndarray, size: int) -> np.ndarray:
         banks = (units & per - 1)[..., None] == np.arange(per)
         found[apart] = (banks & fresh[..., None]).sum(-2).max(-1).sum(-1)
     return found
+
+
+def held_wavefronts(
+    step: np.ndarray, even: np.ndarray, sizes: np.ndarray, addresses: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Returns the wavefronts of loads of global memory. step: from each lane to the next where they are `even`."""
+    out = np.zeros(len(step), np.int64)
+    kinds, which = np.unique(2 * (64 * step + sizes) + even, return_inverse=True)
+    for k, kind in enumerate(kinds.tolist()):
+        those = (which == k).nonzero()[0]
+        pace, size = divmod(kind >> 1, 64)
+        out[those] = wavefronts(pace * np.arange(32)[None] if kind & 1 else addresses(those), size)
+    return out
 
 
 def shifts(starts: list[int]) -> np.ndarray:
@@ -141,7 +155,7 @@ class Looks:
         shared = known.shared[records]
         if known.any_generic:
             shared |= known.generic[records] & (first >= pg.SHARED_WINDOW)
-        units, missed, distant, asked_lines, joined, later, along, jumps = np.zeros((8, len(rows)), np.int64)
+        units, missed, distant, asked_lines, turns, joined, later, along, jumps = np.zeros((9, len(rows)), np.int64)
         for size in set(sizes[shared].tolist()):
             those = (shared & (sizes == size)).nonzero()[0]
             units[those] = wavefronts(addresses(those), size)
@@ -161,6 +175,11 @@ class Looks:
                 ends = (first[those] + shift)[:, None] + 31 * np.outer(step, (0, 1))
             units[those], missed[those], distant[those], asked_lines[those] = sectors_of(
                 ends, lambda: addresses(those) + shift[:, None], store, cta, turns_of(warps)[those]
+            )
+            load = those[~store]
+            even = (active[load] == pg.ALL) & (abs(steps[load]) < address_trace.NO_STEP >> 8)
+            turns[load] = held_wavefronts(
+                np.where(even, steps[load], 0), even, sizes[load], lambda k: addresses(load[k])
             )
             if atomic.any():
                 added = those[atomic]
@@ -200,12 +219,25 @@ class Looks:
                 traces[k].traffic[at, way] += round(32 * new * often[line])
                 traces[k].traffic[at, f"{way} lines"] += round(lines * new / all_ * often[line])
         fetches = (missed > 0) | (joined > 0)
-        looked = units, asked_lines, missed, distant, fetches, distant > 0, fetches & (later > 0), along, jumps, nbytes
+        looked = (
+            units,
+            asked_lines,
+            turns,
+            missed,
+            distant,
+            fetches,
+            distant > 0,
+            fetches & (later > 0),
+            along,
+            jumps,
+            nbytes,
+        )
         totals = [np.bincount(of, x, count).astype(int).tolist() for x in looked]
         for a, n, times, *a_sums in zip(out, looks, often, *totals):
             if n:
                 a.looks, a.ran = n, round(n * times)
-                a.units, a.lines, a.missed, a.distant, a.missing, a.again, a.later, a.along, a.jumps, a.bytes = a_sums
+                a.units, a.lines, a.wavefronts, a.missed, a.distant, a.missing, a.again, *a_sums = a_sums
+                a.later, a.along, a.jumps, a.bytes = a_sums
         return {line: a for line, a in zip(known.lines.tolist(), out) if a is not None}
 
     def _executed(self) -> list[float]:

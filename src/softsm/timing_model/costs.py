@@ -223,13 +223,12 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
 
 
 def _first_asks(code: Code, ints: np.ndarray, values: np.ndarray, loads: list[int], behind: list[int]) -> None:
-    """Moves the fetch to the first load. Of the loads of one line, the first in program order was seen to fetch it; if
-    ptxas has put another of them first, that one fetches the line and the others hit."""
+    """Moves the fetch to the first of the loads, of one line each. Of the loads of one line, the first in program
+    order was seen to fetch it; if ptxas has put another of them first, that one fetches the line and the others hit."""
     r = machine
     together: dict[tuple[int, int], list[int]] = {}
     for i in sorted(loads):
-        if values[i, r.LINES] == 1:
-            together.setdefault((code.instructions[i].block, int(ints[i, r.TENSOR])), []).append(i)
+        together.setdefault((code.instructions[i].block, int(ints[i, r.TENSOR])), []).append(i)
     for first, *others in together.values():
         line = code.instructions[first].line
         bring = (i for i in others if values[i, r.EXTRA] > 0 and i not in behind and code.instructions[i].line < line)
@@ -257,6 +256,7 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             came[line] += int(executed[i])
     loads: dict[int, list[int]] = {}  # by PTX line
     behind: list[int] = []
+    single: list[int] = []
     for i, line, width in fixed.accesses:
         found = access.get(line)
         if found is None or not found.looks:
@@ -284,16 +284,19 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             if 2 * found.later > found.missing > found.again:
                 behind.append(i)
             values[i, r.UNITS] = 32 * fetched / max(often, 1e-9) * found.looks / each
-            values[i, r.EXTRA], values[i, r.LINES] = often / found.looks, found.lines / each
+            values[i, r.EXTRA] = often / found.looks
+            values[i, r.LSU_CYCLES] = max(found.wavefronts, gpu["load.line"] * found.lines) / each
+            if found.lines == each:
+                single.append(i)
             if found.tensors:
                 tensor = ints[i, r.TENSOR] = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= absent[tensor] if absent and 0 <= tensor < len(absent) else 1.0
         else:
-            values[i, r.UNITS], values[i, r.LINES] = 32 * found.units / each, found.lines / each
+            values[i, r.UNITS], values[i, r.LSU_CYCLES] = 32 * found.units / each, found.lines / each
             if kind == r.ATOMIC and found.tensors:
                 tensor = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= changing[tensor] if changing and 0 <= tensor < len(changing) else 1.0
-    _first_asks(code, ints, values, [i for copies in loads.values() for i in copies], behind)
+    _first_asks(code, ints, values, single, behind)
     for i, ins in enumerate(code.instructions if code.spills else ()):
         if ins.opcode.startswith("LDL") and spilled:
             values[i, r.UNITS], values[i, r.EXTRA], ints[i, r.TENSOR] = 32 * lane_bytes(ins.opcode), spilled, -1

@@ -8,7 +8,7 @@ from softsm.timing_model.machine import (
     BARRIER, BESIDE, BRANCH, BULK_WAIT, B_CAUSES, B_COLUMNS, B_PHASES, B_TIMES, CLUSTER_WAIT, CODE, COMPUTES, COPIES,
     CP_WAIT, DEPENDS, ENGINES, EXTRA, FIRST, HOLDS, INF, INTERVAL, ISSUE, ISSUE_SLOT, KIND, L1_LATENCY, LATENCY,
     ISSUE_CYCLES, LDS_BESIDE,
-    LINES, LOAD_LINE, LOW, LSU_FREE, LSU_QUEUE, MEMBAR, NAMED, N_GROUPS, N_WARPS, ON_BARRIER, ON_CLUSTER, ON_PRODUCTS,
+    LOW, LSU_CYCLES, LSU_FREE, LSU_QUEUE, MEMBAR, NAMED, N_GROUPS, N_WARPS, ON_BARRIER, ON_CLUSTER, ON_PRODUCTS,
     OPERANDS, PIPE, PIPE_OF, PORT, PORT_CYCLES, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCTS, PRODUCT_DELAY,
     PRODUCT_DEPTH, PRODUCT_TAIL, PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, QUIET, READ, REASON_COUNT, RING, SETS,
     SHARED, SM_BYTE, STALL, STORE_CYCLE, TAKEN, TENSOR, TENSOR_FREE, TENSOR_READ, TENSOR_WRITE, TMEM_LATENCY,
@@ -209,7 +209,7 @@ def results(s, w, t, i, k, m, sm, en):
         done = x + u + s.values[m + LATENCY]
         s.w_last[5 * w + 4] = max(s.w_last[5 * w + 4], done)
     elif k == READ:
-        read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LINES] * s.p[LOAD_LINE])
+        read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LSU_CYCLES])
         s.engines[en + LSU_FREE] = read
         done = t + s.p[L1_LATENCY]
         # One in every few loads of a warp fetches something, starting with the first; the others hit L1.
@@ -230,7 +230,7 @@ def results(s, w, t, i, k, m, sm, en):
         s.engines[en + LSU_FREE] = read
         s.engines[en + WRITE_FREE] = max(t, s.engines[en + WRITE_FREE]) + u * s.p[STORE_CYCLE]
     elif k == ATOMIC:
-        read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LINES] * s.p[LOAD_LINE])
+        read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LSU_CYCLES])
         s.engines[en + LSU_FREE] = read
         x = max(t, s.engines[en + WRITE_FREE]) + u * s.p[STORE_CYCLE]
         s.engines[en + WRITE_FREE] = x

@@ -52,7 +52,6 @@ PARAMETERS = (
     "code.near",
     "code.far",
     "copy.line",
-    "load.line",
     "atomic.latency",
     "issue",
 )
@@ -89,7 +88,6 @@ PARAMETERS = (
     JUMP_NEAR,
     JUMP_FAR,
     CP_LINE,
-    LOAD_LINE,
     ATOMIC_LATENCY,
     ISSUE_CYCLES,
 ) = range(len(PARAMETERS))
@@ -124,7 +122,7 @@ NEAR, FAR = 96, 480  # instructions that the measured jumps skipped
 RING = 64  # products of a warpgroup
 # Columns of the machine instructions (costs.py): whole numbers, and others.
 KIND, PIPE_OF, STALL, SETS, HOLDS, WAITS, TENSOR, QUIET = range(8)  # QUIET: affects only its warp and pipe
-INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, COMPUTES, PORT_CYCLES, LINES = range(8)
+INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, COMPUTES, PORT_CYCLES, LSU_CYCLES = range(8)
 FIRST = LATENCY  # for loads: the first of the instructions that ptxas made from one, as in an unrolled loop
 # Engines of a multiprocessor.
 (

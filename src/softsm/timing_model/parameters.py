@@ -163,7 +163,7 @@ HOPPER = {
     "l2.coincide.tma": _p(0.05, "share of the sharers", DRAWN, "B", 0.04, 0.07),
     "sm.write": _p(32, "bytes/cycle", OURS, "A"),
     "copy.line": _p(1.06, "cycles of a 128-byte line that cp.async takes a part of", STRIPS, "A", 1.0, 1.13),
-    "load.line": _p(1.0, "cycles of a 128-byte line", STRIPS, "B", 0.9, 1.0),
+    "load.line": _p(0.25, "cycles of a 128-byte line, or bank conflicts", EVERYDAY, "B", 0.25, 0.7),  # 0.7: a hash grid
     "code.near": _p(220, "cycles of a jump over 1.5 KB of code, L2 emptied", STRIPS, "A", 60, 240),  # 60 with a warm L2
     "code.far": _p(480, "cycles of a jump over 8 KB", STRIPS, "A", 110, 480),
     "code.cold": _p(1.6, "cycles an instruction", OURS, "B", 1.0, 5.0),

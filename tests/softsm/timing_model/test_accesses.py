@@ -25,6 +25,18 @@ def test_wavefronts(stride, size, wanted) -> None:
     assert accesses.wavefronts(LANES[None] * stride, size).tolist() == [wanted]
 
 
+@pytest.mark.parametrize(
+    "stride, size, wanted", [(32, 4, 8), (64, 4, 16), (128, 4, 32), (132, 4, 1), (136, 8, 2), (516, 4, 1), (0, 4, 1)]
+)
+def test_loads_of_global_memory_have_the_conflicts_of_shared_memory(stride, size, wanted) -> None:
+    """Measured with words that L1 holds. Lanes a stride apart and lanes at any addresses are counted by two ways."""
+    even = np.array([True, False, True])
+    found = accesses.held_wavefronts(
+        np.where(even, stride, 0), even, np.full(3, size), lambda those: LANES[None] * stride + 0 * those[:, None]
+    )
+    assert found.tolist() == [wanted] * 3
+
+
 def test_a_sector_is_fetched_by_the_load_that_asks_first() -> None:
     sectors = np.array([[1, 2, 2, 3], [3, 4, 5, 5], [1, 2, 3, 4]])
     fresh = np.array([[True, True, False, True], [True, True, True, False], [True] * 4])
