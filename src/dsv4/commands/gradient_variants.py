@@ -20,21 +20,23 @@ from dsv4.v4.backward import V4Backward
 # group of 3 each goes alone, and their shares of dK and dV are summed.
 GROUPS = (1, 2, 3, 4, 8, 16)
 KV_HEADS = 132  # enough for every SM, so that all heads of a group go together
+# Above head dim 128 the heads of a group stay apart. Tiles of products are small where they are few.
+APART, FEW_OR_MANY = (1, 3), (1, 4 * KV_HEADS)
 
 
 def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) -> list[Launch]:
     """The launches of fmha's and fmha_varlen's gradients, whatever the mask or the sink, with dQ summed in any order;
-    without groups, also always in the same one. At head dims 256 and 512 groups have the same kernels. options: of
-    fmha."""
+    without groups, also always in the same one. options: of fmha."""
     found = []
-    for varlen, group in itertools.product((False, True), GROUPS if head_dim <= 128 else (1,)):
+    sizes = (GROUPS, (KV_HEADS,)) if head_dim <= 128 else (APART, FEW_OR_MANY)
+    for varlen, group, kv_heads in itertools.product((False, True), *sizes):
         shape = (256,) if varlen else (1, 256)
 
         def draw(heads: int, shape: tuple[int, ...] = shape) -> Tensor:
             return torch.empty(*shape, heads, head_dim, dtype=dtype, device="meta")
 
         starts = torch.empty(2, dtype=torch.int32, device="meta")
-        q, k, v = draw(KV_HEADS * group), draw(KV_HEADS), draw(KV_HEADS)
+        q, k, v = draw(kv_heads * group), draw(kv_heads), draw(kv_heads)
         p = problem.varlen(q, k, v, starts, starts) if varlen else problem.dense(q, k, v)
         p = replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape, device="meta"))
         for deterministic in (False, True) if group == 1 else (False,):

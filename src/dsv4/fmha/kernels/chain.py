@@ -28,6 +28,7 @@ from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
 SLAB_BYTES = 1 << 30  # bytes of P and dS together
+LEAST_TOKENS = 100  # of a query head, from which on it is not packed with others
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,17 @@ def takes(p: FmhaProblem) -> bool:
     return p.kind == "dense" or Room.find(p.group, p.q.shape[0], p.batch, p.max_seqlen_q, p.max_seqlen_k) is not None
 
 
+def apart(p: FmhaProblem) -> bool:
+    """Return whether the query heads of a KV head stay apart: then Q, dO and dQ need no copies, but tiles are cut by
+    tokens of one head, not by rows of all. P and dS of the heads that share keys must be in one slab."""
+    if p.group == 1 or p.max_seqlen_q < LEAST_TOKENS or p.deterministic and p.kind == "varlen":
+        return False
+    if p.kind == "dense":
+        return 4 * -(-p.max_seqlen_k // TILE) * TILE * p.max_seqlen_q * p.group <= SLAB_BYTES
+    room = Room.find(1, p.q.shape[0], p.batch, p.max_seqlen_q, p.max_seqlen_k)
+    return room is not None and 4 * TILE * TILE * room.rows * room.keys * p.group <= SLAB_BYTES
+
+
 class Chain:
     """The chain of launches: scores, then products, slab by slab."""
 
@@ -80,6 +92,7 @@ class Chain:
         self.target, self.program, self.x = target, program, x
         wanted = dict(dq=x.dq, dk=x.dk, dv=x.dv)
         self.gradients = {name: y for name, y in wanted.items() if y is not None}
+        self.share = x.heads // x.k.shape[1]  # pairs that share K and V
         self.room = None
         if (s := x.sequences) is not None:
             self.room = Room.find(x.pack, x.p.max_seqlen_q, s.count, s.longest_q, s.longest_k)
@@ -113,14 +126,14 @@ class Chain:
         all_pairs = x.batch * x.heads
         if (room := self.room) is not None:
             every = row_tiles(x.rows, x.sequences)
-            pairs = max(1, SLAB_BYTES // (4 * TILE * TILE * max(room.rows * room.keys, 1)))
+            pairs = max(1, SLAB_BYTES // (4 * TILE * TILE * max(room.rows * room.keys, 1)) // self.share) * self.share
             return [
                 Slab(slice(z, min(z + pairs, all_pairs)), slice(0, room.rows * TILE), (begin, begin + room.window))
                 for z in range(0, all_pairs, pairs)
                 for begin in range(0, every, room.window)
             ]
         per_row = 4 * -(-x.keys // TILE) * TILE
-        pairs = min(all_pairs, SLAB_BYTES // (per_row * x.rows))
+        pairs = min(all_pairs, SLAB_BYTES // (per_row * x.rows) // self.share * self.share)
         if pairs:
             return [Slab(slice(z, min(z + pairs, all_pairs)), slice(0, x.rows)) for z in range(0, all_pairs, pairs)]
         # Split by tokens, so that no group is cut, and by tiles.
@@ -135,7 +148,7 @@ class Chain:
     def _sizes(self, slab: Slab) -> SlabSizes:
         pairs, rows = slab.size
         sizes = self.x.sizes | (dict(rows=rows) if self.room is None else {})
-        return SlabSizes(row_begin=slab.rows.start, pairs=pairs, pair_begin=slab.pairs.start, **sizes)
+        return SlabSizes(row_begin=slab.rows.start, pairs=pairs, pair_begin=slab.pairs.start, share=self.share, **sizes)
 
     def _sequences(self, slab: Slab) -> SlabSequences:
         if (s := self.x.sequences) is None or self.room is None:
@@ -176,7 +189,8 @@ class Chain:
             of_keys, of_rows = (-(-size // self.tile_rows) for size in (x.keys, rows))
         else:
             of_keys, of_rows = (size // self.tile_rows + s.count for size in (x.keys, x.rows))
-        tiles = (2 * of_keys + of_rows) * (x.width // 256)
+        tiles = (2 * of_keys + self.share * of_rows) * (x.width // 256)
+        pairs //= self.share
         arguments = (
             read
             | written

@@ -80,6 +80,7 @@ class ProductTile:
     begin: Value  # it multiplies rows, or keys, [begin, end)
     end: Value
     wanted: Value
+    heads: Value  # pairs whose products it adds, from `pair` on
 
 
 @aggregate
@@ -100,7 +101,7 @@ def product_slab(whole, sequences, opts, M: gl.constexpr, D: gl.constexpr, VARLE
     of_keys, of_rows = (whole.keys + M - 1) // M, (whole.rows + M - 1) // M
     if VARLEN:
         of_keys, of_rows = whole.keys // M + sequences.count, whole.rows // M + sequences.count
-    count = (2 * of_keys + of_rows) * whole.pairs * (D // 256)
+    count = (2 * of_keys + whole.share * of_rows) * (whole.pairs // whole.share) * (D // 256)
     return ProductSlab(whole, sequences, opts, of_keys, of_rows, count)
 
 
@@ -145,16 +146,19 @@ def product_tile(tile_id, slab, M: gl.constexpr, D: gl.constexpr, VARLEN: gl.con
     last rows on, so that under a causal mask the longest are first. A varlen batch goes sequence by sequence: with the
     longest of all first, operands leave L2, and 64 x 100 to 2000 tokens take 2042 instead of 1789 us."""
     whole, sequences, opts, of_keys, of_rows = slab.whole, slab.sequences, slab.opts, slab.of_keys, slab.of_rows
-    together = (2 * of_keys + of_rows) * (D // 256) * opts.at_once
+    share = whole.share
+    together = (2 * of_keys + share * of_rows) * (D // 256) * opts.at_once
     first_pair = tile_id // together * opts.at_once
     rest = tile_id % together
     column = rest % (D // 256) * 256
     rest = rest // (D // 256)
-    pairs = gl.minimum(opts.at_once, whole.pairs - first_pair)
-    pair = first_pair + rest % pairs
+    pairs = gl.minimum(opts.at_once, whole.pairs // share - first_pair)
+    pair = (first_pair + rest % pairs) * share  # the first of those that share K and V
     number = rest // pairs
     kind = gl.where(number < 2 * of_keys, number % 2, DQ)
-    number = gl.where(kind == DQ, 2 * of_keys + of_rows - 1 - number, number // 2)
+    of_dq = gl.maximum(number - 2 * of_keys, 0)
+    pair += gl.where(kind == DQ, of_dq % share, 0)
+    number = gl.where(kind == DQ, of_rows - 1 - of_dq // share, number // 2)
     wanted = (tile_id < slab.count) & (gl.where(kind == DQ, opts.dq, gl.where(kind == DK, opts.dk, opts.dv)) != 0)
     if VARLEN:
         seq, own = gl.to_tensor(0), gl.to_tensor(0)
@@ -164,31 +168,31 @@ def product_tile(tile_id, slab, M: gl.constexpr, D: gl.constexpr, VARLEN: gl.con
             seq, own = tile_of(number, sequences.cu_k_ptr, sequences.count, 1, M)
         part = part_of(pair, seq, whole, sequences, True)
         inside = in_slab(seq, whole, sequences) & (own < gl.where(kind == DQ, part.rows, part.keys))
-        return _product_tile(part, kind, pair, own, column, wanted & inside, M)
+        return _product_tile(part, kind, pair, own, column, wanted & inside, share, M)
     else:
         part = part_of(pair, 0, whole, sequences, False)
-        return _product_tile(part, kind, pair, number * M, column, wanted, M)
+        return _product_tile(part, kind, pair, number * M, column, wanted, share, M)
 
 
 @gluon.jit
-def _product_tile(part, kind, pair, own, column, wanted, M: gl.constexpr):
+def _product_tile(part, kind, pair, own, column, wanted, share, M: gl.constexpr):
     row_begin, row_end = attending_rows(own, own + M - 1, part)
     key_begin, key_end = visible_keys(own, own + M - 1, part)
     begin = gl.where(kind == DQ, key_begin, row_begin)
     end = gl.where(kind == DQ, key_end, row_end)
-    return ProductTile(part, kind, pair, own, column, begin, end, wanted)
+    return ProductTile(part, kind, pair, own, column, begin, end, wanted, gl.where(kind == DQ, 1, share))
 
 
 @gluon.jit
-def place_of_rows(desc, ragged, part, VARLEN: gl.constexpr):
-    """Return the place of the slab's rows of Q, dO or dQ."""
-    place = place_of(desc, ragged, part.batch, part.head, part.first_row, part.rows, VARLEN)
+def place_of_rows(desc, ragged, part, VARLEN: gl.constexpr, further=0):
+    """Return the place of the slab's rows of Q, dO or dQ, `further` heads on."""
+    place = place_of(desc, ragged, part.batch, part.head + further, part.first_row, part.rows, VARLEN)
     return RowCoord(place.outer, place.offset, place.begin + part.row_begin)
 
 
 @gluon.jit
 def place_of_keys(desc, ragged, part, VARLEN: gl.constexpr):
-    return place_of(desc, ragged, part.batch, part.head, part.first_key, part.keys, VARLEN)
+    return place_of(desc, ragged, part.batch, part.kv_head, part.first_key, part.keys, VARLEN)
 
 
 @gluon.jit
@@ -218,22 +222,24 @@ def load_role(operands, ragged, slots, slab, D: gl.constexpr, VARLEN: gl.constex
         tile = product_tile(tile_of_turn(turn), slab, M, D, VARLEN)
         part = tile.part
         k = place_of_keys(operands.k_desc, ragged.k, part, VARLEN)
-        q = place_of_rows(operands.q_desc, ragged.q, part, VARLEN)
-        dout = place_of_rows(operands.dout_desc, ragged.dout, part, VARLEN)
         if tile.wanted:
-            for at in range(tile.begin, tile.end, 64):
-                ring.acquire(stage)
-                mbarrier.expect(ring.ready_at(stage), M * 64 * 2 + B_BYTES)
-                if tile.kind == DQ:
-                    load_a(operands.ds_desc, slots, stage, tile.pair, part.slab_row + tile.own, at, 64, 0)
-                    load_b(operands.k_desc, slots, stage, k, at, tile.column)
-                elif tile.kind == DK:
-                    load_a(operands.ds_desc, slots, stage, tile.pair, part.slab_row + at, tile.own, 0, 64)
-                    load_b(operands.q_desc, slots, stage, q, at, tile.column)
-                else:
-                    load_a(operands.p_desc, slots, stage, tile.pair, part.slab_row + at, tile.own, 0, 64)
-                    load_b(operands.dout_desc, slots, stage, dout, at, tile.column)
-                stage = ring.next(stage)
+            for further in range(0, tile.heads):
+                pair = tile.pair + further
+                q = place_of_rows(operands.q_desc, ragged.q, part, VARLEN, further)
+                dout = place_of_rows(operands.dout_desc, ragged.dout, part, VARLEN, further)
+                for at in range(tile.begin, tile.end, 64):
+                    ring.acquire(stage)
+                    mbarrier.expect(ring.ready_at(stage), M * 64 * 2 + B_BYTES)
+                    if tile.kind == DQ:
+                        load_a(operands.ds_desc, slots, stage, pair, part.slab_row + tile.own, at, 64, 0)
+                        load_b(operands.k_desc, slots, stage, k, at, tile.column)
+                    elif tile.kind == DK:
+                        load_a(operands.ds_desc, slots, stage, pair, part.slab_row + at, tile.own, 0, 64)
+                        load_b(operands.q_desc, slots, stage, q, at, tile.column)
+                    else:
+                        load_a(operands.p_desc, slots, stage, pair, part.slab_row + at, tile.own, 0, 64)
+                        load_b(operands.dout_desc, slots, stage, dout, at, tile.column)
+                    stage = ring.next(stage)
 
 
 @gluon.jit

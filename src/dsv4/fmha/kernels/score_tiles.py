@@ -136,8 +136,8 @@ def load_role(operands, ragged, chunks, slab, CHUNKS: gl.constexpr, M: gl.conste
         batch, head, first_row, first_key = part.batch, part.head, part.first_row, part.first_key
         q = place_of(operands.q_desc, ragged.q, batch, head, first_row, part.rows, VARLEN)
         dout = place_of(operands.dout_desc, ragged.dout, batch, head, first_row, part.rows, VARLEN)
-        k = place_of(operands.k_desc, ragged.k, batch, head, first_key, part.keys, VARLEN)
-        v = place_of(operands.v_desc, ragged.v, batch, head, first_key, part.keys, VARLEN)
+        k = place_of(operands.k_desc, ragged.k, batch, part.kv_head, first_key, part.keys, VARLEN)
+        v = place_of(operands.v_desc, ragged.v, batch, part.kv_head, first_key, part.keys, VARLEN)
         row = part.row_begin + tile.row
         if tile.some:
             for chunk in range(0, 2 * CHUNKS):

@@ -25,6 +25,7 @@ class SlabSizes(NamedTuple):
     pairs: Value  # pairs of the slab
     pair_begin: Value
     heads: Value
+    share: Value  # neighbouring pairs that share K and V, if query heads are not packed: all of a KV head
 
 
 class SlabSequences(NamedTuple):
@@ -54,6 +55,7 @@ class Part:
     right: Value
     batch: Value
     head: Value
+    kv_head: Value
     first_row: Value  # of Q and dO, packed
     first_key: Value
     slab_row: Value  # of P and dS
@@ -80,6 +82,7 @@ def part_of(pair, seq, whole, sequences, VARLEN: gl.constexpr):
             whole.right,
             batch,
             head,
+            head // whole.share,
             q_start * whole.group,
             k_start + unseen,
             slab_row,
@@ -96,6 +99,7 @@ def part_of(pair, seq, whole, sequences, VARLEN: gl.constexpr):
             whole.right,
             batch,
             head,
+            head // whole.share,
             nothing,
             nothing,
             nothing,

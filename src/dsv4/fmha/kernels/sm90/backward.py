@@ -10,7 +10,7 @@ head dim    kernels                                                          pro
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,7 +36,7 @@ from dsv4.fmha.kernels.backward import (
 )
 from dsv4.fmha.kernels.backward_arguments import GradientScales, GradientSizes, GradientTensors, KeyParts
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
-from dsv4.fmha.kernels.chain import Chain
+from dsv4.fmha.kernels.chain import SLAB_BYTES, Chain, apart
 from dsv4.fmha.kernels.ragged import NOT_RAGGED, ragged_descriptor
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
@@ -58,7 +58,7 @@ def prepare(b: FmhaBackward, target: Target, program: Program) -> None:
     if b.forward.head_dim <= 128:
         prepare_at_once(b, program, partial(prepare_tiles, target), partial(find_adding, target.num_sms))
     else:
-        prepare_by_sequence(b, target, program, partial(prepare_chain, target))
+        prepare_by_sequence(b, target, program, partial(prepare_chain, target), apart)
 
 
 class HopperChain(Chain):
@@ -67,6 +67,54 @@ class HopperChain(Chain):
     tile_rows = 192
     score_options = dict(SLOTS=6, SCORE_REGS=240, LOAD_REGS=24)
     product_options = dict(SLOTS=3, PRODUCT_REGS=240, LOAD_REGS=24)
+
+    def __init__(self, target: Target, program: Program, x: Packed):
+        super().__init__(target, program, x)
+        self.tile_rows = product_rows(x, target.num_sms, self.tile_rows)
+        if self.tile_rows == 64:
+            self.product_options = self.product_options | dict(SLOTS=4)
+
+
+class ProductCost(NamedTuple):
+    """Times of tiles of products, in us: a step of 64 rows, or keys, and the beginning and end of a tile."""
+
+    step: float
+    ends: float
+
+
+CLEARLY = 0.9  # small tiles read more of the L2
+MOST_ROUNDS = 6  # tiles of an SM; with more, ends hardly count: (9, 75:15, 431) is 3 % slower with small tiles
+PRODUCT_COSTS = {64: ProductCost(0.36, 1.4), 192: ProductCost(0.9, 3.0)}  # by rows, or keys, of a tile
+
+
+def product_rows(x: Packed, num_sms: int, most: int) -> int:
+    """Return the rows, or keys, of a tile of products: 64 instead of `most` if tiles are so few that many SMs would
+    have none, or so short that they hardly do more than begin and end."""
+    if 4 * x.rows * x.keys > SLAB_BYTES:  # tiles of 64 keep no sums
+        return most
+    (small, _), (large, rounds) = (_product_us(x, num_sms, size) for size in (64, most))
+    return 64 if rounds <= MOST_ROUNDS and small < CLEARLY * large else most
+
+
+def _product_us(x: Packed, num_sms: int, size: int) -> tuple[float, int]:
+    """Return (the estimated time of the products: of the longest tile, or of as many average ones as an SM has; how
+    many these are)."""
+    sequences = 1 if x.sequences is None else max(x.sequences.count, 1)
+    rows, keys = -(-x.rows // sequences), -(-x.keys // sequences)
+    share = x.heads // x.k.shape[1]
+    of_keys, of_rows = 2 * -(-keys // size), -(-rows // size) * share
+    rows *= share
+    steps = [max(1.0, n / 64 * _share_seen(x.p, size / most)) for n, most in ((rows, keys), (keys, rows / share))]
+    cost = PRODUCT_COSTS[size]
+    average = (of_keys * steps[0] + of_rows * steps[1]) / (of_keys + of_rows) * cost.step + cost.ends
+    tiles = (of_keys + of_rows) * x.batch * x.k.shape[1] * sequences * (x.width // 256)
+    rounds = -(-tiles // num_sms)
+    return max(max(rows, keys) / 64 * cost.step + cost.ends, rounds * average), rounds
+
+
+def _share_seen(p: FmhaProblem, tile: float) -> float:
+    """Return the share of rows, or keys, that a tile multiplies, if it has that share of the others."""
+    return min(1.0, (1 + tile) / 2) if is_masked(p) else 1.0
 
 
 def prepare_chain(target: Target, program: Program, x: Packed) -> None:

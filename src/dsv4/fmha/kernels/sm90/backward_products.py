@@ -1,14 +1,15 @@
 """Compute dQ, dK and dV on sm_90a from P and dS in memory, head dims 256 and 512; product_tiles.py defines the tiles.
 
 One CTA per SM loops over tiles of 192 rows, or keys, and 256 columns. With 128 rows it would request 47 bytes per cycle
-from the L2, more than that delivers: 603 TFLOP/s. Role chart::
+from the L2, more than that delivers: 603 TFLOP/s. If tiles are fewer than fill the SMs they have 64 rows, or keys, and
+each role half of the columns: then a step takes 0.4 of the time. Role chart::
 
     load    1 warp   | a, b of the steps of tile 1 | of tile 2 ...
     left    4 warps  | steps of tile 1: rows or keys 0-63, and columns 0-127 of 128-191      | out by TMA | tile 2 ...
     right   4 warps  | steps of tile 1: rows or keys 64-127, and columns 128-255 of 128-191  | out by TMA | tile 2 ...
 
 shared memory   bytes              holds
-a               SLOTS x 24576      three panels [64, 64] of P or dS
+a               SLOTS x 24576      three panels [64, 64] of P or dS, or one
 b               SLOTS x 32768      [64, 256] of dO, Q or K
 out             2 x 16384          [64, 128], a third of a role's result on its way out
 barriers        8 each
@@ -59,7 +60,7 @@ def multiply(wide, narrow, slots, stage, tile, W: gl.constexpr, TRANSPOSED: gl.c
     times the columns 128 W .. 128 W + 127 of b."""
     ring = slots.ring
     last = gl.to_tensor(-1)
-    for _ in range(tile.begin, tile.end, 64):
+    for _ in range(0, (gl.maximum(tile.end - tile.begin, 0) + 63) // 64 * tile.heads):
         ring.wait(stage)
         b = ring.slot(stage)
         mine, shared = slots.panels.index(stage.index * 3 + W), slots.panels.index(stage.index * 3 + 2)
@@ -74,6 +75,26 @@ def multiply(wide, narrow, slots, stage, tile, W: gl.constexpr, TRANSPOSED: gl.c
     wide, narrow = warpgroup_mma_wait(num_outstanding=0, deps=(wide, narrow))
     ring.free.arrive(gl.maximum(last, 0), last >= 0)
     return wide, narrow, stage
+
+
+@gluon.jit
+def multiply_small(x, slots, stage, tile, W: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Do the same for a tile of 64 rows, or keys: x [64, 128] += a times the columns 128 W .. 128 W + 127 of b."""
+    ring = slots.ring
+    last = gl.to_tensor(-1)
+    for _ in range(0, (gl.maximum(tile.end - tile.begin, 0) + 63) // 64 * tile.heads):
+        ring.wait(stage)
+        a = slots.panels.index(stage.index)
+        if TRANSPOSED:
+            a = a.permute((1, 0))
+        x = warpgroup_mma(a, ring.slot(stage).slice(128 * W, 128, dim=1), x, is_async=True)
+        x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
+        ring.free.arrive(gl.maximum(last, 0), last >= 0)
+        last = stage.index
+        stage = ring.next(stage)
+    x = warpgroup_mma_wait(num_outstanding=0, deps=(x,))
+    ring.free.arrive(gl.maximum(last, 0), last >= 0)
+    return x, stage
 
 
 @gluon.jit
@@ -133,6 +154,32 @@ def product_role(slots, out, gradients, ragged, sums_ptr, slab, scales, W: gl.co
 
 
 @gluon.jit
+def small_role(slots, out, gradients, ragged, slab, scales, W: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr,
+               VARLEN: gl.constexpr):  # fmt: skip
+    """Run product_role with tiles of 64 rows, or keys; there are no sums."""
+    stage = consumer_stage()
+    for turn in range(0, (slab.count + gl.num_programs(0) - 1) // gl.num_programs(0)):
+        tile = product_tile(tile_of_turn(turn), slab, 64, D, VARLEN)
+        if tile.wanted:
+            scale = result_scale(tile, scales, SCALED)
+            x = gl.zeros([64, 128], gl.float32, NARROW)
+            column = tile.column + 128 * W
+            if tile.kind == DQ:
+                x, stage = multiply_small(x, slots, stage, tile, W, False)
+                place = place_of_rows(gradients.dq_desc, ragged.dq, tile.part, VARLEN)
+                send(x * scale, out, gradients.dq_desc, place, tile.own, column)
+            else:
+                x, stage = multiply_small(x, slots, stage, tile, W, True)
+                if tile.kind == DK:
+                    place = place_of_keys(gradients.dk_desc, ragged.dk, tile.part, VARLEN)
+                    send(x * scale, out, gradients.dk_desc, place, tile.own, column)
+                else:
+                    place = place_of_keys(gradients.dv_desc, ragged.dv, tile.part, VARLEN)
+                    send(x * scale, out, gradients.dv_desc, place, tile.own, column)
+    store_wait(0)
+
+
+@gluon.jit
 def backward_products(
     p_desc,
     ds_desc,
@@ -149,6 +196,7 @@ def backward_products(
     opts,
     scales,
     D: gl.constexpr,
+    M: gl.constexpr,
     SLOTS: gl.constexpr,
     SCALED: gl.constexpr,
     VARLEN: gl.constexpr,
@@ -156,7 +204,7 @@ def backward_products(
     LOAD_REGS: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    a = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * 3, 64, 64], MATRIX)
+    a = gl.allocate_shared_memory(q_desc.dtype, [SLOTS * (M // 64), 64, 64], MATRIX)
     b = gl.allocate_shared_memory(q_desc.dtype, [SLOTS, 64, 256], MATRIX)
     out = gl.allocate_shared_memory(q_desc.dtype, [2, 64, 128], MATRIX)
     ring = new_ring(b, 2)
@@ -165,12 +213,23 @@ def backward_products(
     slab = product_slab(sizes, sequences, opts, rows_of_tile(slots), D, VARLEN)
     operands = ProductOperands(p_desc, ds_desc, q_desc, k_desc, dout_desc)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
-    gl.warp_specialize(
-        [
-            (product_role, (slots, out.index(0), gradients, ragged, sums_ptr, slab, scales, 0, D, SCALED, VARLEN)),
-            (product_role, (slots, out.index(1), gradients, ragged, sums_ptr, slab, scales, 1, D, SCALED, VARLEN)),
-            (load_role, (operands, ragged, slots, slab, D, VARLEN)),
-        ],
-        [4, 1],
-        [PRODUCT_REGS, LOAD_REGS],
-    )
+    if M == 64:
+        gl.warp_specialize(
+            [
+                (small_role, (slots, out.index(0), gradients, ragged, slab, scales, 0, D, SCALED, VARLEN)),
+                (small_role, (slots, out.index(1), gradients, ragged, slab, scales, 1, D, SCALED, VARLEN)),
+                (load_role, (operands, ragged, slots, slab, D, VARLEN)),
+            ],
+            [4, 1],
+            [PRODUCT_REGS, LOAD_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (product_role, (slots, out.index(0), gradients, ragged, sums_ptr, slab, scales, 0, D, SCALED, VARLEN)),
+                (product_role, (slots, out.index(1), gradients, ragged, sums_ptr, slab, scales, 1, D, SCALED, VARLEN)),
+                (load_role, (operands, ragged, slots, slab, D, VARLEN)),
+            ],
+            [4, 1],
+            [PRODUCT_REGS, LOAD_REGS],
+        )

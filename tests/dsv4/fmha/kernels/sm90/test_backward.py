@@ -25,7 +25,7 @@ from fmha_gradients import (
 import softsm
 from dsv4.fmha import problem
 from dsv4.fmha.kernels import chain
-from dsv4.fmha.kernels.backward import Adding
+from dsv4.fmha.kernels.backward import Adding, Packed
 from dsv4.fmha.kernels.sm90 import backward
 from dsv4.reference import backward as reference_backward
 
@@ -81,6 +81,47 @@ def test_every_head_dim(d, dtype, options):
     b, want, low = request(d=d, dtype=dtype, **options)
     run(b)
     check(b, want, low)
+
+
+@pytest.mark.parametrize("batch, heads, tokens, d, causal, rows", [
+    (1, (20, 4), 336, 256, False, 64),
+    (5, (11, 11), 263, 256, True, 64),
+    (1, (1, 1), 402, 256, True, 64),
+    (4, (16, 16), 4096, 256, False, 192),
+    (4, (16, 16), 4096, 256, True, 192),
+    (9, (75, 15), 431, 256, True, 192),
+    (1, (32, 4), 6144, 512, True, 192),
+])  # fmt: skip
+def test_tiles_of_products_are_small_where_they_are_few(batch, heads, tokens, d, causal, rows):
+    q, k = (torch.empty(batch, tokens, n, d, dtype=BF16, device="meta") for n in heads)
+    p = problem.dense(q, k, k, causal=causal)
+    packed = torch.empty(batch, heads[1], tokens * p.group, d, device="meta")
+    x = Packed(p, p.group, packed, k.transpose(1, 2), k, packed, *[packed] * 4, k, k, None)
+    assert backward.product_rows(x, 132, 192) == rows
+
+
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_query_heads_that_share_keys_stay_apart(order, causal, monkeypatch):
+    """No copies of Q, dO and dQ: two launches after that of the rows."""
+    b, want, low = request(t=140, s=200, heads=(6, 2), d=256, causal=causal, batch=2)
+    names = launches.launched(monkeypatch)
+    with launches.race_free("sm_90a", order=order, seed=7):
+        launches.run(b)
+    assert names == ["backward_rows", "backward_scores", "backward_products"]
+    check(b, want, low)
+
+
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
+def test_large_tiles_of_products(order, monkeypatch):
+    """Those of 192 rows, or keys: two multiprocessors, in a varlen batch too."""
+    monkeypatch.setattr(backward, "product_rows", lambda *_: 192)
+    launches.num_sms(monkeypatch, 2)
+    b, want, low = request(t=300, s=420, heads=(1, 1), d=256, causal=True)
+    with launches.race_free("sm_90a", order=order, seed=7):
+        launches.run(b)
+    check(b, want, low)
+    check_chain_takes_sequences("sm_90a", "window-gqa", order, monkeypatch)
 
 
 def test_slabs_do_not_show(monkeypatch):
