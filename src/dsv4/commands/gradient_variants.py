@@ -20,15 +20,15 @@ from dsv4.v4.backward import V4Backward
 # group of 3 each goes alone, and their shares of dK and dV are summed.
 GROUPS = (1, 2, 3, 4, 8, 16)
 KV_HEADS = 132  # enough for every SM, so that all heads of a group go together
-# Above head dim 128 the heads of a group stay apart. Tiles of products are small where they are few.
-APART, FEW_OR_MANY = (1, 3), (1, 4 * KV_HEADS)
+# Above head dim 128 the heads of a group are not packed. Tiles of products are small where they are few.
+UNPACKED, FEW_OR_MANY = (1, 3), (1, 4 * KV_HEADS)
 
 
 def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) -> list[Launch]:
     """The launches of fmha's and fmha_varlen's gradients, whatever the mask or the sink, with dQ summed in any order;
     without groups, also always in the same one. options: of fmha."""
     found = []
-    sizes = (GROUPS, (KV_HEADS,)) if head_dim <= 128 else (APART, FEW_OR_MANY)
+    sizes = (GROUPS, (KV_HEADS,)) if head_dim <= 128 else (UNPACKED, FEW_OR_MANY)
     for varlen, group, kv_heads in itertools.product((False, True), *sizes):
         shape = (256,) if varlen else (1, 256)
 

@@ -113,19 +113,19 @@ class Packed:
 Kernels = Callable[[Program, Packed], None]  # those of an architecture
 # of a problem, its keys and sequences; None: results are not added
 FindAdding = Callable[[FmhaProblem, int, Sequences | None], Adding | None]
-# of a problem: whether the query heads of a KV head stay apart
-Apart = Callable[[FmhaProblem], bool]
+# of a problem: whether the query heads of a KV head are not packed
+OneHeadEach = Callable[[FmhaProblem], bool]
 
 
 def prepare_at_once(
     b: FmhaBackward, program: Program, kernels: Kernels, find_adding: FindAdding | None = None,
-    apart: Apart | None = None,
+    one_head_each: OneHeadEach | None = None,
 ) -> None:  # fmt: skip
     """Add the launches for any batch, by kernels that support sequences. If they make a gradient instead of filling the
     given one, it must be 0 in rows that belong to no sequence."""
     p = b.forward
     if p.kind == "dense":
-        prepare_dense(b, program, kernels, find_adding=find_adding, apart=apart is not None and apart(p))
+        prepare_dense(b, program, kernels, find_adding=find_adding, packs=one_head_each is None or not one_head_each(p))
         return
     _prepare_clear(b, program)
 
@@ -142,7 +142,7 @@ def prepare_at_once(
     gradients = (one(x) for x in (b.dq, b.dk, b.dv))
     request = FmhaBackward(dense, one(b.dout), by_head(b.dlse), *gradients, b.dsink)
     sequences = Sequences(p.cu_seqlens_q, p.cu_seqlens_k, p.max_seqlen_q, p.max_seqlen_k)
-    prepare_dense(request, program, kernels, sequences, find_adding, apart is not None and apart(p))
+    prepare_dense(request, program, kernels, sequences, find_adding, one_head_each is None or not one_head_each(p))
 
 
 def _prepare_clear(b: FmhaBackward, program: Program) -> None:
@@ -166,7 +166,7 @@ def prepare_dense(
     kernels: Kernels,
     sequences: Sequences | None = None,
     find_adding: FindAdding | None = None,
-    apart: bool = False,
+    packs: bool = True,
 ) -> None:
     """Add the launches of a dense batch. find_adding: of kernels that pack rows by TMA and may add their results."""
     p = b.forward
@@ -182,7 +182,7 @@ def prepare_dense(
                 program.fill(x[:, :invisible], 0)
         k, v, dk, dv = (None if x is None else x[:, invisible:] for x in (k, v, dk, dv))
     dout = addressable(program, b.dout)
-    adding, pack, sums = None, 1 if apart else p.group, None
+    adding, pack, sums = None, p.group if packs else 1, None
     if find_adding and b.dq is not None and (dk is not None or dv is not None) and not p.deterministic:
         adding = find_adding(p, k.shape[1], sequences)
     if adding is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4.fmha import backward
 from dsv4.fmha.backward import FMHA_BACKWARD, FmhaBackward
-from dsv4.fmha.kernels.backward import Apart, Kernels, prepare_at_once
+from dsv4.fmha.kernels.backward import Kernels, OneHeadEach, prepare_at_once
 from dsv4.fmha.kernels.chain import Room, takes
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime import calls
@@ -26,11 +26,11 @@ from dsv4.runtime.program import Program
 
 
 def prepare_by_sequence(
-    b: FmhaBackward, target: Target, program: Program, kernels: Kernels, apart: Apart | None = None
+    b: FmhaBackward, target: Target, program: Program, kernels: Kernels, one_head_each: OneHeadEach | None = None
 ) -> None:  # fmt: skip
     """Add the launches for a batch as it is; or for the sequences of a varlen batch, in a call each."""
     if takes(b.forward):
-        prepare_at_once(b, program, kernels, apart=apart)
+        prepare_at_once(b, program, kernels, one_head_each=one_head_each)
     else:
         program.compute(partial(by_sequence, target), b)
 

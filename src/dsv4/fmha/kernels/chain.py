@@ -67,8 +67,8 @@ def takes(p: FmhaProblem) -> bool:
     return p.kind == "dense" or Room.find(p.group, p.q.shape[0], p.batch, p.max_seqlen_q, p.max_seqlen_k) is not None
 
 
-def apart(p: FmhaProblem) -> bool:
-    """Return whether the query heads of a KV head stay apart: then Q, dO and dQ need no copies, but tiles are cut by
+def one_head_each(p: FmhaProblem) -> bool:
+    """Return whether query heads are not packed: then Q, dO and dQ need no copies, but tiles are cut by
     tokens of one head, not by rows of all. P and dS of the heads that share keys must be in one slab."""
     if p.group == 1 or p.max_seqlen_q < LEAST_TOKENS or p.deterministic and p.kind == "varlen":
         return False

@@ -36,7 +36,7 @@ from dsv4.fmha.kernels.backward import (
 )
 from dsv4.fmha.kernels.backward_arguments import GradientScales, GradientSizes, GradientTensors, KeyParts
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
-from dsv4.fmha.kernels.chain import SLAB_BYTES, Chain, apart
+from dsv4.fmha.kernels.chain import SLAB_BYTES, Chain, one_head_each
 from dsv4.fmha.kernels.ragged import NOT_RAGGED, ragged_descriptor
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
@@ -58,7 +58,7 @@ def prepare(b: FmhaBackward, target: Target, program: Program) -> None:
     if b.forward.head_dim <= 128:
         prepare_at_once(b, program, partial(prepare_tiles, target), partial(find_adding, target.num_sms))
     else:
-        prepare_by_sequence(b, target, program, partial(prepare_chain, target), apart)
+        prepare_by_sequence(b, target, program, partial(prepare_chain, target), one_head_each)
 
 
 class HopperChain(Chain):

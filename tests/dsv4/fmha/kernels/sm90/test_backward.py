@@ -102,7 +102,7 @@ def test_tiles_of_products_are_small_where_they_are_few(batch, heads, tokens, d,
 
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_query_heads_that_share_keys_stay_apart(order, causal, monkeypatch):
+def test_query_heads_that_share_keys_are_not_packed(order, causal, monkeypatch):
     """No copies of Q, dO and dQ: two launches after that of the rows."""
     b, want, low = request(t=140, s=200, heads=(6, 2), d=256, causal=causal, batch=2)
     names = launches.launched(monkeypatch)
