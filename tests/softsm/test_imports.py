@@ -1,4 +1,4 @@
-"""Modules of softsm build on each other in one direction, imports inside functions included."""
+"""Modules of softsm build on each other in one direction, imports inside functions and for type checkers included."""
 
 import ast
 import functools
@@ -8,21 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "src"
 
 
-def for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
 @functools.cache
-def statements(path: Path) -> tuple[list[ast.AST], set[ast.AST]]:
-    """(the imports of a file, what is in it for type checkers alone)."""
-    nodes = [*ast.walk(ast.parse(path.read_text()))]
-    hidden = {inner for node in nodes if for_types(node) for inner in ast.walk(node)}
-    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))], hidden
-
-
-@functools.cache
-def imports(types: bool) -> dict[str, set[str]]:
-    """module -> modules of softsm it imports anywhere; types: for type checkers too."""
+def imports() -> dict[str, set[str]]:
+    """module -> modules of softsm it imports anywhere, also for type checkers alone."""
     modules = {}
     for path in sorted((ROOT / "softsm").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -30,10 +18,7 @@ def imports(types: bool) -> dict[str, set[str]]:
     found = {}
     for name, path in modules.items():
         used: set[str] = set()
-        found_here, hidden = statements(path)
-        for node in found_here:
-            if node in hidden and not types:
-                continue
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 used |= {x.name for x in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -44,7 +29,7 @@ def imports(types: bool) -> dict[str, set[str]]:
 
 
 def test_no_module_needs_itself():
-    graph = imports(types=False)
+    graph = imports()
     assert len(graph) > 100 and "softsm.engine.program" in graph["softsm.engine.scheduler"]
     try:
         TopologicalSorter(graph).prepare()
@@ -53,7 +38,7 @@ def test_no_module_needs_itself():
 
 
 def test_the_test_sees_a_circle():
-    graph = imports(types=False) | {"softsm.engine.program": {"softsm.engine.scheduler"}}
+    graph = imports() | {"softsm.engine.program": {"softsm.engine.scheduler"}}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError:
@@ -86,11 +71,11 @@ def upward(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_import_runs_upwards():
-    assert not upward(imports(types=True))
+    assert not upward(imports())
 
 
 def test_the_test_sees_an_import_that_runs_upwards():
-    graph = imports(types=True) | {"softsm.engine.scheduler": {"softsm.checks.checker"}}
+    graph = imports() | {"softsm.engine.scheduler": {"softsm.checks.checker"}}
     assert upward(graph) == ["softsm.engine.scheduler -> softsm.checks.checker"]
 
 

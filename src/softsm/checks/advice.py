@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from softsm.engine.asynchrony import AsyncOp
-from softsm.engine.in_flight import Groups, InFlight
+from softsm.engine.in_flight import AsyncOp, Groups, InFlight
 from softsm.ptx.roles import place_of
 
 TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}

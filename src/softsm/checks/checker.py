@@ -16,7 +16,7 @@ products     operands of matrix products, or None
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from softsm.checks.lane_operation import lane_operation
 from softsm.checks.maps import MapChecks
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
-from softsm.checks.products import Products
+from softsm.checks.products import Expectation, Products
 from softsm.checks.scopes import ScopeChecks, narrow
 from softsm.checks.tensor import TensorChecks
 from softsm.checks.views import CtaView, WarpView, shadows
@@ -39,13 +39,10 @@ from softsm.engine import dispatch
 from softsm.engine import program as pg
 from softsm.engine.mma_chains import Growing
 from softsm.engine.observer import Observer
+from softsm.engine.warps import Warp
 from softsm.isa import product_chain
 from softsm.ptx.roles import place_of
-from softsm.report.diagnostics import Diagnostic, Party
-
-if TYPE_CHECKING:
-    from softsm.checks.checking import Checks
-    from softsm.engine.warps import Warp
+from softsm.report.diagnostics import Diagnostic, Party, Report
 
 
 class ProcessResult(NamedTuple):
@@ -56,8 +53,8 @@ class ProcessResult(NamedTuple):
 
 
 class Checker(Observer):
-    def __init__(self, machine, checks: Checks):
-        report, strict = checks.report, checks.strict
+    def __init__(self, machine, report: Report, strict: bool, expectations: list[Expectation], last: list):
+        """last: what the launch before touched, if this one may overtake it; it gets what this launch touches."""
         self.machine, self.report, self.strict = machine, report, strict
         self.divisible = report.tap is None
         machine.run_code = dispatch.runner(lane_operation())
@@ -65,7 +62,7 @@ class Checker(Observer):
         ctas = max(len(machine.sms) * machine.per_sm, machine.cluster_size)
         self.free = [k * self.warps for k in range(ctas)][::-1]  # first slots of CTAs that may start
         self.agents: dict[int, Warp] = {}  # 1 + slot -> the last warp in that slot
-        earlier = checks.last[0] if machine.options.dependent and checks.last else None
+        earlier = last[0] if machine.options.dependent and last else None
 
         self.order = Order(machine, strict, ctas * self.warps, clocks)
         self.findings = Findings(self)
@@ -79,10 +76,10 @@ class Checker(Observer):
         self.maps = MapChecks(self)
         self.grids = GridChecks(self.order, self.operations, self.memory, earlier)
         self.products: Products | None = None
-        if strict or checks.expectations or report.tap is not None:
-            self.products = Products(self, report.tap, checks.expectations, strict)
+        if strict or expectations or report.tap is not None:
+            self.products = Products(self, report.tap, expectations, strict)
             self.operands = True
-        checks.last[:] = [self.memory.touched] if machine.kernel.launches_dependents else []
+        last[:] = [self.memory.touched] if machine.kernel.launches_dependents else []
         self.notes = self.memory.races
         self.listen()
         if strict:

@@ -11,8 +11,8 @@ import numpy as np
 
 from softsm import accepted
 from softsm.checks.findings import add_failure
-from softsm.engine.observer import Observer, Session
-from softsm.engine.options import current_options, observing, options
+from softsm.engine.observer import Observer
+from softsm.engine.options import Session, current_options, observing, options
 from softsm.report.diagnostics import Report
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ class Checks(Session):
         from softsm.checks.checker import Checker
 
         self.report.launches += 1
-        return Checker(machine, self) if self.races else FailureChecks(machine, self.report)
+        if self.races:
+            return Checker(machine, self.report, self.strict, self.expectations, self.last)
+        return FailureChecks(machine, self.report)
 
 
 class FailureChecks(Observer):

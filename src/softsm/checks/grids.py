@@ -14,7 +14,7 @@ from softsm.checks import shadow as sh
 from softsm.checks.accesses import READ, MemoryAccesses, Touched
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order
-from softsm.engine.asynchrony import AsyncOp, nothing
+from softsm.engine.in_flight import AsyncOp, nothing
 
 KIND = "grid before this one"
 FIX = (

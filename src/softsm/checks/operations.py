@@ -14,7 +14,7 @@ from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
 from softsm.checks.tmem_shadow import ENTRY
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncOp, nothing
+from softsm.engine.in_flight import AsyncOp, nothing
 from softsm.engine.mma_chains import Growing
 from softsm.engine.warps import Warp
 from softsm.isa import product_chain

@@ -31,7 +31,7 @@ from softsm.checks.tmem_shadow import (
     TABLES,
 )
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncOp
+from softsm.engine.in_flight import AsyncOp
 from softsm.memory.tensor_memory import ACCUMULATOR, STORED, STORED_F32, STORED_PACKED, UNKNOWN
 from softsm.report.diagnostics import Diagnostic
 

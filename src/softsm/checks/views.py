@@ -11,7 +11,7 @@ import numpy as np
 
 from softsm.checks import shadow as sh
 from softsm.checks.clocks import FIELDS, PUBLISHED, WORDS
-from softsm.engine.asynchrony import AsyncOp
+from softsm.engine.in_flight import AsyncOp
 
 RECORDS = 16  # allocated at once
 

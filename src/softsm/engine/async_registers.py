@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from softsm.engine import program as pg
+from softsm.engine.emitter import Emitter
 from softsm.engine.tensor_loads import Uses
 from softsm.ptx.ast import Function, Imm, Instruction, Reg, Vector
 
@@ -26,35 +27,15 @@ def owners_of(function: Function) -> dict[str, str]:
     return owners
 
 
-class AsyncRegisters:
+class AsyncRegisters(Emitter):
     """The part of the assembler that tracks them."""
 
-    # attributes of the assembler
-    checking: bool
-    ins: Any
-    rows: dict[str, int]
-    records: list[list[int]]
-    instructions: list[Instruction]
-    macros: list[pg.MacroCall]
-    fixups: list[tuple[int, str, Instruction]]
-    touched: set[tuple[str, int]]
-    flow: dict[str, list[tuple]]
-    read: set[str]
-    written: set[str]
-    current_function: Function
-
-    def __init__(self) -> None:
-        self.tmem_pending: set[tuple[str, int]] = set()  # destinations of tcgen05.ld without a wait so far
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.tensor_uses: Uses = {}  # checking: the first uses of registers of a tcgen05.ld
-        self.produced: dict[tuple[str, int], str] = {}  # checking: the type with which a register was last written
-        # checking: registers of wgmmas without a wait so far, and copies of them -> row of the wgmma
-        self.wgmma_pending: dict[tuple[str, int], int] = {}
-        self.wgmma_busy: dict[tuple[str, int], frozenset] = {}  # row -> rows of the wgmma that uses it
-        self.wgmma_settled: dict[tuple[str, int], frozenset] = {}  # the same, after an early use
         self.wgmma_owners: dict[str, str] = {}  # checking: register of some wgmma -> first register of its operand
         # checking: those checked since the last label, jump or wgmma, and whether for a write
         self.wgmma_looked: set[tuple[str, bool]] = set()
-        self.wgmma_dirty: set[tuple[str, int]] | None = None  # checking: registers used since the last wgmma.fence
 
     def touches_registers(self, ins: Instruction, start: int) -> None:
         """Called after the instruction has been lowered to the records from `start` on."""
@@ -140,7 +121,6 @@ class AsyncRegisters:
         self.fixups = [(i + (i >= at), name, x) for i, name, x in self.fixups]
 
     def settle_tensor_loads(self, at: int) -> None:
-        """Makes a tcgen05.ld deliver its registers before the current instruction uses them."""
         uses = self.tensor_uses.get(id(self.ins))
         if uses is not None or self.touched & self.tmem_pending:
             self.flush_tensor_loads(at, uses)

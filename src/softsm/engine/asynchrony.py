@@ -13,57 +13,10 @@ The policy decides when that happens, never the instruction:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
+from softsm.engine.in_flight import AsyncOp, nothing
 from softsm.engine.observer import Observer
-from softsm.memory.waitable import Waitable
-
-if TYPE_CHECKING:
-    from softsm.engine.warps import Warp
-
-
-@dataclass(slots=True)
-class Blocked:
-    """Returned by a macro-operation that cannot continue: it is tried again when `on` wakes (with `done`, the warp
-    continues after it). str(text) describes what it waits for."""
-
-    on: Waitable
-    text: object
-    done: bool = False
-    told: bool = False  # `on` tells observers that the warp continues
-    limited: bool = False  # it has a time limit, which ends when nothing else can happen (Fragment.timed_out)
-
-
-SEEN = object()  # returned by a macro-operation that changes only registers, and may call observers
-POLLED = object()  # returned by a macro-operation that polled without success
-
-
-@dataclass(slots=True, eq=False)
-class AsyncOp:
-    kind: str  # 'TMA load', 'tcgen05.mma', ...
-    warp: Warp
-    lane: int
-    line: int  # PTX line of the issuing instruction
-    effects: Callable[[], None]
-    after: tuple[AsyncOp, ...] = ()
-    signals: tuple[Waitable, ...] = ()  # objects that its completion may wake
-    reads: tuple = ()  # regions, for observers
-    writes: tuple = ()
-    footprint: Any = None  # of a tcgen05 operation; it decides which others the hardware keeps in order
-    done: bool = False
-    product: tuple | None = None  # of a tcgen05.mma: its `Work` (isa/tcgen05.py) and its CTAs
-    # for observers:
-    nbytes: int = 0  # that count for each mbarrier it signals
-    number: int = 0
-    publishes: Any = None  # what a wait for it acquires
-    instruction: Any = None
-    seen: int = 0  # address of the clock that orders it, if that is not its warp's
-
-
-def nothing() -> None:
-    """Replaces the effects of an operation that has been performed."""
+from softsm.engine.warps import Warp
 
 
 class AsyncEngine:

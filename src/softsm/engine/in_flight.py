@@ -1,12 +1,38 @@
-"""Asynchronous operations that a warp has issued and not yet waited for."""
+"""An asynchronous operation, and those that a warp has issued and not yet waited for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from softsm.engine.asynchrony import AsyncOp
 from softsm.memory.waitable import Waitable
+
+
+@dataclass(slots=True, eq=False)
+class AsyncOp:
+    kind: str  # 'TMA load', 'tcgen05.mma', ...
+    warp: Any  # engine/warps.py
+    lane: int
+    line: int  # PTX line of the issuing instruction
+    effects: Callable[[], None]
+    after: tuple[AsyncOp, ...] = ()
+    signals: tuple[Waitable, ...] = ()  # objects that its completion may wake
+    reads: tuple = ()  # regions, for observers
+    writes: tuple = ()
+    footprint: Any = None  # of a tcgen05 operation; it decides which others the hardware keeps in order
+    done: bool = False
+    product: tuple | None = None  # of a tcgen05.mma: its `Work` (isa/tcgen05.py) and its CTAs
+    # for observers:
+    nbytes: int = 0  # that count for each mbarrier it signals
+    number: int = 0
+    publishes: Any = None  # what a wait for it acquires
+    instruction: Any = None
+    seen: int = 0  # address of the clock that orders it, if that is not its warp's
+
+
+def nothing() -> None:
+    """Replaces the effects of an operation that has been performed."""
 
 
 class Groups:

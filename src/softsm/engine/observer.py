@@ -1,9 +1,9 @@
 """One interface for everything that follows a launch: race checker, recorder, tracer of the timing model, counters.
 
-A `Session` belongs to a `with` block (`softsm.checking`, `recording`, `timing`, `counting`) and makes an `Observer` for
-each launch inside it. The machine and the instructions call the observer's methods when something happens; a method
-does nothing unless a class overrides it. Without an observer, `machine.observer` is None, and an event costs one
-comparison.
+A `Session` (engine/options.py) belongs to a `with` block (`softsm.checking`, `recording`, `timing`, `counting`) and
+makes an `Observer` for each launch inside it. The machine and the instructions call the observer's methods when
+something happens; a method does nothing unless a class overrides it. Without an observer, `machine.observer` is None,
+and an event costs one comparison.
 
 Python sees only what the compiled loop does not handle itself. The loop handles least for an observer that `follows`.
 In a program that is assembled for the race checker (`Kernel.checking`), it does the checker's work too.
@@ -15,18 +15,15 @@ fields of `AsyncOp` and `Mbarrier` that are marked for observers. The engine nev
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from softsm.engine.asynchrony import AsyncOp
-    from softsm.engine.options import Options
-    from softsm.engine.program import MacroCall
-    from softsm.engine.scheduler import Machine
-    from softsm.engine.warps import Cta, Fragment, Warp
-    from softsm.memory.mbarrier import Mbarrier
-    from softsm.memory.waitable import Waitable
+from softsm.engine.in_flight import AsyncOp
+from softsm.engine.program import MacroCall
+from softsm.engine.warps import Cta, Fragment, Warp
+from softsm.memory.mbarrier import Mbarrier
+from softsm.memory.waitable import Waitable
 
 
 class Observer:
@@ -40,7 +37,7 @@ class Observer:
 
     # ---- the launch --------------------------------------------------------------------------------------------
 
-    def launched(self, machine: Machine) -> None:
+    def launched(self, machine: Any) -> None:
         """The machine is ready and nothing has started. The observer may still reduce what runs."""
 
     def cta_began(self, cta: Cta) -> None: ...
@@ -274,25 +271,3 @@ def _each(told: list[Callable]) -> Callable[..., None]:
             method(*arguments, **more)
 
     return event
-
-
-class Session:
-    """Follows the launches of a `with` block (`softsm.engine.options.observing`)."""
-
-    races: bool = False  # It needs programs that are assembled for the race checker.
-    computes: ClassVar[bool] = True  # False: launches do not compute all values; sessions that need them pause.
-    needs_values: ClassVar[bool] = False
-    one_gpu: ClassVar[bool] = False  # It follows launches of one GPU.
-
-    def options(self, chosen: Options) -> Options:
-        """Returns the options of a launch that the session follows."""
-        return chosen
-
-    def observer(self, machine: Machine) -> Observer | None:
-        """Returns the observer of one launch."""
-        raise NotImplementedError
-
-
-def observer_of(machine: Machine, sessions: tuple[Session, ...]) -> Observer | None:
-    found = [x for x in (session.observer(machine) for session in sessions) if x is not None]
-    return Observers(found) if len(found) > 1 else found[0] if found else None

@@ -5,10 +5,27 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from softsm import accepted
-from softsm.engine.observer import Session
+from softsm.engine.observer import Observer, Observers
+
+
+class Session:
+    """Follows the launches of a `with` block (`observing`)."""
+
+    races: bool = False  # It needs programs that are assembled for the race checker.
+    computes: ClassVar[bool] = True  # False: launches do not compute all values; sessions that need them pause.
+    needs_values: ClassVar[bool] = False
+    one_gpu: ClassVar[bool] = False  # It follows launches of one GPU.
+
+    def options(self, chosen: Options) -> Options:
+        """Returns the options of a launch that the session follows."""
+        return chosen
+
+    def observer(self, machine: Any) -> Observer | None:
+        """Returns the observer of one launch."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -58,3 +75,8 @@ def observing(session: Session):
 
 def current_options() -> Options:
     return _options.get()
+
+
+def observer_of(machine: Any, sessions: tuple[Session, ...]) -> Observer | None:
+    found = [x for x in (session.observer(machine) for session in sessions) if x is not None]
+    return Observers(found) if len(found) > 1 else found[0] if found else None

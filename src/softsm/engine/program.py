@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from softsm.memory.waitable import Waitable
 from softsm.ptx.ast import Function, Instruction, Variable
 
 # Control and memory operations of the interpreter loop.
@@ -149,6 +150,22 @@ ALL = 0xFFFFFFFF
 def row_set(rows: Iterable[int]) -> int:
     """Returns rows of a register file as the bits of a number."""
     return functools.reduce(operator.or_, (1 << row for row in rows), 0)
+
+
+@dataclass(slots=True)
+class Blocked:
+    """Returned by a macro-operation that cannot continue: it is tried again when `on` wakes (with `done`, the warp
+    continues after it). str(text) describes what it waits for."""
+
+    on: Waitable
+    text: object
+    done: bool = False
+    told: bool = False  # `on` tells observers that the warp continues
+    limited: bool = False  # it has a time limit, which ends when nothing else can happen (Fragment.timed_out)
+
+
+SEEN = object()  # returned by a macro-operation that changes only registers, and may call observers
+POLLED = object()  # returned by a macro-operation that polled without success
 
 
 @dataclass(slots=True)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import POLLED, SEEN, AsyncEngine
+from softsm.engine.asynchrony import AsyncEngine
 from softsm.engine.deadlock import DeadlockWatch
 from softsm.engine.deadlock_text import going_on
-from softsm.engine.observer import observer_of
+from softsm.engine.options import observer_of
 from softsm.engine.processes import Processes
 from softsm.engine.warps import Cta, Fragment, Sm, Warp
 from softsm.errors import StepBudget
@@ -300,9 +300,9 @@ class Machine:
         result = call.function(warp, lanes, call.operands)
         if result is None:
             fragment.pc = pc + 1
-        elif result is POLLED or result is SEEN:
+        elif result is pg.POLLED or result is pg.SEEN:
             fragment.pc = pc + 1
-            return QUANTUM if result is POLLED else SEEN_COST
+            return QUANTUM if result is pg.POLLED else SEEN_COST
         elif isinstance(result, int):
             fragment.pc = result
             if len(warp.fragments) > 1:

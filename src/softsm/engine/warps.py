@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import Blocked
 from softsm.engine.in_flight import InFlight, Warpgroup
 from softsm.errors import Fault
 from softsm.memory.waitable import Waitable
@@ -22,7 +21,7 @@ class Fragment:
 
     def __init__(self, warp: Warp, pc: int, mask: int, returns: tuple = ()):
         self.warp, self.pc, self.mask, self.returns = warp, pc, mask, returns
-        self.blocked: Blocked | None = None
+        self.blocked: pg.Blocked | None = None
         self.timed_out = False  # the time limit of its wait has expired
         self.told_no = -1  # pc of a wait that timed out at once, in order 'random'
         self.parked = 0  # lanes that it waits for at an .aligned or .sync instruction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from softsm.engine.asynchrony import AsyncOp
+from softsm.engine.in_flight import AsyncOp
 from softsm.isa import copy_kernels
 from softsm.isa.copying import global_view, start, waited
 from softsm.isa.mbarriers import (

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import SEEN
+from softsm.engine.emitter import Emitter
+from softsm.engine.program import SEEN
 from softsm.isa import bulk_copy
 from softsm.isa.memory import SPACES, VECTOR, address_of, is_hint, rows_of, synchronises
 from softsm.isa.registry import lowers
 from softsm.isa.slow_memory import locate
 from softsm.ptx.ast import Instruction, Sink
-
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
 
 ATOMIC_OPS = {name: getattr(ln, name.upper()) for name in "add min max and or xor exch cas inc dec".split()}
 ATOMIC_TYPES = {t: getattr(ln, f"T_{t.upper()}") for t in "u32 s32 u64 s64 f32 f64".split()}
@@ -25,7 +21,7 @@ PACKED = ("f16", "bf16", "f16x2", "bf16x2", "b16")
 
 
 @lowers("atom", "red")
-def atom(asm: Assembler, ins: Instruction):
+def atom(asm: Emitter, ins: Instruction):
     if "async" in ins.modifiers:
         return bulk_copy.reduce_async(asm, ins)
     space, op, type_, count = ln.GENERIC, None, None, 1

@@ -8,7 +8,7 @@ executed again when its barrier wakes, so each barrier remembers which lanes arr
 from __future__ import annotations
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import POLLED, SEEN, Blocked
+from softsm.engine.program import POLLED, SEEN, Blocked
 from softsm.engine.warps import Fragment
 from softsm.isa import cluster_launch, mbarriers  # they register their instructions
 from softsm.isa.mbarriers import lanes, set_predicate

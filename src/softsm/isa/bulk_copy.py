@@ -7,19 +7,16 @@ only for the first. Loads and copies to a peer complete on an mbarrier, by bytes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 
+from softsm.engine.emitter import Emitter
 from softsm.isa.copying import global_view, start, waited
 from softsm.isa.mbarriers import Issuer, barrier_at, lanes, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.typed import needs_target
 from softsm.memory.box_copy import combine
 from softsm.ptx.ast import Imm, Instruction
-
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
 
 COMPLETE_TX = "mbarrier::complete_tx::bytes"
 DTYPES = {
@@ -315,7 +312,7 @@ def do_bulk_wait(w, mask, o):
 # -- st.async, red.async -----------------------------------------------------------------------------------------------
 
 
-def reduce_async(asm: Assembler, ins: Instruction):
+def reduce_async(asm: Emitter, ins: Instruction):
     mods = [m for m in ins.modifiers if m not in ("async", "relaxed", "cluster")]
     op = next((m for m in mods if m in INTEGER_OPS), None)
     if op is None or ins.opcode != "red":

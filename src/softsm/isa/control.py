@@ -8,19 +8,16 @@ import re
 import struct
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import POLLED, Blocked
+from softsm.engine.emitter import Emitter
+from softsm.engine.program import POLLED, Blocked
 from softsm.engine.warps import Fragment
 from softsm.errors import Fault
 from softsm.isa.mbarriers import uniform
 from softsm.isa.registry import lowers
 from softsm.memory.waitable import Waitable
 from softsm.ptx.ast import Call, Imm, Instruction, Reg, Symbol
-
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
 
 MOVE = {"R": "mov.b32", "Q": "mov.b64", "P": "mov.pred"}
 KIND = {"R": "u", "Q": "q", "P": "p"}
@@ -79,7 +76,7 @@ def ret(asm, ins):
 
 
 @lowers("call")
-def call(asm: Assembler, ins: Instruction):
+def call(asm: Emitter, ins: Instruction):
     if set(ins.modifiers) - {"uni"}:
         asm.refuse(ins, "call accepts only .uni")
     c: Call = ins.operands[0]

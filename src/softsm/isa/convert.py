@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from softsm.engine import vec
+from softsm.engine.emitter import WIDTH
 from softsm.isa.floating import MODES, ROUNDINGS
 from softsm.isa.registry import MICROS, lowers, micro
 from softsm.isa.small_floats import FOUR, SMALL, convert_small
@@ -113,8 +114,6 @@ def _writes_wide(name: str) -> bool:
 
 
 def register_width(asm, operand) -> int:
-    from softsm.engine.assemble import WIDTH
-
     return WIDTH.get(asm.type_of(operand), 32)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from softsm.engine.asynchrony import AsyncOp
+from softsm.engine.in_flight import AsyncOp
 from softsm.errors import Fault
 from softsm.isa.mbarriers import located
 

@@ -5,17 +5,13 @@ A 16-bit operation is done in 32 bits: `cvt.s32.s16` sign-extends its sources wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from softsm.engine import vec
+from softsm.engine.emitter import Emitter
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import KIND, Modifiers, lowers_typed, operands, signed16, src16, unary
 from softsm.ptx.ast import Imm, Instruction
-
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
 
 micro("mov.b32", "u=u", lambda a: a, hot=True)
 micro("mov.b64", "q=q", lambda a: a, hot=True)
@@ -159,7 +155,7 @@ def addc(asm, ins):
 @lowers_typed("mul", *INTEGERS)
 @lowers_typed("mad", *INTEGERS)
 @lowers_typed("madc", *INTEGERS[2:])
-def mul_mad(asm: Assembler, ins: Instruction):
+def mul_mad(asm: Emitter, ins: Instruction):
     t = ins.modifiers[-1]
     m = Modifiers(asm, ins)
     mode, sat, cc = m.one_of("lo", "hi", "wide"), m.flag("sat"), m.flag("cc")
@@ -383,7 +379,7 @@ def bfi(asm, ins):
 
 
 @lowers("szext")
-def szext(asm: Assembler, ins: Instruction):
+def szext(asm: Emitter, ins: Instruction):
     t = ins.modifiers[-1] if ins.modifiers else ""
     m = Modifiers(asm, ins)
     mode = m.one_of("clamp", "wrap")
@@ -403,7 +399,7 @@ def clamped(asm, row: int, mode: str) -> int:
 
 
 @lowers("bmsk")
-def bmsk(asm: Assembler, ins: Instruction):
+def bmsk(asm: Emitter, ins: Instruction):
     m = Modifiers(asm, ins)
     mode = m.one_of("clamp", "wrap")
     m.done()

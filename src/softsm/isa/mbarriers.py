@@ -16,7 +16,7 @@ import numpy as np
 from softsm.engine import entry
 from softsm.engine import program as pg
 from softsm.engine.arrivals import arrivals, at_barrier
-from softsm.engine.asynchrony import POLLED, Blocked
+from softsm.engine.program import POLLED, Blocked
 from softsm.errors import Fault
 from softsm.isa.registry import lowers
 from softsm.memory.mbarrier import Mbarrier, pending_count

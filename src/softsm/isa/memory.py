@@ -6,21 +6,17 @@ isa/slow_memory.py has the rest.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import SEEN
+from softsm.engine.emitter import Emitter
+from softsm.engine.program import SEEN
 from softsm.isa import bulk_copy
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
 from softsm.ptx.ast import Address, Instruction, Sink, Symbol, Vector
 from softsm.ptx.declarations import TYPE_BYTES
-
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
 
 SPACES = {
     "global": ln.GLOBAL,
@@ -53,7 +49,7 @@ def is_hint(modifier: str) -> bool:
     return modifier in CACHE or modifier in ORDERING or modifier.startswith(("L1::", "L2::"))
 
 
-def split(asm: Assembler, ins: Instruction):
+def split(asm: Emitter, ins: Instruction):
     """Returns (space, elements, element type) of a load or store; rejects unknown modifiers."""
     space, count, type_ = ln.GENERIC, 1, None
     named = ""

@@ -7,19 +7,16 @@ f64. Sparse products (mma.sp): all but f64 and b1. Register maps are in isa/frag
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from softsm.engine.emitter import Emitter
 from softsm.isa import fragments, sparsity, tensor_core
 from softsm.isa.mbarriers import located
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_kernels import warp_product
 from softsm.isa.tensor_memory import take
 from softsm.ptx.ast import Imm, Instruction
-
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
 
 # element type -> shapes (m, k); n is always 8
 SHAPES = {
@@ -50,7 +47,7 @@ def alike(a: str, b: str) -> bool:
 
 
 @lowers("mma")
-def lower(asm: Assembler, ins: Instruction) -> None:
+def lower(asm: Emitter, ins: Instruction) -> None:
     modifiers = list(ins.modifiers)
     sparse = take(asm, ins, modifiers, "sp", "sp::ordered_metadata", optional=True)
     if any(x.startswith("kind::") or x == "block_scale" for x in modifiers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from softsm.engine import program as pg
 from softsm.engine import vec
-from softsm.engine.asynchrony import SEEN
+from softsm.engine.program import SEEN
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import KIND, operands, src16, unary
 from softsm.ptx.ast import Sink, Special, Vector

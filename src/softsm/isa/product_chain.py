@@ -12,7 +12,7 @@ import threading
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncOp
+from softsm.engine.in_flight import AsyncOp
 from softsm.isa import tensor_kernels
 from softsm.isa.instruction_descriptor import K_OF_KIND
 from softsm.isa.tcgen05_product import Plan, Product, multiply

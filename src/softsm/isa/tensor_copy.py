@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from softsm import formats
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncOp
+from softsm.engine.in_flight import AsyncOp
 from softsm.isa.mbarriers import Issuer, barrier_at, lanes, located, shared_address, shared_operand
 from softsm.isa.tensor_memory import exactly, finish, form, group_ctas, strict, take, take_group
 from softsm.memory import swizzle

@@ -9,26 +9,24 @@ race checker it is complete then (engine/tensor_loads.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncOp, Blocked
+from softsm.engine.emitter import Emitter
+from softsm.engine.in_flight import AsyncOp
+from softsm.engine.program import Blocked
 from softsm.errors import Fault
 from softsm.isa.mbarriers import agreed, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.registry import lowers
 from softsm.memory import tensor_memory as tm
 from softsm.ptx.ast import Imm, Instruction
 
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
-
 FORMS: dict[str, Callable] = {}  # first modifier -> lowering
 
 
 @lowers("tcgen05")
-def lower(asm: Assembler, ins: Instruction) -> None:
+def lower(asm: Emitter, ins: Instruction) -> None:
     target = asm.module.target
     if not target.startswith(("sm_100", "sm_101", "sm_103", "sm_110")):
         asm.refuse(ins, f"tensor memory needs .target sm_100a, the module says {target}")

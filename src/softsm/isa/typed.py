@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from softsm.engine.emitter import Emitter
 from softsm.isa.registry import LOWERERS
 from softsm.ptx.ast import Imm, Instruction
-
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
 
 KIND = {
     t: kind
@@ -39,7 +36,7 @@ def lowers_typed(opcode: str, *types: str) -> Callable[[Callable], Callable]:
             table[t] = function
         if opcode not in LOWERERS:
 
-            def dispatch(asm: Assembler, ins: Instruction) -> None:
+            def dispatch(asm: Emitter, ins: Instruction) -> None:
                 chosen = table.get(ins.modifiers[-1]) if ins.modifiers else None
                 if chosen is None:
                     asm.refuse(ins, f"{opcode} accepts the types {', '.join('.' + t for t in table)}")

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from softsm.engine import lanes as ln
 from softsm.engine import program as pg
 from softsm.engine import vec
-from softsm.engine.asynchrony import SEEN
+from softsm.engine.emitter import Emitter
+from softsm.engine.program import SEEN
 from softsm.isa.registry import lowers, micro
 from softsm.isa.typed import unary
 from softsm.ptx.ast import Imm, Instruction, Pair, Sink
-
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
 
 SHUFFLES = ("up", "down", "bfly", "idx")
 for _mode in SHUFFLES:
@@ -66,7 +63,7 @@ def do_check_members(w, mask, o):
 
 
 @lowers("shfl")
-def shfl(asm: Assembler, ins: Instruction):
+def shfl(asm: Emitter, ins: Instruction):
     if ins.modifiers[0] != "sync" or ins.modifiers[1] not in SHUFFLES or ins.modifiers[2:] != ("b32",):
         asm.refuse(ins, "expected shfl.sync.{up,down,bfly,idx}.b32")
     target, a, b, c, member = ins.operands

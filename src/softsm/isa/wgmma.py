@@ -13,13 +13,13 @@ v%2.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncOp, Blocked
-from softsm.engine.in_flight import Batch, GroupSequence, Warpgroup
+from softsm.engine.emitter import Emitter
+from softsm.engine.in_flight import AsyncOp, Batch, GroupSequence, Warpgroup
+from softsm.engine.program import Blocked
 from softsm.errors import Fault
 from softsm.isa import sparsity
 from softsm.isa.mbarriers import located
@@ -29,9 +29,6 @@ from softsm.isa.wgmma_product import Chain, Part, Shape, chains_of, check_footpr
 from softsm.memory import swizzle
 from softsm.memory.swizzle import Descriptor
 from softsm.ptx.ast import Imm, Instruction, Vector
-
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
 
 KNOWN_GROUPS = 4096  # the most chains of MMAs that one instruction keeps
 FLOATS = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}  # A and B types -> k
@@ -66,7 +63,7 @@ def lower(asm, ins) -> None:
         asm.refuse(ins, "no such wgmma operation")
 
 
-def lower_mma(asm: Assembler, ins: Instruction, modifiers) -> None:
+def lower_mma(asm: Emitter, ins: Instruction, modifiers) -> None:
     sparse = modifiers[:1] == ["sp"]
     modifiers = modifiers[sparse:]
     if modifiers[:2] != ["sync", "aligned"] or len(modifiers) < 6:

@@ -7,16 +7,14 @@ An f16 fragment of A or B has always 8 registers; those that it does not need re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from softsm.engine import lanes as ln
+from softsm.engine.emitter import Emitter
 from softsm.isa import fragments, memory, mma
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_memory import finish, take
 from softsm.ptx.ast import Address, Instruction, Vector
-
-if TYPE_CHECKING:
-    from softsm.engine.assemble import Assembler
 
 SIZES = {"m16n16k16": (16, 16, 16), "m32n8k16": (32, 8, 16), "m8n32k16": (8, 32, 16)}
 # type of A and B -> shapes
@@ -59,7 +57,7 @@ def fragment(part: str, m: int, n: int, k: int, name: str) -> Fragment:
     return Fragment(places, part == "b", name, packed, packed, registers)
 
 
-def moved(asm: Assembler, ins: Instruction, operation: str) -> None:
+def moved(asm: Emitter, ins: Instruction, operation: str) -> None:
     """A load or store: `.load.a.sync.aligned.row.m16n16k16.shared.f16 {registers}, [address], stride`."""
     modifiers = list(ins.modifiers)
     take(asm, ins, modifiers, operation)
@@ -149,7 +147,7 @@ class Mover:
 
 
 @lowers("wmma")
-def lower(asm: Assembler, ins: Instruction) -> None:
+def lower(asm: Emitter, ins: Instruction) -> None:
     if ins.modifiers[0] in ("load", "store"):
         return moved(asm, ins, ins.modifiers[0])
     modifiers = list(ins.modifiers)

@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from softsm.engine.asynchrony import AsyncOp
-from softsm.engine.observer import Observer, Session
-from softsm.engine.options import observing
+from softsm.engine.in_flight import AsyncOp
+from softsm.engine.observer import Observer
+from softsm.engine.options import Session, observing
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Warp
 from softsm.ptx.roles import entry_at, place_of

@@ -47,6 +47,19 @@ def axis_of(shape: list[int]) -> int:
     return 0 if shape[0] > 1 else shape.index(max(shape))
 
 
+def first_samples(shape: list[int], total: int, sms: int, most: int) -> list[int]:
+    """The clusters to run: both ends of the grid's first dimension and one between them, not in the middle,
+    where another image may begin. If all start together, the longest counts; with masks it is at an end."""
+    axis = axis_of(shape)
+    ends = 0, shape[axis] - 1
+    points = set()
+    for value in (ends if total <= sms else (0, 7 * shape[axis] // 12, ends[1]))[:most]:
+        at = [n // 2 for n in shape]
+        at[axis] = value
+        points.add(at[0] + shape[0] * (at[1] + shape[1] * at[2]))
+    return sorted(points)
+
+
 def spread(total: int) -> list[int]:
     """Returns all numbers below total, in an order whose every prefix is spread evenly over them."""
     step = max(1, round(total * (math.sqrt(5) - 1) / 2))

@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from softsm import accepted
-from softsm.engine.observer import Session
-from softsm.engine.options import Options, observing
+from softsm.engine.options import Options, Session, observing
 from softsm.engine.scheduler import Machine
 from softsm.timing_model.model import Model
 from softsm.timing_model.parameters import GPUS, gpu_for
 from softsm.timing_model.prediction import Prediction
-from softsm.timing_model.scout import axis_of
 from softsm.timing_model.trace import LaunchTrace, Tracer
 
 
@@ -37,19 +35,7 @@ class Timer(Session):
         return replace(chosen, order="eager", sms=4)  # emulated SMs; the program sees the GPU's number
 
     def observer(self, machine: Machine) -> Tracer:
-        return Tracer(machine, self)
-
-    def choose(self, shape: list[int], total: int) -> list[int]:
-        """Chooses the clusters to run: both ends of the grid's first dimension and one between them, not in the middle,
-        where another image may begin. If all start together, the longest counts; with masks it is at an end."""
-        axis = axis_of(shape)
-        ends = 0, shape[axis] - 1
-        points = set()
-        for value in (ends if total <= self.sms else (0, 7 * shape[axis] // 12, ends[1]))[: self.most]:
-            at = [n // 2 for n in shape]
-            at[axis] = value
-            points.add(at[0] + shape[0] * (at[1] + shape[1] * at[2]))
-        return sorted(points)
+        return Tracer(machine, self.sms, self.most, self.values, self.traced)
 
     def traced(self, trace: LaunchTrace) -> None:
         gpu = gpu_for(self.gpu_name, trace.arch)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from softsm.engine import dispatch
 from softsm.engine import program as pg
-from softsm.engine.asynchrony import AsyncOp, nothing
+from softsm.engine.in_flight import AsyncOp, nothing
 from softsm.engine.launch import SM_CTAS, SM_SHARED, SM_THREADS
 from softsm.engine.observer import Observer
 from softsm.engine.scheduler import Machine
@@ -46,9 +46,6 @@ from softsm.timing_model.machine import (
     MMA_COMMIT,
     WAIT,
 )
-
-if TYPE_CHECKING:
-    from softsm.timing_model.timer import Timer
 
 ATOMIC_BYTES = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}  # else 4
 MANY = 24  # jumps above which arrays are faster than a loop
@@ -128,12 +125,14 @@ def ranges(first: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 class Tracer(Observer):
-    """Runs some clusters of the grid and gives a LaunchTrace to its timer."""
+    """Runs some clusters of the grid and gives a LaunchTrace to `traced`."""
 
     follows = True
 
-    def __init__(self, machine: Machine, timer: Timer):
-        self.machine, self.kernel, self.timer = machine, machine.kernel, timer
+    def __init__(self, machine: Machine, sms: int, most: int, values: bool, traced: Callable[[LaunchTrace], None]):
+        """sms: of the GPU. most: clusters of a large grid that run. values: whether products are computed."""
+        self.machine, self.kernel = machine, machine.kernel
+        self.sms, self.most, self.values, self.traced = sms, most, values, traced
         self.arrivals: list[tuple[str, Mbarrier, int, AsyncOp | None]] = []  # of the current instruction
         self.ops: list[AsyncOp] = []
         self.inits: list[Mbarrier] = []
@@ -149,7 +148,7 @@ class Tracer(Observer):
         self.known: dict[Mbarrier, int] = {}  # their numbers in the cluster
         self.shape = [-(-g // c) for g, c in zip(machine.grid, machine.cluster_shape)]
         self.total = machine.left
-        self.samples = timer.choose(self.shape, self.total) if self.total else []
+        self.samples = scout.first_samples(self.shape, self.total, sms, most) if self.total else []
         memory = machine.global_memory
         self.tensors = [(a.name, a.size) for a in memory.allocations]
         self.shifts = shifts(memory.starts)
@@ -172,7 +171,7 @@ class Tracer(Observer):
             # The resident clusters take over the work of all others, and one represents them all.
             threads = machine.block[0] * machine.block[1] * machine.block[2]
             each = min(SM_CTAS, SM_THREADS // threads, SM_SHARED // machine.shared_limit)
-            together = max(1, max(1, each) * self.timer.sms // machine.cluster_size)
+            together = max(1, max(1, each) * self.sms // machine.cluster_size)
             taken = iter(range(together, self.total, together))
             cx, cy, cz = machine.cluster_shape
 
@@ -185,15 +184,13 @@ class Tracer(Observer):
 
             machine.try_cancel = try_cancel  # type: ignore[method-assign]
             self.samples, self.total = [0], min(self.total, together)
-        together = machine.per_sm * self.timer.sms // machine.cluster_size
-        if self.total > len(self.samples) > 0 and scout.worthwhile(
-            self.kernel, self.shape, together, self.timer.values
-        ):
+        together = machine.per_sm * self.sms // machine.cluster_size
+        if self.total > len(self.samples) > 0 and scout.worthwhile(self.kernel, self.shape, together, self.values):
             self.scouts = scout.Scouts(machine, place)
         else:
             self._trace_samples()
         # Accumulators that no product was written to must read as zeros, because branches may depend on them.
-        machine.reuses_registers = self.timer.values or not self.products
+        machine.reuses_registers = self.values or not self.products
 
     def _trace_samples(self) -> None:
         machine = self.machine
@@ -222,11 +219,11 @@ class Tracer(Observer):
         if self.scouts is not None and self.scouts.ended():
             self.lengths = self.scouts.lengths()
             if not scout.on_data(
-                sass.alone(self.kernel.module.source, self.kernel.name), self.timer.values
+                sass.alone(self.kernel.module.source, self.kernel.name), self.values
             ) and self.scouts.along_axis(self.shape, self.samples):
                 self.lengths = None  # those that are traced anyway tell of all
             if self.lengths is not None:
-                self.samples = self.scouts.chosen(self.lengths, self.timer.most)
+                self.samples = self.scouts.chosen(self.lengths, self.most)
             self.scouts = None
             self._trace_samples()
 
@@ -289,7 +286,7 @@ class Tracer(Observer):
         self.ops.append(op)
 
     def performing(self, op: AsyncOp) -> None:
-        if op.kind in PRODUCTS and not self.timer.values:
+        if op.kind in PRODUCTS and not self.values:
             op.effects = nothing
 
     def barrier_initialised(self, warp: Warp, barrier: Mbarrier, old: Mbarrier | None, cta: Cta, offset: int) -> None:
@@ -476,7 +473,7 @@ class Tracer(Observer):
             ) from failure
         if failure is not None or not self.total:
             return
-        self.timer.traced(
+        self.traced(
             LaunchTrace(
                 self.kernel.name,
                 sass.alone(self.kernel.module.source, self.kernel.name),

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.timing_model import grid, lower, model
-from softsm.timing_model.timer import Timer
+from softsm.timing_model import grid, lower, model, scout
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
@@ -86,9 +85,8 @@ def test_what_grows_along_the_grid(durations, wanted) -> None:
 
 def test_ends_of_a_grid_are_looked_at() -> None:
     """The longest CTA of a causal grid that runs at once is its last; an image may begin in the middle."""
-    timer = Timer("h200")
-    assert timer.choose([8, 16, 1], 128) == [8 * 8, 8 * 8 + 7]
-    assert timer.choose([512, 2, 1], 1024) == [512, 512 + 298, 1023]
+    assert scout.first_samples([8, 16, 1], 128, sms=132, most=3) == [8 * 8, 8 * 8 + 7]
+    assert scout.first_samples([512, 2, 1], 1024, sms=132, most=3) == [512, 512 + 298, 1023]
 
 
 def ends_of_multiprocessors(work: list[float], sms: int, resident: int, alone: float) -> float:
