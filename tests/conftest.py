@@ -107,8 +107,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 class Start:
-    """Without byte code each worker would compile torch and all tests by itself. So the first one does, and the others
-    begin when it has collected the tests. A file is there as long as they wait; waiting saves time, nothing else."""
+    """Lets the first worker write the byte code of torch and all tests, which else each would compile by itself. The
+    others begin when it has collected the tests. A file is there as long as they wait, which only saves time."""
 
     def __init__(self) -> None:
         torch = importlib.util.find_spec("torch")

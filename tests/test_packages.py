@@ -26,7 +26,7 @@ NEEDED = [name for name in ("build", "twine", "setuptools") if importlib.util.fi
 
 
 def run(*command: object, cwd: Path) -> str:
-    """Without this repository's sources on the path."""
+    """Runs a command without this repository's sources on the path."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,7 @@ PROMPTS = [[5, 9, 33, 2], list(range(3, 40)), [7]]
 
 
 def generated(model, prompts=PROMPTS, tokens=6):
-    """By generate_batch, in pages of 16 tokens and steps of 64."""
+    """Tokens that generate_batch makes, in pages of 16 tokens and steps of 64."""
     settings = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     size = "page_size" if hasattr(transformers.ContinuousBatchingConfig(), "page_size") else "block_size"
     batching = transformers.ContinuousBatchingConfig(**{size: 16}, num_blocks=64, max_batch_tokens=64)

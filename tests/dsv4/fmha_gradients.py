@@ -170,8 +170,8 @@ def check_slabs_of_sequences_do_not_show(run, monkeypatch, device="cpu"):
 
 
 def check_sequences_go_together(arch, kernels, name, order, dq, monkeypatch):
-    """At most a launch of each of `kernels` for a gradient, whatever number of sequences there is: dK and dV, then dQ
-    or the rest of it."""
+    """A gradient takes at most one launch of each of `kernels`, however many sequences there are: for dK and dV, then
+    for dQ or the rest of it."""
 
     b, want, low = varlen_request(**VARLEN[name])
     b = b if dq else replace(b, dq=None)

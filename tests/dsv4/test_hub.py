@@ -17,7 +17,7 @@ def build(tmp_path_factory):
 
 
 def run(program: str, *arguments) -> str:
-    """In a process that has torch and Triton, but neither dsv4 nor softsm."""
+    """Runs the program in a process that has torch and Triton, but neither dsv4 nor softsm."""
     refuse = """
 import sys
 class Refuse:

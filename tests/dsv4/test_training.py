@@ -272,7 +272,7 @@ def test_operators_keep_torchs_rules(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_the_same_whether_somebody_sees_the_operators_or_not(name):
-    """In the forward pass, in the backward pass, or in both."""
+    """The operators are seen in the forward pass, in the backward pass, or in both."""
     tensors, loss = LOSSES[name]()
     want = torch.autograd.grad(loss(*tensors), tensors)
     for forward, backward in ((True, False), (False, True), (True, True)):
@@ -315,7 +315,7 @@ def test_tangents_are_refused_by_name(name):
 
 @pytest.mark.parametrize("name", ["fmha", "fmha_varlen", "v4_attention"])
 def test_deterministic_is_asked_for_by_the_call_or_by_torch(name, monkeypatch):
-    """By torch as it is set when the backward pass runs."""
+    """What counts is how torch is set when the backward pass runs."""
     tensors, loss = LOSSES[name]()
     asked, run = [], calls._in_torch
 
@@ -426,7 +426,7 @@ def test_meta_tensors_have_gradients_of_the_right_shape(name):
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, D), (7, 3, D)])
 def test_merge_states(shape):
-    """With a place where one partial is empty, its out NaN, and one where all are; then the same compiled."""
+    """In one place one partial is empty, its out NaN, and in another all are; then the same compiled."""
     lse_shape = shape[:2] if len(shape) == 3 else (shape[0], shape[2], shape[1])
     outs, lses = leaves(*(draw(*shape, seed=n) for n in range(3))), [draw(*lse_shape, seed=n) for n in range(3)]
     lses[1].view(-1)[3] = float("-inf")

@@ -26,7 +26,7 @@ CHOICES = dict.fromkeys(
 
 
 def prepare() -> None:
-    """In each process, before SGLang is imported."""
+    """Runs in each process, before SGLang is imported."""
     import triton.backends
 
     os.environ |= CHOICES
@@ -62,7 +62,7 @@ def without_pinning(empty):
 
 
 def in_softsm(backend: type) -> None:
-    """From the attention backend's start on. Earlier, modules of SGLang would take softsm for a GPU."""
+    """Uses softsm from the start of the attention backend on: earlier, modules of SGLang would take it for a GPU."""
     import softsm
 
     start = backend.__init__

@@ -121,7 +121,7 @@ def test_tokens_are_those_of_transformers_without_prefix_caching(run, wanted, na
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_every_call_agrees_with_the_oracle(run, cached):
-    """In fp64, on the same rows."""
+    """The oracle computes in fp64, on the same rows."""
     on = run(plugin=True, cached=cached)
     calls = [batch["calls"] for batch in on["batches"].values()]
     assert len(on["errors"]) == sum(c.get("decode", 0) + c.get("prefill", 0) for c in calls)

@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def run(b):
-    """By the kernels or not at all."""
+    """Runs the kernels, or fails: torch code never steps in."""
     with torch.cuda.device(b.q.device):
         launches.run(b)
     torch.cuda.synchronize()

@@ -62,7 +62,7 @@ def agree(got, want, exactly):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_compiled(name):
-    """By Inductor, forward and backward in one graph each."""
+    """Inductor compiles forward and backward into one graph each."""
     tensors, loss = LOSSES[name]()
     want = torch.autograd.grad(loss(*tensors), tensors)
     torch.compiler.reset()

@@ -77,6 +77,6 @@ def test_shared_memory_is_written_before_an_atomic_changes_it(what):
     [(s, x) for s in SPACES for x in BEHIND if x is not True and (s, x) != ("shared", "at another place")],
 )
 def test_a_value_that_is_compared_before_it_is_replaced_may_be_read_by_an_ordinary_load(space, without):
-    """As in the CUDA guide: the first load of a loop of compare-and-swap. An old value is noticed and read again."""
+    """The first load of a loop of compare-and-swap, as in the CUDA guide: an old value is noticed and read again."""
     holds(lambda keep: maximum(space, BEHIND[keep or without]), args=[X], strict=False, grid=2, block=64)
     assert findings(maximum(space, BEHIND[True]), [X], grid=2, block=64).codes() == ["race"]

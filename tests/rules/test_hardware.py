@@ -27,7 +27,7 @@ def test_answers_are_those_of_the_record(answers):
 
 
 def determined(row):
-    """Without the number of tries, which are fewer in softsm, and without what two runs on an H200 answered
+    """The row without the number of tries, which are fewer in softsm, and without what two runs on an H200 answered
     differently: whether a phase ends that expects the bytes of one copy of 32."""
     return {k: v[1:] if k == "ends" else v for k, v in row.items() if k != "tried"}
 

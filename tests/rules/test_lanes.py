@@ -20,7 +20,7 @@ def one_warp(body):
 
 
 def lanes_hold(make, **more):
-    """At both levels; both lanes are named."""
+    """The rule holds at both levels, and both lanes are named."""
     for strict in (True, False):
         report = holds(make, args=ARGS, block=32, strict=strict, **more)
         assert "lane" in report.diagnostics[0].parties[1].who, str(report)

@@ -70,7 +70,7 @@ def test_a_published_map_is_acquired():
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_map_written_by_ordinary_stores_is_acquired(strict):
-    """As one would copy a map from shared memory word by word: the copy engine may have kept the old one."""
+    """A map is copied from shared memory word by word: the copy engine may have kept the old one."""
 
     def make(keep):
         store = "mul.wide.u32 %rd6, %r2, 4;\nadd.s64 %rd6, %rd3, %rd6;\nld.global.u32 %r43, [%rd6];\n"

@@ -37,9 +37,9 @@ class Sample:
     replays: int = 0
 
 
-def time_call(call: Callable[[], Any], repeats: int = 30, flush: Tensor | None = None) -> float:
+def time_call(call: Callable[[], Any], repeats: int = 30) -> float:
     """Median microseconds of one CUDA-graph replay of ``call``."""
-    return time_turns({"": captured(call).replay}, repeats, flush, clocks=False)[""].microseconds
+    return time_turns({"": captured(call).replay}, repeats, clocks=False)[""].microseconds
 
 
 def time_calls(

@@ -177,7 +177,7 @@ class BarrierChecks:
         self.report.add(Diagnostic("barrier-groups", text, (self.party(w, None, "arrives there"), other)))
 
     def left(self, cta) -> None:
-        """At the end of the CTA, reports transaction bytes that no expect_tx announced."""
+        """Reports transaction bytes that no expect_tx announced, at the end of the CTA."""
         for barrier in cta.barriers.values():
             if barrier.tx < 0:
                 text = f"{barrier.name}: {-barrier.tx} bytes have arrived that no expect_tx announced"

@@ -342,11 +342,11 @@ class Order:
                 at = section.start + bit // 32
                 clock[at] = clock.item(at) | 1 << bit % 32
 
-    def knows(self, w, number: int, section: slice | None = None) -> bool:
+    def knows(self, w, number: int) -> bool:
         if self.newest.item(0) - number >= sh.OPS - 64:
             return True
         bit = number % sh.OPS
-        return bool(w.view.clock.item((section or self.known).start + bit // 32) >> bit % 32 & 1)
+        return bool(w.view.clock.item(self.known.start + bit // 32) >> bit % 32 & 1)
 
     def unknown(self, known: np.ndarray, numbers: np.ndarray) -> list[int]:
         """The operations that are not in the set of those known to be complete."""

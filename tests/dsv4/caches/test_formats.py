@@ -67,7 +67,7 @@ def test_rows_of_a_toy_format(page_stride):
 
 
 def test_attention_to_rows_of_a_toy_format():
-    """Through the torch operator, which accepts the format by its name."""
+    """The torch operator accepts the format by its name."""
     q, rows = torch.randn(3, 2, 512).bfloat16(), torch.randn(9, 512).bfloat16()
     listed = torch.randint(-1, 9, (3, 5), dtype=torch.int32)
     cache = PackedRows.pack(rows, rows_per_page=2, format=TOY)

@@ -19,7 +19,7 @@ def drawn(b=2, t=3, s=40, hq=4, hkv=2, d=64, dtype=torch.float32):
 
 
 def by_hand(q, k, v, k_scale, v_scale):
-    """In fp64, with nothing of dsv4 in it."""
+    """Attention in fp64, with nothing of dsv4 in it."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.double() * by.double().expand(x.shape[2])[:, None] for x, by in ((k, k_scale), (v, v_scale)))
     k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))

@@ -29,5 +29,5 @@ def test_the_way_that_was_faster_on_an_h200(queries, rows, topk, blocks, shared)
     "queries, spare, splits", [(200, True, 3), (180, True, 3), (140, True, 4), (331, True, 3), (200, False, 5)]
 )
 def test_scores_are_one_wave_where_that_nearly_fills_the_sms(queries, spare, splits):
-    """Of 8192 rows. One CTA for each of 331 queries would be half of what keeps the memory busy."""
+    """A query has 8192 rows. One CTA for each of 331 queries would be half of what keeps the memory busy."""
     assert index_splits(queries, 132, 4, 8192, 64, spare) == splits

@@ -263,7 +263,7 @@ def grads(loss, *tensors):
 
 
 def loss_of(out, lse):
-    """Through both; the query that sees nothing has a gradient of the LSE that must be ignored."""
+    """A loss of both outputs. The query that sees nothing has a gradient of the LSE that must be ignored."""
     return (out * normal(*out.shape, seed=20)).sum() + torch.where(lse < INF, lse, 0).square().sum()
 
 

@@ -29,7 +29,7 @@ def ids():
 
 @torch.no_grad()
 def logits(model, implementation, ids, steps=None, **options):
-    """In one piece, or through a cache in these steps."""
+    """Logits of one pass, or of these steps through a cache."""
     model.set_attn_implementation(implementation)
     if steps is None:
         return model(ids, use_cache=False, **options).logits

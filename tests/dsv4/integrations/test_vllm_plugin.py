@@ -319,7 +319,7 @@ def test_each_configuration_decides_for_itself(monkeypatch, switch, ours):
 
 @pytest.mark.parametrize("named, ours", [("indexer", True), ("compressor", False), ("", False)])
 def test_the_indexer_is_chosen_when_a_layer_makes_it(monkeypatch, named, ours):
-    """By the parts, and by the configuration of the model that is being built."""
+    """The parts that are named decide, and the configuration of the model that is being built."""
     building = []
     modules = {
         "vllm.config": dict(get_current_vllm_config=lambda: building[-1]),

@@ -115,7 +115,7 @@ def test_many_row_tiles_on_sm_90a(monkeypatch):
 
 
 def test_rows_beyond_the_limit_of_head_dim_64_are_nan_and_never_zero():
-    """On sm_90a. A row whose P all vanish is not taken for one that sees no key."""
+    """On sm_90a a row whose P all vanish is not taken for one that sees no key."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(n, 64, generator=generator) for n in (32, 9, 9))
     out, lse = attention("sm_90a", q * 2.0**30, k * 2.0**30, v)

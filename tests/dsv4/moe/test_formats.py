@@ -21,7 +21,7 @@ def test_every_scale():
 
 @pytest.mark.parametrize("exponent", [-9, -1, 0, 5])
 def test_the_scale_changes_right_above_448_times_a_power_of_two(exponent):
-    """By the bits of the fp32 product with 1 / 448, which is not exact: the model's own rule."""
+    """The model's rule takes the bits of the fp32 product with 1 / 448, which is not exact."""
     edge = np.float32(448 * 2.0**exponent)
     for amax in (np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(np.inf))):
         product = np.float32(amax) * np.float32(1 / 448)

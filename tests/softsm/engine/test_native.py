@@ -53,7 +53,7 @@ def tiny(x, y):
 
 
 def run(folder, source: str, call: str = "tiny(1, 2)") -> tuple[str, str]:
-    """In a process of its own."""
+    """Runs the call in a process of its own."""
     (folder / "made.py").write_text(f"{source}\nprint({call})")
     command = [sys.executable, str(folder / "made.py")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

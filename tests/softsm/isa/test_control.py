@@ -109,7 +109,7 @@ ret;
 
 
 def test_functions_call_functions():
-    """By parameters in memory and in registers; lanes return from different places; half the lanes do not call."""
+    """Parameters are in memory and in registers; lanes return from different places; half the lanes do not call."""
     body = """mov.u32 %r5, 7;
 setp.lt.u32 %p2, %r1, 30;
 @!%p2 bra OVER;

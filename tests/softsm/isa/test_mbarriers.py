@@ -147,7 +147,7 @@ ANSWER = "mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r2], 1;\nselp.u32 %r3
 
 
 def test_arrivals_of_one_warp_may_end_two_phases():
-    """In two instructions, each of which ends one."""
+    """Each of two instructions ends one."""
     half = "setp.lt.u32 %p3, %r1, 16;\n@%p3 mbarrier.arrive.shared::cta.b64 _, [%r2];\nbar.warp.sync -1;\n"
     half += "@!%p3 mbarrier.arrive.shared::cta.b64 _, [%r2];\nbar.warp.sync -1;\n"
     got = run(ptx(init(16) + half + ANSWER, shared=BARRIER), [words(32)])

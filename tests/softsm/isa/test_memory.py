@@ -21,7 +21,7 @@ def at(base, step, to="%rd10"):
 
 @pytest.mark.parametrize("kind", ["u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"])
 def test_a_narrow_load_extends_into_a_wide_register(kind):
-    """By its sign, or with zeros."""
+    """It extends by its sign, or with zeros."""
     size, data = WIDTHS[kind], bytes_of(256)
     body = at("%rd2", size) + f"ld.global.{kind} %rd4, [%rd10];\n"
     got = run(ptx(body + store("%rd4", kind="u64"), "out src"), [np.zeros(32, np.uint64), data])[0]

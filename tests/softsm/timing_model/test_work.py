@@ -76,7 +76,8 @@ def test_a_role_keeps_what_it_loads_again(turns, wanted):
 
 @pytest.fixture(scope="module")
 def predictions() -> dict:
-    """By waves. No loop, so that all code is fetched once; shared memory lets one CTA run on a multiprocessor."""
+    """Predictions by number of waves. There is no loop, so all code is fetched once; shared memory lets one CTA run on
+    a multiprocessor."""
     out = {}
     for waves in (1, 10, 20):
         with softsm.timing("h200") as timer:

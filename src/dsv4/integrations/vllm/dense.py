@@ -26,8 +26,8 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 import dsv4
 from dsv4.integrations.flash_attn import flash_attn_varlen_func
 from dsv4.integrations.vllm import BACKEND, calls, choice, logger, refuse, say
+from dsv4.runtime import checks
 
-HEAD_DIMS = [64, 128, 256, 512]
 FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of e4m3, whose bytes it keeps as uint8
 
 
@@ -50,7 +50,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return HEAD_DIMS
+        return list(checks.HEAD_DIMS)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -120,8 +120,8 @@ class Impl(AttentionImpl[Metadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        if head_size not in HEAD_DIMS:
-            refuse("head_size", head_size, ", ".join(map(str, HEAD_DIMS)))
+        if head_size not in checks.HEAD_DIMS:
+            refuse("head_size", head_size, ", ".join(map(str, checks.HEAD_DIMS)))
         if kv_cache_dtype not in Backend.supported_kv_cache_dtypes:
             refuse("--kv-cache-dtype", kv_cache_dtype, ", ".join(Backend.supported_kv_cache_dtypes))
         if logits_soft_cap:

@@ -155,7 +155,7 @@ def cluster_dims(text: str) -> dict[str, list[str]]:
 
 
 def link(common: list[str], folder: Path, library: Path) -> None:
-    """With the runtime, which may change, or lack a function, while the program stays what it is."""
+    """Links with the runtime, which may change, or lack a function, while the program stays what it is."""
     with tempfile.TemporaryDirectory(dir=folder) as made:
         host, linked = Path(made) / "host.o", Path(made) / "program.so"
         run([*common, *HOST, "-Wno-main", str(HERE / "host.cpp"), "-o", str(host)])

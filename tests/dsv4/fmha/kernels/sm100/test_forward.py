@@ -384,8 +384,8 @@ def test_any_shape(compiled, d, batch, t, s, heads, left, right_, pad, seed, ord
 @pytest.mark.slow  # the assembler takes as long as the compiler
 @pytest.mark.parametrize("key", [key for key in VARIANTS if key[0] != 256], ids=str)
 def test_spills(key: tuple, compiled, monkeypatch) -> None:
-    """By the assembler, of the PTX that the other tests ran: at most 256 bytes are spilled, in a main loop nothing at
-    head dim 64 and at 128 one word, part of a descriptor in the one warp that issues products."""
+    """The assembler spills at most 256 bytes of the PTX that the other tests ran. In a main loop it spills nothing at
+    head dim 64 and one word at 128, part of a descriptor in the one warp that issues products."""
     from dsv4.kernels.figures import figures
     from dsv4.runtime import launch
 

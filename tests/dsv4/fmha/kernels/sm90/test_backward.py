@@ -135,7 +135,7 @@ def test_slabs_do_not_show(monkeypatch):
 
 @pytest.mark.parametrize("d", [64, 256])
 def test_only_what_is_wanted(d):
-    """At head dim 64 by the kernels of deterministic gradients, with softcap."""
+    """Head dim 64 takes the kernels of deterministic gradients, with softcap."""
     for name in ("dq", "dk", "dv"):
         b, want, low = request(t=140, s=130, heads=(2, 1), d=d, softcap=SOFTCAP if d == 64 else 0.0)
         b = replace(b, **{other: None for other in ("dq", "dk", "dv") if other != name})

@@ -113,7 +113,7 @@ ORDERS = ("eager", "latest", "random")
                         if (d, o) != (128, "latest"))],
 )  # fmt: skip
 def test_only_the_last_tile_of_keys_is_masked(monkeypatch, head_dim, order):
-    """Without a mask, and with a diagonal that crosses one tile in 64 rows. The keys shrink: the last tile comes first,
+    """There is no mask, or a diagonal that crosses one tile in 64 rows. The keys shrink: the last tile comes first,
     and others raise the maximum of some rows by more than 8 and of some by less: O is rescaled, or left as it is."""
     monkeypatch.setattr(fmha, "is_short", lambda *_: False)
     one = dispatch.compile_target("sm_90a")._replace(num_sms=1)

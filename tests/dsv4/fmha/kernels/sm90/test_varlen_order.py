@@ -128,7 +128,7 @@ def test_fewer_row_tiles_than_there_might_be():
 
 
 def test_who_loops_over_a_varlen_batch():
-    """From about two row tiles for every multiprocessor on, and never where the bits may not depend on the batch."""
+    """CTAs loop from about two row tiles for every SM on, and never where the bits may not depend on the batch."""
     target = dispatch.compile_target("sm_90a")
 
     def loops(tokens, **options):

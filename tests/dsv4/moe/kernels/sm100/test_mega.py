@@ -51,7 +51,7 @@ def test_there_is_one_launch():
     [(16, "fp8_128"), (32, "fp8_32"), (64, "fp8_128"), (128, "fp8_32"), (16, "nvfp4"), (64, "nvfp4"), (128, "nvfp4")],
 )
 def test_bits_are_those_of_the_several_kernels(rows, recipe, monkeypatch):
-    """In every order; with a shared expert and the outputs of slots, too."""
+    """The bits are equal in every order, also with a shared expert and the outputs of slots."""
     monkeypatch.setattr(entry, "TILES", ((unlimited, rows),))
     experts, given = case(recipe, 140)
     shared = (torch.randn(2 * 128, 512) * 0.05).bfloat16(), (torch.randn(512, 128) * 0.1).bfloat16()

@@ -135,7 +135,7 @@ def test_what_it_does_not_take_is_refused_by_name():
 @pytest.mark.slow
 @pytest.mark.parametrize("gap", [0, 512, 640])
 def test_pages_of_plain_rows_wherever_they_lie(gap):
-    """By list and by block table; pages end to end and a row apart come by TMA, others by cp.async."""
+    """Rows are named by a list or a block table. Pages end to end and a row apart come by TMA, others by cp.async."""
     pages = torch.full((20, 3 * 512 + gap), NAN).bfloat16()
     pages = pages[:, : 3 * 512].view(20, 3, 512)
     pages[:15] = rows(45).view(15, 3, 512)
