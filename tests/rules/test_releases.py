@@ -194,3 +194,78 @@ def test_a_ticket_that_one_thread_took_counts_behind_a_barrier_for_fences_of_all
         return t.kernel(body, "x out", target="sm_90a", version="8.6")
 
     holds(make, strict=False, args=arrays, grid=2, block=128)
+
+
+# -- relaxed data ------------------------------------------------------------------------------------------------------
+
+DATA = "st.{how}.global.u32 [%rd1+4], 5;\n"
+READ = "ld.{how}.global.u32 %r61, [%rd1+4];\nst.global.u32 [%rd2+8], %r61;\n"
+HOW = {"volatile": "volatile", "relaxed": "relaxed.gpu"}
+
+
+def relaxed(how, *, sends=True, takes=True, read=READ, data=DATA):
+    """CTA 0 writes a word and sets a flag, CTA 1 polls the flag and reads the word, all by accesses of one kind."""
+    how = HOW[how]
+    rank = "mov.u32 %r50, %ctaid.x;\nsetp.eq.and.u32 %p4, %r50, 0, %p0;\nsetp.ne.and.u32 %p6, %r50, 0, %p0;\n"
+    send = data + when(sends, FENCE) + "st.{how}.global.u32 [%rd2], 1;\n"
+    poll = "POLL:\nld.{how}.global.u32 %r60, [%rd2];\nsetp.eq.u32 %p7, %r60, 0;\n@%p7 bra POLL;\n"
+    body = rank + t.only("%p4", send) + t.only("%p6", poll + when(takes, FENCE) + read)
+    return t.kernel(body.replace("{how}", how), "x out", target="sm_90a", version="8.6")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_relaxed_data_before_a_flag_are_fenced(how):
+    """No race, but the reader of the flag may still see the old word."""
+    for strict in (True, False):
+        report = holds(lambda keep: relaxed(how, sends=keep), strict=strict, **GRID)
+        assert "between these two writes" in report.diagnostics[0].fix
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_relaxed_data_behind_a_flag_are_fenced_at_the_strict_level(how):
+    report = holds(lambda keep: relaxed(how, takes=keep), strict=True, **GRID)
+    assert "between the read of the flag" in report.diagnostics[0].fix
+    assert not findings(relaxed(how, takes=False), strict=False, **GRID)
+
+
+@pytest.mark.parametrize("read", ["setp.eq.u32 %p8, %r61, 5;\n", "vote.sync.any.pred %p8, %p7, 1;\n"])
+def test_relaxed_data_that_the_reader_looks_at_need_no_fence(read):
+    """Each word may be its own flag."""
+    for strict in (True, False):
+        found = findings(relaxed("relaxed", sends=False, takes=False, read=READ + read), strict=strict, **GRID)
+        assert bool(found) == read.startswith("vote")
+
+
+def test_relaxed_data_in_a_row_are_no_message():
+    """Lanes, or turns of a loop, that execute one store each announce themselves."""
+    data = "mul.wide.u32 %rd11, %r0, 4;\nadd.s64 %rd11, %rd1, %rd11;\nst.relaxed.gpu.global.u32 [%rd11], 5;\n"
+    poll = "POLL:\nld.relaxed.gpu.global.u32 %r60, [%rd1+8];\nsetp.eq.u32 %p7, %r60, 0;\n@%p7 bra POLL;\n"
+    rank = "mov.u32 %r50, %ctaid.x;\nsetp.eq.u32 %p4, %r50, 0;\nsetp.ne.and.u32 %p6, %r50, 0, %p0;\n"
+    body = rank + t.only("%p4", data) + t.only("%p6", poll + READ.replace("{how}", "relaxed.gpu"))
+    assert not findings(t.kernel(body, "x out", target="sm_90a", version="8.6"), strict=True, **GRID)
+
+
+def test_data_of_a_sequence_lock_are_relaxed():
+    """A reader notices that the number has changed, and reads again: but it has raced then. Some order shows it."""
+
+    def make(keep):
+        kind = ".relaxed.gpu" if keep else ""
+        rank = "mov.u32 %r50, %ctaid.x;\nsetp.eq.and.u32 %p4, %r50, 0, %p0;\nsetp.ne.and.u32 %p6, %r50, 0, %p0;\n"
+        write = "".join(
+            f"st.relaxed.gpu.global.u32 [%rd2], {n - 1};\n{FENCE}st{kind}.global.u32 [%rd1+4], {n};\n"
+            f"st.release.gpu.global.u32 [%rd2], {n};\n"
+            for n in (2, 4, 6)
+        )
+        read = (
+            "AGAIN:\nld.acquire.gpu.global.u32 %r60, [%rd2];\nand.b32 %r61, %r60, 1;\nsetp.ne.u32 %p7, %r61, 0;\n"
+            f"@%p7 bra AGAIN;\nld{kind}.global.u32 %r62, [%rd1+4];\n{FENCE}ld.relaxed.gpu.global.u32 %r63, [%rd2];\n"
+            "setp.ne.u32 %p7, %r60, %r63;\n@%p7 bra AGAIN;\nst.global.u32 [%rd2+8], %r62;\n"
+        )
+        return t.kernel(rank + t.only("%p4", write) + t.only("%p6", read), "x out", target="sm_90a", version="8.6")
+
+    orders = [("eager", 0), ("latest", 0), ("random", 0), ("random", 1), ("random", 2)]
+    found = {
+        keep: [findings(make(keep), strict=False, order=order, seed=seed, **GRID).codes() for order, seed in orders]
+        for keep in (True, False)
+    }
+    assert not any(found[True]) and {code for codes in found[False] for code in codes} == {"race"}, found

@@ -441,6 +441,42 @@ def test_read_only_data_is_not_written_by_the_grid():
         holds(make, args=ARGS, code="read-only", strict=strict, block=64)
 
 
+DISCARD = "discard.global.L2 [%rd3], 128;\n"
+THERE = "add.u64 %rd3, %rd1, 127;\nand.b64 %rd3, %rd3, -128;\n"
+WIDE_ARGS = [np.zeros(96, np.uint32), np.zeros(64, np.uint32)]
+
+
+def test_discarded_bytes_are_written_before_they_are_read():
+    def make(keep):
+        again = "st.global.u32 [%rd3+8], 7;\n" if keep else "st.global.u32 [%rd3+4], 7;\n"
+        return plain(THERE + t.only("%p0", DISCARD + again + "ld.global.u32 %r42, [%rd3+8];\n" + t.out("%r42", "%rd2")))
+
+    for strict in (True, False):
+        report = holds(make, args=WIDE_ARGS, code="uninitialised", strict=strict, block=32)
+        assert "discard.L2 took their values" in str(report)
+
+
+def test_discarded_bytes_are_not_stored_by_a_copy():
+    def make(keep):
+        copy = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [a], [%rd3], 16, [bar];\n"
+        again = (
+            "st.global.v4.u32 [%rd3], {%r0, %r0, %r0, %r0};\nfence.proxy.async;\n" if keep else "fence.proxy.async;\n"
+        )
+        body = DISCARD + again + t.expect("bar", 16) + copy + t.wait("bar", 0)
+        return plain(THERE + t.init(("bar", 1)) + t.only("%p0", body))
+
+    holds(make, args=WIDE_ARGS, code="uninitialised", strict=False, block=32)
+
+
+@pytest.mark.parametrize("use", ["ld.global.u32 %r42, [%rd3+8];\n", "st.global.u32 [%rd3+8], 7;\n"])
+def test_a_discard_is_a_write_of_128_bytes(use):
+    def make(keep):
+        barrier = "bar.sync 0;\n" if keep else ""
+        return plain(THERE + t.only("thread 32", use) + barrier + t.only("%p0", DISCARD))
+
+    holds(make, args=WIDE_ARGS, strict=False, block=64, also=("uninitialised",))
+
+
 # -- between grids -----------------------------------------------------------------------------------------------------
 
 
@@ -476,6 +512,29 @@ def test_a_dependent_grid_waits_for_the_one_before_it(use):
 def test_a_dependent_grid_waits_before_it_overwrites_what_is_read():
     assert not after_another_grid(USES["read"], writes=False)
     assert after_another_grid(USES["write"], writes=False).codes() == ["race"]
+
+
+def chain(middle, last, *, early=LAUNCH, dependent=True):
+    """A grid writes x. Of two more, which may each begin before the one before has ended, the second reads x."""
+    texts = [early + t.out("%r0", "%rd1"), middle, last + USES["read"]]
+    kernels = [softsm.load(t.kernel(text, "x out", target="sm_90a", version="8.6")) for text in texts]
+    x, out = (np.zeros(64, np.uint32) for _ in range(2))
+    with softsm.checking() as report:
+        for k, kernel in enumerate(kernels):
+            kernel.launch(4, 64, [x, out], dependent=(False, True, dependent)[k])
+    return report
+
+
+@pytest.mark.parametrize("trigger", [LAUNCH, ""])
+def test_a_wait_covers_a_grid_further_back_only_if_the_one_between_has_waited(trigger):
+    one = "mov.u32 %r50, %ctaid.x;\nsetp.eq.and.u32 %p4, %r50, 3, %p0;\n" + t.only("%p4", WAIT)
+    for middle in (WAIT, one):
+        assert not chain(trigger + middle, WAIT)
+    report = chain(trigger, WAIT)
+    assert report.codes() == ["race"] and "did not wait for" in str(report), str(report)
+    assert "the grid before this one as well" in report.diagnostics[0].fix
+    assert not chain(trigger, WAIT, early="")  # then the first one has ended before the second begins
+    assert not chain(trigger, WAIT, dependent=False)
 
 
 def test_one_warp_may_wait_for_all_behind_a_barrier():

@@ -215,6 +215,14 @@ class MemoryAccesses:
             )
         self.checker.findings.collect(w)
 
+    def discard(self, w, low: int, high: int, lane: int) -> None:
+        """An ordinary write, after which the words have no value."""
+        self.global_access(w, low, high, True, False, lane, False)
+        i = bisect.bisect_right(self.global_memory.starts, low) - 1
+        words = self.touched.shadows[i].reshape(-1, sh.GLOBAL_RECORD)
+        first = low - self.touched.origins[i] >> 2
+        words[first : first + (high - low) // 4, 3] |= np.uint32(sh.LIVE)
+
     def lines(self, w, cta, offsets: np.ndarray, write: bool, same: bool = False) -> None:
         """ldmatrix and stmatrix, which access rows of 16 bytes. same: the store changes no byte."""
         if cta is not w.cta:

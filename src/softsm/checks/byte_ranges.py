@@ -120,6 +120,8 @@ def global_word(at, address, word, touched, write, number, agent_kind, clock, kn
         if found:
             kind, lanes = WAW if write else RAW, records.lanes_of(i8(-1), found)
             records.report(races, kind, 1, address, pc, agent, epoch, i8(load32(at + 8)), lanes)
+    if theirs & LIVE and not write:
+        records.report(races, UNINITIALISED, 1, address, pc, agent, epoch, i8(load32(at + 8)), -1)
     if not write:
         global_shadow.global_reader(at, agent_kind, number, pc, 0, word, 0, clock, known, newest, races)
         return

@@ -29,10 +29,12 @@ from softsm.checks.findings import Findings, add_failure
 from softsm.checks.grids import GridChecks
 from softsm.checks.lane_operation import lane_operation
 from softsm.checks.maps import MapChecks
+from softsm.checks.messages import Messages, untested
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
 from softsm.checks.products import Expectation, Products
 from softsm.checks.scopes import ScopeChecks, narrow
+from softsm.checks.stream import Stream
 from softsm.checks.tensor import TensorChecks
 from softsm.checks.views import CtaView, WarpView, shadows
 from softsm.engine import dispatch
@@ -50,11 +52,11 @@ class ProcessResult(NamedTuple):
 
     touched: np.ndarray  # from `MemoryAccesses.touched_since`
     warnings: list[Diagnostic]
+    waited: bool  # for the grid before
 
 
 class Checker(Observer):
-    def __init__(self, machine, report: Report, strict: bool, expectations: list[Expectation], last: list):
-        """last: what the launch before touched, if this one may overtake it; it gets what this launch touches."""
+    def __init__(self, machine, report: Report, strict: bool, expectations: list[Expectation], stream: Stream):
         self.machine, self.report, self.strict = machine, report, strict
         self.divisible = report.tap is None
         machine.run_code = dispatch.runner(lane_operation())
@@ -62,7 +64,6 @@ class Checker(Observer):
         ctas = max(len(machine.sms) * machine.per_sm, machine.cluster_size)
         self.free = [k * self.warps for k in range(ctas)][::-1]  # first slots of CTAs that may start
         self.agents: dict[int, Warp] = {}  # 1 + slot -> the last warp in that slot
-        earlier = last[0] if machine.options.dependent and last else None
 
         self.order = Order(machine, strict, ctas * self.warps, clocks)
         self.findings = Findings(self)
@@ -74,12 +75,11 @@ class Checker(Observer):
         self.barriers = BarrierChecks(self)
         self.boxes = BoxChecks(self)
         self.maps = MapChecks(self)
-        self.grids = GridChecks(self.order, self.operations, self.memory, earlier)
+        self.grids = GridChecks(self.order, self.operations, self.memory, stream, machine)
         self.products: Products | None = None
         if strict or expectations or report.tap is not None:
             self.products = Products(self, report.tap, expectations, strict)
             self.operands = True
-        last[:] = [self.memory.touched] if machine.kernel.launches_dependents else []
         self.notes = self.memory.races
         self.listen()
         if strict:
@@ -119,6 +119,7 @@ class Checker(Observer):
             "read_only": memory.read_only,
             "accessed_shared": memory.access,
             "accessed_global": memory.global_access,
+            "discarded": memory.discard,
             "accessed_rows": memory.lines,
             "accessed_peer": operations.touches_peer,
             "synchronised": order.strong,
@@ -138,6 +139,9 @@ class Checker(Observer):
             events["warpgroup_committed"] = operations.warpgroup_committed
         if self.machine.gpus > 1 or narrow(self.machine.kernel.program.instructions):
             events["synchronised"] = ScopeChecks(self).strong
+        loads = untested(self.machine.kernel.program)
+        if loads:
+            events["synchronised"] = Messages(self, events["synchronised"], loads).strong
         if self.products is not None:
             events["tensor_product"] = self.products.perform
             events["warpgroup_product"] = self.products.warpgroup
@@ -224,13 +228,15 @@ class Checker(Observer):
         return self.memory.touched.owners()
 
     def since(self, checkpoint: list[np.ndarray]) -> ProcessResult:
-        return ProcessResult(self.memory.touched_since(checkpoint), self.report.warnings)
+        return ProcessResult(self.memory.touched_since(checkpoint), self.report.warnings, self.grids.earlier is None)
 
     def conflict(self, results: list[ProcessResult]) -> bool:
         return self.memory.touched.meet([result.touched for result in results])
 
     def adopt(self, result: ProcessResult) -> None:
         self.memory.touched.elsewhere.append(result.touched)
+        if result.waited:
+            self.grids.waited()
         for warning in result.warnings:
             self.report.warn(warning)
 
@@ -243,6 +249,6 @@ class Checker(Observer):
 
     def closed(self) -> None:
         """Frees the parts. They refer to each other, so their large arrays would wait for the garbage collector. A
-        dependent launch needs only the global memory that this one accessed (Checks.last)."""
+        dependent launch needs only the global memory that this one accessed (checks/stream.py)."""
         self.order.close()
         vars(self).clear()

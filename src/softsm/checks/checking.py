@@ -11,6 +11,7 @@ import numpy as np
 
 from softsm import accepted
 from softsm.checks.findings import add_failure
+from softsm.checks.stream import Stream
 from softsm.engine.observer import Observer
 from softsm.engine.options import Session, current_options, observing, options
 from softsm.report.diagnostics import Report
@@ -27,16 +28,14 @@ class Checks(Session):
     races: bool = True
     strict: bool = False
     expectations: list[Expectation] = field(default_factory=list)
-    last: list = field(
-        default_factory=list
-    )  # what the launch before touched (checks/accesses.py), if the next may overtake it
+    stream: Stream = field(default_factory=Stream)
 
     def observer(self, machine) -> Observer:
         from softsm.checks.checker import Checker
 
         self.report.launches += 1
         if self.races:
-            return Checker(machine, self.report, self.strict, self.expectations, self.last)
+            return Checker(machine, self.report, self.strict, self.expectations, self.stream)
         return FailureChecks(machine, self.report)
 
 
@@ -75,7 +74,7 @@ def checking(
         try:
             yield report
         finally:
-            checks.last.clear()  # it knows a machine, which knows its options, which know `checks`
+            checks.stream.clear()  # it knows a machine, which knows its options, which know `checks`
 
 
 def expect_mma(name: str, a=None, b=None, *, column: int | None = None) -> None:

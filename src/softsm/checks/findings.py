@@ -150,16 +150,19 @@ class Findings:
             verb = "writes" if kind in (sh.WAW, sh.WAR) else "reads"
             this = self.party(w, op, f"{verb} {where}", pc=pc, lane=lane)
             if kind == sh.UNINITIALISED:
-                self.report.add(
-                    Diagnostic("uninitialised", f"{memory} bytes are read, but nothing wrote them", (this,))
-                )
+                said = "nothing wrote them"
+                parties: tuple[Party, ...] = (this,)
+                if place:
+                    that = self.party(agents[agent], None, f"discarded {where}", pc=other_pc)
+                    said, parties = "discard.L2 took their values", (this, that)
+                self.report.add(Diagnostic("uninitialised", f"{memory} bytes are read, but {said}", parties))
                 continue
             did = "wrote" if kind != sh.WAR or agent < sh.ASYNC and stores(agents[agent], other_pc) else "read"
             if agent >= sh.ASYNC:
                 other_op = operations.get(epoch)
                 if other_op is None:
                     other = Party("an earlier operation")
-                elif other_op is self.checker.grids.before:
+                elif other_op.kind in grids.FIXES:
                     other = Party(f"the {other_op.kind}", what=f"{did} {where}")
                 else:
                     other = self.party(other_op.warp, other_op, f"{did} {where}")
@@ -253,8 +256,8 @@ class Findings:
     def race(self, this: Party, other: Party, memory: str, other_op, fix: str = "") -> Diagnostic:
         if fix:
             pass
-        elif other_op is not None and other_op is self.checker.grids.before:
-            fix = grids.FIX
+        elif other_op is not None and other_op.kind in grids.FIXES:
+            fix = grids.FIXES[other_op.kind]
         elif other_op is not None:
             waited = self.checker.order.knows(other_op.warp, other_op.number)
             fix = before_the_access(other_op, waited, self.checker.operations.by_number.values())

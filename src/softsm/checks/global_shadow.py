@@ -14,6 +14,7 @@ from softsm.checks.shadow import (
     GLOBAL_RECORD,
     LANE,
     LATER,
+    LIVE,
     PC,
     QUIET,
     RAW,
@@ -22,6 +23,7 @@ from softsm.checks.shadow import (
     READERS,
     SEVERAL_CLUSTERS,
     STRONG,
+    UNINITIALISED,
     WAR,
     WAW,
     WRITTEN,
@@ -163,6 +165,8 @@ def global_record(at, address, word, touched, write, pc, lane, clock, known, me,
         if found:
             lanes = lanes_of(lane, found)
             report(races, behind_write(touched, write), 1, address, pc, agent, epoch, i8(load32(at + 8)), lanes)
+    if theirs & LIVE and (not write or touched & CHANGES):
+        report(races, UNINITIALISED, 1, address, pc, agent, epoch, i8(load32(at + 8)), lane)
     if not write:
         mark = lane << READ_LANE | (READ_SEVERAL if touched & STRONG else 0)
         global_reader(at, me, now, pc, mark, word, me, clock, known, newest, races)

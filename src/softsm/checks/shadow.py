@@ -18,7 +18,7 @@ then in `epoch`. `bytes` holds, from the low bits up:
     FRESH    4 bits: the bytes written in `epoch`; the others are older
     LANE     6 bits: the lane that wrote them, or NOBODY
     SEVERAL  several lanes wrote different bytes
-    LIVE     the word belongs to an mbarrier
+    LIVE     the word belongs to an mbarrier; in global memory: discard.L2 wrote it
 
 The set of warps that have read the word has 32 bits; warp i has bit i % 32. A separate array holds the last read of
 each word by each warp of the CTA, as (epoch, pc), with the bytes read in that epoch (4 bits) and the lane above the pc.

@@ -161,6 +161,9 @@ class Observer:
         self, warp: Warp, low: int, high: int, write: bool, strong: bool, lane: int, unchanged: bool
     ) -> None: ...
 
+    def discarded(self, warp: Warp, low: int, high: int, lane: int) -> None:
+        """discard.L2 of global memory."""
+
     def accessed_rows(self, warp: Warp, cta: Cta, offsets: np.ndarray, write: bool, unchanged: bool = False) -> None:
         """ldmatrix and stmatrix: rows of 16 bytes."""
 

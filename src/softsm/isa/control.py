@@ -291,7 +291,7 @@ def do_trap(w, mask, o):
     raise w.fault("trap", f"{w.instruction().opcode} executed by lanes {mask:#010x}")
 
 
-@lowers("nanosleep", "pragma", "discard", "applypriority", "prefetch", "prefetchu", "pmevent")
+@lowers("nanosleep", "pragma", "applypriority", "prefetch", "prefetchu", "pmevent")
 def timing_only(asm, ins):
     """Lowers hints, which change no value. Their operands must still exist."""
     for operand in ins.operands:

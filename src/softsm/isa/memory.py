@@ -1,4 +1,4 @@
-"""Loads and stores: ld, ldu, st.
+"""Loads and stores: ld, ldu, st, discard.
 
 The interpreter does the plain case itself (aligned, in the CTA's own shared memory or a known global allocation);
 isa/slow_memory.py has the rest.
@@ -13,9 +13,10 @@ from softsm.engine import program as pg
 from softsm.engine.emitter import Emitter
 from softsm.engine.program import SEEN
 from softsm.isa import bulk_copy
+from softsm.isa.mbarriers import lanes, located
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
-from softsm.ptx.ast import Address, Instruction, Sink, Symbol, Vector
+from softsm.ptx.ast import Address, Imm, Instruction, Sink, Symbol, Vector
 from softsm.ptx.declarations import TYPE_BYTES
 
 SPACES = {
@@ -36,6 +37,7 @@ LOG = {
     t: TYPE_BYTES[t].bit_length() - 1
     for t in "b8 u8 s8 b16 u16 s16 f16 bf16 b32 u32 s32 f32 f16x2 bf16x2 b64 u64 s64 f64".split()
 }
+DISCARDED = 128  # bytes
 VECTOR = {"v2": 2, "v4": 4, "v8": 8}
 ORDERING = set("weak volatile relaxed acquire release acq_rel cta cluster gpu sys mmio unified".split())
 CACHE = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc"}
@@ -174,6 +176,32 @@ def st(asm, ins):
     if strong:
         synchronises(asm, ins, space, row, offset, write=True)
     asm.record(STORE_OP[space], asm.pooled(rows), row, offset, format_of(type_, count, wide), int(strong), ins=ins)
+
+
+@lowers("discard")
+def discard(asm, ins):
+    """A weak write of values that nobody knows."""
+    if (
+        {*ins.modifiers} not in ({"L2"}, {"global", "L2"})
+        or len(ins.operands) != 2
+        or ins.operands[1] != Imm(DISCARDED)
+    ):
+        asm.refuse(ins, f"it is discard{{.global}}.L2 [address], {DISCARDED}")
+    row, offset = address_of(asm, ins.operands[0], ln.GLOBAL)
+    asm.macro(do_discard, ins, row=row, offset=offset)
+
+
+def do_discard(w, mask, o):
+    for lane in lanes(mask):
+        address = int(w.Q[o.row, lane]) + o.offset
+        here = f"discard.L2 by lane {lane} at address {address:#x}"
+        if address % DISCARDED:
+            raise w.fault("misaligned", f"{here}: it must be a multiple of {DISCARDED}")
+        there = located(w, w.machine.global_memory.view, address, DISCARDED, here)
+        if w.machine.observer is not None:
+            w.machine.observer.discarded(w, address, address + DISCARDED, lane)
+        there[:] = 0xFF
+        w.machine.writes += 1
 
 
 def synchronises(asm, ins, space: int, row: int, offset: int, *, read: bool = False, write: bool = False) -> None:

@@ -223,7 +223,6 @@ shl.b32 %r10, %r1, 2;
 
 @pytest.mark.parametrize("form", ["nanosleep.u32 20;", "prefetch.global.L2 [%rd2];", "prefetch.global.L1 [%rd2];",
                                   "prefetchu.L1 [%rd3];", "applypriority.global.L2::evict_normal [%rd2], 128;",
-                                  "discard.global.L2 [%rd2], 128;",
                                   "prefetch.global.L2::evict_last [%rd2];", "pmevent 1;", "membar.gl;",
                                   "prefetch.global.L2::evict_normal [%rd2];"])  # fmt: skip
 def test_hints_change_nothing(form):

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 from launching import ptx, run, store, words
 
+import softsm
+from softsm.errors import Fault, Unsupported
+
 LANES = np.arange(32)
 RNG = np.random.default_rng(3)
 WIDTHS = {"u8": 1, "s8": 1, "b8": 1, "u16": 2, "s16": 2, "b16": 2, "u32": 4, "s32": 4, "b32": 4, "f32": 4, "u64": 8,
@@ -148,3 +151,23 @@ shl.b32 %r10, %r1, 2;
     for i in range(4):
         body += f"add.u32 %r11, %r10, {i};\n" + store(f"%r{5 + i}", "%r11")
     assert not run(ptx(body, "out src"), [words(128, 9), words(1)])[0].any()
+
+
+@pytest.mark.parametrize("form", ["discard.global.L2", "discard.L2"])
+def test_a_discard_takes_the_values_of_128_bytes_alone(form):
+    data = np.arange(256, dtype=np.uint32)
+    first = -data.ctypes.data % 128 // 4 + 32
+    body = f"add.u64 %rd3, %rd1, {4 * first};\n@%p1 {form} [%rd3], 128;\n"
+    softsm.load(ptx(body)).launch(1, 32, [data])
+    assert (data[first : first + 32] != np.arange(first, first + 32)).all()
+    np.testing.assert_array_equal(data[:first], np.arange(first))
+    np.testing.assert_array_equal(data[first + 32 :], np.arange(first + 32, 256))
+
+
+def test_a_discard_is_of_whole_lines():
+    data = np.zeros(256, np.uint32)
+    body = f"add.u64 %rd3, %rd1, {-data.ctypes.data % 128 + 64};\ndiscard.global.L2 [%rd3], 128;\n"
+    with pytest.raises(Fault, match="multiple of 128"):
+        softsm.load(ptx(body)).launch(1, 32, [data])
+    with pytest.raises(Unsupported, match="128"):
+        softsm.load(ptx("discard.global.L2 [%rd1], 64;\n"))

@@ -1,0 +1,118 @@
+"""Relaxed and volatile accesses of global memory that no fence orders.
+
+They do not race: PTX calls them morally strong. But a thread that reads a flag, and then data that the other thread
+wrote before the flag, may read old data if no fence is between the two writes. Where one warp does so, the read is
+reported (`Messages.strong`).
+
+A program may mean to read whatever is there, and then looks at what it got: it polls, or the data hold their own flag.
+So only loads whose values reach no comparison count (`untested`). At the default level the reader needs no fence, as
+in the CUDA guide, whose last block sums up volatile results behind a relaxed atomic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from softsm.engine.program import Program
+from softsm.ptx.ast import Instruction
+
+TESTS = {"setp", "set", "testp", "slct", "vote", "match", "redux", "call"}
+KINDS = {"volatile", "relaxed", "mmio"}
+WRITER = (
+    "the other warp wrote a flag behind it that this warp has read; put a fence (__threadfence()) between these two "
+    "writes: relaxed and volatile accesses are not ordered by themselves"
+)
+READER = "put a fence (__threadfence()) between the read of the flag and this one: an earlier load does not order it"
+
+
+class Written(NamedTuple):
+    warp: object
+    slot: int
+    epoch: int
+    pc: int
+
+
+class Messages:
+    """The part of the checker for kernels that have such loads."""
+
+    def __init__(self, checker, inner: Callable, loads: set[int]):
+        self.order, self.findings, self.strict = checker.order, checker.findings, checker.strict
+        self.inner, self.loads = inner, loads
+        self.written: dict[int, Written] = {}  # the last such write of an address
+        self.before: dict[int, np.ndarray] = {}  # what had happened before it
+        self.sending: dict[object, tuple[int, np.ndarray]] = {}  # a warp's last write: its pc, and the same
+        self.heard: dict[object, np.ndarray] = {}  # what had happened before the flags that a warp has read
+
+    def strong(self, w, address: int, cta, order: str, scope: str, *, read: bool, write: bool) -> None:
+        """Does what Order.strong does, and compares a read with the last write of the address."""
+        if cta is not None:
+            self.inner(w, address, cta, order, scope, read=read, write=write)
+            return
+        if read and not write and w.pc in self.loads:
+            self.compare(w, address)
+        self.inner(w, address, cta, order, scope, read=read, write=write)
+        slots = self.order.slots
+        if read and address in self.before:
+            heard = self.heard.setdefault(w, np.zeros(slots, np.uint32))
+            np.maximum(heard, self.before[address], out=heard)
+        if write:
+            if w not in self.sending or self.sending[w][0] != w.pc:  # else another lane, or another turn of a loop
+                self.sending[w] = w.pc, w.view.clock[:slots].copy()
+                self.order.new_epoch(w.view)
+            sent = self.sending[w][1]
+            self.before[address] = np.maximum(sent, self.before[address]) if read and address in self.before else sent
+            self.written[address] = Written(w, w.view.slot, w.view.epoch, w.pc)
+
+    def compare(self, w, address: int) -> None:
+        last, heard = self.written.get(address), self.heard.get(w)
+        if last is None or heard is None or last.warp is w:
+            return
+        if w.view.clock.item(last.slot) >= last.epoch or heard.item(last.slot) < last.epoch:
+            return
+        fenced = any(clock.item(last.slot) >= last.epoch for clock in w.view.acquirable.values())
+        if fenced and not self.strict:
+            return
+        this = self.findings.party(w, None, f"reads global bytes at {address:#x}")
+        that = self.findings.party(last.warp, None, f"wrote global bytes at {address:#x}", last.pc)
+        self.findings.add_race(this, that, "global memory", None, READER if fenced else WRITER)
+
+
+def untested(program: Program) -> set[int]:
+    """The relaxed and volatile loads of global memory, as pcs, whose values reach no comparison."""
+    pcs = {id(ins): pc for pc, ins in enumerate(program.instructions) if ins is not None}
+    found = set()
+    for flow in program.flow.values():
+        inside = [x for x in flow if isinstance(x[0], Instruction)]
+        for ins, _, written in inside:
+            if ins.opcode == "ld" and KINDS & {*ins.modifiers} and not space_of(ins).startswith("shared"):
+                if not tested(written, inside):
+                    found.add(pcs.get(id(ins), -1))
+    return found - {-1}
+
+
+def tested(written: set[str], flow: list[tuple]) -> bool:
+    reached = set(written)
+    spaces: set[str] = set()
+    before = (-1, -1)
+    while before != (len(reached), len(spaces)):
+        before = len(reached), len(spaces)
+        for ins, read, names in flow:
+            if ins.opcode == "ld":
+                if space_of(ins) in spaces:
+                    reached |= names
+            elif reached & read:
+                if ins.opcode in TESTS:
+                    return True
+                if ins.opcode == "st":
+                    spaces |= {space_of(ins)} - {"global"}
+                else:
+                    reached |= names
+    return False
+
+
+def space_of(ins: Instruction) -> str:
+    named = next((m for m in ins.modifiers if m.split("::")[0] in ("shared", "local", "param", "global")), "global")
+    return named.split("::")[0]
