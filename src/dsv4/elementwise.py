@@ -73,16 +73,32 @@ class Kernels(Torch):
         self.normed(x, **options, to=pool, slots=slots)
 
     def compress(
-        self, pool: Pool, states: tuple[Tensor, Tensor], kv: Tensor, gate: Tensor, by: Any, cos_sin: Tensor, rows: Any,
+        self,
+        pool: Pool,
+        states: tuple[Tensor, Tensor],
+        kv: Tensor,
+        gate: Tensor,
+        by: Any,
+        cos_sin: Tensor,
+        rows: Any,
         positions: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The rows (step.Rows) of the projections [N, width], by a compressor, into the pool; and the tokens into the
         states, if that is not for later."""
         which = (rows.numbers, rows.lines, rows.begins, rows.starts, rows.targets)
         self.rings(
-            kv, gate, by.position_bias, by.kv_norm.weight, by.kv_norm.variance_epsilon, cos_sin, states, which, pool,
-            positions, rows.places if rows.kept is None else None,
-        )  # fmt: skip
+            kv,
+            gate,
+            by.position_bias,
+            by.kv_norm.weight,
+            by.kv_norm.variance_epsilon,
+            cos_sin,
+            states,
+            which,
+            pool,
+            positions,
+            rows.places if rows.kept is None else None,
+        )
 
     def collapse(self, streams: Tensor, by: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Streams [N, H, D] -> (weights for spread, [N, D]), by a DeepseekV4HyperConnection."""

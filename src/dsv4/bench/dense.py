@@ -73,8 +73,15 @@ class DenseContest:
         case, q, k, v = self.case, self.q, self.k, self.v
         plan = None
         if case.head_dim in checks.HEAD_DIMS:
-            plan = dsv4.plan(dsv4.fmha, batch=case.batch, q_heads=case.q_heads, kv_heads=case.kv_heads,
-                             head_dim=case.head_dim, max_seqlen_q=case.queries, max_seqlen_k=case.keys)  # fmt: skip
+            plan = dsv4.plan(
+                dsv4.fmha,
+                batch=case.batch,
+                q_heads=case.q_heads,
+                kv_heads=case.kv_heads,
+                head_dim=case.head_dim,
+                max_seqlen_q=case.queries,
+                max_seqlen_k=case.keys,
+            )
         out = torch.empty_like(q)
         yield "dsv4", lambda: dsv4.fmha(q, k, v, causal=case.causal, plan=plan, out=out)
         yield from self._ahead_of_time(plan, out)

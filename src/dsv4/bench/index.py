@@ -100,9 +100,15 @@ class IndexContest:
         plan = dsv4.plan(dsv4.index_topk, batch=n, q_heads=HEADS, kv_heads=1, head_dim=DIMS, max_seqlen_k=case.keys)
         given = (self.q8, self.cache, self.w8) if case.fp8 else (self.q, self.pool, self.weights)
         return lambda: dsv4.index_topk(
-            *given, case.topk, lengths=self.lengths, block_table=self.table,
-            request_starts=self.starts, out=out, plan=plan, backend="cuda",
-        )  # fmt: skip
+            *given,
+            case.topk,
+            lengths=self.lengths,
+            block_table=self.table,
+            request_starts=self.starts,
+            out=out,
+            plan=plan,
+            backend="cuda",
+        )
 
     def rows(self, request: int) -> Tensor:
         """The keys [keys, DIMS] of a request, as they are stored."""

@@ -147,11 +147,9 @@ class MoeContest:
         return float((result[some].double() - truth).norm() / (1.5 * cost))
 
     def _plain(self, some: slice, recipe: str) -> Tensor:
-        e, x = self.experts, self.x[some]
-        p = problem.build(
-            x, e.w13, e.w2, self.ids[some], self.weights[some], w13_scales=e.w13_scales, w2_scales=e.w2_scales,
-            w13_factors=e.w13_factors, w2_factors=e.w2_factors, activations=recipe,
-        )  # fmt: skip
+        x = self.x[some]
+        chosen = dict(ids=self.ids[some], weights=self.weights[some])
+        p = problem.build(x, **chosen, **self.experts.tensors, activations=recipe)
         out = torch.empty_like(x)
         cpu.forward(replace(p, out=out))
         return out

@@ -278,9 +278,19 @@ class FlashMLA:
 
         def call() -> Tensor:
             out, _ = function(
-                wide, window, None, None, 512, schedule, softmax_scale=512**-0.5, is_fp8_kvcache=True,
-                indices=window_indices[:, None], attn_sink=sinks, **extra, **more,
-            )  # fmt: skip
+                wide,
+                window,
+                None,
+                None,
+                512,
+                schedule,
+                softmax_scale=512**-0.5,
+                is_fp8_kvcache=True,
+                indices=window_indices[:, None],
+                attn_sink=sinks,
+                **extra,
+                **more,
+            )
             return out[:, 0, :heads]
 
         return call

@@ -387,8 +387,20 @@ def model_launches(sizes: Sizes) -> list[Launch]:
     ):
         width = d * (1 + overlap)
         states = torch.empty(2 * m, width), torch.empty(2 * m, width)
-        compress_rings(bf16(1, width), bf16(1, width), bf16(m, width), bf16(d), 1e-6, cos_sin, states,
-                       (one, one, one, one, one), made, one, one, **note)  # fmt: skip
+        compress_rings(
+            bf16(1, width),
+            bf16(1, width),
+            bf16(m, width),
+            bf16(d),
+            1e-6,
+            cos_sin,
+            states,
+            (one, one, one, one, one),
+            made,
+            one,
+            one,
+            **note,
+        )
     streams, mixed = bf16(1, h, sizes.hidden), torch.empty(1, (2 + h) * h)
     for parameters in (torch.bfloat16, torch.float32):
         base, scale = (torch.empty(n, dtype=parameters) for n in ((2 + h) * h, 3))

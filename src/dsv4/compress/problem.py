@@ -98,6 +98,20 @@ def problem_of(
         rows = torch.empty(b, windows_of(seen, length, m), d, dtype=dtype, device=kv.device)
     old_kv, old_gate = (None if x is None or x.shape[-2] == 0 else batched(x) for x in (old_kv, old_gate))
     return CompressProblem(
-        kv3, batched(gate), position_bias, norm_weight, cos_sin, m, old_kv, old_gate, seen, eps, dtype, new_kv,
-        new_gate, rows, out, slots,
-    )  # fmt: skip
+        kv3,
+        batched(gate),
+        position_bias,
+        norm_weight,
+        cos_sin,
+        m,
+        old_kv,
+        old_gate,
+        seen,
+        eps,
+        dtype,
+        new_kv,
+        new_gate,
+        rows,
+        out,
+        slots,
+    )

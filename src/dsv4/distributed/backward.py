@@ -68,9 +68,16 @@ class Queries:
     """This rank's queries in a backward pass. dq is complete after gradients_of."""
 
     def __init__(
-        self, setting: Setting, q: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor,
-        dlse: Tensor | None, want_q: bool,
-    ):  # fmt: skip
+        self,
+        setting: Setting,
+        q: Tensor,
+        sink: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        want_q: bool,
+    ):
         self.setting, self.sink, self.want_q = setting, sink, want_q
         self.rank, self.size = rank_and_size(setting.group)
         self.pieces = pieces_of(q.shape[1], setting.order)
@@ -111,10 +118,20 @@ class Queries:
             dlse = None if self.dlse is None else self.dlse[:, :, rows]
             options = FmhaOptions.of(window, softmax_scale=setting.softmax_scale, deterministic=setting.deterministic)
             dq, dk, dv, _ = torch.ops.dsv4.fmha_backward(
-                dout=dout, dlse=dlse, q=q, k=k[:, :s], v=v[:, :s], sink=self.sink, cu_seqlens_q=None, cu_seqlens_k=None,
-                out=out, lse=self.lse[:, :, rows], **options._asdict(), backend=setting.backend,
+                dout=dout,
+                dlse=dlse,
+                q=q,
+                k=k[:, :s],
+                v=v[:, :s],
+                sink=self.sink,
+                cu_seqlens_q=None,
+                cu_seqlens_k=None,
+                out=out,
+                lse=self.lse[:, :, rows],
+                **options._asdict(),
+                backend=setting.backend,
                 asked=[self.want_q, True, True, False],
-            )  # fmt: skip
+            )
             sums[0, :, :s] += dk
             sums[1, :, :s] += dv
             if self.sum_q is not None:

@@ -124,9 +124,15 @@ def moe(
 
 
 def _by_collectives(
-    x: Tensor, experts: Fp4Experts, ids: Tensor, weights: Tensor, options: MoeOptions, shared: Any, group: Any,
+    x: Tensor,
+    experts: Fp4Experts,
+    ids: Tensor,
+    weights: Tensor,
+    options: MoeOptions,
+    shared: Any,
+    group: Any,
     backend: Backend,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     rank, size = rank_and_size(group)
     count, (tokens, k) = experts.experts, ids.shape
     all_x, all_ids, all_weights = (
@@ -147,9 +153,15 @@ def _by_collectives(
 
 
 def _in_one_kernel(
-    x: Tensor, experts: Fp4Experts, ids: Tensor, weights: Tensor, options: MoeOptions, shared: Any,
-    memory: ExpertMemory, backend: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    experts: Fp4Experts,
+    ids: Tensor,
+    weights: Tensor,
+    options: MoeOptions,
+    shared: Any,
+    memory: ExpertMemory,
+    backend: str,
+) -> Tensor:
     tokens = x.shape[0]
     if tokens > memory.tokens or x.shape[1] != memory.hidden or ids.shape[1] != memory.topk:
         room = f"up to {memory.tokens} tokens of {memory.hidden}, {memory.topk} experts each"
@@ -197,7 +209,5 @@ def _problem(
     x: Tensor, e: Fp4Experts, ids: Tensor, weights: Tensor, options: MoeOptions, shared: Any
 ) -> problem.MoeProblem:
     above, down = api.pair("shared", shared) if shared is not None else (None, None)
-    return problem.build(
-        x, e.w13, e.w2, ids, weights, w13_scales=e.w13_scales, w2_scales=e.w2_scales, w13_factors=e.w13_factors,
-        w2_factors=e.w2_factors, shared_w13=above, shared_w2=down, **options._asdict(),
-    )  # fmt: skip
+    shared_weights = dict(shared_w13=above, shared_w2=down)
+    return problem.build(x, ids=ids, weights=weights, **e.tensors, **shared_weights, **options._asdict())

@@ -69,23 +69,48 @@ def fmha(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Result:
 
 @overload
 def fmha_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    *, return_lse: Literal[False] = ..., **_: Unpack[VarlenKeywords],
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **_: Unpack[VarlenKeywords],
+) -> Tensor: ...
 @overload
 def fmha_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    *, return_lse: Literal[True], **_: Unpack[VarlenKeywords],
-) -> Both: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **_: Unpack[VarlenKeywords],
+) -> Both: ...
 @overload
 def fmha_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    *, return_lse: bool, **_: Unpack[VarlenKeywords],
-) -> Result: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: bool,
+    **_: Unpack[VarlenKeywords],
+) -> Result: ...
 def fmha_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **keywords: Any,
-) -> Result:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    **keywords: Any,
+) -> Result:
     """Attention within sequences packed end to end: q [total_q, Hq, D], k [total_k, Hkv, D], v [total_k, Hkv, Dv].
 
     cu_seqlens_q, cu_seqlens_k: int32 [B + 1], starting at 0, non-decreasing; sequence n has rows cu[n] .. cu[n+1] - 1.
@@ -98,19 +123,37 @@ def fmha_varlen(
 
 @overload
 def fmha_paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
-    *, return_lse: Literal[False] = ..., **_: Unpack[FmhaKeywords],
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **_: Unpack[FmhaKeywords],
+) -> Tensor: ...
 @overload
 def fmha_paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
-    *, return_lse: Literal[True], **_: Unpack[FmhaKeywords],
-) -> Both: ...  # fmt: skip
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    return_lse: Literal[True],
+    **_: Unpack[FmhaKeywords],
+) -> Both: ...
 @overload
 def fmha_paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor,
-    *, return_lse: bool, **_: Unpack[FmhaKeywords],
-) -> Result: ...  # fmt: skip
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    return_lse: bool,
+    **_: Unpack[FmhaKeywords],
+) -> Result: ...
 def fmha_paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, **keywords: Any
 ) -> Result:
@@ -124,9 +167,20 @@ def fmha_paged(
 
 
 def _call(
-    op: Operation, tensors: tuple, bounds: tuple, /, *, sink=None, k_scale=None, v_scale=None, return_lse=False,
-    out=None, plan=None, backend="auto", **options: Any,
-) -> Result:  # fmt: skip
+    op: Operation,
+    tensors: tuple,
+    bounds: tuple,
+    /,
+    *,
+    sink=None,
+    k_scale=None,
+    v_scale=None,
+    return_lse=False,
+    out=None,
+    plan=None,
+    backend="auto",
+    **options: Any,
+) -> Result:
     try:
         checked = FmhaOptions.checked(*bounds, **options)
     except TypeError:
@@ -191,18 +245,52 @@ def _outputs(arguments: dict[str, Any]) -> Shapes:
 
 
 FMHA = Operation(
-    "fmha", "fmha", ("q", *KV, *OPTIONAL), 3, FmhaOptions, ("out", "lse"), _outputs, _from_operator(problem.dense),
-    problem.check_values, (4,), (("same_kv", *KV),), plans.reserved, plans.warmup_calls, without=BOUNDS,
-)  # fmt: skip
+    "fmha",
+    "fmha",
+    ("q", *KV, *OPTIONAL),
+    3,
+    FmhaOptions,
+    ("out", "lse"),
+    _outputs,
+    _from_operator(problem.dense),
+    problem.check_values,
+    (4,),
+    (("same_kv", *KV),),
+    plans.reserved,
+    plans.warmup_calls,
+    without=BOUNDS,
+)
 FMHA_VARLEN = Operation(
-    "fmha_varlen", "fmha", ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", *OPTIONAL), 5, FmhaOptions, ("out", "lse"),
-    _outputs, _from_operator(problem.varlen), problem.check_values, (3,), (("same_kv", *KV), SEQUENCES),
-    plans.reserved_varlen, plans.warmup_calls, positional=BOUNDS,
-)  # fmt: skip
+    "fmha_varlen",
+    "fmha",
+    ("q", *KV, "cu_seqlens_q", "cu_seqlens_k", *OPTIONAL),
+    5,
+    FmhaOptions,
+    ("out", "lse"),
+    _outputs,
+    _from_operator(problem.varlen),
+    problem.check_values,
+    (3,),
+    (("same_kv", *KV), SEQUENCES),
+    plans.reserved_varlen,
+    plans.warmup_calls,
+    positional=BOUNDS,
+)
 FMHA_PAGED = Operation(
-    "fmha_paged", "fmha", ("q", *PAGES, "block_table", "lengths", *OPTIONAL), 5, FmhaOptions, ("out", "lse"),
-    _outputs, _from_operator(problem.paged), problem.check_values, (4,), (("same_kv", *PAGES),), plans.reserved,
-    plans.warmup_calls, without=BOUNDS,
-)  # fmt: skip
+    "fmha_paged",
+    "fmha",
+    ("q", *PAGES, "block_table", "lengths", *OPTIONAL),
+    5,
+    FmhaOptions,
+    ("out", "lse"),
+    _outputs,
+    _from_operator(problem.paged),
+    problem.check_values,
+    (4,),
+    (("same_kv", *PAGES),),
+    plans.reserved,
+    plans.warmup_calls,
+    without=BOUNDS,
+)
 for _operation in (FMHA, FMHA_VARLEN, FMHA_PAGED):
     operators.define_operation(_operation)

@@ -49,11 +49,19 @@ def _build(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, out, lse, dout, dlse, **fi
     """The forward pass has checked its arguments."""
     dense, options = cu_seqlens_q is None, FmhaOptions(**fields).resolved(q.shape[-1])
     forward = FmhaProblem(
-        "dense" if dense else "varlen", q, k, v, options,
+        "dense" if dense else "varlen",
+        q,
+        k,
+        v,
+        options,
         q.shape[1] if dense else bound("max_seqlen_q", options.max_seqlen_q, q.shape[0]),
         k.shape[1] if dense else bound("max_seqlen_k", options.max_seqlen_k, k.shape[0]),
-        sink, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, out=out, lse=lse,
-    )  # fmt: skip
+        sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        out=out,
+        lse=lse,
+    )
     return FmhaBackward(forward, dout, dlse)
 
 
@@ -63,9 +71,17 @@ def _shapes(arguments: dict[str, Any]) -> Shapes:
 
 
 FMHA_BACKWARD = Operation(
-    "fmha_backward", "fmha", (*TENSORS, "out", "lse", "dout", "dlse"), 3, FmhaOptions, ("dq", "dk", "dv", "dsink"),
-    _shapes, _build, falls_back=True, backward=True,
-)  # fmt: skip
+    "fmha_backward",
+    "fmha",
+    (*TENSORS, "out", "lse", "dout", "dlse"),
+    3,
+    FmhaOptions,
+    ("dq", "dk", "dv", "dsink"),
+    _shapes,
+    _build,
+    falls_back=True,
+    backward=True,
+)
 
 
 def given(b: FmhaBackward) -> tuple[tuple, FmhaOptions, tuple]:

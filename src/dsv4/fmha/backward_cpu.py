@@ -42,10 +42,19 @@ def backward(b: FmhaBackward) -> None:
                 return None if x is None else keys(x)[:, kv]  # noqa: B023
 
             one = _sequence(
-                b, of_q(p.q), of_k(p.k), of_k(p.v), of_q(p.out), of_q(b.dout), lse[q_heads],
-                None if dlse is None else dlse[q_heads], None if p.sink is None else p.sink[q_heads],
-                of_q(b.dq), of_k(b.dk), of_k(b.dv),
-            )  # fmt: skip
+                b,
+                of_q(p.q),
+                of_k(p.k),
+                of_k(p.v),
+                of_q(p.out),
+                of_q(b.dout),
+                lse[q_heads],
+                None if dlse is None else dlse[q_heads],
+                None if p.sink is None else p.sink[q_heads],
+                of_q(b.dq),
+                of_k(b.dk),
+                of_k(b.dv),
+            )
             if dsink is not None:
                 dsink[q_heads] += one
     if b.dsink is not None:

@@ -71,9 +71,16 @@ class FmhaOptions(NamedTuple):
 
     @classmethod
     def checked(
-        cls, max_seqlen_q: Any, max_seqlen_k: Any, /, causal: Any = False, window: Any = UNBOUNDED,
-        softmax_scale: Any = None, softcap: Any = None, deterministic: Any = False,
-    ) -> FmhaOptions:  # fmt: skip
+        cls,
+        max_seqlen_q: Any,
+        max_seqlen_k: Any,
+        /,
+        causal: Any = False,
+        window: Any = UNBOUNDED,
+        softmax_scale: Any = None,
+        softcap: Any = None,
+        deterministic: Any = False,
+    ) -> FmhaOptions:
         """Check the types of numbers and flags, which the key of a call cannot tell apart; ValueError if one is
         wrong. `resolved` looks at their values."""
         left, right = UNBOUNDED if window is UNBOUNDED else checks.two_ints(window)

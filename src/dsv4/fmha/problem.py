@@ -173,9 +173,18 @@ def dense(
 
 
 def varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *, sink=None, k_scale=None, v_scale=None, options: FmhaOptions | None = None,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    *,
+    sink=None,
+    k_scale=None,
+    v_scale=None,
+    options: FmhaOptions | None = None,
     **fields,
-) -> FmhaProblem:  # fmt: skip
+) -> FmhaProblem:
     checks.tensor("q", q, ("total_q", "Hq", "D"), checks.FLOATS)
     for name, x in (("k", k), ("v", v)):
         checks.tensor(name, x, ("total_k", "Hkv", "D"), checks.CACHED, like=("q", q))
@@ -198,9 +207,18 @@ def varlen(
 
 
 def paged(
-    q, k_pages, v_pages, block_table, lengths, *, sink=None, k_scale=None, v_scale=None,
-    options: FmhaOptions | None = None, **fields,
-) -> FmhaProblem:  # fmt: skip
+    q,
+    k_pages,
+    v_pages,
+    block_table,
+    lengths,
+    *,
+    sink=None,
+    k_scale=None,
+    v_scale=None,
+    options: FmhaOptions | None = None,
+    **fields,
+) -> FmhaProblem:
     checks.tensor("q", q, ("B", "T", "Hq", "D"), checks.FLOATS)
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
         checks.tensor(name, x, ("P", "page", "Hkv", "D"), checks.CACHED, like=("q", q))

@@ -71,9 +71,15 @@ def index_topk(
     q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int, *, return_scores: bool, **_: Unpack[TopkKeywords]
 ) -> Tensor | Both: ...
 def index_topk(
-    q: Tensor, k: Tensor | IndexCache, weights: Tensor, topk: int,
-    *, return_scores: bool = False, blocks: Tensor | None = None, **keywords: Any,
-) -> Tensor | Both:  # fmt: skip
+    q: Tensor,
+    k: Tensor | IndexCache,
+    weights: Tensor,
+    topk: int,
+    *,
+    return_scores: bool = False,
+    blocks: Tensor | None = None,
+    **keywords: Any,
+) -> Tensor | Both:
     """Choose the topk compressed rows with the highest index scores for each query -> int32 [N, topk], -1 = nothing.
 
     ::
@@ -144,10 +150,27 @@ def index_blocks(
 
 
 def _call(
-    op: Operation, given: tuple, more: tuple, counts: tuple, both: bool, /, *, positions=None, ratio=4, lengths=None,
-    block_table=None, request_starts=None, scale=None, request_rows=False, q_scales=None, bf16_scores=False, out=None,
-    plan=None, backend="auto", **unknown: Any,
-) -> Any:  # fmt: skip
+    op: Operation,
+    given: tuple,
+    more: tuple,
+    counts: tuple,
+    both: bool,
+    /,
+    *,
+    positions=None,
+    ratio=4,
+    lengths=None,
+    block_table=None,
+    request_starts=None,
+    scale=None,
+    request_rows=False,
+    q_scales=None,
+    bf16_scores=False,
+    out=None,
+    plan=None,
+    backend="auto",
+    **unknown: Any,
+) -> Any:
     for name in unknown:
         raise TypeError(f"{op.name}() got an unexpected keyword argument {name!r}")
     q, k, weights = given

@@ -114,9 +114,23 @@ class IndexProblem:
 
 
 def build(
-    q, k, weights, topk, *, positions=None, ratio=4, lengths=None, block_table=None, request_starts=None, scale=None,
-    request_rows=False, q_scales=None, bf16_scores=False, blocks=None, topk_blocks=0,
-) -> IndexProblem:  # fmt: skip
+    q,
+    k,
+    weights,
+    topk,
+    *,
+    positions=None,
+    ratio=4,
+    lengths=None,
+    block_table=None,
+    request_starts=None,
+    scale=None,
+    request_rows=False,
+    q_scales=None,
+    bf16_scores=False,
+    blocks=None,
+    topk_blocks=0,
+) -> IndexProblem:
     """Check the arguments of dsv4.index_topk, or of dsv4.index_blocks, and return them as a problem."""
     if not checks.is_tensor(q) or q.ndim not in (3, 4):
         checks.fail("q", checks.describe(q), "a tensor [N, H, D] or [B, T, H, D]")

@@ -70,10 +70,20 @@ def flash_attn_func(
         checks.tensor(name, x, ("batch", "seqlen", "heads", "headdim"), checks.CACHED)
     with named(sink="learnable_sink", window="window_size"):
         out, lse = fmha(
-            q, k, v, causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), k_scale=k_scale,
+            q,
+            k,
+            v,
+            causal=causal,
+            window=_window(window_size),
+            sink=_sink(learnable_sink, s_aux),
+            k_scale=k_scale,
             v_scale=v_scale,
-            softmax_scale=softmax_scale, softcap=softcap, return_lse=True, deterministic=deterministic, backend=backend,
-        )  # fmt: skip
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            return_lse=True,
+            deterministic=deterministic,
+            backend=backend,
+        )
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
@@ -113,17 +123,31 @@ def flash_attn_varlen_func(
     checks.flag("return_attn_probs", return_attn_probs)
     checks.tensor("q", q, ("total_q", "heads", "headdim"), checks.FLOATS)
     more: dict[str, Any] = dict(
-        causal=causal, window=_window(window_size), sink=_sink(learnable_sink, s_aux), softcap=softcap,
-        k_scale=k_scale, v_scale=v_scale, deterministic=deterministic, backend=backend,
-    )  # fmt: skip
+        causal=causal,
+        window=_window(window_size),
+        sink=_sink(learnable_sink, s_aux),
+        softcap=softcap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        deterministic=deterministic,
+        backend=backend,
+    )
     if block_table is None:
         for name, x in (("k", k), ("v", v)):
             checks.tensor(name, x, ("total_k", "heads", "headdim"), checks.CACHED)
         with named(sink="learnable_sink", window="window_size"):
             out, lse = fmha_varlen(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-                softmax_scale=softmax_scale, return_lse=True, **more,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
+                softmax_scale=softmax_scale,
+                return_lse=True,
+                **more,
+            )
     else:
         if max_seqlen_k is not None:
             checks.at_least(0, "max_seqlen_k", max_seqlen_k, checks.BOUND)
@@ -238,9 +262,16 @@ def flash_attn_with_kvcache(
         lengths = lengths + new
     with named(**names):
         out, lse = fmha_paged(
-            q, k_cache, v_cache, table, lengths, return_lse=True, deterministic=deterministic, backend=backend,
+            q,
+            k_cache,
+            v_cache,
+            table,
+            lengths,
+            return_lse=True,
+            deterministic=deterministic,
+            backend=backend,
             **options,
-        )  # fmt: skip
+        )
     return (out, lse) if return_softmax_lse else out
 
 

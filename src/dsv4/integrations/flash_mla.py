@@ -204,9 +204,16 @@ def flash_mla_sparse_fwd(
         lists = torch.where((lists >= 0) & (lists < rows.shape[0]), lists, -1)
     with named(window="kv", **NAMES):
         result, lse = v4_attention(
-            q, rows, lists, window_lengths=topk_length, sink=attn_sink, softmax_scale=scale, return_lse=True,
-            out=out, backend=backend,
-        )  # fmt: skip
+            q,
+            rows,
+            lists,
+            window_lengths=topk_length,
+            sink=attn_sink,
+            softmax_scale=scale,
+            return_lse=True,
+            out=out,
+            backend=backend,
+        )
     largest = _max_logits(q, rows, lists, topk_length, scale) if return_max_logits else None
     return result, largest, _plus_inf(lse)
 

@@ -139,9 +139,15 @@ def replaced() -> Iterator[None]:
 
 
 def _either(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     query, key, value = _autocast(query, key, value)
     rejected = reason(query, key, value, attn_mask, dropout_p, enable_gqa)
     calls["torch" if rejected else "dsv4"] += 1

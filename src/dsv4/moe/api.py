@@ -196,7 +196,16 @@ MOE = Operation(
     "moe",
     "moe",
     (
-        "x", "w13", "w2", "ids", "weights", "w13_scales", "w2_scales", "w13_factors", "w2_factors", "shared_w13",
+        "x",
+        "w13",
+        "w2",
+        "ids",
+        "weights",
+        "w13_scales",
+        "w2_scales",
+        "w13_factors",
+        "w2_factors",
+        "shared_w13",
         "shared_w2",
     ),
     5,
@@ -208,6 +217,6 @@ MOE = Operation(
     (2,),
     plan=plans.reserved,
     falls_back=True,
-)  # fmt: skip
+)
 for _operation in (MOE_ROUTE, MOE):
     operators.define_operation(_operation)

@@ -66,8 +66,16 @@ def numbers_of(p: MoeProblem, expert: int) -> tuple[Tensor, Tensor, Tensor]:
     return *formats.apart(found[0], p.layout), formats.down(found[1], p.layout, back=True)
 
 
-def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weight: Tensor, limit: float, dtype: torch.dtype,
-        activations: str) -> Tensor:  # fmt: skip
+def mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    weight: Tensor,
+    limit: float,
+    dtype: torch.dtype,
+    activations: str,
+) -> Tensor:
     """Apply an expert to rows [n, H] that are already rounded; weight [n, 1]. Round where the model rounds."""
     g = (x @ gate.T).to(dtype).float().clamp(max=limit)
     u = (x @ up.T).to(dtype).float().clamp(-limit, limit)

@@ -72,8 +72,12 @@ class Fp4Experts:
         return self.w2.shape[2] * formats.TILE_COLUMNS
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+
+    @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
+        return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
     def __repr__(self) -> str:
         sizes = f"{self.experts} experts, hidden {self.hidden}, intermediate {self.intermediate}"
@@ -86,10 +90,19 @@ class Fp4Experts:
 
     @classmethod
     def pack(
-        cls, w1: Tensor, w1_scale: Tensor, w3: Tensor, w3_scale: Tensor, w2: Tensor, w2_scale: Tensor,
-        *, w1_global: Tensor | None = None, w3_global: Tensor | None = None, w2_global: Tensor | None = None,
+        cls,
+        w1: Tensor,
+        w1_scale: Tensor,
+        w3: Tensor,
+        w3_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        *,
+        w1_global: Tensor | None = None,
+        w3_global: Tensor | None = None,
+        w2_global: Tensor | None = None,
         layout: str | None = None,
-    ) -> Fp4Experts:  # fmt: skip
+    ) -> Fp4Experts:
         """Make experts from the stacked tensors of a checkpoint.
 
         Args:

@@ -54,9 +54,7 @@ def without_memory(
         given[f"{name}_factors"] = empty(experts, down * 256, dtype=torch.float32)
     if shared:
         given |= dict(shared_w13=empty(2 * inner, hidden), shared_w2=empty(hidden, inner))
-    p = problem.build(
-        empty(tokens, hidden), given.pop("w13"), given.pop("w2"), empty(tokens, topk, dtype=numbers),
-        empty(tokens, topk, dtype=torch.float32), **given, activations=activations, format=format, layout=layout,
-        fused=fused,
-    )  # fmt: skip
+    given |= dict(ids=empty(tokens, topk, dtype=numbers), weights=empty(tokens, topk, dtype=torch.float32))
+    options = dict(activations=activations, format=format, layout=layout, fused=fused)
+    p = problem.build(empty(tokens, hidden), **given, **options)
     return replace(p, out=empty(tokens, hidden))

@@ -74,10 +74,26 @@ class MoeProblem:
 
 
 def build(
-    x, w13, w2, ids, weights, *, w13_scales=None, w2_scales=None, w13_factors=None, w2_factors=None, shared_w13=None,
-    shared_w2=None, activations="fp8_128", limit=10.0, format="mxfp4", spread=0,
-    deterministic=False, layout="sm90", fused=False,
-) -> MoeProblem:  # fmt: skip
+    x,
+    w13,
+    w2,
+    ids,
+    weights,
+    *,
+    w13_scales=None,
+    w2_scales=None,
+    w13_factors=None,
+    w2_factors=None,
+    shared_w13=None,
+    shared_w2=None,
+    activations="fp8_128",
+    limit=10.0,
+    format="mxfp4",
+    spread=0,
+    deterministic=False,
+    layout="sm90",
+    fused=False,
+) -> MoeProblem:
     """Check the arguments of dsv4.moe and return them as a problem."""
     checks.tensor("x", x, ("T", "H"), checks.FLOATS)
     t, h = x.shape
@@ -120,9 +136,25 @@ def build(
     if any(size % group for size in sizes):
         checks.fail("activations", f"{activations!r} with sizes {sizes}", f"multiples of {group}, or another recipe")
     return MoeProblem(
-        x, w13, w2, ids, weights, w13_scales, w2_scales, w13_factors, w2_factors, shared_w13, shared_w2, activations,
-        limit, format, spread, deterministic, layout, fused,
-    )  # fmt: skip
+        x,
+        w13,
+        w2,
+        ids,
+        weights,
+        w13_scales,
+        w2_scales,
+        w13_factors,
+        w2_factors,
+        shared_w13,
+        shared_w2,
+        activations,
+        limit,
+        format,
+        spread,
+        deterministic,
+        layout,
+        fused,
+    )
 
 
 def check_values(p: MoeProblem) -> None:

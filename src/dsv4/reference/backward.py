@@ -197,9 +197,17 @@ def v4_attention(
         kv = torch.cat([r.to(compute) for r in rows])[None]
         mask = torch.ones(1, kv.shape[1], dtype=torch.bool, device=q.device)
         one, dk, dv, one_sink = attend(
-            q[n][:, None], kv, kv, mask, sink, scale, turned[n][:, None],
-            None if dlse is None else dlse[n][:, None], compute, p_dtype,
-        )  # fmt: skip
+            q[n][:, None],
+            kv,
+            kv,
+            mask,
+            sink,
+            scale,
+            turned[n][:, None],
+            None if dlse is None else dlse[n][:, None],
+            compute,
+            p_dtype,
+        )
         dq[n] = one[:, 0]
         drows = (dk + dv)[0]
         dwindow.index_add_(0, of_window, drows[: len(of_window)])

@@ -165,8 +165,17 @@ def loaded(directory: str, name: str, device: int) -> Function:
         driver.call(driver.cuda(), record["kernel"], device, *call)
     assert function.value is not None
     types = tuple("fp32" if kind == "f32" else kind for kind in record["arguments"])
-    return Function(record["kernel"], function.value, device, record["threads"], record["shared"], record["clusters"],
-                    record["dependent"], types, tuple(record["descriptors"]))  # fmt: skip
+    return Function(
+        record["kernel"],
+        function.value,
+        device,
+        record["threads"],
+        record["shared"],
+        record["clusters"],
+        record["dependent"],
+        types,
+        tuple(record["descriptors"]),
+    )
 
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -92,8 +92,17 @@ class Function(NamedTuple):
             return None
         if len(descriptors) != sum(x.startswith("tensordesc") for x in types):
             return None
-        return cls(compiled.metadata.name, compiled.function, device, 32 * meta.num_warps, meta.shared, meta.num_ctas,
-                   bool(meta.launch_pdl), types, descriptors)  # fmt: skip
+        return cls(
+            compiled.metadata.name,
+            compiled.function,
+            device,
+            32 * meta.num_warps,
+            meta.shared,
+            meta.num_ctas,
+            bool(meta.launch_pdl),
+            types,
+            descriptors,
+        )
 
 
 KINDS = {*NUMBERS, "constexpr", "tensordesc"}
@@ -237,9 +246,17 @@ class Block:
         self.attributes = (Attribute * len(attributes))(*attributes)
         gx, gy, gz = launch.grid  # the grid counts clusters
         self.configuration = Configuration(
-            gx * function.clusters, gy, gz, function.threads, 1, 1, function.shared, None,
-            ctypes.addressof(self.attributes), len(attributes),
-        )  # fmt: skip
+            gx * function.clusters,
+            gy,
+            gz,
+            function.threads,
+            1,
+            1,
+            function.shared,
+            None,
+            ctypes.addressof(self.attributes),
+            len(attributes),
+        )
         self.reference = ctypes.byref(self.configuration)
 
 

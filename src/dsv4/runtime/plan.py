@@ -52,8 +52,8 @@ class Plan:
     @property
     def capacities(self) -> tuple[int, ...]:
         """The capacities as the operators accept them, in the order of CAPACITIES."""
-        return (self.num_splits, self.batch, self.q_heads, self.kv_heads, self.head_dim, self.max_seqlen_q,
-                self.max_seqlen_k)  # fmt: skip
+        heads = self.q_heads, self.kv_heads, self.head_dim
+        return (self.num_splits, self.batch, *heads, self.max_seqlen_q, self.max_seqlen_k)
 
 
 # Arguments of an operator that accompany a plan's scratch memory.

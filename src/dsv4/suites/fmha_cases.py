@@ -116,9 +116,15 @@ def same_kv(draw: Draw, d: int, dtype: torch.dtype) -> Call:
 
 
 def varlen(
-    draw: Draw, d: int, dtype: torch.dtype, lengths: list[tuple[int, int]], heads: int = 4, kv_heads: int = 2,
-    bounds: bool = False, **options: Any,
-) -> Call:  # fmt: skip
+    draw: Draw,
+    d: int,
+    dtype: torch.dtype,
+    lengths: list[tuple[int, int]],
+    heads: int = 4,
+    kv_heads: int = 2,
+    bounds: bool = False,
+    **options: Any,
+) -> Call:
     """`lengths` = (T, S) of each sequence. `bounds`: hand over max_seqlen_q/k as well."""
     t, s = [n for n, _ in lengths], [n for _, n in lengths]
     q = draw.normal(sum(t), heads, d, dtype=dtype)
@@ -152,10 +158,20 @@ def varlen_tail(draw: Draw, d: int, dtype: torch.dtype) -> Call:
 
 
 def paged(
-    draw: Draw, d: int, dtype: torch.dtype, page: int, lengths: list[int], t: int = 1, heads: int = 8,
-    kv_heads: int = 1, page_pad: int = 0, same: bool = False, absent: int | None = None,
-    kv_dtype: torch.dtype | None = None, **options: Any,
-) -> Call:  # fmt: skip
+    draw: Draw,
+    d: int,
+    dtype: torch.dtype,
+    page: int,
+    lengths: list[int],
+    t: int = 1,
+    heads: int = 8,
+    kv_heads: int = 1,
+    page_pad: int = 0,
+    same: bool = False,
+    absent: int | None = None,
+    kv_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Call:
     """Shuffled pages; rows past a length and unused pages are NaN. `page_pad`: rows between pages.
 
     `absent` fills the unused entries of the block table; None gives them the number of a page of NaN.

@@ -68,10 +68,20 @@ def lists(rows: list[Tensor], width: int, device: torch.device) -> Tensor:
 
 
 def step(
-    draw: Draw, kind: str, start: int, count: int = 1, heads: int = 8, store: str = "plain", table: bool = False,
-    lengths: bool = False, sink: Any = "random", rope: bool = True, width: int | None = None, topk: int = TOPK,
+    draw: Draw,
+    kind: str,
+    start: int,
+    count: int = 1,
+    heads: int = 8,
+    store: str = "plain",
+    table: bool = False,
+    lengths: bool = False,
+    sink: Any = "random",
+    rope: bool = True,
+    width: int | None = None,
+    topk: int = TOPK,
     dtype: torch.dtype = BF16,
-) -> Call:  # fmt: skip
+) -> Call:
     """Tokens start .. start+count-1 of one sequence, in a layer of this kind, after everything before them.
 
     `table`: HCA's rows by block table and length instead of by list. `lengths`: hand over the number of valid entries

@@ -67,9 +67,16 @@ class Weights:
     def step(self, tokens: slice, state: Any, where: Where) -> tuple[Tensor, Any]:
         with where.context():
             return dsv4.compress(
-                self.kv[tokens], self.gate[tokens], self.bias, self.norm,
-                cos_sin=self.cos_sin, state=state, eps=EPS, dtype=torch.float32, backend=where.backend,
-            )  # fmt: skip
+                self.kv[tokens],
+                self.gate[tokens],
+                self.bias,
+                self.norm,
+                cos_sin=self.cos_sin,
+                state=state,
+                eps=EPS,
+                dtype=torch.float32,
+                backend=where.backend,
+            )
 
 
 @dataclass

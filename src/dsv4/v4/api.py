@@ -36,19 +36,37 @@ class Keywords(TypedDict, total=False):
 
 @overload
 def v4_attention(
-    q: Tensor, window: Pool, window_indices: Tensor, compressed: Pool | None = ...,
-    compressed_indices: Tensor | None = ..., *, return_lse: Literal[False] = ..., **_: Unpack[Keywords],
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    window: Pool,
+    window_indices: Tensor,
+    compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **_: Unpack[Keywords],
+) -> Tensor: ...
 @overload
 def v4_attention(
-    q: Tensor, window: Pool, window_indices: Tensor, compressed: Pool | None = ...,
-    compressed_indices: Tensor | None = ..., *, return_lse: Literal[True], **_: Unpack[Keywords],
-) -> Both: ...  # fmt: skip
+    q: Tensor,
+    window: Pool,
+    window_indices: Tensor,
+    compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ...,
+    *,
+    return_lse: Literal[True],
+    **_: Unpack[Keywords],
+) -> Both: ...
 @overload
 def v4_attention(
-    q: Tensor, window: Pool, window_indices: Tensor, compressed: Pool | None = ...,
-    compressed_indices: Tensor | None = ..., *, return_lse: bool, **_: Unpack[Keywords],
-) -> Tensor | Both: ...  # fmt: skip
+    q: Tensor,
+    window: Pool,
+    window_indices: Tensor,
+    compressed: Pool | None = ...,
+    compressed_indices: Tensor | None = ...,
+    *,
+    return_lse: bool,
+    **_: Unpack[Keywords],
+) -> Tensor | Both: ...
 def v4_attention(
     q: Tensor,
     window: Pool,
@@ -139,10 +157,22 @@ def v4_attention(
 
 
 def _build(
-    q, window, window_indices, compressed=None, compressed_indices=None, *,
-    window_rows_per_page=0, window_page_stride=0, window_format="", compressed_rows_per_page=0,
-    compressed_page_stride=0, compressed_format="", cos_sin=None, positions=None, **options,
-) -> problem.V4Problem:  # fmt: skip
+    q,
+    window,
+    window_indices,
+    compressed=None,
+    compressed_indices=None,
+    *,
+    window_rows_per_page=0,
+    window_page_stride=0,
+    window_format="",
+    compressed_rows_per_page=0,
+    compressed_page_stride=0,
+    compressed_format="",
+    cos_sin=None,
+    positions=None,
+    **options,
+) -> problem.V4Problem:
     return problem.build(
         q,
         caches.from_parts(window, window_rows_per_page, window_page_stride, window_format),

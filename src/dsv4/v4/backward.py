@@ -72,6 +72,14 @@ def _shapes(arguments: dict[str, Any]) -> Shapes:
 
 
 V4_BACKWARD = Operation(
-    "v4_attention_backward", "v4", (*TENSORS, "out", "lse", "dout", "dlse"), 2, V4Options,
-    ("dq", "dwindow", "dcompressed", "dsink"), _shapes, _build, falls_back=True, backward=True,
-)  # fmt: skip
+    "v4_attention_backward",
+    "v4",
+    (*TENSORS, "out", "lse", "dout", "dlse"),
+    2,
+    V4Options,
+    ("dq", "dwindow", "dcompressed", "dsink"),
+    _shapes,
+    _build,
+    falls_back=True,
+    backward=True,
+)

@@ -90,10 +90,21 @@ class V4Problem:
 
 
 def build(
-    q, window, window_indices, compressed=None, compressed_indices=None, *,
-    window_lengths=None, compressed_lengths=None, compressed_block_table=None, request_starts=None,
-    inverse_rope=None, sink=None, softmax_scale=None, deterministic=False,
-) -> V4Problem:  # fmt: skip
+    q,
+    window,
+    window_indices,
+    compressed=None,
+    compressed_indices=None,
+    *,
+    window_lengths=None,
+    compressed_lengths=None,
+    compressed_block_table=None,
+    request_starts=None,
+    inverse_rope=None,
+    sink=None,
+    softmax_scale=None,
+    deterministic=False,
+) -> V4Problem:
     """Check the arguments of dsv4.v4_attention and return them as a problem."""
     checks.tensor("q", q, ("N", "H", "D"), checks.FLOATS)
     n, heads, _ = q.shape

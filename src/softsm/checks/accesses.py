@@ -113,10 +113,21 @@ class MemoryAccesses:
                 loose = np.maximum(view.clock[: self.order.slots], view.loose)
                 told = address_of(loose)
             self.spans.asynchronous(
-                cta.view.site, self.order.newest_address, self.races_address, where, count, write, op.number, generic,
-                op.seen or view.at, told, w.pc, view.slot, sh.NOBODY if op.kind in COLLECTIVE else op.lane,
+                cta.view.site,
+                self.order.newest_address,
+                self.races_address,
+                where,
+                count,
+                write,
+                op.number,
+                generic,
+                op.seen or view.at,
+                told,
+                w.pc,
+                view.slot,
+                sh.NOBODY if op.kind in COLLECTIVE else op.lane,
                 sh.STRONG | sh.CHANGES if write and op.kind in REDUCTIONS else 0,
-            )  # fmt: skip
+            )
             return
         number, base, slots = op.number, view.at, self.order.slots
         known = base + 8 * slots

@@ -299,10 +299,18 @@ def asynchronous_global(
             at = shadow + word * 4 * GLOBAL_RECORD
             whole = low <= word * 4 and word * 4 + 4 <= high
             if (
-                word & 31 and last and whole and load64(at) == w0 and load64(at + 8) == w1 and load64(at + 16) == r0
-                and load64(at + 24) == r1 and load64(at + 32) == r2 and load64(at + 40) == o0
-                and load64(at + 48) == r3 and load64(at + 56) == r4
-            ):  # fmt: skip
+                word & 31
+                and last
+                and whole
+                and load64(at) == w0
+                and load64(at + 8) == w1
+                and load64(at + 16) == r0
+                and load64(at + 24) == r1
+                and load64(at + 32) == r2
+                and load64(at + 40) == o0
+                and load64(at + 48) == r3
+                and load64(at + 56) == r4
+            ):
                 if write:
                     store64(at, load64(last))
                     store64(at + 8, load64(last + 8))

@@ -186,9 +186,19 @@ def global_word(S, address, touched, write, pc, lane, clock):
     shadow = i8(load64(sget(S, S_GLOBAL_SHADOW) + 8 * hit))
     word = (address - (start & ~i8(3))) >> 2
     global_record(
-        shadow + word * 4 * GLOBAL_RECORD, address, word, touched, write, pc, lane, clock, sget(S, S_KNOWN),
-        sget(S, S_SLOT) + 1, i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES),
-    )  # fmt: skip
+        shadow + word * 4 * GLOBAL_RECORD,
+        address,
+        word,
+        touched,
+        write,
+        pc,
+        lane,
+        clock,
+        sget(S, S_KNOWN),
+        sget(S, S_SLOT) + 1,
+        i8(load64(sget(S, S_NEXT_OP))),
+        sget(S, S_RACES),
+    )
 
 
 @native("void(i8, i8, u4, i8, i8, i8)")

@@ -171,8 +171,16 @@ class Operations:
         if not cells and not self.races.item(0):
             return
         if op is None:
-            op = AsyncOp("tcgen05.mma", w, lane, w.line(), nothing, footprint=work.footprint, number=number,
-                         instruction=w.instruction())  # fmt: skip
+            op = AsyncOp(
+                "tcgen05.mma",
+                w,
+                lane,
+                w.line(),
+                nothing,
+                footprint=work.footprint,
+                number=number,
+                instruction=w.instruction(),
+            )
             self.by_number[number] = op
         if cells:
             for write, those in enumerate(checked_regions(work, ctas)):

@@ -414,8 +414,8 @@ class SyncClock:
         order = self.order
         if self.members:
             at, count = self.members.buffer_info()
-            order.meet(self.published.at, self.gathering.at, at, count // 2, order.clocks, order.sections,
-                       order.private, order.used)  # fmt: skip
+            clocks = order.clocks, order.sections, order.private, order.used
+            order.meet(self.published.at, self.gathering.at, at, count // 2, *clocks)
             del self.members[:]
         else:
             order.hand_over(self.published.at, self.gathering.at, order.clocks, order.sections, order.used)

@@ -317,10 +317,9 @@ def compare(S, work, places, me, pc, lane, issued, silent):
     shared = regions + 8 * REGION * count
     for k in range(i8(load64(shared))):
         read = shared + 8 + 24 * k
-        asynchronous(
-            i8(load64(places + 16 * i8(load64(read)) + 8)), layout, races, i8(load64(read + 8)),
-            i8(load64(read + 16)), 0, me, 0, i8(load64(S + 8 * S_CLOCK)), 0, pc, slot, lane, 0,
-        )  # fmt: skip
+        shadow, clock = i8(load64(places + 16 * i8(load64(read)) + 8)), i8(load64(S + 8 * S_CLOCK))
+        low, high = i8(load64(read + 8)), i8(load64(read + 16))
+        asynchronous(shadow, layout, races, low, high, 0, me, 0, clock, 0, pc, slot, lane, 0)
     if silent and load64(races) != np.uint64(0):
         store64(races, np.uint64(0))
         return i8(1)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from softsm.engine import program as pg
 from softsm.ptx.ast import Address, Imm, Instruction, Reg, Symbol
 
-ARRIVES = ("mbarrier.arrive", "mbarrier.arrive_drop", "mbarrier.expect_tx", "mbarrier.complete_tx", "tcgen05.commit",
-           "cp.async.mbarrier.arrive")  # fmt: skip
+ARRIVES = tuple(f"mbarrier.{kind}" for kind in ("arrive", "arrive_drop", "expect_tx", "complete_tx"))
+ARRIVES += ("tcgen05.commit", "cp.async.mbarrier.arrive")
 COPIES = ("cp.async.bulk", "cp.reduce.async.bulk", "st.async", "red.async", "clusterlaunchcontrol.try_cancel")
 WAITS = ("mbarrier.test_wait", "mbarrier.try_wait")
 MAX_DEPTH = 40

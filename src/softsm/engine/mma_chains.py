@@ -41,8 +41,8 @@ class Tables:
         """Returns the number of the chain: MMAs with the same number can be computed and completed together."""
         if not work.chain:
             p, footprint = work.product, work.footprint
-            key = (p.column, p.lane, p.shape, p.ws, p.pair, p.skipped, work.plan.a is None, footprint.accumulator,
-                   bool(footprint.reads))  # fmt: skip
+            product = p.column, p.lane, p.shape, p.ws, p.pair, p.skipped, work.plan.a is None
+            key = (*product, footprint.accumulator, bool(footprint.reads))
             work.chain = self.chains.setdefault(key, len(self.chains) + 1)
         return work.chain
 

@@ -152,9 +152,16 @@ class Observer:
     # ---- accesses ----------------------------------------------------------------------------------------------
 
     def accessed_shared(
-        self, warp: Warp, cta: Cta, low: int, high: int, write: bool, strong: bool = False, lane: int = -1,
+        self,
+        warp: Warp,
+        cta: Cta,
+        low: int,
+        high: int,
+        write: bool,
+        strong: bool = False,
+        lane: int = -1,
         unchanged: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A macro-operation reads or writes bytes [low, high) of shared memory; unchanged: it stores the same value."""
 
     def accessed_global(

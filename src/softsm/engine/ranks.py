@@ -179,9 +179,15 @@ def together(launches: list[Launch | None]) -> None:
             raise ValueError(f"ranks: they launch different kernels: rank {rank} {first}; rank {i} {launch}")
     grid, block, shared, cluster, changes = first.shape
     first.kernel.launch_together(
-        [None if x is None else x.kernel for x in launches], grid, block, [x and x.args for x in launches],
-        [x and x.memory for x in launches], shared, cluster, dict(changes),
-    )  # fmt: skip
+        [None if x is None else x.kernel for x in launches],
+        grid,
+        block,
+        [x and x.args for x in launches],
+        [x and x.memory for x in launches],
+        shared,
+        cluster,
+        dict(changes),
+    )
 
 
 def ranks(count: int, program: Callable[[int], Any], *, turn: Callable[[int], None] | None = None) -> list:

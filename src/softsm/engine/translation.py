@@ -95,8 +95,14 @@ def translate(module: ir.Module, **what) -> None:
 class Translation:
     """The values of registers while a group of lanes executes the block."""
 
-    def __init__(self, records: np.ndarray, steps: list[Micro | Load], known: dict[tuple[str, int], int],
-                 unread: frozenset[tuple[str, int]] = frozenset(), loop: tuple[int, int] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        records: np.ndarray,
+        steps: list[Micro | Load],
+        known: dict[tuple[str, int], int],
+        unread: frozenset[tuple[str, int]] = frozenset(),
+        loop: tuple[int, int] | None = None,
+    ):
         self.records, self.steps, self.known, self.unread, self.loop = records, steps, known, unread, loop
         self.loose: dict[tuple[str, int], Vector] = {}  # results whose NaNs are not canonical yet
         self.rows: dict[tuple[str, int], Vector] = {}  # values of the group so far

@@ -136,14 +136,44 @@ def decode(value: int, kind: str, group: int = 1, ws: bool = False, sparse: bool
             if a_id & 1 or b_id & 1:
                 raise wrong(f"scale-factor ids A {a_id}, B {b_id}; accepted: 0 and 2")
     return InstructionDescriptor(
-        kind, m, n, K_OF_KIND[kind] << sparse, a, b, d, negate, not transposed & 1, not transposed >> 1,
-        bool(value >> 3 & 1) and kind == "i8", scale, a_id, b_id, sparse, selector,
-    )  # fmt: skip
+        kind,
+        m,
+        n,
+        K_OF_KIND[kind] << sparse,
+        a,
+        b,
+        d,
+        negate,
+        not transposed & 1,
+        not transposed >> 1,
+        bool(value >> 3 & 1) and kind == "i8",
+        scale,
+        a_id,
+        b_id,
+        sparse,
+        selector,
+    )
 
 
-def encode(kind: str, m: int, n: int, a: str, b: str, d: str = "f32", *, a_mn: bool = False, b_mn: bool = False,
-           negate_a: bool = False, negate_b: bool = False, saturate: bool = False, scale: str = "ue8m0",
-           a_scale_id: int = 0, b_scale_id: int = 0, sparse: bool = False, selector: int = 0) -> int:  # fmt: skip
+def encode(
+    kind: str,
+    m: int,
+    n: int,
+    a: str,
+    b: str,
+    d: str = "f32",
+    *,
+    a_mn: bool = False,
+    b_mn: bool = False,
+    negate_a: bool = False,
+    negate_b: bool = False,
+    saturate: bool = False,
+    scale: str = "ue8m0",
+    a_scale_id: int = 0,
+    b_scale_id: int = 0,
+    sparse: bool = False,
+    selector: int = 0,
+) -> int:
     """The inverse of `decode`, for tests and explanations."""
     codes = {name: code for code, name in _TYPES[kind].items()}
     value = codes[a] << 7 | codes[b] << 10 | negate_a << 13 | negate_b << 14 | a_mn << 15 | b_mn << 16

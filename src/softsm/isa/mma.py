@@ -95,8 +95,17 @@ def multiply(asm, ins, m: int, types: tuple[str, ...], operands: list[list[int]]
         per = fragments.PER_REGISTER[a]
         every = np.array([*operands[1], *operands[2], *operands[3], *operands[0]])
         tables = [kernel_table(x) for x in (a, b)]
-        asm.macro(do_float, ins, rows=every, a_count=len(a_rows), d_count=len(d_rows), per=per, tables=tables, m=m,
-                  types=types)  # fmt: skip
+        asm.macro(
+            do_float,
+            ins,
+            rows=every,
+            a_count=len(a_rows),
+            d_count=len(d_rows),
+            per=per,
+            tables=tables,
+            m=m,
+            types=types,
+        )
     else:
         asm.macro(
             do_any, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, m=m, types=types, bitwise=bitwise, saturate=saturate
@@ -124,8 +133,21 @@ def lower_sparse(asm, ins, ordered: bool, saturate: bool, shape: tuple[int, int]
         if len(rows) != count:
             raise asm.error(f"{name} takes {count} registers, got {len(rows)}")
     d_rows, a_rows, b_rows, c_rows = (np.array(x) for x in operands)
-    asm.macro(do_sparse, ins, d=d_rows, a=a_rows, b=b_rows, c=c_rows, e=asm.src(ins.operands[4], "u"), chunks=chunks,
-              m=m, selector=int(selector.value), types=types, ordered=ordered, saturate=saturate)  # fmt: skip
+    asm.macro(
+        do_sparse,
+        ins,
+        d=d_rows,
+        a=a_rows,
+        b=b_rows,
+        c=c_rows,
+        e=asm.src(ins.operands[4], "u"),
+        chunks=chunks,
+        m=m,
+        selector=int(selector.value),
+        types=types,
+        ordered=ordered,
+        saturate=saturate,
+    )
 
 
 def do_sparse(w, mask, o):

@@ -77,8 +77,21 @@ def lower(asm, ins) -> None:
     rows, wide = rows_of(asm, values[0], count, type_, write=what == "ld_reduce")
     row, offset = address_of(asm, target, ln.GLOBAL)
     order = order or ("relaxed" if what == "red" else "weak")
-    asm.macro(do_multimem, ins, what=what, op=op, wide_sum=wide_sum, rows=rows, wide=wide, row=row, offset=offset,
-              size=size, dtype=np.dtype(DTYPES[type_]), order=order, scope=scope or "sys")  # fmt: skip
+    asm.macro(
+        do_multimem,
+        ins,
+        what=what,
+        op=op,
+        wide_sum=wide_sum,
+        rows=rows,
+        wide=wide,
+        row=row,
+        offset=offset,
+        size=size,
+        dtype=np.dtype(DTYPES[type_]),
+        order=order,
+        scope=scope or "sys",
+    )
 
 
 def do_multimem(w, mask, o):

@@ -220,9 +220,18 @@ class Work:
 
 
 def prepare(
-    o, idesc: int, d: int, a: int, b: int, add: int, scale_columns: tuple[int, int] = (0, 0), scale_exponent: int = 0,
-    skipped: tuple[int, ...] = (), zero_mask: int = 0, metadata: int = 0,
-) -> Work:  # fmt: skip
+    o,
+    idesc: int,
+    d: int,
+    a: int,
+    b: int,
+    add: int,
+    scale_columns: tuple[int, int] = (0, 0),
+    scale_exponent: int = 0,
+    skipped: tuple[int, ...] = (),
+    zero_mask: int = 0,
+    metadata: int = 0,
+) -> Work:
     """Returns all that follows from an MMA's operands. It is cached: loops repeat the same few operands."""
     group, ws, a_tensor = o.group, o.ws, o.a_tensor
     shape = decode_instruction(idesc, o.kind, group, ws, o.sparse)
@@ -250,9 +259,22 @@ def prepare(
         check_metadata(metadata, lane)
         swizzle.check_row(b_desc, shape.b_k_major, 64, "operand B of a sparse tcgen05.mma")
     p = Product(
-        shape, ws, group == 2, lane, column, a_desc, a_column, b_desc, bool(add), scale_exponent, skipped,
-        scale_columns, o.blocks, zero_mask, metadata & 0xFFFF,
-    )  # fmt: skip
+        shape,
+        ws,
+        group == 2,
+        lane,
+        column,
+        a_desc,
+        a_column,
+        b_desc,
+        bool(add),
+        scale_exponent,
+        skipped,
+        scale_columns,
+        o.blocks,
+        zero_mask,
+        metadata & 0xFFFF,
+    )
     lanes_of_d = accumulator_lanes(p)
     tensor_reads = [] if a_desc is not None else [(a_column, a_column + A_COLUMNS, lanes_of_d)]
     if shape.scale:
@@ -267,8 +289,16 @@ def prepare(
     footprint = tensor_copy.Footprint(
         "mma", (lane, column, shape.m, shape.n, ws), tuple(x[:2] for x in tensor_reads), ((column, column + wide),)
     )
-    return Work(p, tuple(tensor_reads), tuple(shared_reads), lanes_of_d, footprint, plan_of(p),
-                bounds([(column, column + wide), *tensor_reads]), bounds(shared_reads))  # fmt: skip
+    return Work(
+        p,
+        tuple(tensor_reads),
+        tuple(shared_reads),
+        lanes_of_d,
+        footprint,
+        plan_of(p),
+        bounds([(column, column + wide), *tensor_reads]),
+        bounds(shared_reads),
+    )
 
 
 def bounds(spans: list[tuple]) -> tuple[int, int]:

@@ -99,8 +99,16 @@ def lower_cp(asm, ins, modifiers) -> None:
     finish(asm, ins, modifiers, exactly(2))
     address, descriptor = ins.operands
     row = asm.address_row(address, "u")
-    asm.macro(do_cp, ins, group=group, shape=shape, multicast=multicast, source=source, address=row,
-              descriptor=asm.src(descriptor, "q"))  # fmt: skip
+    asm.macro(
+        do_cp,
+        ins,
+        group=group,
+        shape=shape,
+        multicast=multicast,
+        source=source,
+        address=row,
+        descriptor=asm.src(descriptor, "q"),
+    )
 
 
 def do_cp(w, mask, o):
@@ -129,9 +137,15 @@ def do_cp(w, mask, o):
 
         columns = ((column, column + 4 * chunks),)
         what = "cp.4x256b" if o.shape == "4x256b" else "cp"
-        issue(w, thread, "tcgen05.cp", Footprint(what, (), (), columns), effects,
-              reads=tuple(("spans", cta, covered) for cta in ctas),
-              writes=tuple(("tmem", cta, column, column + 4 * chunks, tm.ALL_GROUPS, "") for cta in ctas))  # fmt: skip
+        issue(
+            w,
+            thread,
+            "tcgen05.cp",
+            Footprint(what, (), (), columns),
+            effects,
+            reads=tuple(("spans", cta, covered) for cta in ctas),
+            writes=tuple(("tmem", cta, column, column + 4 * chunks, tm.ALL_GROUPS, "") for cta in ctas),
+        )
 
 
 @form("shift")

@@ -84,8 +84,17 @@ class Tile(NamedTuple):
     def numbers(self) -> bytes:
         """Returns the numbers for `gather_tiles`, valid as long as the tile lives."""
         table = self.table.ctypes.data if self.table.size else 0
-        return np.array([self.word.itemsize, self.base, self.chunks.ctypes.data, *self.chunks.shape, table,
-                         self.place.ctypes.data, self.swap]).tobytes()  # fmt: skip
+        return np.array(
+            [
+                self.word.itemsize,
+                self.base,
+                self.chunks.ctypes.data,
+                *self.chunks.shape,
+                table,
+                self.place.ctypes.data,
+                self.swap,
+            ]
+        ).tobytes()
 
 
 def tile(
@@ -131,9 +140,17 @@ def shared_rows(
 
 
 def shared_lanes(
-    shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, k: int, name: str,
-    place: np.ndarray, stride: int, what: str,
-) -> np.ndarray:  # fmt: skip
+    shared: np.ndarray,
+    floor: int,
+    descriptor: Descriptor,
+    k_major: bool,
+    rows: int,
+    k: int,
+    name: str,
+    place: np.ndarray,
+    stride: int,
+    what: str,
+) -> np.ndarray:
     """Returns the operand that a descriptor names, by lanes: row r in lane place[r]."""
     out = lane_rows(k, stride)
     _gather(shared, floor, descriptor, k_major, rows, k, name, out[:-2].reshape(k, stride * 32), place, True, what)

@@ -198,9 +198,16 @@ def do_load(w, mask, o):
             w.machine.observer.box_loaded(w, box)
         cta_mask = None if o.cta_mask is None else int(w.R[o.cta_mask, lane]) & 0xFFFF
         targets = destinations(
-            w, int(w.R[o.dst, lane]), box.footprint, o.barrier, lane, cta_mask, "TMA load",
-            box_copy.SHARED_ALIGNMENT, o.pair,
-        )  # fmt: skip
+            w,
+            int(w.R[o.dst, lane]),
+            box.footprint,
+            o.barrier,
+            lane,
+            cta_mask,
+            "TMA load",
+            box_copy.SHARED_ALIGNMENT,
+            o.pair,
+        )
         start(
             w,
             lane,

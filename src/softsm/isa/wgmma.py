@@ -127,9 +127,20 @@ def lower_mma(asm: Emitter, ins: Instruction, modifiers) -> None:
         if asm.wgmma_dirty is None or used & asm.wgmma_dirty:
             asm.macro(do_unfenced, ins)
         asm.wgmma_pending.update((x, x[1]) for x in used)
-    asm.macro(do_mma, ins, shape=what, d=np.array(rows), a=a_source, b=asm.src(b_operand, "q"),
-              add=asm.src(scale_d, "p"), d_set=pg.row_set(rows), a_set=pg.row_set(a_rows if from_registers else ()),
-              line=ins.line, metadata=metadata, selector=selector)  # fmt: skip
+    asm.macro(
+        do_mma,
+        ins,
+        shape=what,
+        d=np.array(rows),
+        a=a_source,
+        b=asm.src(b_operand, "q"),
+        add=asm.src(scale_d, "p"),
+        d_set=pg.row_set(rows),
+        a_set=pg.row_set(a_rows if from_registers else ()),
+        line=ins.line,
+        metadata=metadata,
+        selector=selector,
+    )
 
 
 def lower_metadata(asm, ins, operands, element: str) -> tuple[int, int]:

@@ -61,8 +61,14 @@ def tensor_map(
     if strides[-1] != kind.bits // 8 and shape[-1] > 1:
         accepted.refuse("array", array, "arrays whose last dimension is contiguous")
     image = encode_tiled(
-        kind, len(shape), address, shape[::-1], strides[-2::-1], tuple(box)[::-1],
+        kind,
+        len(shape),
+        address,
+        shape[::-1],
+        strides[-2::-1],
+        tuple(box)[::-1],
         tuple(element_strides)[::-1] if element_strides is not None else None,
-        swizzle=SWIZZLES[swizzle], oob_fill=Fill.NAN if fill_nan else Fill.ZERO,
-    )  # fmt: skip
+        swizzle=SWIZZLES[swizzle],
+        oob_fill=Fill.NAN if fill_nan else Fill.ZERO,
+    )
     return TensorMapArgument(array, image)

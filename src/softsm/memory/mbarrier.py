@@ -73,9 +73,15 @@ class Mbarrier(Waitable):
     # -- arrivals and bytes ------------------------------------------------------------------------------------
 
     def arrive(
-        self, count: int = 1, who: object = "", *, drop: bool = False, no_complete: bool = False, relaxed: bool = False,
-        scope: str = ""
-    ) -> int:  # fmt: skip
+        self,
+        count: int = 1,
+        who: object = "",
+        *,
+        drop: bool = False,
+        no_complete: bool = False,
+        relaxed: bool = False,
+        scope: str = "",
+    ) -> int:
         """Take away `count` pending arrivals; returns the state token from before. `drop` also lowers the
         expected count of the phases that follow; `no_complete` promises that the phase will not end here.
         `relaxed` and `scope` are for observers."""
@@ -116,9 +122,15 @@ class Mbarrier(Waitable):
         self._add_tx(-nbytes, "complete_tx", nbytes, who)
 
     def arrive_expect_tx(
-        self, nbytes: int, count: int = 1, who: object = "", *, drop: bool = False, relaxed: bool = False,
-        scope: str = ""
-    ) -> int:  # fmt: skip
+        self,
+        nbytes: int,
+        count: int = 1,
+        who: object = "",
+        *,
+        drop: bool = False,
+        relaxed: bool = False,
+        scope: str = "",
+    ) -> int:
         """expect_tx, then arrive, as one step: the phase cannot end in between."""
         token = self.token()
         self._check_tx(self.tx + nbytes, "expect_tx", nbytes, who)

@@ -195,9 +195,18 @@ def from_image(image: bytes) -> TensorMap:
         spatial = 1 if wide else rank - 2
         im2col = Im2col(tuple(f[28 : 28 + spatial]), tuple(f[31 : 31 + spatial]), f[34], f[35], wide)
     made = TensorMap(
-        DataType(kind), base, tuple(dims[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank]), tuple(steps[:rank]),
-        interleave, Swizzle(_SPLIT_SWIZZLE.index((mode, atomicity))), promotion, Fill(fill), im2col,
-    )  # fmt: skip
+        DataType(kind),
+        base,
+        tuple(dims[:rank]),
+        tuple(strides[: rank - 1]),
+        tuple(box[:rank]),
+        tuple(steps[:rank]),
+        interleave,
+        Swizzle(_SPLIT_SWIZZLE.index((mode, atomicity))),
+        promotion,
+        Fill(fill),
+        im2col,
+    )
     check(made)
     return made
 

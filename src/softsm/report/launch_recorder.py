@@ -77,9 +77,18 @@ class LaunchRecorder(Observer):
         sizes = {v.name: v.size for v in (*kernel.module.variables, *kernel.function.variables)}
         places = {n: (at, sizes.get(n, 0)) for n, at in machine.program.shared_variables.items()}
         self.record = Launch(
-            readable(kernel.name), machine.arch, machine.grid, machine.block, machine.cluster_shape,
-            machine.shared_limit, machine.options.order, kernel.module.source, start, start, variables=places,
-        )  # fmt: skip
+            readable(kernel.name),
+            machine.arch,
+            machine.grid,
+            machine.block,
+            machine.cluster_shape,
+            machine.shared_limit,
+            machine.options.order,
+            kernel.module.source,
+            start,
+            start,
+            variables=places,
+        )
         self.index = len(r.launches)
         r.launches.append(self.record)
 

@@ -18,8 +18,18 @@ def recorded(p: Prediction) -> Recorder:
     out.unit = "ns"
     out.model = f"Nanoseconds of a multiprocessor of a {p.gpu.name} at {p.clock:.2f} GHz, predicted. {statement(p.gpu)}"
     ns = 1 / p.clock
-    launch = Launch(p.kernel, trace.arch, p.grid, trace.block, trace.cluster, trace.shared, "replayed", trace.source, 0,
-                    round(float(run.end.max()) * ns))  # fmt: skip
+    launch = Launch(
+        p.kernel,
+        trace.arch,
+        p.grid,
+        trace.block,
+        trace.cluster,
+        trace.shared,
+        "replayed",
+        trace.source,
+        0,
+        round(float(run.end.max()) * ns),
+    )
     launch.ctas = [trace.clusters[n].first for n in run.order]
     out.launches.append(launch)
     for number, (inst, k) in enumerate(run.warps):

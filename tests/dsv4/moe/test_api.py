@@ -97,10 +97,8 @@ def test_wrong_arguments():
 
 
 def operands():
-    experts, given = moe_cases.layer().experts, moe_cases.tokens(4)
-    e = experts
-    named = dict(w13_scales=e.w13_scales, w2_scales=e.w2_scales, w13_factors=e.w13_factors, w2_factors=e.w2_factors)
-    return (given["x"], e.w13, e.w2, given["ids"], given["weights"]), named
+    named, given = dict(moe_cases.layer().experts.tensors), moe_cases.tokens(4)
+    return (given["x"], named.pop("w13"), named.pop("w2"), given["ids"], given["weights"]), named
 
 
 def test_operators():

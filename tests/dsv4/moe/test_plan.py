@@ -26,11 +26,7 @@ def planned(arch):
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_all_workspace_is_in_the_plan(arch, tokens):
     experts, given = moe_cases.layer(layout=arch[:-1].replace("_", "")).experts, moe_cases.tokens(tokens)
-    p = problem.build(
-        given["x"], experts.w13, experts.w2, given["ids"], given["weights"], w13_scales=experts.w13_scales,
-        w2_scales=experts.w2_scales, w13_factors=experts.w13_factors, w2_factors=experts.w2_factors,
-        layout=experts.layout,
-    )  # fmt: skip
+    p = problem.build(given["x"], ids=given["ids"], weights=given["weights"], **experts.tensors, layout=experts.layout)
     target = dispatch.compile_target(arch)
     for scratch, count in ((planned(arch).scratch, 0), (None, None), (torch.empty(64), None)):
         q = replace(p, out=torch.empty_like(p.x), scratch=scratch)

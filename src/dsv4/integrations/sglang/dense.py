@@ -90,29 +90,61 @@ class Backend(AttentionBackend):
         return 1
 
     def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        sinks: Tensor | None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
         """q [B, Hq D], one token of each sequence -> [B, Hq D]."""
         m, (query, out, pages, table, window) = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, options)
         dsv4.fmha_paged(
-            query[:, None], *pages, table, m.lengths, causal=True, window=window, softmax_scale=layer.scaling,
-            sink=None if sinks is None else sinks.float(), out=out[:, None], **self._scales(layer),
-        )  # fmt: skip
+            query[:, None],
+            *pages,
+            table,
+            m.lengths,
+            causal=True,
+            window=window,
+            softmax_scale=layer.scaling,
+            sink=None if sinks is None else sinks.float(),
+            out=out[:, None],
+            **self._scales(layer),
+        )
         calls["dense decode"] += 1
         return out.flatten(1)
 
     def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
-        sinks: Tensor | None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
         """q [N, Hq D], the new tokens of all sequences end to end; their cached prefixes are in the pages."""
         m, (query, out, pages, table, window) = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, options)
         assert m.starts is not None and m.ends is not None
         made = flash_attn_varlen_func(
-            query, *pages, m.starts, m.ends, m.longest_query, m.longest, softmax_scale=layer.scaling, causal=True,
-            window_size=window, block_table=table, learnable_sink=sinks, **self._scales(layer),
-        )  # fmt: skip
+            query,
+            *pages,
+            m.starts,
+            m.ends,
+            m.longest_query,
+            m.longest,
+            softmax_scale=layer.scaling,
+            causal=True,
+            window_size=window,
+            block_table=table,
+            learnable_sink=sinks,
+            **self._scales(layer),
+        )
         assert isinstance(made, Tensor)
         calls["dense prefill"] += 1
         return made.flatten(1)

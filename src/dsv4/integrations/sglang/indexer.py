@@ -48,10 +48,17 @@ def forward_c4_indexer(
     table, starts = _by_request(index.page_table[:n], forward_batch, index, n)
     slots, rows = core.c4_sparse_page_indices[:n], core.c4_sparse_raw_indices  # rows: for prefill alone
     dsv4.index_topk(
-        q[:n], cache, weights[:n, :, 0], slots.shape[1], lengths=index.compressed_seq_lens[:n].reshape(-1),
-        block_table=table, request_starts=starts, scale=1.0, request_rows=rows is not None,
+        q[:n],
+        cache,
+        weights[:n, :, 0],
+        slots.shape[1],
+        lengths=index.compressed_seq_lens[:n].reshape(-1),
+        block_table=table,
+        request_starts=starts,
+        scale=1.0,
+        request_rows=rows is not None,
         out=slots if rows is None else rows[:n],
-    )  # fmt: skip
+    )
     if rows is not None:
         _slots(rows[:n], index.page_table[:n], cache.rows_per_page, slots)
     calls["index"] += 1

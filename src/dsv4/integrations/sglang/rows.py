@@ -66,11 +66,23 @@ def compressed(
     An entry is 16 bytes: int32 tokens seen (-1: none), then in prefill the token of the step, 16 bits."""
     if kv.shape[-1] != FP8_584.values:  # keys of the indexer
         theirs(
-            kv, plan, norm_weight=norm_weight, norm_eps=norm_eps, freq_cis=freq_cis, out_loc=out_loc, kvcache=kvcache,
-            page_size=page_size, use_fp4=use_fp4, bf16_store=bf16_store, kvcache_scale=kvcache_scale,
-            rope_cache=rope_cache, fp4_k_write_metadata=fp4_k_write_metadata, layout=layout, fp8_2buff=fp8_2buff,
+            kv,
+            plan,
+            norm_weight=norm_weight,
+            norm_eps=norm_eps,
+            freq_cis=freq_cis,
+            out_loc=out_loc,
+            kvcache=kvcache,
+            page_size=page_size,
+            use_fp4=use_fp4,
+            bf16_store=bf16_store,
+            kvcache_scale=kvcache_scale,
+            rope_cache=rope_cache,
+            fp4_k_write_metadata=fp4_k_write_metadata,
+            layout=layout,
+            fp8_2buff=fp8_2buff,
             kvcache_rope=kvcache_rope,
-        )  # fmt: skip
+        )
         return
     if bf16_store or fp8_2buff:
         refuse("the compressed cache", "rows of the unified layout", f"FP8 pages, or {PARTS_SWITCH} without compressor")
@@ -80,16 +92,29 @@ def compressed(
     slots = out_loc[: len(seen)] if plan.is_decode else out_loc[(entry[:, 1] & 0xFFFF).long()]
     ends = (seen > 0) & (seen % ratio == 0)
     store(
-        kv, norm_weight, norm_eps, freq_cis, (seen - ratio).clamp_min(0), slots.masked_fill(~ends, -1), kvcache,
+        kv,
+        norm_weight,
+        norm_eps,
+        freq_cis,
+        (seen - ratio).clamp_min(0),
+        slots.masked_fill(~ends, -1),
+        kvcache,
         page_size,
-    )  # fmt: skip
+    )
     calls["compress"] += 1
 
 
 def store(
-    x: Tensor, weight: Tensor, eps: float, freqs_cis: Tensor, positions: Tensor, slots: Tensor, pages: Tensor,
-    page: int, backend: str = "auto",
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    freqs_cis: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    page: int,
+    backend: str = "auto",
+) -> None:
     """x [N, 512], normed by the weight and rotated at positions [N], to the slots [N] of pages uint8 [P, bytes] of
     `page` rows; -1: nowhere. freqs_cis complex [positions, 32]."""
     pool = Fp8Cache.from_pages(pages[:, : page * FP8_584.row_bytes].unflatten(1, (page, FP8_584.row_bytes)))

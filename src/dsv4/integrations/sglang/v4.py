@@ -39,9 +39,24 @@ def flash_mla_with_kvcache(
             checks.fail(name, checks.describe(x), "None: rows of DeepSeek-V4 or V4.1")
     calls["decode"] += 1
     return flash_mla.flash_mla_with_kvcache(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, None, None, softmax_scale, causal, is_fp8_kvcache, indices,
-        attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, use_legacy=use_legacy,
-    )  # fmt: skip
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        head_dim_v,
+        None,
+        None,
+        softmax_scale,
+        causal,
+        is_fp8_kvcache,
+        indices,
+        attn_sink,
+        extra_k_cache,
+        extra_indices_in_kvcache,
+        topk_length,
+        extra_topk_length,
+        use_legacy=use_legacy,
+    )
 
 
 def no_other_kernel(*_: Any, **__: Any) -> bool:

@@ -36,10 +36,17 @@ def forward(self: Any, kv_score: Tensor, positions: Tensor, rotary_emb: Any) -> 
     m, states = found[self.state_cache.prefix], self.state_cache.kv_cache
     kv, gate = kv_score.chunk(2, -1)
     _SAVE_PARTIAL_STATES_KERNEL(
-        kv=kv, score=gate, ape=self.ape, positions=positions, state_cache=states, slot_mapping=m.slot_mapping,
-        block_size=m.block_size, state_width=states.shape[-1] // 2, compress_ratio=self.compress_ratio,
+        kv=kv,
+        score=gate,
+        ape=self.ape,
+        positions=positions,
+        state_cache=states,
+        slot_mapping=m.slot_mapping,
+        block_size=m.block_size,
+        state_width=states.shape[-1] // 2,
+        compress_ratio=self.compress_ratio,
         pdl_kwargs=dict(launch_pdl=False),
-    )  # fmt: skip
+    )
     # A graph is replayed with tokens that do finish a row. None: vLLM does not know.
     if self.compress_ratio == 128 and m.c128_boundary is False and context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
         return
@@ -56,9 +63,16 @@ def store(compressor: Any, found: dict[str, Any], positions: Tensor, cos_sin: Te
     m = found[compressor.state_cache.prefix]
     n = m.slot_mapping.shape[0]
     compress_pages(
-        compressor.state_cache.kv_cache, m.slot_mapping, m.token_to_req_indices[:n], positions[:n], m.block_table,
-        found[compressor.k_cache_prefix].slot_mapping[:n], compressor.norm.weight, cos_sin,
+        compressor.state_cache.kv_cache,
+        m.slot_mapping,
+        m.token_to_req_indices[:n],
+        positions[:n],
+        m.block_table,
+        found[compressor.k_cache_prefix].slot_mapping[:n],
+        compressor.norm.weight,
+        cos_sin,
         (Fp8Cache if compressor.head_dim == FP8_584.values else IndexCache).from_pages(pages),
-        ratio=compressor.compress_ratio, eps=compressor.rms_norm_eps,
-    )  # fmt: skip
+        ratio=compressor.compress_ratio,
+        eps=compressor.rms_norm_eps,
+    )
     calls["compress"] += 1

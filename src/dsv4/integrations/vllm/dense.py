@@ -184,17 +184,36 @@ class Impl(AttentionImpl[Metadata]):
         n = m.decodes
         if n:
             dsv4.fmha_paged(
-                query[:n, None], k_pages, v_pages, m.block_table[:n], m.lengths[:n], causal=True, window=self.window,
-                sink=sink, softmax_scale=self.scale, out=output[:n, None], **scales,
-            )  # fmt: skip
+                query[:n, None],
+                k_pages,
+                v_pages,
+                m.block_table[:n],
+                m.lengths[:n],
+                causal=True,
+                window=self.window,
+                sink=sink,
+                softmax_scale=self.scale,
+                out=output[:n, None],
+                **scales,
+            )
             calls["dense decode"] += 1
         if m.tokens > n:
             ends = torch.nn.functional.pad(m.lengths[n:].cumsum(0, dtype=torch.int32), (1, 0))
             out = flash_attn_varlen_func(
-                query[n : m.tokens], k_pages, v_pages, m.starts[n:] - n, ends, m.longest_query, m.longest,
-                softmax_scale=self.scale, causal=True, window_size=self.window, block_table=m.block_table[n:],
-                learnable_sink=sink, **scales,
-            )  # fmt: skip
+                query[n : m.tokens],
+                k_pages,
+                v_pages,
+                m.starts[n:] - n,
+                ends,
+                m.longest_query,
+                m.longest,
+                softmax_scale=self.scale,
+                causal=True,
+                window_size=self.window,
+                block_table=m.block_table[n:],
+                learnable_sink=sink,
+                **scales,
+            )
             assert isinstance(out, Tensor)
             output[n : m.tokens] = out
             calls["dense prefill"] += 1

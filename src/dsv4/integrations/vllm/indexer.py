@@ -111,9 +111,15 @@ class Indexer(torch.nn.Module):
         calls["index decode"] += 1
 
     def _choose(
-        self, q: Tensor, weights: Tensor, some: slice, lengths: Tensor, table: Tensor, starts: Tensor | None,
+        self,
+        q: Tensor,
+        weights: Tensor,
+        some: slice,
+        lengths: Tensor,
+        table: Tensor,
+        starts: Tensor | None,
         longest: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         keys = self.k_cache.kv_cache
         cache = dsv4.IndexCache.from_pages(keys, format=INDEX_68 if keys.shape[-1] == INDEX_68.row_bytes else None)
         # Memory and time go with the width of the table; kernels are compiled for its powers of two.

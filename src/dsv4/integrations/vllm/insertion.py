@@ -11,9 +11,15 @@ from dsv4.caches.pages import PackedRows
 
 
 def insert(
-    q: Tensor, kv: Tensor, positions: Tensor, window: PackedRows, slots: Tensor, cos_sin: Tensor, eps: float | None,
+    q: Tensor,
+    kv: Tensor,
+    positions: Tensor,
+    window: PackedRows,
+    slots: Tensor,
+    cos_sin: Tensor,
+    eps: float | None,
     backend: str = "auto",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """kv [>= n, 512], rotated, to the rows slots int64 [n] of the window (-1: nowhere); q [N, H, 512], each head normed
     without a weight (not if eps is None: V4.1) and rotated -> a new tensor of the same shape. positions [N]; cos_sin
     fp32 [positions, 64]."""

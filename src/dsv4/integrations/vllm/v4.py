@@ -126,9 +126,15 @@ class Forward(Served):
                 compressed_lengths=listed[1],
             )
         dsv4.v4_attention(
-            q, dsv4.Fp8Cache.from_pages(self.swa_cache_layer.kv_cache), window, window_lengths=lengths,
-            sink=self.attn_sink, softmax_scale=self.scale, out=out, **more,
-        )  # fmt: skip
+            q,
+            dsv4.Fp8Cache.from_pages(self.swa_cache_layer.kv_cache),
+            window,
+            window_lengths=lengths,
+            sink=self.attn_sink,
+            softmax_scale=self.scale,
+            out=out,
+            **more,
+        )
 
 
 def sparse_fwd(

@@ -63,15 +63,27 @@ class Forward(Served):
             more = dict(compressed=pool(kv_cache), compressed_indices=slots, compressed_lengths=lengths)
         n = m.num_decode_tokens
         dsv4.v4_attention(
-            q, pool(self.swa_cache_layer.kv_cache), m.decode_swa_indices[:n, 0], window_lengths=m.decode_swa_lens[:n],
-            sink=self.attn_sink, softmax_scale=self.scale, out=output, **more,
-        )  # fmt: skip
+            q,
+            pool(self.swa_cache_layer.kv_cache),
+            m.decode_swa_indices[:n, 0],
+            window_lengths=m.decode_swa_lens[:n],
+            sink=self.attn_sink,
+            softmax_scale=self.scale,
+            out=output,
+            **more,
+        )
         calls["decode"] += 1
 
     def _forward_prefill(
-        self, q: Tensor, positions: Tensor, compressed_k_cache: Tensor | None, swa_k_cache: Tensor, output: Tensor,
-        attn_metadata: Any, swa_metadata: Any,
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        positions: Tensor,
+        compressed_k_cache: Tensor | None,
+        swa_k_cache: Tensor,
+        output: Tensor,
+        attn_metadata: Any,
+        swa_metadata: Any,
+    ) -> None:
         from vllm.models.deepseek_v41.nvidia.flashmla import DeepseekV4FlashMLAAttention as Theirs
 
         copied(Theirs._forward_prefill, flash_mla_sparse_fwd=sparse_fwd)(

@@ -198,9 +198,15 @@ class Runtime:
         return self.start(kernel, sides[:3], sides[3:6], cluster, args, shared, how)
 
     def start(
-        self, kernel: Kernel | None, grid: Sequence[int], block: Sequence[int], cluster: Sequence[int], args: int,
-        shared: int, how: int = 0,
-    ) -> int:  # fmt: skip
+        self,
+        kernel: Kernel | None,
+        grid: Sequence[int],
+        block: Sequence[int],
+        cluster: Sequence[int],
+        args: int,
+        shared: int,
+        how: int = 0,
+    ) -> int:
         """args: the address of the addresses of the arguments"""
         if kernel is None:
             return INVALID_FUNCTION
@@ -268,10 +274,18 @@ class Runtime:
         """cuTensorMapEncodeTiled"""
         try:
             image = tensor_map_image.encode_tiled(
-                kind, rank, address or 0, listed(dims, ctypes.c_uint64, rank),
-                listed(strides, ctypes.c_uint64, rank - 1), listed(box, UINT, rank), listed(steps, UINT, rank),
-                interleave, swizzle, promotion, fill,
-            )  # fmt: skip
+                kind,
+                rank,
+                address or 0,
+                listed(dims, ctypes.c_uint64, rank),
+                listed(strides, ctypes.c_uint64, rank - 1),
+                listed(box, UINT, rank),
+                listed(steps, UINT, rank),
+                interleave,
+                swizzle,
+                promotion,
+                fill,
+            )
         except ValueError as problem:
             print(f"softsm: cuTensorMapEncodeTiled: {problem}", file=sys.stderr)
             return INVALID_VALUE

@@ -149,11 +149,21 @@ class CudaShim:
         number = ARCHITECTURES[use.arch]
         name = f"softsm {use.arch}"
         properties = SimpleNamespace(
-            name=name, major=number // 10, minor=number % 10, multi_processor_count=use.sms, total_memory=1 << 37,
-            warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
-            shared_memory_per_block=49152, shared_memory_per_block_optin=232_448,
-            shared_memory_per_multiprocessor=233_472, L2_cache_size=50 << 20, gcnArchName="",
-            uuid="softsm")  # fmt: skip
+            name=name,
+            major=number // 10,
+            minor=number % 10,
+            multi_processor_count=use.sms,
+            total_memory=1 << 37,
+            warp_size=32,
+            max_threads_per_multi_processor=2048,
+            regs_per_multiprocessor=65536,
+            shared_memory_per_block=49152,
+            shared_memory_per_block_optin=232_448,
+            shared_memory_per_multiprocessor=233_472,
+            L2_cache_size=50 << 20,
+            gcnArchName="",
+            uuid="softsm",
+        )
         stream = Stream()
         answers = {
             "is_available": lambda: True,

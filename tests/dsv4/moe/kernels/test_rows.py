@@ -22,10 +22,7 @@ def test_a_thread_moves_many_bytes_at_once(name, moves, monkeypatch):
     tokens."""
     monkeypatch.setattr(prepare, "SORTED_AT_ONCE", 0)
     e, given = moe_cases.layer().experts, moe_cases.tokens(9, k=2)
-    p = problem.build(
-        given["x"], e.w13, e.w2, given["ids"], given["weights"], w13_scales=e.w13_scales, w2_scales=e.w2_scales,
-        w13_factors=e.w13_factors, w2_factors=e.w2_factors,
-    )  # fmt: skip
+    p = problem.build(given["x"], ids=given["ids"], weights=given["weights"], **e.tensors)
     launches = calls.launches_of(replace(p, out=torch.empty_like(p.x)), dispatch.compile_target("sm_90a"))
     launch = next(x for x in launches if x.kernel.__name__ == name)
     source, backend, options = aot.source_of(launch.kernel, launch.arguments, launch.constants, 90)

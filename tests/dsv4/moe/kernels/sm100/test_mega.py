@@ -35,11 +35,8 @@ def case(recipe="fp8_128", tokens=18):
 
 def test_there_is_one_launch():
     e, given = case()
-    options = dict(layout="sm100", fused=True, w13_scales=e.w13_scales, w2_scales=e.w2_scales)
-    made = problem.build(
-        given["x"], e.w13, e.w2, given["ids"], given["weights"], w13_factors=e.w13_factors, w2_factors=e.w2_factors,
-        **options,
-    )  # fmt: skip
+    options = dict(layout="sm100", fused=True)
+    made = problem.build(given["x"], ids=given["ids"], weights=given["weights"], **e.tensors, **options)
     made = replace(made, out=torch.empty_like(given["x"]))
     found = calls.launches_of(made, Target("softsm", (10, 0), 5))
     assert [(x.kernel.__name__, x.grid) for x in found] == [("moe_mega_sm100", (5,))]
