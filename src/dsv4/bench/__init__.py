@@ -23,7 +23,7 @@ SUITES = ("dense", "varlen", "v4", "index", "moe", "backward")
 
 
 def cases(suite: str, seed: int | None = None, count: int = 20) -> list[Case]:
-    """The cases of a suite, or of all; with a seed, `count` of each, drawn at random."""
+    """Return the cases of a suite, or of all; with a seed, `count` of each, drawn at random."""
     from dsv4.bench import backward, dense, drawn, index, moe, v4, v41, varlen
 
     if seed is not None:

@@ -12,7 +12,7 @@ def clock():
 
 @triton.jit(do_not_specialize=["nanoseconds"])
 def read_clock(out_ptr, nanoseconds):
-    """(cycles, nanoseconds) now and as many nanoseconds later."""
+    """Return (cycles, nanoseconds) now and as many nanoseconds later."""
     begin = globaltimer()
     tl.store(out_ptr, clock())
     tl.store(out_ptr + 1, begin)

@@ -104,7 +104,7 @@ class DenseContest:
         return call
 
     def error(self, name: str, result: Any) -> float:
-        """The error of the last sequence's first and last query heads, against fp32."""
+        """Return the error of the last sequence's first and last query heads, against fp32."""
         case, worst = self.case, 0.0
         if result.shape != self.q.shape:
             raise RuntimeError(f"{name}: a result of shape {list(result.shape)}")

@@ -28,7 +28,7 @@ GROUPS = (1, 1, 4, 5, 8)
 
 
 def cases(suite: str, seed: int, count: int) -> list[Any]:
-    """`count` cases of a suite."""
+    """Return `count` cases of a suite."""
     draw = random.Random(f"{suite} {seed}")
     found: dict[str, Any] = {}
     while len(found) < count:
@@ -39,7 +39,7 @@ def cases(suite: str, seed: int, count: int) -> list[Any]:
 
 
 def between(draw: random.Random, low: int, high: int) -> int:
-    """Log-uniform."""
+    """Draw a log-uniform number."""
     return round(low * (high / low) ** draw.random())
 
 

@@ -27,7 +27,7 @@ ACTIVATION = "(fminf(a, 10.f) / (1.f + __expf(-fminf(a, 10.f)))) * fminf(fmaxf(b
 def weighted_sum(
     slots_ptr, rows_ptr, weights_ptr, out_ptr, WIDTH: tl.constexpr, TOPK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """One program: COLUMNS of a token."""
+    """Sum COLUMNS columns of a token: one program."""
     token = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)
@@ -47,7 +47,7 @@ class Humming:
         self.first, self.second = _layer(*w13, scales), _layer(weights["w2"], weights["w2_scale"], scales)
 
     def call(self, x: Tensor, ids: Tensor, weights: Tensor, form: str) -> Callable[[], Tensor]:
-        """x bf16 [T, H], ids and weights [T, topk] -> a call that gives bf16 [T, H]."""
+        """Return a call that computes bf16 [T, H] from x bf16 [T, H], ids and weights [T, topk]."""
         from humming.forward import may_process_input
 
         tokens, topk = ids.shape
@@ -88,7 +88,7 @@ class _Product:
         self.tuning = get_heuristics_config(layer.humming_config, shape_m=rows, gemm_type=form)
 
     def places(self, order: Tensor, starts: Tensor) -> dict[str, Tensor]:
-        """What names the rows of each expert: where they begin, or the slots of every block."""
+        """Return what names the rows of each expert: where they begin, or the slots of every block."""
         if self.form == "grouped_contiguous":
             return dict(expert_layout=starts)
         block = self.tuning["block_shape"][0]

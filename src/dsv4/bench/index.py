@@ -111,7 +111,7 @@ class IndexContest:
         )
 
     def rows(self, request: int) -> Tensor:
-        """The keys [keys, DIMS] of a request, as they are stored."""
+        """Return the keys [keys, DIMS] of a request, as they are stored."""
         return self.pool[self.table[request].long()].flatten(0, 1)
 
     def _torch(self) -> Callable[[], list[Tensor]]:
@@ -130,7 +130,8 @@ class IndexContest:
         return lambda: [part(some) for some in parts]
 
     def error(self, name: str, result: Any) -> float:
-        """The most that a row outside the list of the last query scores above the least one in it, over the bound."""
+        """Return the most that a row outside the list of the last query scores above the least one in it, over the
+        bound."""
         if name == SCORES_ALONE:
             return 0.0  # the lists made of them are checked
         last = len(self.q) - 1
@@ -150,7 +151,7 @@ class IndexContest:
         return float((outside.max() - inside.min()).clamp_min(0) / (ERROR * scores.abs().max()))
 
     def places(self, name: str, result: Any) -> Tensor:
-        """The list of the last query, as rows of its request."""
+        """Return the list of the last query, as rows of its request."""
         if name != "dsv4":
             return result[-1].view(-1, self.case.topk)[-1] if isinstance(result, list) else result[-1]
         place_of = torch.empty_like(self.table[-1])
@@ -202,7 +203,7 @@ def compressing(d: int, m: int, overlap: bool, tokens: int) -> tuple[Callable[[]
 
 
 def writing(rows: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The kernel, and what torch does of it without waiting for the device: the quantisation."""
+    """Return two calls that write a row: the kernel, and what torch does of it without waiting for the device."""
     cache, x = dsv4.Fp8Cache.empty(200, 64, device="cuda"), bf16(rows, 512)
     slots = torch.randperm(cache.rows, device="cuda")[:rows]
     return lambda: cache.write(slots, x), lambda: FP8_584.quantize(x)

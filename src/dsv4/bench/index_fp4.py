@@ -107,14 +107,15 @@ class Fp4Contest:
         return INDEX_68.dequantize(self.q4, self.scales[..., None].contiguous().view(torch.uint8), torch.float32)
 
     def _inside(self, n: int) -> Tensor:
-        """Which rows of a request a consumer looks into."""
+        """Return which rows of a request a consumer looks into."""
         assert self.blocks is not None
         kept = torch.zeros(self.case.keys // BLOCK, dtype=torch.bool, device="cuda")
         kept[self.blocks[n][self.blocks[n] >= 0].long()] = True
         return kept.repeat_interleave(BLOCK)
 
     def error(self, name: str, result: Tensor) -> float:
-        """The most that a row outside the list of the last query scores above the least one in it, over the bound."""
+        """Return the most that a row outside the list of the last query scores above the least one in it, over the
+        bound."""
         if "FP8" in name:
             scores = self.w8[-1] @ (self.q8[-1].float() @ self._keys(self.fp8, -1).T).relu()
         else:

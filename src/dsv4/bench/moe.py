@@ -63,14 +63,14 @@ class MoeCase:
 
 
 def shares(experts: int, zipf: bool) -> Tensor:
-    """The share of the slots that each expert has."""
+    """Return the share of the slots that each expert has."""
     share = 1 / torch.arange(1, experts + 1).double() if zipf else torch.ones(experts).double()
     return share / share.sum()
 
 
 @lru_cache(maxsize=1)
 def weights_of(layer: Layer) -> dsv4.Fp4Experts:
-    """Random codes; scales such that the outputs are about as large as x."""
+    """Draw random codes, and scales such that the outputs are about as large as x."""
     e, h, i = layer[1:]
     given = []
     for rows, columns in ((i, h), (i, h), (h, i)):
@@ -81,14 +81,14 @@ def weights_of(layer: Layer) -> dsv4.Fp4Experts:
 
 @lru_cache(maxsize=1)
 def bf16_weights(layer: Layer) -> tuple[Tensor, Tensor]:
-    """The same for torch: [E, H, 2 I] and [E, I, H], as its grouped product expects them."""
+    """Return the same for torch: [E, H, 2 I] and [E, I, H], as its grouped product expects them."""
     w13, w2 = weights_of(layer).dequantize(torch.bfloat16)
     return w13.mT, w2.mT
 
 
 @lru_cache(maxsize=2)
 def humming_weights(layer: Layer, scales: int) -> Any:
-    """The same for Humming, which has a layout for each recipe of activations."""
+    """Return the same for Humming, which has a layout for each recipe of activations."""
     from dsv4.bench.humming import Humming  # with Triton, which a machine without a GPU may not have
 
     return Humming(weights_of(layer).unpack(), scales)
@@ -140,7 +140,7 @@ class MoeContest:
         return call
 
     def error(self, name: str, result: Any) -> float:
-        """The error of the last tokens."""
+        """Return the error of the last tokens."""
         some = slice(-CHECKED, None)
         truth, rounded = (self._plain(some, recipe).double() for recipe in ("bf16", "fp8_128"))
         cost = (rounded - truth).norm()

@@ -56,7 +56,7 @@ Calls = Iterator[tuple[str, Callable[[], Any]]]
 
 
 def module(name: str) -> Any | None:
-    """A peer's module; None where it cannot be imported."""
+    """Return a peer's module; None where it cannot be imported."""
     for candidate in PEERS[name][0]:
         try:
             return importlib.import_module(candidate)
@@ -66,7 +66,7 @@ def module(name: str) -> Any | None:
 
 
 def here() -> dict[str, str]:
-    """Every peer: its version, or why it is not here."""
+    """Return every peer: its version, or why it is not here."""
     return {"torch": torch.__version__} | {name: _version(name) for name in PEERS}
 
 
@@ -137,7 +137,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Calls:
 
 
 def flash_attentions(d: int) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """flash_attn_func of every flash-attn that is here; a folder of that name alone is none."""
+    """Return flash_attn_func of every flash-attn that is here; a folder of that name alone is none."""
     for name in ("flash-attn 3", "flash-attn", "FlashAttention-4"):
         function = getattr(module(name), "flash_attn_func", None)
         if function is not None and d <= 256:
@@ -145,7 +145,7 @@ def flash_attentions(d: int) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def varlen(starts: Tensor, longest: int, causal: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Functions of q, k, v [tokens, H, D], the sequences of which begin at `starts`."""
+    """Return functions of q, k, v [tokens, H, D], the sequences of which begin at `starts`."""
     for name in ("flash-attn 3", "flash-attn", "FlashAttention-4"):
         function = getattr(module(name), "flash_attn_varlen_func", None)
         if function is not None:
@@ -167,8 +167,8 @@ def varlen(starts: Tensor, longest: int, causal: bool) -> Iterator[tuple[str, Ca
 def gradients(
     forward: Callable[..., Any], inputs: tuple[Tensor, ...], dout: Tensor, heads_first: bool = False
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """A call that gives the gradients of a forward pass, which is run once, by the first call. heads_first: inputs and
-    dout are [B, H, tokens, D], the gradients are shown as [B, tokens, H, D]."""
+    """Return a call that gives the gradients of a forward pass, which is run once, by the first call. heads_first:
+    inputs and dout are [B, H, tokens, D], the gradients are shown as [B, tokens, H, D]."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     done: list[Tensor] = []
 
@@ -182,7 +182,7 @@ def gradients(
 
 
 def dense_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> Calls:
-    """The gradients of the calls of dense(), those that have any; each gives dq, dk, dv as q, k, v are."""
+    """Return the gradients of the calls of dense(), those that have any; each gives dq, dk, dv as q, k, v are."""
     grouped, d = q.shape[2] != k.shape[2], q.shape[3]
     views = tuple(x.transpose(1, 2) for x in (q, k, v))
     for name, backend in TORCH.items():

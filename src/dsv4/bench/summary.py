@@ -21,7 +21,7 @@ def has_peer(case: dict[str, Any]) -> bool:
 
 
 def best_peer(case: dict[str, Any]) -> str:
-    """The fastest that does the same; a name that ends with "alone" is of one that does less."""
+    """Return the fastest that does the same; a name that ends with "alone" is of one that does less."""
     others = {who: us for who, us in case["microseconds"].items() if not who.startswith("dsv4")}
     others = {who: us for who, us in others.items() if not who.endswith("alone")} or others
     return min(others, key=others.__getitem__)
@@ -32,13 +32,13 @@ def is_record(record: Any) -> bool:
 
 
 def records(folder: Path) -> list[Record]:
-    """What `dsv4 bench --json` wrote into a folder, in the order of the names."""
+    """Return what `dsv4 bench --json` wrote into a folder, in the order of the names."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     return [record for record in found if is_record(record)]
 
 
 def kind(name: str) -> str:
-    """What a case is about: the first words of its name, without the mask and without sizes."""
+    """Return what a case is about: the first words of its name, without the mask and without sizes."""
     words: list[str] = []
     for word in name.split():
         if word[0].isdigit() or word[0] == "(":
@@ -49,7 +49,7 @@ def kind(name: str) -> str:
 
 
 def speeds(many: list[Record]) -> dict[str, list[tuple[float, str]]]:
-    """kind -> (our speed relative to the best peer's, the peer) of every case."""
+    """Return, by kind, (our speed relative to the best peer's, the peer) of every case."""
     found: dict[str, list[tuple[float, str]]] = {}
     for record in many:
         drawn = "random " if "drawn" in record else ""
@@ -61,7 +61,7 @@ def speeds(many: list[Record]) -> dict[str, list[tuple[float, str]]]:
 
 
 def worst_tenth(ratios: list[float]) -> float:
-    """Nine of ten cases are at least as fast: the first decile, interpolated."""
+    """Return the first decile, interpolated: nine of ten cases are at least as fast."""
     ordered = sorted(ratios)
     place = 0.1 * (len(ordered) - 1)
     low = int(place)
@@ -70,7 +70,7 @@ def worst_tenth(ratios: list[float]) -> float:
 
 
 def table(many: list[Record]) -> str:
-    """Markdown: one row per kind."""
+    """Return a table in Markdown, one row per kind."""
     machines = dict.fromkeys(f"{r['device']}, torch {r['torch']}, Triton {r['triton']}" for r in many)
     lines = [
         f"{'; '.join(machines)}. CUDA-graph replays, cold L2, medians; dsv4 and its peers alternate in one process.",
@@ -89,7 +89,7 @@ def table(many: list[Record]) -> str:
 
 
 def draw(many: list[Record], path: Any) -> None:
-    """A dot per case, a line per kind, on a logarithmic scale; 1 is as fast as the best peer."""
+    """Draw a dot per case, a line per kind, on a logarithmic scale; 1 is as fast as the best peer."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -119,7 +119,7 @@ class V4Contest:
 
 
 def pages_of(cache: dsv4.Fp8Cache) -> Tensor:
-    """uint8 [pages, rows, 1, 584], as engines have them."""
+    """Return pages as engines have them: uint8 [pages, rows, 1, 584]."""
     size = (cache.pages, cache.rows_per_page, 1, 584)
     return cache.storage.as_strided(size, (cache.page_stride, 584, 584, 1))
 

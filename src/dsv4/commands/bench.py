@@ -92,7 +92,8 @@ def run(
     whose: list[str],
     drawn: dict[str, Any],
 ) -> tuple[dict[str, Any], bool]:
-    """(the record, whether one of ours failed). The JSON is written after every case: an interrupted run loses one."""
+    """Return (the record, whether one of ours failed). The JSON is written after every case: an interrupted run loses
+    one."""
     import triton
 
     from dsv4 import bench as measuring
@@ -138,7 +139,7 @@ def run(
 
 
 def rows(case: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One line for each that has a time, the fastest peer last; then those that failed."""
+    """Return one line for each that has a time, the fastest peer last; then those that failed."""
     us = case["microseconds"]
     lines = []
     for who in sorted(us, key=lambda who: (not who.startswith("dsv4"), -us[who])):
@@ -151,7 +152,7 @@ def rows(case: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What --json wrote."""
+    """Return what --json wrote."""
     try:
         record = json.loads(path.read_text())
         return record if "cases" in record else show.refuse(f"{path}: not a file that dsv4 bench --json wrote")
@@ -160,7 +161,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """A table with one row per case: ours and the best of all peers."""
+    """Return a table with one row per case: ours and the best of all peers."""
     turns = "; dsv4 and peers alternate" if "peers" in record else ""
     lines = [
         f"{record['device']}, torch {record['torch']}, Triton {record['triton']}; CUDA-graph replay, cold L2, "
@@ -187,7 +188,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def replaced(text: str, records: list[dict[str, Any]]) -> str:
-    """The text with a summary of the records between the marks."""
+    """Return the text with a summary of the records between the marks."""
     head, mark, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not mark or not end:
@@ -196,7 +197,7 @@ def replaced(text: str, records: list[dict[str, Any]]) -> str:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Bars: each case's speed relative to its best peer's."""
+    """Draw a bar for each case: its speed relative to its best peer's."""
     import matplotlib
 
     matplotlib.use("Agg")

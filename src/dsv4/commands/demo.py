@@ -58,7 +58,8 @@ def demo(seed: Annotated[int | None, typer.Option(help="repeat a run; without it
 
 
 def emulated(out: Console, section: Section, seed: int) -> list[Result]:
-    """The kernel in softsm: every asynchronous operation as late as it may be, races looked for, work counted."""
+    """Run the kernel in softsm: every asynchronous operation completes as late as it may, races are looked for, work is
+    counted."""
     import softsm
 
     with softsm.counting() as activity, softsm.checking(order="latest") as report:
@@ -76,7 +77,7 @@ def emulated(out: Console, section: Section, seed: int) -> list[Result]:
 
 
 def roles_table(activity: Any) -> Table:
-    """Who did what, over all CTAs of the cases above."""
+    """Return a table of who did what, over all CTAs of the cases above."""
     found = Table(title="Who did what in the Blackwell kernel", title_justify="left")
     for name in ("role", "warps", "instructions", "TMA loads", "products", "TMEM loads", "TMEM stores"):
         found.add_column(name, justify="left" if name == "role" else "right")
@@ -112,7 +113,7 @@ def sections() -> list[Section]:
 
 
 def best(operation: str) -> tuple[Where, str]:
-    """The best backend for this operation here, and what keeps a better one from being it."""
+    """Return the best backend for this operation here, and what keeps a better one from being it."""
     if not torch.cuda.is_available():
         return Where("cpu"), ""
     try:
@@ -123,7 +124,7 @@ def best(operation: str) -> tuple[Where, str]:
 
 
 def blackwell_cases() -> list[Case]:
-    """One case of the suite `seeds` per head dim."""
+    """Return one case of the suite `seeds` per head dim."""
     cases = [case for case in suites.seeds() if case.name.endswith("-t4-s256")]
     return [
         replace(case, suite="demo", name=f"4 queries, 256 keys, 8 heads on 1, head dim {case.head_dim}")
@@ -132,7 +133,7 @@ def blackwell_cases() -> list[Case]:
 
 
 def emulator_reason() -> str | None:
-    """Why the Blackwell kernel cannot run in softsm here; None if it can."""
+    """Return why the Blackwell kernel cannot run in softsm here; None if it can."""
     try:
         Where("softsm", "sm_100a").resolve()
         dispatch.kernel_module("fmha", (10, 0))
@@ -164,7 +165,7 @@ def fmha_cases() -> list[Case]:
 
 
 def v4_cases() -> list[Case]:
-    """A whole layer of each kind, prefill and then drafts; decode at the sizes of V4-Flash; a mixed batch."""
+    """Return a whole layer of each kind, prefill and then drafts; decode at the sizes of V4-Flash; a mixed batch."""
     names = {"swa": "window only", "csa": "window + top-k of ratio 4", "hca": "window + all of ratio 128"}
     found = []
     for kind, name in names.items():

@@ -103,7 +103,7 @@ def software() -> Iterator[Finding]:
 
 
 def emulator() -> Finding:
-    """softsm is a distribution of its own; numba and ml_dtypes are what it most often lacks."""
+    """Check softsm, a distribution of its own; it most often lacks numba and ml_dtypes."""
     found = show.version_of("softsm")
     try:
         folder = Path(dispatch.import_softsm().__file__ or "").parent
@@ -114,7 +114,7 @@ def emulator() -> Finding:
 
 
 def plug_in(engine: Engine) -> Finding:
-    """An engine that does not load the plug-in cannot say that its switch has no effect."""
+    """Check the plug-in of an engine: one that does not load it cannot say that its switch has no effect."""
     installed = next((v for v in map(show.version_of, engine.distributions) if v), None)
     value, listed = os.environ.get(engine.switch, ""), os.environ.get(engine.listed)
     # vLLM reads an empty list as none at all
@@ -151,7 +151,7 @@ def triton() -> Finding:
 
 
 def wheel() -> Finding:
-    """The compiled kernels that dsv4 finds without a setting, and whether it uses them."""
+    """Return the compiled kernels that dsv4 finds without a setting, and whether it uses them."""
     name = "dsv4-cubins"
     root = cubins.installed()
     if root is None:
@@ -168,7 +168,7 @@ def wheel() -> Finding:
 
 
 def slower() -> str:
-    """Where this machine's GPU and Triton are a pair for which the wheel is faster, say so."""
+    """Say so where this machine's GPU and Triton are a pair for which the wheel is faster."""
     if not torch.cuda.is_available() or dispatch.capability_of() != (9, 0):
         return ""
     found = dispatch.triton_version()
@@ -193,7 +193,7 @@ def device() -> Iterator[Finding]:
 
 
 def ptxas() -> Finding:
-    """The assembler that turns PTX into a cubin; Triton's wheel has its own."""
+    """Return the assembler that turns PTX into a cubin; Triton's wheel has its own."""
     try:
         bundled = Path(importlib.import_module("triton").__file__ or "").parent / "backends/nvidia/bin/ptxas"
     except ImportError:

@@ -25,8 +25,8 @@ UNPACKED, FEW_OR_MANY = (1, 3), (1, 4 * KV_HEADS)
 
 
 def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) -> list[Launch]:
-    """The launches of fmha's and fmha_varlen's gradients, whatever the mask or the sink, with dQ summed in any order;
-    without groups, also always in the same one. options: of fmha."""
+    """Return the launches of fmha's and fmha_varlen's gradients, whatever the mask or the sink, with dQ summed in any
+    order; without groups, also always in the same one. options: of fmha."""
     found = []
     sizes = (GROUPS, (KV_HEADS,)) if head_dim <= 128 else (UNPACKED, FEW_OR_MANY)
     for varlen, group, kv_heads in itertools.product((False, True), *sizes):
@@ -47,8 +47,8 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) 
 
 
 def v4_launches(heads: int, rope: int, dtype: torch.dtype, arch: str) -> list[Launch]:
-    """The launches of v4_attention's gradients: added up in any order or always in the same one, rotated back or not,
-    positions of 32 and 64 bits."""
+    """Return the launches of v4_attention's gradients: added up in any order or always in the same one, rotated back or
+    not, positions of 32 and 64 bits."""
     found = []
     for deterministic, positions in itertools.product((False, True), (None, torch.int32, torch.int64)):
         q, rows = (torch.empty(n, dtype=dtype, device="meta") for n in ((1, heads, 512), (64, 512)))

@@ -46,7 +46,7 @@ def hub(out: Annotated[Path, typer.Option(help="directory for build/torch-univer
 
 
 def write(out: Path) -> tuple[str, Path, list[str]]:
-    """-> (module name of the build, its folder, the modules in it)."""
+    """Write a build; return (its module name, its folder, the modules in it)."""
     modules = needed()
     texts = {m: path_of(m).read_text() for m in modules}
     texts["__init__"] += EXPORTS
@@ -62,7 +62,8 @@ def write(out: Path) -> tuple[str, Path, list[str]]:
 
 
 def metadata(name: str) -> dict:
-    """What the hub asks of a build. `cpu` is the type of a build that runs anywhere; GPUs are found at the call."""
+    """Return what the hub asks of a build. `cpu` is the type of a build that runs anywhere; GPUs are found at the
+    call."""
     return {
         "name": "dsv4",
         "id": name,
@@ -74,7 +75,7 @@ def metadata(name: str) -> dict:
 
 
 def needed() -> list[str]:
-    """The modules of dsv4 that attention imports, as dotted names below the package, packages first."""
+    """Return the modules of dsv4 that attention imports, as dotted names below the package, packages first."""
     found: set[str] = set()
     waiting = [*ROOTS, *(m for top in DYNAMIC for m in below(top))]
     while waiting:
@@ -89,12 +90,12 @@ def needed() -> list[str]:
 
 
 def below(top: str) -> list[str]:
-    """Every module of a folder."""
+    """Return every module of a folder."""
     return [".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in sorted((PACKAGE / top).rglob("*.py"))]
 
 
 def imports(module: str) -> list[str]:
-    """The modules of dsv4 that one imports anywhere; ImportError where it needs a package that the hub lacks."""
+    """Return the modules of dsv4 that one imports anywhere; ImportError where it needs a package that the hub lacks."""
     found = []
     for node in ast.walk(ast.parse(path_of(module).read_text())):
         names: list[tuple[str, str | None]] = []
@@ -117,7 +118,7 @@ def path_of(module: str) -> Path:
 
 
 def renamed(text: str, name: str) -> str:
-    """The package under another name: in imports, in strings that name modules, and in torch's namespace."""
+    """Return the package under another name: in imports, in strings that name modules, and in torch's namespace."""
     tops = "|".join(sorted({p.stem for p in PACKAGE.iterdir() if not p.stem.startswith("__")}))
     text = re.sub(r"(?m)^(\s*(?:from|import) )dsv4\b", rf"\1{name}", text)
     text = re.sub(rf"(?<=[\"'])dsv4(?=\.(?:(?:{tops})\.|\{{))", name, text)

@@ -135,13 +135,13 @@ PREDICTED = "\n## Predicted times\n"  # written by benchmarks/timing.py
 
 
 def predicted_section(path: Path) -> str:
-    """The part of the page about the model's times, which is kept when the rest is written again."""
+    """Return the part of the page about the model's times, which is kept when the rest is written again."""
     text = path.read_text() if path.exists() else ""
     return text[text.index(PREDICTED) :] if PREDICTED in text else ""
 
 
 def launch_of(head_dim: int, p_tmem: bool | None, how: str, dtype: torch.dtype = torch.bfloat16) -> Launch:
-    """The launch that a call would make; nothing runs."""
+    """Return the launch that a call would make; nothing runs."""
     target = dispatch.compile_target("sm_100a")
     q = torch.empty(1, 256 * (target.num_sms if how == "loop" else 1), 1, head_dim, dtype=dtype)
     if how in ("rows", "pair", "loop"):
@@ -156,7 +156,7 @@ def launch_of(head_dim: int, p_tmem: bool | None, how: str, dtype: torch.dtype =
 
 
 def v4_launch_of(heads: int, rows: str, named: str) -> Launch:
-    """The same of V4 attention."""
+    """Return the same of V4 attention."""
     return calls.launches_of(v4_small(rows, named, heads=heads), dispatch.compile_target("sm_100a"))[0]
 
 

@@ -27,12 +27,13 @@ else:
 
 
 def refuse(why: str) -> NoReturn:
-    """Wrong usage, or nothing to work on: one line on stderr, exit status 2 (see dsv4.cli.Commands)."""
+    """Exit because of wrong usage, or with nothing to work on: one line on stderr, exit status 2 (see
+    dsv4.cli.Commands)."""
     raise UsageError(why)
 
 
 def told(problem: UsageError) -> str:
-    """The line of an error; of an unknown option in the style of all others."""
+    """Return the line of an error; of an unknown option in the style of all others."""
     near = getattr(problem, "possibilities", None)
     name = getattr(problem, "option_name", None)
     if near is None or name is None:
@@ -47,7 +48,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def chosen(option: str, values: Sequence[T] | None, accepted: Iterable[T]) -> list[T]:
-    """The values of an option that may be given several times; all that are accepted if it is not given."""
+    """Return the values of an option that may be given several times; all that are accepted if it is not given."""
     known = list(accepted)
     for value in values or ():
         if value not in known:
@@ -62,7 +63,7 @@ def file_to_write(option: str, path: Path | None) -> None:
 
 
 def progress() -> Progress:
-    """A bar on stderr; silent when stderr is not a terminal."""
+    """Show a bar on stderr, or nothing when stderr is not a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -94,7 +95,7 @@ def run_with_progress(
 
 
 def version_of(package: str) -> str | None:
-    """The version of the installed distribution."""
+    """Return the version of the installed distribution."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

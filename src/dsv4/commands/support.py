@@ -125,12 +125,12 @@ def v4_gradients() -> list[Any]:
 
 
 def ready(one: Any) -> Any:
-    """The problem as a backend gets it: with its outputs."""
+    """Return the problem as a backend gets it: with its outputs."""
     return replace(one, out=torch.zeros_like(one.q), lse=torch.zeros(one.lse_shape))
 
 
 def gradients(p: Any) -> Any:
-    """The request for all gradients of a problem."""
+    """Return the request for all gradients of a problem."""
     dsink = torch.zeros(p.q_heads if p.operation == "fmha" else p.q.shape[1])
     if p.operation == "fmha":
         return FmhaBackward(p, p.out, None, p.q, p.k, p.v, dsink if p.sink is not None else None)
@@ -176,7 +176,7 @@ def cell(answers: list[bool | None]) -> str:
 
 
 def matrix() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     lines = ["| | " + " | ".join(column.title for column in COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     for d in checks.HEAD_DIMS:
         cells = []
@@ -195,7 +195,7 @@ def matrix() -> str:
 
 
 def replaced(text: str) -> str:
-    """`text` with what lies between the two marks replaced by the matrix of today."""
+    """Return `text` with the matrix of today between the two marks."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"the file must contain the marks {BEGIN!r} and {END!r} once each")
     head, rest = text.split(BEGIN)

@@ -29,7 +29,8 @@ ROUNDED = ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, Tru
 
 
 def index_problems(each: int, heads: int, topk: int, rows: int) -> Iterator[IndexProblem]:
-    """FP4 queries; a source that keeps blocks, a consumer of them, and neither; scores in fp32 and rounded to bf16."""
+    """Return problems with FP4 queries: a source that keeps blocks, a consumer of them, and neither; scores in fp32 and
+    rounded to bf16."""
     counts_of_requests = sorted({max(n // each, 1) for n in (1, 4, 8, 16)} | {4 * dispatch.DEFAULT_NUM_SMS})
     kinds = ("", "source", "consumer")
     some = itertools.product(counts_of_requests, (True, False) if each == 1 else (True,), PAGES)

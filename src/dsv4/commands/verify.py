@@ -82,7 +82,7 @@ def line(result: Result) -> str:
 
 
 def summary(results: list[Result]) -> Table:
-    """One row per suite and head dim, with the worst of its cases."""
+    """Return one row per suite and head dim, with the worst of its cases."""
     table = Table(title="Error against the fp64 oracle, worst case of each group")
     for name in ("suite", "head dim", "cases", "passed", "relative error", "allowance used", "cosine", "seconds"):
         table.add_column(name, justify="left" if name == "suite" else "right")
@@ -107,7 +107,7 @@ def summary(results: list[Result]) -> Table:
 
 
 def failures(out: Console, results: list[Result]) -> None:
-    """Every failure; those with one reason (a kernel that is not there) as one line."""
+    """Return every failure; those with one reason (a kernel that is not there) are one line."""
     reasons: dict[str, list[str]] = {}
     for result in results:
         if not result.ok:
@@ -120,13 +120,13 @@ def failures(out: Console, results: list[Result]) -> None:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN or infinity."""
+    """Replace NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def report(results: list[Result], where: Where, seed: int, suite: str) -> dict[str, Any]:
-    """Everything measured, as JSON; docs/verify.md describes it. A value that is not finite is null, and `ok` is False
-    then."""
+    """Return everything measured, as JSON; docs/verify.md describes it. A value that is not finite is null, and `ok` is
+    False then."""
     return {
         "format": 1,
         "dsv4": dsv4.__version__,

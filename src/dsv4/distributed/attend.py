@@ -50,7 +50,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Settin
 
 
 def cut(t: int, s: int, shift: int, left: int, right: int) -> tuple[int, int, tuple[int, int]] | None:
-    """The queries and keys, from the first on, that matter, and fmha's window for them; None if no query sees a key.
+    """Return the queries and keys, from the first on, that matter, and fmha's window for them; None if no query sees a
+    key.
 
     There are t queries and s keys. Query i sees key j iff i + shift - left <= j <= i + shift + right; -1 = no bound.
 

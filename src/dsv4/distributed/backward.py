@@ -91,7 +91,7 @@ class Queries:
         return None if self.sum_q is None else self.sum_q.to(self.tensors[0].dtype)
 
     def gradients_of(self, k: Tensor, v: Tensor) -> Tensor:
-        """fp32 [2, B, T, Hkv, D]: dk and dv of this rank's keys."""
+        """Return dk and dv of this rank's keys, fp32 [2, B, T, Hkv, D]."""
         setting = self.setting
         if setting.method == "gather":
             whole_k, whole_v = (gathered_whole(x, 1, setting.order, setting.group) for x in (k, v))
@@ -153,7 +153,8 @@ class Unshard(torch.autograd.Function):
 
 
 def scattered(whole: Tensor, dim: int, order: str, group: Any) -> Tensor:
-    """This rank's part of the sum over the ranks of a whole tensor: what unshard brings together, the other way."""
+    """Return this rank's part of the sum over the ranks of a whole tensor: what unshard brings together, the other
+    way."""
     _, size = rank_and_size(group)
     if size == 1:
         return whole
@@ -163,7 +164,7 @@ def scattered(whole: Tensor, dim: int, order: str, group: Any) -> Tensor:
 
 
 def passed_on(x: Tensor, group: Any) -> Tensor:
-    """x to the next rank, that of the rank before here."""
+    """Pass x on to the next rank; return that of the rank before."""
     import torch.distributed as dist
 
     rank, size = rank_and_size(group)

@@ -16,7 +16,7 @@ SUITES = {"seeds": seeds, "fmha": fmha, "v4": v4, "backward": backward}
 
 
 def select(suite: str = "all", match: str = "", head_dim: int | None = None) -> list[Case]:
-    """The cases of a suite (or of all), those whose name contains `match`, at one head dim if given."""
+    """Return the cases of a suite (or of all), those whose name contains `match`, at one head dim if given."""
     if suite != "all" and suite not in SUITES:
         raise ValueError(f"suite: got {suite!r}; accepted: {', '.join(SUITES)}, all")
     names = SUITES if suite == "all" else {suite: None}

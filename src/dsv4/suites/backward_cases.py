@@ -79,14 +79,15 @@ class Gradients:
         return checks
 
     def unseen(self, oracle: Callable[..., Any]) -> dict[str, Tensor]:
-        """Queries that see nothing and keys that no query sees. Not read off the gradient itself: that of a query which
-        sees one key is 0 too, but as a difference."""
+        """Return queries that see nothing and keys that no query sees. Not read off the gradient itself: that of a
+        query which sees one key is 0 too, but as a difference."""
         dlse = torch.ones_like(lse_like(self.args["q"]))  # dS = P alone: no term cancels another
         probe = oracle(**self.args, dout=torch.zeros_like(self.dout), dlse=dlse)._asdict()
         return {name: (probe[name] == 0).all(-1) for name in ("q", "k") if name in probe}
 
     def noise(self, name: str) -> float:
-        """The size of what fp32 leaves of a row of dq or dk when P (dP - delta) is 0: 2^-20 of its largest term."""
+        """Return the size of what fp32 leaves of a row of dq or dk when P (dP - delta) is 0: 2^-20 of its largest
+        term."""
         if name not in ("q", "k") or "k" not in self.args:
             return 0.0
         q, k, v = (self.args[x].double().nan_to_num(0, 0, 0).norm(dim=-1) for x in "qkv")
@@ -95,7 +96,8 @@ class Gradients:
         return 2.0**-20 * scale * longest[0] * longest[1] * longest[2]
 
     def sink_terms(self) -> Tensor:
-        """The terms of dsink for every query and head: the weight of the sink times |dO * O|, elementwise. [rows, H]"""
+        """Return the terms of dsink for every query and head: the weight of the sink times |dO * O|, elementwise.
+        [rows, H]"""
         out, lse = getattr(reference, self.op)(**self.args)
         if lse.ndim == 3:
             lse = lse.transpose(1, 2)  # [B, T, H], as out
@@ -104,7 +106,7 @@ class Gradients:
 
 
 def lse_like(q: Tensor) -> Tensor:
-    """fp32, of the shape of the LSE."""
+    """Draw fp32 numbers in the shape of the LSE."""
     shape = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else q.shape[:2]
     return torch.empty(shape, device=q.device)
 
@@ -145,7 +147,7 @@ def judge_sink(got: Tensor, ref: Tensor, terms: Tensor, dtype: torch.dtype) -> C
 
 
 def of(maker: Callable[..., Call], lse: bool = False, repeat: bool = False) -> Callable[..., Gradients]:
-    """The gradients of a call of another suite."""
+    """Return the gradients of a call of another suite."""
 
     def make(draw: Draw, **options: Any) -> Gradients:
         call = maker(draw, **options)
@@ -157,7 +159,7 @@ def of(maker: Callable[..., Call], lse: bool = False, repeat: bool = False) -> C
 
 
 def dense_forms() -> Iterator[tuple[str, Callable[..., Gradients], set[str]]]:
-    """Sizes on both sides of the tiles of 64 and 128, every mask, sinks, groups, layouts."""
+    """Yield cases with sizes on both sides of the tiles of 64 and 128, every mask, sinks, groups, layouts."""
     dense, sinks = fmha_cases.dense, fmha_cases.with_sink
     two = {"heads": 2, "kv_heads": 2}
     for t, s in [(1, 1), (1, 140), (64, 128), (129, 257), (65, 31)]:
@@ -212,7 +214,7 @@ def v4_forms() -> Iterator[tuple[str, Callable[..., Gradients], set[str]]]:
 
 
 def v4_halves() -> Iterator[tuple[str, Callable[..., Gradients], set[str]]]:
-    """q and rows in fp16."""
+    """Yield cases with q and rows in fp16."""
     half = partial(v4_cases.step, dtype=torch.float16)
     yield "swa-fp16", of(partial(half, kind="swa", start=126, count=2)), {"swa"}
     yield "csa-fp16", of(partial(half, kind="csa", start=126, count=2, heads=65), lse=True), {"csa", "lse", "heads"}
@@ -224,7 +226,7 @@ def v4_halves() -> Iterator[tuple[str, Callable[..., Gradients], set[str]]]:
 
 
 def backward() -> list[Case]:
-    """The suite, in a fixed order."""
+    """Return the suite, in a fixed order."""
     cases = []
 
     def add(name: str, maker: Callable[..., Any], features: set[str], d: int, dtype: torch.dtype) -> None:

@@ -50,7 +50,7 @@ LSE_BOUND = 2.0**-12
 
 
 def relative(error: Tensor, reference: Tensor) -> float:
-    """||error|| / ||reference||, 0 where both vanish, inf where only the reference does."""
+    """Return ||error|| / ||reference||: 0 where both vanish, inf where only the reference does."""
     size, scale = error.norm().item(), reference.norm().item()
     return size / scale if scale > 0 else (0.0 if size == 0 else float("inf"))
 
@@ -101,7 +101,7 @@ def judge_lse(got: Tensor, ref: Tensor) -> list[Check]:
 
 
 def rounded(oracle: Callable, args: dict[str, Any], dtype: torch.dtype, sink_last: bool = False) -> Tensor:
-    """The oracle's output with P rounded to the dtype. sink_last: the output too, before the sink is applied."""
+    """Return the oracle's output with P rounded to the dtype. sink_last: the output too, before the sink is applied."""
     if not sink_last or args.get("sink") is None:
         return oracle(**args, p_dtype=dtype)[0]
     out, lse = oracle(**{**args, "sink": None}, p_dtype=dtype)
@@ -109,7 +109,7 @@ def rounded(oracle: Callable, args: dict[str, Any], dtype: torch.dtype, sink_las
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in an argument: itself, a tuple's, an Fp8Cache's storage."""
+    """Return all tensors in an argument: itself, a tuple's, an Fp8Cache's storage."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -120,7 +120,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of the whole storage beneath a tensor, so that views are compared with what lies between them."""
+    """Return the bytes of the whole storage beneath a tensor, so that views are compared with what lies between
+    them."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -143,7 +144,7 @@ class Guarded:
         return Guarded(buffer, out)
 
     def spilled(self) -> int:
-        """Elements outside the output that were written. Destroys the output."""
+        """Count the elements outside the output that were written. This destroys the output."""
         self.out.fill_(GUARD)
         return int((self.buffer != GUARD).sum())
 
@@ -194,7 +195,7 @@ class Call:
         return copy, lse, guarded.spilled()
 
     def _reach(self) -> float:
-        """Rows that can be seen x the largest value in them, where there is a sink."""
+        """Return the rows that can be seen times the largest value in them, where there is a sink."""
         if self.args.get("sink") is None:
             return 1.0
         names = ("window", "compressed") if self.op == "v4_attention" else ("v", "v_pages")

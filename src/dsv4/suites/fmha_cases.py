@@ -29,7 +29,7 @@ Maker = Callable[..., Call]  # (draw, d, dtype) -> Call
 def qkv(
     draw: Draw, d: int, dtype: torch.dtype, t: int, s: int, heads: int = 4, kv_heads: int = 4, batch: int = 1
 ) -> dict[str, Any]:
-    """q [B, T, Hq, D], k and v [B, S, Hkv, D]."""
+    """Draw q [B, T, Hq, D], k and v [B, S, Hkv, D]."""
     q = draw.normal(batch, t, heads, d, dtype=dtype)
     return {"q": q, **{name: draw.normal(batch, s, kv_heads, d, dtype=dtype) for name in "kv"}}
 
@@ -48,7 +48,7 @@ def with_sink(draw: Draw, d: int, dtype: torch.dtype, size: dict[str, int], sink
 
 
 def unseen_nan(draw: Draw, d: int, dtype: torch.dtype) -> Call:
-    """Keys left of every query's window hold NaN in K and inf in V; keys right of the last query too."""
+    """Put NaN into K and inf into V left of every query's window, and right of the last query."""
     args = qkv(draw, d, dtype, t=5, s=150, kv_heads=2)
     args["k"][:, : 150 - 5 - 20] = NAN
     args["v"][:, : 150 - 5 - 20] = float("inf")
@@ -56,7 +56,7 @@ def unseen_nan(draw: Draw, d: int, dtype: torch.dtype) -> Call:
 
 
 def strided(draw: Draw, d: int, dtype: torch.dtype, how: str) -> Call:
-    """Inputs as models hand them over: views whose strides are not those of a fresh tensor."""
+    """Draw inputs as models hand them over: views whose strides are not those of a fresh tensor."""
     t, s, heads, batch = 37, 90, 4, 2
     if how == "heads-first":  # [B, H, S, D] tensors seen as [B, S, H, D]
         q, k, v = (draw.normal(batch, heads, n, d, dtype=dtype).transpose(1, 2) for n in (t, s, s))
@@ -85,7 +85,7 @@ def padded(draw: Draw, shape: tuple[int, ...], d: int, dtype: torch.dtype) -> Te
 
 
 def scores(draw: Draw, d: int, dtype: torch.dtype, shape: str) -> Call:
-    """Scores that stress the online softmax: the running maximum jumps, never moves, or is very far away."""
+    """Draw scores that stress the online softmax: the running maximum jumps, never moves, or is very far away."""
     args = qkv(draw, d, dtype, t=20, s=290, heads=4, kv_heads=1)
     direction = draw.normal(d)
     direction = direction / direction.norm()
@@ -205,7 +205,7 @@ def paged(
 
 
 def replaced(maker: Maker, **change: Any) -> Maker:
-    """The maker with attributes of its Call changed."""
+    """Return the maker with attributes of its Call changed."""
 
     def make(draw: Draw, d: int, dtype: torch.dtype) -> Call:
         call = maker(draw, d, dtype)
@@ -331,7 +331,7 @@ def pageds() -> Iterator[tuple[str, Maker, set[str]]]:
 
 
 def softcaps() -> Iterator[tuple[str, Maker, set[str]]]:
-    """Caps that most scores come near."""
+    """Yield cases with caps that most scores come near."""
     size, small = {"t": 77, "s": 133, "kv_heads": 2}, {"t": 1, "s": 300, "heads": 8, "kv_heads": 1}
     yield "softcap", partial(with_sink, size=size, sink="random", causal=True, softcap=0.7), {"softcap", "sink"}
     yield "softcap-decode", partial(dense, size=small, softcap=0.7), {"softcap", "mqa"}
@@ -355,7 +355,7 @@ def in_e4m3(draw: Draw, d: int, dtype: torch.dtype, maker: Maker, per_head: bool
 
 
 def e4m3s() -> Iterator[tuple[str, Maker, set[str]]]:
-    """FP8 caches: by few rows, by many, varlen, in pages; more codes than a kernel has at a time."""
+    """Yield cases of FP8 caches: few rows, many, varlen, in pages; more codes than a kernel has at a time."""
     codes = torch.float8_e4m3fn
     small, odd = {"t": 3, "s": 200, "heads": 8, "kv_heads": 2}, {"t": 77, "s": 133, "kv_heads": 2}
     table: list[tuple[str, Maker, set[str]]] = [
@@ -376,7 +376,7 @@ def e4m3s() -> Iterator[tuple[str, Maker, set[str]]]:
 
 
 def fmha() -> list[Case]:
-    """The suite, in a fixed order."""
+    """Return the suite, in a fixed order."""
     cases = []
 
     def add(name: str, maker: Maker, features: set[str], d: int, dtype: torch.dtype) -> None:

@@ -15,7 +15,8 @@ from .case import Case, Result, Where, run_case
 
 
 def run_parallel(cases: list[Case], where: Where, seed: int, jobs: int) -> Iterator[Result]:
-    """Results as they come, not in the order of the cases. Only cases of the named suites: others cannot be sent."""
+    """Yield results as they come, not in the order of the cases. Only cases of the named suites: others cannot be
+    sent."""
     from . import SUITES
 
     known = {str(case) for suite in {case.suite for case in cases} for case in SUITES[suite]()}

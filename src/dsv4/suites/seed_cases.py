@@ -19,7 +19,7 @@ QUERY_HEADS = 8
 
 
 def sizes() -> list[tuple[int, int]]:
-    """(T, S) of each head dim's 18 cases: the grid of 16, and two longer ones."""
+    """Return (T, S) of each head dim's 18 cases: the grid of 16, and two longer ones."""
     grid = [(t, s) for t in (1, 4, 32, 128) for s in (128, 256, 384, 512)]
     return grid + [(1, 1024), (128, 1024)]
 
@@ -31,7 +31,7 @@ def make(draw: Draw, d: int, t: int, s: int, dtype: torch.dtype) -> Call:
 
 
 def seeds(dtype: torch.dtype = torch.bfloat16) -> list[Case]:
-    """The 72 cases, head dim by head dim. The notes are bf16; kernel tests may ask for another dtype."""
+    """Return the 72 cases, head dim by head dim. The notes are bf16; kernel tests may ask for another dtype."""
     return [
         Case("seeds", f"d{d}-t{t}-s{s}", partial(make, d=d, t=t, s=s, dtype=dtype), d, dtype)
         for d in HEAD_DIMS

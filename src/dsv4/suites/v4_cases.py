@@ -60,7 +60,7 @@ def filled(draw: Draw, places: Tensor, store: str, pages: int, rows_per_page: in
 
 
 def lists(rows: list[Tensor], width: int, device: torch.device) -> Tensor:
-    """Row numbers of each query, padded with -1. int32 [N, width]"""
+    """Return the row numbers of each query, padded with -1, int32 [N, width]."""
     out = torch.full((len(rows), width), -1, dtype=torch.int32, device=device)
     for n, row in enumerate(rows):
         out[n, : len(row)] = row
@@ -212,7 +212,7 @@ def draft_block(draw: Draw, start: int, count: int, **options: Any) -> Call:
 
 
 def changed(maker: Callable[..., Call], **change: Any) -> Callable[[Draw], Call]:
-    """The maker with attributes of its Call changed."""
+    """Return the maker with attributes of its Call changed."""
 
     def make(draw: Draw) -> Call:
         call = maker(draw)
@@ -235,7 +235,7 @@ def positions() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
 
 
 def drafts() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
-    """1 to 4 tokens at once; the starts make them cross a window, a ratio-4 and a ratio-128 boundary."""
+    """Yield 1 to 4 tokens at once; the starts make them cross a window, a ratio-4 and a ratio-128 boundary."""
     for count in (1, 2, 3, 4):
         for kind, starts in (("swa", (125,)), ("csa", (1, 61, 125)), ("hca", (125, 253))):
             for start in starts:
@@ -248,7 +248,7 @@ def drafts() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
 
 
 def forms() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
-    """Cache formats, head counts, list forms, sinks, output forms."""
+    """Yield cases with all cache formats, head counts, forms of lists, sinks, forms of output."""
     for kind in ("swa", "csa", "hca"):
         yield f"{kind}-fp8", partial(step, kind=kind, start=300, store="fp8"), {kind, "fp8"}
         yield f"{kind}-lengths", partial(step, kind=kind, start=130, count=2, lengths=True), {kind, "lengths"}
@@ -283,7 +283,8 @@ def forms() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
 
 
 def halves() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
-    """q and rows in fp16: every way in which rows come, heads on both sides of the tiles of 64 and 128."""
+    """Yield cases with q and rows in fp16: every way in which rows come, heads on both sides of the tiles of 64 and
+    128."""
     half = partial(step, dtype=FP16)
     yield "swa-fp16", partial(half, kind="swa", start=126, count=3), {"swa"}
     yield "csa-fp16", partial(half, kind="csa", start=140, count=2, heads=65), {"csa", "heads"}
@@ -313,7 +314,7 @@ def v41() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
 
 
 def v4() -> list[Case]:
-    """The suite, in a fixed order."""
+    """Return the suite, in a fixed order."""
     groups = (
         (positions(), BF16),
         (drafts(), BF16),

@@ -45,7 +45,7 @@ class Weights:
         return Weights(kv, gate, draw.normal(ratio, width), 1 + draw.normal(d, scale=0.1), table)
 
     def defined(self) -> Tensor:
-        """The rows by definition: fp64 [L // m, d], a loop over windows."""
+        """Return the rows by definition: fp64 [L // m, d], a loop over windows."""
         c, z, bias = (x.double().cpu() for x in (self.kv, self.gate, self.bias))
         m, d = len(bias), len(self.norm)
         rows = []
@@ -147,7 +147,7 @@ class Layer:
         return Ran(torch.cat(outs), torch.cat(lses), all_rows, all_keys, torch.cat(lists), *once)
 
     def arguments(self, tokens: slice, rows: Tensor, chosen: Tensor) -> dict[str, Any]:
-        """The call of v4_attention for these tokens, over the compressed rows made so far."""
+        """Return the call of v4_attention for these tokens, over the compressed rows made so far."""
         position = self.rope[1][tokens]
         device = self.q.device
         back = torch.arange(WINDOW, dtype=torch.int32, device=device)
@@ -216,7 +216,7 @@ class Layer:
         return [Check(name, error, bound), Check(f"{name} that depend on the steps", changed, 0.0)]
 
     def wrong_lists(self, chosen: Tensor, keys: Tensor) -> int:
-        """Queries whose list is not the top-k, up to scores that fp32 cannot tell apart."""
+        """Return queries whose list is not the top-k, up to scores that fp32 cannot tell apart."""
         scores = torch.relu(torch.einsum("thd,sd->ths", self.index_q.double().cpu(), keys.double().cpu()))
         scores = (scores * self.index_weights.double().cpu()[..., None]).sum(1)  # [L, rows]
         wrong = 0
