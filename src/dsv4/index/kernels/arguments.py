@@ -39,6 +39,7 @@ class IndexQueries(NamedTuple):
     stride_wh: Any
     stride_sn: Any
     stride_sh: Any
+    spread: Any  # FP4 in boxes: whether the tiles of a CTA are as far apart as there are CTAs, or neighbours
 
 
 class IndexKeys(NamedTuple):

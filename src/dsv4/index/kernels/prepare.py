@@ -227,6 +227,8 @@ def _score(
             stride_wh=p.weights.stride(1),
             stride_sn=0 if p.q_scales is None else p.q_scales.stride(0),
             stride_sh=0 if p.q_scales is None else p.q_scales.stride(1),
+            # Spread tiles begin earlier, but each takes a little longer.
+            spread=int(blocks * splits <= residents * target.num_sms and p.columns <= 32 * 128 * splits),
         ),
         keys=IndexKeys(
             k,

@@ -60,6 +60,16 @@ def test_pages_queries_and_heads(arch, page, fp4_queries, heads, order):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sms", [1, 20])
+def test_tiles_of_a_cta_are_neighbours_or_far_apart(arch, sms, monkeypatch):
+    """More CTAs than there are places for, and fewer; most requests are far shorter than the block table."""
+    launches.num_sms(monkeypatch, sms)
+    given = dict(lengths=(700, 130, 9, 0, 520), topk=40, whole=True)
+    other = v41_index.problem(5, 700, seed=2, **given)[0]
+    assert_two_levels(arch, v41_index.problem(5, 700, **given)[0], other, 40, "random")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [2, 5, 9])
 def test_many_queries_share_keys(arch, each):
     lengths = (700, 699, 640, 129, 128, 127, 1, 0, 513)[:each]

@@ -320,32 +320,32 @@ def write_scores(first, products, highest, visible, w, to):
 
 @aggregate
 class TileRange:
-    """Work of a CTA: tiles [start, stop) of the rows that queries of a sequence see, `most` of them."""
+    """The tiles of the rows that queries of a sequence see, `most` of them."""
 
     most: Value
     columns: Value
-    start: Value
+    start: Value  # tiles of this CTA: start, start + step, ..., below stop
+    step: Value
     stop: Value
-    line_ptr: Value
 
 
 @gluon.jit
-def tile_range(sequence, visible, to):
-    """Return the tiles of this CTA; visible [QUERIES]."""
+def tile_range(visible, to, spread):
+    """Return the tiles of this CTA for the queries to.first .. to.last - 1, neighbours or, if `spread`, as far apart as
+    there are CTAs; visible [QUERIES]."""
     PARTS: gl.constexpr = parts_of(to.QUERIES, to.HEADS)
     EACH: gl.constexpr = to.QUERIES // PARTS
-    owners = to.owners
     most = gl.to_tensor(0)
     for i in gl.static_range(PARTS):
         query = to.begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
         most = gl.maximum(most, gl.max(gl.where((query >= to.first) & (query < to.last), visible[i], 0), 0))
-    columns = visible_columns(most, owners, to.AMONG)
+    columns = visible_columns(most, to.owners, to.AMONG)
     tiles = (columns + ROWS - 1) // ROWS
     each = (tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
-    start = gl.program_id(1) * each
-    stop = gl.minimum(start + each, tiles)
-    line_ptr = owners.table_ptr + sequence.to(gl.int64) * owners.table_line
-    return TileRange(most, gl.minimum(columns, stop * ROWS), start, stop, line_ptr)  # nothing past stop is read
+    start, step, stop = gl.program_id(1), gl.num_programs(1), tiles
+    if spread == 0:
+        start, step, stop = start * each, gl.to_tensor(1), gl.minimum((start + 1) * each, tiles)
+    return TileRange(most, columns, start, step, stop)
 
 
 @gluon.jit
@@ -353,9 +353,11 @@ def score_rows(sequence, visible, w, q, ring, scales, keys, to, STAGES: gl.const
     """Compute the scores of the queries of one sequence; cp.async copies the keys."""
     CODES: gl.constexpr = gl.SliceLayout(3, codes_layout(ROWS, gl.num_warps()))
     WORDS: gl.constexpr = words_layout(ROWS, gl.num_warps())
-    work = tile_range(sequence, visible, to)
+    work = tile_range(visible, to, False)
     start, stop = work.start, work.stop
-    source = RowKeys(keys, to.owners, work.line_ptr, to.first, work.most, work.columns, to.AMONG, WORDS)
+    line_ptr = to.owners.table_ptr + sequence.to(gl.int64) * to.owners.table_line
+    columns = gl.minimum(work.columns, stop * ROWS)  # nothing past stop is read
+    source = RowKeys(keys, to.owners, line_ptr, to.first, work.most, columns, to.AMONG, WORDS)
     gone = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, WORDS))  # bits: the last requested tile, and those before
     for i in gl.static_range(STAGES - 1):
         gone = gone * 2 + source.copy(ring.index(i), scales.index(i), source.coords(source.rows(start + i)))
