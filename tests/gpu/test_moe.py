@@ -70,7 +70,7 @@ def test_memory_may_hold_anything(layer, tokens, byte, monkeypatch):
 @pytest.mark.skipif(LAYOUT != "sm90", reason="these are tilings of the Hopper kernel")
 @pytest.mark.parametrize("tokens", [1, 8, 32, 300])
 @pytest.mark.parametrize("most_stages", [3, 5, 10])
-@pytest.mark.parametrize("tiling", [(8,), (32,), (64,), (64, 32), (128,)])
+@pytest.mark.parametrize("tiling", [(8,), (32,), (64,), (64, 32), (64, 32, True), (128,)])
 def test_bits_with_every_tiling(layer, tokens, most_stages, tiling, monkeypatch):
     experts, given = layer
     given = some(given, slice(0, tokens))

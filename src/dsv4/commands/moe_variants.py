@@ -18,8 +18,10 @@ from dsv4.moe.plan import empty, without_memory
 from dsv4.moe.problem import MoeProblem, RouteProblem
 from dsv4.runtime import dispatch
 
-# Few tokens of many experts and of few, each power of two of slots up to 1024, then each tile.
-TOKENS = (1, 3, 20, 40, 80, 160, 300, 512, 700, 1024, 2048, 4096, 8192)
+# Few tokens of many experts and of few, each power of two of slots up to 1024, then many.
+TOKENS = (1, 3, 20, 40, 80, 160, 300, 512, 8192)
+# Rows that the experts expect, for each tile
+ROWS = (6, 16, 28, 48, 85, 110, 150)
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -35,7 +37,8 @@ def problems(
     entry = dispatch.kernel_module("moe", capability)
     inner = 2 * formats.TILE_COLUMNS  # no variant depends on it
     recipes = [x for x in entry.RECIPES if x[0] == what]
-    every = itertools.product(recipes, (False, True) if layout == "sm100" else (False,), TOKENS, INTEGERS)
+    counts = sorted({*TOKENS, *(rows * experts // topk for rows in ROWS)})
+    every = itertools.product(recipes, (False, True) if layout == "sm100" else (False,), counts, INTEGERS)
     for recipe, fused, tokens, numbers in every:
         yield without_memory((tokens, topk, experts, hidden, inner), layout, recipe, fused, other, numbers)
 

@@ -279,7 +279,7 @@ def test_every_tile_of_experts_is_written(arch):
     s, target = variants.Sizes(), dispatch.compile_target(arch)
     known = {aot.variant_of(x, arch) for x in variants.launches(("moe", "mxfp4", False), s, arch)}
     layout = "sm90" if arch == "sm_90a" else "sm100"
-    for tokens in (1, 3, 8, 22, 43, 86, 171, 342, 683, 900, 1366, 3000, 20000):
+    for tokens in (1, 3, 8, 22, 43, 86, 171, 342, 683, 900, 1366, 3000, 3700, 5000, 20000):
         sizes = (tokens, s.experts_of_token, s.experts, s.hidden, 2048)
         p = moe_variants.without_memory(sizes, layout, ("mxfp4", "fp8_128"), False, False, torch.int32)
         for launch in calls.launches_of(p, target):

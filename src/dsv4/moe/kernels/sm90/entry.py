@@ -26,18 +26,25 @@ NARROW_ROWS = 8  # rows of activations per tile, up to which there are four comp
 
 
 class Tiling(NamedTuple):
-    """Rows of activations per tile: w, and the rest in a separate product."""
+    """Rows of activations per tile: w, and the rest in a separate product, which tiles of up to w rows leave out if
+    `middle`. Another loop makes the others slower."""
 
     w: int
     rest: int = 0
+    middle: bool = False
+
+    @property
+    def height(self) -> int:
+        return self.w + self.rest
 
 
 # Most rows expected per expert -> tiling. Real experts have more and fewer rows, and one row over a tile costs
-# another tile, so tiles of 16 and 32 rows are for fewer; those of 8 are faster only for a few tokens. Tiles of 128
-# have another kernel (wide.py), which is faster where it saves tiles, and for many rows.
+# another tile, so tiles of 16 and 32 rows are for fewer; those of 8 are faster only for a few tokens. Tiles of 96 pay
+# from few rows on, if those of up to 64 cost less. Tiles of 128 have another kernel (wide.py), which is faster where
+# it saves tiles, and for many rows.
 TILINGS = (
-    (1.5, Tiling(8)), (13.0, Tiling(16)), (24.0, Tiling(32)), (60.5, Tiling(64)), (100.0, Tiling(64, 32)),
-    (134.0, Tiling(128)), (188.0, Tiling(64, 32)), (float("inf"), Tiling(128)),
+    (1.5, Tiling(8)), (13.0, Tiling(16)), (22.5, Tiling(32)), (33.0, Tiling(64)), (78.5, Tiling(64, 32, True)),
+    (92.0, Tiling(64, 32)), (131.0, Tiling(128)), (187.5, Tiling(64, 32, True)), (float("inf"), Tiling(128)),
 )  # fmt: skip
 
 
@@ -59,14 +66,15 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
     program.room = p.scratch
     expected = rows_per_expert(p)
     chosen = next(i for i, (most, _) in enumerate(TILINGS) if expected <= most)
-    w, rest = TILINGS[chosen][1]
+    tiling = TILINGS[chosen][1]
+    w, rest = tiling.w, tiling.rest
     slots = p.tokens * p.topk
     wide = w == WIDTH.value
     kernel = moe_products_wide_sm90 if wide else moe_products_sm90
-    shape = dict(COMPUTE_REGS=240, LOAD_REGS=24) if wide else dict(W=w, REST=rest, **roles(w))
+    shape = dict(COMPUTE_REGS=240, LOAD_REGS=24) if wide else dict(W=w, REST=rest, MIDDLE=tiling.middle, **roles(w))
     stages = min((SHARED_BYTES - WIDE_BYTES * wide) // stage_bytes(w, rest), MOST_STAGES)
     # A plan also serves fewer tokens, so it has room for what their tilings would need.
-    heights = {sum(tiling) for _, tiling in TILINGS[: chosen + 1]}
+    heights = {tiling.height for _, tiling in TILINGS[: chosen + 1]}
     most_tiles = {height: min(slots, p.experts + slots // height) for height in heights}
     hidden = max(n * height for height, n in most_tiles.items())
     line = max(n * scales_width(height) for height, n in most_tiles.items())
@@ -77,7 +85,7 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
         """Launch both products at once."""
         found.append(product)
         if not product.first:
-            tiles = most_tiles[w + rest] * sum(one.weights.blocks for one in found)
+            tiles = most_tiles[tiling.height] * sum(one.weights.blocks for one in found)
             program.launch(
                 kernel, (min(target.num_sms, tiles),), arguments(*found, w, rest), STAGES=stages,
                 EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), **shape, num_warps=4, launch_pdl=True,

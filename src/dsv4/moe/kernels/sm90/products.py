@@ -152,13 +152,14 @@ def load_tile(
     N: gl.constexpr = W + REST
     BOX: gl.constexpr = REST if REST > 0 else min(W, 64)
     BYTES: gl.constexpr = ROWS * 64 + ROWS * 4 + N * STEP + scales_width(N) * 4
-    LESS: gl.constexpr = BYTES - (W - BOX) * STEP if REST == 0 else BYTES
+    USED: gl.constexpr = BOX if REST == 0 else W if stages.MIDDLE else N  # rows of activations, if there are few
+    LESS: gl.constexpr = BYTES - (N - USED) * STEP
     STAGES: gl.constexpr = stages.values.shape[0]
     expert, block, place, part, parts = row_tile_at(tile, ends, given.blocks)
     begin = gl.load(rows.starts_ptr + expert)
     stop = gl.load(rows.starts_ptr + expert + 1)
     weights = expert * given.blocks + block
-    few = (stop - begin - part * N <= BOX).to(gl.int32)
+    few = (stop - begin - part * N <= USED).to(gl.int32)
     early, to = gl.minimum(ahead, given.steps), stage
     for step in range(early):
         load_weights(given, weights * given.steps + step, stages, to, few, BYTES, LESS)
@@ -190,10 +191,11 @@ def load_tile(
         ready = stages.ready.at(stage.index)
         for n in gl.static_range(W // BOX):
             x = stages.x.index(stage.index).slice(BOX * n, BOX)
-            used = few == 0 if LESS < BYTES and n > 0 else True
+            used = few == 0 if USED < W and n > 0 else True
             tma_load(given.x_desc, [row + BOX * n, step * STEP], ready, x, pred=used)
         if REST > 0:
-            tma_load(given.x_desc, [row + W, step * STEP], ready, stages.rest.index(stage.index))
+            used = few == 0 if USED < N else True
+            tma_load(given.x_desc, [row + W, step * STEP], ready, stages.rest.index(stage.index), pred=used)
         tma_load(given.x_scales_desc, [step, scale], ready, stages.x_scales.index(stage.index))
         stage = next_stage(stage, STAGES)
     return stage
@@ -239,10 +241,12 @@ def compute_tile(stages, stage, tiles, turn, told_turn, amax, told, steps, out, 
 @gluon.jit
 def compute_some(stages, stage, tiles, rows, turn, told_turn, amax, told, steps, out, G: gl.constexpr,
                  FIRST: gl.constexpr, REST: gl.constexpr, ROLES: gl.constexpr):  # fmt: skip
-    """Compute one tile, with all rows of activations or with 32."""
+    """Compute one tile, with all rows of activations, with 32, or with those of the first part."""
     W: gl.constexpr = stages.x.shape[1]
     if W > FEW and rows <= FEW:
         stage = compute_tile(stages, stage, tiles, turn, told_turn, amax, told, steps, out, G, FIRST, FEW, 0, ROLES)
+    elif stages.MIDDLE and rows <= W:
+        stage = compute_tile(stages, stage, tiles, turn, told_turn, amax, told, steps, out, G, FIRST, W, 0, ROLES)
     else:
         stage = compute_tile(stages, stage, tiles, turn, told_turn, amax, told, steps, out, G, FIRST, W, REST, ROLES)
     return stage
@@ -284,8 +288,8 @@ def compute_role(given, G: gl.constexpr, REST: gl.constexpr, ROLES: gl.constexpr
 def moe_products_sm90(
     w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, w2_desc, w2_offsets_desc, w2_factors_desc,
     h_desc, h_scales_desc, rows, sizes, hidden, slots, signals, W: gl.constexpr, REST: gl.constexpr,
-    STAGES: gl.constexpr, EXPERTS: gl.constexpr, ROLES: gl.constexpr, COMPUTE_REGS: gl.constexpr,
-    LOAD_REGS: gl.constexpr,
+    MIDDLE: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr, ROLES: gl.constexpr,
+    COMPUTE_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
     """Compute both products. EXPERTS: a power of two, at least as many as there are and 32."""
     launch_dependents()
@@ -308,7 +312,7 @@ def moe_products_sm90(
     done = new_barriers(2, ROLES)
     told = new_barriers(1, ROLES)
     init_barriers((ready, free, known, done, told))
-    stages = Stages(values, offsets, x, rest, x_scales, ready, free)
+    stages = Stages(values, offsets, x, rest, x_scales, ready, free, MIDDLE)
     tiles = Tiles(numbers, factors, columns, known, done)
     wait_on_prior_grid()
     counts = rows_of_experts(rows, EXPERTS)

@@ -46,6 +46,7 @@ class Stages:
     x_scales: Value
     ready: Barriers
     free: Barriers
+    MIDDLE: gl.constexpr  # tiles that the first part of the rows of activations is enough for leave out the rest
 
 
 @gluon.constexpr_function

@@ -251,7 +251,7 @@ def moe_products_wide_sm90(
     known, done = new_barriers(2), new_barriers(2, 2)
     filled, unused = new_barriers(2 * SLOTS), new_barriers(SLOTS, 2)
     init_barriers((ready, free, known, done, filled, unused))
-    stages = Stages(values, offsets, x, x, x_scales, ready, free)
+    stages = Stages(values, offsets, x, x, x_scales, ready, free, False)
     tiles = Tiles(numbers, factors, columns, known, done)
     wait_on_prior_grid()
     counts = rows_of_experts(rows, EXPERTS)

@@ -55,10 +55,12 @@ def test_slots_that_are_sorted_in_pieces(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("w, rest, tokens", [(16, 0, 40), (64, 0, 40), (16, 8, 40), (64, 32, 110), (128, 0, 90)])
-def test_wider_tiles(w, rest, tokens, monkeypatch):
+@pytest.mark.parametrize(
+    "tiling, tokens", [((16,), 40), ((64,), 40), ((16, 8), 40), ((64, 32), 110), ((64, 32, True), 140), ((128,), 90)]
+)
+def test_wider_tiles(tiling, tokens, monkeypatch):
     """Tiles that are full, with all rows of the first part and some of the rest, and with few."""
-    monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(w, rest)),))
+    monkeypatch.setattr(entry, "TILINGS", ((float("inf"), entry.Tiling(*tiling)),))
     experts, given = moe_cases.layer(e=3, h=512, i=256).experts, moe_cases.tokens(tokens, h=512, e=3, k=2)
     given["ids"][5:, 0] = 2
     given["ids"][5:, 1] = 0
