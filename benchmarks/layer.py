@@ -8,6 +8,10 @@ memory stand one after the other, sliding (SWA), sparse (CSA) and heavily compre
 all of them is one CUDA graph: its time by the number of layers is what a layer costs. Then each part of one layer of a
 kind alone, a graph with an empty L2 before it. Parts overlap in the step, and alone they have the launch of a graph in
 their times, so their sum is more than the layer.
+
+Where they can be imported (dsv4.bench.peers), peers take turns with these parts, on rows and keys at random: FlashMLA
+attends, without the inverse rotation of its output, DeepGEMM and torch.topk choose rows by FP8 keys, Humming computes
+the routed experts with scales per 128, its slots sorted beforehand.
 """
 
 from __future__ import annotations
@@ -31,7 +35,10 @@ from deepseek_v4 import paging
 from deepseek_v4.paged_model import PagedModel
 from deepseek_v4.step import CSA, HCA, Step, projections
 from dsv4 import elementwise, suites
+from dsv4.bench import peers
 from dsv4.bench.timing import captured, time_turns
+from dsv4.bench.v4 import pages_of
+from dsv4.caches.index_keys import IndexCache, quantize_queries
 from dsv4.reference import rope_table
 from dsv4.runtime.plan import plan
 
@@ -305,8 +312,45 @@ def measured(s: Sizes, layers: list[Layer], requests: int, context: int, device:
         for name, part in chains[n]:
             part()
             runs[f"{kind}|{name}"] = captured(repeatable(part, at, alive)).replay
+        for name, call in peers_of(s, kind, context, at, layers[n].experts):
+            runs[f"{kind} beside|{name}"] = captured(call).replay
     times = {name: x.microseconds for name, x in time_turns(runs, repeats).items()}
     return {"layer": times.pop("step") / len(layers), "parts": times, "layers": len(layers)}
+
+
+def peers_of(s: Sizes, kind: str, context: int, at: dict[str, Any], experts: Any) -> Iterator[tuple[str, Callable]]:
+    """(what a peer does, the call), for the parts of a layer that a peer has."""
+    n, device = len(at["x"]), at["x"].device
+    compressed = {SWA: 0, CSA: min(s.topk, context // RATIOS[CSA]), HCA: context // RATIOS[HCA]}[kind]
+    if flash := peers.FlashMLA():
+        caches = [pages_of(dsv4.Fp8Cache.pack(torch.randn(n * 1024, s.dim, device=device).bfloat16())) for _ in "wc"]
+        lists = [
+            torch.randint(0, n * 1024, (n, -(-rows // 64) * 64), dtype=torch.int32, device=device)
+            for rows in (s.window, compressed)
+        ]
+        if compressed:
+            lists[1][:, compressed:] = -1
+        others = (caches[1], lists[1]) if compressed else (None, None)
+        sink = torch.zeros(s.heads, device=device)
+        yield "attention, FlashMLA", flash.decode(at["turned"].contiguous(), caches[0], lists[0], *others, sink)
+    gemm = peers.DeepGEMM()
+    if gemm and kind == CSA:
+        pages = -(-context // RATIOS[CSA] // 64)
+        keys = IndexCache.pack(torch.randn(n * pages * 64, s.index_dim, device=device).bfloat16())
+        q, weights = quantize_queries(
+            torch.randn(n, s.index_heads, s.index_dim, device=device), at["others"][4].float()
+        )
+        lengths = torch.full((n, 1), pages * 64, dtype=torch.int32, device=device)
+        table = torch.randperm(n * pages, device=device).int().view(n, pages)
+        scores = gemm.paged(q.unsqueeze(1), keys.page_view(), weights, lengths, table)
+        yield "indexer, DeepGEMM and torch.topk", lambda: torch.topk(scores(), s.topk, -1).indices
+    x, ids, weights = at["x"], at["ids"], at["weights"]
+    if peers.module("Humming") is not None:
+        from dsv4.bench.humming import Humming
+
+        call = Humming(experts.unpack(), 128).call(x, ids, weights, "indexed")
+        yield "routed experts, Humming", call
+    yield "routed experts, dsv4", lambda: dsv4.moe(x, experts, ids, weights)
 
 
 def repeatable(part: Callable[[], Any], at: dict[str, Any], alive: list) -> Callable[[], None]:
@@ -342,13 +386,13 @@ def main(
         to.write_text(json.dumps(found, indent=1) + "\n")
     console = Console(width=120)
     for kind in KINDS:
-        names = [x.split("|")[1] for x in next(iter(found.values()))["parts"] if x.startswith(kind)]
         table = Table("us", *(f"{n} requests" for n in found), title=f"a layer {SHORT[kind]}, {context} tokens each")
-        for name in names:
-            table.add_row(name, *(f"{found[n]['parts'][f'{kind}|{name}']:.1f}" for n in found))
-        table.add_row(
-            "sum", *(f"{sum(t for x, t in found[n]['parts'].items() if x.startswith(kind)):.0f}" for n in found)
-        )
+        for group in (kind, f"{kind} beside"):
+            names = [x for x in next(iter(found.values()))["parts"] if x.startswith(f"{group}|")]
+            for name in names:
+                table.add_row(name.split("|")[1], *(f"{found[n]['parts'][name]:.1f}" for n in found))
+            if group == kind:
+                table.add_row("sum", *(f"{sum(found[n]['parts'][x] for x in names):.0f}" for n in found))
         console.print(table)
     for n, one in found.items():
         console.print(f"{n} requests: {one['layer']:.1f} us a layer, of a step through {one['layers']} layers")
