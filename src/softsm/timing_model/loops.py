@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from softsm.timing_model.sass import Code
 
 JUMPS = ("BRA", "BRX", "CALL")
-_TARGET = re.compile(r"\.L_[A-Za-z0-9_]+")
+TARGET = re.compile(r"\.L_[A-Za-z0-9_]+")
 
 
 def depths(count: int, edges: Iterable[tuple[int, int]], entries: Iterable[int]) -> list[int]:
@@ -73,7 +73,7 @@ def machine_depths(code: Code) -> list[int]:
     for n, block in enumerate(code.blocks):
         last = code.instructions[block[-1]]
         name = last.opcode.split(".")[0]
-        edges += [(n, targets[t]) for t in _TARGET.findall(last.text) if name in JUMPS and t in targets]
+        edges += [(n, targets[t]) for t in TARGET.findall(last.text) if name in JUMPS and t in targets]
         always = name in ("EXIT", "RET", "BRX") or (name == "BRA" and last.text.startswith("`"))
         if (last.guarded or not always) and n + 1 < len(code.blocks):
             edges.append((n, n + 1))

@@ -17,7 +17,7 @@ import numpy as np
 
 from softsm.timing_model import machine
 from softsm.timing_model.blocks import Blocks
-from softsm.timing_model.loops import machine_depths
+from softsm.timing_model.loops import TARGET, machine_depths
 from softsm.timing_model.sass import Code
 from softsm.timing_model.trace import ClusterTrace
 
@@ -200,6 +200,8 @@ class Lowering:
         accessed: set[int] = set()
         left_out: list[int] = []
         again = self._tried_again(numbers)
+        if cut := self._cut_copies([n for n in numbers if n not in again]):
+            return cut
         for number in (n for n in numbers if n not in again):
             made = [self.code.instructions[i] for i in self.code.blocks[number]]
             lines = Counter(ins.line for ins in made)
@@ -241,6 +243,41 @@ class Lowering:
         """Counts the memory accesses of a machine block by PTX line."""
         made = (self.code.instructions[i] for i in self.code.blocks[number])
         return Counter(ins.line for ins in made if ins.line and ins.opcode.startswith(ACCESSES))
+
+    def _cut_copies(self, numbers: list[int]) -> dict[int, np.ndarray]:
+        """Maps iteration counts to copies of a loop, unrolled and not, each of which ptxas has cut into blocks where
+        it jumps over a load. Such a jump meets the other way at a BSYNC; others lead to a copy or a turn."""
+        first = self._copy_starts(numbers)
+        copies: list[list[int]] = []
+        for n in numbers:
+            if n in first or not copies:
+                copies.append([])
+            copies[-1].append(n)
+        made = [(c, sum((self._accesses(n) for n in c), Counter())) for c in copies]
+        made = [(c, accesses) for c, accesses in made if accesses]
+        least = {line: min(a[line] for _, a in made if a[line]) for line in {x for _, a in made for x in a}}
+        found: dict[int, np.ndarray] = {}
+        cut = False
+        for blocks, accesses in made:
+            turns = {accesses[line] / n for line, n in least.items()}
+            inside = [i for n in blocks for i in self.code.blocks[n]]
+            if len(turns) > 1 or any(self.code.instructions[i].opcode.startswith(ALL) for i in inside):
+                return {}
+            cut |= sum(bool(self._accesses(n)) for n in blocks) > 1 and max(turns) > 1
+            found.setdefault(round(turns.pop()), np.array(inside, np.int32))
+        return dict(sorted(found.items(), reverse=True)) if cut and 1 in found else {}
+
+    def _copy_starts(self, numbers: list[int]) -> set[int]:
+        """Returns the blocks at which a loop, or another copy of it, begins."""
+        code, out = self.code, set()
+        for n in numbers:
+            last = code.instructions[code.blocks[n][-1]]
+            name = TARGET.search(last.text) if last.opcode.startswith("BRA") else None
+            to = code.labels.get(name[0], len(code.instructions)) if name else len(code.instructions)
+            if to < len(code.instructions) and code.instructions[to].opcode != "BSYNC":
+                target = code.instructions[to].block
+                out |= {target} if target > n else {target, n + 1}
+        return out
 
     def _turns_by_accesses(self, best: int, left_out: list[int]) -> dict[int, Iterable[int]]:
         """Maps iteration counts to blocks of an unrolled loop whose remainder ptxas has split where it jumps over a

@@ -83,6 +83,36 @@ def test_a_rest_that_is_cut_where_the_machine_code_jumps_over_a_load_is_told_by_
     assert len(loads) == 7
 
 
+def test_copies_that_are_cut_at_every_load_are_told_by_the_jumps_between_them() -> None:
+    """A turn loads, if its predicate is true, and stores: ptxas jumps over each load and meets the other way at a
+    BSYNC. Four turns are a loop, then there are two, then one, each behind a jump over it."""
+
+    def turns(count: int, first: int) -> str:
+        out = ""
+        for n in range(first, first + count):
+            out += row(2, f"BSSY B0, `(.L_x_{n})") + row(2, f"@P1 BRA `(.L_x_{n})") + row(2, "LDG.E R4, [R2.64]")
+            out += f".L_x_{n}:\n" + row(2, "BSYNC B0") + row(3, "FADD R4, R4, R3") + row(4, "@!P1 STG.E [R6.64], R4")
+        return out
+
+    made = [0]
+
+    def row(line: int, ins: str) -> str:
+        made[0] += 1
+        return f'\t//## File ".nv_debug_ptx_txt", line {line}\n        /*{16 * made[0]:04x}*/ {ins} ;\n'
+
+    text = row(1, "MOV R1, R2") + ".L_x_20:\n" + turns(4, 0) + row(5, "@P0 BRA `(.L_x_20)")
+    text += row(5, "@P2 BRA `(.L_x_21)") + turns(2, 4)
+    text += ".L_x_21:\n" + row(5, "@P3 BRA `(.L_x_22)") + turns(1, 6) + ".L_x_22:\n" + row(6, "EXIT")
+    lines = {1: 0, **dict.fromkeys(range(2, 6), 1), 6: 2}
+    lowering = Lowering(sass.read(text, ""), Blocks([0, 1, 6], lines, sorted(lines), [], loops=[0, 1, 0]))
+    assert list(lowering.parts[1]) == [4, 2, 1]
+    path = lowering._path([0, *[1] * 15, 2], [0] * 17, [])
+    issued = [lowering.code.instructions[i].opcode for i in path.instructions.tolist()]
+    assert issued.count("LDG.E") == issued.count("STG.E") == 15
+    first, second = (issued.index(op) for op in ("LDG.E", "STG.E"))
+    assert first < second < issued.index("LDG.E", first + 1)
+
+
 def test_instructions_of_one_line_are_no_copies_of_a_loop() -> None:
     """Inline PTX has many instructions in a line: that an opcode is there ten times does not make it ten turns."""
     rows = [(n, f"{op} R1, R1") for n in range(2, 12) for op in ("MUFU.EX2", "FMUL") for _ in range(10)]
