@@ -59,6 +59,38 @@ def bins(x_ptr, out_ptr, BLOCK: tl.constexpr, SEM: tl.constexpr):
     tl.atomic_add(out_ptr + tl.load(x_ptr + at), 1, sem=SEM)
 
 
+@triton.jit
+def split(
+    a_ptr, b_ptr, c_ptr, M, N, K, each, SPLITS: tl.constexpr, ATOMIC: tl.constexpr, HINT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """A product in parts of K, added in memory or stored, of `each` of K; HINT: 16 bytes are copied at a time."""
+    m, n = tl.program_id(0) % (M // BM), tl.program_id(0) // (M // BM)
+    am, bn = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
+    first = tl.program_id(1) * (K // SPLITS)
+    k = (tl.multiple_of(first, 16) if HINT else first) + tl.arange(0, BK)
+    a, b = a_ptr + am[:, None] * K + k[None, :], b_ptr + k[:, None] * N + bn[None, :]
+    acc = tl.zeros([BM, BN], tl.float32)
+    for _ in range(0, each, BK):
+        acc = tl.dot(tl.load(a), tl.load(b), acc)
+        a += BK
+        b += BK * N
+    to = c_ptr + am[:, None] * N + bn[None, :]
+    if ATOMIC:
+        tl.atomic_add(to, acc, sem="relaxed")
+    else:
+        tl.store(to, acc)
+
+
+SPLITS = (
+    (128, 1024, 8192, (128, 128, 32), 2),
+    (128, 1024, 8192, (128, 128, 32), 4),
+    (512, 2048, 8192, (128, 128, 32), 4),
+    (512, 4096, 4096, (128, 64, 64), 4),
+    (512, 4096, 4096, (128, 64, 64), 8),
+)
+
+
 def make_scan(form: str, chunks: int, heads: int, size: int, device: str) -> Call:
     state = torch.zeros(chunks, heads, size, device=device)
     out = torch.zeros_like(state) if form == "apart" else state
@@ -86,6 +118,13 @@ def make_bins(form: str, many: int, sem: str, device: str) -> Call:
     return lambda: bins[(n // 1024,)](x, out, BLOCK=1024, SEM=sem)
 
 
+def make_split(form: str, M: int, N: int, K: int, tile: tuple[int, int, int], by: int, device: str) -> Call:
+    (BM, BN, BK), a, b = tile, values(M, K, device=device), values(K, N, device=device)
+    c, grid, each = torch.zeros(M, N, device=device), (M // BM * (N // BN), by), 0 if form == "sums" else K // by
+    return lambda: split[grid](a, b, c, M, N, K, each, SPLITS=by, ATOMIC=form != "stores",
+                               HINT=form == "hint", BM=BM, BN=BN, BK=BK, num_stages=4)  # fmt: skip
+
+
 def make_distances(M: int, N: int, D: int, device: str) -> Call:
     """A sector after another of lines that all CTAs read."""
     x, y = values(D, M, device=device, dtype=FP32), values(D, N, device=device, dtype=FP32)
@@ -111,4 +150,8 @@ def cases() -> list[Case]:
         out.append(Case(name, "bins", partial(make_bins, form, n, sem)))
     for M, N, D in ((4096, 2048, 16), (4096, 2048, 64), (1024, 2048, 16), (1024, 2048, 64), (512, 512, 64)):
         out.append(Case(f"dist {M}x{N}x{D}", "dist", partial(make_distances, M, N, D)))
+    for M, N, K, tile, by in SPLITS:
+        for form in ("full", "stores", "hint", "sums"):
+            name = f"split {M}x{N}x{K} {'x'.join(map(str, tile))} by {by} {form}"
+            out.append(Case(name, "split", partial(make_split, form, M, N, K, tile, by)))
     return out

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import device as devices
+from cold import Cold
 from copies import Copies
 from crossbar import Crossbar
 from dependents import Dependents
@@ -31,11 +32,12 @@ from overlap import Overlap
 from products import Clock, Products
 from shared_limits import SharedLimits
 from strips import Strips
+from sums import Gathers, Sums
 from synchronisation import Synchronisation
 from turns import Turns
 
 GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips, Turns,
-                               Dependents, Everyday, SharedLimits, Crossbar)}  # fmt: skip
+                               Dependents, Everyday, SharedLimits, Crossbar, Sums, Gathers, Cold)}  # fmt: skip
 
 
 def measure(group: str, path: Path) -> None:

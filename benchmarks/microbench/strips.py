@@ -13,10 +13,11 @@ from ptx import frame, loop
 PITCH = 4096  # bytes between rows
 
 
-def strips(warps: int, piece: int, groups: int, load: bool = False) -> str:
-    """Every warp instruction copies 512 bytes: 512 / piece rows of `piece` bytes. Four of them follow each other along their
+def strips(warps: int, piece: int, groups: int, load: bool = False, width: int = 16, l1: bool = False) -> str:
+    """Every warp instruction copies 512 bytes, or 32 `width`, by rows of `piece` bytes; l1: through L1. Four of them follow each other along their
     rows, then others are taken by a hashed number. %m: mask of blocks of rows. At most `groups` instructions under way."""
-    rows, lanes = 512 // piece, piece // 16
+    whole, by = 32 * width, "ca" if l1 or width < 16 else "cg"
+    rows, lanes = whole // piece, piece // width
     block = rows * PITCH
     columns = PITCH // (4 * piece)
     if load:
@@ -27,19 +28,19 @@ def strips(warps: int, piece: int, groups: int, load: bool = False) -> str:
         body += "".join(f"  xor.b32 %acc, %acc, %f{k};\n" for k in range(16))
     else:
         body = "".join(
-            f"  cp.async.cg.shared.global [%r7+{512 * k}], [%d3+{k * piece}], 16; cp.async.commit_group;\n"
+            f"  cp.async.{by}.shared.global [%r7+{whole * k}], [%d3+{k * piece}], {width}; cp.async.commit_group;\n"
             for k in range(4)
         )
         body += f"  cp.async.wait_group {groups - 4};\n"
     text = loop(f"""  mul.lo.u32 %r3, %r2, 0x9E3779B1; shr.u32 %r4, %r3, 13; xor.b32 %r3, %r3, %r4; mul.lo.u32 %r3, %r3, 0x85EBCA77;
   shr.u32 %r5, %r3, 22; and.b32 %r5, %r5, {columns - 1}; mul.lo.u32 %r5, %r5, {4 * piece};
   shr.u32 %r3, %r3, 4; and.b32 %r3, %r3, %m; mul.wide.u32 %d3, %r3, {block}; add.u64 %d3, %d3, %d4; cvt.u64.u32 %d5, %r5; add.u64 %d3, %d3, %d5;
-  and.b32 %r5, %i, {groups // 4 - 1}; mad.lo.u32 %r7, %r5, 2048, %r6;
+  and.b32 %r5, %i, {groups // 4 - 1}; mad.lo.u32 %r7, %r5, {4 * whole}, %r6;
 {body}  add.u32 %r2, %r2, %r8;""")
     setup = f"""  mad.lo.u32 %r2, %cta, {warps}, %warp; mov.u32 %r8, %nctaid.x; mul.lo.u32 %r8, %r8, {warps};
-  shr.u32 %r9, %lane, {lanes.bit_length() - 1}; mul.lo.u32 %r9, %r9, {PITCH}; and.b32 %r10, %lane, {lanes - 1}; shl.b32 %r10, %r10, 4;
+  shr.u32 %r9, %lane, {lanes.bit_length() - 1}; mul.lo.u32 %r9, %r9, {PITCH}; and.b32 %r10, %lane, {lanes - 1}; mul.lo.u32 %r10, %r10, {width};
   add.u32 %r9, %r9, %r10; cvt.u64.u32 %d4, %r9; add.u64 %d4, %d4, %src;
-  shl.b32 %r6, %lane, 4; mul.lo.u32 %r9, %warp, {512 * groups}; add.u32 %r6, %r6, %r9; add.u32 %r6, %r6, %sm;
+  mul.lo.u32 %r6, %lane, {width}; mul.lo.u32 %r9, %warp, {whole * groups}; add.u32 %r6, %r6, %r9; add.u32 %r6, %r6, %sm;
 """
     return frame(32 * warps, text + ("" if load else "  cp.async.wait_all;\n"), setup)
 
@@ -93,6 +94,9 @@ class Strips(Bench):
     PIECES = (32, 64, 128, 256, 512)
     JUMPS = (24, 96, 480)
     WARPS = (1, 2, 4, 8)
+    NARROW = tuple(
+        (w, l1, p, n) for w, l1 in ((4, True), (8, True), (16, True), (16, False)) for p in (64, 128) for n in (4, 8)
+    )
     CHAINS = ((1, 8), (2, 8), (4, 8), (8, 8), (10, 8), (16, 8), (1, 2), (4, 2), (16, 2))
 
     def kernels(self) -> Iterator[tuple[str, str]]:
@@ -106,6 +110,8 @@ class Strips(Bench):
             yield f"strips of {piece}, 4 warps, 16 under way", strips(4, piece, 16)
         for skipped in self.JUMPS:
             yield f"jumps over {skipped}", jumps(64, skipped)
+        for width, l1, piece, w in self.NARROW:
+            yield f"strips of {piece} by {width} {l1} {w}", strips(w, piece, 16, False, width, l1)
         for name, text in ISSUED.items():
             for w in self.WARPS:
                 yield f"{name}, {w} warps", issued(text, w)
@@ -156,6 +162,15 @@ class Strips(Bench):
                     run(text, 132, 32 * w, w * g * 1024, source=big, n=n, m=rows - 1)
                     stamps = run(text, 132, 32 * w, w * g * 1024, source=big, n=n, m=rows - 1)
                     yield report(132 * n * w * 1024 / max(stamps.span_ns(), 1), "bytes/ns", stamps)
+        for width, l1, piece, w in self.NARROW:
+            for grid in (1, 132):
+                how = f"{width} bytes a lane{', through L1' * l1}, {w} warps"
+                with self.point(f"strips of {piece} bytes, {how}, L2, {grid} CTAs") as report:
+                    text, n = strips(w, piece, 16, False, width, l1), 2000 // w
+                    mask = min(8 << 20, self.device.most) // (32 * width // piece * PITCH) - 1
+                    run(text, 132, 32 * w, 8192 * w, source=big, n=n, m=mask)
+                    stamps = run(text, grid, 32 * w, 8192 * w, source=big, n=n, m=mask)
+                    yield report(stamps.cycles() / (n * w * 4), "cycles of the SM an instruction", stamps)
         for what, text in [(f"jumps over {16 * s} bytes", jumps(64, s)) for s in self.JUMPS]:
             for where in ("cold", "again", "flushed"):
                 with self.point(f"code, 64 blocks of 16, {what}, {where}") as report:

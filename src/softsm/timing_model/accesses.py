@@ -20,6 +20,7 @@ STORES = (pg.OP_STG, pg.OP_ST)
 WAYS, SPACES = ("read", "write", "atomic"), ("load", "store", "atomic")
 LOOKS = 64  # executions of one instruction whose addresses are sampled, per warp
 NEAR_BYTES, SECTOR = 12 << 10, 32  # NEAR_BYTES: bytes that a CTA always finds in L1
+TAGS = 4  # sets of L1, each of which looks up one line in a cycle
 ALIGNED = 512  # bytes: alignment of PyTorch's allocator on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
 AT_ONCE = 512  # loads that are evaluated together at first
@@ -45,12 +46,12 @@ class Access:
     ran: int = 0  # executions, sampled or not
     units: int = 0  # wavefronts of shared memory, or sectors of 32 bytes
     lines: int = 0  # of 128 bytes
-    wavefronts: int = 0  # of loads of global memory: L1's banks are those of shared memory
+    wavefronts: int = 0  # of loads of global memory that L1 holds, or lookups of their lines
     missed: int = 0  # sectors that the CTA had not requested before
     distant: int = 0  # ... that it had requested, but more than NEAR_BYTES before
     missing: int = 0  # looks with missed sectors, or that wait for a look with some; `again`: looks with distant ones
     again: int = 0
-    later: int = 0  # missing looks at a line of which the CTA had requested a part: it is in L2, or on its way there
+    later: int = 0  # missing looks at 64 bytes of which the CTA had requested a part: they are in L2, or on their way
     along: int = 0  # looks of a store that continue near the warp's last one
     jumps: int = 0  # looks of a load in another page of device memory than the warp's last one
     bytes: int = 0
@@ -84,14 +85,30 @@ def wavefronts(addresses: np.ndarray, size: int) -> np.ndarray:
 def held_wavefronts(
     step: np.ndarray, even: np.ndarray, sizes: np.ndarray, addresses: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """Returns the wavefronts of loads of global memory. step: from each lane to the next where they are `even`."""
+    """Returns the cycles of loads of global memory that L1 holds: conflicts in its banks, which are those of shared
+    memory, or lines in one of its four sets of tags. step: from each lane to the next where they are `even`."""
     out = np.zeros(len(step), np.int64)
     kinds, which = np.unique(2 * (64 * step + sizes) + even, return_inverse=True)
     for k, kind in enumerate(kinds.tolist()):
         those = (which == k).nonzero()[0]
         pace, size = divmod(kind >> 1, 64)
-        out[those] = wavefronts(pace * np.arange(32)[None] if kind & 1 else addresses(those), size)
+        found = pace * np.arange(32)[None] if kind & 1 else addresses(those)
+        out[those] = np.maximum(wavefronts(found, size), lookups(found))
     return out
+
+
+def lookups(addresses: np.ndarray) -> np.ndarray:
+    """Returns how many lines of accesses [n, 32] the busiest of four sets of tags has. Which set is unknown; XORs of
+    the line's bits fit lanes at random and at all measured strides (benchmarks/microbench, gathers and everyday)."""
+    lines = np.sort(addresses >> 7)
+    if (lines[:, -1] - lines[:, 0] < TAGS).all():
+        return np.ones(len(lines), np.int64)
+    fresh = np.ones(lines.shape, bool)
+    fresh[:, 1:] = lines[:, 1:] != lines[:, :-1]
+    folded = lines ^ lines >> 8
+    folded ^= folded >> 4
+    sets = (folded ^ folded >> 2) & TAGS - 1
+    return ((sets[..., None] == np.arange(TAGS)) & fresh[..., None]).sum(1).max(-1)
 
 
 def shifts(starts: list[int]) -> np.ndarray:
@@ -192,7 +209,7 @@ class Looks:
             which = warps[those] * len(known.of) + records[those]
             same = cta * len(known.of) + records[those]
             joined[those] = joins(same, turns_of(which), first[those] + shift >> 5, missed[those])
-            order, at = turns_of(warps)[those], first[those] + shift >> 7
+            order, at = turns_of(warps)[those], first[those] + shift >> 6
             later[those] = (asked_lines[those] == 1) & ~store & comes_later(cta, order, at)
             step = steps_of(which, first[those])
             along[those] = store & (step > 0) & (step <= ROW_STEP)
@@ -311,7 +328,8 @@ def joins(which: np.ndarray, turn: np.ndarray, sector: np.ndarray, missed: np.nd
 
 
 def comes_later(cta: np.ndarray, turn: np.ndarray, line: np.ndarray) -> np.ndarray:
-    """Tells whether a warp of the CTA has requested a part of the line in an earlier iteration."""
+    """Tells whether a warp of the CTA has requested a part of `line`, 64 bytes that device memory delivers together, in
+    an earlier iteration."""
     at = line - line.min()
     of = np.unique(cta * (at.max() + 1) + at, return_inverse=True)[1]
     earliest = np.full(of.max() + 1, turn.max())

@@ -12,9 +12,13 @@ from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.sources import Source
 from softsm.timing_model.trace import LaunchTrace
 
-# Lines that atomics change -> slices of L2 that execute them; 512 bytes share a slice (4 to 64 lines: benchmarks/
-# timing.py, histograms of seeds 101 to 404 and column sums of seed 606; the others: benchmarks/microbench, everyday).
-SLICES = (1, 4, 8, 16, 32, 64, 256, 4096), (1.0, 1.5, 2.0, 3.5, 5.8, 11.0, 27.5, 59.0)
+# Lines that atomics change -> slices of L2 that execute them (benchmarks/microbench, groups everyday and sums).
+SLICES = (
+    (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096),
+    (1.0, 1.2, 2.1, 2.1, 3.5, 8.0, 14.0, 27.0, 28.4, 50.0, 52.0, 60.0),
+)
+# CTAs that change the same lines in the same order -> share of these slices, if there are more than FEW_LINES (sums).
+IN_STEP, FEW_LINES = ((1, 2, 16, 64), (1.0, 0.85, 0.82, 0.65)), 16
 RELAXED = 0.3  # delay of reads behind atomics without fences, relative to those with fences
 _FENCED = re.compile(r"\b(?:atom|red)\.[\w.:]*(?:acq_rel|acquire|release)")
 
@@ -35,9 +39,19 @@ def changed_together(trace: LaunchTrace, tensor: int, running: int, by: dict[int
     x, y, z = trace.grid
     running = min(running, x * y * z)
     sides = {"x": min(x, running), "y": min(y, running / x + 1), "z": min(z, running / x / y + 1)}
-    ctas = math.prod(trace.cluster)
-    each = max(c.traffic.get((tensor, "atomic"), 0) for c in trace.clusters) / 128 / ctas
-    return each * math.prod(sides[name[-1]] for name in on)
+    return lines_of(trace, tensor) * math.prod(sides[name[-1]] for name in on)
+
+
+def lines_of(trace: LaunchTrace, tensor: int) -> float:
+    """Returns how many lines of a tensor a CTA changes."""
+    return max(c.traffic.get((tensor, "atomic"), 0) for c in trace.clusters) / 128 / math.prod(trace.cluster)
+
+
+def in_step(sharers: float, lines: float) -> float:
+    """Returns which share of the slices executes atomics if so many CTAs change each line."""
+    if lines <= FEW_LINES or math.isinf(lines):
+        return 1.0
+    return float(np.interp(np.log(max(1.0, sharers)), np.log(IN_STEP[0]), IN_STEP[1]))
 
 
 class Atomics:
@@ -48,7 +62,10 @@ class Atomics:
         self.waits = 1.0 if _FENCED.search(trace.source) else RELAXED
         by = addressed_by(trace.source) if there else {}
         lines = [changed_together(trace, n, running, by) if s.atomic else 0.0 for n, s in enumerate(sources)]
-        self.slices = [slices_of(s, n) for s, n in zip(sources, lines)]
+        self.slices = [
+            slices_of(s, n) * in_step(running * lines_of(trace, k) / n if n else 0.0, n)
+            for k, (s, n) in enumerate(zip(sources, lines))
+        ]
         # Time of L2 for the atomics: each slice executes one sector after another.
         self.ns = [s.atomic / (32 * gpu["atomic.slice"] * n) for s, n in zip(sources, self.slices)]
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -91,7 +91,6 @@ class Costs:
     values: np.ndarray
     accesses: list[tuple[int, int, int]]  # loads and stores: instruction, PTX line, bytes per lane
     products: bool  # whether the tensor core runs asynchronously to the warps
-    behind: list[int] = field(default_factory=list)  # loads of lines already requested from device memory
 
 
 def product(opcode: str, text: str) -> tuple[float, float]:
@@ -209,6 +208,8 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
         kind, units, extra, port = _kind(ins)
         quiet = kind in (r.PLAIN, r.TAKEN)
         ints[i] = kind, PIPES.index(name), max(ins.stall, 1), ins.sets, ins.holds, ins.waits, 0, quiet
+        if op.startswith("LDGSTS") and ".BYPASS" not in op:
+            units = gpu["copy.l1"]
         narrow = f"product.rs.{round(2 * units)}"
         if kind == r.PRODUCT and port * 4 == 2 * units and narrow in gpu.values:  # A in registers
             units = gpu[narrow]
@@ -222,7 +223,7 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
     return Costs(ints, values, accesses, products)
 
 
-def _first_asks(code: Code, ints: np.ndarray, values: np.ndarray, loads: list[int], behind: list[int]) -> None:
+def _first_asks(code: Code, ints: np.ndarray, values: np.ndarray, loads: list[int]) -> None:
     """Moves the fetch to the first of the loads, of one line each. Of the loads of one line, the first in program
     order was seen to fetch it; if ptxas has put another of them first, that one fetches the line and the others hit."""
     r = machine
@@ -231,7 +232,11 @@ def _first_asks(code: Code, ints: np.ndarray, values: np.ndarray, loads: list[in
         together.setdefault((code.instructions[i].block, int(ints[i, r.TENSOR])), []).append(i)
     for first, *others in together.values():
         line = code.instructions[first].line
-        bring = (i for i in others if values[i, r.EXTRA] > 0 and i not in behind and code.instructions[i].line < line)
+        bring = (
+            i
+            for i in others
+            if values[i, r.EXTRA] > 0 and values[i, r.LATER] <= 0.5 and code.instructions[i].line < line
+        )
         if values[first, r.EXTRA] == 0:
             for i in itertools.islice(bring, 1):
                 for column in (r.UNITS, r.EXTRA):
@@ -255,7 +260,6 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
         for i, line, _ in fixed.accesses:
             came[line] += int(executed[i])
     loads: dict[int, list[int]] = {}  # by PTX line
-    behind: list[int] = []
     single: list[int] = []
     for i, line, width in fixed.accesses:
         found = access.get(line)
@@ -281,11 +285,11 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
                 a + (1 - l1) * b for a, b in ((found.missed, found.distant), (found.missing, found.again))
             )
             often = min(often, found.looks)  # the others hit L1 entirely
-            if 2 * found.later > found.missing > found.again:
-                behind.append(i)
+            if found.missing > found.again:
+                values[i, r.LATER] = found.later / found.missing
             values[i, r.UNITS] = 32 * fetched / max(often, 1e-9) * found.looks / each
             values[i, r.EXTRA] = often / found.looks
-            values[i, r.LSU_CYCLES] = max(found.wavefronts, gpu["load.line"] * found.lines) / each
+            values[i, r.LSU_CYCLES] = found.wavefronts / each
             if found.lines == each:
                 single.append(i)
             if found.tensors:
@@ -296,10 +300,10 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             if kind == r.ATOMIC and found.tensors:
                 tensor = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= changing[tensor] if changing and 0 <= tensor < len(changing) else 1.0
-    _first_asks(code, ints, values, single, behind)
+    _first_asks(code, ints, values, single)
     for i, ins in enumerate(code.instructions if code.spills else ()):
         if ins.opcode.startswith("LDL") and spilled:
             values[i, r.UNITS], values[i, r.EXTRA], ints[i, r.TENSOR] = 32 * lane_bytes(ins.opcode), spilled, -1
         elif ins.opcode.startswith("STL"):  # L1 writes all of them through to L2
             values[i, r.UNITS] = 32 * lane_bytes(ins.opcode)
-    return Costs(ints, values, fixed.accesses, fixed.products, behind)
+    return Costs(ints, values, fixed.accesses, fixed.products)

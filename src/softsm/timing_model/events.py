@@ -8,7 +8,7 @@ from softsm.timing_model.machine import (
     B_TIMES, CLUSTER_BARRIER, COMMIT, CP_ARRIVE, CP_LINE, ENGINES, GATHER, GATHER_INTERVAL, HOLDS, INF, INIT,
     LAST_LOAD, LOAD, LSU_FREE, MMA_COMMIT, MMA_ISSUE, MMA_LAST, MMA_TAIL, NAMED, ON_BARRIER, ON_NAMED, OPERANDS,
     PORT_SHARE, REASON_COUNT, REMOTE, SETS, SM_BYTE, STORE_CYCLE, TENSOR_FREE, TMA_FREE, TMA_INTERVAL, TMA_ISSUE,
-    WRITE_FREE,
+    UNITS, WRITE_FREE,
 )  # fmt: skip
 
 # isort: on
@@ -109,7 +109,7 @@ def copy_lanes(s, w, t, m, e, en):
     y = max(1.0, size / 128.0)
     if size < 128 * s.e_c[e]:  # lines that it copies in part, or fills with zeros
         y = max(y, s.e_c[e] * s.p[CP_LINE])
-    read = max(t, s.engines[en + LSU_FREE]) + y
+    read = max(t, s.engines[en + LSU_FREE]) + y + s.values[m + UNITS]
     s.engines[en + LSU_FREE] = read
     r = 8 * w + s.ints[m + HOLDS]
     s.board[r] = max(s.board[r], read + s.p[OPERANDS])

@@ -7,7 +7,7 @@ from softsm.timing_model.machine import (
     ATOMIC, ATOMIC_LATENCY,
     BARRIER, BESIDE, BRANCH, BULK_WAIT, B_CAUSES, B_COLUMNS, B_PHASES, B_TIMES, CLUSTER_WAIT, CODE, COMPUTES, COPIES,
     CP_WAIT, DEPENDS, ENGINES, EXTRA, FIRST, HOLDS, INF, INTERVAL, ISSUE, ISSUE_SLOT, KIND, L1_LATENCY, LATENCY,
-    ISSUE_CYCLES, LDS_BESIDE,
+    ISSUE_CYCLES, LATER, LATER_ROWS, LDS_BESIDE,
     LOW, LSU_CYCLES, LSU_FREE, LSU_QUEUE, MEMBAR, NAMED, N_GROUPS, N_WARPS, ON_BARRIER, ON_CLUSTER, ON_PRODUCTS,
     OPERANDS, PIPE, PIPE_OF, PORT, PORT_CYCLES, PORT_FREE, PORT_SHARE, PRODUCT, PRODUCTS, PRODUCT_DELAY,
     PRODUCT_DEPTH, PRODUCT_TAIL, PRODUCT_WAIT, PRODUCT_WAITED, PRODUCT_WIDE, QUIET, READ, REASON_COUNT, RING, SETS,
@@ -219,6 +219,10 @@ def results(s, w, t, i, k, m, sm, en):
         s.asked[a] += 1.0 - x if fetches else -x
         if fetches and u > 0.0:
             c = 4 * s.ints[m + TENSOR]
+            s.later[a] += s.values[m + LATER]
+            if s.later[a] > 0.999:
+                s.later[a] -= 1.0
+                c += s.sizes[LATER_ROWS]
             q = en + int(s.memory[c + 3])
             half = 0.5 * s.memory[c + 1]
             x = max(t + half, s.engines[q]) + u * s.memory[c]

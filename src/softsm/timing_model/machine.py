@@ -114,7 +114,7 @@ PARAMETERS = (
 # Columns of an mbarrier, with the causes of 16 phases; its times are the latest arrival and the ends of 16 phases.
 B_PENDING, B_EXPECTED, B_BYTES, B_PHASES, B_CAUSE, B_CAUSES = range(6)
 B_COLUMNS, B_TIMES = 21, 17
-LOG_ROWS, N_BARRIERS, N_ENDING, N_INSTANCES, N_WARPS, N_GROUPS, LOG_ROOM = range(7)  # places in State.sizes
+LOG_ROWS, N_BARRIERS, N_ENDING, N_INSTANCES, N_WARPS, N_GROUPS, LOG_ROOM, LATER_ROWS = range(8)  # places in State.sizes
 LOG_COLUMNS = 6
 PIPES, ISSUE_SLOT = 17, 16  # of a scheduler; the last is the issue slot
 ENGINES = 11  # of a multiprocessor
@@ -123,6 +123,7 @@ RING = 64  # products of a warpgroup
 # Columns of the machine instructions (costs.py): whole numbers, and others.
 KIND, PIPE_OF, STALL, SETS, HOLDS, WAITS, TENSOR, QUIET = range(8)  # QUIET: affects only its warp and pipe
 INTERVAL, LATENCY, UNITS, EXTRA, BESIDE, COMPUTES, PORT_CYCLES, LSU_CYCLES = range(8)
+LATER = PORT_CYCLES  # for loads: the share that fetches from lines already requested from device memory
 FIRST = LATENCY  # for loads: the first of the instructions that ptxas made from one, as in an unrolled loop
 # Engines of a multiprocessor.
 (
@@ -151,6 +152,7 @@ class State(NamedTuple):
     fetched: np.ndarray  # when their code is cached, or -1
     issued: np.ndarray
     asked: np.ndarray  # by load (FIRST) and warp: if below the share of such loads that fetch, the next one fetches
+    later: np.ndarray  # ... and the sum of LATER of those that fetched: where it reaches 1, the next line is on its way
     stalls: np.ndarray  # cycles by instruction and reason
     s_ins: np.ndarray  # paths: machine instruction; first event, counted from the warp's first, or -1; number of events
     s_ev: np.ndarray
@@ -202,7 +204,9 @@ class State(NamedTuple):
     memory: np.ndarray  # tensors: cycles per byte, latencies of loads and of TMA, L2_FREE or DEVICE_FREE
     p: np.ndarray
     log: np.ndarray
-    sizes: np.ndarray  # rows of the log, mbarriers per instance, instances that must end, and lengths of these arrays
+    sizes: (
+        np.ndarray
+    )  # rows of the log, mbarriers per instance, instances that must end, lengths of these arrays, LATER_ROWS
 
 
 def filled(size: int, value: float, dtype: type = np.float64) -> np.ndarray:
@@ -226,7 +230,7 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
     b_count[:, :B_BYTES], b_count[:, B_CAUSE:] = 1, -1
     table = events.T.astype(np.int64, "C")
     return State._make((
-        ints.ravel(), values.ravel(), filled(n, -1.0), whole(n), np.zeros(n * warps),
+        ints.ravel(), values.ravel(), filled(n, -1.0), whole(n), np.zeros(n * warps), np.zeros(n * warps),
         np.zeros(n * REASON_COUNT), s_ins, s_ev, s_cnt, *table,
         *rows.T.astype(np.int64, "C"), filled(warps, INF), filled(warps, -1.0),
         whole(warps, -1), whole(5 * warps), np.zeros(5 * warps), np.zeros(8 * warps), whole(32 * warps),
@@ -237,5 +241,5 @@ def state(ints, values, s_ins, s_ev, s_cnt, events, rows, spans, nexts, begins, 
         np.zeros(groups * RING), whole(groups * RING), whole(2 * groups), whole(groups), whole(sms), np.zeros(sms),
         np.zeros(ENGINES * sms),
         np.zeros(PIPES * 4 * sms), memory.ravel(), p, np.empty(LOG_COLUMNS * log),
-        np.array([0, barriers, ending, instances, warps, groups, log]),
+        np.array([0, barriers, ending, instances, warps, groups, log, memory.size // 2]),
     ))  # fmt: skip

@@ -14,7 +14,7 @@ from softsm.timing_model.atomics import Atomics, slices_of
 from softsm.timing_model.exchanges import held_up_ns
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
 from softsm.timing_model.grid import beside_longest, makespan, most_work, over_grid, queues_of
-from softsm.timing_model.lower import Path, kinds_of, lowering_of
+from softsm.timing_model.lower import LONG_CODE, Path, kinds_of, lowering_of
 from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.prediction import Prediction, Run
@@ -58,11 +58,11 @@ class Model:
         running = min(self.trace.total, self.slots) * self.cluster
         self.exchange = held_up_ns(trace, self.sources, gpu, running)
         self.atomics = Atomics(trace, self.sources, gpu, self.slots * self.cluster)
-        room = max(1.0, SM_L1 - self.occupancy * trace.shared)
+        room = max(1.0, SM_L1 - self.resident * trace.shared)
         absent = [absent_from_l1(s, room, self.sms) for s in self.sources]
         for s, share in zip(self.sources, absent):
             s.asked, s.lines, s.device = s.asked * share, s.lines * share, min(1.0, s.device / share)
-        local = max(spilled_bytes(streams, self.code) for streams in self.streams) / self.cluster * self.occupancy
+        local = max(spilled_bytes(streams, self.code) for streams in self.streams) / self.cluster * self.resident
         spilled = 1 - within(local / spill_room(trace.shared, room), 0.6, 1.1)
         came = np.sum([executed(streams, len(self.code.instructions) + 1) for streams in self.streams], 0)
         self.costs = cs.costs_of(self.code, gpu, trace.access, self.l1_share(), changing, absent, spilled, came)
@@ -100,7 +100,6 @@ class Model:
             events[copies & ((events[:, 1] < 0) | (events[:, 1] >= tensors)), 1] = tensors
         known = self.costs.ints[:, machine.TENSOR]
         known[(known < 0) | (known >= tensors)] = tensors
-        known[self.costs.behind] += tensors + 1
 
     def _follow(self) -> None:
         trace = self.trace
@@ -135,8 +134,8 @@ class Model:
     def l1_share(self) -> float:
         """Returns the share of re-requested sectors that still hit L1, whose size is what shared memory leaves. L1
         evicts the least recently used line, so rows that are read twice hit entirely or not at all."""
-        room = max(1.0, SM_L1 - self.occupancy * self.trace.shared)
-        return within(sum(self._twice.values()) * self.occupancy / room, 0.6, 1.1)
+        room = max(1.0, SM_L1 - self.resident * self.trace.shared)
+        return within(sum(self._twice.values()) * self.resident / room, 0.6, 1.1)
 
     def l2_finds_again(self) -> float:
         """Returns the same for L2 and L1's misses. All resident CTAs fill L2, with at most the size of each tensor."""
@@ -206,7 +205,7 @@ class Model:
         if s.random or not s.size:
             return 1.0
         sharers = (s.asked - s.again) / s.size
-        slots = self.sms // self.cluster * self.occupancy
+        slots = self.sms // self.cluster * self.resident
         turns = self.turns if self.trace.grid[1] == self.trace.grid[2] == 1 else 1
         sharers /= math.sqrt(max(1.0, self.trace.total / slots) * turns)
         return max(1.0, min(sharers, active))
@@ -244,6 +243,11 @@ class Model:
         p = np.array([self.gpu[name] if name else 0.0 for name in machine.PARAMETERS])
         p[machine.STORE_CYCLE], p[machine.SM_BYTE] = write, 1 / self.gpu["sm.rate"]
         each = -(-trace.threads // 32)
+        # Other kernels run between two launches of this one, and do not evict all of a short one.
+        kept = self.gpu["code.kept"]
+        cold = min(1.0, max(0.0, (len(self.code.instructions) - kept) / (LONG_CODE - kept)))
+        p[machine.COLD], p[machine.JUMP_NEAR] = cold * p[machine.COLD], cold * p[machine.JUMP_NEAR]
+        p[machine.JUMP_FAR] = cold * p[machine.JUMP_FAR] + (1 - cold) * self.gpu["code.first"]
         p[machine.ISSUE_CYCLES] = issue_cycles(self.gpu["issue"], self.fetched_again, len(queues) * each)
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]
@@ -361,7 +365,12 @@ class Model:
     @property
     def slots(self) -> int:
         """Number of clusters that run concurrently."""
-        return self.sms // self.cluster * self.occupancy
+        return self.sms // self.cluster * self.resident
+
+    @property
+    def resident(self) -> int:
+        """Number of clusters on one multiprocessor: as many as fit, or as many as there are."""
+        return min(self.occupancy, -(-self.trace.total // (self.sms // self.cluster)))
 
     @property
     def waves(self) -> bool:
@@ -455,6 +464,8 @@ class Model:
         written = (sum(s.written for s in self.sources) + self.spilled) / g["hbm.write"]
         changed, drained = sum(self.atomics.ns), self.drained_ns()
         device = sum(s.asked * s.device * self.device_cost(s) + min(s.atomic, s.size) for s in self.sources)
+        sums = max(0.0, sum(min(s.atomic, s.size) for s in self.sources) - g["l2.held"])
+        drained += sums * max(0.0, 1 / g["atomic.device"] - 1 / g["hbm.rate"] - 1 / g["hbm.mixed"])
         roofline = {name: needs[name] for name in ("tensor core", "exp", "issue", "shared memory")} | {
             "L2": max(read + changed, written) * 1e-3,  # read data and stores use separate paths
             "atomics": changed * 1e-3,

@@ -56,6 +56,8 @@ EVERYDAY = "benchmarks/microbench, group everyday, H200, 2026-11-17"
 LIMITS = "benchmarks/microbench, group shared limits, H200, 2026-11-17"
 DRAWN = "benchmarks/timing.py, kernels of development seeds 1 to 505, H200, 2026-11-17"
 EXCHANGE = "benchmarks/timing_parts.py, scan, H200, 2026-11-18"
+COLD = "benchmarks/microbench, group cold, H200, 2026-11-19"
+SUMS = "benchmarks/microbench, group sums, H200, 2026-11-19"
 DEPENDENTS = "benchmarks/microbench, group dependents, H200, 2026-11-16"
 CLOSE = "cycles a product is held up by an instruction within two cycles of the one before"
 
@@ -136,6 +138,7 @@ HOPPER = {
     "hbm.rows.wide": _p(3450.0, "bytes/ns, more at a time", DRAWN, "B", 3200, 3900),
     "hbm.piece": _p(104.0, "bytes that a sector takes which is read alone", DRAWN, "B", 64, 110),
     "atomic.slice": _p(1.8, "sectors/ns of a slice of L2", EVERYDAY, "A", 1.6, 1.9),
+    "atomic.device": _p(1500.0, "bytes/ns of sums that L2 brings from device memory and evicts", SUMS, "A", 1400, 1800),
     "atomic.latency": _p(495.0, "cycles", EVERYDAY, "B", 450, 570),
     "exchange": _p(1250.0, "ns of a load behind stores to lines under way", EXCHANGE, "B", 950, 1600),
     "exchange.line": _p(0.225, "ns more for each of these lines", EXCHANGE, "B", 0.17, 0.3),
@@ -162,11 +165,15 @@ HOPPER = {
     "l2.coincide": _p(0.03, "share of the sharers", DRAWN, "B", 0.02, 0.04),
     "l2.coincide.tma": _p(0.05, "share of the sharers", DRAWN, "B", 0.04, 0.07),
     "sm.write": _p(32, "bytes/cycle", OURS, "A"),
+    "copy.l1": _p(
+        5.4, "more cycles of a cp.async through L1, as all that copy less than 16 bytes", STRIPS, "A", 5.3, 5.6
+    ),
     "copy.line": _p(1.06, "cycles of a 128-byte line that cp.async takes a part of", STRIPS, "A", 1.0, 1.13),
-    "load.line": _p(0.25, "cycles of a 128-byte line, or bank conflicts", EVERYDAY, "B", 0.25, 0.7),  # 0.7: a hash grid
     "code.near": _p(220, "cycles of a jump over 1.5 KB of code, L2 emptied", STRIPS, "A", 60, 240),  # 60 with a warm L2
     "code.far": _p(480, "cycles of a jump over 8 KB", STRIPS, "A", 110, 480),
-    "code.cold": _p(1.6, "cycles an instruction", OURS, "B", 1.0, 5.0),
+    "code.cold": _p(1.45, "cycles an instruction, L2 emptied", COLD, "A", 1.0, 1.6),
+    "code.first": _p(100, "cycles before the first instruction", COLD, "B", 60, 150),
+    "code.kept": _p(1100, "instructions of a kernel that are still cached when it runs again", COLD, "B", 1024, 1500),
     "beside.fma": _p(1.9, "times", OURS, "B", 1.3, 1.92),
     "beside.alu": _p(1.45, "times", OURS, "A"),
     "beside.imad": _p(1.45, "times", OURS, "C", 1.2, 1.6),

@@ -238,4 +238,6 @@ def absent_from_l1(s: Source, room: float, sms: int) -> float:
         return 1.0
     each = s.asked / sms
     first = s.size * (1 - np.exp(-each / s.size)) / each
-    return float(1 - (1 - first) * min(1.0, room * s.parts / s.size))
+    # A line that L1 has is as often there as it is large enough, but with the sectors alone that were asked for since.
+    there, same = min(1.0, room * s.parts / s.size), s.piece / 128
+    return float(1 - (1 - first) * same * there / (1 - (1 - same) * there))

@@ -117,7 +117,7 @@ def work_of(streams: Streams, costs: Costs, gpu: Gpu) -> np.ndarray:
     pipe = np.bincount(costs.ints[:, r.PIPE_OF], ran * costs.values[:, r.INTERVAL], len(PIPES)) / 4  # four schedulers
     units = np.bincount(kind, ran * costs.values[:, r.UNITS], r.MEMBAR + 1)
     products = units[r.PRODUCT] / 4  # four warps issue one product together
-    port = units[r.SHARED] + (ran * costs.values[:, r.PORT_CYCLES]).sum() / 4
+    port = units[r.SHARED] + np.bincount(kind, ran * costs.values[:, r.PORT_CYCLES], r.MEMBAR + 1)[r.PRODUCT] / 4
     table = streams.table
     made = table[table[:, 0] == MMA].astype(np.int64)
     if len(made):

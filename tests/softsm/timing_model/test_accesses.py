@@ -26,15 +26,25 @@ def test_wavefronts(stride, size, wanted) -> None:
 
 
 @pytest.mark.parametrize(
-    "stride, size, wanted", [(32, 4, 8), (64, 4, 16), (128, 4, 32), (132, 4, 1), (136, 8, 2), (516, 4, 1), (0, 4, 1)]
+    "stride, size, wanted", [(32, 4, 8), (64, 4, 16), (128, 4, 32), (132, 4, 8), (136, 8, 9), (516, 4, 8), (0, 4, 1)]
 )
-def test_loads_of_global_memory_have_the_conflicts_of_shared_memory(stride, size, wanted) -> None:
-    """Measured with words that L1 holds. Lanes a stride apart and lanes at any addresses are counted by two ways."""
+def test_loads_of_global_memory_have_conflicts_of_banks_or_of_tags(stride, size, wanted) -> None:
+    """Measured with words that L1 holds: 8.1, 16.1, 32.1, 8.2, 9.0, 8.3, 1.1 cycles. Lanes a stride apart and lanes at
+    any addresses are counted by two ways."""
     even = np.array([True, False, True])
     found = accesses.held_wavefronts(
         np.where(even, stride, 0), even, np.full(3, size), lambda those: LANES[None] * stride + 0 * those[:, None]
     )
     assert found.tolist() == [wanted] * 3
+
+
+@pytest.mark.parametrize(("table", "measured"), [(1 << 11, 4.1), (1 << 13, 8.5), (1 << 15, 10.5), (1 << 16, 11.0)])
+def test_lanes_at_random_meet_at_the_tags(table, measured) -> None:
+    """Measured with two times 16 warps and words of 4 bytes in half of a table (benchmarks/microbench, gathers)."""
+    addresses = np.random.default_rng(5).integers(0, table // 4, (4000, 32)) * 4
+    assert accesses.held_wavefronts(
+        np.zeros(4000, np.int64), np.zeros(4000, bool), np.full(4000, 4), lambda those: addresses[those]
+    ).mean() == pytest.approx(measured, rel=0.06)
 
 
 def test_a_sector_is_fetched_by_the_load_that_asks_first() -> None:
