@@ -16,6 +16,7 @@ multiprocessors is read by a kernel that follows the replay on the same stream.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import pickle
 import re
@@ -26,6 +27,7 @@ from pathlib import Path
 import timing_measure as measuring
 import timing_tables as tables
 
+SETS = ("user", "second", "third", "fourth")  # by hand, each predicted and committed before it was measured
 MEASURED_WITH = "3.6"  # the Triton of the GPU's machine: the code of another is another kernel
 
 
@@ -42,18 +44,9 @@ def cases(given) -> list:
 
         with softsm.use("sm_100a", cuda_shim=True):  # they ask for the GPU while they are imported
             every = timing_published.cases(given.published)
-    elif given.user:
-        import timing_user
-
-        every = timing_user.CASES
-    elif given.second:
-        import timing_second
-
-        every = timing_second.CASES
-    elif given.third:
-        import timing_third
-
-        every = timing_third.cases()
+    elif given.set:
+        found = importlib.import_module(f"timing_{given.set}")
+        every = found.cases() if hasattr(found, "cases") else found.CASES
     elif given.own:
         import timing_own
 
@@ -198,9 +191,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("timing.json"))
     parser.add_argument("--seed", type=int, nargs="+", metavar="N", help="cases drawn at random")
     parser.add_argument("--tune", action="store_true", help="tiles of one matrix product (timing_tune.py)")
-    parser.add_argument("--user", action="store_true", help="kernels as users bring them (timing_user.py)")
-    parser.add_argument("--second", action="store_true", help="ten more of them (timing_second.py)")
-    parser.add_argument("--third", action="store_true", help="thirteen more, of random shapes (timing_third.py)")
+    parser.add_argument("--set", choices=SETS, help="kernels as users bring them (timing_user.py and so on)")
     parser.add_argument("--own", type=int, metavar="N", help="this library's kernels, shapes of seed N (timing_own.py)")
     parser.add_argument("--parts", action="store_true", help="parts of kernels (timing_parts.py)")
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
@@ -219,7 +210,7 @@ def main() -> int:
     parser.add_argument("--cost", action="store_true", help="what a timing run costs beside plain emulation")
     parser.add_argument("--published", type=Path, metavar="FOLDER", help="Triton's python/tutorials/gluon")
     given = parser.parse_args()
-    if (given.seed or given.user or given.second or given.third or given.own) and given.predict:
+    if (given.seed or given.set or given.own) and given.predict:
         import triton
 
         if not triton.__version__.startswith(MEASURED_WITH):
@@ -243,8 +234,9 @@ def main() -> int:
     elif given.compile:
         measuring.compile_part(given.compile, cases(given))
     elif given.measure:
-        others = [f"--{name}" for name in ("tune", "parts", "user", "second", "third") if getattr(given, name)]
-        numbers = {"--seed": given.seed, "--own": [given.own] if given.own else None}
+        others = [f"--{name}" for name in ("tune", "parts") if getattr(given, name)]
+        one = {"--own": given.own, "--set": given.set}
+        numbers = {"--seed": given.seed, **{option: [x] for option, x in one.items() if x}}
         drawn = next(([option, *map(str, n)] for option, n in numbers.items() if n), others)
         command = [sys.executable, __file__, *drawn, "--only", given.only, "--compile"]
         command = [] if given.compiled else command

@@ -1,6 +1,6 @@
 """Ten more kernels as users bring them (timing_second_kernels.py): predicted, committed, then measured.
 
-python benchmarks/timing.py --second --predict --json FILE     # then --second --measure on an H200, --second --table
+python benchmarks/timing.py --set second --predict --json FILE     # then --measure on an H200, --table
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A third set of kernels as users bring them (timing_third_kernels.py): two shapes of each, with two variants of each
 shape, drawn at random by SEED. Predicted, committed, then measured.
 
-python benchmarks/timing.py --third --predict --json FILE     # then --third --measure on an H200, --third --table
+python benchmarks/timing.py --set third --predict --json FILE     # then --measure on an H200, --table
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def drawn(f: Callable[[random.Random], Iterator[Drawn]]) -> Callable[[random.Ran
     return f
 
 
-def cases(seed: int = SEED) -> list[Case]:
+def drawn_cases(kernels: dict[str, Callable[[random.Random], Iterator[Drawn]]], seed: int) -> list[Case]:
     out: dict[str, Case] = {}
-    for f in KERNELS:
-        name, problems = f.__name__, set()
+    for name, f in kernels.items():
+        problems: set[str] = set()
         for n in range(99):
             found = list(zip(range(VARIANTS), f(random.Random(f"{seed} {name} {n}"))))
             problem = found[0][1][0]
@@ -40,6 +40,10 @@ def cases(seed: int = SEED) -> list[Case]:
             if len(problems) == SHAPES:
                 break
     return list(out.values())
+
+
+def cases() -> list[Case]:
+    return drawn_cases({f.__name__: f for f in KERNELS}, SEED)
 
 
 @drawn

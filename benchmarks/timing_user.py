@@ -1,6 +1,6 @@
 """Kernels as users bring them (timing_user_kernels.py), with shapes of models: predicted, committed, then measured.
 
-python benchmarks/timing.py --user --predict --json FILE     # then --user --measure on an H200, --user --table
+python benchmarks/timing.py --set user --predict --json FILE     # then --measure on an H200, --table
 """
 
 from __future__ import annotations
