@@ -21,56 +21,12 @@ from softsm.memory.waitable import Waitable
 from softsm.ptx.ast import Function, Instruction, Variable
 
 # Control and memory operations of the interpreter loop.
-(
-    OP_EXIT,
-    OP_BRA,
-    OP_MACRO,
-    OP_LDG,
-    OP_STG,
-    OP_LDS,
-    OP_STS,
-    OP_LD,
-    OP_ST,
-    OP_LDL,
-    OP_STL,
-    OP_VOTE,
-    OP_ELECT,
-    OP_ACTIVEMASK,
-    OP_CONVERGE,
-    OP_ATOM_G,
-    OP_ATOM_S,
-    OP_REDUX,
-    OP_BLOCK,
-    OP_WAIT,
-    OP_TENSOR_LD,
-    OP_TENSOR_ST,
-    OP_CHECKED_WAIT,
-    OP_MEMBERS,
-    OP_TICK,
-    OP_LDMATRIX,
-    OP_STMATRIX,
-    OP_CHECKED_LD,
-    OP_CHECKED_ST,
-    OP_TENSOR_WAIT,
-    OP_CHECKED_MMA,
-) = range(31)
+OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL = range(11)
+OP_VOTE, OP_ELECT, OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK = range(11, 19)
+OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST, OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK = range(19, 25)
+OP_LDMATRIX, OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST, OP_TENSOR_WAIT, OP_CHECKED_MMA = range(25, 31)
 FIRST_MICRO = 32
-# Macro-operations. Compiled code tries all but the first one itself.
-MACROS = (
-    OP_MACRO,
-    OP_WAIT,
-    OP_TENSOR_LD,
-    OP_TENSOR_ST,
-    OP_CHECKED_WAIT,
-    OP_MEMBERS,
-    OP_TICK,
-    OP_LDMATRIX,
-    OP_STMATRIX,
-    OP_CHECKED_LD,
-    OP_CHECKED_ST,
-    OP_TENSOR_WAIT,
-    OP_CHECKED_MMA,
-)
+MACROS = (OP_MACRO, *range(OP_WAIT, OP_CHECKED_MMA + 1))  # Compiled code tries all but the first one itself.
 
 # rx of OP_CHECKED_LD and ST: the kind that a store leaves in its cells, and from bit DISTANCE on the number of records
 # until the result is needed, or 0 if something else may happen before (engine/tensor_waits.py).

@@ -6,130 +6,31 @@ import itertools
 
 import numpy as np
 
+
+def hexadecimal(words: str) -> list[int]:
+    return [int(word, 16) for word in words.split()]
+
+
 INT = {
-    16: [0, 1, 2, 3, 7, 15, 16, 17, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0xFFFE, 0x1234],
-    32: [
-        0,
-        1,
-        2,
-        3,
-        7,
-        31,
-        32,
-        33,
-        0x7FFF,
-        0x8000,
-        0xFFFF,
-        0x10000,
-        0x7FFFFFFF,
-        0x80000000,
-        0x80000001,
-        0xFFFFFFFF,
-        0xFFFFFFFE,
-        0x12345678,
-    ],
-    64: [
-        0,
-        1,
-        2,
-        31,
-        32,
-        63,
-        64,
-        0xFFFFFFFF,
-        0x100000000,
-        0x7FFFFFFFFFFFFFFF,
-        0x8000000000000000,
-        0x8000000000000001,
-        0xFFFFFFFFFFFFFFFF,
-        0xFFFFFFFFFFFFFFFE,
-        0x123456789ABCDEF0,
-    ],
+    16: hexadecimal("0 1 2 3 7 f 10 11 7fff 8000 8001 ffff fffe 1234"),
+    32: hexadecimal("0 1 2 3 7 1f 20 21 7fff 8000 ffff 10000 7fffffff 80000000 80000001 ffffffff fffffffe 12345678"),
+    64: hexadecimal(
+        "0 1 2 1f 20 3f 40 ffffffff 100000000 7fffffffffffffff 8000000000000000 8000000000000001 "
+        "ffffffffffffffff fffffffffffffffe 123456789abcdef0"
+    ),
 }
 FLOAT = {
-    "f16": [
-        0,
-        0x8000,
-        1,
-        0x8001,
-        0x3FF,
-        0x400,
-        0x8400,
-        0x3C00,
-        0xBC00,
-        0x3C01,
-        0x3555,
-        0x4248,
-        0x7BFF,
-        0xFBFF,
-        0x7C00,
-        0xFC00,
-        0x7C01,
-        0x7E00,
-        0xFE00,
-    ],
-    "bf16": [
-        0,
-        0x8000,
-        1,
-        0x8001,
-        0x7F,
-        0x80,
-        0x8080,
-        0x3F80,
-        0xBF80,
-        0x3F81,
-        0x3EAB,
-        0x4049,
-        0x7F7F,
-        0xFF7F,
-        0x7F80,
-        0xFF80,
-        0x7F81,
-        0x7FC0,
-        0xFFC0,
-    ],
-    "f32": [
-        0,
-        0x80000000,
-        1,
-        0x80000001,
-        0x7FFFFF,
-        0x800000,
-        0x80800000,
-        0x3F800000,
-        0xBF800000,
-        0x3F800001,
-        0x3F000000,
-        0x3EAAAAAB,
-        0x40490FDB,
-        0x4B800001,
-        0x7F7FFFFF,
-        0xFF7FFFFF,
-        0x7F800000,
-        0xFF800000,
-        0x7F800001,
-        0x7FC00000,
-        0xFFC12345,
-    ],
-    "f64": [
-        0,
-        1 << 63,
-        1,
-        (1 << 63) | 1,
-        0xFFFFFFFFFFFFF,
-        0x10000000000000,
-        0x3FF0000000000000,
-        0xBFF0000000000000,
-        0x3FF0000000000001,
-        0x3FD5555555555555,
-        0x400921FB54442D18,
-        0x4340000000000001,
-        0x7FEFFFFFFFFFFFFF,
-        0xFFEFFFFFFFFFFFFF,
-        0x7FF0000000000000,
-        0xFFF0000000000000,
-    ],
+    "f16": hexadecimal("0 8000 1 8001 3ff 400 8400 3c00 bc00 3c01 3555 4248 7bff fbff 7c00 fc00 7c01 7e00 fe00"),
+    "bf16": hexadecimal("0 8000 1 8001 7f 80 8080 3f80 bf80 3f81 3eab 4049 7f7f ff7f 7f80 ff80 7f81 7fc0 ffc0"),
+    "f32": hexadecimal(
+        "0 80000000 1 80000001 7fffff 800000 80800000 3f800000 bf800000 3f800001 3f000000 3eaaaaab "
+        "40490fdb 4b800001 7f7fffff ff7fffff 7f800000 ff800000 7f800001 7fc00000 ffc12345"
+    ),
+    "f64": hexadecimal(
+        "0 8000000000000000 1 8000000000000001 fffffffffffff 10000000000000 3ff0000000000000 "
+        "bff0000000000000 3ff0000000000001 3fd5555555555555 400921fb54442d18 4340000000000001 "
+        "7fefffffffffffff ffefffffffffffff 7ff0000000000000 fff0000000000000"
+    ),
 }
 NANS_F64 = [0x7FF8000000000000, 0xFFF8000000000123, 0x7FF0000000000001]
 WIDTH = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
