@@ -1,5 +1,5 @@
 """Parts of drawn kernels that were predicted wrongly, timed alone (`timing.py --parts`): what device memory, L2 and
-cp.async do that no rule of the model knew. results/timing-parts-measured.json has the times of an H200."""
+cp.async do that no rule of the model knew. results/timing/parts-measured.json has the times of an H200."""
 
 from __future__ import annotations
 
