@@ -84,7 +84,7 @@ def program_of(
 
 def target_of(file: Path) -> str:
     """Returns the architecture that a PTX file names, as far as softsm emulates it."""
-    found = re.search(r"^\s*\.target\s+(sm_\w+)", file.read_text(), re.M) if file.suffix == ".ptx" else None
+    found = re.search(r"^[^/\n]*\.target\s+(sm_\w+)", file.read_text(), re.M) if file.suffix == ".ptx" else None
     return {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}.get(found[1].rstrip("af"), "") if found else ""
 
 

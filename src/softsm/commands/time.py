@@ -17,6 +17,7 @@ from softsm.ptx.cplusplus import readable
 from softsm.timing_model import compare, report
 from softsm.timing_model.follow import CannotFollow
 from softsm.timing_model.parameters import GPUS, Gpu, gpu_for
+from softsm.timing_model.sass import ToolError
 from softsm.timing_model.timer import Timer, timing
 
 SCHEMA = "softsm.time/1"  # docs/reports.md; removing a field or changing its meaning needs another number
@@ -59,7 +60,7 @@ def ending(file: Path) -> Iterator[End]:
         end.failed = bool(done.code)
         end.words = f"{file} ended with status {done.code}" if done.code else ""
     except SoftsmError as problem:
-        why = "" if isinstance(problem, CannotFollow) else f"\n{PARTLY}"
+        why = "" if isinstance(problem, (CannotFollow, ToolError)) else f"\n{PARTLY}"
         end.words, end.failed = f"{file}: no time: {problem}{why}", True
     except OWN:
         raise

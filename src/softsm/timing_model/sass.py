@@ -64,13 +64,19 @@ class Code:
         return found
 
 
-def tool(name: str, arch: str) -> str:
-    """Returns the path of ptxas (the one that Triton uses for this target) or nvdisasm."""
+def _wheel() -> tuple[Any, Any]:
+    """Returns Triton and its compiler for NVIDIA GPUs."""
     try:
         import triton
         from triton.backends.nvidia import compiler
     except ImportError as missing:
         raise ToolError("softsm time needs Triton's wheel, which holds ptxas and nvdisasm") from missing
+    return triton, compiler
+
+
+def tool(name: str, arch: str) -> str:
+    """Returns the path of ptxas (the one that Triton uses for this target) or nvdisasm."""
+    triton, compiler = _wheel()
     if name == "ptxas":
         number = int(re.search(r"\d+", arch)[0])  # type: ignore[index]
         return str(compiler.get_ptxas(number).path)
@@ -78,9 +84,7 @@ def tool(name: str, arch: str) -> str:
 
 
 def _version() -> str:
-    import triton
-
-    return triton.__version__
+    return _wheel()[0].__version__
 
 
 def assembled(ptx: str, arch: str) -> tuple[bytes, str]:
@@ -88,7 +92,8 @@ def assembled(ptx: str, arch: str) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "k.ptx", Path(folder) / "k.cubin"
         source.write_text(ptx)
-        options = ["--regAllocOptLevel=2"] if _version() >= "3.9" else []
+        newer = tuple(map(int, _version().split(".")[:2])) >= (3, 9)
+        options = ["--regAllocOptLevel=2"] if newer else []
         command = [
             tool("ptxas", arch),
             "-lineinfo",

@@ -1,6 +1,7 @@
 """`softsm time`: what a user reads when the program ends, however it does."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def timed(path, text: str, *options: str):
 
 def test_launches_before_a_failed_check_have_their_times(tmp_path) -> None:
     done = timed(tmp_path, "launch(1)\nassert False, 'far off'\nlaunch(2)\n")
-    assert done.exit_code == 1
+    assert done.exit_code == 1, done.output
     assert done.output.count("doubled on H200: ") == 1
     assert "AssertionError: far off" in done.output and "If it was a check of results" in done.output
 
@@ -53,6 +54,14 @@ def test_a_program_that_exits_has_its_times(tmp_path, status, code) -> None:
     done = timed(tmp_path, f"launch(1)\nsys.exit({status})\n")
     assert done.exit_code == code and "doubled on H200: " in done.output
     assert ("ended with status 3" in done.output) == bool(code)
+
+
+def test_without_triton_the_missing_wheel_is_all_that_is_said(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    (tmp_path / "doubled.ptx").write_text(PTX.replace("doubled", "doubled_without"))  # not in the cache
+    done = CliRunner().invoke(app, ["time", str(tmp_path / "doubled.ptx"), "--arg", "f32[32]", "--arg", "i32=1"])
+    assert done.exit_code == 1, done.output
+    assert "softsm time needs Triton's wheel" in done.output and "products are not" not in done.output
 
 
 def test_a_program_that_checks_its_kernels_is_timed_without(tmp_path) -> None:
