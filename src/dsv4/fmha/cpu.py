@@ -254,7 +254,7 @@ def _nothing_visible(q: Tensor) -> tuple[Tensor, Tensor]:
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Every query sees every key."""
     a, g, t, _ = q.shape
-    if t == 1 and k.stride(1) == 0:  # one token, shared keys: the heads are the rows of one product
+    if t == 1 and k.stride(1) == v.stride(1) == 0:  # one token, shared rows: the heads are the rows of one product
         out, lse = _attend_all(q.transpose(1, 2), k[:, :1], v[:, :1], scale)
         return out.transpose(1, 2), lse.transpose(1, 2)
     # One product alone: parts of the keys become a batch, so that every thread has one.

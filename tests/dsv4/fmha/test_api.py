@@ -96,6 +96,16 @@ def test_any_outer_strides(dtype):
     )
 
 
+@pytest.mark.parametrize("shared", ["q", "k", "v", "kv"])
+@pytest.mark.parametrize("t", [1, 3])
+def test_heads_that_share_only_some_rows(t, shared):
+    """By a stride of 0 over the heads, as .expand() gives it: keys may be shared where values are not."""
+    rows = {"q": t, "k": 9, "v": 9}
+    given = {name: torch.randn(2, n, 1 if name in shared else 4, 64).expand(-1, -1, 4, -1) for name, n in rows.items()}
+    expected = dsv4.fmha(**{name: x.contiguous() for name, x in given.items()})
+    torch.testing.assert_close(dsv4.fmha(**given), expected)
+
+
 def test_out_is_written_and_returned():
     q, k, v = qkv(2, 9, 20, 4, 2, 64)
     want = dsv4.fmha(q, k, v, causal=True)
