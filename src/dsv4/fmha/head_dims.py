@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4.fmha.options import FmhaOptions
 from dsv4.fmha.problem import is_between
-from dsv4.runtime import checks, dispatch
+from dsv4.runtime import checks
 
 
 def needs_padding(q: Any, v: Any, rank: int) -> bool:
@@ -32,7 +32,7 @@ def kernels_take(tensors: Sequence[Any], backend: str) -> bool:
     fits = all(is_between(x.shape[-1]) for x in (q, k, v))
     if not fits or torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return False
-    return not q.is_meta and dispatch.resolve(backend, q.device) != "cpu"
+    return not q.is_meta and (backend == "softsm" or backend != "cpu" and q.device.type == "cuda")
 
 
 def padded(tensors: Sequence[Any], options: FmhaOptions) -> tuple[tuple[Any, ...], FmhaOptions]:

@@ -131,3 +131,9 @@ def test_under_torch_compile():
         out = torch.empty(q.shape, dtype=dtype)
         compiled(q, k, v, out=out)
         assert torch.equal(out, dsv4.fmha(q, k, v, out=torch.empty_like(out)))
+
+
+def test_the_compiler_does_not_warn(recwarn):
+    torch._dynamo.utils.warn_once_cache.clear()
+    torch.compile(dsv4.fmha, backend="eager", fullgraph=True)(*(x.bfloat16() for x in draw(96, 96)))
+    assert not recwarn.list
