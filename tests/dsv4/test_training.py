@@ -6,8 +6,10 @@ import pytest
 import torch
 from agreement import FP32_BOUND
 from dsink import assert_dsink
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import dsv4
@@ -198,7 +200,7 @@ def of_v4():
 
 
 def of_compress():
-    tensors = leaves(*(draw(*x) for x in ((14, 12), (14, 12), (4, 12), (6,))))
+    tensors = leaves(*(draw(*x) for x in ((2, 14, 12), (2, 14, 12), (4, 12), (6,))))
     return (
         tensors,
         lambda *x: dsv4.compress(*x, cos_sin=reference.rope_table(20, 4, device=x[0].device))[0].square().sum(),
@@ -268,6 +270,25 @@ def test_operators_keep_torchs_rules(name):
     for end in ("_training", "_backward"):
         more = ("test_aot_dispatch_dynamic",) if name + end == "fmha_training" else ()
         torch.library.opcheck(*calls.named(end), test_utils=checks + more)
+
+
+def in_another_order(x: torch.Tensor) -> torch.Tensor:
+    """The same values, the first two of three or more dimensions swapped in memory."""
+    return x if x.ndim < 3 else x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_results_have_the_strides_that_a_compiler_expects(name):
+    tensors, loss = LOSSES[name]()
+    with Calls() as calls:
+        loss(*map(in_another_order, tensors)).backward()
+    for end in ("_training", "_backward"):
+        operator, given = calls.named(end)
+        real = operator(*given)
+        with FakeTensorMode() as mode:
+            fake = operator(*tree_map_only(torch.Tensor, mode.from_tensor, given))
+        for x, y in zip(real, fake, strict=True):
+            assert x.shape == y.shape and (x.numel() == 0 or x.stride() == y.stride())
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -27,14 +27,14 @@ def quantize_mxfp8(x: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]
 
 
 def _quantized(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    found = dispatch.resolve(backend, x.device)
+    found, x = dispatch.resolve(backend, x.device), x.contiguous()
     if found == "cpu":
         return in_torch(x)
     from dsv4.caches.kernels.mxfp8 import write_mxfp8  # imports Triton, which a CPU does not need
 
     codes, scales = like(x)
     with dispatch.entered(found, x.device):
-        write_mxfp8(x.contiguous(), codes, scales)
+        write_mxfp8(x, codes, scales)
     return codes, scales
 
 

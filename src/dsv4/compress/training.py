@@ -33,7 +33,8 @@ def _forward(kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backe
     given = Parameters(position_bias, norm_weight, cos_sin, eps, dtype, m)
     with torch.no_grad():
         rows, state = forward.run(kv, gate, None, given, None, None, backend)
-    return rows, state.kv, state.gate
+    # as the fake kernel says, whatever the strides of kv
+    return rows.contiguous(), state.kv.contiguous(), state.gate.contiguous()
 
 
 def _fake_forward(
@@ -69,7 +70,7 @@ def _backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, aske
     nothing = kv.new_zeros(0)
     bias = nothing if position_bias is None else position_bias
     dbias, dweight = (torch.zeros(x.shape, dtype=compute, device=kv.device) for x in (bias, norm_weight))
-    dkv, dgate = torch.zeros_like(kv), nothing if gate is None else torch.zeros_like(gate)
+    dkv, dgate = kv.new_zeros(kv.shape), nothing if gate is None else gate.new_zeros(gate.shape)
     slots = 2 * m if overlap else m
     block = max(1, BLOCK_BYTES // max(4 * slots * d * max(kv.shape[:-2].numel(), 1), 1))
     for begin in range(0, windows, block):

@@ -135,7 +135,7 @@ def _gradients(ctx: Any, dloss: Tensor, _: Any) -> tuple:
 
 
 def _backward(dloss, q, k, weights, indices, dscore, scale):
-    dq, dweights = torch.zeros_like(q), torch.zeros_like(weights)
+    dq, dweights = (x.new_zeros(x.shape) for x in (q, weights))  # contiguous, as the fake kernel says
     dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
     for some in _blocks(q, k, indices, q):
         number, _, keys = _keys(k, indices[some])

@@ -63,6 +63,14 @@ def test_the_kernel_makes_the_same_bytes(arch, dtype):
         assert torch.equal(got[0].unflatten(-1, (16, 32))[finite], want[0].unflatten(-1, (16, 32))[finite])
 
 
+def test_results_are_contiguous_whatever_x_is():
+    x = torch.randn(3, 2, 64).transpose(0, 1)
+    found = dsv4.quantize_mxfp8(x)
+    assert all(y.is_contiguous() for y in found)
+    for y, z in zip(found, dsv4.quantize_mxfp8(x.contiguous()), strict=True):
+        assert torch.equal(y.view(torch.uint8), z.view(torch.uint8))
+
+
 def test_a_compiler_and_gradients():
     x = some_rows()
     eager, compiled = dsv4.quantize_mxfp8(x), torch.compile(dsv4.quantize_mxfp8, backend="eager", fullgraph=True)(x)

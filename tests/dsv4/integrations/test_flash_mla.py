@@ -198,6 +198,9 @@ def test_bf16_rows_and_a_given_output():
     out = torch.full_like(q, float("nan"))
     got, lse = flash_mla_with_kvcache(q, cache, None, None, 512, None, indices=indices, out=out)
     assert got is out
+    compiled, again = torch.compile(flash_mla_with_kvcache, backend="eager", fullgraph=True), torch.empty_like(q)
+    compiled(q, cache, None, None, 512, None, indices=indices, out=again)
+    assert torch.equal(again, out)
     args = (q.flatten(0, 1), [cache.flatten(0, 2)], [present(indices, None, 1)])
     want, want_lse, _ = oracle(*args)
     low = oracle(*args, p_dtype=torch.bfloat16)[0]
