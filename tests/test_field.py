@@ -49,7 +49,8 @@ def test_a_command_names_the_sources(tool, tmp_path):
         if kernel.file != "packages.py":  # it finds them by PYTHONPATH
             assert str(tmp_path) in " ".join(words), kernel.name
     assert len({(x.project, x.name, x.arch) for x in tool.KERNELS}) == len(tool.KERNELS)
-    assert len(tool.commits(tmp_path)) == len(tool.PROJECTS) + len(tool.PACKAGES)
+    assert len(tool.commits(tmp_path, tool.KERNELS)) == len(tool.PROJECTS) + len(tool.PACKAGES)
+    assert [x.split()[2].rsplit("/", 1)[1] for x in tool.commits(tmp_path, tool.KERNELS[:1])] == ["cutlass"]
 
 
 def test_a_finding_without_a_judgement_is_a_failure(tool):

@@ -141,15 +141,18 @@ def row(kernel: Kernel, report: dict) -> tuple[str, bool]:
     return line, right.startswith(("right", "wrong, by")) and not unjudged
 
 
-def commits(sources: Path) -> list[str]:
-    """Projects that are missing, or at another commit."""
+def commits(sources: Path, kernels: list[Kernel]) -> list[str]:
+    """What these kernels need and is missing, or at another commit."""
     wrong = []
+    python = any(kernel.file.endswith(".py") for kernel in kernels)
     for name, (address, commit) in PROJECTS.items():
+        if not any(name == kernel.project or f"{{{name}}}" in str(kernel.flags) for kernel in kernels):
+            continue
         ask = ["git", "-C", str(sources / name), "rev-parse", "HEAD"]
         head = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
         if not head.startswith(commit):
             wrong.append(f"git clone {address} {sources / name} && git -C {sources / name} checkout {commit}")
-    for name, version in PACKAGES.items():
+    for name, version in PACKAGES.items() if python else ():
         if not list((sources / "packages").glob(f"{name.replace('-', '_')}-{version}.dist-info")):
             wrong.append(f"pip install --no-deps --target {sources / 'packages'} {name}=={version}")
     return wrong
@@ -163,12 +166,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="kernels at a time")
     options = parser.parse_args()
     sources = options.sources.resolve()
-    wrong = commits(sources)
+    kernels = [x for x in KERNELS if options.only in title(x)]
+    wrong = commits(sources, kernels)
     if wrong:
         sys.exit("SOURCES: these are missing, or at another commit:\n" + "\n".join(wrong))
     if not (Path(os.environ.get("CUDA_HOME", "")) / "include" / "cuda_runtime.h").is_file():
         sys.exit("CUDA_HOME: the headers of a CUDA toolkit are needed (tested: 12.8)")
-    kernels = [x for x in KERNELS if options.only in title(x)]
     git = ["git", "-C", str(ROOT)]
     tree = subprocess.check_output([*git, "rev-parse", "HEAD:src/softsm"], text=True).strip()
     if options.write and subprocess.check_output([*git, "status", "--porcelain", "src/softsm", "tests/field", "tools"]):

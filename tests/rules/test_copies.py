@@ -370,7 +370,7 @@ def test_reading_a_peers_shared_memory_requires_a_cluster_barrier():
         body = WRITE + when(keep, SYNC) + MINE + "ld.shared::cluster.u32 %r42, [%r52];\n" + SYNC
         return pair(body)
 
-    holds(make, args=[X, OUT], also=("uninitialised",), **TWO)
+    holds(make, args=[X, OUT], also=("uninitialised", "peer-start"), **TWO)
 
 
 def test_a_relaxed_cluster_arrival_orders_nothing():
@@ -400,7 +400,7 @@ def test_writing_a_peers_shared_memory_requires_an_order_to_its_reads():
         )
         return pair(body + SYNC)
 
-    holds(make, args=[X, OUT], **TWO)
+    holds(make, args=[X, OUT], also=("peer-start",), **TWO)
 
 
 PEERS = 4
@@ -442,6 +442,19 @@ PEER_USES = {
     "arrival": "mov.u32 %r53, bar;\nmapa.shared::cluster.u32 %r53, %r53, %r51;\n"
     "@%p0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r53];\n",
 }
+
+
+@pytest.mark.parametrize("use", ["store", "arrival"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_cta_knows_that_its_peer_has_started_before_it_uses_its_shared_memory(use, strict):
+    """CTAs of a cluster run at once, but do not begin at once. A relaxed cluster barrier says enough."""
+    relaxed = SYNC.replace("arrive.release", "arrive.relaxed").replace("wait.acquire", "wait")
+    also = ("barrier-uninitialised", "barrier-init") if use == "arrival" else ()
+    for sync in (SYNC, relaxed) if use == "store" else (SYNC,):
+        holds(
+            lambda keep, sync=sync: pair("mov.u32 %r40, a;\n" + when(keep, sync) + PEER_USES[use] + SYNC),
+            args=[X, OUT], code="peer-start", strict=strict, also=also, **TWO,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("use", PEER_USES)
@@ -577,3 +590,39 @@ def test_the_copy_engine_sees_an_mbarrier_after_a_fence():
 
     holds(make, args=MAPPED, code="barrier-init")
     assert not findings(make(False), MAPPED, strict=False)
+
+
+def test_an_mbarrier_is_used_for_something_else_behind_a_barrier():
+    """A fast thread initialises it again while other warps still wait for the first use."""
+    load = (
+        t.expect("bar", 512)
+        + "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [a], [%rd1], 512, [bar];\n"
+    )
+    again = "mbarrier.init.shared::cta.b64 [bar], 128;\n"
+
+    def make(keep):
+        body = t.init(("bar", 1)) + t.only("%p0", load) + t.wait("bar", 0) + when(keep, "bar.sync 0;\n")
+        return t.kernel(
+            body + t.only("%p0", again) + "bar.sync 0;\n" + t.arrive("bar") + t.wait("bar", 0), "x out",
+            shared=SHARED, target="sm_90a", version="8.6",
+        )  # fmt: skip
+
+    report = holds(make, args=[X, OUT], code="barrier-init", also=("deadlock",), strict=False)
+    assert "is initialised again" in report.diagnostics[0].message
+    assert "between the last wait" in report.diagnostics[0].fix
+
+
+def test_advice_for_a_read_of_what_the_first_load_brings():
+    """The reader was first. It is not told to give back what it has never had."""
+    load = (
+        t.expect("bar", 512)
+        + "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [a], [%rd1], 512, [bar];\n"
+    )
+
+    def make(keep):
+        behind = when(keep, "bar.sync 0;\n") + "ld.shared.u32 %r42, [a];\n" + t.out("%r42", "%rd2")
+        body = t.init(("bar", 1)) + t.only("%p0", load) + t.only("warp 0", t.wait("bar", 0)) + behind
+        return t.kernel(body, "x out", shared=SHARED, target="sm_90a", version="8.6")
+
+    report = holds(make, args=[X, OUT], also=("uninitialised",), strict=False)
+    assert "what this one brings, let it wait for mbarrier bar" in report.diagnostics[0].fix

@@ -36,6 +36,28 @@ def before_the_access(op: AsyncOp, waited: bool, others: Iterable[AsyncOp]) -> s
     return f"wait for the {op.kind} to complete before this access: {by_kind(op, others)}"
 
 
+def instead(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
+    """More advice for a read of what the operation writes, if its mbarrier has completed a phase before: the read may
+    have been meant for what that phase announced."""
+    if op.kind not in TENSOR and not named(op):
+        return ""
+    signals = op.signals or [b for x in commits_of(op, others) for b in x.signals]
+    if not any(getattr(b, "phase", 0) for b in signals):
+        return ""
+    return f"; where this was to read what was there before, let the {op.kind} wait until it has been read"
+
+
+def first_phase(op: AsyncOp) -> bool:
+    """Whether the operation arrives at an mbarrier that has not completed a phase: nothing was there to read before."""
+    return bool(named(op)) and not any(getattr(b, "phase", 0) for b in op.signals)
+
+
+def commits_of(op: AsyncOp, others: Iterable[AsyncOp]) -> list[AsyncOp]:
+    """The first tcgen05.commit behind the operation, if there is one."""
+    commits = [x for x in others if x.kind == "tcgen05.commit" and x.warp is op.warp and x.number > op.number]
+    return sorted(commits, key=lambda x: x.number)[:1]
+
+
 def by_kind(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
     mine = op.warp.in_flight or InFlight()
     if op.kind == "cp.async":
@@ -51,10 +73,10 @@ def by_kind(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
         newer = 0 if number is None or mine.wgmma is None else mine.wgmma.committed - 1 - number
         return f"wgmma.wait_group {or_less(newer)}, after the product"
     if op.kind in TENSOR:
-        commits = [x for x in others if x.kind == "tcgen05.commit" and x.warp is op.warp and x.number > op.number]
+        commits = commits_of(op, others)
         if not commits:
             return "its thread has no tcgen05.commit after it so far; commit it, and wait for that mbarrier"
-        first = min(commits, key=lambda x: x.number)
+        first = commits[0]
         loc = place_of(first.instruction)
         place = f"{loc.file}:{loc.line}" if loc else f"PTX line {first.line}"
         told = f"the first tcgen05.commit after it ({place}) arrives at {named(first)[0]}"

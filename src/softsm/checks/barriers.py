@@ -10,6 +10,11 @@ from softsm.checks import shadow as sh
 from softsm.checks.findings import announcer
 from softsm.report.diagnostics import Diagnostic
 
+AGAIN = (
+    "put a barrier between the last wait for the mbarrier by any warp and its mbarrier.inval or new mbarrier.init, and "
+    "another one behind that"
+)
+
 
 class BarrierChecks:
     """The part of the checker for barriers."""
@@ -25,6 +30,9 @@ class BarrierChecks:
         self.order.clock_of(barrier).home = barrier.home = cta
         slot, epoch = w.view.slot, w.view.epoch
         barrier.origin = [slot, epoch, w.pc, w, 0]
+        if offset in cta.view.initialised:
+            cta.view.repeated.add(barrier)
+        cta.view.initialised.add(offset)
         barrier.watched = cta.view.watch(offset, [barrier.clock.published.at, slot, epoch, 0, -1])
         w.view.initialised.append(barrier)
         memory = self.checker.memory
@@ -145,13 +153,11 @@ class BarrierChecks:
             seen = seen and int(w.view.clock[self.order.slots + slot]) >= epoch
         if not seen:
             kind = "the copy engine may not see" if asynchronous else "another warp may not see"
-            self.report.add(
-                Diagnostic(
-                    "barrier-init",
-                    f"{kind} that {barrier.name} is initialised",
-                    (self.party(w, None, "uses it"), self.party(creator, None, "initialises it", pc=pc)),
-                )
-            )
+            text, fix = f"{kind} that {barrier.name} is initialised", ""
+            if barrier in creator.cta.view.repeated:
+                text, fix = f"{text} again", AGAIN
+            parties = self.party(w, None, "uses it"), self.party(creator, None, "initialises it", pc=pc)
+            self.report.add(Diagnostic("barrier-init", text, parties, fix))
 
     def joins(self, w, barrier, count: int, waits: bool) -> None:
         """A warp arrives at a named barrier for some warps of the CTA. Its arrival must be ordered after the previous

@@ -192,6 +192,7 @@ class Checker(Observer):
             if cta.tmem is not None:
                 S[pg.S_CELLS], S[pg.S_ISSUER] = self.tensor.shadow_of(cta).address, self.operations.enter(w)
                 cta.view.issuers.append(self.operations.entered)
+        cta.view.began = np.array([w.view.clock[w.view.slot] for w in cta.warps], np.uint32)
 
     def cluster_number(self, cta) -> int:
         (x, y, z), (nx, ny, _) = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from softsm.checks import benign_races, grids
 from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
-from softsm.checks.advice import WRITES, before_the_access
+from softsm.checks.advice import WRITES, before_the_access, first_phase, instead, named
 from softsm.engine import program as pg
 from softsm.errors import Fault
 from softsm.ptx.cplusplus import readable
@@ -192,6 +193,9 @@ class Findings:
             if not fix and kind == sh.WAW and op is None and agent < sh.ASYNC and pc == other_pc:
                 fix = BETWEEN_WARPS
             found = self.race(this, other, f"{memory} memory", other_op, fix)
+            if op is not None and kind == sh.WAR and place == 0 and agent < sh.ASYNC and first_phase(op):
+                more = f"; where it was to read what this one brings, let it wait for {named(op)[0]}"
+                found = dataclasses.replace(found, fix=found.fix + more)
             if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
                 by_this = w, pc, other_pc, lane
                 reader, load, store, which = by_this if kind == sh.RAW else (them, other_pc, pc, other_lane)
@@ -261,6 +265,8 @@ class Findings:
         elif other_op is not None:
             waited = self.checker.order.knows(other_op.warp, other_op.number)
             fix = before_the_access(other_op, waited, self.checker.operations.by_number.values())
+            if this.what.startswith("reads "):
+                fix += instead(other_op, self.checker.operations.by_number.values())
             if memory == "global memory" and other_op.kind in WRITES and this.who.startswith(other_op.kind):
                 fix += "; if they were to write different places, compare their coordinates"
             if memory == "tensor memory" and other.what.startswith("read "):

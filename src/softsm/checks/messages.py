@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from softsm.engine.program import Program
-from softsm.ptx.ast import Instruction
+from softsm.ptx.ast import Instruction, Symbol
 
 TESTS = {"setp", "set", "testp", "slct", "vote", "match", "redux", "call"}
 KINDS = {"volatile", "relaxed", "mmio"}
@@ -86,31 +86,54 @@ def untested(program: Program) -> set[int]:
     found = set()
     for flow in program.flow.values():
         inside = [x for x in flow if isinstance(x[0], Instruction)]
+        variables = addressed(inside)
         for ins, _, written in inside:
             if ins.opcode == "ld" and KINDS & {*ins.modifiers} and not space_of(ins).startswith("shared"):
-                if not tested(written, inside):
+                if not tested(written, inside, variables):
                     found.add(pcs.get(id(ins), -1))
     return found - {-1}
 
 
-def tested(written: set[str], flow: list[tuple]) -> bool:
+def tested(written: set[str], flow: list[tuple], variables: dict[str, set[str]]) -> bool:
+    """Whether a value in one of these registers, or what is computed from it, may be compared with something."""
     reached = set(written)
-    spaces: set[str] = set()
+    stored: dict[str, set[str]] = {}  # where, by space: the variables, or '' for any
     before = (-1, -1)
-    while before != (len(reached), len(spaces)):
-        before = len(reached), len(spaces)
+    while before != (len(reached), sum(map(len, stored.values()))):
+        before = len(reached), sum(map(len, stored.values()))
         for ins, read, names in flow:
             if ins.opcode == "ld":
-                if space_of(ins) in spaces:
+                places, of = stored.get(space_of(ins), set()), named(ins.operands[1], variables)
+                if places and ("" in places | of or places & of):
                     reached |= names
             elif reached & read:
                 if ins.opcode in TESTS:
                     return True
-                if ins.opcode == "st":
-                    spaces |= {space_of(ins)} - {"global"}
-                else:
+                if ins.opcode != "st":
                     reached |= names
+                elif space_of(ins) != "global":
+                    stored.setdefault(space_of(ins), set()).update(named(ins.operands[0], variables))
     return False
+
+
+def addressed(flow: list[tuple]) -> dict[str, set[str]]:
+    """The variables whose addresses may be in a register."""
+    found: dict[str, set[str]] = {}
+    before = -1
+    while before != sum(map(len, found.values())):
+        before = sum(map(len, found.values()))
+        for ins, read, names in flow:
+            if ins.opcode not in ("ld", "atom"):
+                of = {x.name for x in ins.operands if isinstance(x, Symbol)}.union(*(found.get(r, ()) for r in read))
+                for name in names if of else ():
+                    found.setdefault(name, set()).update(of)
+    return found
+
+
+def named(address, variables: dict[str, set[str]]) -> set[str]:
+    """The variables that an address may lie in; {''} if that is not known."""
+    base = address.base
+    return {base.name} if isinstance(base, Symbol) else variables.get(getattr(base, "name", ""), {""})
 
 
 def space_of(ins: Instruction) -> str:

@@ -228,6 +228,7 @@ class Operations:
         homes = (x.home for x in op.signals if getattr(x, "home", None) is not None)
         for cta in {*places, *homes} - {op.warp.cta}:
             cta.view.used_by.append(op.number)
+            self.peer_runs(op.warp, cta, op)
 
     def unfinished(self, cta) -> None:
         """Reports operations that no warp of the cluster knows to be complete when the CTA ends."""
@@ -255,6 +256,18 @@ class Operations:
         """Records that the warp accesses the shared memory or an mbarrier of another CTA of its cluster."""
         slot = w.view.slot
         cta.view.touched_by[slot] = w.view.epoch, w.pc, w
+        self.peer_runs(w, cta)
+
+    def peer_runs(self, w, cta, op=None) -> None:
+        """Checks that the warp can know that the other CTA of its cluster has started."""
+        if w.cta.view.met:
+            return
+        first = cta.view.slot0
+        slots = slice(first, first + self.checker.warps)
+        if (np.maximum(w.view.clock[slots], w.view.loose[slots]) < cta.view.began).all():
+            party = self.checker.findings.party(w, op, "accesses the shared memory of a peer")
+            text = f"{cta} may not have started before this access of its shared memory"
+            self.checker.report.add(Diagnostic("peer-start", text, (party,)))
 
     def left_by_peers(self, cta) -> None:
         """Reports peers' accesses to the CTA's shared memory that do not happen before its end."""

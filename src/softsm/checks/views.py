@@ -146,6 +146,9 @@ class CtaView:
     locations: dict[int, object] = field(default_factory=dict)  # strong accesses of its shared memory, by offset
     records: list[tuple[np.ndarray, int]] = field(default_factory=list)  # of mbarriers, and their addresses
     room: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    initialised: set[int] = field(default_factory=set)  # offsets of mbarriers, and those that were initialised again
+    repeated: set = field(default_factory=set)
+    began: np.ndarray | int = 0  # its warps' entries in their clocks when they began
     met: bool = False  # its warps have passed a cluster barrier, so that all CTAs of the cluster run
 
     def watch(self, offset: int, fields: list[int]) -> np.ndarray:

@@ -24,7 +24,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "peer-start": (
         "A CTA works with its peer before it can know that the peer has started.",
-        "Put barrier.cluster.arrive and barrier.cluster.wait before the first tcgen05.alloc with cta_group::2.",
+        "Put barrier.cluster.arrive and barrier.cluster.wait before the first access of a peer's shared memory, and "
+        "before the first tcgen05.alloc with cta_group::2.",
     ),
     "peer-exit": (
         "A CTA of a cluster may have ended while another one still accesses its shared memory.",

@@ -35,6 +35,29 @@ static Served served;
 static int last;  // the error that cudaGetLastError returns
 static int current;  // device
 
+// What clang calls to round to bfloat16 on the host. libgcc has these from GCC 13 on.
+extern "C" __attribute__((weak)) __bf16 __truncsfbf2(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) bits |= 0x400000;
+    else bits += 0x7FFF + (bits >> 16 & 1);
+    uint16_t upper = bits >> 16;
+    __bf16 out;
+    memcpy(&out, &upper, 2);
+    return out;
+}
+extern "C" __attribute__((weak)) __bf16 __truncdfbf2(double x) {
+    float near = (float)x;
+    uint32_t bits;
+    memcpy(&bits, &near, 4);
+    if (x == x && (double)near != x) {  // to odd: an inexact bit below those that count decides ties
+        if ((near > x) == (x > 0)) bits--;
+        bits |= 1;
+        memcpy(&near, &bits, 4);
+    }
+    return __truncsfbf2(near);
+}
+
 static cudaError_t done(int status) {
     if (status) last = status;
     return (cudaError_t)status;

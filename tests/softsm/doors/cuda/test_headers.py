@@ -184,6 +184,10 @@ int main() {
     cudaDeviceSynchronize();
     for (int i = 0; i < 8; i++) printf("%g ", out[i]);
     printf("%g\n", __half2float(__float2half(0.1f) * __float2half(3.0f)));
+    double between = 1.00390625;  // half-way between two numbers
+    double numbers[] = {between, between + 1e-9, between - 1e-9, -0.1, 1e300, -1e-300, 0 / (double)(out[0] - 1)};
+    for (double x : numbers) printf("%g %g, ", (float)nv_bfloat16(x), (float)nv_bfloat16((float)x));
+    printf("rounded on the host\n");
 }
 """
 
@@ -191,5 +195,7 @@ int main() {
 def test_halves_and_bfloat16_are_right_and_silent(tmp_path):
     done = checked(tmp_path, HALVES, "--order", "latest")
     assert done.exit_code == 0 and "nothing found in 3 launches" in done.output, done.output
+    host = "1 1, 1.00781 1, 1 1, -0.100098 -0.100098, inf inf, -0 -0, "
+    assert any(x.startswith(host) and x.count("nan") == 2 for x in done.output.splitlines()), done.output
     for said in ("half 4 1024: 32 32 64", "bfloat16 4 1024: 32", "1 2048 1 256 15872 16320 7 1 0.299805"):
         assert said in done.output.splitlines(), done.output
