@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="completion of asynchronous operations under --softsm",
     )
     group.addoption("--softsm-seed", type=int, default=0, help="of --softsm-order random")
-    group.addoption("--softsm-strict", action="store_true", help="take PTX 9.4 to the letter (implies --softsm)")
+    group.addoption("--softsm-strict", action="store_true", help="follow PTX 9.4 literally (implies --softsm)")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -42,7 +42,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="draw the measurements into this file (needs matplotlib)")] = None,
     limit: Annotated[float, typer.Option(help="start no case after this many seconds")] = float("inf"),
     recorded: Annotated[
-        Path | None, typer.Option("--from", help="measure nothing: take this --json file, or all of a folder")
+        Path | None, typer.Option("--from", help="measure nothing: read this --json file, or all of a folder")
     ] = None,
     write: Annotated[Path | None, typer.Option(help="put a summary into this file, between its marks")] = None,
 ) -> None:

@@ -148,7 +148,7 @@ def flash_mla_with_kvcache(
             )
         return result, _plus_inf(lse)
     if causal:
-        checks.fail("causal", True, "False with indices: the lists say what is seen")
+        checks.fail("causal", True, "False with indices, which list what is seen")
     window = _pool("k_cache", k_cache, is_fp8_kvcache, use_legacy)
     lists = _lists("indices", indices, b, s_q)
     more["window_lengths"] = _lengths("topk_length", topk_length, b, s_q)

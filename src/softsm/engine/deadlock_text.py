@@ -49,8 +49,8 @@ def clues(machine, text: Text, ring: list) -> list[str]:
         for b in never
     ]
     found += [
-        f"{name(b)} misses {b.pending} of {b.expected} arrivals, and who can come to its arrival has arrived in this "
-        "phase already: is the count of its mbarrier.init too large, or has a warp left without arriving?"
+        f"{name(b)} misses {b.pending} of {b.expected} arrivals, and every warp that can reach its arrival has done so "
+        "in this phase: is the count of its mbarrier.init too large, or has a warp left without arriving?"
         for b in waits
         if all_came(machine, b, text)
     ]

@@ -94,7 +94,7 @@ class NamedBarrier(Arrivals):
         if self.arrived and count != self.count:
             raise w.fault(
                 "barrier-count",
-                f"barrier {self.number}: this warp says {count or 'all'} threads, earlier ones {self.count or 'all'}",
+                f"barrier {self.number}: this warp counts {count or 'all'} threads, earlier ones {self.count or 'all'}",
             )
         self.count = count
         if w.machine.observer is not None:

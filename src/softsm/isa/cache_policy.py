@@ -36,7 +36,7 @@ def createpolicy(asm, ins):
         if not isinstance(fraction, Imm):
             return asm.macro(do_fractional, ins, to=to, fraction=asm.src(fraction, "f"), priority=priority)
         if not 0 < float(fraction.value) <= 1:
-            raise asm.error("the fraction is above 0 and at most 1")
+            raise asm.error("the fraction must be above 0 and at most 1")
         share = sixteenths(float(fraction.value))
     asm.emit("mov.b64", to, asm.const(word_of(priority, share), "q"))
 

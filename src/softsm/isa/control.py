@@ -360,7 +360,7 @@ def setmaxnreg(asm, ins):
         asm.refuse(ins, "expected setmaxnreg.inc or .dec")
     count = ins.operands[0].value
     if not (24 <= count <= 256 and count % 8 == 0):
-        raise asm.error(f"setmaxnreg takes 24 to 256 in steps of 8, got {count}")
+        raise asm.error(f"setmaxnreg accepts 24 to 256 in steps of 8, got {count}")
     entry = registers_at_entry(asm.function.directives)
     asm.macro(do_setmaxnreg, ins, count=count, entry=entry, what=f".{ins.modifiers[0]} {count}")
 

@@ -35,7 +35,7 @@ _TYPES = {
     "mxf4": {1: "e2m1"},
     "mxf4nvf4": {1: "e2m1"},
 }
-_SELECTORS = ("this kind takes 0", "this kind takes 0 or 1")
+_SELECTORS = ("this kind accepts 0", "this kind accepts 0 or 1")
 _RESULTS = {"f16": {0: "f16", 1: "f32"}, "tf32": {1: "f32"}, "f8f6f4": {0: "f16", 1: "f32"}, "i8": {2: "s32"}}
 
 
@@ -128,7 +128,7 @@ def decode(value: int, kind: str, group: int = 1, ws: bool = False, sparse: bool
     if block:
         scale = "ue8m0" if value >> 23 & 1 else "ue4m3"
         if scale == "ue4m3" and kind != "mxf4nvf4":
-            raise wrong("scale type ue4m3 (bit 23 = 0); this kind takes ue8m0 (1)")
+            raise wrong("scale type ue4m3 (bit 23 = 0); this kind accepts ue8m0 (1)")
         a_id, b_id = value >> 29 & 3, value >> 4 & 3
         if kind != "mxf8f6f4":
             if value >> 31:

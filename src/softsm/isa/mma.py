@@ -67,7 +67,7 @@ def lower(asm: Emitter, ins: Instruction) -> None:
     m, k = int(size[1]), int(size[2])
     if sparse:
         if bitwise:
-            asm.refuse(ins, "there are no sparse products of single bits")
+            asm.refuse(ins, "sparse products of single bits do not exist")
         return lower_sparse(asm, ins, sparse == "sp::ordered_metadata", saturate, (m, k), (d, a, b, c))
     results = RESULTS.get(a, ("s32",))
     if a not in SHAPES or not alike(a, b) or (m, k) not in SHAPES[a] or d not in results or c not in results:
@@ -83,7 +83,7 @@ def lower(asm: Emitter, ins: Instruction) -> None:
     counts = register_counts(m, k, d, a, c)
     for name, rows, count in zip("DABC", operands, counts):
         if len(rows) != count:
-            raise asm.error(f"{name} takes {count} registers, got {len(rows)}")
+            raise asm.error(f"{name} needs {count} registers, got {len(rows)}")
     multiply(asm, ins, m, (d, a, b, c), operands, bitwise, saturate)
 
 
@@ -131,7 +131,7 @@ def lower_sparse(asm, ins, ordered: bool, saturate: bool, shape: tuple[int, int]
     result, left, right, _ = register_counts(m, k, d, a, c)
     for name, rows, count in zip("DABC", operands, (result, left // 2, right, result)):
         if len(rows) != count:
-            raise asm.error(f"{name} takes {count} registers, got {len(rows)}")
+            raise asm.error(f"{name} needs {count} registers, got {len(rows)}")
     d_rows, a_rows, b_rows, c_rows = (np.array(x) for x in operands)
     asm.macro(
         do_sparse,

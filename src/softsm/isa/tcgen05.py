@@ -72,7 +72,7 @@ def lower_mma(asm, ins, modifiers) -> None:
     d, a, b, *rest = ins.operands
     kept = {"collector::a::fill", "collector::a::use"} & {*ins.modifiers}
     if ashift and (ws or block or kept or not isinstance(a, Address)):
-        asm.refuse(ins, ".ashift takes A from tensor memory, without .ws, .block_scale, collector::a::fill and ::use")
+        asm.refuse(ins, ".ashift needs A in tensor memory, without .ws, .block_scale, collector::a::fill and ::use")
     metadata = asm.address_row(rest.pop(0), "u") if sparse else None
     idesc = rest.pop(0)
     o: dict[str, Any] = {"kind": kind, "group": group, "ws": ws, "blocks": blocks, "a_tensor": isinstance(a, Address)}
@@ -86,7 +86,7 @@ def lower_mma(asm, ins, modifiers) -> None:
     elif not ws and rest and isinstance(rest[0], Vector):
         vector = rest.pop(0)
         if len(vector.items) != 4 * group:
-            raise asm.error(f"disable-output-lane takes {4 * group} registers, got {len(vector.items)}")
+            raise asm.error(f"disable-output-lane needs {4 * group} registers, got {len(vector.items)}")
         o["skipped"] = asm.vector_rows(vector, "u")
     if not rest:
         raise asm.error("the predicate enable-input-d is missing")

@@ -29,7 +29,7 @@ FORMS: dict[str, Callable] = {}  # first modifier -> lowering
 def lower(asm: Emitter, ins: Instruction) -> None:
     target = asm.module.target
     if not target.startswith(("sm_100", "sm_101", "sm_103", "sm_110")):
-        asm.refuse(ins, f"tensor memory needs .target sm_100a, the module says {target}")
+        asm.refuse(ins, f"tensor memory needs .target sm_100a, the module has {target}")
     form = FORMS.get(ins.modifiers[0]) if ins.modifiers else None
     if form is None:
         asm.refuse(ins, "no such tcgen05 operation")

@@ -150,7 +150,7 @@ def box_of(w, o, lane: int, offsets: tuple[int, ...] = ()) -> Box:
         rows = tuple(box_copy.interleaved_rows(m, coords))
     elif o.mode in _FOUR:
         if m.box[1] != 1:
-            raise w.fault("tensor-map", f".{o.mode} needs box_dim[1] = 1, the map says {m.box[1]}")
+            raise w.fault("tensor-map", f".{o.mode} needs box_dim[1] = 1, the map has {m.box[1]}")
         rows = tuple(box_copy.gather_rows(m, coords[1:]))
     elif o.mode in _WIDE:
         halo, shift = offsets or (0, 0)
@@ -190,7 +190,7 @@ def do_load(w, mask, o):
             raise w.fault(
                 "coordinate",
                 f"a TMA load at inner coordinate {box.coords[0]}, {start_bits // 8} bytes into "
-                "the row; sm_90 takes multiples of 16 bytes",
+                "the row; sm_90 accepts multiples of 16 bytes",
             )
         if box.map.data_type is DataType.U6_ALIGN16B and box.map.swizzle is Swizzle.B128_ATOM_64B:
             raise w.fault("tensor-map", "U6_ALIGN16B with swizzle B128_ATOM_64B can be stored, not loaded")

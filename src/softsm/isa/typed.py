@@ -108,4 +108,4 @@ def needs_target(asm, ins, number: int) -> None:
     target = asm.module.target
     digits = "".join(ch for ch in target.removeprefix("sm_") if ch.isdigit())
     if digits and int(digits) < number:
-        asm.refuse(ins, f"needs .target sm_{number} or higher, the module says {target}")
+        asm.refuse(ins, f"needs .target sm_{number} or higher, the module has {target}")

@@ -40,7 +40,7 @@ FLOATS = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}  # A and B t
 @lowers("wgmma")
 def lower(asm, ins) -> None:
     if asm.module.target != "sm_90a":
-        asm.refuse(ins, f"wgmma needs .target sm_90a, the module says {asm.module.target}")
+        asm.refuse(ins, f"wgmma needs .target sm_90a, the module has {asm.module.target}")
     name, *modifiers = ins.modifiers or ("",)
     if name == "fence":  # orders register accesses, which are never early here
         finish(asm, ins, modifiers, exactly(0), collective=True)
@@ -51,7 +51,7 @@ def lower(asm, ins) -> None:
     elif name == "wait_group":
         finish(asm, ins, modifiers, exactly(1), collective=True)
         if not isinstance(ins.operands[0], Imm) or not isinstance(ins.operands[0].value, int):
-            raise asm.error("wgmma.wait_group takes an integer")
+            raise asm.error("wgmma.wait_group needs an integer")
         asm.macro(do_wait, ins, keep=max(ins.operands[0].value, 0))
         if int(ins.operands[0].value) == 0:
             asm.wgmma_pending.clear()
@@ -117,7 +117,7 @@ def lower_mma(asm: Emitter, ins: Instruction, modifiers) -> None:
     if from_registers:
         a_rows = asm.vector_rows(a_operand, "u")
         if len(a_rows) != 4:
-            raise asm.error(f"A takes 4 registers, got {len(a_rows)}")
+            raise asm.error(f"A needs 4 registers, got {len(a_rows)}")
         a_source = np.array(a_rows)
     else:
         a_source = asm.src(a_operand, "q")

@@ -269,7 +269,7 @@ def function_directives(cursor: Cursor) -> dict[str, tuple]:
                 break
             values.append(integer(cursor, f"a number for .{name}"))
         if any(v < 0 for v in values):
-            raise cursor.source.error(f".{name} takes positive numbers, found {min(values)}", at)
+            raise cursor.source.error(f".{name} accepts positive numbers, found {min(values)}", at)
         found[name] = tuple(values)
     return found
 

@@ -164,7 +164,7 @@ CODES: dict[str, tuple[str, str]] = {
         "Encode it by the rules of cuTensorMapEncodeTiled; align it to 64 bytes.",
     ),
     "coordinate": (
-        "A TMA coordinate or offset that the target does not take.",
+        "A TMA coordinate or offset that the target does not accept.",
         "On sm_90 loads begin at multiples of 16 bytes of the innermost dimension, stores and reductions at "
         "coordinates >= 0. im2col::w begins left of its bounding box or in it.",
     ),

@@ -42,9 +42,9 @@ def supports(b: V4Backward) -> str | None:
     """Return None, or why these kernels cannot run the problem."""
     p = b.forward
     if p.q.dtype not in checks.LOW_PRECISION:
-        return f"q has dtype {p.q.dtype}; they take bfloat16 and float16"
+        return f"q has dtype {p.q.dtype}; accepted: bfloat16 and float16"
     if p.head_dim != 512:
-        return f"head dim {p.head_dim}; they take 512"
+        return f"head dim {p.head_dim}; accepted: 512"
     if is_packed(p):
         return "packed rows"
     return None
