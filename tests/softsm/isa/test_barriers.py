@@ -181,7 +181,7 @@ def test_thread_count_not_in_warps():
 
 def test_warps_disagree_on_the_count():
     body = "setp.lt.u32 %p2, %r1, 32;\n@%p2 bra A;\nbar.sync 1, 64;\nbra B;\nA:\nbar.sync 1, 96;\nB:"
-    fails(ptx(body), "barrier-count", "says", block=64)
+    fails(ptx(body), "barrier-count", "counts", block=64)
 
 
 def test_missing_warp_is_named():
