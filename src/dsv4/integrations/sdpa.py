@@ -29,6 +29,7 @@ from dsv4.runtime import checks, dispatch
 from dsv4.runtime.checks import Backend
 
 calls: Counter[str] = Counter()  # "dsv4", "torch", of this process, within replaced()
+_told: set[tuple[str, str]] = set()  # argument and what is accepted of the calls that a warning was about
 TORCH = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -153,9 +154,11 @@ def _either(
     calls["torch" if rejected else "dsv4"] += 1
     if rejected is None:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    warnings.warn(
-        f"dsv4.integrations.sdpa: computed by torch: {rejected.argument}: got {rejected.got}; accepted: "
-        f"{rejected.accepted}",
-        stacklevel=2,
-    )
+    if (rejected.argument, rejected.accepted) not in _told:
+        _told.add((rejected.argument, rejected.accepted))
+        warnings.warn(
+            f"dsv4.integrations.sdpa: computed by torch: {rejected.argument}: got {rejected.got}; accepted: "
+            f"{rejected.accepted}",
+            stacklevel=2,
+        )
     return TORCH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

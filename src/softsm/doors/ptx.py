@@ -62,13 +62,13 @@ def load_ptx(ptx: str | Path, name: str | None = None, *, arch: str = "") -> Ptx
     """Load a kernel from PTX.
 
     Args:
-        ptx: the text, or the path of a file.
+        ptx: the text, or the path of a file: a Path, or a string that ends with ".ptx".
         name: the kernel's name; optional if the module has only one.
         arch: the GPU to emulate, sm_90a, sm_100a or sm_103a; default: the module's `.target`.
     """
     if not isinstance(ptx, (str, Path)):
         accepted.refuse("ptx", ptx, "PTX text and the path of a file")
-    text = ptx.read_text() if isinstance(ptx, Path) else ptx
+    text = Path(ptx).read_text() if isinstance(ptx, Path) or ptx.endswith(".ptx") else ptx
     kernel = load(text, name)
     return PtxKernel(kernel, machine_of(kernel.module.target, arch))
 

@@ -87,19 +87,22 @@ def test_what_dsv4_does_not_compute_is_named(change, says):
 
 def test_within_replaced_libraries_use_dsv4_and_the_rest_runs_in_torch():
     sdpa.calls.clear()
+    sdpa._told.clear()
     layer = torch.nn.TransformerEncoderLayer(64, 1, dropout=0.0, batch_first=True)  # calls F.sdpa in training mode
     x = torch.randn(2, 5, 64)
     wanted = layer(x)
     q, mask = torch.randn(1, 2, 3, 64), torch.ones(3, 3, dtype=torch.bool).tril()
     theirs = F.scaled_dot_product_attention(q, q, q, mask)
     with sdpa.replaced(), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("default")
+        warnings.simplefilter("always")
         torch.testing.assert_close(layer(x), wanted)
         assert sdpa.calls == {"dsv4": 1} and not told
         for _ in range(2):
             torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q, mask), theirs)
-    assert sdpa.calls == {"dsv4": 1, "torch": 2}
-    assert "computed by torch: attn_mask: got bool" in str(told[0].message)
+        F.scaled_dot_product_attention(q, q, q, torch.ones(1, 3))  # another line, another shape: the same reason
+    assert sdpa.calls == {"dsv4": 1, "torch": 3}
+    (warning,) = told
+    assert "computed by torch: attn_mask: got bool" in str(warning.message)
     assert F.scaled_dot_product_attention is sdpa.TORCH
 
 

@@ -39,6 +39,7 @@ def test_commands_of_the_page(tmp_path, monkeypatch):
 def test_a_launch_by_index(tmp_path):
     (tmp_path / "square.ptx").write_text(SQUARE)
     kernel = softsm.load_ptx(tmp_path / "square.ptx", arch="sm_100a")
+    assert softsm.load_ptx(str(tmp_path / "square.ptx"), arch="sm_100a").arch == kernel.arch
     assert kernel.name == "k" and kernel.parameters == ("x",) and "sm_100a" in repr(kernel)
     for shape in ((1, 64), ((1, 1), (64,)), (1, 64, 1)):
         x = np.arange(64, dtype=np.uint32)
