@@ -305,7 +305,7 @@ def measured(s: Sizes, layers: list[Layer], requests: int, context: int, device:
     if device.type != "cuda":
         return {"finite": bool(at["streams"].isfinite().all())}
     runs = {"step": captured(whole).replay}
-    alive = [dict(at)]  # a graph reads and writes what it was captured with
+    alive: list = [dict(at)]  # a graph reads and writes what it was captured with
     for kind in KINDS:
         n = next(n for n, layer in enumerate(layers) if layer.kind == kind)
         at["streams"] = start
@@ -314,6 +314,7 @@ def measured(s: Sizes, layers: list[Layer], requests: int, context: int, device:
             runs[f"{kind}|{name}"] = captured(repeatable(part, at, alive)).replay
         for name, call in peers_of(s, kind, context, at, layers[n].experts):
             runs[f"{kind} beside|{name}"] = captured(call).replay
+            alive.append(call)  # and with it what its graph reads
     times = {name: x.microseconds for name, x in time_turns(runs, repeats).items()}
     return {"layer": times.pop("step") / len(layers), "parts": times, "layers": len(layers)}
 
