@@ -199,7 +199,7 @@ def measure(folders: list[Path], only: str, repeats: int) -> Iterator[tuple[str,
                 result = flat(run())
                 first = result if first is None else first
                 found[label] = {"difference": float((result - first).norm() / first.norm())}
-            samples, why = time_calls(runs, repeats, graphs="gradients" not in name)
+            samples, why = time_calls(runs, repeats, "queued" if "gradients" in name else "graph")
             for label, s in samples.items():
                 found[label] |= {"us": s.microseconds, "low": s.low, "high": s.high, "mhz": s.megahertz}
             found |= {label: {"error": text} for label, text in why.items()}

@@ -179,7 +179,7 @@ def test_slow_calls_have_fewer_turns_evenly_spread():
 
 
 def test_only_the_peers_that_are_asked_for_are_called(monkeypatch):
-    monkeypatch.setattr(measured, "time_calls", lambda calls, repeats, graphs: ({}, {}))
+    monkeypatch.setattr(measured, "time_calls", lambda calls, repeats, mode: ({}, {}))
     found = measured.measure(FakeCase(), peers=["wrong", "absent"])
     assert [*found.errors, *found.refused] == ["dsv4", "wrong peer", "wrong peer", "absent peer"]
 
@@ -243,7 +243,7 @@ class FakeCase:
 
 
 def test_a_wrong_result_and_a_refusal_have_no_time(monkeypatch):
-    def timed(calls, repeats, graphs):
+    def timed(calls, repeats, mode):
         return {name: timing.Sample(10.0 * n, 9.0, 12.0, 1700.0) for n, name in enumerate(calls, 1)}, {}
 
     monkeypatch.setattr(measured, "time_calls", timed)

@@ -94,7 +94,6 @@ def measure(case: Case, repeats: int = 30, aot: Path | None = None, peers: Seque
             result.refused[name] = f"wrong: its error is {error:.3g} of the bound"
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
-    # A case that no graph can be made of has graphs = False.
-    result.samples, refused = time_calls(calls, repeats, getattr(case, "graphs", True))
+    result.samples, refused = time_calls(calls, repeats, getattr(case, "mode", "graph"))
     result.refused |= refused
     return result

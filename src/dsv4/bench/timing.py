@@ -1,13 +1,19 @@
 """Times of calls on a GPU.
 
 Each call is captured in a CUDA graph and its replays are timed with events. A backward pass, which autograd ties to the
-stream of its forward pass, is called instead, on an idle GPU: otherwise the host would run ahead during a long call,
-and the calls after it would not show their host time. Before every replay a buffer larger than the L2 is read, so that
-nothing is found there (read, not written: writing its lines back would be timed too). The graphs of all calls take
-turns, so that a change of the clock or of the temperature meets all of them. Their order changes from turn to turn:
-a call finds the host's caches, the memory and the clock as the call before it left them, so a fixed order would favour
-those that follow their like. A call whose replays would take more than a second has fewer, spread over the turns.
-After every replay a kernel on the same stream reads the clock of a multiprocessor against the nanosecond timer.
+stream of its forward pass, is called instead, in one of two ways:
+
+    queued  behind a kernel that keeps the GPU waiting while the host launches: the time of the GPU, as in training,
+            where the host is ahead
+    idle    on an idle GPU: what the host needs before and between the launches counts
+
+Calls in a row would measure neither: behind a long call the host is ahead, behind a short one it is not. Before every
+replay a buffer larger than the L2 is read, so that nothing is found there (read, not written: writing its lines back
+would be timed too). The graphs of all calls take turns, so that a change of the clock or of the temperature meets all
+of them. Their order changes from turn to turn: a call finds the host's caches, the memory and the clock as the call
+before it left them, so a fixed order would favour those that follow their like. A call whose replays would take more
+than a second has fewer, spread over the turns. After every replay a kernel on the same stream reads the clock of a
+multiprocessor against the nanosecond timer.
 """
 
 from __future__ import annotations
@@ -16,12 +22,14 @@ import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 PROBE_NS = 40_000  # the timer may move in steps of a microsecond
+QUEUE_NS = 1_500_000  # a backward pass of 40 launches takes the host half a millisecond
+Mode = Literal["graph", "queued", "idle"]
 SECONDS, FEWEST = 1.0, 5  # of all replays of a call; the fewest replays
 
 
@@ -43,17 +51,16 @@ def time_call(call: Callable[[], Any], repeats: int = 30) -> float:
 
 
 def time_calls(
-    calls: Mapping[str, Callable[[], Any]], repeats: int = 30, graphs: bool = True
+    calls: Mapping[str, Callable[[], Any]], repeats: int = 30, mode: Mode = "graph"
 ) -> tuple[dict[str, Sample], dict[str, str]]:
-    """(samples, reasons) of calls that take turns; a call that cannot be captured has a reason instead of a sample.
-    Without graphs the calls themselves take turns, and the host's share of them counts."""
+    """(samples, reasons) of calls that take turns; a call that cannot be captured has a reason instead of a sample."""
     runs, refused = {}, {}
     for name, call in calls.items():
         try:
-            runs[name] = captured(call).replay if graphs else warmed(call)
+            runs[name] = captured(call).replay if mode == "graph" else warmed(call)
         except (RuntimeError, torch.OutOfMemoryError) as why:
             refused[name] = in_one_line(why)
-    return time_turns(runs, repeats, idle=not graphs), refused
+    return time_turns(runs, repeats, mode=mode), refused
 
 
 def warmed(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -85,12 +92,22 @@ def time_turns(
     repeats: int,
     flush: Tensor | None = None,
     clocks: bool = True,
-    idle: bool = False,
+    mode: Mode = "graph",
 ) -> dict[str, Sample]:
     from dsv4.bench import clock  # with Triton, which a machine without a GPU may not have
 
     flush = _flush_buffer() if flush is None else flush
-    first = {name: _timed(run, flush) for name, run in runs.items()}
+    waiting = torch.zeros(4, dtype=torch.int64, device="cuda")
+
+    def timed(run: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        if mode == "idle":
+            torch.cuda.synchronize()
+        flush.sum()
+        if mode == "queued":
+            clock.read_clock[(1,)](waiting, QUEUE_NS, num_warps=1)
+        return _timed(run)
+
+    first = {name: timed(run) for name, run in runs.items()}
     torch.cuda.synchronize()
     turns = {name: turns_of(begin.elapsed_time(end) * 1e-3, repeats) for name, (begin, end) in first.items()}
     times: dict[str, list] = {name: [] for name in runs}
@@ -101,9 +118,7 @@ def time_turns(
         for n, (name, run) in order:
             if turn not in turns[name]:
                 continue
-            if idle:
-                torch.cuda.synchronize()
-            times[name].append(_timed(run, flush))
+            times[name].append(timed(run))
             if clocks:
                 clock.read_clock[(1,)](stamps[n, len(times[name]) - 1], PROBE_NS, num_warps=1)
     torch.cuda.synchronize()
@@ -121,9 +136,8 @@ def turns_of(seconds: float, repeats: int) -> set[int]:
     return {turn for turn in range(repeats) if (turn + 1) * count // repeats > turn * count // repeats}
 
 
-def _timed(run: Callable[[], Any], flush: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """The events before and after a run that finds nothing in the L2."""
-    flush.sum()
+def _timed(run: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """The events before and after a run."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     run()

@@ -16,6 +16,7 @@ import dsv4
 from dsv4.bench import peers
 from dsv4.bench.backward import ERROR as GRADIENT_ERROR
 from dsv4.bench.dense import ERROR
+from dsv4.bench.timing import Mode
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -34,8 +35,8 @@ class VarlenCase:
     gradient: bool = False
 
     @property
-    def graphs(self) -> bool:
-        return not self.gradient  # see backward.py
+    def mode(self) -> Mode:
+        return "queued" if self.gradient else "graph"  # see timing.py
 
     @property
     def name(self) -> str:
