@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.runtime.plan import Capacities, Plan
-from dsv4.runtime.splits import ROWS_PER_TILE, choose_splits, deterministic_cut
+from dsv4.runtime.splits import ROWS_PER_TILE, deterministic_cut, fmha_splits
 from dsv4.runtime.warmup import Kinds
 
 WHOLE = 128  # keys: a multiple of every kernel's tile
@@ -21,7 +21,7 @@ def splits_of(c: Capacities, num_sms: int) -> int:
     shared = 1 if large or c.head_dim > 128 else 2
     many_rows = c.batch * c.max_seqlen_q * c.q_heads if rows > ROWS_PER_TILE else 0
     tiles = c.batch * c.kv_heads * -(-rows // of_tile)
-    return choose_splits(tiles, num_sms, c.max_seqlen_k, shared=shared, many_rows=many_rows)
+    return fmha_splits(tiles, num_sms, c.max_seqlen_k, shared, many_rows)
 
 
 def reserved_varlen(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:

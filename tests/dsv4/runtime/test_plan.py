@@ -10,7 +10,7 @@ from agreement import qkv
 import dsv4
 from dsv4.fmha.plan import splits_of
 from dsv4.runtime.plan import Capacities
-from dsv4.runtime.splits import choose_splits, deterministic_cut, uneven
+from dsv4.runtime.splits import choose_splits, deterministic_cut, fmha_splits, uneven
 
 CAPACITY = dict(batch=2, q_heads=4, kv_heads=2, head_dim=64, max_seqlen_q=3, max_seqlen_k=9, device="cpu")
 
@@ -196,6 +196,13 @@ def test_blocks_that_share_a_multiprocessor_come_in_pairs():
     assert choose_splits(48, 132, 35325, shared=2) == 11
     assert choose_splits(48, 132, 35325) == 8
     assert choose_splits(8, 132, 100000, shared=2) == choose_splits(8, 132, 100000) == 16
+
+
+def test_dense_decode_has_few_splits_where_starts_and_ends_of_ctas_would_count():
+    """(48, 64:1, 6000) and (90, 64:1, 2000) at head dim 512; six sequences of 8 KV heads at head dim 64."""
+    assert fmha_splits(48, 132, 6000, 1, 0) == 2
+    assert fmha_splits(90, 132, 2000, 1, 0) == 1
+    assert fmha_splits(48, 132, 35325, 2, 0) == 11
 
 
 def test_a_step_that_is_left_over_is_a_split_where_multiprocessors_are_left_over():

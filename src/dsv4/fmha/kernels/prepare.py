@@ -307,7 +307,7 @@ def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[
     tiles = row_tiles * p.kv_heads * p.batch * c.ctas
     tokens = p.q.shape[0] if p.kind == "varlen" else p.batch * p.max_seqlen_q
     many_rows = tokens * p.q_heads if p.max_seqlen_q * p.group > splitting.ROWS_PER_TILE else 0
-    return splitting.choose_splits(tiles, target.num_sms, longest, shared=c.shared, many_rows=many_rows), 0
+    return splitting.fmha_splits(tiles, target.num_sms, longest, c.shared, many_rows), 0
 
 
 def partials(p: Any, program: Program, splits: int, rows: int, fp16_partials: bool = False) -> tuple[Slot, Slot]:
