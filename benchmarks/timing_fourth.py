@@ -51,7 +51,7 @@ def int8_linear(A, B, SA, SB, BIAS, C, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: 
     for first in range(0, K, BLOCK_K):
         a = tl.load(A + m[:, None] * K + first + k[None, :], mask=(m < M)[:, None], other=0)
         b = tl.load(B + n[None, :] * K + first + k[:, None])
-        acc = tl.dot(a, b, acc)
+        acc = tl.dot(a, b, acc, out_dtype=tl.int32)
     out = acc.to(tl.float32) * tl.load(SA + m, mask=m < M, other=0.0)[:, None] * tl.load(SB + n)[None, :]
     out += tl.load(BIAS + n).to(tl.float32)[None, :]
     tl.store(C + m[:, None] * N + n[None, :], out.to(C.dtype.element_ty), mask=(m < M)[:, None])

@@ -94,6 +94,7 @@ class Strips(Bench):
     PIECES = (32, 64, 128, 256, 512)
     JUMPS = (24, 96, 480)
     WARPS = (1, 2, 4, 8)
+    ROWS = ((128, 4), (256, 8), (512, 16), (1024, 16))  # bytes of a row, and of a lane's copy
     NARROW = tuple(
         (w, l1, p, n) for w, l1 in ((4, True), (8, True), (16, True), (16, False)) for p in (64, 128) for n in (4, 8)
     )
@@ -110,6 +111,8 @@ class Strips(Bench):
             yield f"strips of {piece}, 4 warps, 16 under way", strips(4, piece, 16)
         for skipped in self.JUMPS:
             yield f"jumps over {skipped}", jumps(64, skipped)
+        for row, size in self.ROWS:
+            yield f"gather of rows of {row}", gather(16, row, 8, size)
         for width, l1, piece, w in self.NARROW:
             yield f"strips of {piece} by {width} {l1} {w}", strips(w, piece, 16, False, width, l1)
         for name, text in ISSUED.items():
@@ -162,6 +165,16 @@ class Strips(Bench):
                     run(text, 132, 32 * w, w * g * 1024, source=big, n=n, m=rows - 1)
                     stamps = run(text, 132, 32 * w, w * g * 1024, source=big, n=n, m=rows - 1)
                     yield report(132 * n * w * 1024 / max(stamps.span_ns(), 1), "bytes/ns", stamps)
+        for row, size in self.ROWS:
+            for mb in (16, 51, 2048):
+                with self.point(f"gather of rows of {row} bytes out of {mb} MB, 16 warps, 8 under way each") as report:
+                    text, rows = (
+                        gather(16, row, 8, size),
+                        1 << (min(mb << 20, self.device.most) // row).bit_length() - 1,
+                    )
+                    run(text, 132, 512, 128 * row, source=big, n=200, m=rows - 1)
+                    stamps = run(text, 132, 512, 128 * row, source=big, n=200, m=rows - 1, before=self.device.flush)
+                    yield report(132 * 200 * 16 * row / max(stamps.span_ns(), 1), "bytes/ns", stamps)
         for width, l1, piece, w in self.NARROW:
             for grid in (1, 132):
                 how = f"{width} bytes a lane{', through L1' * l1}, {w} warps"
