@@ -91,9 +91,16 @@ def collapse_streams(
 
 @triton.jit(do_not_specialize=["units"])
 def spread_streams(
-    streams_ptr, block_ptr, post_ptr, comb_ptr, out_ptr, units, H: tl.constexpr, COLUMNS: tl.constexpr,
+    streams_ptr,
+    block_ptr,
+    post_ptr,
+    comb_ptr,
+    out_ptr,
+    units,
+    H: tl.constexpr,
+    COLUMNS: tl.constexpr,
     UNIT: tl.constexpr,
-):  # fmt: skip
+):
     """One program: COLUMNS of one token. block [tokens, dims] -> out [tokens, H, dims]."""
     dims = units * UNIT
     token = tl.program_id(0).to(tl.int64)

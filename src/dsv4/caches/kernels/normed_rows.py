@@ -114,8 +114,14 @@ def normed(
             0.0 if eps is None else float(eps), x.stride(-2), rows, rows // n, cos_sin.shape[0],
         ]  # fmt: skip
         constants = dict(
-            D=d, WIDE=triton.next_power_of_2(d), R=0 if rope is None else cos_sin.shape[1], NORM=eps is not None,
-            WEIGHT=weight is not None, FORMAT=None if to is None else format_of(to), ROWS=ROWS, num_warps=4,
-        )  # fmt: skip
+            D=d,
+            WIDE=triton.next_power_of_2(d),
+            R=0 if rope is None else cos_sin.shape[1],
+            NORM=eps is not None,
+            WEIGHT=weight is not None,
+            FORMAT=None if to is None else format_of(to),
+            ROWS=ROWS,
+            num_warps=4,
+        )
         launch(Launch(normed_rows, (triton.cdiv(rows, ROWS),), arguments, constants))
     return out

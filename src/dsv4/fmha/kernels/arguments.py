@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from dsv4.fmha.kernels.loads import GlobalRows, Where
+from dsv4.fmha.kernels.loads import GlobalRows, HeadRows, Where
 from dsv4.fmha.kernels.scores import HeadScale, KvScales, ScoreScale, head_scale
 from dsv4.fmha.kernels.tiles import Pages
 from dsv4.kernels.compat import Value, aggregate, gluon
@@ -122,6 +122,20 @@ class WorkTile:
     pages: Pages
 
 
+@gluon.jit
+def query_rows(work_tile):
+    problem, strides = work_tile.problem, work_tile.strides
+    ptr = work_tile.tensors.q_ptr
+    return HeadRows(ptr, problem.rows, problem.head, problem.group, strides.q_token, strides.q_head)
+
+
+@gluon.jit
+def output_rows(work_tile):
+    problem, strides = work_tile.problem, work_tile.strides
+    ptr = work_tile.tensors.out_ptr
+    return HeadRows(ptr, problem.rows, problem.head, problem.group, strides.out_token, strides.out_head)
+
+
 @aggregate
 class Source:
     """The source of K and V: TMA descriptors, and rows in global memory."""
@@ -144,5 +158,16 @@ def kv_rows(tensors, sizes, strides):
 def problem_of(head, tokens, keys, sizes, opts):
     scale = head_scale(opts, head)
     group = sizes.group.number
-    return Problem(head, sizes.group, sizes.kv_heads * group, tokens * group, tokens, keys, opts.left, opts.right,
-                   scale.factor, opts.want_lse, scale)  # fmt: skip
+    return Problem(
+        head,
+        sizes.group,
+        sizes.kv_heads * group,
+        tokens * group,
+        tokens,
+        keys,
+        opts.left,
+        opts.right,
+        scale.factor,
+        opts.want_lse,
+        scale,
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4.fmha import backward
 from dsv4.fmha.backward import FMHA_BACKWARD, FmhaBackward
 from dsv4.fmha.kernels.backward import Kernels, OneHeadEach, prepare_at_once
-from dsv4.fmha.kernels.chain import Room, takes
+from dsv4.fmha.kernels.chain import SlabTiles, takes
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime import calls
 from dsv4.runtime.calls import Given
@@ -27,7 +27,7 @@ from dsv4.runtime.program import Program
 
 def prepare_by_sequence(
     b: FmhaBackward, target: Target, program: Program, kernels: Kernels, one_head_each: OneHeadEach | None = None
-) -> None:  # fmt: skip
+) -> None:
     """Add the launches for a batch as it is; or for the sequences of a varlen batch, in a call each."""
     if takes(b.forward):
         prepare_at_once(b, program, kernels, one_head_each=one_head_each)
@@ -71,7 +71,7 @@ def runs(p: FmhaProblem) -> Iterator[Run]:
         while end <= p.batch:
             longest = tuple(max(most, x[end] - x[end - 1]) for most, x in zip(longest, starts))
             tokens = starts[0][end] - starts[0][first]
-            if end > first + 1 and Room.find(p.group, tokens, end - first, *longest) is None:
+            if end > first + 1 and SlabTiles.find(p.group, tokens, end - first, *longest) is None:
                 break
             end += 1
         run = Run(*(x[first:end] for x in starts), first)
@@ -99,9 +99,18 @@ def _dense(b: FmhaBackward, run: Run, dsink: Tensor | None) -> FmhaBackward:
     x = _part(b, run, dsink)
     p = x.forward
     one = replace(
-        p, kind="dense", q=p.q[None], k=p.k[None], v=p.v[None], out=p.out[None], lse=p.lse.T[None],
-        max_seqlen_q=p.q.shape[0], max_seqlen_k=p.k.shape[0], cu_seqlens_q=None, cu_seqlens_k=None,
+        p,
+        kind="dense",
+        q=p.q[None],
+        k=p.k[None],
+        v=p.v[None],
+        out=p.out[None],
+        lse=p.lse.T[None],
+        max_seqlen_q=p.q.shape[0],
+        max_seqlen_k=p.k.shape[0],
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
         options=p.options._replace(max_seqlen_q=None, max_seqlen_k=None),
-    )  # fmt: skip
+    )
     gradients = (None if y is None else y[None] for y in (x.dq, x.dk, x.dv))
     return FmhaBackward(one, x.dout[None], None if x.dlse is None else x.dlse.T[None], *gradients, dsink)

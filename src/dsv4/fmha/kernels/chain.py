@@ -44,7 +44,7 @@ class Slab:
         return self.pairs.stop - self.pairs.start, self.rows.stop - self.rows.start
 
 
-class Room(NamedTuple):
+class SlabTiles(NamedTuple):
     """Tiles of 128 rows, and of 128 keys, that P and dS of a KV head of a varlen batch have in a slab."""
 
     rows: int  # all of them, or `window` and those of the longest sequence
@@ -52,19 +52,21 @@ class Room(NamedTuple):
     window: int
 
     @staticmethod
-    def find(group: int, tokens: int, sequences: int, longest_q: int, longest_k: int) -> Room | None:
-        """Return the room, or None if two sequences as long as the longest do not fit."""
+    def find(group: int, tokens: int, sequences: int, longest_q: int, longest_k: int) -> SlabTiles | None:
+        """Return the tiles of a slab, or None if two sequences as long as the longest do not fit."""
         keys, longest = -(-longest_k // TILE), -(-longest_q * group // TILE)
         every = tokens * group // TILE + sequences
         fit = SLAB_BYTES // (4 * TILE * TILE * max(keys, 1))
         if fit >= every:
-            return Room(every, keys, every)
-        return Room(fit, keys, fit - longest) if fit >= 2 * longest else None
+            return SlabTiles(every, keys, every)
+        return SlabTiles(fit, keys, fit - longest) if fit >= 2 * longest else None
 
 
 def takes(p: FmhaProblem) -> bool:
     """Return whether the chain accepts the batch as it is."""
-    return p.kind == "dense" or Room.find(p.group, p.q.shape[0], p.batch, p.max_seqlen_q, p.max_seqlen_k) is not None
+    return (
+        p.kind == "dense" or SlabTiles.find(p.group, p.q.shape[0], p.batch, p.max_seqlen_q, p.max_seqlen_k) is not None
+    )
 
 
 def one_head_each(p: FmhaProblem) -> bool:
@@ -74,8 +76,8 @@ def one_head_each(p: FmhaProblem) -> bool:
         return False
     if p.kind == "dense":
         return 4 * -(-p.max_seqlen_k // TILE) * TILE * p.max_seqlen_q * p.group <= SLAB_BYTES
-    room = Room.find(1, p.q.shape[0], p.batch, p.max_seqlen_q, p.max_seqlen_k)
-    return room is not None and 4 * TILE * TILE * room.rows * room.keys * p.group <= SLAB_BYTES
+    slab_tiles = SlabTiles.find(1, p.q.shape[0], p.batch, p.max_seqlen_q, p.max_seqlen_k)
+    return slab_tiles is not None and 4 * TILE * TILE * slab_tiles.rows * slab_tiles.keys * p.group <= SLAB_BYTES
 
 
 class Chain:
@@ -93,17 +95,17 @@ class Chain:
         wanted = dict(dq=x.dq, dk=x.dk, dv=x.dv)
         self.gradients = {name: y for name, y in wanted.items() if y is not None}
         self.share = x.heads // x.k.shape[1]  # pairs that share K and V
-        self.room = None
+        self.slab_tiles = None
         if (s := x.sequences) is not None:
-            self.room = Room.find(x.pack, x.p.max_seqlen_q, s.count, s.longest_q, s.longest_k)
+            self.slab_tiles = SlabTiles.find(x.pack, x.p.max_seqlen_q, s.count, s.longest_q, s.longest_k)
 
     def prepare(self) -> None:
         x, program, slabs = self.x, self.program, self._slabs()
         pairs, rows = slabs[0].size
-        keys = -(-x.keys // TILE) * TILE if self.room is None else self.room.keys * TILE
+        keys = -(-x.keys // TILE) * TILE if self.slab_tiles is None else self.slab_tiles.keys * TILE
         buffers = program.workspace("P and dS", (2, pairs, rows, keys), x.q.dtype)
         sums = x.lse2  # not read
-        if self.room is None and rows < x.rows:  # dK and dV are summed over slabs
+        if self.slab_tiles is None and rows < x.rows:  # dK and dV are summed over slabs
             size = 2 * -(-x.keys // self.tile_rows) * self.tile_rows * x.width
             sums = program.workspace("sums of dv and dk", (size,), torch.float32)
         made = {
@@ -111,7 +113,7 @@ class Chain:
             for name, y in self.gradients.items()
         }
         for name in ("dk", "dv"):
-            if self.room is not None and x.p.left >= 0 and name in made:
+            if self.slab_tiles is not None and x.p.left >= 0 and name in made:
                 program.fill(made[name], 0)  # for keys that no query sees
         for slab in slabs:
             p, ds = (buffers[n, : slab.size[0], : slab.size[1], : min(keys, x.keys)] for n in (0, 1))
@@ -124,13 +126,20 @@ class Chain:
     def _slabs(self) -> list[Slab]:
         x = self.x
         all_pairs = x.batch * x.heads
-        if (room := self.room) is not None:
+        if (slab_tiles := self.slab_tiles) is not None:
             every = row_tiles(x.rows, x.sequences)
-            pairs = max(1, SLAB_BYTES // (4 * TILE * TILE * max(room.rows * room.keys, 1)) // self.share) * self.share
+            pairs = (
+                max(1, SLAB_BYTES // (4 * TILE * TILE * max(slab_tiles.rows * slab_tiles.keys, 1)) // self.share)
+                * self.share
+            )
             return [
-                Slab(slice(z, min(z + pairs, all_pairs)), slice(0, room.rows * TILE), (begin, begin + room.window))
+                Slab(
+                    slice(z, min(z + pairs, all_pairs)),
+                    slice(0, slab_tiles.rows * TILE),
+                    (begin, begin + slab_tiles.window),
+                )
                 for z in range(0, all_pairs, pairs)
-                for begin in range(0, every, room.window)
+                for begin in range(0, every, slab_tiles.window)
             ]
         per_row = 4 * -(-x.keys // TILE) * TILE
         pairs = min(all_pairs, SLAB_BYTES // (per_row * x.rows) // self.share * self.share)
@@ -147,18 +156,18 @@ class Chain:
 
     def _sizes(self, slab: Slab) -> SlabSizes:
         pairs, rows = slab.size
-        sizes = self.x.sizes | (dict(rows=rows) if self.room is None else {})
+        sizes = self.x.sizes | (dict(rows=rows) if self.slab_tiles is None else {})
         return SlabSizes(row_begin=slab.rows.start, pairs=pairs, pair_begin=slab.pairs.start, share=self.share, **sizes)
 
     def _sequences(self, slab: Slab) -> SlabSequences:
-        if (s := self.x.sequences) is None or self.room is None:
+        if (s := self.x.sequences) is None or self.slab_tiles is None:
             return SlabSequences(self.x.lse2, self.x.lse2, 0, 0, 0, 0, 0)
-        return SlabSequences(s.cu_q, s.cu_k, s.count, *slab.tiles, self.room.rows, self.room.keys)
+        return SlabSequences(s.cu_q, s.cu_k, s.count, *slab.tiles, self.slab_tiles.rows, self.slab_tiles.keys)
 
     def _operands(self, tensors: dict[str, Slot], rows: int) -> tuple[dict[str, TensorDescriptor], RaggedOperands]:
         """Return descriptors with boxes of 64 columns."""
         box = [1, 1, rows, 64]
-        if self.room is None:
+        if self.slab_tiles is None:
             return {f"{name}_desc": descriptor(y, box) for name, y in tensors.items()}, NOT_RAGGED
         found = {name: ragged_descriptor(y, box) for name, y in tensors.items()}
         ragged = NOT_RAGGED._replace(**{name: place for name, (_, place) in found.items()})
@@ -177,7 +186,7 @@ class Chain:
             sizes=self._sizes(slab),
             scales=ScoreScales(x.scale, FP16_P_SCALE, x.ds_scale),
         )
-        tiles = pairs * -(-rows // TILE) * (-(-x.keys // TILE) if self.room is None else self.room.keys)
+        tiles = pairs * -(-rows // TILE) * (-(-x.keys // TILE) if self.slab_tiles is None else self.slab_tiles.keys)
         self._launch(type(self).scores, tiles, arguments, self.score_options)
 
     def _products(self, slab: Slab, p: Slot, ds: Slot, made: dict[str, Slot], sums: Slot) -> None:
@@ -205,7 +214,7 @@ class Chain:
                     **{name: int(name in made) for name in ("dv", "dk", "dq")},
                     at_once=self._pairs_at_once(pairs, tiles),
                     add=int(slab.rows.start > 0),
-                    keep=int(self.room is None and slab.rows.stop < x.rows),
+                    keep=int(self.slab_tiles is None and slab.rows.stop < x.rows),
                 ),
                 scales=GradientScales(x.scale, FP16_P_SCALE, x.p.softmax_scale, x.ds_scale),
             )
@@ -222,6 +231,6 @@ class Chain:
 
     def _launch(self, kernel: Any, tiles: int, arguments: dict[str, Any], options: dict[str, int]) -> None:
         constants = dict(
-            D=self.x.width, M=self.tile_rows, SCALED=self.x.fp16, VARLEN=self.room is not None, num_warps=4
+            D=self.x.width, M=self.tile_rows, SCALED=self.x.fp16, VARLEN=self.slab_tiles is not None, num_warps=4
         )
         self.program.launch(kernel, (min(tiles, self.target.num_sms),), arguments, **constants, **options)

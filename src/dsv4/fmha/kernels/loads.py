@@ -214,12 +214,24 @@ def fill_any(
     return landed_phase
 
 
+@aggregate
+class HeadRows:
+    """Rows of one KV head, packed (tiles.py), in global memory. Strides are in units of 8 elements, so that the
+    compiler can prove 16-byte alignment."""
+
+    ptr: Value
+    count: Value
+    head: Value
+    group: Value  # Divisor
+    token_stride: Value
+    head_stride: Value
+
+
 @gluon.jit
-def row_offsets(row, head, group, stride_token8, stride_head8):
-    """Return the element offset of packed row(s): strides are in units of 8 elements, so that the compiler can prove
-    16-byte alignment."""
-    token, q_head = token_and_head(row, head, group)
-    return (token.to(gl.int64) * stride_token8 + q_head.to(gl.int64) * stride_head8) * 8
+def row_offsets(row, rows):
+    """Return the element offset of row(s) of HeadRows."""
+    token, q_head = token_and_head(row, rows.head, rows.group)
+    return (token.to(gl.int64) * rows.token_stride + q_head.to(gl.int64) * rows.head_stride) * 8
 
 
 @gluon.constexpr_function
@@ -230,14 +242,9 @@ def pieces_of_rows(ctas):
 
 @gluon.jit
 def load_rows(
-    q_ptr,
+    rows,
     smem,
     first_row,
-    rows,
-    head,
-    group,
-    stride_token8,
-    stride_head8,
     column,
     N: gl.constexpr,
     C: gl.constexpr,
@@ -246,8 +253,8 @@ def load_rows(
     asked=None,
     columns: gl.constexpr = None,
 ):
-    """Load packed query rows [first_row, first_row + N), columns [column, column + C) into smem; rows past the end are
-    0.
+    """Load rows [first_row, first_row + N) of HeadRows, columns [column, column + C), into smem; rows past the end
+    are 0.
 
     AT_A_TIME columns: 64 need few registers, and each warp still reads whole 128-byte pieces of rows. sign: -1, 0 or 1,
     known at compile time or not; the rows are multiplied by it. asked: a barrier to arrive at when all loads are
@@ -255,15 +262,15 @@ def load_rows(
     """
     L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
-    offset = row_offsets(row, head, group, stride_token8, stride_head8)
+    offset = row_offsets(row, rows)
     for c in gl.static_range(C // AT_A_TIME):
         col = column + c * AT_A_TIME + gl.arange(0, AT_A_TIME, layout=gl.SliceLayout(0, L))
         if sign == 0:
             x = gl.zeros([N, AT_A_TIME], smem.dtype, L)
         else:
             x = gl.load(
-                q_ptr + offset[:, None] + col[None, :],
-                mask=here(row < rows, col, C if columns is None else columns, C),
+                rows.ptr + offset[:, None] + col[None, :],
+                mask=here(row < rows.count, col, C if columns is None else columns, C),
                 other=0.0,
             )
         if asked is not None and c == C // AT_A_TIME - 1:
@@ -283,27 +290,24 @@ def here(row, column, COLUMNS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows(q_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, N: gl.constexpr, C: gl.constexpr,
-              COLUMNS: gl.constexpr):  # fmt: skip
+def copy_rows(rows, smem, first_row, N: gl.constexpr, C: gl.constexpr, COLUMNS: gl.constexpr):
     """Copy the rows of load_rows by cp.async, as one group: nothing waits for it here, and no registers are held."""
     L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
-    offset = row_offsets(row, head, group, stride_token8, stride_head8)
+    offset = row_offsets(row, rows)
     col = gl.arange(0, C, layout=gl.SliceLayout(0, L))
-    cp_async(smem, q_ptr + offset[:, None] + col[None, :], mask=here(row < rows, col, COLUMNS, C))
+    cp_async(smem, rows.ptr + offset[:, None] + col[None, :], mask=here(row < rows.count, col, COLUMNS, C))
     async_copy.commit_group()
 
 
 @gluon.jit
-def store_rows(
-    out_ptr, smem, first_row, rows, head, group, stride_token8, stride_head8, column, N: gl.constexpr, C: gl.constexpr
-):
-    """Store smem [N, C] in packed output rows, 16 bytes per thread."""
+def store_rows(rows, smem, first_row, column, N: gl.constexpr, C: gl.constexpr):
+    """Store smem [N, C] in HeadRows, 16 bytes per thread."""
     L: gl.constexpr = pieces_of_rows(gl.num_ctas())
     row = first_row + gl.arange(0, N, layout=gl.SliceLayout(1, L))
-    offset = row_offsets(row, head, group, stride_token8, stride_head8)
+    offset = row_offsets(row, rows)
     col = column + gl.arange(0, C, layout=gl.SliceLayout(0, L))
-    gl.store(out_ptr + offset[:, None] + col[None, :], smem.load(L), mask=(row < rows)[:, None])
+    gl.store(rows.ptr + offset[:, None] + col[None, :], smem.load(L), mask=(row < rows.count)[:, None])
 
 
 @gluon.jit

@@ -32,7 +32,7 @@ class SlabTerms(NamedTuple):
 
 
 @aggregate
-class Slab:
+class ScoreSlab:
     """The slab, in which roles look up their tiles."""
 
     whole: Value  # SlabSizes
@@ -62,11 +62,11 @@ class ScoreScales(NamedTuple):
 
 @gluon.jit
 def slab_of(whole, sequences, VARLEN: gl.constexpr):
-    """Return the Slab."""
+    """Return the ScoreSlab."""
     row_tiles, key_tiles = (whole.rows + 127) // 128, (whole.keys + 127) // 128
     if VARLEN:
         row_tiles, key_tiles = sequences.row_tiles, sequences.key_tiles
-    return Slab(whole, sequences, row_tiles, key_tiles, row_tiles * key_tiles * whole.pairs)
+    return ScoreSlab(whole, sequences, row_tiles, key_tiles, row_tiles * key_tiles * whole.pairs)
 
 
 @gluon.jit

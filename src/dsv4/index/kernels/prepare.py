@@ -257,9 +257,16 @@ def _score(
         BF16=p.bf16_scores,
     )
     program.launch(
-        kernel, (blocks, splits), arguments, OWNER=owner, QUERIES=together, HEADS=heads, DIMS=dims, **constants,
+        kernel,
+        (blocks, splits),
+        arguments,
+        OWNER=owner,
+        QUERIES=together,
+        HEADS=heads,
+        DIMS=dims,
+        **constants,
         **options,
-    )  # fmt: skip
+    )
 
 
 def _boxes(k: Slot, fp8: bool) -> TensorDescriptor:
@@ -333,9 +340,15 @@ def _key_lists(p: IndexProblem, scratch: Slot, first: int, count: int, behind: i
 
 
 def _gather(
-    p: IndexProblem, program: Program, owner: int, owners: Owners, scores: IndexScores, lists: KeyLists, count: int,
+    p: IndexProblem,
+    program: Program,
+    owner: int,
+    owners: Owners,
+    scores: IndexScores,
+    lists: KeyLists,
+    count: int,
     shares: int,
-) -> None:  # fmt: skip
+) -> None:
     """Choose the rows of few queries, and their blocks, in two launches."""
     groups, kept = index_groups(p.columns), index_kept(p.columns, p.topk)
     each, block_each = index_each(p.columns, p.topk), index_each(p.columns, max(p.topk_blocks, 1))
@@ -391,9 +404,16 @@ def _choose(
 
 
 def _best_groups(
-    p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int, at: int,
+    p: IndexProblem,
+    program: Program,
+    owner: int,
+    owners: Owners,
+    scratch: Slot,
+    first: int,
+    count: int,
+    at: int,
     candidates: int,
-) -> tuple[Slot, Slot]:  # fmt: skip
+) -> tuple[Slot, Slot]:
     """Choose the best groups of every piece -> (maxima as ordered bits, numbers of the groups)."""
     groups, size = index_line(p.columns) // GROUP, INDEX_PIECE // 2
     kept, kept_numbers = (scratch.words(at + n * count * candidates, count * candidates, torch.int32) for n in (0, 1))
@@ -466,9 +486,16 @@ def _keep_blocks(
             lists=BlockLists(p.blocks, p.blocks.stride(0), p.topk_blocks),
         )
         program.launch(
-            index_blocks_kernel, (count, pieces), arguments, OWNER=owner, FIRST=not started, LAST=last, SIZE=size,
-            KEPT=power_of_two(p.topk_blocks) if last else kept, num_warps=32 if size > 4096 else 4,
-        )  # fmt: skip
+            index_blocks_kernel,
+            (count, pieces),
+            arguments,
+            OWNER=owner,
+            FIRST=not started,
+            LAST=last,
+            SIZE=size,
+            KEPT=power_of_two(p.topk_blocks) if last else kept,
+            num_warps=32 if size > 4096 else 4,
+        )
         if last:
             return
         items = line = pieces * kept

@@ -272,9 +272,17 @@ def write_nothing(place, written, query, lists):
 
 @gluon.jit
 def write_list(
-    key, wanted, query, sequence, owners, lists, OWNER: gl.constexpr, POOL: gl.constexpr, AMONG: gl.constexpr,
+    key,
+    wanted,
+    query,
+    sequence,
+    owners,
+    lists,
+    OWNER: gl.constexpr,
+    POOL: gl.constexpr,
+    AMONG: gl.constexpr,
     WIDTH: gl.constexpr,
-):  # fmt: skip
+):
     """Write the first `wanted` sorted keys as the list of a query, then -1, and their scores."""
     SIZE: gl.constexpr = key.shape[0]
     place = gl.arange(0, SIZE, layout=key.type.layout)

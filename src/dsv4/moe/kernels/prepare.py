@@ -112,10 +112,16 @@ def prepare_moe(
     # The first launch is a plain one: all that it and the next launches read is complete when it begins.
     if slots <= SORTED_AT_ONCE:
         program.launch(
-            moe_sort_rows, (p.experts + p.tokens * parts,), dict(choice=choice, to=to, x=given),
-            TOPK=p.topk, SLOTS=max(64, 1 << (slots - 1).bit_length()), COLUMNS=COLUMNS, TILE=tile,
-            RECIPE=p.activations, num_warps=4,
-        )  # fmt: skip
+            moe_sort_rows,
+            (p.experts + p.tokens * parts,),
+            dict(choice=choice, to=to, x=given),
+            TOPK=p.topk,
+            SLOTS=max(64, 1 << (slots - 1).bit_length()),
+            COLUMNS=COLUMNS,
+            TILE=tile,
+            RECIPE=p.activations,
+            num_warps=4,
+        )
     else:
         count, experts = -(-slots // PIECE.value), max(SOME.value, 1 << (p.experts - 1).bit_length())
         pieces = Pieces(ints("counts", count * experts), ints("bases", count * 2 * experts))
@@ -126,9 +132,16 @@ def prepare_moe(
         )
         columns = min(4096, 1 << (p.hidden - 1).bit_length())
         program.launch(
-            moe_rows, (p.tokens, -(-p.hidden // columns)), dict(x=given), TOPK=p.topk, COLUMNS=columns,
-            TILE=tile, RECIPE=p.activations, num_warps=max(1, columns // 512), launch_pdl=True,
-        )  # fmt: skip
+            moe_rows,
+            (p.tokens, -(-p.hidden // columns)),
+            dict(x=given),
+            TOPK=p.topk,
+            COLUMNS=columns,
+            TILE=tile,
+            RECIPE=p.activations,
+            num_warps=max(1, columns // 512),
+            launch_pdl=True,
+        )
     rows = SortedRows(starts, slot_of, row_weight, p.experts, atoms)
     blocks = p.intermediate // formats.GROUP
     tiles = WeightTiles(p.w13_factors, blocks, groups)
@@ -140,9 +153,15 @@ def prepare_moe(
     out = p.out if p.out.stride(0) % 8 == 0 else program.workspace("out", p.out.shape, p.out.dtype)
     sums = Sums(y, groups, shared, out, out.stride(0) // 8)
     program.launch(
-        moe_sum, (p.tokens, parts), dict(sums=sums, choice=choice), TOPK=p.topk, SHARED=p.shared_w13 is not None,
-        COLUMNS=COLUMNS, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+        moe_sum,
+        (p.tokens, parts),
+        dict(sums=sums, choice=choice),
+        TOPK=p.topk,
+        SHARED=p.shared_w13 is not None,
+        COLUMNS=COLUMNS,
+        num_warps=4,
+        launch_pdl=True,
+    )
     if out is not p.out:
         program.copy(p.out, out)
     if p.slots is not None and y is not p.slots:
@@ -182,15 +201,30 @@ def prepare_route(p: RouteProblem, program: Program) -> None:
         return y if y.is_contiguous() else program.copied(y)
 
     rules = Rules(
-        given(p.bias, torch.float32), given(p.bias_vl, torch.float32), given(p.image, torch.bool),
-        given(p.table, torch.int32), 0 if p.table is None else p.table.shape[0], given(p.token_ids, torch.int32), ids,
-        p.weights, float(p.eps), float(p.scale),
-    )  # fmt: skip
+        given(p.bias, torch.float32),
+        given(p.bias_vl, torch.float32),
+        given(p.image, torch.bool),
+        given(p.table, torch.int32),
+        0 if p.table is None else p.table.shape[0],
+        given(p.token_ids, torch.int32),
+        ids,
+        p.weights,
+        float(p.eps),
+        float(p.scale),
+    )
     program.launch(
-        moe_choose, (tokens,), dict(x=x, choice=rules), SHARED=few, TOPK=p.topk,
-        EXPERTS=max(32, 1 << (experts - 1).bit_length()), BIAS=p.bias is not None, IMAGE=p.image is not None,
-        TABLE=p.table is not None, num_warps=1, launch_pdl=True,
-    )  # fmt: skip
+        moe_choose,
+        (tokens,),
+        dict(x=x, choice=rules),
+        SHARED=few,
+        TOPK=p.topk,
+        EXPERTS=max(32, 1 << (experts - 1).bit_length()),
+        BIAS=p.bias is not None,
+        IMAGE=p.image is not None,
+        TABLE=p.table is not None,
+        num_warps=1,
+        launch_pdl=True,
+    )
     if ids is not p.ids:
         program.copy(p.ids, ids)
 

@@ -44,9 +44,15 @@ def moe_logits(x, SHARED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.conste
 
 @triton.jit
 def moe_choose(
-    x, choice, SHARED: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr, IMAGE: tl.constexpr,
+    x,
+    choice,
+    SHARED: tl.constexpr,
+    TOPK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    IMAGE: tl.constexpr,
     TABLE: tl.constexpr,
-):  # fmt: skip
+):
     """Choose the experts of a token, one program each; EXPERTS is a power of two."""
     gdc_launch_dependents()
     wait_on_prior_grid()

@@ -194,8 +194,16 @@ def moe_rows(x, TOPK: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, R
 
 
 @triton.jit
-def moe_sort_rows(choice, to, x, TOPK: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
-                  TILE: tl.constexpr, RECIPE: tl.constexpr):  # fmt: skip
+def moe_sort_rows(
+    choice,
+    to,
+    x,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    RECIPE: tl.constexpr,
+):
     """Sort and write rows in one launch, for at most SLOTS slots: each program of a token finds its own rows."""
     gdc_launch_dependents()
     n = tl.program_id(0) - choice.experts

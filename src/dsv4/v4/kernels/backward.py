@@ -126,8 +126,15 @@ def prepare_sparse(
             count = min(some, p.batch - begin)
             listed(parts, undo, begin, count)
             program.compute(partial(_order, padded), places[: count * width], starts, rows[begin : begin + count])
-            arguments = dict(parts_ptr=parts, order_ptr=places, starts_ptr=starts, sums_ptr=sums, head_tiles=tiles,
-                             per_tile=count * padded, undo_ptr=undo)  # fmt: skip
+            arguments = dict(
+                parts_ptr=parts,
+                order_ptr=places,
+                starts_ptr=starts,
+                sums_ptr=sums,
+                head_tiles=tiles,
+                per_tile=count * padded,
+                undo_ptr=undo,
+            )
             program.launch(fold_rows, (total,), arguments, SOME=16, SCALED=fp16, num_warps=4)
     if b.dsink is not None:
         program.compute(_sum_dsink, b.dsink, share)
@@ -220,8 +227,18 @@ def _rows(b: V4Backward, program: Program, longest: Slot | None, dot: bool) -> t
             *row_strides(q)[1:], *row_strides(out)[1:], *row_strides(dout)[1:], *p.lse.stride(), *dlse.stride()
         ),
     )
-    program.launch(query_rows, (p.batch, -(-p.q_heads // 16)), arguments, D=512, ROWS=16, TURNED=columns,
-                   SCALED=longest is not None, STORED=stored, DOT=dot, num_warps=4)  # fmt: skip
+    program.launch(
+        query_rows,
+        (p.batch, -(-p.q_heads // 16)),
+        arguments,
+        D=512,
+        ROWS=16,
+        TURNED=columns,
+        SCALED=longest is not None,
+        STORED=stored,
+        DOT=dot,
+        num_warps=4,
+    )
     return lse2, delta, share, turned, tail, most, sizes
 
 

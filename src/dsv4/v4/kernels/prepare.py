@@ -141,12 +141,18 @@ def prepare_sparse(
             split=int(split),
         ),
         sizes=Sizes(
-            p.batch, p.q_heads, tiles * splits, splits - (alone > 0), steps_per_split, *inverse_of(splits), alone,
+            p.batch,
+            p.q_heads,
+            tiles * splits,
+            splits - (alone > 0),
+            steps_per_split,
+            *inverse_of(splits),
+            alone,
             uneven_from,
         ),
         scale=scale,
         signed_scale=sign * scale,
-    )  # fmt: skip
+    )
     loads = [CP_ASYNC, CP_ASYNC]
     if "window_desc" in kernel.arg_names:
         loads = _kv_loads(p, window, compressed)
@@ -159,12 +165,20 @@ def prepare_sparse(
     else:
         grid = (tiles // p.batch, p.batch, splits)
     program.launch(
-        kernel, grid, arguments, WINDOW_LOAD=loads[0].value, COMPRESSED_LOAD=loads[1].value, KV_INDEX=kv_index,
-        SIGN=sign, WINDOW_FORMAT=format_of(p.window), WINDOW_UNIT=unit_of(p.window),
-        COMPRESSED_FORMAT=format_of(p.compressed), COMPRESSED_UNIT=unit_of(p.compressed),
+        kernel,
+        grid,
+        arguments,
+        WINDOW_LOAD=loads[0].value,
+        COMPRESSED_LOAD=loads[1].value,
+        KV_INDEX=kv_index,
+        SIGN=sign,
+        WINDOW_FORMAT=format_of(p.window),
+        WINDOW_UNIT=unit_of(p.window),
+        COMPRESSED_FORMAT=format_of(p.compressed),
+        COMPRESSED_UNIT=unit_of(p.compressed),
         SPLIT=2 if split and fp16_partials else split,
         **dict(num_warps=4) | options,
-    )  # fmt: skip
+    )
     if split:
         strides = MergeStrides(out_strides[0], 0, out_strides[1], lse_strides[0], 0, lse_strides[1])
         merge = merge_arguments(p, out, part, part_lse, strides, splits, p.batch)

@@ -347,10 +347,14 @@ def backward_keys(
     ds_scale, dk_factor, dv_factor = scaled(scales, SCALED)
     numbers = Numbers(lse2_ptr, delta_ptr, scales.s, scales.p, ds_scale)
     result = Result(dk_ptr, dv_ptr, dk.row, dv.row, dk_factor, dv_factor)
-    gl.warp_specialize([
-        (score_role, (memory, work, sizes, numbers, result, 0, D, SCALED)),
-        (score_role, (memory, work, sizes, numbers, result, 1, D, SCALED)),
-        (add_role, (memory, work, sums_desc, tile * (D // 32), D)),
-        (mma_role, (memory, work, D)),
-        (load_role, (keys, rows, memory, work, sizes, numbers, D, VARLEN)),
-    ], [4, 4, 1, 1], [SCORE_REGS, ADD_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (score_role, (memory, work, sizes, numbers, result, 0, D, SCALED)),
+            (score_role, (memory, work, sizes, numbers, result, 1, D, SCALED)),
+            (add_role, (memory, work, sums_desc, tile * (D // 32), D)),
+            (mma_role, (memory, work, D)),
+            (load_role, (keys, rows, memory, work, sizes, numbers, D, VARLEN)),
+        ],
+        [4, 4, 1, 1],
+        [SCORE_REGS, ADD_REGS, WARP_REGS, WARP_REGS],
+    )

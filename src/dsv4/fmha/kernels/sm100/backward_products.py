@@ -84,8 +84,19 @@ def send(x, out, desc, place, tile, H: gl.constexpr):
 
 
 @gluon.jit
-def out_role(acc, out, gradients, ragged, sums_ptr, slab, scales, H: gl.constexpr, D: gl.constexpr,
-             SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def out_role(
+    acc,
+    out,
+    gradients,
+    ragged,
+    sums_ptr,
+    slab,
+    scales,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    SCALED: gl.constexpr,
+    VARLEN: gl.constexpr,
+):
     """Store columns 128 H .. 128 H + 127 of every tile; a thread has one row."""
     L: gl.constexpr = acc.slots.index(0).slice(0, 128).get_reg_layout()
     row = gl.arange(0, 128, layout=gl.SliceLayout(1, L))
@@ -157,9 +168,13 @@ def backward_products(
     slab = product_slab(sizes, sequences, opts, 128, D, VARLEN)
     operands = ProductOperands(p_desc, ds_desc, q_desc, k_desc, dout_desc)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
-    gl.warp_specialize([
-        (out_role, (acc, left_out, gradients, ragged, sums_ptr, slab, scales, 0, D, SCALED, VARLEN)),
-        (out_role, (acc, right_out, gradients, ragged, sums_ptr, slab, scales, 1, D, SCALED, VARLEN)),
-        (mma_role, (slots, a, acc, slab, D, VARLEN)),
-        (load_role, (operands, ragged, slots, slab, D, VARLEN)),
-    ], [4, 1, 1], [PRODUCT_REGS, LOAD_REGS, LOAD_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (out_role, (acc, left_out, gradients, ragged, sums_ptr, slab, scales, 0, D, SCALED, VARLEN)),
+            (out_role, (acc, right_out, gradients, ragged, sums_ptr, slab, scales, 1, D, SCALED, VARLEN)),
+            (mma_role, (slots, a, acc, slab, D, VARLEN)),
+            (load_role, (operands, ragged, slots, slab, D, VARLEN)),
+        ],
+        [4, 1, 1],
+        [PRODUCT_REGS, LOAD_REGS, LOAD_REGS],
+    )

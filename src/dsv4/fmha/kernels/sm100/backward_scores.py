@@ -92,8 +92,19 @@ def send(x, tile, desc, pair, row, key):
 
 
 @gluon.jit
-def score_role(scores, out, p_desc, ds_desc, terms, slab, scales, H: gl.constexpr, SCALED: gl.constexpr,
-               M: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def score_role(
+    scores,
+    out,
+    p_desc,
+    ds_desc,
+    terms,
+    slab,
+    scales,
+    H: gl.constexpr,
+    SCALED: gl.constexpr,
+    M: gl.constexpr,
+    VARLEN: gl.constexpr,
+):
     """Compute P and dS of keys 64 H .. 64 H + 63 of every tile; a thread has one row."""
     DTYPE: gl.constexpr = out.dtype
     L: gl.constexpr = scores.s.slots.index(0).slice(0, 64).get_reg_layout()
@@ -170,9 +181,13 @@ def backward_scores(
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     chunks = Chunks(ring, b)
     scores = Scores(s, dp)
-    gl.warp_specialize([
-        (score_role, (scores, left_out, p_desc, ds_desc, terms, slab, scales, 0, SCALED, M, VARLEN)),
-        (score_role, (scores, right_out, p_desc, ds_desc, terms, slab, scales, 1, SCALED, M, VARLEN)),
-        (mma_role, (chunks, scores, slab, CHUNKS, M, VARLEN)),
-        (load_role, (operands, ragged, chunks, slab, CHUNKS, M, VARLEN)),
-    ], [4, 1, 1], [SCORE_REGS, LOAD_REGS, LOAD_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (score_role, (scores, left_out, p_desc, ds_desc, terms, slab, scales, 0, SCALED, M, VARLEN)),
+            (score_role, (scores, right_out, p_desc, ds_desc, terms, slab, scales, 1, SCALED, M, VARLEN)),
+            (mma_role, (chunks, scores, slab, CHUNKS, M, VARLEN)),
+            (load_role, (operands, ragged, chunks, slab, CHUNKS, M, VARLEN)),
+        ],
+        [4, 1, 1],
+        [SCORE_REGS, LOAD_REGS, LOAD_REGS],
+    )

@@ -437,9 +437,13 @@ def backward_tiles(
     ds_scale, factor0, factor1 = scaled(scales, SCALED)
     numbers = Numbers(lse2_ptr, delta_ptr, scales.s, scales.p, ds_scale)
     result = Result(ptr0, ptr1, gradient0.row, gradient1.row, factor0, factor1)
-    gl.warp_specialize([
-        (score_role, (memory, work, sizes, numbers, result, 0, D, KEYS, SCALED)),
-        (score_role, (memory, work, sizes, numbers, result, 1, D, KEYS, SCALED)),
-        (mma_role, (memory, work, KEYS)),
-        (load_role, (x_pair, y_pair, memory, work, sizes, numbers, D, KEYS, VARLEN)),
-    ], [4, 1, 1], [SCORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (score_role, (memory, work, sizes, numbers, result, 0, D, KEYS, SCALED)),
+            (score_role, (memory, work, sizes, numbers, result, 1, D, KEYS, SCALED)),
+            (mma_role, (memory, work, KEYS)),
+            (load_role, (x_pair, y_pair, memory, work, sizes, numbers, D, KEYS, VARLEN)),
+        ],
+        [4, 1, 1],
+        [SCORE_REGS, WARP_REGS, WARP_REGS],
+    )

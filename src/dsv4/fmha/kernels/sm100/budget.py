@@ -79,9 +79,18 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
     # S: written by the tensor core, read by softmax. P: written, then read. O: read and written by the tensor core.
     tensor_memory = tiles * (2 * 4 * scores + (2 * 2 * scores if p_tmem else 0) + 2 * 4 * rows * head_dim)
     return Budget(
-        head_dim, p_tmem, rows * tiles, keys, tiles * (qk + pv), flops // rate, tiles * scores,
-        by_unit // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, tensor_memory,
-    )  # fmt: skip
+        head_dim,
+        p_tmem,
+        rows * tiles,
+        keys,
+        tiles * (qk + pv),
+        flops // rate,
+        tiles * scores,
+        by_unit // EXPONENTIALS_PER_CLOCK,
+        shared,
+        shared // SHARED_BYTES_PER_CLOCK,
+        tensor_memory,
+    )
 
 
 def pair_budget() -> Budget:
@@ -91,10 +100,18 @@ def pair_budget() -> Budget:
     half, scores = keys * d, rows * keys  # bytes of half a tile; elements
     shared = 2 * half + rows * d * 2 + 2 * half + (1 + d // MMA_N) * 2 * scores
     return Budget(
-        d, False, rows, keys, d // MMA_K + keys // MMA_K * (d // MMA_N), 2 * 2 * rows * keys * d // FLOPS_PER_CLOCK,
-        scores, scores // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK,
+        d,
+        False,
+        rows,
+        keys,
+        d // MMA_K + keys // MMA_K * (d // MMA_N),
+        2 * 2 * rows * keys * d // FLOPS_PER_CLOCK,
+        scores,
+        scores // EXPONENTIALS_PER_CLOCK,
+        shared,
+        shared // SHARED_BYTES_PER_CLOCK,
         2 * 4 * scores + 2 * 4 * rows * d,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -124,10 +141,18 @@ def sparse(rows: str, ctas: int = 1) -> SparseBudget:
     shared = block + scores + heads * d * 2 + (2 * block) // ctas + d // MMA_N * scores
     fetched = keys * {"bf16": 2 * d, "fp8": 584}[rows]
     return SparseBudget(
-        rows, ctas, keys, d // MMA_K + keys // MMA_K * (d // MMA_N), flops // rate,
-        heads * keys // EXPONENTIALS_PER_CLOCK, shared, shared // SHARED_BYTES_PER_CLOCK, fetched, fetched // ctas,
+        rows,
+        ctas,
+        keys,
+        d // MMA_K + keys // MMA_K * (d // MMA_N),
+        flops // rate,
+        heads * keys // EXPONENTIALS_PER_CLOCK,
+        shared,
+        shared // SHARED_BYTES_PER_CLOCK,
+        fetched,
+        fetched // ctas,
         fetched // ctas // DEVICE_BYTES_PER_CLOCK,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -162,21 +187,44 @@ def backward_budgets() -> list[BackwardBudget]:
             shared = (2 + 4 + products - 2) * operand
             if products == 5:  # the left operand of dQ, dS, is written and read, and so is dQ, in fp32
                 shared += 2 * tile * 2 + 2 * 2 * operand
-            found.append(BackwardBudget(
-                f"head dim {d}, own {owner}", 128, 128, products, products * 2 * tile * d // FLOPS_PER_CLOCK,
-                tile * 3 // 4 // EXPONENTIALS_PER_CLOCK, shared,
-            ))  # fmt: skip
+            found.append(
+                BackwardBudget(
+                    f"head dim {d}, own {owner}",
+                    128,
+                    128,
+                    products,
+                    products * 2 * tile * d // FLOPS_PER_CLOCK,
+                    tile * 3 // 4 // EXPONENTIALS_PER_CLOCK,
+                    shared,
+                )
+            )
     for d in (256, 512):
         # Operands of S and dP are written and read; P and dS are written, and read by TMA.
         shared = 2 * 4 * 128 * d * 2 + 2 * 2 * tile * 2
-        found.append(BackwardBudget(
-            f"head dim {d}, P and dS", 128, 128, 2, 2 * 2 * tile * d // FLOPS_PER_CLOCK, tile // EXPONENTIALS_PER_CLOCK,
-            shared,
-        ))  # fmt: skip
+        found.append(
+            BackwardBudget(
+                f"head dim {d}, P and dS",
+                128,
+                128,
+                2,
+                2 * 2 * tile * d // FLOPS_PER_CLOCK,
+                tile // EXPONENTIALS_PER_CLOCK,
+                shared,
+            )
+        )
     block, scores = 64 * 512 * 2, 64 * 64 * 2
     # Written: the block, P and dS. Read: two operands each of S and dP; dS for each half of dQ, and the block; P and dS
     # for each quarter of dKV, and dO and Q.
     shared = block + 2 * scores + 4 * block + 2 * scores + block + 8 * scores + 2 * block
-    found.append(BackwardBudget("V4, 64 heads", 64, 64, 5, 5 * 2 * 64 * 64 * 512 * 2 // FLOPS_PER_CLOCK,
-                                64 * 64 // EXPONENTIALS_PER_CLOCK, shared))  # fmt: skip
+    found.append(
+        BackwardBudget(
+            "V4, 64 heads",
+            64,
+            64,
+            5,
+            5 * 2 * 64 * 64 * 512 * 2 // FLOPS_PER_CLOCK,
+            64 * 64 // EXPONENTIALS_PER_CLOCK,
+            shared,
+        )
+    )
     return found

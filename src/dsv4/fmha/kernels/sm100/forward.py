@@ -184,16 +184,24 @@ def fmha_forward(
         if TILES == 2 or KV_LOAD == loads.CP_ASYNC:
             k_is_v = 0
         if TILES == 2:
-            gl.warp_specialize([
-                (two_tiles.softmax_role, (memory, work_tile, tile_row, sign, is_split, 0, D, KV_LOAD)),
-                (two_tiles.softmax_role, (memory, work_tile, tile_row + BM, sign, is_split, 1, D, KV_LOAD)),
-                (two_tiles.mma_role, (memory, n)),
-                (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
-            ], [4, 1, LOAD_WARPS], [SOFTMAX_REGS, WARP_REGS, LOAD_REGS or WARP_REGS])  # fmt: skip
+            gl.warp_specialize(
+                [
+                    (two_tiles.softmax_role, (memory, work_tile, tile_row, sign, is_split, 0, D, KV_LOAD)),
+                    (two_tiles.softmax_role, (memory, work_tile, tile_row + BM, sign, is_split, 1, D, KV_LOAD)),
+                    (two_tiles.mma_role, (memory, n)),
+                    (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
+                ],
+                [4, 1, LOAD_WARPS],
+                [SOFTMAX_REGS, WARP_REGS, LOAD_REGS or WARP_REGS],
+            )
         else:
-            gl.warp_specialize([
-                (one_tile.correction_role, (memory, work_tile, tile_row, n, is_split, D)),
-                (one_tile.softmax_role, (memory, work_tile, tile_row, sign, D, P_TMEM, KV_LOAD)),
-                (one_tile.mma_role, (memory, n, k_is_v, D, P_TMEM)),
-                (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
-            ], [4, 1, LOAD_WARPS], [SOFTMAX_REGS, WARP_REGS, LOAD_REGS or WARP_REGS])  # fmt: skip
+            gl.warp_specialize(
+                [
+                    (one_tile.correction_role, (memory, work_tile, tile_row, n, is_split, D)),
+                    (one_tile.softmax_role, (memory, work_tile, tile_row, sign, D, P_TMEM, KV_LOAD)),
+                    (one_tile.mma_role, (memory, n, k_is_v, D, P_TMEM)),
+                    (load_role, (source, memory, tiles, k_is_v, D, KV_LOAD)),
+                ],
+                [4, 1, LOAD_WARPS],
+                [SOFTMAX_REGS, WARP_REGS, LOAD_REGS or WARP_REGS],
+            )

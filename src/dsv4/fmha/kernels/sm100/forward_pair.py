@@ -11,7 +11,7 @@ from dsv4.fmha.kernels.sm100.pair_roles import (
     KEYS,
     PIECE,
     SLOT_BYTES,
-    Target,
+    OutputRows,
     begin,
     by_halves,
     hand_over,
@@ -76,10 +76,10 @@ def load_role(arguments, k_desc, v_desc, memory, num_tiles):
         tell((n,), turn, memory)
         if n > 0:
             memory.q_free.wait(0, (full + 1) % 2)
+            q_ptr = tensors.q_ptr + seq.to(gl.int64) * strides.q_batch * 8
+            rows = loads.HeadRows(q_ptr, sizes.tokens * group.number, head, group, strides.q_token, strides.q_head)
             for h in gl.static_range(2):
-                loads.load_rows(tensors.q_ptr + seq.to(gl.int64) * strides.q_batch * 8, memory.q.index(h), row,
-                                sizes.tokens * group.number, head, group, strides.q_token, strides.q_head, h * 256,
-                                ROWS, 256, 64, 1)  # fmt: skip
+                loads.load_rows(rows, memory.q.index(h), row, h * 256, ROWS, 256, 64, 1)
             fence_async_shared()  # generic stores -> tensor-core reads
             memory.q_ready.arrive(0)
             full += 1
@@ -90,16 +90,24 @@ def load_role(arguments, k_desc, v_desc, memory, num_tiles):
                     slot = 2 * place + h
                     memory.free.wait(slot, (at + use + 1) % 2)
                     mbarrier.expect(k_ready.at(slot), SLOT_BYTES)
-                    tma_load(k_desc, [seq, first + i * KEYS, head, h * 256], k_ready.at(slot),
-                             reinterpret(kv.index(slot), [1, KEYS, 1, 256], k_desc.layout))  # fmt: skip
+                    tma_load(
+                        k_desc,
+                        [seq, first + i * KEYS, head, h * 256],
+                        k_ready.at(slot),
+                        reinterpret(kv.index(slot), [1, KEYS, 1, 256], k_desc.layout),
+                    )
             if i > 0:
                 place, use = place_of_v(i - 1, n)
                 for h in gl.static_range(2):
                     slot = 2 * place + h
                     memory.free.wait(slot, (at + use + 1) % 2)
                     mbarrier.expect(v_ready.at(slot), SLOT_BYTES)
-                    tma_load(v_desc, [seq, first + (i - 1) * KEYS, head, h * 256], v_ready.at(slot),
-                             reinterpret(kv.index(slot), [1, KEYS, 1, 256], v_desc.layout))  # fmt: skip
+                    tma_load(
+                        v_desc,
+                        [seq, first + (i - 1) * KEYS, head, h * 256],
+                        v_ready.at(slot),
+                        reinterpret(kv.index(slot), [1, KEYS, 1, 256], v_desc.layout),
+                    )
         at += n
         turn += 1
     last_scores(full, memory)
@@ -156,7 +164,8 @@ def store_role(arguments, memory, num_tiles):
         seq, head, first_row, _first, _n = tile_coord(tile_id, arguments)
         row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LO))
         token, q_head = token_and_head(row, head, group)
-        here = row < tokens * group.number
+        count = tokens * group.number
+        here = row < count
         sink = softmax.sink_of(tensors.sink_ptr, q_head, here)
         n = begin(turn, memory)
         m, l = take_over(turn, memory)
@@ -169,9 +178,10 @@ def store_role(arguments, memory, num_tiles):
         turn += 1
         if n > 0:
             memory.pv_done.wait((at - 1) % 2, ((at - 1) // 2) % 2)
-        offset = loads.row_offsets(row, head, group, strides.out_token, strides.out_head)
-        out = Target(tensors.out_ptr + seq.to(gl.int64) * strides.out_batch * 8, offset, here)
-        nowhere = Target(tensors.lse_ptr, row, row < 0)
+        rows = loads.HeadRows(tensors.out_ptr, count, head, group, strides.out_token, strides.out_head)
+        offset = loads.row_offsets(row, rows)
+        out = OutputRows(tensors.out_ptr + seq.to(gl.int64) * strides.out_batch * 8, offset, here)
+        nowhere = OutputRows(tensors.lse_ptr, row, row < 0)
         write(factor, n, out, nowhere, memory, (tensors.lse_ptr, 0), 0, False)
 
 
@@ -191,10 +201,14 @@ def fmha_forward_pair(
     tiles = (sizes.tokens * sizes.group.number + ROWS - 1) // ROWS
     num_tiles = tiles * sizes.kv_heads * (sizes.total_q // gl.maximum(sizes.tokens, 1))
     memory = make_memory(k_desc.dtype, 1, 4, False)
-    gl.warp_specialize([
-        (softmax_role, (arguments, memory, num_tiles)),
-        (load_role, (arguments, k_desc, v_desc, memory, num_tiles)),
-        (store_role, (arguments, memory, num_tiles)),
-        (scores_role, (memory, num_tiles)),
-        (values_role, (memory, num_tiles)),
-    ], [4, 4, 1, 1], [LOAD_REGS, STORE_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (softmax_role, (arguments, memory, num_tiles)),
+            (load_role, (arguments, k_desc, v_desc, memory, num_tiles)),
+            (store_role, (arguments, memory, num_tiles)),
+            (scores_role, (memory, num_tiles)),
+            (values_role, (memory, num_tiles)),
+        ],
+        [4, 4, 1, 1],
+        [LOAD_REGS, STORE_REGS, WARP_REGS, WARP_REGS],
+    )

@@ -137,9 +137,13 @@ def fmha_forward_persistent(
     M: gl.constexpr = 2 * BM
     arguments = Arguments(tensors, sizes, strides, opts, order)
     memory = make_memory(tensors.q_ptr.dtype.element_ty, D, BM, BN, 2, SLOTS, True)
-    gl.warp_specialize([
-        (softmax_role, (arguments, memory, 0, D, M)),
-        (softmax_role, (arguments, memory, 1, D, M)),
-        (mma_role, (arguments, memory, M)),
-        (load_role, (arguments, k_desc, v_desc, memory, D, M)),
-    ], [4, 1, 1], [SOFTMAX_REGS, WARP_REGS, WARP_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (softmax_role, (arguments, memory, 0, D, M)),
+            (softmax_role, (arguments, memory, 1, D, M)),
+            (mma_role, (arguments, memory, M)),
+            (load_role, (arguments, k_desc, v_desc, memory, D, M)),
+        ],
+        [4, 1, 1],
+        [SOFTMAX_REGS, WARP_REGS, WARP_REGS],
+    )

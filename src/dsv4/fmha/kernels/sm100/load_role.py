@@ -40,8 +40,19 @@ def load_tile(desc, kv_rows, memory, state, where, row, D: gl.constexpr, KV_LOAD
             if filled > 0:  # this slot's copies are in flight while the previous slot is announced
                 announce_before(ring, stage, 1)
         else:
-            landed_phase = loads.fill(desc, ring.slot(stage), ring.ready_at(stage), memory.landed.at(0), landed_phase,
-                                      where, row, part * DS, BN, DS, KV_LOAD)  # fmt: skip
+            landed_phase = loads.fill(
+                desc,
+                ring.slot(stage),
+                ring.ready_at(stage),
+                memory.landed.at(0),
+                landed_phase,
+                where,
+                row,
+                part * DS,
+                BN,
+                DS,
+                KV_LOAD,
+            )
         stage = ring.next(stage)
         filled += 1
     return Filling(stage, filled, landed_phase)

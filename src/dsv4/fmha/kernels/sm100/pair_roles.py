@@ -120,7 +120,7 @@ class Memory:
 
 
 @aggregate
-class Target:
+class OutputRows:
     """Rows in global memory: pointer, offset of each row and whether it is there."""
 
     ptr: Value

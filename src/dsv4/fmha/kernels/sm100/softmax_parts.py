@@ -5,6 +5,7 @@ import struct
 from triton.language import PropagateNan
 
 from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.arguments import output_rows, query_rows
 from dsv4.fmha.kernels.scores import capped, of_values
 from dsv4.fmha.kernels.tiles import mask_pages_by_bits, token_and_head
 from dsv4.kernels import softmax
@@ -40,13 +41,13 @@ REGISTERS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 16))
 @gluon.jit
 def load_queries(memory, work_tile, tile_row, sign, TILE: gl.constexpr, D: gl.constexpr, AT_A_TIME: gl.constexpr):
     """Load the query rows of one tile into shared memory."""
-    q, problem, strides = memory.q, work_tile.problem, work_tile.strides
+    q = memory.q
     BM: gl.constexpr = q.shape[1]
     DS: gl.constexpr = q.shape[2]
     PARTS: gl.constexpr = D // DS
     for part in gl.static_range(PARTS):
-        loads.load_rows(work_tile.tensors.q_ptr, q.index(TILE * PARTS + part), tile_row, problem.rows, problem.head,
-                        problem.group, strides.q_token, strides.q_head, part * DS, BM, DS, AT_A_TIME, sign)  # fmt: skip
+        part_of_q = q.index(TILE * PARTS + part)
+        loads.load_rows(query_rows(work_tile), part_of_q, tile_row, part * DS, BM, DS, AT_A_TIME, sign)
     fence_async_shared()  # generic stores -> tensor-core reads
     memory.q_ready.arrive(TILE)
 
@@ -109,17 +110,16 @@ def store_rows(work_tile, o, pv_done, m, l, tile_row, n, before, split, D: gl.co
     """Store O of one tile, normalised, C columns at a time, and its LSE. n: tiles of keys, all in O at pv_done; before:
     phases of pv_done before them."""
     tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
-    group, head = problem.group, problem.head
     BM: gl.constexpr = o.shape[0]
     LO: gl.constexpr = o.slice(0, C).get_reg_layout()
     RO: gl.constexpr = gl.SliceLayout(1, LO)
     m = gl.convert_layout(m, RO)
     l = gl.convert_layout(l, RO)
     row = tile_row + gl.arange(0, BM, layout=RO)
-    token, q_head = token_and_head(row, head, group)
+    token, q_head = token_and_head(row, problem.head, problem.group)
     here = row < problem.rows
     part = (work_tile.tiles.part_row + token.to(gl.int64)) * problem.q_heads + q_head
-    target = loads.row_offsets(row, head, group, strides.out_token, strides.out_head)
+    target = loads.row_offsets(row, output_rows(work_tile))
     sink = softmax.sink_of(tensors.sink_ptr, q_head, here & (split == 0))
     factor, lse = softmax.finish(softmax.true_maximum(m, problem.scale), l, sink)
     factor = of_values(factor, problem.score_scale)

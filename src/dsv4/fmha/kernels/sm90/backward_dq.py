@@ -75,22 +75,36 @@ def visible(p, row, key, sizes, LS: gl.constexpr):
     return p
 
 
+@aggregate
+class Role:
+    """What does not change from step to step of a role."""
+
+    memory: Memory
+    row: Value  # the first of its 64
+    lse2: Value
+    delta: Value
+    sizes: Value
+    scales: Value
+    ds_scale: Value
+
+
 @gluon.jit
-def step(s, dq, memory, row, key, stage, turn, lse2, delta, sizes, scales, ds_scale, W: gl.constexpr,
-         D: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):  # fmt: skip
+def step(s, dq, role, key, stage, turn, W: gl.constexpr, SCALED: gl.constexpr, MORE: gl.constexpr):
     """Process 128 keys, whose S is in flight; return S of the next 128 with MORE."""
+    memory, scales = role.memory, role.scales
     q, dout, ring = memory.q, memory.dout, memory.ring
+    D: gl.constexpr = q.shape[2]
     LS: gl.constexpr = accumulator(128)
     LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
     opaque = zero(turn)  # otherwise ptxas keeps the wgmma descriptors of fixed places in registers
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     dp = scores(dout.index(opaque + W), memory.v.index(stage.index))
-    p, s = probabilities(s, lse2[:, None], scales.s)
-    p = visible(p, row, key, sizes, LS)
+    p, s = probabilities(s, role.lse2[:, None], scales.s)
+    p = visible(p, role.row, key, role.sizes, LS)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
-    d = score_gradient(p, dp, delta[:, None], s, scales.s)
+    d = score_gradient(p, dp, role.delta[:, None], s, scales.s)
     if SCALED:
-        d = d * ds_scale
+        d = d * role.ds_scale
     dq = warpgroup_mma(gl.convert_layout(d.to(q.dtype), LA), ring.slot(stage), dq, is_async=True)
     after = ring.next(stage)
     if MORE:
@@ -120,13 +134,12 @@ def dq_role(memory, dq_desc, place, terms, own, sizes, scales, W: gl.constexpr, 
     if first < end:
         stage = consumer_stage()
         memory.ring.wait(stage)
+        role = Role(memory, row, lse2, delta, sizes, scales, ds_scale)
         s = scores(memory.q.index(W), memory.ring.slot(stage))
         steps = (end - first + 127) // 128
         for turn in range(0, steps - 1):
-            s, dq, stage = step(s, dq, memory, row, first + turn * 128, stage, turn, lse2, delta, sizes, scales,
-                                ds_scale, W, D, SCALED, True)  # fmt: skip
-        _, dq, _ = step(s, dq, memory, row, first + (steps - 1) * 128, stage, steps - 1, lse2, delta, sizes, scales,
-                        ds_scale, W, D, SCALED, False)  # fmt: skip
+            s, dq, stage = step(s, dq, role, first + turn * 128, stage, turn, W, SCALED, True)
+        _, dq, _ = step(s, dq, role, first + (steps - 1) * 128, stage, steps - 1, W, SCALED, False)
     scale = scales.gradient
     if SCALED:
         scale = scale / ds_scale

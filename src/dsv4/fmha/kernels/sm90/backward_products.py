@@ -119,8 +119,19 @@ def send_all(wide, narrow, scale, out, desc, place, tile, W: gl.constexpr):
 
 
 @gluon.jit
-def product_role(slots, out, gradients, ragged, sums_ptr, slab, scales, W: gl.constexpr, D: gl.constexpr,
-                 SCALED: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def product_role(
+    slots,
+    out,
+    gradients,
+    ragged,
+    sums_ptr,
+    slab,
+    scales,
+    W: gl.constexpr,
+    D: gl.constexpr,
+    SCALED: gl.constexpr,
+    VARLEN: gl.constexpr,
+):
     M: gl.constexpr = rows_of_tile(slots)
     stage, opts = consumer_stage(), slab.opts
     for turn in range(0, (slab.count + gl.num_programs(0) - 1) // gl.num_programs(0)):
@@ -154,8 +165,18 @@ def product_role(slots, out, gradients, ragged, sums_ptr, slab, scales, W: gl.co
 
 
 @gluon.jit
-def small_role(slots, out, gradients, ragged, slab, scales, W: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr,
-               VARLEN: gl.constexpr):  # fmt: skip
+def small_role(
+    slots,
+    out,
+    gradients,
+    ragged,
+    slab,
+    scales,
+    W: gl.constexpr,
+    D: gl.constexpr,
+    SCALED: gl.constexpr,
+    VARLEN: gl.constexpr,
+):
     """Run product_role with tiles of 64 rows, or keys; there are no sums."""
     stage = consumer_stage()
     for turn in range(0, (slab.count + gl.num_programs(0) - 1) // gl.num_programs(0)):

@@ -74,8 +74,20 @@ def send(x, tile, desc, pair, row, key):
 
 
 @gluon.jit
-def score_role(chunks, out, p_desc, ds_desc, terms, slab, scales, W: gl.constexpr, CHUNKS: gl.constexpr,
-               SCALED: gl.constexpr, M: gl.constexpr, VARLEN: gl.constexpr):  # fmt: skip
+def score_role(
+    chunks,
+    out,
+    p_desc,
+    ds_desc,
+    terms,
+    slab,
+    scales,
+    W: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    SCALED: gl.constexpr,
+    M: gl.constexpr,
+    VARLEN: gl.constexpr,
+):
     """Compute P and dS of rows 64 W .. 64 W + 63 of every tile."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     EARLY: gl.constexpr = 2 if CHUNKS > 2 else 1  # chunks of dP that overlap with the exponentials

@@ -4,6 +4,7 @@ HALF: 0 or 1. Shared memory and barriers are those of forward_d512.py and forwar
 """
 
 from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.arguments import query_rows
 from dsv4.fmha.kernels.sm90 import work
 from dsv4.fmha.kernels.tiles import PAGES, ROWS, mask_bounds
 from dsv4.kernels import softmax
@@ -58,9 +59,8 @@ def make_memory(DTYPE: gl.constexpr, KV_LOAD: gl.constexpr, CODES: gl.constexpr)
 @gluon.jit
 def begin_half(memory, tile_row, work_tile, HALF: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr):
     """Load this half's columns of Q; return the mask bounds of the rows."""
-    q, problem, strides = memory.q, work_tile.problem, work_tile.strides
-    loads.load_rows(work_tile.tensors.q_ptr, q.index(HALF), tile_row, problem.rows, problem.head, problem.group,
-                    strides.q_token, strides.q_head, HALF * 256, 64, 256, 256, SIGN, memory.q_asked.at(0))  # fmt: skip
+    q, asked = memory.q.index(HALF), memory.q_asked.at(0)
+    loads.load_rows(query_rows(work_tile), q, tile_row, HALF * 256, 64, 256, 256, SIGN, asked)
     fence_async_shared()
     memory.q_ready.arrive(0)
     bounds = mask_bounds(tile_row, work_tile, 64, 128, KV_LOAD, gl.SliceLayout(1, SCORES))

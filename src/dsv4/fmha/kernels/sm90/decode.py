@@ -30,6 +30,7 @@ rows need not be zero: every code becomes a finite number (e4m3_rows.py), and it
 """
 
 from dsv4.fmha.kernels import loads
+from dsv4.fmha.kernels.arguments import output_rows, query_rows
 from dsv4.fmha.kernels.e4m3_rows import converted
 from dsv4.fmha.kernels.scores import capped, of_values
 from dsv4.fmha.kernels.sm90 import work
@@ -61,8 +62,14 @@ class Exchange:
 
 
 @gluon.jit
-def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-                SAME_KV: gl.constexpr):  # fmt: skip
+def make_memory(
+    DTYPE: gl.constexpr,
+    D: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+    SAME_KV: gl.constexpr,
+):
     """Return (Exchange, rings)."""
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, ROWS], DTYPE)
@@ -196,21 +203,20 @@ def write(o, m, l, q, tile_row, work_tile, SPLIT: gl.constexpr):
         )
         o = o * gl.convert_layout(of_values(factor, problem.score_scale), RO)[None, :]
         q.permute((1, 0)).store(o.to(q.dtype))
-        loads.store_rows(tensors.out_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.out_token,
-                         strides.out_head, 0, ROWS, D)  # fmt: skip
+        loads.store_rows(output_rows(work_tile), q, tile_row, 0, ROWS, D)
 
 
 @gluon.jit
 def load_queries(q, tile_row, work_tile, SIGN: gl.constexpr):
     """Load the query rows, times SIGN; rows that do not exist become zeros."""
-    tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
+    rows = query_rows(work_tile)
     ROWS: gl.constexpr = q.shape[0]
     D: gl.constexpr = q.shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = tile_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-    offset = loads.row_offsets(row, problem.head, problem.group, strides.q_token, strides.q_head)
+    offset = loads.row_offsets(row, rows)
     column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    x = gl.load(tensors.q_ptr + offset[:, None] + column[None, :], mask=(row < problem.rows)[:, None], other=0.0)
+    x = gl.load(rows.ptr + offset[:, None] + column[None, :], mask=(row < rows.count)[:, None], other=0.0)
     if SIGN <= 0:
         x = x * SIGN
     q.store(key_columns(x, D))
@@ -220,9 +226,15 @@ def load_queries(q, tile_row, work_tile, SIGN: gl.constexpr):
 
 @gluon.jit
 def attend_role(
-    exchange, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr,
-    SIGN: gl.constexpr
-):  # fmt: skip
+    exchange,
+    tile_row,
+    kv,
+    work_tile,
+    SAME_KV: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KV_LOAD: gl.constexpr,
+    SIGN: gl.constexpr,
+):
     problem, tiles = work_tile.problem, work_tile.tiles
     q, p, k, v = exchange.q, exchange.p, kv.k, kv.v
     ROWS: gl.constexpr = q.shape[0]

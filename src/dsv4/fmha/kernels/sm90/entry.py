@@ -189,8 +189,20 @@ def _looping(p: FmhaProblem, target: Target) -> Tiling:
 
 
 def _rows_tiling(head_dim: int, keys: int, stages: int, consumers: int, regs: int, producer: int, **options) -> Tiling:
-    return Tiling(64 * consumers, keys, keys, dict(D=head_dim, BN=keys, STAGES=stages, CONSUMERS=consumers,
-                                                   CONSUMER_REGS=regs, PRODUCER_REGS=producer, **options))  # fmt: skip
+    return Tiling(
+        64 * consumers,
+        keys,
+        keys,
+        dict(
+            D=head_dim,
+            BN=keys,
+            STAGES=stages,
+            CONSUMERS=consumers,
+            CONSUMER_REGS=regs,
+            PRODUCER_REGS=producer,
+            **options,
+        ),
+    )
 
 
 def supports(p: FmhaProblem) -> str | None:

@@ -25,6 +25,7 @@ Only forward_persistent.py, which uses the parts of this file, has three attend 
 """
 
 from dsv4.fmha.kernels import e4m3_rows, loads
+from dsv4.fmha.kernels.arguments import query_rows
 from dsv4.fmha.kernels.e4m3_rows import in_codes
 from dsv4.fmha.kernels.sm90 import work
 from dsv4.fmha.kernels.tiles import DENSE, PAGES, ROWS, mask_bounds
@@ -41,9 +42,17 @@ class KeyValues:
 
 
 @gluon.jit
-def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr, PLACES: gl.constexpr,
-                CODES: gl.constexpr = False):  # fmt: skip
+def make_memory(
+    DTYPE: gl.constexpr,
+    D: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    SAME_KV: gl.constexpr,
+    KV_LOAD: gl.constexpr,
+    PLACES: gl.constexpr,
+    CODES: gl.constexpr = False,
+):
     """Return (q, rings, landed). PLACES: for 64 query rows each; CODES: K and V are e4m3."""
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     KV: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
@@ -63,8 +72,19 @@ def make_memory(DTYPE: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: 
 
 
 @gluon.jit
-def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.constexpr, KV_LOAD: gl.constexpr,
-               DOWN: gl.constexpr = False, COLUMNS: gl.constexpr = None, V_COLUMNS: gl.constexpr = None):  # fmt: skip
+def load_tiles(
+    stage,
+    landed_phase,
+    source,
+    kv,
+    landed,
+    tiles,
+    SAME_KV: gl.constexpr,
+    KV_LOAD: gl.constexpr,
+    DOWN: gl.constexpr = False,
+    COLUMNS: gl.constexpr = None,
+    V_COLUMNS: gl.constexpr = None,
+):
     """Load K and V of one row tile into the rings from ``stage`` on; return the next stage and phase of landed. DOWN:
     tile 0 is the last one. COLUMNS, V_COLUMNS: the columns of K and V that are loaded; None is all."""
     k, v, where = kv.k, kv.v, source.where
@@ -77,12 +97,36 @@ def load_tiles(stage, landed_phase, source, kv, landed, tiles, SAME_KV: gl.const
     for tile in range(tiles.begin, tiles.end):
         row = tiles.first + (-tile if DOWN else tile) * BN
         k.acquire(stage)
-        landed_phase = loads.fill_any(source.k_desc, source.k_rows, k.slot(stage), k.ready_at(stage), landed.at(0),
-                                      landed_phase, where, row, 0, BN, CK, K_LOAD)  # fmt: skip
+        landed_phase = loads.fill_any(
+            source.k_desc,
+            source.k_rows,
+            k.slot(stage),
+            k.ready_at(stage),
+            landed.at(0),
+            landed_phase,
+            where,
+            row,
+            0,
+            BN,
+            CK,
+            K_LOAD,
+        )
         if not SAME_KV:
             v.acquire(stage)
-            landed_phase = loads.fill_any(source.v_desc, source.v_rows, v.slot(stage), v.ready_at(stage), landed.at(0),
-                                          landed_phase, where, row, 0, BN, CV, KV_LOAD)  # fmt: skip
+            landed_phase = loads.fill_any(
+                source.v_desc,
+                source.v_rows,
+                v.slot(stage),
+                v.ready_at(stage),
+                landed.at(0),
+                landed_phase,
+                where,
+                row,
+                0,
+                BN,
+                CV,
+                KV_LOAD,
+            )
         stage = k.next(stage)
     return stage, landed_phase
 
@@ -188,10 +232,20 @@ def add_values(o, pa, v, stage, SAME_KV: gl.constexpr, CODES: gl.constexpr = Fal
 
 
 @gluon.jit
-def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr,
-           SIGN: gl.constexpr, CODES: gl.constexpr = False):  # fmt: skip
+def attend(
+    stage,
+    q,
+    tile_row,
+    kv,
+    work_tile,
+    SAME_KV: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KV_LOAD: gl.constexpr,
+    SIGN: gl.constexpr,
+    CODES: gl.constexpr = False,
+):
     """Process the 64 query rows from tile_row on, whose first K tile is at ``stage``; return the next stage."""
-    tensors, strides, problem, tiles = work_tile.tensors, work_tile.strides, work_tile.problem, work_tile.tiles
+    problem, tiles = work_tile.problem, work_tile.tiles
     k, v, scale = kv.k, kv.v, problem.scale
     BN: gl.constexpr = k.slots.shape[1]
     D: gl.constexpr = k.slots.shape[2]
@@ -201,21 +255,7 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     RO: gl.constexpr = gl.SliceLayout(1, LO)
 
-    loads.load_rows(
-        tensors.q_ptr,
-        q,
-        tile_row,
-        problem.rows,
-        problem.head,
-        problem.group,
-        strides.q_token,
-        strides.q_head,
-        0,
-        64,
-        D,
-        D,
-        SIGN,
-    )
+    loads.load_rows(query_rows(work_tile), q, tile_row, 0, 64, D, D, SIGN)
     fence_async_shared()
     bounds = mask_bounds(tile_row, work_tile, 64, BN, KV_LOAD, RS)
 
@@ -259,9 +299,16 @@ def attend(stage, q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.c
 
 @gluon.jit
 def attend_role(
-    q, tile_row, kv, work_tile, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, KV_LOAD: gl.constexpr, SIGN: gl.constexpr,
-    CODES: gl.constexpr
-):  # fmt: skip
+    q,
+    tile_row,
+    kv,
+    work_tile,
+    SAME_KV: gl.constexpr,
+    SPLIT: gl.constexpr,
+    KV_LOAD: gl.constexpr,
+    SIGN: gl.constexpr,
+    CODES: gl.constexpr,
+):
     attend(consumer_stage(), q, tile_row, kv, work_tile, SAME_KV, SPLIT, KV_LOAD, SIGN, CODES)
 
 

@@ -58,9 +58,20 @@ def load_role(source, ring, landed, q_asked, tiles, KV_LOAD: gl.constexpr):
         for slot in gl.static_range(4):
             ring.acquire(Stage(slot, phase))
             row = tiles.first + step * 128 + slot // 2 * 64
-            landed_phase = loads.fill_any(source.k_desc, source.k_rows, ring.slots.index(slot), ring.ready.at(slot),
-                                          landed.at(0), landed_phase, source.where, row, slot % 2 * 256, 64, 256,
-                                          KV_LOAD)  # fmt: skip
+            landed_phase = loads.fill_any(
+                source.k_desc,
+                source.k_rows,
+                ring.slots.index(slot),
+                ring.ready.at(slot),
+                landed.at(0),
+                landed_phase,
+                source.where,
+                row,
+                slot % 2 * 256,
+                64,
+                256,
+                KV_LOAD,
+            )
         phase = phase ^ 1
 
 

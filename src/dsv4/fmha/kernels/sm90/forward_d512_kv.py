@@ -60,8 +60,20 @@ def fill_block(
     """Load the 64 keys from row on into half slots SLOT and SLOT + 1, as each becomes free."""
     for h in range(2):
         ring.acquire(Stage(SLOT + h, PHASE))
-        landed_phase = loads.fill_any(desc, kv_rows, ring.slots.index(SLOT + h), ring.ready.at(SLOT + h), landed.at(0),
-                                      landed_phase, where, row, h * 256, 64, 256, KV_LOAD)  # fmt: skip
+        landed_phase = loads.fill_any(
+            desc,
+            kv_rows,
+            ring.slots.index(SLOT + h),
+            ring.ready.at(SLOT + h),
+            landed.at(0),
+            landed_phase,
+            where,
+            row,
+            h * 256,
+            64,
+            256,
+            KV_LOAD,
+        )
     return landed_phase
 
 

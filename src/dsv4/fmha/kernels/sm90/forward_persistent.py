@@ -26,7 +26,7 @@ roles agree about them in a varlen batch. Every work tile has a tile of keys, ev
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
+from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of, query_rows
 from dsv4.fmha.kernels.sm90 import columns, forward, work
 from dsv4.fmha.kernels.sm90.tile_scheduler import (
     TileScheduler,
@@ -67,6 +67,11 @@ class Arguments:
     columns: Value  # of q and k
     v_columns: Value  # of v and out
     kv_load: Value
+    tile_rows: Value  # of a work tile
+    same_kv: Value
+    sign: Value
+    even: Value
+    own_end: Value
 
 
 @aggregate
@@ -80,6 +85,10 @@ class Keys:
     pages: Pages
     columns: Value  # of k
     v_columns: Value
+    kv_load: Value
+    tile_rows: Value
+    same_kv: Value
+    even: Value
 
 
 @gluon.jit
@@ -89,18 +98,15 @@ def whole(first, tiles, BN: gl.constexpr, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def load_work_tile(
-    stage, landed_phase, tile_id, source, kv, landed, scheduler, M: gl.constexpr, SAME_KV: gl.constexpr,
-    EVEN: gl.constexpr, KV_LOAD: gl.constexpr
-):  # fmt: skip
+def load_work_tile(stage, landed_phase, tile_id, source, kv, landed, scheduler):
     """Load K and V of a work tile; return the next stage of the ring and phase of landed."""
     BN: gl.constexpr = kv.k.slots.shape[1]
-    place = locate(tile_id, scheduler, BN, M, KV_LOAD)
-    visible = 0
-    if KV_LOAD == ROWS:
+    place = locate(tile_id, scheduler, BN, source.tile_rows, source.kv_load)
+    visible, pages = 0, source.pages
+    if source.kv_load == ROWS:
         visible = first_key(0, place.tokens, place.keys, scheduler.opts.left)
-    where = loads.Where(place.seq, place.head, place.k_start, place.keys, visible, place.keys,
-                        source.pages.table_ptr, source.pages.page_size)  # fmt: skip
+    seq, head, start, keys = place.seq, place.head, place.k_start, place.keys
+    where = loads.Where(seq, head, start, keys, visible, keys, pages.table_ptr, pages.page_size)
     here = Source(source.k_desc, source.v_desc, source.k_rows, source.v_rows, where)
     return forward.load_tiles(
         stage,
@@ -108,51 +114,43 @@ def load_work_tile(
         here,
         kv,
         landed,
-        whole(place.first, place.tiles, BN, EVEN),
-        SAME_KV,
-        KV_LOAD,
-        EVEN,
+        whole(place.first, place.tiles, BN, source.even),
+        source.same_kv,
+        source.kv_load,
+        source.even,
         columns.loaded(source.columns),
         columns.loaded(source.v_columns),
     )
 
 
 @gluon.jit
-def load_role(
-    source, kv, landed, scheduler, tickets, M: gl.constexpr, SAME_KV: gl.constexpr, EVEN: gl.constexpr,
-    KV_LOAD: gl.constexpr
-):  # fmt: skip
+def load_role(source, kv, landed, scheduler, tickets):
     stage = producer_stage()
     landed_phase = gl.to_tensor(0)
-    if KV_LOAD == ROWS:
+    if source.kv_load == ROWS:
         ticket = producer_stage()
         tile_id = gl.program_id(0)
         while tile_id < scheduler.num_tiles:
             after, ticket = hand_out(tickets, ticket, scheduler, tile_id == gl.program_id(0))
-            stage, landed_phase = load_work_tile(
-                stage, landed_phase, tile_id, source, kv, landed, scheduler, M, SAME_KV, EVEN, KV_LOAD
-            )
+            stage, landed_phase = load_work_tile(stage, landed_phase, tile_id, source, kv, landed, scheduler)
             tile_id = after
     else:
-        begin, end, step = course(scheduler, M)
+        begin, end, step = course(scheduler, source.tile_rows)
         for at in range(begin, end, step):
-            stage, landed_phase = load_work_tile(
-                stage, landed_phase, tile_id_at(at, M), source, kv, landed, scheduler, M, SAME_KV, EVEN, KV_LOAD
-            )
+            tile_id = tile_id_at(at, source.tile_rows)
+            stage, landed_phase = load_work_tile(stage, landed_phase, tile_id, source, kv, landed, scheduler)
 
 
 @gluon.jit
-def rows_of(
-    tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr
-):
-    """Return, for rows 64 W to 64 W + 63 of a work tile, (the first of them; their WorkTile; with OWN_END the number of
+def rows_of(tile_id, arguments, BN: gl.constexpr, W: gl.constexpr):
+    """Return, for rows 64 W to 64 W + 63 of a work tile, (the first of them; their WorkTile; with own_end the number of
     last tiles of keys that they do not see, and that their WorkTile leaves out)."""
     tensors, strides, scheduler = arguments.tensors, arguments.strides, arguments.scheduler
     sizes = scheduler.sizes
-    place = locate(tile_id, scheduler, BN, M, arguments.kv_load)
+    place = locate(tile_id, scheduler, BN, arguments.tile_rows, arguments.kv_load)
     tile_row, first, tiles = place.tile_row + 64 * W, place.first, place.tiles
     unseen = 0
-    if OWN_END:
+    if arguments.own_end:
         token = gl.minimum(divide(tile_row + 63, sizes.group), place.tokens - 1)
         end = end_key(token, place.tokens, place.keys, arguments.opts.right)
         unseen = tiles - gl.maximum(end - first + BN - 1, BN) // BN
@@ -169,23 +167,18 @@ def rows_of(
         lse_ptr += n * strides.lse_batch
     here = RowTensors(q_ptr, out_ptr, lse_ptr, tensors.sink_ptr, tensors.part_ptr, tensors.part_lse_ptr)
     problem = problem_of(place.head, place.tokens, place.keys, sizes, arguments.opts)
-    work_tile = WorkTile(here, strides, problem, whole(first, tiles - unseen, BN, EVEN), arguments.pages)
+    work_tile = WorkTile(here, strides, problem, whole(first, tiles - unseen, BN, arguments.even), arguments.pages)
     return tile_row, work_tile, unseen
 
 
 @gluon.jit
-def ask(q, tile_row, work_tile, C: gl.constexpr, SIGN: gl.constexpr):
+def ask(q, tile_row, work_tile, arguments):
     """Start copying the query rows from tile_row on into q."""
-    problem, strides = work_tile.problem, work_tile.strides
     D: gl.constexpr = q.shape[1]
-    if SIGN == 1:
-        loads.copy_rows(
-            work_tile.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group, strides.q_token,
-            strides.q_head, 64, D, C
-        )  # fmt: skip
+    if arguments.sign == 1:
+        loads.copy_rows(query_rows(work_tile), q, tile_row, 64, D, arguments.columns)
     else:
-        loads.load_rows(work_tile.tensors.q_ptr, q, tile_row, problem.rows, problem.head, problem.group,
-                        strides.q_token, strides.q_head, 0, 64, D, D, SIGN, columns=C)  # fmt: skip
+        loads.load_rows(query_rows(work_tile), q, tile_row, 0, 64, D, D, arguments.sign, columns=arguments.columns)
 
 
 @gluon.jit
@@ -226,37 +219,30 @@ def place_of(q, at, W: gl.constexpr):
 
 
 @gluon.jit
-def ask_for_next(
-    q, at, next_tile, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, SIGN: gl.constexpr,
-    EVEN: gl.constexpr, OWN_END: gl.constexpr
-):  # fmt: skip
+def ask_for_next(q, at, next_tile, arguments, BN: gl.constexpr, W: gl.constexpr):
     """Start copying the query rows of the next row tile, if there is one. next_tile: in a varlen batch, its number."""
     if arguments.kv_load == ROWS:
         if next_tile < arguments.scheduler.num_tiles:
-            ask_for(q, at + 1, next_tile, arguments, BN, W, M, SIGN, EVEN, OWN_END)
+            ask_for(q, at + 1, next_tile, arguments, BN, W)
     else:
-        first, end, step = course(arguments.scheduler, M)
+        first, end, step = course(arguments.scheduler, arguments.tile_rows)
         if at + step < end:
-            ask_for(q, at + step, tile_id_at(at + step, M), arguments, BN, W, M, SIGN, EVEN, OWN_END)
+            ask_for(q, at + step, tile_id_at(at + step, arguments.tile_rows), arguments, BN, W)
 
 
 @gluon.jit
-def ask_for(
-    q, at, tile_id, arguments, BN: gl.constexpr, W: gl.constexpr, M: gl.constexpr, SIGN: gl.constexpr,
-    EVEN: gl.constexpr, OWN_END: gl.constexpr
-):  # fmt: skip
-    tile_row, work_tile, _ = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
+def ask_for(q, at, tile_id, arguments, BN: gl.constexpr, W: gl.constexpr):
+    tile_row, work_tile, _ = rows_of(tile_id, arguments, BN, W)
     if q.shape[2] > 64:
         barrier()  # every warp has read the last of q
-    ask(place_of(q, at, W), tile_row, work_tile, arguments.columns, SIGN)
+    ask(place_of(q, at, W), tile_row, work_tile, arguments)
 
 
 @gluon.jit
-def attend_tile(
-    stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr,
-    SIGN: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
-):  # fmt: skip
+def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr):
     """Process one row tile, whose Q has been loaded; load Q of the next one. The steps are those of forward.attend."""
+    EVEN: gl.constexpr = arguments.even
+    SAME_KV: gl.constexpr = arguments.same_kv
     SOON: gl.constexpr = EVEN and q.shape[2] < 256
     k, v = kv.k, kv.v
     BN: gl.constexpr = v.slots.shape[1]
@@ -269,10 +255,10 @@ def attend_tile(
     CV: gl.constexpr = arguments.v_columns
     OWN: gl.constexpr = EVEN or D > 64
     ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if D > 64 else 0
-    tile_row, work_tile, unseen = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
+    tile_row, work_tile, unseen = rows_of(tile_id, arguments, BN, W)
     tiles, scale = work_tile.tiles, work_tile.problem.scale
     bounds = mask_bounds(tile_row, work_tile, 64, BN, DENSE, RS)
-    if OWN_END:
+    if arguments.own_end:
         for _ in range(unseen):  # it waits too: a release must not count for the previous fill
             k.wait(stage)
             if not SAME_KV:
@@ -282,7 +268,7 @@ def attend_tile(
             stage = k.next(stage)
     rows_q = columns.operand(place_of(q, at, W), C, LS)
     if SOON:
-        ask_for_next(q, at, next_tile, arguments, BN, W, M, SIGN, EVEN, OWN_END)
+        ask_for_next(q, at, next_tile, arguments, BN, W)
     s = columns.scores(rows_q, k, stage, C)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
@@ -309,7 +295,7 @@ def attend_tile(
         pa = gl.convert_layout(to_operand(p, q), LA)
         stage = after
     if not SOON:
-        ask_for_next(q, at, next_tile, arguments, BN, W, M, SIGN, EVEN, OWN_END)
+        ask_for_next(q, at, next_tile, arguments, BN, W)
     o = columns.add_values(o, pa, v, stage, CV, SAME_KV)
     o = columns.wait(o)
     v.release(stage)
@@ -317,15 +303,12 @@ def attend_tile(
     if OWN:
         l = gl.convert_layout(gl.sum(l, 1), RS)
     work.write_at_once(o, m, l, tile_row, work_tile, CV, D)
-    arrived(SIGN)
+    arrived(arguments.sign)
     return stage
 
 
 @gluon.jit
-def attend_early(
-    q, arguments, kv, tickets, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
-    EVEN: gl.constexpr, OWN_END: gl.constexpr,
-):  # fmt: skip
+def attend_early(q, arguments, kv, tickets, W: gl.constexpr):
     """Run attend_role with EARLY."""
     BN: gl.constexpr = kv.k.slots.shape[1]
     stage = consumer_stage()
@@ -333,54 +316,50 @@ def attend_early(
         ticket, at, tile_id = consumer_stage(), gl.to_tensor(0), gl.program_id(0)
         num_tiles = arguments.scheduler.num_tiles
         if tile_id < num_tiles:
-            first_row, first_work_tile, _ = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
-            ask(place_of(q, at, W), first_row, first_work_tile, arguments.columns, SIGN)
-        arrived(SIGN)
+            first_row, first_work_tile, _ = rows_of(tile_id, arguments, BN, W)
+            ask(place_of(q, at, W), first_row, first_work_tile, arguments)
+        arrived(arguments.sign)
         while tile_id < num_tiles:
             after, ticket = take_ticket(tickets, ticket)
-            stage = attend_tile(stage, q, at, tile_id, after, arguments, kv, W, M, SAME_KV, SIGN, EVEN, OWN_END)
+            stage = attend_tile(stage, q, at, tile_id, after, arguments, kv, W)
             at += 1
             tile_id = after
     else:
-        attend_turns(q, stage, arguments, kv, W, M, SAME_KV, SIGN, EVEN, OWN_END)
+        attend_turns(q, stage, arguments, kv, W)
 
 
 @gluon.jit
-def attend_turns(
-    q, stage, arguments, kv, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
-    EVEN: gl.constexpr, OWN_END: gl.constexpr,
-):  # fmt: skip
+def attend_turns(q, stage, arguments, kv, W: gl.constexpr):
     """Do the same for a dense batch."""
     BN: gl.constexpr = kv.k.slots.shape[1]
+    M: gl.constexpr = arguments.tile_rows
     first, end, step = course(arguments.scheduler, M)
-    first_row, first_work_tile, _ = rows_of(tile_id_at(first, M), arguments, BN, W, M, EVEN, OWN_END)
-    ask(place_of(q, first, W), first_row, first_work_tile, arguments.columns, SIGN)
-    arrived(SIGN)
+    first_row, first_work_tile, _ = rows_of(tile_id_at(first, M), arguments, BN, W)
+    ask(place_of(q, first, W), first_row, first_work_tile, arguments)
+    arrived(arguments.sign)
     for at in range(first, end, step):
-        tile_id = tile_id_at(at, M)
-        stage = attend_tile(stage, q, at, tile_id, 0, arguments, kv, W, M, SAME_KV, SIGN, EVEN, OWN_END)
+        stage = attend_tile(stage, q, at, tile_id_at(at, M), 0, arguments, kv, W)
 
 
 @gluon.jit
-def attend_role(
-    q, arguments, kv, tickets, W: gl.constexpr, M: gl.constexpr, SAME_KV: gl.constexpr, SIGN: gl.constexpr,
-    EARLY: gl.constexpr, EVEN: gl.constexpr, OWN_END: gl.constexpr,
-):  # fmt: skip
-    """Process rows 64 W to 64 W + 63 of each tile of M."""
+def attend_role(q, arguments, kv, tickets, W: gl.constexpr, EARLY: gl.constexpr):
+    """Process rows 64 W to 64 W + 63 of each work tile."""
     BN: gl.constexpr = kv.k.slots.shape[1]
+    SAME_KV: gl.constexpr = arguments.same_kv
+    SIGN: gl.constexpr = arguments.sign
     if EARLY:
-        attend_early(q, arguments, kv, tickets, W, M, SAME_KV, SIGN, EVEN, OWN_END)
+        attend_early(q, arguments, kv, tickets, W)
     elif arguments.kv_load == ROWS:
         stage, ticket, tile_id = consumer_stage(), consumer_stage(), gl.program_id(0)
         while tile_id < arguments.scheduler.num_tiles:
             after, ticket = take_ticket(tickets, ticket)
-            tile_row, work_tile, _ = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
+            tile_row, work_tile, _ = rows_of(tile_id, arguments, BN, W)
             stage = forward.attend(stage, q.index(W), tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
             tile_id = after
     else:
         stage = consumer_stage()
         for tile_id in range(gl.program_id(0), arguments.scheduler.num_tiles, gl.num_programs(0)):
-            tile_row, work_tile, _ = rows_of(tile_id, arguments, BN, W, M, EVEN, OWN_END)
+            tile_row, work_tile, _ = rows_of(tile_id, arguments, BN, W)
             stage = forward.attend(stage, q.index(W), tile_row, kv, work_tile, SAME_KV, False, DENSE, SIGN)
 
 
@@ -395,7 +374,7 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order
     M: gl.constexpr = 64 * CONSUMERS
     pages = Pages(tensors.table_ptr, sizes.page_size, sizes.total_k)
     k_rows, v_rows = kv_rows(tensors, sizes, strides)
-    source = Keys(k_desc, v_desc, k_rows, v_rows, pages, COLUMNS, V_COLUMNS)
+    source = Keys(k_desc, v_desc, k_rows, v_rows, pages, COLUMNS, V_COLUMNS, KV_LOAD, M, SAME_KV, EVEN)
     PLACES: gl.constexpr = 2 * CONSUMERS if CONSUMERS == 3 else CONSUMERS
     q, kv, landed = forward.make_memory(k_desc.dtype, D, BN, STAGES, CONSUMERS, SAME_KV, KV_LOAD, PLACES)
     tickets = kv.k  # unused
@@ -408,13 +387,15 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order
         dependent.wait_on_prior_grid()  # which makes the list
     num_tiles = order.num_tiles if KV_LOAD == DENSE else gl.load(order.entries_ptr)
     scheduler = TileScheduler(order, num_tiles, sizes, opts)
-    arguments = Arguments(tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS, KV_LOAD)
+    arguments = Arguments(
+        tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS, KV_LOAD, M, SAME_KV, SIGN, EVEN, OWN_END
+    )
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (attend_role, (q, arguments, kv, tickets, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-                (attend_role, (q, arguments, kv, tickets, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-                (load_role, (source, kv, landed, scheduler, tickets, M, SAME_KV, EVEN, KV_LOAD)),
+                (attend_role, (q, arguments, kv, tickets, 0, EARLY)),
+                (attend_role, (q, arguments, kv, tickets, 1, EARLY)),
+                (load_role, (source, kv, landed, scheduler, tickets)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -423,10 +404,10 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order
         gl.static_assert(CONSUMERS == 3)
         gl.warp_specialize(
             [
-                (attend_role, (q, arguments, kv, tickets, 0, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-                (attend_role, (q, arguments, kv, tickets, 1, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-                (attend_role, (q, arguments, kv, tickets, 2, M, SAME_KV, SIGN, EARLY, EVEN, OWN_END)),
-                (load_role, (source, kv, landed, scheduler, tickets, M, SAME_KV, EVEN, KV_LOAD)),
+                (attend_role, (q, arguments, kv, tickets, 0, EARLY)),
+                (attend_role, (q, arguments, kv, tickets, 1, EARLY)),
+                (attend_role, (q, arguments, kv, tickets, 2, EARLY)),
+                (load_role, (source, kv, landed, scheduler, tickets)),
             ],
             [4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],

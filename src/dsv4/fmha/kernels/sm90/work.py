@@ -6,7 +6,7 @@ A kernel groups its arguments (fmha/kernels/arguments.py), asks `block_coord` fo
 """
 
 from dsv4.fmha.kernels import loads
-from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, problem_of
+from dsv4.fmha.kernels.arguments import RowTensors, Source, Tiles, WorkTile, kv_rows, output_rows, problem_of
 from dsv4.fmha.kernels.loads import Where
 from dsv4.fmha.kernels.scores import capped, of_values
 from dsv4.fmha.kernels.sm90 import columns
@@ -195,9 +195,7 @@ def write(o, m, l, smem, tile_row, work_tile, COLUMN: gl.constexpr, D: gl.conste
             )
         o = o * gl.convert_layout(of_values(factor, scale), RO)[:, None]
         smem.store(o.to(smem.dtype))
-        loads.store_rows(
-            tensors.out_ptr, smem, tile_row, rows, head, group, strides.out_token, strides.out_head, COLUMN, M, C
-        )
+        loads.store_rows(output_rows(work_tile), smem, tile_row, COLUMN, M, C)
 
 
 def _transposition() -> str:
@@ -277,15 +275,15 @@ def write_at_once(o, m, l, tile_row, work_tile, C: gl.constexpr, D: gl.constexpr
 
 @gluon.jit
 def _write_piece(o, factor, tile_row, work_tile, FIRST: gl.constexpr, C: gl.constexpr, D: gl.constexpr):
-    tensors, strides, problem = work_tile.tensors, work_tile.strides, work_tile.problem
+    rows = output_rows(work_tile)
     o = o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
-    x = in_pieces(o.to(tensors.out_ptr.dtype.element_ty))
+    x = in_pieces(o.to(rows.ptr.dtype.element_ty))
     LW: gl.constexpr = x.type.layout
     row = tile_row + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
-    offset = loads.row_offsets(row, problem.head, problem.group, strides.out_token, strides.out_head)
+    offset = loads.row_offsets(row, rows)
     col = FIRST + gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, LW))
-    there = loads.here(row < problem.rows, col, C, D)
-    gl.store(tensors.out_ptr + offset[:, None] + col[None, :], x, mask=there)
+    there = loads.here(row < rows.count, col, C, D)
+    gl.store(rows.ptr + offset[:, None] + col[None, :], x, mask=there)
 
 
 @gluon.jit

@@ -243,8 +243,20 @@ class Outputs:
     @gluon.jit
     def of(self, first, last):
         """Return the same for other queries of the CTA."""
-        return Outputs(self.scores, self.owners, self.queries, first, last, self.begin, self.factor, self.QUERIES,
-                       self.HEADS, self.AMONG, self.BLOCKS, self.BF16)  # fmt: skip
+        return Outputs(
+            self.scores,
+            self.owners,
+            self.queries,
+            first,
+            last,
+            self.begin,
+            self.factor,
+            self.QUERIES,
+            self.HEADS,
+            self.AMONG,
+            self.BLOCKS,
+            self.BF16,
+        )
 
 
 @gluon.jit

@@ -71,9 +71,16 @@ class SequencePages:
     @gluon.jit
     def until(self, stop):
         return SequencePages(
-            self.keys_desc, self.scales_ptr, self.line_ptr, self.keys, stop, self.sequence, self.ALONE, self.OWNER,
+            self.keys_desc,
+            self.scales_ptr,
+            self.line_ptr,
+            self.keys,
+            stop,
+            self.sequence,
+            self.ALONE,
+            self.OWNER,
             self.DTYPE,
-        )  # fmt: skip
+        )
 
     @gluon.jit
     def where(self, box):

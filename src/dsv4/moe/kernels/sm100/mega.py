@@ -138,9 +138,17 @@ def tile_at(tile, ends, counters, blocks, N: gl.constexpr):
 
 @gluon.jit
 def dispatch(
-    tokens, pool, counters, peers, ends, out, TOPK: gl.constexpr, N: gl.constexpr, RECIPE: gl.constexpr,
+    tokens,
+    pool,
+    counters,
+    peers,
+    ends,
+    out,
+    TOPK: gl.constexpr,
+    N: gl.constexpr,
+    RECIPE: gl.constexpr,
     RANKS: gl.constexpr,
-):  # fmt: skip
+):
     WORDS: gl.constexpr = words_of(RECIPE)
     L: gl.constexpr = written_layout()  # [128 columns, groups]
     LE: gl.constexpr = experts_layout(ends.shape[0], gl.num_warps())
@@ -206,9 +214,21 @@ def get(tickets, turn):
 
 @gluon.jit
 def load_role(
-    first, second, stages, tickets, ends, tiles, landed, pool, up, down, counters, peers, WORDS: gl.constexpr,
+    first,
+    second,
+    stages,
+    tickets,
+    ends,
+    tiles,
+    landed,
+    pool,
+    up,
+    down,
+    counters,
+    peers,
+    WORDS: gl.constexpr,
     RANKS: gl.constexpr,
-):  # fmt: skip
+):
     N: gl.constexpr = stages.x.shape[1]
     wait_for(counters.ptr + LANDED, landed)
     fence_async()
@@ -340,12 +360,18 @@ def moe_mega_sm100(
     count(tokens, pool, counters, peers, RANKS)
     tiles = schedule(ends, pool, counters, N)
     landed = dispatch(tokens, pool, counters, peers, ends, out, TOPK, N, RECIPE, RANKS)
-    gl.warp_specialize([
-        (write_role, (accs, tickets, ends, tiles, pool, up, down, hidden, out, counters, peers, RECIPE, RANKS)),
-        (load_role, (first, second, stages, tickets, ends, tiles, landed, pool, up, down, counters, peers, WORDS,
-                     RANKS)),
-        (multiply_role, (stages, accs, tickets, tiles, up, down, WORDS)),
-    ], [1, 1], [WARP_REGS, WARP_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (write_role, (accs, tickets, ends, tiles, pool, up, down, hidden, out, counters, peers, RECIPE, RANKS)),
+            (
+                load_role,
+                (first, second, stages, tickets, ends, tiles, landed, pool, up, down, counters, peers, WORDS, RANKS),
+            ),
+            (multiply_role, (stages, accs, tickets, tiles, up, down, WORDS)),
+        ],
+        [1, 1],
+        [WARP_REGS, WARP_REGS],
+    )
     if RANKS == 1:
         wait_for(counters.ptr + WRITTEN, tiles * down.blocks)
     else:

@@ -106,9 +106,20 @@ def write_role(accs, ends, tiles, rows, weights, out, FIRST: gl.constexpr, RECIP
 
 @gluon.jit
 def moe_product_sm100(
-    w_desc, w_scales_desc, x_desc, x_scales_desc, rows, weights, out, FIRST: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, EXPERTS: gl.constexpr, RECIPE: gl.constexpr, WARP_REGS: gl.constexpr = 64,
-):  # fmt: skip
+    w_desc,
+    w_scales_desc,
+    x_desc,
+    x_scales_desc,
+    rows,
+    weights,
+    out,
+    FIRST: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    EXPERTS: gl.constexpr,
+    RECIPE: gl.constexpr,
+    WARP_REGS: gl.constexpr = 64,
+):
     """Compute one product. EXPERTS: a power of two, at least as many as there are and 32."""
     launch_dependents()
     A: gl.constexpr = 2 if N <= 64 else 1

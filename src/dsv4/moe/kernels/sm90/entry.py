@@ -87,9 +87,15 @@ def prepare(p: MoeProblem | RouteProblem, target: Target, program: Program) -> N
         if not product.first:
             tiles = most_tiles[tiling.height] * sum(one.weights.blocks for one in found)
             program.launch(
-                kernel, (min(target.num_sms, tiles),), arguments(*found, w, rest), STAGES=stages,
-                EXPERTS=max(32, 1 << (p.experts - 1).bit_length()), **shape, num_warps=4, launch_pdl=True,
-            )  # fmt: skip
+                kernel,
+                (min(target.num_sms, tiles),),
+                arguments(*found, w, rest),
+                STAGES=stages,
+                EXPERTS=max(32, 1 << (p.experts - 1).bit_length()),
+                **shape,
+                num_warps=4,
+                launch_pdl=True,
+            )
 
     prepare_moe(p, program, multiply, hidden=(hidden, line))
 

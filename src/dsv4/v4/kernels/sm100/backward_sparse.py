@@ -256,10 +256,14 @@ def backward_sparse(
         part_free,
         dq_done,
     )
-    gl.warp_specialize([
-        (score_role, (memory, terms, query, dq_desc, SCALED)),
-        (add_role, (memory, target, terms, query, 0, ATOMIC, SCALED)),
-        (add_role, (memory, target, terms, query, 1, ATOMIC, SCALED)),
-        (gather_role, (operands, memory, pools, query, TURNED)),
-        (mma_role, (memory, query)),
-    ], [4, 4, 4, 1], [ADD_REGS, ADD_REGS, GATHER_REGS, MMA_REGS])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (score_role, (memory, terms, query, dq_desc, SCALED)),
+            (add_role, (memory, target, terms, query, 0, ATOMIC, SCALED)),
+            (add_role, (memory, target, terms, query, 1, ATOMIC, SCALED)),
+            (gather_role, (operands, memory, pools, query, TURNED)),
+            (mma_role, (memory, query)),
+        ],
+        [4, 4, 4, 1],
+        [ADD_REGS, ADD_REGS, GATHER_REGS, MMA_REGS],
+    )

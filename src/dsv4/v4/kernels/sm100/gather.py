@@ -278,8 +278,12 @@ def gather_role(
         memory.job.store(gl.full([1], end - begin, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
         mbarrier.expect(memory.q_ready.at(0), 2 * HALF_BYTES)
         for h in gl.static_range(2):
-            tma_load(q_desc, [query, first_head, h * 256], memory.q_ready.at(0),
-                     reinterpret(memory.q.index(h), [1, 64, 256], BOX))  # fmt: skip
+            tma_load(
+                q_desc,
+                [query, first_head, h * 256],
+                memory.q_ready.at(0),
+                reinterpret(memory.q.index(h), [1, 64, 256], BOX),
+            )
         for block in range(begin, end):
             following = numbers_at(lists, block + 1, end, pools.compressed, KV_INDEX)
             if KV_INDEX == NONE or block < lists.window_blocks:

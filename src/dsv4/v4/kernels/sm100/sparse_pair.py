@@ -16,7 +16,7 @@ p_ready of block j (with V of block j + 1, or, if j is a work tile's last, with 
 
 from dsv4.fmha.kernels.sm100.pair_roles import (
     PIECE,
-    Target,
+    OutputRows,
     begin,
     by_halves,
     hand_over,
@@ -76,12 +76,12 @@ def store_role(memory, output, num_tiles, split):
         turn += 1
         if n > 0:
             memory.pv_done.wait((at - 1) % 2, ((at - 1) // 2) % 2)
-        out = Target(
+        out = OutputRows(
             output.out_ptr + query.to(gl.int64) * output.stride_on * 8,
             place.head.to(gl.int64) * output.stride_oh * 8,
             place.here,
         )
-        partial = Target(output.part_ptr + place.part_row * 512, place.head * 512, place.here)
+        partial = OutputRows(output.part_ptr + place.part_row * 512, place.head * 512, place.here)
         write(factor, n, out, partial, memory, (angles_ptr, output.rope.width), split)
 
 

@@ -149,8 +149,14 @@ def keep(part, places, first, DTYPE: gl.constexpr):
     column = (first + column // 32 * 32 + column // 2 % 4 * 8)[None, :]
     part, place = gl.broadcast(part.to(DTYPE), place)
     part, column = gl.broadcast(part, column * 2)
-    gl.inline_asm_elementwise(KEEP, "=r,=r,=r,=r" + ",r" * 8 + ",l" * 16 + ",r" * 16, [part, place, column],
-                              dtype=gl.int8, is_pure=False, pack=16)  # fmt: skip
+    gl.inline_asm_elementwise(
+        KEEP,
+        "=r,=r,=r,=r" + ",r" * 8 + ",l" * 16 + ",r" * 16,
+        [part, place, column],
+        dtype=gl.int8,
+        is_pure=False,
+        pack=16,
+    )
 
 
 @gluon.jit
