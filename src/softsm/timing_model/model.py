@@ -301,9 +301,9 @@ class Model:
         if simulate(state):
             raise CannotFollow(self._stuck(state, warps))
         stalls = state.stalls.reshape(-1, machine.REASON_COUNT)
-        kept = state.log.reshape(-1, 6)[: state.sizes[machine.LOG_ROWS]]
+        logged = state.log.reshape(-1, 6)[: state.sizes[machine.LOG_ROWS]]
         return Run(self.code, self.lowering, self.streams, trace.clusters, warps, order, state.i_start, state.i_end,
-                   stalls, state.issued, kept, state.s_ins, state.s_ev, events,
+                   stalls, state.issued, logged, state.s_ins, state.s_ev, events,
                    state.w_event, state.fetched)  # fmt: skip
 
     def _stuck(self, state: machine.State, warps: list[tuple[int, int]]) -> str:
