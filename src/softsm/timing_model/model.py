@@ -244,8 +244,8 @@ class Model:
         p[machine.STORE_CYCLE], p[machine.SM_BYTE] = write, 1 / self.gpu["sm.rate"]
         each = -(-trace.threads // 32)
         # Other kernels run between two launches of this one, and do not evict all of a short one.
-        kept = self.gpu["code.kept"]
-        cold = min(1.0, max(0.0, (len(self.code.instructions) - kept) / (LONG_CODE - kept)))
+        short = self.gpu["code.kept"]
+        cold = min(1.0, max(0.0, (len(self.code.instructions) - short) / (LONG_CODE - short)))
         p[machine.COLD], p[machine.JUMP_NEAR] = cold * p[machine.COLD], cold * p[machine.JUMP_NEAR]
         p[machine.JUMP_FAR] = cold * p[machine.JUMP_FAR] + (1 - cold) * self.gpu["code.first"]
         p[machine.ISSUE_CYCLES] = issue_cycles(self.gpu["issue"], self.fetched_again, len(queues) * each)
