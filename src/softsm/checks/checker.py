@@ -93,6 +93,7 @@ class Checker(Observer):
             "take_notes": self.findings.collect,
             "warp_ended": self.findings.ended,
             "misused": self.findings.misused,
+            "doubtful": self.findings.doubtful,
             "issued": operations.issued,
             "performed": operations.performed,
             "waited": order.observe,

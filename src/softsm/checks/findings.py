@@ -242,6 +242,11 @@ class Findings:
         """Reports an error that an instruction itself detects."""
         self.report.add(Diagnostic(code, message, (self.party(w, None, what, lane=lane),)))
 
+    def doubtful(self, w, code: str, message: str, what: str) -> None:
+        """Reports what production kernels do as a warning; as a finding at the strict level."""
+        found = Diagnostic(code, message, (self.party(w, None, what),))
+        self.report.add(found) if self.strict else self.report.warn(found)
+
     def used_early(self, w, load) -> None:
         """An instruction uses registers of a tcgen05.ld without a wait. Triton computes with them before the wait, and
         the hardware respects the dependency, so only the strict level reports it."""

@@ -195,6 +195,9 @@ class Observer:
 
     # ---- tensor memory and matrix products ---------------------------------------------------------------------
 
+    def doubtful(self, warp: Warp, code: str, message: str, what: str) -> None:
+        """PTX forbids it, and published kernels do it."""
+
     def tensor_allocated(self, cta: Cta, column: int, columns: int) -> None: ...
 
     def pair_allocates(self, warp: Warp) -> None:

@@ -325,19 +325,20 @@ class RegisterPool(Waitable):
         self.compare(w)
 
     def compare(self, w) -> None:
-        """PTX: all threads of the warpgroup execute the same setmaxnreg."""
+        """PTX: all threads of the warpgroup execute the same setmaxnreg. CUTLASS's example 77 (decode) runs on B200
+        with a number for each warp."""
         mine = self.asked[w.index]
         first = w.index & ~3
         for index, theirs in enumerate(self.asked[first : first + 4], first):
             n = min(len(mine), len(theirs))
             short = (index in self.gone and len(theirs) < len(mine)) or (w.index in self.gone and n < len(theirs))
-            if mine[:n] != theirs[:n] or short:
-                told = [" and ".join(x) if x else "none" for x in (mine, theirs)]
-                raise w.fault(
-                    "warpgroup",
-                    "setmaxnreg needs all four warps of a warpgroup, with one number: "
-                    f"warp {w.index} has executed {told[0]}, warp {index} {told[1]}",
-                )
+            told = [" and ".join(x) if x else "none" for x in (mine, theirs)]
+            which = f"warp {w.index} has executed {told[0]}, warp {index} {told[1]}"
+            if short:
+                raise w.fault("warpgroup", f"setmaxnreg needs all four warps of a warpgroup: {which}")
+            if mine[:n] != theirs[:n] and w.machine.observer is not None:
+                text = f"setmaxnreg needs all four warps of a warpgroup, with one number: {which}"
+                w.machine.observer.doubtful(w, "warpgroup", text, "asks for another number")
 
     def give(self, w, count: int) -> None:
         self.free += 32 * (self.of[w.index] - count)
