@@ -626,3 +626,27 @@ def test_advice_for_a_read_of_what_the_first_load_brings():
 
     report = holds(make, args=[X, OUT], also=("uninitialised",), strict=False)
     assert "what this one brings, let it wait for mbarrier bar" in report.diagnostics[0].fix
+
+
+def test_an_arrival_of_cp_async_counts_only_with_noinc():
+    """Without it the arrival first adds itself to what is pending, so the barrier still waits for all threads."""
+
+    def make(keep):
+        arrive = f"cp.async.mbarrier.arrive{'.noinc' if keep else ''}.shared::cta.b64 [bar];\n"
+        copy = FULL + "cp.async.ca.shared.global [%r40], [%rd1], 4;\n"
+        body = t.init(("bar", 128)) + copy + arrive + t.wait("bar", 0) + "ld.shared.u32 %r42, [%r40];\n"
+        return t.kernel(body + t.out("%r42", "%rd2"), "x out", shared=SHARED, target="sm_90a", version="8.6")
+
+    holds(make, args=[X, OUT], code="deadlock", strict=False)
+
+
+def test_expect_tx_counts_what_a_peer_stores_by_st_async():
+    def make(keep):
+        body = t.only("%p0", t.expect("bar", 512 if keep else 256)) + SYNC + FULL + MINE
+        body += "mov.u32 %r53, bar;\nmapa.shared::cluster.u32 %r53, %r53, %r51;\n"
+        body += "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r52], %r0, [%r53];\n"
+        return pair(body + t.wait("bar", 0, ".acquire.cluster") + READ + SYNC)
+
+    also = ("race", "uninitialised", "peer-exit", "in-flight")
+    report = holds(make, args=[X, OUT], code="barrier-tx", also=also, strict=False, **TWO)
+    assert report.codes()[0] == "barrier-tx" and "announced 256 bytes" in str(report)
