@@ -28,9 +28,10 @@ def run(
     slots: Tensor | None,
     backend: str,
 ) -> tuple[Any, CompressState]:
-    found = "cpu" if kv.is_meta and backend == "auto" else dispatch.resolve(backend, kv.device, "kv")
     # Under torch.compile the code stays torch code.
-    if found != "cpu" and (backend != "auto" or not torch.compiler.is_compiling()):
+    in_torch = backend == "auto" and (kv.is_meta or torch.compiler.is_compiling())
+    found = "cpu" if in_torch else dispatch.resolve(backend, kv.device, "kv")
+    if found != "cpu":
         p = problem_of(kv, gate, state, given, out, slots)
         if backend != "auto" or _reason(p) is None:
             return _by_kernel(p, kv, found, out)

@@ -218,3 +218,10 @@ def test_a_pool_that_overlaps_the_tokens_is_named():
         ):
             dsv4.compress(kv, gate, None, weight, ratio=4, out=out, slots=slots)
     dsv4.compress(kv, gate, None, weight, ratio=4, out=memory[16:], slots=slots)
+
+
+def test_the_compiler_does_not_warn(recwarn):
+    torch._dynamo.utils.warn_once_cache.clear()
+    args = inputs("small csa", 9)
+    rows, _ = torch.compile(dsv4.compress, backend="eager", fullgraph=True)(**args)
+    assert torch.equal(rows, dsv4.compress(**args)[0]) and not recwarn.list
