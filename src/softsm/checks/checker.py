@@ -140,7 +140,7 @@ class Checker(Observer):
             events["warpgroup_committed"] = operations.warpgroup_committed
         if self.machine.gpus > 1 or narrow(self.machine.kernel.program.instructions):
             events["synchronised"] = ScopeChecks(self).strong
-        loads = untested(self.machine.kernel.program)
+        loads = untested(self.machine.kernel)
         if loads:
             events["synchronised"] = Messages(self, events["synchronised"], loads).strong
         if self.products is not None:

@@ -12,7 +12,8 @@ in the CUDA guide, whose last block sums up volatile results behind a relaxed at
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -80,18 +81,28 @@ class Messages:
         self.findings.add_race(this, that, "global memory", None, READER if fenced else WRITER)
 
 
-def untested(program: Program) -> set[int]:
+known: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # by kernel
+
+
+def untested(kernel) -> set[int]:
     """The relaxed and volatile loads of global memory, as pcs, whose values reach no comparison."""
-    pcs = {id(ins): pc for pc, ins in enumerate(program.instructions) if ins is not None}
-    found = set()
+    if kernel not in known:
+        known[kernel] = find_untested(kernel.program)
+    return known[kernel]
+
+
+def find_untested(program: Program) -> set[int]:
+    found: set[int] = set()
     for flow in program.flow.values():
         inside = [x for x in flow if isinstance(x[0], Instruction)]
-        variables = addressed(inside)
-        for ins, _, written in inside:
-            if ins.opcode == "ld" and KINDS & {*ins.modifiers} and not space_of(ins).startswith("shared"):
-                if not tested(written, inside, variables):
-                    found.add(pcs.get(id(ins), -1))
-    return found - {-1}
+        loads = [(ins, written) for ins, _, written in inside if is_relaxed_load(ins)]
+        variables = addressed(inside) if loads else {}
+        found.update(id(ins) for ins, written in loads if not tested(written, inside, variables))
+    return {pc for pc, ins in enumerate(program.instructions) if id(ins) in found}
+
+
+def is_relaxed_load(ins: Instruction) -> bool:
+    return ins.opcode == "ld" and not KINDS.isdisjoint(ins.modifiers) and not space_of(ins).startswith("shared")
 
 
 def tested(written: set[str], flow: list[tuple], variables: dict[str, set[str]]) -> bool:
