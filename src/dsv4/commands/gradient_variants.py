@@ -28,8 +28,10 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) 
     """Return the launches of fmha's and fmha_varlen's gradients, whatever the mask or the sink, with dQ summed in any
     order; without groups, also always in the same one. options: of fmha."""
     found = []
-    sizes = (GROUPS, (KV_HEADS,)) if head_dim <= 128 else (UNPACKED, FEW_OR_MANY)
-    for varlen, group, kv_heads in itertools.product((False, True), *sizes):
+    sizes = [*((group, KV_HEADS) for group in GROUPS), (1, 1)]  # (1, 1): too few work tiles to loop over
+    if head_dim > 128:
+        sizes = list(itertools.product(UNPACKED, FEW_OR_MANY))
+    for varlen, (group, kv_heads) in itertools.product((False, True), sizes):
         shape = (256,) if varlen else (1, 256)
 
         def draw(heads: int, shape: tuple[int, ...] = shape) -> Tensor:

@@ -82,6 +82,7 @@ class Packed:
     dv: Slot | None
     sequences: Sequences | None
     adding: Adding | None = None
+    ticket: Slot | None = None  # int32 [1], 0: of kernels that loop over work tiles
     sums: Slot | None = None  # if added: fp32, zeroed, flat: whole tiles of 128 rows of dQ, then of dK and dV if shared
 
     batch = property(lambda self: self.q.shape[0])
@@ -191,7 +192,8 @@ def prepare_dense(
         if adding.shares_keys(p):
             tiles += 2 * row_tiles(k.shape[1], sequences) * p.batch * p.kv_heads
         sums = program.workspace("sums of gradients", (tiles * TILE * p.head_dim,), torch.float32)
-    lse2, delta, plain = _rows(b, program, dout, pack, sums)
+    ticket = program.workspace("ticket", (1,), torch.int32)
+    lse2, delta, plain = _rows(b, program, dout, pack, sums, ticket)
     if b.dsink is not None:
         program.compute(partial(_sum_dsink, pack), b.dsink, p.sink, p.lse, plain)
     if b.dq is None and b.dk is None and b.dv is None:
@@ -209,7 +211,7 @@ def prepare_dense(
         q, dout = _packed(program, p.q, pack), _packed(program, dout, pack)
     dq = None if b.dq is None else _by_head(b.dq, pack)
     if find_adding or dq is None:
-        kernels(program, Packed(p, pack, q, k, v, dout, *terms, dq, dk, dv, sequences, adding, sums))
+        kernels(program, Packed(p, pack, q, k, v, dout, *terms, dq, dk, dv, sequences, adding, ticket, sums))
         return
     rows = rows_of_dq(program, dq, sequences)
     kernels(program, Packed(p, pack, q, k, v, dout, *terms, rows, dk, dv, sequences))
@@ -298,16 +300,19 @@ def made_like(program: Program, shape: tuple[int, ...], dtype: torch.dtype, sequ
     return made
 
 
-def _rows(b: FmhaBackward, program: Program, dout: Slot, pack: int, sums: Slot | None) -> tuple[Slot, Slot, Slot]:
-    """Return fp32 [B, H, T * pack] each: the exponent to subtract (base 2), delta including the LSE's gradient, dO . O.
-    The same launch zeroes the sums."""
+def _rows(
+    b: FmhaBackward, program: Program, dout: Slot, pack: int, sums: Slot | None, ticket: Slot
+) -> tuple[Slot, Slot, Slot]:
+    """Return fp32 [B, H, T * pack] each: the exponent to subtract (base 2), delta including the LSE's gradient, and
+    dO . O if dsink is wanted. The same launch zeroes the sums and the ticket."""
     p = b.forward
     out = addressable(program, p.out)
-    rows = p.batch * p.max_seqlen_q * p.q_heads
     shape = (p.batch, p.q_heads // pack, p.max_seqlen_q * pack)
-    lse2, delta, plain = (program.workspace(name, shape, torch.float32) for name in ("lse2", "delta", "plain"))
+    lse2, delta = (program.workspace(name, shape, torch.float32) for name in ("lse2", "delta"))
+    plain = lse2 if b.dsink is None else program.workspace("plain", shape, torch.float32)  # not written if None
     lse, dlse, sink = p.lse, b.dlse, p.sink
     assert lse is not None
+    tokens = max(1024 // p.head_dim, 8)  # of a program: fewer are slower, and so are more
     sink, dlse = (lse if x is None else x for x in (sink, dlse))  # not read if None
     arguments = dict(
         tensors=RowTensors(
@@ -320,19 +325,21 @@ def _rows(b: FmhaBackward, program: Program, dout: Slot, pack: int, sums: Slot |
             delta_ptr=delta,
             plain_ptr=plain,
             zero_ptr=lse2 if sums is None else sums,
+            ticket_ptr=ticket,
         ),
         sizes=RowSizes(
-            rows=rows,
             tokens=p.max_seqlen_q,
             q_heads=p.q_heads,
             group=pack,
             has_sink=int(p.sink is not None),
-            zeros=0 if sums is None else sums.numel() // (16 * p.head_dim),
             has_dlse=int(b.dlse is not None),
+            has_plain=int(b.dsink is not None),
+            zeros=0 if sums is None else sums.numel() // (tokens * p.head_dim),
         ),
         strides=RowStrides(*row_strides(out), *row_strides(dout), *lse.stride(), *dlse.stride()),
     )
-    program.launch(backward_rows, (-(-rows // 16),), arguments, D=p.head_dim, ROWS=16, num_warps=4)
+    programs = p.batch * -(-p.max_seqlen_q // tokens) * p.q_heads
+    program.launch(backward_rows, (programs,), arguments, D=p.head_dim, TOKENS=tokens, num_warps=4)
     return lse2, delta, plain
 
 

@@ -82,11 +82,8 @@ class GradientScales(NamedTuple):
 
 
 class KeyParts(NamedTuple):
-    """The CTAs that share keys, and where they write dK and dV (sm90/gradient_sums.py)."""
+    """Where work tiles that share keys write dK and dV (sm90/gradient_sums.py)."""
 
-    splits: Value  # parts of the rows
-    packs: Value  # packs of query heads for each KV head
-    at_once: Value  # pairs of sequence and pack that are scheduled together
     dk_block: Value  # first blocks of the sums that they add to, in the memory of dQ's
     dv_block: Value
     ptr: Value  # deterministic: parts of all of dK, then those of dV

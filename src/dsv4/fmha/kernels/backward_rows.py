@@ -59,16 +59,17 @@ class RowTensors(NamedTuple):
     delta_ptr: Value
     plain_ptr: Value
     zero_ptr: Value  # fp32, or unused
+    ticket_ptr: Value  # int32 [1], to be zeroed
 
 
 class RowSizes(NamedTuple):
-    rows: Value
     tokens: Value
     q_heads: Value
     group: Value
     has_sink: Value
     has_dlse: Value
-    zeros: Value  # blocks of ROWS x D to be zeroed: the sum of dQ
+    has_plain: Value
+    zeros: Value  # blocks of TOKENS x D to be zeroed: the sums
 
 
 class RowStrides(NamedTuple):
@@ -89,43 +90,42 @@ class RowStrides(NamedTuple):
 
 
 @gluon.jit
-def backward_rows(tensors, sizes, strides, D: gl.constexpr, ROWS: gl.constexpr):
-    """Process ROWS rows. A row is (sequence, token, head), heads fastest; results lie by (sequence, KV head, token,
-    head of the group). Strides of out and dout are in units of 8 elements. plain: dO . O, for dsink."""
+def backward_rows(tensors, sizes, strides, D: gl.constexpr, TOKENS: gl.constexpr):
+    """Process consecutive tokens of a head: they fill the sectors of everything that has one number per row, and
+    neighbouring programs have neighbouring heads. Results lie by (sequence, KV head, token, head of the group). Strides
+    of out and dout are in units of 8 elements. plain: dO . O, for dsink."""
     L: gl.constexpr = row_layout(D)
-    R: gl.constexpr = gl.SliceLayout(1, L)
-    row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=R)
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, L))
-    there = row < sizes.rows
-    line = row // sizes.q_heads  # a 32-bit division: in 64 bits it took longer than the loads
-    head = row - line * sizes.q_heads
+    piece = gl.program_id(0) // sizes.q_heads
+    head = (gl.program_id(0) - piece * sizes.q_heads).to(gl.int64)
+    spans = (sizes.tokens + TOKENS - 1) // TOKENS
+    batch = (piece // spans).to(gl.int64)
+    first = piece % spans * TOKENS
+    gl.store(tensors.ticket_ptr, 0, mask=gl.program_id(0) == 0)
+
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
+    token = (first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L))).to(gl.int64)[:, None]
+    there = token < sizes.tokens
+    out_ptr = tensors.out_ptr + (batch * strides.out_batch + head * strides.out_head) * 8
+    dout_ptr = tensors.dout_ptr + (batch * strides.dout_batch + head * strides.dout_head) * 8
+    o = gl.load(out_ptr + token * (strides.out_token * 8) + column, mask=there, other=0.0)
+    do = gl.load(dout_ptr + token * (strides.dout_token * 8) + column, mask=there, other=0.0)
+
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # a thread has one row
+    token = (first + gl.arange(0, TOKENS, layout=ONE)).to(gl.int64)
+    there = token < sizes.tokens
+    lse_ptr = tensors.lse_ptr + batch * strides.lse_batch + head * strides.lse_head
+    lse = gl.load(lse_ptr + token * strides.lse_token, mask=there, other=-float("inf"))
+    sink = gl.load(tensors.sink_ptr + head, mask=sizes.has_sink != 0, other=-float("inf"))
+    dlse_ptr = tensors.dlse_ptr + batch * strides.dlse_batch + head * strides.dlse_head
+    dlse = gl.load(dlse_ptr + token * strides.dlse_token, mask=there & (sizes.has_dlse != 0), other=0.0)
+    dot = gl.convert_layout(gl.sum(o.to(gl.float32) * do.to(gl.float32), 1), ONE)
+    lse2, delta, plain, _ = terms(dot, lse, sink, dlse)
     packed = head // sizes.group
-    member = head - packed * sizes.group
-    batch = (line // sizes.tokens).to(gl.int64)
-    token = line - batch * sizes.tokens
-    head = head.to(gl.int64)
-    at_out = (batch * strides.out_batch + token * strides.out_token + head * strides.out_head) * 8
-    at_dout = (batch * strides.dout_batch + token * strides.dout_token + head * strides.dout_head) * 8
-    o = gl.load(tensors.out_ptr + at_out[:, None] + column[None, :], mask=there[:, None], other=0.0)
-    do = gl.load(tensors.dout_ptr + at_dout[:, None] + column[None, :], mask=there[:, None], other=0.0)
-    delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
-    lse = gl.load(
-        tensors.lse_ptr + batch * strides.lse_batch + token * strides.lse_token + head * strides.lse_head,
-        mask=there,
-        other=-float("inf"),
-    )
-    sink = gl.load(tensors.sink_ptr + head, mask=there & (sizes.has_sink != 0), other=-float("inf"))
-    dlse = gl.load(
-        tensors.dlse_ptr + batch * strides.dlse_batch + token * strides.dlse_token + head * strides.dlse_head,
-        mask=there & (sizes.has_dlse != 0),
-        other=0.0,
-    )
-    lse2, delta, plain, _ = terms(delta, lse, sink, dlse)
-    place = ((batch * (sizes.q_heads // sizes.group) + packed) * sizes.tokens + token) * sizes.group + member
+    place = (batch * (sizes.q_heads // sizes.group) + packed) * sizes.tokens * sizes.group
+    place += token * sizes.group + (head - packed * sizes.group)
     gl.store(tensors.lse2_ptr + place, lse2, mask=there)
     gl.store(tensors.delta_ptr + place, delta, mask=there)
-    gl.store(tensors.plain_ptr + place, plain, mask=there)
-    line = gl.arange(0, ROWS, layout=R) * D
+    gl.store(tensors.plain_ptr + place, plain, mask=there & (sizes.has_plain != 0))
+    line = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L))[:, None] * D + column
     for block in range(gl.program_id(0), sizes.zeros, gl.num_programs(0)):
-        at = tensors.zero_ptr + block.to(gl.int64) * (ROWS * D) + line[:, None] + column[None, :]
-        gl.store(at, gl.zeros([ROWS, D], gl.float32, L))
+        gl.store(tensors.zero_ptr + block.to(gl.int64) * (TOKENS * D) + line, gl.zeros([TOKENS, D], gl.float32, L))

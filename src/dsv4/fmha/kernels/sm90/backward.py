@@ -42,6 +42,7 @@ from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_products import backward_products
 from dsv4.fmha.kernels.sm90.backward_scores import backward_scores
+from dsv4.fmha.kernels.sm90.key_tiles import key_order
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
@@ -179,13 +180,24 @@ def _prepare_keys(
             parts = x.sums[x.sums.numel() - 2 * size :].view((2, size), (size, 1))
     elif shared:
         parts = program.workspace("parts of dk and dv", (2, splits * tiles * TILE * x.width), torch.float32)
-    arguments = common | boxes
-    arguments |= dict(sums_desc=sums_box, parts=KeyParts(splits, packs, pairs_at_once(x), dk_block, dv_block, parts))
+    pairs = x.batch * x.heads
+    tiles_of_pair, at_once = row_tiles(x.keys, x.sequences), min(pairs_at_once(x), pairs)
+    order = key_order(pairs, tiles_of_pair, splits, packs, x.heads, at_once)
+    shares = KeyParts(dk_block, dv_block, parts)
+    arguments = common | boxes | dict(sums_desc=sums_box, order=order, shares=shares, ticket_ptr=x.ticket)
     registers, load = _registers(x, of_keys=True)
+    loop = loops(x, order.count, target.num_sms)
     program.launch(
-        backward_keys, (tiles * packs * splits,), arguments, ADD_DQ=x.sums is not None, ROWS=rows,
-        GRADIENT_REGS=registers, LOAD_REGS=load, **constants,
-    )  # fmt: skip
+        backward_keys,
+        (min(order.count, target.num_sms) if loop else order.count,),
+        arguments,
+        ADD_DQ=x.sums is not None,
+        LOOP=loop,
+        ROWS=rows,
+        GRADIENT_REGS=registers,
+        LOAD_REGS=load,
+        **constants,
+    )
     if shared:
         cu = x.sequences and x.sequences.cu_k
         return {
@@ -197,6 +209,14 @@ def _prepare_keys(
         if grad is not None and found is not grad:
             program.copy(grad, found)
     return {}
+
+
+def loops(x: Packed, tiles: int, num_sms: int) -> bool:
+    """Return whether a CTA loops over the work tiles of backward_keys. That hides their beginnings and ends: at head
+    dim 64 (5, 25:5, 1910) takes 636 us instead of 670, and 300 sequences of 10 to 300 tokens at head dim 128 take 576
+    instead of 639. In a dense batch at head dim 128 the steps have too few registers for it: 3231 instead of 3167 us
+    for (3, 20, 5000)."""
+    return tiles >= num_sms and (x.width == 64 or x.sequences is not None)
 
 
 def operands(x: Packed, boxes: dict[str, int], **gradients: Slot) -> dict[str, Any]:

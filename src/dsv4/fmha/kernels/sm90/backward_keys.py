@@ -1,6 +1,8 @@
-"""dK, dV and, with ADD_DQ, dQ of attention on sm_90a, head dims 64 and 128: a CTA owns 128 keys and streams the rows of
-a pack of query heads past them, or one of `splits` parts of the rows if there are too few key tiles for the SMs. If
-several CTAs own the same keys, their shares of dK and dV are summed in fp32 in memory.
+"""dK, dV and, with ADD_DQ, dQ of attention on sm_90a, head dims 64 and 128: a work tile has 128 keys and streams the
+rows of a pack of query heads past them, or one of `splits` parts of the rows if there are too few key tiles for the
+SMs. If several work tiles have the same keys, their shares of dK and dV are summed in fp32 in memory. With LOOP, one
+CTA per SM loops over work tiles (key_tiles.py): the next V is loaded once the last dP is complete, the next K while dK
+and dV are stored. Otherwise each work tile has a CTA.
 
     S^T = K Q^T    P^T = 2^(S^T scale - lse2) if visible    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
     dV += P^T dO   dK += dS^T Q    dQ = dS K
@@ -9,7 +11,7 @@ With ADD_DQ there are five products, and dQ of the 128 keys is added to an fp32 
 fixed order: the last bits of dQ differ from run to run. Without it there are no atomics; backward_dq.py computes dQ,
 and S and dP again: seven products. Role chart of a step, ROWS packed rows::
 
-    load    1 warp  | Q, dO, lse2, delta of the next rows
+    load    1 warp  | V, K of the next work tile; Q, dO, lse2, delta of the next rows
     left    4 warps | keys 0-63:  P, dP meanwhile | dV in flight | dS | dK | half of the last dQ | next S, dQ to memory
     right   4 warps | keys 64-127: the same; while one computes exponentials the other keeps the tensor cores busy
 
@@ -17,35 +19,45 @@ A product for dQ reads the dS of left and right; left computes columns 0-63 of i
 belongs to the previous step, so neither role waits for the other's dS of this step.
 
 shared memory   bytes                 holds
-k, v            2 x 128 x D x 2       [2, 64, D] each: the keys of left and right; v finally holds dV, then dK
+k, v            2 x 128 x D x 2       [2, 64, D] each: the keys of left and right
 q, dout         SLOTS x ROWS x D x 2  [SLOTS, ROWS, D] each
 stat            SLOTS x ROWS x 8      [SLOTS x 2, ROWS]: lse2 and delta of the rows, fp32
 ds              2 x 128 x ROWS x 2    [2 x 2, 64, ROWS]: ADD_DQ: dS^T of left and of right, two steps
 sum_tiles       2 x 64 x 64 x 4       [2, 128, 32]: ADD_DQ: fp32 on its way to sums: halves of dQ, finally dV and dK
+results         2 x 64 x D x 2        [2, 64, D]: dV, then dK, of left and right; with ADD_DQ in sum_tiles
+tickets         2 x 4                 [2, 1]: numbers of work tiles
 barriers        8 each
 
 barrier         arrives            count       waits          means
-own_ready       load: TMA bytes    1 + bytes   left, right    K and V are there
+k_ready         load: TMA bytes    1 + bytes   left, right    K is there
+k_free          left, right        2           load           both have multiplied it: the last dQ is complete
+v_ready         load: TMA bytes    1 + bytes   left, right    V is there
+v_free          left, right        2           load           the last dP of both is complete
 ready[slot]     load: TMA bytes    1 + bytes   left, right    Q, dO and stat are in the slot
 free[slot]      left, right        2           load           both have used it
 ds_ready[slot]  left, right        2           left, right    dS of both is in the slot
 landed          TMA bytes          1 + bytes   load           VARLEN: K and V are there, with keys that no query sees
+tickets.ready   load               1           left, right    the number of the next work tile is there
+tickets.free    left, right        2           load           both have read it
 
-Step n writes slot n & 1 of ds, which the product in step n - 1 (of dS n - 2) reads: both roles have finished it when
-they release what they read in step n - 1, so free[slot] covers it too. This is why SLOTS is 2 with ADD_DQ.
+Steps are counted through all work tiles. Step n writes slot n & 1 of ds, which the product in step n - 1 (of dS n - 2)
+reads: both roles have finished it when they release what they read in step n - 1, so free[slot] covers it too. This is
+why SLOTS is 2 with ADD_DQ. The last step of a work tile computes an S that nothing uses, and its slot is released
+behind it.
 
 Tensors are [batch, KV head, packed row, column] as in backward_scores.py. TMA fills what lies past the end with zeros;
 P is 0 there, because of lse2 or of the mask. VARLEN: all sequences are one batch, and TMA stops at their ends too
 (fmha/kernels/ragged.py). load zeroes keys before a window, which may hold NaN.
 """
 
-from dsv4.fmha.kernels.backward_arguments import GradientTile, Terms
-from dsv4.fmha.kernels.backward_sequences import first_visible, sizes_of, tile_of
+from dsv4.fmha.kernels.backward_sequences import first_visible
 from dsv4.fmha.kernels.loads import zero_invisible
-from dsv4.fmha.kernels.ragged import pair_of
+from dsv4.fmha.kernels.ragged import load_rows, pair_of
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
-from dsv4.fmha.kernels.sm90.gradient_loads import load_next, load_own
+from dsv4.fmha.kernels.sm90.gradient_loads import load_next
 from dsv4.fmha.kernels.sm90.gradient_sums import Sums, add_block, add_blocks, store_blocks
+from dsv4.fmha.kernels.sm90.key_tiles import Problem, locate
+from dsv4.fmha.kernels.sm90.tile_scheduler import hand_out, take_ticket, ticket_ring
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -53,27 +65,28 @@ from dsv4.kernels.compat import (
     fence_async_shared,
     gl,
     gluon,
+    mbarrier,
     reinterpret,
+    reinterpret_as,
     store_wait,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from dsv4.kernels.opaque import zero
-from dsv4.kernels.ring import Barriers, Ring, consumer_stage, init_barriers, new_barriers, new_ring, producer_stage
+from dsv4.kernels.ring import (
+    Barriers,
+    Ring,
+    Stage,
+    consumer_stage,
+    init_barriers,
+    new_barriers,
+    new_ring,
+    producer_stage,
+)
+from dsv4.kernels.signals import take
 
 ALL = gl.constexpr(1 << 30)  # past every row
-
-
-@aggregate
-class Part:
-    """The rows that a CTA processes: a part of those that see its keys."""
-
-    first: Value  # packed row, the first of a step
-    end: Value
-    shared: Value  # other CTAs have the same keys
-    dk_ptr: Value  # then, without ADD_DQ: blocks of gradient_sums.py, for the 128 keys
-    dv_ptr: Value
 
 
 @aggregate
@@ -83,20 +96,54 @@ class Memory:
     ring: Ring  # of Q, and with it dout and stat
     dout: Value
     stat: Value
-    own_ready: Barriers
-    landed: Barriers
     ds: Value  # ADD_DQ
-    ds_ready: Barriers
+    sum_tiles: Value  # ADD_DQ
+    results: Value
+    tickets: Ring
+    k_ready: Barriers
+    k_free: Barriers
+    v_ready: Barriers
+    v_free: Barriers
+    landed: Barriers  # VARLEN
+    ds_ready: Barriers  # ADD_DQ
+
+
+@aggregate
+class Operands:
+    """TMA descriptors, and `ragged`, their weights in a varlen batch."""
+
+    q_desc: Value
+    k_desc: Value
+    dout_desc: Value
+    v_desc: Value
+    dk_desc: Value
+    dv_desc: Value
+    sums_desc: Value
+    ragged: Value
+
+
+@aggregate
+class Shares:
+    """Where work tiles with the same keys put their dK and dV."""
+
+    shared: Value
+    dk_block: Value  # ADD_DQ: first blocks of the sums, in the memory of dQ's
+    dv_block: Value
+    ptr: Value  # else: parts of all of dK, then those of dV
 
 
 @gluon.jit
-def make_barriers(slots, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):
-    """Return (ring over the slots, own_ready, landed, ds_ready)."""
-    own_ready = new_barriers(1)
+def make_barriers(slots, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr, LOOP: gl.constexpr):
+    """Return (ring over the slots, tickets, k_ready, k_free, v_ready, v_free, landed, ds_ready)."""
+    k_ready, k_free, v_ready, v_free = new_barriers(1), new_barriers(1, 2), new_barriers(1), new_barriers(1, 2)
     ring = new_ring(slots, 2)
-    barriers = (own_ready, ring.ready, ring.free)
-    landed = own_ready  # unused
-    ds_ready = own_ready
+    barriers = (k_ready, k_free, v_ready, v_free, ring.ready, ring.free)
+    tickets = ring  # unused
+    if LOOP:
+        tickets = ticket_ring(2)
+        barriers += (tickets.ready, tickets.free)
+    landed = k_ready  # unused
+    ds_ready = k_ready
     if VARLEN:
         landed = new_barriers(1)
         barriers += (landed,)
@@ -104,7 +151,7 @@ def make_barriers(slots, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):
         ds_ready = new_barriers(2, 2)
         barriers += (ds_ready,)
     init_barriers(barriers)
-    return ring, own_ready, landed, ds_ready
+    return ring, tickets, k_ready, k_free, v_ready, v_free, landed, ds_ready
 
 
 @gluon.constexpr_function
@@ -114,55 +161,80 @@ def accumulator(columns):
 
 
 @gluon.jit
-def rows_of(key, sizes, ROWS: gl.constexpr):
-    """Return [first, end) of the tiles of packed rows that see some of 128 keys."""
-    offset = sizes.keys - sizes.tokens
-    first = gl.maximum(key - offset - sizes.right, 0)
-    end = gl.minimum(gl.minimum(key + 128, sizes.keys) - offset + sizes.left, sizes.tokens)
-    return first * sizes.group // ROWS * ROWS, end * sizes.group
+def load_half_tiles(desc, place, x, ready, key, D: gl.constexpr):
+    """Load 128 keys by halves."""
+    for half in gl.static_range(2):
+        load_rows(desc, place, x.index(half), ready, key + half * 64, D)
 
 
 @gluon.jit
-def cut(first, end, split, splits, ROWS: gl.constexpr):
-    """Return [first, end) of part `split`, in whole steps of ROWS rows."""
-    steps = (gl.maximum(end - first, 0) + ROWS - 1) // ROWS
-    return first + steps * split // splits * ROWS, gl.minimum(first + steps * (split + 1) // splits * ROWS, end)
-
-
-@gluon.jit
-def load_keys(keys, memory, own, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
-    """Load K and V of 128 keys."""
+def load_keys(keys, memory, work, phase, landed_phase, D: gl.constexpr, VARLEN: gl.constexpr):
+    """Load V and K of 128 keys once the previous ones have been read; return the next phase of landed."""
+    BYTES: gl.constexpr = 128 * D * 2
+    key, sizes = work.place.own, work.sizes
+    memory.v_free.wait(0, phase)
     unseen: gl.constexpr = False
     if VARLEN:
-        unseen = own < first_visible(sizes)
+        unseen = key < first_visible(sizes)
     if unseen:
-        load_own(keys, memory.k, memory.v, memory.landed.at(0), own, D)
-        memory.landed.wait(0, 0)
+        memory.k_free.wait(0, phase)
+        landed = memory.landed.at(0)
+        mbarrier.expect(landed, 2 * BYTES)
+        load_half_tiles(keys.x_desc, keys.x_place, memory.k, landed, key, D)
+        load_half_tiles(keys.y_desc, keys.y_place, memory.v, landed, key, D)
+        memory.landed.wait(0, landed_phase)
+        landed_phase ^= 1
         for half in gl.static_range(2):
-            zero_invisible(memory.k.index(half), own + half * 64, first_visible(sizes), sizes.keys, 64, D)
-            zero_invisible(memory.v.index(half), own + half * 64, first_visible(sizes), sizes.keys, 64, D)
+            zero_invisible(memory.k.index(half), key + half * 64, first_visible(sizes), sizes.keys, 64, D)
+            zero_invisible(memory.v.index(half), key + half * 64, first_visible(sizes), sizes.keys, 64, D)
         fence_async_shared()  # generic stores -> tensor-core reads
-        memory.own_ready.arrive(0)
+        memory.v_ready.arrive(0)
+        memory.k_ready.arrive(0)
     else:
-        load_own(keys, memory.k, memory.v, memory.own_ready.at(0), own, D)
+        mbarrier.expect(memory.v_ready.at(0), BYTES)
+        load_half_tiles(keys.y_desc, keys.y_place, memory.v, memory.v_ready.at(0), key, D)
+        memory.k_free.wait(0, phase)
+        mbarrier.expect(memory.k_ready.at(0), BYTES)
+        load_half_tiles(keys.x_desc, keys.x_place, memory.k, memory.k_ready.at(0), key, D)
+    return landed_phase
 
 
 @gluon.jit
-def load_role(rows, keys, memory, terms, own, part, sizes, D: gl.constexpr, VARLEN: gl.constexpr):
-    ROW: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    load_keys(keys, memory, own, sizes, D, VARLEN)
+def terms_of(problem, work, row, ROWS: gl.constexpr):
+    """Load lse2 and delta of ROWS rows; past the end they are those of rows that see nothing."""
+    number = row + gl.arange(0, ROWS, layout=gl.BlockedLayout([2], [32], [1], [0]))
+    lse2 = gl.load(problem.tensors.lse2_ptr + work.row + number, mask=number < work.sizes.rows, other=float("inf"))
+    delta = gl.load(problem.tensors.delta_ptr + work.row + number, mask=number < work.sizes.rows, other=0.0)
+    return lse2, delta
+
+
+@gluon.jit
+def load_role(problem, operands, memory, ticket_ptr, D: gl.constexpr, VARLEN: gl.constexpr, LOOP: gl.constexpr):
     ROWS: gl.constexpr = memory.stat.shape[1]
-    ring, stage = memory.ring, producer_stage()
-    for row in range(part.first, part.end, ROWS):
-        number = row + gl.arange(0, ROWS, layout=ROW)
-        lse2 = gl.load(terms.lse2_ptr + number, mask=number < sizes.rows, other=float("inf"))
-        delta = gl.load(terms.delta_ptr + number, mask=number < sizes.rows, other=0.0)
-        ring.acquire(stage)
-        memory.stat.index(stage.index * 2).store(lse2)
-        memory.stat.index(stage.index * 2 + 1).store(delta)
-        barrier()  # one lane arrives for all; Triton 3.6 inserts no barrier here
-        load_next(rows, ring.slot(stage), memory.dout.index(stage.index), ring.ready_at(stage), row, D)
-        stage = ring.next(stage)
+    ring, ragged = memory.ring, operands.ragged
+    stage, ticket, phase, landed_phase = producer_stage(), producer_stage(), gl.to_tensor(1), gl.to_tensor(0)
+    number = gl.program_id(0)
+    while number < problem.order.count:
+        work = locate(number, problem, D, ROWS, VARLEN)
+        place, sizes = work.place, work.sizes
+        keys = pair_of(operands.k_desc, operands.v_desc, ragged.k, ragged.v, place.batch, place.kv_head,
+                       place.first_key, sizes.keys, VARLEN)  # fmt: skip
+        rows = pair_of(operands.q_desc, operands.dout_desc, ragged.q, ragged.dout, place.batch, place.head,
+                       place.first_row, sizes.rows, VARLEN)  # fmt: skip
+        landed_phase = load_keys(keys, memory, work, phase, landed_phase, D, VARLEN)
+        for row in range(work.first, work.end, ROWS):
+            lse2, delta = terms_of(problem, work, row, ROWS)
+            ring.acquire(stage)
+            memory.stat.index(stage.index * 2).store(lse2)
+            memory.stat.index(stage.index * 2 + 1).store(delta)
+            barrier()  # one lane arrives for all; Triton 3.6 inserts no barrier here
+            load_next(rows, ring.slot(stage), memory.dout.index(stage.index), ring.ready_at(stage), row, D)
+            stage = ring.next(stage)
+        number = problem.order.count
+        if LOOP:
+            number = gl.num_programs(0) + take(ticket_ptr)
+            ticket = hand_out(memory.tickets, ticket, number)
+        phase ^= 1
 
 
 @gluon.jit
@@ -213,12 +285,20 @@ def multiply_by_keys(memory, turn, opaque, W: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def step(s, dk, dv, memory, sums, row, key, stage, turn, more, whole, sizes, scales, ds_scale, W: gl.constexpr,
+def stage_of(turn):
+    """Return the stage of a step: there are two slots."""
+    return Stage(turn & 1, turn >> 1 & 1)
+
+
+@gluon.jit
+def step(s, dk, dv, memory, sums, row, key, turn, more, whole, sizes, scales, ds_scale, W: gl.constexpr,
          D: gl.constexpr, SCALED: gl.constexpr, ADD_DQ: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
-    """Process the rows from `row` on, whose S is in flight; return S of the next rows, or, unused, of the same rows if
-    there are no more. turn: number of the step. ADD_DQ: also dQ of the previous rows, unless this is the FIRST step."""
+    """Process the rows from `row` on, whose S is in flight; return S of the next rows. If there are no more, return an
+    S of the same rows, unused, and do not release their slot. turn: number of the step in all work tiles. ADD_DQ: also
+    dQ of the previous rows, unless this is the FIRST step of a work tile."""
     k, v, ring, stat = memory.k, memory.v, memory.ring, memory.stat
     ROWS: gl.constexpr = stat.shape[1]
+    stage = stage_of(turn)
     q, dout = ring.slot(stage), memory.dout.index(stage.index)
     LS: gl.constexpr = accumulator(ROWS)
     LA: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
@@ -249,25 +329,25 @@ def step(s, dk, dv, memory, sums, row, key, stage, turn, more, whole, sizes, sca
     dk = warpgroup_mma(gl.convert_layout(d16, LA), q, dk, is_async=True)
     dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))  # P's registers are free
     if ADD_DQ:
-        if not FIRST:
-            ring.free.wait((turn - 1) & 1, (turn - 1) >> 1 & 1)  # the other role has multiplied what this slot holds
+        before = stage_of(turn - 1)
+        ring.free.wait(before.index, before.phase)  # the other role has multiplied what this slot of ds holds
         memory.ds.index((turn & 1) * 2 + W).store(d16)
         fence_async_shared()  # generic stores -> tensor-core reads
         memory.ds_ready.arrive(turn & 1)
         if not FIRST:
             dq = multiply_by_keys(memory, turn - 1, opaque, W, D)
-    after = ring.next(stage)
+    after = stage_of(turn + 1)
     ring.wait(after, pred=more)
     s = scores(k.index(opaque + W), ring.slots.index(gl.where(more, after.index, stage.index)))
     if ADD_DQ and not FIRST:
         dq, dk = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dk))
         store_wait(0)  # dQ's tile has been read; before the barrier with which release begins
-        ring.release(stage)
+        ring.release(stage, pred=more)
         add_block(dq, sums, sums.dq + (row // 64 - ROWS // 64) * (D // 64) + W, W)
     else:
         dk = warpgroup_mma_wait(num_outstanding=1, deps=(dk,))
-        ring.release(stage)
-    return s, dk, dv, after
+        ring.release(stage, pred=more)
+    return s, dk, dv
 
 
 @gluon.jit
@@ -283,57 +363,95 @@ def send(x, tile, desc, place, row, D: gl.constexpr):
 
 
 @gluon.jit
-def gradient_role(memory, sums, results, own, part, sizes, scales, W: gl.constexpr, D: gl.constexpr,
-                  SCALED: gl.constexpr, ADD_DQ: gl.constexpr):  # fmt: skip
-    """Compute dK and dV of 64 keys from a part of the rows. results: dK and dV."""
+def process(work, turn, phase, problem, operands, memory, shares, scales, ds_scale, W: gl.constexpr, D: gl.constexpr,
+            SCALED: gl.constexpr, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr):  # fmt: skip
+    """Compute dK and dV of 64 keys of a work tile; return the number of the next step."""
     dk = gl.zeros([64, D], gl.float32, accumulator(D))
     dv = gl.zeros([64, D], gl.float32, accumulator(D))
-    ds_scale = 1.0
-    if SCALED:
-        ds_scale = gl.load(scales.ds_ptr)
     ROWS: gl.constexpr = memory.stat.shape[1]
-    first, end = part.first, part.end
-    mine = own + 64 * W
-    memory.own_ready.wait(0, 0)
+    first, end, sizes, place, ring = work.first, work.end, work.sizes, work.place, memory.ring
+    mine = place.own + 64 * W
+    sums = Sums(operands.sums_desc, memory.sum_tiles, work.rows_block, shares.dk_block + work.keys_block,
+                shares.dv_block + work.keys_block)  # fmt: skip
+    memory.k_ready.wait(0, phase)
+    memory.v_ready.wait(0, phase)
     if first < end:
-        stage = consumer_stage()
-        memory.ring.wait(stage)
-        s = scores(memory.k.index(W), memory.ring.slot(stage))
+        ring.wait(stage_of(turn))
+        s = scores(memory.k.index(W), ring.slot(stage_of(turn)))
         steps = (end - first + ROWS - 1) // ROWS
         whole = attending_rows(mine + 63, sizes)[0], attending_rows(mine, sizes)[1]
+        begun: gl.constexpr = 1 if ADD_DQ else 0
         if ADD_DQ:
-            s, dk, dv, stage = step(s, dk, dv, memory, sums, first, mine, stage, gl.to_tensor(0), steps > 1, whole,
-                                    sizes, scales, ds_scale, W, D, SCALED, True, True)  # fmt: skip
-            for turn in range(1, steps):
-                s, dk, dv, stage = step(s, dk, dv, memory, sums, first + turn * ROWS, mine, stage, turn,
-                                        turn + 1 < steps, whole, sizes, scales, ds_scale, W, D, SCALED, True,
-                                        False)  # fmt: skip
-            dq = multiply_by_keys(memory, steps - 1, zero(steps), W, D)
+            s, dk, dv = step(s, dk, dv, memory, sums, first, mine, turn, steps > 1, whole, sizes, scales, ds_scale, W,
+                             D, SCALED, True, True)  # fmt: skip
+        for n in range(begun, steps):
+            s, dk, dv = step(s, dk, dv, memory, sums, first + n * ROWS, mine, turn + n, n + 1 < steps, whole, sizes,
+                             scales, ds_scale, W, D, SCALED, ADD_DQ, False)  # fmt: skip
+        turn += steps
+        memory.v_free.arrive(0)
+        if ADD_DQ:
+            dq = multiply_by_keys(memory, turn - 1, zero(turn), W, D)
             dq, s = warpgroup_mma_wait(num_outstanding=0, deps=(dq, s))
             store_wait(0)
+            ring.release(stage_of(turn - 1))
+            memory.k_free.arrive(0)
             add_block(dq, sums, sums.dq + (first // 64 + (steps - 1) * (ROWS // 64)) * (D // 64) + W, W)
         else:
-            for turn in range(0, steps):
-                s, dk, dv, stage = step(s, dk, dv, memory, sums, first + turn * ROWS, mine, stage, turn,
-                                        turn + 1 < steps, whole, sizes, scales, ds_scale, W, D, SCALED, False,
-                                        False)  # fmt: skip
             warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+            ring.release(stage_of(turn - 1))
+            memory.k_free.arrive(0)
+    else:
+        memory.v_free.arrive(0)
+        memory.k_free.arrive(0)
     scale = scales.gradient
     if SCALED:
         dv = dv / scales.p
         scale = scale / ds_scale
-    if part.shared:
+    if shares.shared:
         if ADD_DQ:
             if first < end:
                 add_blocks(dv, sums, sums.dv + W * (D // 64), W, D)
                 add_blocks(dk * scale, sums, sums.dk + W * (D // 64), W, D)
         else:
-            store_blocks(dv, part.dv_ptr + W * (64 * D), D)
-            store_blocks(dk * scale, part.dk_ptr + W * (64 * D), D)
+            part_ptr = shares.ptr + work.part.to(gl.int64) * (128 * D) + W * (64 * D)
+            store_blocks(dv, part_ptr + problem.order.count.to(gl.int64) * (128 * D), D)
+            store_blocks(dk * scale, part_ptr, D)
     else:
-        tile = memory.v.index(W)
+        results = pair_of(operands.dk_desc, operands.dv_desc, operands.ragged.dk, operands.ragged.dv, place.batch,
+                          place.kv_head, place.first_key, sizes.keys, VARLEN)  # fmt: skip
+        DTYPE: gl.constexpr = memory.k.dtype
+        TILE: gl.constexpr = memory.k.layout
+        if ADD_DQ:
+            tile = reinterpret_as(memory.sum_tiles.index(W), DTYPE, [128 // D, 64, D], TILE).index(0)
+        else:
+            tile = memory.results.index(W)
+        store_wait(0)
+        barrier()  # the tile has been read
         send(dv, tile, results.y_desc, results.y_place, mine, D)
         send(dk * scale, tile, results.x_desc, results.x_place, mine, D)
+    return turn
+
+
+@gluon.jit
+def gradient_role(problem, operands, memory, shares, scales, W: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr,
+                  VARLEN: gl.constexpr, ADD_DQ: gl.constexpr, LOOP: gl.constexpr):  # fmt: skip
+    """Compute dK and dV of half of the keys of each work tile."""
+    ROWS: gl.constexpr = memory.stat.shape[1]
+    ds_scale = 1.0
+    if SCALED:
+        ds_scale = gl.load(scales.ds_ptr)
+    ticket, turn, phase = consumer_stage(), gl.to_tensor(0), gl.to_tensor(0)
+    number = gl.program_id(0)
+    if LOOP:
+        while number < problem.order.count:
+            work = locate(number, problem, D, ROWS, VARLEN)
+            turn = process(work, turn, phase, problem, operands, memory, shares, scales, ds_scale, W, D, SCALED, VARLEN,
+                           ADD_DQ)  # fmt: skip
+            number, ticket = take_ticket(memory.tickets, ticket)
+            phase ^= 1
+    else:
+        work = locate(number, problem, D, ROWS, VARLEN)
+        process(work, turn, phase, problem, operands, memory, shares, scales, ds_scale, W, D, SCALED, VARLEN, ADD_DQ)
     if ADD_DQ:
         store_wait(0)  # shared memory must exist until the last tile has been read
 
@@ -349,7 +467,9 @@ def backward_keys(
     dk_desc,
     dv_desc,
     ragged,
-    parts,
+    order,
+    shares,
+    ticket_ptr,
     whole,
     scales,
     D: gl.constexpr,
@@ -358,12 +478,12 @@ def backward_keys(
     VARLEN: gl.constexpr,
     ROWS: gl.constexpr,
     ADD_DQ: gl.constexpr,
+    LOOP: gl.constexpr,
     GRADIENT_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
-    """Compute dK and dV, and add dQ. A program has 128 keys of a pair of sequence and pack of query heads, and one of
-    `parts.splits` parts of the rows. lse2, delta [pairs, rows]. VARLEN: `whole` has rows, tokens and keys of all
-    sequences, whose starts are in cu_q and cu_k. sums_desc: the sums of gradient_sums.py."""
+    """Compute dK and dV, and add dQ. lse2, delta [pairs, rows]. VARLEN: `whole` has rows, tokens and keys of all
+    sequences, whose starts are in cu_q and cu_k. sums_desc: the sums of gradient_sums.py. ticket_ptr: one number, 0."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -374,58 +494,23 @@ def backward_keys(
     stat = gl.allocate_shared_memory(gl.float32, [SLOTS * 2, ROWS], FLAT)
     ds = stat  # unused
     sum_tiles = stat
+    results = stat
     if ADD_DQ:
         ds = gl.allocate_shared_memory(DTYPE, [4, 64, ROWS], TILE)
         sum_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], sums_desc.layout)
-    ring, own_ready, landed, ds_ready = make_barriers(q, VARLEN, ADD_DQ)
-    splits = parts.splits
-    tiles = (whole.keys + 127) // 128
-    if VARLEN:
-        tiles = whole.keys // 128 + whole.sequences
-    pieces = tiles * splits
-    pairs = gl.num_programs(0) // pieces
-    # Several pairs are listed together, the longest tiles of all of them first: a single pair would begin its longest
-    # ones when others end. With more pairs, more rows would be in use than the L2 holds.
-    begun = gl.program_id(0) // (pieces * parts.at_once) * parts.at_once
-    width = gl.minimum(pairs - begun, parts.at_once)
-    place = gl.program_id(0) - begun * pieces
-    piece = place // width
-    pair = begun + (place - piece * width)
-    tile = piece // splits
-    split = piece - tile * splits
-    key = tile * 128
-    dk_parts_ptr = parts.ptr + ((split * pairs + pair) * tiles + tile).to(gl.int64) * (128 * D)
-    dv_parts_ptr = dk_parts_ptr + gl.num_programs(0).to(gl.int64) * (128 * D)
-    head = pair % whole.heads
-    work = GradientTile(pair // whole.heads, head, head // parts.packs, key, 0, 0)
-    sizes = whole
-    first_block = pair * ((whole.rows + 127) // 128) * (D // 32)
-    lse2_ptr = tensors.lse2_ptr + pair.to(gl.int64) * whole.rows
-    delta_ptr = tensors.delta_ptr + pair.to(gl.int64) * whole.rows
-    if VARLEN:
-        seq, key = tile_of(tile, tensors.cu_k_ptr, whole.sequences, 1)
-        first_block = pair * (whole.rows // 128 + whole.sequences)
-        first_row, first_key, sizes = sizes_of(seq, key, whole, tensors.cu_q_ptr, tensors.cu_k_ptr, True)
-        first_block = (first_block + first_row // 128 + seq) * (D // 32)
-        work = GradientTile(0, pair, pair // parts.packs, key, first_row, first_key)
-        lse2_ptr += first_row
-        delta_ptr += first_row
-    first, end = rows_of(work.own, sizes, ROWS)
-    first, end = cut(first, end, split, splits, ROWS)
-    part = Part(first, end, splits * parts.packs > 1, dk_parts_ptr, dv_parts_ptr)
-    memory = Memory(k, v, ring, dout, stat, own_ready, landed, ds, ds_ready)
-    own_block = (pair // parts.packs * tiles + tile) * (D // 32)
-    sums = Sums(sums_desc, sum_tiles, first_block, parts.dk_block + own_block, parts.dv_block + own_block)
-    terms = Terms(lse2_ptr, delta_ptr)
-    rows = pair_of(q_desc, dout_desc, ragged.q, ragged.dout, work.batch, work.head, work.first_row, sizes.rows, VARLEN)
-    batch, head, begin = work.batch, work.kv_head, work.first_key
-    keys = pair_of(k_desc, v_desc, ragged.k, ragged.v, batch, head, begin, sizes.keys, VARLEN)
-    results = pair_of(dk_desc, dv_desc, ragged.dk, ragged.dv, batch, head, begin, sizes.keys, VARLEN)
+    else:
+        results = gl.allocate_shared_memory(DTYPE, [2, 64, D], TILE)
+    ring, tickets, k_ready, k_free, v_ready, v_free, landed, ds_ready = make_barriers(q, VARLEN, ADD_DQ, LOOP)
+    memory = Memory(k, v, ring, dout, stat, ds, sum_tiles, results, tickets, k_ready, k_free, v_ready, v_free, landed,
+                    ds_ready)  # fmt: skip
+    problem = Problem(order, tensors, whole)
+    operands = Operands(q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, sums_desc, ragged)
+    share = Shares(order.splits.number * order.packs.number > 1, shares.dk_block, shares.dv_block, shares.ptr)
     gl.warp_specialize(
         [
-            (gradient_role, (memory, sums, results, work.own, part, sizes, scales, 0, D, SCALED, ADD_DQ)),
-            (gradient_role, (memory, sums, results, work.own, part, sizes, scales, 1, D, SCALED, ADD_DQ)),
-            (load_role, (rows, keys, memory, terms, work.own, part, sizes, D, VARLEN)),
+            (gradient_role, (problem, operands, memory, share, scales, 0, D, SCALED, VARLEN, ADD_DQ, LOOP)),
+            (gradient_role, (problem, operands, memory, share, scales, 1, D, SCALED, VARLEN, ADD_DQ, LOOP)),
+            (load_role, (problem, operands, memory, ticket_ptr, D, VARLEN, LOOP)),
         ],
         [4, 1],
         [GRADIENT_REGS, LOAD_REGS],

@@ -37,6 +37,7 @@ from dsv4.fmha.kernels.sm90.tile_scheduler import (
     take_ticket,
     tile_id_at,
 )
+from dsv4.fmha.kernels.sm90.varlen_order import next_ticket
 from dsv4.fmha.kernels.tiles import DENSE, ROWS, Pages, end_key, first_key, mask_bounds
 from dsv4.kernels import dependent, softmax
 from dsv4.kernels.combine import clear_rows, end_of_sequences
@@ -131,7 +132,8 @@ def load_role(source, kv, landed, scheduler, tickets):
         ticket = producer_stage()
         tile_id = gl.program_id(0)
         while tile_id < scheduler.num_tiles:
-            after, ticket = hand_out(tickets, ticket, scheduler, tile_id == gl.program_id(0))
+            after = next_ticket(scheduler.order, tile_id == gl.program_id(0))
+            ticket = hand_out(tickets, ticket, after)
             stage, landed_phase = load_work_tile(stage, landed_phase, tile_id, source, kv, landed, scheduler)
             tile_id = after
     else:

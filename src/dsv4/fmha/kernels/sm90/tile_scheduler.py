@@ -19,7 +19,7 @@ tickets_free    each attend   CONSUMERS   load      all have read it
 """
 
 from dsv4.fmha.kernels.causal_order import dense_block
-from dsv4.fmha.kernels.sm90.varlen_order import entry_of, next_ticket
+from dsv4.fmha.kernels.sm90.varlen_order import entry_of
 from dsv4.fmha.kernels.tiles import DENSE, ROWS, end_key, first_key
 from dsv4.kernels.compat import Value, aggregate, barrier, gl, gluon
 from dsv4.kernels.division import divide
@@ -91,28 +91,32 @@ def tile_id_at(at, M: gl.constexpr):
 
 
 @gluon.jit
+def ticket_ring(CONSUMERS: gl.constexpr):
+    return new_ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), CONSUMERS)
+
+
+@gluon.jit
 def new_tickets(CONSUMERS: gl.constexpr):
-    tickets = new_ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), CONSUMERS)
+    tickets = ticket_ring(CONSUMERS)
     init_barriers((tickets.ready, tickets.free))
     return tickets
 
 
 @gluon.jit
-def hand_out(tickets, stage, scheduler, is_second):
-    """Take a ticket (load role, one warp); return (the work tile after this one, the next stage of the tickets).
-    is_second: it is the second work tile of the CTA."""
+def hand_out(tickets, stage, after):
+    """Hand the number of the work tile after this one to the other roles (load role, one warp); return the next stage
+    of the tickets."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    after = next_ticket(scheduler.order, is_second)
     tickets.acquire(stage)
     tickets.slot(stage).store(gl.full([1], after, gl.int32, ONE))
     barrier()  # one lane arrives for all; Triton 3.6 inserts no barrier here
     tickets.commit(stage)
-    return after, tickets.next(stage)
+    return tickets.next(stage)
 
 
 @gluon.jit
 def take_ticket(tickets, stage):
-    """Do the same for an attend role."""
+    """Return (the work tile after this one, the next stage of the tickets); all roles but load."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tickets.wait(stage)
     after = gl.max(tickets.slot(stage).load(ONE), 0)
