@@ -37,8 +37,8 @@ ready[slot]     load: TMA bytes    1 + bytes   left, right    Q, dO and stat are
 free[slot]      left, right        2           load           both have used it
 ds_ready[slot]  left, right        2           left, right    dS of both is in the slot
 landed          TMA bytes          1 + bytes   load           VARLEN: K and V are there, with keys that no query sees
-tickets.ready   load               1           left, right    the number of the next work tile is there
-tickets.free    left, right        2           load           both have read it
+tickets_ready   load               1           left, right    the number of the next work tile is there
+tickets_free    left, right        2           load           both have read it
 
 Steps are counted through all work tiles. Step n writes slot n & 1 of ds, which the product in step n - 1 (of dS n - 2)
 reads: both roles have finished it when they release what they read in step n - 1, so free[slot] covers it too. This is
@@ -57,7 +57,7 @@ from dsv4.fmha.kernels.scores import probabilities, score_gradient
 from dsv4.fmha.kernels.sm90.gradient_loads import load_next
 from dsv4.fmha.kernels.sm90.gradient_sums import Sums, add_block, add_blocks, store_blocks
 from dsv4.fmha.kernels.sm90.key_tiles import Problem, locate
-from dsv4.fmha.kernels.sm90.tile_scheduler import hand_out, take_ticket, ticket_ring
+from dsv4.fmha.kernels.sm90.tile_scheduler import hand_out, take_ticket, ticket_slots
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -135,12 +135,15 @@ class Shares:
 @gluon.jit
 def make_barriers(slots, VARLEN: gl.constexpr, ADD_DQ: gl.constexpr, LOOP: gl.constexpr):
     """Return (ring over the slots, tickets, k_ready, k_free, v_ready, v_free, landed, ds_ready)."""
-    k_ready, k_free, v_ready, v_free = new_barriers(1), new_barriers(1, 2), new_barriers(1), new_barriers(1, 2)
+    k_ready = new_barriers(1)
+    k_free = new_barriers(1, 2)
+    v_ready = new_barriers(1)
+    v_free = new_barriers(1, 2)
     ring = new_ring(slots, 2)
     barriers = (k_ready, k_free, v_ready, v_free, ring.ready, ring.free)
     tickets = ring  # unused
     if LOOP:
-        tickets = ticket_ring(2)
+        tickets = new_ring(ticket_slots(), 2)
         barriers += (tickets.ready, tickets.free)
     landed = k_ready  # unused
     ds_ready = k_ready

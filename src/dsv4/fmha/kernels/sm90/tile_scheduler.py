@@ -91,13 +91,13 @@ def tile_id_at(at, M: gl.constexpr):
 
 
 @gluon.jit
-def ticket_ring(CONSUMERS: gl.constexpr):
-    return new_ring(gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])), CONSUMERS)
+def ticket_slots():
+    return gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def new_tickets(CONSUMERS: gl.constexpr):
-    tickets = ticket_ring(CONSUMERS)
+    tickets = new_ring(ticket_slots(), CONSUMERS)
     init_barriers((tickets.ready, tickets.free))
     return tickets
 
