@@ -52,9 +52,9 @@ P is 0 there, because of lse2 or of the mask. VARLEN: all sequences are one batc
 
 from dsv4.fmha.kernels.backward_sequences import first_visible
 from dsv4.fmha.kernels.loads import zero_invisible
-from dsv4.fmha.kernels.ragged import load_rows, pair_of
+from dsv4.fmha.kernels.ragged import pair_of
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
-from dsv4.fmha.kernels.sm90.gradient_loads import load_next
+from dsv4.fmha.kernels.sm90.gradient_loads import load_halves, load_next
 from dsv4.fmha.kernels.sm90.gradient_sums import Sums, add_block, add_blocks, store_blocks
 from dsv4.fmha.kernels.sm90.key_tiles import Problem, locate
 from dsv4.fmha.kernels.sm90.tile_scheduler import hand_out, take_ticket, ticket_slots
@@ -109,7 +109,7 @@ class Memory:
 
 
 @aggregate
-class Operands:
+class KeyOperands:
     """TMA descriptors, and `ragged`, their weights in a varlen batch."""
 
     q_desc: Value
@@ -164,13 +164,6 @@ def accumulator(columns):
 
 
 @gluon.jit
-def load_half_tiles(desc, place, x, ready, key, D: gl.constexpr):
-    """Load 128 keys by halves."""
-    for half in gl.static_range(2):
-        load_rows(desc, place, x.index(half), ready, key + half * 64, D)
-
-
-@gluon.jit
 def load_keys(keys, memory, work, phase, landed_phase, D: gl.constexpr, VARLEN: gl.constexpr):
     """Load V and K of 128 keys once the previous ones have been read; return the next phase of landed."""
     BYTES: gl.constexpr = 128 * D * 2
@@ -183,8 +176,8 @@ def load_keys(keys, memory, work, phase, landed_phase, D: gl.constexpr, VARLEN: 
         memory.k_free.wait(0, phase)
         landed = memory.landed.at(0)
         mbarrier.expect(landed, 2 * BYTES)
-        load_half_tiles(keys.x_desc, keys.x_place, memory.k, landed, key, D)
-        load_half_tiles(keys.y_desc, keys.y_place, memory.v, landed, key, D)
+        load_halves(keys.x_desc, keys.x_place, memory.k, landed, key, D)
+        load_halves(keys.y_desc, keys.y_place, memory.v, landed, key, D)
         memory.landed.wait(0, landed_phase)
         landed_phase ^= 1
         for half in gl.static_range(2):
@@ -195,10 +188,10 @@ def load_keys(keys, memory, work, phase, landed_phase, D: gl.constexpr, VARLEN: 
         memory.k_ready.arrive(0)
     else:
         mbarrier.expect(memory.v_ready.at(0), BYTES)
-        load_half_tiles(keys.y_desc, keys.y_place, memory.v, memory.v_ready.at(0), key, D)
+        load_halves(keys.y_desc, keys.y_place, memory.v, memory.v_ready.at(0), key, D)
         memory.k_free.wait(0, phase)
         mbarrier.expect(memory.k_ready.at(0), BYTES)
-        load_half_tiles(keys.x_desc, keys.x_place, memory.k, memory.k_ready.at(0), key, D)
+        load_halves(keys.x_desc, keys.x_place, memory.k, memory.k_ready.at(0), key, D)
     return landed_phase
 
 
@@ -507,7 +500,7 @@ def backward_keys(
     memory = Memory(k, v, ring, dout, stat, ds, sum_tiles, results, tickets, k_ready, k_free, v_ready, v_free, landed,
                     ds_ready)  # fmt: skip
     problem = Problem(order, tensors, whole)
-    operands = Operands(q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, sums_desc, ragged)
+    operands = KeyOperands(q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, sums_desc, ragged)
     share = Shares(order.splits.number * order.packs.number > 1, shares.dk_block, shares.dv_block, shares.ptr)
     gl.warp_specialize(
         [
