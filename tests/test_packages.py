@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {"softsm": "packages/softsm", "dsv4": "."}
-BESIDE = {"softsm": [], "dsv4": ["dsv4_command.py"]}  # modules that a wheel holds outside its package
+BESIDE = {"softsm": [], "dsv4": ["dsv4_command"]}  # modules that a wheel holds outside its package
 # Byte code appears and is renamed while other workers import.
 IGNORED = shutil.ignore_patterns("*.egg-info", "__pycache__")
 NEEDED = [name for name in ("build", "twine", "setuptools") if importlib.util.find_spec(name) is None]

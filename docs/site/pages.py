@@ -202,7 +202,7 @@ def commands() -> Iterator[tuple[str, str]]:
     """Names, arguments and options, as the two programs know them."""
     from typer.main import get_command
 
-    from dsv4.cli import app as dsv4
+    from dsv4_command import app as dsv4
     from softsm.cli import app as softsm
 
     parts = ["# Commands\n\nAlso `pytest --softsm`: see [Reports and commands](reports.md)."]

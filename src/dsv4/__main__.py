@@ -1,6 +1,6 @@
 """`python -m dsv4` is the `dsv4` command."""
 
-from dsv4.cli import main
+from dsv4_command import main
 
 if __name__ == "__main__":
     main()

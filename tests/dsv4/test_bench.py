@@ -17,9 +17,9 @@ from dsv4.bench.moe import FLASH, MoeCase
 from dsv4.bench.v4 import V4Case
 from dsv4.bench.v41 import V41Case, V41Contest
 from dsv4.bench.varlen import VarlenCase
-from dsv4.cli import app
-from dsv4.commands import bench, show
+from dsv4.commands import bench
 from dsv4.reference import backward as reference_backward
+from dsv4_command import app, usage
 
 ROOT = Path(__file__).parents[2]
 RECORDS = summary.records(ROOT / "benchmarks/results")
@@ -32,7 +32,7 @@ def test_the_table_in_the_readme_is_the_recorded_one():
 
 
 def test_a_file_without_marks_is_refused():
-    with pytest.raises(show.UsageError, match="--write: got a file without the marks"):
+    with pytest.raises(usage.UsageError, match="--write: got a file without the marks"):
         bench.replaced("nothing here", RECORDS)
 
 

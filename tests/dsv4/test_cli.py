@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 import dsv4
 import dsv4_command
-from dsv4 import cli
-from dsv4.cli import app
-from dsv4.commands import demo, doctor, environment, show
-from dsv4.runtime import calls, dispatch
+from dsv4 import bench, suites
+from dsv4.commands import demo, doctor, environment, kernels, show, variants
+from dsv4.runtime import calls, checks, dispatch
+from dsv4_command import app
 
 ROOT = Path(__file__).parents[2]
 
@@ -260,47 +260,49 @@ def test_demo_shows_each_layer_kind_and_passes(monkeypatch: pytest.MonkeyPatch) 
 def test_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     arguments = "verify --backend cpu --match d64-t1-s128 --seed 1".split()
     monkeypatch.setattr(sys, "argv", ["dsv4", *arguments])
-    monkeypatch.setattr(cli, "leave", sys.exit)  # which may end the process at once; tests/test_packages.py runs it
+    monkeypatch.setattr(
+        dsv4_command, "leave", sys.exit
+    )  # which may end the process at once; tests/test_packages.py runs it
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("dsv4", run_name="__main__")
     assert not ended.value.code
     assert capsys.readouterr().out.splitlines()[-1] == "1 passed, 0 failed"
 
 
-@pytest.mark.parametrize(
-    "command, says",
-    [
-        ("compile -o x --arch sm_80", "got sm_80; accepted: sm_90a, sm_100a, sm_103a"),
-        ("compile -o x --head-dim 100", "got 100; accepted: 64, 128, 256, 512"),
-        ("compile -o x --dtype fp32", "got fp32; accepted: bf16, fp16"),
-        ("compile -o x --kind pages", "got pages; accepted: dense, varlen, paged, v4"),
-        ("compile -o x --kind v4 --head-dim 64", "--kind: got v4; accepted: with head dim 512 and bf16"),
-        ("compile -o x --page-size 0", "--page-size"),
-        ("kernels --arch sm_90a", "got sm_90a; accepted: sm_100a"),
-        ("kernels --operation merge", "got merge; accepted: fmha, v4"),
-        ("kernels --kv-load tma", "got tma; accepted: rows, pages, cp_async"),
-        ("kernels --head-dim 5", "got 5; accepted: 64, 128, 256, 512"),
-    ],
-)
+WRONG_VALUES = [
+    ("compile -o x --arch sm_80", "got sm_80; accepted: sm_90a, sm_100a, sm_103a"),
+    ("compile -o x --head-dim 100", "got 100; accepted: 64, 128, 256, 512"),
+    ("compile -o x --dtype fp32", "got fp32; accepted: bf16, fp16"),
+    ("compile -o x --kind pages", "got pages; accepted: dense, varlen, paged, v4"),
+    ("compile -o x --kind v4 --head-dim 64", "--kind: got v4; accepted: with head dim 512 and bf16"),
+    ("compile -o x --page-size 0", "--page-size"),
+    ("kernels --arch sm_90a", "got sm_90a; accepted: sm_100a"),
+    ("kernels --operation merge", "got merge; accepted: fmha, v4"),
+    ("kernels --kv-load tma", "got tma; accepted: rows, pages, cp_async"),
+    ("kernels --head-dim 5", "got 5; accepted: 64, 128, 256, 512"),
+]
+
+
+@pytest.mark.parametrize("command, says", WRONG_VALUES)
 def test_values_that_an_option_does_not_have(command, says) -> None:
     result = run(*command.split())
     assert result.code == 2 and says in result.err and "Traceback" not in result.err
 
 
-@pytest.mark.parametrize(
-    "command, says",
-    [
-        ("verfy", "dsv4: No such command 'verfy'. Did you mean 'verify'?"),
-        ("verify --bakend cpu", "dsv4 verify: --bakend: there is no such option; did you mean --backend?"),
-        ("doctor --jsn", "dsv4 doctor: --jsn: there is no such option; did you mean --json?"),
-        ("hub --y", "dsv4 hub: --y: there is no such option"),
-        ("support --write no/file.md", "dsv4 support: no/file.md: No such file or directory"),
-        ("verify --json", "dsv4: Option '--json' requires an argument."),
-        ("verify --jobs 0", "dsv4 verify: Invalid value for '--jobs'"),
-        ("bench --suite nope", "dsv4 bench: --suite: got nope; accepted: dense"),
-        ("completion csh", "dsv4 completion: shell: got csh; accepted: bash, zsh, fish"),
-    ],
-)
+WRONG_USAGE = [
+    ("verfy", "dsv4: No such command 'verfy'. Did you mean 'verify'?"),
+    ("verify --bakend cpu", "dsv4 verify: --bakend: there is no such option; did you mean --backend?"),
+    ("doctor --jsn", "dsv4 doctor: --jsn: there is no such option; did you mean --json?"),
+    ("hub --y", "dsv4 hub: --y: there is no such option"),
+    ("support --write no/file.md", "dsv4 support: no/file.md: No such file or directory"),
+    ("verify --json", "dsv4: Option '--json' requires an argument."),
+    ("verify --jobs 0", "dsv4 verify: Invalid value for '--jobs'"),
+    ("bench --suite nope", "dsv4 bench: --suite: got nope; accepted: dense"),
+    ("completion csh", "dsv4 completion: shell: got csh; accepted: bash, zsh, fish"),
+]
+
+
+@pytest.mark.parametrize("command, says", WRONG_USAGE)
 def test_wrong_usage_is_one_line_and_status_2(command, says) -> None:
     result = run(*command.split())
     assert result.code == 2 and result.err.startswith(says) and result.err.count("\n") == 1 and not result.out
@@ -324,21 +326,51 @@ def test_completion_of_bash(words, says, tmp_path) -> None:
     assert subprocess.run(["bash", "-c", asks], capture_output=True, text=True).stdout == f"{says}\n"
 
 
-def test_the_command_answers_before_torch_is_imported(monkeypatch, capsys) -> None:
-    """In a terminal it says what it waits for; --version does not wait."""
-    monkeypatch.setattr(dsv4_command, "version", lambda name: "1.2.3")
-    monkeypatch.setattr(sys, "argv", ["dsv4", "--version"])
-    dsv4_command.main()
-    assert capsys.readouterr().out == "1.2.3\n"
-    monkeypatch.setattr(sys, "argv", ["dsv4", "demo"])
+# What only the work of a command finds wrong
+WORK = ("compile -o x --kind v4 --head-dim 64", "support --write no/file.md")
+WITHOUT_TORCH = """
+import json
+import sys
+import dsv4_command
+
+for command in json.loads(sys.argv[1]):
+    sys.argv[1:] = command
+    try:
+        dsv4_command.main()
+    except SystemExit as end:
+        found = sorted({"torch", "triton", "dsv4"} & set(sys.modules))
+        print("status", end.code or 0, found, file=sys.stderr, flush=True)
+"""
+
+
+def test_help_and_wrong_usage_do_not_wait_for_torch():
+    names = [x.name or x.callback.__name__ for x in app.registered_commands]
+    asks = [["--version"], ["--help"], ["completion", "zsh"], *([name, "--help"] for name in names)]
+    wrong = [command.split() for command, _ in (*WRONG_VALUES, *WRONG_USAGE) if command not in WORK]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    run = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(asks + wrong)]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment)
+    found = [line for line in done.stderr.splitlines() if line.startswith("status")]
+    assert found == ["status 0 []"] * len(asks) + ["status 2 []"] * len(wrong), done.stderr
+
+
+def test_in_a_terminal_the_command_shows_what_it_waits_for(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(cli, "main", lambda: print("runs", file=sys.stderr))
-    dsv4_command.main()
-    assert capsys.readouterr().err == "loading torch ...\r\x1b[Kruns\n"
-    program = (
-        "import sys, dsv4_command; sys.argv[1:] = ['--version']; dsv4_command.main(); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
+    dsv4_command.imported("dsv4.commands.demo")
+    assert capsys.readouterr().err == ""  # torch is there already
+    monkeypatch.delitem(sys.modules, "torch")
+    dsv4_command.imported("dsv4.commands.demo")
+    assert capsys.readouterr().err == "loading torch ...\r\x1b[K"
+
+
+def test_the_command_knows_what_its_work_accepts():
+    assert dsv4_command.ARCHS == suites.ARCHS == tuple(entry.name for entry in dispatch.ARCHITECTURES.values())
+    assert dsv4_command.BACKENDS == checks.BACKENDS and dsv4_command.HEAD_DIMS == checks.HEAD_DIMS
+    assert dsv4_command.DTYPES == tuple(variants.DTYPES) and dsv4_command.KINDS == variants.KINDS
+    assert dsv4_command.VERIFY_SUITES == (*suites.SUITES, "all")
+    assert (dsv4_command.OPERATIONS, dsv4_command.KV_LOADS) == (kernels.OPERATIONS, kernels.KV_LOADS)
+    for suite in dsv4_command.BENCH_SUITES:
+        assert bench.cases(suite)
 
 
 def test_version() -> None:
@@ -366,12 +398,12 @@ class Missing:
             raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
 sys.meta_path.insert(0, Missing())
-from dsv4 import cli
+import dsv4_command
 
 for command in json.loads(sys.argv[1]):
     sys.argv[1:] = command
     try:
-        cli.main()
+        dsv4_command.main()
     except SystemExit as end:
         print("status", end.code or 0, flush=True)
 """

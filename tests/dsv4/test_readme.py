@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dsv4.cli import app
 from dsv4.commands import support
 from dsv4.runtime import dispatch
+from dsv4_command import app
 from softsm.cli import app as softsm_app
 
 ROOT = Path(__file__).parents[2]

@@ -1,1 +1,1 @@
-"""One module per subcommand of `dsv4`; `dsv4.cli` lists them."""
+"""One module per subcommand of `dsv4`; dsv4_command has their options."""

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -34,8 +34,7 @@ class Section:
     cases: list[Case]
 
 
-def demo(seed: Annotated[int | None, typer.Option(help="repeat a run; without it inputs are fresh")] = None) -> None:
-    """Run each kind of DeepSeek-V4 layer and of FMHA on the best backend here; compare it with the fp64 oracle."""
+def demo(seed: int | None) -> None:
     seed = secrets.randbits(31) if seed is None else seed
     out = show.console()
     out.print(f"[bold]dsv4[/] on {machine()}, seed {seed}")

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
 import typer
@@ -54,13 +54,7 @@ class Finding:
     why: str = ""
 
 
-def doctor(
-    run: Annotated[bool, typer.Option("--run", help="also run small cases in softsm (compiles kernels)")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
-) -> None:
-    """Show what this machine can run, and why it cannot run the rest: versions, GPUs, backends, plug-ins, environment.
-
-    Exit status 1 if something that should work does not."""
+def doctor(run: bool, as_json: bool) -> None:
     groups = {
         "Software": list(software()),
         "Device": list(device()),

@@ -13,12 +13,10 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
-from . import show
+from dsv4_command import usage
 
 PACKAGE = Path(__file__).parents[1]
 # What is copied, with all that these import; the kernels and CPU paths are imported by name when they are needed.
@@ -37,10 +35,9 @@ __all__ += [
 """
 
 
-def hub(out: Annotated[Path, typer.Option(help="directory for build/torch-universal; must be empty or new")]) -> None:
-    """Write dsv4's attention as a kernel for the Hugging Face hub."""
+def hub(out: Path) -> None:
     if out.exists() and any(out.iterdir()):
-        show.refuse(f"--out: got {out}, which is not empty; accepted: a new or an empty folder")
+        usage.refuse(f"--out: got {out}, which is not empty; accepted: a new or an empty folder")
     name, folder, modules = write(out)
     Console().print(f"{len(modules)} modules as {name} in {folder}")
 

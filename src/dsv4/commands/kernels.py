@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 
 from dsv4.fmha import problem
 from dsv4.runtime import calls, checks, dispatch
@@ -18,6 +16,7 @@ from . import show
 from .variants import v4_small
 
 DIMS = checks.HEAD_DIMS
+OPERATIONS = ("fmha", "v4")
 KV_LOADS = ("rows", "pages", "cp_async")  # how keys are read: see dsv4/fmha/kernels/loads.py
 PATHS = [(64, True), (128, True), (256, True), (256, False), (512, False)]  # head dim, P through tensor memory
 COLUMNS = (
@@ -94,17 +93,9 @@ V4_VARIANTS = (
 
 
 def kernels(
-    arch: Annotated[str, typer.Option(help="sm_100a")] = "sm_100a",
-    head_dim: Annotated[list[int] | None, typer.Option(help="64, 128, 256, 512; default all")] = None,
-    kv_load: Annotated[list[str] | None, typer.Option(help="rows, pages, cp_async; default all")] = None,
-    operation: Annotated[list[str] | None, typer.Option(help="fmha, v4; default both")] = None,
-    write: Annotated[Path | None, typer.Option(help="write the page to this file")] = None,
+    arch: str, head_dim: list[int] | None, kv_load: list[str] | None, operation: list[str] | None, write: Path | None
 ) -> None:
-    """Show registers, memory and spills of every variant, and the instruction budget of its main loop."""
-    show.chosen("--arch", [arch], ["sm_100a"])
-    operations = show.chosen("--operation", operation, ("fmha", "v4"))
-    ways, dims = show.chosen("--kv-load", kv_load, KV_LOADS), show.chosen("--head-dim", head_dim, DIMS)
-    show.file_to_write("--write", write)
+    operations, ways, dims = operation or OPERATIONS, kv_load or KV_LOADS, head_dim or DIMS
     console = show.console()
     rows, v4_rows = [], []
     for d, p_tmem in PATHS if "fmha" in operations else ():

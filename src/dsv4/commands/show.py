@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -17,49 +13,11 @@ from dsv4.suites import Case, Result, Where, run_cases, run_parallel
 
 # Piped output has no width of its own: give tables room instead of cutting names at 80 columns.
 WIDE = 120
-T = TypeVar("T")
-
-
-if TYPE_CHECKING:
-    from click import UsageError
-else:
-    UsageError = typer.BadParameter.__base__  # of click, or of the copy of click in newer typers
-
-
-def refuse(why: str) -> NoReturn:
-    """Exit because of wrong usage, or with nothing to work on: one line on stderr, exit status 2 (see
-    dsv4.cli.Commands)."""
-    raise UsageError(why)
-
-
-def told(problem: UsageError) -> str:
-    """Return the line of an error; of an unknown option in the style of all others."""
-    near = getattr(problem, "possibilities", None)
-    name = getattr(problem, "option_name", None)
-    if near is None or name is None:
-        return problem.format_message()
-    closest = difflib.get_close_matches(name, near, 1, 0.0)
-    return f"{name}: there is no such option" + (f"; did you mean {closest[0]}?" if closest else "")
 
 
 def console(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else WIDE, highlight=False)
-
-
-def chosen(option: str, values: Sequence[T] | None, accepted: Iterable[T]) -> list[T]:
-    """Return the values of an option that may be given several times; all that are accepted if it is not given."""
-    known = list(accepted)
-    for value in values or ():
-        if value not in known:
-            refuse(f"{option}: got {value}; accepted: {', '.join(map(str, known))}")
-    return list(values or known)
-
-
-def file_to_write(option: str, path: Path | None) -> None:
-    """Reject a place where nothing can be written now, not after the work."""
-    if path is not None and not path.absolute().parent.is_dir():
-        refuse(f"{option}: got {path}; accepted: a file in a folder that exists")
 
 
 def progress() -> Progress:

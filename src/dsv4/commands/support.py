@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from dsv4.caches.kv import Fp8Cache
 from dsv4.fmha import problem
@@ -24,8 +23,7 @@ from dsv4.fmha.backward import FmhaBackward
 from dsv4.runtime import checks
 from dsv4.v4 import problem as v4_problem
 from dsv4.v4.backward import V4Backward
-
-from . import show
+from dsv4_command import usage
 
 BEGIN = "<!-- support matrix: made by `dsv4 support --write README.md` -->"
 END = "<!-- end of support matrix -->"
@@ -202,16 +200,13 @@ def replaced(text: str) -> str:
     return f"{head}{BEGIN}\n\n{matrix()}\n\n{END}{rest.split(END)[1]}"
 
 
-def support(
-    write: Annotated[Path | None, typer.Option(help="put the table between the marks in this file")] = None,
-) -> None:
-    """Print which backend runs what, as a Markdown table generated from the code."""
+def support(write: Path | None) -> None:
     if write is None:
         print(matrix())
         return
     try:
         text = replaced(write.read_text())
     except ValueError as why:
-        show.refuse(f"{write}: {why}")
+        usage.refuse(f"{write}: {why}")
     write.write_text(text)
     print(f"wrote the support matrix into {write}")

@@ -7,7 +7,7 @@ import math
 import secrets
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
 import typer
@@ -19,44 +19,31 @@ import dsv4
 from dsv4 import suites
 from dsv4.runtime.checks import Backend
 from dsv4.suites import Result, Where
+from dsv4_command import usage
 
 from . import show
 
 
 def verify(
-    suite: Annotated[str, typer.Option(help="seeds, fmha, v4, backward or all")] = "all",
-    backend: Annotated[str, typer.Option(help="auto, cuda, softsm or cpu")] = "auto",
-    arch: Annotated[
-        str | None, typer.Option(help="sm_90a, sm_100a or sm_103a: the GPU's own, or the one softsm emulates")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="write every measurement to this file; - is stdout")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="repeat a run; without it inputs are fresh")] = None,
-    match: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
-    head_dim: Annotated[int | None, typer.Option(help="only cases of this head dim")] = None,
-    check: Annotated[
-        bool, typer.Option(help="softsm: look for races; asynchronous operations complete as late as possible")
-    ] = True,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="processes; for softsm one per core")] = 1,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="one line per case")] = False,
+    suite: str,
+    backend: str,
+    arch: str | None,
+    json_file: Path | None,
+    seed: int | None,
+    match: str,
+    head_dim: int | None,
+    check: bool,
+    jobs: int,
+    verbose: bool,
 ) -> None:
-    """Compare the operations with the fp64 oracle.
-
-    Exit status: 0 if every case passed, 1 if one failed, 2 if none could run.
-
-    Outputs are full of NaN before each call. Inputs are drawn anew in each run; the seed that repeats them is printed.
-    """
     try:
         cases = suites.select(suite, match, head_dim)
         where = Where(cast(Backend, backend), arch, checked=check).resolve()
     except (ValueError, suites.Unavailable) as problem:
-        show.refuse(str(problem))
+        usage.refuse(str(problem))
     if not cases:
-        show.refuse(f"no case of suite {suite} matches {match!r}" + (f" at head dim {head_dim}" if head_dim else ""))
+        usage.refuse(f"no case of suite {suite} matches {match!r}" + (f" at head dim {head_dim}" if head_dim else ""))
     to_stdout = json_file == Path("-")
-    if not to_stdout:
-        show.file_to_write("--json", json_file)
     seed = secrets.randbits(31) if seed is None else seed
     out = show.console(stderr=to_stdout)
     checked = ", races checked" if where.backend == "softsm" and where.checked else ""

@@ -1,5 +1,5 @@
 """`dsv4 completion bash|zsh|fish` prints a script that completes subcommands and options. The words are in the
-script: asking the program itself, as typer's own completion does, would import torch at every key."""
+script: asking the program itself, as typer's own completion does, starts a Python at every key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import show
+from dsv4_command.usage import one_of
 
 SHELLS = ("bash", "zsh", "fish")
 BASH = """\
@@ -24,9 +24,10 @@ complete -o default -F _dsv4 dsv4
 """
 
 
-def completion(shell: Annotated[str, typer.Argument(help="bash, zsh or fish")], context: typer.Context) -> None:
+def completion(
+    shell: Annotated[str, typer.Argument(help="bash, zsh or fish", callback=one_of(SHELLS))], context: typer.Context
+) -> None:
     """Print a script that completes commands and options: source <(dsv4 completion bash)."""
-    show.chosen("shell", [shell], SHELLS)
     root = context.find_root().command
     words = {name: options(command) for name, command in root.commands.items()}  # type: ignore[attr-defined]
     print(fish(words) if shell == "fish" else bash(words, zsh=shell == "zsh"), end="")
