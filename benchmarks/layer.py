@@ -1,6 +1,7 @@
 """Where the time of a DeepSeek-V4-Flash layer goes: decode on one GPU, layers of real size with random weights.
 
     PYTHONPATH=examples python benchmarks/layer.py [--requests 1,8,32,128] [--context 4096] [--layers 0] [--json file]
+    PYTHONPATH=examples python benchmarks/layer.py --from benchmarks/results/layer-h200.json
 
 A layer is all of it: residual streams (mHC), norms, projections, compressor, indexer, attention over FP8 rows, router,
 256 FP4 experts and the shared one. Linear maps are bf16 by cuBLAS, in the checkpoint FP8. As many layers as fit into
@@ -9,16 +10,19 @@ all of them is one CUDA graph: its time by the number of layers is what a layer 
 kind alone, a graph with an empty L2 before it. Parts overlap in the step, and alone they have the launch of a graph in
 their times, so their sum is more than the layer.
 
-Where they can be imported (dsv4.bench.peers), peers take turns with these parts, on rows and keys at random: FlashMLA
-attends, without the inverse rotation of its output, DeepGEMM and torch.topk choose rows by FP8 keys, Humming computes
-the routed experts with scales per 128, its slots sorted beforehand.
+Where they can be imported (dsv4.bench.peers), peers then take turns with the same parts, on rows and keys at random:
+FlashMLA attends, without the inverse rotation of its output, DeepGEMM and torch.topk choose rows by FP8 keys, Humming
+computes the routed experts with scales per 128, its slots sorted beforehand. A peer that fails leaves its reason. The
+file is written again after every batch; --from prints the tables of one, --markdown the one of the documents.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
@@ -36,7 +40,7 @@ from deepseek_v4.paged_model import PagedModel
 from deepseek_v4.step import CSA, HCA, Step, projections
 from dsv4 import elementwise, suites
 from dsv4.bench import peers
-from dsv4.bench.timing import captured, time_turns
+from dsv4.bench.timing import captured, in_one_line, time_turns
 from dsv4.bench.v4 import pages_of
 from dsv4.caches.index_keys import IndexCache, quantize_queries
 from dsv4.reference import rope_table
@@ -129,7 +133,7 @@ class Layer:
         h, width = s.streams, s.streams * s.hidden
         self.mixers = [
             SimpleNamespace(
-                fn=weight((2 + h) * h, width, device=device),
+                fn=weight((2 + h) * h, width, device=device).float(),  # as in the checkpoint
                 base=torch.zeros((2 + h) * h, device=device),
                 scale=torch.ones(3, device=device),
                 hc_sinkhorn_iters=20,
@@ -279,7 +283,7 @@ def layers_that_fit(s: Sizes, most: int, device: torch.device) -> list[Layer]:
     kinds = [SWA, CSA, HCA]
     first = random_experts(s, device)
     layers = [Layer(s, kinds[0], 0, first, device)]
-    room = torch.cuda.mem_get_info()[0] - (16 << 30) if device.type == "cuda" else 0
+    room = torch.cuda.mem_get_info()[0] - (28 << 30) if device.type == "cuda" else 0  # pools, and what peers unpack
     each = first.nbytes + (500 << 20)
     count = min(most or sum(KINDS.values()), 1 + max(room // each, 2))
     for n in range(1, count):
@@ -288,70 +292,125 @@ def layers_that_fit(s: Sizes, most: int, device: torch.device) -> list[Layer]:
     return layers
 
 
-@torch.no_grad()
-def measured(s: Sizes, layers: list[Layer], requests: int, context: int, device: torch.device, repeats: int) -> dict:
-    step = served(s, layers, requests, context, device, "auto")
-    at = {"streams": torch.randn(requests, s.streams, s.hidden, device=device).bfloat16()}
-    chains = [list(layer.parts(step, at)) for layer in layers]
+class Batch:
+    """So many requests before a token each: a step through all layers, which has filled what the parts read."""
 
-    def whole() -> None:
-        at["streams"] = start
-        for chain in chains:
+    def __init__(
+        self, s: Sizes, layers: list[Layer], requests: int, context: int, device: torch.device, backend: str = "auto"
+    ) -> None:
+        self.sizes, self.layers, self.requests, self.context, self.device = s, layers, requests, context, device
+        self.start = torch.randn(requests, s.streams, s.hidden, device=device).bfloat16()
+        self.at: dict[str, Any] = {}
+        step = served(s, layers, requests, context, device, backend)
+        self.chains = [list(layer.parts(step, self.at)) for layer in layers]
+        self.alive: list = []  # a graph reads and writes what it was captured with
+        with step.parts.running():
+            self.whole()
+
+    def whole(self) -> None:
+        self.at["streams"] = self.start
+        for chain in self.chains:
             for _, part in chain:
                 part()
 
-    start = at["streams"]
-    whole()
-    if device.type != "cuda":
-        return {"finite": bool(at["streams"].isfinite().all())}
-    runs = {"step": captured(whole).replay}
-    alive: list = [dict(at)]  # a graph reads and writes what it was captured with
-    for kind in KINDS:
-        n = next(n for n, layer in enumerate(layers) if layer.kind == kind)
-        at["streams"] = start
-        for name, part in chains[n]:
-            part()
-            runs[f"{kind}|{name}"] = captured(repeatable(part, at, alive)).replay
-        for name, call in peers_of(s, kind, context, at, layers[n].experts):
-            runs[f"{kind} beside|{name}"] = captured(call).replay
-            alive.append(call)  # and with it what its graph reads
-    times = {name: x.microseconds for name, x in time_turns(runs, repeats).items()}
-    return {"layer": times.pop("step") / len(layers), "parts": times, "layers": len(layers)}
+    def kinds(self) -> Iterator[tuple[str, dict[str, Callable[[], None]]]]:
+        """(kind, its parts, each of which may be repeated), in the order of the layer; then ``at`` has its values."""
+        for kind in KINDS:
+            chain = self.chains[next(n for n, layer in enumerate(self.layers) if layer.kind == kind)]
+            self.at["streams"], parts = self.start, {}
+            for name, part in chain:
+                part()
+                parts[name] = repeatable(part, self.at, self.alive)
+            yield kind, parts
 
+    def parts(self, repeats: int) -> dict[str, Any]:
+        runs = {"step": captured(self.whole).replay}
+        self.alive.append(dict(self.at))
+        finite = bool(self.at["streams"].isfinite().all())
+        for kind, parts in self.kinds():
+            runs |= {f"{kind}|{name}": captured(part).replay for name, part in parts.items()}
+        times = {name: x.microseconds for name, x in time_turns(runs, repeats).items()}
+        count = len(self.layers)
+        return {"layer": times.pop("step") / count, "layers": count, "finite": finite, "parts": times}
 
-def peers_of(s: Sizes, kind: str, context: int, at: dict[str, Any], experts: Any) -> Iterator[tuple[str, Callable]]:
-    """(what a peer does, the call), for the parts of a layer that a peer has."""
-    n, device = len(at["x"]), at["x"].device
-    compressed = {SWA: 0, CSA: min(s.topk, context // RATIOS[CSA]), HCA: context // RATIOS[HCA]}[kind]
-    if flash := peers.FlashMLA():
+    def beside(self, repeats: int, humming: Callable[[], Any]) -> dict[str, Any]:
+        """Parts that peers have, theirs and ours by turns."""
+        runs, refused = {}, {}
+        for kind, parts in self.kinds():
+            for name, make in self.contenders(kind, parts, humming):
+                try:
+                    call = make()
+                    runs[name] = captured(call).replay
+                    self.alive.append(call)
+                except Exception as why:  # noqa: BLE001 (whatever a peer raises; its absence is an ImportError)
+                    refused[name] = in_one_line(why)
+        times = {name: x.microseconds for name, x in time_turns(runs, repeats).items()}
+        return {"beside": times, "refused": refused}
+
+    def contenders(
+        self, kind: str, parts: dict[str, Callable], humming: Callable[[], Any]
+    ) -> Iterator[tuple[str, Callable[[], Callable]]]:
+        """(kind|part|who, what makes the call)"""
+        yield f"{kind}|attention|dsv4", lambda: parts["attention"]
+        yield f"{kind}|attention|FlashMLA", lambda: self.flash_mla(kind)
+        if kind == CSA:
+            for name, make in self.indexers():
+                yield f"{kind}|indexer|{name}", make
+            x, ids, weights = self.at["x"], self.at["ids"], self.at["weights"]
+            experts = next(layer.experts for layer in self.layers if layer.kind == kind)
+            yield "all|routed experts|dsv4", lambda: lambda: dsv4.moe(x, experts, ids, weights)
+            yield "all|routed experts|Humming", lambda: humming().call(x, ids, weights, "indexed")
+
+    def flash_mla(self, kind: str) -> Callable[[], Tensor]:
+        s, n, device, flash = self.sizes, self.requests, self.device, peers.FlashMLA()
+        if not flash:
+            raise ImportError("not installed")
+        compressed = {SWA: 0, CSA: min(s.topk, self.context // RATIOS[CSA]), HCA: self.context // RATIOS[HCA]}[kind]
         caches = [pages_of(dsv4.Fp8Cache.pack(torch.randn(n * 1024, s.dim, device=device).bfloat16())) for _ in "wc"]
         lists = [
             torch.randint(0, n * 1024, (n, -(-rows // 64) * 64), dtype=torch.int32, device=device)
             for rows in (s.window, compressed)
         ]
-        if compressed:
-            lists[1][:, compressed:] = -1
+        lists[1][:, compressed:] = -1
         others = (caches[1], lists[1]) if compressed else (None, None)
         sink = torch.zeros(s.heads, device=device)
-        yield "attention, FlashMLA", flash.decode(at["turned"].contiguous(), caches[0], lists[0], *others, sink)
-    gemm = peers.DeepGEMM()
-    if gemm and kind == CSA:
-        pages = -(-context // RATIOS[CSA] // 64)
-        keys = IndexCache.pack(torch.randn(n * pages * 64, s.index_dim, device=device).bfloat16())
-        q, weights = quantize_queries(
-            torch.randn(n, s.index_heads, s.index_dim, device=device), at["others"][4].float()
-        )
-        lengths = torch.full((n, 1), pages * 64, dtype=torch.int32, device=device)
+        return flash.decode(self.at["turned"].contiguous(), caches[0], lists[0], *others, sink)
+
+    def indexers(self) -> Iterator[tuple[str, Callable[[], Callable]]]:
+        """Calls that choose rows by the same FP8 keys, and the part of the layer, whose keys are bf16."""
+        s, n, device = self.sizes, self.requests, self.device
+        pages = -(-self.context // RATIOS[CSA] // 64)
+        keys = IndexCache.pack(torch.randn(n * pages * 64, s.index_dim, device=device).bfloat16(), rows_per_page=64)
+        q = torch.randn(n, s.index_heads, s.index_dim, device=device).bfloat16()
+        codes, weights = quantize_queries(q, self.at["others"][4].float())
+        lengths = torch.full((n,), pages * 64, dtype=torch.int32, device=device)
         table = torch.randperm(n * pages, device=device).int().view(n, pages)
-        scores = gemm.paged(q.unsqueeze(1), keys.page_view(), weights, lengths, table)
-        yield "indexer, DeepGEMM and torch.topk", lambda: torch.topk(scores(), s.topk, -1).indices
-    x, ids, weights = at["x"], at["ids"], at["weights"]
-    if peers.module("Humming") is not None:
+
+        def ours() -> Callable[[], Tensor]:
+            given = dict(lengths=lengths, block_table=table)
+            return lambda: dsv4.index_topk(codes, keys, weights, s.topk, **given)
+
+        def theirs() -> Callable[[], Tensor]:
+            gemm = peers.DeepGEMM()
+            if not gemm:
+                raise ImportError("not installed")
+            scores = gemm.paged(codes.unsqueeze(1), keys.page_view(), weights, lengths[:, None].contiguous(), table)
+            return lambda: torch.topk(scores(), s.topk, -1).indices
+
+        yield "dsv4", ours
+        yield "DeepGEMM and torch.topk", theirs
+
+
+def humming_of(experts: dsv4.Fp4Experts) -> Callable[[], Any]:
+    """Return a function that gives the peer's layer of these experts, made once."""
+
+    @cache
+    def made() -> Any:
         from dsv4.bench.humming import Humming
 
-        call = Humming(experts.unpack(), 128).call(x, ids, weights, "indexed")
-        yield "routed experts, Humming", call
-    yield "routed experts, dsv4", lambda: dsv4.moe(x, experts, ids, weights)
+        return Humming(experts.unpack(), 128)
+
+    return made
 
 
 def repeatable(part: Callable[[], Any], at: dict[str, Any], alive: list) -> Callable[[], None]:
@@ -370,33 +429,100 @@ def repeatable(part: Callable[[], Any], at: dict[str, Any], alive: list) -> Call
     return call
 
 
+# The table of the documents: its rows, and the parts of a layer that each adds up.
+ROWS = {
+    "streams and norms": ("streams and norm", "streams back", "streams and norm, 2nd", "streams back, 2nd"),
+    "projections before and after attention": ("projections", "output projection"),
+    "rotation, window row, compressor": ("rotation, window row", "compressor"),
+    "indexer": ("indexer",),
+    "attention": ("attention",),
+    "router": ("router",),
+    "experts and the shared one": ("experts and shared expert",),
+}
+PEERS = {"attention": "FlashMLA", "indexer": "DeepGEMM and torch.topk", "routed experts": "Humming"}
+
+
+def mean(times: dict[str, float], part: str, by: str = "") -> float | None:
+    """Of a part, over the layers of the model; None where a kind that has this part was not timed with it."""
+    kinds = {kind for kind in KINDS if any(name.startswith(f"{kind}|{part}") for name in times)}
+    names = {kind: f"{kind}|{part}" + (f"|{by}" if by else "") for kind in kinds}
+    if not kinds or not all(name in times for name in names.values()):
+        return None
+    return sum(KINDS[kind] * times[name] for kind, name in names.items()) / sum(KINDS.values())
+
+
+def markdown(batches: dict[str, Any]) -> str:
+    """The mean layer of the model: its parts, those that peers have, and a layer of the step."""
+    lines = [["us, a layer of the model", *(f"{n}" for n in batches)], ["---"] * (1 + len(batches))]
+
+    def row(name: str, values: list[float | None]) -> None:
+        lines.append([name, *("-" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.1f}" for x in values)])
+
+    parts = [one["parts"] for one in batches.values()]
+    for name, members in ROWS.items():
+        row(name, [sum(mean(times, part) or 0 for part in members) for times in parts])
+    row("sum", [sum(mean(times, part) or 0 for members in ROWS.values() for part in members) for times in parts])
+    row("a layer in the graph of a step", [one["layer"] for one in batches.values()])
+    others = [one.get("beside", {}) for one in batches.values()]
+    for part, peer in PEERS.items():
+        for by in ("dsv4", peer):
+            where = "all|" if part == "routed experts" else ""
+            found = [times.get(f"{where}{part}|{by}") if where else mean(times, part, by) for times in others]
+            row(f"{part} alone, {by}", found)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def show(record: dict[str, Any]) -> None:
+    console, batches = Console(width=120), record["batches"]
+    for kind in KINDS:
+        table = Table("us", *(f"{n} requests" for n in batches), title=f"a layer {SHORT[kind]}")
+        names = [x for x in next(iter(batches.values()))["parts"] if x.startswith(f"{kind}|")]
+        for name in names:
+            table.add_row(name.split("|")[1], *(f"{one['parts'][name]:.1f}" for one in batches.values()))
+        table.add_row("sum", *(f"{sum(one['parts'][x] for x in names):.0f}" for one in batches.values()))
+        console.print(table)
+    table = Table("us", *(f"{n} requests" for n in batches), title="parts that peers have, by turns")
+    for name in dict.fromkeys(x for one in batches.values() for x in (*one.get("beside", {}), *one.get("refused", {}))):
+        cells = [one.get("beside", {}).get(name) for one in batches.values()]
+        table.add_row(name.replace("|", ", "), *("-" if x is None else f"{x:.1f}" for x in cells))
+    console.print(table)
+    for n, one in batches.items():
+        console.print(f"{n} requests: {one['layer']:.1f} us a layer, of a step through {one['layers']} layers")
+        for name, why in one.get("refused", {}).items():
+            console.print(f"{n} requests, {name.replace('|', ', ')}: {why}", style="yellow")
+
+
 def main(
     requests: Annotated[str, typer.Option(help="batches of one token each, separated by commas")] = "1,8,32,128",
     context: Annotated[int, typer.Option(help="tokens that every request has behind it")] = 4096,
     layers: Annotated[int, typer.Option(help="how many; 0: as many as fit, up to the model's 43")] = 0,
     repeats: int = 15,
     to: Annotated[Path | None, typer.Option("--json", help="write the times here")] = None,
+    source: Annotated[Path | None, typer.Option("--from", help="print the tables of this file")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="with --from: the table of the documents")] = False,
 ) -> None:
+    if source is not None:
+        record = json.loads(source.read_text())
+        print(markdown(record["batches"])) if as_markdown else show(record)
+        return
     if suites.gpu_arch() not in suites.ARCHS:
         raise SystemExit("benchmarks/layer.py needs a GPU that dsv4 has kernels for; dsv4 doctor says which")
     device, s = torch.device("cuda"), Sizes()
     torch.manual_seed(0)
     made = layers_that_fit(s, layers, device)
-    found = {n: measured(s, made, n, context, device, repeats) for n in map(int, requests.split(","))}
-    if to is not None:
-        to.write_text(json.dumps(found, indent=1) + "\n")
-    console = Console(width=120)
-    for kind in KINDS:
-        table = Table("us", *(f"{n} requests" for n in found), title=f"a layer {SHORT[kind]}, {context} tokens each")
-        for group in (kind, f"{kind} beside"):
-            names = [x for x in next(iter(found.values()))["parts"] if x.startswith(f"{group}|")]
-            for name in names:
-                table.add_row(name.split("|")[1], *(f"{found[n]['parts'][name]:.1f}" for n in found))
-            if group == kind:
-                table.add_row("sum", *(f"{sum(found[n]['parts'][x] for x in names):.0f}" for n in found))
-        console.print(table)
-    for n, one in found.items():
-        console.print(f"{n} requests: {one['layer']:.1f} us a layer, of a step through {one['layers']} layers")
+    record = {"device": torch.cuda.get_device_name(), "context": context, "versions": peers.here(), "batches": {}}
+    humming = humming_of(made[0].experts)
+    steps: list[Callable[[Batch], dict]] = [lambda b: b.parts(repeats), lambda b: b.beside(repeats, humming)]
+    for step in steps:  # first what needs no peer
+        for n in requests.split(","):
+            begin = time.perf_counter()
+            with torch.no_grad():
+                found = step(Batch(s, made, int(n), context, device))
+            record["batches"].setdefault(n, {}).update(found)
+            print(f"{n} requests: {time.perf_counter() - begin:.0f} s", flush=True)
+            if to is not None:
+                to.write_text(json.dumps(record, indent=1) + "\n")
+    show(record)
 
 
 if __name__ == "__main__":
