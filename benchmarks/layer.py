@@ -464,11 +464,15 @@ def markdown(batches: dict[str, Any]) -> str:
     row("sum", [sum(mean(times, part) or 0 for members in ROWS.values() for part in members) for times in parts])
     row("a layer in the graph of a step", [one["layer"] for one in batches.values()])
     others = [one.get("beside", {}) for one in batches.values()]
+    sums: dict[str, list] = {"dsv4": [], "peers": []}
     for part, peer in PEERS.items():
         for by in ("dsv4", peer):
             where = "all|" if part == "routed experts" else ""
             found = [times.get(f"{where}{part}|{by}") if where else mean(times, part, by) for times in others]
             row(f"{part} alone, {by}", found)
+            sums["dsv4" if by == "dsv4" else "peers"].append(found)
+    for by, rows in sums.items():
+        row(f"these three, {by}", [None if None in column else sum(column) for column in zip(*rows)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
