@@ -36,7 +36,7 @@ def cases(given) -> list:
     if given.seed:
         from timing_drawn import draw
 
-        every = [case for seed in given.seed for case in draw(seed)]
+        every = [case for seed in given.seed for case in draw(seed, families=given.families)]
     elif given.published:
         import timing_published
 
@@ -190,6 +190,7 @@ def main() -> int:
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, default=Path("timing.json"))
     parser.add_argument("--seed", type=int, nargs="+", metavar="N", help="cases drawn at random")
+    parser.add_argument("--families", type=int, metavar="N", help="with --seed: so many families, chosen by the seed")
     parser.add_argument("--tune", action="store_true", help="tiles of one matrix product (timing_tune.py)")
     parser.add_argument("--set", choices=SETS, help="kernels as users bring them (timing_user.py and so on)")
     parser.add_argument("--own", type=int, metavar="N", help="this library's kernels, shapes of seed N (timing_own.py)")
@@ -238,6 +239,7 @@ def main() -> int:
         one = {"--own": given.own, "--set": given.set}
         numbers = {"--seed": given.seed, **{option: [x] for option, x in one.items() if x}}
         drawn = next(([option, *map(str, n)] for option, n in numbers.items() if n), others)
+        drawn += ["--families", str(given.families)] if given.families else []
         command = [sys.executable, __file__, *drawn, "--only", given.only, "--compile"]
         command = [] if given.compiled else command
         measuring.measure(given.json, cases(given), command, given.repeats, given.limit)

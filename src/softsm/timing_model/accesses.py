@@ -144,11 +144,19 @@ class Looks:
         self.instructions = instructions
         self.notes = address_trace.Notes(np.where(instructions.there, LOOKS, 0))
 
-    def accesses(self, starts: list[int], ctas: list[int], traces: list) -> dict[int, Access]:
+    def accesses(
+        self, starts: list[int], ctas: list[int], traces: list, places: dict[int, tuple[int, int]] | None = None
+    ) -> dict[int, Access]:
         """Returns the accesses by PTX line. starts: addresses of the tensors; ctas: the CTA of each warp; traces: for
-        each CTA, the trace that gets its traffic."""
+        each CTA, the trace that gets its traffic; places: the block and the number of the machine instruction that a
+        PTX line became."""
         rows = self.notes.rows()
         known = self.instructions
+        if places and len(rows):
+            blocks, numbers = np.array([places.get(line, (-1, 0)) for line in known.lines.tolist()]).T
+            records = rows[:, address_trace.RECORD]
+            of = known.of[records]
+            rows = rows[in_machine_order(rows[:, address_trace.WARP], records, blocks[of], numbers[of])]
         if known.any_generic:  # local memory is private
             local = rows[:, address_trace.LANES :].max(1) >= pg.LOCAL_WINDOW
             rows = rows[~(known.generic[rows[:, address_trace.RECORD]] & local)]
@@ -265,6 +273,18 @@ class Looks:
             return [1.0] * len(known.lines)
         ran, seen = (np.bincount(known.of[known.there], (LOOKS - x).sum(0)) for x in (left, np.maximum(left, 0)))
         return (ran / np.maximum(seen, 1)).tolist()
+
+
+def in_machine_order(warps: np.ndarray, records: np.ndarray, blocks: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Returns the order in which the machine code executes rows that the emulator recorded: ptxas moves instructions
+    within a block, and of several that request a line the first one issued brings it. blocks, numbers: of the machine
+    instruction of each row."""
+    there = np.argsort(warps, kind="stable")  # the rows of each warp
+    again = np.ones(len(there), bool)  # a block begins, or begins again
+    again[1:] = (np.diff(records[there]) <= 0) | (np.diff(blocks[there]) != 0) | (np.diff(warps[there]) != 0)
+    order = np.empty(len(there), np.int64)
+    order[there] = there[np.lexsort((numbers[there], again.cumsum()))]
+    return order
 
 
 def repeated(addresses: np.ndarray, on: np.ndarray) -> np.ndarray:

@@ -7,7 +7,6 @@ numbers are in parameters.py, by the name of the pipe.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -223,26 +222,6 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
     return Costs(ints, values, accesses, products)
 
 
-def _first_asks(code: Code, ints: np.ndarray, values: np.ndarray, loads: list[int]) -> None:
-    """Moves the fetch to the first of the loads, of one line each. Of the loads of one line, the first in program
-    order was seen to fetch it; if ptxas has put another of them first, that one fetches the line and the others hit."""
-    r = machine
-    together: dict[tuple[int, int], list[int]] = {}
-    for i in sorted(loads):
-        together.setdefault((code.instructions[i].block, int(ints[i, r.TENSOR])), []).append(i)
-    for first, *others in together.values():
-        line = code.instructions[first].line
-        bring = (
-            i
-            for i in others
-            if values[i, r.EXTRA] > 0 and values[i, r.LATER] <= 0.5 and code.instructions[i].line < line
-        )
-        if values[first, r.EXTRA] == 0:
-            for i in itertools.islice(bring, 1):
-                for column in (r.UNITS, r.EXTRA):
-                    values[first, column], values[i, column] = values[i, column], values[first, column]
-
-
 def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list[float] | None = None,
              absent: list[float] | None = None, spilled: float = 0.0,
              executed: np.ndarray | None = None) -> Costs:  # fmt: skip
@@ -260,7 +239,6 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
         for i, line, _ in fixed.accesses:
             came[line] += int(executed[i])
     loads: dict[int, list[int]] = {}  # by PTX line
-    single: list[int] = []
     for i, line, width in fixed.accesses:
         found = access.get(line)
         if found is None or not found.looks:
@@ -272,8 +250,8 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
         # Machine instructions per PTX instruction: ptxas splits a wide one.
         pieces = max(1, round(found.bytes / found.looks / (32 * width)))
         each = found.looks * pieces
-        if came[line] and code.instructions[i].guarded:  # in some warps the predicate is false in every lane
-            each *= max(1.0, came[line] / (found.ran * pieces))
+        # In some warps the predicate is false in every lane, or they have left the program before.
+        each *= max(1.0, came[line] / (found.ran * pieces))
         if kind == r.SHARED:
             if found.space == "shared":
                 values[i, r.UNITS] = max(found.units / each, values[i, r.UNITS])
@@ -290,8 +268,6 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             values[i, r.UNITS] = 32 * fetched / max(often, 1e-9) * found.looks / each
             values[i, r.EXTRA] = often / found.looks
             values[i, r.LSU_CYCLES] = found.wavefronts / each
-            if found.lines == each:
-                single.append(i)
             if found.tensors:
                 tensor = ints[i, r.TENSOR] = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= absent[tensor] if absent and 0 <= tensor < len(absent) else 1.0
@@ -300,7 +276,6 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
             if kind == r.ATOMIC and found.tensors:
                 tensor = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= changing[tensor] if changing and 0 <= tensor < len(changing) else 1.0
-    _first_asks(code, ints, values, single)
     for i, ins in enumerate(code.instructions if code.spills else ()):
         if ins.opcode.startswith("LDL") and spilled:
             values[i, r.UNITS], values[i, r.EXTRA], ints[i, r.TENSOR] = 32 * lane_bytes(ins.opcode), spilled, -1

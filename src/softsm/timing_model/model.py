@@ -25,6 +25,7 @@ from softsm.timing_model.trace import LaunchTrace
 from softsm.timing_model.work import (
     ENGINES,
     beside,
+    crowd,
     executed,
     fetched_again,
     issue_cycles,
@@ -74,7 +75,7 @@ class Model:
         self.kinds = kinds_of(self.streams)
         # Utilisation of device memory and of L2: their latency grows with it.
         self.device_use = self.l2_use = 0.0
-        self.crowded = 1.0  # how much of the other multiprocessors' traffic delays a request
+        self.crowded = self.crowded_device = 1.0  # how much of the other multiprocessors' traffic delays a request
         again = (1 - self.l1_share()) * trace.total * self.typical / max(1, len(trace.clusters))
         found = self.l2_finds_again()
         twice = any(a.space == "load" and 4 * a.distant > a.units for a in trace.access.values())
@@ -156,7 +157,8 @@ class Model:
             alone = 1 / g["sm.rate"]
             per = alone + max(0.0, clock * s.granules / self.l2_share(s, active) - alone) * self.crowded
             if s.device:
-                per = max(per, s.device * active * clock * self.device_cost(s) / g["hbm.rate"])
+                full = s.device * active * clock * self.device_cost(s) / g["hbm.rate"]
+                per = max(per, alone + max(0.0, full - alone) * self.crowded_device)
             # Multiprocessors that request a line together all wait for device memory if it is not in L2 yet.
             together = self.together(s, active)
             far = min(1.0, max(s.device * together, gone(s, self.sources, together, g["l2.held"])))
@@ -350,7 +352,9 @@ class Model:
         if clock is None:
             f = self._clock(result)
         if abs(f - first) > 0.005 or max(use, l2_use) > 0.1:
-            self.device_use, self.l2_use, self.crowded = use, l2_use, l2_use**CROWD
+            self.device_use, self.l2_use = use, l2_use
+            written = 1e-3 * self.drained_ns() / result.roofline["device memory"]
+            self.crowded, self.crowded_device = l2_use**CROWD, crowd(use, written)
             return self._at(f)
         return self._at(first) if self.waves else result
 

@@ -63,6 +63,15 @@ class Code:
             found.setdefault(ins.opcode, []).append(i)
         return found
 
+    @functools.cached_property
+    def loads(self) -> dict[int, tuple[int, int]]:
+        """PTX lines with loads of global memory -> block and number of the first machine instruction of each."""
+        found: dict[int, tuple[int, int]] = {}
+        for i, ins in enumerate(self.instructions):
+            if ins.opcode.startswith(("LDG.", "LD.")):
+                found.setdefault(ins.line, (ins.block, i))
+        return found
+
 
 def _wheel() -> tuple[Any, Any]:
     """Returns Triton and its compiler for NVIDIA GPUs."""

@@ -473,10 +473,12 @@ class Tracer(Observer):
             ) from failure
         if failure is not None or not self.total:
             return
+        source = sass.alone(self.kernel.module.source, self.kernel.name)
+        places = sass.code_of(source, machine.arch).loads
         self.traced(
             LaunchTrace(
                 self.kernel.name,
-                sass.alone(self.kernel.module.source, self.kernel.name),
+                source,
                 self.kernel.tmem_columns,
                 machine.arch,
                 machine.grid,
@@ -486,7 +488,7 @@ class Tracer(Observer):
                 machine.block[0] * machine.block[1] * machine.block[2],
                 self.blocks,
                 self.traces,
-                self.looks.accesses(machine.global_memory.starts, self.ctas, self.owners) | self.packed,
+                self.looks.accesses(machine.global_memory.starts, self.ctas, self.owners, places) | self.packed,
                 self.tensors,
                 self.samples,
                 self.total,

@@ -51,6 +51,14 @@ def beside(chain: float, memory: float, written: float) -> float:
     return most * (1 + 4 * written * (1 - written) * (min(chain, memory) / most) ** BESIDE) ** (1 / BESIDE)
 
 
+def crowd(use: float, written: float) -> float:
+    """Returns how much of the other multiprocessors' traffic delays a read of device memory. They do not stay in step,
+    so that a read meets others as often as device memory is busy. Writes are done later, and are always in the way.
+    written: their share of the traffic; with as many writes as reads nothing is gained."""
+    always = min(1.0, 2 * written)
+    return always + (1 - always) * use
+
+
 def mma_cycles(rows: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (cycles of the tensor core, of the shared-memory port) of tcgen05.mma in each participating CTA. Flags: 1
     a pair of CTAs, 2 A in tensor memory. replay.py uses the same formula."""

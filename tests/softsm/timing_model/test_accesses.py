@@ -68,6 +68,15 @@ def test_what_was_asked_for_long_ago_is_told_from_what_was_lately(monkeypatch) -
     assert [x.tolist() for x in every] == [[2] * 4, [2, 2, 0, 0], [0, 0, 2, 0], [1, 2, 1, 1]]
 
 
+def test_the_load_that_the_machine_code_has_first_brings_the_line() -> None:
+    """Two iterations of a block with three loads, which ptxas issues as 2, 3, 1, by two warps; then another block."""
+    warps = np.array([0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0])
+    records = np.array([7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 9, 12])
+    blocks, numbers = np.array([4] * 12 + [5]), np.array([42, 40, 41] * 4 + [39])
+    found = accesses.in_machine_order(warps, records, blocks, numbers)
+    assert found.tolist() == [1, 2, 0, 4, 5, 3, 7, 8, 6, 10, 11, 9, 12]
+
+
 def test_warps_of_a_cta_ask_in_step() -> None:
     """The emulator runs warp after warp. On a GPU the first loads of all warps come before their second ones."""
     addresses = 32 * np.array([[1, 1], [2, 2], [2, 2], [1, 1]])  # warp 0 asks for 1, then 2; warp 1 for 2, then 1

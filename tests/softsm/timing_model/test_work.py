@@ -8,7 +8,7 @@ import pytest
 import softsm
 from softsm.timing_model.lower import LONG_CODE
 from softsm.timing_model.parameters import GPUS
-from softsm.timing_model.work import beside, fetched_again, issue_cycles, mma_cycles, occupancy, spilled_bytes
+from softsm.timing_model.work import beside, crowd, fetched_again, issue_cycles, mma_cycles, occupancy, spilled_bytes
 
 pytest.importorskip("triton")  # its wheel holds ptxas and nvdisasm
 
@@ -114,3 +114,9 @@ def test_every_cta_has_a_kilobyte_of_shared_memory_beside_its_own(shared, wanted
     with softsm.timing("h200") as timer:
         softsm.load(KERNEL).launch(132, 128, [np.zeros(128, np.float32)], shared=shared)
     assert occupancy(timer.predictions[0].trace, SimpleNamespace(registers=32)) == wanted
+
+
+def test_reads_meet_others_as_often_as_memory_is_busy() -> None:
+    assert crowd(0.5, written=0.0) == 0.5
+    assert crowd(0.5, written=0.25) == 0.75
+    assert crowd(0.5, written=0.5) == crowd(0.5, written=0.7) == 1.0
