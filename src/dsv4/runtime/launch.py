@@ -28,6 +28,7 @@ class Ready:
 
     def __init__(self, program: Program, target: Target):
         self.device = program.device
+        self.on_gpu = target.backend == "cuda"
         self.watched: list[Any] = []  # the steps where there are hooks
         self.steps: list[Any] = []
         self.computes = any(isinstance(x, Compute) for x in program.steps)
@@ -59,9 +60,18 @@ class Ready:
             else:
                 memory.append(shared)
                 addresses.append(base + offset)
-        stream = driver.active.get_current_stream(self.device.index)
+        stream = current_stream(self.device, self.on_gpu)
         for step in steps:
             step.run(memory, addresses, stream)
+
+
+def current_stream(device: torch.device, on_gpu: bool) -> int:
+    """Return the stream of a launch. Triton's driver has the same number for a GPU, but the first use of that driver
+    runs a C compiler: that takes time in a new process, kernels from files do not need it, and many containers have
+    none."""
+    if on_gpu:
+        return torch._C._cuda_getCurrentRawStream(device.index)
+    return driver.active.get_current_stream(device.index)
 
 
 ALIGNMENT = 512  # alignment of torch's allocations on a GPU

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from triton import knobs
 import dsv4
 import softsm
 from dsv4 import reference
-from dsv4.runtime import calls, launch
+from dsv4.runtime import calls, dispatch, launch, program
 from dsv4.runtime.program import Changing, Launch
 
 
@@ -111,3 +112,16 @@ def test_no_tensor_of_a_single_launch_is_kept(prepared):
     del x, y
     gc.collect()
     assert [x() for x in kept] == [None, None]
+
+
+def test_compiled_kernels_run_without_the_driver_of_triton(monkeypatch):
+    """Its first use runs a C compiler, which many containers lack."""
+    seen = []
+    step = SimpleNamespace(run=lambda memory, addresses, stream: seen.append(stream), slots=lambda: ())
+    monkeypatch.setattr(launch, "ready_launch", lambda one, target: (step, step))
+    monkeypatch.setattr(launch, "driver", None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 40 + device, raising=False)
+    one = program.Program({}, torch.device("cuda", 2))
+    one.steps.append(Launch(scaled, (1,), [], {}))
+    launch.Ready(one, dispatch.Target("cuda", (9, 0), 132)).run([], [])
+    assert seen == [42]
