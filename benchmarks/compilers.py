@@ -2,6 +2,7 @@
 
     PYTHONPATH=OLD:src python benchmarks/compilers.py --compile kernels/3.6   # with each Triton; needs no GPU
     python benchmarks/compilers.py kernels/3.6 kernels/3.9 --json FILE        # on a GPU
+    python benchmarks/compilers.py kernels/3.6 --jit                          # beside what Triton compiles there
     python benchmarks/compilers.py --table FILE
 
 A folder holds what the calls below launch, compiled as in a process with that Triton (OLD is a folder that contains
@@ -185,6 +186,9 @@ def _write(work: tuple[Path, str]) -> Path:
 # -------------------------------------------------------------------------------------------------------- the GPU
 
 
+JIT = "jit"  # in the place of a folder: the kernels that Triton compiles here
+
+
 def measure(folders: list[Path], only: str, repeats: int) -> Iterator[tuple[str, dict]]:
     """Yield (case, label of the folder -> microseconds, quartiles, clock)."""
     from dsv4.bench import time_calls
@@ -213,7 +217,7 @@ def within(folder: Path, make: Callable[[Draw], Callable]) -> Callable[[], Any]:
     """Return the call with the kernels of one folder and no others."""
 
     def inside(work: Callable[[], Any]) -> Any:
-        dispatch.use_aot(folder, only=True)
+        dispatch.use_aot(None if folder.name == JIT else folder, only=folder.name != JIT)
         try:
             return work()
         finally:
@@ -250,6 +254,7 @@ def main() -> int:
     parser.add_argument("folders", nargs="*", type=Path, help="folders of kernels; their names are the labels")
     parser.add_argument("--compile", type=Path, metavar="DIR", help="compile with the Triton that is imported")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jit", action="store_true", help="also time the kernels that Triton compiles here")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json", type=Path, default=Path("compilers.json"))
@@ -261,6 +266,8 @@ def main() -> int:
     if given.table:
         print(table(given.table))
         return 0
+    settings.cubins = False  # without a folder, no wheel either
+    given.folders += [Path(JIT)] * given.jit
     record: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "folders": [x.name for x in given.folders], "cases": {},
