@@ -153,8 +153,7 @@ class Layer:
         indexer = a.compressor.indexer if self.kind == CSA else None
 
         def collapse(n: int) -> None:
-            at["mix"], at["x"] = parts.collapse(at["streams"], self.mixers[n])
-            at["x"] = parts.norm(at["x"], self.norms[n])
+            at["mix"], at["x"] = parts.collapse(at["streams"], self.mixers[n], self.norms[n])
 
         def project() -> None:
             at["low"], at["row"], *at["others"] = (one(at["x"]) for one in projections(a))

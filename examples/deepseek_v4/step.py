@@ -116,11 +116,11 @@ class Step:
         """DeepseekV4DecoderLayer.forward: streams [1, N, H, hidden] -> the same, with fewer and larger kernels."""
         streams, parts = hidden[0], self.parts
         assert isinstance(parts, Kernels)
-        weights, x = parts.collapse(streams, layer.attn_hc)
-        y = self.dsv4_attention(layer.self_attn, parts.norm(x, layer.input_layernorm)[None])
+        weights, x = parts.collapse(streams, layer.attn_hc, layer.input_layernorm)
+        y = self.dsv4_attention(layer.self_attn, x[None])
         streams = parts.spread(streams, y[0], weights)
-        weights, x = parts.collapse(streams, layer.ffn_hc)
-        y = layer.mlp(parts.norm(x, layer.post_attention_layernorm)[None], input_ids=input_ids)
+        weights, x = parts.collapse(streams, layer.ffn_hc, layer.post_attention_layernorm)
+        y = layer.mlp(x[None], input_ids=input_ids)
         return parts.spread(streams, y[0], weights)[None]
 
     def dsv4_attention(self, layer: Any, hidden: Tensor) -> Tensor:

@@ -100,12 +100,12 @@ class Kernels(Torch):
             rows.places if rows.kept is None else None,
         )
 
-    def collapse(self, streams: Tensor, by: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Streams [N, H, D] -> (weights for spread, [N, D]), by a DeepseekV4HyperConnection."""
-        mixed = torch.nn.functional.linear(streams.flatten(1).float(), by.fn.float())
+    def collapse(self, streams: Tensor, by: Any, norm: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Streams [N, H, D] -> (weights for spread, [N, D]), by a DeepseekV4HyperConnection and the norm behind it."""
         post, comb, x = self.streams.collapse(
-            streams.contiguous(), mixed, by.base, by.scale, by.hc_sinkhorn_iters, by.input_norm.eps, by.hc_eps
-        )
+            streams.contiguous(), by.fn, by.base, by.scale, by.hc_sinkhorn_iters, by.input_norm.eps, by.hc_eps,
+            norm.weight, norm.variance_epsilon,
+        )  # fmt: skip
         return (post, comb), x
 
     def spread(self, streams: Tensor, y: Tensor, weights: tuple[Tensor, Tensor]) -> Tensor:

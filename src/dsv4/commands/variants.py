@@ -401,10 +401,15 @@ def model_launches(sizes: Sizes) -> list[Launch]:
             one,
             **note,
         )
-    streams, mixed = bf16(1, h, sizes.hidden), torch.empty(1, (2 + h) * h)
-    for parameters in (torch.bfloat16, torch.float32):
-        base, scale = (torch.empty(n, dtype=parameters) for n in ((2 + h) * h, 3))
-        collapse(streams, mixed, base, scale, 2, 1e-6, 1e-6, **note)
+    for n in (1, 128, 512):  # the forms of project_streams
+        streams, weight = bf16(n, h, sizes.hidden), bf16(sizes.hidden)
+        for parameters in (torch.bfloat16, torch.float32):
+            outputs = (2 + h) * h
+            fn, base, scale = (
+                torch.empty(*s, dtype=parameters) for s in ((outputs, h * sizes.hidden), (outputs,), (3,))
+            )
+            collapse(streams, fn, base, scale, 2, 1e-6, 1e-6, weight, 1e-6, **note)
+    streams = streams[:1]
     spread(streams, bf16(1, sizes.hidden), torch.empty(1, h), torch.empty(1, h, h), **note)
     return found
 
