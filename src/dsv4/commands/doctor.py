@@ -157,8 +157,12 @@ def wheel() -> Finding:
         return Finding(name, found, None, f"not used: DSV4_AOT={settings.aot}")
     if not cubins.fits(root):
         return Finding(name, found, False, f"{root}: not used, its kernels are those of another dsv4; build it again")
-    held = (entry.name for entry in dispatch.ARCHITECTURES.values() if (root / entry.name).is_dir())
-    return Finding(name, found, True, f"used: compiled kernels for {', '.join(held)}")
+    held = {entry.name: list((root / entry.name).glob("*.json")) for entry in dispatch.ARCHITECTURES.values()}
+    for path in (path for paths in held.values() for path in paths):
+        if not path.with_suffix(".cubin").is_file():
+            return Finding(name, found, False, f"{path}: has no .cubin next to it; install the wheel again")
+    counts = (f"{len(paths)} for {arch}" for arch, paths in held.items() if paths)
+    return Finding(name, found, True, f"used: compiled kernels, {', '.join(counts)}")
 
 
 def slower() -> str:

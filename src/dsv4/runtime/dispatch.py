@@ -197,10 +197,12 @@ def too_old(capability: tuple[int, int]) -> str | None:
     version = triton_version()
     if version is not None and version >= oldest:
         return None
-    found = "none is installed" if version is None else f"found {version[0]}.{version[1]}"
+    needed = f"dsv4 kernels for {arch} need triton >= {oldest[0]}.{oldest[1]}"
+    if version is None:
+        return f"{needed}, and Triton is not installed: pip install triton (Linux only); backend='cpu' works without it"
     return (
-        f"dsv4 kernels for {arch} need triton >= {oldest[0]}.{oldest[1]}; {found}. Older ones launch what "
-        f"`dsv4 compile --arch {arch}` has written (DSV4_AOT), or the wheel dsv4-cubins"
+        f"{needed}; found {version[0]}.{version[1]}. Older ones launch what `dsv4 compile --arch {arch}` has written "
+        "(DSV4_AOT), or the wheel dsv4-cubins"
     )
 
 

@@ -37,6 +37,7 @@ def wheel(tmp_path, monkeypatch):
     (package / "__init__.py").touch()
     (package / cubins.SOURCES).write_text(aot.source_hash() + "\n")
     (package / "sm_90a" / "backward_keys-0.json").write_text(json.dumps({"triton": "3.6.0"}))
+    (package / "sm_90a" / "backward_keys-0.cubin").touch()
     monkeypatch.syspath_prepend(tmp_path)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -86,7 +87,7 @@ def test_a_wheel_without_a_record_of_its_sources_is_not_used(wheel):
 
 def test_doctor_says_whether_it_is_used(wheel, monkeypatch, tmp_path):
     finding = doctor.wheel()
-    assert finding.ok and finding.why == "used: compiled kernels for sm_90a"
+    assert finding.ok and finding.why == "used: compiled kernels, 1 for sm_90a"
     monkeypatch.setattr(settings, "aot", tmp_path)
     assert doctor.wheel().ok is None and "DSV4_AOT" in doctor.wheel().why
     monkeypatch.setattr(settings, "cubins", False)
@@ -95,6 +96,12 @@ def test_doctor_says_whether_it_is_used(wheel, monkeypatch, tmp_path):
     monkeypatch.setattr(cubins, "installed", lambda: wheel)
     (wheel / cubins.SOURCES).write_text("0" * 64)
     assert doctor.wheel().ok is False and str(wheel) in doctor.wheel().why
+
+
+def test_doctor_names_a_kernel_without_its_machine_code(wheel):
+    (wheel / "sm_90a" / "backward_keys-0.cubin").unlink()
+    finding = doctor.wheel()
+    assert finding.ok is False and finding.why.startswith(f"{wheel / 'sm_90a' / 'backward_keys-0.json'}: has no .cubin")
 
 
 @pytest.mark.parametrize(
