@@ -67,10 +67,11 @@ def child(call: str, began: float) -> None:
     for n in ("first call", "second call"):
         run().flatten()[0].item()
         ended(n)
-    print(json.dumps({what: round(end, 3) for what, end in ends.items()}))
+    where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    print(json.dumps(where | {"ends": {what: round(end, 3) for what, end in ends.items()}}))
 
 
-def measured(call: str, way: str, cache: str, wheel: Path | None) -> dict[str, float]:
+def measured(call: str, way: str, cache: str, wheel: Path | None) -> dict[str, Any]:
     paths = [*([str(wheel)] if wheel else []), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {
         "TRITON_CACHE_DIR": cache, "DSV4_CUBINS": "1" if way == "wheel" else "0", "PYTHONPATH": os.pathsep.join(paths),
@@ -78,7 +79,7 @@ def measured(call: str, way: str, cache: str, wheel: Path | None) -> dict[str, f
     command = [sys.executable, __file__, "--child", call, str(time.time())]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
-        return {"failed": done.returncode, "why": done.stderr[-500:]}  # type: ignore[dict-item]
+        return {"failed": done.returncode, "why": done.stderr[-500:]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -104,9 +105,9 @@ def main() -> None:
                         Path("/proc/sys/vm/drop_caches").write_text("3")
                     # `cached` comes after `compiled` and has its cache; the wheel's is empty.
                     cache = str(Path(kept, "wheel" if way == "wheel" else "triton"))
-                    ends = measured(call, way, cache, given.wheel)
-                    found.append({"call": call, "way": way, "repeat": repeat, "ends": ends})
-                    print(call, way, ends, flush=True)
+                    result = measured(call, way, cache, given.wheel)
+                    found.append({"call": call, "way": way, "repeat": repeat, "cold disk": given.drop_caches} | result)
+                    print(call, way, result.get("ends", result), flush=True)
     if given.json:
         given.json.write_text(json.dumps({"calls": CALLS, "measured": found}, indent=1) + "\n")
 
