@@ -236,6 +236,38 @@ def test_relaxed_data_that_the_reader_looks_at_need_no_fence(read):
         assert bool(found) == read.startswith("vote")
 
 
+LOOKS = {
+    "atomicAdd(p, 0)": "atom.global.add.u32 {to}, [{at}], 0;\n",
+    "atomicOr(p, zero)": "mov.b32 %r70, 0;\natom.relaxed.gpu.global.or.b32 {to}, [{at}], %r70;\n",
+    "atomicAnd(p, -1)": "atom.global.and.b32 {to}, [{at}], -1;\n",
+    "atomicCAS(p, 0, 0)": "atom.global.cas.b32 {to}, [{at}], 0, 0;\n",
+}
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_an_atomic_that_changes_nothing_is_a_load_of_the_flag_or_of_the_data(how):
+    """A hash map whose flags are polled so: what the poll writes is not the message."""
+    flag, word = LOOKS[how].format(to="%r60", at="%rd2"), LOOKS[how].format(to="%r61", at="%rd1+4")
+    result = "st.global.u32 [%rd2+8], %r61;\n"
+
+    def make(keep, poll, read):
+        text = relaxed("relaxed", sends=keep, read=read)
+        return text.replace("ld.relaxed.gpu.global.u32 %r60, [%rd2];\n", poll)
+
+    for poll, read in ((flag, READ), (POLL, word + result), (flag, word + result)):
+        report = holds(lambda keep, poll=poll, read=read: make(keep, poll, read), strict=False, **GRID)
+        assert "between these two writes" in report.diagnostics[0].fix
+    counted = word.replace(", 0;", ", 1;").replace("-1;", "-2;").replace("%r70, 0", "%r70, 1")
+    assert not findings(make(False, flag, (counted if "CAS" not in how else "") + result), strict=False, **GRID)
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_ordinary_data_behind_a_poll_by_an_atomic_need_its_fence(how):
+    send, poll = SYNC + SENDS["fence and st.relaxed"], LOOKS[how].format(to="%r60", at="%rd2")
+    for strict in (True, False):
+        holds(lambda keep: message(send, poll, when(keep, FENCE)), strict=strict, **GRID)
+
+
 def test_relaxed_data_in_a_row_are_no_message():
     """Lanes, or turns of a loop, that execute one store each announce themselves."""
     data = "mul.wide.u32 %rd11, %r0, 4;\nadd.s64 %rd11, %rd1, %rd11;\nst.relaxed.gpu.global.u32 [%rd11], 5;\n"
@@ -269,3 +301,31 @@ def test_data_of_a_sequence_lock_are_relaxed():
         for keep in (True, False)
     }
     assert not any(found[True]) and {code for codes in found[False] for code in codes} == {"race"}, found
+
+
+# -- lanes of one warp -------------------------------------------------------------------------------------------------
+
+COUNT = {"global": ("fence.acq_rel.gpu;\n", "%rd2", "%rd1"), "shared": ("fence.acq_rel.cta;\n", "lock", "count")}
+
+
+def locked(space, *, acquires=True, releases=True):
+    """Each of three threads adds one to a number, by ordinary accesses under a lock."""
+    fence, lock, count = COUNT[space]
+    start = f"@%p0 st.shared.u32 [lock], 0;\n@%p0 st.shared.u32 [count], 0;\n{SYNC}" if space == "shared" else ""
+    body = (
+        start + f"AGAIN:\natom.relaxed.gpu.{space}.cas.b32 %r60, [{lock}], 0, 1;\nsetp.ne.u32 %p7, %r60, 0;\n"
+        "@%p7 bra AGAIN;\n" + when(acquires, fence) + f"ld.{space}.u32 %r61, [{count}];\nadd.u32 %r61, %r61, 1;\n"
+        f"st.{space}.u32 [{count}], %r61;\n" + when(releases, fence)
+        + f"atom.relaxed.gpu.{space}.exch.b32 %r62, [{lock}], 0;\n"
+    )  # fmt: skip
+    shared = ".shared .u32 lock; .shared .u32 count;" if space == "shared" else ""
+    return t.kernel(body, "x out", shared=shared, target="sm_90a", version="8.6")
+
+
+@pytest.mark.parametrize("space", COUNT)
+@pytest.mark.parametrize("without", ["acquires", "releases"])
+def test_lanes_of_a_warp_may_hand_over_a_lock(space, without):
+    """Each thread is a thread of its own: fences beside the lock order them without bar.warp.sync."""
+    launch = dict(args=ARGS, grid=1, block=3)
+    for strict in (True, False):
+        holds(lambda keep: locked(space, **{without: keep}), strict=strict, **launch)

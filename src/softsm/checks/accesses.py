@@ -47,7 +47,7 @@ class MemoryAccesses:
         self.module, self.spans = global_shadow, byte_ranges
         self.races = np.zeros(sh.CLUSTERS + self.order.slots, np.int64)
         self.races_address = self.races.ctypes.data
-        self.races[sh.PARTS] = address_of(self.order.parts)
+        self.races[sh.PARTS], self.races[sh.HEARD] = address_of(self.order.parts), address_of(self.order.heard)
         self.one_span = np.zeros(2, np.int64)
         self.one_span_address = address_of(self.one_span)
         self.kept = np.zeros((32, 16), np.uint8)  # contents of the rows before a stmatrix

@@ -100,7 +100,7 @@ def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, 
         elif agent != me:
             return i8(load32(clock + 4 * (agent - 1))) & 1
         else:
-            other = records.lanes_race(i8(15), theirs, epoch, begin, lane, 0)
+            other = records.lanes_race(i8(15), theirs, epoch, begin, lane, 0, me, races)
             if other >= 0:
                 records.report(races, kind, 0, word * 4, pc, agent, epoch, place, records.both(lane, other))
     return 0

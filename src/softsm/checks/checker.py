@@ -29,7 +29,7 @@ from softsm.checks.findings import Findings, add_failure
 from softsm.checks.grids import GridChecks
 from softsm.checks.lane_operation import lane_operation
 from softsm.checks.maps import MapChecks
-from softsm.checks.messages import Messages, untested
+from softsm.checks.messages import Messages, relaxed_in
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
 from softsm.checks.products import Expectation, Products
@@ -140,9 +140,9 @@ class Checker(Observer):
             events["warpgroup_committed"] = operations.warpgroup_committed
         if self.machine.gpus > 1 or narrow(self.machine.kernel.program.instructions):
             events["synchronised"] = ScopeChecks(self).strong
-        loads = untested(self.machine.kernel)
-        if loads:
-            events["synchronised"] = Messages(self, events["synchronised"], loads).strong
+        relaxed = relaxed_in(self.machine.kernel)
+        if relaxed.loads:
+            events["synchronised"] = Messages(self, events["synchronised"], relaxed).strong
         if self.products is not None:
             events["tensor_product"] = self.products.perform
             events["warpgroup_product"] = self.products.warpgroup

@@ -157,7 +157,7 @@ def global_record(at, address, word, touched, write, pc, lane, clock, known, me,
     now, begin = i8(load32(clock + 4 * (me - 1))) - 1, i8(load32(clock + BEGIN))
     global_owner(at, i8(load64(races + 8 * (CLUSTERS + me - 1))), write, races)
     if agent == me:
-        other = lanes_race(touched, theirs, epoch, begin, lane, write)
+        other = lanes_race(touched, theirs, epoch, begin, lane, write, me, races)
         if other >= 0 and i8(load32(at + 8)) != pc:
             report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
     elif agent:

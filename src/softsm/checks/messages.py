@@ -6,7 +6,8 @@ reported (`Messages.strong`).
 
 A program may mean to read whatever is there, and then looks at what it got: it polls, or the data hold their own flag.
 So only loads whose values reach no comparison count (`untested`). At the default level the reader needs no fence, as
-in the CUDA guide, whose last block sums up volatile results behind a relaxed atomic.
+in the CUDA guide, whose last block sums up volatile results behind a relaxed atomic. An atomic that leaves every value
+as it is, `atomicAdd(p, 0)`, is a load here.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from softsm.engine.program import Program
-from softsm.ptx.ast import Instruction, Symbol
+from softsm.ptx.ast import Imm, Instruction, Reg, Symbol
 
 TESTS = {"setp", "set", "testp", "slct", "vote", "match", "redux", "call"}
 KINDS = {"volatile", "relaxed", "mmio"}
+ORDERED = {"acquire", "release", "acq_rel"}
+NEUTRAL = {"add": (0,), "or": (0,), "xor": (0,), "and": (-1, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)}
 WRITER = (
     "the other warp wrote a flag behind it that this warp has read; put a fence (__threadfence()) between these two "
     "writes: relaxed and volatile accesses are not ordered by themselves"
@@ -39,9 +42,9 @@ class Written(NamedTuple):
 class Messages:
     """The part of the checker for kernels that have such loads."""
 
-    def __init__(self, checker, inner: Callable, loads: set[int]):
+    def __init__(self, checker, inner: Callable, relaxed: Relaxed):
         self.order, self.findings, self.strict = checker.order, checker.findings, checker.strict
-        self.inner, self.loads = inner, loads
+        self.inner, self.loads, self.changes, self.looks = inner, *relaxed
         self.written: dict[int, Written] = {}  # the last such write of an address
         self.before: dict[int, np.ndarray] = {}  # what had happened before it
         self.sending: dict[object, tuple[int, np.ndarray]] = {}  # a warp's last write: its pc, and the same
@@ -59,12 +62,13 @@ class Messages:
         if read and address in self.before:
             heard = self.heard.setdefault(w, np.zeros(slots, np.uint32))
             np.maximum(heard, self.before[address], out=heard)
-        if write:
+        if write and w.pc not in self.looks:
             if w not in self.sending or self.sending[w][0] != w.pc:  # else another lane, or another turn of a loop
                 self.sending[w] = w.pc, w.view.clock[:slots].copy()
                 self.order.new_epoch(w.view)
             sent = self.sending[w][1]
-            self.before[address] = np.maximum(sent, self.before[address]) if read and address in self.before else sent
+            also = w.pc in self.changes and address in self.before  # it passes on what it found
+            self.before[address] = np.maximum(sent, self.before[address]) if also else sent
             self.written[address] = Written(w, w.view.slot, w.view.epoch, w.pc)
 
     def compare(self, w, address: int) -> None:
@@ -81,24 +85,57 @@ class Messages:
         self.findings.add_race(this, that, "global memory", None, READER if fenced else WRITER)
 
 
-known: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()  # by kernel
+class Relaxed(NamedTuple):
+    """The relaxed instructions of a kernel, as pcs."""
+
+    loads: set[int]  # of global memory, whose values reach no comparison; atomics that are loads, too
+    changes: set[int]  # atomics
+    looks: set[int]  # those that are loads
 
 
-def untested(kernel) -> set[int]:
-    """The relaxed and volatile loads of global memory, as pcs, whose values reach no comparison."""
+known: WeakKeyDictionary[Any, Relaxed] = WeakKeyDictionary()  # by kernel
+
+
+def relaxed_in(kernel) -> Relaxed:
     if kernel not in known:
-        known[kernel] = find_untested(kernel.program)
+        known[kernel] = find_relaxed(kernel.program)
     return known[kernel]
 
 
-def find_untested(program: Program) -> set[int]:
-    found: set[int] = set()
+def find_relaxed(program: Program) -> Relaxed:
+    untested, looks = set(), set()
     for flow in program.flow.values():
         inside = [x for x in flow if isinstance(x[0], Instruction)]
-        loads = [(ins, written) for ins, _, written in inside if is_relaxed_load(ins)]
+        looks |= {id(ins) for ins, _, _ in inside if is_look(ins, inside)}
+        loads = [(ins, written) for ins, _, written in inside if is_relaxed_load(ins) or id(ins) in looks]
         variables = addressed(inside) if loads else {}
-        found.update(id(ins) for ins, written in loads if not tested(written, inside, variables))
-    return {pc for pc, ins in enumerate(program.instructions) if id(ins) in found}
+        untested |= {id(ins) for ins, written in loads if not tested(written, inside, variables)}
+    numbered = [(pc, ins) for pc, ins in enumerate(program.instructions) if ins is not None]
+    return Relaxed(
+        {pc for pc, ins in numbered if id(ins) in untested},
+        {pc for pc, ins in numbered if ins.opcode in ("atom", "red")},
+        {pc for pc, ins in numbered if id(ins) in looks},
+    )
+
+
+def is_look(ins: Instruction, flow: list[tuple]) -> bool:
+    """Whether this is a relaxed atomic of global memory that changes no value."""
+    if ins.opcode != "atom" or not ORDERED.isdisjoint(ins.modifiers) or space_of(ins).startswith("shared"):
+        return False
+    if "cas" in ins.modifiers:
+        return ins.operands[2] == ins.operands[3]
+    neutral = next((NEUTRAL[m] for m in ins.modifiers if m in NEUTRAL), ())
+    return bool(neutral) and constant(ins.operands[2], flow) in neutral
+
+
+def constant(operand, flow: list[tuple]):
+    """The value of an operand, where it is a number or a register that holds only one."""
+    values = {operand}
+    if isinstance(operand, Reg):
+        writers = [ins for ins, _, written in flow if operand.name in written]
+        values = {ins.operands[1] if ins.opcode == "mov" else None for ins in writers}
+    one = values.pop() if len(values) == 1 else None
+    return one.value if isinstance(one, Imm) else None
 
 
 def is_relaxed_load(ins: Instruction) -> bool:

@@ -60,6 +60,7 @@ class Order:
         self.sheet_of: dict[int, Sheet] = {}  # by the address of a clock that `drop` may free
         self.locations: dict[int, Location] = {}  # strong accesses of global memory, by address
         self.parts = np.zeros((slots, sh.PARTS_KEPT, 2), np.uint32)  # (begin, lanes): see shadow.released
+        self.heard = np.zeros((slots, 32), np.uint32)  # see shadow.heard
 
     def new_clock(self) -> Clock:
         if not self.room:
@@ -176,6 +177,14 @@ class Order:
         self.withhold(target.values, slot, begin, before)
         return False
 
+    def hear(self, w, clock: np.ndarray) -> None:
+        """The running lanes acquire what other lanes of their warp have released since all last synchronised."""
+        upto, row = clock.item(w.view.slot), self.heard[w.view.slot]
+        if upto >= w.view.begin:
+            for lane in range(32):
+                if self.machine.active >> lane & 1:
+                    row[lane] = max(row.item(lane), upto)
+
     def spans_cluster(self, scope: str) -> bool:
         """Whether an mbarrier operation of this scope reaches other CTAs. In PTX no scope means .cta, but Triton omits
         the scope when it arrives at a peer's barrier."""
@@ -250,6 +259,7 @@ class Order:
         scope."""
         if acquire and scope in w.view.acquirable:
             self.join(w.view.at, address_of(w.view.acquirable[scope]))
+            self.hear(w, w.view.acquirable[scope])
             w.view.flags |= w.view.acquirable_flags.get(scope, {})
         if release:
             w.view.released[scope] = self.snapshot(w)
@@ -299,6 +309,7 @@ class Order:
             for key in reached(w, scope):
                 if key in place.clocks:
                     self.join(w.view.at, place.clocks[key].at)
+                    self.hear(w, place.clocks[key].values)
                     w.view.flags |= place.writers[key]
         elif read:  # a later fence acquires it, within the narrower of both scopes
             for fenced in SCOPES:

@@ -32,8 +32,8 @@ it and SEVERAL_CLUSTERS if other clusters accessed it.
 
 An earlier access by another warp happens before this one iff the vector clock has reached its epoch. An asynchronous
 operation happens before it iff its bit is set in the operations that the warp knows to be complete. Lanes of one warp
-are ordered if they have synchronised in between: at a barrier, at bar.warp.sync, or in a release by all of them
-(clocks.BEGIN). Epochs are even numbers. A clock entry is odd if all lanes of the warp have published their accesses up
+are ordered if they have synchronised in between: at a barrier, at bar.warp.sync, in a release by all of them
+(clocks.BEGIN), or by a release that the later lane has acquired (`heard`). Epochs are even numbers. A clock entry is odd if all lanes of the warp have published their accesses up
 to that epoch. It is even if only some have, without synchronising with the others; `released` tells which.
 
 Races go into a small buffer, one entry per pair of instructions, which the scheduler empties. This file has what all
@@ -90,7 +90,8 @@ MAX_RACES = 64
 RACE_FIELDS = 8
 CONTENDED = 1 + MAX_RACES * RACE_FIELDS  # after the findings: whether two clusters accessed a word and one wrote it
 PARTS = CONTENDED + 1  # the address of the table of `released`, PARTS_KEPT words per slot
-CLUSTERS = PARTS + 1  # after it, the cluster of each slot, counted from 1
+HEARD = PARTS + 1  # the address of the table of `heard`, a word for each lane of a slot
+CLUSTERS = HEARD + 1  # after it, the cluster of each slot, counted from 1
 PARTS_KEPT = 8
 MANY = 64  # added to a lane: others have touched the same bytes
 WRITTEN = 1 << 30
@@ -148,6 +149,15 @@ def released(races, slot, upto, epoch, lane):
     if lane & 63 == WHOLE_WARP or not (mask >> u4(lane & 31)) & u4(1):
         return 0
     return 0 if lane & MANY and mask & (mask - u4(1)) == u4(0) else 1
+
+
+@native("i8(i8, i8, i8, i8, i8)")
+def heard(races, slot, lane, epoch, other):
+    """Whether `lane` has acquired what `other`, of the same warp, released behind its access in `epoch`."""
+    if lane < 0 or lane > 31:
+        return 0
+    upto = i8(load32(i8(load64(races + 8 * HEARD)) + 4 * (32 * slot + lane)))
+    return i8(upto >= epoch and (upto & 1 != 0 or released(races, slot, upto, epoch, other) != 0))
 
 
 @native("i8(i8, i8, i8, i8, i8)")
@@ -233,8 +243,8 @@ def behind_write(touched, write):
     return SAME if touched & QUIET else WAW
 
 
-@native("i8(i8, i8, i8, i8, i8, i8)")
-def lanes_race(touched, theirs, epoch, begin, lane, write):
+@native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
+def lanes_race(touched, theirs, epoch, begin, lane, write, me, races):
     """The lane of the same warp that wrote these bytes without having synchronised since, or -1. If several lanes wrote
     them, only an access of all these bytes is a race: one lane must have written some of them."""
     fresh = (theirs >> FRESH) & 15
@@ -245,7 +255,9 @@ def lanes_race(touched, theirs, epoch, begin, lane, write):
     other = (theirs >> LANE) & 63
     if theirs & SEVERAL:
         return other if touched & fresh == fresh else -1
-    return other if other != lane and other != NOBODY else -1
+    if other == lane or other == NOBODY or heard(races, me - 1, lane, epoch, other):
+        return -1
+    return other
 
 
 @native("i8(i8, i8, i8, i8)")
@@ -333,7 +345,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
         if (not write or touched & CHANGES) and not touched & LATER:
             report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
     elif agent == me:
-        other = lanes_race(touched, theirs, epoch, begin, who, write)
+        other = lanes_race(touched, theirs, epoch, begin, who, write, me, races)
         if other >= 0 and i8(load32(at + 8)) != pc:
             report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
     else:
@@ -349,7 +361,8 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
         # Otherwise the entry is of an earlier CTA (SpareShadows).
         if (readers >> u4(index & 31)) & u4(1) and i8(load32(mine)) >= begin:
             bytes_read |= (before >> READ_BYTES) & 15
-            if before & READ_SEVERAL or (before >> READ_LANE) & 63 != who:
+            others = (before >> READ_LANE) & 63 | (MANY if before & READ_SEVERAL else 0)
+            if others != who and not heard(races, me - 1, who, i8(load32(mine)), others):
                 several = i8(READ_SEVERAL)
         store32(mine, u4(now))
         store32(mine + 4, u4(pc & PC | bytes_read << READ_BYTES | who << READ_LANE | several))
@@ -372,7 +385,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
                     report(races, WAR, 0, word * 4, pc, slot0 + r + 1, seen, place & PC, lanes_of(lane, found))
             elif seen >= begin and who != NOBODY and not touched & QUIET:
                 found = reader(touched, place)
-                if found != NOBODY and found != who:
+                if found != NOBODY and found != who and not heard(races, me - 1, who, seen, found):
                     report(races, WAR, 0, word * 4, pc, me, seen, place & PC, both(lane, found & 63))
     other_readers(at, word, pc, me, clock, known, newest, races, lane)
     written_by(at, me, now, pc, releasing(clock, touched, now, word * 4), theirs, agent, who, 36)
