@@ -28,6 +28,7 @@ from dependents import Dependents
 from everyday import Everyday
 from instructions import OPERATIONS, Instructions
 from memory import Memory
+from neighbours import Neighbours
 from overlap import Overlap
 from products import Clock, Products
 from shared_limits import SharedLimits
@@ -37,7 +38,8 @@ from synchronisation import Synchronisation
 from turns import Turns
 
 GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips, Turns,
-                               Dependents, Everyday, SharedLimits, Crossbar, Sums, Gathers, Cold)}  # fmt: skip
+                               Dependents, Everyday, SharedLimits, Crossbar, Sums, Gathers, Cold,
+                               Neighbours)}  # fmt: skip
 
 
 def measure(group: str, path: Path) -> None:

@@ -39,17 +39,26 @@ def advance(how: str, box: int, step: str) -> str:
     )
 
 
-def ring(how: str, box: int, stages: int, shared_by: int) -> str:
-    """One thread keeps `stages` copies under way, %n rounds of them. CTAs in groups of shared_by read the same."""
-    order = f"  div.u32 %r33, %cta, {shared_by}; mov.u32 %r35, %nctaid.x; add.u32 %r35, %r35, {shared_by - 1}; "
-    order += f"div.u32 %r35, %r35, {shared_by};\n"
+def spin(cycles: int, label: str) -> str:
+    if not cycles:
+        return ""
+    return f"""  mov.u64 %d8, %clock64; add.u64 %d8, %d8, {cycles};
+{label}: mov.u64 %d9, %clock64; setp.lt.u64 %p4, %d9, %d8; @%p4 bra {label};
+"""
+
+
+def ring(how: str, box: int, stages: int, shared_by: int, apart: bool = False, work: int = 0) -> str:
+    """One thread keeps `stages` copies under way, %n rounds of them. CTAs in groups of shared_by read the same, those that
+    follow each other or those that are far apart. After each wait, `work` cycles pass."""
+    order = f"  mov.u32 %r35, %nctaid.x; add.u32 %r35, %r35, {shared_by - 1}; div.u32 %r35, %r35, {shared_by}; "
+    order += "rem.u32 %r33, %cta, %r35;\n" if apart else f"div.u32 %r33, %cta, {shared_by};\n"
     first, again, drain = "", "", ""
     for s in range(stages):
         arrive = f"  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%sm+{8 * s}], {box};\n"
         place = f"  add.u32 %r41, %sm, {BARRIERS + s * box}; add.u32 %r43, %sm, {8 * s};\n"
         issue = arrive + place + advance(how, box, "%r35") + copy(how, box, "%r43", "%r41")
         first += issue
-        again += f"  add.u32 %r43, %sm, {8 * s};\n" + wait("%r43", "%r42", f"W{s}") + issue
+        again += f"  add.u32 %r43, %sm, {8 * s};\n" + wait("%r43", "%r42", f"W{s}") + spin(work, f"S{s}") + issue
         drain += f"  add.u32 %r43, %sm, {8 * s};\n" + wait("%r43", "%r42", f"E{s}")
     body = f"""  setp.ne.u32 %p3, %thread, 0; @%p3 bra FINISH;
 {order}  mov.u32 %r42, 0;
