@@ -23,11 +23,14 @@ def refuse(why: str) -> NoReturn:
 
 
 def told(problem: UsageError) -> str:
-    """Return the line of an error; of an unknown option in the style of all others."""
+    """Return the line of an error. Each begins with the option, whoever found the error."""
     near = getattr(problem, "possibilities", None)
     name = getattr(problem, "option_name", None)
     if near is None or name is None:
-        return problem.format_message()
+        text, given = problem.format_message(), getattr(problem, "param", None)
+        if given is not None and text.startswith("Invalid value"):
+            return f"{given.opts[0]}: {problem.message[:1].lower()}{problem.message[1:]}"
+        return text
     closest = difflib.get_close_matches(name, near, 1, 0.0)
     return f"{name}: there is no such option" + (f"; did you mean {closest[0]}?" if closest else "")
 

@@ -296,7 +296,7 @@ WRONG_USAGE = [
     ("hub --y", "dsv4 hub: --y: there is no such option"),
     ("support --write no/file.md", "dsv4 support: no/file.md: No such file or directory"),
     ("verify --json", "dsv4: Option '--json' requires an argument."),
-    ("verify --jobs 0", "dsv4 verify: Invalid value for '--jobs'"),
+    ("verify --jobs 0", "dsv4 verify: --jobs: "),
     ("bench --suite nope", "dsv4 bench: --suite: got nope; accepted: dense"),
     ("completion csh", "dsv4 completion: shell: got csh; accepted: bash, zsh, fish"),
 ]

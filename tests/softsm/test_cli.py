@@ -381,7 +381,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(racy, ptx,
 def test_time_takes_no_clock_below_zero(tmp_path):
     (tmp_path / "program.py").write_text("")
     done = softsm_command("time", tmp_path / "program.py", "--clock", "-3")
-    assert done.exit_code == 2 and done.output.startswith("softsm time: clock: got -3.0; accepted: ")
+    assert done.exit_code == 2 and done.output.startswith("softsm time: --clock: got -3.0; accepted: ")
 
 
 @pytest.mark.parametrize("text", ["u32=70000000000", "u32=-1", "u8[8]=300", "f32[99999999999999]"])
@@ -420,7 +420,10 @@ def test_version():
         ("time --gpu b2 no.py", "softsm time: there is no file no.py"),
         ("museum 99", "softsm museum: numbers: got 99; accepted: 1 to "),
         ("explain nothing", "softsm explain: topic: got 'nothing'; accepted: "),
-        ("serve --idle 0", "softsm serve: idle: got 0.0; accepted: numbers > 0"),
+        ("serve --idle 0", "softsm serve: --idle: got 0.0; accepted: numbers > 0"),
+        ("museum x", "softsm museum: numbers: "),
+        ("check --patience x no.py", "softsm check: --patience: "),
+        ("time --compare-arguments x pyproject.toml", "softsm time: --compare-arguments: got 'x'; accepted: only with "),
         ("museum --ful", "softsm museum: --ful: there is no such option; did you mean --full?"),
     ],
 )

@@ -89,7 +89,7 @@ def softmax_terms(lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def live(dlse: Tensor, lse: Tensor) -> Tensor:
-    """dlse with 0 where nothing is seen: a loss may well give NaN to an LSE of -inf."""
+    """Return dlse with 0 where nothing is seen: the LSE there is -inf, for which a loss may give NaN."""
     return torch.where(lse == NEG_INF, 0, dlse)
 
 

@@ -175,7 +175,7 @@ def _in_pool(rows: Tensor, start: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Up to the next head dim that dsv4 has: columns of zeros change no score, and come out as zeros."""
+    """Return x with zeros up to the next head dim that dsv4 has. They change no score, and stay zeros in the result."""
     d = x.shape[-1]
     if d > checks.HEAD_DIMS[-1]:
         raise ValueError(f"head_dim: got {d}; accepted: at most {checks.HEAD_DIMS[-1]}")

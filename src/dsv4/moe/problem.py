@@ -212,7 +212,7 @@ def build_route(
         checks.tensor("table", table, ("vocabulary", topk), INTEGERS, like=like)
         checks.tensor("token_ids", token_ids, (t,), INTEGERS, like=like)
         if bias is not None:
-            checks.fail("bias", checks.describe(bias), "None with table: a hash layer has none")
+            checks.fail("bias", checks.describe(bias), "None with table (a hash layer has no bias)")
     return RouteProblem(x, gate, bias, bias_vl, image, table, token_ids, topk, scale, eps)
 
 

@@ -42,7 +42,8 @@ def pool(
 
 
 def filled(draw: Draw, places: Tensor, store: str, pages: int, rows_per_page: int, dtype: torch.dtype) -> Any:
-    """store: fp8, mxfp8, nvfp4, or in the dtype: plain (rows side by side), padded, pages."""
+    """Return a pool with drawn rows at these places and NaN elsewhere. store: fp8, mxfp8 or nvfp4; or, for rows in
+    the dtype, plain (rows side by side), padded or pages."""
     rows = draw.normal(len(places), 512, dtype=dtype)
     if store in CACHES:
         cache = CACHES[store].empty(pages, rows_per_page, device=draw.device)

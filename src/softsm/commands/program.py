@@ -184,13 +184,24 @@ def program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterato
 
 
 def told(problem: UsageError) -> str:
-    """The line of an error; of an unknown option in the style of all others."""
+    """Returns the line of an error. Each begins with the option, as the user writes it, whoever found the error."""
     near = getattr(problem, "possibilities", None)
     name = getattr(problem, "option_name", None)
     if near is None or name is None:
-        return problem.format_message()
+        return _by_option(problem)
     closest = difflib.get_close_matches(name, near, 1, 0.0)
     return f"{name}: there is no such option" + (f"; did you mean {closest[0]}?" if closest else "")
+
+
+def _by_option(problem: UsageError) -> str:
+    text, given = problem.format_message(), getattr(problem, "param", None)
+    if given is not None and text.startswith("Invalid value"):
+        return f"{given.opts[0]}: {problem.message[:1].lower()}{problem.message[1:]}"
+    name, colon, rest = text.partition(":")
+    for one in problem.ctx.command.params if problem.ctx else ():
+        if colon and one.name == name:
+            return f"{one.opts[0]}:{rest}"
+    return text
 
 
 def usage(message: str) -> NoReturn:

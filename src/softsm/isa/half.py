@@ -193,7 +193,7 @@ def sign(asm, ins):
     ftz = m.flag("ftz")
     m.done()
     if ftz and base(t) == "bf16":
-        asm.refuse(ins, ".ftz is for f16")
+        asm.refuse(ins, ".ftz is accepted with f16 only")
     d, a = operands(asm, ins, 2)
     row = source(asm, a, t)
     if ftz:

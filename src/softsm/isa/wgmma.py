@@ -112,7 +112,7 @@ def lower_mma(asm: Emitter, ins: Instruction, modifiers) -> None:
     rows = asm.vector_rows(d_regs, "u", write=True)
     count = n // 4 if d == "f16" else n // 2
     if len(rows) != count:
-        raise asm.error(f"D of {modifiers[2]} in {d} takes {count} registers, got {len(rows)}")
+        raise asm.error(f"D of {modifiers[2]} in {d} needs {count} registers, got {len(rows)}")
     a_source: np.ndarray | int
     if from_registers:
         a_rows = asm.vector_rows(a_operand, "u")

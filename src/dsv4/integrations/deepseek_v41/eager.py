@@ -87,7 +87,7 @@ class Eager:
         self.chosen = _best(score, c.index_topk)
 
     def _blocks(self, score: Tensor, seen: Tensor) -> Tensor:
-        """Which rows [B, T, m] are in the best blocks; the block of the newest row is always one of them."""
+        """Return which rows [B, T, m] are in the best blocks; the block of the newest row is always among them."""
         size, m = self.config.candidate_block_size, score.shape[-1]
         best = pad(score, (0, -m % size), value=-torch.inf).unflatten(-1, (-1, size)).amax(-1)
         newest = torch.arange(best.shape[-1], device=self.device) == (seen - 1).div(size, rounding_mode="floor")
