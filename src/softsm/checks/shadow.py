@@ -33,8 +33,9 @@ it and SEVERAL_CLUSTERS if other clusters accessed it.
 An earlier access by another warp happens before this one iff the vector clock has reached its epoch. An asynchronous
 operation happens before it iff its bit is set in the operations that the warp knows to be complete. Lanes of one warp
 are ordered if they have synchronised in between: at a barrier, at bar.warp.sync, in a release by all of them
-(clocks.BEGIN), or by a release that the later lane has acquired (`heard`). Epochs are even numbers. A clock entry is odd if all lanes of the warp have published their accesses up
-to that epoch. It is even if only some have, without synchronising with the others; `released` tells which.
+(clocks.BEGIN), or by a release that the later lane has acquired (`heard`). Epochs are even numbers. A clock entry is
+odd if all lanes of the warp have published their accesses up to that epoch. It is even if only some have, without
+synchronising with the others; `released` tells which.
 
 Races go into a small buffer, one entry per pair of instructions, which the scheduler empties. This file has what all
 records share, and shared memory. checks/global_shadow.py has global memory, checks/stored_values.py compares stored
