@@ -423,7 +423,7 @@ def test_version():
         ("serve --idle 0", "softsm serve: --idle: got 0.0; accepted: numbers > 0"),
         ("museum x", "softsm museum: numbers: "),
         ("check --patience x no.py", "softsm check: --patience: "),
-        ("time --compare-arguments x pyproject.toml", "softsm time: --compare-arguments: got 'x'; accepted: only with "),
+        ("time --compare-arguments x pyproject.toml", "softsm time: --compare-arguments: got 'x'; accepted: only with"),
         ("museum --ful", "softsm museum: --ful: there is no such option; did you mean --full?"),
     ],
 )

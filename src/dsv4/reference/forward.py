@@ -221,8 +221,8 @@ def pool_rows(pool) -> Tensor | None:
 
 
 def rows_per_page(pool) -> int:
-    """Return the rows of a page: the shape of a [pages, rows, 512] tensor has it, packed rows have an attribute; a plain
-    [rows, 512] tensor has pages of one row."""
+    """Return the rows of a page: the shape of a [pages, rows, 512] tensor has it, packed rows have an attribute; a
+    plain [rows, 512] tensor has pages of one row."""
     if isinstance(pool, Tensor):
         return pool.shape[1] if pool.ndim == 3 else 1
     return pool.rows_per_page

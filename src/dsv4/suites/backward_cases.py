@@ -197,8 +197,8 @@ def dense_forms() -> Iterator[tuple[str, Callable[..., Gradients], set[str]]]:
 
 
 def v4_forms() -> Iterator[tuple[str, Callable[..., Gradients], set[str]]]:
-    """Yield every kind of layer, lists with holes, heads on both sides of the tile of 64, both orders of summation. Rows
-    of an Fp8Cache have no gradient and are left out: no kernel computes dq for them."""
+    """Yield every kind of layer, lists with holes, heads on both sides of the tile of 64, both orders of summation.
+    Rows of an Fp8Cache have no gradient and are left out: no kernel computes dq for them."""
     step = v4_cases.step
     yield "swa", of(partial(step, kind="swa", start=126, count=4)), {"swa"}
     yield "csa", of(partial(step, kind="csa", start=126, count=4), lse=True), {"csa", "lse"}

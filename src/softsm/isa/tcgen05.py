@@ -312,8 +312,8 @@ def check_metadata(address: int, lane: int) -> None:
     if address & 1:
         raise Fault(
             "metadata",
-            f"metadata at column {address & 0xFFFF}; it must begin at an even column. With kinds f16 and tf32, bit 0 of "
-            "the instruction descriptor chooses between that column and the next",
+            f"metadata at column {address & 0xFFFF}; it must begin at an even column. With kinds f16 and tf32, bit 0 "
+            "of the instruction descriptor chooses between that column and the next",
         )
 
 
