@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -22,17 +23,29 @@ def refuse(why: str) -> NoReturn:
     raise UsageError(why)
 
 
-def told(problem: UsageError) -> str:
-    """Return the line of an error. Each begins with the option, whoever found the error."""
-    near = getattr(problem, "possibilities", None)
-    name = getattr(problem, "option_name", None)
-    if near is None or name is None:
-        text, given = problem.format_message(), getattr(problem, "param", None)
-        if given is not None and text.startswith("Invalid value"):
-            return f"{given.opts[0]}: {problem.message[:1].lower()}{problem.message[1:]}"
-        return text
-    closest = difflib.get_close_matches(name, near, 1, 0.0)
-    return f"{name}: there is no such option" + (f"; did you mean {closest[0]}?" if closest else "")
+def told(problem: Any) -> str:
+    """Return the line of an error. Each begins with the option, argument or command, whoever found the error."""
+    text, kind = problem.format_message(), type(problem).__name__
+    given = getattr(problem, "param", None)
+    name = getattr(problem, "option_name", None) if given is None else given.opts[0]
+    if kind == "NoSuchOption":
+        return f"{name}: there is no such option{near(problem.option_name, problem.possibilities)}"
+    if kind == "BadOptionUsage":
+        return f"{name}: " + ("needs a value" if "requires" in text else "has no value")
+    if kind == "MissingParameter":
+        return f"{name}: is missing"
+    if kind == "BadParameter" and text.startswith("Invalid value"):
+        return f"{name}: {problem.message[:1].lower()}{problem.message[1:].partition(', unable to')[0]}"
+    if unknown := re.match("No such command '(.*?)'", text):
+        return f"{unknown[1]}: there is no such command{near(unknown[1], problem.ctx.command.commands)}"
+    if many := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text):
+        return f"{many[1]}: there is no such argument"
+    return text
+
+
+def near(name: str, known: Iterable[str] | None) -> str:
+    closest = difflib.get_close_matches(name, known or (), 1, 0.0)
+    return f"; did you mean {closest[0]}?" if closest else ""
 
 
 def chosen(option: str, values: Sequence[T] | None, accepted: Iterable[T]) -> list[T]:
@@ -40,7 +53,7 @@ def chosen(option: str, values: Sequence[T] | None, accepted: Iterable[T]) -> li
     known = list(accepted)
     for value in values or ():
         if value not in known:
-            refuse(f"{option}: got {value}; accepted: {', '.join(map(str, known))}")
+            refuse(f"{option}: got {value!r}; accepted: {', '.join(map(str, known))}")
     return list(values or known)
 
 

@@ -195,7 +195,7 @@ def test_a_suite_that_there_is_not_is_refused_in_words():
     result = CliRunner().invoke(app, ["bench", "--suite", "gemm"], prog_name="dsv4")
     assert (
         result.exit_code == 2
-        and "--suite: got gemm; accepted: dense, varlen, v4, index, moe, backward, all" in result.output
+        and "--suite: got 'gemm'; accepted: dense, varlen, v4, index, moe, backward, all" in result.output
     )
 
 

@@ -270,15 +270,15 @@ def test_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 WRONG_VALUES = [
-    ("compile -o x --arch sm_80", "got sm_80; accepted: sm_90a, sm_100a, sm_103a"),
+    ("compile -o x --arch sm_80", "got 'sm_80'; accepted: sm_90a, sm_100a, sm_103a"),
     ("compile -o x --head-dim 100", "got 100; accepted: 64, 128, 256, 512"),
-    ("compile -o x --dtype fp32", "got fp32; accepted: bf16, fp16"),
-    ("compile -o x --kind pages", "got pages; accepted: dense, varlen, paged, v4"),
-    ("compile -o x --kind v4 --head-dim 64", "--kind: got v4; accepted: with head dim 512 and bf16"),
+    ("compile -o x --dtype fp32", "got 'fp32'; accepted: bf16, fp16"),
+    ("compile -o x --kind pages", "got 'pages'; accepted: dense, varlen, paged, v4"),
+    ("compile -o x --kind v4 --head-dim 64", "--kind: got 'v4'; accepted: with head dim 512 and bf16"),
     ("compile -o x --page-size 0", "--page-size"),
-    ("kernels --arch sm_90a", "got sm_90a; accepted: sm_100a"),
-    ("kernels --operation merge", "got merge; accepted: fmha, v4"),
-    ("kernels --kv-load tma", "got tma; accepted: rows, pages, cp_async"),
+    ("kernels --arch sm_90a", "got 'sm_90a'; accepted: sm_100a"),
+    ("kernels --operation merge", "got 'merge'; accepted: fmha, v4"),
+    ("kernels --kv-load tma", "got 'tma'; accepted: rows, pages, cp_async"),
     ("kernels --head-dim 5", "got 5; accepted: 64, 128, 256, 512"),
 ]
 
@@ -290,15 +290,20 @@ def test_values_that_an_option_does_not_have(command, says) -> None:
 
 
 WRONG_USAGE = [
-    ("verfy", "dsv4: No such command 'verfy'. Did you mean 'verify'?"),
+    ("verfy", "dsv4: verfy: there is no such command; did you mean verify?"),
     ("verify --bakend cpu", "dsv4 verify: --bakend: there is no such option; did you mean --backend?"),
     ("doctor --jsn", "dsv4 doctor: --jsn: there is no such option; did you mean --json?"),
     ("hub --y", "dsv4 hub: --y: there is no such option"),
     ("support --write no/file.md", "dsv4 support: no/file.md: No such file or directory"),
-    ("verify --json", "dsv4: Option '--json' requires an argument."),
+    ("verify --json", "dsv4: --json: needs a value"),
+    ("doctor --run=3", "dsv4: --run: has no value"),
+    ("doctor all", "dsv4 doctor: all: there is no such argument"),
+    ("compile", "dsv4 compile: --out: is missing"),
+    ("completion", "dsv4 completion: shell: is missing"),
+    ("bench --repeats x", "dsv4 bench: --repeats: "),
     ("verify --jobs 0", "dsv4 verify: --jobs: "),
-    ("bench --suite nope", "dsv4 bench: --suite: got nope; accepted: dense"),
-    ("completion csh", "dsv4 completion: shell: got csh; accepted: bash, zsh, fish"),
+    ("bench --suite nope", "dsv4 bench: --suite: got 'nope'; accepted: dense"),
+    ("completion csh", "dsv4 completion: shell: got 'csh'; accepted: bash, zsh, fish"),
 ]
 
 

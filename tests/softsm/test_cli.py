@@ -351,7 +351,7 @@ def test_behind_two_dashes_everything_is_the_programs(tmp_path, racy):
 def test_an_unknown_order_is_one_line(ptx, command):
     done = softsm_command(command, ptx, "--order", "sideways")
     assert done.exit_code == 2 and len(done.output.splitlines()) == 1
-    assert done.output.startswith(f"softsm {command}: order: got 'sideways'; accepted: eager, latest, random")
+    assert done.output.startswith(f"softsm {command}: --order: got 'sideways'; accepted: eager, latest, random")
 
 
 WRONG = {"--sms": "0", "--seed": "-5", "--arch": "sm_80"}
@@ -364,7 +364,7 @@ def test_a_wrong_option_is_one_line_and_nothing_runs(racy, tmp_path, command, op
     where = ["-o", tmp_path / "out"] if command == "trace" else []
     done = softsm_command(command, racy, option, WRONG[option], *where)
     assert done.exit_code == 2 and len(done.output.splitlines()) == 1
-    assert done.output.startswith(f"softsm {command}: {option[2:]}: got ") and "accepted: " in done.output
+    assert done.output.startswith(f"softsm {command}: {option}: got ") and "accepted: " in done.output
     assert not (tmp_path / "out").exists()
 
 
@@ -415,7 +415,11 @@ def test_version():
 @pytest.mark.parametrize(
     "command, says",
     [
-        ("chekc x.py", "softsm: No such command 'chekc'. Did you mean 'check'?"),
+        ("chekc x.py", "softsm: chekc: there is no such command; did you mean check?"),
+        ("check", "softsm check: file: is missing"),
+        ("check --sms", "softsm: --sms: needs a value"),
+        ("check --json=3 no.py", "softsm: --json: has no value"),
+        ("serve now", "softsm serve: now: there is no such argument"),
         ("check no.py", "softsm check: there is no file no.py"),
         ("time --gpu b2 no.py", "softsm time: there is no file no.py"),
         ("museum 99", "softsm museum: numbers: got 99; accepted: 1 to "),

@@ -50,7 +50,7 @@ def bench(
             write.write_text(replaced(write.read_text(), records))
         return
     if write is not None:
-        usage.refuse("--write needs --from: the table is made from a recorded run")
+        usage.refuse("--write: accepted: only with --from; the table is made from a recorded run")
     if not torch.cuda.is_available():
         usage.refuse("needs a GPU; torch sees none here (--from shows a recorded run)")
     from dsv4 import bench as measuring

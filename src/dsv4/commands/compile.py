@@ -39,7 +39,7 @@ def compile(  # noqa: A001 - the command's name
     if not wanted:
         of_v4 = ", ".join(k for k in kinds if k in variants.ONLY_V4)
         accepted = "accepted: with head dim 512 and bf16, v4 and v4-backward also with fp16"
-        usage.refuse(f"--kind: got {of_v4}; {accepted}")
+        usage.refuse(f"--kind: got {of_v4!r}; {accepted}")
     out.mkdir(parents=True, exist_ok=True)  # before minutes of compiling
     if not os.access(out, os.W_OK):
         raise PermissionError(errno.EACCES, "the directory is not writable", str(out))

@@ -25,7 +25,7 @@ Bits and tolerances:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -43,7 +43,29 @@ OPERATIONS = (fmha, fmha_paged, fmha_varlen, v4_attention)
 METHODS = ("ring", "gather")
 HEADS = ("all", "mine")
 
+Both = tuple[Tensor, Tensor]  # out, lse
 
+
+class PrefillKeywords(TypedDict, total=False):
+    """The keyword arguments of prefill. return_lse is missing because the return type depends on it."""
+
+    causal: bool
+    window: tuple[int, int]
+    sink: Tensor | None
+    softmax_scale: float | None
+    order: str
+    method: str
+    group: Any
+    deterministic: bool
+    backend: Backend
+
+
+@overload
+def decode(attention: Callable, *tensors: Any, return_lse: Literal[False] = ..., **options: Any) -> Tensor: ...
+@overload
+def decode(attention: Callable, *tensors: Any, return_lse: Literal[True], **options: Any) -> Both: ...
+@overload
+def decode(attention: Callable, *tensors: Any, return_lse: bool, **options: Any) -> Tensor | Both: ...
 def decode(
     attention: Callable[..., Any],
     *tensors: Any,
@@ -52,7 +74,7 @@ def decode(
     heads: str = "all",
     group: Any = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Both:
     """``attention(*tensors, **options)`` of the same queries on every rank, over the keys of all ranks together.
 
     attention: dsv4.fmha, fmha_paged, fmha_varlen or v4_attention; tensors and options are this rank's: its keys, its
@@ -177,6 +199,14 @@ def _positions(name: str, came: str, length: int, order: str, group: Any, device
     return torch.cat([torch.arange(piece, device=device) + n * piece for n in piece_numbers(rank, size, order)])
 
 
+@overload
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **_: Unpack[PrefillKeywords]
+) -> Tensor: ...
+@overload
+def prefill(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **_: Unpack[PrefillKeywords]) -> Both: ...
+@overload
+def prefill(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **_: Unpack[PrefillKeywords]) -> Tensor | Both: ...
 def prefill(
     q: Tensor,
     k: Tensor,
@@ -192,7 +222,7 @@ def prefill(
     group: Any = None,
     deterministic: bool = False,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Both:
     """dsv4.fmha of a sharded sequence: this rank's q [B, T, Hq, D], k, v [B, T, Hkv, D] -> its out, lse.
 
     All ranks have the same number of tokens, sharded in the same order (see :func:`shard`). causal and window refer to

@@ -9,10 +9,10 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -183,25 +183,34 @@ def program_errors(file: Path, but: tuple[type[Exception], ...] = ()) -> Iterato
         raise typer.Exit(1) from None
 
 
-def told(problem: UsageError) -> str:
-    """Returns the line of an error. Each begins with the option, as the user writes it, whoever found the error."""
-    near = getattr(problem, "possibilities", None)
-    name = getattr(problem, "option_name", None)
-    if near is None or name is None:
-        return _by_option(problem)
-    closest = difflib.get_close_matches(name, near, 1, 0.0)
-    return f"{name}: there is no such option" + (f"; did you mean {closest[0]}?" if closest else "")
-
-
-def _by_option(problem: UsageError) -> str:
-    text, given = problem.format_message(), getattr(problem, "param", None)
-    if given is not None and text.startswith("Invalid value"):
-        return f"{given.opts[0]}: {problem.message[:1].lower()}{problem.message[1:]}"
-    name, colon, rest = text.partition(":")
+def told(problem: Any) -> str:
+    """Returns the line of an error. Each begins with the option as the user writes it, with the argument or with the
+    command, whoever found the error."""
+    text, kind = problem.format_message(), type(problem).__name__
+    given = getattr(problem, "param", None)
+    name = getattr(problem, "option_name", None) if given is None else given.opts[0]
+    if kind == "NoSuchOption":
+        return f"{name}: there is no such option{_near(problem.option_name, problem.possibilities)}"
+    if kind == "BadOptionUsage":
+        return f"{name}: " + ("needs a value" if "requires" in text else "has no value")
+    if kind == "MissingParameter":
+        return f"{name}: is missing"
+    if kind == "BadParameter" and text.startswith("Invalid value"):
+        return f"{name}: {problem.message[:1].lower()}{problem.message[1:].partition(', unable to')[0]}"
+    if unknown := re.match("No such command '(.*?)'", text):
+        return f"{unknown[1]}: there is no such command{_near(unknown[1], problem.ctx.command.commands)}"
+    if many := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text):
+        return f"{many[1]}: there is no such argument"
+    own, colon, rest = text.partition(":")
     for one in problem.ctx.command.params if problem.ctx else ():
-        if colon and one.name == name:
+        if colon and one.name == own:
             return f"{one.opts[0]}:{rest}"
     return text
+
+
+def _near(name: str, known: Iterable[str] | None) -> str:
+    closest = difflib.get_close_matches(name, known or (), 1, 0.0)
+    return f"; did you mean {closest[0]}?" if closest else ""
 
 
 def usage(message: str) -> NoReturn:
