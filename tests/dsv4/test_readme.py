@@ -20,14 +20,13 @@ PAGES = "".join(
 )
 CHECKED = "# count.py\n"  # the program that the README gives to softsm check
 EXAMPLES = [("README.md", code) for language, code in BLOCKS if language == "python" and CHECKED not in code]
-# Pages whose code is a fragment, or needs what a test has not: a kernel of yours, the weights of a model.
-FRAGMENTS = {"checks", "serving", "timing"}
+NEEDS_WEIGHTS = {"serving"}  # its code loads a model that a test does not have
 EXAMPLES += [
     (str(document.relative_to(ROOT)), code)
     for document in sorted(
         [
             ROOT / "CONTRIBUTING.md",
-            *(page for page in (ROOT / "docs").glob("*.md") if page.stem not in FRAGMENTS),
+            *(page for page in (ROOT / "docs").glob("*.md") if page.stem not in NEEDS_WEIGHTS),
             ROOT / "docs" / "api" / "dsv4.md",
             ROOT / "packages" / "dsv4.md",
             ROOT / "packages" / "softsm" / "README.md",
