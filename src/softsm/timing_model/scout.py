@@ -22,6 +22,7 @@ from softsm.timing_model.sass import alone
 
 COST = 16_000_000  # instructions in all: two seconds
 MACRO, CTA = 400, 1500  # cost, in instructions, of one that Python executes, and of starting a CTA
+SPLIT = 70  # of a turn of a warp whose threads took both sides of a branch: Python chooses and joins them
 NOTHING = 8  # records that do nothing take the time of one that does (path_slice.py)
 FEW = 8  # fewer clusters of a larger grid do not represent the others
 MOST = 1 << 22  # clusters whose lengths are kept
@@ -79,9 +80,9 @@ class Scouts:
         plain = machine.run_code
 
         def run(*given):
-            result = plain(*given)
+            result, divided = plain(*given), given[-1]
             self.steps[self.order[self.begun - 1]] += result[4]
-            self.cost += result[4] if self.path is None else result[4] // NOTHING
+            self.cost += (result[4] if self.path is None else result[4] // NOTHING) + SPLIT * divided
             return result
 
         machine.run_code = run

@@ -127,3 +127,35 @@ def test_a_grid_that_is_counted_whole_stores_what_later_launches_read() -> None:
     with softsm.timing("h200"):
         softsm.load(STORES).launch(64, 64, [x, 1000])
     assert (x[1:] >= 1001).all()
+
+
+DIVIDES = (
+    HEAD
+    + """
+  mul.wide.u32 %d2, %r6, 4; add.u64 %d2, %d2, %d1; rem.u32 %r2, %r1, 7; mad.lo.u32 %r2, %r2, %r4, %r4;
+TURN:
+  add.u32 %r5, %r6, %r3; and.b32 %r5, %r5, 1; setp.eq.u32 %p1, %r5, 0;
+  ld.global.f32 %f1, [%d2]; setp.gt.f32 %p2, %f1, 0f00000000; xor.pred %p1, %p1, %p2;
+  @%p1 bra ODD;
+  add.u32 %r7, %r7, 5;
+ODD:
+  add.u32 %r3, %r3, 1; setp.lt.u32 %p1, %r3, %r2; @%p1 bra TURN;
+  ret;
+}"""
+)
+
+
+def test_warps_that_divide_are_counted_for_a_limited_time(monkeypatch) -> None:
+    """Python chooses which side of a branch runs, which takes the time of 70 instructions. gelu() of 4096 rows, whose
+    erf() branches for each number, took 43 seconds."""
+    monkeypatch.setattr(scout, "COST", 400_000)
+    entries = []
+    plain = scout.Scouts.ended
+
+    def ended(self) -> bool:
+        entries.append(self.machine.entries)
+        return plain(self)
+
+    monkeypatch.setattr(scout.Scouts, "ended", ended)
+    p = predicted(DIVIDES, 2000, 16)
+    assert p.us > 0 and 1000 < max(entries) < 20_000
