@@ -37,14 +37,31 @@ def before_the_access(op: AsyncOp, waited: bool, others: Iterable[AsyncOp]) -> s
 
 
 def instead(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
-    """More advice for a read of what the operation writes, if its mbarrier has completed a phase before: the read may
-    have been meant for what that phase announced."""
+    """More advice for a read of what the operation writes, if its mbarrier has completed a phase before, or its warp
+    has waited for an earlier group: the read may have been meant for what that phase or group brought."""
+    if op.kind == "cp.async" and turned(op, others):
+        return "; where this was to read what was there before, put a barrier between it and the cp.async"
     if op.kind not in TENSOR and not named(op):
         return ""
     signals = op.signals or [b for x in commits_of(op, others) for b in x.signals]
     if not any(getattr(b, "phase", 0) for b in signals):
         return ""
     return f"; where this was to read what was there before, let the {op.kind} wait until it has been read"
+
+
+def turned(op: AsyncOp, others: Iterable[AsyncOp]) -> bool:
+    """Whether the warp of a cp.async has waited for an earlier one."""
+    mine = op.warp.in_flight or InFlight()
+    pending = {x for part in (mine.cp_async.closed, mine.cp_async.open) for _, ops in part for x in ops}
+    return any(x.kind == op.kind and x.warp is op.warp and x.number < op.number and x not in pending for x in others)
+
+
+def too_early(op: AsyncOp) -> str:
+    """Advice for a write over bytes that were read before anything wrote them: the read was meant for this."""
+    if named(op):
+        return f"the read came before anything was written: let it wait for {named(op)[0]}"
+    wait = "a wait for it" if op.kind != "cp.async" else "cp.async.wait_group in the threads that copy"
+    return f"the read came before anything was written: put {wait}, and a barrier behind it, before the read"
 
 
 def first_phase(op: AsyncOp) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from softsm.checks import benign_races, grids
 from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
-from softsm.checks.advice import WRITES, before_the_access, first_phase, instead, named
+from softsm.checks.advice import WRITES, before_the_access, first_phase, instead, named, too_early
 from softsm.engine import program as pg
 from softsm.errors import Fault
 from softsm.ptx.cplusplus import readable
@@ -20,7 +20,7 @@ BETWEEN_LANES = (
 )
 NOT_RELEASED = (
     "the warp of the other access has released, but only {lanes} did, and a release passes on what its own lane did: "
-    "put bar.warp.sync before it, or let every lane arrive"
+    "put bar.warp.sync before it, or let every lane arrive; if it is to cover other warps too, put a barrier before it"
 )
 ONE_INSTRUCTION = (
     "the two are lanes of one store, and which value stays is undefined: let one of them write, or use an atomic"
@@ -28,6 +28,10 @@ ONE_INSTRUCTION = (
 BETWEEN_WARPS = (
     "the two are warps in one store, which no barrier can part: use an atomic, or let each thread write its own "
     "address (if they are in different turns of a loop, put a barrier at its end)"
+)
+IN_EACH_CTA = (
+    "; where one thread raises the flag or waits for it, its CTA needs a barrier before it is raised and one after the "
+    "wait"
 )
 BETWEEN_CTAS = (
     "the two are CTAs of one grid, which no barrier orders: use atomics, or a flag released and acquired at .gpu "
@@ -118,6 +122,7 @@ class Findings:
     def __init__(self, checker):
         self.checker = checker
         self.machine, self.report, self.strict = checker.machine, checker.report, checker.strict
+        self.unwritten: set[tuple[int, int]] = set()  # (program, pc) of shared loads that read what nobody has written
         self.confined_pairs: dict[tuple[int, int, int], bool] = {}  # (program, load, store), see checks/benign_races.py
 
     def collect(self, w, op=None) -> None:
@@ -151,6 +156,7 @@ class Findings:
             verb = "writes" if kind in (sh.WAW, sh.WAR) else "reads"
             this = self.party(w, op, f"{verb} {where}", pc=pc, lane=lane)
             if kind == sh.UNINITIALISED:
+                self.unwritten.add((id(w.cta.program), pc))
                 said = "nothing wrote them"
                 parties: tuple[Party, ...] = (this,)
                 if place:
@@ -185,16 +191,20 @@ class Findings:
                 if fix == WITHIN_CLUSTER and other_op is not None:  # a wait for its completion is possible
                     fix = ""
                 elif fix and other_op is not None and other_op.kind in WRITES:
-                    fix = BEHIND_STORE.format(scope="sys" if fix == BETWEEN_GPUS else "gpu")
+                    fix = BEHIND_STORE.format(scope="sys" if fix.startswith(BETWEEN_GPUS) else "gpu")
             elif them is w:
                 fix = ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
             else:
                 fix = NOT_RELEASED.format(lanes=self.checker.order.releasing(them, epoch))
+            over_read = op if kind == sh.WAR and place == 0 and agent < sh.ASYNC else None
+            early = them is not None and (id(them.cta.program), other_pc) in self.unwritten
+            if over_read is not None and early:
+                fix = too_early(over_read)
             if not fix and kind == sh.WAW and op is None and agent < sh.ASYNC and pc == other_pc:
                 fix = BETWEEN_WARPS
             found = self.race(this, other, f"{memory} memory", other_op, fix)
-            if op is not None and kind == sh.WAR and place == 0 and agent < sh.ASYNC and first_phase(op):
-                more = f"; where it was to read what this one brings, let it wait for {named(op)[0]}"
+            if over_read is not None and not early and first_phase(over_read):
+                more = f"; where it was to read what this one brings, let it wait for {named(over_read)[0]}"
                 found = dataclasses.replace(found, fix=found.fix + more)
             if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
                 by_this = w, pc, other_pc, lane
@@ -208,11 +218,12 @@ class Findings:
         """Advice for warps of different CTAs, or '' for warps of one CTA."""
         if other is None or other.cta is w.cta:
             return ""
+        behind = IN_EACH_CTA if flagged(w.cta.program) else ""
         if other.cta.gpu != w.cta.gpu:
-            return BETWEEN_GPUS
+            return BETWEEN_GPUS + behind
         shape = self.machine.cluster_shape
         mine, theirs = ([c // s for c, s in zip(x.cta.ctaid, shape)] for x in (w, other))
-        return WITHIN_CLUSTER if mine == theirs else BETWEEN_CTAS
+        return WITHIN_CLUSTER if mine == theirs else BETWEEN_CTAS + behind
 
     def confined(self, program: pg.Program, load: int, store: int) -> bool:
         key = id(program), load, store
@@ -303,6 +314,12 @@ class Findings:
         warp = str(w).replace(" of ", f" ({role}) of ", 1) if role else str(w)
         who = f"{op.kind} issued by {warp}" if op is not None else warp + (f", lane {lane}" if 0 <= lane < 32 else "")
         return Party(who, ins.line, ins.text, source_of(ins), what)
+
+
+def flagged(program: pg.Program) -> bool:
+    """Whether the kernel has fences, or loads that acquire: CTAs may tell each other by flags."""
+    words = {"acquire", "acq_rel", "sc", "volatile"}
+    return any(x.opcode == "membar" or words & {*x.modifiers} for x in program.instructions)
 
 
 def stores(w, pc: int) -> bool:

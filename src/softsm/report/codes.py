@@ -61,7 +61,7 @@ CODES: dict[str, tuple[str, str]] = {
     "barrier-tx": (
         "The bytes announced by expect_tx differ from the bytes that the copies of the phase deliver.",
         "expect_tx counts the whole boxes of all copies that signal the barrier in that phase, "
-        "filled elements included.",
+        "filled elements included; copies of the next phase must wait until this one has ended.",
     ),
     "barrier-init": (
         "An mbarrier is used before its initialisation is visible, or initialised again while it is in use.",

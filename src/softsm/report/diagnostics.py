@@ -14,6 +14,7 @@ __all__ = ["CODES", "Diagnostic", "Party", "Report"]
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|[0-9]+")
+_PLACE = re.compile(r"warp (\d+)(?: \(.*?\))? of CTA \(([^)]*)\)(?: of GPU (\d+))?")
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,12 @@ class Diagnostic:
             return self.code, _NUMBERS.sub("#", self.message.split("\n")[0])
         return self.code, *sorted((p.source or f"{p.ptx_line} {p.instruction}", p.deed()) for p in self.parties)
 
-    def across_ctas(self) -> bool:
-        """Tells whether the parties are in different CTAs."""
-        return len({p.who.partition(" of CTA ")[2].partition(")")[0] for p in self.parties}) > 1
+    def apart(self) -> int:
+        """How far apart the parties are: 0 in one warp, 1 in one CTA, 2 in different CTAs, 3 on different GPUs. Which
+        warp of a CTA issued an asynchronous operation makes no difference."""
+        found = [place.groups() for place in (_PLACE.search(p.who) for p in self.parties) if place]
+        levels = 2 if any(" issued by " in p.who for p in self.parties) else 3
+        return max((3 - k for k in range(levels) if len({place[2 - k] for place in found}) > 1), default=0)
 
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.message}"]
@@ -81,15 +85,15 @@ class Report:
 
     def add(self, diagnostic: Diagnostic) -> None:
         """Adds each finding once: the same pair of places in the source is not new, whatever the PTX lines and the
-        order of the two. A pair in different CTAs replaces one in a single CTA, because a CTA's barrier does not help
-        there."""
+        order of the two. A pair that is further apart replaces the one shown: what orders the lanes of a warp does not
+        order warps, and a CTA's barrier does not order CTAs."""
         key = diagnostic.key()
         lines = sorted((p.ptx_line, p.instruction) for p in diagnostic.parties)
         self.additions += 1
         if key in self._seen and diagnostic.parties:
             shown, places = self._seen[key]
             places.add(tuple(lines))
-            if diagnostic.across_ctas() and not shown.across_ctas():
+            if diagnostic.apart() > shown.apart():
                 which = next(i for i, d in enumerate(self.diagnostics) if d is shown)
                 self.diagnostics[which], self._seen[key] = diagnostic, (diagnostic, places)
             return

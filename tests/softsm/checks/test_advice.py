@@ -51,6 +51,26 @@ def test_groups_of_cp_async(behind, words):
         assert not advice(body)
 
 
+OTHERS = "xor.b32 %r43, %r40, 128;\nld.shared.u32 %r42, [%r43];\n" + t.out("%r42", base="%rd2")
+
+
+@pytest.mark.parametrize(
+    "stages, words", [(1, "put cp.async.wait_group in the threads that copy, and a barrier"), (2, "put a barrier")]
+)
+def test_a_read_on_the_wrong_side_of_a_cp_async(stages, words):
+    """Threads read what those of another warp copy. Without a barrier one may read before anything is there; with two
+    stages, after the copy of the next turn has begun."""
+    done, barrier = "cp.async.commit_group;\ncp.async.wait_group 0;\n", "bar.sync 0;\n"
+    first = ADDRESS + COPY + done
+    if stages == 1:
+        said(first + OTHERS, "the read came before anything was written", words)
+        assert not advice(first + barrier + OTHERS)
+    else:
+        again = COPY + done + barrier
+        said(first + barrier + OTHERS + again, "where this was to read what was there before", words)
+        assert not advice(first + barrier + OTHERS + barrier + again)
+
+
 def test_who_waited_must_be_followed_by_a_barrier():
     """Threads wait for their own copies; those of warp 3 read the copies of warp 0."""
     other = t.only("warp 3", "sub.u32 %r40, %r40, 384;\n" + READ)
@@ -118,3 +138,24 @@ def test_a_flag_behind_a_store_that_was_only_read(wait, words):
         softsm.load(text).launch(2, 128, [np.zeros(4096, np.uint32) for _ in "xo"])
     found = [x.fix for x in report]
     assert len(found) == bool(words) and all(words in x and "at .gpu scope" in x for x in found), str(report)
+
+
+@pytest.mark.parametrize("missing", ["before", "behind"])
+def test_a_flag_of_one_thread_needs_barriers_on_both_sides(missing):
+    """All threads of CTA 0 store, thread 0 raises a flag; thread 0 of CTA 1 waits for it, and all read."""
+
+    def body(before="bar.sync 0;\n", behind="bar.sync 0;\n"):
+        send = "st.global.u32 [%rd20], %r0;\n" + before + t.only("%p0", "st.release.gpu.global.u32 [%rd2], 1;\n")
+        poll = "POLL:\nld.acquire.gpu.global.u32 %r60, [%rd2];\nsetp.eq.u32 %p7, %r60, 0;\n@%p7 bra POLL;\n"
+        take = t.only("%p0", poll) + behind + "ld.global.u32 %r61, [%rd20];\n"
+        return ADDRESS + FLAGGED + t.only("%p5", send) + "setp.ne.u32 %p6, %r50, 0;\n" + t.only("%p6", take)
+
+    def found(text):
+        with softsm.checking(order="latest") as report:
+            arrays = [np.zeros(128, np.uint32), np.zeros(1, np.uint32)]
+            softsm.load(t.kernel(text, "x flag", shared=SHARED, target="sm_90a")).launch(2, 128, arrays)
+        return [x.fix for x in report]
+
+    assert not found(body())
+    assert ["its CTA" in fix for fix in found(ADDRESS + FLAGGED + "st.global.u32 [%rd20], %r50;\n")] == [False]
+    assert ["its CTA needs a barrier before" in fix for fix in found(body(**{missing: ""}))] == [True]

@@ -1,5 +1,7 @@
 """The report: causes first, each finding once, and warnings that are not findings."""
 
+import pytest
+
 from softsm.report.diagnostics import Diagnostic, Party, Report
 
 
@@ -28,12 +30,19 @@ def test_what_is_found_again_is_counted_where_it_is_shown():
     assert report.again() == {1: 1} and str(report).endswith("and 1 more between the same source lines")
 
 
-def test_a_finding_between_ctas_replaces_the_same_within_one():
-    report = Report()
-    report.add(race(1))
-    other = race(1)
-    report.add(Diagnostic("race", "", (other.parties[0], Party("warp 0 of CTA (1, 0, 0)", *vars_of(other.parties[1])))))
-    assert len(report) == 1 and report.diagnostics[0].across_ctas()
+@pytest.mark.parametrize("issued", [False, True])
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("second", range(4))
+def test_a_finding_replaces_the_same_one_between_nearer_parties(first, second, issued):
+    """What orders the lanes of a warp does not order warps, and so on. Which warp of a CTA issued an operation makes no
+    difference."""
+    places = [f"warp {w} of CTA ({c}, 0, 0) of GPU {g}" for w, c, g in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
+    report, issuer = Report(), "TMA load issued by " if issued else ""
+    for k in (first, second):
+        here, there = race(1, f"warp 0 (load) of CTA (0, 0, 0) of GPU 0, lane {k}").parties
+        report.add(Diagnostic("race", str(k), (here, Party(issuer + places[k], *vars_of(there)))))
+    nearer = second <= first or issued and (first, second) == (0, 1)
+    assert [d.message for d in report] == [str(first if nearer else second)]
 
 
 def vars_of(party):
