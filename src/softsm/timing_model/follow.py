@@ -14,6 +14,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from softsm.errors import SoftsmError
@@ -209,7 +210,12 @@ def branch_on_place(source: str, axis: int) -> bool:
 
 def places_of(source: str, kernel: str) -> dict[int, str]:
     """Maps PTX lines to file:line of the program."""
+    return {line: f"{Path(file).name}:{n}" for line, (file, n) in locations(source, kernel).items()}
+
+
+def locations(source: str, kernel: str) -> dict[int, tuple[str, int]]:
+    """Maps PTX lines to the file and line of the program."""
     from softsm.engine.launch import load
 
     places = ((ins.line, place_of(ins)) for ins in load(source, kernel).program.instructions)
-    return {line: f"{loc.file.rpartition('/')[2]}:{loc.line}" for line, loc in places if loc}
+    return {line: (loc.file, loc.line) for line, loc in places if loc}
