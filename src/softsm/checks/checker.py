@@ -9,6 +9,7 @@ barriers     mbarriers and the cluster barrier
 boxes        TMA boxes outside their tensor
 maps         tensor maps that the kernel writes itself
 grids        the previous grid, under programmatic dependent launch
+ranks        earlier launches of other GPUs, or None
 findings     diagnostics with both parties, made from the compiled code's findings
 products     operands of matrix products, or None
 """
@@ -33,6 +34,7 @@ from softsm.checks.messages import Messages, relaxed_in
 from softsm.checks.operations import Operations
 from softsm.checks.order import Order, address_of
 from softsm.checks.products import Expectation, Products
+from softsm.checks.ranks import RankChecks
 from softsm.checks.scopes import ScopeChecks, narrow
 from softsm.checks.stream import Stream
 from softsm.checks.tensor import TensorChecks
@@ -75,6 +77,9 @@ class Checker(Observer):
         self.barriers = BarrierChecks(self)
         self.boxes = BoxChecks(self)
         self.maps = MapChecks(self)
+        self.ranks: RankChecks | None = None
+        if machine.gpus > 1 and not machine.options.dependent:
+            self.ranks = RankChecks(self.order, self.operations, self.memory, stream, machine)
         self.grids = GridChecks(self.order, self.operations, self.memory, stream, machine)
         self.products: Products | None = None
         if strict or expectations or report.tap is not None:
@@ -182,6 +187,8 @@ class Checker(Observer):
             before = self.agents.get(slot + 1)
             view.clock[slot] = before.view.clock[slot] if before is not None else 1
             order.tick(w)
+            if self.ranks is not None:
+                self.ranks.began(w)
             self.agents[slot + 1] = w
             S, clock = w.S, view.at
             S[pg.S_RACES : pg.S_WARPS + 1] = (
@@ -210,6 +217,8 @@ class Checker(Observer):
         self.cta_moved(cta)
 
     def cta_moved(self, cta) -> None:
+        if self.ranks is not None:
+            self.ranks.left(cta)
         self.free.append(cta.view.slot0)
         shadows.give_back(cta.view.shadow)
         cta.view.shadow = None  # reports about its operations still refer to the CTA
@@ -248,6 +257,8 @@ class Checker(Observer):
         add_failure(self.report, self.machine, failure)
         for w in [w for cta in self.machine.live for w in cta.warps]:
             w.view.forget()
+        if self.ranks is not None and failure is None:
+            self.ranks.ended()
 
     def closed(self) -> None:
         """Frees the parts. They refer to each other, so their large arrays would wait for the garbage collector. A

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from softsm.checks import benign_races, grids
+from softsm.checks import benign_races, grids, ranks
 from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
 from softsm.checks.advice import WRITES, before_the_access, first_phase, instead, named, too_early
@@ -15,6 +15,7 @@ from softsm.ptx.cplusplus import readable
 from softsm.ptx.roles import called_at, function_at, place_of, role_of
 from softsm.report.diagnostics import Diagnostic, Party, Report
 
+EARLIER = {**grids.FIXES, ranks.KIND: ranks.FIX}  # advice against launches before this one
 BETWEEN_LANES = (
     "the two are lanes of one warp: put bar.warp.sync between them; running in lockstep does not order memory"
 )
@@ -144,6 +145,9 @@ class Findings:
             if kind == sh.SAME:
                 if agent < sh.ASYNC and (not self.strict or one_statement(w, pc, agents[agent], other_pc)):
                     continue
+                earlier = operations.get(epoch) if agent >= sh.ASYNC else None
+                if earlier is not None and earlier.kind == ranks.KIND and not self.strict:
+                    continue
                 kind = sh.WAW
             if place and op is None and kind != sh.WAR and behind_flag(w, address, agent, epoch):
                 continue
@@ -169,7 +173,7 @@ class Findings:
                 other_op = operations.get(epoch)
                 if other_op is None:
                     other = Party("an earlier operation")
-                elif other_op.kind in grids.FIXES:
+                elif other_op.kind in EARLIER:
                     other = Party(f"the {other_op.kind}", what=f"{did} {where}")
                 else:
                     other = self.party(other_op.warp, other_op, f"{did} {where}")
@@ -276,8 +280,8 @@ class Findings:
     def race(self, this: Party, other: Party, memory: str, other_op, fix: str = "") -> Diagnostic:
         if fix:
             pass
-        elif other_op is not None and other_op.kind in grids.FIXES:
-            fix = grids.FIXES[other_op.kind]
+        elif other_op is not None and other_op.kind in EARLIER:
+            fix = EARLIER[other_op.kind]
         elif other_op is not None:
             waited = self.checker.order.knows(other_op.warp, other_op.number)
             fix = before_the_access(other_op, waited, self.checker.operations.by_number.values())

@@ -32,12 +32,14 @@ class ScopeChecks:
     narrower than a GPU."""
 
     def __init__(self, checker):
-        self.findings, self.order = checker.findings, checker.order
+        self.findings, self.order, self.ranks = checker.findings, checker.order, checker.ranks
         # by address: the last ones of each GPU and scope
         self.accesses: dict[int, dict[tuple[int, str, bool], Access]] = {}
 
     def strong(self, w, address: int, cta, order: str, scope: str, *, read: bool, write: bool) -> None:
         """Does what Order.strong does, and compares the access with those of others."""
+        if read and cta is None and self.ranks is not None:
+            self.ranks.reads(w, address)
         here = Access(w, w.view.slot, w.view.epoch, w.pc, scope, write, size_of(w.instruction()))
         self.order.strong(w, address, cta, order, scope, read=read, write=write)
         if cta is not None:

@@ -42,7 +42,8 @@ SM_THREADS = 2048
 SM_CTAS = 32
 SPARE_BYTES = 1 << 20  # of register files that a kernel keeps between launches
 BLOCK_SIDES, CLUSTER_SIDES, CLUSTER_CTAS = (1024, 1024, 64), (16, 16, 16), 16
-CHANGES = tuple("arch order seed sms budget patience processes dependent workspace".split())  # options of one launch
+# Options of one launch.
+CHANGES = tuple("arch order seed sms budget patience processes dependent follows workspace".split())
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ class Options:
     arch: str = ""
     processes: int = 0  # that share a launch, at most; 0: engine/processes.py decides
     dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
+    follows: bool = False  # several GPUs: the host did not wait for all of them before this launch
     workspace: int = 0  # address of the words by which the CTAs of a cooperative launch meet (%envreg1, %envreg2)
     sessions: tuple[Session, ...] = ()  # that follow the launch (engine/observer.py)
     meeting: Any = None  # softsm.engine.ranks.Meeting, of a rank's program

@@ -33,6 +33,7 @@ class Launch:
     shape: tuple  # grid, block, shared memory, cluster and options, equal for all ranks
     args: object
     memory: Any
+    ordered: bool = False  # behind other GPUs, by an event
 
     def run(self) -> None:
         """Launches on this GPU alone, or as a rank."""
@@ -171,8 +172,9 @@ class Meeting:
         return "; ".join(f"rank {rank} {stop}" for rank, stop in enumerate(self.stops))
 
 
-def together(launches: list[Launch | None]) -> None:
-    """Runs the launches of all ranks concurrently; None stands for a rank without one."""
+def together(launches: list[Launch | None], follows: bool = False) -> None:
+    """Runs the launches of all ranks concurrently; None stands for a rank without one. follows: the host has not waited
+    since their launches before."""
     rank, first = next((i, x) for i, x in enumerate(launches) if x is not None)
     for i, launch in enumerate(launches):
         if launch is not None and (launch.kernel.name, launch.shape) != (first.kernel.name, first.shape):
@@ -186,7 +188,7 @@ def together(launches: list[Launch | None]) -> None:
         [x and x.memory for x in launches],
         shared,
         cluster,
-        dict(changes),
+        {**dict(changes), "follows": follows},
     )
 
 

@@ -27,6 +27,7 @@ struct Served {
     int (*devices)();
     int (*select)(int device);
     int (*synchronise)();
+    void (*ordered)();
     void (*module)(const char *ptx);
     void (*function)(const void *kernel, const char *name);
     void (*variable)(const void *symbol, const char *name);
@@ -295,7 +296,7 @@ API cudaError_t cudaStreamCreate(cudaStream_t *stream) { return *stream = nullpt
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) { return *stream = nullptr, cudaSuccess; }
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 API cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
-API cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+API cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return served.ordered(), cudaSuccess; }
 API cudaError_t cudaEventCreate(cudaEvent_t *event) { return *event = nullptr, cudaSuccess; }
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { return *event = nullptr, cudaSuccess; }
 API cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }

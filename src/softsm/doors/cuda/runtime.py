@@ -53,6 +53,7 @@ SERVED: dict[str, tuple[Any, tuple]] = {
     "devices": (INT, ()),
     "select": (INT, (INT,)),
     "synchronise": (INT, ()),
+    "ordered": (None, ()),
     "module": (None, (TEXT,)),
     "function": (None, (AT, TEXT)),
     "variable": (None, (AT, TEXT)),
@@ -72,6 +73,7 @@ class Runtime:
         self.arch, self.sms, self.options = arch, sms, options
         self.device = 0  # that the program has selected
         self.waiting: list[list[Launch]] = [[] for _ in range(ranks)]  # kernels of each device
+        self.behind: set[int] = set()  # devices whose next kernel waits for an event
         self.kernels: dict[int, Kernel] = {}  # by the address of the host function
         self.names: dict[int, str] = {}  # of variables, by the address of the host's shadow
         self.variables: dict[str, np.ndarray] = {}
@@ -224,7 +226,8 @@ class Runtime:
         if how & COOPERATIVE and self.devices() == 1:
             changes["workspace"] = self.workspace.ctypes.data
         shape = tuple(grid), tuple(block), shared, tuple(cluster), tuple(sorted(changes.items()))
-        self.waiting[self.device].append(Launch(kernel, shape, values, None))
+        self.waiting[self.device].append(Launch(kernel, shape, values, None, self.device in self.behind))
+        self.behind.discard(self.device)
         return self.synchronise() if self.devices() == 1 else SUCCESS
 
     def devices(self) -> int:
@@ -236,9 +239,12 @@ class Runtime:
         self.device = device
         return SUCCESS
 
+    def ordered(self) -> None:
+        self.behind.add(self.device)
+
     def synchronise(self) -> int:
         """Run what waits on this device, together with the same on others."""
-        status = SUCCESS
+        status, follows = SUCCESS, False
         while self.waiting[self.device] and self.failure is None:
             first = self.waiting[self.device][0]
             alike = [bool(x) and (x[0].kernel, x[0].shape) == (first.kernel, first.shape) for x in self.waiting]
@@ -247,12 +253,13 @@ class Runtime:
             self.flush()
             try:
                 if self.devices() > 1:
-                    together(launches)
+                    together(launches, follows and not any(x is not None and x.ordered for x in launches))
                 else:
                     first.run()
             except ValueError as problem:  # of the launch: too many threads, a grid that clusters do not divide
                 print(f"softsm: {readable(first.kernel.name)}: {problem}", file=sys.stderr)
                 status = INVALID_CONFIGURATION
+            follows = True
         return status
 
     def occupancy(self, host: int, threads: int, shared: int) -> int:

@@ -270,6 +270,69 @@ def test_kernels_of_several_devices_run_together(tmp_path):
     assert done.exit_code == 1 and "of GPU 1" in done.output and ".sys scope" in done.output, done.output
 
 
+TURNS = r"""
+#include <cuda_runtime.h>
+#include <cstdio>
+__global__ void exchange(int *mine, const int *theirs, unsigned *flag, unsigned *raised, int *out, int turn) {
+    *mine = turn;
+    asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(raised), "r"(turn) : "memory");
+    unsigned seen;
+    do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory"); while (seen < turn);
+    *out = *theirs;
+}
+int main() {
+    int *data[2], *out[2];
+    unsigned *flag[2];
+    cudaEvent_t event;
+    cudaEventCreate(&event);
+    for (int d = 0; d < 2; d++) {
+        cudaSetDevice(d);
+        cudaMalloc(&data[d], 8);
+        cudaMalloc(&out[d], 4);
+        cudaMalloc(&flag[d], 4);
+        cudaMemset(flag[d], 0, 4);
+    }
+    for (int turn = 1; turn < 4; turn++) {
+        for (int d = 0; d < 2; d++) {
+            cudaSetDevice(d);
+            EVENT;
+            exchange<<<1, 1>>>(data[d] + SLOT, data[1 - d] + SLOT, flag[d], flag[1 - d], out[d], turn);
+        }
+        WAIT;
+    }
+    for (int d = 0; d < 2; d++) {
+        int got;
+        cudaSetDevice(d);
+        cudaMemcpy(&got, out[d], 4, cudaMemcpyDeviceToHost);
+        printf("device %d: %d\n", d, got);
+    }
+}
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "slot, event, wait",
+    [
+        ("0", "", ""),
+        ("turn % 2", "", ""),
+        ("0", "cudaStreamWaitEvent(0, event, 0)", ""),
+        ("0", "", "for (int d = 0; d < 2; d++) { cudaSetDevice(d); cudaDeviceSynchronize(); }"),
+    ],
+    ids=["one buffer", "two buffers", "events", "the host waits"],
+)
+def test_launches_of_two_devices_do_not_follow_each_other(tmp_path, slot, event, wait):
+    """Each turn exchanges a word; nothing keeps a device from writing the next one before the other has read."""
+    text = TURNS.replace("SLOT", slot).replace("EVENT", event).replace("WAIT", wait)
+    (tmp_path / "turns.cu").write_text(text)
+    done = softsm("check", tmp_path / "turns.cu", "--ranks", 2, "--order", "eager")
+    assert "device 0: 3" in done.output and "device 1: 3" in done.output, done.output
+    if slot == "0" and not event and not wait:
+        assert done.exit_code == 1 and "launch before this one on another GPU" in done.output, done.output
+    else:
+        assert done.exit_code == 0 and "nothing found in 3 launches" in done.output, done.output
+
+
 @pytest.mark.compile
 def test_a_device_that_launches_nothing_is_waited_for_in_vain(tmp_path):
     (tmp_path / "peers.cu").write_text(PEERS.replace("SCOPE", "sys"))
