@@ -333,7 +333,7 @@ def time(
     for end in ends:
         if end.words:
             typer.echo(end.words, err=True)
-    if any(end.failed for end in ends):
+    if any(end.failed for end in ends) or any(t.left_out for t in timers):
         raise typer.Exit(1)
 
 

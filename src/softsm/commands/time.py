@@ -6,7 +6,7 @@ import json
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +38,12 @@ def target(arch: str, gpu: str) -> tuple[str, Gpu]:
     return chosen, gpu_for(gpu or None, chosen)
 
 
-def timed(gpu: Gpu, clock: float | None, values: bool) -> AbstractContextManager[Timer]:
-    return timing(next(key for key, value in GPUS.items() if value is gpu), clock, values=values)
+@contextmanager
+def timed(gpu: Gpu, clock: float | None, values: bool) -> Iterator[Timer]:
+    """Times a program, whose launches without a prediction are left out."""
+    with timing(next(key for key, value in GPUS.items() if value is gpu), clock, values=values) as timer:
+        timer.raises = False
+        yield timer
 
 
 @dataclass
@@ -74,14 +78,19 @@ def ending(file: Path) -> Iterator[End]:
 
 def shown(timers: list[Timer], as_json: bool) -> str:
     if as_json:
-        runs = [{"us": round(t.us, 2), "launches": [report.as_dict(p) for p in t.predictions]} for t in timers]
+        runs = [
+            {"us": round(t.us, 2), "launches": [report.as_dict(p) for p in t.predictions], "left_out": t.left_out}
+            for t in timers
+        ]
         data = {"runs": runs, **compare.as_dict(*_both(timers))} if len(timers) == 2 else runs[0]
         return json.dumps({"schema": SCHEMA, "softsm": __version__, **data}, indent=1)
     lines = []
     for t in timers:
-        lines += launches([report.text(p) for p in t.predictions]) or ["no launches"]
+        lines += launches([report.text(p) for p in t.predictions]) or ["no launches"] * (not t.left_out)
+        lines += [f"no time: {why}" for why in dict.fromkeys(t.left_out)]
         if len(t.predictions) > 1:
-            lines.append(f"{len(t.predictions)} launches in a row: {t.us:.4g} us")
+            without = f" without {len(t.left_out)} that have no time" if t.left_out else ""
+            lines.append(f"{len(t.predictions)} launches in a row{without}: {t.us:.4g} us")
     if len(timers) == 2:
         lines.append(compare.compare(*_both(timers)))
     lines.append(report.notice(timers[0].predictions))

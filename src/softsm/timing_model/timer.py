@@ -14,6 +14,7 @@ from dataclasses import replace
 from softsm import accepted
 from softsm.engine.options import Options, Session, observing
 from softsm.engine.scheduler import Machine
+from softsm.timing_model.follow import CannotFollow
 from softsm.timing_model.model import Model
 from softsm.timing_model.parameters import GPUS, gpu_for
 from softsm.timing_model.prediction import Prediction
@@ -30,6 +31,8 @@ class Timer(Session):
         self.sms = int(GPUS[gpu or "h200"]["sms"])
         self.predictions: list[Prediction] = []
         self.written: dict[str, float] = {}
+        self.raises = True  # CannotFollow; else the launch is left out
+        self.left_out: list[str] = []
 
     def options(self, chosen: Options) -> Options:
         return replace(chosen, order="eager", sms=4)  # emulated SMs; the program sees the GPU's number
@@ -39,8 +42,14 @@ class Timer(Session):
 
     def traced(self, trace: LaunchTrace) -> None:
         gpu = gpu_for(self.gpu_name, trace.arch)
-        model = Model(trace, gpu, self.written)
-        self.predictions.append(model.predict(self.clock))
+        try:
+            model = Model(trace, gpu, self.written)
+            self.predictions.append(model.predict(self.clock))
+        except CannotFollow as problem:
+            if self.raises:
+                raise
+            self.left_out.append(str(problem))
+            return
         for s in model.sources:
             if s.written:
                 self.written[s.name.split(" [")[0]] = s.written

@@ -121,3 +121,35 @@ def test_a_fault_may_come_from_what_did_not_run(tmp_path) -> None:
     done = timed(tmp_path, "launch(1)\nx = np.ones(8, np.float32)\nlaunch(1)\n")
     assert done.exit_code == 1 and "no time: out-of-bounds" in done.output
     assert "what a launch reads of an earlier one is incomplete" in " ".join(done.output.split())
+
+
+COUNTER = """
+.version 8.3 .target sm_90a .address_size 64
+.visible .entry counter(.param .u64 x)
+.reqntid 32, 1, 1
+{
+  .reg .b32 %r<4>; .reg .b64 %d<2>; .reg .pred %p<2>;
+  ld.param.u64 %d1, [x];
+NEXT:
+  atom.global.add.u32 %r1, [%d1], 1; setp.lt.u32 %p1, %r1, 4000; @%p1 bra NEXT;
+  ret;
+}"""
+
+
+def test_a_launch_without_a_prediction_is_left_out(tmp_path) -> None:
+    """The others have their times, and a tuner does not take it for the fastest."""
+    text = f"""
+from softsm.doors.triton.runtime import bench_once
+def work():
+    softsm.load('''{COUNTER}''').launch(500, 32, [np.zeros(1, np.uint32)])
+with softsm.use("sm_90a", sms=132):
+    launch(1)
+    print("measured", bench_once(work))
+    launch(1000)
+"""
+    done = timed(tmp_path, text)
+    assert done.exit_code == 1 and done.output.count("us predicted") == 2, done.output
+    assert "no time: counter: the branch at PTX line" in done.output and "measured inf" in done.output
+    assert "2 launches in a row without 1 that have no time: " in done.output
+    found = json.loads(timed(tmp_path, text, "--json").stdout)
+    assert len(found["launches"]) == 2 and "depends on what the atomic operation" in found["left_out"][0]
