@@ -40,7 +40,9 @@ DOCUMENTS = {
     "tutorials/index.md": "tutorials/README.md",
 }
 # Pages that a search lists before the many others that mention its words.
-FIRST_FOUND = ("install.md", "hardware.md", "environment.md", "sdpa.md", "training.md", "contributing.md", "faq.md")
+FIRST_FOUND = [
+    f"{page}.md" for page in "install hardware environment troubleshooting sdpa training contributing faq".split()
+]
 FENCE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 

@@ -10,7 +10,7 @@ from dsv4.runtime import checks, gradients
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint key sets, from the attention over each::
+    """Merge attention over disjoint sets of keys into the attention over their union::
 
         lse = log(sum_n e^lse_n)      out = sum_n e^(lse_n - lse) out_n  *  1 / (1 + e^(sink - lse))
 

@@ -124,7 +124,8 @@ SEARCHES = {
     "deadlock": "diagnostics/deadlock/", "warmup": "graphs/", "SDPA": "sdpa/", "RTX 5090": "hardware/",
     "A100": "hardware/", "MI300X": "hardware/",
     "macOS": "hardware/", "B300": "hardware/", "contribute": "contributing/", "DSV4_AOT": "environment/",
-    "SOFTSM_CACHE": "environment/",
+    "SOFTSM_CACHE": "environment/", "deprecation": "stability/", "C compiler": "troubleshooting/",
+    "illegal memory access": "troubleshooting/", "LSE base 2": "faq/",
 }  # fmt: skip
 
 

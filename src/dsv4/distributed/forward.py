@@ -75,7 +75,7 @@ def decode(
     group: Any = None,
     **options: Any,
 ) -> Tensor | Both:
-    """``attention(*tensors, **options)`` of the same queries on every rank, over the keys of all ranks together.
+    """Compute ``attention(*tensors, **options)`` of the same queries on every rank, over the keys of all ranks.
 
     attention: dsv4.fmha, fmha_paged, fmha_varlen or v4_attention; tensors and options are this rank's: its keys, its
     lengths, its lists. A rank may have no keys. The result is that of one call with all keys: of all heads on every
@@ -108,7 +108,7 @@ def decode(
 def merge(
     out: Tensor, lse: Tensor, *, sink: Tensor | None = None, heads: str = "all", group: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """merge_states across the ranks: this rank's partial (out, lse), made with sink=None -> the whole, on all ranks.
+    """Merge states across the ranks: this rank's partial (out, lse), made with sink=None -> the whole, on all ranks.
 
     sink: [H], of all heads. heads="mine": rank r of R gets only heads r H / R .. (r + 1) H / R - 1, with the same
     bits as with all heads; this is what tensor-parallel projections need, with 1 / R of the traffic.
@@ -223,7 +223,7 @@ def prefill(
     deterministic: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | Both:
-    """dsv4.fmha of a sharded sequence: this rank's q [B, T, Hq, D], k, v [B, T, Hkv, D] -> its out, lse.
+    """Compute dsv4.fmha of a sharded sequence: this rank's q [B, T, Hq, D], k, v [B, T, Hkv, D] -> its out, lse.
 
     All ranks have the same number of tokens, sharded in the same order (see :func:`shard`). causal and window refer to
     the whole sequence. method="ring": keys travel around the ring while each rank computes with those it has; it holds

@@ -63,7 +63,7 @@ def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **_: Unp
 @overload
 def fmha(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **_: Unpack[FmhaKeywords]) -> Result: ...
 def fmha(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Result:
-    """Attention of q [B, T, Hq, D] to k [B, S, Hkv, D] and v [B, S, Hkv, Dv] -> out [B, T, Hq, Dv], lse [B, Hq, T]."""
+    """Compute attention of q [B, T, Hq, D] to k [B, S, Hkv, D], v [B, S, Hkv, Dv] -> [B, T, Hq, Dv], lse [B, Hq, T]."""
     return _call(FMHA, (q, k, v), (None, None), **keywords)
 
 
@@ -111,7 +111,7 @@ def fmha_varlen(
     max_seqlen_k: int | None = None,
     **keywords: Any,
 ) -> Result:
-    """Attention within sequences packed end to end: q [total_q, Hq, D], k [total_k, Hkv, D], v [total_k, Hkv, Dv].
+    """Compute attention within sequences packed end to end: q [total_q, Hq, D], k [total_k, Hkv, D], v [.., Hkv, Dv].
 
     cu_seqlens_q, cu_seqlens_k: int32 [B + 1], starting at 0, non-decreasing; sequence n has rows cu[n] .. cu[n+1] - 1.
     Rows of q past the last sequence give out 0, lse -inf. max_seqlen_q, max_seqlen_k: upper bounds on the sequence
@@ -157,7 +157,7 @@ def fmha_paged(
 def fmha_paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, lengths: Tensor, **keywords: Any
 ) -> Result:
-    """Attention of q [B, T, Hq, D] to keys in pages [P, page, Hkv, D] of any size and stride.
+    """Compute attention of q [B, T, Hq, D] to keys in pages [P, page, Hkv, D] of any size and stride.
 
     block_table: int32 [B, max_pages]; key j of sequence n is row ``j % page`` of page ``block_table[n, j // page]``.
     lengths: int32 [B], the number of keys S of each sequence. Table entries past the length are not read.

@@ -36,7 +36,7 @@ def tensor_map(
     element_strides: Sequence[int] | None = None,
     fill_nan: bool = False,
 ) -> TensorMapArgument:
-    """A tiled tensor map (CUtensorMap) over a NumPy array or a CPU tensor, for a `.param .align 64 .b8 map[128]`.
+    """Make a tiled tensor map (CUtensorMap) over a NumPy array or a CPU tensor, for a `.param .align 64 .b8 map[128]`.
 
     Args:
         array: up to 5 dimensions, the last one contiguous.

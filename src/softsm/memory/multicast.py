@@ -58,7 +58,7 @@ def _place(member, i: int) -> tuple[int, int]:
 
 
 def multicast(members: Sequence) -> Multicast:
-    """One address for the same offset in each of `members`, one buffer per GPU. Pass
+    """Make one address for the same offset in each of `members`, one buffer per GPU. Pass
     `multicast(buffers).multicast_ptr` to multimem instructions, like `multicast_ptr` of torch's symmetric memory."""
     return Multicast(members)
 

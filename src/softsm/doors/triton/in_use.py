@@ -29,7 +29,7 @@ def current() -> InUse | None:
 
 
 def active_arch() -> str | None:
-    """The architecture softsm emulates now, or None when it is not in use."""
+    """Return the architecture that softsm emulates now, or None when it is not in use."""
     state = current()
     return state.arch if state else None
 
