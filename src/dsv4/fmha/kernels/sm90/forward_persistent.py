@@ -285,7 +285,7 @@ def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr
         after = k.next(stage)
         s = columns.scores(rows_q, k, after, C)
         o = columns.add_values(o, pa, v, stage, CV, SAME_KV)
-        s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
+        s = warpgroup_mma_wait(num_outstanding=columns.value_pieces(CV, D), deps=(s,))
         if not SAME_KV:
             k.release(after)
         s = work.finish_scores(s, tiles.first + (-tile if EVEN else tile) * BN, bounds, DENSE, OWN, EVEN)

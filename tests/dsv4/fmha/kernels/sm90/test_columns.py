@@ -1,6 +1,7 @@
 """Head dims between those that tiles have, on Hopper: which products there are, and the kernel in softsm."""
 
 import dataclasses
+import re
 
 import launches
 import pytest
@@ -13,7 +14,7 @@ from dsv4 import reference
 from dsv4.fmha import problem
 from dsv4.fmha.kernels.sm90 import columns, entry
 from dsv4.kernels.compat import TRITON_VERSION
-from dsv4.runtime import dispatch
+from dsv4.runtime import aot, dispatch
 from dsv4.runtime.program import Program
 
 WIDTHS = [(96, 96), (192, 128), (192, 192), (160, 160), (72, 88), (112, 64)]
@@ -59,6 +60,18 @@ def test_the_kernel_of_many_rows(d, width, order):
     with launches.race_free("sm_90a", sms=2, order=order, seed=7):
         got = dsv4.fmha(q, k, v, causal=True, sink=sink, return_lse=True, backend="softsm")
     assert_agrees(got, reference.fmha, q, k, v, causal=True, sink=sink)
+
+
+@pytest.mark.compile
+def test_the_softmax_runs_beside_the_products_of_all_accumulators():
+    """What is waited for is S. Products of P and V, one group for each accumulator of O, may be under way."""
+    q, k, v = draw(192, 192)
+    p = dataclasses.replace(problem.dense(q, k, v), out=torch.empty_like(q))
+    program = Program(dict(q=q, k=k, v=v, out=p.out), q.device)
+    entry.prepare(program.slots_of(p), dispatch.compile_target("sm_90a")._replace(num_sms=2), program)
+    (launch,) = program.steps
+    ptx = aot.compile_kernel(launch.kernel, launch.arguments, launch.constants).asm["ptx"]
+    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", ptx)) == {"0", "2"}
 
 
 @pytest.mark.slow
