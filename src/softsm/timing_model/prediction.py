@@ -38,6 +38,7 @@ class Prediction:
     body_us: float = 0.0  # without the launch
     lets_in_us: float | None = None  # when it allows a dependent grid to begin
     waits_us: float | None = None  # when a grid that was launched early waits for the grid before it
+    incomplete: bool = False  # the CTAs' paths depend on what an earlier launch wrote in part, being timed
 
     def behind(self, before: Prediction) -> float:
         """Returns the us from the end of the previous launch to the end of this one."""

@@ -123,6 +123,10 @@ class Scouts:
         self.machine.left = int(not self.live and more)
         return not self.live and not more
 
+    def ran_whole(self) -> bool:
+        """Tells whether all clusters wrote what they write."""
+        return self.path is None and self.begun == len(self.order)
+
     def lengths(self) -> np.ndarray | None:
         """Returns the instructions of every cluster of the grid; a cluster that did not run gets those of the nearest
         one. None: too few ran, or all are equal."""

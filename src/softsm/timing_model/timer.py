@@ -14,7 +14,8 @@ from dataclasses import replace
 from softsm import accepted
 from softsm.engine.options import Options, Session, observing
 from softsm.engine.scheduler import Machine
-from softsm.timing_model.follow import CannotFollow
+from softsm.ptx.cplusplus import readable
+from softsm.timing_model.follow import CannotFollow, branch_on_value
 from softsm.timing_model.model import Model
 from softsm.timing_model.parameters import GPUS, gpu_for
 from softsm.timing_model.prediction import Prediction
@@ -33,6 +34,7 @@ class Timer(Session):
         self.written: dict[str, float] = {}
         self.raises = True  # CannotFollow; else the launch is left out
         self.left_out: list[str] = []
+        self.partly: set[tuple[int, int]] = set()  # address and bytes of what timed launches wrote in part
 
     def options(self, chosen: Options) -> Options:
         return replace(chosen, order="eager", sms=4)  # emulated SMs; the program sees the GPU's number
@@ -48,11 +50,25 @@ class Timer(Session):
         except CannotFollow as problem:
             if self.raises:
                 raise
-            self.left_out.append(str(problem))
+            self.left_out.append(str(problem).replace(trace.name, readable(trace.name)))
+            self._note_writes(trace)
             return
+        self.predictions[-1].incomplete = self._reads_partly(trace)
+        self._note_writes(trace)
         for s in model.sources:
             if s.written:
                 self.written[s.name.split(" [")[0]] = s.written
+
+    def _reads_partly(self, trace: LaunchTrace) -> bool:
+        """Tells whether what decides the CTAs' paths was written by an earlier launch, of which only some CTAs ran."""
+        decides = branch_on_value(trace.source, trace.lines()) if self.partly and trace.starts else None
+        access = trace.access.get(decides[0]) if decides is not None else None
+        return access is not None and any(_tensor(trace, n) in self.partly for n in access.tensors)
+
+    def _note_writes(self, trace: LaunchTrace) -> None:
+        written = {n for c in trace.clusters for n, how in c.traffic if how in ("write", "atomic")}
+        places = {_tensor(trace, n) for n in written if 0 <= n < len(trace.starts)}
+        self.partly = self.partly - places if trace.whole else self.partly | places
 
     @property
     def us(self) -> float:
@@ -65,6 +81,10 @@ class Timer(Session):
         if not found:
             return 0.0
         return found[0].gpu["launch"] + found[0].body_us + sum(b.behind(a) for a, b in zip(found, found[1:]))
+
+
+def _tensor(trace: LaunchTrace, number: int) -> tuple[int, int]:
+    return trace.starts[number], trace.tensors[number][1]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -102,6 +102,8 @@ class LaunchTrace:
     total: int  # clusters of the grid
     dependent: bool = False  # launched early: it may begin before the previous grid has ended
     lengths: np.ndarray | None = None  # instructions of every cluster, if they depend on data (scout.py)
+    starts: Sequence[int] = ()  # addresses of the tensors
+    whole: bool = True  # all clusters ran, and all that they write is there
 
     def lines(self) -> list[int]:
         """Returns the PTX lines that at least one CTA ran."""
@@ -157,6 +159,7 @@ class Tracer(Observer):
         self.owners: list[ClusterTrace] = []  # the trace of each CTA
         self.scouts: scout.Scouts | None = None  # while they run
         self.lengths: np.ndarray | None = None
+        self.whole = len(self.samples) == self.total
         self.trail = address_trace.Trail(address_trace.ROOM)
         self.inner = dispatch.runner(address_trace.operation())
 
@@ -217,7 +220,7 @@ class Tracer(Observer):
 
     def cta_ended(self, cta: Cta) -> None:
         if self.scouts is not None and self.scouts.ended():
-            self.lengths = self.scouts.lengths()
+            self.lengths, self.whole = self.scouts.lengths(), self.scouts.ran_whole()
             if not scout.on_data(
                 sass.alone(self.kernel.module.source, self.kernel.name), self.values
             ) and self.scouts.along_axis(self.shape, self.samples):
@@ -494,5 +497,7 @@ class Tracer(Observer):
                 self.total,
                 machine.options.dependent,
                 self.lengths,
+                [a.start for a in machine.global_memory.allocations],
+                self.whole,
             )
         )

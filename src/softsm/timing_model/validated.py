@@ -38,7 +38,10 @@ def doubts(p) -> list[Doubt]:
         fenced = any(op.startswith("MEMBAR") and ".GPU" in op for op in opcodes)
         width, order = (0.45, " with a fence around each") if fenced else (0.35, "")
         out.append(Doubt(width, f"atomic operations{order}: how many of them meet at a line is not known"))
-    if depends_on_data(p) is not None and p.trace.lengths is not None:
+    if p.incomplete:
+        words = "how long a CTA runs depends on what an earlier launch writes, of which only some CTAs ran: time this"
+        out.append(Doubt(1.0, f"{words} launch alone, with inputs of its own"))
+    elif depends_on_data(p) is not None and p.trace.lengths is not None:
         out.append(Doubt(0.3, "how long a CTA runs depends on data: beside which others it runs is not known"))
     elif depends_on_data(p) is not None:
         out.append(Doubt(0.6, "how long a CTA runs depends on data, and few were looked at: the longest is not known"))

@@ -125,6 +125,27 @@ def test_lengths_that_are_loaded_are_counted_where_ctas_differ() -> None:
     assert "the longest executes 2.0 times as much as the average" in report.doubt(growing)
 
 
+FILL = (
+    HEAD
+    + """
+  mul.wide.u32 %d2, %r1, 4; add.u64 %d2, %d2, %d1; mov.u32 %r2, 50; st.global.u32 [%d2], %r2;
+  ret;
+}"""
+)
+
+
+def test_lengths_that_an_earlier_launch_wrote_in_part_are_doubted() -> None:
+    """Three of its CTAs ran, so that all others' rows are empty."""
+    lengths, own = np.zeros(4000, np.uint32), np.full(4000, 50, np.uint32)
+    with softsm.timing("h200") as timer:
+        softsm.load(FILL).launch(4000, 32, [lengths, 0])
+        softsm.load(ROWS).launch(4000, 32, [lengths, 0])
+        softsm.load(ROWS).launch(4000, 32, [own, 0])
+    words = "what an earlier launch writes, of which only some CTAs ran: time this launch alone"
+    assert [words in report.text(p) for p in timer.predictions] == [False, True, False]
+    assert band(timer.predictions[1])[1] == 2.0
+
+
 def test_the_longest_of_many_ctas_decides() -> None:
     """It is none of those at the ends or in the middle of the grid."""
     lengths = np.full(400, 7, np.uint32)
