@@ -21,6 +21,7 @@ from softsm.commands.program import (
     UsageError,
     accept,
     exists,
+    loading,
     program_errors,
     program_of,
     target_of,
@@ -168,16 +169,17 @@ def check(
     """Run with all checks, once for each order of completion, and print each finding once.
 
     Exit status 0: nothing found; 1: a finding, or the program itself failed; 2: wrong usage."""
-    from softsm.commands.check import Summary
-    from softsm.engine.options import options
-
     accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
+    if not 0 <= patience < 1e12:
+        usage(f"patience: got {patience:g}; accepted: 0 and positive numbers")
+    with loading("numba"):
+        from softsm.commands.check import Summary
+        from softsm.engine.options import options
+
     execute = program_of(
         file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags, ranks
     )
     summary = Summary(seed, strict)
-    if not 0 <= patience < 1e12:
-        usage(f"patience: got {patience:g}; accepted: 0 and positive numbers")
 
     def one(chosen: str, number: int) -> None:
         aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is not JSON
@@ -234,10 +236,11 @@ def trace(
     check: Annotated[bool, typer.Option(help="look for races and misuse as well")] = True,
 ) -> None:
     """Run as `softsm run` does and write a report of what happened, as HTML, and a timeline for ui.perfetto.dev."""
-    from softsm.commands.trace import tracing
-    from softsm.errors import SoftsmError
-
     accept(file, arguments, arch, sms, order, ORDERS, seed)
+    with loading("numba"):
+        from softsm.commands.trace import tracing
+        from softsm.errors import SoftsmError
+
     execute = program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared), clang_flags)
     writable(output)
     made = tracing(output, title=file.name, order=order, seed=seed, strict=strict, check=check)
@@ -300,11 +303,12 @@ def time(
 
     Only some CTAs of each grid run, and products are not computed: results of the program are wrong.
     `softsm.checking()` inside it is off."""
-    from softsm.commands import time as command
-
     for given in (file, compare):
         if given is not None:
             exists(given)
+    with loading("numba"):
+        from softsm.commands import time as command
+
     try:
         target, device = command.target(arch or target_of(file), gpu)
         if clock is not None:
@@ -345,7 +349,8 @@ def museum(
     """Run the museum: softsm must name each bug, and find nothing in its corrected twin.
 
     The third column says at which level: default, strict, or only by values that differ from a reference."""
-    from softsm.museum.judge import gather, judge
+    with loading("numba"):
+        from softsm.museum.judge import gather, judge
 
     everything = gather()
     unknown = [n for n in numbers or () if n not in everything]

@@ -4,6 +4,8 @@ Triton."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -439,3 +441,32 @@ def test_wrong_usage_is_one_line_with_the_name_of_the_command(command, says):
 def test_a_shell_completes_commands_and_options():
     asks = {"_SOFTSM_COMPLETE": "complete_bash", "COMP_WORDS": "softsm che", "COMP_CWORD": "1"}
     assert CliRunner().invoke(app, env=asks, prog_name="softsm").output.split() == ["check"]
+
+
+def test_a_terminal_is_told_what_a_command_waits_for(capsys, monkeypatch):
+    from softsm.commands.program import loading
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with loading("a_package_that_is_not_loaded"):
+        assert capsys.readouterr().err == "loading softsm ..."
+    assert capsys.readouterr().err == "\r\x1b[K"
+    with loading("sys"):
+        assert not capsys.readouterr().err
+
+
+def test_wrong_usage_waits_for_no_import(tmp_path):
+    """Numba and torch take seconds."""
+    wrong = ["check no.py", "check --sms 0 x.py", "check --patience -1 x.py", "run no.py", "trace no.py", "time no.py"]
+    (tmp_path / "x.py").touch()
+    program = f"""
+import sys
+from softsm.cli import app
+for words in {wrong!r}:
+    try:
+        app(words.split())
+    except SystemExit as done:
+        assert done.code == 2, words
+    assert not {{"numba", "torch", "triton"}} & set(sys.modules), words
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.count("\n") == len(wrong), done.stderr

@@ -143,14 +143,15 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, 
 
     if "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process does not use the GPU, if there is one
-    from softsm.doors.driver.functions import driver
-    from softsm.doors.triton.install import use
-    from softsm.engine.options import options
+    with loading("triton"):
+        from softsm.doors.driver.functions import driver
+        from softsm.doors.triton.install import use
+        from softsm.engine.options import options
 
-    try:
-        softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms, ranks=ranks)
-    except (ValueError, ImportError) as problem:
-        usage(str(problem))
+        try:
+            softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms, ranks=ranks)
+        except (ValueError, ImportError) as problem:
+            usage(str(problem))
     sys.argv = [str(file), *arguments]
     sys.path.insert(0, str(file.resolve().parent))
     late = b"libcuda" not in file.read_bytes()  # a program may load the library itself
@@ -160,6 +161,19 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, 
         else:
             code = compile(file.read_bytes(), str(file), "exec")
             softsm.run(lambda rank: exec(code, {"__name__": "__main__", "__file__": str(file)}))
+
+
+@contextmanager
+def loading(package: str) -> Iterator[None]:
+    """In a terminal, shows that a command waits for its imports, unless they include nothing new."""
+    shown = sys.stderr.isatty() and package not in sys.modules
+    if shown:
+        print("loading softsm ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 @contextmanager
