@@ -78,7 +78,11 @@ def commits_of(op: AsyncOp, others: Iterable[AsyncOp]) -> list[AsyncOp]:
 def by_kind(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
     mine = op.warp.in_flight or InFlight()
     if op.kind == "cp.async":
-        return in_groups(op, mine.cp_async, "cp.async.commit_group", "cp.async.wait_group")
+        found = in_groups(op, mine.cp_async, "cp.async.commit_group", "cp.async.wait_group")
+        names = {x.name for x in op.warp.cta.program.instructions}
+        if "cp.async.commit_group" in names:
+            return found
+        return f"{found}; or let cp.async.mbarrier.arrive.noinc behind it arrive at an mbarrier, and wait for that"
     if op.kind in STORES or op.kind in WRITES:
         wait = "cp.async.bulk.wait_group" + (".read" if op.kind in STORES else "")
         return in_groups(op, mine.bulk, "cp.async.bulk.commit_group", wait)

@@ -71,6 +71,13 @@ def test_a_read_on_the_wrong_side_of_a_cp_async(stages, words):
         assert not advice(first + barrier + OTHERS + barrier + again)
 
 
+@pytest.mark.parametrize("commits", ["", "cp.async.commit_group;\n"])
+def test_a_cp_async_may_arrive_at_an_mbarrier(commits):
+    """The advice says so where the kernel has no groups."""
+    arrive = "cp.async.mbarrier.arrive.noinc" in advice(ADDRESS + COPY + READ + commits)[0]
+    assert arrive == (not commits)
+
+
 def test_who_waited_must_be_followed_by_a_barrier():
     """Threads wait for their own copies; those of warp 3 read the copies of warp 0."""
     other = t.only("warp 3", "sub.u32 %r40, %r40, 384;\n" + READ)
