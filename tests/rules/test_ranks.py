@@ -5,6 +5,7 @@ import pytest
 from ruling import ORDERS, aligned
 
 import softsm
+from softsm.engine.options import current_options
 from softsm.engine.ranks import Launch, together
 from softsm.museum import text as t
 
@@ -103,3 +104,22 @@ def test_bulk_stores_of_an_earlier_launch(order):
     assert len(found) == 1 and RACE in found[0]
     assert not fixes((store + raises(0), TURN + awaits(0)), ("", READ), order=order)
     assert not fixes((store, TURN), (READ.replace("%rd2", "%rd1"), ""), order=order)
+
+
+@pytest.mark.parametrize("between", [0, 1, 2])
+def test_launches_of_ranks_are_ordered_by_a_collective(between):
+    """Each rank launches the exchange twice, with so many collectives between."""
+    two = Two()
+    kernel = softsm.load(t.kernel(t.only("%p0", EXCHANGE), PARAMS, target="sm_90a"))
+
+    def program(rank):
+        (data, flag), (others, raised) = two.arrays[rank], two.arrays[1 - rank]
+        for turn in (1, 2):
+            two.turn[0] = turn
+            kernel.launch(1, 32, [data, others, flag, raised, two.turn])
+            for _ in range(between):
+                current_options().meeting.exchange("barrier", rank)
+
+    with softsm.checking() as report:
+        softsm.ranks(2, program)
+    assert [RACE in found.fix for found in report] == ([] if between else [True])

@@ -6,7 +6,7 @@ begins with the earlier accesses that some GPU had not acquired when its own lau
 one for each GPU and set of GPUs that do not know of it. The others know from the start that it is complete, and a
 release passes this on. A GPU that reads a flag of an earlier launch knows what its writer knew.
 
-The host may wait between launches (`Options.follows`). Then nothing is left.
+Where the host waits between launches, or ranks meet in a collective, nothing is left (`Options.follows`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from softsm.engine.in_flight import AsyncOp, nothing
 KIND = "launch before this one on another GPU"
 FIX = (
     "launches follow each other on one GPU only: let each GPU wait, before its kernel ends, for a flag at .sys scope "
-    "that the others raise behind their last access; or use other memory in the next launch; or let the host wait for "
-    "all GPUs in between"
+    "that the others raise behind their last access; or use other memory in the next launch; or put a collective, or a "
+    "wait of the host for all GPUs, in between"
 )
 WRITER, READERS = 0, (4, 7, 12)  # fields of a record of global memory (checks/shadow.py)
 

@@ -77,6 +77,7 @@ class Meeting:
         self.count, self.sessions = count, current_options().sessions
         self.turn = turn  # called before a rank continues
         self.rank = 0  # the rank that runs now
+        self.met = True  # in a collective, since the last launches
         self.stops: list[Any] = [None] * count  # Launch, Exchange or End
         self.answers: list[Any] = [None] * count
         self.over = False
@@ -155,12 +156,14 @@ class Meeting:
         launching = [rank for rank, x in enumerate(self.stops) if isinstance(x, Launch)]
         waiting = [rank for rank, x in enumerate(self.stops) if isinstance(x, Exchange)]
         if launching:
-            together([x if isinstance(x, Launch) else None for x in self.stops])
+            together([x if isinstance(x, Launch) else None for x in self.stops], follows=not self.met)
+            self.met = False
             self.go_on(launching, [None] * self.count)
         elif waiting:
             if len(waiting) < self.count or len({x.name for x in self.stops}) > 1:
                 raise ValueError(f"ranks: they do not meet: {self.where()}")
             values = [x.value for x in self.stops]
+            self.met = True
             self.go_on(waiting, [values] * self.count)
 
     def go_on(self, ranks: list[int], answers: list) -> None:
