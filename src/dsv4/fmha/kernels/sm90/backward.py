@@ -18,10 +18,8 @@ from dsv4.fmha.backward import FmhaBackward
 from dsv4.fmha.kernels.backward import (
     FP16_P_SCALE,
     TILE,
-    Adding,
     Packed,
     Rounding,
-    Sequences,
     descriptor,
     is_addressable,
     keep_dq,
@@ -38,6 +36,7 @@ from dsv4.fmha.kernels.backward_arguments import GradientScales, GradientSizes, 
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import SLAB_BYTES, Chain, one_head_each
 from dsv4.fmha.kernels.ragged import NOT_RAGGED, ragged_descriptor
+from dsv4.fmha.kernels.sm90.adding import find_adding, is_masked, loops, rows_of_step, split_rows, steps_of
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_products import backward_products
@@ -50,7 +49,6 @@ from dsv4.runtime.program import Program, Slot
 __all__ = ["prepare", "supports"]
 
 BLOCK = 64 * 64  # elements of a block of the sums (gradient_sums.py)
-LONGEST_PACK = 8192 * 128  # elements of the rows of a pack under a mask
 L2_BYTES = 48 << 20
 
 
@@ -159,7 +157,7 @@ def _prepare_keys(
     tiles = row_tiles(x.keys, x.sequences) * x.batch * x.k.shape[1]
     packs = x.heads // x.k.shape[1]
     splits = (
-        split_rows(tiles, _steps(x.rows, rows, x.sequences), target.num_sms) if x.adding is None else x.adding.splits
+        split_rows(tiles, steps_of(x.rows, rows, x.sequences), target.num_sms) if x.adding is None else x.adding.splits
     )
     shared = splits * packs > 1
     wanted = (x.dk, x.dv)
@@ -186,7 +184,7 @@ def _prepare_keys(
     shares = KeyParts(dk_block, dv_block, parts)
     arguments = common | boxes | dict(sums_desc=sums_box, order=order, shares=shares, ticket_ptr=x.ticket)
     registers, load = _registers(x, of_keys=True)
-    loop = loops(x, order.count, target.num_sms)
+    loop = loops(x.width, x.sequences is not None, order.count, target.num_sms)
     program.launch(
         backward_keys,
         (min(order.count, target.num_sms) if loop else order.count,),
@@ -211,14 +209,6 @@ def _prepare_keys(
     return {}
 
 
-def loops(x: Packed, tiles: int, num_sms: int) -> bool:
-    """Return whether a CTA loops over the work tiles of backward_keys. That hides their beginnings and ends: at head
-    dim 64 (5, 25:5, 1910) takes 636 us instead of 670, and 300 sequences of 10 to 300 tokens at head dim 128 take 576
-    instead of 639. In a dense batch at head dim 128 the steps have too few registers for it: 3231 instead of 3167 us
-    for (3, 20, 5000)."""
-    return tiles >= num_sms and (x.width == 64 or x.sequences is not None)
-
-
 def operands(x: Packed, boxes: dict[str, int], **gradients: Slot) -> dict[str, Any]:
     """Return the descriptors of tensors and gradients, and `ragged`. boxes: their rows."""
     ragged = NOT_RAGGED
@@ -234,23 +224,6 @@ def operands(x: Packed, boxes: dict[str, int], **gradients: Slot) -> dict[str, A
     return found | dict(ragged=ragged)
 
 
-def find_adding(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None) -> Adding:
-    """Return how results are added: the more query heads are packed as rows, the fewer CTAs add to dK and dV, but there
-    must be one for every SM. Under a mask CTAs are at different rows, so more rows of a long pack are in use than the
-    L2 holds: (2, 32:4, 8192) causal at head dim 128 takes 5165 us with all 8 heads packed, 4141 with 2."""
-    tiles = row_tiles(keys, sequences) * p.batch * p.q_heads
-    tokens = p.max_seqlen_q // (1 if sequences is None else max(sequences.count, 1))
-    most = LONGEST_PACK // (p.head_dim * max(tokens, 1)) if is_masked(p) else p.group
-    packs = [n for n in (2, 4, 8, 16, 32, 64) if p.group % n == 0 and n <= most and tiles >= n * num_sms]
-    pack = max(packs, default=1)
-    steps = _steps(p.max_seqlen_q * pack, rows_of_step(p.head_dim, True), sequences)
-    return Adding(pack, split_rows(tiles // pack, steps, num_sms))
-
-
-def is_masked(p: FmhaProblem) -> bool:
-    return p.left >= 0 or p.right >= 0
-
-
 def pairs_at_once(x: Packed) -> int:
     """Return the pairs of sequence and pack that are scheduled together. Under a mask key tiles have different numbers
     of rows, and the longest of many pairs are first: as many pairs as have Q, dO and the sum of dQ in the L2 together.
@@ -259,24 +232,6 @@ def pairs_at_once(x: Packed) -> int:
         return 2
     pairs = x.batch * x.heads
     return -(-pairs // max(1, pairs * x.rows * x.width * 8 // L2_BYTES))
-
-
-def rows_of_step(head_dim: int, add_dq: bool) -> int:
-    return 128 if add_dq and head_dim == 64 else 64
-
-
-def _steps(rows: int, rows_of_one: int, sequences: Sequences | None) -> int:
-    """Return the steps through the rows of an average sequence."""
-    return -(-rows // (rows_of_one * (1 if sequences is None else max(sequences.count, 1))))
-
-
-def split_rows(tiles: int, steps: int, num_sms: int) -> int:
-    """Return how many parts the rows of a key tile are cut into: the number with the fewest steps, if the beginning and
-    the end of a CTA last as long as four. A part has at least eight. `steps`: of an average sequence."""
-    if tiles >= 4 * num_sms:
-        return 1
-    most = max(1, min(steps // 8, 4 * num_sms // max(tiles, 1)))
-    return min(range(1, most + 1), key=lambda n: -(-tiles * n // num_sms) * (-(-steps // n) + 4))
 
 
 def _registers(x: Packed, of_keys: bool) -> tuple[int, int]:

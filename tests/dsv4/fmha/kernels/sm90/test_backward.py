@@ -26,7 +26,7 @@ import softsm
 from dsv4.fmha import problem
 from dsv4.fmha.kernels import chain
 from dsv4.fmha.kernels.backward import Adding, Packed
-from dsv4.fmha.kernels.sm90 import backward
+from dsv4.fmha.kernels.sm90 import adding, backward
 from dsv4.reference import backward as reference_backward
 
 pytestmark = pytest.mark.compile
@@ -188,7 +188,7 @@ FEW_KEY_TILES = {
 @pytest.mark.parametrize("name", ["causal", "varlen", pytest.param("fp16-hd128", marks=pytest.mark.slow)])
 def test_rows_of_a_key_tile_in_several_parts(name, splits, monkeypatch):
     """Some parts are empty."""
-    monkeypatch.setattr(backward, "split_rows", lambda *_: splits)
+    monkeypatch.setattr(adding, "split_rows", lambda *_: splits)
     b, want, low = FEW_KEY_TILES[name]()
     with launches.race_free("sm_90a", order="latest"):
         launches.run(b)
@@ -197,17 +197,17 @@ def test_rows_of_a_key_tile_in_several_parts(name, splits, monkeypatch):
 
 PACKS = {
     "two-packs-of-two": dict(t=150, s=140, heads=(4, 1), d=64, causal=True, sink=True, dlse=True),
-    "a-group-of-three": dict(t=90, s=140, heads=(6, 2), d=64, window=(40, 3), batch=2),
+    "groups-of-three": dict(t=90, s=140, heads=(6, 2), d=64, window=(40, 3), batch=2),
     "hd128-fp16": dict(t=130, s=70, heads=(4, 1), d=128, dtype=FP16),
 }
 
 
-FURTHER = [("two-packs-of-two", 1), ("hd128-fp16", 1), ("hd128-fp16", 2)]
+FURTHER = [("two-packs-of-two", 1), ("groups-of-three", 1), ("hd128-fp16", 1), ("hd128-fp16", 2)]
 
 
 @pytest.mark.parametrize(
     "name, pack",
-    [("two-packs-of-two", 2), ("a-group-of-three", 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in FURTHER)],
+    [("two-packs-of-two", 2), ("groups-of-three", 3), *(pytest.param(*x, marks=pytest.mark.slow) for x in FURTHER)],
 )
 def test_query_heads_that_share_keys_add_to_one_sum(name, pack, monkeypatch):
     monkeypatch.setattr(backward, "find_adding", lambda *_: Adding(pack, 1))
@@ -215,28 +215,6 @@ def test_query_heads_that_share_keys_add_to_one_sum(name, pack, monkeypatch):
     with launches.race_free("sm_90a", order="latest"):
         launches.run(b)
     check(b, want, low)
-
-
-@pytest.mark.parametrize(
-    "batch, heads, tokens, d, causal, pack",
-    [
-        (7, (24, 3), 2235, 128, True, 2),
-        (2, (32, 4), 8192, 128, True, 1),
-        (2, (64, 8), 4096, 64, True, 4),
-        (1, (16, 2), 2000, 64, True, 1),  # more would leave SMs without a key tile
-        (3, (16, 4), 2666, 128, False, 4),  # CTAs are at the same rows: no limit
-        (1, (40, 8), 12288, 128, False, 1),  # a group of 5
-    ],
-)
-def test_how_many_query_heads_go_together(batch, heads, tokens, d, causal, pack):
-    q = torch.empty(batch, tokens, heads[0], d, dtype=BF16, device="meta")
-    k = torch.empty(batch, tokens, heads[1], d, dtype=BF16, device="meta")
-    assert backward.find_adding(132, problem.dense(q, k, k, causal=causal), tokens, None).pack == pack
-
-
-@pytest.mark.parametrize("tiles, steps, splits", [(38, 189, 3), (1, 4, 1), (1, 100, 12), (0, 9, 1), (1000, 50, 1)])
-def test_rows_are_split_where_key_tiles_are_few(tiles, steps, splits):
-    assert backward.split_rows(tiles, steps, 132) == splits
 
 
 def test_tensors_that_cannot_be_addressed_are_copied():
