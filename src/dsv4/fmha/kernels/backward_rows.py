@@ -15,6 +15,7 @@ lse2 is an fp32 number, so P is off by a factor of up to 2^(lse2 2^-23). From 2^
 
 from typing import NamedTuple
 
+from dsv4.kernels import dependent
 from dsv4.kernels.compat import Value, gl, gluon
 from dsv4.kernels.softmax import LARGE, LOG2E
 
@@ -95,6 +96,7 @@ def backward_rows(tensors, sizes, strides, D: gl.constexpr, TOKENS: gl.constexpr
     neighbouring programs have neighbouring heads. Results lie by (sequence, KV head, token, head of the group). Strides
     of out and dout are in units of 8 elements. plain: dO . O, for dsink."""
     L: gl.constexpr = row_layout(D)
+    dependent.launch_dependents()
     piece = gl.program_id(0) // sizes.q_heads
     head = (gl.program_id(0) - piece * sizes.q_heads).to(gl.int64)
     spans = (sizes.tokens + TOKENS - 1) // TOKENS

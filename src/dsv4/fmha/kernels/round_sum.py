@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from dsv4.fmha.kernels.backward_sequences import tile_of
 from dsv4.fmha.kernels.tiles import packed_sequence
+from dsv4.kernels import dependent
 from dsv4.kernels.compat import Value, gl, gluon
 
 # A thread loads 64 bytes of a block: 8 columns of two rows, which it stores as 16 bytes each. So nothing is exchanged.
@@ -56,6 +57,7 @@ def round_sum(
     dq, dk, dv, sequences, ds_ptr, D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr, BY_ROWS: gl.constexpr
 ):
     """Convert a block of dQ, dK or dV. SCALED: the sum of dQ is of dS times the number at ds_ptr."""
+    dependent.wait_on_prior_grid()
     number = gl.program_id(0)
     if number < dq.blocks:
         scale = dq.scale

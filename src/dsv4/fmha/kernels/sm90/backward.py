@@ -137,7 +137,7 @@ def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
                 x.dq, x.sums, of_rows[0], scale=x.p.softmax_scale, cu=x.sequences and x.sequences.cu_q
             )
         if summed:
-            prepare_round_sum(program, x, summed, **constants)
+            prepare_round_sum(program, x, summed, **constants, launch_pdl=True)
     if x.dq is not None and x.sums is None:
         dq = rows_of_dq(program, x.dq, x.sequences)
         target = dq if is_addressable(dq) else made_like(program, dq.shape, dq.dtype, x.sequences)
@@ -194,6 +194,7 @@ def _prepare_keys(
         ROWS=rows,
         GRADIENT_REGS=registers,
         LOAD_REGS=load,
+        launch_pdl=True,
         **constants,
     )
     if shared:

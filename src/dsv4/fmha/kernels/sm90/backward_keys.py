@@ -58,6 +58,7 @@ from dsv4.fmha.kernels.sm90.gradient_loads import load_halves, load_next
 from dsv4.fmha.kernels.sm90.gradient_sums import Sums, add_block, add_blocks, store_blocks
 from dsv4.fmha.kernels.sm90.key_tiles import Problem, locate
 from dsv4.fmha.kernels.sm90.tile_scheduler import hand_out, take_ticket, ticket_slots
+from dsv4.kernels import dependent
 from dsv4.kernels.compat import (
     Value,
     aggregate,
@@ -499,6 +500,8 @@ def backward_keys(
     ring, tickets, k_ready, k_free, v_ready, v_free, landed, ds_ready = make_barriers(q, VARLEN, ADD_DQ, LOOP)
     memory = Memory(k, v, ring, dout, stat, ds, sum_tiles, results, tickets, k_ready, k_free, v_ready, v_free, landed,
                     ds_ready)  # fmt: skip
+    dependent.wait_on_prior_grid()  # backward_rows, or a copy
+    dependent.launch_dependents()  # round_sum
     problem = Problem(order, tensors, whole)
     operands = KeyOperands(q_desc, k_desc, dout_desc, v_desc, dk_desc, dv_desc, sums_desc, ragged)
     share = Shares(order.splits.number * order.packs.number > 1, shares.dk_block, shares.dv_block, shares.ptr)
