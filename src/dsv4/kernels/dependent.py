@@ -2,7 +2,8 @@
 
 CTAs of the next grid may start once all CTAs of the previous grid have called `launch_dependents` or ended.
 `wait_on_prior_grid` returns when that grid has ended and its writes are visible. The previous grid must not access what
-the next grid reads or writes before this wait; grids before it have ended, because it was launched without launch_pdl.
+the next grid reads or writes before this wait; grids before it have ended, because it was launched without launch_pdl,
+or because all of its CTAs have waited before they called `launch_dependents`.
 """
 
 from dsv4.kernels.compat import barrier, gl, gluon

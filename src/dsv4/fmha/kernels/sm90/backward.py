@@ -64,8 +64,8 @@ class HopperChain(Chain):
     scores, products = backward_scores, backward_products
     box_rows = 64
     tile_rows = 192
-    score_options = dict(SLOTS=6, SCORE_REGS=240, LOAD_REGS=24)
-    product_options = dict(SLOTS=3, PRODUCT_REGS=240, LOAD_REGS=24)
+    score_options = dict(SLOTS=6, SCORE_REGS=240, LOAD_REGS=24, launch_pdl=True)
+    product_options = dict(SLOTS=3, PRODUCT_REGS=240, LOAD_REGS=24, launch_pdl=True)
 
     def __init__(self, target: Target, program: Program, x: Packed):
         super().__init__(target, program, x)

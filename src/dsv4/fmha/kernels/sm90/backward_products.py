@@ -38,6 +38,7 @@ from dsv4.fmha.kernels.product_tiles import (
     tile_of_turn,
 )
 from dsv4.fmha.kernels.sm90.gradient_sums import load_blocks, store_blocks
+from dsv4.kernels import dependent
 from dsv4.kernels.compat import (
     fence_async_shared,
     gl,
@@ -230,6 +231,8 @@ def backward_products(
     out = gl.allocate_shared_memory(q_desc.dtype, [2, 64, 128], MATRIX)
     ring = new_ring(b, 2)
     init_barriers((ring.ready, ring.free))
+    dependent.wait_on_prior_grid()  # backward_scores
+    dependent.launch_dependents()
     slots = Slots(ring, a)
     slab = product_slab(sizes, sequences, opts, rows_of_tile(slots), D, VARLEN)
     operands = ProductOperands(p_desc, ds_desc, q_desc, k_desc, dout_desc)

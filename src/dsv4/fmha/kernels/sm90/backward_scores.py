@@ -27,6 +27,7 @@ varlen batch, slabs.py defines where P and dS of a sequence are; TMA stops at it
 from dsv4.fmha.kernels.backward_arguments import Operands
 from dsv4.fmha.kernels.score_tiles import Chunks, load_role, row_terms, score_tile, slab_of, visible
 from dsv4.fmha.kernels.scores import probabilities, score_gradient
+from dsv4.kernels import dependent
 from dsv4.kernels.compat import (
     fence_async_shared,
     gl,
@@ -158,6 +159,8 @@ def backward_scores(
     right_tile = gl.allocate_shared_memory(q_desc.dtype, [64, 128], MATRIX)
     ring = new_ring(a, 2)
     init_barriers((ring.ready, ring.free))
+    dependent.wait_on_prior_grid()  # backward_rows, a copy, or the products of the slab before
+    dependent.launch_dependents()
     slab = slab_of(sizes, sequences, VARLEN)
     operands = Operands(q_desc, k_desc, dout_desc, v_desc)
     chunks = Chunks(ring, b)
