@@ -8,8 +8,6 @@ TMA packs powers of two as it copies; other packs need copies of Q and dO.
 from dsv4.fmha.kernels.backward import TILE, Adding, Sequences, row_tiles
 from dsv4.fmha.problem import FmhaProblem
 
-__all__ = ["find_adding", "is_masked", "loops", "rows_of_step", "split_rows", "steps_of"]
-
 LONGEST_PACK = 8192 * 128  # elements of the rows of a pack under a mask
 STEP_US = {64: 2.3, 128: 2.1}  # by head dim: a step of rows_of_step rows with 128 keys
 ENDS = 4  # the beginning and the end of a CTA, in steps
@@ -17,15 +15,19 @@ LOOPED_ENDS = 2  # those of a work tile if CTAs loop over them
 BYTES_PER_US = 4e6  # of copies, and of additions in the L2
 COPIES_US = 5.0  # launches of two copies
 CLEARLY = 0.9  # copies take memory
+SHORT = 512  # tokens, and keys
 
 
-def find_adding(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None) -> Adding:
-    """Return the pack and the parts with the least estimated time. 12 sequences of 142 tokens at head dim 128 with 60
-    heads for 12 take 191 us with five heads together, 288 with each alone.
+def find_adding(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None) -> Adding | None:
+    """Return the pack and the parts with the least estimated time; None if sums in memory cost more than two further
+    products. 12 sequences of 142 tokens at head dim 128 with 60 heads for 12 take 190 us with five heads together, 277
+    with each alone; (16, 16, 512) causal takes 218 us without sums, 234 with them.
 
     Under a mask CTAs are at different rows, so more rows of a long pack are in use than the L2 holds: (2, 32:4, 8192)
     causal at head dim 128 takes 5165 us with all 8 heads packed, 4141 with 2."""
     tokens = tokens_of(p, sequences)
+    if is_masked(p) and _short(num_sms, p, keys, sequences):
+        return None
     most = LONGEST_PACK // (p.head_dim * max(tokens, 1)) if is_masked(p) else p.group
     found: dict[bool, tuple[float, int, int]] = {}
     for pack in range(1, p.group + 1):
@@ -38,6 +40,14 @@ def find_adding(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | 
     if True in found and found[True][0] < CLEARLY * us:
         _, pack, splits = found[True]
     return Adding(pack, splits)
+
+
+def _short(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None) -> bool:
+    """Return whether a dense batch has short sequences and enough work tiles. Groups are packed, and then no longer
+    short; at head dim 64 a sum is half as large."""
+    tiles = row_tiles(keys, sequences) * p.batch * p.q_heads
+    short = sequences is None and max(p.max_seqlen_q, keys) <= SHORT
+    return short and p.head_dim == 128 and p.group == 1 and tiles >= 4 * num_sms
 
 
 def packs_by_tma(pack: int) -> bool:
@@ -71,12 +81,12 @@ def split_rows(tiles: int, steps: int, num_sms: int) -> int:
     return min(range(1, most + 1), key=lambda n: -(-tiles * n // num_sms) * (-(-steps // n) + ENDS))
 
 
-def loops(head_dim: int, varlen: bool, tiles: int, num_sms: int) -> bool:
+def loops(head_dim: int, varlen: bool, tiles: int, num_sms: int, short: bool = False) -> bool:
     """Return whether a CTA loops over the work tiles of backward_keys. That hides their beginnings and ends: at head
     dim 64 (5, 25:5, 1910) takes 636 us instead of 670, and 300 sequences of 10 to 300 tokens at head dim 128 take 576
     instead of 639. In a dense batch at head dim 128 the steps have too few registers for it: 3231 instead of 3167 us
-    for (3, 20, 5000)."""
-    return tiles >= num_sms and (head_dim == 64 or varlen)
+    for (3, 20, 5000). short: few steps without sums of dQ, 218 instead of 225 us for (16, 16, 512) causal."""
+    return tiles >= num_sms and (head_dim == 64 or varlen or short)
 
 
 def _splits(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None, pack: int) -> int:
@@ -91,12 +101,12 @@ def _gradient_us(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences |
     tokens = tokens_of(p, sequences)
     pairs = p.q_heads // pack
     tiles = -(-keys * p.batch // (count * TILE)) * count * pairs * splits
-    steps = -(-_tokens_seen(p, tokens) * pack // rows_of_step(p.head_dim, True)) / splits
+    longest, average = (-(-n * pack // rows_of_step(p.head_dim, True)) / splits for n in _tokens_seen(p, tokens))
     if loops(p.head_dim, sequences is not None, tiles, num_sms):
         turns, ends = tiles / num_sms, LOOPED_ENDS
     else:
         turns, ends = -(-tiles // num_sms), ENDS
-    us = STEP_US[p.head_dim] * turns * (steps + ends)
+    us = STEP_US[p.head_dim] * max(turns * (average + ends), longest + ends)
     tile_bytes = TILE * p.head_dim * 4
     moved = 2 * row_tiles(p.max_seqlen_q * pack, sequences) * p.batch * pairs * tile_bytes  # sums of dQ: zeroed, read
     if Adding(pack, splits).shares_keys(p):
@@ -107,8 +117,9 @@ def _gradient_us(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences |
     return us + moved / BYTES_PER_US
 
 
-def _tokens_seen(p: FmhaProblem, tokens: int) -> int:
-    """Return how many tokens see some of 128 keys, on average."""
+def _tokens_seen(p: FmhaProblem, tokens: int) -> tuple[int, int]:
+    """Return how many tokens see some of 128 keys: at most, and on average."""
     if p.left >= 0 and p.right >= 0:
-        return min(tokens, p.left + p.right + TILE)
-    return min(tokens, (tokens + TILE) // 2) if is_masked(p) else tokens
+        seen = min(tokens, p.left + p.right + TILE)
+        return seen, seen
+    return tokens, min(tokens, (tokens + TILE) // 2) if is_masked(p) else tokens

@@ -2,7 +2,8 @@
 
 head dim    kernels                                                          products of the size of the scores
 64, 128     backward_rows; backward_keys: dK, dV and a sum of dQ; round_sum  5, dQ by atomics
-            deterministic: backward_keys: dK and dV; backward_dq: dQ         7, the same bits in every run
+            deterministic, or short causal sequences at head dim 128:
+            backward_keys: dK and dV; backward_dq: dQ                        7, the same bits in every run
 256, 512    backward_rows; the chain (fmha/kernels/chain.py):                5, the same bits in every run
             backward_scores, backward_products
 """
@@ -36,7 +37,7 @@ from dsv4.fmha.kernels.backward_arguments import GradientScales, GradientSizes, 
 from dsv4.fmha.kernels.by_sequence import prepare_by_sequence
 from dsv4.fmha.kernels.chain import SLAB_BYTES, Chain, one_head_each
 from dsv4.fmha.kernels.ragged import NOT_RAGGED, ragged_descriptor
-from dsv4.fmha.kernels.sm90.adding import find_adding, is_masked, loops, rows_of_step, split_rows, steps_of
+from dsv4.fmha.kernels.sm90.adding import SHORT, find_adding, is_masked, loops, rows_of_step, split_rows, steps_of
 from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_products import backward_products
@@ -184,7 +185,8 @@ def _prepare_keys(
     shares = KeyParts(dk_block, dv_block, parts)
     arguments = common | boxes | dict(sums_desc=sums_box, order=order, shares=shares, ticket_ptr=x.ticket)
     registers, load = _registers(x, of_keys=True)
-    loop = loops(x.width, x.sequences is not None, order.count, target.num_sms)
+    short = x.sums is None and x.p.max_seqlen_q <= SHORT
+    loop = loops(x.width, x.sequences is not None, order.count, target.num_sms, short)
     program.launch(
         backward_keys,
         (min(order.count, target.num_sms) if loop else order.count,),

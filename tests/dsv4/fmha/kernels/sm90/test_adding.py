@@ -27,10 +27,27 @@ def dense(batch, heads, tokens, d, causal):
         (12, (60, 12), 142, 128, False, 5),  # they do where each head fills a part of its tiles
         (178, (85, 17), 33, 128, False, 5),
         (9, (6, 6), 300, 128, False, 1),
+        (1, (16, 2), 2000, 64, True, 1),  # a pack would have too few work tiles, and the longest in one part
     ],
 )
 def test_how_many_query_heads_go_together(batch, heads, tokens, d, causal, pack):
-    assert find_adding(SMS, dense(batch, heads, tokens, d, causal), tokens, None).pack == pack
+    found = find_adding(SMS, dense(batch, heads, tokens, d, causal), tokens, None)
+    assert found is not None and found.pack == pack
+
+
+@pytest.mark.parametrize(
+    "batch, heads, tokens, d, causal, added",
+    [
+        (16, (16, 16), 512, 128, True, False),
+        (16, (16, 16), 512, 64, True, True),
+        (16, (16, 16), 512, 128, False, True),
+        (6, (12, 12), 1024, 128, True, True),
+        (3, (1, 1), 512, 128, True, True),  # too few work tiles for the SMs, so rows are split
+        (14, (50, 10), 334, 128, True, True),
+    ],
+)
+def test_short_causal_sequences_are_not_added(batch, heads, tokens, d, causal, added):
+    assert (find_adding(SMS, dense(batch, heads, tokens, d, causal), tokens, None) is not None) == added
 
 
 @pytest.mark.parametrize("tokens, count, pack", [(40 * 142, 40, 5), (8 * 6000, 8, 1)])
@@ -38,7 +55,8 @@ def test_sequences_go_together_by_their_average_length(tokens, count, pack):
     """40 of 142 tokens, or 8 of 6000, with five query heads for a KV head."""
     starts = Program({}, torch.device("cpu")).workspace("starts", (count + 1,), torch.int32)
     sequences = Sequences(starts, starts, tokens // count, tokens // count)
-    assert find_adding(SMS, dense(1, (60, 12), tokens, 128, False), tokens, sequences).pack == pack
+    found = find_adding(SMS, dense(1, (60, 12), tokens, 128, False), tokens, sequences)
+    assert found is not None and found.pack == pack
 
 
 @pytest.mark.parametrize("tiles, steps, splits", [(38, 189, 3), (1, 4, 1), (1, 100, 12), (0, 9, 1), (1000, 50, 1)])

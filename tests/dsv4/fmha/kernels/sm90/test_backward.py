@@ -217,6 +217,19 @@ def test_query_heads_that_share_keys_add_to_one_sum(name, pack, monkeypatch):
     check(b, want, low)
 
 
+@pytest.mark.parametrize("order", ["latest", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eager", "random"))])
+def test_short_causal_sequences_without_sums(order, monkeypatch):
+    """As in a large batch: CTAs loop, and nothing is added in memory."""
+    monkeypatch.setattr(backward, "find_adding", lambda *_: None)
+    names = launches.launched(monkeypatch)
+    launches.num_sms(monkeypatch, 3)
+    b, want, low = request(t=200, s=200, heads=(2, 2), d=128, causal=True, batch=2, dlse=True)
+    with launches.race_free("sm_90a", order=order, seed=3):
+        launches.run(b)
+    assert names == ["backward_rows", "backward_keys", "backward_dq"]
+    check(b, want, low)
+
+
 def test_tensors_that_cannot_be_addressed_are_copied():
     """Gradients with strides of 8 elements and a few; dout expanded, as .sum() makes it."""
     b, want, low = request(t=70, s=90, heads=(2, 1), d=64)
