@@ -14,7 +14,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "read-only": (
         "ld.global.nc (__ldg, or a const __restrict__ pointer) reads what the same grid has written: the cache that it "
-        "goes through is not coherent, and may hold the bytes of before.",
+        "goes through is not coherent, and may hold older bytes.",
         "Read with an ordinary load: drop __ldg, or const and __restrict__ of the pointer.",
     ),
     "in-flight": (
@@ -65,18 +65,18 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "barrier-init": (
         "An mbarrier is used before its initialisation is visible, or initialised again while it is in use.",
-        "mbarrier.init, then fence.mbarrier_init.release.cluster or fence.proxy.async, then a barrier, then use; "
-        "mbarrier.inval before the word is used for anything else.",
+        "Execute mbarrier.init, then fence.mbarrier_init.release.cluster or fence.proxy.async, then a barrier, then "
+        "use it. Execute mbarrier.inval before you use the word for anything else.",
     ),
     "barrier-overwritten": (
         "Something else was written over an mbarrier that is still in use.",
-        "Keep the 8 bytes of an mbarrier for it alone, or mbarrier.inval it before the word is used for anything else.",
+        "Keep the 8 bytes of an mbarrier for it alone, or execute mbarrier.inval before you use them otherwise.",
     ),
     "barrier-inval": (
         "An mbarrier is invalidated while a warp waits on it, or used after it was invalidated.",
         "Invalidate it after the last use, and initialise it before it is used again.",
     ),
-    "barrier-number": ("A named barrier that does not exist.", "A CTA has the barriers 0 to 15."),
+    "barrier-number": ("The instruction names a barrier that does not exist.", "A CTA has the barriers 0 to 15."),
     "barrier-remote": (
         "An mbarrier of another CTA is used where only the CTA's own is allowed.",
         "Other CTAs may arrive and complete bytes; only the CTA itself may initialise and wait.",
@@ -109,7 +109,7 @@ CODES: dict[str, tuple[str, str]] = {
         "Bound the loop by the tensor's extent, or check the coordinates: their unit is elements, innermost first.",
     ),
     "out-of-bounds": (
-        "An access outside the memory that the kernel was given.",
+        "An access lies outside the memory that the kernel was given.",
         "Compare the offset with the allocation named in the message; a Triton load or store of the last block needs "
         "a mask.",
     ),
@@ -137,13 +137,13 @@ CODES: dict[str, tuple[str, str]] = {
         "Use one cta_group in the whole kernel.",
     ),
     "tmem-dealloc": (
-        "tcgen05.dealloc of something that tcgen05.alloc did not return.",
+        "tcgen05.dealloc frees something that tcgen05.alloc did not return.",
         "Free the address that alloc wrote, with its number of columns.",
     ),
     "tmem-granularity": ("Columns are allocated as 32, 64, 128, 256 or 512.", "Round up to one of these."),
     "tmem-leak": ("A CTA ends and still holds tensor memory.", "Add tcgen05.dealloc before the exit."),
     "tmem-relinquished": (
-        "tcgen05.alloc after tcgen05.relinquish_alloc_permit.",
+        "tcgen05.alloc comes after tcgen05.relinquish_alloc_permit.",
         "Allocate first; relinquish when no allocation follows.",
     ),
     "tmem-unallocated": (
@@ -164,12 +164,12 @@ CODES: dict[str, tuple[str, str]] = {
         "Encode it by the rules of cuTensorMapEncodeTiled; align it to 64 bytes.",
     ),
     "coordinate": (
-        "A TMA coordinate or offset that the target does not accept.",
+        "The target does not accept a TMA coordinate or offset.",
         "On sm_90 loads begin at multiples of 16 bytes of the innermost dimension, stores and reductions at "
         "coordinates >= 0. im2col::w begins left of its bounding box or in it.",
     ),
     "cluster-launch": (
-        "An asynchronous copy from shared memory or registers to shared memory, in a launch without clusters.",
+        "An asynchronous copy goes from shared memory or registers to shared memory, in a launch without clusters.",
         "Launch with clusters (.reqnctapercluster 1 is enough), or copy with loads and stores.",
     ),
     "multicast": ("The CTA mask of a multicast names CTAs that do not exist.", "Use bits below the cluster size."),
@@ -183,10 +183,13 @@ CODES: dict[str, tuple[str, str]] = {
     # wgmma
     "wgmma-registers": (
         "Registers of a wgmma are used while it may still read or write them.",
-        "wgmma.wait_group before using the accumulator; wgmma.fence between ordinary register writes "
+        "Execute wgmma.wait_group before you use the accumulator, and wgmma.fence between ordinary writes of registers "
         "and wgmma.mma_async.",
     ),
-    "wgmma-operands": ("The warps of a warpgroup execute different products.", "All four give the same operands."),
+    "wgmma-operands": (
+        "The warps of a warpgroup execute different products.",
+        "Give the same operands in all four warps.",
+    ),
     "warpgroup": (
         "wgmma and setmaxnreg are instructions of a warpgroup: four whole warps, warps 0 to 3 or 4 to 7 and so on.",
         "Launch a multiple of 128 threads, keep all lanes alive, and let all four warps execute it.",
@@ -203,15 +206,15 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "recursion": ("A device function calls itself.", "Write a loop: functions have one frame each here."),
     "cluster-rank": (
-        "An access of the shared memory of a CTA that the cluster does not have.",
+        "An access names the shared memory of a CTA that the cluster does not have.",
         "Give mapa ranks below %cluster_nctarank.",
     ),
     "unsupported": (
-        "An operation with operands that softsm has no semantics for.",
+        "softsm has no semantics for an operation with these operands.",
         "docs/isa.md lists the supported instructions.",
     ),
     "address": ("A variable has no address here.", "This is a bug in softsm; report it with the PTX."),
-    "special-register": ("A predefined register that has no value here.", "Use another one."),
+    "special-register": ("The program reads a predefined register that has no value here.", "Use another one."),
     "copy": ("An asynchronous copy could not be done.", "See the message: it names the operand and the instruction."),
     "internal": ("softsm reached an unexpected state.", "This is a bug in softsm; report it with the PTX."),
     "step-budget": (
