@@ -34,6 +34,8 @@ MACROS = (OP_MACRO, *range(OP_WAIT, OP_CHECKED_MMA + 1))  # Compiled code tries 
 DISTANCE = 4
 FLUSH, FIRST_USE, WAIT_LOADS, WAIT_STORES = range(4)
 
+LEAVES, WAY = frozenset(("bra", "brx", "ret", "exit", "trap", "call")), 100  # Program.way_back: records at most
+
 # The reasons for which the interpreter returns.
 QUANTUM, EXITED, DIVERGED, MERGE, MACRO, CONVERGE, SLOW_MEMORY, UNKNOWN, HOT = range(9)
 
@@ -165,3 +167,14 @@ class Program:
     kinds: dict[str, dict[str, str]] = field(default_factory=dict)  # function -> register -> type
     arrivals: list | None = None  # those of engine/arrivals.py, computed when needed
     private: frozenset[tuple[str, int]] = frozenset()  # (register file, row) that only micro-operations use
+
+    def way_back(self, pc: int) -> tuple[int, int] | None:
+        """Returns the records of a straight way behind a branch to an earlier place, from the branch to a jump to the
+        same place: `@%p bra NEXT; ...; bra NEXT`, an `if` at the end of a loop."""
+        target = self.code.item(pc, 5)
+        for i in range(pc + 1, min(pc + WAY, len(self.code)) if target <= pc else 0):
+            ins = self.instructions[i]
+            if ins.opcode in LEAVES:
+                jumps = self.code.item(i, 0) == OP_BRA and ins.guard is None and self.code.item(i, 5) == target
+                return (pc, i) if jumps else None
+        return None

@@ -1,8 +1,9 @@
 """The machine: the loop that runs the warps of all CTAs (engine/warps.py).
 
 A warp is a list of fragments (pc, lanes), and has one fragment until it diverges. The fragment with the lowest pc runs
-first, and fragments with the same pc merge. If a part of the warp reaches an `.aligned` or `.sync` instruction, it is
-parked until the others arrive. Scheduling is cooperative: a warp runs until it blocks or has used up its quantum.
+first, and fragments with the same pc merge; one that has jumped back to where the others will jump waits for them. If a
+part of the warp reaches an `.aligned` or `.sync` instruction, it is parked until the others arrive. Scheduling is
+cooperative: a warp runs until it blocks or has used up its quantum.
 """
 
 from __future__ import annotations
@@ -251,6 +252,7 @@ class Machine:
                 self.unpark(warp)
             elif status == pg.DIVERGED:
                 taken = Fragment(warp, int(p.code[pc, 5]), lanes, fragment.returns)
+                taken.ahead = p.way_back(pc)
                 fragment.mask &= ~lanes
                 fragment.pc = pc + 1
                 warp.fragments.append(taken)
@@ -318,6 +320,12 @@ class Machine:
         fragments = warp.fragments
         # The lowest pc runs first, so that fragments meet. A spinning fragment must let the others run.
         able = [f for f in fragments if f.blocked is None and not f.parked]
+        for ahead in [f for f in able if f.ahead is not None]:
+            first, last = ahead.ahead or (0, 0)
+            if any(first < f.pc <= last for f in able):
+                able.remove(ahead)
+            else:
+                ahead.ahead = None
         chosen = min(able, key=lambda f: (f.steps // TURN, f.pc), default=None)
         if chosen is None:
             if any(f.parked for f in fragments) and all(f.parked for f in fragments):
@@ -340,6 +348,7 @@ class Machine:
             other = by_pc.get((f.pc, f.returns)) if f.blocked is None else None
             if other is not None:
                 other.mask |= f.mask
+                other.ahead = other.ahead and f.ahead
                 continue
             if f.blocked is None:
                 by_pc[(f.pc, f.returns)] = f

@@ -17,7 +17,7 @@ from softsm.ptx.roles import called_at, place_of
 
 
 class Fragment:
-    __slots__ = ("blocked", "mask", "parked", "pc", "returns", "steps", "timed_out", "told_no", "warp")
+    __slots__ = ("ahead", "blocked", "mask", "parked", "pc", "returns", "steps", "timed_out", "told_no", "warp")
 
     def __init__(self, warp: Warp, pc: int, mask: int, returns: tuple = ()):
         self.warp, self.pc, self.mask, self.returns = warp, pc, mask, returns
@@ -26,6 +26,7 @@ class Fragment:
         self.told_no = -1  # pc of a wait that timed out at once, in order 'random'
         self.parked = 0  # lanes that it waits for at an .aligned or .sync instruction
         self.steps = 0  # run while the warp was divergent; after TURN of them another fragment runs
+        self.ahead: tuple[int, int] | None = None  # it waits for a fragment in this range, which will come to its pc
 
     def unblock(self) -> None:
         blocked = self.blocked

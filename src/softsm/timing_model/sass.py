@@ -194,7 +194,7 @@ def read(text: str, report: str) -> Code:
             if opcode.split(".")[0] in ENDS:
                 leaders.add(len(instructions))
             upper = _CODE.search(row) is not None
-    while instructions and instructions[-1].opcode in ("NOP", "BRA"):  # padding after the code
+    while instructions and _is_padding(instructions[-1], labels):
         instructions.pop()
     edges = sorted(x for x in leaders if x < len(instructions))
     blocks = [range(a, b) for a, b in zip(edges, [*edges[1:], len(instructions)])]
@@ -204,6 +204,12 @@ def read(text: str, report: str) -> Code:
     used = re.search(r"Used (\d+) registers", report)
     spilled = re.search(r"(\d+) bytes spill stores", report)
     return Code(instructions, blocks, int(used[1]) if used else 255, int(spilled[1]) if spilled else 0, labels)
+
+
+def _is_padding(ins: Sass, labels: dict[str, int]) -> bool:
+    """Behind the code stand a jump to itself and nothing. The code's own last jump may lead back to a loop."""
+    to_itself = any(labels.get(name) == ins.index for name in re.findall(r"\.L_\w+", ins.text))
+    return ins.opcode == "NOP" or (ins.opcode == "BRA" and to_itself)
 
 
 @functools.lru_cache(maxsize=64)

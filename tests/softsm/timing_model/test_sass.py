@@ -5,6 +5,7 @@ import pytest
 
 import softsm
 from softsm.timing_model import sass
+from softsm.timing_model.loops import machine_depths
 
 TEXT = """
 \t//## File ".nv_debug_ptx_txt", line 7
@@ -27,6 +28,18 @@ def test_blocks_end_at_branches_and_labels() -> None:
     assert [i.line for i in code.instructions] == [7, 7, 9, 9]
     assert [i.guarded for i in code.instructions] == [False, True, False, False]
     assert (code.registers, code.spills) == (40, 8)
+
+
+def test_a_loop_may_end_with_the_last_jump() -> None:
+    """Behind the code stand a jump to itself and NOPs; the jump before them is the loop of an exact gelu, which was
+    taken for a loop that ptxas had unrolled."""
+    jump = "        /*{:04x}*/                   {} ;   /* 0x0 */\n"
+    text = (
+        ".L_x_1:\n" + jump.format(0, "FADD R1, R4, R3") + jump.format(16, "@P0 EXIT") + jump.format(32, "BRA `(.L_x_1)")
+    )
+    padding = ".L_x_2:\n" + jump.format(48, "BRA `(.L_x_2)") + jump.format(64, "NOP")
+    code = sass.read(text + padding, "")
+    assert [i.opcode for i in code.instructions] == ["FADD", "EXIT", "BRA"] and machine_depths(code) == [1, 1]
 
 
 def test_a_load_raises_a_scoreboard_that_its_user_waits_for() -> None:
