@@ -259,6 +259,7 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
     # the corners of the tiles, with one key more it does not.
     masks = [((-1, -1), 4096)] + [((-1, 0), queries), ((-1, 0), queries + 1), ((5, -1), 4096)] * (phase == "large")
     masks += [((-1, 0), queries)] * (phase == "prefill")  # a short prompt
+    masks += [((-1, -1), 64)] * (head_dim == 64 and phase in ("prefill", "decode"))  # few keys
     # Different variants merge up to 4, 8, 16 and more splits; at head dim 512, many rows have a variant for each power
     # of two.
     split: dict[int, tuple[int, ...]] = {1: (4, 8, 16, 128)}

@@ -133,13 +133,11 @@ def step(s, m, scale, ABOVE: gl.constexpr = 0):
 
 
 @gluon.jit
-def step_below_limit(s, m, scale):
-    """``step`` for scores below 2^30, 2^27 in fp16: m is scores times scale, -inf = nothing seen yet."""
+def step_below_limit(s, m, scale, ABOVE: gl.constexpr):
+    """``step`` for scores below 2^30, 2^27 in fp16: m is scores times scale."""
     m_new = gl.maximum(m, row_max(s) * scale)
-    safe = gl.where(m_new == -float("inf"), 0.0, m_new)  # -inf - -inf would be NaN
-    alpha = gl.exp2(m - safe)
-    p = gl.exp2(s * scale - safe[:, None])
-    return p, m_new, alpha
+    m_new = gl.where(m_new - m > ABOVE, m_new, m)
+    return gl.exp2(s * scale - m_new[:, None]), m_new, gl.exp2(m - m_new)
 
 
 @gluon.jit

@@ -63,9 +63,11 @@ def test_compressed_rows_without_rope_are_written():
     assert launched and not set(launched) - written(["compress"], "sm_90a")
 
 
-# (batch, queries, keys, KV heads, heads of a group): decode, prompts, few heads, whose keys are split, many tiles
+# (batch, queries, keys, KV heads, heads of a group): decode, prompts, few heads, whose keys are split, many
+# tiles, few keys
 SHAPES = [(64, 1, 8192, 8, 8), (1, 1, 131072, 8, 8), (2, 2048, 2048, 16, 1), (1, 512, 512, 4, 1), (1, 40, 131072, 2, 4),
-          (3, 300, 4096, 3, 1), (8, 4, 1000, 1, 16), (3, 4096, 4096, 16, 8)]  # fmt: skip
+          (3, 300, 4096, 3, 1), (8, 4, 1000, 1, 16), (3, 4096, 4096, 16, 8), (62, 24, 24, 2, 8),
+          (4, 1, 50, 2, 4)]  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -145,12 +145,9 @@ def wait(o):
 
 
 @gluon.jit
-def rescale(o, alpha, RARELY: gl.constexpr):
-    """Return O times the factors of its rows. RARELY: a warp whose factors are all 1 skips it."""
+def rescale(o, alpha):
+    """Return O times the factors of its rows. A warp whose factors are all 1 skips it."""
     found = ()
     for i in gl.static_range(len(o)):
-        if RARELY:
-            found += (softmax.rescale(o[i], alpha),)
-        else:
-            found += (o[i] * gl.convert_layout(alpha, gl.SliceLayout(1, o[i].type.layout))[:, None],)
+        found += (softmax.rescale(o[i], alpha),)
     return found

@@ -29,6 +29,7 @@ from dsv4.fmha.kernels.arguments import query_rows
 from dsv4.fmha.kernels.e4m3_rows import in_codes
 from dsv4.fmha.kernels.sm90 import work
 from dsv4.fmha.kernels.tiles import DENSE, PAGES, ROWS, mask_bounds
+from dsv4.kernels import softmax
 from dsv4.kernels.compat import aggregate, fence_async_shared, gl, gluon, to_operand, warpgroup_mma, warpgroup_mma_wait
 from dsv4.kernels.ring import Ring, consumer_stage, init_barriers, new_barriers, new_ring, producer_stage
 
@@ -253,14 +254,13 @@ def attend(
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, LS)
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
 
     loads.load_rows(query_rows(work_tile), q, tile_row, 0, 64, D, D, SIGN)
     fence_async_shared()
     bounds = mask_bounds(tile_row, work_tile, 64, BN, KV_LOAD, RS)
 
     o = gl.zeros([64, D], gl.float32, LO)
-    m = gl.full([64], work.first_maximum(D), gl.float32, RS)
+    m = gl.full([64], softmax.LOWEST, gl.float32, RS)
     l = gl.full([64], 0.0, gl.float32, RS)
     if tiles.begin < tiles.end:
         # S of the first tile
@@ -268,9 +268,9 @@ def attend(
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         if not SAME_KV:
             k.release(stage)
-        s = work.finish_scores(s, tiles.first + tiles.begin * BN, bounds, KV_LOAD)
+        s = work.finish_scores(s, tiles.first + tiles.begin * BN, bounds, KV_LOAD, True)
         p, m, alpha = work.step(s, m, scale, D)
-        l = gl.sum(p, 1)
+        own = softmax.partial_sums(p)
         pa = gl.convert_layout(to_operand(p, q), LA)
 
         for tile in range(tiles.begin + 1, tiles.end):  # stage: of the tile whose P is in pa
@@ -280,12 +280,12 @@ def attend(
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             if not SAME_KV:
                 k.release(after)
-            s = work.finish_scores(s, tiles.first + tile * BN, bounds, KV_LOAD)
+            s = work.finish_scores(s, tiles.first + tile * BN, bounds, KV_LOAD, True)
             p, m, alpha = work.step(s, m, scale, D)
-            l = l * alpha + gl.sum(p, 1)
+            own = work.add_sums(own, alpha, p)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             v.release(stage)
-            o = o * gl.convert_layout(alpha, RO)[:, None]
+            o = softmax.rescale(o, alpha)
             pa = gl.convert_layout(to_operand(p, q), LA)
             stage = after
 
@@ -293,6 +293,7 @@ def attend(
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         v.release(stage)
         stage = k.next(stage)
+        l = gl.convert_layout(gl.sum(own, 1), RS)
     work.write(o, m, l, q, tile_row, work_tile, 0, D, SPLIT)
     return stage
 

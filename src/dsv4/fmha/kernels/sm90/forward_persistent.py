@@ -17,8 +17,8 @@ last tile that its own 64 rows see, and releases unread the tiles that only late
 tile of keys in 64 rows, not in all rows of the work tile. So the loop needs no mask. ptxas schedules the instructions,
 and has two bad habits: it keeps the numbers that a mask compares with in 32 registers through the loop (hence
 `apply_mask_by_register`), and it moves the softmax after the wait for O += P V (hence `softmax.pin`). Each thread adds
-up its own part of the row sums, O is rescaled only if a maximum grew by more than 8, and at head dim 128 there are
-registers for Q.
+up its own part of the row sums, and a warp rescales O only if the maximum of one of its rows grew by more than 8; so do
+the roles of forward.py. At head dim 128 there are registers for Q.
 
 There are two or three attend roles. Shared memory and barriers are those of forward.py; the ring's slot and phase carry
 over from tile to tile. tile_scheduler.py decides which work tiles a CTA processes, and has the barriers by which its
@@ -193,25 +193,6 @@ def arrived(SIGN: gl.constexpr):
 
 
 @gluon.jit
-def sums(p, OWN: gl.constexpr):
-    """Return row sums; OWN: each thread's share of them."""
-    if OWN:
-        return softmax.partial_sums(p)
-    else:
-        return gl.sum(p, 1)
-
-
-@gluon.jit
-def add_sums(l, alpha, p, OWN: gl.constexpr):
-    added = sums(p, OWN)
-    if OWN:
-        RP: gl.constexpr = gl.SliceLayout(1, added.type.layout)
-        return softmax.pin(l * gl.convert_layout(alpha, RP)[:, None] + added)
-    else:
-        return l * alpha + added
-
-
-@gluon.jit
 def place_of(q, at, W: gl.constexpr):
     """Return the query rows of role W: at head dim 64, with three roles, in two places alternately."""
     if q.shape[2] == 64:
@@ -255,8 +236,6 @@ def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     C: gl.constexpr = arguments.columns
     CV: gl.constexpr = arguments.v_columns
-    OWN: gl.constexpr = EVEN or D > 64
-    ABOVE: gl.constexpr = softmax.RESCALE_ABOVE if D > 64 else 0
     tile_row, work_tile, unseen = rows_of(tile_id, arguments, BN, W)
     tiles, scale = work_tile.tiles, work_tile.problem.scale
     bounds = mask_bounds(tile_row, work_tile, 64, BN, DENSE, RS)
@@ -275,10 +254,10 @@ def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
     if not SAME_KV:
         k.release(stage)
-    s = work.finish_scores(s, tiles.first, bounds, DENSE, OWN)
-    m = gl.full([64], work.first_maximum(D), gl.float32, RS)
-    p, m, alpha = work.step(s, m, scale, D, ABOVE)
-    l = sums(p, OWN)
+    s = work.finish_scores(s, tiles.first, bounds, DENSE, True)
+    m = gl.full([64], softmax.LOWEST, gl.float32, RS)
+    p, m, alpha = work.step(s, m, scale, D)
+    l = softmax.partial_sums(p)
     pa = gl.convert_layout(to_operand(p, q), LA)
     o = columns.zeros(CV, D)
     for tile in range(tiles.begin + 1, tiles.end):  # stage: of the tile whose P is in pa
@@ -288,12 +267,12 @@ def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr
         s = warpgroup_mma_wait(num_outstanding=columns.value_pieces(CV, D), deps=(s,))
         if not SAME_KV:
             k.release(after)
-        s = work.finish_scores(s, tiles.first + (-tile if EVEN else tile) * BN, bounds, DENSE, OWN, EVEN)
-        p, m, alpha = work.step(s, m, scale, D, ABOVE)
-        l = add_sums(l, alpha, p, OWN)
+        s = work.finish_scores(s, tiles.first + (-tile if EVEN else tile) * BN, bounds, DENSE, True, EVEN)
+        p, m, alpha = work.step(s, m, scale, D)
+        l = work.add_sums(l, alpha, p)
         o = columns.wait(o)
         v.release(stage)
-        o = columns.rescale(o, alpha, ABOVE > 0)
+        o = columns.rescale(o, alpha)
         pa = gl.convert_layout(to_operand(p, q), LA)
         stage = after
     if not SOON:
@@ -302,8 +281,7 @@ def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr
     o = columns.wait(o)
     v.release(stage)
     stage = k.next(stage)
-    if OWN:
-        l = gl.convert_layout(gl.sum(l, 1), RS)
+    l = gl.convert_layout(gl.sum(l, 1), RS)
     work.write_at_once(o, m, l, tile_row, work_tile, CV, D)
     arrived(arguments.sign)
     return stage

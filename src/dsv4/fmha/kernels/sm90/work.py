@@ -137,18 +137,21 @@ def has_limit(d):
     return d == 64
 
 
-@gluon.constexpr_function
-def first_maximum(d):
-    return -float("inf") if d == 64 else softmax.LOWEST.value
+@gluon.jit
+def step(s, m, scale, D: gl.constexpr):
+    """Run softmax.step for head dim D: a maximum stays where it would grow by no more than RESCALE_ABOVE."""
+    if has_limit(D):
+        return softmax.step_below_limit(s, m, scale, softmax.RESCALE_ABOVE)
+    else:
+        return softmax.step(s, m, scale, softmax.RESCALE_ABOVE)
 
 
 @gluon.jit
-def step(s, m, scale, D: gl.constexpr, ABOVE: gl.constexpr = 0):
-    """Run softmax.step for head dim D; m begins with first_maximum(D)."""
-    if has_limit(D):
-        return softmax.step_below_limit(s, m, scale)
-    else:
-        return softmax.step(s, m, scale, ABOVE)
+def add_sums(l, alpha, p):
+    """Return each thread's share of the row sums of P and of what came before."""
+    added = softmax.partial_sums(p)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, added.type.layout))
+    return softmax.pin(l * alpha[:, None] + added)
 
 
 @gluon.jit

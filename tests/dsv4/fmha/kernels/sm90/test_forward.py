@@ -131,6 +131,56 @@ def test_only_the_last_tile_of_keys_is_masked(monkeypatch, head_dim, order):
         assert (grown > 8).any() and (grown < 8).any()
 
 
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize(
+    "head_dim", [64, pytest.param(128, marks=pytest.mark.compile), pytest.param(192, marks=pytest.mark.slow)]
+)
+def test_some_warps_rescale_while_others_keep_their_maxima(monkeypatch, head_dim, short):
+    """A warp has 16 rows and rescales O if one of them needs it. In the last of three tiles of keys the maximum of a
+    row of the first warp grows by 20 and that of one of the third by 4, in the second tile one of the second by 30."""
+    q, k, v = (torch.randn(1, n, 1, head_dim) * 0.1 for n in (450, 384, 384))
+    factor = head_dim**-0.5 / math.log(2)
+    for row, first, last, grown in ((5, 0, 64, 20), (40, 0, 64, 4), (26, 130, 190, 30), (100, 320, 384, 12)):
+        q[0, row] = 0
+        q[0, row, 0, row % 7] = 8.0
+        k[0, first:last, 0, row % 7] += grown / 8.0 / factor
+    k = k.flip(1) if short else k  # the looping kernel begins with the last tile
+    q, k, v = q.bfloat16(), k.contiguous().bfloat16(), v.bfloat16()
+    monkeypatch.setattr(fmha, "is_short", lambda *_: short)
+    target = dispatch.compile_target("sm_90a")._replace(num_sms=1)
+    assert fmha.tiling(problem.dense(q, k, v), target).loop != short
+    for order in ORDERS:
+        with launches.race_free("sm_90a", sms=1, order=order, seed=SEED):
+            got = dsv4.fmha(q, k, v, return_lse=True, backend="softsm")
+        assert_agrees(got, reference.fmha, q, k, v)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("lengths", [(1, 63, 17, 64, 5), (128, 3, 90)])
+def test_three_blocks_of_few_keys_share_a_multiprocessor(lengths):
+    """At head dim 64 a tile has 64 keys where no sequence has more than two tiles. Values of the next sequence, which
+    TMA loads too, are NaN. Where nothing may depend on the batch, tiles do not depend on its longest sequence."""
+    n = sum(lengths)
+    q, k, v = torch.randn(n, 4, 64).bfloat16(), torch.randn(n, 2, 64).bfloat16(), torch.randn(n, 2, 64).bfloat16()
+    v[lengths[0] : lengths[0] + lengths[1]] = float("nan")
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    sizes = dict(max_seqlen_q=max(lengths), max_seqlen_k=max(lengths))
+    target = dispatch.compile_target("sm_90a")
+    for deterministic, keys, registers in ((False, 64, 80), (True, 128, 128)):
+        p = problem.varlen(q, k, v, starts, starts, causal=True, deterministic=deterministic, **sizes)
+        options = fmha.tiling(p, target).options
+        assert (options["BN"], options["maxnreg"]) == (keys, registers)
+    with launches.race_free("sm_90a", order="latest"):
+        out, lse = dsv4.fmha_varlen(q, k, v, starts, starts, causal=True, return_lse=True, backend="softsm", **sizes)
+    for begin, end in zip(starts, starts[1:]):
+        one = q[begin:end][None], k[begin:end][None], v[begin:end][None]
+        got = out[begin:end][None], lse[begin:end].T[None]
+        if begin == lengths[0]:
+            assert got[0].isnan().all()
+        else:
+            assert_agrees(got, reference.fmha, *one, causal=True)
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("order", ["latest", *(pytest.param(o, marks=pytest.mark.slow) for o in ("eager", "random"))])
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
