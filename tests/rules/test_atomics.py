@@ -80,3 +80,22 @@ def test_a_value_that_is_compared_before_it_is_replaced_may_be_read_by_an_ordina
     """The first load of a loop of compare-and-swap, as in the CUDA guide: an old value is noticed and read again."""
     holds(lambda keep: maximum(space, BEHIND[keep or without]), args=[X], strict=False, grid=2, block=64)
     assert findings(maximum(space, BEHIND[True]), [X], grid=2, block=64).codes() == ["race"]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("load", ["ld", "ld.relaxed.cta"])
+@pytest.mark.parametrize("warp", range(4))
+def test_an_atomic_after_the_ordinary_read_of_another_warp(strict, load, warp):
+    """A warp reads a counter, and the others add to it: behind a barrier, or without one. Strong reads need none."""
+
+    def make(keep):
+        read = f"{load}.shared"
+        body = t.only("%p0", "st.shared.u32 [w], 0;\n") + "bar.sync 0;\n"
+        body += t.only(f"warp {warp}", f"{read}.u32 %r60, [w];\n") + ("bar.sync 0;\n" if keep else "")
+        body += "red.shared.add.u32 [w], 1;\n"
+        return t.kernel(body, "out", shared=".shared .align 4 .b32 w;", target="sm_90a")
+
+    if load == "ld":
+        holds(make, args=[np.zeros(4, np.uint32)], strict=strict)
+    else:
+        assert not findings(make(False), [np.zeros(4, np.uint32)], strict=strict)

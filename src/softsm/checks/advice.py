@@ -59,7 +59,7 @@ def turned(op: AsyncOp, others: Iterable[AsyncOp]) -> bool:
 def too_early(op: AsyncOp) -> str:
     """Advice for a write over bytes that were read before anything wrote them: the read was meant for this."""
     if named(op):
-        return f"the read came before anything was written: let it wait for {named(op)[0]}"
+        return f"the read came before anything was written; to get what this one brings, let it wait for {named(op)[0]}"
     wait = "a wait for it" if op.kind != "cp.async" else "cp.async.wait_group in the threads that copy"
     return f"the read came before anything was written: put {wait}, and a barrier behind it, before the read"
 

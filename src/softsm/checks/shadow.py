@@ -71,6 +71,7 @@ CHANGES = 256  # an atomic operation that also reads
 FRESH = 8  # first bit of the bytes written in the record's epoch
 LANE = 12  # first bit of the lane that wrote them
 WHOLE_WARP = 32  # instead of a lane, for stmatrix and ldmatrix, which move registers of all lanes
+STRONG_READER = 62  # a strong read of shared memory, with which no strong write races
 NOBODY = 63  # not a single lane's access
 SEVERAL = 1 << 18
 LIVE = 1 << 19
@@ -208,7 +209,7 @@ def writer(touched, theirs):
 def reader(touched, place):
     """The lane that read the touched bytes, or NOBODY. place: the field with the pc of the read."""
     whole = (place >> READ_BYTES) & 15
-    if place & READ_SEVERAL and touched & whole != whole:
+    if place & READ_SEVERAL and touched & whole != whole or (place >> READ_LANE) & 63 == STRONG_READER:
         return i8(NOBODY)
     return (place >> READ_LANE) & 63 | (MANY if place & READ_SEVERAL else 0)
 
@@ -365,6 +366,8 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
             others = (before >> READ_LANE) & 63 | (MANY if before & READ_SEVERAL else 0)
             if others != who and not heard(races, me - 1, who, i8(load32(mine)), others):
                 several = i8(READ_SEVERAL)
+        if touched & STRONG:
+            who = i8(STRONG_READER)
         store32(mine, u4(now))
         store32(mine + 4, u4(pc & PC | bytes_read << READ_BYTES | who << READ_LANE | several))
         store32(at + 40, readers | u4(1) << u4(index & 31))
@@ -373,12 +376,14 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
     if theirs & LIVE and lane >= 0:
         report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
     readers = load32(at + 40)
-    if readers and not touched & STRONG:
+    if readers:
         for r in range(sget(S, S_WARPS)):
             if not (readers >> u4(r & 31)) & u4(1):
                 continue
             seen, place = i8(load32(reads + r * words * 8)), i8(load32(reads + r * words * 8 + 4))
             if not seen or not touched & (place >> READ_BYTES) & 15:
+                continue
+            if touched & STRONG and (r == index or (place >> READ_LANE) & 63 == STRONG_READER):
                 continue
             if r != index:
                 found = unseen(clock, slot0 + r + 1, seen, reader(touched, place), races)
