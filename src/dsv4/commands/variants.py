@@ -186,6 +186,9 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
         yield v4_small(rows, named, wide=wide, queries=528, width=32)  # Hopper: several tiles of plain rows per CTA
         if rows in ("fp8", "v4.1"):
             yield v4_small(rows, named, wide=wide, queries=1300, width=768, room=600)  # unpacked first, not in L2
+        if rows in ("fp8", "mixed", "v4.1") and named != "table":
+            for queries, width in ((136, 512), (192, 1000)):  # Hopper: whole tiles first
+                yield v4_small(rows, named, 0, wide=wide, queries=queries, width=width, room=600)
         if rows in ("fp8", "v4.1", "bf16", "odd pages"):
             yield from v4_decode_problems(rows, named, wide)
 

@@ -7,6 +7,7 @@ MERGED_AT_ONCE = 16  # splits; more are merged more slowly
 ROWS_PER_STEP = 3000  # rows whose partial results, of one split, are written and merged in the time of a step
 MOST_SHORT = 4  # splits of one step that a CTA processes one after the other; more were not measured
 FMHA_ENDS = {1: 5, 2: 3}  # steps that a CTA of dense decode takes to start and finish, by the CTAs that share an SM
+WORTH_WHOLE = 0.96  # of the time of equal splits, from which on whole tiles come first
 WHOLE = 4  # rounds of whole tiles from which on keys are not split
 # deterministic=True: keys per split and ROWS_PER_TILE rows; the most splits; rows per KV head that are not split
 DETERMINISTIC_KEYS = 2048
@@ -31,12 +32,37 @@ def choose_splits(
     if merged and tiles >= WHOLE * num_sms:
         return 1
     steps = -(-keys // STEP)
+    return min(
+        range(1, max(1, min(steps, MAX_SPLITS)) + 1),
+        key=lambda n: _steps_in_a_row(tiles, num_sms, steps, n, shared, many_rows, ends),
+    )
 
-    def cost(n: int) -> float:
-        rounds = 1 if tiles * n <= num_sms else shared * -(-tiles * n // (shared * num_sms))
-        return rounds * (-(-steps // n) + ends) + (1 + n / 64 + n * many_rows / ROWS_PER_STEP if n > 1 else 0)
 
-    return min(range(1, max(1, min(steps, MAX_SPLITS)) + 1), key=cost)
+def _steps_in_a_row(
+    tiles: int, num_sms: int, steps: int, n: int, shared: int = 1, many_rows: int = 0, ends: int = 1
+) -> float:
+    """Return the time of n equal splits: see choose_splits."""
+    rounds = 1 if tiles * n <= num_sms else shared * -(-tiles * n // (shared * num_sms))
+    return rounds * (-(-steps // n) + ends) + (1 + n / 64 + n * many_rows / ROWS_PER_STEP if n > 1 else 0)
+
+
+def whole_first(queries: int, head_tiles: int, num_sms: int, steps: int, splits: int) -> tuple[int, int]:
+    """Return (queries whose rows are not split, splits of the others); (0, splits) if it pays less than it might cost.
+
+    With more work tiles than SMs, each CTA can process whole tiles first, as many as all of them get; only the last
+    round is split. So fewer partial results are merged, and the last round is short: (160, 64, 128+1024) in FP8 takes
+    82 instead of 97 us. Times as in choose_splits: for 36 shapes they predict this ratio within 4 % on average.
+    """
+    tiles = queries * head_tiles
+    rounds = tiles // num_sms
+    whole = rounds * num_sms // head_tiles
+    rest = tiles - whole * head_tiles
+    if rounds == 0 or rest == 0:
+        return 0, splits
+    n = choose_splits(rest, num_sms, steps * STEP)
+    time = rounds * (steps + 1) + _steps_in_a_row(rest, num_sms, steps, n)
+    pays = n > 1 and time < WORTH_WHOLE * _steps_in_a_row(tiles, num_sms, steps, splits)
+    return (whole, n) if pays else (0, splits)
 
 
 def fmha_splits(tiles: int, num_sms: int, keys: int, shared: int, many_rows: int) -> int:

@@ -276,6 +276,26 @@ def test_the_v4_rows_of_the_speed_table_are_written():
             assert aot.variant_of(one, "sm_90a") in there, f"{case.name}: {one.kernel.__name__} {one.constants}"
 
 
+@pytest.mark.parametrize("rows, pools", variants.POOLS.items(), ids=list(variants.POOLS))
+def test_decode_whose_whole_tiles_come_first_is_written(rows, pools):
+    """More work tiles than SMs: few partial results and many, in every number of splits."""
+    parts = {("v4", "fp8", "list"), ("v4.1", "attention", "list") if rows == "v4.1" else ("v4", rows, "list")}
+    known = {aot.variant_of(x, "sm_90a") for part in parts for x in variants.launches(part, SIZES, "sm_90a")}
+    target = dispatch.compile_target("sm_90a")
+    window, compressed = (None if x is None else x.empty(1600, 64) for x in pools)
+    compressed = torch.empty(1600 * 64, 512, dtype=torch.bfloat16) if compressed is None else compressed
+    found = set()
+    for queries, heads, width in itertools.product((67, 72, 80, 96, 136, 160, 192, 300), (32, 128), (512, 1024, 1536)):
+        q = torch.empty(queries, heads, 512, dtype=torch.bfloat16)
+        lists = [torch.empty(queries, n, dtype=torch.int32) for n in (128, width)]
+        p = build(q, window, lists[0], compressed, lists[1], sink=torch.empty(heads))
+        for one in calls.launches_of(replace(p, out=torch.empty_like(q)), target):
+            assert aot.variant_of(one, "sm_90a") in known, (queries, heads, width, one.kernel.__name__, one.constants)
+            if one.constants.get("WHOLE_FIRST"):
+                found.add(one.constants["SPLIT"])
+    assert found == {1, 2}
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_tile_of_experts_is_written(arch):
     """Tiles have as many rows as the experts of V4-Flash expect."""

@@ -92,6 +92,7 @@ class Sizes(NamedTuple):
     splits_shift: Value
     alone: Value  # the first CTAs, which have one work tile each; uneven_from: see splits.uneven
     uneven_from: Value
+    whole: Value  # the first queries, whose rows are not split: see splits.whole_first
 
 
 @aggregate

@@ -3,6 +3,7 @@
 A kernel gets, by name, the arguments made here that are among its parameters.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from dsv4.kernels.division import inverse_of
 from dsv4.runtime import checks
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
-from dsv4.runtime.splits import choose_splits, deterministic_cut, uneven
+from dsv4.runtime.splits import choose_splits, deterministic_cut, uneven, whole_first
 from dsv4.v4.kernels.arguments import Names, Output, PoolSizes, Queries, Requests, Rope, Sizes
 from dsv4.v4.kernels.tile_scheduler import CP_ASYNC, LIST, NONE, TABLE, TMA
 from dsv4.v4.problem import V4Problem
@@ -76,6 +77,7 @@ def prepare_sparse(
     *,
     can_be_uneven: bool = False,
     fp16_partials: bool = False,
+    can_be_whole: bool = False,
 ) -> None:
     """Add the kernel and, if the rows of a query are split, the combine kernel. The tensors of p are slots.
 
@@ -83,15 +85,19 @@ def prepare_sparse(
     Kernels loop over them, with one CTA per SM; those that get the number of splits have a CTA for each.
     step: rows that the kernel processes at a time, the unit of splits; options: further compile-time arguments;
     splits: how many, 0 = to be chosen here; can_be_uneven: see splits.uneven; fp16_partials: the kernel can write fp16
-    partial results (combine.py).
+    partial results (combine.py); can_be_whole: it can process work tiles of all rows first (splits.whole_first).
     """
     ctas, persistent = options.get("num_ctas", 1), splits == 0
-    tiles = p.batch * -(-p.q_heads // (options.get("HEADS", 64) * ctas))
-    steps_per_split, alone, uneven_from = 0, 0, 0x7FFFFFFF
+    head_tiles = -(-p.q_heads // (options.get("HEADS", 64) * ctas))
+    tiles = p.batch * head_tiles
+    steps_per_split, alone, uneven_from, whole = 0, 0, 0x7FFFFFFF, 0
     if persistent:
         splits, steps_per_split = _splits(p, target, tiles * ctas, step)
         if can_be_uneven and not p.deterministic and p.num_splits == 0:
             splits, alone, uneven_from = uneven(tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
+            if can_be_whole and not is_partial(p):
+                whole, splits = whole_first(p.batch, head_tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
+    cut = p.batch - whole  # queries whose rows are split, if they are
     # Deterministic: the combine kernel rounds the sink differently, and the width of the lists is not a property of a
     # query; so all queries go through the combine kernel.
     split = splits > 1 or p.deterministic or is_partial(p)
@@ -101,8 +107,8 @@ def prepare_sparse(
     part: Any = Null(torch.float32)
     part_lse = part
     if split:
-        fp16_partials = fp16_partials and use_fp16_partials(p, splits * p.batch)
-        part, part_lse = partials(p, program, splits, p.batch * p.q_heads, fp16_partials)
+        fp16_partials = fp16_partials and use_fp16_partials(p, splits * cut)
+        part, part_lse = partials(p, program, splits, cut * p.q_heads, fp16_partials)
     window = pool_sizes(program, p.window)
     compressed = no_rows(window) if p.compressed is None else pool_sizes(program, p.compressed)
     kv_index, names = _names(p, program)
@@ -134,21 +140,22 @@ def prepare_sparse(
             stride_oh=out_strides[1],
             stride_ln=lse_strides[0],
             stride_lh=lse_strides[1],
-            queries=p.batch,
+            queries=cut,
             heads=p.q_heads,
             rope=rope,
             want_lse=int(p.lse is not None),
             split=int(split),
         ),
         sizes=Sizes(
-            p.batch,
+            cut,
             p.q_heads,
-            tiles * splits,
+            (whole + cut * splits) * head_tiles,
             splits - (alone > 0),
             steps_per_split,
             *inverse_of(splits),
             alone,
             uneven_from,
+            whole,
         ),
         scale=scale,
         signed_scale=sign * scale,
@@ -177,11 +184,13 @@ def prepare_sparse(
         COMPRESSED_FORMAT=format_of(p.compressed),
         COMPRESSED_UNIT=unit_of(p.compressed),
         SPLIT=2 if split and fp16_partials else split,
+        WHOLE_FIRST=whole > 0,
         **dict(num_warps=4) | options,
     )
     if split:
         strides = MergeStrides(out_strides[0], 0, out_strides[1], lse_strides[0], 0, lse_strides[1])
-        merge = merge_arguments(p, out, part, part_lse, strides, splits, p.batch)
+        rest = replace(p, lse=p.lse[whole:]) if whole and p.lse is not None else p
+        merge = merge_arguments(rest, out[whole:] if whole else out, part, part_lse, strides, splits, cut)
         if fp16_partials:
             prepare_fp16_merge(p, program, merge, splits)
         else:

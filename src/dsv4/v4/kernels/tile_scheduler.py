@@ -18,6 +18,16 @@ def tile_coord(tile_id, queries, heads, TILE: gl.constexpr = 64):
 
 
 @gluon.jit
+def whole_first_coord(tile_id, whole, queries, heads):
+    """Return (query, first head, split) of a work tile of 64 heads. The rows of the first `whole` queries are not
+    split: -1. queries: those whose rows are."""
+    head_tiles = (heads + 63) // 64
+    line = tile_id // head_tiles
+    split = gl.where(line < whole, -1, (line - whole) // queries)
+    return line - gl.maximum(split, 0) * queries, (tile_id - line * head_tiles) * 64, split
+
+
+@gluon.jit
 def request_of(query, requests):
     """Return the request of a query: the last one that starts at or before it; their count if there is none."""
     given = requests.given != 0

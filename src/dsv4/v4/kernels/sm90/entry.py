@@ -98,7 +98,11 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
         options = dict(MAY_SPLIT_SLOTS=target.compiler < (3, 9)) | PACKED
     else:
         options = RESIDENT if resident(p) else PLAIN | dict(REG_STORE=many(p, target))
-    prepare_sparse(p, target, program, v4_sparse, STEP, options, can_be_uneven=True, fp16_partials=True)
+    # By block table, and of plain rows, whole tiles first were not measured, or sometimes slower.
+    whole = is_packed(p) and p.block_table is None
+    prepare_sparse(
+        p, target, program, v4_sparse, STEP, options, can_be_uneven=True, fp16_partials=True, can_be_whole=whole
+    )
 
 
 def many(p: V4Problem, target: Target) -> bool:

@@ -26,7 +26,7 @@ from dsv4.v4.kernels.sm90.smem_store import (
     words,
     write_bias,
 )
-from dsv4.v4.kernels.tile_scheduler import TABLE, index_lists, tile_coord
+from dsv4.v4.kernels.tile_scheduler import TABLE, index_lists, tile_coord, whole_first_coord
 
 # Fields of the job of a work tile, in this order.
 BLOCKS, QUERY, FIRST_HEAD, SPLIT_NUMBER = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
@@ -357,6 +357,7 @@ def gather_role(
     PDL_WAIT: gl.constexpr,
     SPLIT: gl.constexpr,
     SPLIT_SLOTS: gl.constexpr,
+    WHOLE_FIRST: gl.constexpr,
 ):
     """Process the work tiles of this CTA in turn: Q and the number of blocks, then blocks as the ring becomes
     free. PDL_WAIT: the previous grid makes rows, and may still run."""
@@ -366,13 +367,18 @@ def gather_role(
     phase = 1  # the first wait on an untouched barrier passes
     turn = 1
     for tile_id in range(gl.program_id(0), num_tiles, stride):
-        query, first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads)
+        if WHOLE_FIRST:
+            query, first_head, split = whole_first_coord(tile_id, sizes.whole, sizes.queries, sizes.heads)
+        else:
+            query, first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads)
         lists = index_lists(query, window, compressed, requests, KV_INDEX)
         steps = (lists.window_blocks + (lists.count + 63) // 64 + 1) // 2
         # From uneven_from steps on, a step that is left over does not lengthen a split: it becomes its own split.
         shared = steps - (steps >= sizes.uneven_from).to(gl.int32)
         each = gl.maximum((shared + sizes.num_splits - 1) // sizes.num_splits, sizes.tiles_per_split)
-        begin = gl.minimum(split * each, steps)
+        if WHOLE_FIRST:
+            each = gl.where(split < 0, steps, each)
+        begin = gl.minimum(gl.maximum(split, 0) * each if WHOLE_FIRST else split * each, steps)
         end = gl.minimum(begin + each, steps)
         FORMAT: gl.constexpr = FORMATS[0]
         L: gl.constexpr = words(gl.num_warps()) if FORMAT.coded > 0 else LQ

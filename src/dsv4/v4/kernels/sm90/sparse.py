@@ -7,7 +7,8 @@ hand each other P, the running maximum and the rescaling factor. A third group o
 orders.
 
 A work tile is 64 heads of one query and one split of its rows. A CTA loops over work tiles: while left and right write
-the output of one, Q and the first blocks of the next arrive. gather.py describes how.
+the output of one, Q and the first blocks of the next arrive. gather.py describes how. WHOLE_FIRST: the first work tiles
+have all rows of a query, and their output is the result; the rest are splits (splits.whole_first).
 
 shared memory   bytes               holds
 q               2 x 32768           [64, 256] each: columns 0-255 and 256-511 of Q
@@ -191,17 +192,28 @@ def store_quarter(o, smem, pointers, there):
 
 
 @gluon.jit
-def end_half(o, m, l, memory, blocks, turn, output, HALF: gl.constexpr, SPLIT: gl.constexpr, REG_STORE: gl.constexpr):
+def end_half(
+    o,
+    m,
+    l,
+    memory,
+    blocks,
+    turn,
+    output,
+    whole,
+    HALF: gl.constexpr,
+    SPLIT: gl.constexpr,
+    WHOLE_FIRST: gl.constexpr,
+    REG_STORE: gl.constexpr,
+):
     """Add up the row sums of both warpgroups, write this half of O; left also writes the LSE."""
     rope = output.rope
-    LO: gl.constexpr = o.type.layout
     RS: gl.constexpr = m.type.layout
-    RO: gl.constexpr = gl.SliceLayout(1, LO)
     query, first_head = read(memory.job, turn, QUERY), read(memory.job, turn, FIRST_HEAD)
     split = read(memory.job, turn, SPLIT_NUMBER)
     head = first_head + gl.arange(0, 64, layout=RS)
     sink = gl.full([64], -float("inf"), gl.float32, RS)
-    if not SPLIT:
+    if WHOLE_FIRST or not SPLIT:
         sink = softmax.sink_of(output.sink_ptr, head, head < output.heads)
     line_ptr = rope.cos_sin_ptr
     # Opaque: otherwise what the epilogue computes from it would stay in registers across work tiles.
@@ -215,6 +227,25 @@ def end_half(o, m, l, memory, blocks, turn, output, HALF: gl.constexpr, SPLIT: g
     memory.sum_ready.arrive(HALF)
     memory.sum_ready.wait(1 - HALF, turn)
     l = l + memory.sums.index(2 * turn + 1 - HALF).load(RS)
+    if WHOLE_FIRST:
+        if split < 0:
+            store_result(o, m, l, sink, memory, query, first_head, output, HALF, REG_STORE)
+        else:
+            store_partial(o, m, l, blocks, query - whole, first_head, split, output, HALF, SPLIT)
+    elif SPLIT:
+        store_partial(o, m, l, blocks, query, first_head, split, output, HALF, SPLIT)
+    else:
+        store_result(o, m, l, sink, memory, query, first_head, output, HALF, REG_STORE)
+
+
+@gluon.jit
+def store_partial(o, m, l, blocks, query, first_head, split, output, HALF: gl.constexpr, SPLIT: gl.constexpr):
+    """Store this half of a normalised partial result and its LSE in base 2; the combine kernel applies the sink."""
+    LO: gl.constexpr = o.type.layout
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    head = first_head + gl.arange(0, 64, layout=RS)
+    sink = gl.full([64], -float("inf"), gl.float32, RS)
     if SPLIT == FP16_PARTIALS:
         factor, lse = softmax.finish(m, l, sink)
         part_row = (split.to(gl.int64) * output.queries + query) * output.heads
@@ -231,7 +262,7 @@ def end_half(o, m, l, memory, blocks, turn, output, HALF: gl.constexpr, SPLIT: g
             gl.store(
                 values_ptr + (part_row + row)[:, None] * 512 + column[None, :], x, mask=(row < output.heads)[:, None]
             )
-    elif SPLIT:  # normalised partial result and its LSE in base 2; the combine kernel applies the sink
+    else:
         factor, lse = softmax.finish(m, l, sink)
         part = (split.to(gl.int64) * output.queries + query) * output.heads + head
         if HALF == 0:
@@ -244,39 +275,47 @@ def end_half(o, m, l, memory, blocks, turn, output, HALF: gl.constexpr, SPLIT: g
                 o,
                 mask=gl.convert_layout(head < output.heads, RO)[:, None],
             )
+
+
+@gluon.jit
+def store_result(o, m, l, sink, memory, query, first_head, output, HALF: gl.constexpr, REG_STORE: gl.constexpr):
+    """Store this half of O and, on the left, the LSE."""
+    LO: gl.constexpr = o.type.layout
+    RS: gl.constexpr = m.type.layout
+    RO: gl.constexpr = gl.SliceLayout(1, LO)
+    head = first_head + gl.arange(0, 64, layout=RS)
+    factor, lse = softmax.finish(m, l, sink)
+    if HALF == 0:
+        gl.store(
+            output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
+            lse * softmax.LN2,
+            mask=(head < output.heads) & (output.want_lse != 0),
+        )
+    o = o * gl.convert_layout(factor, RO)[:, None]
+    if REG_STORE:
+        x = in_pieces(o.to(output.out_ptr.dtype.element_ty))
+        LW: gl.constexpr = x.type.layout
+        row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
+        column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LW))
+        offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
+        gl.store(output.out_ptr + offset[:, None] + column[None, :], x, mask=(row < output.heads)[:, None])
     else:
-        factor, lse = softmax.finish(m, l, sink)
-        if HALF == 0:
-            gl.store(
-                output.lse_ptr + query.to(gl.int64) * output.stride_ln + head.to(gl.int64) * output.stride_lh,
-                lse * softmax.LN2,
-                mask=(head < output.heads) & (output.want_lse != 0),
-            )
-        o = o * gl.convert_layout(factor, RO)[:, None]
-        if REG_STORE:
-            x = in_pieces(o.to(output.out_ptr.dtype.element_ty))
-            LW: gl.constexpr = x.type.layout
-            row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, LW))
-            column = HALF * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LW))
-            offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
-            gl.store(output.out_ptr + offset[:, None] + column[None, :], x, mask=(row < output.heads)[:, None])
-        else:
-            L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            LH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-            row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-            column = HALF * 256 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-            offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
-            pointers = output.out_ptr + offset[:, None] + column[None, :]
-            there = (row < output.heads)[:, None]
-            mine = memory.p0 if HALF == 0 else memory.p1
-            # Both P are free: the other warpgroup's products ended before it wrote its sums.
-            a, b = halves(o, LH)
-            a0, a1 = halves(a, SCORES)
-            store_quarter(a0, mine, pointers, there)
-            store_quarter(a1, mine, pointers + 64, there)
-            b0, b1 = halves(b, SCORES)
-            store_quarter(b0, mine, pointers + 128, there)
-            store_quarter(b1, mine, pointers + 192, there)
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        LH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+        row = first_head + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+        column = HALF * 256 + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+        offset = (query.to(gl.int64) * output.stride_on + row.to(gl.int64) * output.stride_oh) * 8
+        pointers = output.out_ptr + offset[:, None] + column[None, :]
+        there = (row < output.heads)[:, None]
+        mine = memory.p0 if HALF == 0 else memory.p1
+        # Both P are free: the other warpgroup's products ended before it wrote its sums.
+        a, b = halves(o, LH)
+        a0, a1 = halves(a, SCORES)
+        store_quarter(a0, mine, pointers, there)
+        store_quarter(a1, mine, pointers + 64, there)
+        b0, b1 = halves(b, SCORES)
+        store_quarter(b0, mine, pointers + 128, there)
+        store_quarter(b1, mine, pointers + 192, there)
 
 
 @gluon.jit
@@ -286,8 +325,10 @@ def half_role(
     stride,
     scale,
     output,
+    whole,
     HALF: gl.constexpr,
     SPLIT: gl.constexpr,
+    WHOLE_FIRST: gl.constexpr,
     SIGN: gl.constexpr,
     N: gl.constexpr,
     RESIDENT: gl.constexpr,
@@ -321,7 +362,8 @@ def half_role(
                 phase = phase ^ 1
             if blocks == 0:
                 memory.q_free.arrive(0)
-        end_half(o, softmax.true_maximum(m, scale), l, memory, blocks, turn, output, HALF, SPLIT, REG_STORE)
+        end_half(o, softmax.true_maximum(m, scale), l, memory, blocks, turn, output, whole,
+                 HALF, SPLIT, WHOLE_FIRST, REG_STORE)  # fmt: skip
         turn = turn ^ 1
 
 
@@ -351,6 +393,7 @@ def v4_sparse(
     PDL_LAUNCH: gl.constexpr = False,
     REG_STORE: gl.constexpr = False,
     MAY_SPLIT_SLOTS: gl.constexpr = False,
+    WHOLE_FIRST: gl.constexpr = False,
 ):
     if PDL_LAUNCH:
         gl.static_assert(not PDL_WAIT)  # the grid after the next would not wait for this one: see dependent.py
@@ -372,8 +415,10 @@ def v4_sparse(
     # Columns of O per product: 16 warps have 128 registers at launch, which the assembler finds too few for 256.
     N: gl.constexpr = 256 if GATHER_WARPS == 4 else 128
     gl.warp_specialize([
-        (half_role, (memory, num_tiles, stride, scale, output, 0, SPLIT, SIGN, N, RESIDENT, REG_STORE, SPLIT_SLOTS)),
-        (half_role, (memory, num_tiles, stride, scale, output, 1, SPLIT, SIGN, N, RESIDENT, REG_STORE, SPLIT_SLOTS)),
+        (half_role, (memory, num_tiles, stride, scale, output, sizes.whole, 0, SPLIT, WHOLE_FIRST, SIGN, N,
+                     RESIDENT, REG_STORE, SPLIT_SLOTS)),
+        (half_role, (memory, num_tiles, stride, scale, output, sizes.whole, 1, SPLIT, WHOLE_FIRST, SIGN, N,
+                     RESIDENT, REG_STORE, SPLIT_SLOTS)),
         (gather_role, (q, window_names, compressed_names, requests, pools, memory, num_tiles, stride, sizes,
-                       KV_INDEX, FORMATS, UNIT, RESIDENT, PDL_WAIT, SPLIT, SPLIT_SLOTS)),
+                       KV_INDEX, FORMATS, UNIT, RESIDENT, PDL_WAIT, SPLIT, SPLIT_SLOTS, WHOLE_FIRST)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip

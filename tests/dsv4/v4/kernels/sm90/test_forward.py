@@ -13,6 +13,7 @@ import softsm
 from dsv4 import reference, suites
 from dsv4.fmha.kernels import prepare
 from dsv4.runtime import calls, checks, dispatch
+from dsv4.runtime.splits import choose_splits, whole_first
 from dsv4.v4 import problem
 from dsv4.v4.kernels import prepare as listed_prepare
 from dsv4.v4.kernels import unpack_pools
@@ -164,6 +165,28 @@ def test_what_equal_splits_leave_over_is_shared(monkeypatch):
         compressed=rows(99).half(), compressed_indices=numbers(2, 360, of=99), softmax_scale=-0.1,
         compressed_lengths=torch.tensor([360, 300], dtype=torch.int32),
     )  # fmt: skip
+    compare(*compared)
+
+
+@pytest.mark.slow  # a variant of its own
+@pytest.mark.parametrize("order", ["latest", "eager", "random"])
+@pytest.mark.parametrize("fp16", [False, True])
+def test_whole_tiles_come_first(fp16, order, monkeypatch):
+    """Five queries of two head tiles for four CTAs: each has two whole tiles, then a step or two of the last query.
+    The second query has no rows, the last has fewer than its splits have room for."""
+    monkeypatch.setattr(prepare, "FP16_PARTIALS_FROM", 0 if fp16 else 1 << 40)
+    monkeypatch.setattr(unpack_pools, "pays", lambda p: False)
+    names = launches.launched(monkeypatch)
+    pool = dsv4.Fp8Cache.pack(rows(99))
+    assert whole_first(5, 2, 4, 4, choose_splits(10, 4, 512)) == (4, 2)
+    compared = run(
+        order, sms=4, q=torch.randn(5, 80, 512).bfloat16(), window=pool, window_indices=numbers(5, 130, of=99),
+        compressed=pool, compressed_indices=numbers(5, 320, of=99), sink=torch.randn(80),
+        inverse_rope=(reference.rope_table(50, 64), torch.tensor([3, 49, 0, 7, 8], dtype=torch.int32)),
+        window_lengths=torch.tensor([130, 0, 130, 1, 70], dtype=torch.int32),
+        compressed_lengths=torch.tensor([300, 0, 10, 320, 200], dtype=torch.int32),
+    )  # fmt: skip
+    assert names == ["v4_sparse", "combine_rows_fp16" if fp16 else "combine"]
     compare(*compared)
 
 
