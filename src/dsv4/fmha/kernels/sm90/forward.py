@@ -254,6 +254,7 @@ def attend(
     LO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, LO, 2)
     RS: gl.constexpr = gl.SliceLayout(1, LS)
+    OWN: gl.constexpr = not CODES  # with codes there are too few registers for sums and bounds by thread
 
     loads.load_rows(query_rows(work_tile), q, tile_row, 0, 64, D, D, SIGN)
     fence_async_shared()
@@ -268,9 +269,9 @@ def attend(
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         if not SAME_KV:
             k.release(stage)
-        s = work.finish_scores(s, tiles.first + tiles.begin * BN, bounds, KV_LOAD, True)
+        s = work.finish_scores(s, tiles.first + tiles.begin * BN, bounds, KV_LOAD, OWN)
         p, m, alpha = work.step(s, m, scale, D)
-        own = softmax.partial_sums(p)
+        own = softmax.partial_sums(p) if OWN else gl.sum(p, 1)
         pa = gl.convert_layout(to_operand(p, q), LA)
 
         for tile in range(tiles.begin + 1, tiles.end):  # stage: of the tile whose P is in pa
@@ -280,9 +281,9 @@ def attend(
             s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             if not SAME_KV:
                 k.release(after)
-            s = work.finish_scores(s, tiles.first + tile * BN, bounds, KV_LOAD, True)
+            s = work.finish_scores(s, tiles.first + tile * BN, bounds, KV_LOAD, OWN)
             p, m, alpha = work.step(s, m, scale, D)
-            own = work.add_sums(own, alpha, p)
+            own = work.add_sums(own, alpha, p) if OWN else own * alpha + gl.sum(p, 1)
             o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
             v.release(stage)
             o = softmax.rescale(o, alpha)
@@ -293,7 +294,7 @@ def attend(
         o = warpgroup_mma_wait(num_outstanding=0, deps=(o,))
         v.release(stage)
         stage = k.next(stage)
-        l = gl.convert_layout(gl.sum(own, 1), RS)
+        l = gl.convert_layout(gl.sum(own, 1), RS) if OWN else own
     work.write(o, m, l, q, tile_row, work_tile, 0, D, SPLIT)
     return stage
 
