@@ -42,7 +42,7 @@ def test_wrong_arguments_of_the_router():
     right = dict(x=x, gate=gate, bias_vl=torch.zeros(16), image=torch.zeros(6).bool(), topk=3, scale=1.0, eps=0.0,
                  table=torch.zeros(9, 3).int(), token_ids=torch.zeros(6).int(), backend="cpu")  # fmt: skip
     wrong.each_in_turn("moe_route", dsv4.moe_route, right)
-    with pytest.raises(ValueError, match="^bias: got .*hash layer has none"):
+    with pytest.raises(ValueError, match="^bias: got .*a hash layer has no bias"):
         dsv4.moe_route(**right, bias=torch.zeros(16))
     with pytest.raises(ValueError, match="^table: got values from 0 to 16; accepted: values from 0 to 15"):
         dsv4.moe_route(**right | dict(table=torch.tensor([[0, 1, 16]] * 9)))
