@@ -108,7 +108,7 @@ int main() {
 PAIRS = {
     "prefetch": (PREFETCH, "race: ", "cp.async.wait_group 0", "buffer[0][4 * t + j] = sum[j]"),
     "exchange": (EXCHANGE, "peer-start: ", "barrier.cluster.arrive", "map_shared_rank(in"),
-    "tiles": (TILES, "race: ", "lanes of one warp", "tile = atomicAdd"),
+    "tiles": (TILES, "race: ", "put a barrier", "tile = atomicAdd"),
 }
 
 
