@@ -16,8 +16,8 @@ from dsv4.runtime.program import Launch
 from dsv4.v4 import problem as v4_problem
 from dsv4.v4.backward import V4Backward
 
-# Query heads of a KV head. On Hopper a TMA box holds those that go together, a power of two: each has its variant. Of a
-# group of 3 each goes alone, and their shares of dK and dV are summed.
+# Query heads of a KV head. On Hopper a TMA box holds those that go together, if they are a power of two: each has its
+# variant. Groups of 3 go together by copies, or each head alone, and their shares of dK and dV are summed.
 GROUPS = (1, 2, 3, 4, 8, 16)
 KV_HEADS = 132  # enough for every SM, so that all heads of a group go together
 # Above head dim 128 the heads of a group are not packed. Tiles of products are small where they are few.

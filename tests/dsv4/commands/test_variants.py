@@ -120,19 +120,20 @@ def test_gradients_of_fmha_are_written(arch, d, dtype):
 
 def test_gradients_of_groups_are_written(monkeypatch):
     """A TMA box holds the heads of a group that go together, if there is a power of two of them."""
-    monkeypatch.setattr(backward, "find_adding", lambda _, p, *more: Adding(p.group, 1))
     monkeypatch.setattr(backward, "loops", lambda *given: True)  # as in a large problem
     draw = dict(dtype=torch.bfloat16, requires_grad=True)
     starts = torch.tensor([0, 20, 64], dtype=torch.int32)
     with recording("sm_90a") as launched, torch.enable_grad():
-        for group in (2, 3, 4, 8, 16):
+        for group, pack in ((2, 2), (3, 1), (3, 3), (4, 4), (8, 8), (16, 16)):
             q, k = torch.zeros(1, 64, 2 * group, 64, **draw), torch.zeros(1, 64, 2, 64, **draw)
-            for out in (
-                dsv4.fmha(q, k, k * 1, causal=True, backend="softsm"),
-                dsv4.fmha_varlen(q[0], k[0], k[0] * 1, starts, starts, backend="softsm"),
-            ):
-                torch.autograd.grad(out, [q, k], torch.zeros_like(out))
-    assert sum(name == "backward_keys" for name in launched.values()) == 10
+            with monkeypatch.context() as patch:
+                patch.setattr(backward, "find_adding", lambda *given, pack=pack: Adding(pack, 1))
+                for out in (
+                    dsv4.fmha(q, k, k * 1, causal=True, backend="softsm"),
+                    dsv4.fmha_varlen(q[0], k[0], k[0] * 1, starts, starts, backend="softsm"),
+                ):
+                    torch.autograd.grad(out, [q, k], torch.zeros_like(out))
+    assert sum(name == "backward_keys" for name in launched.values()) == 10  # three heads together, or apart: one
     missing = set(launched) - written(["dense", "varlen", "fmha-backward"], "sm_90a", 64, "bf16")
     assert not missing, [launched[one] for one in missing]
 

@@ -205,7 +205,7 @@ def prepare_dense(
         program.compute(_find_ds_scale, ds_scale, dout, v, b.dlse, p.lse)
     dk, dv = (None if x is None else x.transpose(1, 2) for x in (dk, dv))
     terms = (lse2, delta, ds_scale)
-    if find_adding and 64 % pack == 0 and pack > 1:
+    if find_adding and packs_by_tma(pack) and pack > 1:
         q, dout = (_by_head(addressable(program, x), pack) for x in (p.q, dout))
     else:
         q, dout = _packed(program, p.q, pack), _packed(program, dout, pack)
@@ -216,6 +216,11 @@ def prepare_dense(
     rows = rows_of_dq(program, dq, sequences)
     kernels(program, Packed(p, pack, q, k, v, dout, *terms, rows, dk, dv, sequences))
     keep_dq(program, dq, rows)
+
+
+def packs_by_tma(pack: int) -> bool:
+    """Return whether a TMA box of 64 rows holds whole tokens of a pack."""
+    return 64 % pack == 0
 
 
 def row_tiles(rows: int, sequences: Sequences | None) -> int:

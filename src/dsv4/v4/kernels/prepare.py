@@ -97,7 +97,7 @@ def prepare_sparse(
             splits, alone, uneven_from = uneven(tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
             if can_be_whole and not is_partial(p):
                 whole, splits = whole_first(p.batch, head_tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
-    cut = p.batch - whole  # queries whose rows are split, if they are
+    split_queries = p.batch - whole
     # Deterministic: the combine kernel rounds the sink differently, and the width of the lists is not a property of a
     # query; so all queries go through the combine kernel.
     split = splits > 1 or p.deterministic or is_partial(p)
@@ -107,8 +107,8 @@ def prepare_sparse(
     part: Any = Null(torch.float32)
     part_lse = part
     if split:
-        fp16_partials = fp16_partials and use_fp16_partials(p, splits * cut)
-        part, part_lse = partials(p, program, splits, cut * p.q_heads, fp16_partials)
+        fp16_partials = fp16_partials and use_fp16_partials(p, splits * split_queries)
+        part, part_lse = partials(p, program, splits, split_queries * p.q_heads, fp16_partials)
     window = pool_sizes(program, p.window)
     compressed = no_rows(window) if p.compressed is None else pool_sizes(program, p.compressed)
     kv_index, names = _names(p, program)
@@ -140,16 +140,16 @@ def prepare_sparse(
             stride_oh=out_strides[1],
             stride_ln=lse_strides[0],
             stride_lh=lse_strides[1],
-            queries=cut,
+            queries=split_queries,
             heads=p.q_heads,
             rope=rope,
             want_lse=int(p.lse is not None),
             split=int(split),
         ),
         sizes=Sizes(
-            cut,
+            split_queries,
             p.q_heads,
-            (whole + cut * splits) * head_tiles,
+            (whole + split_queries * splits) * head_tiles,
             splits - (alone > 0),
             steps_per_split,
             *inverse_of(splits),
@@ -190,7 +190,7 @@ def prepare_sparse(
     if split:
         strides = MergeStrides(out_strides[0], 0, out_strides[1], lse_strides[0], 0, lse_strides[1])
         rest = replace(p, lse=p.lse[whole:]) if whole and p.lse is not None else p
-        merge = merge_arguments(rest, out[whole:] if whole else out, part, part_lse, strides, splits, cut)
+        merge = merge_arguments(rest, out[whole:] if whole else out, part, part_lse, strides, splits, split_queries)
         if fp16_partials:
             prepare_fp16_merge(p, program, merge, splits)
         else:

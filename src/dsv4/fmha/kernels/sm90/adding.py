@@ -5,7 +5,7 @@ A larger pack has fewer work tiles, which begin and end, and add to dK and dV; s
 TMA packs powers of two as it copies; other packs need copies of Q and dO.
 """
 
-from dsv4.fmha.kernels.backward import TILE, Adding, Sequences, row_tiles
+from dsv4.fmha.kernels.backward import TILE, Adding, Sequences, packs_by_tma, row_tiles
 from dsv4.fmha.problem import FmhaProblem
 
 LONGEST_PACK = 8192 * 128  # elements of the rows of a pack under a mask
@@ -48,10 +48,6 @@ def _short(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | None)
     tiles = row_tiles(keys, sequences) * p.batch * p.q_heads
     short = sequences is None and max(p.max_seqlen_q, keys) <= SHORT
     return short and p.head_dim == 128 and p.group == 1 and tiles >= 4 * num_sms
-
-
-def packs_by_tma(pack: int) -> bool:
-    return 64 % pack == 0
 
 
 def is_masked(p: FmhaProblem) -> bool:
