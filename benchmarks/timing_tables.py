@@ -111,20 +111,24 @@ def _dense(products: int, d: int, causal: bool) -> float:
     return 2.0 * products * 4 * 16 * 8192**2 * d / (1 + causal)
 
 
-def _listed(products: int, heads: int, rows: int) -> float:
-    """Operations of 4096 queries with head dim 512."""
-    return 2.0 * products * 4096 * heads * rows * 512
+def _listed(products: int, heads: int, rows: int, queries: int = 4096) -> float:
+    """Operations with head dim 512."""
+    return 2.0 * products * queries * heads * rows * 512
 
 
 FA4 = "FlashAttention-4"
+PAIR = f"{FA4}, pair of CTAs"
 # Our case, what of it, its operations, who publishes TFLOP/s for the same.
 PEERS = [
     ("fmha prefill hd128 4 x 16 x 8192", "us", _dense(2, 128, False), FA4, 1535),
     ("fmha prefill hd128 4 x 16 x 8192 causal", "us", _dense(2, 128, True), FA4, 1418),
     ("fmha prefill hd64 4 x 16 x 8192", "us", _dense(2, 64, False), f"{FA4} (784 to 1225)", 1200),
     ("fmha forward and backward hd128 4 x 16 x 8192", "after_first", _dense(5, 128, False), FA4, 1248),
+    ("fmha forward and backward hd128 4 x 16 x 8192", "after_first", _dense(5, 128, False), PAIR, 1360),
     ("fmha forward and backward hd128 4 x 16 x 8192 causal", "after_first", _dense(5, 128, True), FA4, 1118),
+    ("fmha forward and backward hd128 4 x 16 x 8192 causal", "after_first", _dense(5, 128, True), PAIR, 1209),
     ("v4 bf16 4096 x 128 x 1024 of 8192", "us", _listed(2, 128, 1024), "FlashMLA, V3.2's rows", 1450),
+    ("v4 fp8 256 x 128 x 2048 of 200000", "us", _listed(2, 128, 2048, 256), "FlashMLA, V3.2's rows", 700),
     ("v4 forward and backward 4096 x 64 x 512 of 8192", "after_first", _listed(5, 64, 512), "cuDNN frontend", 557),
 ]
 
