@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.runtime import calls
 from dsv4.runtime.program import Launch
@@ -82,6 +83,7 @@ def project_streams(
     """One program: one share of the columns of TOKENS tokens. streams [tokens, width], fn [OUT, width], `share` times
     DEPTH columns each -> parts fp32 [shares, tokens, WIDE]: OUT products, then the sum of squares. Three products in
     TF32 are as good as one in fp32, since a bf16 value has no more bits than TF32."""
+    gdc_launch_dependents()
     width = units * UNIT
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     here = (token < tokens)[:, None]
@@ -106,6 +108,18 @@ def project_streams(
 
 
 @triton.jit
+def shares_of(projection, sizes, token, dims, H: tl.constexpr, WIDE: tl.constexpr, SHARES: tl.constexpr):
+    """Wait for project_streams -> (the lines of a token's shares, which of them are there, 1 / rms of its streams)."""
+    gdc_wait()
+    tl.debug_barrier()  # the compiler moves no load across it, as it might across the line above
+    share = tl.arange(0, SHARES)
+    is_share = share < projection.shares
+    parts_ptr = projection.parts_ptr + (share.to(tl.int64) * sizes.tokens + token) * WIDE
+    squares = tl.sum(tl.load(parts_ptr + (2 + H) * H, mask=is_share, other=0.0), 0)
+    return parts_ptr, is_share, tl.rsqrt(squares / (H * dims) + sizes.norm_eps)
+
+
+@triton.jit
 def collapse_streams(
     streams_ptr,
     projection,
@@ -125,17 +139,13 @@ def collapse_streams(
     token = tl.program_id(0).to(tl.int64)
     dims, eps, base_ptr, scale_ptr = sizes.dims * UNIT, sizes.eps, projection.base_ptr, projection.scale_ptr
     stream = tl.arange(0, H)
-    share = tl.arange(0, SHARES)
-    is_share = share < projection.shares
-    parts_ptr = projection.parts_ptr + (share.to(tl.int64) * sizes.tokens + token) * WIDE
-    squares = tl.sum(tl.load(parts_ptr + (2 + H) * H, mask=is_share, other=0.0), 0)
-    r = tl.rsqrt(squares / (H * dims) + sizes.norm_eps)
     if tl.program_id(1) == 0:
         column = tl.arange(0, D)
         here = column < dims
         h = tl.load(
             streams_ptr + token * H * dims + stream[:, None] * dims + column[None, :], mask=here[None, :], other=0.0
         )
+        parts_ptr, is_share, r = shares_of(projection, sizes, token, dims, H, WIDE, SHARES)  # overlaps the load
         pre = tl.sum(tl.load(parts_ptr[:, None] + stream[None, :], mask=is_share[:, None], other=0.0), 0)
         pre = pre * r * tl.load(scale_ptr).to(tl.float32) + tl.load(base_ptr + stream).to(tl.float32)
         x = tl.sum((tl.sigmoid(pre) + eps)[:, None] * h.to(tl.float32), 0).to(result.out_ptr.dtype.element_ty)
@@ -145,6 +155,7 @@ def collapse_streams(
             x = x * tl.rsqrt(tl.sum(x * x, 0) / dims + sizes.weight_eps) * weight
         tl.store(result.out_ptr + token * dims + column, x.to(result.out_ptr.dtype.element_ty), mask=here)
     else:
+        parts_ptr, is_share, r = shares_of(projection, sizes, token, dims, H, WIDE, SHARES)
         post = tl.sum(tl.load(parts_ptr[:, None] + H + stream[None, :], mask=is_share[:, None], other=0.0), 0)
         post = post * r * tl.load(scale_ptr + 1).to(tl.float32)
         post = 2.0 * tl.sigmoid(post + tl.load(base_ptr + H + stream).to(tl.float32))
@@ -226,7 +237,11 @@ def collapse(
         given, columns = x if weight is None else weight, triton.next_power_of_2(d)
         arguments = [streams, Projection(parts, base, scale, shares), Collapsed(post, comb, x), given, sizes]
         constants = sizes_known | dict(H=h, D=columns, SHARES=triton.next_power_of_2(shares), NORM=weight is not None)
-        launch(Launch(collapse_streams, (n, 2), arguments, constants | dict(num_warps=_warps(h * columns))))
+        launch(
+            Launch(
+                collapse_streams, (n, 2), arguments, constants | dict(num_warps=_warps(h * columns), launch_pdl=True)
+            )
+        )
     return post, comb, x
 
 
