@@ -78,6 +78,7 @@ def prepare_sparse(
     can_be_uneven: bool = False,
     fp16_partials: bool = False,
     can_be_whole: bool = False,
+    many_rows: int = 0,
 ) -> None:
     """Add the kernel and, if the rows of a query are split, the combine kernel. The tensors of p are slots.
 
@@ -85,14 +86,15 @@ def prepare_sparse(
     Kernels loop over them, with one CTA per SM; those that get the number of splits have a CTA for each.
     step: rows that the kernel processes at a time, the unit of splits; options: further compile-time arguments;
     splits: how many, 0 = to be chosen here; can_be_uneven: see splits.uneven; fp16_partials: the kernel can write fp16
-    partial results (combine.py); can_be_whole: it can process work tiles of all rows first (splits.whole_first).
+    partial results (combine.py); can_be_whole: it can process work tiles of all rows first (splits.whole_first);
+    many_rows: see splits.choose_splits.
     """
     ctas, persistent = options.get("num_ctas", 1), splits == 0
     head_tiles = -(-p.q_heads // (options.get("HEADS", 64) * ctas))
     tiles = p.batch * head_tiles
     steps_per_split, alone, uneven_from, whole = 0, 0, 0x7FFFFFFF, 0
     if persistent:
-        splits, steps_per_split = _splits(p, target, tiles * ctas, step)
+        splits, steps_per_split = _splits(p, target, tiles * ctas, step, many_rows)
         if can_be_uneven and not p.deterministic and p.num_splits == 0:
             splits, alone, uneven_from = uneven(tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
             if can_be_whole and not is_partial(p):
@@ -199,14 +201,14 @@ def prepare_sparse(
         program.copy(p.out, out)
 
 
-def _splits(p: V4Problem, target: Target, tiles: int, step: int) -> tuple[int, int]:
+def _splits(p: V4Problem, target: Target, tiles: int, step: int, many_rows: int) -> tuple[int, int]:
     """Return (number of splits, least steps per split or 0 = enough to use all splits)."""
     if p.deterministic:  # only a query's own rows may matter
         splits, each = deterministic_cut(p.q_heads, p.max_seqlen_k)
         return max(splits, 1), each // step
     if p.num_splits > 0:
         return p.num_splits, 0
-    return choose_splits(tiles, target.num_sms, p.max_seqlen_k), 0
+    return choose_splits(tiles, target.num_sms, p.max_seqlen_k, many_rows=many_rows), 0
 
 
 def pool_sizes(program: Program, pool: Any) -> PoolSizes:

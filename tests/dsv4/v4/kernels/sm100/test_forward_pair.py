@@ -163,13 +163,16 @@ def test_whatever_order_things_complete_in(pairs, make, seed):
     compare(*run("random", seed, **wide(make())))
 
 
-def kernels_of(heads: int, window, compressed=None, queries: int = 1, listed: int = 9) -> list[str]:
+def kernels_of(
+    heads: int, window, compressed=None, queries: int = 1, listed: int = 9, num_splits: int = 1
+) -> list[str]:
     """The kernels of a call with such pools."""
     more = dict(compressed_indices=numbers(queries, listed, of=9)) if compressed is not None else {}
     q = torch.zeros(queries, heads, 512).bfloat16()
     p = problem.build(q, window, numbers(queries, listed, of=9), compressed=compressed, **more)
-    p = dataclasses.replace(p, out=torch.empty_like(p.q), num_splits=1)
-    return [x.kernel.__name__ for x in calls.launches_of(p, dispatch.compile_target("sm_100a"))]
+    p = dataclasses.replace(p, out=torch.empty_like(p.q), num_splits=num_splits)
+    target = dispatch.compile_target("sm_100a")._replace(num_sms=148)
+    return [x.kernel.__name__ for x in calls.launches_of(p, target)]
 
 
 def test_fp8_rows_that_are_listed_often_become_bf16_first():
@@ -177,6 +180,14 @@ def test_fp8_rows_that_are_listed_often_become_bf16_first():
     assert kernels_of(128, cache, queries=6, listed=64) == ["v4_unpack", "v4_sparse_pair"]
     assert kernels_of(128, cache, queries=5, listed=64) == ["v4_sparse_pair"]
     assert kernels_of(64, cache, queries=40, listed=64) == ["v4_sparse"]
+
+
+@pytest.mark.parametrize("heads, name", [(128, "v4_sparse_pair"), (64, "v4_sparse")])
+def test_rows_are_not_split_where_merging_all_of_them_takes_longer(heads, name):
+    pool = torch.zeros(4096, 512).bfloat16()
+    queries = 256 * 128 // heads
+    assert kernels_of(heads, pool, queries=queries, listed=2048, num_splits=0) == [name]
+    assert kernels_of(heads, pool, queries=8, listed=2048, num_splits=0) == [name, "combine"]
 
 
 @pytest.mark.slow
