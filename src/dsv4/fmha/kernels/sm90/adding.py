@@ -8,13 +8,14 @@ TMA packs powers of two as it copies; other packs need copies of Q and dO.
 from dsv4.fmha.kernels.backward import TILE, Adding, Sequences, packs_by_tma, row_tiles
 from dsv4.fmha.problem import FmhaProblem
 
-LONGEST_PACK = 8192 * 128  # elements of the rows of a pack under a mask
+IN_L2 = 40e6  # bytes of rows that CTAs may use at once
+MISSES = 0.45, 1.45  # of the time of a step: more for each IN_L2 in use beyond the first, and at most, under a mask
 STEP_US = {64: 2.3, 128: 2.1}  # by head dim: a step of rows_of_step rows with 128 keys
 ENDS = 4  # the beginning and the end of a CTA, in steps
 LOOPED_ENDS = 2  # those of a work tile if CTAs loop over them
 BYTES_PER_US = 4e6  # of copies, and of additions in the L2
 COPIES_US = 5.0  # launches of two copies
-CLEARLY = 0.9  # copies take memory
+CLEARLY = 0.95  # copies take memory
 SHORT = 512  # tokens, and keys
 
 
@@ -23,15 +24,13 @@ def find_adding(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences | 
     products. 12 sequences of 142 tokens at head dim 128 with 60 heads for 12 take 190 us with five heads together, 277
     with each alone; (16, 16, 512) causal takes 218 us without sums, 234 with them.
 
-    Under a mask CTAs are at different rows, so more rows of a long pack are in use than the L2 holds: (2, 32:4, 8192)
-    causal at head dim 128 takes 5165 us with all 8 heads packed, 4141 with 2."""
-    tokens = tokens_of(p, sequences)
+    Under a mask the CTAs of a pair are at different rows, so a large pack has more rows in use than the L2 holds:
+    (2, 32:4, 8192) causal at head dim 128 takes 6017 us with all 8 heads packed, 4374 with 2."""
     if is_masked(p) and _short(num_sms, p, keys, sequences):
         return None
-    most = LONGEST_PACK // (p.head_dim * max(tokens, 1)) if is_masked(p) else p.group
     found: dict[bool, tuple[float, int, int]] = {}
     for pack in range(1, p.group + 1):
-        if p.group % pack == 0 and (pack == 1 or pack <= most):
+        if p.group % pack == 0:
             splits = _splits(num_sms, p, keys, sequences, pack)
             us = _gradient_us(num_sms, p, keys, sequences, pack, splits)
             copied = not packs_by_tma(pack)
@@ -102,7 +101,12 @@ def _gradient_us(num_sms: int, p: FmhaProblem, keys: int, sequences: Sequences |
         turns, ends = tiles / num_sms, LOOPED_ENDS
     else:
         turns, ends = -(-tiles // num_sms), ENDS
-    us = STEP_US[p.head_dim] * max(turns * (average + ends), longest + ends)
+    step = STEP_US[p.head_dim]
+    if is_masked(p):
+        of_pair = -(-tokens // TILE) * splits
+        in_use = min(num_sms, tiles) / of_pair * tokens * pack * p.head_dim * 8  # Q, dO and the sum of dQ
+        step *= min(1 + MISSES[0] * max(0.0, in_use / IN_L2 - 1), MISSES[1])
+    us = step * max(turns * (average + ends), longest + ends)
     tile_bytes = TILE * p.head_dim * 4
     moved = 2 * row_tiles(p.max_seqlen_q * pack, sequences) * p.batch * pairs * tile_bytes  # sums of dQ: zeroed, read
     if Adding(pack, splits).shares_keys(p):

@@ -42,7 +42,7 @@ from dsv4.fmha.kernels.sm90.backward_dq import backward_dq
 from dsv4.fmha.kernels.sm90.backward_keys import backward_keys
 from dsv4.fmha.kernels.sm90.backward_products import backward_products
 from dsv4.fmha.kernels.sm90.backward_scores import backward_scores
-from dsv4.fmha.kernels.sm90.key_tiles import key_order
+from dsv4.fmha.kernels.sm90.key_tiles import key_order, list_sequences
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
@@ -181,18 +181,24 @@ def _prepare_keys(
         parts = program.workspace("parts of dk and dv", (2, splits * tiles * TILE * x.width), torch.float32)
     pairs = x.batch * x.heads
     tiles_of_pair, at_once = row_tiles(x.keys, x.sequences), min(pairs_at_once(x), pairs)
-    order = key_order(pairs, tiles_of_pair, splits, packs, x.heads, at_once)
+    short = x.sums is None and x.p.max_seqlen_q <= SHORT
+    count_of_tiles = pairs * tiles_of_pair * splits
+    loop = loops(x.width, x.sequences is not None, count_of_tiles, target.num_sms, short)
+    listed = loop and lengths_differ(x)
+    order_list = x.ticket  # unread
+    if listed:
+        order_list = list_sequences(program, *x.sequences[:2], x.p.max_seqlen_q, x.keys, tiles_of_pair)
+    order = key_order(order_list, pairs, tiles_of_pair, splits, packs, x.heads, at_once)
     shares = KeyParts(dk_block, dv_block, parts)
     arguments = common | boxes | dict(sums_desc=sums_box, order=order, shares=shares, ticket_ptr=x.ticket)
     registers, load = _registers(x, of_keys=True)
-    short = x.sums is None and x.p.max_seqlen_q <= SHORT
-    loop = loops(x.width, x.sequences is not None, order.count, target.num_sms, short)
     program.launch(
         backward_keys,
         (min(order.count, target.num_sms) if loop else order.count,),
         arguments,
         ADD_DQ=x.sums is not None,
         LOOP=loop,
+        LISTED=listed,
         ROWS=rows,
         GRADIENT_REGS=registers,
         LOAD_REGS=load,
@@ -235,6 +241,16 @@ def pairs_at_once(x: Packed) -> int:
         return 2
     pairs = x.batch * x.heads
     return -(-pairs // max(1, pairs * x.rows * x.width * 8 // L2_BYTES))
+
+
+def lengths_differ(x: Packed) -> bool:
+    """Return whether the order of the sequences of a varlen batch matters: under a mask, where key tiles have different
+    numbers of rows, and if the longest sequence is clearly longer than the average one. (20, 12:3, 591 to 3698) at head
+    dim 128 takes 1914 us in the given order, 1811 by length; 300 sequences of 10 to 300 tokens take 616 and 629."""
+    if x.sequences is None or not is_masked(x.p):
+        return False
+    average = x.keys / max(x.sequences.count, 1)
+    return average >= 2 * TILE and x.sequences.longest_k >= 1.25 * average
 
 
 def _registers(x: Packed, of_keys: bool) -> tuple[int, int]:

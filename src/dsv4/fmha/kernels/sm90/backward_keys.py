@@ -206,13 +206,14 @@ def terms_of(problem, work, row, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def load_role(problem, operands, memory, ticket_ptr, D: gl.constexpr, VARLEN: gl.constexpr, LOOP: gl.constexpr):
+def load_role(problem, operands, memory, ticket_ptr, D: gl.constexpr, VARLEN: gl.constexpr, LOOP: gl.constexpr,
+              LISTED: gl.constexpr):  # fmt: skip
     ROWS: gl.constexpr = memory.stat.shape[1]
     ring, ragged = memory.ring, operands.ragged
     stage, ticket, phase, landed_phase = producer_stage(), producer_stage(), gl.to_tensor(1), gl.to_tensor(0)
     number = gl.program_id(0)
     while number < problem.order.count:
-        work = locate(number, problem, D, ROWS, VARLEN)
+        work = locate(number, problem, D, ROWS, VARLEN, LISTED)
         place, sizes = work.place, work.sizes
         keys = pair_of(operands.k_desc, operands.v_desc, ragged.k, ragged.v, place.batch, place.kv_head,
                        place.first_key, sizes.keys, VARLEN)  # fmt: skip
@@ -431,7 +432,8 @@ def process(work, turn, phase, problem, operands, memory, shares, scales, ds_sca
 
 @gluon.jit
 def gradient_role(problem, operands, memory, shares, scales, W: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr,
-                  VARLEN: gl.constexpr, ADD_DQ: gl.constexpr, LOOP: gl.constexpr):  # fmt: skip
+                  VARLEN: gl.constexpr, ADD_DQ: gl.constexpr, LOOP: gl.constexpr,
+                  LISTED: gl.constexpr):  # fmt: skip
     """Compute dK and dV of half of the keys of each work tile."""
     ROWS: gl.constexpr = memory.stat.shape[1]
     ds_scale = 1.0
@@ -441,13 +443,13 @@ def gradient_role(problem, operands, memory, shares, scales, W: gl.constexpr, D:
     number = gl.program_id(0)
     if LOOP:
         while number < problem.order.count:
-            work = locate(number, problem, D, ROWS, VARLEN)
+            work = locate(number, problem, D, ROWS, VARLEN, LISTED)
             turn = process(work, turn, phase, problem, operands, memory, shares, scales, ds_scale, W, D, SCALED, VARLEN,
                            ADD_DQ)  # fmt: skip
             number, ticket = take_ticket(memory.tickets, ticket)
             phase ^= 1
     else:
-        work = locate(number, problem, D, ROWS, VARLEN)
+        work = locate(number, problem, D, ROWS, VARLEN, False)
         process(work, turn, phase, problem, operands, memory, shares, scales, ds_scale, W, D, SCALED, VARLEN, ADD_DQ)
     if ADD_DQ:
         store_wait(0)  # shared memory must exist until the last tile has been read
@@ -476,11 +478,13 @@ def backward_keys(
     ROWS: gl.constexpr,
     ADD_DQ: gl.constexpr,
     LOOP: gl.constexpr,
+    LISTED: gl.constexpr,
     GRADIENT_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):
     """Compute dK and dV, and add dQ. lse2, delta [pairs, rows]. VARLEN: `whole` has rows, tokens and keys of all
-    sequences, whose starts are in cu_q and cu_k. sums_desc: the sums of gradient_sums.py. ticket_ptr: one number, 0."""
+    sequences, whose starts are in cu_q and cu_k. sums_desc: the sums of gradient_sums.py. ticket_ptr: one number, 0.
+    LISTED: the order of a varlen batch's tiles is in a list."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -507,9 +511,9 @@ def backward_keys(
     share = Shares(order.splits.number * order.packs.number > 1, shares.dk_block, shares.dv_block, shares.ptr)
     gl.warp_specialize(
         [
-            (gradient_role, (problem, operands, memory, share, scales, 0, D, SCALED, VARLEN, ADD_DQ, LOOP)),
-            (gradient_role, (problem, operands, memory, share, scales, 1, D, SCALED, VARLEN, ADD_DQ, LOOP)),
-            (load_role, (problem, operands, memory, ticket_ptr, D, VARLEN, LOOP)),
+            (gradient_role, (problem, operands, memory, share, scales, 0, D, SCALED, VARLEN, ADD_DQ, LOOP, LISTED)),
+            (gradient_role, (problem, operands, memory, share, scales, 1, D, SCALED, VARLEN, ADD_DQ, LOOP, LISTED)),
+            (load_role, (problem, operands, memory, ticket_ptr, D, VARLEN, LOOP, LISTED)),
         ],
         [4, 1],
         [GRADIENT_REGS, LOAD_REGS],

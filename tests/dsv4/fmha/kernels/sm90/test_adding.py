@@ -20,7 +20,10 @@ def dense(batch, heads, tokens, d, causal):
     "batch, heads, tokens, d, causal, pack",
     [
         (7, (24, 3), 2235, 128, True, 2),
-        (2, (32, 4), 8192, 128, True, 1),  # what two have in use is more than the L2 holds
+        (2, (32, 4), 8192, 128, True, 2),  # the rows that four have in use are more than the L2 holds
+        (5, (16, 2), 1301, 128, True, 2),
+        (63, (14, 2), 949, 128, True, 1),
+        (9, (7, 1), 2451, 64, True, 7),
         (2, (64, 8), 4096, 64, True, 4),
         (3, (16, 4), 2666, 128, False, 4),  # CTAs are at the same rows: no limit
         (1, (40, 8), 12288, 128, False, 1),  # copies for five heads gain nothing

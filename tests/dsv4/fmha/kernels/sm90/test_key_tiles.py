@@ -8,7 +8,7 @@ from fmha_gradients import check, deterministic, request, varlen_request
 import softsm
 from dsv4.fmha.kernels.backward_arguments import GradientSizes, GradientTensors
 from dsv4.fmha.kernels.sm90 import backward
-from dsv4.fmha.kernels.sm90.key_tiles import Problem, key_order, locate
+from dsv4.fmha.kernels.sm90.key_tiles import KeySequences, Problem, key_order, list_key_tiles, locate
 from dsv4.kernels.compat import gl, gluon
 
 UNBOUND = 1 << 30
@@ -19,7 +19,7 @@ ORDERS = ("eager", "latest", "random")
 @gluon.jit
 def list_tiles(out_ptr, order, tensors, whole, VARLEN: gl.constexpr):
     for number in range(order.count):
-        work = locate(number, Problem(order, tensors, whole), 128, 64, VARLEN)
+        work = locate(number, Problem(order, tensors, whole), 128, 64, VARLEN, VARLEN)
         place = work.place
         found = (place.batch, place.head, place.kv_head, place.own, work.first, work.end, work.rows_block, work.part)
         for field in gl.static_range(len(found)):
@@ -29,9 +29,9 @@ def list_tiles(out_ptr, order, tensors, whole, VARLEN: gl.constexpr):
 def tiles_of(batch, heads, packs, rows, keys, splits, at_once, causal):
     """The work tiles in their order, as dicts, by the kernel that lists them."""
     pairs, tiles = batch * heads, -(-keys // 128)
-    order = key_order(pairs, tiles, splits, packs, heads, min(at_once, pairs))
-    unread = torch.zeros(1)
     starts = torch.zeros(1, dtype=torch.int32)
+    order = key_order(starts, pairs, tiles, splits, packs, heads, min(at_once, pairs))
+    unread = torch.zeros(1)
     tensors = GradientTensors(unread, unread, starts, starts)
     whole = GradientSizes(rows, rows, keys, 1, UNBOUND, 0 if causal else UNBOUND, heads, 0)
     out = torch.full((order.count, FIELDS), -1, dtype=torch.int32)
@@ -77,6 +77,32 @@ def test_the_longest_tiles_of_pairs_that_are_listed_together_come_first():
         assert len({(x["batch"], x["head"]) for x in block}) == 3
 
 
+LENGTHS = {
+    "of keys and queries": ([(5, 5), (400, 400), (0, 0), (129, 129), (128, 128), (400, 400)], 0),
+    "unequal, with rows of no sequence": ([(3, 500), (0, 300), (200, 200), (1, 1)], 1000),
+    "more than a program reads at once": ([(n % 7 * 50, n % 7 * 50) for n in range(140)], 0),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", LENGTHS)
+def test_every_tile_number_is_listed_once_and_the_longest_sequences_come_first(name):
+    lengths, unused = LENGTHS[name]
+    cu_q, cu_k = (torch.tensor([0, *(x[i] for x in lengths)], dtype=torch.int32).cumsum(0).int() for i in (0, 1))
+    total = int(cu_k[-1]) + unused
+    tiles = total // 128 + len(lengths)
+    listed = torch.full((tiles, 2), -1, dtype=torch.int32)
+    sequences = KeySequences(cu_q, cu_k, len(lengths), int(cu_q[-1]), total)
+    with softsm.use("sm_90a"), softsm.checking():
+        list_key_tiles[(len(lengths),)](listed, sequences, tiles, num_warps=1)
+    found = listed.tolist()
+    assert sorted(int(cu_k[seq]) // 128 + seq + tile for seq, tile in found) == list(range(tiles))
+    full = [(lengths[seq][0], seq, tile) for seq, tile in found if 128 * tile < lengths[seq][1]]
+    assert len(full) == sum(-(-keys // 128) for _, keys in lengths)
+    assert [x[1:] for x in full] == [tuple(x) for x in found[: len(full)]]  # those without keys are last
+    assert full == sorted(full, key=lambda x: (-x[0], x[1], x[2]))
+
+
 LOOPS = {
     "causal-hd64": dict(t=150, s=300, heads=(2, 1), d=64, causal=True),
     "window-hd128": dict(t=200, s=330, heads=(2, 2), d=128, window=(70, 3), sink=True),
@@ -98,10 +124,11 @@ def test_a_cta_loops_over_several_work_tiles(name, exact, order, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("d", [64, 128])
-def test_a_cta_loops_over_the_sequences_of_a_varlen_batch(d, order, monkeypatch):
+@pytest.mark.parametrize("d, listed", [(64, False), (64, True), (128, True)])
+def test_a_cta_loops_over_the_sequences_of_a_varlen_batch(d, listed, order, monkeypatch):
     launches.num_sms(monkeypatch, 2)
     monkeypatch.setattr(backward, "loops", lambda *given: True)
+    monkeypatch.setattr(backward, "lengths_differ", lambda x: listed)
     b, want, low = varlen_request(d=d, kv_heads=1)
     with launches.race_free("sm_90a", order=order, seed=7):
         launches.run(b)
