@@ -99,9 +99,10 @@ def blackwell(predicted: Path) -> str:
     for name, r in json.loads(predicted.read_text())["cases"].items():
         if "us" in r:
             shares = " | ".join(f"{r['busy'].get(k, 0):.0%}" for k in names)
+            low, high = map(two, r["band"])
             lines.append(
                 f"| {name} | {r['kernels']} | {r['longest']} | {two(r['cycles'] / 1e3)} | {two(r['us'])} "
-                f"| {two(r['us'] / 1.3)} to {two(r['us'] * 1.3)} | {shares} | {r['bound']} |"
+                f"| {low} to {high} | {shares} | {r['bound']} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -137,7 +138,7 @@ def peers(predicted: Path) -> str:
     """Our kernels, predicted, beside what others publish for theirs."""
     found = json.loads(predicted.read_text())["cases"]
     lines = [
-        "| problem | others | TFLOP/s | us | ours, predicted: TFLOP/s | us | times theirs | within the band |",
+        "| problem | others | TFLOP/s | us | ours, predicted: TFLOP/s | us | times theirs | within 30 % |",
         "|---|---|---:|---:|---:|---:|---:|---|",
     ]
     for name, key, flops, who, rate in PEERS:
