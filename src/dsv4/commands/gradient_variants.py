@@ -20,6 +20,8 @@ from dsv4.v4.backward import V4Backward
 # variant. Groups of 3 go together by copies, or each head alone, and their shares of dK and dV are summed.
 GROUPS = (1, 2, 3, 4, 8, 16)
 KV_HEADS = 132  # enough for every SM, so that all heads of a group go together
+# (tokens, sequences, causal): a dense batch, a varlen batch, one whose sequences are taken by length.
+BATCHES = (256, 0, False), (256, 1, False), (1024, 2, True)
 # Above head dim 128 the heads of a group are not packed. Tiles of products are small where they are few.
 UNPACKED, FEW_OR_MANY = (1, 3), (1, 4 * KV_HEADS)
 
@@ -31,15 +33,15 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) 
     sizes = [*((group, KV_HEADS) for group in GROUPS), (1, 1)]  # (1, 1): too few work tiles to loop over
     if head_dim > 128:
         sizes = list(itertools.product(UNPACKED, FEW_OR_MANY))
-    for varlen, (group, kv_heads) in itertools.product((False, True), sizes):
-        shape = (256,) if varlen else (1, 256)
+    for (tokens, sequences, causal), (group, kv_heads) in itertools.product(BATCHES, sizes):
+        shape = (tokens,) if sequences else (1, tokens)
 
         def draw(heads: int, shape: tuple[int, ...] = shape) -> Tensor:
             return torch.empty(*shape, heads, head_dim, dtype=dtype, device="meta")
 
-        starts = torch.empty(2, dtype=torch.int32, device="meta")
+        starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
         q, k, v = draw(kv_heads * group), draw(kv_heads), draw(kv_heads)
-        p = problem.varlen(q, k, v, starts, starts) if varlen else problem.dense(q, k, v)
+        p = problem.varlen(q, k, v, starts, starts, causal=causal) if sequences else problem.dense(q, k, v)
         p = replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape, device="meta"))
         for deterministic in (False, True) if group == 1 else (False,):
             p = replace(p, options=p.options._replace(deterministic=deterministic, **options))

@@ -133,7 +133,13 @@ def test_gradients_of_groups_are_written(monkeypatch):
                     dsv4.fmha_varlen(q[0], k[0], k[0] * 1, starts, starts, backend="softsm"),
                 ):
                     torch.autograd.grad(out, [q, k], torch.zeros_like(out))
-    assert sum(name == "backward_keys" for name in launched.values()) == 10  # three heads together, or apart: one
+                if pack > 4:
+                    continue  # under a mask the L2 does not hold the rows of more, so they are rare
+                patch.setattr(backward, "lengths_differ", lambda x: x.sequences is not None)
+                out = dsv4.fmha_varlen(q[0], k[0], k[0] * 1, starts, starts, causal=True, backend="softsm")
+                torch.autograd.grad(out, [q, k], torch.zeros_like(out))
+    assert "list_key_tiles" in launched.values()
+    assert sum(name == "backward_keys" for name in launched.values()) == 13  # three heads together, or apart: one
     missing = set(launched) - written(["dense", "varlen", "fmha-backward"], "sm_90a", 64, "bf16")
     assert not missing, [launched[one] for one in missing]
 
