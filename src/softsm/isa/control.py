@@ -7,7 +7,7 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from softsm.engine import program as pg
 from softsm.engine.emitter import Emitter
@@ -318,27 +318,33 @@ class RegisterPool(Waitable):
     def exited(self, w) -> None:
         self.gone.add(w.index)
         self.give(w, 0)
-        self.compare(w)
+        self.complete(w)
 
     def ask(self, w, what: str) -> None:
-        self.asked[w.index].append(what)
-        self.compare(w)
-
-    def compare(self, w) -> None:
-        """PTX: all threads of the warpgroup execute the same setmaxnreg. CUTLASS's example 77 (decode) runs on B200
-        with a number for each warp."""
+        """PTX: all threads of the warpgroup execute the same setmaxnreg. CUTLASS's example 77 runs on B200 with
+        numbers that differ, so these are told apart from warps that execute none."""
         mine = self.asked[w.index]
-        first = w.index & ~3
-        for index, theirs in enumerate(self.asked[first : first + 4], first):
-            n = min(len(mine), len(theirs))
-            short = (index in self.gone and len(theirs) < len(mine)) or (w.index in self.gone and n < len(theirs))
-            told = [" and ".join(x) if x else "none" for x in (mine, theirs)]
-            which = f"warp {w.index} has executed {told[0]}, warp {index} {told[1]}"
-            if short:
-                raise w.fault("warpgroup", f"setmaxnreg needs all four warps of a warpgroup: {which}")
-            if mine[:n] != theirs[:n] and w.machine.observer is not None:
+        mine.append(what)
+        n = len(mine)
+        for index, theirs in self.warpgroup(w):
+            if n <= len(theirs) and theirs[n - 1] != what and w.machine.observer is not None:
+                which = f"warp {w.index} executes {what}, warp {index} {theirs[n - 1]}"
                 text = f"setmaxnreg needs all four warps of a warpgroup, with one number: {which}"
                 w.machine.observer.doubtful(w, "warpgroup", text, "asks for another number")
+        self.complete(w)
+
+    def complete(self, w) -> None:
+        mine = self.asked[w.index]
+        for index, theirs in self.warpgroup(w):
+            fewer = index if len(theirs) < len(mine) else w.index
+            if fewer in self.gone and len(theirs) != len(mine):
+                told = [" and ".join(x) if x else "none" for x in (mine, theirs)]
+                which = f"warp {w.index} has executed {told[0]}, warp {index} {told[1]}"
+                raise w.fault("warpgroup", f"setmaxnreg needs all four warps of a warpgroup: {which}")
+
+    def warpgroup(self, w) -> Iterator[tuple[int, list[str]]]:
+        first = w.index & ~3
+        return enumerate(self.asked[first : first + 4], first)
 
     def give(self, w, count: int) -> None:
         self.free += 32 * (self.of[w.index] - count)

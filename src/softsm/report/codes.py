@@ -192,7 +192,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "warpgroup": (
         "wgmma and setmaxnreg are instructions of a warpgroup: four whole warps, warps 0 to 3 or 4 to 7 and so on.",
-        "Launch a multiple of 128 threads, keep all lanes alive, and let all four warps execute it.",
+        "Launch a multiple of 128 threads, keep all lanes alive, and let all four warps execute it; setmaxnreg with "
+        "one number.",
     ),
     # control
     "divergent": (

@@ -289,7 +289,8 @@ def test_a_warpgroup_asks_for_registers_together(some, others, early, directives
                 kernel.launch(1, 256, [words(256)])
             found, silent = (report.diagnostics, report.warnings)[:: 1 if strict else -1]
             assert {d.code for d in found} == {"warpgroup"} and not silent
-            assert "with one number" in found[0].message and ".dec 40" in str(found[0])
+            assert "with one number: warp" in found[0].message and ".dec 40" in str(found[0])
+            assert all("setmaxnreg" in d.parties[0].instruction for d in found), found  # not again where a warp ends
         return
     with pytest.raises(Fault, match="setmaxnreg needs all four warps.* none") as caught:
         kernel.launch(1, 256, [words(256)])
