@@ -168,7 +168,7 @@ def check(
 ) -> None:
     """Run with all checks, once for each order of completion, and print each finding once.
 
-    Exit status 0: nothing found; 1: a finding, or the program itself failed; 2: wrong usage."""
+    Exit status 0: nothing found; 1: a finding, the program itself failed, or no launch; 2: wrong usage."""
     accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
     if not 0 <= patience < 1e12:
         usage(f"patience: got {patience:g}; accepted: 0 and positive numbers")

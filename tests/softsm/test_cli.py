@@ -323,6 +323,19 @@ def test_a_program_that_fails_by_itself(tmp_path, racy):
     assert done.exit_code == 1 and done.output.count("KeyError: 'x'") == 1 and "runpy" not in done.output
 
 
+def test_a_program_that_launches_nothing(ptx, tmp_path):
+    """It would pass whatever its kernels do."""
+    (tmp_path / "idle.py").write_text("print('hello')\n")
+    done = softsm_command("check", tmp_path / "idle.py")
+    assert done.exit_code == 1 and done.output.splitlines() == ["hello", "not checked: no kernel was launched"]
+    done = softsm_command("check", tmp_path / "idle.py", "--json")
+    data = json.loads(done.stdout)
+    assert (done.exit_code, data["status"], data["launches"]) == (1, "failed", 0)
+    assert data["failures"] == [{"text": "no kernel was launched", "orders": data["orders"]}]
+    done = softsm_command("check", ptx, "f32[64]", "f32=0.5", "u32=64")
+    assert done.exit_code == 0 and "nothing found in 1 launch;" in done.output and "not checked" not in done.output
+
+
 def test_run_says_that_nothing_was_checked(ptx):
     done = softsm_command("run", ptx, "f32[64]", "f32=0.5", "u32=64")
     assert done.output.splitlines()[-1].startswith("nothing was checked; `softsm check ")

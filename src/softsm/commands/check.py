@@ -24,6 +24,7 @@ from softsm.report.codes import depth, fix
 from softsm.report.diagnostics import Diagnostic, Party, launches
 
 SCHEMA = "softsm.check/1"  # docs/reports.md; removing a field or changing its meaning needs another number
+NO_LAUNCH = "no kernel was launched"
 ALL = (("latest", 0), ("eager", 0), ("random", 0), ("random", 1))
 
 
@@ -36,7 +37,7 @@ class Found:
 
 @dataclass
 class Summary:
-    """The findings of all runs. `failed`: there is a finding, or the program itself failed."""
+    """The findings of all runs. `failed`: there is a finding, the program itself failed, or nothing was checked."""
 
     seed: int
     strict: bool
@@ -50,6 +51,12 @@ class Summary:
     @property
     def failed(self) -> bool:
         return bool(self.findings or self.failures)
+
+    def end(self) -> None:
+        """A program that launches no kernel would pass whatever its kernels do: the wrong file, a missing argument, or
+        a library that took its path for CPUs."""
+        if not (self.launches or self.findings or self.failures):
+            self.failures[NO_LAUNCH] = list(self.orders)
 
     def runs(self, order: str) -> Iterator[tuple[str, int]]:
         for name, number in ALL if order == "all" else [(order, 0)]:
@@ -70,6 +77,7 @@ class Summary:
                 one(*run)
             else:
                 self.take(found)
+        self.end()
 
     def apart(self, one: Callable[[str, int], None], run: tuple[str, int]) -> Summary:
         """Returns what one run finds; called in a copy of this process."""
@@ -154,7 +162,8 @@ class Summary:
             if len(found.orders) < len(self.orders):
                 lines.append(f"  only under: {', '.join(found.orders)}")
         for text, orders in self.failures.items():
-            lines.append(f"the program failed under: {', '.join(orders)}\n{text}")
+            if text != NO_LAUNCH:
+                lines.append(f"the program failed under: {', '.join(orders)}\n{text}")
         lines += [f"warning: {w}" for w in self.warnings.values()]
         count = len(self.findings)
         total = "nothing found" if not count else "1 finding" if count == 1 else f"{count} findings"
@@ -162,9 +171,7 @@ class Summary:
         if count or not self.failures:
             lines.append(f"{total} in {launches(self.launches)}; {level}; orders {', '.join(self.orders)}")
         if self.failures:
-            lines.append("not checked: the program failed")
-        elif not self.launches:
-            lines.append("no kernel was launched")
+            lines.append(f"not checked: {NO_LAUNCH if NO_LAUNCH in self.failures else 'the program failed'}")
         return "\n".join(lines)
 
 
