@@ -42,6 +42,12 @@ class Barriers:
         mbarrier.arrive(self.bars.index(i), count=1, pred=pred)
 
     @gluon.jit
+    def arrive_once(self, i, pred=True):
+        """Arrive for all warps, which have met at a barrier of theirs. The compiler takes an `arrive` for an access to
+        all of shared memory, and puts a barrier of warps before and after it; not with this."""
+        mbarrier.expect(self.bars.index(i), 0, pred=pred)
+
+    @gluon.jit
     def arrive_after_mma(self, i, pred=True):
         """When the products of the tensor core (tcgen05) that this thread has issued are complete."""
         tcgen05_commit(self.bars.index(i), pred=pred)

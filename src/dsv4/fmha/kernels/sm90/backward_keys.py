@@ -267,13 +267,13 @@ def visible(p, row, key, whole, sizes, LS: gl.constexpr):
 
 @gluon.jit
 def multiply_by_keys(memory, turn, opaque, W: gl.constexpr, D: gl.constexpr):
-    """Multiply dS of both roles in step `turn` by all keys; return role W's half of dQ, [64, 64], in flight."""
+    """Multiply dS of both roles in step `turn`, which is ready, by all keys; return role W's half of dQ, [64, 64], in
+    flight."""
     PANEL: gl.constexpr = memory.k.layout
     ROWS: gl.constexpr = memory.stat.shape[1]
     keys = reinterpret(memory.k, [2 * (D // 64), 64, 64], PANEL)
     ds = reinterpret(memory.ds, [4 * (ROWS // 64), 64, 64], PANEL)
     slot = turn & 1
-    memory.ds_ready.wait(slot, turn >> 1 & 1)
     dq = gl.zeros([64, 64], gl.float32, accumulator(64))
     for side in gl.static_range(2):
         left = ds.index((slot * 2 + side) * (ROWS // 64) + (W if ROWS == 128 else 0)).permute((1, 0))
@@ -329,9 +329,12 @@ def step(s, dk, dv, memory, sums, row, key, turn, more, whole, sizes, scales, ds
     if ADD_DQ:
         before = stage_of(turn - 1)
         ring.free.wait(before.index, before.phase)  # the other role has multiplied what this slot of ds holds
+        if not FIRST:
+            memory.ds_ready.wait(before.index, before.phase)  # here, not at the product: no barrier of warps
         memory.ds.index((turn & 1) * 2 + W).store(d16)
         fence_async_shared()  # generic stores -> tensor-core reads
-        memory.ds_ready.arrive(turn & 1)
+        barrier()
+        memory.ds_ready.arrive_once(turn & 1)
         if not FIRST:
             dq = multiply_by_keys(memory, turn - 1, opaque, W, D)
     after = stage_of(turn + 1)
@@ -339,12 +342,14 @@ def step(s, dk, dv, memory, sums, row, key, turn, more, whole, sizes, scales, ds
     s = scores(k.index(opaque + W), ring.slots.index(gl.where(more, after.index, stage.index)))
     if ADD_DQ and not FIRST:
         dq, dk = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dk))
-        store_wait(0)  # dQ's tile has been read; before the barrier with which release begins
-        ring.release(stage, pred=more)
+        store_wait(0)  # dQ's tile has been read
+        barrier()
+        ring.free.arrive_once(stage.index, pred=more)
         add_block(dq, sums, sums.dq + (row // 64 - ROWS // 64) * (D // 64) + W, W)
     else:
         dk = warpgroup_mma_wait(num_outstanding=1, deps=(dk,))
-        ring.release(stage, pred=more)
+        barrier()
+        ring.free.arrive_once(stage.index, pred=more)
     return s, dk, dv
 
 
@@ -388,6 +393,8 @@ def process(work, turn, phase, problem, operands, memory, shares, scales, ds_sca
         turn += steps
         memory.v_free.arrive(0)
         if ADD_DQ:
+            last = stage_of(turn - 1)
+            memory.ds_ready.wait(last.index, last.phase)
             dq = multiply_by_keys(memory, turn - 1, zero(turn), W, D)
             dq, s = warpgroup_mma_wait(num_outstanding=0, deps=(dq, s))
             store_wait(0)
