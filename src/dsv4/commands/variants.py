@@ -186,9 +186,11 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
         yield v4_small(rows, named, wide=wide, queries=528, width=32)  # Hopper: several tiles of plain rows per CTA
         if rows in ("fp8", "v4.1"):
             yield v4_small(rows, named, wide=wide, queries=1300, width=768, room=600)  # unpacked first, not in L2
-        if rows in ("fp8", "mixed", "v4.1") and named != "table":
-            for queries, width in ((136, 512), (192, 1000)):  # Hopper: whole tiles first
-                yield v4_small(rows, named, 0, wide=wide, queries=queries, width=width, room=600)
+        if rows in ("fp8", "mixed", "v4.1", "bf16", "odd pages"):
+            # Hopper: whole tiles first, few heads and tables in two launches.
+            for queries, width, heads in ((136, 512, 64), (160, 2000, 64), (136, 512, 16), (136, 512, 32)):
+                for room in (600,) if rows in POOLS else (64, 600):
+                    yield v4_small(rows, named, 0, heads, wide, queries, width, room)
         if rows in ("fp8", "v4.1", "bf16", "odd pages"):
             yield from v4_decode_problems(rows, named, wide)
 
@@ -227,14 +229,15 @@ def v4_small(
 ) -> V4Problem:
     """Returns a small problem. rows: one of ROWS, `v4.1`, `fp16` (for q too), or `odd pages`, plain rows at uneven
     distances. wide: positions have 64 bits. width: of the window's list; with it there are at most 64 compressed rows.
-    room: pages of the pools with it; 64 are too many to unpack first for few queries."""
+    room: pages of the pools with it; 64 are too many to unpack first for few queries,
+    600 for plain rows to stay in L2."""
     dtype = torch.float16 if rows == "fp16" else torch.bfloat16
     q = torch.empty(queries, heads, 512, dtype=dtype)
 
     def pool(cls: type | None) -> Any:
         if cls is not None:
             return cls(unset_pages(room if width else 2, cls).view(-1), 64)
-        count = 4 if queries == 64 else 512  # with 4, every row is listed often
+        count = 4 if queries == 64 else 8 * room  # with 4, every row is listed often
         pages = torch.empty(count, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=dtype)
         return pages[:, : 8 * 512].view(count, 8, 512)
 

@@ -7,7 +7,7 @@ MERGED_AT_ONCE = 16  # splits; more are merged more slowly
 ROWS_PER_STEP = 3000  # rows whose partial results, of one split, are written and merged in the time of a step
 MOST_SHORT = 4  # splits of one step that a CTA processes one after the other; more were not measured
 FMHA_ENDS = {1: 5, 2: 3}  # steps that a CTA of dense decode takes to start and finish, by the CTAs that share an SM
-WORTH_WHOLE = 0.96  # of the time of equal splits, from which on whole tiles come first
+WORTH_WHOLE = 0.96
 WHOLE = 4  # rounds of whole tiles from which on keys are not split
 # deterministic=True: keys per split and ROWS_PER_TILE rows; the most splits; rows per KV head that are not split
 DETERMINISTIC_KEYS = 2048
@@ -46,12 +46,15 @@ def _steps_in_a_row(
     return rounds * (-(-steps // n) + ends) + (1 + n / 64 + n * many_rows / ROWS_PER_STEP if n > 1 else 0)
 
 
-def whole_first(queries: int, head_tiles: int, num_sms: int, steps: int, splits: int) -> tuple[int, int]:
+def whole_first(
+    queries: int, head_tiles: int, num_sms: int, steps: int, splits: int, more: float = 0
+) -> tuple[int, int]:
     """Return (queries whose rows are not split, splits of the others); (0, splits) if it pays less than it might cost.
 
     With more work tiles than SMs, each CTA can process whole tiles first, as many as all of them get; only the last
     round is split. So fewer partial results are merged, and the last round is short: (160, 64, 128+1024) in FP8 takes
     82 instead of 97 us. Times as in choose_splits: for 36 shapes they predict this ratio within 4 % on average.
+    more: steps that it takes besides.
     """
     tiles = queries * head_tiles
     rounds = tiles // num_sms
@@ -60,7 +63,7 @@ def whole_first(queries: int, head_tiles: int, num_sms: int, steps: int, splits:
     if rounds == 0 or rest == 0:
         return 0, splits
     n = choose_splits(rest, num_sms, steps * STEP)
-    time = rounds * (steps + 1) + _steps_in_a_row(rest, num_sms, steps, n)
+    time = rounds * (steps + 1) + _steps_in_a_row(rest, num_sms, steps, n) + more
     pays = n > 1 and time < WORTH_WHOLE * _steps_in_a_row(tiles, num_sms, steps, splits)
     return (whole, n) if pays else (0, splits)
 

@@ -283,24 +283,38 @@ def test_the_v4_rows_of_the_speed_table_are_written():
             assert aot.variant_of(one, "sm_90a") in there, f"{case.name}: {one.kernel.__name__} {one.constants}"
 
 
-@pytest.mark.parametrize("rows, pools", variants.POOLS.items(), ids=list(variants.POOLS))
-def test_decode_whose_whole_tiles_come_first_is_written(rows, pools):
-    """More work tiles than SMs: few partial results and many, in every number of splits."""
-    parts = {("v4", "fp8", "list"), ("v4.1", "attention", "list") if rows == "v4.1" else ("v4", rows, "list")}
+@pytest.mark.parametrize("named", ["list", "table"])
+@pytest.mark.parametrize("rows", [*variants.POOLS, "bf16"])
+def test_decode_whose_whole_tiles_come_first_is_written(rows, named):
+    """More work tiles than SMs: few partial results and many, in every number of splits; in one launch or two."""
+    pools = variants.POOLS.get(rows, (None, None))
+    parts = {("v4", "fp8", named), ("v4.1", "attention", named) if rows == "v4.1" else ("v4", rows, named)}
     known = {aot.variant_of(x, "sm_90a") for part in parts for x in variants.launches(part, SIZES, "sm_90a")}
     target = dispatch.compile_target("sm_90a")
     window, compressed = (None if x is None else x.empty(1600, 64) for x in pools)
-    compressed = torch.empty(1600 * 64, 512, dtype=torch.bfloat16) if compressed is None else compressed
-    found = set()
-    for queries, heads, width in itertools.product((67, 72, 80, 96, 136, 160, 192, 300), (32, 128), (512, 1024, 1536)):
+    plain = torch.empty(1600, 64, 512, dtype=torch.bfloat16)
+    window, compressed = plain if window is None else window, plain if compressed is None else compressed
+    found, seconds = set(), set()
+    shapes = itertools.product((67, 72, 80, 96, 136, 160, 192, 300), (12, 32, 128), (512, 1024, 1536))
+    for queries, heads, width in shapes:
         q = torch.empty(queries, heads, 512, dtype=torch.bfloat16)
-        lists = [torch.empty(queries, n, dtype=torch.int32) for n in (128, width)]
-        p = build(q, window, lists[0], compressed, lists[1], sink=torch.empty(heads))
+        numbers = torch.empty(queries, 128, dtype=torch.int32)
+        if named == "list":
+            more = dict(compressed_indices=torch.empty(queries, width, dtype=torch.int32))
+        else:
+            more = dict(compressed_block_table=torch.empty(queries, width // 64, dtype=torch.int32))
+            more["compressed_lengths"] = torch.empty(queries, dtype=torch.int32)
+        p = build(q, window, numbers, compressed, **more, sink=torch.empty(heads))
         for one in calls.launches_of(replace(p, out=torch.empty_like(q)), target):
             assert aot.variant_of(one, "sm_90a") in known, (queries, heads, width, one.kernel.__name__, one.constants)
             if one.constants.get("WHOLE_FIRST"):
                 found.add(one.constants["SPLIT"])
-    assert found == {1, 2}
+            if one.constants.get("AFTER"):
+                seconds.add((one.kernel.__name__, int(one.constants["SPLIT"])))
+    by_table = named == "table" and rows != "bf16"
+    assert found == (set() if by_table else {1, 2})
+    of_few = {("v4_decode_swap_ab_ws", 1)} if named == "list" and rows in ("fp8", "v4.1") else set()
+    assert seconds == (of_few | {("v4_sparse", 1), ("v4_sparse", 2)} if by_table else of_few)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -223,3 +223,15 @@ def test_whole_tiles_come_first_where_equal_splits_need_more_steps_in_a_row():
     for (queries, head_tiles, steps), want in timed.items():
         splits = choose_splits(queries * head_tiles, 132, steps * 128)
         assert whole_first(queries, head_tiles, 132, steps, splits) == want, (queries, head_tiles, steps)
+
+
+def test_whole_tiles_come_first_where_merging_them_pays_too():
+    """Timed both ways on an H200: plain rows, which take one step more to merge if nothing was merged before; packed
+    rows by table, where the others are a launch of their own."""
+    plain = {(160, 1, 9): (132, 3), (300, 1, 5): (264, 3), (192, 1, 5): (0, 1), (199, 1, 10): (0, 1)}
+    by_table = {(136, 1, 65): (132, 33), (306, 1, 15): (264, 3), (192, 1, 65): (0, 2), (328, 1, 4): (0, 1)}
+    for timed, always in ((plain, False), (by_table, True)):
+        for (queries, head_tiles, steps), want in timed.items():
+            splits = choose_splits(queries * head_tiles, 132, steps * 128)
+            more = 1 if always or splits == 1 else 0
+            assert whole_first(queries, head_tiles, 132, steps, splits, more) == want, (queries, head_tiles, steps)

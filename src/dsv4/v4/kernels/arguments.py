@@ -92,7 +92,7 @@ class Sizes(NamedTuple):
     splits_shift: Value
     alone: Value  # the first CTAs, which have one work tile each; uneven_from: see splits.uneven
     uneven_from: Value
-    whole: Value  # the first queries, whose rows are not split: see splits.whole_first
+    whole: Value  # the first queries, whose rows are not split (splits.whole_first), here or by the launch before
 
 
 @aggregate

@@ -79,6 +79,7 @@ def prepare_sparse(
     fp16_partials: bool = False,
     can_be_whole: bool = False,
     many_rows: int = 0,
+    first: int = 0,
 ) -> None:
     """Add the kernel and, if the rows of a query are split, the combine kernel. The tensors of p are slots.
 
@@ -87,7 +88,7 @@ def prepare_sparse(
     step: rows that the kernel processes at a time, the unit of splits; options: further compile-time arguments;
     splits: how many, 0 = to be chosen here; can_be_uneven: see splits.uneven; fp16_partials: the kernel can write fp16
     partial results (combine.py); can_be_whole: it can process work tiles of all rows first (splits.whole_first);
-    many_rows: see splits.choose_splits.
+    many_rows: see splits.choose_splits; first: the number of the first query as request_starts counts it.
     """
     ctas, persistent = options.get("num_ctas", 1), splits == 0
     head_tiles = -(-p.q_heads // (options.get("HEADS", 64) * ctas))
@@ -98,7 +99,10 @@ def prepare_sparse(
         if can_be_uneven and not p.deterministic and p.num_splits == 0:
             splits, alone, uneven_from = uneven(tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
             if can_be_whole and not is_partial(p):
-                whole, splits = whole_first(p.batch, head_tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
+                # Steps of plain rows are short: merging, if nothing was merged before, takes one more.
+                more = 1 if splits == 1 and not is_packed(p) else 0
+                steps = -(-p.max_seqlen_k // step)
+                whole, splits = whole_first(p.batch, head_tiles, target.num_sms, steps, splits, more)
     split_queries = p.batch - whole
     # Deterministic: the combine kernel rounds the sink differently, and the width of the lists is not a property of a
     # query; so all queries go through the combine kernel.
@@ -157,7 +161,7 @@ def prepare_sparse(
             *inverse_of(splits),
             alone,
             uneven_from,
-            whole,
+            whole or first,
         ),
         scale=scale,
         signed_scale=sign * scale,

@@ -43,10 +43,10 @@ def request_of(query, requests):
 
 
 @gluon.jit
-def named_rows(query, window, compressed, requests, KV_INDEX: gl.constexpr):
+def named_rows(query, window, compressed, requests, KV_INDEX: gl.constexpr, first=0):
     """Return (window rows, compressed rows, its line of the compressed list or of the block table) of a query.
 
-    window, compressed: Names.
+    window, compressed: Names. first: the number of query 0, as the starts of requests count it.
     """
     count = gl.load(window.lengths_ptr + query, mask=window.given != 0, other=window.width)
     window_count = gl.minimum(gl.maximum(count, 0), window.width)
@@ -56,16 +56,16 @@ def named_rows(query, window, compressed, requests, KV_INDEX: gl.constexpr):
         count = gl.load(compressed.lengths_ptr + query, mask=compressed.given != 0, other=compressed.width)
         compressed_count = gl.minimum(gl.maximum(count, 0), compressed.width)
     if KV_INDEX == TABLE:
-        request = request_of(query, requests)
+        request = request_of(query + first, requests)
         compressed_count = gl.where(request < requests.count, compressed_count, 0)  # none past the last request
         line = gl.minimum(request, requests.count - 1).to(gl.int64)
     return window_count, compressed_count, line
 
 
 @gluon.jit
-def index_lists(query, window, compressed, requests, KV_INDEX: gl.constexpr, KEYS: gl.constexpr = 64):
+def index_lists(query, window, compressed, requests, KV_INDEX: gl.constexpr, KEYS: gl.constexpr = 64, first=0):
     """Return the lists of a query. KEYS: entries of a block."""
-    count, more, line = named_rows(query, window, compressed, requests, KV_INDEX)
+    count, more, line = named_rows(query, window, compressed, requests, KV_INDEX, first)
     window_ptr = window.list_ptr + query.to(gl.int64) * window.line
     blocks = (count + KEYS - 1) // KEYS
     return Lists(window_ptr, count, blocks, compressed.list_ptr + line * compressed.line, more)

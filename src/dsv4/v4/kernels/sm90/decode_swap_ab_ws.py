@@ -348,6 +348,7 @@ def v4_decode_swap_ab_ws(
     GATHER_REGS: gl.constexpr,
     STAGED: gl.constexpr = False,
     PDL_LAUNCH: gl.constexpr = False,
+    AFTER: gl.constexpr = False,
 ):
     if PDL_LAUNCH:
         dependent.launch_dependents()
@@ -389,3 +390,5 @@ def v4_decode_swap_ab_ws(
             (gather_two_formats_role, (window_names, compressed_names, requests, pools, memory, barriers, sizes,
                                        KV_INDEX, UNIT, FORMATS, FENCE)),
         ], [8], [GATHER_REGS])  # fmt: skip
+    if AFTER:  # the next grid waits for this one, and so for the one before it, too
+        dependent.wait_on_prior_grid()

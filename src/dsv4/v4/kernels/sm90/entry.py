@@ -5,6 +5,7 @@ decode_swap_ab.py        16 or 32 heads per CTA, keys on the rows of the MMA: la
 decode_swap_ab_ws.py     the same, warp-specialised: packed rows of few heads
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,11 @@ import torch
 from dsv4.caches import kv as caches
 from dsv4.caches.formats import PLAIN as PLAIN_ROWS
 from dsv4.caches.formats import format_of
-from dsv4.fmha.kernels.prepare import is_partial
+from dsv4.caches.pages import PackedRows
+from dsv4.fmha.kernels.prepare import is_aligned, is_partial
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
-from dsv4.runtime.splits import DECODE_HEADS, DECODE_KEYS, WHOLE, choose_splits, decode_splits
+from dsv4.runtime.splits import DECODE_HEADS, DECODE_KEYS, WHOLE, choose_splits, decode_splits, whole_first
 from dsv4.v4.kernels import prepare as shared
 from dsv4.v4.kernels import unpack_pools
 from dsv4.v4.kernels.prepare import is_packed, lacks, prepare_sparse
@@ -71,8 +73,14 @@ SWAP_AB_WS: tuple[tuple[tuple[dict, tuple[int, int], Cost], ...], ...] = (WS_PAC
 # probably because of a second wave of CTAs of combine, which has one per head.
 MERGED, MERGED_HEADS = 8, 2  # splits; heads per SM
 STAGED_FROM = 6  # blocks of a CTA with 16 heads: then rows of two formats are staged, which is 6 % faster with 10
+SECOND = dict(AFTER=True, launch_pdl=True)  # options of a launch that begins before the one before it ends
+# Of a second launch: blocks that it must save in v4_decode_swap_ab_ws, steps that it takes in v4_sparse.
+WORTH_BLOCKS, SECOND_STEPS = 6, 1
 SPARSE = Cost(15.0, 0.035, 3.8), Cost(14.6, 0.05, 2.2), Cost(15.4, 0.06, 3.8)  # costs of v4_sparse
 L2_ROWS = 32 << 10  # rows of 1 KB that stay in the L2
+# Tensors of a problem with a line for every query.
+OF_LISTS = "window_indices", "window_lengths", "compressed_indices", "compressed_lengths"
+OF_QUERIES = "q", "out", "lse", "positions", *OF_LISTS
 
 
 def supports(p: V4Problem) -> str | None:
@@ -89,20 +97,74 @@ def prepare(p: V4Problem, target: Target, program: Program) -> None:
     small = decode_kernel(p, target)
     if small is not None:
         kernel, options, splits = small
+        whole, splits = whole_waves(p, target, options, splits)
+        if whole > 0:
+            prepare_sparse(queries_of(p, 0, whole), target, program, kernel, DECODE_KEYS, options, 1)
+            p, options = queries_of(p, whole, p.batch), options | SECOND
         prepare_sparse(p, target, program, kernel, DECODE_KEYS, options, splits)
         return
-    if is_packed(p):
-        # Triton 3.6 makes the gathering warps wait for each other seven times a block, three times with slots in two
-        # parts, which is 1 to 2 % faster with 128 heads and 48 queries or more. Triton 3.9 does so twice, with whole
-        # slots.
-        options = dict(MAY_SPLIT_SLOTS=target.compiler < (3, 9)) | PACKED
-    else:
+    more: dict[str, Any] = dict(can_be_uneven=True, fp16_partials=True)
+    if not is_packed(p):
         options = RESIDENT if resident(p) else PLAIN | dict(REG_STORE=many(p, target))
-    # By block table, and of plain rows, whole tiles first were not measured, or sometimes slower.
-    whole = is_packed(p) and p.block_table is None
-    prepare_sparse(
-        p, target, program, v4_sparse, STEP, options, can_be_uneven=True, fp16_partials=True, can_be_whole=whole
-    )
+        prepare_sparse(p, target, program, v4_sparse, STEP, options, **more, can_be_whole=True)
+        return
+    # Triton 3.6 makes the gathering warps wait for each other seven times a block, three times with slots in two parts,
+    # which is 1 to 2 % faster with 128 heads and 48 queries or more. Triton 3.9 does so twice, with whole slots.
+    options = dict(MAY_SPLIT_SLOTS=target.compiler < (3, 9)) | PACKED
+    if p.block_table is None:
+        prepare_sparse(p, target, program, v4_sparse, STEP, options, **more, can_be_whole=True)
+        return
+    whole, splits = whole_by_table(p, target)
+    if whole > 0:
+        prepare_sparse(queries_of(p, 0, whole, splits=1), target, program, v4_sparse, STEP, options, **more)
+        p, options = queries_of(p, whole, p.batch, splits), options | SECOND
+    first = whole if p.request_starts is not None else 0
+    prepare_sparse(p, target, program, v4_sparse, STEP, options, **more, first=first)
+
+
+def whole_waves(p: V4Problem, target: Target, options: dict, splits: int) -> tuple[int, int]:
+    """Return (queries whose rows are not split, splits of the others), or (0, splits), for v4_decode_swap_ab_ws.
+
+    With more CTAs than SMs, those that fill all SMs process whole queries; the rows of the queries that are left over
+    are split, by a second launch, which begins while the last of the first still run.
+    """
+    each = -(-p.q_heads // options["HEADS"])
+    rounds = p.batch * each // target.num_sms
+    whole = rounds * target.num_sms // each
+    rest = p.batch - whole
+    if splits > 1 or rounds == 0 or rest == 0 or not can_be_two(p):
+        return 0, splits
+    blocks = _blocks(p, DECODE_KEYS)
+    longest = -(-blocks // max(1, min(blocks, target.num_sms // (rest * each))))
+    return (whole, -(-blocks // longest)) if blocks - longest >= WORTH_BLOCKS else (0, splits)
+
+
+def whole_by_table(p: V4Problem, target: Target) -> tuple[int, int]:
+    """Return the same for v4_sparse with packed rows by block table, where a kernel that does both would lack
+    registers: two values reloaded in the loop cost 9 %."""
+    if not can_be_two(p):
+        return 0, 0
+    head_tiles, steps = -(-p.q_heads // 64), -(-p.max_seqlen_k // STEP)
+    splits = choose_splits(p.batch * head_tiles, target.num_sms, p.max_seqlen_k)
+    return whole_first(p.batch, head_tiles, target.num_sms, steps, splits, SECOND_STEPS)
+
+
+def can_be_two(p: V4Problem) -> bool:
+    """Return whether a second launch may have its own splits, and reads only what was there before the first: it does
+    not wait for copies."""
+    lists = (getattr(p, name) for name in (*OF_LISTS, "positions", "block_table", "request_starts"))
+    lie_well = all(x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 for x in lists)
+    plain = [x for x in (p.window, p.compressed) if x is not None and not isinstance(x, PackedRows)]
+    lie_well = lie_well and all(is_aligned(x if x.ndim == 3 else x.unsqueeze(1)) for x in (p.q, p.out, *plain))
+    return lie_well and not p.deterministic and p.num_splits == 0 and not is_partial(p)
+
+
+def queries_of(p: V4Problem, begin: int, end: int, splits: int = 0) -> V4Problem:
+    """Return the problem of some queries, with this number of splits, 0 = to be chosen. A block table stays whole where
+    requests have several queries."""
+    names = OF_QUERIES if p.request_starts is not None else (*OF_QUERIES, "block_table")
+    some = {name: getattr(p, name)[begin:end] for name in names if getattr(p, name) is not None}
+    return replace(p, **some, num_splits=splits)
 
 
 def many(p: V4Problem, target: Target) -> bool:
@@ -139,7 +201,7 @@ def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
     blocks = _blocks(p, DECODE_KEYS)
     for options, most, cost in SWAP_AB_WS[kind]:
         tiles = p.batch * -(-p.q_heads // options["HEADS"])
-        again = places < tiles <= SWAP_AB_WS_ROUNDS * places and p.q_heads <= 16
+        again = places < tiles <= SWAP_AB_WS_ROUNDS * places and p.q_heads <= max(16, options["HEADS"])
         if tiles > places and not again or p.block_table is not None:  # by table nothing prefetches rows into L2
             continue
         splits = _room(p, max(1, min(blocks, places // tiles)))

@@ -358,9 +358,10 @@ def gather_role(
     SPLIT: gl.constexpr,
     SPLIT_SLOTS: gl.constexpr,
     WHOLE_FIRST: gl.constexpr,
+    AFTER: gl.constexpr,
 ):
     """Process the work tiles of this CTA in turn: Q and the number of blocks, then blocks as the ring becomes
-    free. PDL_WAIT: the previous grid makes rows, and may still run."""
+    free. PDL_WAIT: the previous grid makes rows, and may still run. AFTER: sizes.whole queries are its own."""
     if PDL_WAIT:
         dependent.wait_on_prior_grid()
     LQ: gl.constexpr = lanes(gl.num_warps())
@@ -371,7 +372,7 @@ def gather_role(
             query, first_head, split = whole_first_coord(tile_id, sizes.whole, sizes.queries, sizes.heads)
         else:
             query, first_head, split = tile_coord(tile_id, sizes.queries, sizes.heads)
-        lists = index_lists(query, window, compressed, requests, KV_INDEX)
+        lists = index_lists(query, window, compressed, requests, KV_INDEX, 64, sizes.whole if AFTER else 0)
         steps = (lists.window_blocks + (lists.count + 63) // 64 + 1) // 2
         # From uneven_from steps on, a step that is left over does not lengthen a split: it becomes its own split.
         shared = steps - (steps >= sizes.uneven_from).to(gl.int32)

@@ -394,6 +394,7 @@ def v4_sparse(
     REG_STORE: gl.constexpr = False,
     MAY_SPLIT_SLOTS: gl.constexpr = False,
     WHOLE_FIRST: gl.constexpr = False,
+    AFTER: gl.constexpr = False,
 ):
     if PDL_LAUNCH:
         gl.static_assert(not PDL_WAIT)  # the grid after the next would not wait for this one: see dependent.py
@@ -420,5 +421,7 @@ def v4_sparse(
         (half_role, (memory, num_tiles, stride, scale, output, sizes.whole, 1, SPLIT, WHOLE_FIRST, SIGN, N,
                      RESIDENT, REG_STORE, SPLIT_SLOTS)),
         (gather_role, (q, window_names, compressed_names, requests, pools, memory, num_tiles, stride, sizes,
-                       KV_INDEX, FORMATS, UNIT, RESIDENT, PDL_WAIT, SPLIT, SPLIT_SLOTS, WHOLE_FIRST)),
+                       KV_INDEX, FORMATS, UNIT, RESIDENT, PDL_WAIT, SPLIT, SPLIT_SLOTS, WHOLE_FIRST, AFTER)),
     ], [4, GATHER_WARPS], [RIGHT_REGS, GATHER_REGS])  # fmt: skip
+    if AFTER:  # the next grid waits for this one, and so for the one before it, too
+        dependent.wait_on_prior_grid()

@@ -89,3 +89,26 @@ def test_32_heads_split_and_merged(order, check):
         compressed=pool(300, 2), compressed_indices=numbers(2, 300, of=300),
         compressed_lengths=torch.tensor([300, 70], dtype=torch.int32), softmax_scale=-0.1,
     )  # fmt: skip
+
+
+@pytest.mark.slow  # two variants of their own
+@pytest.mark.parametrize("order", ["latest", "eager", "random"])
+def test_queries_that_are_left_over_are_split(order, monkeypatch):
+    """Six queries for four SMs: four whole, then two in two splits each, by a second launch, which may begin before the
+    first has ended. What follows must not: the same call again writes the same rows."""
+    names = launches.launched(monkeypatch)
+    monkeypatch.setattr(entry, "WORTH_BLOCKS", 2)
+    rows = pool(99, 3)
+    arguments = dict(
+        q=torch.randn(6, 12, 512).bfloat16(), window=rows, window_indices=numbers(6, 130, of=99), compressed=rows,
+        compressed_indices=numbers(6, 190, of=99), sink=torch.randn(12),
+        window_lengths=torch.tensor([130, 0, 130, 1, 70, 130], dtype=torch.int32),
+        compressed_lengths=torch.tensor([190, 0, 10, 190, 100, 180], dtype=torch.int32),
+        inverse_rope=(reference.rope_table(50, 64), torch.tensor([3, 49, 0, 7, 8, 1], dtype=torch.int32)),
+    )  # fmt: skip
+    out = torch.full_like(arguments["q"], NAN)
+    with launches.race_free("sm_90a", sms=4, order=order, seed=SEED):
+        for _ in range(2):
+            got = dsv4.v4_attention(**arguments, out=out, return_lse=True, backend="softsm")
+    assert names == 2 * ["v4_decode_swap_ab_ws", "v4_decode_swap_ab_ws", "combine"]
+    assert_agrees(got, reference.v4_attention, **arguments)

@@ -171,22 +171,29 @@ def test_what_equal_splits_leave_over_is_shared(monkeypatch):
 @pytest.mark.slow  # a variant of its own
 @pytest.mark.parametrize("order", ["latest", "eager", "random"])
 @pytest.mark.parametrize("fp16", [False, True])
-def test_whole_tiles_come_first(fp16, order, monkeypatch):
-    """Five queries of two head tiles for four CTAs: each has two whole tiles, then a step or two of the last query.
-    The second query has no rows, the last has fewer than its splits have room for."""
+@pytest.mark.parametrize("rows_are", ["packed, by list", "packed, by table", "plain"])
+def test_whole_tiles_come_first(rows_are, fp16, order, monkeypatch):
+    """Five queries of two head tiles for four CTAs: each has two whole tiles, then a step or two of the last query, by
+    table in a second launch. The second query has no rows, the last has fewer than its splits have room for."""
     monkeypatch.setattr(prepare, "FP16_PARTIALS_FROM", 0 if fp16 else 1 << 40)
     monkeypatch.setattr(unpack_pools, "pays", lambda p: False)
     names = launches.launched(monkeypatch)
-    pool = dsv4.Fp8Cache.pack(rows(99))
-    assert whole_first(5, 2, 4, 4, choose_splits(10, 4, 512)) == (4, 2)
+    pool = rows(99) if rows_are == "plain" else dsv4.Fp8Cache.pack(rows(99))
+    named = dict(compressed=pool, compressed_indices=numbers(5, 600, of=99))
+    if rows_are == "packed, by table":
+        pages = torch.stack([torch.randperm(300) for _ in range(3)]).int()
+        named = dict(compressed=dsv4.Fp8Cache.pack(rows(600), rows_per_page=2), compressed_block_table=pages)
+        named["request_starts"] = torch.tensor([0, 2, 3, 5], dtype=torch.int32)
+    assert whole_first(5, 2, 4, 6, choose_splits(10, 4, 768), 1) == (4, 2)
     compared = run(
         order, sms=4, q=torch.randn(5, 80, 512).bfloat16(), window=pool, window_indices=numbers(5, 130, of=99),
-        compressed=pool, compressed_indices=numbers(5, 320, of=99), sink=torch.randn(80),
+        sink=torch.randn(80), **named,
         inverse_rope=(reference.rope_table(50, 64), torch.tensor([3, 49, 0, 7, 8], dtype=torch.int32)),
         window_lengths=torch.tensor([130, 0, 130, 1, 70], dtype=torch.int32),
-        compressed_lengths=torch.tensor([300, 0, 10, 320, 200], dtype=torch.int32),
+        compressed_lengths=torch.tensor([300, 0, 10, 600, 200], dtype=torch.int32),
     )  # fmt: skip
-    assert names == ["v4_sparse", "combine_rows_fp16" if fp16 else "combine"]
+    launched = ["v4_sparse", "v4_sparse"] if rows_are == "packed, by table" else ["v4_sparse"]
+    assert names == [*launched, "combine_rows_fp16" if fp16 else "combine"]
     compare(*compared)
 
 
