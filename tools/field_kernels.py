@@ -294,6 +294,8 @@ KERNELS = (
         for name, flags in (("bf16", ()), ("FP8 x FP4", ("-DFP4",)))
         for ranks, count in ((1, "one rank"), (2, "two ranks"), (4, "four ranks"))
     ),
+    Kernel("mega MoE in bf16, two ranks, two layers in a row", "DeepGEMM", "deepgemm_mega.cu",
+           (*GEMM, "-DRANKS=2", "-DLAYERS=2"), ranks=2),
     *(lesson(level, 128) for level in (2, 3, 4)),
     *(lesson(level, 256) for level in (5, 6)),
     *(lesson(level, 512) for level in (7, 8, 9)),
