@@ -172,7 +172,7 @@ def test_no_role_spills_and_the_page_of_figures_says_so(heads, kind, named):
     stored = int(spills.split(" / ")[0])
     assert int(shared) <= 232_448, line
     assert stored <= (112 if heads == 128 else 0), line
-    assert int(in_loops) <= (12 if heads == 128 else 0), line
+    assert int(in_loops) <= (16 if heads == 128 else 0), line
     assert line in PAGE.read_text(), f"run dsv4 kernels --write docs/kernels.md: {line}"
 
 
