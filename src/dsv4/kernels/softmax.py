@@ -146,14 +146,18 @@ def partial_sums(p):
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
-def _scaling(count: int) -> str:
-    """PTX: `count` values from $0 on, two of each row alternately, times factors from $2 count on, unless all are 1."""
+def _scaling(count: int, in_flight: bool = False) -> str:
+    """PTX: `count` values from $0 on, two of each row alternately, times factors from $2 count on, unless all are 1.
+    in_flight: after a wait for the products; depends on row sums, from $3 count on, which are never negative."""
+    sums = [f"setp.lt.or.f32 some, ${3 * count + i}, 0f00000000, some" for i in (0, 2)]
     lines = [
         ".reg .pred some, any",
         f"setp.neu.f32 some, ${2 * count}, 0f3F800000",
         f"setp.neu.or.f32 some, ${2 * count + 2}, 0f3F800000, some",
+        *(sums if in_flight else []),
         "vote.sync.any.pred any, some, 0xffffffff",
-        "@!any bra done",
+        "@!any bra.uni done" if in_flight else "@!any bra done",
+        *(["wgmma.wait_group.sync.aligned 0"] if in_flight else []),
         *(f"mul.f32 ${i}, ${i}, ${2 * count + i}" for i in range(count)),
     ]
     return "{ " + "; ".join(lines) + "; done: }"
@@ -174,6 +178,27 @@ def rescale(o, alpha):
     TEXT: gl.constexpr = SCALING_64 if AT_ONCE == 64 else SCALING_32 if AT_ONCE == 32 else SCALING_16
     REGISTERS: gl.constexpr = SCALED_64 if AT_ONCE == 64 else SCALED_32 if AT_ONCE == 32 else SCALED_16
     return gl.inline_asm_elementwise(TEXT, REGISTERS, [o, alpha], dtype=gl.float32, is_pure=True, pack=AT_ONCE)
+
+
+FLYING_64, FLYING_32, FLYING_16 = (gl.constexpr(_scaling(n, True)) for n in (64, 32, 16))
+FLOWN_64, FLOWN_32, FLOWN_16 = (
+    gl.constexpr(",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * 2 * n)) for n in (64, 32, 16)
+)
+
+
+@gluon.jit
+def rescale_in_flight(o, alpha, l):
+    """``rescale`` for an O whose products (wgmma) may still run: a warp that does not jump waits for them. l: row sums
+    by thread [M, 4]; what they depend on is computed before, as with `pin`."""
+    M: gl.constexpr = o.shape[0]
+    N: gl.constexpr = o.shape[1]
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None].broadcast_to(o.shape)
+    l = l.reshape([M, 1, 4, 1]).broadcast_to([M, N // 8, 4, 2]).reshape([M, N])
+    l = gl.convert_layout(l, o.type.layout)
+    AT_ONCE: gl.constexpr = 64 if N >= 128 else N // 2
+    TEXT: gl.constexpr = FLYING_64 if AT_ONCE == 64 else FLYING_32 if AT_ONCE == 32 else FLYING_16
+    REGISTERS: gl.constexpr = FLOWN_64 if AT_ONCE == 64 else FLOWN_32 if AT_ONCE == 32 else FLOWN_16
+    return gl.inline_asm_elementwise(TEXT, REGISTERS, [o, alpha, l], dtype=gl.float32, is_pure=False, pack=AT_ONCE)
 
 
 @gluon.jit

@@ -60,6 +60,12 @@ def value_piece(columns, width, i, end):
 
 
 @gluon.constexpr_function
+def at_once(columns, width):
+    """Return whether forward_persistent.py rescales O before the wait for it, and releases slots of K and V at once."""
+    return -(-columns // 32) * 32 not in (128, 256)
+
+
+@gluon.constexpr_function
 def loaded(columns):
     """Return the columns that TMA loads: whole panels."""
     return -(-columns // 64) * 64
@@ -142,6 +148,24 @@ def wait(o):
         return (warpgroup_mma_wait(num_outstanding=0, deps=(o[0],)),)
     else:
         return warpgroup_mma_wait(num_outstanding=0, deps=(o[0], o[1]))
+
+
+@gluon.jit
+def running(o, C: gl.constexpr, D: gl.constexpr):
+    """Return O, whose products may still run: a wait for none of them."""
+    if len(o) == 1:
+        return (warpgroup_mma_wait(num_outstanding=value_pieces(C, D), deps=(o[0],)),)
+    else:
+        return warpgroup_mma_wait(num_outstanding=value_pieces(C, D), deps=(o[0], o[1]))
+
+
+@gluon.jit
+def rescale_in_flight(o, alpha, l):
+    """Do what rescale does to an O whose products may still run. l: row sums by thread, computed before."""
+    found = ()
+    for i in gl.static_range(len(o)):
+        found += (softmax.rescale_in_flight(o[i], alpha, l),)
+    return found
 
 
 @gluon.jit

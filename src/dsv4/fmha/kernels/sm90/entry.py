@@ -37,6 +37,7 @@ from dsv4.runtime.program import Program
 
 DECODE_ROWS = 16  # most rows of decode.py
 THREE_ROLES = 1.31  # time of a step of 192 rows with a causal mask at head dim 64, in steps of 128 rows
+THREE_WITH_MASKS = 1.4  # the same where the loop asks for masks: 1.34 to 1.37 on five shapes, 1.5 for 900 tokens
 FEW_KEYS = 128  # most keys of row tiles with 64 keys at a time at head dim 64
 L2_BYTES = 24 << 20  # of keys that CTAs may read at one time
 FEW = 0.45  # row tiles per SM, from which on the looping kernel may pay
@@ -173,21 +174,22 @@ def _looping(p: FmhaProblem, target: Target) -> Tiling:
         producer = max(producer, 32)
     order = None if varlen else order_of(p, 128, keys, target.num_sms)
     ahead = 0 if varlen else p.max_seqlen_k - p.max_seqlen_q
-    diagonal = p.left < 0 and p.right == 0 and 64 % p.group == 0 and ahead % (64 // p.group) == 0
-    diagonal = diagonal and (p.same_sequences or not varlen)
+    causal = p.left < 0 and p.right == 0 and (p.same_sequences or not varlen)
+    diagonal = causal and 64 % p.group == 0 and ahead % (64 // p.group) == 0
     full = p.left < 0 and p.right < 0
-    if p.head_dim == 64 and (p.right < 0 or diagonal):
+    if p.head_dim == 64 and (p.right < 0 or causal):
         # The softmax limits this head dim: three warpgroups hide more of it.
         three = None if varlen else order_of(p, 192, keys, target.num_sms)
-        if order is None or three is None or p.right < 0 or THREE_ROLES * three.longest < order.longest:
-            c = _rows_tiling(
-                64, 128, 3, 3, 160, 32 if varlen else 24, EARLY=True, EVEN=full or diagonal, OWN_END=diagonal, **pdl
-            )
+        masks = causal and not diagonal
+        step = THREE_WITH_MASKS if masks else THREE_ROLES
+        if order is None or three is None or p.right < 0 or step * three.longest < order.longest:
+            even = dict(EVEN=full or causal, MASKS=masks, OWN_END=causal)
+            c = _rows_tiling(64, 128, 3, 3, 160, 32 if varlen else 24, EARLY=True, **even, **pdl)
             return replace(c, loop=True, order=three and three.tile_order(p, 192))
     early = p.head_dim > 64  # with two roles at head dim 64 it costs 4 %
     own_end = diagonal and p.head_dim == 256
-    even = early and (full or own_end or diagonal and keys == 128 and ahead % 128 == 0)
-    c = _rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, EVEN=even, OWN_END=own_end, **pdl)
+    even = dict(EVEN=early and (full or own_end or diagonal and keys == 128 and ahead % 128 == 0), MASKS=False)
+    c = _rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, OWN_END=own_end, **even, **pdl)
     return replace(c, loop=True, order=order and order.tile_order(p, 128))
 
 

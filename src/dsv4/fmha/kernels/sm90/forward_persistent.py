@@ -14,11 +14,14 @@ in use::
 With EVEN a row tile processes its keys from the last tile on, and no other tile needs a mask: calls without a window
 that have no mask, or a diagonal that meets tiles of keys at their corners. With OWN_END each attend role begins at the
 last tile that its own 64 rows see, and releases unread the tiles that only later rows see: a diagonal then crosses one
-tile of keys in 64 rows, not in all rows of the work tile. So the loop needs no mask. ptxas schedules the instructions,
-and has two bad habits: it keeps the numbers that a mask compares with in 32 registers through the loop (hence
+tile of keys in 64 rows, not in all rows of the work tile. So the loop needs no mask. With MASKS (head dim 64) the
+diagonal meets tiles of keys anywhere, and the loop asks about each. ptxas schedules the instructions, and has two bad
+habits: it keeps the numbers that a mask compares with in 32 registers through the loop (hence
 `apply_mask_by_register`), and it moves the softmax after the wait for O += P V (hence `softmax.pin`). Each thread adds
 up its own part of the row sums, and a warp rescales O only if the maximum of one of its rows grew by more than 8; so do
-the roles of forward.py. At head dim 128 there are registers for Q.
+the roles of forward.py. At head dim 128 there are registers for Q. At other head dims than 128 and 256 (AT_ONCE) a warp
+that rescales O waits for O += P V itself, before the others, and one barrier of warps releases both slots: 1 % faster,
+but 2 % slower at head dim 128.
 
 There are two or three attend roles. Shared memory and barriers are those of forward.py; the ring's slot and phase carry
 over from tile to tile. tile_scheduler.py decides which work tiles a CTA processes, and has the barriers by which its
@@ -72,6 +75,7 @@ class Arguments:
     same_kv: Value
     sign: Value
     even: Value
+    masks: Value
     own_end: Value
 
 
@@ -222,6 +226,23 @@ def ask_for(q, at, tile_id, arguments, BN: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
+def release(kv, k_stage, v_stage, AT_ONCE: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    """Release a slot of K, of V, or both. AT_ONCE: behind one barrier of warps, and without those of the compiler."""
+    if AT_ONCE:
+        barrier()
+    if K:
+        if AT_ONCE:
+            kv.k.free.arrive_once(k_stage.index)
+        else:
+            kv.k.release(k_stage)
+    if V:
+        if AT_ONCE:
+            kv.v.free.arrive_once(v_stage.index)
+        else:
+            kv.v.release(v_stage)
+
+
+@gluon.jit
 def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr):
     """Process one row tile, whose Q has been loaded; load Q of the next one. The steps are those of forward.attend."""
     EVEN: gl.constexpr = arguments.even
@@ -236,6 +257,7 @@ def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr
     RS: gl.constexpr = gl.SliceLayout(1, LS)
     C: gl.constexpr = arguments.columns
     CV: gl.constexpr = arguments.v_columns
+    AT_ONCE: gl.constexpr = columns.at_once(CV, D)
     tile_row, work_tile, unseen = rows_of(tile_id, arguments, BN, W)
     tiles, scale = work_tile.tiles, work_tile.problem.scale
     bounds = mask_bounds(tile_row, work_tile, 64, BN, DENSE, RS)
@@ -252,8 +274,7 @@ def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr
         ask_for_next(q, at, next_tile, arguments, BN, W)
     s = columns.scores(rows_q, k, stage, C)
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
-    if not SAME_KV:
-        k.release(stage)
+    release(kv, stage, stage, AT_ONCE, not SAME_KV, False)
     s = work.finish_scores(s, tiles.first, bounds, DENSE, True)
     m = gl.full([64], softmax.LOWEST, gl.float32, RS)
     p, m, alpha = work.step(s, m, scale, D)
@@ -265,14 +286,21 @@ def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr
         s = columns.scores(rows_q, k, after, C)
         o = columns.add_values(o, pa, v, stage, CV, SAME_KV)
         s = warpgroup_mma_wait(num_outstanding=columns.value_pieces(CV, D), deps=(s,))
-        if not SAME_KV:
-            k.release(after)
-        s = work.finish_scores(s, tiles.first + (-tile if EVEN else tile) * BN, bounds, DENSE, True, EVEN)
+        if not AT_ONCE:
+            release(kv, after, stage, False, not SAME_KV, False)
+        s = work.finish_scores(
+            s, tiles.first + (-tile if EVEN else tile) * BN, bounds, DENSE, True, EVEN and not arguments.masks
+        )
         p, m, alpha = work.step(s, m, scale, D)
-        l = work.add_sums(l, alpha, p)
-        o = columns.wait(o)
-        v.release(stage)
-        o = columns.rescale(o, alpha)
+        if AT_ONCE:
+            l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + softmax.partial_sums(p)
+            o = columns.wait(columns.rescale_in_flight(columns.running(o, CV, D), alpha, l))
+            release(kv, after, stage, True, not SAME_KV, True)
+        else:
+            l = work.add_sums(l, alpha, p)
+            o = columns.wait(o)
+            release(kv, after, stage, False, False, True)
+            o = columns.rescale(o, alpha)
         pa = gl.convert_layout(to_operand(p, q), LA)
         stage = after
     if not SOON:
@@ -349,7 +377,7 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order
                    BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, KV_LOAD: gl.constexpr,
                    SIGN: gl.constexpr, SAME_KV: gl.constexpr, SPLIT: gl.constexpr, CONSUMER_REGS: gl.constexpr,
                    PRODUCER_REGS: gl.constexpr, EARLY: gl.constexpr, EVEN: gl.constexpr,
-                   OWN_END: gl.constexpr):  # fmt: skip
+                   MASKS: gl.constexpr, OWN_END: gl.constexpr):  # fmt: skip
     gl.static_assert((KV_LOAD == DENSE or KV_LOAD == ROWS) and not SPLIT)
     M: gl.constexpr = 64 * CONSUMERS
     pages = Pages(tensors.table_ptr, sizes.page_size, sizes.total_k)
@@ -368,7 +396,7 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order
     num_tiles = order.num_tiles if KV_LOAD == DENSE else gl.load(order.entries_ptr)
     scheduler = TileScheduler(order, num_tiles, sizes, opts)
     arguments = Arguments(
-        tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS, KV_LOAD, M, SAME_KV, SIGN, EVEN, OWN_END
+        tensors, strides, opts, scheduler, pages, COLUMNS, V_COLUMNS, KV_LOAD, M, SAME_KV, SIGN, EVEN, MASKS, OWN_END
     )
     if CONSUMERS == 2:
         gl.warp_specialize(
