@@ -181,14 +181,14 @@ def _prepare_keys(
         parts = program.workspace("parts of dk and dv", (2, splits * tiles * TILE * x.width), torch.float32)
     pairs = x.batch * x.heads
     tiles_of_pair, at_once = row_tiles(x.keys, x.sequences), min(pairs_at_once(x), pairs)
+    unread = x.ticket  # as a list
+    order = key_order(unread, pairs, tiles_of_pair, splits, packs, x.heads, at_once)
     short = x.sums is None and x.p.max_seqlen_q <= SHORT
-    count_of_tiles = pairs * tiles_of_pair * splits
-    loop = loops(x.width, x.sequences is not None, count_of_tiles, target.num_sms, short)
+    loop = loops(x.width, x.sequences is not None, order.count, target.num_sms, short)
     listed = loop and lengths_differ(x)
-    order_list = x.ticket  # unread
     if listed:
-        order_list = list_sequences(program, *x.sequences[:2], x.p.max_seqlen_q, x.keys, tiles_of_pair)
-    order = key_order(order_list, pairs, tiles_of_pair, splits, packs, x.heads, at_once)
+        of_sequences = list_sequences(program, *x.sequences[:2], x.p.max_seqlen_q, x.keys, tiles_of_pair)
+        order = order._replace(list_ptr=of_sequences)
     shares = KeyParts(dk_block, dv_block, parts)
     arguments = common | boxes | dict(sums_desc=sums_box, order=order, shares=shares, ticket_ptr=x.ticket)
     registers, load = _registers(x, of_keys=True)
