@@ -46,6 +46,12 @@ def _steps_in_a_row(
     return rounds * (-(-steps // n) + ends) + (1 + n / 64 + n * many_rows / ROWS_PER_STEP if n > 1 else 0)
 
 
+def whole_rounds(queries: int, head_tiles: int, num_sms: int) -> tuple[int, int]:
+    """Return (rounds in which every SM has a work tile, queries whose work tiles are all in them)."""
+    rounds = queries * head_tiles // num_sms
+    return rounds, rounds * num_sms // head_tiles
+
+
 def whole_first(
     queries: int, head_tiles: int, num_sms: int, steps: int, splits: int, more: float = 0
 ) -> tuple[int, int]:
@@ -57,8 +63,7 @@ def whole_first(
     more: steps that it takes besides.
     """
     tiles = queries * head_tiles
-    rounds = tiles // num_sms
-    whole = rounds * num_sms // head_tiles
+    rounds, whole = whole_rounds(queries, head_tiles, num_sms)
     rest = tiles - whole * head_tiles
     if rounds == 0 or rest == 0:
         return 0, splits

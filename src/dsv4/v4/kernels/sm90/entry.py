@@ -17,7 +17,15 @@ from dsv4.caches.pages import PackedRows
 from dsv4.fmha.kernels.prepare import is_aligned, is_partial
 from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
-from dsv4.runtime.splits import DECODE_HEADS, DECODE_KEYS, WHOLE, choose_splits, decode_splits, whole_first
+from dsv4.runtime.splits import (
+    DECODE_HEADS,
+    DECODE_KEYS,
+    WHOLE,
+    choose_splits,
+    decode_splits,
+    whole_first,
+    whole_rounds,
+)
 from dsv4.v4.kernels import prepare as shared
 from dsv4.v4.kernels import unpack_pools
 from dsv4.v4.kernels.prepare import is_packed, lacks, prepare_sparse
@@ -129,8 +137,7 @@ def whole_waves(p: V4Problem, target: Target, options: dict, splits: int) -> tup
     are split, by a second launch, which begins while the last of the first still run.
     """
     each = -(-p.q_heads // options["HEADS"])
-    rounds = p.batch * each // target.num_sms
-    whole = rounds * target.num_sms // each
+    rounds, whole = whole_rounds(p.batch, each, target.num_sms)
     rest = p.batch - whole
     if splits > 1 or rounds == 0 or rest == 0 or not can_be_two(p):
         return 0, splits
