@@ -188,7 +188,7 @@ backward passes have the times of all launches. Where this table and the budget 
 includes waits, latencies, and the start and end of CTAs.
 
 {blackwell(predicted)}
-Beside what others publish for a B200 (their kernels, measured by them):
+The same predictions compared with what others publish for a B200 (their kernels, measured by them):
 
 {peers(predicted)}"""
     page.write_text(f"{kept}\n{HEADING}{text}")

@@ -1,4 +1,4 @@
-"""createpolicy: 64-bit words that loads, stores and copies take as .L2::cache_hint. They change no value.
+"""createpolicy: 64-bit words that loads, stores and copies accept as .L2::cache_hint. They change no value.
 
 The manual calls the words opaque. `fractional` makes the same words as an H200, since programs also pass them as
 constants: the priority is in the top bits, then the sixteenths of the accesses that get it.

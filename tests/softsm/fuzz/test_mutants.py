@@ -1,4 +1,4 @@
-"""A share of `make fuzz`: 60 mutants of a fixed seed, in a process of its own so that a crash is seen as one."""
+"""A share of `make fuzz`: mutants of a fixed seed, in a separate process so that a crash is reported as one."""
 
 from __future__ import annotations
 
